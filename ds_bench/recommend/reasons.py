@@ -50,9 +50,10 @@ def why(decision: Decision, comparison: Comparison, goal: str, terms: MemoryTerm
         )
     if best != choice:  # the rule traded speed for memory
         share = _speed_fraction(choice, best)
+        tie = " or cannot be told from it" if share < MIN_SPEED_FRACTION else ""
         sentence = (
             f"{choice.label} needs the least {terms.memory} of the rows that offload alike and reach "
-            f"{whole_percent(MIN_SPEED_FRACTION)} of {best.label}'s speed: {numbers}, "
+            f"{whole_percent(MIN_SPEED_FRACTION)} of {best.label}'s speed{tie}: {numbers}, "
             f"{format_percent(share)} of {best.label}'s {_speed(best)} tokens/s with "
             f"{format_bytes(best.memory_bytes)} ({format_percent(best.fraction)})"
         )
@@ -84,9 +85,16 @@ def _speed_rank(decision: Decision, comparison: Comparison, terms: MemoryTerms) 
     rank = f"the fastest of {_rows(compared)}{long}"
     if decision.tied:
         return rank, simplest
+    fewest = min(len(comparison.row(row.key).successes) for row in compared)
+    # Here and not in the table alone: of a sweep nothing but the headline is shown.
+    untested = f", by {_runs_of_each(fewest)}" if fewest < FEWEST_RUNS else ""
     if any(row.gpu_fraction is not None and not row.leaves_room for row in comparison.rows):
-        return rank, f"fastest row{short} under {whole_percent(NEAR_CAPACITY)} of {terms.capacity}"
-    return rank, f"fastest of {len(compared)} rows{short}"
+        return rank, f"fastest row{short} under {whole_percent(NEAR_CAPACITY)} of {terms.capacity}{untested}"
+    return rank, f"fastest of {len(compared)} rows{short}{untested}"
+
+
+def _runs_of_each(count: int) -> str:
+    return "one run each" if count == 1 else f"{count} runs each"
 
 
 def _why_no_less_memory(decision: Decision, terms: MemoryTerms) -> str:
@@ -156,7 +164,7 @@ def speed_difference_text(decision: Decision, runs: Mapping[str, int]) -> str | 
     difference = choice.tokens_per_second / rival.tokens_per_second - 1
     kind = "lead over" if difference >= 0 else "lag behind"
     fewest = min(runs[choice.key], runs[rival.key])
-    runs_text = "one run each" if fewest == 1 else f"{fewest} runs each"
+    runs_text = _runs_of_each(fewest)
     if speeds.interval_of(choice, rival) is not None:
         verdict = f"{'more than' if speeds.differ(choice, rival) else 'inside'} the noise of {runs_text}"
     else:

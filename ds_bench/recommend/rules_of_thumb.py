@@ -105,7 +105,8 @@ def rule_of_thumb(rows: ObservedRows, *, goal: str = "balanced", num_gpus: int =
 def _rule_for_speed(rows: ObservedRows) -> str:
     fastest = rows.fastest_stage
     if fastest is not None and any(stage < fastest for stage in rows.trained_stages):
-        return f"speed is critical: stage {fastest}, the fastest measured"
+        # Not "the fastest": a higher stage may tie with it and have been ahead within the noise.
+        return f"speed is critical: stage {fastest}, the lowest that was not measured slower"
     return "speed is critical: the lowest stage that fits"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..analysis.caveats import CaveatKind, CaveatText, has_text
-from ..analysis.comparison import Comparison, ComparisonRow
+from ..analysis.comparison import Comparison, ComparisonRow, ratio_between
 from ..analysis.intervals import FEWEST_RUNS
 from ..config.strategies import OFFLOAD_NAMES, STRATEGY_NAMES
 from ..prediction.memory import Alternative
@@ -56,7 +56,7 @@ def say_alternative(decision: Decision, eligible: EligibleRows, comparison: Comp
         return None
     by_key = {candidate.key: candidate for candidate in (*eligible.candidates, *eligible.references)}
     rows = [row for row in comparison.rows if row.key != choice.key and not row.differences]
-    faster = [row for row in rows if (row.tokens_per_second or 0.0) > choice.tokens_per_second]
+    faster = [row for row in rows if _may_be_called_faster(row, comparison.row(choice.key))]
     for row in sorted(faster, key=lambda row: -(row.tokens_per_second or 0.0)):
         lead = f"{row.label} is {_two_digits((row.tokens_per_second or 0.0) / choice.tokens_per_second - 1)} faster"
         candidate = by_key.get(row.key)
@@ -79,6 +79,13 @@ def say_alternative(decision: Decision, eligible: EligibleRows, comparison: Comp
         return None
     saved = (choice.memory_bytes or 0) - (smaller.memory_bytes or 0)
     return f"{smaller.label} needs {format_gigabytes(saved)} less and is as fast within the noise."
+
+
+def _may_be_called_faster(row: ComparisonRow, chosen: ComparisonRow) -> bool:
+    """Whether it was measured faster, and the table does not say that this is within noise."""
+    interval = ratio_between(row, chosen)
+    ahead = (row.tokens_per_second or 0.0) > (chosen.tokens_per_second or 0.0)
+    return ahead and (interval is None or interval.distinguishable)
 
 
 # ------------------------------------------------------------------ what to try

@@ -401,8 +401,31 @@ def test_one_run_each_is_not_tested_and_says_so() -> None:
     assert "use --repeats 3 or more" in found.next_steps
 
 
-def repeated(stage: int, gigabytes: float, speeds: Sequence[float]) -> list[TrialRecord]:
-    return [row(fakes.zero(stage), gigabytes, speed, repeat=number) for number, speed in enumerate(speeds)]
+def repeated(stage: int, gigabytes: float, speeds: Sequence[float], **more: Any) -> list[TrialRecord]:
+    return [row(fakes.zero(stage), gigabytes, speed, repeat=number, **more) for number, speed in enumerate(speeds)]
+
+
+@pytest.mark.parametrize(("runs", "said"), [(1, ", by one run each."), (2, ", by 2 runs each."), (3, ".")])
+def test_the_headline_says_that_a_lead_of_fewer_than_three_runs_was_not_tested(runs: int, said: str) -> None:
+    """A sweep shows nothing but the headline."""
+    found = answer(*(each for stage in (0, 1) for each in repeated(stage, 8, [1000 - 300 * stage] * runs)))
+    assert found.headline == f"Use ZeRO-0: fastest of 2 rows{said}"
+
+
+def test_a_row_that_is_no_result_is_not_called_faster_where_the_table_says_within_noise() -> None:
+    """1,010 against 1,000 with spreads of 20, then 1,500."""
+    sound, wrong = repeated(0, 8, [980, 1020, 1000]), {"losses": (None,) * 12}
+    assert answer(*sound, *repeated(1, 8, [1030, 990, 1010], **wrong)).alternative is None
+    beyond = answer(*sound, *repeated(1, 8, [1520, 1480, 1500], **wrong)).alternative or ""
+    assert beyond.startswith("ZeRO-1 is 50 % faster but is no result")
+
+
+def test_a_row_that_ties_is_not_said_to_reach_90_percent_where_it_did_not() -> None:
+    """Geometric means of 1,000 and 776: the runs vary by 23 % and do not tell them apart."""
+    found = answer(*repeated(0, 70, [800, 1250, 1000]), *repeated(3, 40, [980, 620, 770]))
+    assert found.choice == "ZeRO-3"
+    assert "reach 90 % of ZeRO-0's speed or cannot be told from it: 776 tokens/s" in found.reason
+    assert "77.6 % of ZeRO-0's 1,000 tokens/s" in found.reason
 
 
 def test_a_lead_inside_the_noise_is_said_to_be_and_the_leaner_row_is_named() -> None:
@@ -620,7 +643,14 @@ def test_a_disqualified_row_sets_no_pattern() -> None:
 def test_the_pattern_of_speed_does_not_contradict_the_choice() -> None:
     found = answer(row(fakes.zero(0), 30, 900, cards=2), row(fakes.zero(2), 20, 1000, cards=2), goal="speed")
     assert found.choice == "ZeRO-2"
-    assert "speed is critical: stage 2, the fastest measured" in found.next_steps
+    assert "speed is critical: stage 2, the lowest that was not measured slower" in found.next_steps
+
+
+def test_the_pattern_of_speed_calls_a_row_that_only_ties_not_the_fastest() -> None:
+    """Stage 3 leads stage 2 by 1 %."""
+    rows = [row(fakes.zero(stage), 30, speed, cards=2) for stage, speed in ((0, 800), (2, 1000), (3, 1010))]
+    found = answer(*rows, goal="speed")
+    assert "speed is critical: stage 2, the lowest that was not measured slower" in found.next_steps
 
 
 def test_an_offload_that_ran_out_is_not_the_first_to_try() -> None:

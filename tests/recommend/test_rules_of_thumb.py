@@ -78,7 +78,8 @@ def test_critical_speed_is_the_lowest_stage_that_fits() -> None:
 
 
 def test_critical_speed_does_not_contradict_a_higher_stage_that_was_measured_to_be_faster() -> None:
-    assert said(0.9, 2, goal="speed", trained=[0, 2]) == "speed is critical: stage 2, the fastest measured"
+    found = said(0.9, 2, goal="speed", trained=[0, 2])
+    assert found == "speed is critical: stage 2, the lowest that was not measured slower"
 
 
 def test_critical_memory_is_stage_3_with_the_offloads_that_have_not_failed() -> None:

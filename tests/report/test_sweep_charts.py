@@ -53,5 +53,5 @@ def test_one_workload_and_different_machines_have_no_such_chart() -> None:
 def test_the_end_of_a_sweep_has_a_line_for_each_point_with_what_differs() -> None:
     lines = summary_lines([point(0.1, seq_length=16), point(0.1, seq_length=32)])
     assert lines[0] == "2 points · tiny · 1 CPU rank · bf16 · 10 steps"
-    assert lines[2].endswith("micro-batch 4 × 16 tokens: Use ZeRO-0: fastest of 2 rows.")
+    assert lines[2].endswith("micro-batch 4 × 16 tokens: Use ZeRO-0: fastest of 2 rows, by one run each.")
     assert "tiny, 32 tokens" in lines[-1]
