@@ -55,6 +55,8 @@ def lines(comparison: BeforeAfter) -> Iterator[str]:
             row.same_settings for row in comparison.rows
         )
         yield "same hardware, versions and settings" if same else "same hardware and versions"
+    if any(row.interval is not None and row.interval.distinguishable for row in comparison.rows):
+        yield "intervals hold how runs of one session vary, not how sessions do: the same code run twice tells that"
     if comparison.configs_unknown:
         yield "the DeepSpeed configurations of a result are not known, nor what changed in them"
 

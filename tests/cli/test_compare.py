@@ -136,6 +136,20 @@ def test_the_text_reads_row_by_row(tmp_path: Path, capsys: pytest.CaptureFixture
     assert last == "same hardware, versions and settings"
 
 
+def test_a_difference_between_two_results_says_what_its_interval_does_not_hold(tmp_path: Path) -> None:
+    """Both ran in a session of their own, and what these differ by is in no run."""
+    equal, slower, faster = (0.100, 0.102, 0.101), (0.101, 0.100, 0.102), (0.080, 0.081, 0.079)
+
+    def says_so(name: str, after: tuple[float, ...]) -> bool:
+        return any(
+            "not how sessions do" in line for line in lines(of(tmp_path / name, runs(2, *equal), runs(2, *after)))
+        )
+
+    assert says_so("beyond", faster)
+    assert not says_so("inside", slower)
+    assert not says_so("untested", faster[:1])
+
+
 def flat(folder: Path, entries: list[TrialRecord], on: Environment | None = None, *, old: bool = False) -> Result:
     """What a flat JSON tells that was copied away from its run folder; ``old``: written before it told its machine."""
     copy = folder / f"{folder.name}_copy.json"
