@@ -17,7 +17,7 @@ from typing import Any
 FEWEST_RUNS = 3
 """Number of runs of a row below which nothing is tested."""
 ERROR_RATE = 0.05
-"""Largest fraction of tables of equal rows in which any difference may be claimed."""
+"""Fraction of tables of equal rows with a false difference that is aimed at; docs/reading.md has what is reached."""
 _TEST_LEVEL = 0.01
 """Significance level of the tests whether rounds differ, and whether one row varies more than the others."""
 _MIN_FREEDOM_WITH_BLOCKS = 4
