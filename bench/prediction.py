@@ -144,14 +144,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shape = f"micro-batch {setting.batch_size} × {setting.seq_length}"
     print(f"prediction: {setting.model}, {shape}, {setting.device_word}\n{harness.facts_line(facts)}", flush=True)
     found: list[Pair] = []
+    complete = True
     with tempfile.TemporaryDirectory(prefix="ds_bench_prediction_") as scratch:
         for folder, command in commands(args, setting, Path(scratch)):
             try:
                 harness.timed(command, {}, folder / "stderr.log", Path(command[1]).name, args.timeout)
-            except BenchError as error:  # it ends so where a single row fails
+            except BenchError as error:  # also where a single row fails: what the others measured is kept
                 if not (done := records(folder)):
                     raise
                 print(str(error).partition("\n")[0], file=sys.stderr)
+                complete = False
             else:
                 done = records(folder)
             for record in done:
@@ -162,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show(found)
     if args.output is not None:
         write_json(args.output, {"machine": facts, "accelerator": place.accelerator, "pairs": list(map(asdict, found))})
-    return 0
+    return 0 if complete else 1
 
 
 if __name__ == "__main__":

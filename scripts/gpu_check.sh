@@ -61,16 +61,15 @@ find_python() {
     fi
 }
 
-# Into one folder for all chunks: DeepSpeed's ops are built for the place and the time of their sources.
+# Into one folder for all chunks: ops are built again where DeepSpeed lies in another folder, or was installed since.
 install_wheels() {
     [[ -n ${WHEELS:-} ]] || return 0
     local key site
     key=$({ cat "$WHEELS"/*.whl && "$PYTHON" -c 'import sys; print(sys.version, sys.prefix)'; } | sha256sum | cut -c1-16)
-    site=${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/ds_bench/gpu_check/$key
-    if [[ ! -e $site/complete ]]; then
-        rm -rf "$site"
-        "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --target "$site" "$WHEELS"/*.whl || exit 2
-        touch "$site/complete"
+    site=${XDG_CACHE_HOME:-${HOME:-$WORK}/.cache}/ds_bench/gpu_check/$key
+    if [[ ! -d $site ]]; then
+        "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --target "$site.$$" "$WHEELS"/*.whl || exit 2
+        mv -T "$site.$$" "$site" 2>/dev/null || rm -rf "$site.$$" # another chunk was first
     fi
     export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
 }
@@ -453,8 +452,8 @@ print("\n".join(f"  {line}" for line in bad) or "  nothing failed, nothing is of
 PY
 }
 
-# With names, as pytest writes junit.xml only at its end; without what of pyproject.toml needs a plugin, or makes a warning
-# of another version of some package an error.
+# -v names each test in the log, as pytest writes junit.xml only at its end. What is replaced of pyproject.toml's settings
+# needs plugins, or makes every warning an error, also that of another version of a package.
 tests() {
     step tests 520 "$PYTHON" -m pytest "$ROOT/tests/integration/test_gpu.py" -m gpu -v -p no:cacheprovider \
         -o addopts=--import-mode=importlib -o filterwarnings=default --junit-xml "$WORK/tests/junit.xml"

@@ -356,7 +356,7 @@ def _runs(rows: Sequence[ComparisonRow]) -> dict[str, list[Run]]:
 def ratio_between(row: ComparisonRow, other: ComparisonRow) -> RatioInterval | None:
     """Ratio of the throughput of ``row`` to that of ``other``, with its confidence interval.
 
-    For rows of one comparison all its runs are used, at the level that limits false differences among all rows to 5 %
+    For rows of one comparison all its runs are used, at a level for all rows together
     (``intervals.RowRatios.between``); for rows of two comparisons their own runs, at 95 %. None below three successful
     runs of either row, for a row and itself, and if rows of one comparison do not compare.
     """

@@ -17,7 +17,7 @@ from typing import Any
 FEWEST_RUNS = 3
 """Number of runs of a row below which nothing is tested."""
 ERROR_RATE = 0.05
-"""Fraction of tables of equal rows with a false difference that is aimed at; docs/reading.md has what is reached."""
+"""The methods aim at a false difference in this fraction of tables of equal rows. docs/reading.md: what they reach."""
 _TEST_LEVEL = 0.01
 """Significance level of the tests whether rounds differ, and whether one row varies more than the others."""
 _MIN_FREEDOM_WITH_BLOCKS = 4
@@ -38,8 +38,7 @@ class RatioInterval:
     high: float
     degrees_of_freedom: float
     confidence: float = 1 - ERROR_RATE
-    """Of this interval alone. Among several rows it is higher, so that of all tables at least 95 % show no false
-    difference."""
+    """Of this interval alone. Among several rows it is higher, since chance makes some of many rows differ."""
     too_wide: bool = False
     """True if it is too wide to decide anything (on the CPU accelerator: more than a factor of two)."""
 
@@ -197,8 +196,8 @@ class RowRatios:
 
         For a row and the baseline the level is that of Holm's method, so that the interval excludes 1 exactly if that
         method finds a difference. For two other rows it is Bonferroni's for all pairs of rows: so the fastest row may
-        be compared, although it was not known before which one that is. One row against all others is too few tests
-        for that: the fastest of equal rows differs most from some other one, which is as rare as that any pair does.
+        be compared, although it was not known before which one that is. The level for one row against all others
+        would be too weak: the fastest row is chosen because it is ahead, so that any pair may be the one compared.
         """
         if row == other or row not in self._index or other not in self._index:
             return None

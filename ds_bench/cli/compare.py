@@ -56,7 +56,7 @@ def lines(comparison: BeforeAfter) -> Iterator[str]:
         )
         yield "same hardware, versions and settings" if same else "same hardware and versions"
     if any(row.interval is not None and row.interval.distinguishable for row in comparison.rows):
-        yield "intervals hold how runs of one session vary, not how sessions do: the same code run twice tells that"
+        yield "intervals cover how runs of one session differ, not how sessions do: measure the same code twice"
     if comparison.configs_unknown:
         yield "the DeepSpeed configurations of a result are not known, nor what changed in them"
 

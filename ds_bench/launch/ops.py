@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import importlib.util
+import importlib.metadata
 import json
 import os
 import re
@@ -239,12 +239,13 @@ def is_built(name: str, folder: Path) -> bool:
 
 @cache
 def _deepspeed_folder() -> Path | None:
-    """Where DeepSpeed is installed; None where it is not. It is not imported."""
+    """Where DeepSpeed is installed; None where it is not, or is installed as a link to its sources."""
+    # Not as an import would find it: python -m looks into the current folder first, which child processes do not.
     try:
-        spec = importlib.util.find_spec("deepspeed")
-    except (ImportError, ValueError):
+        folder = Path(str(importlib.metadata.distribution("deepspeed").locate_file("deepspeed")))
+    except importlib.metadata.PackageNotFoundError:
         return None
-    return Path(spec.origin).parent if spec and spec.origin else None
+    return folder if folder.is_dir() else None
 
 
 def _sources_time() -> float:
@@ -262,7 +263,14 @@ def _copy_shared_cache(folder: Path, names: Iterable[str]) -> None:
     missing = [name for name in names if not is_built(name, folder)]
     if shared != folder and any(is_built(name, shared) for name in missing):
         with contextlib.suppress(OSError):  # what could not be copied is built
-            shutil.copytree(shared, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("lock", "builder"))
+            ignored = shutil.ignore_patterns("lock", "builder")
+            shutil.copytree(shared, folder, dirs_exist_ok=True, ignore=ignored, copy_function=_copy_if_newer)
+
+
+def _copy_if_newer(source: str, target: str) -> None:
+    there = Path(target)
+    if not there.exists() or there.stat().st_mtime < Path(source).stat().st_mtime:
+        shutil.copy2(source, target)
 
 
 @contextlib.contextmanager
@@ -333,7 +341,11 @@ def _read_state(name: str, output: bytes, log: Path, code: int) -> OpState:
         ready, seconds = answer["state"] == "ready", float(answer["seconds"])
         if ready:
             # Only after the op was loaded, and renamed into place: other runs trust this file.
-            write_json(log.with_suffix(".ready"), answer["libraries"])
+            mark = log.with_suffix(".ready")
+            write_json(mark, answer["libraries"])
+            # Sources may have a time in the future, as those of a file server whose clock is ahead.
+            latest = max(mark.stat().st_mtime, _sources_time())
+            os.utime(mark, (latest, latest))
         reason = "" if ready else f"{answer['reason']}; log {log}"
     except (ValueError, IndexError, KeyError, TypeError):
         return OpState(op=name, ready=False, reason=f"the build ended with code {code}; log {log}")

@@ -6,7 +6,7 @@ What a recommendation says at length and in its headline is worded side by side.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..analysis.comparison import Comparison
 from ..analysis.intervals import FEWEST_RUNS
@@ -58,7 +58,8 @@ def why(decision: Decision, comparison: Comparison, goal: str, terms: MemoryTerm
             f"{format_bytes(best.memory_bytes)} ({format_percent(best.fraction)})"
         )
         saved = format_gigabytes((best.memory_bytes or 0) - (choice.memory_bytes or 0))
-        return sentence, f"{whole_percent(share)} of {best.label}'s speed with {saved} less of {terms.memory}"
+        short = f"{whole_percent(share)} of {best.label}'s speed with {saved} less of {terms.memory}"
+        return sentence, short + _untested(comparison, (choice, best))
     rank, short_rank = _speed_rank(decision, comparison, terms)
     head = f"{choice.label} is {rank}: {numbers}"
     return head if goal == "speed" else f"{head}{_why_no_less_memory(decision, terms)}", short_rank
@@ -85,12 +86,16 @@ def _speed_rank(decision: Decision, comparison: Comparison, terms: MemoryTerms) 
     rank = f"the fastest of {_rows(compared)}{long}"
     if decision.tied:
         return rank, simplest
-    fewest = min(len(comparison.row(row.key).successes) for row in compared)
-    # Here and not in the table alone: of a sweep nothing but the headline is shown.
-    untested = f", by {_runs_of_each(fewest)}" if fewest < FEWEST_RUNS else ""
+    untested = _untested(comparison, compared)
     if any(row.gpu_fraction is not None and not row.leaves_room for row in comparison.rows):
         return rank, f"fastest row{short} under {whole_percent(NEAR_CAPACITY)} of {terms.capacity}{untested}"
     return rank, f"fastest of {len(compared)} rows{short}{untested}"
+
+
+def _untested(comparison: Comparison, rows: Iterable[Candidate]) -> str:
+    """The end of a headline from too few runs. Not in the table alone: of a sweep nothing but the headline is shown."""
+    fewest = min(len(comparison.row(row.key).successes) for row in rows)
+    return f", by {_runs_of_each(fewest)}" if fewest < FEWEST_RUNS else ""
 
 
 def _runs_of_each(count: int) -> str:

@@ -106,7 +106,7 @@ def _rule_for_speed(rows: ObservedRows) -> str:
     fastest = rows.fastest_stage
     if fastest is not None and any(stage < fastest for stage in rows.trained_stages):
         # Not "the fastest": a higher stage may tie with it and have been ahead within the noise.
-        return f"speed is critical: stage {fastest}, the lowest that was not measured slower"
+        return f"speed is critical: stage {fastest}, the lowest that cannot be told from the fastest"
     return "speed is critical: the lowest stage that fits"
 
 

@@ -14,7 +14,7 @@ import pytest
 
 @contextlib.contextmanager
 def locked(path: Path, kind: int) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, kind)
         yield
@@ -25,9 +25,12 @@ def locked(path: Path, kind: int) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Any:
+    if not hasattr(item.config, "workerinput"):  # there is one worker alone
+        return (yield)
     alone = item.get_closest_marker("alone") is not None
+    of_all_workers = Path(item.config.option.basetemp).parent
     with contextlib.ExitStack() as stack:
         # Whoever waits to be alone holds this one, so that no further test begins.
-        with locked(Path(__file__), fcntl.LOCK_EX):
-            stack.enter_context(locked(Path(__file__).parent, fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
+        with locked(of_all_workers / "next_test", fcntl.LOCK_EX):
+            stack.enter_context(locked(of_all_workers / "running_tests", fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
         return (yield)

@@ -79,7 +79,7 @@ def test_critical_speed_is_the_lowest_stage_that_fits() -> None:
 
 def test_critical_speed_does_not_contradict_a_higher_stage_that_was_measured_to_be_faster() -> None:
     found = said(0.9, 2, goal="speed", trained=[0, 2])
-    assert found == "speed is critical: stage 2, the lowest that was not measured slower"
+    assert found == "speed is critical: stage 2, the lowest that cannot be told from the fastest"
 
 
 def test_critical_memory_is_stage_3_with_the_offloads_that_have_not_failed() -> None:
