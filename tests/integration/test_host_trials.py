@@ -65,10 +65,15 @@ def ranks_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def when_it_steps(folder: Path, act: Callable[[], None]) -> None:
-    """Calls ``act`` in a process of its own once both ranks have taken a step."""
+    """Calls ``act`` in a process of its own once both ranks have taken a step and some of their logs has arrived."""
+
+    def steps(rank: int) -> bool:
+        beat, log = read_beat(folder, rank), folder / f"rank{rank}.log"
+        return beat is not None and beat.step >= 1 and log.exists() and log.stat().st_size > 0
+
     if os.fork() == 0:
         try:
-            while not all(beat is not None and beat.step >= 1 for beat in (read_beat(folder, 0), read_beat(folder, 1))):
+            while not (steps(0) and steps(1)):
                 time.sleep(0.1)
             act()
         finally:
