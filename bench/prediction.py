@@ -150,13 +150,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             try:
                 harness.timed(command, {}, folder / "stderr.log", Path(command[1]).name, args.timeout)
             except BenchError as error:  # also where a single row fails: what the others measured is kept
-                if not (done := records(folder)):
+                if not records(folder):
                     raise
                 print(str(error).partition("\n")[0], file=sys.stderr)
                 complete = False
-            else:
-                done = records(folder)
-            for record in done:
+            for record in records(folder):
                 if record.outcome.status == SUCCESS:
                     found += pairs(record)
                 else:

@@ -56,7 +56,8 @@ def say_alternative(decision: Decision, eligible: EligibleRows, comparison: Comp
         return None
     by_key = {candidate.key: candidate for candidate in (*eligible.candidates, *eligible.references)}
     rows = [row for row in comparison.rows if row.key != choice.key and not row.differences]
-    faster = [row for row in rows if _may_be_called_faster(row, comparison.row(choice.key))]
+    chosen = comparison.row(choice.key)
+    faster = [row for row in rows if _may_be_called_faster(row, chosen)]
     for row in sorted(faster, key=lambda row: -(row.tokens_per_second or 0.0)):
         lead = f"{row.label} is {_two_digits((row.tokens_per_second or 0.0) / choice.tokens_per_second - 1)} faster"
         candidate = by_key.get(row.key)

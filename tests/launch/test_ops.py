@@ -139,6 +139,21 @@ def test_an_op_that_is_older_than_its_sources_is_not_built(monkeypatch: pytest.M
         assert ops.is_built(ops.CPU_ADAM, tmp_path) == built
 
 
+def test_a_shared_cache_replaces_nothing_that_was_built_since(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(ops, "_sources_time", lambda: 0.0)
+    shared, own = (tmp_path / name / "ds_bench" / "ops" / "key" for name in ("shared", "own"))
+    monkeypatch.setattr(ops, "cache_roots", lambda: [tmp_path / "shared"])
+    for folder, seconds, names in ((shared, 1000, (ops.CPU_ADAM, ops.ASYNC_IO)), (own, 2000, (ops.CPU_ADAM,))):
+        folder.mkdir(parents=True)
+        for name in names:
+            mark = folder / f"{name}.ready"
+            mark.write_text("[]")
+            os.utime(mark, (seconds, seconds))
+    ops._copy_shared_cache(own, [ops.CPU_ADAM, ops.ASYNC_IO])
+    times = {name: (own / f"{name}.ready").stat().st_mtime for name in (ops.CPU_ADAM, ops.ASYNC_IO)}
+    assert times == {ops.CPU_ADAM: 2000, ops.ASYNC_IO: 1000}
+
+
 def test_the_sources_of_ops_lie_where_they_are_looked_for() -> None:
     assert ops._sources_time() > 0
 
