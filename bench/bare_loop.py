@@ -31,7 +31,7 @@ POOL = 64  # micro-batches, used again and again
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--ds-config", type=Path, required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--seq-length", type=int, required=True)

@@ -42,7 +42,7 @@ def probes(run_folder: Path) -> dict[str, dict[int, bool]]:
 
 def main() -> int:
     """Prints one line per strategy."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--seq-length", default="256")
     _, more = parser.parse_known_args()

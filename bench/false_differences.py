@@ -181,7 +181,7 @@ def _row() -> BenchmarkResult:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("--tables", type=int, default=10_000, metavar="N", help="of each case (default: 10000)")
     add("--output", type=Path, default=None, metavar="FILE.json", help="also write the figures there")

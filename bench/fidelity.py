@@ -34,7 +34,7 @@ Round = dict[str, float]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     harness.add_setting_flags(parser, num_steps=50)
     parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=2, help="ZeRO stage (default: 2)")
     parser.add_argument("--num-gpus", type=int, default=None, metavar="N", help="default: all GPUs, or 1 CPU rank")

@@ -116,7 +116,7 @@ def parent_microseconds(folder: Path) -> tuple[float, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--width", type=int, default=512, metavar="N", help="of the model (default: 512)")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of a block (default: 10)")

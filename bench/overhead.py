@@ -44,7 +44,7 @@ _POLL_SECONDS = 0.1
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     harness.add_setting_flags(parser, num_steps=20)
     parser.add_argument("--num-gpus", type=int, default=None, metavar="N", help="default: 2, or the one GPU there is")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of each; medians are shown (default: 3)")

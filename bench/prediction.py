@@ -47,7 +47,7 @@ class Pair:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     harness.add_setting_flags(parser, num_steps=3)
     add = parser.add_argument
     add("--num-gpus", type=int, default=None, metavar="N", help="GPUs or CPU ranks (default: all; 2 on CPU)")

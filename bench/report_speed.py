@@ -145,7 +145,7 @@ def bare_parse_seconds(folder: Path) -> float:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("--records", type=int, default=10_000, metavar="N", help="in the result (default: 10000)")
     add("--times", type=int, default=5, metavar="N", help="runs of the command (default: 5)")

@@ -24,7 +24,7 @@ from ds_bench.system import environment, gpus
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.json")
     parser.add_argument("--accelerator", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()

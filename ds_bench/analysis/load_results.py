@@ -229,13 +229,12 @@ def recipe_value(recipe: Mapping[str, Any], section: str, key: str) -> Any:
 
 def _peak_tflops(run_info: RunInfo) -> float | None:
     """The peak rate that the flags or the recipe of a run give; None if it was not given or is impossible."""
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--peak-tflops", type=float)
     value = recipe_value(run_info.recipe, "launch", "peak_tflops")
     # A recipe's run was given the rate in its file; the words of a script's run are its flags.
     if not run_info.recipe:
         with contextlib.suppress(argparse.ArgumentError):
-            # Only this flag is read of the arguments as they were typed; its abbreviations are understood too.
             value = parser.parse_known_args(run_info.arguments)[0].peak_tflops
     possible = isinstance(value, (int, float)) and 0 < value < _MAX_PEAK_TFLOPS
     return float(value) if possible else None

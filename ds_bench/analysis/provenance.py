@@ -55,13 +55,13 @@ def flags_to_repeat(options: Options) -> dict[str, list[str]]:
 
 
 def arguments_without(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """The arguments without these flags and their values, each of which has one; abbreviated ones too."""
+    """The arguments without these flags and their values, each of which has one."""
     kept, is_value = [], False
     # What follows -- are no flags.
     end = arguments.index("--") if "--" in arguments else len(arguments)
     for word in arguments[:end]:
         name, separator, _ = word.partition("=")
-        is_flag = not is_value and len(name) > 2 and name.startswith("--") and any(f.startswith(name) for f in flags)
+        is_flag = not is_value and name in flags
         if not is_flag and not is_value:
             kept.append(word)
         # --flag VALUE: the next word belongs to it; --flag=VALUE is one word.

@@ -20,9 +20,13 @@ AUTO = "auto"
 class Parser(argparse.ArgumentParser):
     """A parser that raises UsageError, which is printed in one line like every other error.
 
-    The line names the nearest flag or value where one is near. Lists of values may be separated by commas too. Where
-    ``typed`` has a default, it holds the arguments as they were typed.
+    The line names the nearest flag or value where one is near. Flags cannot be abbreviated, and ``--num-gpus`` has the
+    aliases that other launchers use. Lists of values may be separated by commas too. Where ``typed`` has a default, it
+    holds the arguments as they were typed.
     """
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **arguments})
 
     def error(self, message: str, near: str | None = None) -> NoReturn:
         """Raises UsageError. ``near``: what was probably meant."""
@@ -30,6 +34,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuses what it does not know, where argparse would leave that to the parser above a subcommand's."""
+        if num_gpus := self._option_string_actions.get("--num-gpus"):
+            self._option_string_actions |= {"--gpus": num_gpus, "--num_gpus": num_gpus}
         values, unknown = super().parse_known_args(args, namespace)
         # Only the parser of run has this default: its arguments are kept in run.json.
         if self.get_default("typed") is not None:
@@ -41,6 +47,9 @@ class Parser(argparse.ArgumentParser):
         return values, unknown
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # argparse drops the value of --flag=-- and checks neither its type nor how many are left.
+        if action.option_strings and "--" in arg_strings:
+            self.error(f"{'/'.join(action.option_strings)} -- has no value")
         # Split before argparse checks each word against the choices. A text of commas alone stays, to be refused there.
         if action.nargs == "+" and action.choices is not None:
             arg_strings = [part for text in arg_strings for part in text.split(",") if part] or arg_strings

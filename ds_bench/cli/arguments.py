@@ -65,7 +65,6 @@ def build_parser(family: Family, prog: str) -> argparse.ArgumentParser:
         description=_ZERO_TEXT if zero else _OFFLOAD_TEXT,
         epilog=_ZERO_EXAMPLES if zero else _OFFLOAD_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     _add_flags(parser, family)
     # DeepSpeed's launcher adds --local_rank=N (launcher/launch.py), torch.distributed.launch --local-rank=N.

@@ -68,17 +68,17 @@ class PlanOptions:
 
 
 def plan_command(options: PlanOptions) -> int:
-    """Prints the answer and the table. Returns 0; raises UsageError."""
+    """Prints the answer and the table. Returns 0, or 1 if nothing fits; raises UsageError."""
     predicted, lines = predict_plan(options)
     for line in lines:
         terminal.print_text(f"note: {terminal.escape_controls(line)}", sys.stderr)
     if options.json:
         terminal.print_json(json.dumps([_json_entry(row) for row in predicted.rows], indent=1, allow_nan=False))
-        return 0
-    width = shutil.get_terminal_size(fallback=(WIDTH_OF_FILES, 0)).columns
-    for line in plan_table.lines(predicted, width, verbose=options.verbose):
-        terminal.print_text(line)
-    return 0
+    else:
+        width = shutil.get_terminal_size(fallback=(WIDTH_OF_FILES, 0)).columns
+        for line in plan_table.lines(predicted, width, verbose=options.verbose):
+            terminal.print_text(line)
+    return 1 if all(row.verdict == DOES_NOT_FIT for row in predicted.rows) else 0
 
 
 def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:

@@ -22,13 +22,21 @@ LLAMA = ["plan", "--model", "meta-llama/Llama-2-70b-hf", "--num-gpus", "8", "--b
 
 
 def rows(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, Any]]:
-    assert main([*arguments, "--json"]) == 0
-    return {row["strategy"]: row for row in json.loads(capsys.readouterr().out)}
+    code = main([*arguments, "--json"])
+    found = {row["strategy"]: row for row in json.loads(capsys.readouterr().out)}
+    assert code == int({row["verdict"] for row in found.values()} == {"does not fit"})
+    return found
 
 
 def text(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["plan", *arguments]) == 0
+    assert main(["plan", *arguments]) in (0, 1)
     return capsys.readouterr().out
+
+
+def test_the_exit_code_says_whether_anything_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    for gpu, code in (("80GB", 0), ("1GB", 1)):
+        for flags in ([], ["--json"]):
+            assert main(["plan", "--model", "gpt2-xl", "--gpu", gpu, *flags]) == code
 
 
 def answer(out: str) -> str:
@@ -355,7 +363,7 @@ def test_planning_a_preset_loads_no_torch_and_starts_no_process(tmp_path: Path) 
         "def refuse(*_a, **_k): raise AssertionError('a process was started')\n"
         "subprocess.run = subprocess.Popen = refuse\n"
         "from ds_bench.cli.commands import main\n"
-        f"assert main({[*LLAMA, '--min-gpus', '--max-batch']!r}) == 0\n"
+        f"assert main({[*LLAMA, '--min-gpus', '--max-batch']!r}) == 1\n"
         "assert not {'torch', 'deepspeed', 'transformers'} & sys.modules.keys()\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -369,7 +377,7 @@ def test_a_file_is_predicted_like_a_strategy_and_what_it_ignores_is_told(
     fine, refused = tmp_path / "mine.json", tmp_path / "old.json"
     fine.write_text(json.dumps({"bf16": {"enabled": "auto"}, "zero_optimization": zero, "log": 1}))
     refused.write_text(json.dumps({"zero_optimization": {"mics_shard_size": 2}}))
-    assert main([*LLAMA, "--configs", str(fine), str(refused), "--strategies", "zero2_offload", "--json"]) == 0
+    assert main([*LLAMA, "--configs", str(fine), str(refused), "--strategies", "zero2_offload", "--json"]) == 1
     captured = capsys.readouterr()
     found = {row["strategy"]: row for row in json.loads(captured.out)}
     assert list(found) == ["zero2_offload", "mine"]
