@@ -21,7 +21,8 @@ flags mean together is in [reading.md](reading.md), [choosing.md](choosing.md) a
 Flags cannot be abbreviated. `--gpus` and `--num_gpus` are other names of `--num-gpus`.
 
 Exit codes: 0 at least one row succeeded · 1 none did, or with `--strict` any failed; `check` found an error or
-warning; `plan` found no strategy that fits · 2 usage, or the machine is not ready · 3 regression (`baseline check`) · 130 interrupted.
+warning; `plan` found nothing that fits · 2 usage, or the machine is not ready · 3 regression (`baseline check`) · 130
+interrupted.
 """
 
 

@@ -126,6 +126,28 @@ def test_a_real_benchmark_is_measured_saved_and_compared(
     assert saved.environment is not None
 
 
+@pytest.mark.deepspeed
+@pytest.mark.usefixtures("built_ops")
+def test_script_without_main_guard_runs_once_with_warm_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "speed.py"
+    script.write_text(
+        "from ds_bench.benchmarks import ThroughputBenchmark\n"
+        "print('started')\n"
+        f"result = ThroughputBenchmark(name='tiny', backend='warm', **{TINY!r}).run()\n"
+        "print(len(result.step_seconds), result.workload['launch'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["started", "3", "warm"]), done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.deepspeed
 @pytest.mark.usefixtures("built_ops")

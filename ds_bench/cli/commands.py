@@ -339,7 +339,8 @@ def _add_recipe_run(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY.PATH=VALUE",
-        help="a value that replaces the recipe's, e.g. training.seq_len=2048; a list [1024,2048] makes a sweep",
+        help="a value that replaces the recipe's, e.g. training.seq_len=2048, or DeepSpeed's, e.g. "
+        "zero_optimization.overlap_comm=false; a list [1024,2048] makes a sweep",
     )
     add(
         "--budget",

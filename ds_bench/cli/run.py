@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ..config import recipe_file, sweep
+from ..config.deepspeed_keys import top_level_keys
 from ..config.options import FLAGS, Options
-from ..config.recipe import PATHS, Values, check_recipe, config_maker, options_of, yaml_text
+from ..config.recipe import PATHS, Recipe, Values, check_recipe, config_maker, options_of, yaml_text
 from ..config.recipe_file import Data, RecipeText
 from ..config.shard import Shard
 from ..errors import DsBenchError, UsageError
@@ -132,8 +133,14 @@ def _given_values(values: argparse.Namespace) -> list[tuple[recipe_file.KeyPath,
     for text in getattr(values, "axes", ()):
         name, _, texts = text.partition("=")
         given.append((("axes", name), texts.split(",")))
-    given += map(recipe_file.parse_setting, values.set)
+    given += [(_of_recipe(path), value) for path, value in map(recipe_file.parse_setting, values.set)]
     return given
+
+
+def _of_recipe(path: recipe_file.KeyPath) -> recipe_file.KeyPath:
+    """The key path of a recipe for one of ``--set``, which may be a DeepSpeed key as in ``--set`` of the scripts."""
+    is_deepspeed_key = path[0] in top_level_keys() and path[0] not in Recipe.model_fields
+    return ("configurations", "deepspeed", *path) if is_deepspeed_key else path
 
 
 def _from_current_folder(name: str, value: Any) -> Any:

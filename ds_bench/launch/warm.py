@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ class WarmLauncher:
         result_file.unlink(missing_ok=True)
         with _set_variables(self._environment):  # the server inherits them
             probe = self._context.Process(target=_write_probe_result, args=(str(result_file),), daemon=True)
-            probe.start()
+            _start_without_main(probe)
         probe.join(timeout_seconds)
         if probe.is_alive():
             probe.kill()
@@ -136,7 +137,7 @@ class WarmLauncher:
         try:
             # Without a server multiprocessing would start one here: not probed, and as a part of the trial.
             if self._server_is_alive():
-                process.start()
+                _start_without_main(process)
         except (EOFError, OSError) as error:
             raise _ServerDiedError from error
         if not self._server_is_alive():
@@ -147,6 +148,21 @@ class WarmLauncher:
             return not process.is_alive()
 
         return Leader(process.pid or 0, wait)
+
+
+def _start_without_main(process: BaseProcess) -> None:
+    """Starts a process that does not run the user's program again.
+
+    multiprocessing imports the file of ``__main__`` in each process (multiprocessing/spawn.py, get_preparation_data). A
+    program without the guard ``if __name__ == "__main__"`` would start its run anew there.
+    """
+    main: dict[str, Any] = vars(sys.modules["__main__"])
+    hidden = {name: main[name] for name in main.keys() & {"__file__", "__spec__"}}
+    main.update(dict.fromkeys(hidden))
+    try:
+        process.start()
+    finally:
+        main.update(hidden)
 
 
 def _ensure_tracker() -> None:
