@@ -17,7 +17,7 @@ from .config.automatic_values import TrainingFacts
 from .config.axes import Layout, RowFacts, other_arithmetic
 from .config.axis_rows import AxisValues
 from .config.configuration_file_rows import FileRowMaker, gives_accumulation, has_other_batch
-from .config.configuration_files import ConfigurationFile, read_configuration_files
+from .config.configuration_files import ConfigurationFile, explain_files, read_configuration_files
 from .config.deepspeed_config import MakeConfig
 from .config.options import DEFAULT_BATCH_SIZE, Options
 from .config.placement import choose_precision, resolve_placement
@@ -387,7 +387,7 @@ def _plan_of_point(
     # A file that DeepSpeed refuses is a row among the others; it is an error only where no row is left to run.
     refusals = [f"--configs {each.name}: {each.refusal}" for each in configurations if each.refusal is not None]
     if refusals and len(refusals) == len(configurations):
-        raise UsageError("; ".join(refusals[:3]), remedy="python -m ds_bench check explains a file")
+        raise UsageError("; ".join(refusals[:3]), remedy=explain_files(options.configs))
     return Plan(
         options=options,
         model=model,

@@ -47,7 +47,7 @@ from .report import configuration_export, profile_text, run_plan
 from .report.comparison_report import ComparisonReport, build_report
 from .report.progress import ProgressReporter
 from .report.terminal_report import print_reports
-from .system import device_locks, files, signals, terminal
+from .system import device_locks, files, invocation, signals, terminal
 from .system.environment import Environment
 from .system.machine import Machine, read_machine
 from .system.optional_packages import require_installed, require_packages
@@ -201,7 +201,7 @@ def resume_command(options: Options, folder: Path) -> str:
     ``options``: of a script's run, or of the first point of a recipe's.
     """
     again = [word for words in provenance.flags_to_repeat(options).values() for word in words]
-    return provenance.command(options.family, ["--resume", str(folder), *again])
+    return invocation.comparison(options.family, ["--resume", str(folder), *again])
 
 
 def require_writable_csv(path: Path | None) -> None:
@@ -278,7 +278,7 @@ def print_dry_run(plan: RunPlan) -> int:
                 terminal.print_text(f"# Unsupported: {trial.unsupported}")
             terminal.print_json(json.dumps(trial.to_dict()["ds_config"], indent=2))
             terminal.print_text("# the same ranks, started cold:")
-            terminal.print_text(shlex.join(["python", *command[1:]]) + "\n")
+            terminal.print_text(f"{invocation.python_with_package()} {shlex.join(command[1:])}\n")
     return OK
 
 
@@ -697,7 +697,7 @@ def _print_places(
     shown = shlex.quote(str(store.folder))
     if options.shard is not None:
         shown = f"{shlex.quote(str(store.folder.parent))}/*of{options.shard.count}"
-    report_command = f"python -m ds_bench report {shown} --html r.html"
+    report_command = f"{invocation.program()} report {shown} --html r.html"
     also = "" if options.csv is None else f", {options.csv}"
     terminal.print_text(f"  Report: {report_command}\n  Files:  {store.json_path} and .csv{also}", sys.stderr)
     if line := profile_text.files_line(summaries, store.folder):

@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+# As in a virtual environment that is activated: python is this Python in every command that is printed.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+
 from ds_bench.config.spec import Placement, Trial
 from ds_bench.launch import Limits, ops, rank_environment
 from ds_bench.launch.warm import WarmLauncher

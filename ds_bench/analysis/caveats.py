@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 
+from ..system import invocation
+
 
 class CaveatKind(StrEnum):
     """The kinds of caveats and what to do about each; their values are stored in JSON and are names of CSS classes."""
@@ -50,7 +52,7 @@ class CaveatKind(StrEnum):
         "look at cooling and the power limit (nvidia-smi -q -d PERFORMANCE), and measure again when the card is cool",
     )
     SWAP_USED = "swap_used", "free host memory before measuring, offload rows above all"
-    OTHER_OPTIMIZER = "other_optimizer", "see why the op does not build: python -m ds_bench ops"
+    OTHER_OPTIMIZER = "other_optimizer", f"see why the op does not build: {invocation.command('ops')}"
     ONE_GPU = "one_gpu", "use two GPUs or more to see what stages 1 to 3 save"
     BUCKET_DOMINATES = "bucket_dominates", "try --set zero_optimization.reduce_bucket_size=50000000"
     PREDICTION_MISSED = "prediction_missed", "believe the measurement; plan for this model with more room"

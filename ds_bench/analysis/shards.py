@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..config.shard import ShardOfPlan
+from ..system import invocation
 from ..units import format_names
 from . import provenance
 from .load_results import Result, run_folder_of
@@ -66,11 +67,11 @@ def _lines_of_plan(shards: Sequence[tuple[ShardOfPlan, Result]], *, several: boo
     for number, result in sorted(best.items()):
         if left := result.trials_left:
             folder = run_folder_of(result.source) or result.source
-            command = provenance.command(result.family, ["--resume", str(folder)])
+            command = invocation.comparison(result.family, ["--resume", str(folder)])
             yield f"shard {number} of {of} has {left} trial{'s' if left > 1 else ''} left: {command}"
 
 
 def _command(result: Result, shard: str) -> str:
     """The command that runs another shard of a result's plan. Values that were redacted must be put in again."""
     words = provenance.arguments_without(result.arguments, [_FLAG])
-    return provenance.command(result.family, [_FLAG, shard, *words])  # not after a -- among the words
+    return invocation.comparison(result.family, [_FLAG, shard, *words])  # not after a -- among the words

@@ -10,14 +10,14 @@ from pathlib import Path
 from ..config import strategies, validation
 from ..config.automatic_values import TrainingFacts
 from ..config.configuration_file_rows import FileRowMaker
-from ..config.configuration_files import read_configuration_files
+from ..config.configuration_files import explain_files, read_configuration_files
 from ..config.reference_engines import REFERENCES
 from ..config.spec import Configuration, Placement, Precision
 from ..errors import UsageError
 from ..models import lookup
 from ..models.presets import ModelFacts
 from ..recommend import rules_of_thumb, strategy_guide
-from ..system import terminal
+from ..system import invocation, terminal
 from ..units import format_millions
 
 
@@ -63,7 +63,7 @@ def _of_files(maker: FileRowMaker, paths: Sequence[Path], placement: Placement) 
     lines += [f"{name}: {reason}" for name, reason in refusals.items() if reason is not None]
     fit = [each for each in made if refusals[each.name] is None]
     if not fit:
-        raise UsageError(f"--configs {'; '.join(lines)}", remedy="python -m ds_bench check explains a file")
+        raise UsageError(f"--configs {'; '.join(lines)}", remedy=explain_files(paths))
     lines += [f"{each.name}: {caveat}" for each in fit for caveat in each.caveats]
     for line in lines:
         terminal.print_text(f"note: {terminal.escape_controls(line)}", sys.stderr)
@@ -82,11 +82,12 @@ def _model_facts(model: str) -> ModelFacts:
         # A folder that is there was read, so its error is about what it holds.
         if Path(model).is_dir():
             raise
-        more = "the folder of a model works too, and python -m ds_bench plan --online can ask the Hub"
+        ask_hub = invocation.command("plan", "--online", "--model", model)
+        more = f"the folder of a model works too, and {ask_hub} asks the Hub"
         raise UsageError(error.problem, remedy="; ".join(filter(None, [error.remedy, more]))) from None
     if facts is None:
         raise UsageError(
             f"--model {model}: its parameters cannot be counted without building it",
-            remedy="python -m ds_bench models lists the architectures that can",
+            remedy=f"{invocation.command('models')} lists the architectures that can",
         )
     return facts

@@ -17,7 +17,7 @@ from ..config.lint import Finding
 from ..config.rules import ModelSize
 from ..errors import UsageError
 from ..models import presets
-from ..system import terminal
+from ..system import invocation, terminal
 from ..units import format_items
 
 _REMEDY = "give a DeepSpeed JSON, an Accelerate YAML, or a Trainer's arguments"
@@ -51,7 +51,7 @@ def _model_size(name: str) -> ModelSize:
     facts = presets.find_preset(name)
     if facts is None:
         similar = presets.similar_presets(name)
-        remedy = f"nearest: {', '.join(similar)}" if similar else "python -m ds_bench models lists them"
+        remedy = f"nearest: {', '.join(similar)}" if similar else f"{invocation.command('models')} lists them"
         raise UsageError(f"--model {name} is no built-in model", remedy=remedy)
     return ModelSize(name=facts.name, parameters=facts.parameters, largest_parameter=facts.largest_parameter)
 

@@ -22,7 +22,7 @@ try:
     from ..config.strategies import ALIASES, OFFLOAD_NAMES, ZERO_STAGES
     from ..errors import UsageError
     from ..prediction.links import INTER_HELP, LINK_HELP
-    from ..system import terminal
+    from ..system import invocation, terminal
     from .argument_types import Parser, factory, fraction, integer, names_from, path, positive_float
     from .arguments import add_flags_over_recipe
     from .model_size import SIZES
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from .plan import PlanOptions
 
 Command = Callable[[argparse.Namespace], int]
-PROGRAM = "ds-compare"
-"""The installed program."""
 _SHELLS = ("bash", "zsh", "fish")
 
 
@@ -59,9 +57,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
 
     ``prog``: name of the program in its help; None for the name that was typed.
     """
-    typed = Path(sys.argv[0]).name
-    prog = prog or (typed if typed == PROGRAM else "python -m ds_bench")
-    parser = Parser(prog=prog, description="Which DeepSpeed configuration should I train with?")
+    parser = Parser(prog=prog or invocation.program(), description="Which DeepSpeed configuration should I train with?")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     for name, (add_flags, purpose, examples) in COMMANDS.items():
@@ -517,7 +513,7 @@ def _completion(values: argparse.Namespace) -> int:
     from .completion import show_script
 
     # By the installed program's name: a shell completes by the first word, which is python otherwise.
-    return show_script(build_parser(PROGRAM), values.shell)
+    return show_script(build_parser(invocation.PROGRAM), values.shell)
 
 
 COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, list[str]]] = {

@@ -18,7 +18,7 @@ from .. import planner, units
 from ..config import strategies, validation
 from ..config.automatic_values import TrainingFacts
 from ..config.configuration_file_rows import FileRowMaker
-from ..config.configuration_files import ConfigurationFile, read_configuration_files
+from ..config.configuration_files import ConfigurationFile, explain_files, read_configuration_files
 from ..config.deepspeed_config import tensor_parallel_size
 from ..config.spec import Configuration, Placement, Precision, Workload
 from ..errors import UsageError
@@ -29,7 +29,7 @@ from ..prediction.model_profile import ModelProfile, Variant
 from ..prediction.what_if import PlannedTrial
 from ..report import plan_table
 from ..report.memory_plan import MemoryPlan, PlanRow
-from ..system import devices, terminal
+from ..system import devices, invocation, terminal
 
 _MAX_TOKENS = 2**40
 """Tokens of one micro-batch; more is taken for a typing error."""
@@ -140,7 +140,7 @@ def _of_files(
         made.append(configuration)
         lines += [f"{file.name}: {caveat}" for caveat in configuration.caveats]
     if refusals and not made and not options.strategies:
-        raise UsageError(f"--configs {'; '.join(refusals)}", remedy="python -m ds_bench check explains a file")
+        raise UsageError(f"--configs {'; '.join(refusals)}", remedy=explain_files(options.configs))
     lines += [f"not predicted: {refusal}" for refusal in refusals]
     return made
 
@@ -199,7 +199,10 @@ def _profile(choice: ResolvedModel, options: PlanOptions) -> ModelProfile:
         trust_remote_code=options.trust_remote_code,
     )
     if isinstance(profile, trial_predictions.Unpredicted):
-        raise UsageError(f"--model {choice.name}: {profile.reason}", remedy="measure it: zero_stage_comparison.py")
+        model = f"--model={options.model}" if options.model_factory is None else f"--model-factory={choice.name}"
+        raise UsageError(
+            f"--model {choice.name}: {profile.reason}", remedy=f"measure it: {invocation.command('run', model)}"
+        )
     return profile
 
 

@@ -20,7 +20,7 @@ from ..config.recipe_file import Data, RecipeText
 from ..config.shard import Shard
 from ..errors import DsBenchError, UsageError
 from ..records.run_folder import RunFolder
-from ..system import terminal
+from ..system import invocation, terminal
 from ..system.redaction import REDACTED, redacted_arguments, redacted_config
 from . import arguments
 from .argument_types import split_names
@@ -184,9 +184,13 @@ def _recipe_text(values: argparse.Namespace) -> tuple[RecipeText, Sequence[str]]
     if REDACTED in str(stored):
         raise UsageError(
             f"--resume {values.resume}: it has values that may be credentials, which were not kept",
-            remedy=f"give its recipe again: run RECIPE --resume {shlex.quote(str(values.resume))}",
+            remedy=f"give its recipe again: {_resume_command(values.resume)}",
         )
     return RecipeText(name="", folder=Path(str(stored.get("folder"))), data=stored["values"]), flags
+
+
+def _resume_command(folder: Path) -> str:
+    return invocation.command("run", "RECIPE", "--resume", str(folder))
 
 
 def _require_given_again(points: Sequence[Options], values: argparse.Namespace) -> None:
@@ -203,5 +207,5 @@ def _require_given_again(points: Sequence[Options], values: argparse.Namespace) 
         raise UsageError(
             f"--resume {values.resume}: a run folder alone does not start code or other machines: it asks for "
             f"{', '.join(map(shlex.join, needed.values()))}",
-            remedy=f"if you trust it, give its recipe again: run RECIPE --resume {shlex.quote(str(values.resume))}",
+            remedy=f"if you trust it, give its recipe again: {_resume_command(values.resume)}",
         )

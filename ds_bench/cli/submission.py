@@ -18,7 +18,7 @@ from ..analysis.provenance import arguments_without
 from ..config.options import Options
 from ..config.shard import Shard, require_enough_rows
 from ..errors import PreflightError, UsageError
-from ..system import files, terminal
+from ..system import files, invocation, terminal
 from ..system.redaction import redacted_arguments
 from .arguments import check_options
 
@@ -88,7 +88,7 @@ def submit_shards(points: Sequence[Options], rows: int, values: argparse.Namespa
         f"submitted job {job}: an array of {values.shards} shards",
         f"  Script: {script}",
         f"  Logs:   {folder / 'shard'}*.log",
-        f"  Report: python -m ds_bench report {shlex.quote(str(folder / 'runs'))}/*of{values.shards}",
+        f"  Report: {invocation.program()} report {shlex.quote(str(folder / 'runs'))}/*of{values.shards}",
         f"  One shard again: {one}",
     )
     for line in lines:

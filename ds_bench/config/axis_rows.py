@@ -16,6 +16,7 @@ from functools import reduce
 from typing import Any
 
 from ..errors import UsageError
+from ..system import invocation
 from .axes import AXES, Axis, Layout, NotForThisRowError, RowFacts, Setting, Value
 from .deepspeed_config import paths_of
 from .overrides import merge, nested
@@ -27,7 +28,7 @@ MAX_ROWS = 64
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 # For remedies alone: other spellings of a switch are refused.
 _TRUTHS = {"on": "true", "yes": "true", "1": "true", "off": "false", "no": "false", "0": "false"}
-_LIST = "python -m ds_bench axes lists them"
+_LIST = f"{invocation.command('axes')} lists them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

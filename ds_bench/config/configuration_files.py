@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import UsageError
-from ..system import files, redaction
+from ..system import files, invocation, redaction
 from .automatic_values import AUTO, TRAINING_DEFAULTS
 from .deepspeed_config import Config
 from .overrides import json_values
@@ -96,6 +96,11 @@ class ConfigurationFile:
     """The file that an Accelerate or Trainer file names for its DeepSpeed configuration; None where it has none."""
     notes: tuple[str, ...] = ()
     """What the user must know about reading it, one line each, without the name of the file."""
+
+
+def explain_files(paths: Sequence[Path]) -> str:
+    """The remedy for files that are refused; empty for the configurations that a recipe holds itself."""
+    return f"{invocation.command('check', *map(str, paths))} explains it" if paths else ""
 
 
 def read_configuration_files(paths: Sequence[Path]) -> tuple[list[ConfigurationFile], list[str]]:

@@ -507,7 +507,7 @@ class Options:
         Value(str, ()),
         Flag(
             "make a row of each value, in every row where it acts, e.g. overlap_comm=true,false; several make every "
-            "combination (python -m ds_bench axes lists them)",
+            "combination (the command axes lists them)",
             "NAME=V1,V2,...",
             name="--axis",
             action="append",

@@ -101,7 +101,7 @@ _PARAMETERS: Any = Field(
 _AXES: Any = Field(
     default={},
     description="Name of an axis → its values: a row of each, in every row where it acts; several axes make every "
-    "combination (python -m ds_bench axes lists them).",
+    "combination (the command axes lists them).",
 )
 Recipe: type[BaseModel] = create_model(
     "Recipe",

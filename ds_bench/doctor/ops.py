@@ -13,11 +13,11 @@ from pathlib import Path
 from ..config import strategies
 from ..config.spec import Accelerator, Configuration
 from ..launch import ops
-from ..system import build_locks
+from ..system import build_locks, invocation
 from . import compilers
 from .findings import Finding, Level, SystemAccess, ok, warning
 
-BUILD_COMMAND = "python -m ds_bench doctor --build"
+BUILD_COMMAND = invocation.command("doctor", "--build")
 _LIBAIO_PROGRAM = "#include <libaio.h>\nint main(void) { return io_submit(0, 0, 0); }\n"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..config.spec import ModelSource
 from ..errors import UsageError
-from ..system import hub
+from ..system import hub, invocation
 from ..system.optional_packages import MODEL_PACKAGES, install_command, missing_packages, require_packages
 from ..system.processes import run_tool
 from . import presets
@@ -100,7 +100,8 @@ def _look_up(
     facts = _ask_child(name, "--trust-remote-code" if trust_remote_code else None, environment)
     if "error" in facts:
         similar = presets.similar_presets(name)
-        remedy = f"nearest presets: {', '.join(similar)}" if similar else "python -m ds_bench models lists the presets"
+        all_presets = f"{invocation.command('models')} lists the presets"
+        remedy = f"nearest presets: {', '.join(similar)}" if similar else all_presets
         if is_folder:
             problem = f"cannot be read: {facts['error']}"
         elif offline_reason is not None and facts["error"].startswith("OSError"):  # not in the cache either

@@ -9,6 +9,7 @@ from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..prediction.memory import Alternative
 from ..records import schema
 from ..records.schema import TrialRecord
+from ..system import invocation
 from ..units import format_bytes, format_duration, format_percent
 from .decision import COMFORTABLE_FRACTION
 from .shortage import (
@@ -149,7 +150,7 @@ def _killed_remedy(row: ComparisonRow, run: TrialRecord, *_: object) -> str:
 def _crashed_remedy(row: ComparisonRow, run: TrialRecord, *_: object) -> str:
     return (
         f"{row.label} crashed{run.outcome.where} ({cause(run)}): read the end of its log, "
-        "build the ops anew (python -m ds_bench ops), then run this row alone"
+        f"build the ops anew ({invocation.command('ops')}), then run this row alone"
     )
 
 
@@ -199,7 +200,7 @@ ACTIONS: Mapping[str, str] = {
     schema.OOM_DISK: "free space, or another --nvme-path",
     schema.TIMEOUT: "fewer --num-steps, or a larger --timeout",
     schema.KILLED: "see who ended it (dmesg, the scheduler), then --resume with --retry Killed",
-    schema.CRASHED: "python -m ds_bench ops, then this row alone",
+    schema.CRASHED: f"{invocation.command('ops')}, then this row alone",
     schema.UNSUPPORTED: "another configuration: this machine or these versions cannot run it",
     schema.SKIPPED: "without --skip-predicted-oom",
     schema.INTERRUPTED: "--resume with the run's folder: rows are missing",

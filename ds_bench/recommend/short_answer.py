@@ -166,9 +166,8 @@ def flags_of_change(change: Alternative, comparison: Comparison) -> str:
     name = {("cpu", "none"): "cpu_optimizer", ("cpu", "cpu"): "cpu_full"}.get(
         (change.offload_optimizer, change.offload_param), "nvme"
     )
-    script = "" if _is_offload_run(comparison) else "offload_comparison.py "
     folder = " --nvme-path DIR" if name == "nvme" else ""
-    return " ".join([f"{script}--strategies {name}{folder}", *flags])
+    return " ".join([f"--strategies {name}{folder}", *flags])
 
 
 def _smaller_work(row: ComparisonRow) -> str:

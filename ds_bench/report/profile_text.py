@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ..analysis import provenance
 from ..analysis.summary import TrialSummary
 from ..records.schema import Profile, TrialRecord
+from ..system import invocation
 from ..units import format_bytes, format_items
 from .comparison_report import ComparisonReport
 
@@ -54,5 +54,5 @@ def nsys_command(family: str, arguments: Sequence[str], environ: Mapping[str, st
     flags = "--trace=cuda,nvtx,cublas --sample=none --capture-range=cudaProfilerApi --capture-range-end=repeat"
     # A dry run prints this command too, which is meant to run.
     asked = [argument for argument in arguments if argument != "--dry-run"]
-    command = provenance.command(family, [*asked, *launcher])
+    command = invocation.comparison(family, [*asked, *launcher])
     return f"nsys profile {flags} --output=nsys_window {command}"

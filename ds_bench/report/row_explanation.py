@@ -112,9 +112,7 @@ def report_paragraphs(report: ComparisonReport) -> list[tuple[str, str]]:
         paragraphs.append((f"{b.label} against {a.label}", paragraph(difference, savings=new)))
     more = len(differences) - _MOST_PARAGRAPHS
     if more > 0:
-        paragraphs.append(
-            (format_items(more, "more pair"), "python -m ds_bench explain A B RESULT compares any two rows.")
-        )
+        paragraphs.append((format_items(more, "more pair"), "The command explain A B RESULT compares any two rows."))
     return paragraphs
 
 

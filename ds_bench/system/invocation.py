@@ -1,0 +1,60 @@
+"""Commands of this program as the user can type them: in the current folder, with this Python.
+
+Every command that is printed is made here.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+PROGRAM = "ds-compare"
+"""The installed program."""
+_ROOT = Path(__file__).resolve().parents[2]
+_SCRIPTS = {"zero": "zero_stage_comparison.py", "offload": "offload_comparison.py"}
+
+
+def python() -> str:
+    """``python``, or the path of this Python where that name is another one or none."""
+    found = shutil.which("python")
+    is_this = found is not None and Path(found).parent == Path(sys.executable).parent
+    return "python" if is_this else shlex.quote(sys.executable)
+
+
+def python_with_package() -> str:
+    """The same, with the variable without which it would not find this package from the current folder."""
+    # The first entry is the folder of the script that runs.
+    if _ROOT.samefile(".") or str(_ROOT) in sys.path[1:]:
+        return python()
+    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    return f"env PYTHONPATH={shlex.quote(path)} {python()}"
+
+
+def program() -> str:
+    """What precedes the name of a command: ``python -m ds_bench``, or ``ds-compare`` if the user typed that."""
+    typed = sys.argv[0]
+    if Path(typed).name == PROGRAM:
+        return PROGRAM if shutil.which(PROGRAM) == typed else shlex.quote(typed)
+    return f"{python_with_package()} -m ds_bench"
+
+
+def command(*words: str) -> str:
+    """A command with its arguments."""
+    return f"{program()} {shlex.join(words)}"
+
+
+def comparison(family: str | None, words: Sequence[str]) -> str:
+    """The command ``run``, or the script of a family, with its flags."""
+    if family not in _SCRIPTS:
+        return command("run", *words)
+    script = _ROOT / _SCRIPTS[family]
+    # A script that runs may be the user's own copy.
+    if hasattr(sys.modules["__main__"], "create_deepspeed_config"):
+        script = Path(sys.argv[0])
+    elif _ROOT.samefile("."):
+        script = Path(script.name)
+    return f"{python()} {shlex.join([str(script), *words])}"

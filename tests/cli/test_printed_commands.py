@@ -1,0 +1,321 @@
+"""Every command that the program prints runs as it is printed: in the user's folder, script or program, and Python."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from ds_bench.cli import commands, plan, script
+from ds_bench.models import lookup
+from ds_bench.prediction import trial_predictions
+from ds_bench.system import invocation
+from tests.support import fakes
+from tests.support.fakes import FakeLauncher
+from tests.support.real_trials import ROOT
+from tests.support.scripted_run import Run, ScriptedRun
+
+PACKAGE = ROOT / "ds_bench"
+COVERED = {
+    "analysis/caveats.py command ops": "test_commands_of_a_crashed_row",
+    "analysis/shards.py comparison": "test_commands_for_missing_and_unfinished_shards",
+    "cli/advice.py command models": "test_commands_in_errors",
+    "cli/advice.py command plan": "test_commands_in_errors",
+    "cli/check.py command models": "test_commands_in_errors",
+    "cli/commands.py program": "test_commands_in_errors",
+    "cli/plan.py command run": "test_commands_in_errors",
+    "cli/run.py command run": "test_command_that_gives_a_recipe_again",
+    "cli/submission.py program": "tests/cli/test_shards.py, and in form as that of runner.py",
+    "config/axis_rows.py command axes": "test_commands_in_errors",
+    "config/configuration_files.py command check": "test_commands_in_errors",
+    "doctor/ops.py command doctor": "test_commands_of_a_crashed_row",
+    "models/lookup.py command models": "test_commands_in_errors",
+    "recommend/remedies.py command ops": "test_commands_of_a_crashed_row",
+    "report/profile_text.py comparison": "test_commands_run_in_the_users_environment",
+    "runner.py comparison": "test_commands_after_a_run",
+    "runner.py program": "test_commands_after_a_run",
+    "runner.py python_with_package": "test_commands_run_in_the_users_environment",
+}
+"""Module, function of ``invocation`` and command → the test that runs what it prints."""
+
+
+def sources() -> dict[str, ast.Module]:
+    paths = {str(path.relative_to(PACKAGE)): path for path in PACKAGE.rglob("*.py")}
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in paths.items()}
+
+
+def test_every_place_that_prints_a_command_has_a_test_that_runs_it() -> None:
+    places = set()
+    for name, module in sources().items():
+        for node in ast.walk(module):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="invocation"), attr=function)):
+                    first = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else ""
+                    places.add(f"{name} {function} {first}".strip())
+    assert places == set(COVERED)
+
+
+def test_no_command_is_written_out_as_text() -> None:
+    """Such a text fails where ``python`` is another one, for ``ds-compare``, and in another folder."""
+    written = []
+    for name, module in sources().items():
+        prose = [node.value for node in ast.walk(module) if isinstance(node, ast.Expr)]  # docstrings
+        for node in ast.walk(module):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in prose:
+                text = node.value
+                is_command = re.search(
+                    r"python -m ds_bench|ds-compare (?!in a)|(zero_stage|offload)_comparison\.py", text
+                )
+                if is_command and name not in ("system/invocation.py", "analysis/provenance.py"):
+                    written.append((name, text))
+    assert written == []
+
+
+def run_line(line: str, *more: str, codes: tuple[int, ...] = (0,), variables: Mapping[str, str] | None = None) -> str:
+    """Runs a command in the current folder as a shell does. Returns what it prints.
+
+    ``variables``: without them the package is found as in this process.
+    """
+    done = subprocess.run(
+        ["bash", "-c", f"{line} {shlex.join(more)}"],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **({"PYTHONPATH": str(ROOT)} if variables is None else variables)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode in codes, f"{line}\n{done.stdout}{done.stderr}"
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+# ------------------------------------------------------------------ errors and remedies
+
+
+@pytest.mark.parametrize(
+    ("words", "printed", "more", "codes"),
+    [
+        (["plan", "--bogus"], ["plan", "--help"], [], (0,)),
+        (["plan", "--configs", "bad.json"], ["check", "bad.json"], [], (1,)),
+        (["advice", "--configs", "bad.json"], ["check", "bad.json"], [], (1,)),
+        (["run", "--configs", "bad.json", "--dry-run"], ["check", "{folder}/bad.json"], [], (1,)),
+        (["zero", "--configs", "bad.json", "--dry-run"], ["check", "bad.json"], [], (1,)),
+        (["zero", "--axis", "colour=red"], ["axes"], [], (0,)),
+        (["check", "fine.json", "--model", "qqqq"], ["models"], [], (0,)),
+        (["advice", "--model", "uncountable"], ["models"], [], (0,)),
+        (["advice", "--model", "some/model"], ["plan", "--online", "--model", "some/model"], [], (2,)),
+        (["zero", "--model", "some/model", "--dry-run"], ["models"], [], (0,)),
+        (["plan", "--model", "tiny"], ["run", "--model=tiny"], ["--dry-run"], (0,)),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_commands_in_errors(
+    words: list[str],
+    printed: list[str],
+    more: list[str],
+    codes: tuple[int, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    Path("bad.json").write_text('{"zero_optimization": {"mics_shard_size": 2}}')
+    Path("fine.json").write_text("{}")
+    unpredicted = trial_predictions.Unpredicted(reason="no formula")
+    if words[0] == "plan":
+        monkeypatch.setattr(plan.trial_predictions, "profile_model", lambda *_, **__: unpredicted)  # type: ignore[attr-defined]
+    if "bad.json" in words:
+        monkeypatch.undo()
+        monkeypatch.chdir(tmp_path)
+    if "uncountable" in words:
+        monkeypatch.setattr(lookup, "resolve_model", lambda *_, **__: fakes.resolved_model(facts=None))
+    if words[0] == "zero":
+        assert script.main("zero", fakes.make_config, words[1:]) == 2
+    else:
+        assert commands.main(words) == 2
+    line = invocation.command(*(word.format(folder=tmp_path) for word in printed))
+    assert line in capsys.readouterr().err
+    run_line(line, *more, codes=codes)
+
+
+def test_commands_of_a_crashed_row(scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    from ds_bench.analysis.caveats import CaveatKind
+    from ds_bench.doctor import ops
+
+    scripted.run("--stages", "0", script=FakeLauncher("Crashed"))
+    out = capsys.readouterr().out
+    line = invocation.command("ops")
+    assert f"Try:    {line}, then this row alone" in out
+    assert line in (CaveatKind.OTHER_OPTIMIZER.next_step or "")
+    # Not built here, which takes minutes.
+    for command in (line, ops.BUILD_COMMAND):
+        assert "usage:" in run_line(command, "--help")
+
+
+SET = re.compile(r"--set ([a-z_.]+=[^\s,;)]+)")
+
+
+def test_every_set_that_is_printed_is_taken_by_scripts_and_run(scripted: ScriptedRun, run: Run) -> None:
+    texts = {
+        node.value
+        for module in sources().values()
+        for node in ast.walk(module)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    settings = {setting for text in texts for setting in SET.findall(text)} - {"training.seq_len=2048"}
+    assert {"optimizer.params.torch_adam=true", "zero_optimization.reduce_bucket_size=50000000"} <= settings
+    for setting in settings:
+        flags = ("--set", setting, "--stages", "2", "--dry-run")
+        assert scripted.run(*flags) == 0, setting
+        assert run(None, "--model", "tiny", *flags) == 0, setting
+
+
+@pytest.mark.parametrize("family", ["zero", "offload", "recipe"])
+def test_flags_to_try_are_taken_by_the_command_that_printed_them(
+    family: str, scripted: ScriptedRun, run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """One tried change of every kind: of the row, of the batch, of the number of steps."""
+
+    def compare(*flags: str, script: FakeLauncher | None = None) -> int:
+        if family == "recipe":
+            return run(None, "--model=tiny", "--seq-length=16", *flags, script=script)
+        return scripted.run(*flags, script=script, family=family)
+
+    tried = set()
+    for launcher in (
+        FakeLauncher(*["OOM (host)"] * 9),
+        FakeLauncher("Success", *["OOM (host)"] * 9),
+        FakeLauncher(),
+    ):
+        compare("--num-gpus", "2", "--precision", "fp32", script=launcher)
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("Try:")]
+        tried |= {re.split(r"  +", line.strip())[1] for line in lines}
+    flags = {line for line in tried if line.startswith("--")}
+    assert flags, tried
+    for line in flags:
+        assert compare(*shlex.split(line.replace("DIR", str(tmp_path))), "--dry-run") == 0, line
+
+
+# ------------------------------------------------------------------ at the end of a run
+
+
+@pytest.mark.parametrize("family", ["zero", "offload", "recipe"])
+def test_commands_after_a_run(
+    family: str,
+    scripted: ScriptedRun,
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    launcher = FakeLauncher("Success", "Interrupted")
+    if family == "recipe":
+        assert run("model: {name: tiny}\ntraining: {seq_len: 16}", script=launcher) == 130
+    else:
+        scripted.launcher = launcher
+        words = ["--model", "tiny", "--seq-length", "16", "--output-dir", "out"]
+        assert script.main(family, fakes.make_config, words) == 130  # type: ignore[arg-type]
+    shown = capsys.readouterr().err
+    (report,) = re.findall(r"^  Report: (.*)$", shown, re.MULTILINE)
+    (resume,) = re.findall(r"go on with: (.*)$", shown, re.MULTILINE)
+    run_line(report)
+    assert (tmp_path / "r.html").is_file()
+    run_line(resume, "--dry-run")
+
+
+def test_commands_for_missing_and_unfinished_shards(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = "model: {name: tiny}\ntraining: {seq_len: [16, 32]}"
+    assert run(recipe, "--shard", "1/2", script=FakeLauncher("Success", "Interrupted")) == 130
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for folder in (tmp_path, elsewhere):
+        monkeypatch.chdir(folder)
+        capsys.readouterr()
+        assert commands.main(["report", *map(str, (tmp_path / "out" / "runs").iterdir())]) == 0
+        out = "".join(capsys.readouterr())
+        (missing,) = re.findall(r"is missing: (.*)$", out, re.MULTILINE)
+        (left,) = re.findall(r"trials left: (.*)$", out, re.MULTILINE)
+        run_line(missing, "--dry-run")
+        run_line(left, "--dry-run")
+
+
+def test_command_that_gives_a_recipe_again(
+    run: Run, scripted: ScriptedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "model: {name: tiny, trust_remote_code: true}\ntraining: {seq_len: 16}"
+    assert run(text) == 0
+    capsys.readouterr()
+    assert run(None, "--resume", str(scripted.folder)) == 2
+    line = invocation.command("run", "RECIPE", "--resume", str(scripted.folder))
+    assert line in capsys.readouterr().err
+    recipe = tmp_path / "my own.yaml"
+    recipe.write_text(text)
+    run_line(line.replace("RECIPE", shlex.quote(str(recipe))), "--dry-run")
+
+
+# ------------------------------------------------------------------ folders and ways to start
+
+ENVIRONMENTS: dict[str, Callable[[Path], tuple[list[str], Path, dict[str, str]]]] = {
+    "a script in its folder": lambda _: ([sys.executable, "zero_stage_comparison.py"], ROOT, {}),
+    "a script from elsewhere": lambda there: ([sys.executable, str(ROOT / "offload_comparison.py")], there, {}),
+    "an own copy of a script": lambda there: ([sys.executable, "mine.py"], there, {"PYTHONPATH": str(ROOT)}),
+    "the package": lambda _: ([sys.executable, "-m", "ds_bench", "run"], ROOT, {}),
+    "the package from elsewhere": lambda there: (
+        [sys.executable, "-m", "ds_bench", "run"],
+        there,
+        {"PYTHONPATH": str(ROOT)},
+    ),
+    "the installed program": lambda there: (
+        [str(there / "bin" / "ds-compare"), "run"],
+        there,
+        {"PATH": f"{there / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
+    ),
+    "another python": lambda there: (
+        [sys.executable, str(ROOT / "zero_stage_comparison.py")],
+        there,
+        {"PATH": f"{there / 'bin'}:{os.environ['PATH']}"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_commands_run_in_the_users_environment(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "bin" / "ds-compare"
+    program.parent.mkdir()
+    program.write_text(f"#!{sys.executable}\nimport sys\nfrom ds_bench.cli.commands import main\nsys.exit(main())\n")
+    program.chmod(0o755)
+    (tmp_path / "bin" / "python").symlink_to("/bin/false")
+    if name == "the installed program":
+        (tmp_path / "bin" / "python").unlink()
+    source = (ROOT / "zero_stage_comparison.py").read_text()
+    (tmp_path / "mine.py").write_text(source.replace("return config", 'return config | {"gradient_clipping": 0.125}'))
+    words, folder, variables = ENVIRONMENTS[name](tmp_path)
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    variables = {"HF_HUB_OFFLINE": "1", **variables}
+    small = ["--model", "tiny", "--seq-length", "16", "--dry-run", "--verbose"]
+
+    def output(*more: str) -> subprocess.CompletedProcess[str]:
+        environ = {**os.environ, **variables}
+        return subprocess.run([*words, *more], env=environ, capture_output=True, text=True, check=False)
+
+    (axes,) = re.findall(r"\((.*) lists them\)", output("--axis", "colour=red").stderr)
+    assert "overlap_comm" in run_line(axes, variables=variables)
+    first = output(*small, "--profile", "nsys")
+    (recorded,) = re.findall(r"--output=nsys_window (.*)$", first.stderr, re.MULTILINE)
+    again = run_line(recorded, "--dry-run", "--verbose", variables=variables)
+    assert again.count("gradient_clipping") == first.stdout.count("gradient_clipping") > 0
+    assert again.count("0.125") == first.stdout.count("0.125")
+    cold = re.findall(r"started cold:\n(.*) -m deepspeed\.launcher\.runner", first.stdout)[0]
+    run_line(f"{cold} -c 'import ds_bench'", variables=variables)
