@@ -278,7 +278,7 @@ def print_dry_run(plan: RunPlan) -> int:
                 terminal.print_text(f"# Unsupported: {trial.unsupported}")
             terminal.print_json(json.dumps(trial.to_dict()["ds_config"], indent=2))
             terminal.print_text("# the same ranks, started cold:")
-            terminal.print_text(f"{invocation.python_with_package()} {shlex.join(command[1:])}\n")
+            terminal.print_text(f"{invocation.python(with_package=True)} {shlex.join(command[1:])}\n")
     return OK
 
 
@@ -628,6 +628,7 @@ def _finish(
     """
     points, summaries = results.points, results.summaries
     rows = flat_rows(summaries)
+    removed = not (store.folder / RUN_FILE).is_file()
     try:
         store.write_rows(rows, options.csv)
     except OSError as error:
@@ -638,7 +639,7 @@ def _finish(
     reports = [(plan, results.build_report(plan, own, notes, command)) for plan, own in points]
     folders: list[Path] = []
     try:
-        folders = _write_recommendations(reports, store, saved, results.environment)
+        folders = [] if removed else _write_recommendations(reports, store, saved, results.environment)
     except (OSError, UsageError) as error:
         failure = failure or error
     shown = [report for _, report in reports]
@@ -653,10 +654,10 @@ def _finish(
             as_markdown = options.format == "markdown"
             print_reports(shown, sys.stdout, as_markdown=as_markdown, verbose=options.verbose, in_short=True)
     if isinstance(failure, OSError):
-        raise ResultsNotWrittenError(
-            f"not every file could be written: {failure}",
-            remedy=f"what had finished is kept; make room, then: {resume_command(options, store.folder)}",
-        )
+        remedy = f"what had finished is kept; make room, then: {resume_command(options, store.folder)}"
+        if removed:
+            remedy = files.remedy_of(failure)
+        raise ResultsNotWrittenError(f"not every file could be written: {failure}", remedy=remedy)
     if failure is not None:
         raise failure
     if not options.quiet:

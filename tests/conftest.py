@@ -22,6 +22,7 @@ from ds_bench.launch import Limits, ops, rank_environment
 from ds_bench.launch.warm import WarmLauncher
 from ds_bench.records.schema import TrialRecord
 from ds_bench.system import processes
+from tests.support.mounts import mounted
 from tests.support.real_trials import ROOT, SHORT, SUPPORT, Launch, Script, make_trial
 from tests.support.scripted_run import ScriptedRun
 from tests.support.slurm import SlurmCluster, running_slurm, why_no_slurm
@@ -173,15 +174,8 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedRun:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 12 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(folder)], capture_output=True, check=False
-    )
-    if done.returncode:
-        pytest.skip(f"cannot mount a small file system: {done.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with mounted(tmp_path / "small", "size=12m") as folder:
+        yield folder
 
 
 @pytest.fixture(scope="session")

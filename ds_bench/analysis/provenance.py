@@ -12,14 +12,11 @@ from ..config.axes import workload_fields
 from ..config.options import SEVERAL_NODES, Options
 from ..config.spec import PassType, Trial, point_text
 from ..models import presets
+from ..system import invocation
 from ..system.environment import Environment
 from .summary import TrialSummary
 
-COMMANDS: Mapping[str, str] = {
-    "zero": "zero_stage_comparison.py",
-    "offload": "offload_comparison.py",
-    "recipe": "-m ds_bench run",
-}
+COMMANDS: Mapping[str, str] = {**invocation.SCRIPTS, "recipe": "-m ds_bench run"}
 """What Python runs for each family of runs."""
 STEP_NAMES: Mapping[PassType, str] = {
     "forward": "forward passes",

@@ -82,8 +82,7 @@ def _model_facts(model: str) -> ModelFacts:
         # A folder that is there was read, so its error is about what it holds.
         if Path(model).is_dir():
             raise
-        ask_hub = invocation.command("plan", "--online", "--model", model)
-        more = f"the folder of a model works too, and {ask_hub} asks the Hub"
+        more = "the folder of a model works too, and the command plan --online asks the Hub"
         raise UsageError(error.problem, remedy="; ".join(filter(None, [error.remedy, more]))) from None
     if facts is None:
         raise UsageError(

@@ -29,7 +29,7 @@ from ..prediction.model_profile import ModelProfile, Variant
 from ..prediction.what_if import PlannedTrial
 from ..report import plan_table
 from ..report.memory_plan import MemoryPlan, PlanRow
-from ..system import devices, invocation, terminal
+from ..system import devices, terminal
 
 _MAX_TOKENS = 2**40
 """Tokens of one micro-batch; more is taken for a typing error."""
@@ -199,10 +199,7 @@ def _profile(choice: ResolvedModel, options: PlanOptions) -> ModelProfile:
         trust_remote_code=options.trust_remote_code,
     )
     if isinstance(profile, trial_predictions.Unpredicted):
-        model = f"--model={options.model}" if options.model_factory is None else f"--model-factory={choice.name}"
-        raise UsageError(
-            f"--model {choice.name}: {profile.reason}", remedy=f"measure it: {invocation.command('run', model)}"
-        )
+        raise UsageError(f"--model {choice.name}: {profile.reason}", remedy="measure it with the command run")
     return profile
 
 

@@ -133,14 +133,11 @@ def _given_values(values: argparse.Namespace) -> list[tuple[recipe_file.KeyPath,
     for text in getattr(values, "axes", ()):
         name, _, texts = text.partition("=")
         given.append((("axes", name), texts.split(",")))
-    given += [(_of_recipe(path), value) for path, value in map(recipe_file.parse_setting, values.set)]
+    for keys, value in map(recipe_file.parse_setting, values.set):
+        # Printed remedies name DeepSpeed's keys as --set of the scripts does.
+        of_deepspeed = keys[0] in top_level_keys() and keys[0] not in Recipe.model_fields
+        given.append((("configurations", "deepspeed", *keys) if of_deepspeed else keys, value))
     return given
-
-
-def _of_recipe(path: recipe_file.KeyPath) -> recipe_file.KeyPath:
-    """The key path of a recipe for one of ``--set``, which may be a DeepSpeed key as in ``--set`` of the scripts."""
-    is_deepspeed_key = path[0] in top_level_keys() and path[0] not in Recipe.model_fields
-    return ("configurations", "deepspeed", *path) if is_deepspeed_key else path
 
 
 def _from_current_folder(name: str, value: Any) -> Any:

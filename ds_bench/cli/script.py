@@ -12,7 +12,7 @@ from ..config.deepspeed_config import MakeConfig
 from ..config.options import Family, Options
 from ..config.spec import Strategy
 from ..errors import DsBenchError, UsageError
-from ..system import terminal
+from ..system import files, terminal
 from ..system.redaction import REDACTED, redacted_arguments
 from .arguments import build_parser, parse, to_options
 
@@ -32,13 +32,14 @@ def run_program(prog: str, command: Callable[[], int]) -> int:
     """Runs a command and returns its exit code; an error of the user or the system is one line that begins with
     ``prog``."""
     try:
+        files.require_working_folder()
         return command()
     except DsBenchError as error:
         terminal.print_text(f"{prog}: {error}", sys.stderr)
         return error.exit_code
     except OSError as error:  # such as a full disk; what was written before stays
-        terminal.print_text(f"{prog}: {error}", sys.stderr)
-        return 1
+        terminal.print_text(f"{prog}: {error} ({files.remedy_of(error)})", sys.stderr)
+        return 2
     except KeyboardInterrupt:  # before a run handles signals, or after
         terminal.print_text("interrupted", sys.stderr)
         return 130

@@ -85,7 +85,10 @@ def lead_command(folder: Path, command: list[str], working_folder: Path) -> int:
 
 
 def _become_leader(folder: Path) -> None:
-    processes.redirect_streams(folder / LEADER_LOG)
+    try:
+        processes.redirect_streams(folder / LEADER_LOG)
+    except OSError:  # the folder was removed, or its disk is full: the parent finds out, and says so
+        os._exit(1)
     processes.adopt_orphans()
     # Before the handler, which compares with it; and that is set before die_with_parent asks for the signal.
     parent = os.getppid()

@@ -164,7 +164,9 @@ class RunFolder:
         while folder.exists():
             attempt += 1
             folder = self.folder / "trials" / f"{trial_id}{_ATTEMPT}{attempt}"
-        folder.mkdir(parents=True)
+        # Not the run's folder, should it have been removed: what had finished would be missing in the new one.
+        folder.parent.mkdir(exist_ok=True)
+        folder.mkdir()
         return folder
 
     def append(self, record: TrialRecord) -> None:

@@ -19,6 +19,8 @@ from ..errors import PreflightError
 
 FULL_DISK_BYTES = 8 * 2**20
 """With less room a disk counts as full."""
+_FIRST_FILES_BYTES = 2**20
+"""More than a run writes before its first trial."""
 _BUFFER_BYTES = 2**20
 
 
@@ -139,8 +141,9 @@ def require_writable(folder: Path, flag: str) -> None:
     """
     try:
         # The folder may not be made yet, and is not made here: a run that is refused leaves nothing.
-        with tempfile.TemporaryFile(dir=nearest_existing(folder)):
-            pass
+        with tempfile.TemporaryFile(dir=nearest_existing(folder)) as probe:
+            probe.write(bytes(_FIRST_FILES_BYTES))
+            probe.flush()
     except OSError as error:
         raise not_writable(folder, flag, error) from None
 
@@ -148,4 +151,21 @@ def require_writable(folder: Path, flag: str) -> None:
 def not_writable(folder: Path, flag: str, error: OSError) -> PreflightError:
     """What the user is told of a folder that cannot be written. ``flag``: that named it."""
     problem = f"{flag} {folder} cannot be written: {error.strerror or error}"
-    return PreflightError(problem, remedy="give a folder that you may write to")
+    return PreflightError(problem, remedy=remedy_of(error))
+
+
+def remedy_of(error: OSError) -> str:
+    """What to do about a file or folder that cannot be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free space or inodes on that disk, or give a folder on another one"
+    if error.errno == errno.ENOENT:
+        return "that folder was removed meanwhile: run this again, and leave it in place"
+    return "give a folder that you may write to"
+
+
+def require_working_folder() -> None:
+    """Raises PreflightError if the current folder was removed: relative paths lead nowhere then."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise PreflightError("the current folder no longer exists", remedy="cd to one that does") from None

@@ -15,23 +15,22 @@ from pathlib import Path
 PROGRAM = "ds-compare"
 """The installed program."""
 _ROOT = Path(__file__).resolve().parents[2]
-_SCRIPTS = {"zero": "zero_stage_comparison.py", "offload": "offload_comparison.py"}
+SCRIPTS = {"zero": "zero_stage_comparison.py", "offload": "offload_comparison.py"}
 
 
-def python() -> str:
-    """``python``, or the path of this Python where that name is another one or none."""
+def python(*, with_package: bool = False) -> str:
+    """``python``, or the path of this Python where that name is another one or none.
+
+    ``with_package``: such that it finds this package from the current folder.
+    """
     found = shutil.which("python")
     is_this = found is not None and Path(found).parent == Path(sys.executable).parent
-    return "python" if is_this else shlex.quote(sys.executable)
-
-
-def python_with_package() -> str:
-    """The same, with the variable without which it would not find this package from the current folder."""
+    name = "python" if is_this else shlex.quote(sys.executable)
     # The first entry is the folder of the script that runs.
-    if _ROOT.samefile(".") or str(_ROOT) in sys.path[1:]:
-        return python()
+    if not with_package or _ROOT.samefile(".") or str(_ROOT) in sys.path[1:]:
+        return name
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
-    return f"env PYTHONPATH={shlex.quote(path)} {python()}"
+    return f"env PYTHONPATH={shlex.quote(path)} {name}"
 
 
 def program() -> str:
@@ -39,7 +38,7 @@ def program() -> str:
     typed = sys.argv[0]
     if Path(typed).name == PROGRAM:
         return PROGRAM if shutil.which(PROGRAM) == typed else shlex.quote(typed)
-    return f"{python_with_package()} -m ds_bench"
+    return f"{python(with_package=True)} -m ds_bench"
 
 
 def command(*words: str) -> str:
@@ -49,9 +48,9 @@ def command(*words: str) -> str:
 
 def comparison(family: str | None, words: Sequence[str]) -> str:
     """The command ``run``, or the script of a family, with its flags."""
-    if family not in _SCRIPTS:
+    if family not in SCRIPTS:
         return command("run", *words)
-    script = _ROOT / _SCRIPTS[family]
+    script = _ROOT / SCRIPTS[family]
     # A script that runs may be the user's own copy.
     if hasattr(sys.modules["__main__"], "create_deepspeed_config"):
         script = Path(sys.argv[0])

@@ -476,7 +476,7 @@ def test_advice_for_an_unknown_name_tells_where_else_a_model_may_come_from(
     assert main(["advice", "--model", "gpt9"]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "nearest presets: gpt2" in line
-    assert "the folder of a model works too, and python -m ds_bench plan --online --model " in line
+    assert "the folder of a model works too, and the command plan --online asks the Hub" in line
 
 
 def test_a_folder_that_advice_cannot_read_is_not_told_to_be_a_folder(

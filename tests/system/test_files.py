@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_bench.cli.commands import main
 from ds_bench.config.spec import Trial
 from ds_bench.launch import ProgressCallback
 from ds_bench.launch.monitor import Limits, watch
@@ -21,6 +23,7 @@ from ds_bench.records.schema import TrialRecord
 from ds_bench.system.files import disk_is_full
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher
+from tests.support.mounts import mounted
 from tests.support.real_trials import ROOT, SUPPORT
 from tests.support.scripted_run import ScriptedRun
 
@@ -280,3 +283,56 @@ def test_a_disk_without_room_or_quota_is_full(tmp_path: Path, monkeypatch: pytes
 def test_what_cannot_be_told_is_not_called_full(tmp_path: Path) -> None:
     assert not disk_is_full(None)
     assert not disk_is_full(str(tmp_path / "gone"))
+
+
+# ------------------------------------------------------------------ folders that cannot be written
+
+
+@pytest.mark.parametrize("options", ["size=64k", "nr_inodes=2", "nr_inodes=4"])
+def test_full_disk_at_the_first_file_is_one_line_with_the_remedy(
+    options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mounted(tmp_path / "disk", options) as disk:
+        scripted = ScriptedRun(disk, monkeypatch)
+        assert scripted.run() == 2
+        said = capsys.readouterr().err.strip()
+        assert said.count("\n") == 0, said
+        assert "No space left on device" in said
+        assert "(free space or inodes on that disk, or give a folder on another one)" in said
+        assert scripted.launcher.launched == []
+
+
+def test_removed_working_folder_is_one_line_with_the_remedy(
+    tmp_path: Path, scripted: ScriptedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for code in (scripted.run(), main(["models"]), main(["report", "x"])):
+        assert code == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 3
+    assert {line.partition(": ")[2] for line in lines} == {"the current folder no longer exists (cd to one that does)"}
+
+
+@pytest.mark.parametrize("part", ["", "runs"])
+def test_output_folder_that_is_removed_during_a_run_ends_it_in_one_line(
+    part: str, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def remove(trial: Trial) -> TrialRecord:
+        shutil.rmtree(scripted.output / part)
+        return fakes.success(trial)
+
+    assert scripted.run("--stages", "0", "1", "2", script=FakeLauncher("Success", remove)) == 1
+    printed = capsys.readouterr()
+    assert printed.err.strip().count("\n") == 0, printed.err
+    assert "that folder was removed meanwhile: run this again, and leave it in place" in printed.err
+    assert "ZeRO-0 " in printed.out  # what had finished is shown
+    assert len(scripted.launcher.launched) == 2
+
+
+def test_leader_whose_trial_folder_was_removed_ends_without_a_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ds_bench.launch.leader", str(tmp_path / "removed"), '["true"]', "/"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
