@@ -39,7 +39,7 @@ def run_program(prog: str, command: Callable[[], int]) -> int:
         return error.exit_code
     except OSError as error:  # such as a full disk; what was written before stays
         terminal.print_text(f"{prog}: {error} ({files.remedy_of(error)})", sys.stderr)
-        return 2
+        return 1
     except KeyboardInterrupt:  # before a run handles signals, or after
         terminal.print_text("interrupted", sys.stderr)
         return 130

@@ -158,8 +158,8 @@ def remedy_of(error: OSError) -> str:
     """What to do about a file or folder that cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "free space or inodes on that disk, or give a folder on another one"
-    if error.errno == errno.ENOENT:
-        return "that folder was removed meanwhile: run this again, and leave it in place"
+    if error.errno == errno.ENOENT:  # of /proc, or of a folder that was removed
+        return "give a folder that you may write to, and leave it in place while this runs"
     return "give a folder that you may write to"
 
 

@@ -258,7 +258,7 @@ def test_no_number_given_to_a_flag_is_a_traceback(given: Path) -> None:
     lines += [["plan", flag, number] for flag in ("--num-gpus", "--host-memory", "--gpu") for number in NUMBERS]
     lines += [["baseline", "save", "x", "--tolerance", number] for number in NUMBERS]
     for line, code, err in refused(lines, given):
-        assert code in (0, 2), (line, code, err)
+        assert code in (0, 1, 2), (line, code, err)
         if code == 2:
             assert err.count("\n") == 1, (line, err)
 
@@ -288,13 +288,13 @@ def test_what_cannot_be_told_is_not_called_full(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ folders that cannot be written
 
 
-@pytest.mark.parametrize("options", ["size=64k", "nr_inodes=2", "nr_inodes=4"])
+@pytest.mark.parametrize(("options", "code"), [("size=64k", 2), ("nr_inodes=2", 2), ("nr_inodes=4", 1)])
 def test_full_disk_at_the_first_file_is_one_line_with_the_remedy(
-    options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with mounted(tmp_path / "disk", options) as disk:
         scripted = ScriptedRun(disk, monkeypatch)
-        assert scripted.run() == 2
+        assert scripted.run() == code
         said = capsys.readouterr().err.strip()
         assert said.count("\n") == 0, said
         assert "No space left on device" in said
@@ -327,7 +327,7 @@ def test_output_folder_that_is_removed_during_a_run_ends_it_in_one_line(
     assert scripted.run("--stages", "0", "1", "2", script=FakeLauncher("Success", remove)) == 1
     printed = capsys.readouterr()
     assert printed.err.strip().count("\n") == 0, printed.err
-    assert "that folder was removed meanwhile: run this again, and leave it in place" in printed.err
+    assert "give a folder that you may write to, and leave it in place while this runs" in printed.err
     assert "ZeRO-0 " in printed.out  # what had finished is shown
     assert len(scripted.launcher.launched) == 2
 
