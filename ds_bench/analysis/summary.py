@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.deepspeed_config import hash_config, is_full_config
 from ..config.spec import Workload
 from ..models.presets import ModelFacts
 from ..prediction import trial_predictions
-from ..records.schema import RankMeasurement, TrialRecord, measured_values, ranks_of_nodes
+from ..records.schema import EarlyWindow, RankMeasurement, TrialRecord, measured_values, ranks_of_nodes
 from ..system.environment import Environment
 from . import flops, trial_caveats
 from .caveats import Caveat, parse_caveat
@@ -81,6 +81,12 @@ class TrialSummary:
     """Norm of that change over all weights, estimated from the sketch within some 10 %."""
     weight_change_cosine: float | None = None
     """Cosine between this change and that of the reference row (``loss_parity``)."""
+    early_window: EarlyWindow | None = None
+    """The change of the weights over the first steps; None without warm-up steps."""
+    first_grad_norm: float | None = None
+    """Norm of the gradients in the first step, before clipping; None where the engine reports none."""
+    grad_norm: float | None = None
+    """The same in a step after the measured window."""
     predicted_over_measured: float | None = None
     """Predicted GPU memory to measured (``prediction.trial_predictions``); None without a prediction or a GPU."""
     predicted_over_ledger: float | None = None
@@ -175,7 +181,7 @@ def summarise(
     caveats |= dict.fromkeys(
         trial_caveats.trial_caveats(record, step_seconds_std, efficiency.get("mfu"), over_measured, over_ledger)
     )
-    weight_change = _sum_of_sketches(ranks)
+    weight_change = _sum_of_sketches([rank.weight_change for rank in ranks])
     host_peaks = _totals_of_nodes(ranks, "host_peak_bytes")
     return TrialSummary(
         record=record,
@@ -199,6 +205,9 @@ def summarise(
         repeated_loss=_mean_repeated_loss(ranks),
         weight_change=weight_change,
         weight_change_norm=None if weight_change is None else math.hypot(*weight_change),
+        early_window=_early_window(ranks),
+        first_grad_norm=next(iter(ranks[0].grad_norms), None),
+        grad_norm=ranks[0].grad_norm,
         micro_batch_size=slowest.micro_batch_size,
         grad_accum=slowest.grad_accum,
         data_parallel_size=slowest.data_parallel_size,
@@ -315,13 +324,20 @@ def _mean_repeated_loss(ranks: Sequence[RankMeasurement]) -> float | None:
     return math.fsum(values) / len(values) if len(values) == len(ranks) else None
 
 
-def _sum_of_sketches(ranks: Sequence[RankMeasurement]) -> tuple[float, ...] | None:
+def _early_window(ranks: Sequence[RankMeasurement]) -> EarlyWindow | None:
+    windows = measured_values(ranks, "early_window")
+    if len(windows) < len(ranks):
+        return None
+    return replace(windows[0], weight_change=_sum_of_sketches([window.weight_change for window in windows]))  # type: ignore[no-any-return]
+
+
+def _sum_of_sketches(sketches: Sequence[tuple[float, ...] | None]) -> tuple[float, ...] | None:
     """The sketch of the whole model's change: that of a rank covers its own share of the weights.
 
     None if a rank has none, or sizes differ. The sum is right because a count sketch is linear (Charikar, Chen and
     Farach-Colton, "Finding frequent items in data streams", ICALP 2002).
     """
-    sketches = measured_values(ranks, "weight_change")
-    if len(sketches) < len(ranks) or len({len(sketch) for sketch in sketches}) != 1:
+    known = [sketch for sketch in sketches if sketch is not None]
+    if len(known) < len(sketches) or len({len(sketch) for sketch in known}) != 1:
         return None
-    return tuple(map(math.fsum, zip(*sketches, strict=True)))
+    return tuple(map(math.fsum, zip(*known, strict=True)))

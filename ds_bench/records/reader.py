@@ -56,7 +56,7 @@ def _keep(_kind: Kind, data: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
-MIGRATIONS: dict[int, Migration] = {1: _to_version_2, 2: _keep, 3: _keep}
+MIGRATIONS: dict[int, Migration] = {1: _to_version_2, 2: _keep, 3: _keep, 4: _keep}
 """Version → the function that migrates a document of that version to the next; applied in order."""
 
 _REMEDY = "give a result as ds_bench wrote it"

@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 from ..config.spec import Trial
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """Form of the stored records; ``reader.MIGRATIONS`` reads those of an earlier one.
 
 History: 1 (2026-11-20) first form. 2 (2026-11-22) ``trial.configuration`` in place of
 ``trial.strategy``. 3 (2026-11-22) fields with defaults for files, axes and reference engines.
 4 (2026-11-22) fields with defaults for what is observed besides the measured steps: profiles, checkpoints, data files,
-frozen parameters."""
+frozen parameters. 5 (2026-11-23) fields with defaults for the early window and the gradient norms."""
 METHOD_VERSION = 2
 """How numbers are measured; rows of different methods are not compared.
 
@@ -125,6 +125,19 @@ class CheckpointAction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyWindow:
+    """How one rank's share of the weights changed in the first steps (worker/weight_change.py, ``early_window``)."""
+
+    first_step: int
+    """0-based number of the first step in the window, warm-up steps included."""
+    steps: int
+    skipped_steps: int = 0
+    """Steps in the window that the optimizer skipped (fp16 overflow)."""
+    weight_change: tuple[float, ...] | None = None
+    """Count sketch; None where the weights could not be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankMeasurement:
     """What one rank measured in one trial; of this rank alone unless said otherwise."""
 
@@ -215,6 +228,13 @@ class RankMeasurement:
     weight_change: tuple[float, ...] | None = None
     """Count sketch of the change by training of this rank's share of the weights (worker/weight_change.py). The sketch
     of the whole model is the sum over ranks."""
+    early_window: EarlyWindow | None = None
+    """The same over the first steps; None without warm-up steps."""
+    grad_norms: tuple[float | None, ...] = ()
+    """Norm of the whole model's gradients before clipping, in each step of ``losses``; None where the engine computes
+    none, and in skipped steps."""
+    grad_norm: float | None = None
+    """The same in a step after the measured window, of any engine that holds or reports it."""
     cpu_cores: float | None = None
     """Cores that this rank may use: those of the affinity mask, or the cgroup's CPU quota if that is less."""
     cpu_threads: int | None = None

@@ -27,12 +27,12 @@ from .op_loading import wait_only_for_living_programs
 from .pass_engine import PassEngine
 from .profiles import take_profiles
 from .rank_layout import RankLayout, register_sequence_attention
-from .reference_engines import DdpEngine, Fsdp2Engine, ReferenceEngine
+from .reference_engines import DdpEngine, Fsdp2Engine, ReferenceEngine, total_grad_norm
 from .rendezvous import connect_ranks
 from .resolved_config import resolved_config
 from .step_parts import measure_phases
 from .step_recorder import StepRecorder
-from .weight_change import FrozenWeights, WeightChange
+from .weight_change import FrozenWeights, WeightChange, early_window, gather_tensor_parallel
 
 SavePartial = Callable[[dict[str, Any]], None]
 _PHASES_LEFT_OUT: dict[PassType, tuple[str, ...]] = {
@@ -98,7 +98,9 @@ def measure(
     cpu_before = CpuReading.read()
     notes = _notes_of_factory(built, trainer, micro_batch_size, workload.seq_length)
     samples = training_loop.Samples()
-    samples.warmup_step_seconds = training_loop.warm_up(trainer, workload.warmup_steps, lambda: meter.end("first_step"))
+    early = early_window(config, workload.warmup_steps if workload.pass_type == "train" else 0)
+    between = [(1, lambda: meter.end("first_step")), *change.watch(early, lambda: trainer.skipped)]
+    samples.warmup_step_seconds = training_loop.warm_up(trainer, workload.warmup_steps, between)
     least = training_loop.DEEPCOMPILE_WARMUP if is_deepcompiled(config) else 0
     further = training_loop.warm_up_compiled(trainer, len(samples.warmup_step_seconds), least)
     if further:
@@ -135,6 +137,7 @@ def measure(
         "optimizer_settings": training_loop.optimizer_settings(engine.optimizer),
         "vocabulary_size": None if built.make_batch else build.vocabulary_size(model),
         "compiled_graphs": graphs + compiled_within if trainer.is_compiled else None,
+        "early_window": change.early_window or None,
         "notes": notes,
         **asdict(samples),
         "build_seconds": build_seconds,
@@ -337,6 +340,17 @@ def _backward_with_ledger(engine: Any, loss: torch.Tensor) -> ledger.Ledger:
     return inside
 
 
+def _compute_grad_norm(engine: Any) -> Any:
+    """Return the gradient norm before a step, of an engine that reports none; None if it holds no whole gradients."""
+    split = engine.zero_optimization_stage() > 0 and not isinstance(engine, ReferenceEngine)
+    if split or engine.fp16_enabled() or not any(each.grad is not None for each in engine.module.parameters()):
+        return None
+    if isinstance(engine, ReferenceEngine) or engine.autotp_size() <= 1:
+        return total_grad_norm(engine.module.parameters())
+    norms = [each.float().norm() for _, each in gather_tensor_parallel(engine.module, lambda _name, own: own.grad)]
+    return torch.stack(norms).norm() if norms else None
+
+
 def _measure_phases_and_ledger(trainer: training_loop.Trainer, assignment: Assignment) -> dict[str, Any]:
     """Phases, ledger and swapped bytes, from extra steps after the measured window, which they do not slow down."""
     phases = measure_phases(trainer)
@@ -354,9 +368,14 @@ def _measure_phases_and_ledger(trainer: training_loop.Trainer, assignment: Assig
     del loss
     # Gradients are whole here; a step that updates the weights frees them.
     before_step = ledger.count_storages(engine)
-    engine.step()
     for _ in range(trainer.grad_accum - 1):  # completes the optimizer step
-        training_loop.time_micro_step(trainer)
+        engine.step()
+        trainer.heartbeat.beat("inspect")
+        engine.backward(trainer.compute_loss(next(trainer.batches)))
+    reports_norm = training_loop.reported_grad_norm(engine) is not None
+    grad_norm = None if reports_norm else _compute_grad_norm(engine)
+    engine.step()
+    grad_norm = training_loop.reported_grad_norm(engine) if reports_norm else grad_norm
     after_step = ledger.count_storages(engine)
     peak = ledger.largest_by_category(inside_backward, before_step.ledger, after_step.ledger)
     for tier, size in activations.items():
@@ -366,6 +385,7 @@ def _measure_phases_and_ledger(trainer: training_loop.Trainer, assignment: Assig
         peak["nvme"] = stored
     return {
         **phases,
+        "grad_norm": training_loop.finite_values([grad_norm])[0],
         "ledger": peak,
         "ledger_after_step": after_step.ledger,
         "pinned_bytes": after_step.pinned_bytes,

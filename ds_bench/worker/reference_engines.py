@@ -50,6 +50,7 @@ class ReferenceEngine(abc.ABC):
         # 1.0 is DeepSpeed's default too (runtime/constants.py).
         self._clipping = float(config.get("gradient_clipping", 1.0))
         self._micro_steps = 0
+        self._grad_norm: Any = None
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer: Any = self._create_optimizer(config)
 
@@ -97,7 +98,8 @@ class ReferenceEngine(abc.ABC):
         """Ends a micro-batch; after the last of a step, clips the gradients, updates the weights, frees gradients."""
         if self.at_accumulation_boundary:
             if self._clipping > 0:
-                _clip_gradients(self._trained, self._clipping)
+                self._grad_norm = total_grad_norm(self._trained)
+                torch.nn.utils.clip_grads_with_norm_(self._trained, self._clipping, self._grad_norm)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         self._micro_steps += 1
@@ -156,6 +158,9 @@ class ReferenceEngine(abc.ABC):
             Path(save_dir).mkdir(parents=True)
             reduced = {name: value.to(self._dtype) for name, value in weights.items()}
             torch.save(reduced, Path(save_dir) / "pytorch_model.bin")
+
+    def get_global_grad_norm(self) -> Any:
+        return self._grad_norm
 
     def zero_optimization_stage(self) -> int:
         return self.stage
@@ -344,10 +349,9 @@ def _create_optimizer(
     return create(parameters, **params, **implementation)  # type: ignore[no-any-return]
 
 
-def _clip_gradients(parameters: list[torch.nn.Parameter], largest_norm: float) -> None:
-    """Scales the gradients so that the norm over all ranks' parts is at most ``largest_norm``."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm: Any = torch.nn.utils.get_total_norm(gradients)
+def total_grad_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+    """Return the norm of all gradients, over the parts of every rank."""
+    norm: Any = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
     if hasattr(norm, "full_tensor"):  # of parts: sums over the ranks
         norm = norm.full_tensor()
-    torch.nn.utils.clip_grads_with_norm_(parameters, largest_norm, norm)
+    return norm  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
@@ -54,6 +54,7 @@ class Samples:
     window_seconds: float = 0.0
     data_wait_seconds: float | None = None
     losses: list[float | None] = field(default_factory=list)
+    grad_norms: list[float | None] = field(default_factory=list)
     skipped_steps: int = 0
 
 
@@ -89,6 +90,7 @@ class Trainer:
         self.synchronized = synchronized
         self._loss_share, self._loss_parts = loss_share, loss_parts
         self._losses: list[list[torch.Tensor]] = []
+        self._grad_norms: list[Any] = []
         self._steps_done = 0
 
     def compute_loss(self, batch: Batch) -> torch.Tensor:
@@ -117,6 +119,7 @@ class Trainer:
             losses.append(loss.detach())
             del loss  # its graph holds the activations where no backward pass freed them
         self._losses.append(losses)
+        self._grad_norms.append(reported_grad_norm(self.engine))
         self._steps_done += 1
 
     @property
@@ -141,8 +144,11 @@ class Trainer:
 
     def losses(self) -> list[float | None]:
         """Mean over the micro-batches of each step so far; None where not finite."""
-        means = [float(torch.stack([loss.float() for loss in step]).mean()) for step in self._losses]
-        return [mean if math.isfinite(mean) else None for mean in means]
+        return finite_values(torch.stack([loss.float() for loss in step]).mean() for step in self._losses)
+
+    def grad_norms(self) -> list[float | None]:
+        """Return the norm of each step's gradients; None where the engine reports none, or it is not finite."""
+        return finite_values(self._grad_norms)
 
     def time_steps(self, steps: int, measured: bool = False) -> list[float]:
         """Takes ``steps`` steps. Returns the seconds of each. ``measured``: whether they are the measured window."""
@@ -163,16 +169,33 @@ class Trainer:
         return clock.seconds()
 
 
-def warm_up(trainer: Trainer, steps: int, after_first_step: Callable[[], None] = lambda: None) -> list[float]:
-    """Takes ``steps`` steps, and under fp16's dynamic loss scale more, until the optimizer has not skipped one.
+def finite_values(values: Iterable[Any]) -> list[float | None]:
+    """Return the values as numbers, which waits for the device; None for one that is missing or not finite."""
+    return [float(value) if value is not None and math.isfinite(value) else None for value in values]
 
-    ``after_first_step`` is called once, unless ``steps`` is 0. Returns the seconds of each step.
+
+def reported_grad_norm(engine: Any) -> Any:
+    """Return the norm before clipping from the engine's last step, perhaps a tensor that is still being computed."""
+    norm, wrapper = engine.get_global_grad_norm(), type(engine.optimizer).__name__
+    if norm is None or wrapper not in ("FP16_Optimizer", "FP16_UnfusedOptimizer"):
+        return norm
+    if engine.autotp_size() > 1:  # the norm of one rank's parts alone (runtime/utils.py, get_weight_norm)
+        return None
+    # Of the scaled gradients in this wrapper alone (fp16/unfused_optimizer.py, step).
+    return norm / engine.optimizer.loss_scale_config.cur_scale if wrapper == "FP16_UnfusedOptimizer" else norm
+
+
+def warm_up(trainer: Trainer, steps: int, after: Iterable[tuple[int, Callable[[], None]]] = ()) -> list[float]:
+    """Take ``steps`` steps, and under fp16's dynamic loss scale more, until the optimizer has not skipped one.
+
+    ``after``: numbers of steps, and what to call between two steps once so many are done; more than ``steps`` never
+    are. Return the seconds of each step.
     """
-    seconds = trainer.time_steps(1) if steps else []
-    if steps:
-        after_first_step()
-    if steps > 1:
-        seconds += trainer.time_steps(steps - 1)
+    seconds = list[float]()
+    for done, call in sorted([*after, (steps, lambda: None)], key=lambda pair: pair[0]):
+        if done <= steps:
+            seconds += trainer.time_steps(done - len(seconds)) if done > len(seconds) else []
+            call()
     for _ in range(_MAX_EXTRA_WARMUP if trainer.scales_loss else 0):
         if trainer.skipped < len(seconds):
             break
@@ -226,6 +249,7 @@ def measure(trainer: Trainer, steps: int, barrier: Callable[[], None], samples: 
     samples.skipped_steps = trainer.skipped - skipped_before
     # After the window, since it reads from the device.
     samples.losses = trainer.losses()
+    samples.grad_norms = trainer.grad_norms()
 
 
 def repeated_loss(trainer: Trainer) -> float | None:

@@ -4,27 +4,31 @@ A count sketch (Charikar, Chen, Farach-Colton, "Finding frequent items in data s
 multiplied by a fixed sign and added to one of ``DIMENSIONS`` sums, both chosen by the name of its tensor and its index
 in it. The sketch is linear: the sketch of the change is the difference of two sketches, and the sketch of the whole
 model is the sum of those of the ranks. No rank gathers anything or waits for another: each reads its own fp32 master
-weights where DeepSpeed keeps them.
+weights where DeepSpeed keeps them. Only AutoTP, which may cut tensors along any dimension, gathers layer by layer.
 
-Cost: two passes over the rank's own share of the weights, in pieces of 0.5 MB; the heartbeat goes on. A pass that takes
-longer than ``MAX_SECONDS`` ends with a note instead of a sketch. Weights on a disk are read through DeepSpeed's own
-buffers, one sub-group after another.
+Cost: three or four passes over the rank's own share of the weights, in pieces of 0.5 MB; the heartbeat goes on. A pass
+that takes longer than ``MAX_SECONDS`` ends with a note instead of a sketch. Weights on a disk are read through
+DeepSpeed's own buffers, one sub-group after another.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed
 
+from ..config.spec import block_of
 from ..records.rank_files import HeartbeatWriter
 from .reference_engines import ReferenceEngine
 
+EARLY_STEPS = 5
+"""Optimizer steps over which the change of the weights is compared, however long the trial is."""
 DIMENSIONS = 256
 """Sums in a sketch: a norm taken from it is within some 10 % (√(2/256) is 0.09), the same error in every row."""
 MAX_SECONDS = 60.0
@@ -56,13 +60,31 @@ class WeightChange:
         self.note: str | None = None
         """Why there is no sketch; None where there is one."""
         self._before = self._read()
+        self._early_start, self.early_window = self._before, dict[str, Any]()
 
     def since_start(self) -> list[float] | None:
         """The sketch of what changed in this rank's share since the start; None, with a note, if not readable."""
-        after = None if self._before is None else self._read()
-        if self._before is None or after is None:
+        return self._since(self._before)
+
+    def watch(self, window: range, skipped_steps: Callable[[], int]) -> list[tuple[int, Callable[[], None]]]:
+        """Return what to call after how many steps, so that ``early_window`` gets the fields of an EarlyWindow."""
+
+        def start() -> None:
+            # At the first step of the trial it has been read already.
+            self._early_start = self._read() if window.start else self._before
+            self.early_window = {"first_step": window.start, "steps": len(window), "skipped_steps": -skipped_steps()}
+
+        def stop() -> None:
+            self.early_window["skipped_steps"] += skipped_steps()
+            self.early_window["weight_change"] = self._since(self._early_start)
+
+        return [(window.start, start), (window.stop, stop)] if window else []
+
+    def _since(self, before: torch.Tensor | None) -> list[float] | None:
+        after = None if before is None else self._read()
+        if before is None or after is None:
             return None
-        return [float(f"{value:.{_DIGITS}g}") for value in (after - self._before).tolist()]
+        return [float(f"{value:.{_DIGITS}g}") for value in (after - before).tolist()]
 
     def _read(self) -> torch.Tensor | None:
         try:
@@ -151,24 +173,85 @@ def sketch(fragments: Iterator[Fragment], heartbeat: HeartbeatWriter | None = No
     return total
 
 
+def early_window(config: Mapping[str, Any], warmup_steps: int) -> range:
+    """Return the steps over which the change of the weights is compared: the first ``EARLY_STEPS`` of a trial.
+
+    They follow a scheduler's warm-up of the learning rate, as far as the trial's own warm-up reaches, and end with the
+    latter: reading the weights must not take time in the measured window. Empty without warm-up steps.
+    """
+    scheduler = block_of(config, "scheduler")
+    default = 1000 if str(scheduler.get("type", "")).startswith("Warmup") else 0  # runtime/lr_schedules.py
+    rising = int(block_of(scheduler, "params").get("warmup_num_steps", default))
+    start = max(0, min(rising, warmup_steps - EARLY_STEPS))
+    return range(start, min(start + EARLY_STEPS, warmup_steps))
+
+
 def read_fragments(engine: Any) -> Iterator[Fragment]:
     """This rank's share of the trained weights, in fp32 where DeepSpeed keeps them so.
 
     The shares of all ranks make up the model, each weight once. Raises NotReadError where they would not.
     """
-    # ZeRO splits among the ranks of a sequence too, which only seq_dp_world_size counts.
-    if int(getattr(engine, "seq_dp_world_size", engine.dp_world_size)) != torch.distributed.get_world_size():
-        raise NotReadError("tensors are split over ranks that are not data-parallel")
     if isinstance(engine, ReferenceEngine):
         yield from engine.weight_fragments()
         return
+    # ZeRO splits among the ranks of a sequence too, which only seq_dp_world_size counts.
+    tensor_size = torch.distributed.get_world_size() // int(engine.seq_dp_world_size)
+    if tensor_size == 1:
+        yield from _own_fragments(engine)
+        return
+    if tensor_size != engine.autotp_size():
+        raise NotReadError("tensors are split over ranks that are not data-parallel")
+    held = list(_own_fragments(engine))
+
+    def masters(name: str, parameter: torch.Tensor) -> torch.Tensor:
+        part = torch.zeros(parameter.numel(), device=parameter.device)  # other data-parallel ranks hold the rest
+        for start, values in ((start, values) for own, start, values in held if own == name):
+            part[start : start + values.numel()] = values
+        return part.view(parameter.shape)
+
+    for name, whole in gather_tensor_parallel(engine.module, masters):
+        yield name, 0, whole.flatten()
+
+
+def gather_tensor_parallel(
+    model: torch.nn.Module, part_of: Callable[[str, torch.Tensor], torch.Tensor | None]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name of each trained tensor and the whole of it, on the first rank of a tensor-parallel group.
+
+    All ranks of a group must iterate. ``part_of``: values of the shape of this rank's part; None for zeros. Raises
+    RuntimeError for a layer that DeepSpeed cannot put together (module_inject/layers.py, gather_params).
+    """
+    from deepspeed.utils import groups
+
+    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    first = groups.get_tensor_model_parallel_rank() == 0
+    for module in model.modules():
+        own = {name: each for name, each in module._parameters.items() if each is not None}
+        trained = {name: names.pop(id(each)) for name, each in own.items() if id(each) in names}
+        if not trained:
+            continue
+        # A copy that shares all but the parameters: DeepSpeed's own keep their storages and hooks.
+        whole: Any = copy.copy(module)
+        whole._parameters = {}
+        for name, each in own.items():
+            part = part_of(trained.get(name, ""), each)
+            whole._parameters[name] = torch.nn.Parameter(torch.zeros_like(each) if part is None else part)
+        if hasattr(whole, "gather_params"):
+            whole.gather_params([whole.weight, whole._parameters.get("bias")])
+        if first:
+            for name, full_name in trained.items():
+                yield full_name, whole._parameters[name].detach()
+
+
+def _own_fragments(engine: Any) -> Iterator[Fragment]:
+    """This rank's share among the ranks that hold the same tensors."""
     names = {id(parameter): name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
     wrapper = engine.optimizer
     if engine.zero_optimization_stage() == 3:
         yield from _stage3_fragments(wrapper, names)
     elif engine.zero_optimization_stage() > 0:
         yield from _stage1_and_2_fragments(engine, names)
-    elif torch.distributed.get_rank() == 0:  # every rank holds all of them
+    elif torch.distributed.get_rank(engine.seq_data_parallel_group) == 0:  # every rank holds all of them
         for parameter, master in _stage0_masters(wrapper):
             yield names[id(parameter)], 0, master.detach().flatten()
 

@@ -48,6 +48,14 @@ def fine() -> Tiny:
     return Tiny()
 
 
+def gradients_divided_twice() -> Tiny:
+    """Divides gradients by the number of ranks, as the reduction that follows does again."""
+    model, ranks = Tiny(), int(os.environ["WORLD_SIZE"])
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient / ranks)
+    return model
+
+
 def device_oom_on_rank_1() -> Tiny:
     """Rank 1 runs out of device memory in step 2 while rank 0 waits for it in a collective."""
 

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,6 +51,10 @@ class FakeEngine:
         self.calls: list[str] = []
         self.skipped_steps = skipped
         self._scales = scales
+        self.optimizer = None
+
+    def get_global_grad_norm(self) -> torch.Tensor:
+        return torch.tensor(float(self.calls.count("step")))
 
     def gradient_accumulation_steps(self) -> int:
         return 2
@@ -109,7 +114,21 @@ def test_the_window_holds_the_steps_and_warm_up_lies_before_it(tmp_path: Path) -
     samples.warmup_step_seconds = training_loop.warm_up(subject, 2)
     training_loop.measure(subject, 3, lambda: None, samples)
     assert (len(samples.warmup_step_seconds), len(samples.step_seconds), len(samples.losses)) == (2, 3, 5)
+    assert samples.grad_norms == [2.0, 4.0, 6.0, 8.0, 10.0]  # of each step, as the engine has it at its end
     assert samples.window_seconds >= sum(samples.step_seconds) > 0
+
+
+def test_what_is_called_in_the_warm_up_is_called_between_two_steps(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    subject = trainer(tmp_path, engine)
+    seen: list[tuple[str, int]] = []
+
+    def note(name: str) -> Callable[[], None]:
+        return lambda: seen.append((name, engine.calls.count("step") // 2))
+
+    after = [(1, note("first")), (0, note("start")), (3, note("stop")), (9, note("never"))]
+    assert len(training_loop.warm_up(subject, 4, after)) == 4
+    assert seen == [("start", 0), ("first", 1), ("stop", 3)]
 
 
 def test_warm_up_goes_on_while_fp16_skips_every_step(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Frozen weights that were trained are found out."""
+"""The early window of a trial, and frozen weights that were trained."""
 
 from __future__ import annotations
 
@@ -15,6 +15,38 @@ class _Heartbeat:
 
     def beat(self, _phase: str) -> None:
         pass
+
+
+def test_the_early_window_is_the_same_for_every_length_and_begins_after_the_learning_rate_has_risen() -> None:
+    from ds_bench.worker.weight_change import early_window
+
+    rising = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}}
+    assert [early_window({}, steps) for steps in (5, 20, 100)] == [range(5)] * 3
+    assert early_window({}, 2) == range(2)
+    assert not early_window({}, 0)
+    assert early_window(rising, 20) == range(10, 15)
+    assert early_window(rising, 12) == range(7, 12), "as late as the warm-up of the trial allows"
+    assert early_window(rising, 5) == range(5)
+    assert early_window({"scheduler": {"type": "WarmupLR"}}, 20) == range(15, 20), "DeepSpeed's default is 1000 steps"
+
+
+def test_only_what_changes_within_the_window_is_in_its_sketch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ds_bench.worker import weight_change
+
+    weights = torch.zeros(3)
+    monkeypatch.setattr(weight_change, "read_fragments", lambda _engine: iter([("a", 0, weights)]))
+    for window in (range(2), range(1, 3)):
+        weights.zero_()
+        change = weight_change.WeightChange(None, _Heartbeat())  # type: ignore[arg-type]
+        calls = dict(change.watch(window, lambda: 0))
+        for done in range(4):
+            calls.get(done, lambda: None)()
+            weights[done % 3] += 10.0**done
+        taken = torch.tensor([10.0**done if done in window else 0.0 for done in range(3)])
+        expected = weight_change.sketch(iter([("a", 0, taken)]))
+        assert change.early_window["weight_change"] == pytest.approx(expected.tolist())
+        assert (change.early_window["first_step"], change.early_window["steps"]) == (window.start, 2)
+        assert change.since_start() != change.early_window["weight_change"]
 
 
 def test_one_changed_value_of_a_frozen_weight_is_seen_and_none_of_a_trained_one(subtests: pytest.Subtests) -> None:
