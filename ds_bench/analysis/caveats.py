@@ -37,6 +37,8 @@ class CaveatKind(StrEnum):
         "compare the row's ds_config.json with the other row's, then run both with "
         "--precision fp32: what rounding does is gone there, what a wrong configuration does is not",
     )
+    DOES_NOT_TRAIN = "does_not_train", "check the learning rate and the optimizer in the row's ds_config.json"
+    OTHER_TRAINING = "other_training", "compare what both rows learn in a whole training before you choose by speed"
     NEAR_CAPACITY = (
         "near_capacity",
         "leave room for longer sequences and fragmentation: a smaller --batch-size, "
@@ -147,6 +149,9 @@ class CaveatText(Enum):
     LOSS_DIFFERS = CaveatKind.LOSS_DIFFERS, "loss differs by ", "", True
     TRAINED_DIFFERENTLY_KNOWN_QUIRK = CaveatKind.LOSS_DIFFERS, "trained differently from ", "a known quirk", False, None
     TRAINED_DIFFERENTLY = CaveatKind.LOSS_DIFFERS, "trained differently from ", "", True
+    DOES_NOT_TRAIN = CaveatKind.DOES_NOT_TRAIN, "does not train: ", "", True
+    OTHER_TRAINING = CaveatKind.OTHER_TRAINING, "trains differently on purpose: "
+    """Never recommended for its speed (recommend/eligibility.py)."""
     LOSS_PARITY_STAGE_3_ALONE = CaveatKind.NOTE, "loss parity was checked"
     FIRST_LOSS_FAR_TOO_LARGE = CaveatKind.FIRST_LOSS, "the first loss is ", "far too large", True
     FIRST_LOSS_TOO_LARGE = CaveatKind.FIRST_LOSS, "the first loss is "

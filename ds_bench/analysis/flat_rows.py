@@ -254,6 +254,8 @@ FLAT_COLUMNS: list[Column] = [
     _stored("checkpoint_restored", kind=bool),
     _stored("slowest_rank_host", kind=str),
     Column("cpu_used_gb_of_nodes", lambda s: _json_gb(s.host_peak_bytes_of_nodes), str),
+    _stored("first_grad_norm"),
+    _stored("grad_norm"),
 ]
 
 

@@ -7,21 +7,25 @@ weights, so that a difference larger than rounding explains shows a wrong config
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 from ..config.axes import other_arithmetic
-from ..config.spec import SAME_TRAINING_FIELDS, Configuration, Trial, Workload
+from ..config.deepspeed_config import is_full_config
+from ..config.spec import SAME_TRAINING_FIELDS, Configuration, Workload
 from ..units import format_ratio
 from .caveats import Caveat, CaveatKind, CaveatText, note
 from .summary import TrialSummary
 from .trial_caveats import optimizer_family
 
-_LOSS_STEPS = 10
-"""Number of first steps whose losses are compared; later on, rounding parts rows that are right."""
+_EARLY_STEPS = 10
+"""Number of first steps whose losses and gradient norms are compared: later on, rounding parts honest rows."""
 _LOSS_TOLERANCE = {"fp32": 2e-4, "bf16": 5e-3, "fp16": 5e-3}
 """Relative difference of the losses that rounding explains in the first ten steps, by precision."""
+_GRAD_NORM_TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2, "fp16": 3e-2}
+"""The same for the gradient norms; measured as ``_WEIGHT_TOLERANCE``: at most 3e-6 in fp32, 1.2e-3 in bf16."""
 _QUIRK = (
     "a known quirk: at stage 0 in 16 bit DeepSpeed takes an Adam step on zero gradients at initialisation "
     "(fp16/fused_optimizer.py)"
@@ -38,15 +42,22 @@ _QUIRK_WEIGHT_TOLERANCE = 0.3
 The first update of a row with the quirk is 0.74 of the right one, the next are 0.86 and 0.91 of it: its change of the
 weights is 0.26 away from the right one after one step, 0.10 after twelve.
 """
+_WINDOW_STEPS = 5
+"""Steps of an early window (worker/weight_change.py) where the warm-up is long enough; tolerances are for so many."""
 _WEIGHT_TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2, "fp16": 5e-2}
-"""Distance of two rows' changes of the weights, relative to the reference's, that rounding explains in 25 steps.
+"""Distance of two rows' changes of the weights in the early window, relative to the reference's, that rounding
+explains.
 
-Measured on the CPU (``tiny``, 12 steps, stages 0 to 3 and offload): at most 6.5e-5 in fp32, 0.015 in bf16. A beta 1 of
-0.8 instead of 0.9 gives 0.105, a doubled learning rate 1.0. Smaller mistakes (beta 2, weight decay) are not larger than
-the rounding of bf16 and are found in the settings of the optimizer alone.
+Measured on the CPU (``bench/training_mutants.py``: ``tiny``, stages 0 to 3, offload, DDP, FSDP2): at most 3.4e-5 in
+fp32; in bf16 8e-3 with DeepSpeed's CPU Adam and 3.6e-2 with DDP, which trains under autocast. A doubled learning rate
+gives 1.0, betas of 0.8 and 0.99 instead of 0.9 and 0.999 0.054. Another weight decay (4.7e-3 in fp32, 1.3e-2 in bf16)
+and no clipping (7.6e-3, 1.6e-2) are lost in the rounding of bf16: there the settings that are read back show them.
 """
-_WEIGHT_STEPS = 25
-"""Number of steps above which these tolerances grow in proportion to it, as the effect of rounding does."""
+_LATE_TOLERANCE = {"fp32": 1e-2, "bf16": 2e-2, "fp16": 2e-2}
+"""Relative difference in figures of the whole run that is never reported. After 705 steps honest rows differed by
+2.6e-5 in fp32 and 1.3e-3 in bf16 at most."""
+_SPREADS = 3.0
+"""How many times as far from the reference as the other honest rows (their median) a row may be."""
 _DO_NOT_USE = "; do not use this row before you know why"
 
 _COMMON_VALUES: dict[str, Any] = {
@@ -64,18 +75,21 @@ def with_loss_caveats(summaries: Sequence[TrialSummary]) -> list[TrialSummary]:
     A summary that has a caveat about its loss gets no second one.
     """
     compared = list(summaries)
-    for group in _group_equal_batches(summaries):
+    for index, caveat in _other_training(summaries).items():
+        if caveat not in summaries[index].caveats:
+            compared[index] = replace(summaries[index], caveats=(*summaries[index].caveats, caveat))
+    for group in _group_equal_batches(compared):
         reference = _reference_row(group)
         if reference is None:
             continue
         first = next(iter(group))
         stage_3_alone = _stage_3_alone(group)
-        alone = _file_compared_with_none(summaries, group)
+        differences = _differences(reference, group)
         for index, summary in group.items():
-            once = [stage_3_alone if index == first else None, alone]
+            once = [stage_3_alone] if index == first else []
             caveats = [*once, _other_adam_implementation(group[first], summary)]
             if not any(caveat.kind is CaveatKind.LOSS_DIFFERS for caveat in summary.caveats):
-                caveats.append(_training_difference(reference, summary))
+                caveats.append(differences.get(index))
             added = [caveat for caveat in caveats if caveat is not None and caveat not in summary.caveats]
             cosine = _weight_change_cosine(reference, summary)
             if added or cosine != summary.weight_change_cosine:  # copying every summary would cost more than the rest
@@ -89,14 +103,19 @@ def compare_losses(summaries: Sequence[TrialSummary]) -> dict[int, Caveat]:
     The reference is the row with which most other strategies agree; among equals one that is not of stage 3, then the
     first. A row with the known quirk of stage 0 is never the reference.
     """
-    caveats = {}
+    caveats = dict[int, Caveat]()
     for group in _group_equal_batches(summaries):
-        reference = _reference_row(group)
-        for index, summary in group.items():
-            caveat = None if reference is None else _training_difference(reference, summary)
-            if caveat is not None:
-                caveats[index] = caveat
+        if (reference := _reference_row(group)) is not None:
+            caveats |= _differences(reference, group)
     return caveats
+
+
+def _differences(reference: TrialSummary, group: _Group) -> dict[int, Caveat]:
+    """Caveats by index of the rows that differ from the reference early in the run, then of those that do so later."""
+    early = {index: _early_difference(reference, summary) for index, summary in group.items()}
+    honest = {index: summary for index, summary in group.items() if early[index] is None}
+    found = {index: caveat for index, caveat in early.items() if caveat is not None}
+    return found | _late_differences(reference, honest)
 
 
 def _group_equal_batches(summaries: Sequence[TrialSummary]) -> list[_Group]:
@@ -117,58 +136,99 @@ def _group_equal_batches(summaries: Sequence[TrialSummary]) -> list[_Group]:
             batches.append(batch)
             groups.append({})
         groups[batches.index(batch)][index] = summary
-    return [part for group in groups for part in _split_by_settings(group)]
+    return [part for group in groups for part in _split_by_settings(group, _is_of_file)]
 
 
-def _split_by_settings(group: _Group) -> list[_Group]:
-    """Splits off the rows of files that ask for other training on purpose, such as another learning rate."""
-    trials = [summary.record.trial for summary in group.values()]
-    common = next((_training_settings(trial.ds_config) for trial in trials if not _is_of_file(trial)), None)
-    parts: list[tuple[dict[str, Any] | None, _Group]] = []
-    for (index, summary), trial in zip(group.items(), trials, strict=True):
-        # Other settings in a row of no file are a mistake that the comparison is to find: it stays with the others.
-        settings = _training_settings(trial.ds_config) if _is_of_file(trial) else common
-        part = next((part for known, part in parts if known == settings), None)
+def _split_by_settings(group: _Group, is_free: Callable[[TrialSummary], bool]) -> list[_Group]:
+    """Split rows by what they were asked to train; only rows that are free to may ask for something else.
+
+    Other settings in any other row are a mistake that the comparison is to find: it stays with the others.
+    """
+    common = next((summary for summary in group.values() if not is_free(summary)), None)
+    parts: list[tuple[TrialSummary, _Group]] = []
+    for index, summary in group.items():
+        asked = summary if common is None or is_free(summary) else common
+        part = next((part for known, part in parts if _asked_difference(known, asked) is None), None)
         if part is None:
-            parts.append((settings, part := {}))
+            parts.append((asked, part := {}))
         part[index] = summary
     return [part for _, part in parts]
 
 
-def _is_of_file(trial: Trial) -> bool:
-    return trial.configuration.source == "file"
+def _is_of_file(summary: TrialSummary) -> bool:
+    return summary.record.trial.configuration.source == "file"
 
 
-def _training_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a DeepSpeed configuration says about the arithmetic of training, apart from the batch and the precision."""
+def _asked_difference(a: TrialSummary, b: TrialSummary, *, learning: bool = False) -> str | None:
+    """Return the first way in which ``b`` was asked to train otherwise than ``a``; None if it was asked for the same.
+
+    The optimizer's settings are those read back where they are known: a file may leave out what is the default.
+    ``learning``: ignore number formats and compressed communication.
+    """
+    if a is b:
+        return None
+    known = all(each.record.ranks[0].optimizer_settings for each in (a, b))
+    theirs, own = (_arithmetic_settings(each.record.trial.ds_config) for each in (a, b))
+    names = [name for name in own if own[name] != theirs[name] and (name in _LEARNING or not learning)]
+    other = [f"its configuration has another {name}" for name in names if not (known and name == "optimizer")]
+    return next(filter(None, [_differing_setting(a, b), *other]), None)
+
+
+def _arithmetic_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a DeepSpeed configuration says about arithmetic, besides batch and precision."""
     optimizer, zero, bf16 = (config.get(name) or {} for name in ("optimizer", "zero_optimization", "bf16"))
     params = {key: value for key, value in (optimizer.get("params") or {}).items() if key not in _IMPLEMENTATION}
     return {
         "optimizer": (str(optimizer.get("type")).lower(), params),
-        # DeepSpeed's default since 0.19.3.
-        "clipping": config.get("gradient_clipping", 1.0),
+        # 1.0 is DeepSpeed's default since 0.19.3.
+        "gradient_clipping": config.get("gradient_clipping", 1.0),
         "bf16": {key: value for key, value in bf16.items() if key.startswith(("bf16", "immediate")) and value},
-        **{key: config[key] for key in _ARITHMETIC if config.get(key)},
-        **{key: zero[key] for key in _ZERO_ARITHMETIC if zero.get(key)},
+        **{key: config.get(key) or None for key in _ARITHMETIC},
+        **{key: zero.get(key) or None for key in _ZERO_ARITHMETIC},
     }
 
 
 _IMPLEMENTATION = ("torch_adam", "foreach", "fused", "adam_w_mode", "fp32_optimizer_states")
 """Parameters of an optimizer that choose its implementation."""
+_LEARNING = ("optimizer", "gradient_clipping", "scheduler")
 _ARITHMETIC = ("scheduler", "torch_autocast", "communication_data_type", "data_types")
 _ZERO_ARITHMETIC = ("zenflow", "zero_quantized_weights", "zero_quantized_gradients")
 
 
-def _file_compared_with_none(summaries: Sequence[TrialSummary], group: _Group) -> Caveat | None:
-    """The note of a file's row that no other row was asked to train like, where there are other rows."""
-    names = {summary.record.trial.configuration.name for summary in group.values()}
-    others = {summary.record.trial.configuration.name for summary in summaries if summary.losses} - names
-    configuration = next(iter(group.values())).record.trial.configuration
-    if len(names) > 1 or not others or configuration.source != "file":
-        return None
-    return note(
-        "its losses are compared with no other row's: its file asks for other training (optimizer, scheduler, …)"
-    )
+def _other_training(summaries: Sequence[TrialSummary]) -> dict[int, Caveat]:
+    """Caveats by index of rows that were asked to train otherwise than usual: files, and optimizers of axes.
+
+    Rows of no file train as usual; without any, the largest group of files that ask for the same does. Where two
+    groups are equally large, no row does.
+    """
+    points: dict[str, _Group] = {}
+    if any(map(_may_train_otherwise, summaries)):  # rare, and the rest takes time with thousands of records
+        for index, summary in enumerate(summaries):
+            # Flat rows do not hold the configuration, and have their caveats already.
+            if summary.losses and summary.weight_change_norm != 0.0 and is_full_config(summary.record.trial):
+                points.setdefault(str(summary.record.trial.common_settings), {})[index] = summary
+    caveats = dict[int, Caveat]()
+    for group in points.values():
+        parts = _split_by_settings(group, _may_train_otherwise)
+        # All rows of no file are in one part, which comes first whatever its size.
+        sizes = [(not all(map(_may_train_otherwise, part.values())), len(part)) for part in parts]
+        usual = parts[sizes.index(max(sizes))] if sizes.count(max(sizes)) == 1 else None
+        for part in parts:
+            if part is not usual:
+                other = usual or next(each for each in parts if each is not part)
+                known = next(iter(other.values()))
+                for index, summary in part.items():
+                    difference = _asked_difference(known, summary, learning=True)
+                    text = (
+                        f"its losses are compared only with rows that train alike: {_asked_difference(known, summary)}"
+                    )
+                    caveats[index] = CaveatText.OTHER_TRAINING.caveat(difference) if difference else note(text)
+    return caveats
+
+
+def _may_train_otherwise(summary: TrialSummary) -> bool:
+    other = other_arithmetic(summary.record.trial.configuration.axis_values)
+    return _is_of_file(summary) or "optimizer" in other
 
 
 def _stage_3_alone(group: _Group) -> Caveat | None:
@@ -212,14 +272,16 @@ def _reference_row(group: _Group) -> TrialSummary | None:
         return rows[0] if rows else None
 
     def rank(row: TrialSummary) -> tuple[int, bool]:
-        agreeing = sum(_training_difference(row, other) is None for other in rows)
-        return agreeing, not _is_stage_3(row.record.trial.configuration)
+        agreeing = [other for other in rows if _early_difference(row, other) is None]
+        # Rows without a gradient norm agree with any norm, so that they count less.
+        both_known = sum(None not in (row.first_grad_norm, other.first_grad_norm) for other in agreeing)
+        return len(agreeing) + both_known, not _is_stage_3(row.record.trial.configuration)
 
     return max(rows, key=rank)
 
 
-def _training_difference(reference: TrialSummary, summary: TrialSummary) -> Caveat | None:
-    """How a row trained differently from the reference; None if rounding explains all differences."""
+def _early_difference(reference: TrialSummary, summary: TrialSummary) -> Caveat | None:
+    """How a row trained differently from the reference in its first steps; None if rounding explains it."""
     if summary is reference:
         return None
     quirk = _has_stage0_quirk(summary)
@@ -227,36 +289,74 @@ def _training_difference(reference: TrialSummary, summary: TrialSummary) -> Cave
     # The coarser of the two precisions.
     precision = max(theirs, own, key=_LOSS_TOLERANCE.__getitem__)
     label = reference.record.trial.configuration.label
-    difference = _loss_difference(reference, summary)
+    # First, as a setting that differs says why all else does.
+    setting = _differing_setting(reference, summary) or _differing_clipping(reference, summary)
+    if setting is not None:
+        return CaveatText.TRAINED_DIFFERENTLY.caveat(f"{label}: {setting}{_DO_NOT_USE}")
+    difference = _greatest_difference(reference.losses, summary.losses)
     if difference > (_QUIRK_LOSS_TOLERANCE if quirk else _LOSS_TOLERANCE[precision]):
         text = f"{difference:.2%} from {label}'s: more than rounding explains{_DO_NOT_USE}"
         return CaveatText.LOSS_DIFFERS.caveat(text)
-    # Before the weights: a setting that differs says why they do.
-    setting = _differing_setting(reference, summary)
-    if setting is not None:
-        return CaveatText.TRAINED_DIFFERENTLY.caveat(f"{label}: {setting}{_DO_NOT_USE}")
-    # In another precision other small gradients are lost, of which Adam makes updates as large as of any.
-    distance = (_weight_distance(reference, summary) or 0.0) if theirs == own else 0.0
-    # See _WEIGHT_STEPS; the losses of the first ten steps need no such allowance.
-    growth = max(1.0, len(summary.losses) / _WEIGHT_STEPS)
-    weight_tolerance = _WEIGHT_TOLERANCE[precision] * growth
-    if distance > (_QUIRK_WEIGHT_TOLERANCE if quirk else weight_tolerance):
-        cosine = _weight_change_cosine(reference, summary)
-        direction = "" if cosine is None else f" (the cosine of the two changes is {cosine:.4f})"
-        text = f"{_moved(reference, summary)}{direction}; rounding does not explain it{_DO_NOT_USE}"
-        return CaveatText.TRAINED_DIFFERENTLY.caveat(text)
-    if quirk:
-        if difference > _QUIRK_MIN_DIFFERENCE:
-            return CaveatText.LOSS_DIFFERS_KNOWN_QUIRK.caveat(f"{difference:.3%}, {_QUIRK}")
-        if distance > weight_tolerance:
-            return CaveatText.TRAINED_DIFFERENTLY_KNOWN_QUIRK.caveat(f"{_moved(reference, summary)}, {_QUIRK}")
-        return None
-    repeated = _repeated_loss_difference(reference, summary) or 0.0
-    # It is taken after all steps, so that rounding has had as long to act as on the weights.
-    if repeated > _LOSS_TOLERANCE[precision] * growth:
-        text = f"its loss on the first batch after training differs by {repeated:.2%}, more than rounding explains"
+    norm = _greatest_difference(*(each.record.ranks[0].grad_norms for each in (reference, summary)))
+    if norm > (_QUIRK_LOSS_TOLERANCE if quirk else _GRAD_NORM_TOLERANCE[precision]):
+        text = f"the norm of its gradients differs by {norm:.2%}, more than rounding explains"
         return CaveatText.TRAINED_DIFFERENTLY.caveat(f"{label}: {text}{_DO_NOT_USE}")
+    # In another precision other small gradients are lost, of which Adam makes updates as large as of any.
+    distance = _weight_distance(reference, summary) if theirs == own else 0.0
+    window = summary.early_window
+    # The signs of small gradients, which rounding decides, weigh more in a shorter window.
+    weight_tolerance = _WEIGHT_TOLERANCE[precision] * (_WINDOW_STEPS / window.steps if window else 1.0)
+    if distance > (_QUIRK_WEIGHT_TOLERANCE if quirk else weight_tolerance):
+        text = f"{_moved(reference, summary)}; rounding does not explain it{_DO_NOT_USE}"
+        return CaveatText.TRAINED_DIFFERENTLY.caveat(text)
+    if quirk and difference > _QUIRK_MIN_DIFFERENCE:
+        return CaveatText.LOSS_DIFFERS_KNOWN_QUIRK.caveat(f"{difference:.3%}, {_QUIRK}")
+    if quirk and distance > weight_tolerance:
+        return CaveatText.TRAINED_DIFFERENTLY_KNOWN_QUIRK.caveat(f"{_moved(reference, summary)}, {_QUIRK}")
     return None
+
+
+def _late_differences(reference: TrialSummary, honest: _Group) -> dict[int, Caveat]:
+    """Caveats by index of rows that trained alike in the first steps, and parted further than such rows do."""
+    label = reference.record.trial.configuration.label
+    distances = {index: _late_distances(reference, summary) for index, summary in honest.items()}
+    caveats = dict[int, Caveat]()
+    for index, summary in honest.items():
+        tolerance = _LATE_TOLERANCE[summary.record.trial.workload.precision]
+        for name, distance in distances[index].items():
+            if distance > tolerance:
+                others = [each[name] for place, each in distances.items() if place != index and name in each]
+                spread = statistics.median(others) if others else 0.0
+                if distance > _SPREADS * spread:
+                    text = f"{name} differs by {distance:.2%}, and honest rows' by {spread:.2%}{_DO_NOT_USE}"
+                    caveats[index] = CaveatText.TRAINED_DIFFERENTLY.caveat(f"{label}: {text}")
+    return caveats
+
+
+def _late_distances(reference: TrialSummary, summary: TrialSummary) -> dict[str, float]:
+    """How far figures of the whole run are from the reference's; empty where they are not comparable.
+
+    They are relative to the figure itself, or to that of the first step where training may bring it near 0.
+    """
+    theirs, own = (each.record.trial.workload.precision for each in (reference, summary))
+    # Over a long run the one step too many of the quirk, or another precision, leads to other weights.
+    if summary is reference or _has_stage0_quirk(summary) or theirs != own or not _took_equal_steps(reference, summary):
+        return {}
+    norms = [norm for norm in (reference.first_grad_norm, reference.grad_norm) if norm is not None]
+    later = [[loss for loss in each.losses[_EARLY_STEPS:] if loss is not None] for each in (reference, summary)]
+    means = [statistics.fmean(losses) if losses else None for losses in later]
+    moved, first_loss = reference.weight_change_norm, reference.losses[0]
+    figures = {
+        "its mean loss after the first ten steps": (*means, means[0]),
+        "its loss on the first batch at the end": (reference.repeated_loss, summary.repeated_loss, first_loss),
+        "the distance that its weights moved": (moved, summary.weight_change_norm, moved),
+        "the norm of its gradients at the end": (reference.grad_norm, summary.grad_norm, max(norms, default=None)),
+    }
+    return {
+        name: _relative(value, known, scale)
+        for name, (known, value, scale) in figures.items()
+        if known is not None and value is not None and scale is not None
+    }
 
 
 def _has_stage0_quirk(summary: TrialSummary) -> bool:
@@ -269,17 +369,14 @@ def _has_stage0_quirk(summary: TrialSummary) -> bool:
     )
 
 
-def _loss_difference(a: TrialSummary, b: TrialSummary) -> float:
-    """Largest relative difference of the losses in the first ten steps."""
-    pairs = zip(a.losses[:_LOSS_STEPS], b.losses[:_LOSS_STEPS], strict=False)
-    return max((abs(x - y) / max(abs(x), 1e-12) for x, y in pairs if x is not None and y is not None), default=0.0)
+def _relative(value: float, reference: float, scale: float) -> float:
+    return abs(value - reference) / max(abs(scale), 1e-12)
 
 
-def _repeated_loss_difference(a: TrialSummary, b: TrialSummary) -> float | None:
-    """Difference of the losses on the first batch after training, relative to the first loss; None if unknown."""
-    if a.repeated_loss is None or b.repeated_loss is None or not _took_equal_steps(a, b):
-        return None
-    return abs(a.repeated_loss - b.repeated_loss) / max(abs(a.losses[0] or 0.0), 1e-12)
+def _greatest_difference(a: Sequence[float | None], b: Sequence[float | None]) -> float:
+    """Largest relative difference in the first steps; 0 where nothing compares."""
+    pairs = zip(a[:_EARLY_STEPS], b[:_EARLY_STEPS], strict=False)
+    return max((_relative(y, x, x) for x, y in pairs if x is not None and y is not None), default=0.0)
 
 
 def _took_equal_steps(a: TrialSummary, b: TrialSummary) -> bool:
@@ -294,15 +391,25 @@ def _differing_setting(reference: TrialSummary, summary: TrialSummary) -> str | 
     if None not in families and families[0] != families[1]:
         return f"{own.optimizer_class} stepped, not {theirs.optimizer_class}"
     groups_before, groups = theirs.optimizer_settings or (), own.optimizer_settings or ()
-    # After another number of steps a scheduler may have set another learning rate.
-    same_length = len(groups_before) == len(groups) and len(reference.losses) == len(summary.losses)
-    if groups_before == groups or not same_length:
+    if len(groups_before) != len(groups):
         return None
+    # After another number of steps a scheduler may have set another learning rate.
+    changing = {"lr"} if len(reference.losses) != len(summary.losses) else set()
     for before, now in zip(groups_before, groups, strict=True):
-        for name in before.keys() & now.keys():
+        for name in (before.keys() & now.keys()) - changing:
             if not _same_setting(before[name], now[name]):
                 return f"its optimizer has {name} {now[name]}, not {before[name]}"
     return None
+
+
+def _differing_clipping(reference: TrialSummary, summary: TrialSummary) -> str | None:
+    """Another clipping of gradients than the reference's, if one of both acted; None if they are alike or not known."""
+    theirs, own = (each.record.ranks[0].resolved_config.get("gradient_clipping") for each in (reference, summary))
+    norms = [norm for norm in reference.record.ranks[0].grad_norms if norm is not None]
+    limits = [limit for limit in (theirs, own) if limit]
+    if theirs is None or own is None or _same_setting(theirs, own) or max(norms, default=0.0) <= min(limits):
+        return None
+    return f"it clips gradients at {own}, not {theirs}"
 
 
 def _same_setting(a: Any, b: Any) -> bool:
@@ -313,28 +420,30 @@ def _same_setting(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _weight_distance(a: TrialSummary, b: TrialSummary) -> float | None:
-    """Norm of the difference of the two changes of the weights, relative to the norm of the change of ``a``.
+def _weight_distance(a: TrialSummary, b: TrialSummary) -> float:
+    """Norm of the difference of the two early changes of the weights, relative to the norm of the change of ``a``.
 
-    0 for equal changes, 1 if the weights of ``b`` did not move. None if either was not measured or the numbers of steps
-    differ.
+    0 for equal changes and where they do not compare, 1 if the weights of ``b`` did not move.
     """
-    if a.weight_change is None or b.weight_change is None or not _took_equal_steps(a, b):
-        return None
-    if len(a.weight_change) != len(b.weight_change):
-        return None
-    distance, norm = math.dist(a.weight_change, b.weight_change), math.hypot(*a.weight_change)
+    before, now = a.early_window, b.early_window
+    if before is None or now is None or replace(before, weight_change=now.weight_change) != now:
+        return 0.0
+    known, change = before.weight_change or (), now.weight_change or ()
+    if len(known) != len(change):
+        return 0.0
+    distance, norm = math.dist(known, change), math.hypot(*known)
     # The reference did not move: only a row that did not move either is like it.
-    if norm == 0.0:
-        return 0.0 if distance == 0.0 else math.inf
-    return distance / norm
+    return distance / norm if norm else math.inf if distance else 0.0
 
 
 def _moved(reference: TrialSummary, summary: TrialSummary) -> str:
-    """How far the weights of a row moved, compared with the reference's."""
-    norm, norm_before = summary.weight_change_norm or 0.0, reference.weight_change_norm or 0.0
-    times = format_ratio(norm / norm_before) if norm_before > 0 else "infinitely"
-    return f"{reference.record.trial.configuration.label}: its weights moved {times} as far"
+    """How far the weights of a row moved in the early window, compared with the reference's, and in what direction."""
+    changes = [(each.early_window and each.early_window.weight_change) or () for each in (reference, summary)]
+    before, norm = (math.hypot(*change) for change in changes)
+    times = format_ratio(norm / before) if before > 0 else "infinitely"
+    cosine = _cosine(*changes)
+    direction = "" if cosine is None else f" (the cosine of the two changes is {cosine:.4f})"
+    return f"{reference.record.trial.configuration.label}: its weights moved {times} as far{direction}"
 
 
 def _weight_change_cosine(reference: TrialSummary, summary: TrialSummary) -> float | None:
@@ -342,8 +451,12 @@ def _weight_change_cosine(reference: TrialSummary, summary: TrialSummary) -> flo
 
     If they cannot be compared here, the cosine that ``summary`` has already, as one read from a flat row.
     """
-    if _weight_distance(reference, summary) is None:
+    a, b = reference.weight_change, summary.weight_change
+    if a is None or b is None or len(a) != len(b) or not _took_equal_steps(reference, summary):
         return summary.weight_change_cosine
-    a, b = reference.weight_change or (), summary.weight_change or ()
+    return _cosine(a, b)
+
+
+def _cosine(a: Sequence[float], b: Sequence[float]) -> float | None:
     norms = math.hypot(*a) * math.hypot(*b)
     return math.fsum(x * y for x, y in zip(a, b, strict=True)) / norms if norms else None

@@ -92,6 +92,9 @@ def trial_caveats(
     if slowest.skipped_steps:
         yield skipped_steps(slowest.skipped_steps, len(slowest.step_seconds))
     yield from _loss_caveats(record)
+    changes = [rank.weight_change for rank in record.ranks]
+    if None not in changes and not any(any(change or ()) for change in changes):
+        yield CaveatText.DOES_NOT_TRAIN.caveat("no weight changed in the whole trial")
     if any(rank.frozen_weights_changed for rank in record.ranks):
         yield CaveatText.FROZEN_WEIGHTS_CHANGED.caveat(" in training: this row trained what it should not")
     yield from _cpu_caveats(record)

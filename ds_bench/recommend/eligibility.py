@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
+from ..analysis.caveats import CaveatKind
 from ..analysis.comparison import Comparison, ComparisonRow, ratio_between
 from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..config import deepspeed_config
@@ -100,10 +101,11 @@ def on_cpu(comparison: Comparison) -> bool:
 
 
 def reason_not_eligible(row: ComparisonRow) -> str | None:
-    """Why the figures of a row with numbers must not be used, or a run of it ran out of memory; None if neither."""
+    """Return why a row with numbers is no choice, whatever its memory and speed; None if nothing rules it out."""
     count = sum(run.record.outcome.status in remedies.RAN_OUT for run in row.summaries)
     ran_out = f"{count} of its {len(row.summaries)} runs ran out of memory or disk" if count else None
-    return row.invalid_reason or ran_out
+    other_training = (each.text for each in row.caveats if each.kind is CaveatKind.OTHER_TRAINING)
+    return row.invalid_reason or ran_out or next(other_training, None)
 
 
 def candidate_of(row: ComparisonRow, comparison: Comparison, terms: MemoryTerms) -> Candidate:

@@ -339,7 +339,9 @@ def _candidate_notes(report: ComparisonReport) -> Iterator[str]:
     for row in comparison.rows:
         if row.differences:
             yield f"{row.label}: no ratio, as rows differ in {'; '.join(row.differences)}."
-    yield from _notes_of_rows(comparison, lambda caveat: caveat.disqualifying)
+    yield from _notes_of_rows(
+        comparison, lambda caveat: caveat.disqualifying or caveat.kind is CaveatKind.OTHER_TRAINING
+    )
     for caveat in comparison.caveats:
         if caveat.kind in _GENERAL_KINDS:
             text = _without_step(caveat)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from ds_bench.analysis import flat_reader
-from ds_bench.analysis.caveats import CaveatKind
+from ds_bench.analysis.caveats import CaveatKind, CaveatText, has_text
+from ds_bench.analysis.comparison import compare
 from ds_bench.analysis.flat_rows import flat_rows
 from ds_bench.analysis.loss_parity import compare_losses, with_loss_caveats
 from ds_bench.analysis.summary import TrialSummary, summarise
 from ds_bench.config.spec import Inspection, ProfileName
+from ds_bench.recommend.recommendation import recommend
+from ds_bench.records.schema import EarlyWindow
 from tests.support import fakes
 from tests.support.summaries import CUDA
 
@@ -24,6 +28,7 @@ def losing(stage: int, *losses: float | None, precision: str = "bf16", **changes
     return summarise(fakes.success(trial, losses=losses, **changes), None, None)
 
 
+OTHER_TRAINING = CaveatText.OTHER_TRAINING
 QUIRK = {"engine_optimizer_class": "FP16_UnfusedOptimizer"}
 
 
@@ -130,10 +135,80 @@ def test_stage_0_alone_has_nothing_to_be_compared_with() -> None:
     assert compare_losses([]) == {}
 
 
-def test_a_loss_that_drifts_off_late_is_rounding_that_grew() -> None:
-    """Two right configurations part ways after many steps; only the first ten are judged."""
-    early, late = [7.0] * 10, [7.0] * 10
-    assert compare_losses([losing(1, *early, 7.0), losing(2, *late, 9.0)]) == {}
+def test_late_losses_are_judged_by_how_far_honest_rows_part() -> None:
+    """A row that drifts off after the first steps is found, whatever the length; rows that all drift are not."""
+    early = [7.0] * 10
+
+    def rows(steps: int, *late: float) -> list[TrialSummary]:
+        return [losing(1 + place % 3, *early, *[loss] * steps) for place, loss in enumerate(late)]
+
+    for steps in (8, 90, 690):
+        assert list(compare_losses(rows(steps, 6.0, 6.0, 6.9))) == [2]
+        assert compare_losses(rows(steps, 6.0, 6.0, 6.1)) == {}
+        assert compare_losses(rows(steps, 6.0, 6.5, 6.9)) == {}
+
+
+CHANGE = (1.0, 2.0, 3.0)
+
+
+def changed(stage: int, change: tuple[float, ...] | None, *, steps: int = 18, **seen: Any) -> TrialSummary:
+    """A row of so many measured steps, and how its weights changed in the first five of the warm-up."""
+    window = EarlyWindow(**{"first_step": 0, "steps": 5, "weight_change": change, **seen.pop("window", {})})
+    return losing(stage, *[7.0] * (5 + steps), early_window=window, **seen)
+
+
+def test_other_changes_of_the_weights_are_found_however_long_the_run_is() -> None:
+    """At the starting commit the tolerance grew with the steps: from 500 steps on weights that stood still passed."""
+    for steps in (18, 100, 700):
+        for wrong in ((0.0, 0.0, 0.0), (2.0, 4.0, 6.0), (-1.0, -2.0, -3.0), (1.1, 2.0, 2.8)):
+            rows = [changed(1, CHANGE, steps=steps), changed(2, wrong, steps=steps)]
+            assert list(compare_losses(rows)) == [1], (steps, wrong)
+        assert compare_losses([changed(1, CHANGE, steps=steps), changed(2, (1.01, 2.01, 3.0), steps=steps)]) == {}
+
+
+def test_a_window_of_fewer_steps_allows_more_in_proportion() -> None:
+    """Adam's first step is the sign of the gradient, which rounding decides where that is nearly 0."""
+    for steps, found in ((1, []), (5, [1])):
+        rows = [
+            changed(stage, change, window={"steps": steps}) for stage, change in ((1, CHANGE), (2, (1.3, 2.0, 2.8)))
+        ]
+        assert list(compare_losses(rows)) == found
+    rows = [changed(stage, change, window={"steps": 1}) for stage, change in ((1, CHANGE), (2, (0.0, 0.0, 0.0)))]
+    assert list(compare_losses(rows)) == [1]
+
+
+def test_changes_of_the_weights_over_other_windows_are_not_compared() -> None:
+    usual = changed(1, CHANGE)
+    for other in ({"first_step": 10}, {"steps": 3}, {"skipped_steps": 1}):
+        assert compare_losses([usual, changed(2, (9.0, 9.0, 9.0), window=other)]) == {}
+    assert compare_losses([usual, changed(2, None)]) == {}
+
+
+def test_a_gradient_norm_that_differs_is_found_in_the_first_step_or_after_the_window() -> None:
+    """Adam hides gradients that were divided once too often; their norm does not."""
+    usual = losing(1, 7.0, 6.9, grad_norms=(2.5, 2.4), grad_norm=2.1)
+    halved = losing(2, 7.0, 6.9, grad_norms=(1.25, 1.2), grad_norm=1.05)
+    silent = losing(2, 7.0, 6.9, grad_norms=(None, None), grad_norm=1.05)
+    for row in (halved, silent):
+        (caveat,) = compare_losses([usual, row]).values()
+        assert "norm of its gradients" in caveat.text
+        assert caveat.disqualifying
+    assert compare_losses([usual, losing(2, 7.0, 6.9, grad_norms=(2.51, 2.41), grad_norm=2.12)]) == {}
+    assert compare_losses([usual, losing(2, 7.0, 6.9, grad_norms=(None, 2.4))]) == {}
+    silent = losing(0, 7.0, 6.9, grad_norms=(None, None))
+    halved = replace(halved, grad_norm=None)
+    assert 3 in compare_losses([silent, usual, losing(3, 7.0, 6.9, grad_norms=(2.5, 2.4)), halved])
+
+
+def test_no_clipping_is_found_where_clipping_acts() -> None:
+    def row(stage: int, clipping: float, norm: float) -> TrialSummary:
+        config = {"gradient_clipping": clipping}
+        return losing(stage, 7.0, 6.9, grad_norms=(norm, norm), resolved_config=config)
+
+    (caveat,) = compare_losses([row(1, 1.0, 2.5), row(2, 0.0, 2.5)]).values()
+    assert "clips gradients at 0.0, not 1.0" in caveat.text
+    assert compare_losses([row(1, 1.0, 0.5), row(2, 0.0, 0.5)]) == {}
+    assert compare_losses([row(1, 1.0, 2.5), row(2, 1.0, 2.5)]) == {}
 
 
 def test_rows_of_other_batches_or_workloads_are_not_compared_by_loss() -> None:
@@ -189,18 +264,74 @@ def test_a_loss_of_zero_is_compared_without_dividing_by_it() -> None:
     assert list(compare_losses([losing(1, 0.0), losing(2, 1.0)])) == [1]
 
 
-def of_file(name: str, rate: float, *losses: float) -> TrialSummary:
-    """A row of a file that asks for this learning rate."""
+def of_file(name: str, rate: float, *losses: float, optimizer: str = "AdamW", **seen: Any) -> TrialSummary:
+    """A row of a file that asks for this learning rate, and whose optimizer was read back."""
     trial = fakes.trial(fakes.zero(2), on=CUDA, of=fakes.workload())
-    optimizer = {"type": "AdamW", "params": {**trial.ds_config["optimizer"]["params"], "lr": rate}}
+    block = {"type": optimizer, "params": {"lr": rate}}
     configuration = replace(trial.configuration, name=name, label=name, source="file")
-    trial = replace(trial, configuration=configuration, ds_config={**trial.ds_config, "optimizer": optimizer})
-    return summarise(fakes.success(trial, losses=losses), None, None)
+    trial = replace(trial, configuration=configuration, ds_config={**trial.ds_config, "optimizer": block})
+    settings = ({"lr": rate, "weight_decay": 0.01},)
+    record = fakes.success(trial, losses=losses, optimizer_class=optimizer, optimizer_settings=settings, **seen)
+    return summarise(record, None, None)
+
+
+SETTINGS = ({"lr": 1e-4, "weight_decay": 0.01},)
+
+
+def usual_row(stage: int, *losses: float, **seen: Any) -> TrialSummary:
+    return losing(stage, *losses, optimizer_settings=SETTINGS, **seen)
+
+
+def named(rows: Sequence[TrialSummary]) -> list[int]:
+    """Rows that are named as training differently on purpose."""
+    return [place for place, row in enumerate(with_loss_caveats(rows)) if has_text(row.caveats, OTHER_TRAINING)]
 
 
 def test_a_file_that_asks_for_other_training_is_compared_with_files_that_ask_for_the_same() -> None:
-    rows = [losing(1, 7.0, 6.9), of_file("same", 1e-4, 7.5, 7.4), of_file("slow", 1e-5, 8.0, 8.0)]
+    rows = [usual_row(1, 7.0, 6.9), of_file("same", 1e-4, 7.5, 7.4), of_file("slow", 1e-5, 8.0, 8.0)]
     assert list(compare_losses(rows)) == [1]
-    told = [[caveat.text for caveat in row.caveats if "no other row" in caveat.text] for row in with_loss_caveats(rows)]
-    assert list(map(len, told)) == [0, 0, 1]
+    assert named(rows) == [2]
     assert 3 in compare_losses([*rows, of_file("wrong", 1e-5, 9.0, 9.0)])
+
+
+def test_a_file_is_held_against_what_it_trains_and_not_against_how_it_is_written() -> None:
+    """``Adam`` is DeepSpeed's AdamW unless the file says otherwise, and a default may be left out."""
+    assert named([usual_row(1, 7.0, 6.9), of_file("adam", 1e-4, 7.0, 6.9, optimizer="Adam")]) == []
+    rows = [usual_row(1, 7.0, 6.9), of_file("sgd", 1e-4, 7.0, 7.0, optimizer="SGD")]
+    assert named(rows) == [1]
+    assert "SGD stepped, not AdamW" in str(with_loss_caveats(rows)[1].caveats)
+
+
+def test_files_among_themselves_train_as_most_of_them_do_and_none_where_each_does_otherwise() -> None:
+    files = [of_file(name, rate, 7.0, 6.9) for name, rate in (("a", 1e-5), ("b", 1e-4), ("c", 1e-4))]
+    assert named(files) == [0]
+    assert named(files[:2]) == [0, 1]
+    still = of_file("still", 0.0, 7.0, 7.0, weight_change=(0.0, 0.0))
+    assert named([still, files[1]]) == [], "what does not train is no training to compare with"
+    assert recommend(compare([still, files[1]])).choice == "b"
+
+
+def test_a_row_that_trains_differently_or_not_at_all_is_never_recommended_for_being_faster() -> None:
+    slow = {"weight_change": (1.0, 2.0), "window_seconds": 9.0}
+    quick = {"weight_change": (1.0, 2.0), "window_seconds": 1.0}
+    usual = usual_row(1, 7.0, 6.9, **slow)
+    cases = {
+        "sgd": of_file("sgd", 1e-4, 7.0, 7.0, optimizer="SGD", **quick),
+        "faster": of_file("faster", 3e-4, 7.0, 6.5, **quick),
+        "lr 0": of_file("lr 0", 0.0, 7.0, 7.0, **{**quick, "weight_change": (0.0, 0.0)}),
+        "lr 0 of no file": usual_row(2, 7.0, 6.9, **{**quick, "weight_change": (0.0, 0.0)}),
+    }
+    for name, row in cases.items():
+        comparison = compare([usual, row])
+        found = recommend(comparison)
+        assert found.choice == usual.record.trial.configuration.label, name
+        assert comparison.rows[1].label in (found.alternative or ""), name
+    own = recommend(compare([cases["sgd"], cases["faster"]]))
+    assert own.choice is None
+
+
+def test_a_file_that_trains_differently_on_purpose_says_so_in_a_flat_row_too() -> None:
+    rows = flat_rows([usual_row(1, 7.0, 6.9), of_file("sgd", 1e-4, 7.0, 7.0, optimizer="SGD")])
+    read = [flat_reader.read_summary(row) for row in flat_reader.check_rows(rows)]
+    assert [each.kind for each in read[1].caveats if each.form is OTHER_TRAINING] == [CaveatKind.OTHER_TRAINING]
+    assert named(read) == [1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -115,6 +116,7 @@ LLAMA = {
 FAMILIES = {
     "gpt2": WORKLOAD,
     "llama": replace(WORKLOAD, model="llama", model_type="llama", model_config=LLAMA),
+    "llama in fp32": replace(WORKLOAD, model="llama", model_type="llama", model_config=LLAMA, precision="fp32"),
 }
 
 
@@ -127,6 +129,7 @@ def on_one_rank(train: Launch) -> dict[str, TrialRecord]:
     ("family", "key", "stage"),
     [
         *(("llama", "autotp", stage) for stage in (0, 1, 2)),
+        ("llama in fp32", "autotp", 0),
         *(("llama", "ulysses", stage) for stage in (1, 2, 3)),
         ("gpt2", "ulysses", 1),
     ],
@@ -144,7 +147,20 @@ def test_two_ranks_of_one_group_train_what_one_rank_trains(
         tokens = WORKLOAD.batch_size * WORKLOAD.grad_accum * WORKLOAD.seq_length
         assert (row.tokens_per_second or 0) * (row.mean_step_seconds or 0) == pytest.approx(tokens)
     caveats = compare_losses(rows)
-    assert [caveat for caveat in caveats.values() if "quirk" not in caveat.text] == []
+    unexpected = [caveat.text for caveat in caveats.values() if "quirk" not in caveat.text]
+    if (key, stage) == ("ulysses", 3):
+        # DeepSpeed 0.19.8 divides by all ranks of the group (runtime/comm/coalesced_collectives.py) and multiplies
+        # by those of a sequence at stages 1 and 2 only: the norm is half of the right one, which Adam hides.
+        (text,) = unexpected
+        assert "the norm of its gradients differs by 50.0" in text
+    else:
+        assert unexpected == []
+        assert rows[1].grad_norm == pytest.approx(rows[0].grad_norm, rel=0.03)
+    # The whole model's weights changed alike, put together from the parts of both ranks.
+    distance = math.dist(rows[0].weight_change or (), rows[1].weight_change or ())
+    assert distance < (0.3 if stage == 0 else 0.05) * (rows[0].weight_change_norm or 0.0)
+    assert rows[1].early_window is not None
+    assert rows[1].early_window.weight_change is not None
     # Each rank holds a half of the layers, or of the activations.
     category = "parameters" if key == "autotp" else "activations"
     assert together.ranks[0].ledger["cpu"][category] < 0.75 * alone.ranks[0].ledger["cpu"][category]
