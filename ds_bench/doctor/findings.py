@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import DsBenchError
-from ..system import terminal
+from ..system import terminal, tools
 from ..system.gpus import GpuInventory, read_gpus
 from ..system.host_memory import ROOT
-from ..system.processes import die_with_parent
 
 Level = Literal["ok", "warning", "problem"]
 _PROGRAM_SECONDS = 20.0
@@ -109,15 +108,7 @@ def find_program(name: str) -> str | None:
 def run_program(command: Sequence[str], text: str = "") -> str | None:
     """What a program prints, given ``text`` as input; None if it cannot be started, fails or takes too long."""
     try:
-        done = subprocess.run(
-            list(command),
-            input=text.encode(),
-            capture_output=True,
-            timeout=_PROGRAM_SECONDS,
-            check=False,
-            # A compiler that hangs must not outlive a doctor that is killed.
-            preexec_fn=die_with_parent,
-        )
+        done = tools.run_program(command, text=text.encode(), environment={}, timeout_seconds=_PROGRAM_SECONDS)
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
     return done.stdout.decode("utf-8", "replace") if done.returncode == 0 else None

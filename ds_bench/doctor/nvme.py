@@ -21,7 +21,7 @@ from ..launch.scratch import remove_abandoned_folders
 from ..models.lookup import ResolvedModel
 from ..system import files
 from ..system.host_memory import read_text
-from ..system.processes import run_tool
+from ..system.tools import run_tool
 from ..units import format_bytes, format_millions, from_gb
 from .findings import Finding, SystemAccess, ok, problem, run_checks, unreadable, warning
 

@@ -26,6 +26,7 @@ from ..records.rank_files import Assignment
 from ..system import device_locks, processes
 from ..system.environment import read_environment
 from ..system.signals import ENDING_SIGNALS
+from ..system.tools import run_tool
 from . import rank_environment
 from .host_trial import HostEnd, HostTrial, end_late_processes
 from .message_stream import Message, MessageStream
@@ -269,7 +270,7 @@ def _run_checks(**values: Any) -> list[dict[str, Any]]:
     """The findings of ``doctor.on_host``, a program of its own since its package imports this one."""
     placement = json_files.build(Placement, values["placement"])
     variables = host_variables(placement, os.environ)
-    reply = processes.run_tool(
+    reply = run_tool(
         "doctor.on_host", environment=variables, requests=[values], timeout_seconds=_CHECK_SECONDS
     ).last_object("the checks")
     if "error" in reply:

@@ -107,9 +107,7 @@ def _become_leader(folder: Path) -> None:
 def _kill_and_clean_up(folder: Path) -> None:
     """Kills what is left of the trial, removes its scratch files, and ends this process."""
     try:
-        processes.end_processes(
-            lambda: (processes.descendants() | processes.session_members(os.getsid(0))) - {os.getpid()}
-        )
+        processes.end_led(os.getpid())
         remove_scratch(Assignment.load(folder))
     finally:
         os._exit(1)

@@ -17,11 +17,9 @@ import os
 import re
 import shutil
 import stat
-import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -31,8 +29,9 @@ from ..config.deepspeed_config import is_deepcompiled, optimizer_kind
 from ..config.spec import Accelerator, Configuration, block_of
 from ..errors import PreflightError
 from ..records.json_files import write_json
-from ..system import build_locks, files, processes
+from ..system import build_locks, files
 from ..system.optional_packages import install_command, installed_version
+from ..system.tools import run_tool
 from ..units import format_duration
 
 CPU_ADAM, FUSED_ADAM, ASYNC_IO, SHARED_MEMORY = (
@@ -198,9 +197,9 @@ def prepare_ops(
     if all(is_built(name, folder) for name in names) and not build_locks.stale_locks(folder):
         return {name: OpState(op=name, ready=True) for name in names}
     states = {}
-    with _lock_cache(folder, say):
-        for lock in build_locks.remove_stale_locks(folder):
-            say(f"removed a stale build lock: {lock}")
+    with _lock_cache(folder, say) as lock:
+        for stale in build_locks.remove_stale_locks(folder):
+            say(f"removed a stale build lock: {stale}")
         for name in names:
             if is_built(name, folder):  # by now, perhaps by the run that was waited for
                 states[name] = OpState(op=name, ready=True)
@@ -213,6 +212,7 @@ def prepare_ops(
                 environment,
                 timeout_seconds,
                 lambda seconds, op=short_name: show_elapsed(f"building {op} … {format_duration(seconds)}"),  # type: ignore[misc]
+                lock,
             )
             if states[name].ready:
                 say(f"built {short_name} in {format_duration(states[name].seconds)}")
@@ -274,8 +274,8 @@ def _copy_if_newer(source: str, target: str) -> None:
 
 
 @contextlib.contextmanager
-def _lock_cache(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Keeps other runs from building in this cache; the kernel releases the lock however its holder ends."""
+def _lock_cache(folder: Path, say: Callable[[str], None]) -> Iterator[int]:
+    """Keeps other runs from building in this cache; the kernel releases the lock however its holders end."""
     with (folder / "builder").open("w") as file:
         try:
             # Without waiting at first, so that the user is told what is waited for.
@@ -285,7 +285,7 @@ def _lock_cache(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             say(f"{folder} cannot be locked ({error.strerror}): do not build ops in two runs at once")
-        yield
+        yield file.fileno()
 
 
 def _build(
@@ -294,50 +294,23 @@ def _build(
     environment: Mapping[str, str],
     timeout_seconds: float,
     listen: Callable[[float], None],
+    lock: int,
 ) -> OpState:
     """Builds one op; ``listen`` is called once a second with the seconds since the start."""
     log = folder / f"{name}.log"
-    processes.adopt_orphans()  # compilers stay descendants of this process when their builder dies
-    earlier = processes.descendants()
-    start = time.monotonic()
     with log.open("wb") as errors:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "ds_bench.worker.build_op", name],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=processes.child_environment({**environment, "TORCH_EXTENSIONS_DIR": str(folder)}),
-            # Compilers are found by its session when the build is ended; Ctrl-C reaches this process alone.
-            start_new_session=True,
-            preexec_fn=processes.die_with_parent,
+        reply = run_tool(
+            "worker.build_op",
+            name,
+            environment={**environment, "TORCH_EXTENSIONS_DIR": str(folder)},
+            timeout_seconds=timeout_seconds,
+            errors=errors,
+            listen=listen,
+            # Held until the last compiler has ended, so that no other run builds here before.
+            kept_open=[lock],
         )
-        try:
-            while True:
-                left = start + timeout_seconds - time.monotonic()
-                try:
-                    output, _ = child.communicate(timeout=max(0.0, min(1.0, left)))
-                    break
-                except subprocess.TimeoutExpired:  # communicate goes on where it was, no output is lost
-                    # The wait was at most one second: the time is used up where no more was left.
-                    if left <= 1.0:
-                        raise
-                    listen(time.monotonic() - start)
-        except subprocess.TimeoutExpired:
-            reason = f"the build took longer than {format_duration(timeout_seconds)}; log {log}"
-            return OpState(op=name, ready=False, reason=reason, seconds=time.monotonic() - start)
-        finally:
-            # After a success as well: nothing that the build has started may run beside the first trial.
-            processes.end_tree(child.pid, earlier=earlier, grace_seconds=2.0)
-            child.wait()
-            if child.stdout is not None:
-                child.stdout.close()
-    return _read_state(name, output, log, child.returncode)
-
-
-def _read_state(name: str, output: bytes, log: Path, code: int) -> OpState:
     try:
-        # The last line: DeepSpeed and compilers print others before it.
-        answer = json.loads(output.splitlines()[-1])
+        answer = reply.last_object("the build")
         ready, seconds = answer["state"] == "ready", float(answer["seconds"])
         if ready:
             # Only after the op was loaded, and renamed into place: other runs trust this file.
@@ -347,6 +320,6 @@ def _read_state(name: str, output: bytes, log: Path, code: int) -> OpState:
             latest = max(mark.stat().st_mtime, _sources_time())
             os.utime(mark, (latest, latest))
         reason = "" if ready else f"{answer['reason']}; log {log}"
-    except (ValueError, IndexError, KeyError, TypeError):
-        return OpState(op=name, ready=False, reason=f"the build ended with code {code}; log {log}")
+    except (ValueError, KeyError, TypeError):
+        return OpState(op=name, ready=False, reason=f"the build {reply.ending}; log {log}")
     return OpState(op=name, ready=ready, reason=reason, seconds=seconds)

@@ -70,9 +70,6 @@ def run_trial(
     # they stay descendants of this process, and are found when the trial is ended.
     processes.adopt_orphans()
     assignment = _make_assignment(trial, folder, environment, limits, on_this_host=hosts is None)
-    if hosts is None:
-        create_scratch(assignment)
-    assignment.save(folder, trial.ds_config)
     remote = RemoteTrial(hosts, folder, assignment) if hosts is not None else None
     started_at, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     oom_kills_before = read_oom_kill_count()
@@ -83,7 +80,7 @@ def run_trial(
     interruption: BaseException | None = None
     host_error: HostError | None = None
     leader = None
-    monitor = StepMonitor(trial, folder) if trial.inspection.monitor is not None else None
+    monitor: StepMonitor | None = None
 
     def observe(progress: Progress) -> None:
         if monitor is not None:
@@ -91,9 +88,10 @@ def run_trial(
         listen(progress)
 
     try:
-        if remote is not None:
-            # The hosts get the trial's files before any rank starts, which reads them at once.
-            _begin_on_hosts(remote, limits, earlier)
+        # Before any rank starts, which reads the trial's files at once.
+        _begin(assignment, folder, remote, limits, earlier)
+        if trial.inspection.monitor is not None:
+            monitor = StepMonitor(trial, folder)
         leader = start(trial, folder, remote)
         with raising_on_interrupt():
             ending, start_seconds = watch(folder, trial.placement.num_gpus, limits, leader.wait, observe, remote)
@@ -141,8 +139,16 @@ def run_trial(
     )
 
 
-def _begin_on_hosts(remote: RemoteTrial, limits: Limits, earlier: set[int]) -> None:
-    """Prepares every host, and adds connections that were made again to the processes that are not the trial's."""
+def _begin(assignment: Assignment, folder: Path, remote: RemoteTrial | None, limits: Limits, earlier: set[int]) -> None:
+    """Creates the trial's files, on every host if there are several.
+
+    Adds connections that were made again to ``earlier``, the processes that are not the trial's.
+    """
+    if remote is None:
+        create_scratch(assignment)
+    assignment.save(folder, assignment.trial.ds_config)
+    if remote is None:
+        return
     try:
         with raising_on_interrupt():
             remote.begin(limits.stall_timeout_seconds)

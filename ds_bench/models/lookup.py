@@ -18,7 +18,7 @@ from ..config.spec import ModelSource
 from ..errors import UsageError
 from ..system import hub, invocation
 from ..system.optional_packages import MODEL_PACKAGES, install_command, missing_packages, require_packages
-from ..system.processes import run_tool
+from ..system.tools import run_tool
 from . import presets
 
 

@@ -1,4 +1,4 @@
-"""Process trees on Linux: ending them completely, and ending children with their parent; running programs of ours.
+"""Process trees on Linux: ending them completely, and ending children with their parent.
 
 prctl(2) is called through ctypes, because the standard library does not have it.
 """
@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -38,57 +35,6 @@ def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
     variables = {**os.environ, **changes}
     # Last, so that no change takes this package off the child's path.
     return {**variables, **import_variables(variables.get("PYTHONPATH", ""))}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolReply:
-    """What a program of this package printed and how it ended."""
-
-    objects: tuple[dict[str, Any], ...]
-    """The JSON objects on standard output, one per line; other lines are skipped."""
-    ending: str
-    """"took more than 300 s", or the exit code and the last line on standard error."""
-
-    def last_object(self, program: str) -> dict[str, Any]:
-        """The last object. If there is none, an object whose ``error`` says how ``program`` ended."""
-        return self.objects[-1] if self.objects else {"error": f"{program} {self.ending}"}
-
-
-def run_tool(
-    module: str,
-    *arguments: str,
-    environment: Mapping[str, str],
-    requests: Sequence[Mapping[str, Any]] = (),
-    timeout_seconds: float = 300.0,
-) -> ToolReply:
-    """Runs ``python -m ds_bench.MODULE`` and reads the JSON objects that it prints.
-
-    ``environment``: variables beside those of this process. ``requests``: written to standard input, one JSON line
-    each. Never raises if the program fails or takes too long: the reply holds what it printed until then. The program
-    is killed if this process dies.
-    """
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", f"ds_bench.{module}", *arguments],
-            input="".join(json.dumps(request) + "\n" for request in requests).encode(),
-            env=child_environment(environment),
-            preexec_fn=die_with_parent,
-            capture_output=True,
-            timeout=timeout_seconds,
-            check=False,
-        )
-        output, ending = done.stdout, f"ended with code {done.returncode}"
-        if last_lines := done.stderr.decode(errors="replace").strip().splitlines()[-1:]:
-            ending = f"{ending}: {last_lines[0][:200]}"
-    except subprocess.TimeoutExpired as late:
-        output, ending = late.stdout or b"", f"took more than {timeout_seconds:g} s"
-    objects = []
-    for line in output.splitlines():
-        with contextlib.suppress(ValueError):  # not JSON, or cut off
-            value = json.loads(line)
-            if isinstance(value, dict):
-                objects.append(value)
-    return ToolReply(objects=tuple(objects), ending=ending)
 
 
 def import_variables(python_path: str) -> dict[str, str]:
@@ -299,6 +245,15 @@ def end_processes(
         reap(left)
         left = find()
     return left
+
+
+def end_led(leader: int, *, grace_seconds: float = 0.0, first_signal: int = signal.SIGKILL) -> None:
+    """Ends what descends from a leader or is in its session, as :func:`end_processes` does, but not the leader."""
+    end_processes(
+        lambda: (descendants(leader) | session_members(leader)) - {leader},
+        grace_seconds=grace_seconds,
+        first_signal=first_signal,
+    )
 
 
 def end_tree(

@@ -10,13 +10,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
-
-from ..system.processes import die_with_parent
 
 
 def build(name: str) -> dict[str, Any]:
@@ -66,9 +63,6 @@ def _lacks_toolkit(builder: Any) -> bool:
 
 
 if __name__ == "__main__":
-    # When the parent dies, ninja and the compilers end too: they are in this process group.
-    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
-    die_with_parent(signal.SIGTERM)
     out = sys.stdout
     sys.stdout = sys.stderr  # builders print; the answer alone goes to stdout
     for op in sys.argv[1:]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +82,8 @@ def main() -> None:
     except (Exception, SystemExit) as error:  # SystemExit: a factory's module may be a script
         answer = {"error": describe_error(error)}
     print(json.dumps(answer), file=out, flush=True)
+    # Do not wait for threads and processes that the user's code has started.
+    os._exit(0)
 
 
 if __name__ == "__main__":

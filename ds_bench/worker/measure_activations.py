@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -615,9 +616,11 @@ def main() -> None:
 
         try:
             answer = measure(json.loads(line), report_partial)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             answer = {**known, "error": describe_error(error)}
         write(answer)
+    # Do not wait for threads and processes that the user's code has started.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -210,8 +210,11 @@ class Workshop:
         self.elapsed: list[str] = []
         (root / "builder.py").write_text(BUILDER)
         self.interpreter = root / "python"
-        """Called as ``python -m ds_bench.worker.build_op NAME``."""
-        self.interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} {root / "builder.py"} "$3"\n')
+        """Called as ``python -m ds_bench.worker.build_op NAME``, and as the leader of that."""
+        self.interpreter.write_text(
+            f'#!/bin/sh\n[ "$2" = ds_bench.system.tools ] && exec {sys.executable} "$@"\n'
+            f'exec {sys.executable} {root / "builder.py"} "$3"\n'
+        )
         self.interpreter.chmod(0o755)
 
     def build(self, *names: str, mode: str = "ready", timeout: float = 60) -> dict[str, ops.OpState]:
@@ -311,7 +314,7 @@ def test_an_answer_that_is_none_is_a_failed_build_and_no_exception(workshop: Wor
 def test_a_build_that_is_killed_leaves_no_lock_to_wait_on_for_ever(workshop: Workshop) -> None:
     state = workshop.build("AOpBuilder", mode="killed")["AOpBuilder"]
     assert not state.ready
-    assert f"code {-signal.SIGKILL}" in state.reason
+    assert f"code {128 + signal.SIGKILL}" in state.reason
     assert list(workshop.cache.glob("*/lock")) == []
 
 
@@ -320,10 +323,32 @@ def test_a_build_that_hangs_is_ended_with_its_compilers_and_its_lock(workshop: W
     state = workshop.build("AOpBuilder", mode="hang", timeout=3.0)["AOpBuilder"]
     assert time.monotonic() - start < 20
     assert not state.ready
-    assert "the build took longer than 3.0 s" in state.reason
+    assert "the build took more than 3 s" in state.reason
     assert re.fullmatch(r"building AOp … 1\.\d s building AOp … 2\.\d s", " ".join(workshop.elapsed))
     assert not processes.is_alive(int((workshop.cache / "compiler").read_text()))
     assert list(workshop.cache.glob("*/lock")) == []
+
+
+def test_a_build_ends_with_its_compilers_when_its_run_is_killed_and_only_then_another_begins(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = (
+        f"import sys; sys.executable = {str(workshop.interpreter)!r}; import pathlib; from ds_bench.launch import ops;"
+        f"ops.prepare_ops(['AOpBuilder'], pathlib.Path({str(workshop.cache)!r}), {{'FAKE_BUILD': 'hang'}}, say=print)"
+    )
+    monkeypatch.undo()  # the real interpreter
+    run = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
+    compiler = workshop.cache / "compiler"
+    deadline = time.monotonic() + 60
+    while not (compiler.exists() and compiler.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(1)  # for it to ignore SIGTERM
+    assert processes.is_alive(int(compiler.read_text()))
+    run.kill()
+    run.wait()
+    with (workshop.cache / "builder").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert not processes.is_alive(int(compiler.read_text()))
 
 
 def test_a_lock_left_by_an_earlier_run_is_removed_before_building_and_said(workshop: Workshop) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import socketserver
 import threading
+import time
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from ds_bench.config.spec import Placement
 from ds_bench.errors import UsageError
 from ds_bench.launch.rank_environment import rank_environment
 from ds_bench.models.lookup import ResolvedModel, resolve_model
+from tests.support.marked_processes import MARK, STARTS_PROCESSES, find_marked
 
 
 def find(name: str, *, factory: bool = False) -> ResolvedModel:
@@ -40,6 +42,18 @@ def test_a_factory_is_imported_before_anything_runs(tmp_path: Path, monkeypatch:
         assert f"--model-factory {name} cannot be imported: " in str(caught.value)
         assert said in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+def test_a_factory_whose_module_starts_processes_is_found_at_once_and_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(MARK, str(tmp_path))
+    Path("starter.py").write_text(f"{STARTS_PROCESSES}start()\ndef build(): pass\n")
+    start = time.monotonic()
+    assert find("starter:build", factory=True).source == "factory"
+    assert time.monotonic() - start < 60
+    assert find_marked(str(tmp_path)) == set()
 
 
 class ClosesEveryConnection(socketserver.BaseRequestHandler):

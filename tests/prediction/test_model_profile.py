@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ds_bench.prediction import model_profile
 from ds_bench.prediction.model_profile import ModelProfile, Polynomial, find_profile, measure_profile, request_for
 from tests.support.built_models import facts_from_config
 from tests.support.fakes import preset
+from tests.support.marked_processes import MARK, STARTS_PROCESSES, find_marked
 from tests.support.model_families import FAMILIES
 from tests.support.real_trials import SUPPORT
 
@@ -346,6 +348,23 @@ def test_a_child_that_hangs_is_ended_and_what_it_wrote_counts(tmp_path: Path, mo
     first, second = model_profile.measure_profiles([{}, {}], timeout_seconds=1)
     assert first == {"tensors": 1, "error": "the measuring process took more than 1 s"}
     assert second == {"error": "the measuring process took more than 1 s"}
+
+
+def test_a_factory_that_starts_processes_is_measured_at_once_and_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setenv(MARK, str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    (tmp_path / "starter.py").write_text(
+        f"{STARTS_PROCESSES}import torch\ndef make():\n    start()\n    return torch.nn.Linear(3, 5)\n"
+    )
+    start = time.monotonic()
+    profile = measure_profile("starter:make", "factory", 64, environment={"PYTHONPATH": str(tmp_path)})
+    assert profile.tensors == (15, 5)
+    assert time.monotonic() - start < 60
+    assert find_marked(str(tmp_path)) == set()
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["starter.py"]
 
 
 @pytest.mark.slow

@@ -1,0 +1,133 @@
+"""Programs that start other processes: all of them end with the program, at its time limit, and with the caller."""
+
+from __future__ import annotations
+
+import fcntl
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from ds_bench.system import tools
+from tests.support.marked_processes import MARK, find_marked, left_after
+
+STARTED = {
+    "a child that holds the pipes": "subprocess.Popen(['sleep', '100'])",
+    "a child in a session of its own": "subprocess.Popen(['setsid', 'sleep', '100'])",
+    "a child in a process group of its own, as ninja's": "subprocess.Popen(['sleep', '100'], process_group=0)",
+    "an orphan in a session of its own": "subprocess.run(['sh', '-c', 'setsid sleep 100 &'])",
+    "a child that ignores SIGTERM": "subprocess.Popen(['sh', '-c', 'trap \"\" TERM; sleep 100; sleep 100'])",
+}
+PROGRAM = """
+import os, signal, subprocess, sys, tempfile, time
+STARTED
+tempfile.mkdtemp()
+print("began", flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """The mark of the processes of this test, whose temporary files lie in its folder."""
+    monkeypatch.setenv(MARK, tmp_path.name)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path.name  # pytest itself is not marked: /proc shows the variables that a process began with
+
+
+def program(started: str, then: str = "") -> list[str]:
+    return [sys.executable, "-c", PROGRAM.replace("STARTED", started) + then]
+
+
+@pytest.mark.parametrize("started", STARTED.values(), ids=STARTED)
+def test_a_program_takes_all_that_it_started_with_it(started: str, mark: str, tmp_path: Path) -> None:
+    start = time.monotonic()
+    done = tools.run_program(program(started, "sys.exit(3)"), environment={}, timeout_seconds=60)
+    assert (done.returncode, done.stdout) == (3, b"began\n")
+    assert time.monotonic() - start < 20
+    assert find_marked(mark) == set()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("then", ["time.sleep(100)", "os.killpg(0, signal.SIGSTOP)"], ids=["hangs", "stops itself"])
+def test_a_program_that_takes_too_long_is_ended_with_all_that_it_started(then: str, mark: str, tmp_path: Path) -> None:
+    seconds: list[float] = []
+    with pytest.raises(subprocess.TimeoutExpired) as caught:
+        tools.run_program(
+            program("; ".join(STARTED.values()), then), environment={}, timeout_seconds=5, listen=seconds.append
+        )
+    assert caught.value.stdout == b"began\n"
+    assert [round(each) for each in seconds] == [1, 2, 3, 4]
+    assert find_marked(mark) == set()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("then", ["time.sleep(100)", "os.killpg(0, signal.SIGSTOP)"], ids=["hangs", "stops itself"])
+def test_a_program_ends_with_all_that_it_started_when_this_process_is_killed(
+    then: str, mark: str, tmp_path: Path
+) -> None:
+    command = program("; ".join(STARTED.values()), f"open({str(tmp_path / 'began')!r}, 'w'); {then}")
+    parent = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"from ds_bench.system import tools; tools.run_program({command!r}, environment={{}}, timeout_seconds=100)",
+        ]
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "began").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(find_marked(mark)) >= 2 + len(STARTED)
+    parent.kill()
+    parent.wait()
+    assert left_after(mark) == set()
+    assert [path.name for path in tmp_path.iterdir()] == ["began"]
+
+
+@pytest.mark.slow
+def test_a_stopped_leader_is_ended_too(mark: str) -> None:
+    stop = f"os.kill(os.getppid(), {int(signal.SIGSTOP)}); time.sleep(100)"
+    with pytest.raises(subprocess.TimeoutExpired):
+        tools.run_program(program("subprocess.Popen(['sleep', '100'])", stop), environment={}, timeout_seconds=3)
+    assert find_marked(mark) == set()
+
+
+def test_a_lock_that_the_leader_keeps_is_released_when_the_whole_tree_has_ended(mark: str, tmp_path: Path) -> None:
+    keeper = textwrap.dedent(f"""
+        import fcntl, shlex
+        from ds_bench.system import tools
+        lock = open({str(tmp_path / "lock")!r}, "w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        command = ["setsid", "--fork", "sh", "-c", "trap '' TERM; sleep 100; sleep 100"]
+        command = ["sh", "-c", shlex.join(command) + "; sleep 100"]
+        tools.run_program(command, environment={{}}, timeout_seconds=100, kept_open=[lock.fileno()])
+    """)
+    parent = subprocess.Popen([sys.executable, "-c", keeper])
+    deadline = time.monotonic() + 60
+    while len(find_marked(mark)) < 6 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    others = find_marked(mark) - {parent.pid}
+    parent.kill()
+    parent.wait()
+    with (tmp_path / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert len(find_marked(mark)) <= 1, "only the leader, which is about to end"
+    assert len(others) == 5, "leader, shell, its sleep, and the orphans"
+    assert left_after(mark) == set()
+
+
+def test_a_program_runs_where_no_folder_for_temporary_files_can_be_made() -> None:
+    code = (
+        "import resource; from ds_bench.system import tools; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0));"
+        "print(tools.run_program(['echo', 'ran'], environment={}, timeout_seconds=60).stdout)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "b'ran\\n'\n"
+
+
+def test_a_program_that_a_signal_ended_has_the_exit_code_of_a_shell() -> None:
+    done = tools.run_program(["sh", "-c", "kill -9 $$"], environment={}, timeout_seconds=60)
+    assert done.returncode == 128 + signal.SIGKILL
