@@ -340,7 +340,9 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
     if "hub" in sources and "factory" not in sources:  # resolve_model has filled the cache: ranks need no connection
         variables["HF_HUB_OFFLINE"] = "1"
     if placement.is_on_this_host:  # other nodes do not have the folder
-        variables |= scratch.temporary_folder_variables(machine.variables)
+        folders, notes = scratch.temporary_folder_variables(machine.variables, variables["TORCH_EXTENSIONS_DIR"])
+        variables |= folders
+        lines += notes
     plans = []
     for options, own_rows, model, on in zip(points, rows, models, placements, strict=True):
         if options.data is not None:

@@ -252,10 +252,8 @@ def chosen_devices(placement: Placement, environ: Mapping[str, str]) -> dict[str
 
 def host_variables(placement: Placement, environ: Mapping[str, str]) -> dict[str, str]:
     """Variables of every process of every trial on this host."""
-    return {
-        **rank_environment.rank_environment(placement, environ),
-        **temporary_folder_variables(environ),
-    }
+    variables = rank_environment.rank_environment(placement, environ)
+    return {**variables, **temporary_folder_variables(environ, variables["TORCH_EXTENSIONS_DIR"])[0]}
 
 
 def _build_ops(

@@ -33,6 +33,8 @@ _SHARED_MEMORY = Path("/dev/shm")
 # multiprocessing begins the names of its temporary folders with "pymp-" (multiprocessing/util.py, get_temp_dir).
 _REMOVABLE = ("deepspeed_allreduce_buffer_", "ds_bench_meet_", HOST_FOLDER_PREFIX, "pymp-")
 """Beginnings of the names that may be removed, whatever a file of notes contains."""
+_CODE_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+"""Variables that name the folders from which torch and Triton load compiled code."""
 
 
 def _host_and_namespace() -> str:
@@ -83,18 +85,32 @@ def temporary_folder() -> str:
     return folder
 
 
-def temporary_folder_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that make child processes put their temporary files into :func:`temporary_folder`.
+def temporary_folder_variables(environ: Mapping[str, str], ops_folder: str) -> tuple[dict[str, str], list[str]]:
+    """Variables that make child processes put their temporary files into :func:`temporary_folder`, and notes on them.
 
     Killed compilers leave files, and so does a killed import of DeepSpeed, which compiles to find out which libraries
-    exist (op_builder/builder.py, ``has_function``). torch's cache of compiled code stays outside, since later runs use
-    it (torch/_inductor/runtime/cache_dir_utils.py).
+    exist (op_builder/builder.py, ``has_function``). Code that torch and Triton compile for later runs is outside, next
+    to ``ops_folder`` or where ``environ`` says, but in no folder that another user can write to, who could run code
+    here. torch's own choice is in /tmp (torch/_inductor/runtime/cache_dir_utils.py).
     """
-    cache = Path(tempfile.gettempdir()).absolute() / f"torchinductor_{os.getuid()}"
-    return {
-        "TMPDIR": temporary_folder(),
-        "TORCHINDUCTOR_CACHE_DIR": environ.get("TORCHINDUCTOR_CACHE_DIR", str(cache)),
-    }
+    asked = {name: Path(environ[name]).resolve() for name in _CODE_CACHES if environ.get(name)}
+    variables = {"TMPDIR": temporary_folder()}
+    variables |= {name: str(folder) for name, folder in asked.items() if _make_private(folder)}
+    notes = [f"{name} is not used: another user can write to {asked[name]}" for name in asked.keys() - variables]
+    folder = Path(ops_folder).parents[1] / f"compiled_{os.getuid()}"
+    if not _make_private(folder):
+        folder = Path(variables["TMPDIR"])
+    for name in {"TORCHINDUCTOR_CACHE_DIR", *asked}:
+        variables.setdefault(name, str(folder / name.partition("_")[0].lower()))
+    return variables, notes
+
+
+def _make_private(folder: Path) -> bool:
+    """Create a folder if it does not exist. Return whether this user owns it and no other user can write to it."""
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return _is_mine(folder, stat.S_ISDIR) and not folder.lstat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return False
 
 
 def remove_abandoned() -> list[Path]:

@@ -140,18 +140,14 @@ def run_trial(
 
 
 def _begin(assignment: Assignment, folder: Path, remote: RemoteTrial | None, limits: Limits, earlier: set[int]) -> None:
-    """Creates the trial's files, on every host if there are several.
-
-    Adds connections that were made again to ``earlier``, the processes that are not the trial's.
-    """
+    """Creates the trial's files on every host, and adds new connections to the processes that are not the trial's."""
     if remote is None:
         create_scratch(assignment)
     assignment.save(folder, assignment.trial.ds_config)
-    if remote is None:
-        return
     try:
         with raising_on_interrupt():
-            remote.begin(limits.stall_timeout_seconds)
+            if remote is not None:
+                remote.begin(limits.stall_timeout_seconds)
     finally:
         earlier |= processes.descendants()
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from ds_bench.launch.scratch import (
     remove_abandoned_folders,
     remove_scratch,
     swap_folder,
+    temporary_folder_variables,
 )
 from ds_bench.records.rank_files import Assignment
 from ds_bench.system.processes import start_ticks
@@ -227,7 +229,7 @@ COMPILER = """
 import os, subprocess, sys, time
 from ds_bench.launch import scratch
 program = "import tempfile, time; print(tempfile.mkdtemp(), flush=True); time.sleep(100)"
-environment = {**os.environ, **scratch.temporary_folder_variables({})}
+environment = {**os.environ, **scratch.temporary_folder_variables({}, sys.argv[1])[0]}
 child = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
 print(child.pid, child.stdout.readline().strip(), environment["TORCHINDUCTOR_CACHE_DIR"], flush=True)
 time.sleep(100)
@@ -236,7 +238,8 @@ time.sleep(100)
 
 def test_temporary_files_of_a_killed_compiler_are_removed_with_the_folder_of_its_run(tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    run = subprocess.Popen([sys.executable, "-c", COMPILER], env=environment, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", COMPILER, str(tmp_path / "cache" / "ops" / "key")]
+    run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
     with run.stdout:
         compiler, temporary, cache = run.stdout.readline().split()
@@ -246,8 +249,55 @@ def test_temporary_files_of_a_killed_compiler_are_removed_with_the_folder_of_its
     assert Path(temporary).is_dir()
     assert tmp_path in Path(temporary).parents
     remove_abandoned()
-    assert list(tmp_path.iterdir()) == []
-    assert Path(cache).parent == tmp_path, "what is compiled once is there for the next run"
+    kept = tmp_path / "cache" / f"compiled_{os.getuid()}"
+    assert [*tmp_path.iterdir(), *(tmp_path / "cache").iterdir()] == [tmp_path / "cache", kept]
+    assert Path(cache).parent == kept, "what is compiled once is there for the next run"
+
+
+def give_away(folder: Path) -> None:
+    os.chown(folder, 54321, 54321)
+
+
+@pytest.mark.parametrize("name", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"])
+@pytest.mark.parametrize(
+    ("change", "used"),
+    [
+        (Path.exists, True),
+        (lambda folder: folder.chmod(0o777), False),
+        (lambda folder: folder.chmod(0o775), False),
+        (give_away, False),
+        (lambda folder: (folder.rename(folder.with_name("x")), folder.symlink_to("x"), give_away(folder)), False),
+        (lambda folder: (folder.rename(folder.with_name("x")), folder.symlink_to("x")), True),
+        (lambda folder: folder.rmdir(), True),
+    ],
+    ids=[
+        "own",
+        "open to all",
+        "open to a group",
+        "of another user",
+        "a link to such",
+        "a link to one's own",
+        "missing",
+    ],
+)
+def test_compiled_code_is_loaded_from_no_folder_that_another_user_can_write_to(
+    name: str, change: Callable[[Path], object], used: bool, tmp_path: Path
+) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can give a folder to another user")
+    asked, ops = tmp_path / "asked", tmp_path / "cache" / "ops" / "key"
+    asked.mkdir(mode=0o755)
+    change(asked)
+    variables, notes = temporary_folder_variables({name: str(asked)}, str(ops))
+    ours = tmp_path / "cache" / f"compiled_{os.getuid()}"
+    assert (Path(variables[name]) == asked.resolve()) == used
+    assert (Path(variables[name]).parent == ours) != used
+    assert [name in note for note in notes] == ([] if used else [True])
+    for folder in {asked.resolve() if used else ours, ours}:
+        assert (folder.stat().st_uid, folder.stat().st_mode & 0o022) == (os.getuid(), 0)
+    give_away(ours)
+    variables, _ = temporary_folder_variables({}, str(ops))
+    assert Path(variables["TORCHINDUCTOR_CACHE_DIR"]).parent == Path(variables["TMPDIR"])
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
