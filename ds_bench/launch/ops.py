@@ -136,7 +136,9 @@ def cache_roots() -> list[Path]:
         status = own.lstat()
         if status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) == 0o700:
             roots.append(own)
-    return roots or [own]
+    if not roots:
+        raise PreflightError(f"{own} belongs to another user", remedy="set DS_BENCH_OPS_CACHE to a folder of your own")
+    return roots
 
 
 def _can_write(folder: Path) -> bool:

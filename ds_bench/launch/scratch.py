@@ -89,17 +89,15 @@ def temporary_folder_variables(environ: Mapping[str, str], ops_folder: str) -> t
     """Variables that make child processes put their temporary files into :func:`temporary_folder`, and notes on them.
 
     Killed compilers leave files, and so does a killed import of DeepSpeed, which compiles to find out which libraries
-    exist (op_builder/builder.py, ``has_function``). Code that torch and Triton compile for later runs is outside, next
-    to ``ops_folder`` or where ``environ`` says, but in no folder that another user can write to, who could run code
-    here. torch's own choice is in /tmp (torch/_inductor/runtime/cache_dir_utils.py).
+    exist (op_builder/builder.py, ``has_function``). Code that torch and Triton compile for later runs is next to
+    ``ops_folder`` or where ``environ`` says, but never where another user can write, who could run code here.
     """
     asked = {name: Path(environ[name]).resolve() for name in _CODE_CACHES if environ.get(name)}
     variables = {"TMPDIR": temporary_folder()}
     variables |= {name: str(folder) for name, folder in asked.items() if _make_private(folder)}
     notes = [f"{name} is not used: another user can write to {asked[name]}" for name in asked.keys() - variables]
-    folder = Path(ops_folder).parents[1] / f"compiled_{os.getuid()}"
-    if not _make_private(folder):
-        folder = Path(variables["TMPDIR"])
+    ours = Path(ops_folder).parents[1] / f"compiled_{os.getuid()}"
+    folder = ours if _make_private(ours) else Path(variables["TMPDIR"])
     for name in {"TORCHINDUCTOR_CACHE_DIR", *asked}:
         variables.setdefault(name, str(folder / name.partition("_")[0].lower()))
     return variables, notes

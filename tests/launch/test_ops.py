@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -152,6 +153,32 @@ def test_a_shared_cache_replaces_nothing_that_was_built_since(monkeypatch: pytes
     ops._copy_shared_cache(own, [ops.CPU_ADAM, ops.ASYNC_IO])
     times = {name: (own / f"{name}.ready").stat().st_mtime for name in (ops.CPU_ADAM, ops.ASYNC_IO)}
     assert times == {ops.CPU_ADAM: 2000, ops.ASYNC_IO: 1000}
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+@pytest.mark.parametrize(("owner", "mode", "used"), [(0, 0o777, False), (54321, 0o700, True), (54321, 0o777, False)])
+def test_no_op_is_loaded_from_a_folder_in_tmp_that_another_user_can_write_to(owner: int, mode: int, used: bool) -> None:
+    """As a user without a home folder, who has no other place for a cache."""
+    program = (
+        "import os; from ds_bench.launch import ops; from ds_bench.errors import PreflightError\n"
+        "os.setgroups([]); os.setgid(54321); os.setuid(54321)\n"
+        "try: print(*ops.cache_roots())\n"
+        "except PreflightError as error: print(error.remedy)"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o1777)
+        cache = Path(folder) / "ds_bench_cache_54321"
+        cache.mkdir()
+        os.chown(cache, owner, owner)
+        cache.chmod(mode)
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**processes.import_variables(""), "TMPDIR": folder, "PATH": os.defpath},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    assert done.stdout.strip() == (str(cache) if used else "set DS_BENCH_OPS_CACHE to a folder of your own")
 
 
 def test_the_sources_of_ops_lie_where_they_are_looked_for() -> None:
