@@ -99,7 +99,7 @@ def run_program(
         stderr=errors,
         env=processes.child_environment(environment),
         pass_fds=kept_open,
-        # Ctrl-C reaches this process alone.
+        # Ctrl-C reaches only this process.
         start_new_session=True,
         preexec_fn=processes.die_with_parent,
     ) as leader:
