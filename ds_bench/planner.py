@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -290,7 +291,7 @@ def _in_rounds(plans: Sequence[Plan]) -> Iterator[tuple[int, Trial]]:
     # make_trials makes a plan's trials repeat by repeat, as groupby needs them.
     rounds = [[list(trials) for _, trials in groupby(plan.trials, lambda trial: trial.repeat)] for plan in plans]
     for number in range(max(map(len, rounds))):
-        # Points run backwards in every other round, as rows do (ordered_for_round), so that drift favours none.
+        # Points run backwards in every other round, so that drift favours none.
         indices = range(len(plans))
         for index in reversed(indices) if number % 2 else indices:
             for trial in rounds[index][number] if number < len(rounds[index]) else ():
@@ -890,20 +891,24 @@ def with_op_states(trial: Trial, states: Mapping[str, ops.OpState], largest_para
 
 
 def ordered_for_round(configurations: Sequence[Configuration], seed: int, number: int) -> list[Configuration]:
-    """Returns the configurations in the order of a round (``number``, from 0), so that drift favours no row.
+    """Return the configurations in the order of a round (``number``, from 0).
 
-    Rounds come in pairs. The second of a pair is the first reversed, so that no row is early or late on average. The
-    first pair begins with the first row, each further pair with another row, which depends on the seed and the names
-    of the rows. The order of a round does not depend on the number of rounds, so that a resumed run keeps its order.
+    The first round runs as written. Each later one is shuffled by the seed: of four shuffles, the one that puts the
+    fewest rows where an earlier round had them. The shuffle makes heat, clocks and other noise that lasts from run to
+    run favor no row (``bench/false_differences.py`` compares it with what the intervals promise). The order of a round
+    does not depend on the number of rounds, so a resumed run keeps its order.
     """
     # With --common-batch a row may be there at two micro-batches.
     names = [f"{row.name} {row.deepspeed_config['train_micro_batch_size_per_gpu']}" for row in configurations]
-    shuffled = sorted(
-        range(1, len(names)), key=lambda index: hashlib.sha256(f"{seed} {names[index]}".encode()).digest()
-    )
-    start = [0, *shuffled][number // 2 % max(len(names), 1)]
-    order = [*configurations[start:], *configurations[:start]]
-    return order[::-1] if number % 2 else order
+
+    def shuffled(text: str) -> list[int]:
+        return sorted(range(len(names)), key=lambda row: hashlib.sha256(f"{text} {names[row]}".encode()).digest())
+
+    rounds = [list(range(len(names)))]
+    for later in range(1, number + 1):
+        shuffles = [shuffled(f"{seed} {later} {attempt}") for attempt in range(4)]
+        rounds.append(min(shuffles, key=lambda order: sum(sum(map(operator.eq, order, earlier)) for earlier in rounds)))
+    return [configurations[index] for index in rounds[number]]
 
 
 def _missing_op(trial: Trial, states: Mapping[str, ops.OpState]) -> str | None:

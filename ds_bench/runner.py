@@ -118,7 +118,9 @@ def run_comparison(
                 except KeyboardInterrupt:
                     # Without this file --resume has nothing to go on with.
                     if (store.folder / RUN_FILE).exists():
-                        terminal.print_text(f"go on with: {resume_command(options, store.folder)}", sys.stderr)
+                        terminal.print_text(
+                            f"go on with: {provenance.resume_command(options, store.folder)}", sys.stderr
+                        )
                     raise
         except KeyboardInterrupt:  # before the first trial
             terminal.print_text("interrupted", sys.stderr)
@@ -193,15 +195,6 @@ def _require_resumable(plan: RunPlan) -> None:
         # The stored trials have the sizes that a search found, those of this plan still have stand-ins for them.
         left_out = _FIELDS_SET_BY_SEARCH if any(each.options.searches_size for each in plan.plans) else ()
         require_same_workload(RunFolder.open(folder), plan.trials, left_out)
-
-
-def resume_command(options: Options, folder: Path) -> str:
-    """The command that runs what is missing of an interrupted run, with the flags that ``--resume`` wants again.
-
-    ``options``: of a script's run, or of the first point of a recipe's.
-    """
-    again = [word for words in provenance.flags_to_repeat(options).values() for word in words]
-    return invocation.comparison(options.family, ["--resume", str(folder), *again])
 
 
 def require_writable_csv(path: Path | None) -> None:
@@ -590,9 +583,9 @@ class ResultBuilder:
         return found or [(self._plan.plans[0], [])]
 
     def build_report(
-        self, plan: Plan, summaries: Sequence[TrialSummary], notes: Sequence[str], command: str
+        self, plan: Plan, summaries: Sequence[TrialSummary], notes: Sequence[str], command: str, resume: str
     ) -> ComparisonReport:
-        """Comparison and recommendation of the summaries of one point."""
+        """Comparison and recommendation of the summaries of one point. ``resume``: the command that adds runs."""
         baseline = plan.options.relative_to
         if not any(summary.record.trial.configuration.name == baseline for summary in summaries):
             baseline = None  # an interruption came before that row
@@ -603,6 +596,7 @@ class ResultBuilder:
             notes=notes,
             commands=[command],
             environments=[self.environment],
+            resume=resume,
         )
 
     def _peak_flops(self, precision: Precision) -> float | None:
@@ -636,7 +630,8 @@ def _finish(
     if (gpu := results.gpu_without_peak) is not None:
         notes = [*notes, f"no peak rate known for {gpu}: MFU left out; --peak-tflops gives it"]
     command = provenance.command(options.family, request.arguments)
-    reports = [(plan, results.build_report(plan, own, notes, command)) for plan, own in points]
+    resume = provenance.resume_command(options, store.folder)
+    reports = [(plan, results.build_report(plan, own, notes, command, resume)) for plan, own in points]
     folders: list[Path] = []
     try:
         folders = [] if removed else _write_recommendations(reports, store, saved, results.environment)
@@ -654,7 +649,7 @@ def _finish(
             as_markdown = options.format == "markdown"
             print_reports(shown, sys.stdout, as_markdown=as_markdown, verbose=options.verbose, in_short=True)
     if isinstance(failure, OSError):
-        remedy = f"what had finished is kept; make room, then: {resume_command(options, store.folder)}"
+        remedy = f"what had finished is kept; make room, then: {resume}"
         if removed:
             remedy = files.remedy_of(failure)
         raise ResultsNotWrittenError(f"not every file could be written: {failure}", remedy=remedy)
@@ -664,9 +659,8 @@ def _finish(
         _print_places(options, store, folders, summaries)
     code = exit_code(options, summaries)
     if code == INTERRUPTED_CODE and not options.quiet:
-        go_on = f"go on with: {resume_command(options, store.folder)}"
         # A signal that came after the last trial left nothing undone.
-        then = "every trial had finished" if is_finished(store.folder) else go_on
+        then = "every trial had finished" if is_finished(store.folder) else f"go on with: {resume}"
         terminal.print_text(f"interrupted; {then}", sys.stderr)
     return code
 

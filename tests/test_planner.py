@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -77,28 +78,24 @@ def order(*arguments: str) -> list[list[int]]:
     repeats=st.integers(1, 9),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_the_order_of_rounds_is_counterbalanced_so_that_drift_favours_no_row(
-    stages: list[int], repeats: int, seed: int
-) -> None:
-    """Each round is a rotation of the order as written or its reverse; in each pair all rows are equally late."""
+def test_rounds_after_the_first_are_shuffled_by_the_seed(stages: list[int], repeats: int, seed: int) -> None:
+    """An order does not depend on the number of rounds, so that a resumed run keeps the one it began with."""
     flags = "--stages", *map(str, stages), "--seed", str(seed)
     rounds = order(*flags, "--repeats", str(repeats))
     assert rounds[0] == stages
-    turns = [[*stages[start:], *stages[:start]] for start in range(len(stages))]
-    assert all(each in turns or each[::-1] in turns for each in rounds)
-    assert all(second == first[::-1] for first, second in zip(rounds[::2], rounds[1::2], strict=False))
-    starts = [each[0] for each in rounds[::2]]
-    assert len(set(starts)) == min(len(starts), len(stages))
+    assert all(sorted(each) == sorted(stages) for each in rounds)
     assert rounds == order(*flags, "--repeats", "9")[:repeats]
 
 
-def test_the_seed_decides_at_which_row_later_rounds_begin() -> None:
-    assert len({str(order("--repeats", "5", "--seed", str(seed))) for seed in range(30)}) == 6
-
-
-def test_rows_that_are_added_leave_the_order_of_the_others_in_the_first_two_rounds() -> None:
-    few, all_rows = (order("--repeats", "2", "--stages", *stages) for stages in (("1", "3"), ("0", "1", "2", "3")))
-    assert [[stage for stage in each if stage in (1, 3)] for each in all_rows] == few
+def test_no_row_is_early_late_or_always_in_the_same_place() -> None:
+    """Two random orders of four rows share one place on average; the best of the orders that are tried shares fewer."""
+    shuffled = [order("--repeats", "3", "--seed", str(seed)) for seed in range(200)]
+    places = [sum(each.index(stage) for rounds in shuffled for each in rounds) / 600 for stage in range(4)]
+    assert places == pytest.approx([1.5] * 4, abs=0.35)
+    assert sum(a == b for first, second, _ in shuffled for a, b in zip(first, second, strict=True)) / 200 < 0.3
+    # A row has each of the others in front of it: what one leaves behind, as heat, is left to all.
+    before = {(a, b) for _, *later in shuffled for each in later for a, b in itertools.pairwise(each)}
+    assert before == set(itertools.permutations(range(4), 2))
 
 
 def test_trial_ids_sort_in_the_order_of_running_and_are_unique() -> None:

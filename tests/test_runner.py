@@ -409,7 +409,7 @@ def test_a_run_of_one_script_is_not_resumed_by_the_other(
     assert "is of the other script" in capsys.readouterr().err
 
 
-def test_repeats_run_counterbalanced_to_the_end(scripted: ScriptedRun) -> None:
+def test_repeats_run_in_the_planned_order_to_the_end(scripted: ScriptedRun) -> None:
     scripted.run("--repeats", "2", "--stages", "1", "2")
     assert [trial.configuration.stage for trial in scripted.launcher.launched] == [1, 2, 2, 1]
     assert [(row["stage"], row["repeat"]) for row in scripted.rows()] == [(1, 0), (2, 0), (2, 1), (1, 1)]

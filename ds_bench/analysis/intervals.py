@@ -12,14 +12,19 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 FEWEST_RUNS = 3
 """Number of runs of a row below which nothing is tested."""
 ERROR_RATE = 0.05
-"""The methods aim at a false difference in this fraction of tables of equal rows. docs/reading.md: what they reach."""
+"""The fraction of tables of equal rows in which a false difference is accepted, and 1 less the confidence."""
+_TABLE_LEVEL = 0.028
+"""Level of the claims about a table of three rows or more: of those against the baseline together, and of those between
+all pairs together. It is below ``ERROR_RATE``, as ``bench/false_differences.py`` shows what noise adds to it."""
 _TEST_LEVEL = 0.01
-"""Significance level of the tests whether rounds differ, and whether one row varies more than the others."""
+"""Significance level of the test whether rounds differ, and of the tests of all rows whether one varies more than the
+others."""
 _MIN_FREEDOM_WITH_BLOCKS = 4
 """Degrees of freedom of the noise that must remain if rounds are taken as blocks."""
 _MAX_BLOCKS = 200
@@ -143,6 +148,27 @@ def student_t_quantile(p: float, df: float) -> float:
     return float(stdtrit(df, p))
 
 
+@cache
+def normal_range_quantile(count: int) -> float:
+    """Return the range that ``count`` independent standard normal values exceed with probability ``ERROR_RATE``.
+
+    P(range ≤ w) = n ∫ φ(z) (Φ(z) − Φ(z − w))ⁿ⁻¹ dz: H. O. Hartley, "The range in random samples", Biometrika 32 (1942).
+    It is the studentized range with infinite degrees of freedom. Importing ``scipy.stats`` for it would take a second.
+    """
+    import numpy as np
+    from scipy.special import ndtr
+
+    step = 0.01
+    largest = np.arange(-9, 9, step)
+    density = np.exp(-(largest**2) / 2) / math.sqrt(2 * math.pi)
+    low, high = 0.0, 20.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        covered = count * step * float(np.sum(density * (ndtr(largest) - ndtr(largest - middle)) ** (count - 1)))
+        low, high = (middle, high) if covered < 1 - ERROR_RATE else (low, middle)
+    return high
+
+
 # ------------------------------------------------------------------ rows of one comparison
 
 
@@ -161,10 +187,10 @@ class RowRatios:
 
     Model: the logarithm of a run's mean is the level of its row, plus a linear trend over the order in which the runs
     were started, plus noise. If rounds differ by more than that (F test at 1 %), they are blocks. The variance of the
-    noise is estimated from all rows together; a row that varies far more than the others (F test at 1 %) has an
-    estimate of its own. An interval covers the ratio of the geometric means, as measured and with the trend removed,
-    and the margin of either. The error rates are checked by simulation under independent, autocorrelated, drifting,
-    wandering and heavy-tailed noise (tests/analysis/test_intervals.py).
+    noise is estimated from all rows together; a row that varies far more than the others (F tests at 1 % in all) has
+    an estimate of its own. An interval covers the ratio of the geometric means, as measured and with the trend removed,
+    and the margin of either. Noise that lasts from run to run is not independent: the shuffled order of the runs
+    (``planner.ordered_for_round``) keeps false differences rare nevertheless (``bench/false_differences.py``).
 
     Sources: blocks and their preliminary test: T. A. Bancroft, "Analysis and inference for incompletely specified
     models involving the use of preliminary test(s) of significance", Biometrics 20 (1964); several rows: S. Holm, "A
@@ -177,6 +203,7 @@ class RowRatios:
         # Without a gap, as RunDesign needs it: rows that are left out have no index.
         self._index = {key: index for index, key in enumerate(usable)}
         self._baseline = baseline
+        self._level = ERROR_RATE if len(usable) < 3 else _TABLE_LEVEL
         self._levels: dict[str, float] = {}
         self._from_baseline: dict[str, LogDifference] = {}
         # between() has then no two rows to ask the fit for.
@@ -188,7 +215,7 @@ class RowRatios:
         self._fit = design.fit([[math.log(run.mean) for run in runs]])
         if baseline in self._index:
             self._from_baseline = {key: self._difference(key, baseline) for key in usable if key != baseline}
-            levels = holm_levels([difference.probability for difference in self._from_baseline.values()])
+            levels = holm_levels([each.probability for each in self._from_baseline.values()], self._level)
             self._levels = dict(zip(self._from_baseline, levels, strict=True))
 
     def between(self, row: str, other: str) -> RatioInterval | None:
@@ -206,7 +233,7 @@ class RowRatios:
             return interval and interval.inverse
         if other == self._baseline:
             return self._from_baseline[row].interval(self._levels[row])
-        return self._difference(row, other).interval(ERROR_RATE / math.comb(len(self._index), 2))
+        return self._difference(row, other).interval(self._level / math.comb(len(self._index), 2))
 
     def _difference(self, row: str, other: str) -> LogDifference:
         return self._fit.differences(self._index[row], self._index[other])[0]
@@ -249,10 +276,10 @@ class LogDifference:
         )
 
 
-def holm_levels(probabilities: Sequence[float]) -> list[float]:
+def holm_levels(probabilities: Sequence[float], family_level: float) -> list[float]:
     """The level at which Holm's method tests each hypothesis.
 
-    The k-th smallest of n probabilities is tested at ``ERROR_RATE`` / (n − k + 1). The first that exceeds its level
+    The k-th smallest of n probabilities is tested at ``family_level`` / (n − k + 1). The first that exceeds its level
     ends the method; all larger ones share that level.
     """
     order = sorted(range(len(probabilities)), key=probabilities.__getitem__)
@@ -260,7 +287,7 @@ def holm_levels(probabilities: Sequence[float]) -> list[float]:
     level = 0.0
     stopped = False
     for rank, index in enumerate(order):
-        level = level if stopped else ERROR_RATE / (len(order) - rank)
+        level = level if stopped else family_level / (len(order) - rank)
         levels[index] = level
         stopped = stopped or probabilities[index] > level
     return levels
@@ -430,7 +457,7 @@ class RunFit:
             own, own_freedom = squares[sets, noisiest], freedoms[sets, noisiest]
             rest = np.where(noisy, 0.0, squares).sum(axis=1) - own
             rest_freedom = np.where(noisy, 0.0, freedoms).sum(axis=1) - own_freedom
-            limits = fdtri(own_freedom, rest_freedom, 1 - _TEST_LEVEL)
+            limits = fdtri(own_freedom, rest_freedom, 1 - _TEST_LEVEL / len(counts))
             # Multiplied out, as the rest may be 0, and by rounding below it.
             exceeds = own * rest_freedom > limits * own_freedom * np.maximum(rest, 0.0)
             if not exceeds.any():

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..analysis import load_results, merge_results, shards
+from ..analysis import load_results, merge_results, provenance, shards
 from ..analysis.comparison import ComparisonRow, rows_called
 from ..analysis.flat_rows import flat_rows
 from ..analysis.merge_results import ResultGroup
@@ -22,12 +22,12 @@ from ..config.deepspeed_config import is_full_config
 from ..config.options import GOALS, ROW_FORMATS
 from ..errors import UsageError
 from ..records.json_files import json_text
-from ..records.run_folder import csv_text
+from ..records.run_folder import RUN_FILE, csv_text
 from ..report import configuration_export, github_benchmark, html_report
 from ..report.comparison_report import ComparisonReport, build_report
 from ..report.data_frame import parquet_bytes
 from ..report.terminal_report import print_reports
-from ..system import terminal
+from ..system import invocation, terminal
 from ..system.optional_packages import require_installed
 from . import arguments
 from .output_file import check_output, write_output
@@ -157,7 +157,7 @@ def build_reports(
     nowhere = relative_to is not None and not any(_has_row(group.summaries, relative_to) for group in groups)
     reports = []
     for group in groups:
-        own_goal, own_row = _flags_of_run(group)
+        own_goal, own_row, resume = _flags_of_run(group)
         row = own_row if relative_to is None else relative_to
         reports.append(
             build_report(
@@ -169,6 +169,7 @@ def build_reports(
                 environments=group.environments,
                 sources=[str(source) for source in group.sources],
                 title=group.title,
+                resume=resume,
             )
         )
     return reports
@@ -190,18 +191,23 @@ def _load_all(paths: Sequence[Path]) -> tuple[list[load_results.Result], list[st
     return results, notes
 
 
-def _flags_of_run(group: ResultGroup) -> tuple[str | None, str | None]:
-    """Goal and baseline row from the flags or the recipe of the run; None for both if the flags cannot be parsed."""
+def _flags_of_run(group: ResultGroup) -> tuple[str | None, str | None, str | None]:
+    """Goal and baseline row from the flags or the recipe of the run, and the command that goes on with it.
+
+    None for what the run does not tell; for the command unless all rows are those of one run folder.
+    """
+    folder = group.sources[0] if len(group.sources) == 1 and (group.sources[0] / RUN_FILE).is_file() else None
     if group.recipe:
         goal = load_results.recipe_value(group.recipe, "output", "goal")
         row = load_results.recipe_value(group.recipe, "configurations", "relative_to")
-        return goal if goal in GOALS else None, row if isinstance(row, str) else None
+        resume = None if folder is None else invocation.comparison("recipe", ["--resume", str(folder)])
+        return goal if goal in GOALS else None, row if isinstance(row, str) else None, resume
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # --help, which an edited file may hold, prints
             options = arguments.parse("offload" if group.family == "offload" else "zero", "run", group.arguments)
     except (UsageError, ValueError, SystemExit):  # of another version, or edited by hand
-        return None, None
-    return options.goal, options.relative_to
+        return None, None, None
+    return options.goal, options.relative_to, None if folder is None else provenance.resume_command(options, folder)
 
 
 def _has_row(summaries: Sequence[TrialSummary], name: str | None) -> bool:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..analysis.intervals import RatioInterval
+from ..analysis.intervals import FEWEST_RUNS, RatioInterval, normal_range_quantile
 from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..config.options import GOALS
 from ..errors import UsageError
@@ -18,9 +18,11 @@ COMFORTABLE_FRACTION = 0.60
 """Fraction of the memory below which the fastest row is kept."""
 MIN_SPEED_FRACTION = 0.90
 """Fraction of the fastest row's throughput from which less memory is preferred to it."""
-LEAST_LEAD = 0.03
-"""A lead in speed up to this fraction decides nothing below three runs, nor ever for offload where memory is not
-short; memories that differ by less are equal."""
+NEGLIGIBLE = 0.03
+"""A difference that is not worth anything, however certain it is: in speed between a row that offloads and one that
+offloads less, and in memory between any two rows. It is no estimate of noise."""
+UNTESTED_NOISE = 0.05
+"""Assumed standard deviation between the runs of a row, as a fraction, where too few runs show it."""
 _DEVICES = ("none", "cpu", "nvme")
 """Offload devices from the simplest to the one that needs most."""
 
@@ -43,6 +45,8 @@ class Candidate:
     stage: int = 0
     changed_keys: int = 0
     """Number of values in the DeepSpeed configuration that are not the strategy's own."""
+    runs: int = 1
+    """Number of its runs that succeeded."""
     step_spread: float = 0.0
     """Relative standard deviation of its steps, or between its runs, whichever is more."""
     fills_memory: bool = False
@@ -89,26 +93,38 @@ class Speeds:
         """Whether the measurements show which of the two rows is faster.
 
         From three runs on the interval of their ratio must exclude 1; ``comparison.ratio_between`` corrects it for the
-        number of rows, as chance too makes a row the fastest. With fewer runs the lead must be more than the
-        standard deviation of their steps and more than ``LEAST_LEAD``.
+        number of rows, as chance too makes a row the fastest. With fewer runs the lead must exceed ``chance_lead``.
         """
         interval = self.interval_of(row, other)
         if interval is not None:
             return interval.distinguishable
         # Logarithms, so that it does not matter which of the two rows is named first.
-        return abs(math.log(row.tokens_per_second / other.tokens_per_second)) > math.log1p(_untested_lead(row, other))
+        return abs(math.log(row.tokens_per_second / other.tokens_per_second)) > math.log1p(self.chance_lead(row, other))
+
+    def chance_lead(self, row: Candidate, other: Candidate) -> float:
+        """Return the lead, as a fraction, that two rows with too few runs to test may show by chance.
+
+        If all rows are equally fast, the fastest leads the slowest by more in ``ERROR_RATE`` of comparisons: by
+        Tukey's method for all pairs of rows, with ``UNTESTED_NOISE`` as the known standard deviation, and with Kramer's
+        term for rows with different numbers of runs (C. Y. Kramer, "Extension of multiple range tests to group means
+        with unequal numbers of replications", Biometrics 12 (1956)). It is at least the spread of the steps.
+        """
+        rows = max(2, len(self.candidates))
+        noise = UNTESTED_NOISE * math.sqrt((1 / row.runs + 1 / other.runs) / 2)
+        return max(math.expm1(normal_range_quantile(rows) * noise), math.hypot(row.step_spread, other.step_spread))
 
     def undecided(self, row: Candidate, other: Candidate) -> bool:
         """Whether it matters which of two tied rows is faster, and the measurements do not show it.
 
-        With equal offload it matters beyond the speed that memory is worth (``MIN_SPEED_FRACTION``). With different
-        offload one row costs host memory or a disk: three runs or more must exclude even ``LEAST_LEAD``.
+        With too few runs to test it always does. With equal offload it matters beyond the speed that memory is worth
+        (``MIN_SPEED_FRACTION``). With different offload one row costs host memory or a disk: the interval must exclude
+        even a ``NEGLIGIBLE`` difference.
         """
         interval = self.interval_of(row, other)
-        possible = _untested_lead(row, other) if interval is None else _largest_factor(interval) - 1
-        if row.offload_level != other.offload_level:
-            return interval is None or possible > LEAST_LEAD
-        return possible > 1 - MIN_SPEED_FRACTION
+        if interval is None:
+            return True
+        accepted = 1 - MIN_SPEED_FRACTION if row.offload_level == other.offload_level else NEGLIGIBLE
+        return _largest_factor(interval) - 1 > accepted
 
     def with_optimizer_of(self, row: Candidate, rows: Sequence[Candidate] | None = None) -> list[Candidate]:
         """Those of ``rows`` (None: of all) that used the optimizer of ``row``, with which it is compared by speed."""
@@ -117,7 +133,7 @@ class Speeds:
     def tied(self, best: Candidate, rows: Sequence[Candidate]) -> list[Candidate]:
         """Those of ``rows`` that cannot be told from ``best`` by speed, itself included if it is among them.
 
-        Rows within ``LEAST_LEAD`` of it that offload less and leave room count too: if device memory is not short, so
+        Rows within ``NEGLIGIBLE`` of it that offload less and leave room count too: if device memory is not short, so
         small a lead is not worth host memory or a disk.
         """
         return [row for row in rows if row == best or not self.differ(best, row) or _nearly_with_less(row, best)]
@@ -126,12 +142,7 @@ class Speeds:
 def _nearly_with_less(row: Candidate, best: Candidate) -> bool:
     lead = math.log(best.tokens_per_second / row.tokens_per_second)
     # The first two parts of the complexity are the offload devices alone.
-    return row.complexity[:2] < best.complexity[:2] and row.comfortable and lead <= math.log1p(LEAST_LEAD)
-
-
-def _untested_lead(row: Candidate, other: Candidate) -> float:
-    """The lead up to which one or two runs do not show which row is faster."""
-    return max(LEAST_LEAD, math.hypot(row.step_spread, other.step_spread))
+    return row.complexity[:2] < best.complexity[:2] and row.comfortable and lead <= math.log1p(NEGLIGIBLE)
 
 
 def _largest_factor(interval: RatioInterval) -> float:
@@ -180,23 +191,35 @@ def least_memory(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def nearly_least_memory(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Rows whose memory is within ``LEAST_LEAD`` of the least."""
+    """Rows whose memory is within ``NEGLIGIBLE`` of the least."""
     least = _memory(least_memory(candidates))
-    return [candidate for candidate in candidates if _memory(candidate) <= least * (1 + LEAST_LEAD)]
+    return [candidate for candidate in candidates if _memory(candidate) <= least * (1 + NEGLIGIBLE)]
 
 
 def same_offload_nearly_as_fast(best: Candidate, speeds: Speeds) -> list[Candidate]:
-    """Rows at the offload level of ``best`` with nearly its throughput, itself included."""
+    """Return the rows at the offload level of ``best`` with nearly its throughput, itself included.
+
+    They reach 90 % of it, or three runs or more do not show that they are slower.
+    """
+
+    def tested_tie(row: Candidate) -> bool:
+        interval = speeds.interval_of(best, row)
+        return interval is not None and not interval.distinguishable
+
     return [
         row
         for row in speeds.with_optimizer_of(best)
         if row.offload_level == best.offload_level
-        and (row.tokens_per_second / best.tokens_per_second >= MIN_SPEED_FRACTION or not speeds.differ(best, row))
+        and (row.tokens_per_second / best.tokens_per_second >= MIN_SPEED_FRACTION or tested_tie(row))
     ]
 
 
 def _simplest(candidates: Sequence[Candidate]) -> Candidate:
-    return min(candidates, key=lambda c: (c.complexity, _memory(c), -c.tokens_per_second))
+    # Of equally simple rows the leaner one, but the faster one where too few runs ran to show a tie.
+    return min(
+        candidates,
+        key=lambda c: (c.complexity, _memory(c) if c.runs >= FEWEST_RUNS else 0, -c.tokens_per_second, _memory(c)),
+    )
 
 
 def decide_for_speed(speeds: Speeds, rows: Sequence[Candidate] | None = None) -> Decision:

@@ -123,6 +123,7 @@ def candidate_of(row: ComparisonRow, comparison: Comparison, terms: MemoryTerms)
         offload_level=row.configuration.layout[1:],
         stage=row.configuration.stage,
         changed_keys=len(list(paths_of(changes))) + _count_workload_changes(trial),
+        runs=len(row.successes),
         step_spread=_step_spread(row),
         fills_memory=row.fills_memory,
         optimizer=row.optimizer or "" if on_host else "",

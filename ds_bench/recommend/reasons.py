@@ -6,7 +6,7 @@ What a recommendation says at length and in its headline is worded side by side.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from ..analysis.comparison import Comparison
 from ..analysis.intervals import FEWEST_RUNS
@@ -15,8 +15,8 @@ from ..units import format_bytes, format_count, format_gigabytes, format_percent
 from . import remedies
 from .decision import (
     COMFORTABLE_FRACTION,
-    LEAST_LEAD,
     MIN_SPEED_FRACTION,
+    NEGLIGIBLE,
     Candidate,
     Decision,
     Speeds,
@@ -31,22 +31,23 @@ MOST_ROWS_NAMED = 6
 """Rows that are described one by one if many failed or were left out."""
 
 
-def why(decision: Decision, comparison: Comparison, goal: str, terms: MemoryTerms) -> tuple[str, str]:
+def why(decision: Decision, comparison: Comparison, goal: str, eligible: EligibleRows) -> tuple[str, str]:
     """The part of the rule that chose the row: one sentence with its numbers, and a few words for the headline.
 
     Both without a full stop.
     """
     choice, best, fitting = decision.choice, decision.simplest_tied, decision.speeds.candidates
+    terms, row = eligible.terms, _row_noun(eligible)
     numbers = f"{_speed(choice)} tokens/s with {_memory(choice, terms)}"
     if len(fitting) == 1:
-        only = "the only row that trained and fits"
+        only = f"the only {row} that trained and fits"
         return f"{choice.label} is {only}: {numbers}", f"{only} {terms.capacity}"
     if goal == "memory":
-        near = f"within {whole_percent(LEAST_LEAD)} of others" if len(nearly_least_memory(fitting)) > 1 else ""
+        near = f"within {whole_percent(NEGLIGIBLE)} of others" if len(nearly_least_memory(fitting)) > 1 else ""
         within = f", {near}," if near else ""
         return (
-            f"{choice.label} needs the least {terms.memory}{within} of {_rows(fitting)}: {numbers}",
-            ", ".join(filter(None, [f"least {terms.memory} of {len(fitting)} rows", near])),
+            f"{choice.label} needs the least {terms.memory}{within} of the {len(fitting)} {row}s that fit: {numbers}",
+            ", ".join(filter(None, [f"least {terms.memory} of {len(fitting)} {row}s", near])),
         )
     if best != choice:  # the rule traded speed for memory
         share = _speed_fraction(choice, best)
@@ -60,45 +61,51 @@ def why(decision: Decision, comparison: Comparison, goal: str, terms: MemoryTerm
         saved = format_gigabytes((best.memory_bytes or 0) - (choice.memory_bytes or 0))
         short = f"{whole_percent(share)} of {best.label}'s speed with {saved} less of {terms.memory}"
         return sentence, short + _untested(comparison, (choice, best))
-    rank, short_rank = _speed_rank(decision, comparison, terms)
+    rank, short_rank = _speed_rank(decision, comparison, eligible)
     head = f"{choice.label} is {rank}: {numbers}"
     return head if goal == "speed" else f"{head}{_why_no_less_memory(decision, terms)}", short_rank
 
 
-def _speed_rank(decision: Decision, comparison: Comparison, terms: MemoryTerms) -> tuple[str, str]:
+def _row_noun(eligible: EligibleRows) -> str:
+    """What the rows are called that the choice is made from: beside torch's own engines, only those of DeepSpeed."""
+    return "DeepSpeed row" if eligible.references else "row"
+
+
+def _speed_rank(decision: Decision, comparison: Comparison, eligible: EligibleRows) -> tuple[str, str]:
     """The place of the choice among the rows by speed, in some words and in fewer."""
+    terms, row = eligible.terms, _row_noun(eligible)
     choice, best, speeds, count = decision.choice, decision.fastest, decision.speeds, len(decision.tied)
-    simplest = f"simplest of {count} rows that cannot be told apart by speed"
+    simplest = f"simplest of {count} {row}s that are tied by speed"
     if choice != best and speeds.differ(choice, best):
         # Tied although it is slower for certain: as it offloads less (decision.Speeds.tied).
-        text = f"within {whole_percent(LEAST_LEAD)} of the fastest, {best.label}, and offloads less"
+        text = f"within {whole_percent(NEGLIGIBLE)} of the fastest, {best.label}, and offloads less"
         return text, text
     if choice != best:
         return (
-            f"the simplest of the {count} rows that cannot be told from the fastest, {best.label}, by speed",
+            f"the simplest of the {count} {row}s tied with the fastest, {best.label}",
             simplest,
         )
     compared = speeds.with_optimizer_of(best)
     steps = "" if len(compared) == len(speeds.candidates) else f"step with {best.optimizer}"
     long, short = (f" and {steps}", f" that {steps}") if steps else ("", "")
     if len(compared) == 1:
-        return f"the only row to fit{long}", f"the only row{short}"
-    rank = f"the fastest of {_rows(compared)}{long}"
+        return f"the only {row} to fit{long}", f"the only {row}{short}"
+    rank = f"the fastest of the {len(compared)} {row}s that fit{long}"
     if decision.tied:
         return rank, simplest
     untested = _untested(comparison, compared)
-    if any(row.gpu_fraction is not None and not row.leaves_room for row in comparison.rows):
-        return rank, f"fastest row{short} under {whole_percent(NEAR_CAPACITY)} of {terms.capacity}{untested}"
-    return rank, f"fastest of {len(compared)} rows{short}{untested}"
+    if any(each.gpu_fraction is not None and not each.leaves_room for each in comparison.rows):
+        return rank, f"fastest {row}{short} under {whole_percent(NEAR_CAPACITY)} of {terms.capacity}{untested}"
+    return rank, f"fastest of {len(compared)} {row}s{short}{untested}"
 
 
 def _untested(comparison: Comparison, rows: Iterable[Candidate]) -> str:
     """The end of a headline from too few runs. Not in the table alone: of a sweep nothing but the headline is shown."""
     fewest = min(len(comparison.row(row.key).successes) for row in rows)
-    return f", by {_runs_of_each(fewest)}" if fewest < FEWEST_RUNS else ""
+    return f", by {runs_of_each(fewest)}" if fewest < FEWEST_RUNS else ""
 
 
-def _runs_of_each(count: int) -> str:
+def runs_of_each(count: int) -> str:
     return "one run each" if count == 1 else f"{count} runs each"
 
 
@@ -169,7 +176,7 @@ def speed_difference_text(decision: Decision, runs: Mapping[str, int]) -> str | 
     difference = choice.tokens_per_second / rival.tokens_per_second - 1
     kind = "lead over" if difference >= 0 else "lag behind"
     fewest = min(runs[choice.key], runs[rival.key])
-    runs_text = _runs_of_each(fewest)
+    runs_text = runs_of_each(fewest)
     if speeds.interval_of(choice, rival) is not None:
         verdict = f"{'more than' if speeds.differ(choice, rival) else 'inside'} the noise of {runs_text}"
     else:
@@ -191,7 +198,7 @@ def smaller_equally_fast(choice: Candidate, speeds: Speeds) -> Candidate | None:
         for rival in speeds.with_optimizer_of(choice)
         if rival != choice
         and rival.memory_bytes is not None
-        and rival.memory_bytes * (1 + LEAST_LEAD) < choice.memory_bytes
+        and rival.memory_bytes * (1 + NEGLIGIBLE) < choice.memory_bytes
         and speeds.interval_of(choice, rival) is not None
         and not speeds.differ(choice, rival)
     ]
@@ -236,10 +243,6 @@ def _reference_text(row: Candidate, decision: Decision | None) -> str:
         return f"{text}: {share}, which is within the noise"
     faster = row.tokens_per_second > choice.tokens_per_second
     return f"{text}: {share}{'; faster than the choice, so hold both against your own needs' if faster else ''}"
-
-
-def _rows(fitting: Sequence[Candidate]) -> str:
-    return f"the {len(fitting)} rows that fit"
 
 
 def _speed_fraction(choice: Candidate, best: Candidate) -> float:

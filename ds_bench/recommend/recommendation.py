@@ -41,8 +41,10 @@ class Recommendation:
     """Labels of rows, the choice first, of which the measurements do not show which is faster, though it matters;
     empty if the choice is decided."""
 
+    provisional: str | None = None
+    """Why fewer than three runs do not decide the choice, and the command that does; None if they do, or more ran."""
     headline: str = ""
-    """One sentence: the row to use and why, that it is undecided, or why there is none."""
+    """The row to use and why, that it is too close to call, or why there is none."""
     alternative: str | None = None
     """What the fastest row that was not chosen would give, and why it was not; None if nothing speaks for another."""
     try_next: str | None = None
@@ -58,18 +60,19 @@ class Recommendation:
         """For a console: the choice, why, its cost, and each next step on a line of its own."""
         choice = self.choice or "none"
         if self.undecided:
-            choice = f"undecided between {format_list(self.undecided)}; until then {self.choice}"
+            choice = f"start with {choice}; {format_list(self.undecided)} are too close to call"
+        provisional = [] if self.provisional is None else [self.provisional]
         cost = [] if self.cost is None else [f"Cost: {self.cost}"]
         steps = [f"Next: {step}" for step in self.next_steps]
-        return [f"Recommendation ({self.goal}): {choice}", f"Why: {self.reason}", *cost, *steps]
+        return [f"Recommendation ({self.goal}): {choice}", *provisional, f"Why: {self.reason}", *cost, *steps]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {**asdict(self), "decided": self.decided}
 
 
-def recommend(comparison: Comparison, goal: str = "balanced") -> Recommendation:
-    """The row to use for that goal.
+def recommend(comparison: Comparison, goal: str = "balanced", resume: str | None = None) -> Recommendation:
+    """The row to use for that goal. ``resume``: the command that goes on with the run; None without one run's folder.
 
     Raises UsageError for a goal that is none of ``config.options.GOALS``.
     """
@@ -89,19 +92,23 @@ def recommend(comparison: Comparison, goal: str = "balanced") -> Recommendation:
             try_next=short_answer.try_without_choice(comparison),
         )
     undecided = [row.label for row in (decision.choice, *decision.undecided)] if decision.undecided else []
-    reason, short_reason = reasons.why(decision, comparison, goal, eligible.terms)
+    reason, short_reason = reasons.why(decision, comparison, goal, eligible)
+    provisional = short_answer.say_provisional(decision, comparison, resume)
+    try_next = short_answer.try_after_choice(decision, eligible, comparison, resume)
+    to_decide = try_next if undecided and provisional is None else None
     return Recommendation(
         goal=goal,
         choice=decision.choice.label,
         key=decision.choice.key,
         reason=_whole_reason(reason, decision, eligible, comparison),
         cost=reasons.cost(decision, eligible.terms),
-        next_steps=tuple(dict.fromkeys(_next_steps(decision.choice, undecided, comparison, goal))),
+        next_steps=tuple(dict.fromkeys(_next_steps(decision.choice, to_decide, comparison, goal))),
         tied=tuple(candidate.label for candidate in decision.tied),
         undecided=tuple(undecided),
+        provisional=provisional,
         headline=short_answer.say_choice(decision, comparison, short_reason),
         alternative=short_answer.say_alternative(decision, eligible, comparison),
-        try_next=short_answer.try_after_choice(decision, eligible, comparison),
+        try_next=try_next,
     )
 
 
@@ -135,11 +142,11 @@ def _steps_without_choice(comparison: Comparison, eligible: EligibleRows) -> Ite
     yield from _steps_for_caveats(comparison.caveats)
 
 
-def _next_steps(choice: Candidate, undecided: Sequence[str], comparison: Comparison, goal: str) -> Iterator[str]:
-    """Steps if a row is chosen. ``undecided``: labels of the rows between which more runs would decide."""
+def _next_steps(choice: Candidate, to_decide: str | None, comparison: Comparison, goal: str) -> Iterator[str]:
+    """Steps if a row is chosen. ``to_decide``: the command that decides between tied rows, if that is still open."""
     row = comparison.row(choice.key)
-    if undecided:
-        yield f"to decide between {format_list(undecided)}, run them again with {remedies.flags_to_decide(row)}"
+    if to_decide is not None:
+        yield f"to decide: {to_decide}"
     yield from _steps_for_failures(comparison)
     yield from _steps_for_caveats(row.caveats)
     yield from filter(None, [remedies.suggest_larger_batch(row, comparison), rules_of_thumb.rule_for(comparison, goal)])

@@ -214,11 +214,6 @@ def more_repeats(row: ComparisonRow) -> int:
     return max(5, 2 * len(row.successes))
 
 
-def flags_to_decide(row: ComparisonRow) -> str:
-    """Flags of a run that is to decide between the row and others."""
-    return f"--repeats {more_repeats(row)} --num-steps {max(MORE_STEPS, row.trial.workload.num_steps)}"
-
-
 def suggest_larger_batch(row: ComparisonRow, comparison: Comparison) -> str | None:
     """A line on the micro-batch of ``larger_batch``; None without one."""
     larger = larger_batch(row, comparison)

@@ -17,7 +17,7 @@ from ..units import format_count, format_gigabytes, format_percent
 from . import remedies
 from .decision import Decision
 from .eligibility import EligibleRows
-from .reasons import smaller_equally_fast
+from .reasons import runs_of_each, smaller_equally_fast
 
 
 def format_list(labels: Sequence[str], most: int | None = None) -> str:
@@ -30,23 +30,43 @@ def format_list(labels: Sequence[str], most: int | None = None) -> str:
 def say_choice(decision: Decision, comparison: Comparison, why: str) -> str:
     """``Use ZeRO-3: the fastest of 3 rows.``, or which rows noise does not tell apart. ``why``: in a few words."""
     if decision.undecided:
-        return _say_undecided(decision, comparison)
+        return _say_undecided(decision)
     length = comparison.row(decision.choice.key).longest_seq_length
     longest = "" if length is None else f"trains sequences of {format_count(length)} tokens, the longest; "
     return f"Use {decision.choice.label}: {longest}{why}."
 
 
-def _say_undecided(decision: Decision, comparison: Comparison) -> str:
-    choice = decision.choice
-    rows = (choice, *decision.undecided)
-    repeated = any(len(comparison.row(row.key).successes) > 1 for row in rows)
-    spread = max(row.step_spread for row in rows)
-    vary = f"{'runs' if repeated else 'steps'} vary by up to {_two_digits(spread)}"
-    everything = len(rows) == len(decision.speeds.candidates) > 2
-    others = "no row" if everything else format_list([row.label for row in decision.undecided], most=4)
-    verb = "can" if everything else "cannot"
-    until = "Simplest of those" if choice == decision.simplest_tied else "Until then"
-    return f"Undecided: {vary}; {others} {verb} be told from {choice.label} by speed. {until}: {choice.label}."
+def _say_undecided(decision: Decision) -> str:
+    """``Too close to call after one run each. Start with ZeRO-1, the simplest.``"""
+    choice, rows = decision.choice, (decision.choice, *decision.undecided)
+    fewest = min(row.runs for row in rows)
+    reason = f" after {runs_of_each(fewest)}"
+    if fewest >= FEWEST_RUNS:
+        reason = f": runs vary by up to {_two_digits(max(row.step_spread for row in rows))}"
+    why = "the simplest" if choice == decision.simplest_tied else "which needs less memory"
+    return f"Too close to call{reason}. Start with {choice.label}, {why}."
+
+
+def say_provisional(decision: Decision, comparison: Comparison, resume: str | None) -> str | None:
+    """Return why too few runs leave the choice open, and the command that decides it; None if that is not why."""
+    rows = (decision.choice, *decision.undecided)
+    fewest = min(row.runs for row in rows)
+    if len(rows) == 1 or fewest >= FEWEST_RUNS:
+        return None
+    lead = max(decision.speeds.chance_lead(decision.choice, row) for row in decision.undecided)
+    return (
+        f"Provisional: after {runs_of_each(fewest)}, a lead below {_two_digits(lead)} may be chance. "
+        f"To decide: {command_to_decide(decision, comparison, resume)}"
+    )
+
+
+def command_to_decide(decision: Decision, comparison: Comparison, resume: str | None) -> str:
+    """Return the command that adds the runs that are to decide. ``resume``: the command that goes on with the run."""
+    rows = [comparison.row(row.key) for row in (decision.choice, *decision.undecided)]
+    attempts, fewest = max(len(row.summaries) for row in rows), min(len(row.successes) for row in rows)
+    # Runs that failed are not repeated, so each run that is missing is one more.
+    repeats = attempts + FEWEST_RUNS - fewest if fewest < FEWEST_RUNS else max(5, 2 * attempts)
+    return f"{resume or 'the same command with'} --repeats {repeats}"
 
 
 def say_alternative(decision: Decision, eligible: EligibleRows, comparison: Comparison) -> str | None:
@@ -92,14 +112,16 @@ def _may_be_called_faster(row: ComparisonRow, chosen: ComparisonRow) -> bool:
 # ------------------------------------------------------------------ what to try
 
 
-def try_after_choice(decision: Decision, eligible: EligibleRows, comparison: Comparison) -> str | None:
-    """Flags of the next run, or what else to do; None if nothing is left to try."""
+def try_after_choice(
+    decision: Decision, eligible: EligibleRows, comparison: Comparison, resume: str | None
+) -> str | None:
+    """Flags of the next run, or what else to do; None if nothing is left to try. ``resume``: see above."""
     row = comparison.row(decision.choice.key)
     # Before all else: the rows that are missing may change the choice.
     if any(run.record.outcome.status == schema.INTERRUPTED for each in comparison.rows for run in each.summaries):
         return remedies.ACTIONS[schema.INTERRUPTED]
     if decision.undecided:
-        return remedies.flags_to_decide(row)
+        return command_to_decide(decision, comparison, resume)
     too_full = {key for key, left_out in eligible.left_out.items() if left_out.too_full is not None}
     short = [each for each in comparison.rows if each.key in too_full or _ran_out_of_memory(each)]
     return next(filter(None, _tries(row, short, comparison)), None)

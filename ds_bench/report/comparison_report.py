@@ -120,16 +120,18 @@ def build_report(
     environments: Sequence[Environment] = (),
     sources: Sequence[str] = (),
     title: str | None = None,
+    resume: str | None = None,
 ) -> ComparisonReport:
     """Compares rows of one workload and recommends one for the goal.
 
-    ``title``: None is made from the summaries. Raises UsageError if ``relative_to`` names no row.
+    ``title``: None is made from the summaries. ``resume``: the command that goes on with the run, None without one.
+    Raises UsageError if ``relative_to`` names no row.
     """
     comparison = compare(summaries, relative_to, environments=environments)
     return ComparisonReport(
         title=title or provenance.title(summaries),
         comparison=comparison,
-        recommendation=recommend(comparison, goal),
+        recommendation=recommend(comparison, goal, resume),
         notes=tuple(notes),
         commands=tuple(dict.fromkeys(filter(None, commands))),
         environments=tuple(environments),

@@ -294,6 +294,8 @@ def _answer_lines(report: ComparisonReport, width: int, printable: Callable[[str
     indent = " " * (len(mark) + 1)
     headline = printable(recommendation.headline or recommendation.lines[0])
     yield from (Line(line, "bold") for line in _wrap(f"{mark} {headline}", width, indent))
+    if recommendation.provisional is not None:  # never shortened, since it ends with a command
+        yield from (Line(indent + line) for line in _wrap(printable(recommendation.provisional), width - len(indent)))
     shown = [] if recommendation.alternative is None else [recommendation.alternative]
     shown += notes_that_matter(report)
     shown += _notes_of_rows(report.comparison, lambda caveat: caveat.form is CaveatText.ALL_POSITIONS)
@@ -306,7 +308,8 @@ def _answer_lines(report: ComparisonReport, width: int, printable: Callable[[str
 
 def _last_lines(report: ComparisonReport, width: int, indent: str, printable: Callable[[str], str]) -> Iterator[str]:
     """What to try, and how many notes there are; on one line if both fit."""
-    try_next = report.recommendation.try_next
+    recommendation = report.recommendation
+    try_next = None if recommendation.provisional is not None else recommendation.try_next
     try_lines = [] if try_next is None else _wrap(printable(f"Try:    {try_next}"), width - len(indent), " " * 8)
     count = len(table.numbered_notes(report)) + len(table.general_notes(report))
     notes = f"{format_items(count, 'note')}: --verbose, or the HTML report" if count else ""

@@ -6,14 +6,17 @@ import math
 import random
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import scipy.stats
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from ds_bench.analysis.intervals import (
+    _TABLE_LEVEL,
     LogDifference,
     RatioInterval,
     RowRatios,
@@ -21,6 +24,7 @@ from ds_bench.analysis.intervals import (
     RunDesign,
     holm_levels,
     mean_interval,
+    normal_range_quantile,
     ratio_interval,
     sample_std,
     student_t_quantile,
@@ -42,6 +46,13 @@ def test_a_quantile_agrees_with_the_closed_forms_to_12_digits(subtests: pytest.S
             four = 2 * math.sqrt(math.cos(math.acos(root) / 3) / root - 1)
             closed = [math.tan(math.pi * (p - 0.5)), (2 * p - 1) / math.sqrt(2 * p * (1 - p)), four]
             assert [student_t_quantile(p, df) for df in (1, 2, 4)] == pytest.approx(closed, rel=1e-12)
+
+
+def test_the_range_of_normal_values_is_the_studentized_range_with_infinite_degrees_of_freedom() -> None:
+    """Published tables have 2.77, 3.31, 3.63 and 4.62."""
+    counts = (2, 3, 4, 12, 100)
+    expected = [scipy.stats.studentized_range.ppf(0.95, count, np.inf) for count in counts]
+    assert [normal_range_quantile(count) for count in counts] == pytest.approx(expected, rel=1e-9)
 
 
 # ------------------------------------------------------------------ spread
@@ -221,11 +232,13 @@ def test_a_difference_of_5_percent_is_found_from_five_runs() -> None:
 
 # ------------------------------------------------------------------ simulation: rows of one comparison
 
-STAGES = 4
+ROWS = 4
 NOISE_LEVEL = 0.01
 """Standard deviation of the log of a run's mean, as quiet machines show it."""
-SETS, SEEDS = 200, 20
+SETS, SEEDS = 40, 100
 """Sets of figures for each seed of the order: 4,000 in all."""
+MOST_ALARMS = 0.05 + 2 * math.sqrt(0.05 * 0.95 / (SETS * SEEDS))
+"""5 % and two standard errors of such a share."""
 Figures = Any
 """Logs of runs' means, a line for each set, in the order in which the runs ran."""
 
@@ -245,24 +258,30 @@ def drifting(numbers: np.random.Generator, count: int) -> Figures:
     return numbers.standard_normal((SETS, count)) + np.arange(count)
 
 
+def periodic(numbers: np.random.Generator, count: int) -> Figures:
+    period, phase = numbers.uniform(2, count, (SETS, 1)), numbers.uniform(0, 2 * math.pi, (SETS, 1))
+    return 3 * np.sin(2 * math.pi * np.arange(count) / period + phase) + numbers.standard_normal((SETS, count))
+
+
 NOISES: dict[str, Callable[[np.random.Generator, int], Figures]] = {
     "independent": lambda numbers, count: numbers.standard_normal((SETS, count)),
     "autocorrelated": autocorrelated,
     "a random walk": wandering,
     "a linear drift": drifting,
+    "a periodic disturbance": periodic,
     "heavy tails": lambda numbers, count: numbers.standard_t(3, (SETS, count)) / math.sqrt(3),
 }
 
 
-def planned(runs: int, seed: int) -> list[tuple[int, int]]:
-    """Row and round of each run, in the order in which a comparison of four stages runs them."""
-    rows = [fakes.zero(stage) for stage in range(STAGES)]
-    return [(row.stage, number) for number in range(runs) for row in ordered_for_round(rows, seed, number)]
+def planned(count: int, runs: int, seed: int) -> list[tuple[int, int]]:
+    """Row and round of each run, in the order in which a comparison of so many rows runs them."""
+    rows = [replace(fakes.zero(0), name=str(row)) for row in range(count)]
+    return [(int(row.name), number) for number in range(runs) for row in ordered_for_round(rows, seed, number)]
 
 
-def as_written(runs: int, _seed: int) -> list[tuple[int, int]]:
+def as_written(count: int, runs: int, _seed: int) -> list[tuple[int, int]]:
     """A B C D, A B C D: as earlier versions ran them."""
-    return [(stage, number) for number in range(runs) for stage in range(STAGES)]
+    return [(row, number) for number in range(runs) for row in range(count)]
 
 
 def found_by(differences: list[list[LogDifference]]) -> Any:
@@ -270,12 +289,12 @@ def found_by(differences: list[list[LogDifference]]) -> Any:
     probabilities = [
         [d.probability if abs(d.plain) > 2 * d.standard_error else 1.0 for d in row] for row in differences
     ]  # two standard errors are never enough
-    return np.array([[p <= level for p, level in zip(each, holm_levels(each), strict=True)]
+    return np.array([[p <= level for p, level in zip(each, holm_levels(each, _TABLE_LEVEL), strict=True)]
                      for each in zip(*probabilities, strict=True)])  # fmt: skip
 
 
 def false_alarms_and_finds(
-    noise: str, runs: int, *, order: Callable[[int, int], list[tuple[int, int]]] = planned, lost: int = 0
+    noise: str, runs: int, count: int = ROWS, *, order: Callable[[int, int, int], Any] = planned, lost: int = 0
 ) -> tuple[float, float, float]:
     """Shares of sets with a false difference where all rows are equal and where one is 5 % faster; finds of that one.
 
@@ -283,16 +302,16 @@ def false_alarms_and_finds(
     """
     alarms = alarms_beside = finds = 0.0
     for seed in range(SEEDS):
-        ran = order(runs, seed)
+        ran = order(count, runs, seed)
         gone = [place for place, (row, _) in enumerate(ran) if row == 1][runs - lost :]
         places = [place for place in range(len(ran)) if place not in gone]
         figures = NOISE_LEVEL * NOISES[noise](np.random.default_rng(seed), len(ran))[:, places]
         rows = np.array([ran[place][0] for place in places])
         design = RunDesign(rows, [ran[place][1] for place in places], places)
-        faster = 1 + seed % (STAGES - 1)
+        faster = 1 + seed % (count - 1)
         for gain in (0.0, 0.05):
             fit = design.fit(figures + math.log1p(gain) * (rows == faster))
-            found = found_by([fit.differences(row, 0) for row in range(1, STAGES)])
+            found = found_by([fit.differences(row, 0) for row in range(1, count)])
             if gain:
                 finds += found[:, faster - 1].sum()
                 alarms_beside += np.delete(found, faster - 1, axis=1).any(axis=1).sum()
@@ -305,9 +324,9 @@ def finds_of_welch(noise: str, runs: int) -> float:
     """Of the same 5 %, by an interval for that row alone, the runs in the order as written."""
     found = 0
     for seed in range(SEEDS):
-        ran = as_written(runs, seed)
+        ran = as_written(ROWS, runs, seed)
         figures = NOISE_LEVEL * NOISES[noise](np.random.default_rng(seed), len(ran))
-        rows, faster = np.array([row for row, _ in ran]), 1 + seed % (STAGES - 1)
+        rows, faster = np.array([row for row, _ in ran]), 1 + seed % (ROWS - 1)
         speeds = np.exp(figures + math.log1p(0.05) * (rows == faster))
         for ours, theirs in zip(speeds[:, rows == faster].tolist(), speeds[:, rows == 0].tolist(), strict=True):
             interval = ratio_interval(ours, theirs)
@@ -317,24 +336,30 @@ def finds_of_welch(noise: str, runs: int) -> float:
 
 @pytest.mark.parametrize("runs", [3, 5])
 @pytest.mark.parametrize("noise", NOISES)
-def test_false_differences_are_rare_among_all_rows_and_true_ones_found_as_often_as_by_welch(
-    noise: str, runs: int
-) -> None:
-    """Welch's interval for each row by itself finds one in a hundred more at most, at 9 to 12 % of false alarms."""
+def test_false_differences_are_rare_among_all_rows_and_true_ones_found(noise: str, runs: int) -> None:
+    """Welch's interval for each row by itself finds one or two in a hundred more, at 9 to 12 % of false alarms."""
     among_equals, beside_a_faster_row, finds = false_alarms_and_finds(noise, runs)
-    assert among_equals <= 0.06
-    assert beside_a_faster_row <= 0.06
-    assert finds >= finds_of_welch(noise, runs) - 0.01
+    assert among_equals <= MOST_ALARMS
+    assert beside_a_faster_row <= MOST_ALARMS
+    # Welch's interval takes a disturbance that fits the written order for a difference.
+    assert finds >= (0.15 if noise == "a periodic disturbance" else finds_of_welch(noise, runs) - 0.04)
 
 
 @pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("count", [3, 12])
+def test_false_differences_are_as_rare_among_few_rows_as_among_many(noise: str, count: int) -> None:
+    """In rotated rounds, as earlier versions ran them, 12 rows showed one in 9 to 15 % under noise that lasts."""
+    assert max(false_alarms_and_finds(noise, 3, count)[:2]) <= MOST_ALARMS
+
+
+@pytest.mark.parametrize("noise", [each for each in NOISES if each != "a periodic disturbance"])
 def test_results_that_ran_in_the_written_order_show_as_few_false_differences(noise: str) -> None:
-    assert max(false_alarms_and_finds(noise, 3, order=as_written)[:2]) <= 0.06
+    assert max(false_alarms_and_finds(noise, 3, order=as_written)[:2]) <= MOST_ALARMS
 
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_runs_that_failed_leave_false_differences_rare(noise: str) -> None:
-    assert max(false_alarms_and_finds(noise, 5, lost=2)[:2]) <= 0.06
+    assert max(false_alarms_and_finds(noise, 5, lost=2)[:2]) <= MOST_ALARMS
 
 
 # ------------------------------------------------------------------ rows of one comparison by hand
@@ -382,8 +407,8 @@ def test_a_row_that_varies_far_more_than_the_others_hides_nothing_of_them() -> N
 
 def test_holms_levels_by_hand() -> None:
     """Ordered: 0.01 ≤ 0.05/4, 0.013 ≤ 0.05/3, 0.03 > 0.05/2: the third is not found, nor is the last."""
-    assert holm_levels([0.03, 0.01, 0.04, 0.013]) == pytest.approx([0.025, 0.0125, 0.025, 0.05 / 3])
-    assert holm_levels([]) == []
+    assert holm_levels([0.03, 0.01, 0.04, 0.013], 0.05) == pytest.approx([0.025, 0.0125, 0.025, 0.05 / 3])
+    assert holm_levels([], 0.05) == []
 
 
 @quick
@@ -396,7 +421,8 @@ def test_an_interval_leaves_out_1_exactly_where_holms_method_finds_a_difference(
     )
     fit = design.fit([[math.log(mean) for own in means for mean in own]])
     probabilities = [fit.differences(row, 0)[0].probability for row in range(1, len(means))]
-    for name, p, level in zip(names[1:], probabilities, holm_levels(probabilities), strict=True):
+    levels = holm_levels(probabilities, 0.05 if len(means) == 2 else _TABLE_LEVEL)
+    for name, p, level in zip(names[1:], probabilities, levels, strict=True):
         interval = found.between(name, "a")
         assert interval is not None
         assume(abs(p - level) > 1e-9)
@@ -407,10 +433,13 @@ def test_an_interval_leaves_out_1_exactly_where_holms_method_finds_a_difference(
 
 
 def test_two_rows_of_which_none_is_the_baseline_are_held_to_one_level_for_all_pairs() -> None:
-    """Four rows have six pairs."""
-    found = table({name: [100.0, 101.0, 99.0 + n] for n, name in enumerate("abcd")}, None).between("b", "c")
+    """Four rows have six pairs. Two rows have one, which has the confidence that the column is named after."""
+    rows = {name: [100.0, 101.0, 99.0 + n] for n, name in enumerate("abcd")}
+    found, alone = table(rows, None).between("b", "c"), table({name: rows[name] for name in "bc"}).between("c", "b")
     assert found is not None
-    assert found.confidence == pytest.approx(1 - 0.05 / 6)
+    assert alone is not None
+    assert found.confidence == pytest.approx(1 - _TABLE_LEVEL / 6)
+    assert alone.confidence == pytest.approx(0.95)
 
 
 @pytest.mark.parametrize(("rows", "runs"), [(4, 3), (8, 3), (8, 5)])
