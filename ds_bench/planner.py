@@ -894,9 +894,9 @@ def ordered_for_round(configurations: Sequence[Configuration], seed: int, number
     """Return the configurations in the order of a round (``number``, from 0).
 
     The first round runs as written. Each later one is shuffled by the seed: of four shuffles, the one that puts the
-    fewest rows where an earlier round had them. The shuffle makes heat, clocks and other noise that lasts from run to
-    run favor no row (``bench/false_differences.py`` compares it with what the intervals promise). The order of a round
-    does not depend on the number of rounds, so a resumed run keeps its order.
+    fewest rows where an earlier round had them. So noise that lasts from run to run, as heat does, favors no row
+    (``bench/false_differences.py``). The order of a round does not depend on the number of rounds, so a resumed run
+    keeps its order.
     """
     # With --common-batch a row may be there at two micro-batches.
     names = [f"{row.name} {row.deepspeed_config['train_micro_batch_size_per_gpu']}" for row in configurations]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import shutil
 import signal
 from collections import Counter
@@ -20,6 +21,7 @@ import pytest
 from ds_bench import planner
 from ds_bench.analysis import load_results
 from ds_bench.cli import script as cli
+from ds_bench.cli.report import build_reports
 from ds_bench.config.spec import Trial
 from ds_bench.doctor import nvme
 from ds_bench.launch import ProgressCallback
@@ -555,7 +557,8 @@ def test_the_end_recommends_a_row_and_leaves_its_configuration(
     scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert scripted.run("--stages", "1", "3") == 0
-    assert "★ Use ZeRO-1: simplest of 2 rows that cannot be told apart by speed." in capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "? Too close to call after one run each. Start with ZeRO-1, the simplest." in shown
     (folder,) = (scripted.output / "runs").glob("*/recommended")
     assert {path.name for path in folder.iterdir()} == {
         "README.md",
@@ -566,7 +569,10 @@ def test_the_end_recommends_a_row_and_leaves_its_configuration(
         "recommendation.json",
     }
     told = json.loads((folder / "recommendation.json").read_text(encoding="utf-8"))
-    assert (told["choice"], told["decided"], told["tied"]) == ("ZeRO-1", True, ["ZeRO-1", "ZeRO-3"])
+    assert (told["choice"], told["decided"], told["tied"]) == ("ZeRO-1", False, ["ZeRO-1", "ZeRO-3"])
+    # The command that decides is the one that works: it adds two rounds to this run.
+    assert told["try_next"] == f"python zero_stage_comparison.py --resume {folder.parent} --repeats 3"
+    assert f"To decide: {told['try_next']}" in shown
     assert json.loads((folder.parent / "run.json").read_text(encoding="utf-8"))["recommendation"] == told
     assert json.loads((folder.parent / "recommendation.json").read_text(encoding="utf-8")) == told
     (beside,) = scripted.output.glob("zero_recommendation_*.json")
@@ -577,6 +583,29 @@ def test_the_end_recommends_a_row_and_leaves_its_configuration(
     assert [row["recommendation"]["choice"] for row in json.loads(capsys.readouterr().out)] == ["ZeRO-1"]
 
 
+def test_the_command_of_a_provisional_answer_adds_the_runs_that_decide(
+    scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``report`` names the same command for the run's folder; flat rows do not tell which run they are of."""
+    scripted.run("--stages", "1", "3")
+    (folder,) = (scripted.output / "runs").iterdir()
+    (report,) = build_reports([folder])
+    ended = json.loads((folder / "recommendation.json").read_text(encoding="utf-8"))
+    assert report.recommendation.try_next == ended["try_next"]
+    assert build_reports([next(scripted.output.glob("zero_comparison_*.json"))])[0].recommendation.try_next == (
+        "the same command with --repeats 3"
+    )
+    _, script, *flags = shlex.split(ended["try_next"])
+    assert script == "zero_stage_comparison.py"
+    scripted.launcher = FakeLauncher()
+    capsys.readouterr()
+    assert cli.main("zero", fakes.make_config, flags) == 0
+    assert Counter(trial.repeat for trial in scripted.launcher.launched) == {1: 2, 2: 2}
+    decided = json.loads((folder / "recommendation.json").read_text(encoding="utf-8"))
+    assert decided["provisional"] is None
+    assert "Provisional" not in capsys.readouterr().out
+
+
 def test_where_it_is_undecided_the_readme_of_the_configuration_says_so_first(scripted: ScriptedRun) -> None:
     def unsteady(trial: Trial) -> TrialRecord:
         return fakes.success(trial, step_seconds=(0.05, 0.15) * (trial.workload.num_steps // 2))
@@ -585,7 +614,7 @@ def test_where_it_is_undecided_the_readme_of_the_configuration_says_so_first(scr
     assert scripted.run("--stages", "1", "3", script=script) == 0
     (readme,) = (scripted.output / "runs").glob("*/recommended/README.md")
     _, said, *_ = readme.read_text(encoding="utf-8").split("\n\n")
-    assert said == "**Recommendation (balanced): undecided between ZeRO-1 and ZeRO-3; until then ZeRO-1**"
+    assert said == "**Recommendation (balanced): start with ZeRO-1; ZeRO-1 and ZeRO-3 are too close to call**"
 
 
 def test_another_row_can_be_exported(scripted: ScriptedRun) -> None:

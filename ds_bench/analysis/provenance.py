@@ -52,10 +52,7 @@ def flags_to_repeat(options: Options) -> dict[str, list[str]]:
 
 
 def resume_command(options: Options, folder: Path) -> str:
-    """The command that runs what is missing of an interrupted run, with the flags that ``--resume`` wants again.
-
-    ``options``: of a script's run, or of the first point of a recipe's.
-    """
+    """The command that goes on with a run. ``options``: of a script's run, or of the first point of a recipe's."""
     again = [word for words in flags_to_repeat(options).values() for word in words]
     return invocation.comparison(options.family, ["--resume", str(folder), *again])
 

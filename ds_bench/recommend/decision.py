@@ -104,14 +104,13 @@ class Speeds:
     def chance_lead(self, row: Candidate, other: Candidate) -> float:
         """Return the lead, as a fraction, that two rows with too few runs to test may show by chance.
 
-        If all rows are equally fast, the fastest leads the slowest by more in ``ERROR_RATE`` of comparisons: by
-        Tukey's method for all pairs of rows, with ``UNTESTED_NOISE`` as the known standard deviation, and with Kramer's
-        term for rows with different numbers of runs (C. Y. Kramer, "Extension of multiple range tests to group means
-        with unequal numbers of replications", Biometrics 12 (1956)). It is at least the spread of the steps.
+        The fastest of equal rows leads the slowest by more in ``ERROR_RATE`` of comparisons if their runs vary by
+        ``UNTESTED_NOISE``. Source: C. Y. Kramer, "Extension of multiple range tests to group means with unequal
+        numbers of replications", Biometrics 12 (1956). It is at least the spread of the steps.
         """
-        rows = max(2, len(self.candidates))
         noise = UNTESTED_NOISE * math.sqrt((1 / row.runs + 1 / other.runs) / 2)
-        return max(math.expm1(normal_range_quantile(rows) * noise), math.hypot(row.step_spread, other.step_spread))
+        chance = math.expm1(normal_range_quantile(max(2, len(self.candidates))) * noise)
+        return max(chance, math.hypot(row.step_spread, other.step_spread))
 
     def undecided(self, row: Candidate, other: Candidate) -> bool:
         """Whether it matters which of two tied rows is faster, and the measurements do not show it.
@@ -121,10 +120,8 @@ class Speeds:
         even a ``NEGLIGIBLE`` difference.
         """
         interval = self.interval_of(row, other)
-        if interval is None:
-            return True
         accepted = 1 - MIN_SPEED_FRACTION if row.offload_level == other.offload_level else NEGLIGIBLE
-        return _largest_factor(interval) - 1 > accepted
+        return interval is None or interval.high > 1 + accepted or interval.low * (1 + accepted) < 1
 
     def with_optimizer_of(self, row: Candidate, rows: Sequence[Candidate] | None = None) -> list[Candidate]:
         """Those of ``rows`` (None: of all) that used the optimizer of ``row``, with which it is compared by speed."""
@@ -136,18 +133,18 @@ class Speeds:
         Rows within ``NEGLIGIBLE`` of it that offload less and leave room count too: if device memory is not short, so
         small a lead is not worth host memory or a disk.
         """
-        return [row for row in rows if row == best or not self.differ(best, row) or _nearly_with_less(row, best)]
-
-
-def _nearly_with_less(row: Candidate, best: Candidate) -> bool:
-    lead = math.log(best.tokens_per_second / row.tokens_per_second)
-    # The first two parts of the complexity are the offload devices alone.
-    return row.complexity[:2] < best.complexity[:2] and row.comfortable and lead <= math.log1p(NEGLIGIBLE)
-
-
-def _largest_factor(interval: RatioInterval) -> float:
-    """The largest factor between the faster and the slower row that the interval holds."""
-    return max(interval.high, 1 / interval.low if interval.low > 0 else math.inf)
+        return [
+            row
+            for row in rows
+            if row == best
+            or not self.differ(best, row)
+            # The first two parts of the complexity are the offload devices alone.
+            or (
+                row.complexity[:2] < best.complexity[:2]
+                and row.comfortable
+                and best.tokens_per_second <= (1 + NEGLIGIBLE) * row.tokens_per_second
+            )
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +162,11 @@ class Decision:
     """Rows that tie with the fastest (``Speeds.tied``), itself included; empty if no other does."""
     undecided: tuple[Candidate, ...] = ()
     """Of these, without the choice: rows that may be faster, which would matter (``Speeds.undecided``)."""
+
+    @property
+    def fewest_runs(self) -> int:
+        """Of the rows between which it is open which is faster."""
+        return min(row.runs for row in (self.choice, *self.undecided))
 
 
 def decide(
@@ -197,29 +199,22 @@ def nearly_least_memory(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def same_offload_nearly_as_fast(best: Candidate, speeds: Speeds) -> list[Candidate]:
-    """Return the rows at the offload level of ``best`` with nearly its throughput, itself included.
-
-    They reach 90 % of it, or three runs or more do not show that they are slower.
-    """
-
-    def tested_tie(row: Candidate) -> bool:
-        interval = speeds.interval_of(best, row)
-        return interval is not None and not interval.distinguishable
-
+    """Rows at the offload level of ``best`` that reach 90 % of its throughput or are tied with it by enough runs."""
     return [
         row
         for row in speeds.with_optimizer_of(best)
         if row.offload_level == best.offload_level
-        and (row.tokens_per_second / best.tokens_per_second >= MIN_SPEED_FRACTION or tested_tie(row))
+        and (
+            row.tokens_per_second / best.tokens_per_second >= MIN_SPEED_FRACTION
+            or (min(row.runs, best.runs) >= FEWEST_RUNS and not speeds.differ(best, row))
+        )
     ]
 
 
 def _simplest(candidates: Sequence[Candidate]) -> Candidate:
-    # Of equally simple rows the leaner one, but the faster one where too few runs ran to show a tie.
-    return min(
-        candidates,
-        key=lambda c: (c.complexity, _memory(c) if c.runs >= FEWEST_RUNS else 0, -c.tokens_per_second, _memory(c)),
-    )
+    # Of equally simple rows the leaner one, but the faster one if too few ran to show a tie.
+    key = lambda c: (c.complexity, c.runs >= FEWEST_RUNS and _memory(c), -c.tokens_per_second, _memory(c))  # noqa: E731
+    return min(candidates, key=key)
 
 
 def decide_for_speed(speeds: Speeds, rows: Sequence[Candidate] | None = None) -> Decision:

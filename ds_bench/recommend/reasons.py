@@ -6,7 +6,7 @@ What a recommendation says at length and in its headline is worded side by side.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from ..analysis.comparison import Comparison
 from ..analysis.intervals import FEWEST_RUNS
@@ -60,7 +60,7 @@ def why(decision: Decision, comparison: Comparison, goal: str, eligible: Eligibl
         )
         saved = format_gigabytes((best.memory_bytes or 0) - (choice.memory_bytes or 0))
         short = f"{whole_percent(share)} of {best.label}'s speed with {saved} less of {terms.memory}"
-        return sentence, short + _untested(comparison, (choice, best))
+        return sentence, short + _untested((choice, best))
     rank, short_rank = _speed_rank(decision, comparison, eligible)
     head = f"{choice.label} is {rank}: {numbers}"
     return head if goal == "speed" else f"{head}{_why_no_less_memory(decision, terms)}", short_rank
@@ -93,15 +93,15 @@ def _speed_rank(decision: Decision, comparison: Comparison, eligible: EligibleRo
     rank = f"the fastest of the {len(compared)} {row}s that fit{long}"
     if decision.tied:
         return rank, simplest
-    untested = _untested(comparison, compared)
+    untested = _untested(compared)
     if any(each.gpu_fraction is not None and not each.leaves_room for each in comparison.rows):
         return rank, f"fastest {row}{short} under {whole_percent(NEAR_CAPACITY)} of {terms.capacity}{untested}"
     return rank, f"fastest of {len(compared)} {row}s{short}{untested}"
 
 
-def _untested(comparison: Comparison, rows: Iterable[Candidate]) -> str:
+def _untested(rows: Iterable[Candidate]) -> str:
     """The end of a headline from too few runs. Not in the table alone: of a sweep nothing but the headline is shown."""
-    fewest = min(len(comparison.row(row.key).successes) for row in rows)
+    fewest = min(row.runs for row in rows)
     return f", by {runs_of_each(fewest)}" if fewest < FEWEST_RUNS else ""
 
 
@@ -163,10 +163,10 @@ def rows_left_out(eligible: EligibleRows, decision: Decision | None = None) -> l
     return sentences
 
 
-def speed_difference_text(decision: Decision, runs: Mapping[str, int]) -> str | None:
+def speed_difference_text(decision: Decision) -> str | None:
     """The difference in speed to the next fastest row, or to the fastest, and whether it is more than the noise.
 
-    None without a second row. ``runs``: number of successful runs by row key.
+    None without a second row.
     """
     choice, speeds = decision.choice, decision.speeds
     rivals = [candidate for candidate in speeds.with_optimizer_of(choice) if candidate != choice]
@@ -175,7 +175,7 @@ def speed_difference_text(decision: Decision, runs: Mapping[str, int]) -> str | 
     rival = fastest(rivals)
     difference = choice.tokens_per_second / rival.tokens_per_second - 1
     kind = "lead over" if difference >= 0 else "lag behind"
-    fewest = min(runs[choice.key], runs[rival.key])
+    fewest = min(choice.runs, rival.runs)
     runs_text = runs_of_each(fewest)
     if speeds.interval_of(choice, rival) is not None:
         verdict = f"{'more than' if speeds.differ(choice, rival) else 'inside'} the noise of {runs_text}"

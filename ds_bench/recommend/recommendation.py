@@ -93,30 +93,29 @@ def recommend(comparison: Comparison, goal: str = "balanced", resume: str | None
         )
     undecided = [row.label for row in (decision.choice, *decision.undecided)] if decision.undecided else []
     reason, short_reason = reasons.why(decision, comparison, goal, eligible)
-    provisional = short_answer.say_provisional(decision, comparison, resume)
-    try_next = short_answer.try_after_choice(decision, eligible, comparison, resume)
-    to_decide = try_next if undecided and provisional is None else None
+    command = short_answer.command_to_decide(decision, comparison, resume)
+    provisional = short_answer.say_provisional(decision, command)
+    steps = _next_steps(decision.choice, None if provisional else command, comparison, goal)
     return Recommendation(
         goal=goal,
         choice=decision.choice.label,
         key=decision.choice.key,
-        reason=_whole_reason(reason, decision, eligible, comparison),
+        reason=_whole_reason(reason, decision, eligible),
         cost=reasons.cost(decision, eligible.terms),
-        next_steps=tuple(dict.fromkeys(_next_steps(decision.choice, to_decide, comparison, goal))),
+        next_steps=tuple(dict.fromkeys(steps)),
         tied=tuple(candidate.label for candidate in decision.tied),
         undecided=tuple(undecided),
         provisional=provisional,
         headline=short_answer.say_choice(decision, comparison, short_reason),
         alternative=short_answer.say_alternative(decision, eligible, comparison),
-        try_next=try_next,
+        try_next=short_answer.try_after_choice(decision, eligible, comparison, command),
     )
 
 
-def _whole_reason(why: str, decision: Decision, eligible: EligibleRows, comparison: Comparison) -> str:
+def _whole_reason(why: str, decision: Decision, eligible: EligibleRows) -> str:
     """``why`` with how certain the choice is, and the rows that are no choice."""
     choice = decision.choice
-    difference = reasons.speed_difference_text(decision, {row.key: len(row.successes) for row in comparison.rows})
-    sentences = ["; ".join(filter(None, [why, difference]))]
+    sentences = ["; ".join(filter(None, [why, reasons.speed_difference_text(decision)]))]
     others = [row for row in decision.speeds.candidates if row.optimizer != choice.optimizer]
     if others:
         steps = f"steps with {others[0].optimizer}" if len(others) == 1 else "step with other optimizers"

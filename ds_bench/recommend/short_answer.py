@@ -28,45 +28,37 @@ def format_list(labels: Sequence[str], most: int | None = None) -> str:
 
 
 def say_choice(decision: Decision, comparison: Comparison, why: str) -> str:
-    """``Use ZeRO-3: the fastest of 3 rows.``, or which rows noise does not tell apart. ``why``: in a few words."""
+    """``Use ZeRO-3: the fastest of 3 rows.``, or that it is too close to call. ``why``: in a few words."""
+    choice, fewest = decision.choice, decision.fewest_runs
     if decision.undecided:
-        return _say_undecided(decision)
-    length = comparison.row(decision.choice.key).longest_seq_length
+        spread = _two_digits(max(row.step_spread for row in (choice, *decision.undecided)))
+        reason = f" after {runs_of_each(fewest)}" if fewest < FEWEST_RUNS else f": runs vary by up to {spread}"
+        start = "the simplest" if choice == decision.simplest_tied else "which needs less memory"
+        return f"Too close to call{reason}. Start with {choice.label}, {start}."
+    length = comparison.row(choice.key).longest_seq_length
     longest = "" if length is None else f"trains sequences of {format_count(length)} tokens, the longest; "
-    return f"Use {decision.choice.label}: {longest}{why}."
+    return f"Use {choice.label}: {longest}{why}."
 
 
-def _say_undecided(decision: Decision) -> str:
-    """``Too close to call after one run each. Start with ZeRO-1, the simplest.``"""
-    choice, rows = decision.choice, (decision.choice, *decision.undecided)
-    fewest = min(row.runs for row in rows)
-    reason = f" after {runs_of_each(fewest)}"
-    if fewest >= FEWEST_RUNS:
-        reason = f": runs vary by up to {_two_digits(max(row.step_spread for row in rows))}"
-    why = "the simplest" if choice == decision.simplest_tied else "which needs less memory"
-    return f"Too close to call{reason}. Start with {choice.label}, {why}."
-
-
-def say_provisional(decision: Decision, comparison: Comparison, resume: str | None) -> str | None:
-    """Return why too few runs leave the choice open, and the command that decides it; None if that is not why."""
-    rows = (decision.choice, *decision.undecided)
-    fewest = min(row.runs for row in rows)
-    if len(rows) == 1 or fewest >= FEWEST_RUNS:
+def say_provisional(decision: Decision, command: str | None) -> str | None:
+    """Why too few runs leave the choice open, and the command that decides it; None if that is not why."""
+    if command is None or decision.fewest_runs >= FEWEST_RUNS:
         return None
-    lead = max(decision.speeds.chance_lead(decision.choice, row) for row in decision.undecided)
-    return (
-        f"Provisional: after {runs_of_each(fewest)}, a lead below {_two_digits(lead)} may be chance. "
-        f"To decide: {command_to_decide(decision, comparison, resume)}"
-    )
+    lead = _two_digits(max(decision.speeds.chance_lead(decision.choice, row) for row in decision.undecided))
+    runs = runs_of_each(decision.fewest_runs)
+    return f"Provisional: after {runs}, a lead below {lead} may be chance. To decide: {command}"
 
 
-def command_to_decide(decision: Decision, comparison: Comparison, resume: str | None) -> str:
-    """Return the command that adds the runs that are to decide. ``resume``: the command that goes on with the run."""
-    rows = [comparison.row(row.key) for row in (decision.choice, *decision.undecided)]
-    attempts, fewest = max(len(row.summaries) for row in rows), min(len(row.successes) for row in rows)
+def command_to_decide(decision: Decision, comparison: Comparison, resume: str | None) -> str | None:
+    """The command that adds runs to an open choice; None for a decided one. ``resume``: it goes on with the run."""
+    if not decision.undecided:
+        return None
+    attempts = max(len(comparison.row(row.key).summaries) for row in (decision.choice, *decision.undecided))
     # Runs that failed are not repeated, so each run that is missing is one more.
-    repeats = attempts + FEWEST_RUNS - fewest if fewest < FEWEST_RUNS else max(5, 2 * attempts)
-    return f"{resume or 'the same command with'} --repeats {repeats}"
+    missing = FEWEST_RUNS - decision.fewest_runs
+    return (
+        f"{resume or 'the same command with'} --repeats {attempts + missing if missing > 0 else max(5, 2 * attempts)}"
+    )
 
 
 def say_alternative(decision: Decision, eligible: EligibleRows, comparison: Comparison) -> str | None:
@@ -113,15 +105,15 @@ def _may_be_called_faster(row: ComparisonRow, chosen: ComparisonRow) -> bool:
 
 
 def try_after_choice(
-    decision: Decision, eligible: EligibleRows, comparison: Comparison, resume: str | None
+    decision: Decision, eligible: EligibleRows, comparison: Comparison, command: str | None
 ) -> str | None:
-    """Flags of the next run, or what else to do; None if nothing is left to try. ``resume``: see above."""
+    """Flags of the next run, or what else to do; None if nothing is left to try. ``command``: it decides the choice."""
     row = comparison.row(decision.choice.key)
     # Before all else: the rows that are missing may change the choice.
     if any(run.record.outcome.status == schema.INTERRUPTED for each in comparison.rows for run in each.summaries):
         return remedies.ACTIONS[schema.INTERRUPTED]
-    if decision.undecided:
-        return command_to_decide(decision, comparison, resume)
+    if command is not None:
+        return command
     too_full = {key for key, left_out in eligible.left_out.items() if left_out.too_full is not None}
     short = [each for each in comparison.rows if each.key in too_full or _ran_out_of_memory(each)]
     return next(filter(None, _tries(row, short, comparison)), None)
