@@ -75,7 +75,10 @@ def render_tables(reports: Sequence[ComparisonReport]) -> str:
                     ]
                     for row in report.comparison.rows
                 ],
-                "lines": [report.recommendation.headline, *notes_that_matter(report)],
+                "lines": [
+                    *filter(None, [report.recommendation.headline, report.recommendation.provisional]),
+                    *notes_that_matter(report),
+                ],
             }
             for report, columns in ((each, measured_columns(each.comparison)) for each in reports)
         ]

@@ -22,4 +22,6 @@ def summary_lines(reports: Sequence[ComparisonReport]) -> list[str]:
         own = " · ".join(part for part in report.title.split(" · ") if part not in common.split(" · ")) or report.title
         mark = "★" if report.recommendation.decided else "?"
         lines.append(f"{mark} {own}: {report.recommendation.headline}")
+    provisional = [report.recommendation.try_next for report in reports if report.recommendation.provisional]
+    lines += [f"  To decide: {command}" for command in dict.fromkeys(provisional)]
     return [*lines, "", *models_table.render_text(reports).split("\n")]

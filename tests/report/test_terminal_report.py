@@ -23,6 +23,9 @@ from ds_bench.records import schema
 from ds_bench.records.schema import TrialRecord
 from ds_bench.report import terminal_report
 from ds_bench.report.comparison_report import ComparisonReport, build_report
+from ds_bench.report.html_report import render_page, render_tables
+from ds_bench.report.markdown import render_markdown
+from ds_bench.report.sweep_report import summary_lines
 from ds_bench.report.terminal_report import report_lines
 from tests.support import fakes
 
@@ -183,6 +186,27 @@ def test_nvme_has_a_column_where_a_row_swapped() -> None:
     swapped = runs(OFFLOAD("nvme"), 300, 8, nvme_stored_bytes=20 * GB, nvme_read_bytes=GB)
     assert re.search(r"NVMe GB\n.*—\n.*40\.0\n", text_of(report(runs(OFFLOAD("none"), 1000, 40), swapped), 120))
     assert "NVMe" not in text_of(clear_winner())
+
+
+def test_every_form_of_a_report_says_that_too_few_runs_are_provisional_and_names_the_command() -> None:
+    """The short report with as many words as it needs, the long one, Markdown, the page, a notebook; a sweep's end."""
+    command = "python zero_stage_comparison.py --resume results/runs/zero_20261123_093000 --repeats 3"
+    rows = [runs(ZERO(stage), speed, 40, count=1) for stage, speed in ((0, 1000), (1, 1010))]
+    of = report(*rows, resume=command.removesuffix(" --repeats 3"))
+    long = io.StringIO()
+    terminal_report.print_report(of, long, verbose=True)
+    shown = [
+        text_of(of, 60),
+        text_of(of, 200),
+        long.getvalue(),
+        render_markdown(of),
+        render_page([of], ""),
+        render_tables([of]),
+    ]
+    for text in shown:
+        words = " ".join(text.split()).replace("\\", "")
+        assert f"Provisional: after one run each, a lead below 15 % may be chance. To decide: {command}" in words
+    assert summary_lines([of, of]).count(f"  To decide: {command}") == 1
 
 
 class Terminal(io.StringIO):
