@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shlex
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from ds_bench.cli import commands, script
+from ds_bench.cli.report import build_reports
 from ds_bench.models import lookup
 from ds_bench.system import invocation
 from tests.support import fakes
@@ -24,10 +26,12 @@ from tests.support.scripted_run import Run, ScriptedRun
 PACKAGE = ROOT / "ds_bench"
 COVERED = {
     "analysis/caveats.py command ops": "test_commands_of_a_crashed_row",
+    "analysis/provenance.py comparison": "test_commands_after_a_run, test_command_that_decides_a_provisional_answer",
     "analysis/shards.py comparison": "test_commands_for_missing_and_unfinished_shards",
     "cli/advice.py command models": "test_commands_in_errors",
     "cli/check.py command models": "test_commands_in_errors",
     "cli/commands.py program": "test_commands_in_errors",
+    "cli/report.py comparison recipe": "test_command_that_decides_a_provisional_answer",
     "cli/run.py command run": "test_command_that_gives_a_recipe_again",
     "cli/submission.py program": "tests/cli/test_shards.py, and in form as that of runner.py",
     "config/axis_rows.py command axes": "test_commands_in_errors",
@@ -36,7 +40,6 @@ COVERED = {
     "models/lookup.py command models": "test_commands_in_errors",
     "recommend/remedies.py command ops": "test_commands_of_a_crashed_row",
     "report/profile_text.py comparison": "test_commands_run_in_the_users_environment",
-    "runner.py comparison": "test_commands_after_a_run",
     "runner.py program": "test_commands_after_a_run",
     "runner.py python": "test_commands_run_in_the_users_environment",
 }
@@ -217,6 +220,23 @@ def test_commands_after_a_run(
     run_line(report)
     assert (tmp_path / "r.html").is_file()
     run_line(resume, "--dry-run")
+
+
+@pytest.mark.parametrize("family", ["zero", "offload", "recipe"])
+def test_command_that_decides_a_provisional_answer(
+    family: str, scripted: ScriptedRun, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of the run and of a later report."""
+    monkeypatch.chdir(tmp_path)
+    if family == "recipe":
+        assert run("model: {name: tiny}\ntraining: {seq_len: 16}") == 0
+    else:
+        scripted.run("--strategies", "zero1", "zero3", family=family)
+    ended = json.loads((scripted.folder / "recommendation.json").read_text(encoding="utf-8"))
+    (report,) = build_reports([scripted.folder])
+    for command in {ended["try_next"], report.recommendation.try_next or ""}:
+        assert command.endswith(" --repeats 3")
+        run_line(command, "--dry-run")
 
 
 def test_commands_for_missing_and_unfinished_shards(
