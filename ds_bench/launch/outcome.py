@@ -7,6 +7,8 @@ their exceptions must not hide its end. What an exception means is told by the r
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +27,18 @@ _MAX_RANK_FILE_BYTES = 2**26
 """Enough for a million steps."""
 _MOST_CAVEAT_LENGTH = 160
 _INVALID_FILE_ERRORS = (ValueError, TypeError, KeyError, OSError, RecursionError)
-_STATUS_BY_KIND = {"device_oom": schema.OOM, "host_oom": schema.OOM_HOST, "disk_full": schema.OOM_DISK}
+_STATUS_BY_KIND = {
+    "device_oom": schema.OOM,
+    "host_oom": schema.OOM_HOST,
+    "pinned_memory": schema.OOM_HOST,
+    "disk_full": schema.OOM_DISK,
+    "shared_memory": "RuntimeError",
+}
+_COLLECTIVE_TIMEOUT = re.compile(
+    r"Watchdog caught collective operation timeout: \w+\(SeqNum=(\d+), (.+?), Timeout\(ms\)=\d+\) ran for (\d+)"
+)
+_MOST_LOG_BYTES = 2**20
+"""Of the end of a rank's log: below a watchdog's message are the stacks of its threads."""
 _CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
@@ -77,6 +90,7 @@ def determine_outcome(evidence: Evidence) -> TrialOutcome:
         or _host_outcome(evidence)
         or _server_died_outcome(evidence)
         or _disk_full_outcome(evidence)
+        or _collective_timeout_outcome(failures, evidence)
         or _signal_outcome(failures, evidence)
         or _timeout_outcome(evidence)
         or _exception_outcome(failures, problems, evidence)
@@ -186,6 +200,7 @@ def _oom_outcome(failures: tuple[RankFailure, ...], evidence: Evidence) -> Outco
                 phase=failure.phase,
                 requested_bytes=failure.requested_bytes,
                 free_bytes=failure.free_bytes,
+                kind=failure.kind,
             )
     return None
 
@@ -226,6 +241,42 @@ def _disk_full_outcome(evidence: Evidence) -> Outcome | None:
     return _fail(evidence, schema.OOM_DISK, rank, "no space left in the swap folder")
 
 
+def _collective_timeout_outcome(failures: tuple[RankFailure, ...], evidence: Evidence) -> Outcome | None:
+    """A collective that did not finish in time on some ranks. NCCL's watchdog says so in their logs and aborts them."""
+    if any(failure.kind not in ("peer_lost", "collective_timeout") for failure in failures):
+        return None
+    texts = {rank: _read_end(log_file(evidence.folder, rank)) for rank in range(evidence.world_size)}
+    texts |= {failure.rank: texts[failure.rank] + failure.traceback for failure in failures}
+    found = {rank: match for rank, text in texts.items() if (match := _COLLECTIVE_TIMEOUT.search(text))}
+    if not found:
+        return None
+    ranks_in: dict[tuple[int, str], list[int]] = {}
+    for rank, match in found.items():
+        ranks_in.setdefault((int(match[1]), match[2]), []).append(rank)
+    last, _ = max(ranks_in)
+    late = [rank for rank in texts if rank not in found or int(found[rank][1]) < last]
+    # Of one number: that ranks have reached different numbers says only who is late.
+    differ = len({number for number, _ in ranks_in}) < len(ranks_in)
+    head = "ranks ran different collectives" if differ else f"late: {_name_ranks(late)}" if late else "no rank was late"
+    waits = [f"{_name_ranks(ranks)} in {what} (SeqNum {number})" for (number, what), ranks in ranks_in.items()]
+    after = format_duration(max(int(match[3]) for match in found.values()) / 1000)
+    text = f"collective timed out after {after}, {head}; waiting: {'; '.join(waits)}"
+    return _fail(evidence, schema.TIMEOUT, min(late or found), text, kind="collective_timeout")
+
+
+def _name_ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _read_end(log: Path) -> str:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _MOST_LOG_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def _signal_outcome(failures: tuple[RankFailure, ...], evidence: Evidence) -> Outcome | None:
     """The first rank that a signal ended, if neither we sent that signal nor an exception came before it."""
     if evidence.ending in ("timeout", "stalled"):
@@ -254,7 +305,7 @@ def _signal_outcome(failures: tuple[RankFailure, ...], evidence: Evidence) -> Ou
         status, text = schema.CRASHED, f"crashed with {_name_signal(number)}"
     else:
         status, text = schema.KILLED, f"killed by {_name_signal(number)}"
-    return _fail(evidence, status, first.rank, text)
+    return _fail(evidence, status, first.rank, text, kind="bus_error" if number == signal.SIGBUS else None)
 
 
 def _missing_ranks(evidence: Evidence) -> list[int]:
@@ -318,7 +369,7 @@ def _exception_outcome(
         # A class of exceptions may be named like one of our statuses.
         is_status = failure.error_class.isidentifier() and failure.error_class not in schema.STATUSES
         status = failure.error_class if is_status else schema.CRASHED
-        return _fail(evidence, status, failure.rank, text, phase=failure.phase)
+        return _fail(evidence, status, failure.rank, text, phase=failure.phase, kind=failure.kind)
     return None
 
 

@@ -49,6 +49,8 @@ def failed_run(row: ComparisonRow) -> TrialRecord | None:
 def remedy(row: ComparisonRow, comparison: Comparison) -> str | None:
     """How the row failed and what to try; None if no run of it failed."""
     run = failed_run(row)
+    if run is not None and run.outcome.kind in _ACTIONS_BY_KIND:
+        return f"{row.label} failed{run.outcome.where} ({cause(run)}): {action(run)}"
     return None if run is None else _REMEDIES.get(run.outcome.status, _exception_remedy)(row, run, comparison)
 
 
@@ -90,8 +92,13 @@ def _setups(
     return [(row, setup) for row, run, shortage in short_rows if (setup := failed_setup(run, comparison, shortage))]
 
 
+def short_of_memory(run: TrialRecord) -> bool:
+    """Whether a run failed for lack of memory that less work or another strategy would free."""
+    return run.outcome.status in MEMORY_STATUSES and run.outcome.kind not in _ACTIONS_BY_KIND
+
+
 def _shortage(run: TrialRecord, comparison: Comparison) -> Shortage | None:
-    return shortage_of(run) if run.outcome.status in MEMORY_STATUSES else predicted_shortage(run, comparison)
+    return shortage_of(run) if short_of_memory(run) else predicted_shortage(run, comparison)
 
 
 def _out_of_memory_remedy(row: ComparisonRow, run: TrialRecord, comparison: Comparison) -> str:
@@ -124,6 +131,8 @@ def cause(run: TrialRecord) -> str:
 
 
 def _disk_full_remedy(row: ComparisonRow, run: TrialRecord, *_: object) -> str:
+    if not run.trial.configuration.uses_nvme:
+        return f"{row.label} filled a disk{run.outcome.where} ({cause(run)}): free space where it wrote"
     size = predicted_bytes(run, "nvme")
     predicted = f"its swap files are predicted to take {format_bytes(size)}"
     need = predicted if size else "how much its swap files take is unknown"
@@ -196,8 +205,20 @@ _REMEDIES: Mapping[str, Callable[[ComparisonRow, TrialRecord, Comparison], str]]
 }
 
 
+_SHARED_MEMORY = "give the container more shared memory: --shm-size=8g or --ipc=host (docker), or a larger /dev/shm"
+_ACTIONS_BY_KIND: Mapping[str | None, str] = {
+    "shared_memory": _SHARED_MEMORY,
+    "bus_error": f"most often /dev/shm is full; {_SHARED_MEMORY}",
+    "pinned_memory": "leave host memory unpinned: --axis pin_memory=false",
+    "memlock": "raise the limit of locked memory: ulimit -l unlimited (limits.conf; UsePAM yes for sshd)",
+    "peer_access": "set NCCL_P2P_DISABLE=1: these GPUs cannot access each other's memory",
+    "fabric_manager": "start the GPUs' fabric manager: systemctl start nvidia-fabricmanager",
+    "collective_timeout": "read what the late ranks did last in their logs; for a mixture of experts at ZeRO-3 "
+    "name its expert block in zero_optimization.leaf_module.classes",
+}
+"""``Outcome.kind`` → what to do, of causes that no other strategy or smaller workload helps."""
 ACTIONS: Mapping[str, str] = {
-    schema.OOM_DISK: "free space, or another --nvme-path",
+    schema.OOM_DISK: "free space on the disk, or another --nvme-path for swap files",
     schema.TIMEOUT: "fewer --num-steps, or a larger --timeout",
     schema.KILLED: "see who ended it (dmesg, the scheduler), then --resume with --retry Killed",
     schema.CRASHED: f"{invocation.command('ops')}, then this row alone",
@@ -206,7 +227,12 @@ ACTIONS: Mapping[str, str] = {
     schema.INTERRUPTED: "--resume with the run's folder: rows are missing",
 }
 """The same in a few words, but for memory, which is helped by less work."""
-ACTION_AFTER_EXCEPTION = "read the traceback in its log (--verbose names it)"
+
+
+def action(run: TrialRecord) -> str:
+    """Return what to do about a failed run, in a few words."""
+    by_status = ACTIONS.get(run.outcome.status, "read the traceback in its log (--verbose names it)")
+    return _ACTIONS_BY_KIND.get(run.outcome.kind, by_status)
 
 
 def more_repeats(row: ComparisonRow) -> int:

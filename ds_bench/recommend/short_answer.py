@@ -156,7 +156,7 @@ def try_without_choice(comparison: Comparison) -> str | None:
     if short:
         return _smaller_work(short[0])
     run = next(filter(None, map(remedies.failed_run, comparison.rows)), None)
-    return None if run is None else remedies.ACTIONS.get(run.outcome.status, remedies.ACTION_AFTER_EXCEPTION)
+    return None if run is None else remedies.action(run)
 
 
 def flags_of_change(change: Alternative, comparison: Comparison) -> str:
@@ -211,7 +211,7 @@ def _is_offload_run(comparison: Comparison) -> bool:
 
 def _ran_out_of_memory(row: ComparisonRow) -> bool:
     run = remedies.failed_run(row)
-    return run is not None and run.outcome.status in remedies.MEMORY_STATUSES
+    return run is not None and remedies.short_of_memory(run)
 
 
 def _two_digits(fraction: float) -> str:

@@ -314,7 +314,9 @@ class RankFailure:
     time: float
     """Seconds since the epoch, on the rank's node."""
     kind: str = "other"
-    """``device_oom``, ``host_oom``, ``disk_full``, ``peer_lost`` (a broken collective) or ``other``."""
+    """What ran out: ``device_oom``, ``host_oom``, ``pinned_memory``, ``disk_full``, ``shared_memory`` (/dev/shm) or
+    ``memlock`` (locked memory of InfiniBand). Other causes: ``peer_access`` (GPUs without it), ``fabric_manager`` (not
+    running), ``collective_timeout`` (NCCL's watchdog), ``peer_lost`` (a broken collective) or ``other``."""
     requested_bytes: int | None = None
     free_bytes: int | None = None
     traceback: str = ""
@@ -354,6 +356,8 @@ class Outcome:
     """Cause, phase, rank and log path in one text, for ``error_details``."""
     requested_bytes: int | None = None
     free_bytes: int | None = None
+    kind: str | None = None
+    """``RankFailure.kind`` of the root cause, or ``bus_error``; None if nothing but the status is known."""
 
     @property
     def success(self) -> bool:

@@ -6,32 +6,56 @@ text where that needs a GPU.
 
 from __future__ import annotations
 
-import errno
 import re
 import time
 import traceback
 
 from ..records.schema import RankFailure
 
-_DEVICE_OOM = re.compile(
-    r"CUDA out of memory|HIP out of memory|CUDA (?:driver )?error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
-    r"CUDNN_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|cudaMalloc failed: out of memory|"
-    r"Triton Error \[CUDA\]: out of memory|Failed to CUDA (?:calloc|malloc)|"
-    r"NCCL.*(?:Cuda failure 2|out of memory)",
-    re.IGNORECASE | re.DOTALL,
+_CAUSES = tuple(
+    (kind, re.compile(pattern, re.IGNORECASE | re.DOTALL))
+    for kind, pattern in (
+        # Each names one cause, in words that the wider patterns below would take for a full disk or lack of memory.
+        ("collective_timeout", r"Watchdog caught collective operation timeout"),
+        (
+            "shared_memory",
+            r"creating shared memory segment|workers are out of shared memory|unable to write to file </torch_|"
+            r"(?:shared memory|/dev/shm/).*(?:No space left|Resource temporarily)|No space left.*/dev/shm/",
+        ),
+        ("memlock", r"(?:ibv_|NET/OFI Unable to register memory).*Cannot allocate memory"),
+        ("peer_access", r"peer access is not supported"),
+        ("fabric_manager", r"system not yet initialized"),
+        ("host_oom", r"node running low on memory|GB \([\d.]+%?\).{0,30}(?:exceeds the memory|OOM)"),  # Ray
+        (
+            "device_oom",
+            r"CUDA out of memory|HIP out of memory|CUDA (?:driver )?error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
+            r"CUDNN_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|cudaMalloc failed: out of memory|"
+            r"Triton Error \[CUDA\]: out of memory|Failed to CUDA (?:calloc|malloc)|"
+            r"NCCL.*(?:Cuda failure 2\b|out of memory)",
+        ),
+        (
+            "disk_full",
+            r"No space left on device|Disk quota exceeded|PytorchStreamWriter failed writing|"
+            r"inline_container.*unexpected pos",
+        ),
+        (
+            "host_oom",
+            r"DefaultCPUAllocator: (?:can't|not enough)|Cannot allocate memory|std::bad_alloc|unable to mmap|"
+            r"cudaHostAlloc.*(?:failed|out of memory)|Failed to CUDA host alloc|Unable to allocate .* for an array",
+        ),
+        # Last: an error of NCCL that tells of lacking memory is one of memory.
+        (
+            "peer_lost",
+            r"Connection closed by peer|Connection reset by peer|Broken pipe|Connection refused|"
+            r"\[.*gloo.*\].*(?:Timed out|Read error|Connection)|"
+            r"NCCL (?:error|communicator was aborted)|ncclRemoteError|ncclSystemError|ncclUnhandledCudaError|"
+            r"Socket Timeout|wait timeout|ProcessGroup.*(?:timed? ?out|abort)",
+        ),
+    )
 )
-_HOST_OOM = re.compile(
-    r"DefaultCPUAllocator: (?:can't|not enough)|Cannot allocate memory|std::bad_alloc|unable to mmap|"
-    r"cudaHostAlloc.*(?:failed|out of memory)|Failed to CUDA host alloc|Unable to allocate .* for an array",
-    re.IGNORECASE | re.DOTALL,
-)
-_PEER_LOST = re.compile(
-    r"Connection closed by peer|Connection reset by peer|Broken pipe|Connection refused|"
-    r"\[.*gloo.*\].*(?:Timed out|Read error|Connection)|"
-    r"NCCL (?:error|communicator was aborted)|ncclRemoteError|ncclSystemError|ncclUnhandledCudaError|"
-    r"Socket Timeout|wait timeout|ProcessGroup.*(?:timed? ?out|abort)",
-    re.IGNORECASE | re.DOTALL,
-)
+"""Kind of failure and the texts that show it; the first that matches counts."""
+_NO_THREAD = re.compile(r"Resource temporarily unavailable|can't start new thread")
+_PINNING_FAILED = re.compile(r"CUDA (?:driver )?error: (?:out of memory|invalid argument)")
 _CUBLAS_WITHOUT_MEMORY_BYTES = 2**30
 """With fewer bytes free, a cuBLAS handle that cannot be created means that memory ran out: handle, workspace and the
 kernels that CUDA loads on first use take some hundred MB."""
@@ -40,32 +64,26 @@ _SCALE = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1, "B": 1}
 
 
 def classify(error: BaseException, *, limited: bool = False, device_free_bytes: int | None = None) -> str:
-    """The kind of failure: ``device_oom``, ``host_oom``, ``disk_full``, ``peer_lost`` or ``other``.
+    """Return the kind of failure (``RankFailure.kind``).
 
     ``limited``: host memory is limited, so a thread that cannot start means that it ran out.
     ``device_free_bytes``: free on the GPU when the error was caught; None where unknown.
     """
-    name, text = type(error).__name__, str(error)
-    if name != "OutOfMemoryError" and "error: out of memory" in text:
-        # CUDA has one text for its own memory and for page-locked host memory; the failing line tells them apart.
-        frames = traceback.extract_tb(error.__traceback__)
-        if any("pin_memory" in f"{frame.name} {frame.line}" for frame in frames):
-            return "host_oom"
-    if name == "OutOfMemoryError" or _DEVICE_OOM.search(text):
+    text, (package, *_), name = str(error), type(error).__module__.split("."), type(error).__name__
+    # CUDA has one text for its own memory and for page-locked host memory; the failing line tells them apart.
+    frames = "".join(f"{frame.name} {frame.line}\n" for frame in traceback.extract_tb(error.__traceback__))
+    if _PINNING_FAILED.search(text) and "pin_memory" in frames + text:
+        return "pinned_memory"
+    if (package, name) == ("torch", "OutOfMemoryError"):
         return "device_oom"
     if "CUBLAS_STATUS_NOT_INITIALIZED" in text and device_free_bytes is not None:
         return "device_oom" if device_free_bytes < _CUBLAS_WITHOUT_MEMORY_BYTES else "other"
-    number = error.errno if isinstance(error, OSError) else None
-    if number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in text:
-        return "disk_full"
-    if isinstance(error, MemoryError) or number == errno.ENOMEM or _HOST_OOM.search(text):
+    if kind := next((kind for kind, pattern in _CAUSES if pattern.search(text)), None):
+        # Semaphores lie in /dev/shm too, and the error of one that cannot be created names no path.
+        return "shared_memory" if kind == "disk_full" and "SemLock" in frames else kind
+    if isinstance(error, MemoryError) or (limited and _NO_THREAD.search(text)):
         return "host_oom"
-    if limited and re.search(r"Resource temporarily unavailable|can't start new thread", text):
-        return "host_oom"
-    # Last: an error of NCCL that tells of lacking memory is one of memory.
-    if name in ("DistBackendError", "DistNetworkError", "DistStoreError") or _PEER_LOST.search(text):
-        return "peer_lost"
-    return "other"
+    return "peer_lost" if name in ("DistBackendError", "DistNetworkError", "DistStoreError") else "other"
 
 
 def _find_size(text: str, words: str) -> int | None:
@@ -82,7 +100,9 @@ def _summarise(error: BaseException) -> str:
         return f"{frames[-1].line} ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     if type(error).__name__ == "ValidationError" and len(lines) > 2:
         return f"{lines[0]}: {lines[1]}: {lines[2].strip()}"
-    return lines[0]
+    # NCCL names the call that failed in the first line, and why only here.
+    last_error = lines.index("Last error:") + 1 if "Last error:" in lines else len(lines)
+    return " ".join([lines[0], *lines[last_error : last_error + 1]])
 
 
 def describe_error(error: BaseException) -> str:

@@ -332,7 +332,8 @@ def _backward_with_ledger(engine: Any, loss: torch.Tensor) -> ledger.Ledger:
         seen.add(id(parameter))
         if len(seen) == moment and not inside:
             counter = ledger.count_storages(engine, others=False)
-            counter.claim("gradients", [gradient])  # not yet the gradient of its parameter
+            if engine.zero_optimization_stage() < 2:  # kept, but not yet the gradient of its parameter
+                counter.claim("gradients", [gradient])
             inside.update(counter.ledger)
 
     with ledger.gradient_hooks(engine.module.parameters(), count):

@@ -73,7 +73,7 @@ def test_a_documented_factory_is_predicted_labelled_and_trained_alike_in_every_r
     records = {name: launch(trial) for name, trial in trials.items()}
     reference = records["zero1"].ranks[0]
     for name, record in records.items():
-        check(trials[name], profile, record, gradient_in_flight=True)
+        check(trials[name], profile, record)
         for rank in record.ranks:
             assert rank.trainable_parameter_count == profile.parameters
             assert rank.parameter_count == profile.parameters + profile.frozen_parameters

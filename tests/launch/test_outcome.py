@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from dataclasses import asdict, replace
 from itertools import product
@@ -18,7 +19,9 @@ from ds_bench.records import schema
 from ds_bench.records.json_files import append_line, write_json
 from ds_bench.records.rank_files import PHASES, HeartbeatWriter, RankExit
 from ds_bench.records.schema import Outcome
+from ds_bench.worker.failure import rank_failure as failure_report
 from tests.support import fakes
+from tests.support.shared_files import shared_files
 
 LIMITS = Limits(timeout_seconds=90, stall_timeout_seconds=30, failure_grace_seconds=5, exit_grace_seconds=10)
 PAIR = fakes.trial(on=fakes.placement(num_gpus=2))
@@ -44,6 +47,10 @@ class Scene:
     def wrote(self, rank: int, content: str | bytes) -> Scene:
         raw = content if isinstance(content, bytes) else content.encode()
         (self.folder / f"rank{rank}.json").write_bytes(raw)
+        return self
+
+    def logged(self, rank: int, text: str) -> Scene:
+        (self.folder / f"rank{rank}.log").write_text(text)
         return self
 
     def ended(self, rank: int | None, *, code: int | None = None, by: int | None = None, at: float = 100.0) -> Scene:
@@ -222,7 +229,14 @@ def test_oom_on_rank_1_wins_over_the_broken_collective_that_rank_0_saw_first(sce
 
 
 @pytest.mark.parametrize(
-    ("kind", "status"), [("device_oom", "OOM"), ("host_oom", "OOM (host)"), ("disk_full", "OOM (disk)")]
+    ("kind", "status"),
+    [
+        ("device_oom", "OOM"),
+        ("host_oom", "OOM (host)"),
+        ("pinned_memory", "OOM (host)"),
+        ("disk_full", "OOM (disk)"),
+        ("shared_memory", "RuntimeError"),
+    ],
 )
 def test_what_ran_out_is_named_however_the_trial_ended(
     scene: Scene, kind: str, status: str, subtests: pytest.Subtests
@@ -231,7 +245,7 @@ def test_what_ran_out_is_named_however_the_trial_ended(
     for ending in ENDINGS:
         with subtests.test(ending):
             outcome = scene.outcome(ending)
-            assert (outcome.status, outcome.rank) == (status, 1)
+            assert (outcome.status, outcome.rank, outcome.kind) == (status, 1, kind)
 
 
 def test_of_two_that_ran_out_the_first_is_the_cause_whatever_its_rank(scene: Scene) -> None:
@@ -270,6 +284,7 @@ def test_a_rank_that_crashed_is_crashed_and_the_signal_is_named(scene: Scene, nu
     outcome = scene.ended(0, by=number).outcome("rank_failed", host_ran_out=True)
     assert (outcome.status, outcome.rank) == ("Crashed", 0)
     assert number.name in (outcome.error or "")
+    assert outcome.kind == ("bus_error" if number == signal.SIGBUS else None)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGXCPU])
@@ -353,6 +368,101 @@ def test_a_code_of_a_rank_itself_is_never_read_as_a_signal(scene: Scene) -> None
 def test_an_exception_behind_the_launcher_is_found_in_its_file(scene: Scene) -> None:
     outcome = scene.failed(1, error_class="ValueError").ended(None, code=1).outcome()
     assert (outcome.status, outcome.rank) == ("ValueError", 1)
+
+
+# ------------------------------------------------------------------ collectives that time out
+
+
+def watchdog(number: int, operation: str = "OpType=ALLREDUCE, NumelIn=8, NumelOut=8") -> str:
+    return (
+        f"[E ProcessGroupNCCL.cpp:632] [Rank 0] Watchdog caught collective operation timeout: "
+        f"WorkNCCL(SeqNum={number}, {operation}, Timeout(ms)=600000) ran for 600024 milliseconds before timing out.\n"
+    )
+
+
+def test_a_rank_that_never_joined_a_collective_is_named_though_the_others_were_aborted(scene: Scene) -> None:
+    scene.logged(0, watchdog(78)).logged(2, watchdog(78)).logged(1, "step 4\n").reached(1, "forward")
+    scene.ended(0, by=signal.SIGABRT).ended(2, by=signal.SIGABRT)
+    outcome = scene.outcome("rank_failed", world=3)
+    assert (outcome.status, outcome.rank, outcome.phase) == ("Timeout", 1, "forward")
+    assert outcome.kind == "collective_timeout"
+    assert outcome.error == (
+        "collective timed out after 10 min 0 s, late: rank 1; waiting: "
+        "ranks 0, 2 in OpType=ALLREDUCE, NumelIn=8, NumelOut=8 (SeqNum 78)"
+    )
+
+
+def test_a_rank_that_waits_in_an_earlier_collective_is_late(scene: Scene) -> None:
+    scene.logged(0, watchdog(78)).logged(1, watchdog(71, "OpType=BROADCAST")).ended(0, by=signal.SIGABRT)
+    outcome = scene.outcome("rank_failed")
+    assert outcome.rank == 1
+    assert "late: rank 1; waiting: rank 0 in OpType=ALLREDUCE" in (outcome.error or "")
+
+
+def test_ranks_in_different_collectives_of_one_number_did_not_run_the_same_program(scene: Scene) -> None:
+    scene.logged(0, watchdog(78)).logged(1, watchdog(78, "OpType=ALLREDUCE, NumelIn=512, NumelOut=512"))
+    outcome = scene.ended(0, by=signal.SIGABRT).outcome("rank_failed")
+    assert outcome.status == "Timeout"
+    assert "ranks ran different collectives" in (outcome.error or "")
+
+
+def test_an_exception_goes_before_the_collective_that_waited_for_its_rank(scene: Scene) -> None:
+    scene.logged(0, watchdog(78)).ended(0, by=signal.SIGABRT, at=700.0).failed(1, error_class="ValueError", time=100.0)
+    assert scene.outcome("rank_failed").status == "ValueError"
+
+
+# ------------------------------------------------------------------ logs of real failures
+
+# File → status, kind and what the cause must name, as INDEX.csv has it.
+CRASHES = {
+    "02": ("OOM (host)", "host_oom", "asked 20.00 GB"),
+    "04": ("Timeout", "collective_timeout", "ranks ran different collectives"),
+    "05": ("RuntimeError", "shared_memory", "shared memory segment"),
+    "07": ("OOM (disk)", "disk_full", "PytorchStreamWriter failed writing"),
+    "08": ("OOM (host)", "pinned_memory", "invalid argument"),
+    "11": ("OOM", "device_oom", "asked 6.00 MB"),
+    "13": ("OOM (host)", "host_oom", "482.00GB"),
+    "15": ("OOM (host)", "pinned_memory", "out of memory"),
+}
+
+
+def pin_memory(error: BaseException) -> None:
+    raise error
+
+
+def raised(text: str) -> BaseException:
+    """The exception that a log tells of; of a log without one, its text."""
+    last = re.findall(r"^(?:\S+: )?(\w+Error): (.*)", text, re.DOTALL | re.MULTILINE)
+    error = RuntimeError(last[-1][1] if last else text)
+    if "pin_memory" not in text:
+        return error
+    try:
+        pin_memory(error if last else RuntimeError("CUDA error: out of memory"))  # its last line is cut off
+    except RuntimeError as caught:
+        return caught
+    raise AssertionError
+
+
+def test_logs_of_real_failures_have_their_causes(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for log in shared_files("crash_logs", "*.txt"):
+        status, kind, named = CRASHES[log.name[:2]]
+        text, scene = log.read_text(), Scene(tmp_path / log.stem)
+        scene.folder.mkdir()
+        lines = re.findall(r"^.*?\[(?:rank)?(\d)\](?=:\[E| .*NCCL).*$", text, re.MULTILINE)
+        by_rank = {int(rank): [each for each in text.splitlines() if f"{rank}]" in each] for rank in lines or ["0"]}
+        world = max(by_rank) + 1
+        for number, own in by_rank.items():
+            own_text = "\n".join(own) if lines else text
+            scene.logged(number, own_text)
+            if kind == "collective_timeout":
+                scene.ended(number, by=signal.SIGABRT)
+                continue
+            failure = failure_report(raised(own_text), rank=number, phase="step", step=None)
+            write_json(scene.folder / f"rank{number}.json", fakes.failed_file(replace(failure, time=100.0 + number)))
+        with subtests.test(log.name):
+            outcome = scene.outcome("rank_failed", world=world)
+            assert (outcome.status, outcome.kind) == (status, kind)
+            assert named in (outcome.error or "")
 
 
 # ------------------------------------------------------------------ exceptions

@@ -13,7 +13,7 @@ from ds_bench.config import deepspeed_config
 from ds_bench.config.spec import Configuration, Trial
 from ds_bench.prediction import trial_predictions
 from ds_bench.prediction.trial_predictions import MemoryCapacity
-from ds_bench.recommend import remedies
+from ds_bench.recommend import remedies, short_answer
 from ds_bench.recommend.recommendation import recommend
 from ds_bench.recommend.shortage import Shortage, failed_setup, measured_activations, shortage_of, smallest_fit
 from ds_bench.records import schema
@@ -239,6 +239,33 @@ def test_a_full_disk_is_told_how_much_the_swap_files_take() -> None:
     said = line(fakes.failure(planned(fakes.offload("nvme")), schema.OOM_DISK))
     assert "filled the disk (its swap files are predicted to take 113 GB)" in said
     assert "--nvme-path" in said
+
+
+def test_a_disk_without_swap_files_is_not_helped_by_another_nvme_path() -> None:
+    said = line(failed(fakes.zero(2), schema.OOM_DISK, kind="disk_full", error="writing /ckpt/model.pt failed"))
+    assert "writing /ckpt/model.pt failed" in said
+    assert "--nvme-path" not in said
+
+
+def test_causes_that_no_smaller_workload_helps_have_remedies_of_their_own(subtests: pytest.Subtests) -> None:
+    for kind, status, remedy in (
+        ("shared_memory", "RuntimeError", "--shm-size=8g or --ipc=host"),
+        ("bus_error", schema.CRASHED, "--shm-size=8g or --ipc=host"),
+        ("pinned_memory", schema.OOM_HOST, "--axis pin_memory=false"),
+        ("memlock", "DistBackendError", "ulimit -l unlimited"),
+        ("peer_access", "DistBackendError", "NCCL_P2P_DISABLE=1"),
+        ("fabric_manager", "AcceleratorError", "nvidia-fabricmanager"),
+        ("collective_timeout", schema.TIMEOUT, "zero_optimization.leaf_module.classes"),
+    ):
+        with subtests.test(kind):
+            run = failed(fakes.offload("cpu_optimizer", 2), status, kind=kind, error="its cause")
+            comparison = compared(run)
+            said = remedies.remedy(comparison.rows[0], comparison) or ""
+            assert "(its cause)" in said
+            assert remedy in said
+            assert remedy in (short_answer.try_without_choice(comparison) or "")
+            for wrong in ("--batch-size", "--nvme-path", "--num-steps"):
+                assert wrong not in said
 
 
 def test_a_timeout_in_training_is_helped_by_fewer_steps() -> None:
