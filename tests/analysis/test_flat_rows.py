@@ -10,9 +10,11 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from ds_bench.analysis import flops
 from ds_bench.analysis.flat_reader import read_summary
 from ds_bench.analysis.flat_rows import FLAT_COLUMNS, flat_rows, status_text
 from ds_bench.analysis.summary import TrialSummary, summarise
+from ds_bench.models.presets import find_preset
 from ds_bench.records import schema
 from ds_bench.records.run_folder import RunFolder
 from ds_bench.records.schema import TrialRecord
@@ -118,6 +120,225 @@ def test_a_status_is_a_sign_and_a_word() -> None:
         "Interrupted": "⏹️ Interrupted",
     }
     assert {status: status_text(status) for status in text} == text
+
+
+# ------------------------------------------------------------------ every column
+
+CATEGORIES = ("parameters", "gradients", "optimizer_states", "deepspeed_buffers", "activations", "other")
+# Of the run below: a new column needs a value of its own here.
+EXPECTED: dict[str, Any] = {
+    "stage": 3,
+    "strategy": "nvme",
+    "model": "tiny",
+    "batch_size": 3,
+    "seq_length": 96,
+    "grad_accum": 5,
+    "num_steps": 7,
+    "warmup_steps": 4,
+    "avg_step_time_ms": 1242.8571428571427,
+    "std_step_time_ms": 21.602468994692888,
+    "throughput_tokens_per_sec": 2317.241379310345,
+    "gpu_peak_gb": 23.0,
+    "gpu_allocated_gb": 27.0,
+    "gpu_reserved_gb": 29.0,
+    "cpu_used_gb": 82.00000000093132,
+    "success": True,
+    "status": "✅ Success",
+    "error": None,
+    "error_details": None,
+    "repeat": 11,
+    "trial_id": "00_nvme",
+    "num_gpus": 2,
+    "accelerator": "cuda",
+    "device": "NVIDIA H100 80GB HBM3",
+    "precision": "bf16",
+    "batch_policy": "given",
+    "activation_checkpointing": False,
+    "optimizer": "AdamW",
+    "launch": "warm",
+    "data_parallel_size": 2,
+    "parameter_count": 1234,
+    "throughput_tokens_per_sec_per_gpu": 1158.6206896551726,
+    "throughput_samples_per_sec": 24.13793103448276,
+    "model_tflops_per_gpu": 0.003965040993103449,
+    "model_flops_per_token": 3422208,
+    "causal_flops_per_token": 3274752,
+    "hardware_flops_per_token": 3422208,
+    "flops_convention": flops.MODEL_CONVENTION,
+    "mfu": 3.965040993103449e-06,
+    "first_loss": 9.0,
+    "final_loss": 4.0,
+    "gpu_peak_reserved_gb": 25.0,
+    "gpu_init_peak_gb": 21.0,
+    "gpu_device_used_gb": 31.0,
+    "gpu_total_gb": 90.0,
+    "gpu_percent": 27.77777777777778,
+    "gpu_alloc_retries": 18,
+    "predicted_over_measured": None,
+    "cpu_pss_gb": 74.0,
+    "nvme_stored_gb": 86.0,
+    "nvme_read_gb_per_step": 94.0,
+    "nvme_written_gb_per_step": 106.0,
+    "ledger_gpu_parameters_gb": 1001.0,
+    "ledger_gpu_gradients_gb": 1011.0,
+    "ledger_gpu_optimizer_states_gb": 1021.0,
+    "ledger_gpu_deepspeed_buffers_gb": 1031.0,
+    "ledger_gpu_activations_gb": 1041.0,
+    "ledger_gpu_other_gb": 1051.0,
+    "ledger_cpu_parameters_gb": 1101.0,
+    "ledger_cpu_gradients_gb": 1111.0,
+    "ledger_cpu_optimizer_states_gb": 1121.0,
+    "ledger_cpu_deepspeed_buffers_gb": 1131.0,
+    "ledger_cpu_activations_gb": 1141.0,
+    "ledger_cpu_other_gb": 1151.0,
+    "ledger_nvme_parameters_gb": 1201.0,
+    "ledger_nvme_optimizer_states_gb": 1221.0,
+    "phase_forward_ms": 110.0,
+    "phase_backward_ms": 210.00000000000003,
+    "phase_step_ms": 310.00000000000006,
+    "skipped_steps": 3,
+    "start_seconds": 4.5,
+    "wall_seconds": 12.5,
+    "started_at": "2026-11-21T09:30:00+00:00",
+    "method_version": 2,
+    "predicted_over_ledger": None,
+    "dropout": 0.3,
+    "repeated_loss": 6.5,
+    "weight_change_norm": 10.0,
+    "weight_change_cosine": 1.0,
+    "cpu_threads": 19,
+    "cpu_other_cores": 1.07,
+    "num_nodes": 1,
+    "run_id": "run-7",
+    "gpu_name": "NVIDIA H100 80GB HBM3",
+    "gpu_count": 2,
+    "gpu_memory_gb": 80.0,
+    "cpu_model": "AMD EPYC 9654",
+    "cpu_logical_cores": 16,
+    "cpu_physical_cores": 8,
+    "cpu_quota_cores": 4.5,
+    "torch_version": "2.13.0",
+    "deepspeed_version": "0.19.8",
+    "transformers_version": "5.23.0",
+    "cuda_version": "13.0",
+    "gpu_driver_version": "580.95",
+    "round_position": 13,
+    "gpu_outside_allocator_gb": 2.0,
+    "engine": "deepspeed",
+    "pass_type": "train",
+    "step_time_cv_percent": 1.7381296892281635,
+    "synchronized": True,
+    "phase_communication_ms": 1510.0,
+    "phase_transfer_ms": 1609.9999999999998,
+    "communication_wait_ms": 1130.0,
+    "communication_gb_per_step": 60.0,
+    "cpu_adam_gb_per_sec": 522.0,
+    "nvme_needed_gb_per_sec": 63.15789473684209,
+    "nvme_measured_gb_per_sec": 6.0,
+    "disk_bound": False,
+    "profiled_flops_per_token": 10416666.666666666,
+    "cpu_import_peak_gb": 600.0,
+    "cpu_import_end_gb": 401.0,
+    "cpu_build_peak_gb": 620.0,
+    "cpu_build_end_gb": 421.0,
+    "cpu_initialize_peak_gb": 640.0,
+    "cpu_initialize_end_gb": 441.0,
+    "cpu_first_step_peak_gb": 660.0,
+    "cpu_first_step_end_gb": 461.0,
+    "cpu_steady_peak_gb": 700.0,
+    "cpu_steady_end_gb": 501.0,
+    "seq_policy": "given",
+    "phase_data_ms": 710.0,
+    "data_wait_ms": 1810.0,
+    "vocab_size": None,
+    "data_file": None,
+    "point": None,
+    "trainable_parameter_count": None,
+    "checkpoint_save_seconds": 501.0,
+    "checkpoint_save_gb": 600.0,
+    "checkpoint_save_cpu_peak_gb": 1400.0,
+    "checkpoint_universal_seconds": 511.0,
+    "checkpoint_universal_gb": 610.0,
+    "checkpoint_universal_cpu_peak_gb": 1402.0,
+    "checkpoint_load_seconds": 521.0,
+    "checkpoint_load_cpu_peak_gb": 1404.0,
+    "checkpoint_model_16bit_seconds": 531.0,
+    "checkpoint_model_16bit_gb": 630.0,
+    "checkpoint_model_16bit_cpu_peak_gb": 1406.0,
+    "checkpoint_restored": True,
+    "slowest_rank_host": None,
+    "cpu_used_gb_of_nodes": None,
+}  # fmt: skip
+
+
+def distinct_run() -> TrialSummary:
+    """A run of two ranks on which no two columns have the same value; rank 1 is the slower and the fuller one."""
+    names = ("gpu_init_peak_bytes", "gpu_peak_bytes", "gpu_peak_reserved_bytes", "gpu_allocated_bytes",
+             "gpu_reserved_bytes", "gpu_device_used_bytes")  # fmt: skip
+    trial = fakes.trial(
+        fakes.offload("nvme"),
+        on=fakes.placement(accelerator="cuda", num_gpus=2, nvme_path="/d"),
+        of=fakes.workload(batch_size=3, grad_accum=5, num_steps=7, warmup_steps=4, seq_length=96),
+        repeat=11,
+        round_position=13,
+    )
+    found = fakes.success(trial, data_parallel_size=2)
+
+    def of_rank(number: int) -> dict[str, Any]:
+        sizes = {name: (20 + 2 * place + number) * GB for place, name in enumerate(names)}
+        offload = schema.OffloadTimes(
+            cpu_adam_seconds=0.5, cpu_adam_bytes=(130 + number) * GB, disk_read_bytes=8 * GB, disk_written_bytes=4 * GB,
+            disk_wait_seconds=0.25, disk_busy_seconds=3.0 + number,
+        )  # fmt: skip
+        memory = {
+            phase: schema.PhaseMemory(
+                host_peak_bytes=(300 + 10 * place) * GB,
+                host_end_bytes=(200 + 10 * place + number) * GB,
+                host_end_pss_bytes=(200 + 10 * place + number) * GB,
+            )  # fmt: skip
+            for place, phase in enumerate(schema.MEMORY_PHASES)
+        }
+        checkpoint = {
+            action: schema.CheckpointAction(
+                seconds=500.0 + 10 * place + number,
+                written_bytes=(600 + 10 * place) * GB,
+                memory=schema.PhaseMemory(host_peak_bytes=(700 + place) * GB, host_end_bytes=GB, host_end_pss_bytes=GB),
+            )  # fmt: skip
+            for place, action in enumerate(schema.CHECKPOINT_ACTIONS)
+        }
+        ledger = {
+            tier: {name: (1000 + 100 * row + 10 * place + number) * GB for place, name in enumerate(CATEGORIES)}
+            for row, tier in enumerate(("gpu", "cpu", "nvme"))
+        }
+        parts = {name: 0.1 * (place + 1) + 0.01 * number for place, name in enumerate(("forward", "backward", "step"))}
+        return {
+            **sizes, "gpu_total_bytes": 90 * GB, "gpu_alloc_retries": 17 + number, "host_peak_bytes": 41 * GB + number,
+            "host_pss_bytes": 37 * GB, "nvme_stored_bytes": 43 * GB, "nvme_read_bytes": 47 * 7 * GB,
+            "nvme_written_bytes": 53 * 7 * GB, "phase_seconds": parts, "ledger": ledger, "phase_memory": memory,
+            "step_parts": {**parts, "communication": 0.51 + number, "transfer": 0.61 + number, "data_wait": 0.71},
+            "communication": (schema.CommunicationOperation(
+                name="all_reduce", count=1, bytes=(59 + number) * GB, seconds=0.5, wait_seconds=0.13 + number),),
+            "data_wait_seconds": 0.81 + number, "checkpoint": checkpoint, "checkpoint_restored": True,
+            "offload": offload, "profiled_forward_flops": 1e9, "skipped_steps": 3, "window_seconds": 7.7 + number,
+            "step_seconds": tuple(1.1 + 0.01 * step + number for step in range(7)), "cpu_threads": 19, "dropout": 0.3,
+            "cpu_other_cores": 0.07 + number, "repeated_loss": 6.5, "weight_change": (3.0, 4.0), "micro_batch_size": 3,
+            "grad_accum": 5, "parameter_count": 1234, "trainable_parameter_count": None,
+            "losses": tuple(9.0 - 0.5 * step for step in range(11)),
+        }  # fmt: skip
+
+    ranks = tuple(replace(rank, **of_rank(number)) for number, rank in enumerate(found.ranks))
+    environment = fakes.environment(
+        physical_cores=8, cpu_quota_cores=4.5, torch_cuda_version="13.0", gpu_driver_version="580.95"
+    )
+    return summarise(replace(found, ranks=ranks), find_preset("tiny"), 1e15, environment, "run-7")
+
+
+def test_every_column_has_its_own_value_and_that_of_the_right_rank() -> None:
+    (row,) = flat_rows([distinct_run()])
+    known_elsewhere = {"caveats", "config_hash"}
+    assert set(row) - known_elsewhere == set(EXPECTED)
+    for name, value in EXPECTED.items():
+        assert row[name] == (pytest.approx(value) if isinstance(value, float) else value), name
 
 
 # ------------------------------------------------------------------ units

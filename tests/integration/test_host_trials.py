@@ -24,7 +24,7 @@ from ds_bench.launch.remote_trial import FileReceiver, RemoteTrial
 from ds_bench.records.rank_files import Assignment, read_beat
 from ds_bench.records.schema import TrialRecord
 from tests.support.local_agents import local_agents, make_hosts_trial
-from tests.support.real_trials import SHORT, SUPPORT
+from tests.support.real_trials import SHORT, SUPPORT, make_trial
 
 RANK = """
 import os, sys, time
@@ -95,6 +95,33 @@ def test_ranks_that_agents_start_train_together_and_their_files_come_back(hosts:
     assert all((tmp_path / "run" / name).stat().st_size > 0 for name in profile.files)
     assert {entry["rank"] for entry in map(json.loads, (folder / "exits.jsonl").read_text().splitlines())} >= {0, 1}
     assert marked(folder) == set()
+
+
+SHOW_VARIABLES = """
+import os, sys, time
+from ds_bench.records.rank_files import find_host_folder
+folder = find_host_folder(os.environ["DS_BENCH_TRIAL"])
+names = ("LOCAL_SIZE", "NCCL_DEBUG", "GLOO_TIMEOUT", "NCCL_TOKEN")
+(folder / f"rank{sys.argv[1]}.log").write_text(" ".join(os.environ.get(name, "-") for name in names))
+time.sleep(4)  # until both hosts have sent theirs
+"""
+
+
+def test_ranks_know_how_many_share_their_host_and_have_the_variables_of_communication(
+    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"NCCL_DEBUG": "INFO", "GLOO_TIMEOUT": "9", "NCCL_TOKEN": "hf_" + 30 * "x"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(
+        cold, "node_command", lambda _place, number, _master: [sys.executable, "-c", SHOW_VARIABLES, str(2 * number)]
+    )
+    trial = make_trial(launcher="deepspeed", hosts=(("a", 2), ("b", 1)), num_gpus=3, master_addr="127.0.0.1")
+    folder = tmp_path / "run" / "trials" / "t1"
+    folder.mkdir(parents=True)
+    variables = rank_environment.rank_environment(trial.placement, os.environ)
+    cold.DeepSpeedLauncher(variables, SHORT, hosts=hosts).launch(trial, folder, lambda _progress: None)
+    logs = [(folder / f"rank{first}.log").read_text() for first in (0, 2)]
+    assert logs == ["2 INFO 9 -", "1 INFO 9 -"]
 
 
 @pytest.mark.slow

@@ -65,6 +65,14 @@ def test_a_rank_killed_without_sign_of_lack_of_memory_is_killed_with_the_signal_
     assert "SIGKILL" in (outcome.error or "")
 
 
+def test_a_row_that_changes_a_frozen_weight_says_so(launch: Launch) -> None:
+    for fault, changed in (("changes_a_frozen_weight", True), ("keeps_frozen_weights", False)):
+        record = launch(make_trial(fakes.zero(1), fault=fault, num_gpus=1))
+        assert [rank.frozen_weights_changed for rank in record.ranks] == [changed], record.outcome.details
+        caveats = " ".join(caveat.text for caveat in summary.summarise(record, None, None).caveats)
+        assert ("this row trained what it should not" in caveats) is changed
+
+
 def test_a_segmentation_fault_is_crashed(launch: Launch) -> None:
     outcome = launch(fault="segfault").outcome
     assert outcome.status == "Crashed"

@@ -56,6 +56,19 @@ def gradients_divided_twice() -> Tiny:
     return model
 
 
+def changes_a_frozen_weight() -> Tiny:
+    """One value of the frozen embedding changes in the last step."""
+    model = Tiny(lambda step: model.embedding.weight.data[0].add_(float(step == 3)))
+    model.embedding.requires_grad_(False)
+    return model
+
+
+def keeps_frozen_weights() -> Tiny:
+    model = Tiny()
+    model.embedding.requires_grad_(False)
+    return model
+
+
 def device_oom_on_rank_1() -> Tiny:
     """Rank 1 runs out of device memory in step 2 while rank 0 waits for it in a collective."""
 

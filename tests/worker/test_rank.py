@@ -10,18 +10,22 @@ from pathlib import Path
 
 import pytest
 
+from ds_bench.config.spec import Workload
 from ds_bench.records.rank_files import Assignment
 from tests.support import fakes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def start_by_hand(folder: Path, ranks: int, world_size: int | None) -> tuple[int, str]:
+def start_by_hand(
+    folder: Path, ranks: int, world_size: int | None, of: Workload | None = None, **variables: str
+) -> tuple[int, str]:
     """Exit code and standard error of rank 0 of a trial whose files are in ``folder``."""
-    trial = fakes.trial(on=fakes.placement(num_gpus=ranks))
-    rendezvous = f"file://{folder / 'meeting file of a trial that has ended'}"
+    trial = fakes.trial(on=fakes.placement(num_gpus=ranks), of=of)
+    # A launcher that says how many ranks the node has also says where they meet.
+    rendezvous = None if variables else f"file://{folder / 'meeting file of a trial that has ended'}"
     Assignment(trial=trial, rendezvous=rendezvous, scratch_id="1").save(folder, trial.ds_config)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     if world_size is not None:
         environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
     command = [sys.executable, "-m", "ds_bench.worker", str(folder)]
@@ -41,3 +45,13 @@ def test_a_rank_that_no_other_will_meet_ends_with_one_line(
 ) -> None:
     assert start_by_hand(tmp_path, 2, world_size) == (1, f"rank 0: RuntimeError: {message}\n")
     assert json.loads((tmp_path / "rank0.json").read_text())["failure"]["message"] == message
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("LOCAL_SIZE", 4096), ("LOCAL_WORLD_SIZE", 8192)])
+def test_processors_are_shared_among_the_ranks_of_the_node_and_not_of_the_job(
+    tmp_path: Path, name: str, ranks: int
+) -> None:
+    bound = fakes.workload(cpu_binding="cores")
+    code, errors = start_by_hand(tmp_path, 2, 1, bound, **{name: str(ranks)})
+    assert code == 1
+    assert f"{ranks} ranks cannot be bound to {len(os.sched_getaffinity(0))} processors" in errors

@@ -131,6 +131,21 @@ def test_what_is_called_in_the_warm_up_is_called_between_two_steps(tmp_path: Pat
     assert seen == [("start", 0), ("first", 1), ("stop", 3)]
 
 
+def test_skipped_steps_of_the_window_are_counted_and_those_of_the_warm_up_are_not(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    subject, samples, real_step = trainer(tmp_path, engine), training_loop.Samples(), engine.step
+
+    def step() -> None:
+        real_step()
+        # Two micro-batches a step: both steps of the warm-up and the second of the window are skipped.
+        engine.skipped_steps += engine.calls.count("step") in (2, 4, 8)
+
+    engine.step = step  # type: ignore[method-assign]
+    training_loop.warm_up(subject, 2)
+    training_loop.measure(subject, 3, lambda: None, samples)
+    assert (subject.skipped, samples.skipped_steps) == (3, 1)
+
+
 def test_warm_up_goes_on_while_fp16_skips_every_step(tmp_path: Path) -> None:
     engine = FakeEngine(scales=True)
     real_step = engine.step
