@@ -35,8 +35,7 @@ _CAUSES = tuple(
         ),
         (
             "disk_full",
-            r"No space left on device|Disk quota exceeded|PytorchStreamWriter failed writing|"
-            r"inline_container.*unexpected pos",
+            r"No space left on device|Disk quota exceeded|PytorchStreamWriter failed|container.*unexpected pos",
         ),
         (
             "host_oom",

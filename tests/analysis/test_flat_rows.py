@@ -295,7 +295,7 @@ def distinct_run() -> TrialSummary:
                 host_peak_bytes=(300 + 10 * place) * GB,
                 host_end_bytes=(200 + 10 * place + number) * GB,
                 host_end_pss_bytes=(200 + 10 * place + number) * GB,
-            )  # fmt: skip
+            )
             for place, phase in enumerate(schema.MEMORY_PHASES)
         }
         checkpoint = {
@@ -303,7 +303,7 @@ def distinct_run() -> TrialSummary:
                 seconds=500.0 + 10 * place + number,
                 written_bytes=(600 + 10 * place) * GB,
                 memory=schema.PhaseMemory(host_peak_bytes=(700 + place) * GB, host_end_bytes=GB, host_end_pss_bytes=GB),
-            )  # fmt: skip
+            )
             for place, action in enumerate(schema.CHECKPOINT_ACTIONS)
         }
         ledger = {
