@@ -268,6 +268,8 @@ EXPECTED: dict[str, Any] = {
     "checkpoint_restored": True,
     "slowest_rank_host": None,
     "cpu_used_gb_of_nodes": None,
+    "first_grad_norm": 2.25,
+    "grad_norm": 1.75,
 }  # fmt: skip
 
 
@@ -324,6 +326,7 @@ def distinct_run() -> TrialSummary:
             "cpu_other_cores": 0.07 + number, "repeated_loss": 6.5, "weight_change": (3.0, 4.0), "micro_batch_size": 3,
             "grad_accum": 5, "parameter_count": 1234, "trainable_parameter_count": None,
             "losses": tuple(9.0 - 0.5 * step for step in range(11)),
+            "grad_norms": (2.25 + number, *(2.0,) * 10), "grad_norm": 1.75 + number,
         }  # fmt: skip
 
     ranks = tuple(replace(rank, **of_rank(number)) for number, rank in enumerate(found.ranks))
