@@ -784,7 +784,7 @@ class ConfigurationBuilder:
             config["zero_optimization"] = zero = {"stage": strategy.stage, **zero}
         validation.check_keys(config)
         if options.set or options.ds_config:
-            lint.refuse(config, lambda finding: finding.rule in ("type", "unknown-argument"))
+            lint.refuse(config, lambda finding: finding.rule in ("type", "unknown-argument", "text-argument"))
         if zero["stage"] != strategy.stage:  # the name of the row would be wrong
             raise UsageError(
                 f"the DeepSpeed config of {strategy.label} sets zero_optimization.stage to {zero['stage']!r}",

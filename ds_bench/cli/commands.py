@@ -330,6 +330,7 @@ def _add_recipe_run(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [RECIPE] [--set KEY.PATH=VALUE ...] [options]"
     add = parser.add_argument
     add("recipe", nargs="?", type=path, metavar="RECIPE", help="YAML file (docs/recipes.md); without it flags alone")
+    add("--config", type=path, metavar="RECIPE", help="the same file, as other programs spell it")
     add(
         "--set",
         action="append",
@@ -372,6 +373,9 @@ def _add_recipe_run(parser: argparse.ArgumentParser) -> None:
 def _recipe_run(values: argparse.Namespace) -> int:
     from .run import run_command
 
+    if None not in (values.recipe, values.config):
+        raise UsageError(f"{values.recipe} and --config {values.config}", remedy="give one recipe")
+    values.recipe = values.recipe or values.config
     return run_command(values)
 
 

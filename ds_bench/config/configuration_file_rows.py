@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import UsageError
-from . import deepspeed_config, deepspeed_keys, lint, validation
+from ..units import format_names
+from . import deepspeed_config, deepspeed_keys, lint
 from .automatic_values import AUTO, TRAINING_DEFAULTS, TrainingFacts, resolve
 from .configuration_files import ConfigurationFile
 from .deepspeed_config import Config
 from .overrides import json_values
-from .rules import RULES
+from .rules import RULES, without_ignored
 from .spec import BATCH_KEYS, OFFLOAD_BLOCKS, BatchPolicy, Configuration
 
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
@@ -89,9 +90,7 @@ class FileRowMaker:
             written.setdefault("zero_allow_untested_optimizer", True)
         # Before "auto" is resolved, as the Trainer fills in bf16 and not bfloat16.
         _replace_old_forms(written)
-        ignored = [key for key in written if validation.is_ignored_by_deepspeed(key)]
-        caveats = [validation.ignored_key_text(key) for key in ignored]
-        written = {key: value for key, value in written.items() if key not in ignored}
+        written, unknown = _without_unknown_keys(written)
         facts = replace(
             self.facts,
             batch_size=micro,
@@ -105,16 +104,21 @@ class FileRowMaker:
         config |= {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation}
         # Before spellings are replaced, since DeepSpeed refuses one setting under two names.
         _check_values(config)  # after "auto" is resolved, as DeepSpeed sees it
-        config = as_deepspeed_reads_it(config)
-        caveats += _remove_side_effects(config)
+        config, caveats = as_deepspeed_reads_it(config), []
+        side_effects = _remove_side_effects(config)
         if not any(name in config for name in deepspeed_config.PRECISION_BLOCKS):
             config |= {} if facts.precision == "fp32" else {facts.precision: {"enabled": True}}
             if file.precision is None and facts.precision != "fp32":
                 caveats.append(f"its file names no precision: trained in {facts.precision}, not in DeepSpeed's fp32")
+        elif facts.precision != "fp32" and deepspeed_config.trained_precision(config, facts.precision) == "fp32":
+            caveats.append("its file enables neither bf16 nor fp16: trained in fp32")
         if "optimizer" not in config:
             config["optimizer"] = _missing_optimizer(file)
             params = config["optimizer"]["params"]
             caveats.append(f"its file has no optimizer: AdamW of learning rate {params['lr']:g}")
+        config, ignored = without_ignored(config)  # of the completed one, as some rules ask for the optimizer
+        if left_out := [*unknown, *ignored, *side_effects]:
+            caveats.insert(0, f"left out of the copy that runs: {'; '.join(left_out)}")
         return config, {**resolution.values, **dict.fromkeys(resolution.left_to_deepspeed)}, caveats
 
 
@@ -216,18 +220,29 @@ def _rename_zero_keys(zero: Config) -> None:
             zero.setdefault(name, zero.pop(facts["same_as"]))
 
 
+def _without_unknown_keys(config: Config) -> tuple[Config, list[str]]:
+    """The configuration without the top-level keys that DeepSpeed does not know and ignores, and a text about them."""
+    known = deepspeed_keys.top_level_keys() | deepspeed_keys.removed_keys()
+    unknown = []
+    for key in config.keys() - known:
+        near = deepspeed_keys.nearest_key(key, known, 0.85)
+        unknown.append(f"{key} (did you mean {near}?)" if near else key)
+    text = f"{format_names(sorted(unknown))}, which DeepSpeed does not know"
+    return {key: value for key, value in config.items() if key in known}, [text] if unknown else []
+
+
 def _remove_side_effects(config: Config) -> list[str]:
-    """Removes what would write to folders that the file names, or send data. Returns caveats."""
-    caveats = []
+    """Removes what would write to folders that the file names, or send data. Returns what was removed."""
+    removed = []
     for name in _MONITORS:
         if isinstance(block := config.pop(name, None), Mapping) and block.get("enabled"):
-            caveats.append(f"{name} of its file is left out: a comparison writes nothing elsewhere and sends nothing")
+            removed.append(f"{name} (a comparison writes nothing elsewhere and sends nothing)")
     if isinstance(profiler := config.get("flops_profiler"), dict) and profiler.pop("output_file", None):
-        caveats.append("flops_profiler.output_file of its file is left out")
+        removed.append("flops_profiler.output_file")
     for name in OFFLOAD_BLOCKS:
         if isinstance(block := config["zero_optimization"].get(name), dict):
             block.pop("nvme_path", None)  # a private folder below --nvme-path takes its place
-    return caveats
+    return removed
 
 
 def _missing_optimizer(file: ConfigurationFile) -> Config:

@@ -37,7 +37,7 @@ _DEEPEST = 32
 MOST_FILES = 500
 """Files of one folder."""
 _LONGEST_NAME = 120
-SUFFIXES = (".json", ".yaml", ".yml")
+_SUFFIXES = (".json", ".yaml", ".yml", ".config", "")
 _DEEPSPEED_MARKS = frozenset(
     {
         "zero_optimization",
@@ -94,6 +94,8 @@ class ConfigurationFile:
     """Whether Accelerate builds a model of stage 3 under ``deepspeed.zero.Init`` (its ``zero3_init_flag``)."""
     deepspeed_file: Path | None = None
     """The file that an Accelerate or Trainer file names for its DeepSpeed configuration; None where it has none."""
+    deepspeed_name: str = ""
+    """How it names that file."""
     notes: tuple[str, ...] = ()
     """What the user must know about reading it, one line each, without the name of the file."""
 
@@ -123,16 +125,23 @@ def read_configuration_files(paths: Sequence[Path]) -> tuple[list[ConfigurationF
     return named, lines
 
 
-def _read_folder(folder: Path, lines: list[str]) -> list[ConfigurationFile]:
-    names = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and not path.is_dir())
+def files_in(folder: Path) -> list[Path]:
+    """Returns the files of a folder that may be configurations by their names. Raises UsageError for too many."""
+    paths = [path for path in folder.iterdir() if path.suffix.lower() in _SUFFIXES and not path.name.startswith(".")]
+    names = sorted(path for path in paths if not path.is_dir())
     if len(names) > MOST_FILES:
-        raise UsageError(f"--configs {folder} has {len(names)} files", remedy=f"give {MOST_FILES} or fewer")
+        raise UsageError(f"{folder} has {len(names)} files", remedy=f"give {MOST_FILES} files or fewer")
+    return names
+
+
+def _read_folder(folder: Path, lines: list[str]) -> list[ConfigurationFile]:
     read, left_out = [], []
-    for path in names:
+    for path in files_in(folder):
         try:
             read.append(read_configuration_file(path))
         except UsageError as error:
-            left_out.append(error.problem.removeprefix(f"--configs {folder}/"))
+            if path.suffix:  # of files such as LICENSE nobody expects that they are read
+                left_out.append(error.problem.removeprefix(f"--configs {folder}/"))
     if not read:
         reasons = "; ".join(left_out[:3])
         raise UsageError(
@@ -271,26 +280,38 @@ def _number(path: Path, name: str, value: object) -> float:
     raise UsageError(f"--configs {path}: {name} is {value!r}, no number", remedy="give a number")
 
 
+class MissingFileError(UsageError):
+    """A file names another one for its DeepSpeed configuration that is not there."""
+
+    def __init__(self, path: Path, reason: str, remedy: str) -> None:
+        super().__init__(f"--configs {path}: {reason}", remedy=remedy)
+        self.reason = reason
+
+
 def _with_deepspeed_file(file: ConfigurationFile, name: object, key: str) -> ConfigurationFile:
-    """The file with the configuration of another file that it names: beside it, or in the current folder."""
-    places = [file.path.parent / str(name), Path(str(name))]
-    path = next((place for place in places if place.is_file()), None)
+    """The file with the configuration of another file that it names: beside it, in the current folder, or below a
+    folder above it, from which Accelerate or the Trainer may have been started.
+    """
+    here, *above = file.path.absolute().parents
+    folders = [file.path.parent, Path(), *above]
+    path = next((folder / str(name) for folder in folders if (folder / str(name)).is_file()), None)
     if path is None:
-        raise UsageError(
-            f"--configs {file.path}: {key} {name} is neither in its folder nor in the current one",
+        raise MissingFileError(
+            file.path,
+            f"{key} {name} is not below {here} or a folder above it, nor below the current folder {Path.cwd()}",
             remedy=f"correct the path of {key}, or give the JSON file itself",
         )
     text = _read_text(path)
     config, notes = _parse(path, text)
-    if not _DEEPSPEED_MARKS & config.keys():
-        raise UsageError(
-            f"--configs {file.path}: {key} {path} is no DeepSpeed configuration", remedy="correct the path"
-        )
+    if kind_of(config) != "deepspeed":  # a file may name itself
+        problem = f"--configs {file.path}: {key} {path} is no DeepSpeed configuration"
+        raise UsageError(problem, remedy=f"correct the path of {key}")
     return replace(
         file,
         config=config,
         text=f"{file.text.rstrip()}\n\n# {key}: {name}\n{_redacted(text, config)}",
         deepspeed_file=path,
+        deepspeed_name=str(name),
         notes=(*file.notes, f"its DeepSpeed configuration is {path}", *notes),
     )
 
@@ -307,8 +328,7 @@ def _read_text(path: Path) -> str:
 def _parse(path: Path, text: str) -> tuple[Config, tuple[str, ...]]:
     """The values of a file, and lines about its form. Raises UsageError where it is not a JSON or YAML object."""
     try:
-        is_yaml = path.suffix.lower() in (".yaml", ".yml")
-        data, notes = (_parse_yaml(text), ()) if is_yaml else _parse_json(text)
+        data, notes = (_parse_yaml(text), ()) if is_yaml(path, text) else _parse_json(text)
         if not isinstance(data, dict):
             raise FormError("is no JSON object")
         require_bounded(data)
@@ -319,6 +339,17 @@ def _parse(path: Path, text: str) -> tuple[Config, tuple[str, ...]]:
         raise UsageError(f"--configs {path}: {error.problem}", remedy=error.remedy) from None
     except RecursionError:
         raise UsageError(f"--configs {path} is nested too deeply", remedy="give a DeepSpeed configuration") from None
+
+
+def is_yaml(path: Path, text: str) -> bool:
+    """Whether a file is read as YAML: by its ending, unless it holds JSON, as Accelerate reads it whatever its name."""
+    if path.suffix.lower() not in (".yaml", ".yml"):
+        return False
+    try:
+        json.loads(text)
+    except ValueError:
+        return True
+    return False
 
 
 class FormError(Exception):

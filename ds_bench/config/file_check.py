@@ -55,10 +55,7 @@ def check_files(paths: Sequence[Path], *, num_gpus: int | None, model: ModelSize
 
 def _check_folder(folder: Path, check: Check) -> list[FileReport]:
     """Reports of the configurations in a folder; its other files are left out."""
-    names = [path for path in folder.iterdir() if path.suffix.lower() in configuration_files.SUFFIXES]
-    if len(names) > configuration_files.MOST_FILES:
-        raise UsageError(f"{folder} has {len(names)} files", remedy="give the files themselves")
-    reports = [report for path in sorted(names) for report in _check_file(path, check)]
+    reports = [report for path in configuration_files.files_in(folder) for report in _check_file(path, check)]
     checked = [report for report in reports if report.problem is None]
     if not checked:
         raise UsageError(f"{folder} has no DeepSpeed configuration", remedy="give a file, or a folder that has one")
@@ -85,7 +82,7 @@ def _check_file(path: Path, check: Check) -> list[FileReport]:
 
 def _check_readable_file(path: Path, check: Check) -> list[FileReport]:
     text = _read(path)
-    if path.suffix.lower() in (".yaml", ".yml"):
+    if configuration_files.is_yaml(path, text):
         return _check_read_by_others(path, _lines_of_yaml(text), check)
     data = located_json.parse(text)
     if not isinstance(data, dict):
@@ -120,20 +117,24 @@ def _has_deepspeed_keys(data: lint.Config) -> bool:
 
 def _check_read_by_others(path: Path, line_of: Callable[[str], int | None], check: Check) -> list[FileReport]:
     """Reports of an Accelerate or Trainer file, and of the JSON that it names."""
-    file = configuration_files.read_configuration_file(path)
+    source = "Accelerate, utils/dataclasses.py"
+    # The key of whichever form the file has: the other is not there.
+    named = "deepspeed" if line_of("deepspeed") else "deepspeed_config.deepspeed_config_file"
+    try:
+        file = configuration_files.read_configuration_file(path)
+    except configuration_files.MissingFileError as error:
+        found = [Finding("missing-file", "error", named, error.reason, error.remedy, source)]
+        return [FileReport(path=path, findings=_located(found, line_of))]
     if file.deepspeed_file is not None:
         refused = [note for note in file.notes if note.startswith("Accelerate refuses")]
         found = [
-            Finding(
-                "accelerate-conflict",
-                "error",
-                "deepspeed_config.deepspeed_config_file",
-                note,
-                "keep them in one of the two files",
-                "Accelerate, utils/dataclasses.py",
-            )
+            Finding("accelerate-conflict", "error", named, note, "keep them in one of the two files", source)
             for note in refused
         ]
+        if file.deepspeed_file.resolve() != Path(file.deepspeed_name).resolve():
+            reason = f"found as {file.deepspeed_file}; the program that trains looks below the folder it is started in"
+            remedy = "start it in the folder that the path is relative to, or write an absolute path"
+            found.append(Finding("relative-file", "hint", named, reason, remedy, source))
         return [FileReport(path=path, findings=_located(found, line_of)), *_check_file(file.deepspeed_file, check)]
     block = {"accelerate": "deepspeed_config", "trainer": "deepspeed"}.get(file.kind, "")
 

@@ -16,6 +16,7 @@ from ..system.redaction import REDACTED, looks_secret, redacted_config
 from ..units import format_bytes, format_count, format_names
 from . import deepspeed_keys
 from .automatic_values import AUTO, TrainingFacts, fill_in, paths_of_auto
+from .deepspeed_config import ADAMW_PARAMETERS
 from .overrides import nested
 from .rules import RULES, Case, Level, ModelSize
 from .spec import BATCH_KEYS
@@ -57,6 +58,7 @@ def check_config(config: Config, *, num_gpus: int | None = None, model: ModelSiz
         *_batch_findings(case),
         *_optimizer_findings(case),
         *_scheduler_findings(case),
+        *_text_arguments(case),
     ]
     # A key that DeepSpeed refuses anyway is not told again by a rule.
     refused = {finding.path for finding in found if finding.level == "error"}
@@ -412,6 +414,27 @@ def _scheduler_findings(case: Case) -> Iterator[Finding]:
     if name.startswith("Warmup") and steps != AUTO and (type(steps) is not int or steps <= 0):
         reason = f"{_shown(steps)} is no whole number above 0: DeepSpeed stops when training starts"
         yield Finding("warmup-steps", "error", "scheduler.params.warmup_num_steps", reason, "give 1 or more", source)
+
+
+def _text_arguments(case: Case) -> Iterator[Finding]:
+    """Numbers that are given to the optimizer or the scheduler as text, which DeepSpeed passes on as it is."""
+    for block in ("optimizer", "scheduler"):
+        for key, value in case.block(f"{block}.params").items():
+            for text in value if isinstance(value, list) else [value]:
+                if isinstance(text, str) and text != AUTO and (key in ADAMW_PARAMETERS or _is_number(text)):
+                    reason = f"{_shown(text)} is text, not a number: DeepSpeed stops when training starts"
+                    remedy = "write a number, without quotes"
+                    yield Finding(
+                        "text-argument", "error", f"{block}.params.{key}", reason, remedy, "runtime/engine.py"
+                    )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 # Settings that nothing reads, and buffers

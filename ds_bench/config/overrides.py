@@ -40,8 +40,14 @@ def merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> Config:
     return merged
 
 
+_MOST_LEVELS = 20
+"""Blocks within blocks of a change; DeepSpeed reads five."""
+
+
 def nested(path: str, value: Any) -> Config:
-    """``a.b`` and a value as ``{"a": {"b": value}}``."""
+    """``a.b`` and a value as ``{"a": {"b": value}}``. Raises UsageError for more levels than a configuration has."""
+    if path.count(".") >= _MOST_LEVELS:
+        raise UsageError(f"{path[:60]}… has more than {_MOST_LEVELS} levels", remedy="give a key of DeepSpeed")
     for name in reversed(path.split(".")):
         value = {name: value}
     return dict(value)
@@ -61,8 +67,9 @@ def parse_set(text: str) -> Config:
         value: Any = json.loads(raw)
     except json.JSONDecodeError:
         value = raw
-    except ValueError:  # Python reads no integer of more than 4,300 digits
-        raise UsageError(f"--set {path} has a number of too many digits", remedy="give a smaller number") from None
+    except (RecursionError, ValueError):  # Python reads no integer of more than 4,300 digits
+        problem = f"--set {path[:60]} has a number of too many digits, or too many levels"
+        raise UsageError(problem, remedy="give a value of DeepSpeed") from None
     return nested(path, value)
 
 

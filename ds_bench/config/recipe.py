@@ -21,7 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ..errors import UsageError
 from ..units import format_place
-from . import axis_rows, overrides, strategies
+from . import axis_rows, deepspeed_keys, overrides, strategies
 from .configuration_files import ConfigurationFile
 from .deepspeed_config import Config, MakeConfig, base_config
 from .option_declaration import COUNT, Value
@@ -169,7 +169,8 @@ def check_recipe(text: RecipeText, data: Data | None = None) -> Values:
     Raises UsageError for the first value that cannot be used, with its line.
     """
     values = text.data if data is None else data
-    values = {section: keys for section, keys in values.items() if keys is not None}  # a section without keys
+    # A section without keys is one with defaults; an unknown name stays, to be refused.
+    values = {name: keys for name, keys in values.items() if keys is not None or name not in Recipe.model_fields}
     try:
         # As JSON, of which a strict model takes lists for tuples and texts for paths; of Python values it does not.
         return _by_path(Recipe.model_validate_json(json.dumps(values)))
@@ -183,9 +184,12 @@ def _usage_error(error: ValidationError, text: RecipeText) -> UsageError:
     path = _known_part(first["loc"])
     place, shown = text.place(path), format_place(path)
     if first["type"] == "extra_forbidden":
-        near = nearest_path(path)
-        sections = f"the sections are {', '.join(Recipe.model_fields)} and sweep; docs/recipes.md lists their keys"
-        return UsageError(f"{place}unknown key {shown}", remedy=f"did you mean {near}?" if near else sections)
+        near, section = nearest_path(path), str(path[0])
+        keys = [known.removeprefix(f"{section}.") for known in known_paths() if known.startswith(f"{section}.")]
+        has = f"{section} has" if keys else "the sections are"
+        names = f"{has} {', '.join(keys or [*Recipe.model_fields, 'sweep'])}; docs/recipes.md describes them"
+        shown = shown if re.fullmatch(r"[\w.\[\]-]{1,80}", shown) else f"{shown[:20]}…"  # of any other file
+        return UsageError(f"{place}unknown key {shown}", remedy=f"did you mean {near}?" if near else names)
     reasons = [_reason(each) for each in errors if _known_part(each["loc"]) == path]
     value = json.dumps(first["input"], default=str)
     value = value if len(value) <= 40 else f"{value[:36]} …"
@@ -249,19 +253,40 @@ def is_swept_list(path: str, value: Any) -> bool:
     return path.rpartition(".")[2] not in _LISTS_OF_DEEPSPEED or any(isinstance(item, list) for item in value)
 
 
+_OTHER_NAMES: Mapping[str, str] = {
+    "lr": "optimizer.params.lr",
+    "learning_rate": "optimizer.params.lr",
+    "weight_decay": "optimizer.params.weight_decay",
+    "optimizer.name": "optimizer.type",
+    "dtype": "training.precision",
+    "max_steps": "training.steps",
+    "gradient_checkpointing": "training.activation_checkpointing",
+    "gradient_accumulation_steps": "training.grad_accum",
+    "train_micro_batch_size_per_gpu": "training.local_batch_size",
+    "per_device_train_batch_size": "training.local_batch_size",
+    "train_batch_size": "training.global_batch_size",
+    "set": "configurations.deepspeed",
+}
+"""What DeepSpeed, the Trainer or a flag call a value of a recipe, where the names have little in common."""
+
+
 def nearest_path(path: KeyPath) -> str | None:
     """The key path that an unknown one most likely stands for: of the same section if one is near, else of another."""
     *section, key = map(str, path)
-    if key in PATHS:  # the name of a script's flag
-        return PATHS[key]
-    names = {known: known.rpartition(".")[2] for known in known_paths()}
+    known = {**PATHS, **_OTHER_NAMES}
+    if found := known.get(".".join([*section, key])) or known.get(key):
+        return found
+    if key in deepspeed_keys.top_level_keys():
+        return f"configurations.deepspeed.{key}"
+    names = {path: path.rpartition(".")[2] for path in known_paths()}
     if len(path) == 1:
         names |= {section: section for section in (*Recipe.model_fields, "sweep")}
-    own = {known: name for known, name in names.items() if known.startswith(".".join([*section, ""]))}
-    for candidates in (own, names):
-        near = difflib.get_close_matches(key, candidates.values(), n=1, cutoff=0.6)
+    own = {path: name for path, name in names.items() if path.startswith(".".join([*section, ""]))}
+    # Across sections only names that are nearly the same: dataset.tokens is not dataloader.workers.
+    for candidates, similarity in ((own, 0.6), (names, 0.6 if len(path) == 1 else 0.8)):
+        near = difflib.get_close_matches(key, candidates.values(), n=1, cutoff=similarity)
         if near:
-            return next(known for known, name in candidates.items() if name == near[0])
+            return next(path for path, name in candidates.items() if name == near[0])
     return None
 
 

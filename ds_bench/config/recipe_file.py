@@ -88,7 +88,7 @@ def parse_setting(text: str) -> tuple[KeyPath, Any]:
     """Reads ``training.seq_len=2048``: a key path and a value as a recipe has it. Raises UsageError."""
     path, separator, value = text.partition("=")
     names = tuple(path.split("."))
-    if not separator or not all(names):
+    if not separator or not all(names) or len(names) > MOST_LEVELS:
         raise UsageError(f"--set {text[:60]!r} is not key.path=value", remedy="e.g. --set training.seq_len=2048")
     try:
         return names, _Reader(f"--set {path}").read(value, names)

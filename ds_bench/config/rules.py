@@ -1,7 +1,9 @@
 """The rules about DeepSpeed configurations that its keys and types do not tell: refused, ineffective, slow or wrong.
 
 Each fact stands here once. The command ``check`` reports every rule with a level; a rule with ``row`` also decides
-about a row of a comparison (``validation``): a refusal makes it Unsupported, a caveat is printed beside it.
+about a row of a comparison (``validation``): a refusal makes it Unsupported, a caveat is printed beside it. What
+DeepSpeed ignores is left out of the copy of a file that a row trains (:func:`without_ignored`); only a row whose flags
+ask for it is refused.
 
 Every rule was read in the code of DeepSpeed 0.19.8, at the place of ``source`` below its package, or run with it.
 """
@@ -15,12 +17,13 @@ from typing import Any, Literal
 from . import deepspeed_keys
 from .automatic_values import AUTO
 from .axes import AXES
+from .overrides import nested, overlay
 from .spec import Accelerator, Placement, Workload
 
 Level = Literal["error", "warning", "hint"]
-RowUse = Literal["refusal", "caveat"]
+RowUse = Literal["refusal", "caveat", "ignored"]
 
-CPU_OPTIMIZERS = ("adamw", "adam", "adagrad", "lion")
+_CPU_OPTIMIZERS = ("adamw", "adam", "adagrad", "lion")
 """Optimizers that DeepSpeed has a CPU version of."""
 _TRUE = (True, 1, "1", "true", "t", "yes", "y", "on")
 """What pydantic takes for true."""
@@ -96,6 +99,14 @@ class Case:
         """Name of the optimizer in lower case; empty where the training script gives one."""
         return str(self.value("optimizer.type", "")).lower()
 
+    @property
+    def has_cpu_optimizer(self) -> bool:
+        """Whether DeepSpeed replaces the optimizer by its CPU version where it is offloaded, at any stage.
+
+        Also where the training script gives one, since Trainer and Accelerate then give DeepSpeed's.
+        """
+        return self.optimizer in ("", *_CPU_OPTIMIZERS) and not self.is_on("optimizer.params.torch_adam")
+
     def offload(self, kind: Literal["optimizer", "param"]) -> str | None:
         """``cpu`` or ``nvme``; None without offload."""
         device = self.value(f"zero_optimization.offload_{kind}.device", "none")
@@ -105,6 +116,11 @@ class Case:
     def precision(self) -> str:
         """Number format of the model that DeepSpeed converts it to; fp32 where it does not."""
         return next((name for name in ("fp16", "bf16") if self.is_on(f"{name}.enabled")), "fp32")
+
+    @property
+    def ranks(self) -> int | None:
+        """Ranks of the job; None where they are not known."""
+        return self.placement.num_gpus if self.placement else self.num_gpus
 
     @property
     def rank_parameters(self) -> float | None:
@@ -130,19 +146,25 @@ class Rule:
     source: str = ""
     """File of DeepSpeed, below its package."""
     row: RowUse | None = None
+    read_as: object = None
+    """What DeepSpeed takes in place of an ignored value; None: the key does nothing."""
     row_text: str | None = None
     """What a row says; ``{reason}``, ``{remedy}`` and ``{source}`` stand for those above. None: the reason, in a
-    refusal with the remedy, in a caveat with the source."""
+    caveat with the source, else with the remedy."""
 
     def reason_for(self, case: Case) -> str:
         """The reason with the configuration's own values."""
         return self.reason.format(
-            stage=case.stage, optimizer=case.optimizer, precision=case.precision, accelerator=case.accelerator
+            stage=case.stage,
+            optimizer=case.optimizer,
+            precision=case.precision,
+            accelerator=case.accelerator,
+            ranks=case.ranks,
         )
 
     def row_text_for(self, case: Case) -> str:
         """What a row says, in one line."""
-        usual = "{reason}; {remedy}" if self.row == "refusal" else "{reason} ({source})"
+        usual = "{reason} ({source})" if self.row == "caveat" else "{reason}; {remedy}"
         return (self.row_text or usual).format(reason=self.reason_for(case), remedy=self.remedy, source=self.source)
 
 
@@ -171,38 +193,56 @@ def _one_sub_group(case: Case) -> bool:
     return case.number("zero_optimization.sub_group_size", _WHOLE_MODEL) >= (case.rank_parameters or _WHOLE_MODEL)
 
 
+def _offloads_at_stage_0(case: Case) -> bool:
+    return case.stage == 0 and case.offload("optimizer") is not None
+
+
+def _splits_ranks_unevenly(case: Case) -> bool:
+    size, ranks = case.value("zero_optimization.zero_hpz_partition_size", 1), case.ranks
+    return case.stage == 3 and type(size) is int and ranks is not None and size > 1 and ranks % min(size, ranks) != 0
+
+
 _REFUSED_IN_ROWS = (
     Rule(
         name="stage-0-offload",
         level="warning",
-        path="zero_optimization.stage",
-        applies=lambda case: case.stage == 0 and bool(case.offload("optimizer") or case.offload("param")),
-        reason="ZeRO stage 0 does not offload (DeepSpeed ignores or rejects it)",
-        remedy="use stage 1, 2 or 3",
-        source="runtime/engine.py",
+        path="zero_optimization.offload_optimizer",
+        applies=lambda case: _offloads_at_stage_0(case) and case.has_cpu_optimizer and case.accelerator != "cpu",
+        reason="stage 0 keeps parameters on the GPU, and DeepSpeed's CPU optimizer stops in its first step there",
+        remedy="use zero_optimization.stage 1, 2 or 3, or remove the block",
+        source="ops/adam/cpu_adam.py",
         row="refusal",
+    ),
+    Rule(
+        name="stage-0-offload-of-another-optimizer",
+        level="warning",
+        path="zero_optimization.offload_optimizer",
+        applies=lambda case: _offloads_at_stage_0(case) and not case.has_cpu_optimizer,
+        reason="stage 0 does not offload {optimizer}",
+        remedy="use zero_optimization.stage 1, 2 or 3, or remove the block",
+        source="runtime/engine.py",
+        row="ignored",
     ),
     Rule(
         name="offload-param-below-stage-3",
         level="warning",
         path="zero_optimization.offload_param",
-        applies=lambda case: case.stage in (1, 2) and case.offload("param") is not None,
+        applies=lambda case: case.stage in (0, 1, 2) and case.offload("param") is not None,
         reason="parameters are offloaded at stage 3 only; at stage {stage} DeepSpeed ignores it",
-        remedy="set zero_optimization.stage to 3, or remove the block",
+        remedy="use zero_optimization.stage 3, or remove the block",
         source="runtime/zero/config.py",
-        row="refusal",
-        row_text="{reason}; use --stage 3",
+        row="ignored",
     ),
     Rule(
         name="nvme-below-stage-3",
         level="warning",
         path="zero_optimization.offload_optimizer.device",
-        applies=lambda case: case.stage in (1, 2) and case.offload("optimizer") == "nvme",
-        reason="stage {stage} with NVMe runs as CPU offload in DeepSpeed (stage_1_and_2.py)",
-        remedy="set zero_optimization.stage to 3, or the device to cpu",
+        applies=lambda case: case.stage in (0, 1, 2) and case.offload("optimizer") == "nvme",
+        reason="stage {stage} with NVMe runs as CPU offload in DeepSpeed",
+        remedy="use zero_optimization.stage 3, or the device cpu",
         source="runtime/zero/stage_1_and_2.py",
-        row="refusal",
-        row_text="{reason}; use --stage 3",
+        row="ignored",
+        read_as="cpu",
     ),
     Rule(
         name="nvme-without-folder",
@@ -219,13 +259,9 @@ _REFUSED_IN_ROWS = (
         name="no-cpu-optimizer",
         level="warning",
         path="optimizer.type",
-        applies=lambda case: (
-            case.offload("optimizer") is not None
-            and case.optimizer not in CPU_OPTIMIZERS
-            and (case.is_row or case.optimizer not in ("", "muon"))
-        ),
-        reason="optimizer {optimizer!r} has no CPU version in DeepSpeed",
-        remedy="use AdamW, Adam, Adagrad or Lion to offload it",
+        applies=lambda case: case.optimizer == "lamb" and case.stage != 0 and case.offload("optimizer") is not None,
+        reason="Lamb has no CPU version in DeepSpeed, which stops in the first step",
+        remedy="use another optimizer, or do not offload it",
         source="runtime/engine.py",
         row="refusal",
     ),
@@ -344,18 +380,36 @@ _REFUSED_IN_ROWS = (
         )
         for axis in (AXES["qwz"], AXES["qgz"], AXES["superoffload"])
     ),
+    Rule(
+        name="expert-parallel-in-a-row",
+        level=None,
+        path="expert_parallel",
+        applies=lambda case: case.is_on("expert_parallel.enabled"),
+        reason="expert_parallel is not exercised by this comparison",
+        remedy="remove the block",
+        row="refusal",
+    ),
     *(
         Rule(
-            name=f"{block}-in-a-row",
+            name=f"{block.replace('_', '-')}-in-a-row",
             level=None,
             path=block,
             # The default argument keeps the block of each pass: all lambdas would else see the last one.
-            applies=lambda case, block=block: case.has_block(block) and bool(case.value(f"{block}.enabled")),  # type: ignore[misc]
-            reason=f"{block} is not exercised by this comparison",
+            applies=lambda case, block=block: case.is_on(f"{block}.enabled"),  # type: ignore[misc]
+            reason=reason,
             remedy="remove the block",
-            row="refusal",
+            source=source,
+            row="ignored",
         )
-        for block in ("expert_parallel", "hybrid_engine", "autotuning", "data_efficiency")
+        for block, reason, source in (
+            ("hybrid_engine", "it is for generating text, not for training steps", "runtime/hybrid_engine.py"),
+            ("autotuning", "it ends the training after a few steps, for the Autotuner to read", "runtime/engine.py"),
+            (
+                "data_efficiency",
+                "it acts on DeepSpeed's data loader and on layers that a script converts for it",
+                "runtime/data_pipeline/data_routing/helper.py",
+            ),
+        )
     ),
     Rule(
         name="pipeline",
@@ -363,10 +417,19 @@ _REFUSED_IN_ROWS = (
         path="pipeline",
         applies=lambda case: "pipeline" in case.config,
         reason="pipeline needs a PipelineModule",
-        remedy="build the model as one; for any other model DeepSpeed does not read the block",
+        remedy="build the model as one, or remove the block, which DeepSpeed then does not read",
         source="runtime/pipe/engine.py",
+        row="ignored",
+    ),
+    Rule(
+        name="hpz-partition-size",
+        level="error",
+        path="zero_optimization.zero_hpz_partition_size",
+        applies=_splits_ranks_unevenly,
+        reason="it does not divide the {ranks} ranks: DeepSpeed stops when training starts",
+        remedy="give a divisor of the number of ranks, such as the GPUs of one node",
+        source="utils/groups.py",
         row="refusal",
-        row_text="{reason}, which is not built here; remove the block",
     ),
 )
 
@@ -980,3 +1043,14 @@ _OF_FILES = (
 
 RULES: tuple[Rule, ...] = (*_REFUSED_IN_ROWS, *_CAVEATS_OF_ROWS, *_OF_FILES)
 """In the order in which a row asks them."""
+
+
+def without_ignored(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Returns a copy of a configuration with only what DeepSpeed acts on, and what was left out, with the reasons."""
+    kept, left_out = dict(config), []
+    for rule in RULES:
+        case = Case(config=kept)
+        if rule.row == "ignored" and rule.applies(case):
+            kept = overlay(kept, nested(rule.path, rule.read_as))
+            left_out.append(f"{rule.path} ({rule.reason_for(case)})")
+    return kept, left_out

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ..system.redaction import redacted_config
@@ -525,6 +526,10 @@ class Trial:
     point: Mapping[str, Any] = field(default_factory=dict)
     """Key paths of a recipe → their values at the point of its sweep that this trial belongs to; empty without a sweep.
     No part of the key, since workload, placement and configuration follow from it."""
+
+    def __post_init__(self) -> None:
+        is_name = self.trial_id not in ("", "..") and Path(self.trial_id).name == self.trial_id
+        _require(is_name, "trial_id", self.trial_id, "must be the name of a folder")
 
     @property
     def common_settings(self) -> dict[str, Any]:

@@ -27,17 +27,6 @@ _MOST_LISTED = 12
 """Keys of a block that a message names."""
 
 
-def is_ignored_by_deepspeed(key: str) -> bool:
-    """Whether DeepSpeed neither reads nor refuses this top-level key."""
-    return key not in deepspeed_keys.top_level_keys() and key not in deepspeed_keys.removed_keys()
-
-
-def ignored_key_text(key: str) -> str:
-    """The caveat of a row whose file has a top-level key that DeepSpeed ignores."""
-    near = deepspeed_keys.nearest_key(key, deepspeed_keys.top_level_keys())
-    return f"DeepSpeed ignores the key {key!r} of its file" + (f" (did you mean {near!r}?)" if near else "")
-
-
 def check_keys(config: Mapping[str, Any]) -> None:
     """Raises UsageError for a top-level key that DeepSpeed would ignore, a nested key that it would refuse, and a block
     that is not an object.
@@ -75,7 +64,7 @@ def unsupported_reason(configuration: Configuration, placement: Placement) -> st
         configuration.refusal
         or _missing_requirement(configuration, placement)
         or (reference_engines.refused_setting(configuration) if configuration.is_reference else None)
-        or next(_row_texts(case, "refusal"), None)
+        or next(_row_texts(case, "refusal", "ignored"), None)
     )
 
 
@@ -210,5 +199,5 @@ def ineffective_settings(configuration: Configuration, workload: Workload, place
     return list(_row_texts(Case(config=config, workload=workload, placement=placement), "caveat"))
 
 
-def _row_texts(case: Case, use: RowUse) -> Iterator[str]:
-    return (rule.row_text_for(case) for rule in RULES if rule.row == use and rule.applies(case))
+def _row_texts(case: Case, *uses: RowUse) -> Iterator[str]:
+    return (rule.row_text_for(case) for rule in RULES if rule.row in uses and rule.applies(case))

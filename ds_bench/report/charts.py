@@ -239,7 +239,8 @@ def _draw_rows(axes: Any, title: str, rows: Sequence[_RowLabel], columns: float)
     """Axis and grid of bars of the height ``BAR_HEIGHT``, and above each its label, of two lines if it is long."""
     lines = 1
     for index, row in enumerate(rows):
-        label = textwrap.wrap(_printable(row.label), int(columns - len(row.value) - 3), max_lines=2, placeholder=" …")
+        room = max(10, int(columns - len(row.value) - 3))  # a value may be as long as the line
+        label = textwrap.wrap(_printable(row.label), room, max_lines=2, placeholder=" …")
         lines = max(lines, len(label))
         for text, x, side in (("\n".join(label), 0, "left"), (row.value, 1, "right")):
             position = (x, index - BAR_HEIGHT / 2)

@@ -109,6 +109,20 @@ def test_a_folder_is_its_configurations(write: Write, capsys: pytest.CaptureFixt
     assert "empty has no DeepSpeed configuration" in capsys.readouterr().err
 
 
+def test_a_named_file_is_told_where_it_is_or_where_it_was_looked_for(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: {}\n"
+    Path("configs").mkdir()
+    write(launch.format("gone.json"), "configs/gone.yaml"), write(launch.format("ds.json"), "configs/found.yaml")
+    write(GOOD, "configs/ds.json")
+    assert commands.main(["check", "configs"]) == 1
+    out = capsys.readouterr().out
+    assert "configs/gone.yaml:3: error: deepspeed_config.deepspeed_config_file: " in out
+    assert f"gone.json is not below {Path.cwd()}/configs or a folder above it" in out
+    assert "configs/found.yaml:3: hint: deepspeed_config.deepspeed_config_file: found as configs/ds.json" in out
+
+
 def test_standard_input_is_a_file(
     write: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

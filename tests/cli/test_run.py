@@ -42,6 +42,14 @@ def test_a_recipe_runs_and_its_files_have_the_name_of_no_script(run: Run, script
     assert (folder / "recommended" / "ds_config.json").is_file()
 
 
+def test_a_recipe_may_be_given_as_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(SMALL)
+    assert commands.main(["run", "--config", str(path), "--print-recipe"]) == 0
+    assert "seq_len: 16" in capsys.readouterr().out
+    assert commands.main(["run", str(path), "--config", str(path), "--print-recipe"]) == 2
+
+
 def test_flags_and_settings_replace_values_of_the_recipe(run: Run, scripted: ScriptedRun) -> None:
     flags = ("--stages", "1", "--seq-length", "8", "--set", "training.steps=3", "--set", "optimizer.params.lr=0.5")
     assert run(SWEEP, *flags) == 0

@@ -120,7 +120,7 @@ def test_auto_of_real_files_becomes_what_the_trainer_makes_of_it() -> None:
     configs = []
     for path in shared_files("real_configs", "*.json"):
         configs.append(dict(read_configuration_file(path).config))
-    assert len(configs) == 72
+    assert len(configs) >= 72
     cases = [(config, case) for config in configs for case in (facts(), facts("fp32", arguments=TUNED))]
     for (config, case), answer in zip(cases, ask_trainer(cases), strict=True):
         assert automatic_values.fill_in(config, case).config == answer

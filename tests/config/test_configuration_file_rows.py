@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from ds_bench.config import validation
 from ds_bench.config.automatic_values import TrainingFacts
 from ds_bench.config.configuration_file_rows import FileRowMaker, batch_of_file
 from ds_bench.config.configuration_files import ConfigurationFile, read_configuration_file
-from ds_bench.config.spec import Configuration
+from ds_bench.config.spec import BATCH_KEYS, Configuration, Placement
 from ds_bench.errors import UsageError
 
 
@@ -70,7 +71,12 @@ def test_old_spellings_are_read_as_deepspeed_reads_them(tmp_path: Path) -> None:
     ("content", "precision", "told"),
     [
         ({"fp16": {"enabled": True}}, "fp16", ()),
-        ({"bf16": {"enabled": False}}, "fp32", ()),
+        ({"bf16": {"enabled": False}}, "fp32", ("its file enables neither bf16 nor fp16: trained in fp32",)),
+        (
+            {"bfloat16": {"enabled": False}, "fp16": {"enabled": "auto"}},
+            "fp32",
+            ("its file enables neither bf16 nor fp16: trained in fp32",),
+        ),
         ({"fp16": {"enabled": "auto"}}, None, ()),
         ({"steps_per_print": 1}, None, ("its file names no precision: trained in bf16, not in DeepSpeed's fp32",)),
     ],
@@ -83,14 +89,48 @@ def test_the_precision_is_the_files_and_never_silently_fp32(
     assert row.caveats == told
 
 
-def test_ignored_keys_and_an_absent_optimizer_are_caveats_of_the_row(tmp_path: Path) -> None:
+def test_unknown_keys_and_an_absent_optimizer_are_caveats_of_the_row(tmp_path: Path) -> None:
     row = row_of(tmp_path, {"bf16": {"enabled": True}, "gradient_cliping": 1, "log": {"steps": 1}})
     assert row.caveats == (
-        "DeepSpeed ignores the key 'gradient_cliping' of its file (did you mean 'gradient_clipping'?)",
-        "DeepSpeed ignores the key 'log' of its file",
+        "left out of the copy that runs: gradient_cliping (did you mean gradient_clipping?), log, "
+        "which DeepSpeed does not know",
         "its file has no optimizer: AdamW of learning rate 0.0001",
     )
     assert row.deepspeed_config.keys() & {"gradient_cliping", "log"} == set()
+
+
+def test_what_deepspeed_ignores_is_left_out_and_named_in_one_note(tmp_path: Path) -> None:
+    """Files that DeepSpeed trains: nothing in them is a reason not to run them."""
+    content = {
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "hybrid_engine": {"enabled": True},
+        "autotuning": {"enabled": True},
+        "data_efficiency": {"enabled": True, "data_routing": {"enabled": True}},
+        "pipeline": {"stages": 2},
+        "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+        "typo": 1,
+    }
+    row = row_of(tmp_path, content)
+    assert row.deepspeed_config.keys() == {"bf16", "optimizer", "zero_optimization", *BATCH_KEYS[1:]}
+    assert row.deepspeed_config["zero_optimization"] == {"stage": 0}
+    (note,) = row.caveats
+    left_out = ("typo", "offload_optimizer", "offload_param", "hybrid_engine", "autotuning", "data_efficiency")
+    assert [name for name in (*left_out, "pipeline") if name not in note] == []
+    for placement in (Placement(accelerator="cpu"), Placement(accelerator="cuda")):
+        assert validation.unsupported_reason(row, placement) is None
+
+
+def test_a_disk_below_stage_3_is_the_host_memory_that_deepspeed_uses_instead(tmp_path: Path) -> None:
+    block = {"device": "nvme", "nvme_path": "/disk", "pin_memory": True}
+    content = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}}
+    row = row_of(tmp_path, {**content, "zero_optimization": {"stage": 2, "offload_optimizer": block}})
+    assert (row.offload_optimizer, row.uses_nvme) == ("cpu", False)
+    assert row.deepspeed_config["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    assert row.caveats == (
+        "left out of the copy that runs: zero_optimization.offload_optimizer.device "
+        "(stage 2 with NVMe runs as CPU offload in DeepSpeed)",
+    )
 
 
 def test_a_file_names_no_folder_and_sends_nothing(tmp_path: Path) -> None:
@@ -106,7 +146,8 @@ def test_a_file_names_no_folder_and_sends_nothing(tmp_path: Path) -> None:
     }
     row = row_of(tmp_path, content)
     assert "/elsewhere" not in json.dumps(row.deepspeed_config)
-    assert [text.split()[0] for text in row.caveats] == ["tensorboard", "wandb", "flops_profiler.output_file"]
+    (note,) = row.caveats
+    assert [name for name in ("tensorboard", "wandb", "flops_profiler.output_file") if name not in note] == []
 
 
 def test_a_trainers_arguments_decide_what_its_configuration_leaves_open(tmp_path: Path) -> None:

@@ -111,6 +111,25 @@ def test_a_folder_gives_its_configurations_and_names_the_other_files(tmp_path: P
     ]
 
 
+def test_json_is_read_as_json_whatever_its_file_is_called(tmp_path: Path) -> None:
+    """YAML takes 2e8 for text."""
+    text = '{"train_batch_size": 8, "zero_optimization": {"stage": 2, "reduce_bucket_size": 2e8}}'
+    for name in ("a.yaml", "b.config", "c"):
+        write(tmp_path, name, text)
+    write(tmp_path, "LICENSE", "no configuration"), write(tmp_path, ".hidden", text)
+    read, lines = read_configuration_files([tmp_path])
+    assert [file.config["zero_optimization"]["reduce_bucket_size"] for file in read] == [2e8] * 3
+    assert lines == []
+
+
+def test_a_named_file_is_looked_for_below_the_folders_above(tmp_path: Path) -> None:
+    """Accelerate takes its path from the folder that it is started in, which may be any of them."""
+    write(tmp_path, "configs/zero2.json", DEEPSPEED)
+    launch = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: configs/zero2.json}"
+    file = read_configuration_file(write(tmp_path, "examples/train/accelerate.yaml", launch))
+    assert file.deepspeed_file == tmp_path / "configs" / "zero2.json"
+
+
 def test_files_of_one_name_and_of_a_strategys_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
     paths = [
         write(tmp_path, name, DEEPSPEED)
@@ -150,7 +169,8 @@ def test_files_of_one_name_and_of_a_strategys_name_are_told_apart_by_their_folde
         ("loop.yaml", "fp16: &a [*a]", "has more than 10,000 values"),
         ("open.yaml", "fp16: [", "is no YAML: line 1"),
         ("date.yaml", "fp16: 2026-99-99", "cannot be read as YAML"),
-        ("gone.yaml", "deepspeed: nowhere.json", "deepspeed nowhere.json is neither in its folder"),
+        ("gone.yaml", "deepspeed: nowhere.json", "or a folder above it, nor below the current folder /"),
+        ("itself.yaml", "deepspeed: itself.yaml\nbf16: true", "itself.yaml is no DeepSpeed configuration"),
         ("other.yaml", "deepspeed: package.json", "is no DeepSpeed configuration"),
         ("rate.yaml", "deepspeed: {fp16: {}}\nlearning_rate: fast", "learning_rate is 'fast', no number"),
         ("both.yaml", "deepspeed: {fp16: {}}\nbf16: true\nfp16: true", "bf16 and fp16 are both true"),

@@ -9,7 +9,7 @@ import pytest
 from ds_bench.config import lint, overrides, rules
 from ds_bench.config.lint import Finding
 from ds_bench.config.rules import ModelSize
-from tests.support.lint_cases import CASES, CLEAN, CPU, NVME, WARMUP, ZENFLOW, optimizer, zero
+from tests.support.lint_cases import CASES, CLEAN, CPU, NVME, RANKS, WARMUP, ZENFLOW, optimizer, zero
 
 GPT2 = ModelSize(name="gpt2", parameters=124_439_808, largest_parameter=38_597_376)
 
@@ -30,7 +30,7 @@ def test_each_rule_applies_to_its_configuration_and_no_other_rule_does(subtests:
     for rule, change in CASES:
         with subtests.test(rule):
             config = overrides.overlay(CLEAN, change)
-            found = check(config)
+            found = check(config, num_gpus=RANKS.get(rule))
             assert {finding.rule for finding in found} == {rule, *BESIDE.get(rule, set())}
             assert all(finding.reason and finding.remedy and ".py" in finding.source for finding in found)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_bench.config import overrides
+from ds_bench.config import overrides, recipe_file
 from ds_bench.errors import UsageError
 
 scalars = st.one_of(st.integers(), st.booleans(), st.text(max_size=3))
@@ -63,6 +63,15 @@ def test_a_setting_is_json_and_else_text(subtests: pytest.Subtests) -> None:
             parsed = overrides.parse_set(text)
             assert parsed == value
             assert json.dumps(parsed) == json.dumps(value)  # 1 and True are equal to Python
+
+
+def test_a_setting_of_thousands_of_levels_is_refused_in_one_line() -> None:
+    for text in (f"{'a.' * 3000}a=1", f"a={'[' * 3000}"):
+        with pytest.raises(UsageError, match="levels") as caught:
+            overrides.parse_set(text)
+        assert len(str(caught.value)) < 200
+    with pytest.raises(UsageError, match=r"is not key\.path=value"):
+        recipe_file.parse_setting(f"{'a.' * 3000}a=1")
 
 
 def test_a_setting_without_a_name_or_a_value_is_refused_by_its_text(subtests: pytest.Subtests) -> None:

@@ -45,6 +45,12 @@ def test_a_stage_that_zero_does_not_have_is_refused(stage: int) -> None:
         Strategy(name="x", label="X", stage=stage)
 
 
+@pytest.mark.parametrize("name", ["", "..", "/tmp/elsewhere", "a/b"])
+def test_a_trial_is_named_like_a_folder_and_leads_nowhere_else(name: str) -> None:
+    with pytest.raises(ValueError, match="trial_id"):
+        dataclasses.replace(fakes.trial(), trial_id=name)
+
+
 def test_a_placement_on_no_device_is_refused() -> None:
     with pytest.raises(ValueError, match="num_gpus is 0"):
         Placement(accelerator="cpu", num_gpus=0)

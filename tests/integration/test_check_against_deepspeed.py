@@ -14,8 +14,7 @@ import pytest
 
 from ds_bench.config import automatic_values, deepspeed_keys, lint, located_json, overrides
 from ds_bench.config.automatic_values import TrainingFacts
-from ds_bench.config.spec import Placement
-from ds_bench.launch import rank_environment
+from tests.support.deepspeed_starts import errors_at_start
 from tests.support.lint_cases import CASES, CLEAN
 from tests.support.shared_files import shared_files
 
@@ -85,20 +84,6 @@ def test_key_by_key_on_values_of_every_type() -> None:
     assert disagreements(configs) == []
 
 
-_INITIALIZE = """
-import json, sys
-out = sys.stdout; sys.stdout = sys.stderr
-import deepspeed, torch
-deepspeed.init_distributed(dist_backend="gloo", init_method=f"file://{sys.argv[1]}/meet", rank=0, world_size=1)
-def stops(config):
-    model = torch.nn.Linear(4, 4)
-    try:
-        deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    except Exception:
-        return True
-    return False
-print(json.dumps([stops(config) for config in json.load(sys.stdin)]), file=out)
-"""
 _TORCH_ADAM = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
 
 
@@ -112,28 +97,9 @@ def test_deepspeed_stops_where_an_error_says_that_it_does_when_training_starts(t
         if any("when training starts" in finding.reason for finding in lint.check_config(config)):
             stopping[rule] = {**_TORCH_ADAM, **config}
     assert len(stopping) > 14
-    placement = Placement(accelerator="cpu")
-    done = subprocess.run(
-        [sys.executable, "-c", _INITIALIZE, str(tmp_path)],
-        input=json.dumps([_TORCH_ADAM | CLEAN, *stopping.values()]),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={
-            **os.environ,
-            **rank_environment.rank_environment(placement, os.environ),
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "1",
-        },
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    clean, *answers = json.loads(done.stdout.splitlines()[-1])
-    assert not clean
-    assert [rule for rule, stopped in zip(stopping, answers, strict=True) if not stopped] == []
+    clean, *errors = errors_at_start([_TORCH_ADAM | CLEAN, *stopping.values()], tmp_path)
+    assert clean is None
+    assert [rule for rule, error in zip(stopping, errors, strict=True) if error is None] == []
 
 
 def _with(path: str, value: Any) -> dict[str, Any]:

@@ -67,6 +67,12 @@ def test_dots_that_take_no_part_look_different(tmp_path: Path) -> None:
     assert (tmp_path / "odd/pareto-device.svg").read_bytes() != (tmp_path / "plain/pareto-device.svg").read_bytes()
 
 
+def test_a_value_longer_than_the_line_leaves_room_for_a_label(tmp_path: Path) -> None:
+    """A flat JSON of somebody else may hold any finite number."""
+    rows = tuple(replace(row, tokens_per_second=1.3e41) for row in samples.flat_comparison().rows)
+    save_charts("a title", replace(samples.flat_comparison(), rows=rows), tmp_path)
+
+
 def test_a_long_title_takes_lines_and_is_not_cut(tmp_path: Path) -> None:
     """Counted in the picture: a margin stays on the right, and each further line makes the picture higher."""
     heights = []

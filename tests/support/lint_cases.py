@@ -21,6 +21,9 @@ ZENFLOW = {"select_strategy": "step", "select_interval": 4, "update_interval": 2
 MASTER_WEIGHTS = {"enabled": True, "bf16_master_weights_and_grads": True, "check_grad_overflow": True}
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {}}}
 
+RANKS = {"hpz-partition-size": 3}
+"""Rules that need the number of ranks → one to which they apply."""
+
 CASES: list[tuple[str, dict[str, Any]]] = [
     # keys
     ("ignored-key", {"zero_optimisation": {"stage": 3}}),
@@ -49,6 +52,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("missing-argument", {"scheduler": {"type": "WarmupDecayLR", "params": {}}}),
     ("unknown-scheduler", {"scheduler": {"type": "WarmUpLR", "params": {}}}),
     ("warmup-steps", {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}),
+    ("text-argument", optimizer("SGD", lr="0.1")),
+    ("text-argument", {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "1e-4"}}}),
     # automatic values
     ("automatic-value", {"gradient_clipping": "auto"}),
     ("unfilled-automatic-value", {"steps_per_print": "auto"}),
@@ -58,7 +63,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dead-key", zero(2, allgather_partitions=True)),
     # rules that rows have too
     ("stage-0-offload", zero(0, offload_optimizer=CPU)),
+    ("stage-0-offload-of-another-optimizer", {**zero(0, offload_optimizer=CPU), **optimizer("SGD")}),
     ("offload-param-below-stage-3", zero(2, offload_param=CPU)),
+    ("hpz-partition-size", zero(3, zero_hpz_partition_size=2)),
     ("nvme-below-stage-3", zero(1, offload_optimizer=NVME)),
     ("nvme-without-folder", zero(3, offload_optimizer={"device": "nvme", "pin_memory": True})),
     (
