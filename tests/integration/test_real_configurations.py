@@ -25,6 +25,8 @@ import json, sys
 out, sys.stdout = sys.stdout, sys.stderr
 from deepspeed.runtime.config import DeepSpeedConfig
 def read(config):
+    if isinstance(config, dict) and "aio" in config:
+        config["aio"]["use_gds"] = False  # which DeepSpeed refuses without CUDA
     try:
         read = DeepSpeedConfig(config)
     except Exception as error:
