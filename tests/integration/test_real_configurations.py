@@ -119,7 +119,7 @@ def test_deepspeed_stops_where_a_refusal_says_that_it_does_when_training_starts(
     errors = errors_at_start(configs, tmp_path)
     assert len(errors) == 4
     for file, error in zip(stopped, errors, strict=True):
-        known = ("'max_grad_norm' is not supported", "zerooneadam is not a supported DeepSpeed Optimizer")
+        known = ("'max_grad_norm' is not supported", "ZeroOneAdam is not a supported DeepSpeed Optimizer")
         assert (error or "").startswith(known), (file.name, error)
 
 
