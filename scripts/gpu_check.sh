@@ -25,8 +25,8 @@
 # Host name, home, serial numbers and UUIDs are left out. OUT_DIR/steps.json has each step's exit code and seconds.
 # Exit code: 0 when every step that was run ended with 0, 1 otherwise, 2 where no GPU is visible.
 #
-# Nothing is downloaded: models are built from presets. Missing packages may lie as wheels in WHEELS, or in a folder
-# that PYTHONPATH names.
+# Nothing is downloaded: models are built from presets. Missing packages may lie as wheels in WHEELS, which
+# scripts/make_wheels.sh fills, or in a folder that PYTHONPATH names.
 #
 # Environment, all optional:
 #   PYTHON            the interpreter              (.venv/bin/python, else python3)
@@ -74,13 +74,20 @@ install_wheels() {
     export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
 }
 
+# Everything that a run would be refused for, before the first chunk begins.
 require_packages() {
-    "$PYTHON" - <<'PY' || exit 2
-import importlib.util, sys
-names = ("torch", "deepspeed", "transformers", "accelerate", "pydantic", "psutil", "pynvml", "rich")
-missing = [name for name in names if importlib.util.find_spec(name) is None]
-if missing:
-    sys.exit(f"gpu_check: {sys.executable} lacks {', '.join(missing)}: name wheels with WHEELS, or a folder with PYTHONPATH")
+    PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" - <<'PY' || exit 2
+import sys
+try:
+    from ds_bench.doctor.packages import check
+    findings = list(check())
+except ModuleNotFoundError as error:
+    sys.exit(f"gpu_check: {sys.executable} lacks {error.name}: name wheels with WHEELS (scripts/make_wheels.sh)")
+found = [finding for finding in findings if finding.level != "ok"]
+for finding in found:
+    print(f"gpu_check: {finding.level}: {finding.name}: {finding.text}", file=sys.stderr)
+if any(finding.level == "problem" for finding in found):
+    sys.exit(f"gpu_check: {sys.executable} cannot run this: name wheels with WHEELS (scripts/make_wheels.sh), or a folder with PYTHONPATH")
 PY
 }
 

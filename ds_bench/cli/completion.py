@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 
 from ..system import terminal
+from ..system.optional_packages import require_installed
 from .argument_types import path
 
 
 def show_script(parser: argparse.ArgumentParser, shell: str) -> int:
     """Prints the script of a shell. Returns 0. ``parser``: of all commands."""
+    require_installed("shtab", "completion")
     import shtab
 
     _complete_files(parser, shtab.FILE)

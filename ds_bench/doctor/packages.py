@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -15,6 +15,13 @@ from .findings import Finding, ok, problem, unreadable, warning
 PROJECT = "ds-compare"
 _PYPROJECT = Path(__file__).resolve().parent.parent.parent / "pyproject.toml"
 _OUR_STACK = ("deepspeed", "torch", "transformers", "accelerate")
+_TRAINED_WITHOUT = {
+    "jinja2": "an HTML page",
+    "matplotlib": "the charts of an HTML page",
+    "pandas": "data frames and Parquet",
+    "shtab": "shell completion",
+}
+"""Packages that no training needs, whatever declares them, and what is lost without them."""
 MIN_DRIVER_BRANCH = {11: 450, 12: 525, 13: 580}
 """CUDA's major version → driver (NVIDIA, CUDA Compatibility, "Minor Version Compatibility", table 1)."""
 
@@ -63,7 +70,7 @@ def check(
 
     ``requirements``: None for :func:`our_requirements`. ``needs``: requirements of a package of the stack.
     """
-    installed = cache(installed)  # a look-up reads a file of some hundred KB
+    installed = functools.cache(installed)  # a look-up reads a file of some hundred KB
     requirements = our_requirements() if requirements is None else requirements
     if not requirements:
         yield unreadable("packages", "neither pyproject.toml nor the installed package tells the ranges")
@@ -113,14 +120,21 @@ def _check_requirement(line: str, installed: Installed, needed_by: str) -> Findi
     if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
         return None
     version, install = installed(wanted.name), f'pip install "{wanted.name}{wanted.specifier}"'
+    lost = _TRAINED_WITHOUT.get(wanted.name)
+    finding = functools.partial(warning if lost else problem, wanted.name, remedy=install)
+    only_for = f" for {lost}" if lost else ""
     if version is None:
-        return problem(wanted.name, f"not installed; {needed_by} {wanted.name}{wanted.specifier}", install)
+        return finding(f"not installed; {needed_by} {wanted.name}{wanted.specifier}{only_for}")
     try:
-        # What is installed may be a pre-release, as builds of torch from its main branch are.
-        fits = wanted.specifier.contains(Version(version), prereleases=True)
+        parsed = Version(version)
     except InvalidVersion:
         return unreadable(wanted.name, f"its version is {version!r}")
-    return None if fits else problem(wanted.name, f"{version} is installed; {needed_by} {wanted.specifier}", install)
+    # A vendor's build from the branch of a release is called a pre-release of it: NVIDIA's 2.11.0a0+eb65b36914.nv26.02.
+    if parsed.is_prerelease and parsed.local:
+        parsed = Version(parsed.base_version)
+    if wanted.specifier.contains(parsed, prereleases=True):
+        return None
+    return finding(f"{version} is installed; {needed_by} {wanted.specifier}{only_for}")
 
 
 def check_driver(driver: str | None, torch_cuda: str | None) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..analysis.flat_rows import FLAT_COLUMNS
-from ..system.optional_packages import require_packages
+from ..system.optional_packages import require_installed, require_packages
 
 if TYPE_CHECKING:
     import pandas
@@ -22,6 +22,7 @@ def data_frame(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
 
     Missing values are pandas' own; ``started_at`` is a time in UTC, a text that is none is missing.
     """
+    require_installed("pandas", "a data frame")
     import pandas as pd
 
     columns = {}

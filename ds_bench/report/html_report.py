@@ -15,6 +15,7 @@ from ..analysis import provenance
 from ..analysis.comparison import ComparisonRow
 from ..config.deepspeed_config import is_full_config
 from ..records.schema import SUCCESS
+from ..system.optional_packages import require_installed
 from ..units import format_significant
 from . import charts, pass_table, plan_table, profile_text
 from .chart_data import Chart, charts_of
@@ -34,9 +35,9 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\u202a-\u
 
 def render_page(reports: Sequence[ComparisonReport], generated: str) -> str:
     """The whole page as text, to be written as UTF-8. ``generated``: when and by which version."""
+    engine = _template_engine()
     from markupsafe import Markup
 
-    engine = _template_engine()
     assert engine.loader is not None
     # Markup, which is not escaped: both are files of this package.
     styles, script = (Markup(engine.loader.get_source(engine, name)[0]) for name in ("report.css", "report.js"))
@@ -97,6 +98,8 @@ def _render_tables(parts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _template_engine() -> Environment:
+    for package in ("jinja2", "matplotlib"):
+        require_installed(package, "an HTML page")
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     return Environment(

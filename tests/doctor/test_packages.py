@@ -91,3 +91,29 @@ def test_the_driver_must_be_of_the_branch_that_torchs_cuda_needs(subtests: pytes
 
 def test_without_driver_or_cuda_there_is_nothing_to_say_of_the_driver() -> None:
     assert [*packages.check_driver(None, "12.8"), *packages.check_driver("580.65", None)] == []
+
+
+def test_a_package_that_no_training_needs_is_a_warning_whoever_declares_it() -> None:
+    """The stack of a bare machine: torch declares jinja2, which it imports for compiled code alone."""
+    installed = dict.fromkeys(("deepspeed", "torch", "transformers", "accelerate"), "99")
+    lines = ["torch>=2.11", "deepspeed>=0.19.8", "transformers>=5", "accelerate>=1", "matplotlib>=3.10", "shtab>=1.7"]
+    found = by_name(packages.check([*lines, "hjson>=3.1"], versions(**installed), lambda _name: ["jinja2"]))
+    assert {name: found[name].level for name in ("matplotlib", "shtab", "jinja2", "hjson")} == {
+        "matplotlib": "warning",
+        "shtab": "warning",
+        "jinja2": "warning",
+        "hjson": "problem",
+    }
+    assert found["matplotlib"].remedy == 'pip install "matplotlib>=3.10"'
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"),
+    [
+        ("2.11.0a0+eb65b36914.nv26.02", True),
+        ("2.10.0a0+b4e4ee81d3.nv25.12", False),
+        ("2.11.0a0", False),  # a published pre-release is older than the release
+    ],
+)
+def test_a_vendors_build_from_a_release_branch_counts_as_that_release(version: str, fits: bool) -> None:
+    assert ("torch" not in checked(["torch>=2.11"], versions(torch=version))) is fits

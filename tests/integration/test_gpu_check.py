@@ -73,12 +73,13 @@ def start(tmp_path: Path) -> Any:
     python.write_text(INTERPRETER.format(python=sys.executable, rows=rows, pairs=pairs))
     python.chmod(0o755)
 
-    def go(steps: str, hangs: str = "", **variables: str) -> subprocess.Popen[str]:
+    def go(steps: str, hangs: str = "", stderr: int | None = None, **variables: str) -> subprocess.Popen[str]:
         given = {"GPU_CHECK_ACCELERATOR": "cpu", "GPU_CHECK_MODELS": "tiny", "STEPS": steps, "HANGS": hangs}
         return subprocess.Popen(
             [str(ROOT / "scripts/gpu_check.sh"), str(tmp_path / "out")],
             env={**os.environ, **given, "PYTHON": str(python), "TMPDIR": str(tmp_path), **variables},
             stdout=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             start_new_session=True,
         )
@@ -160,3 +161,27 @@ def test_a_step_that_hangs_is_ended_within_the_budget_and_named(start: Any, tmp_
     assert "step tiny-zero ended with 124" in out
     steps = {step["name"]: step for step in json.loads((tmp_path / "out/steps.json").read_text())}
     assert steps["tiny-zero"]["timed_out"]
+
+
+def test_everything_that_a_run_would_be_refused_for_is_named_before_the_first_step(start: Any, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        """
+from importlib import metadata
+installed = metadata.version
+def version(name):
+    if name in ("hjson", "deepspeed", "shtab"):
+        raise metadata.PackageNotFoundError(name)
+    return installed(name)
+metadata.version = version
+"""
+    )
+    process = start("tiny-zero", PYTHONPATH=str(tmp_path), stderr=subprocess.STDOUT)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert {tuple(line.split(": ")[1:3]) for line in out.splitlines()[:-1]} == {
+        ("warning", "shtab"),
+        ("problem", "hjson"),
+        ("problem", "deepspeed"),
+    }
+    assert "make_wheels.sh" in out.splitlines()[-1]
+    assert not (tmp_path / "out" / "steps.json").exists()

@@ -13,7 +13,10 @@ from html.parser import HTMLParser
 import pytest
 
 from ds_bench.analysis.caveats import Caveat, CaveatKind
+from ds_bench.errors import UsageError
+from ds_bench.report import html_report
 from ds_bench.report.html_report import round_numbers
+from ds_bench.system import optional_packages
 from ds_bench.system.environment import Environment
 from ds_bench.system.gpus import GpuFacts
 from tests.support import fakes
@@ -355,3 +358,9 @@ def test_one_failed_run_of_three_is_told_in_the_status() -> None:
     strategy = fakes.zero(1)
     row = samples.row("ZeRO-1", samples.run(strategy, 0.1), samples.failed(strategy), samples.run(strategy, 0.1))
     assert "✗ OOM (1 of 3)" in page_of(samples.report(samples.comparison(row))).text()
+
+
+def test_without_the_packages_of_a_page_one_line_says_which_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optional_packages, "find_spec", lambda _name: None)
+    with pytest.raises(UsageError, match="an HTML page: the package jinja2 is not installed"):
+        html_report.render_page([], "now")

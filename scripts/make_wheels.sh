@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Builds the wheels that a machine with torch and transformers, but without network, lacks: the folder WHEELS of
+# scripts/gpu_check.sh.
+#
+#   scripts/make_wheels.sh [FOLDER]         default: wheels
+#
+# Environment, all optional:
+#   PYTHON          an interpreter with torch and pip, which DeepSpeed's setup.py imports  (.venv/bin/python, else python3)
+#   TARGET_PYTHON   version of the other machine's interpreter                             (3.12)
+#   TARGET_PLATFORM its platform, as pip names it                                          (manylinux_2_17_x86_64)
+#
+# Exit code: 1 where a wheel cannot be built, or all of them take more than 64 MiB.
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+FOLDER=${1:-wheels}
+PYTHON=${PYTHON:-$([[ -x $ROOT/.venv/bin/python ]] && echo "$ROOT/.venv/bin/python" || echo python3)}
+TARGET_PYTHON=${TARGET_PYTHON:-3.12}
+TARGET_PLATFORM=${TARGET_PLATFORM:-manylinux_2_17_x86_64}
+MAX_BYTES=$((64 << 20))
+
+# The requirement of a package with its range in pyproject.toml.
+requirement() {
+    "$PYTHON" - "$ROOT/pyproject.toml" "$1" <<'PY'
+import re, sys, tomllib
+from pathlib import Path
+project = tomllib.loads(Path(sys.argv[1]).read_text())["project"]
+lines = [*project["dependencies"], *project["optional-dependencies"]["run"]]
+print(next(line for line in lines if re.match(r"[\w-]+", line)[0] == sys.argv[2]))
+PY
+}
+
+mkdir -p "$FOLDER"
+rm -f "$FOLDER"/*.whl
+# DeepSpeed is published as source alone. Its ops are built on the machine that runs them.
+DS_BUILD_OPS=0 "$PYTHON" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$FOLDER" "$(requirement deepspeed)"
+# pydantic brings pydantic-core, annotated-types and typing-inspection in the versions that it is pinned to.
+"$PYTHON" -m pip download --quiet --dest "$FOLDER" --only-binary=:all: --python-version "$TARGET_PYTHON" \
+    --platform "$TARGET_PLATFORM" --implementation cp \
+    "$(requirement pydantic)" "$(requirement hjson)" "$(requirement shtab)"
+size=$(cat "$FOLDER"/*.whl | wc -c)
+ls "$FOLDER"
+if ((size > MAX_BYTES)); then
+    echo "make_wheels: $FOLDER takes $((size >> 20)) MiB, more than $((MAX_BYTES >> 20))" >&2
+    exit 1
+fi
+echo "make_wheels: $((size >> 10)) KiB in $FOLDER"
