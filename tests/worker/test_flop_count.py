@@ -70,3 +70,28 @@ def test_linear_layers_of_stage_3_that_checkpointing_recomputes_are_not_counted_
     counted, recounted = _count(plain), _count(again)
     assert counted.recomputed_flops == 0 < recounted.recomputed_flops
     assert counted.model_flops == recounted.model_flops
+
+
+def test_attention_with_fewer_key_heads_counts_as_with_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11's formula refuses it, with the kernel that gets the key heads as they are."""
+    from torch.utils import flop_counter
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from ds_bench.worker import flop_count
+
+    def as_of_torch_2_11(query: Any, key: Any, value: Any) -> int:
+        if not query[0] == key[0] == value[0] or not query[1] == key[1] == value[1]:
+            raise AssertionError("sdpa_flop_count: query/key/value shapes are incompatible")
+        return 0
+
+    for module in (flop_counter, flop_count):
+        monkeypatch.setattr(module, "sdpa_flop_count", as_of_torch_2_11, raising=False)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    counts = {}
+    for key_heads in (2, 4):
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=100, num_key_value_heads=key_heads, **sizes))
+        products = sum(
+            weight.numel() for name, weight in model.named_parameters() if "embed" not in name and weight.ndim == 2
+        )
+        counts[key_heads] = _count(model).model_flops - 6 * products * TOKENS
+    assert counts[2] == counts[4] == 3 * 4 * 2 * 16 * 16 * 32  # forward and backward of two products
