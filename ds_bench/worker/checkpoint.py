@@ -34,6 +34,8 @@ from .reference_engines import ReferenceEngine
 from .weight_change import WeightChange
 
 _TAG = "step"
+_PIECE_ELEMENTS = 2**22
+"""Elements of an optimizer state that are summed at once: their copy in float64 takes 32 MiB."""
 _UNSUPPORTED = (NotImplementedError, AssertionError, ValueError, TypeError, KeyError, AttributeError, IndexError)
 """What DeepSpeed raises on every rank alike where it cannot do something. Any other exception, such as of a full disk,
 may be one rank's alone: it ends the trial, whose measured steps are stored."""
@@ -187,7 +189,13 @@ def _state_norms(engine: Any) -> list[float]:
     """The norm of each tensor of optimizer states on this rank, in any order; empty where they lie on a disk."""
     if _swaps_optimizer(engine):
         return []
-    return sorted(float(tensor.detach().double().norm()) for tensor in ledger.optimizer_states(engine))
+    return sorted(_norm(tensor.detach().flatten()) for tensor in ledger.optimizer_states(engine))
+
+
+def _norm(values: torch.Tensor) -> float:
+    """In float64, piece by piece: torch would make a float64 copy of the whole tensor."""
+    pieces = values.split(_PIECE_ELEMENTS)
+    return math.hypot(*(float(torch.linalg.vector_norm(piece, dtype=torch.float64)) for piece in pieces))
 
 
 def _is_close(before: Sequence[float], after: Sequence[float]) -> bool:

@@ -1,0 +1,38 @@
+"""What is checked of a checkpoint that was loaded."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+def test_norms_of_the_states_are_exact_and_take_no_copy_of_a_state() -> None:
+    """A copy of a whole state in float64 runs out of memory on a card that training has filled."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from ds_bench.worker import checkpoint
+
+    largest = 0
+
+    class LargestResult(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.dtype == torch.float64:
+                largest = max(largest, result.numel())
+            elif function is torch.ops.aten.linalg_vector_norm.default:
+                largest = max(largest, args[0].numel())
+            return result
+
+    elements = 3 * 2**22 + 5
+    state = {"exp_avg": torch.full((elements,), 0.1), "step": torch.tensor(7.0)}
+    engine = SimpleNamespace(optimizer=SimpleNamespace(state={torch.nn.Parameter(torch.zeros(1)): state}))
+    with LargestResult():
+        norms = checkpoint._state_norms(engine)
+    assert norms == [7.0, pytest.approx(0.1 * math.sqrt(elements), rel=1e-7)]
+    assert largest <= 2**22
