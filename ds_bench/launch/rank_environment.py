@@ -95,12 +95,12 @@ def _name_and_home(environ: Mapping[str, str]) -> dict[str, str]:
 def cuda_environment(environ: Mapping[str, str], inventory: gpus.GpuInventory) -> dict[str, str]:
     """Variables for builds of CUDA ops and for DeepSpeed's NVML calls.
 
-    A value of the user's stays, except that names of GPUs become their numbers and that folders are added to the
-    paths of the compiler and the linker.
+    A value of the user's stays, except that the GPUs that it leaves become their numbers and that folders are added
+    to the paths of the compiler and the linker.
     """
     visible = gpus.select_visible(environ, inventory.gpus)
     variables = {}
-    if environ.get("CUDA_VISIBLE_DEVICES", "").startswith("GPU-"):  # DeepSpeed reads integers only
+    if "CUDA_VISIBLE_DEVICES" in environ and inventory.gpus:  # DeepSpeed reads integers only: not even "0,"
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu.index) for gpu in visible)
     capabilities = sorted({gpu.compute_capability for gpu in visible if gpu.compute_capability is not None})
     if capabilities and "TORCH_CUDA_ARCH_LIST" not in environ:  # one build for all these GPUs

@@ -339,13 +339,16 @@ def _materialise(
 def _create_optimizer(
     parameters: list[torch.nn.Parameter], block: Mapping[str, Any], device: torch.device
 ) -> torch.optim.Optimizer:
-    """torch's optimizer for the ``optimizer`` block of a DeepSpeed configuration: fused on CUDA, else multi-tensor."""
+    """torch's optimizer for the ``optimizer`` block of a DeepSpeed configuration: fused on CUDA, else multi-tensor.
+
+    Of split parameters torch fuses Adam and AdamW alone (distributed/tensor/_ops/_pointwise_ops.py).
+    """
     params = dict(block.get("params", {}))
     params.pop("torch_adam", None)
     decoupled = params.pop("adam_w_mode", True)  # DeepSpeed makes AdamW of Adam unless it is told not to
     name = str(block.get("type", "")).lower()
     create: Any = _OPTIMIZERS["adamw" if name == "adam" and decoupled else name]
-    implementation = {"fused": True} if device.type == "cuda" else {"foreach": True}
+    implementation = {"fused": True} if device.type == "cuda" and name != "sgd" else {"foreach": True}
     return create(parameters, **params, **implementation)  # type: ignore[no-any-return]
 
 
