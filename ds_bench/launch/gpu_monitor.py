@@ -14,11 +14,14 @@ from pathlib import Path
 from ..config.spec import Trial
 from ..records.schema import TrialRecord
 from ..system import gpus, signals
+from ..system.host_memory import available_host_bytes
 from ..units import format_bytes
 from . import Launcher, Progress, ProgressCallback
 
 _TOLERANCE_BYTES = 256 * 2**20
 """If so much less is free than before, that does not yet mean that a process holds GPU memory."""
+_HOST_TOLERANCE_BYTES = 2 * 2**30
+"""Likewise of host memory, which other programs use too."""
 _POLL_SECONDS = 0.2
 
 
@@ -36,14 +39,19 @@ class GpuMonitoringLauncher:
         indices: tuple[int, ...],
         *,
         wait_seconds: float = 30.0,
+        read_host_bytes: Callable[[], int | None] = available_host_bytes,
     ) -> None:
-        """``read``: reads every GPU of this host. ``indices``: NVML's, of those that the trials use."""
+        """``read``: reads every GPU of this host. ``indices``: NVML's, of those that the trials use.
+        ``read_host_bytes``: free memory of this host.
+        """
         self._launcher, self._read, self._indices, self._wait_seconds = launcher, read, indices, wait_seconds
+        self._read_host_bytes, self._expected_host_bytes = read_host_bytes, 0
         self._expected_free_bytes: dict[int, int] = {}
         """Number of GPUs of a trial → the most that was free before one so far."""
 
     def launch(self, trial: Trial, folder: Path, listen: ProgressCallback) -> TrialRecord:
         """See :class:`Launcher`."""
+        self._wait_for_host_memory(trial.configuration.offloads)
         free_bytes, caveats = self._wait_for_memory(trial.placement.num_gpus)
         middle = trial.workload.warmup_steps + trial.workload.num_steps // 2
         clocks_read = False
@@ -63,6 +71,17 @@ class GpuMonitoringLauncher:
 
     def _read_gpus(self, count: int) -> list[gpus.GpuFacts]:
         return [gpu for gpu in self._read().gpus if gpu.index in self._indices[:count]]
+
+    def _wait_for_host_memory(self, offloads: bool) -> None:
+        """Waits for the host memory that an offload row held, page-locked, and keeps what is free before another."""
+        deadline = time.monotonic() + self._wait_seconds
+        available = self._read_host_bytes()
+        while available is not None and available < self._expected_host_bytes - _HOST_TOLERANCE_BYTES:
+            if signals.interrupt_requested() or time.monotonic() >= deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+            available = self._read_host_bytes()
+        self._expected_host_bytes = (available or 0) if offloads else 0
 
     def _wait_for_memory(self, count: int) -> tuple[int | None, list[str]]:
         """Free bytes of the GPU with the least, and a caveat where less is free than before an earlier trial."""

@@ -20,6 +20,8 @@ _GROWTH_BYTES = 16 * 2**20
 _CHECKS_PER_STALL = 4
 """How often the growth of silent ranks is measured within the stall timeout, if not every few seconds."""
 _MAX_CHECK_INTERVAL_SECONDS = 5.0
+_EXIT_SECONDS_PER_GB = 0.3
+"""Added to the grace at exit for each 10**9 bytes of resident memory: page-locked memory is given back slowly."""
 STACKS_SECONDS = 1.0
 """For ranks to write their stacks."""
 
@@ -36,7 +38,7 @@ class Limits:
     failure_grace_seconds: float = 5.0
     """For the other ranks to report after one has failed."""
     exit_grace_seconds: float = 10.0
-    """For processes to end after every rank has written its file."""
+    """For processes to end after every rank has written its file, and longer for those with much memory."""
     kill_grace_seconds: float = 5.0
     """Between SIGTERM and SIGKILL."""
 
@@ -109,7 +111,7 @@ class _Watcher:
         self._beats: dict[int, Heartbeat] = {}
         self._lowest_activity: processes.Activity | None = None
         self._growth_checked_at = self._start
-        self._written_at: float | None = None
+        self._exit_deadline: float | None = None
         self._failed_at: float | None = None
         self.start_seconds: float | None = None
 
@@ -154,13 +156,8 @@ class _Watcher:
         if stepping or now - self._growth_checked_at < interval:
             return
         self._growth_checked_at = now
-        if self._hosts is None:
-            # All descendants count: a compiler that a rank has started works for it.
-            activity = processes.read_activity(processes.descendants())
-        elif (told := self._hosts.read_activity()) is not None:
-            # A host that does not tell proves neither life nor a hang: the sums are not compared.
-            activity = told
-        else:
+        activity = self._read_activity()
+        if activity is None:  # a host that does not tell proves neither life nor a hang: the sums are not compared
             return
         lowest = self._lowest_activity or activity
         if (
@@ -174,12 +171,21 @@ class _Watcher:
                 disk_bytes=min(activity.disk_bytes, lowest.disk_bytes),
             )
 
+    def _read_activity(self) -> processes.Activity | None:
+        if self._hosts is not None:
+            return self._hosts.read_activity()
+        # All descendants count: a compiler that a rank has started works for it.
+        return processes.read_activity(processes.descendants())
+
     def _check_rank_files(self, now: float) -> Ending | None:
         written = [rank for rank in self._ranks if rank_file(self._folder, rank).exists()]
         if len(written) == len(self._ranks):
-            self._written_at = self._written_at or now
+            if self._exit_deadline is None:
+                activity = self._read_activity()
+                resident_gb = 0.0 if activity is None else activity.resident_bytes / 1e9
+                self._exit_deadline = now + self._limits.exit_grace_seconds + _EXIT_SECONDS_PER_GB * resident_gb
             # A rank that has written all may still hang while its libraries end; its result counts in any case.
-            return "hung_at_exit" if now - self._written_at > self._limits.exit_grace_seconds else None
+            return "hung_at_exit" if now > self._exit_deadline else None
         if self._failed_at is None and (self._some_rank_died(written) or any(map(self._reports_failure, written))):
             self._failed_at = now
         if self._failed_at is not None and now - self._failed_at > self._limits.failure_grace_seconds:

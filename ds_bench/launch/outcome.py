@@ -162,7 +162,7 @@ def _unfinished_caveat(failures: tuple[RankFailure, ...]) -> str:
 def _exit_caveats(evidence: Evidence) -> tuple[str, ...]:
     """What went wrong after the results were written."""
     if evidence.ending == "hung_at_exit":
-        return (f"hung at exit: ended {evidence.limits.exit_grace_seconds:.0f} s after its results were written",)
+        return (f"hung at exit: still there {evidence.limits.exit_grace_seconds:.0f} s after its results were written",)
     for entry in read_exits(evidence.folder):
         if entry.signal is not None or entry.code:
             how = f"signal {_name_signal(entry.signal)}" if entry.signal else f"code {entry.code}"

@@ -257,7 +257,7 @@ def test_what_was_written_beside_a_record_is_typed(subtests: pytest.Subtests) ->
         ("--nvme-path is memory (tmpfs), not an NVMe disk", CaveatKind.NOTE, True),
         ("--nvme-path is a container's overlay (overlay), not an NVMe disk", CaveatKind.NOTE, False),
         ("ran precision fp16, as the DeepSpeed config says, not this row's bf16", CaveatKind.NOTE, False),
-        ("hung at exit: ended 10 s after its results were written", CaveatKind.NOTE, False),
+        ("hung at exit: still there 10 s after its results were written", CaveatKind.NOTE, False),
     ):
         with subtests.test(text):
             entry = replace(fakes.success(fakes.trial(on=CUDA)), caveats=(text,))

@@ -95,6 +95,19 @@ def test_memory_that_somebody_else_keeps_is_waited_for_once_and_told() -> None:
     assert "20.00 GB less of the card was free" in records[1].caveats[0]
 
 
+def test_the_row_after_an_offload_row_waits_until_host_memory_is_given_back() -> None:
+    left = [100, 100, 40, 70, 99, 50]
+    asked = iter(left)
+    watcher = GpuMonitoringLauncher(
+        Quiet(), Memory(1).read, (0,), wait_seconds=10, read_host_bytes=lambda: next(asked) * fakes.GB
+    )
+    plain = fakes.trial(on=fakes.placement(accelerator="cuda"))
+    offload = fakes.trial(fakes.offload("cpu_full"), on=fakes.placement(accelerator="cuda"))
+    for trial in (plain, offload, plain):
+        watcher.launch(trial, Path("unused"), lambda _progress: None)
+    assert next(asked) == 50, "the third row began before the memory was there, or waited for more"
+
+
 def test_ctrl_c_ends_the_wait_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "interrupt_requested", lambda: True)
     first, second = free_at_start(Memory(1, 60), trials=2, wait_seconds=60)

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -129,6 +129,18 @@ def test_ranks_that_wrote_their_files_and_do_not_end_hang_at_exit(world: World) 
     ending, _, took = world.run()
     assert ending == "hung_at_exit"
     assert 11 <= took < 12
+
+
+def test_the_grace_at_exit_grows_with_the_memory_that_is_to_be_given_back(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 100 GB of page-locked memory the driver takes tens of seconds to give back."""
+    huge = processes.Activity(resident_bytes=100 * 10**9, disk_bytes=0)
+    monkeypatch.setattr(processes, "read_activity", lambda _pids: huge)
+    world.at(1, lambda: [world.measured(0), world.measured(1)])
+    ending, _, took = world.run(limits=replace(LIMITS, stall_timeout_seconds=60))
+    assert ending == "hung_at_exit"
+    assert 41 <= took < 42
 
 
 def test_the_grace_at_exit_counts_from_the_last_file(world: World) -> None:

@@ -115,7 +115,7 @@ def test_an_exit_code_of_0_and_no_file_is_a_crash_that_names_rank_and_code(scene
 def test_a_rank_that_hung_at_exit_after_its_file_is_success_with_a_caveat(scene: Scene) -> None:
     found = scene.measured(0, 1).ended(1, by=signal.SIGKILL).findings("hung_at_exit")
     assert found.outcome.success
-    assert found.caveats == ("hung at exit: ended 10 s after its results were written",)
+    assert found.caveats == ("hung at exit: still there 10 s after its results were written",)
 
 
 @pytest.mark.parametrize(
