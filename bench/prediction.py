@@ -110,7 +110,7 @@ def _peaks(record: TrialRecord, found: memory.Prediction) -> list[Pair]:
         "gpu peak allocated": (inside, [rank.gpu_peak_bytes for rank in record.ranks]),
         "gpu outside the allocator": (
             found.gpu.get("overhead", 0),
-            [trial_predictions.outside_allocator_bytes(record)],
+            [trial_predictions.outside_allocator_bytes(record.ranks)],
         ),
         "gpu used on the card": (found.gpu_bytes, [rank.gpu_device_used_bytes for rank in record.ranks]),
     }

@@ -24,7 +24,7 @@ from .analysis.summary import TrialSummary, summarise
 from .analysis.time_estimate import estimate_trial_seconds
 from .config.deepspeed_config import MakeConfig
 from .config.options import Options
-from .config.spec import Precision, Trial
+from .config.spec import Trial
 from .doctor import checkpoint_folder, nvme
 from .doctor import checks as doctor
 from .doctor import hosts as host_checks
@@ -536,7 +536,7 @@ class ResultBuilder:
     def add(self, record: TrialRecord) -> None:
         """Adds the record of a trial, as it is read from the run's folder."""
         facts = self._plan_of(record.trial).model.facts
-        peak_flops = self._peak_flops(record.trial.workload.precision)
+        peak_flops = self._peak_flops(flops.peak_precision(record))
         self._summary_of_key[record.trial.key] = summarise(record, facts, peak_flops, self.environment, self._run_id)
 
     @property
@@ -599,7 +599,7 @@ class ResultBuilder:
             resume=resume,
         )
 
-    def _peak_flops(self, precision: Precision) -> float | None:
+    def _peak_flops(self, precision: str) -> float | None:
         """Peak FLOP/s of one device in that precision; None where it is unknown."""
         if self._plan.options.peak_tflops:
             return self._plan.options.peak_tflops * 1e12

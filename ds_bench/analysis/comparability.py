@@ -160,6 +160,7 @@ def run_facts(record: TrialRecord) -> dict[str, object]:
         "launch": record.launch,
         "method_version": record.method_version,
         "dropout": rank.dropout,
+        "tf32": record.trial.workload.precision == "fp32" and bool(rank.tf32),
     }
 
 

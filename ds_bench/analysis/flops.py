@@ -10,6 +10,7 @@ none: it is not taken to be like a similar one.
 from __future__ import annotations
 
 from ..models.presets import ModelFacts
+from ..records.schema import TrialRecord
 from ..system import devices
 
 MODEL_CONVENTION = (
@@ -71,6 +72,12 @@ def mfu(flops_per_token: float, tokens_per_second_per_gpu: float, peak: float | 
     if peak <= 0:
         raise ValueError(f"peak must be above 0 FLOP/s, not {peak}")
     return flops_per_token * tokens_per_second_per_gpu / peak
+
+
+def peak_precision(record: TrialRecord) -> str:
+    """The number format in which a trial's matrix products ran: ``tf32`` for fp32 where torch was set so."""
+    precision = record.trial.workload.precision
+    return "tf32" if precision == "fp32" and any(rank.tf32 for rank in record.ranks) else precision
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:

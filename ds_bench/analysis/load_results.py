@@ -95,7 +95,7 @@ def summarise_all(
         # A rate that the user gave counts on any device; the table is asked for GPUs alone.
         peak_flops = peak_tflops * 1e12 if peak_tflops else None
         if peak_flops is None and record.ranks and record.trial.placement.accelerator == "cuda":
-            peak_flops = find_peak(record.ranks[0].device_name, workload.precision)
+            peak_flops = find_peak(record.ranks[0].device_name, flops.peak_precision(record))
         summaries.append(summarise(record, facts, peak_flops, environment, run_id))
     return tuple(with_loss_caveats(summaries))
 

@@ -192,7 +192,7 @@ def summarise(
         samples_per_second=samples_per_second,
         **efficiency,
         **{name: max(values) for name in GPU_FIELDS if (values := measured_values(ranks, name))},
-        gpu_outside_allocator_bytes=trial_predictions.outside_allocator_bytes(record),
+        gpu_outside_allocator_bytes=trial_predictions.outside_allocator_bytes(record.ranks),
         host_peak_bytes=largest(host_peaks.values()),
         host_pss_bytes=largest(_totals_of_nodes(ranks, "host_pss_bytes").values()),
         phase_memory=node_phase_memory(ranks),

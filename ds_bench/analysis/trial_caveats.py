@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 from ..config.spec import Trial, Workload
-from ..prediction.trial_predictions import is_miss
+from ..prediction.trial_predictions import is_gpu_miss, is_miss, outside_allocator_bytes
 from ..records.schema import RankMeasurement, TrialRecord, measured_values
 from ..units import format_ms, format_percent, format_ratio
 from .caveats import Caveat, CaveatText, parse_caveat, skipped_steps
@@ -60,14 +60,18 @@ _OPTIMIZER_FAMILIES = ("muon", "adagrad", "adam", "lion", "lamb", "sgd")
 
 
 def gpu_fraction(record: TrialRecord) -> float | None:
-    """Peak reserved memory as a fraction of the GPU's, real or emulated, on the fullest rank; None without a GPU."""
+    """Peak memory as a fraction of the GPU's, real or emulated, on the fullest rank; None without a GPU.
+
+    Counted is what torch's allocator had reserved, which is nearest to what runs out (docs/reading.md), and what was in
+    use outside it: CUDA's context, NCCL, other processes. A limit that emulates a smaller GPU is the allocator's alone.
+    """
     limit = record.trial.placement.gpu_memory_limit_bytes
     fractions = []
     for rank in record.ranks:
-        # Reserved memory is nearest to what runs out (docs/reading.md).
         used = rank.gpu_peak_reserved_bytes or rank.gpu_peak_bytes
         if used is not None and rank.gpu_total_bytes:
-            fractions.append(used / min(rank.gpu_total_bytes, limit or rank.gpu_total_bytes))
+            outside = 0 if limit else outside_allocator_bytes([rank]) or 0
+            fractions.append((used + outside) / min(rank.gpu_total_bytes, limit or rank.gpu_total_bytes))
     return max(fractions, default=None)
 
 
@@ -103,7 +107,7 @@ def trial_caveats(
     yield from _gpu_memory_caveats(record)
     yield from _optimizer_caveats(record, slowest)
     if predicted_over_measured is not None:
-        if is_miss(predicted_over_measured):
+        if is_gpu_miss(predicted_over_measured, record):
             text = f" {predicted_over_measured:.2f} of what was measured"
             yield CaveatText.MEMORY_PREDICTION_MISSED.caveat(text)
     elif predicted_over_ledger is not None and is_miss(predicted_over_ledger):
@@ -287,7 +291,7 @@ def _bucket_caveats(record: TrialRecord) -> Iterator[Caveat]:
 def _gpu_memory_caveats(record: TrialRecord) -> Iterator[Caveat]:
     fraction = gpu_fraction(record)
     if fraction is not None and fraction > NEAR_CAPACITY:
-        yield CaveatText.NEAR_CAPACITY.caveat(f"{format_percent(fraction)} of the card was reserved at the peak")
+        yield CaveatText.NEAR_CAPACITY.caveat(f"{format_percent(fraction)} of the card was in use at the peak")
     if any(rank.gpu_alloc_retries for rank in record.ranks):
         text = " near the memory limit: throughput is not what it would be with room"
         yield CaveatText.ALLOCATOR_RETRIED.caveat(text)

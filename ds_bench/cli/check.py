@@ -1,11 +1,12 @@
 """The command ``check``: what is wrong, ineffective or left open in DeepSpeed configurations, each with its line.
 
-Needs no GPU and loads neither torch nor DeepSpeed.
+Needs no GPU, asks the driver for those that are here, and loads neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -14,10 +15,12 @@ from pathlib import Path
 
 from ..config.file_check import FileReport, check_files
 from ..config.lint import Finding
+from ..config.placement import default_placement
 from ..config.rules import ModelSize
 from ..errors import UsageError
 from ..models import presets
 from ..system import invocation, terminal
+from ..system.gpus import read_gpus
 from ..units import format_items
 
 _REMEDY = "give a DeepSpeed JSON, an Accelerate YAML, or a Trainer's arguments"
@@ -28,7 +31,9 @@ def show_findings(
     paths: Sequence[Path], *, num_gpus: int | None, model: str | None, output_format: str, as_json: bool
 ) -> int:
     """Prints what is found. Returns 0 without errors and warnings, 1 with any, 2 if a file could not be checked."""
-    reports = check_files(paths, num_gpus=num_gpus, model=None if model is None else _model_size(model))
+    capability = default_placement(os.environ, read_gpus()).compute_capability
+    size = None if model is None else _model_size(model)
+    reports = check_files(paths, num_gpus=num_gpus, model=size, compute_capability=capability)
     if as_json:
         terminal.print_json(json.dumps([_json_entry(report) for report in reports], indent=1))
     elif output_format == "github":

@@ -20,7 +20,7 @@ from ..config.automatic_values import TrainingFacts
 from ..config.configuration_file_rows import FileRowMaker
 from ..config.configuration_files import ConfigurationFile, explain_files, read_configuration_files
 from ..config.deepspeed_config import tensor_parallel_size
-from ..config.spec import Configuration, Placement, Precision, Workload
+from ..config.spec import Configuration, Placement, Precision, Workload, block_of, gpu_precisions
 from ..errors import UsageError
 from ..models.lookup import ResolvedModel, resolve_model
 from ..prediction import deepspeed_estimator, trial_predictions, what_if
@@ -102,6 +102,9 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
         shows_min_gpus=options.min_gpus,
         shows_max_batch=options.max_batch,
     )
+    if "bf16" not in gpu_precisions(question.placement.compute_capability):
+        in_bf16 = [row.label for row in predicted.rows if block_of(row.trial.config(), "bf16").get("enabled")]
+        lines += [f"{options.gpu} has no bf16 units: {row} will not train there (--precision fp16)" for row in in_bf16]
     return predicted, lines
 
 
@@ -179,7 +182,12 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None]:
         profile=profile,
         workload=workload,
         # Nothing is written there; a row on NVMe only needs some folder to be configured.
-        placement=Placement(accelerator="cuda", num_gpus=options.num_gpus, nvme_path="/nvme"),
+        placement=Placement(
+            accelerator="cuda",
+            num_gpus=options.num_gpus,
+            nvme_path="/nvme",
+            compute_capability=devices.compute_capability(options.gpu),
+        ),
         # _with_configuration puts that of each row in its place.
         configuration=_configuration("zero0"),
         ranks_per_node=options.gpus_per_node or 8,

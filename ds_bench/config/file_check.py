@@ -42,11 +42,17 @@ class FileReport:
 Check = Callable[[lint.Config], list[Finding]]
 
 
-def check_files(paths: Sequence[Path], *, num_gpus: int | None, model: ModelSize | None) -> list[FileReport]:
+def check_files(
+    paths: Sequence[Path],
+    *,
+    num_gpus: int | None,
+    model: ModelSize | None,
+    compute_capability: tuple[int, int] | None = None,
+) -> list[FileReport]:
     """Checks files, the configurations directly inside folders, and standard input for ``-``. Raises UsageError for a
     folder without a configuration.
     """
-    check = partial(lint.check_config, num_gpus=num_gpus, model=model)
+    check = partial(lint.check_config, num_gpus=num_gpus, model=model, compute_capability=compute_capability)
     reports: list[FileReport] = []
     for path in paths:
         reports += _check_folder(path, check) if path.is_dir() else _check_file(path, check)

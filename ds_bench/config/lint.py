@@ -41,16 +41,23 @@ class Finding:
     """Line of the file, from 1; None where the place is not known."""
 
 
-def check_config(config: Config, *, num_gpus: int | None = None, model: ModelSize | None = None) -> list[Finding]:
+def check_config(
+    config: Config,
+    *,
+    num_gpus: int | None = None,
+    model: ModelSize | None = None,
+    compute_capability: tuple[int, int] | None = None,
+) -> list[Finding]:
     """Returns what is found, in the order of the checks.
 
-    ``num_gpus``: ranks of the job, for the batch sizes. ``model``: for the sizes of buffers.
+    ``num_gpus``: ranks of the job, for the batch sizes. ``model``: for the sizes of buffers. ``compute_capability``: of
+    the oldest GPU, for the number format.
     """
     # Findings about keys use the spelling of the file; the other checks see the blocks that DeepSpeed reads.
     written = Case(config=config)
     # DeepSpeed reads the block under its old name where there is no bf16.
     renamed = {**config, "bf16": config["bfloat16"]} if "bfloat16" in config and config.get("bf16") is None else config
-    case = Case(config=renamed, num_gpus=num_gpus, model=model)
+    case = Case(config=renamed, num_gpus=num_gpus, model=model, compute_capability=compute_capability)
     found = [
         *_unknown_top_level_keys(config),
         *_removed_keys(written),

@@ -12,10 +12,8 @@ from ..errors import UsageError
 from ..system import environment, files, gpus, launched_nodes, slurm
 from ..units import format_names
 from .options import SEVERAL_NODES, Options
-from .spec import Accelerator, MultiNodeLauncher, Placement, Precision
+from .spec import Accelerator, MultiNodeLauncher, Placement, Precision, gpu_precisions
 
-_AMPERE = (8, 0)
-"""First compute capability with bf16 arithmetic."""
 _WHOLE_HOSTS_ONLY: tuple[MultiNodeLauncher, ...] = ("openmpi", "mpich", "impi", "mvapich")
 """Launchers that DeepSpeed gives no choice among the slots of a hostfile (launcher/multinode_runner.py)."""
 _EQUAL_SLOTS_ONLY: tuple[MultiNodeLauncher, ...] = ("mpich", "impi", "mvapich", "slurm")
@@ -50,6 +48,7 @@ def resolve_placement(options: Options, environ: Mapping[str, str], inventory: g
         cpu_memory_limit_bytes=options.cpu_memory_limit_bytes,
         gpu_memory_limit_bytes=options.gpu_memory_limit_bytes,
         supported_precisions=_precisions(accelerator, visible),
+        compute_capability=_oldest_capability(accelerator, visible),
         hosts=tuple((name, len(slots)) for name, slots in hosts.items()),
         include=_include_text(options, hosts),
         multi_node_launcher=_multi_node_launcher(options, hosts),
@@ -67,6 +66,7 @@ def default_placement(environ: Mapping[str, str], inventory: gpus.GpuInventory) 
         accelerator=accelerator,
         num_gpus=len(visible) if accelerator == "cuda" else 1,
         supported_precisions=_precisions(accelerator, visible),
+        compute_capability=_oldest_capability(accelerator, visible),
     )
 
 
@@ -117,11 +117,12 @@ def _world_size(environ: Mapping[str, str]) -> int | None:
 def _precisions(accelerator: Accelerator, visible: tuple[gpus.GpuFacts, ...]) -> tuple[Precision, ...]:
     if accelerator == "cpu":
         return ("bf16", "fp16", "fp32") if _cpu_has_fp16() else ("bf16", "fp32")
-    capabilities = [gpu.compute_capability for gpu in visible if gpu.compute_capability is not None]
-    # All ranks train in one format, so that the oldest GPU decides.
-    if capabilities and min(capabilities) < _AMPERE:
-        return ("fp16", "fp32")
-    return ("bf16", "fp16", "fp32")
+    return gpu_precisions(_oldest_capability(accelerator, visible))
+
+
+def _oldest_capability(accelerator: Accelerator, visible: tuple[gpus.GpuFacts, ...]) -> tuple[int, int] | None:
+    known = [gpu.compute_capability for gpu in visible if gpu.compute_capability is not None]
+    return min(known, default=None) if accelerator == "cuda" else None
 
 
 def _cpu_has_fp16() -> bool:

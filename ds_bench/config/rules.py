@@ -18,7 +18,7 @@ from . import deepspeed_keys
 from .automatic_values import AUTO
 from .axes import AXES
 from .overrides import nested, overlay
-from .spec import Accelerator, Placement, Workload
+from .spec import Accelerator, Placement, Workload, gpu_precisions
 
 Level = Literal["error", "warning", "hint"]
 RowUse = Literal["refusal", "caveat", "ignored"]
@@ -52,6 +52,8 @@ class Case:
     workload: Workload | None = None
     num_gpus: int | None = None
     model: ModelSize | None = None
+    compute_capability: tuple[int, int] | None = None
+    """Of this machine's oldest GPU, for ``check``; None where there is none."""
 
     def value(self, path: str, default: Any = None) -> Any:
         """The value of a key; ``default`` where it is absent, null or "auto"."""
@@ -312,6 +314,15 @@ _REFUSED_IN_ROWS = (
             row="refusal",
         )
         for precision in ("bf16", "fp16")
+    ),
+    Rule(
+        name="bf16-on-an-older-gpu",
+        level="warning",
+        path="bf16.enabled",
+        applies=lambda case: case.is_on("bf16.enabled") and "bf16" not in gpu_precisions(case.compute_capability),
+        reason="the GPUs of this machine are older than Ampere (A100, RTX 30) and have no bf16 units",
+        remedy="train in fp16 here, with an fp16 block in its place, or on a newer GPU",
+        source="accelerator/cuda_accelerator.py, is_bf16_supported",
     ),
     Rule(
         name="deepcompile",

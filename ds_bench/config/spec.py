@@ -43,6 +43,8 @@ MULTI_NODE_LAUNCHERS: tuple[MultiNodeLauncher, ...] = get_args(MultiNodeLauncher
 """Programs with which DeepSpeed starts ranks on several nodes (launcher/runner.py)."""
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+_AMPERE = (8, 0)
+"""First compute capability with bf16 arithmetic."""
 CPU_BINDINGS: tuple[CpuBinding, ...] = get_args(CpuBinding)
 COMPILES: tuple[CompileName, ...] = get_args(CompileName)
 PASS_TYPES: tuple[PassType, ...] = get_args(PassType)
@@ -234,6 +236,11 @@ class Strategy:
         _require(self.stage in (0, 1, 2, 3), "stage", self.stage, "must be 0, 1, 2 or 3")
 
 
+def gpu_precisions(capability: tuple[int, int] | None) -> tuple[Precision, ...]:
+    """The number formats that a GPU trains in, and so do all ranks of a job whose oldest it is."""
+    return ("fp16", "fp32") if capability is not None and capability < _AMPERE else ("bf16", "fp16", "fp32")
+
+
 def block_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Returns a block of a DeepSpeed configuration; empty where there is none."""
     value = config.get(name)
@@ -382,6 +389,8 @@ class Placement:
     """Memory of a smaller GPU that torch's allocator emulates, per rank; None for the real GPU."""
     supported_precisions: tuple[Precision, ...] = PRECISIONS
     """Number formats this accelerator trains in."""
+    compute_capability: tuple[int, int] | None = None
+    """Of the oldest GPU; None on the CPU accelerator, and where it is not known."""
     hosts: tuple[tuple[str, int], ...] = ()
     """Name of each host and its number of ranks, which are numbered host by host in this order: those of ``hostfile``,
     or the nodes of a job of Slurm or torchrun; empty where the job runs on this machine."""
@@ -447,7 +456,9 @@ class Placement:
         On one node these are the facts that keys of trials were made of before there were several.
         """
         facts = {each.name: getattr(self, each.name) for each in fields(self)}
-        for name in ("hosts", "include", "multi_node_launcher", "master_addr", "master_port", "launcher_args"):
+        # The formats and the name of the device tell what the capability does.
+        hosts = ("hosts", "include", "multi_node_launcher", "master_addr", "master_port", "launcher_args")
+        for name in ("compute_capability", *hosts):
             del facts[name]
         if self.num_nodes > 1:
             del facts["hostfile"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from ..config.spec import gpu_precisions
 from ..system.gpus import GpuFacts, GpuInventory, select_visible, throttle_faults
 from ..system.host_memory import ROOT, read_text
 from ..units import format_bytes
@@ -45,6 +46,9 @@ def check(
         if gpu.mig:
             text = "the GPU is divided into MIG instances, which comparisons do not use"
             yield problem(f"GPU {gpu.index} MIG", text, f"choose another GPU, or nvidia-smi -i {gpu.index} -mig 0")
+        if "bf16" not in gpu_precisions(gpu.compute_capability):
+            text = f"{gpu.name or 'unnamed'} has no bf16 units: rows in bf16 are refused"
+            yield warning(f"GPU {gpu.index} bf16", text, "--precision fp16, which auto takes here")
         yield _check_persistence_mode(gpu)
         yield _check_clocks(gpu)
 

@@ -22,7 +22,12 @@ from .model_profile import ModelProfile, variant_of
 from .model_states import FP32_BYTES, Ledger, LedgerBuilder
 
 CONTEXT_BYTES = from_gb(0.75)
-"""Assumed per GPU: CUDA context, kernels and cuBLAS workspaces, outside torch's allocator."""
+"""Assumed per GPU: CUDA context and kernels, outside torch's allocator."""
+_WORKSPACES = 2
+"""Of cuBLAS, which torch's allocator holds: one for each thread that uses it, that of forward and that of backward
+(aten/src/ATen/cuda/CublasHandlePool.cpp)."""
+_WORKSPACE_BYTES, _HOPPER_WORKSPACE_BYTES = 8_519_680, 32 * 2**20
+"""Of one: 8.125 MiB, but on GPUs of compute capability 9."""
 NCCL_BYTES = from_gb(1.2)
 """Assumed per GPU if there are several: channels and buffers of one NCCL communicator. It depends on the number of
 ranks, their links and NCCL's version."""
@@ -38,7 +43,7 @@ in the prediction."""
 
 FITS, TIGHT, DOES_NOT_FIT, UNKNOWN = "fits", "tight", "does not fit", "not known"
 
-UNCOUNTED = ("temporaries", "gathered_parameters", "logits_and_loss", "pinned_rounding", "overhead")
+UNCOUNTED = ("temporaries", "gathered_parameters", "logits_and_loss", "pinned_rounding", "workspaces", "overhead")
 """Categories that the ledger of a run does not hold: temporary tensors, and memory outside tensors."""
 
 
@@ -193,7 +198,7 @@ def predict(
     if sizes.unknown is None:
         ledger.setdefault(tier, {})["activations"] = sizes.saved
     return Prediction(
-        gpu={} if tier == "cpu" else {**moments[phase]["gpu"], "overhead": overhead},
+        gpu={} if tier == "cpu" else {**moments[phase]["gpu"], **_workspaces(placement, phase), "overhead": overhead},
         host={name: ranks * size for name, size in {**fullest_host, "overhead": process}.items()},
         nvme={name: ranks * size for name, size in moments[in_step].get("nvme", {}).items()},
         phase=phase,
@@ -213,13 +218,20 @@ def gpu_bytes_by_moment(
     *,
     engine: Engine = "deepspeed",
 ) -> dict[str, Mapping[str, int]]:
-    """Moment (``Prediction.phase``) → category → bytes per GPU, without ``overhead``, which is always the same.
+    """Moment (``Prediction.phase``) → category → bytes per GPU, without ``workspaces`` and ``overhead``.
 
     Empty where nothing is on the GPU. ``Prediction.gpu`` has the fullest of them. For a GPU, not the CPU accelerator.
     """
     inputs = _make_inputs(profile, workload, placement, ds_config, engine)
     moments = _moments(inputs, _activations(inputs, workload, ds_config))
     return {moment: ledger.get("gpu", {}) for moment, ledger in moments.items()}
+
+
+def _workspaces(placement: Placement, phase: str) -> dict[str, int]:
+    """None while the model is built, before the first matrix product."""
+    on_hopper = placement.compute_capability is not None and placement.compute_capability[0] == 9
+    size = _HOPPER_WORKSPACE_BYTES if on_hopper else _WORKSPACE_BYTES
+    return {} if phase == "build" else {"workspaces": _WORKSPACES * size}
 
 
 @lru_cache(maxsize=512)

@@ -18,7 +18,7 @@ from ..errors import DsBenchError, PreflightError, UsageError
 from ..models.lookup import ResolvedModel
 from ..records import json_files
 from ..records.json_files import InvalidValueError
-from ..records.schema import TrialRecord, measured_values
+from ..records.schema import RankMeasurement, TrialRecord, measured_values
 from ..system.environment import Environment
 from ..units import format_bytes
 from . import what_if
@@ -33,6 +33,9 @@ _FAR_BEYOND = 1.5
 """Multiple of a node's memory above which a predicted need is refused; predictions are never so far off."""
 _MISS_FRACTION = 0.10
 """Relative error of a prediction above which a caveat reports it."""
+
+_MIN_MISS_BYTES = 256 * 10**6
+"""Absolute error of a GPU's predicted peak below which no caveat reports it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,7 +372,13 @@ def is_miss(ratio: float) -> bool:
     return abs(ratio - 1) > _MISS_FRACTION
 
 
-def outside_allocator_bytes(record: TrialRecord) -> int | None:
+def is_gpu_miss(ratio: float, record: TrialRecord) -> bool:
+    """Likewise of a GPU's peak, of which the allocator's rounding and small buffers of libraries are no miss."""
+    peak = max(measured_values(record.ranks, "gpu_peak_bytes"), default=0)
+    return is_miss(ratio) and abs(ratio - 1) * peak >= _MIN_MISS_BYTES
+
+
+def outside_allocator_bytes(ranks: Sequence[RankMeasurement]) -> int | None:
     """GPU memory in use beyond what torch's allocator had reserved, after the last measured step, in bytes.
 
     CUDA's context, NCCL, and any other process on the GPU: what the ``overhead`` of a prediction assumes, if there is
@@ -377,7 +386,7 @@ def outside_allocator_bytes(record: TrialRecord) -> int | None:
     """
     sizes = [
         max(0, rank.gpu_device_used_bytes - rank.gpu_reserved_bytes)
-        for rank in record.ranks
+        for rank in ranks
         if rank.gpu_device_used_bytes is not None and rank.gpu_reserved_bytes is not None
     ]
     return max(sizes, default=None)

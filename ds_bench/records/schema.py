@@ -282,6 +282,8 @@ class RankMeasurement:
     this rank, without what activation checkpointing recomputes (worker/flop_count.py); None where not counted."""
     recomputed_flops: int | None = None
     """Those that activation checkpointing recomputes besides."""
+    tf32: bool | None = None
+    """Whether the GPU computed fp32 matrix products in TF32; None on the CPU accelerator."""
     checkpoint: Mapping[str, CheckpointAction] = field(default_factory=dict)
     """Each of ``CHECKPOINT_ACTIONS`` that was tried → what came of it; empty without ``Inspection.checkpoint``."""
     checkpoint_restored: bool | None = None

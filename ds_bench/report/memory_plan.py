@@ -326,7 +326,11 @@ def format_size_number(count_bytes: float | None) -> str:
 def category_text(name: str, tier: str) -> str:
     if name == "overhead":
         return "CUDA context and NCCL" if tier == "gpu" else "the processes themselves"
-    texts = {"deepspeed_buffers": "DeepSpeed's buffers", "gathered_parameters": "gathered and prefetched parameters"}
+    texts = {
+        "deepspeed_buffers": "DeepSpeed's buffers",
+        "gathered_parameters": "gathered and prefetched parameters",
+        "workspaces": "cuBLAS's workspaces",
+    }
     return texts.get(name, name.replace("_", " "))
 
 

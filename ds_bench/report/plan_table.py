@@ -125,7 +125,7 @@ _CATEGORIES = (
     ("Buffers", ("deepspeed_buffers",)),
     ("Activ", ("activations",)),
     ("Loss", ("logits_and_loss",)),
-    ("Temp", ("temporaries", "pinned_rounding")),
+    ("Temp", ("temporaries", "workspaces", "pinned_rounding")),
     ("Other", ("overhead",)),
 )
 """Heading → categories of the prediction, per GPU at its fullest moment, GB."""

@@ -1,10 +1,11 @@
 """Memory and peak rates of accelerators, by the name of the device.
 
-``devices.json`` has two facts. ``memory_gb``: the device's total as CUDA or HIP reports it
-(``torch.cuda.mem_get_info``), with ECC on if that is the default, in GB of 2**30 bytes, by the name that a user gives.
-It is less than the name says if the manufacturer counts in 10**9, or driver and ECC take a part: an "80 GB" H100 shows
-about 79.1, and drivers differ by some tenths. ``*_tflops``: dense rates in 10**12 FLOP/s, without 2:4 sparsity,
-accumulating in fp32; null if the device has no such units or the rate is not known.
+``devices.json`` has three facts. ``compute_capability`` is that of NVIDIA's devices (developer.nvidia.com/cuda-gpus).
+``memory_gb``: the device's total as CUDA or HIP reports it (``torch.cuda.mem_get_info``), with ECC on if that is the
+default, in GB of 2**30 bytes, by the name that a user gives. It is less than the name says if the manufacturer counts
+in 10**9, or driver and ECC take a part: an "80 GB" H100 shows about 79.1, and drivers differ by some tenths.
+``*_tflops``: dense rates in 10**12 FLOP/s, without 2:4 sparsity, accumulating in fp32; null if the device has no such
+units or the rate is not known.
 """
 
 from __future__ import annotations
@@ -42,6 +43,16 @@ def peak_tflops(device_name: str, precision: str) -> float | None:
     devices = {row["name"]: row for row in _table()}
     matching = matching_names(device_name, devices)
     return devices[matching[0]][f"{precision}_tflops"] if matching else None
+
+
+def compute_capability(text: str) -> tuple[int, int] | None:
+    """Of the NVIDIA device that a name means, as a user or a driver gives it; None for a size and for other devices."""
+    rows = {name: row for row in _table() for name in (row["name"], *row.get("memory_gb", {}))}
+    for name in (*matching_names(text, rows), *_devices_with_memory(text)):
+        if "compute_capability" in rows[name]:
+            major, minor = rows[name]["compute_capability"]
+            return major, minor
+    return None
 
 
 def matching_names(text: str, names: Iterable[str]) -> list[str]:

@@ -32,7 +32,7 @@ PACKAGES = (
 
 _PREFIXES = (
     "DS_", "DEEPSPEED_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "KMP_", "CUDA_", "HF_",
-    "TRANSFORMERS_",
+    "TRANSFORMERS_", "NVIDIA_TF32_",
 )  # fmt: skip
 # Of Slurm's hundred variables those that say what the job may use.
 _SLURM = (

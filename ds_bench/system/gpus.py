@@ -26,9 +26,9 @@ class GpuFacts:
     compute_capability: tuple[int, int] | None = None
     """Major and minor, e.g. (9, 0)."""
     memory_total_bytes: int | None = None
-    """Memory of the whole GPU; ``None`` if it shares the host's."""
+    """Memory of the whole GPU without what the driver reserves; ``None`` if it shares the host's."""
     memory_used_bytes: int | None = None
-    """Memory in use on the whole GPU, by every process and the driver."""
+    """Memory in use on the whole GPU, by every process."""
     sm_clock_mhz: int | None = None
     """Clock of the multiprocessors at this moment; that of an idle GPU is low."""
     max_sm_clock_mhz: int | None = None
@@ -156,6 +156,7 @@ def _text(value: Any) -> str | None:
 
 # Numbers of NVML's C interface. They stay, whereas the module's names for them differ between versions.
 _CLOCK_SM, _CLOCK_MEMORY, _SENSOR_CHIP = 1, 2, 0
+_MEMORY_V2 = 0x02000028  # nvmlMemory_v2: the version, and 40 bytes
 _THROTTLE_REASONS = {
     0x001: "gpu_idle",
     0x002: "applications_clocks_setting",
@@ -181,7 +182,9 @@ def _read_gpu(nvml: Any, index: int) -> GpuFacts:
     def get(name: str, *arguments: Any) -> Any:
         return _call(nvml, f"nvmlDeviceGet{name}", handle, *arguments)
 
-    memory, capability, mig_modes = get("MemoryInfo"), get("CudaComputeCapability"), get("MigMode")
+    # The first version counts what the driver reserves as total and used; old drivers have no other.
+    memory = get("MemoryInfo", _MEMORY_V2) or get("MemoryInfo")
+    capability, mig_modes = get("CudaComputeCapability"), get("MigMode")
     limit_milliwatts, default_milliwatts = get("EnforcedPowerLimit"), get("PowerManagementDefaultLimit")
     persistence_mode = get("PersistenceMode")
     # Two calls have newer names, which old drivers and modules do not know.
@@ -194,7 +197,7 @@ def _read_gpu(nvml: Any, index: int) -> GpuFacts:
         name=_text(get("Name")),
         uuid=_text(get("UUID")),
         compute_capability=None if capability is None else (int(capability[0]), int(capability[1])),
-        memory_total_bytes=None if memory is None else int(memory.total),
+        memory_total_bytes=None if memory is None else int(memory.total) - int(getattr(memory, "reserved", 0)),
         memory_used_bytes=None if memory is None else int(memory.used),
         sm_clock_mhz=get("ClockInfo", _CLOCK_SM),
         max_sm_clock_mhz=get("MaxClockInfo", _CLOCK_SM),

@@ -194,7 +194,7 @@ def _state_norms(engine: Any) -> list[float]:
 
 def _norm(values: torch.Tensor) -> float:
     """In float64, piece by piece: torch would make a float64 copy of the whole tensor."""
-    pieces = values.split(_PIECE_ELEMENTS)
+    pieces = torch.split(values, _PIECE_ELEMENTS)
     return math.hypot(*(float(torch.linalg.vector_norm(piece, dtype=torch.float64)) for piece in pieces))
 
 

@@ -135,6 +135,7 @@ def measure(
         "dropout": build.greatest_dropout(model),
         "attention": build.attention_of(model),
         "optimizer_settings": training_loop.optimizer_settings(engine.optimizer),
+        "tf32": _uses_tf32() if accelerator == "cuda" else None,
         "vocabulary_size": None if built.make_batch else build.vocabulary_size(model),
         "compiled_graphs": graphs + compiled_within if trainer.is_compiled else None,
         "early_window": change.early_window or None,
@@ -300,6 +301,11 @@ def _create_recorder(
     samples = int(trainer.engine.train_micro_batch_size_per_gpu()) * trainer.grad_accum * layout.data_parallel_size
     rank, tokens = torch.distributed.get_rank(), samples * workload.seq_length
     return StepRecorder(folder, rank, trainer.accelerator, trainer.grad_accum, tokens)
+
+
+def _uses_tf32() -> bool:
+    """Whether fp32 matrix products run in TF32, by whichever of torch's switches, unless cuBLAS is told not to."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32" and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
 
 
 def _engine_facts(engine: Any) -> dict[str, Any]:

@@ -142,6 +142,7 @@ OF_SEVERAL_NODES: dict[str, dict[str, Any]] = {
     "launcher_args": {"launcher_args": ("--bind-to", "none")},
 }
 NOT_MEASURED: dict[str, Any] = {
+    "compute_capability": (7, 0),
     "include": "a:0@b:0",
     "master_addr": "10.0.0.1",
     "master_port": 29501,
@@ -386,3 +387,10 @@ def test_a_reference_engine_is_never_one_row_with_the_stage_that_splits_alike(en
     assert len(group_repeats(rows)) == 2
     assert rows[0].config_hash != rows[1].config_hash
     assert reference.row_key == replace(reference, repeat=0).key
+
+
+def test_fp32_under_tf32_does_not_compare_with_fp32_and_other_formats_do_not_care() -> None:
+    for precision, told in (("fp32", ["tf32 True against False"]), ("bf16", [])):
+        trial = fakes.trial(on=fakes.placement(accelerator="cuda"), of=fakes.workload(precision=precision))
+        a, b = fakes.success(trial, tf32=True), fakes.success(trial, tf32=None)
+        assert incomparable_fields(a, b) == told

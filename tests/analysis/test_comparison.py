@@ -82,7 +82,7 @@ def test_memory_is_the_worst_runs_and_not_the_medians() -> None:
         for n, p in enumerate((8, 40, 9))
     ]
     (row,) = rows(*peaks)
-    assert (row.gpu_peak_bytes, row.gpu_fraction, row.host_peak_bytes) == (40 * GB, 0.5, 80)
+    assert (row.gpu_peak_bytes, row.gpu_fraction, row.host_peak_bytes) == (40 * GB, 42 / 80, 80)
 
 
 def test_a_run_that_failed_takes_no_part_in_the_numbers_and_is_counted() -> None:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ds_bench
+from ds_bench.analysis import load_results
 from ds_bench.analysis.flops import (
     PEAK_PRECISIONS,
     causal_flops_per_token,
@@ -21,6 +22,7 @@ from ds_bench.analysis.flops import (
     peak_flops,
 )
 from ds_bench.models.presets import ModelFacts, preset_names
+from tests.support import fakes
 from tests.support.fakes import preset
 
 DEVICES = Path(ds_bench.__path__[0], "system", "devices.json")
@@ -271,3 +273,14 @@ def test_no_row_mixes_dense_with_sparse_rates() -> None:
 def test_no_device_is_listed_twice() -> None:
     names = [row["name"].casefold() for row in TABLE]
     assert len(set(names)) == len(names)
+
+
+def test_mfu_of_an_fp32_row_under_tf32_is_of_the_rate_of_tf32(subtests: pytest.Subtests) -> None:
+    on = fakes.placement(accelerator="cuda")
+    for precision, tf32, tflops in (("fp32", True, 494.7), ("fp32", False, 66.9), ("bf16", True, 989.4)):
+        with subtests.test(precision=precision, tf32=tf32):
+            trial = fakes.trial(on=on, of=fakes.workload(model="gpt2", precision=precision))
+            record = fakes.success(trial, tf32=tf32, device_name="NVIDIA H100 80GB HBM3")
+            (row,) = load_results.summarise_all([record])
+            (of_one,) = load_results.summarise_all([record], peak_tflops=1.0)
+            assert of_one.mfu / row.mfu == pytest.approx(tflops)

@@ -198,15 +198,15 @@ def test_every_doubt_has_its_kind(subtests: pytest.Subtests) -> None:
 
 
 def test_above_95_percent_of_the_card_is_near_capacity(subtests: pytest.Subtests) -> None:
-    """95 % of 80 GB are 76 GB, which is allowed itself."""
-    for reserved, said in ((76.0, False), (76.1, True), (80.0, True)):
+    """95 % of 80 GB are 76 GB, which is allowed itself: 74 reserved and 2 outside the allocator."""
+    for reserved, said in ((74.0, False), (74.1, True), (78.0, True)):
         with subtests.test(reserved=reserved):
             found = summary(seen(gpu_peak_reserved_bytes=int(reserved * GB)))
             assert bool(of_kind(found, CaveatKind.NEAR_CAPACITY)) is said
 
 
 def test_near_capacity_names_the_share_and_what_to_do() -> None:
-    (caveat,) = of_kind(summary(seen(gpu_peak_reserved_bytes=78 * GB)), CaveatKind.NEAR_CAPACITY)
+    (caveat,) = of_kind(summary(seen(gpu_peak_reserved_bytes=76 * GB)), CaveatKind.NEAR_CAPACITY)
     assert "97.5 %" in caveat.text
     assert "--batch-size" in (caveat.next_step or "")
     assert not caveat.disqualifying

@@ -73,7 +73,7 @@ CPU_OPTIMIZER, CPU_FULL, NVME = (
     f"ZeRO-3 + {offloaded}" for offloaded in ("CPU optimizer", "CPU optimizer and parameters", "NVMe optimizer")
 )
 ANSWERS: dict[str, tuple[list[str], str]] = {
-    "all": (["--gpu", "24GB"], "1 × 24 GB: all 7 strategies fit; ZeRO-0 is the simplest: 4.55 GB per GPU."),
+    "all": (["--gpu", "24GB"], "1 × 24 GB: all 7 strategies fit; ZeRO-0 is the simplest: 4.57 GB per GPU."),
     "some": (
         [*SEVEN_B, "--num-gpus", "2", "--host-memory", "512"],
         "2 × 80 GB: 6 of 7 strategies fit; ZeRO-3 is the simplest: ",  # ZeRO-1 and ZeRO-2 are tight
@@ -99,7 +99,7 @@ ANSWERS: dict[str, tuple[list[str], str]] = {
     ),
     "nothing, and nothing helps": (
         ["--gpu", "1GB"],
-        f"1 × 1 GB: nothing fits as asked (the least: {NVME} and parameters, 3.93 GB per GPU), and no change "
+        f"1 × 1 GB: nothing fits as asked (the least: {NVME} and parameters, 3.95 GB per GPU), and no change "
         "that was tried helps.",
     ),
     "host too small": (
@@ -258,7 +258,7 @@ def test_rows_with_one_reason_share_a_line_and_changes_of_the_answer_or_the_tabl
         "  ZeRO-1, ZeRO-2: mostly parameters, 128 GB",
         "  ZeRO-3 + CPU optimizer: mostly activations, 60.7 GB",
     ]
-    assert changes.startswith(f"Would fit:\n  with activation checkpointing {CPU_OPTIMIZER}: 26.1 GB per GPU and")
+    assert changes.startswith(f"Would fit:\n  with activation checkpointing {CPU_OPTIMIZER}: 26.2 GB per GPU and")
     assert changes.count("ZeRO") == 1
     assert table_row(out, "ZeRO-0")[1:4] == ["1,540", "1,930", "%"]
     longer = text(capsys, *SEVENTY_B, "--seq-length", "4096")
@@ -438,3 +438,12 @@ def test_a_factory_is_planned_with_what_it_trains_and_one_that_trains_nothing_is
     assert main(["plan", "--model-factory", "own_parts:none"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "own_parts:none: every parameter is frozen" in line
+
+
+def test_bf16_on_a_card_without_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--model", "gpt2", "--gpu", "V100-32GB", "--strategies", "zero1"]
+    assert main(asked) == 0
+    assert "V100-32GB has no bf16 units: ZeRO-1 will not train there" in capsys.readouterr().err
+    for other in ([*asked, "--precision", "fp16"], [*asked, "--gpu", "A100-40GB"]):
+        main(other)
+        assert "bf16" not in capsys.readouterr().err

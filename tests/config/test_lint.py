@@ -36,7 +36,19 @@ def test_each_rule_applies_to_its_configuration_and_no_other_rule_does(subtests:
 
 
 def test_every_rule_is_among_the_cases() -> None:
-    assert {rule.name for rule in rules.RULES if rule.level} <= {rule for rule, _ in CASES}
+    of_a_machine = {"bf16-on-an-older-gpu"}
+    assert {rule.name for rule in rules.RULES if rule.level} <= {rule for rule, _ in CASES} | of_a_machine
+
+
+def test_bf16_is_a_warning_on_a_gpu_without_it_alone() -> None:
+    config = {**CLEAN, "bf16": {"enabled": True, "check_grad_overflow": True}}
+    found = {capability: check(config, compute_capability=capability) for capability in (None, (7, 5), (8, 0))}
+    assert {capability: [each.rule for each in findings] for capability, findings in found.items()} == {
+        None: [],
+        (7, 5): ["bf16-on-an-older-gpu"],
+        (8, 0): [],
+    }
+    assert found[7, 5][0].level == "warning"
 
 
 def test_nothing_is_found_in_a_configuration_that_leaves_nothing_open() -> None:

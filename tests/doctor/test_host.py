@@ -306,6 +306,12 @@ def test_cards_of_two_kinds_are_a_warning() -> None:
     assert "L4" in seen(card(), card(1, name="NVIDIA L4"))["GPUs"].text
 
 
+def test_a_card_without_bf16_is_a_warning() -> None:
+    found = seen(card(name="Tesla T4", compute_capability=(7, 5)))["GPU 0 bf16"]
+    assert (found.level, found.remedy) == ("warning", "--precision fp16, which auto takes here")
+    assert "GPU 0 bf16" not in seen(card(name="NVIDIA A100", compute_capability=(8, 0)))
+
+
 def test_a_selection_that_hides_every_card_is_named() -> None:
     found = seen(card(), CUDA_VISIBLE_DEVICES="7")["GPUs"]
     assert found.level == "warning"

@@ -90,7 +90,16 @@ def test_stage_0_steps_with_24_bytes_per_parameter_when_fused() -> None:
     # 2 + 12 + 2, and while the 16-bit gradients become one flat fp32 tensor a list and the copy of it: 8 more.
     found = llama(zero(0), 1, seq_length=1).predict()
     assert found.phase == "flatten"
-    assert found.gpu_bytes - memory.CONTEXT_BYTES == 24 * 6_738_415_616
+    assert found.gpu_bytes - memory.CONTEXT_BYTES - found.gpu["workspaces"] == 24 * 6_738_415_616
+
+
+@pytest.mark.parametrize(("capability", "mib"), [((9, 0), 64), ((8, 0), 16.25), ((10, 0), 16.25), (None, 16.25)])
+def test_cublas_has_a_workspace_for_each_of_two_threads(capability: tuple[int, int] | None, mib: float) -> None:
+    question = llama(zero(3))
+    asked = replace(question, placement=replace(question.placement, compute_capability=capability))
+    found = asked.predict()
+    assert found.gpu["workspaces"] == mib * 2**20
+    assert "workspaces" not in found.ledger["gpu"]
 
 
 def test_stage_2_is_worked_by_hand() -> None:
@@ -337,7 +346,8 @@ def test_the_prediction_is_the_fullest_of_the_moments(subtests: pytest.Subtests)
             question = llama(strategy)
             prediction, moments = question.predict(), question.gpu_bytes_by_moment()
             totals = {moment: sum(sizes.values()) for moment, sizes in moments.items()}
-            assert max(totals.values()) == totals[prediction.phase] == prediction.gpu_bytes - prediction.gpu["overhead"]
+            always = prediction.gpu["overhead"] + prediction.gpu["workspaces"]
+            assert max(totals.values()) == totals[prediction.phase] == prediction.gpu_bytes - always
             assert moments[prediction.phase].items() <= prediction.gpu.items()
 
 
@@ -629,6 +639,13 @@ def test_a_miss_is_more_than_a_tenth(subtests: pytest.Subtests) -> None:
             assert trial_predictions.is_miss(ratio) is missed
 
 
+def test_less_than_256_mb_is_no_miss_of_a_gpus_peak() -> None:
+    for peak, missed in ((1_000_000_000, False), (3_000_000_000, True)):
+        record = success(trial(), gpu_peak_bytes=peak)
+        assert trial_predictions.is_gpu_miss(1.12, record) is missed
+        assert trial_predictions.is_gpu_miss(1.09, record) is False
+
+
 def test_on_gpus_the_allocators_peak_is_what_was_predicted() -> None:
     found = replace(prediction(gpu=900), gpu={"parameters": 900, "overhead": 5000})
     record = success(trial(prediction=found.to_dict()), gpu_peak_bytes=1000)
@@ -643,7 +660,7 @@ def test_what_is_assumed_outside_the_allocator_is_measured_on_the_fullest_rank()
     other = replace(pair.ranks[1], gpu_device_used_bytes=int(11.5 * 2**30))
     (row,) = flat_rows([summarise(replace(pair, ranks=(pair.ranks[0], other)), None, None)])
     assert row["gpu_outside_allocator_gb"] == 2.5
-    assert trial_predictions.outside_allocator_bytes(success(trial())) is None
+    assert trial_predictions.outside_allocator_bytes(success(trial()).ranks) is None
     low, high = memory.NCCL_RANGE_BYTES
     assert low < memory.NCCL_BYTES < high
 

@@ -62,7 +62,16 @@ def stored(environ: dict[str, str]) -> str:
 
 
 INNOCENT_NAMES = st.sampled_from(
-    ["DS_NOTE", "NCCL_CONF", "HF_ENDPOINT", "TORCH_EXTRA", "CUDA_X", "SLURM_JOB_PARTITION"]
+    [
+        "NVIDIA_TF32_OVERRIDE",
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+        "DS_NOTE",
+        "NCCL_CONF",
+        "HF_ENDPOINT",
+        "TORCH_EXTRA",
+        "CUDA_X",
+        "SLURM_JOB_PARTITION",
+    ]
 )
 SECRET_NAMES = st.sampled_from(
     [

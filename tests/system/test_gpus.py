@@ -260,3 +260,17 @@ def test_indices_come_back_in_the_order_given(order: list[int], length: int) -> 
 def test_a_negative_index_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="index"):
         GpuFacts(index=-1)
+
+
+def test_memory_is_what_programs_can_use_without_the_drivers_part() -> None:
+    """An H100 of which the first version of the call counts 0.56 GiB of the driver as total and as used."""
+    total, reserved = int(79.65 * GB), int(0.56 * GB)
+    second = SimpleNamespace(total=total, reserved=reserved, used=1 * GB)
+    first = SimpleNamespace(total=total, used=1 * GB + reserved)
+    fake = FakeNvml(cards=1)
+    del fake.answers["nvmlDeviceGetMemoryInfo"]
+    fake.by_arguments["nvmlDeviceGetMemoryInfo"] = lambda _, version=None: second if version == 0x02000028 else first
+    (card,) = read_gpus(fake).gpus
+    assert (card.memory_total_bytes, card.memory_used_bytes) == (total - reserved, 1 * GB)
+    (card,) = read_gpus(FakeNvml(cards=1)).gpus
+    assert card.memory_total_bytes == 140 * GB
