@@ -44,5 +44,5 @@ def choose_launcher(
         else:
             note = f"cold launch: the preloaded server may not be forked, {reason}"
     if on_gpus:
-        launcher = GpuMonitoringLauncher(launcher, gpus.read_gpus, gpu_indices[: placement.num_gpus])
+        launcher = GpuMonitoringLauncher(launcher, gpus.read_gpus, gpu_indices)  # a sweep has several counts
     return launcher, note

@@ -144,6 +144,8 @@ def _timeout_remedy(row: ComparisonRow, run: TrialRecord, *_: object) -> str:
     steps = run.trial.workload.num_steps + run.trial.workload.warmup_steps
     if run.outcome.phase in ("hello", "import", "build", "init"):
         remedy = "it had not begun to train, so fewer steps do not help: raise --timeout"
+        if run.trial.placement.num_nodes > 1:  # NCCL may have taken a bridge of containers or of virtual machines
+            remedy += ", or name the interface between the hosts (export NCCL_SOCKET_IFNAME=…)"
     else:
         remedy = f"give fewer than its {steps} steps (--num-steps, --warmup-steps) or raise --timeout"
     return f"{row.label} timed out{after}{run.outcome.where} ({cause(run)}): {remedy}; if it hung, see the stacks"

@@ -22,7 +22,7 @@ from ..units import from_gb
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:GB|GIB|G)?", re.IGNORECASE)
 _SIZE_IN_NAME = re.compile(r"\b(\d+)[ -]?G(?:I?B)?\b", re.IGNORECASE)
 _MEMORY_TYPE = re.compile(r"\bHBM\d?E?\b", re.IGNORECASE)
-_FORM = re.compile(r"\b(?:SXM\d?|PCIE|NVL|OAM|GENERATION)\b", re.IGNORECASE)
+_FORM = re.compile(r"\b(?:SXM\d?(?: AC)?|PCIE|NVL|OAM|GENERATION)\b", re.IGNORECASE)
 """Form factor and product line, which a driver adds to a device's name."""
 _MAX_GB = 10_000
 _EXAMPLES = ["A100-80GB", "H100", "H200", "L40S", "MI300X", "RTX-4090"]

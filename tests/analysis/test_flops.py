@@ -22,6 +22,7 @@ from ds_bench.analysis.flops import (
     peak_flops,
 )
 from ds_bench.models.presets import ModelFacts, preset_names
+from ds_bench.system import devices
 from tests.support import fakes
 from tests.support.fakes import preset
 
@@ -209,7 +210,6 @@ def test_a_device_that_only_resembles_a_known_one_has_no_peak() -> None:
         "NVIDIA A10M",
         "NVIDIA A16",
         "NVIDIA L40G",
-        "NVIDIA H800",
         "NVIDIA H100 80GB HBM2e",
         "NVIDIA H100 PCIe Something",  # must not fall back to the faster H100
         "Tesla V100-SXM3-32GB",
@@ -284,3 +284,18 @@ def test_mfu_of_an_fp32_row_under_tf32_is_of_the_rate_of_tf32(subtests: pytest.S
             (row,) = load_results.summarise_all([record])
             (of_one,) = load_results.summarise_all([record], peak_tflops=1.0)
             assert of_one.mfu / row.mfu == pytest.approx(tflops)
+
+
+def test_cards_of_these_names_have_rates(subtests: pytest.Subtests) -> None:
+    for name, bf16, capability in (
+        ("NVIDIA B300 SXM6 AC", 2250.0, (10, 3)),
+        ("NVIDIA GB300", 2500.0, (10, 3)),
+        ("NVIDIA A800-SXM4-80GB", 312.0, (8, 0)),
+        ("NVIDIA H800", 989.4, (9, 0)),
+        ("NVIDIA H800 PCIe", 756.0, (9, 0)),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 500.0, (12, 0)),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", None, None),
+    ):
+        with subtests.test(name):
+            assert devices.peak_tflops(name, "bf16") == bf16
+            assert devices.compute_capability(name) == capability

@@ -105,7 +105,7 @@ def test_where_every_row_ran_out_the_remedy_is_what_plan_says() -> None:
     """The figures of ``plan --model meta-llama/Llama-2-7b-hf --num-gpus 1 --batch-size 4 --seq-length 2048``."""
     steps = advised(*(ended(planned(fakes.zero(stage))) for stage in (0, 1, 2, 3)))
     assert steps[0].startswith(
-        "smallest change predicted to fit: ZeRO-3 + CPU optimizer (predicted 62.95 GB per GPU instead of"
+        "smallest change predicted to fit: ZeRO-3 + CPU optimizer (predicted 62.96 GB per GPU instead of"
     )
     assert "121 GB of host memory per node" in steps[0]
     assert "its activations are 46.76 GB, 23.38 GB with batch size 2 and 3.23 GB with activation checkp" in steps[1]
@@ -156,9 +156,9 @@ def test_rows_that_were_skipped_by_prediction_are_told_how_to_try_them_and_what_
     reason = "predicted to need much; leave out --skip-predicted-oom to try it"
     trial = replace(planned(fakes.zero(0)), skipped=reason)
     first, second, *_ = advised(fakes.failure(trial, schema.SKIPPED, error=reason, details=reason, phase=None))
-    assert first.startswith("smallest change predicted to fit: ZeRO-3 + CPU optimizer (predicted 62.95 GB per GPU")
+    assert first.startswith("smallest change predicted to fit: ZeRO-3 + CPU optimizer (predicted 62.96 GB per GPU")
     assert second.count("--skip-predicted-oom") == 1
-    assert "; or try ZeRO-3 + CPU optimizer (predicted 62.95 GB per GPU" in second
+    assert "; or try ZeRO-3 + CPU optimizer (predicted 62.96 GB per GPU" in second
 
 
 def test_changes_of_the_users_own_are_kept_in_what_is_predicted_of_other_strategies() -> None:
@@ -284,6 +284,13 @@ def test_a_timeout_before_training_is_not_helped_by_fewer_steps() -> None:
     said = line(failed(status=schema.TIMEOUT, phase="init"))
     assert "--timeout" in said
     assert "--num-steps" not in said
+    assert "NCCL_SOCKET_IFNAME" not in said
+
+
+def test_a_timeout_on_several_hosts_before_training_names_the_interface_that_nccl_takes() -> None:
+    run = failed(status=schema.TIMEOUT, phase="init")
+    several = replace(run.trial, placement=replace(run.trial.placement, num_gpus=2, hosts=(("a", 1), ("b", 1))))
+    assert "export NCCL_SOCKET_IFNAME" in line(replace(run, trial=several))
 
 
 def test_every_other_ending_has_a_next_step_and_its_cause(subtests: pytest.Subtests) -> None:
