@@ -32,6 +32,9 @@ GB = 2**30
 CARD = 80
 TINY = find_preset("tiny")
 
+ALONE = {"gpu_device_used_bytes": 0}
+"""Nothing lies outside the allocator, so that shares of the card are those of the sizes below."""
+
 
 def row(
     strategy: Configuration, gigabytes: float, tokens_per_second: float, *, cards: int = 1, repeat: int = 0, **more: Any
@@ -43,7 +46,7 @@ def row(
     return fakes.success(
         trial,
         step_seconds=[step] * 10,
-        **{"gpu_peak_bytes": peak, "gpu_peak_reserved_bytes": peak, "gpu_total_bytes": CARD * GB, **more},
+        **{"gpu_peak_bytes": peak, "gpu_peak_reserved_bytes": peak, "gpu_total_bytes": CARD * GB, **ALONE, **more},
     )
 
 
@@ -279,7 +282,7 @@ def test_the_order_of_rows_decides_nothing_but_exact_ties(rows: list[Candidate],
 def varied(strategy: Configuration, steps: Sequence[float], *, gigabytes: float = 8, repeat: int = 0) -> TrialRecord:
     """A success with these step times on an 80 GB card."""
     trial = fakes.trial(strategy, on=fakes.placement(accelerator="cuda", num_gpus=1), repeat=repeat)
-    peak = {"gpu_peak_bytes": int(gigabytes * GB), "gpu_peak_reserved_bytes": int(gigabytes * GB)}
+    peak = {"gpu_peak_bytes": int(gigabytes * GB), "gpu_peak_reserved_bytes": int(gigabytes * GB), **ALONE}
     swapped = {"nvme_stored_bytes": GB, "nvme_read_bytes": GB} if strategy.uses_nvme else {}
     return fakes.success(trial, step_seconds=steps, **peak, **swapped)
 
@@ -741,7 +744,7 @@ def at_largest(stage: int, batch: int, gigabytes: float, speed: float, **more: A
     """A success whose micro-batch was searched for: ``speed`` tokens/s at that batch on two cards."""
     work = fakes.workload(batch_size=batch, batch_policy="largest")
     trial = fakes.trial(fakes.zero(stage), on=fakes.placement(accelerator="cuda", num_gpus=2), of=work)
-    peak = {"gpu_peak_bytes": int(gigabytes * GB), "gpu_peak_reserved_bytes": int(gigabytes * GB)}
+    peak = {"gpu_peak_bytes": int(gigabytes * GB), "gpu_peak_reserved_bytes": int(gigabytes * GB), **ALONE}
     return fakes.success(trial, step_seconds=[batch * 128 * 2 / speed] * 10, **peak, **more)
 
 
