@@ -227,7 +227,7 @@ def test_a_row_whose_loss_is_not_finite_has_no_ratio_and_says_so(tmp_path: Path,
 
 
 def test_a_caveat_of_either_row_is_shown_with_what_to_do_about_it(tmp_path: Path) -> None:
-    full = [fakes.success(trial(), gpu_peak_reserved_bytes=79 * fakes.GB)]
+    full = [fakes.success(trial(), gpu_peak_reserved_bytes=77 * fakes.GB)]
     shown = [line.strip() for line in lines(of(tmp_path, runs(2, 0.1), full))]
     assert any(line.startswith("after: near capacity: 98.8 %") and "smaller --batch-size" in line for line in shown)
     assert not any(line.startswith("before:") for line in shown)

@@ -41,7 +41,11 @@ def runs(
 ) -> list[TrialRecord]:
     """Runs on two 80 GB cards around that many tokens/s; ``spread``: half the relative range of the runs."""
     step = 2 * 2048 * 2 / speed
-    values = {"gpu_peak_bytes": int(gigabytes * GB), "gpu_peak_reserved_bytes": int(gigabytes * GB)}
+    values = {
+        "gpu_peak_bytes": int(gigabytes * GB),
+        "gpu_peak_reserved_bytes": int(gigabytes * GB),
+        "gpu_device_used_bytes": 0,
+    }
     return [
         fakes.success(
             fakes.trial(configuration, on=CARDS, of=WORK, repeat=repeat),
