@@ -172,7 +172,7 @@ EXPECTED: dict[str, Any] = {
     "gpu_init_peak_gb": 21.0,
     "gpu_device_used_gb": 31.0,
     "gpu_total_gb": 90.0,
-    "gpu_percent": 27.77777777777778,
+    "gpu_percent": 30.0,
     "gpu_alloc_retries": 18,
     "predicted_over_measured": None,
     "cpu_pss_gb": 74.0,
