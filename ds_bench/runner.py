@@ -437,21 +437,30 @@ def _run_plan(
                 # After every trial, since a killed run gets no chance to write them at the end.
                 store.write_rows(flat_rows(results.summaries), options.csv)
                 progress.end(record)
+                if size_search.is_too_large(record) and not signals.interrupt_requested():
+                    line.say(f"{record.trial.configuration.label} ran out at its largest size: trying the next smaller")
+                    # Without trials in the file, --resume goes on with the search if the run is killed during it.
+                    _save_run(store, plan, [], machine, request, notes)
+                    plan = _at_largest_size(plan, launcher, store, line.say)
+                    saved = _save_run(store, plan, plan.trials, machine, request, notes)
+                    waiting = [*remaining, *remaining_trials(plan.trials, store.records(), retry=())]
+                    keys = {trial.key for trial in waiting}
+                    remaining[:] = [trial for trial in plan.trials if trial.key in keys]
+                    results.replan(plan)
+                    progress.replan(len(remaining))
         except OSError as error:  # such as a full disk: no trial can be kept from here on, but those before are shown
             failure = error
     return _finish(options, store, saved, results, notes, request, failure)
 
 
-def _until_budget_is_used(
-    trials: Sequence[Trial], minutes: float | None, say: Callable[[str], None]
-) -> Iterator[Trial]:
-    """The trials that begin before the budget is used up; all without one. Trials may take longer than estimated."""
+def _until_budget_is_used(remaining: list[Trial], minutes: float | None, say: Callable[[str], None]) -> Iterator[Trial]:
+    """Take the trials off the list in order until the budget is used up; trials may take longer than estimated."""
     begun = time.monotonic()
-    for number, trial in enumerate(trials):
+    while remaining:
         if minutes is not None and time.monotonic() - begun > minutes * 60:
-            say(f"--budget {minutes:g} is used up: {len(trials) - number} trials are left for --resume RUN_DIR")
+            say(f"--budget {minutes:g} is used up: {len(remaining)} trials are left for --resume RUN_DIR")
             return
-        yield trial
+        yield remaining.pop(0)
 
 
 def _at_largest_size(plan: RunPlan, launcher: Launcher, store: RunFolder, say: Callable[[str], None]) -> RunPlan:
@@ -538,6 +547,13 @@ class ResultBuilder:
         facts = self._plan_of(record.trial).model.facts
         peak_flops = self._peak_flops(flops.peak_precision(record))
         self._summary_of_key[record.trial.key] = summarise(record, facts, peak_flops, self.environment, self._run_id)
+
+    def replan(self, plan: RunPlan) -> None:
+        """Take a plan of the same points with other trials; earlier records stay with their points."""
+        index = {id(each): number for number, each in enumerate(self._plan.plans)}
+        self._plan_of_key = {key: plan.plans[index[id(each)]] for key, each in self._plan_of_key.items()}
+        self._plan_of_key |= {trial.key: each for each in plan.plans for trial in each.trials}
+        self._plan = plan
 
     @property
     def gpu_without_peak(self) -> str | None:

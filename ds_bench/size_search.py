@@ -141,7 +141,7 @@ class SizeSearch:
     def _previous_trials(self, row: RequestedRow) -> dict[int, bool]:
         """Size in units → whether it trained, from earlier probes of this run.
 
-        A row of this run that did not fit counts too: resumed, the search goes on below it.
+        A row of this run that did not fit counts too, so that the search goes on below it.
         """
         known = {
             units: record.outcome.success
@@ -149,9 +149,12 @@ class SizeSearch:
             # A probe that failed for another reason says nothing about sizes, and is run again.
             if record.outcome.success or record.outcome.status in _DID_NOT_FIT
         }
-        failed = self._sizes_of(row, self.store.records(), of_probe=False)
-        # A row that failed outweighs a probe of its size that trained.
-        return known | {units: False for record, units in failed if record.outcome.status in _DID_NOT_FIT}
+        records = self._sizes_of(row, self.store.records(), of_probe=False)
+        # A row that failed outweighs a probe of its size that trained. After the first, each step back doubles.
+        failed = sorted({units for record, units in records if record.outcome.status in _DID_NOT_FIT})
+        if failed:
+            known[max(1, failed[0] - resolution(failed[0]) * (2 ** (len(failed) - 1) - 1))] = False
+        return known
 
     def _sizes_of(
         self, row: RequestedRow, records: Sequence[TrialRecord], *, of_probe: bool
@@ -189,6 +192,11 @@ def at_largest_size(plan: Plan, launcher: Launcher, store: RunFolder, say: Calla
         common = min(sizes.values())
         configurations += [plan.builder.build(row, common) for row in rows]
     return plan.with_configurations(configurations)
+
+
+def is_too_large(record: TrialRecord) -> bool:
+    """Return whether a row did not fit at its largest size, which had trained in probes."""
+    return record.trial.workload.fills_memory and record.outcome.status in _DID_NOT_FIT
 
 
 def next_size(trained: Mapping[int, bool], start: int, limit: int) -> int | None:

@@ -247,17 +247,56 @@ def test_the_search_ends_at_the_end_of_the_file_of_tokens(machine: Machine, tmp_
     assert "of the file of tokens" in row["caveats"]
 
 
-def test_a_row_that_runs_out_at_its_largest_is_searched_below_it_when_resumed(machine: Machine) -> None:
-    """Probes are shorter than rows, so that a size may train in them and not in the row."""
-    fits = trains_up_to({"zero1": 5})
+def runs_out_in_the_row(probes: int, rows: dict[str, int], status: str = "OOM") -> Ends:
+    """Probes train up to one size, and the rows, which run for longer, only up to a smaller one."""
 
-    def runs_out_later(trial: Trial) -> TrialRecord:
-        is_row = not trial.trial_id.startswith("probe")
-        return fakes.failure(trial, "OOM") if is_row and trial.workload.batch_size == 5 else fits(trial)
+    def end(trial: Trial) -> TrialRecord:
+        is_probe = trial.trial_id.startswith("probe")
+        fits = trial.workload.batch_size <= (probes if is_probe else rows[trial.configuration.name])
+        seconds = (0.1,) * trial.workload.num_steps
+        return fakes.success(trial, step_seconds=seconds) if fits else fakes.failure(trial, status)
 
-    machine.search(runs_out_later, "--stages", "1")
-    folder = machine.folder
-    assert cli.main("zero", fakes.make_config, ["--resume", str(folder), "--stages", "1"]) == 0
+    return end
+
+
+def test_row_that_runs_out_at_its_largest_size_steps_back_in_the_same_run(
+    machine: Machine, subtests: pytest.Subtests, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for status in ("OOM", "OOM (host)", "Timeout"):
+        with subtests.test(status):
+            machine.output = machine.output.with_name(status)
+            rows = {"zero1": 4, "zero3": 5}
+            assert machine.search(runs_out_in_the_row(5, rows, status), "--stages", "1", "3", "--repeats", "3") == 0
+            sizes = {(row["strategy"], row["batch_size"]): row["success"] for row in machine.rows()}
+            assert sizes == {("zero1", 5): False, ("zero1", 4): True, ("zero3", 5): True}
+            # The two other runs at the size that is too large are not worth their time.
+            assert [row["repeat"] for row in machine.rows() if row["batch_size"] == 4] == [0, 1, 2]
+            assert len(machine.rows()) == 7
+            out = capsys.readouterr().out
+            assert "✗ ZeRO-1" in out
+            assert "--activation-checkpointing" not in out  # the row is there, one size below
+
+
+def test_steps_back_grow_until_a_size_trains(machine: Machine) -> None:
+    """A row that needs much more memory than its probes costs a few failed runs and still gets a result."""
+    assert machine.search(runs_out_in_the_row(64, {"zero1": 40}), "--stages", "1") == 0
+    rows = [(row["batch_size"], row["success"]) for row in machine.rows()]
+    assert rows == [(33, True), *((size, False) for size in (64, 63, 61, 57, 49))]
+
+
+def test_row_that_runs_out_even_at_one_sequence_ends_the_search(machine: Machine) -> None:
+    assert machine.search(runs_out_in_the_row(3, {"zero1": 0}), "--stages", "1") == 1
+    assert sorted(row["batch_size"] for row in machine.rows()) == [1, 2, 3]
+
+
+def test_interrupted_step_back_is_resumed_below_the_size_that_failed(machine: Machine) -> None:
+    ends = runs_out_in_the_row(5, {"zero1": 4})
+
+    def killed_below(trial: Trial) -> TrialRecord:
+        return fakes.failure(trial, "Interrupted") if trial.workload.batch_size == 4 else ends(trial)
+
+    assert machine.search(killed_below, "--stages", "1") == 130
+    assert machine.resume(script=FakeLauncher(by_strategy={"zero1": ends})) == 0
     assert (4, True) in [(row["batch_size"], row["success"]) for row in machine.rows()]
 
 

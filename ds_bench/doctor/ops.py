@@ -69,8 +69,8 @@ def _check_unbuilt(system: SystemAccess, op: str, accelerator: Accelerator, fold
     name = _title(op)
     if ops.is_built(op, folder):
         return ok(name, "built")
-    if _being_built(folder):
-        return ok(name, "another run builds ops at this moment")
+    if _being_built(op, folder):
+        return ok(name, "another run is building it")
     if not compilers.can_build(system):
         text = "cannot be built: a C++ compiler or ninja is missing"
         return Finding(name=name, level=level, text=text, remedy="see the tools above")
@@ -101,9 +101,9 @@ def has_libaio(system: SystemAccess) -> bool:
         return system.run_program(command, _LIBAIO_PROGRAM) is not None
 
 
-def _being_built(folder: Path) -> bool:
-    """Whether a process that builds ops holds the cache's lock (see ``ops.prepare_ops``)."""
-    with contextlib.suppress(OSError), (folder / "builder").open() as file:
+def _being_built(op: str, folder: Path) -> bool:
+    """Whether a process that builds the op holds its lock (see ``ops.prepare_ops``)."""
+    with contextlib.suppress(OSError), ops.lock_file(op, folder).open() as file:
         try:
             # Shared: a build holds this lock alone, and two doctors must not take each other for one.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -2,8 +2,8 @@
 
 DeepSpeed compiles an op on first use, for minutes, which would be part of what is measured. A build that is killed
 leaves an empty file ``lock`` for which every later build and load waits without end (torch/utils/file_baton.py). So the
-ops that a plan needs are built here, with a timeout, by one process at a time, and locks that no process holds open are
-removed.
+ops that a plan needs are built here, with a timeout, each by one process at a time, and locks that no process holds
+open are removed.
 """
 
 from __future__ import annotations
@@ -195,18 +195,20 @@ def prepare_ops(
         raise PreflightError(f"{folder} cannot be made: {error.strerror}", remedy="set DS_BENCH_OPS_CACHE") from None
     # A cache of a group, which this user cannot write, saves the minutes of a build all the same.
     _copy_shared_cache(folder, names)
-    # Mostly nothing is to be done: no lock is taken then, and no other run's build waited for.
-    if all(is_built(name, folder) for name in names) and not build_locks.stale_locks(folder):
-        return {name: OpState(op=name, ready=True) for name in names}
+    if build_locks.stale_locks(folder):
+        # For a moment: a lock that one run removes may be taken again before another removes it.
+        with _locked(folder / "builder", "waiting for another run that removes build locks …", say):
+            for stale in build_locks.remove_stale_locks(folder):
+                say(f"removed a stale build lock: {stale}")
     states = {}
-    with _lock_cache(folder, say) as lock:
-        for stale in build_locks.remove_stale_locks(folder):
-            say(f"removed a stale build lock: {stale}")
-        for name in names:
-            if is_built(name, folder):  # by now, perhaps by the run that was waited for
-                states[name] = OpState(op=name, ready=True)
+    for name in names:
+        states[name] = OpState(op=name, ready=True)
+        if is_built(name, folder):
+            continue
+        short_name = name.removesuffix("Builder")
+        with _locked(lock_file(name, folder), f"waiting for another run that builds {short_name} …", say) as lock:
+            if is_built(name, folder):  # by now, by the run that was waited for
                 continue
-            short_name = name.removesuffix("Builder")
             say(f"building DeepSpeed's {short_name} op (once, minutes on few cores) …")
             states[name] = _build(
                 name,
@@ -221,6 +223,11 @@ def prepare_ops(
             else:
                 build_locks.remove_stale_locks(folder)
     return states
+
+
+def lock_file(name: str, folder: Path) -> Path:
+    """Return the file that a run locks while it builds an op."""
+    return folder / f"{name}.builder"
 
 
 def is_built(name: str, folder: Path) -> bool:
@@ -265,7 +272,7 @@ def _copy_shared_cache(folder: Path, names: Iterable[str]) -> None:
     missing = [name for name in names if not is_built(name, folder)]
     if shared != folder and any(is_built(name, shared) for name in missing):
         with contextlib.suppress(OSError):  # what could not be copied is built
-            ignored = shutil.ignore_patterns("lock", "builder")
+            ignored = shutil.ignore_patterns("lock", "*builder")
             shutil.copytree(shared, folder, dirs_exist_ok=True, ignore=ignored, copy_function=_copy_if_newer)
 
 
@@ -276,17 +283,17 @@ def _copy_if_newer(source: str, target: str) -> None:
 
 
 @contextlib.contextmanager
-def _lock_cache(folder: Path, say: Callable[[str], None]) -> Iterator[int]:
-    """Keeps other runs from building in this cache; the kernel releases the lock however its holders end."""
-    with (folder / "builder").open("w") as file:
+def _locked(path: Path, waiting: str, say: Callable[[str], None]) -> Iterator[int]:
+    """Hold the lock of a file, which the kernel releases however its holders end."""
+    with path.open("w") as file:
         try:
             # Without waiting at first, so that the user is told what is waited for.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("waiting for another run that builds ops …")
+            say(waiting)
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
-            say(f"{folder} cannot be locked ({error.strerror}): do not build ops in two runs at once")
+            say(f"{path.parent} cannot be locked ({error.strerror}): do not build ops in two runs at once")
         yield file.fileno()
 
 

@@ -8,7 +8,7 @@ that of a process for its libraries. What would make a trial fit is in ``what_if
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -37,6 +37,8 @@ PROCESS_BYTES = from_gb(1.5)
 """Assumed host memory per rank of a GPU job: Python, torch and CUDA's libraries before the model is built."""
 CPU_PROCESS_BYTES = from_gb(0.4)
 """Assumed host memory per rank on the CPU accelerator, without CUDA's libraries; measured in runs."""
+CPU_PROCESS_DATA_BYTES = from_gb(0.6)
+"""Likewise under ``--cpu-memory-limit``, which also counts memory that is mapped and not touched, or kept by malloc."""
 TIGHT_FRACTION = 0.9
 """A prediction above this share of the memory is ``tight``: fragmentation and what a layer needs while it runs are not
 in the prediction."""
@@ -62,6 +64,9 @@ class Alternative:
     offload_param: str
     strategy_alone: bool
     """Whether the strategy is all that changes."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """What changes besides the strategy: key path of the configuration, or field of the workload or placement → its new
+    value."""
 
     @property
     def layout(self) -> tuple[int, str, str]:
@@ -190,7 +195,8 @@ def predict(
     moments |= _build_moment(inputs, workload)
     phase = fullest_moment()
     overhead = CONTEXT_BYTES + (NCCL_BYTES if placement.num_gpus > 1 else 0)
-    process = CPU_PROCESS_BYTES if tier == "cpu" else PROCESS_BYTES
+    cpu_process = CPU_PROCESS_BYTES if placement.cpu_memory_limit_bytes is None else CPU_PROCESS_DATA_BYTES
+    process = cpu_process if tier == "cpu" else PROCESS_BYTES
     ranks = min(placement.num_gpus, ranks_per_node or placement.num_gpus)
     # The host may be fullest at another moment than the GPU.
     fullest_host = max((ledger.get("cpu", {}) for ledger in moments.values()), key=lambda row: sum(row.values()))

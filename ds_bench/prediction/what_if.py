@@ -23,8 +23,9 @@ _NODE = 8
 """GPUs of a node if ``ranks_per_node`` is not given."""
 _MOST_GPUS = 8192
 """Largest number of GPUs that is tried."""
-_SMALL_BUCKET = 50_000_000
-"""Elements: a tenth of DeepSpeed's default; smaller ones cost speed."""
+BUCKET_KEY = "zero_optimization.reduce_bucket_size"
+DEFAULT_BUCKET, SMALL_BUCKET = 500_000_000, 50_000_000
+"""Elements: DeepSpeed's default, and a tenth of it; smaller ones cost speed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,18 +96,19 @@ class Change:
 def alternatives(planned: PlannedTrial) -> list[Alternative]:
     """Finds the changes that may help, with their memory, in the order of their cost; for advice after the run.
 
-    A change is left out if it needs as much memory as the trial itself, or as a cheaper change does. Cheaper changes of
-    the strategy alone do not count in this, as the run may show that they fail. Only halves of the micro-batch and
-    doublings of the number of GPUs are tried.
+    A change is left out if it needs as much memory as the trial itself, or as a cheaper change does. Changes of the
+    strategy alone are compared only with the trial, as the run may show that cheaper ones fail or do not act on what
+    ran out. Only halves of the micro-batch and doublings of the number of GPUs are tried.
     """
     unchanged = planned.predict()
     needs = [(unchanged.gpu_bytes, unchanged.host_bytes)]
     found = []
     for rank, (text, changed) in enumerate(_combined(planned, _halves, _more_gpus)):
         prediction = changed.predict()
-        if any(gpu <= prediction.gpu_bytes and host <= prediction.host_bytes for gpu, host in needs):
-            continue
         strategy_alone = changed == replace(planned, configuration=changed.configuration)
+        compared = needs[:1] if strategy_alone else needs
+        if any(gpu <= prediction.gpu_bytes and host <= prediction.host_bytes for gpu, host in compared):
+            continue
         if not strategy_alone:
             needs.append((prediction.gpu_bytes, prediction.host_bytes))
         found.append(
@@ -119,9 +121,20 @@ def alternatives(planned: PlannedTrial) -> list[Alternative]:
                 offload_optimizer=changed.configuration.offload_optimizer,
                 offload_param=changed.configuration.offload_param,
                 strategy_alone=strategy_alone,
+                changes=dict(_values(changed).items() - _values(planned).items()),
             )
         )
     return found
+
+
+def _values(planned: PlannedTrial) -> dict[str, Any]:
+    """Return the values that the changes set besides the strategy, by the names that flags have for them."""
+    return {
+        "batch_size": planned.workload.batch_size,
+        "activation_checkpointing": planned.workload.activation_checkpointing,
+        "num_gpus": planned.placement.num_gpus,
+        BUCKET_KEY: planned.changes.get("zero_optimization", {}).get("reduce_bucket_size"),
+    }
 
 
 def savings(planned: PlannedTrial) -> list[Saving]:
@@ -154,7 +167,7 @@ def _named_changes(planned: PlannedTrial) -> Iterator[tuple[str, dict[str, Any],
         acting = bucket_sizes.sizes_for(sizes, configuration.stage, configuration.offload_param)
         blocks.append(("small_buffers", acting))
     elif configuration.stage:
-        blocks.append(("a smaller bucket", {"reduce_bucket_size": _SMALL_BUCKET}))
+        blocks.append(("a smaller bucket", {"reduce_bucket_size": SMALL_BUCKET}))
     if on_gpu and configuration.stage and not configuration.offloads_optimizer:
         blocks.append(("optimizer offload", {"offload_optimizer": {"device": "cpu", "pin_memory": True}}))
     if on_gpu and configuration.stage == 3 and configuration.layout[1:] == ("cpu", "none"):
@@ -322,7 +335,7 @@ def _remedies(
 ) -> _Changed:
     workload = planned.workload
     if planned.configuration.stage and not planned.configuration.is_reference:
-        bucket = {"zero_optimization": {"reduce_bucket_size": _SMALL_BUCKET}}
+        bucket = {"zero_optimization": {"reduce_bucket_size": SMALL_BUCKET}}
         yield "reduce_bucket_size 5e7", replace(planned, changes=overrides.overlay(planned.changes, bucket))
     if not workload.activation_checkpointing:
         yield "activation checkpointing", _checkpointed(planned)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from itertools import islice
 
 from ..analysis.comparison import Comparison, ComparisonRow
 from ..analysis.trial_caveats import NEAR_CAPACITY
@@ -10,7 +11,7 @@ from ..prediction.memory import Alternative
 from ..records import schema
 from ..records.schema import TrialRecord
 from ..system import invocation
-from ..units import format_bytes, format_duration, format_percent
+from ..units import format_bytes, format_duration, format_items, format_percent
 from .decision import COMFORTABLE_FRACTION
 from .shortage import (
     LAST_RESORTS,
@@ -59,37 +60,37 @@ def smallest_change(comparison: Comparison) -> str | None:
 
     None without such rows. If no change is predicted to fit: a line that says so, with the numbers of the first row.
     """
-    short_rows = _rows_short_of_memory(comparison)
-    if not short_rows:
+    rows = _rows_short_of_memory(comparison)
+    if not rows:
         return None
     if (smallest := find_smallest_change(comparison)) is not None:
         change, row, setup = smallest
         return f"smallest change predicted to fit: {describe_change(change, setup)}, starting from {row.label}"
-    setups = _setups(short_rows, comparison)
-    if not any(setup.alternatives for _, setup in setups):
+    known = [(row, setup) for row, setup in rows if setup is not None and setup.prediction.alternatives]
+    if not known:
         return f"no change can be predicted to fit from these records: {suggest_change(None)}"
-    row, setup = setups[0]
-    return f"{row.label}: {suggest_change(setup)}"
+    return f"{known[0][0].label}: {suggest_change(known[0][1])}"
 
 
 def find_smallest_change(comparison: Comparison) -> tuple[Alternative, ComparisonRow, FailedSetup] | None:
     """The least change predicted to fit of all rows short of memory, its row, and how that row was set up."""
-    setups = _setups(_rows_short_of_memory(comparison), comparison)
-    changes = [(fit, row, setup) for row, setup in setups if (fit := smallest_fit(setup)) is not None]
+    rows = _rows_short_of_memory(comparison)
+    changes = [(fit, row, setup) for row, setup in rows if setup and (fit := smallest_fit(setup)) is not None]
     # A text joins its changes by ", ": the fewest changes first, then the rank of what_if.
     return min(changes, key=lambda entry: (entry[0].text.count(", "), entry[0].rank), default=None)
 
 
-def _rows_short_of_memory(comparison: Comparison) -> list[tuple[ComparisonRow, TrialRecord, Shortage]]:
-    rows = [(row, run, _shortage(run, comparison)) for row in comparison.rows if (run := failed_run(row))]
-    return [(row, run, shortage) for row, run, shortage in rows if shortage is not None][:_MAX_ROWS]
+def _rows_short_of_memory(comparison: Comparison) -> list[tuple[ComparisonRow, FailedSetup | None]]:
+    """The first rows that ran, or were predicted to run, out of memory, each with its setup."""
+    rows = (row for row in comparison.rows if (run := failed_run(row)) and _shortage(run, comparison))
+    return [(row, setup_of(row, comparison)) for row in islice(rows, _MAX_ROWS)]
 
 
-def _setups(
-    short_rows: Sequence[tuple[ComparisonRow, TrialRecord, Shortage]], comparison: Comparison
-) -> list[tuple[ComparisonRow, FailedSetup]]:
-    """The rows whose records have predictions, each with its setup."""
-    return [(row, setup) for row, run, shortage in short_rows if (setup := failed_setup(run, comparison, shortage))]
+def setup_of(row: ComparisonRow, comparison: Comparison) -> FailedSetup | None:
+    """How a row that is short of memory was set up; None if it is not, or if its record has no prediction."""
+    run = failed_run(row)
+    shortage = None if run is None else _shortage(run, comparison)
+    return None if run is None or shortage is None else failed_setup(run, comparison, shortage)
 
 
 def short_of_memory(run: TrialRecord) -> bool:
@@ -116,11 +117,11 @@ def _host_numbers(run: TrialRecord, comparison: Comparison) -> list[str]:
     numbers = []
     if size := predicted_bytes(run, "cpu"):
         numbers.append(f"it is predicted to take {format_bytes(size)} of it")
-    if comparison.host_capacity_bytes is not None:
-        numbers.append(f"the host has {format_bytes(comparison.host_capacity_bytes)}")
-    limit = run.trial.placement.cpu_memory_limit_bytes
+    limit, ranks = run.trial.placement.cpu_memory_limit_bytes, run.trial.placement.ranks_per_node
     if limit is not None:
-        numbers.append(f"--cpu-memory-limit allows each rank {format_bytes(limit)}")
+        numbers.append(f"--cpu-memory-limit allows {format_items(ranks, 'rank')} {format_bytes(limit * ranks)}")
+    elif comparison.host_capacity_bytes is not None:
+        numbers.append(f"the host has {format_bytes(comparison.host_capacity_bytes)}")
     return numbers
 
 

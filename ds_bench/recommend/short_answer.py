@@ -6,18 +6,21 @@ The sentences of ``reasons`` and the steps of ``remedies`` say more. Nothing is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from ..analysis.caveats import CaveatKind, CaveatText, has_text
 from ..analysis.comparison import Comparison, ComparisonRow, ratio_between
 from ..analysis.intervals import FEWEST_RUNS
 from ..config.strategies import OFFLOAD_NAMES, STRATEGY_NAMES
 from ..prediction.memory import Alternative
+from ..prediction.what_if import BUCKET_KEY, SMALL_BUCKET
 from ..records import schema
 from ..units import format_count, format_gigabytes, format_percent
 from . import remedies
 from .decision import Decision
 from .eligibility import EligibleRows
 from .reasons import runs_of_each, smaller_equally_fast
+from .shortage import asked_for_bucket, depends_on_workload, last_resorts, smallest_fit
 
 
 def format_list(labels: Sequence[str], most: int | None = None) -> str:
@@ -115,7 +118,11 @@ def try_after_choice(
     if command is not None:
         return command
     too_full = {key for key, left_out in eligible.left_out.items() if left_out.too_full is not None}
-    short = [each for each in comparison.rows if each.key in too_full or _ran_out_of_memory(each)]
+    # A row that ran out at its largest size may stand in the table at a smaller one too.
+    trained = {each.configuration.name for each in comparison.rows if each.fills_memory and each.successes}
+    failed = [each for each in comparison.rows if _ran_out_of_memory(each)]
+    without_result = [each.key for each in failed if each.configuration.name not in trained]
+    short = [each for each in comparison.rows if each.key in {*too_full, *without_result}]
     return next(filter(None, _tries(row, short, comparison)), None)
 
 
@@ -124,7 +131,7 @@ def _tries(row: ComparisonRow, short: Sequence[ComparisonRow], comparison: Compa
     caveats = [*row.caveats, *comparison.caveats]
     workload = row.trial.workload
     if short:
-        yield " ".join([_smaller_work(short[0]), *_flags_of_rows(short)])
+        yield _less_memory_for(short, comparison)
     if any(has_text(each.caveats, CaveatText.OTHER_ADAM) for each in comparison.rows):
         yield "--set optimizer.params.torch_adam=true"
     if any(caveat.kind is CaveatKind.TOO_FEW_REPEATS for caveat in caveats):
@@ -148,32 +155,25 @@ def try_without_choice(comparison: Comparison) -> str | None:
     """Flags that are predicted to let a row train, or what to do about the cause; None without rows."""
     change = remedies.find_smallest_change(comparison)
     if change is not None:
-        return flags_of_change(change[0], comparison)
+        return flags_of_change(*change[:2], comparison)
     caveats = [caveat for row in comparison.rows for caveat in row.caveats if caveat.disqualifying]
     if step := next((caveat.next_step for caveat in caveats if caveat.next_step), None):
         return step
     short = [row for row in comparison.rows if _ran_out_of_memory(row) or not row.leaves_room]
     if short:
-        return _smaller_work(short[0])
+        run, known = remedies.failed_run(short[0]), remedies.setup_of(short[0], comparison) is not None
+        resorts = "" if run is None else last_resorts(run)
+        nothing = f"{resorts}: no other change is predicted to fit" if known else f"offload, {resorts}"
+        return _less_memory(short[0], comparison) or nothing
     run = next(filter(None, map(remedies.failed_run, comparison.rows)), None)
     return None if run is None else remedies.action(run)
 
 
-def flags_of_change(change: Alternative, comparison: Comparison) -> str:
-    """A predicted change as flags: ``batch size 2, ZeRO-3`` becomes ``--batch-size 2 --stages 3``."""
-    flags = []
-    # The words are those of prediction.what_if, which joins changes by ", ".
-    for part in change.text.split(", "):
-        words = part.split()
-        if part.startswith("batch size "):
-            flags.append(f"--batch-size {words[-1]}")
-        elif part == "activation checkpointing":
-            flags.append("--activation-checkpointing")
-        elif part.startswith("reduce_bucket_size "):
-            # The size with which what_if predicted it (_SMALL_BUCKET).
-            flags.append("--set zero_optimization.reduce_bucket_size=50000000")
-        elif part.endswith((" GPU", " GPUs")):
-            flags.append(f"--num-gpus {words[0]}")
+def flags_of_change(change: Alternative, row: ComparisonRow, comparison: Comparison) -> str:
+    """A predicted change of a row as flags: ``--batch-size 2 --stages 3``."""
+    flags = _flags_of_values(change)
+    if change.layout == row.configuration.layout:
+        return " ".join([*flags, *_flags_of_rows([row])])
     if change.offload_optimizer == "none":
         stage_flag = "--strategies none --stage" if _is_offload_run(comparison) else "--stages"
         return " ".join([*flags, f"{stage_flag} {change.stage}"])
@@ -182,6 +182,31 @@ def flags_of_change(change: Alternative, comparison: Comparison) -> str:
     )
     folder = " --nvme-path DIR" if name == "nvme" else ""
     return " ".join([f"--strategies {name}{folder}", *flags])
+
+
+def _flags_of_values(change: Alternative) -> list[str]:
+    """The values that a change sets besides the strategy, as flags."""
+    flags = {key: f"--set {key}=" if "." in key else f"--{key.replace('_', '-')} " for key in change.changes}
+    return [flag.strip() if (value := change.changes[key]) is True else f"{flag}{value}" for key, flag in flags.items()]
+
+
+def _less_memory_for(short: Sequence[ComparisonRow], comparison: Comparison) -> str | None:
+    """Flags with which rows that are short of memory may train as they are laid out; None if none may."""
+    flags = {row.key: _less_memory(row, comparison) for row in short}
+    first = next(filter(None, flags.values()), None)
+    return first and " ".join([first, *_flags_of_rows([row for row in short if flags[row.key] == first])])
+
+
+def _less_memory(row: ComparisonRow, comparison: Comparison) -> str | None:
+    """Flags that act on what the row ran out of, in its own layout; None if none is predicted to be enough."""
+    run, setup = remedies.failed_run(row), remedies.setup_of(row, comparison)
+    if setup is not None and (setup.gpu_limit_bytes or setup.host_limit_bytes):
+        own = [each for each in setup.alternatives if each.layout == row.configuration.layout]
+        change = smallest_fit(replace(setup, alternatives=tuple(own)))
+        return None if change is None else " ".join(_flags_of_values(change))
+    if run is not None and asked_for_bucket(run):
+        return f"--set {BUCKET_KEY}={SMALL_BUCKET}"
+    return _smaller_work(row) if run is None or depends_on_workload(run) else None
 
 
 def _smaller_work(row: ComparisonRow) -> str:

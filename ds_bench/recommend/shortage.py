@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..analysis.comparison import Comparison, ComparisonRow
-from ..config.spec import Trial, Workload
+from ..config.spec import Trial, Workload, block_of
 from ..prediction.memory import TIGHT_FRACTION, Alternative, Prediction
 from ..prediction.trial_predictions import stored_prediction
+from ..prediction.what_if import BUCKET_KEY, DEFAULT_BUCKET
 from ..records import schema
 from ..records.schema import Tier, TrialRecord
 from ..units import format_bytes
@@ -22,6 +23,8 @@ Pool = Literal["device", "host", "both"]
 """The memory that ran out. ``both``: on the CPU accelerator the host's memory is the device's too."""
 
 LAST_RESORTS = "more GPUs, a shorter --seq-length or a smaller model"
+_PHASES_BEFORE_BUILD = ("hello", "import")
+_PHASES_WITHOUT_ACTIVATIONS = (*_PHASES_BEFORE_BUILD, "build", "init", "step")
 _NEVER_TRIED = (schema.SKIPPED, schema.INTERRUPTED)
 
 
@@ -66,7 +69,43 @@ class Shortage:
 def shortage_of(run: TrialRecord) -> Shortage:
     """The shortage that the outcome of a run reports."""
     outcome = run.outcome
-    return Shortage(requested_bytes=outcome.requested_bytes, free_bytes=outcome.free_bytes)
+    # Free bytes are those of the GPU.
+    free_bytes = outcome.free_bytes if out_of_pool(run) == "device" else None
+    return Shortage(requested_bytes=outcome.requested_bytes, free_bytes=free_bytes)
+
+
+def asked_for_bucket(run: TrialRecord) -> bool:
+    """Return whether the bytes requested are those of a reduce bucket, which no workload changes."""
+    asked = run.outcome.requested_bytes
+    elements = block_of(run.trial.ds_config, "zero_optimization").get("reduce_bucket_size", DEFAULT_BUCKET)
+    if asked is None or not isinstance(elements, int | float) or not run.trial.configuration.stage:
+        return False
+    # Of 2 or 4 bytes each; messages round what was requested to three digits.
+    return any(abs(asked - width * elements) <= 0.01 * asked for width in (2, 4))
+
+
+def depends_on_workload(run: TrialRecord) -> bool:
+    """Return whether less work (micro-batch, sequence, checkpointing) may free what the run lacked."""
+    return run.outcome.phase not in _PHASES_WITHOUT_ACTIVATIONS and not asked_for_bucket(run)
+
+
+def last_resorts(run: TrialRecord) -> str:
+    """What is left to try if no change is predicted to fit."""
+    limited = run.trial.placement.cpu_memory_limit_bytes is not None and out_of_pool(run) != "device"
+    shorter = ", a shorter --seq-length" if depends_on_workload(run) else ""
+    return f"{'a larger --cpu-memory-limit' if limited else 'more GPUs'}{shorter} or a smaller model"
+
+
+def _acts_on(change: Alternative, run: TrialRecord) -> bool:
+    """Return whether a change frees memory in the phase in which the run failed, and of the kind that it requested."""
+    phase, own = run.outcome.phase, run.trial.configuration
+    if asked_for_bucket(run):
+        return BUCKET_KEY in change.changes
+    if not depends_on_workload(run) and {"batch_size", "activation_checkpointing"} & change.changes.keys():
+        return False
+    # Only stage 3 partitions the model while it is built.
+    other_build = change.stage == 3 and (change.layout != own.layout or "num_gpus" in change.changes)
+    return phase not in _PHASES_BEFORE_BUILD and (phase != "build" or other_build)
 
 
 def predicted_bytes(run: TrialRecord, tier: Tier) -> int | None:
@@ -119,8 +158,10 @@ class FailedSetup:
     gpu_limit_bytes: int | None
     """Bytes that a change must be predicted to stay under; None if neither the GPU nor the shortage is known."""
     host_limit_bytes: int | None
-    trained: frozenset[tuple[int, str, str]] = frozenset()
+    trained: frozenset[tuple[int, str, str]]
     """Layouts that trained here with room to spare, with equal workload and placement."""
+    run: TrialRecord
+    """The run that failed."""
 
     def fits(self, change: Alternative, share: float = 1.0) -> bool:
         """Whether the change is predicted to take at most that share of the memory there is."""
@@ -142,18 +183,33 @@ def failed_setup(run: TrialRecord, comparison: Comparison, shortage: Shortage) -
     failed = {row.configuration.layout for row in of_deepspeed} - trained
     # On the CPU accelerator ("both") the memory of the host is all there is, and predictions have none of a GPU.
     of_device, of_host = (shortage, Shortage()) if out_of_pool(run) == "device" else (Shortage(), shortage)
+    rank_limit = trial.placement.cpu_memory_limit_bytes
+    sizes = [comparison.host_capacity_bytes, rank_limit and rank_limit * trial.placement.ranks_per_node]
     batch = config.get("train_micro_batch_size_per_gpu")  # an override may have changed it
     return FailedSetup(
         prediction=prediction,
         micro_batch_size=batch if isinstance(batch, int) and batch > 0 else trial.workload.batch_size,
         checkpointed=trial.workload.activation_checkpointing,
         alternatives=tuple(
-            each for each in prediction.alternatives if not (each.strategy_alone and each.layout in failed)
+            each
+            for each in prediction.alternatives
+            if _acts_on(each, run) and not (each.strategy_alone and each.layout in failed)
         ),
-        gpu_limit_bytes=_limit(prediction.gpu_bytes, comparison.device_capacity_bytes, of_device),
-        host_limit_bytes=_limit(prediction.host_bytes, comparison.host_capacity_bytes, of_host),
+        gpu_limit_bytes=_limit(prediction.gpu_bytes, _gpu_capacity(prediction, comparison), of_device),
+        host_limit_bytes=_limit(prediction.host_bytes, min(filter(None, sizes), default=None), of_host),
         trained=frozenset(trained),
+        run=run,
     )
+
+
+def _gpu_capacity(prediction: Prediction, comparison: Comparison) -> int | None:
+    """The GPU's memory; where rows trained, as if what they had outside torch's allocator were the assumed overhead."""
+    capacity = comparison.device_capacity_bytes
+    outside = [run.gpu_outside_allocator_bytes for row in comparison.rows for run in row.successes]
+    measured = max((size for size in outside if size is not None), default=None)
+    if capacity is None or measured is None:
+        return capacity
+    return capacity + prediction.gpu.get("overhead", measured) - measured
 
 
 def _rows_of_same_work(comparison: Comparison, trial: Trial) -> list[ComparisonRow]:
@@ -205,9 +261,10 @@ def suggest_change(setup: FailedSetup | None) -> str:
     elif setup.alternatives and (setup.gpu_limit_bytes or setup.host_limit_bytes):
         # gpu_bytes is 0 on the CPU accelerator.
         least = describe_change(min(setup.alternatives, key=lambda each: each.gpu_bytes or each.host_bytes), setup)
-        text = f"no change is predicted to be enough, the most is {least}; try it with {LAST_RESORTS}"
+        text = f"no change is predicted to be enough, the most is {least}; try it with {last_resorts(setup.run)}"
     else:
-        text = f"try a smaller micro-batch, {LAST_RESORTS}"
+        smaller = "a smaller micro-batch, " if depends_on_workload(setup.run) else ""
+        text = f"try {smaller}{last_resorts(setup.run)}"
     return "; ".join(filter(None, [text, _activation_savings(setup)]))
 
 
@@ -230,7 +287,7 @@ def _activation_savings(setup: FailedSetup) -> str | None:
     """Size of the activations now, with half the micro-batch and with checkpointing; None if not known."""
     now, batch = setup.prediction.activation_bytes, setup.micro_batch_size
     checkpointed = setup.prediction.checkpointed_activation_bytes
-    if not now or setup.checkpointed or not setup.prediction.gpu:
+    if not now or setup.checkpointed or not setup.prediction.gpu or not depends_on_workload(setup.run):
         return None
     savings = [f"{format_bytes(now * (batch // 2) // batch)} with batch size {batch // 2}"] if batch > 1 else []
     savings += [f"{format_bytes(checkpointed)} with activation checkpointing"] if checkpointed else []

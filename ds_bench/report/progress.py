@@ -44,6 +44,10 @@ class ProgressReporter:
         self._number = 0
         self._wall_seconds: list[float] = []
 
+    def replan(self, trials_left: int) -> None:
+        """Count with another number of trials from here on."""
+        self._total = self._number + trials_left
+
     def begin(self, trial: Trial) -> ProgressCallback:
         """A trial starts. Returns the callback for its progress."""
         self._number += 1

@@ -74,7 +74,7 @@ def test_a_build_that_failed_before_is_told_with_its_log(tmp_path: Path) -> None
 
 def test_an_op_that_another_run_is_building_has_not_failed(tmp_path: Path) -> None:
     (tmp_path / f"{ops.CPU_ADAM}.log").touch()
-    with (tmp_path / "builder").open("w") as held:
+    with ops.lock_file(ops.CPU_ADAM, tmp_path).open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert compiled_ops(machine(), tmp_path)["CPUAdam op"].level == "ok"
 

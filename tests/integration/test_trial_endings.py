@@ -105,6 +105,12 @@ def test_a_hang_that_ignores_sigterm_ends_at_the_timeout(launch: Launch) -> None
     assert "--timeout" in (outcome.error or "")
 
 
+@pytest.mark.parametrize("fault", ["becomes_another_program", "stops_the_whole_trial"])
+def test_ranks_that_exec_or_stop_are_ended_with_their_trial(launch: Launch, fault: str) -> None:
+    record = launch(fault=fault, limits=dataclasses.replace(SHORT, stall_timeout_seconds=6))  # asserts none is left
+    assert record.outcome.status == "Timeout", record.outcome
+
+
 def test_a_hang_at_exit_after_the_result_was_written_is_success_with_a_caveat(launch: Launch) -> None:
     record = launch(fault="hangs_at_exit")
     assert record.outcome.status == "Success"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -119,6 +120,12 @@ def start(hosts: TwoHosts, script: str, *words: str | Path, output: str = "out",
         text=True,
     )
     return Run(hosts, process, folder, earlier)
+
+
+def number_inside(pid: int) -> int:
+    """Return the id that a process has in the innermost of its namespaces."""
+    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("NSpid:")]
+    return int(line.split()[-1])
 
 
 def wait_until(condition: Callable[[], object], seconds: float) -> bool:
@@ -330,6 +337,27 @@ def test_a_host_that_drops_out_costs_the_row_that_ran_and_no_other(make_hosts: M
     assert statuses[0] == "❌ Timeout", errors + output
     assert "node-b" in run.rows()[0]["error"]
     assert seconds < 8 + 20, "of the stall timeout and the silence of a host"
+    run.assert_nothing_left()
+
+
+def test_rank_killed_on_the_remote_host_costs_its_row_and_no_other(make_hosts: MakeHosts) -> None:
+    hosts = make_hosts(shared_file_system=False)
+    words = ("--num-steps", "60", "--warmup-steps", "1", "--stages", "2", "1")
+    run = start(hosts, "zero_stage_comparison.py", *LONG, *words)
+    run.wait_for_training("00_zero2")
+    (folder,) = run.folder().glob("trials/00_zero2*")
+    beat = read_beat(folder, 1)
+    assert beat is not None
+    # As the host itself numbers it.
+    (rank,) = [pid for pid in hosts.b.processes() if number_inside(pid) == beat.pid]
+    killed = time.monotonic()
+    os.kill(rank, signal.SIGKILL)
+    assert wait_until(lambda: (run.folder() / "records.jsonl").exists() and run.records(), 60)
+    assert time.monotonic() - killed < 30, "no stall timeout is waited for"
+    code, output, errors = run.finish()
+    first, second = run.rows()
+    assert (code, first["status"], second["status"]) == (0, "❌ Killed", "✅ Success"), errors + output
+    assert "rank 1" in first["error_details"], first
     run.assert_nothing_left()
 
 

@@ -373,7 +373,7 @@ def test_a_build_ends_with_its_compilers_when_its_run_is_killed_and_only_then_an
     assert processes.is_alive(int(compiler.read_text()))
     run.kill()
     run.wait()
-    with (workshop.cache / "builder").open() as lock:
+    with ops.lock_file("AOpBuilder", workshop.cache).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert not processes.is_alive(int(compiler.read_text()))
 
@@ -387,18 +387,32 @@ def test_a_lock_left_by_an_earlier_run_is_removed_before_building_and_said(works
 
 def test_one_run_at_a_time_builds_and_the_other_says_that_it_waits(workshop: Workshop) -> None:
     workshop.cache.mkdir()
-    with (workshop.cache / "builder").open("w") as file:
+    with ops.lock_file(ops.CPU_ADAM, workshop.cache).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         waiting = threading.Thread(target=workshop.build, args=(ops.CPU_ADAM,))
         waiting.start()
         deadline = time.monotonic() + 10
         while not workshop.said and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert workshop.said == ["waiting for another run that builds ops …"]
+        assert workshop.said == ["waiting for another run that builds CPUAdam …"]
         assert waiting.is_alive()
         fcntl.flock(file, fcntl.LOCK_UN)
         waiting.join(10)
     assert not waiting.is_alive()
+
+
+def test_run_does_not_wait_for_another_runs_build_of_an_op_that_it_does_not_need(workshop: Workshop) -> None:
+    slow = threading.Thread(target=workshop.build, args=(ops.ASYNC_IO,), kwargs={"mode": "hang", "timeout": 8})
+    slow.start()
+    try:
+        while not (workshop.cache / "compiler").exists():
+            time.sleep(0.01)
+        workshop.said.clear()
+        assert workshop.build(ops.CPU_ADAM)[ops.CPU_ADAM].ready
+        assert slow.is_alive()
+        assert not any("waiting" in line or "stale" in line for line in workshop.said)
+    finally:
+        slow.join()
 
 
 def test_no_ops_are_no_builds(workshop: Workshop) -> None:

@@ -232,7 +232,89 @@ def test_a_full_host_is_told_what_it_was_predicted_to_take_and_what_there_is() -
 def test_a_limit_of_the_users_own_is_named() -> None:
     run = failed(fakes.offload("cpu_full"), schema.OOM_HOST)
     limited = replace(run.trial, placement=replace(run.trial.placement, cpu_memory_limit_bytes=3 * GB))
-    assert "--cpu-memory-limit allows each rank 3.00 GB" in line(replace(run, trial=limited))
+    assert "--cpu-memory-limit allows 4 ranks 12.00 GB" in line(replace(run, trial=limited))
+
+
+def planned_on_cpu(strategy: Configuration, limit_gb: float, ranks: int = 2) -> Trial:
+    """GPT-2 at micro-batch 4 × 256 on CPU ranks with a memory limit, and what was predicted when it was planned."""
+    on = replace(fakes.placement(num_gpus=ranks), cpu_memory_limit_bytes=int(limit_gb * GB))
+    trial = fakes.trial(strategy, on=on, of=fakes.workload(model="gpt2", batch_size=4, seq_length=256))
+    profile = trial_predictions.profile_model(fakes.resolved_model("gpt2"), 256, "cpu")
+    capacity = MemoryCapacity(gpu_bytes=None, host_bytes=None)
+    (found,) = trial_predictions.attach_predictions([trial], profile, capacity, skip=False)
+    return trial_predictions.ChangePredictor().complete(found, profile)
+
+
+def test_every_remedy_under_a_cpu_memory_limit_fits_that_limit(subtests: pytest.Subtests) -> None:
+    """Not the 256 GB of the host: two ranks of 3 GB each have 6 GB."""
+    for limit_gb, fitting in ((4.0, True), (3.0, True), (1.0, False)):
+        with subtests.test(limit_gb=limit_gb):
+            trial = planned_on_cpu(fakes.zero(2), limit_gb)
+            run = fakes.failure(trial, schema.OOM_HOST, requested_bytes=2**20)
+            comparison = compare([summarise(run, None, None)], environments=(HOST,))
+            setup = failed_setup(run, comparison, shortage_of(run))
+            assert setup is not None
+            change = smallest_fit(setup)
+            assert (change is not None) == fitting
+            assert change is None or change.host_bytes <= 2 * limit_gb * GB
+            advice = recommend(comparison)
+            assert fitting or "no other change is predicted to fit" in (advice.try_next or "")
+            assert fitting or "a larger --cpu-memory-limit" in (advice.try_next or "")
+            assert not any("the host has" in step for step in advice.next_steps)
+
+
+LESS_WORK = ("--batch-size", "--activation-checkpointing", "--seq-length", "batch size", "micro-batch")
+
+
+def test_remedy_acts_in_the_phase_that_ran_out(subtests: pytest.Subtests) -> None:
+    for phase, stage in (("import", 2), ("build", 0), ("build", 3), ("init", 0), ("init", 3), ("step", 2)):
+        for cards in (1, 4):
+            with subtests.test(phase=phase, stage=stage, cards=cards):
+                run = ended(planned(fakes.zero(stage), cards))
+                run = replace(run, outcome=replace(run.outcome, phase=phase))
+                advice = recommend(compare([summarise(run, None, None)], environments=(HOST,)))
+                said = " ".join([advice.try_next or "nothing", *advice.next_steps])
+                assert not [words for words in LESS_WORK if words in said]
+
+
+def test_only_stage_3_is_a_remedy_for_a_model_that_does_not_fit_while_it_is_built() -> None:
+    trial = planned(fakes.zero(0), 4)
+    run = fakes.failure(trial, schema.OOM, requested_bytes=2 * GB, free_bytes=GB // 2, phase="build")
+    setup = failed_setup(run, compared(run), shortage_of(run))
+    assert setup is not None
+    assert {change.stage for change in setup.alternatives} == {3}
+
+
+def test_request_of_a_whole_bucket_is_answered_by_a_smaller_bucket(subtests: pytest.Subtests) -> None:
+    """A bucket of 5e8 elements takes 0.93 GB in bf16, whatever the micro-batch."""
+    trial = planned(fakes.zero(2), 4, batch_size=2)
+    for prediction in (trial.prediction, None):
+        with subtests.test(predicted=prediction is not None):
+            run = fakes.failure(
+                replace(trial, prediction=prediction),
+                schema.OOM,
+                requested_bytes=int(953.67 * 2**20),
+                free_bytes=GB // 2,
+                phase="backward",
+            )
+            other = ended(planned(fakes.zero(3), 4, batch_size=2), 40.0)
+            advice = recommend(compare([summarise(each, None, None) for each in (run, other)], environments=(HOST,)))
+            flag = "--set zero_optimization.reduce_bucket_size=50000000 --stages 2"
+            assert advice.try_next == flag
+
+
+def test_assumed_overhead_gives_way_to_what_rows_that_trained_have_outside_the_allocator() -> None:
+    """The prediction assumes 2 GB of CUDA and NCCL; a card of 32 GB on which they take 0.5 GB has 1.5 GB more."""
+    failing, trial = ended(planned(fakes.zero(1), 2)), planned(fakes.zero(3), 2)
+    used = {"gpu_device_used_bytes": 3 * GB, "gpu_reserved_bytes": int(2.5 * GB), "gpu_total_bytes": 32 * GB}
+    setup = failed_setup(failing, compared(failing, fakes.success(trial, **used)), Shortage())
+    assert setup is not None
+    assert setup.gpu_limit_bytes == 32 * GB + (trial.prediction or {})["gpu"]["overhead"] - GB // 2
+
+
+def test_free_bytes_of_the_gpu_say_nothing_about_host_memory() -> None:
+    run = failed(fakes.offload("cpu_full"), schema.OOM_HOST, requested_bytes=GB, free_bytes=40 * GB)
+    assert shortage_of(run).text == "1.00 GB asked, free bytes not known"
 
 
 def test_a_full_disk_is_told_how_much_the_swap_files_take() -> None:

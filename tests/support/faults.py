@@ -229,3 +229,26 @@ def trains_long_at_stage_2() -> Tiny:
 
     stages = [o.trial.configuration.stage for o in gc.get_objects() if type(o) is Assignment]
     return fine() if stages != [2] or os.environ.get("FAULTS_MENDED") else Tiny(lambda _step: time.sleep(0.5))
+
+
+def becomes_another_program() -> Tiny:
+    """Rank 0 and a child in a session of its own become programs without our handlers and variables."""
+
+    def act(step: int) -> None:
+        if _rank() == 0 and step == 2:
+            if os.fork() == 0:
+                os.setsid()
+            os.execve("/bin/sleep", ["sleep", "10000"], {})
+
+    return Tiny(act)
+
+
+def stops_the_whole_trial() -> Tiny:
+    """Stop every process of the session, the leader first."""
+
+    def act(step: int) -> None:
+        if _rank() == 0 and step == 2:
+            os.kill(os.getppid(), signal.SIGSTOP)
+            os.killpg(0, signal.SIGSTOP)
+
+    return Tiny(act)
