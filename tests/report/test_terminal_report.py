@@ -103,7 +103,7 @@ SITUATIONS: dict[str, tuple[Callable[[], ComparisonReport], str, str]] = {
     "clear_winner": (clear_winner, "★ Use ZeRO-0: fastest of 4 rows", "--batch-size auto"),
     "noise": (noise, "? Too close to call: runs vary by up to ", "the same command with --repeats 6"),
     "out_of_memory": (out_of_memory, "★ Use ZeRO-3: fastest row under 95 % of the card", "--batch-size 1 --stages 2"),
-    "all_failed": (all_failed, "✗ No row trained: all 4 ended with OOM", "--batch-size 1"),
+    "all_failed": (all_failed, "✗ No row trained: all 4 ended with OOM", "offload, more GPUs or a smaller model"),
     "interrupted": (
         interrupted,
         "★ Use ZeRO-0: the only row that trained",
