@@ -22,13 +22,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 from .analysis.comparison import Comparison
 from .cli import commands
 from .cli.plan import WIDTH_OF_FILES, predict_plan
-from .cli.project import ProjectedReport, ProjectOptions, project_reports
 from .cli.report import build_reports, flat_rows_of
 from .config.options import FLAGS
 from .config.recipe import PATHS, Recipe, can_be_swept, nearest_path
 from .errors import DsBenchError, PreflightError, UsageError
 from .prediction.memory import FITS, TIGHT
-from .prediction.scaling import Scaling
 from .recommend.recommendation import Recommendation
 from .records.resume import is_finished
 from .records.run_folder import RUN_FILE
@@ -190,24 +188,6 @@ class Result:
     def to_dataframe(self) -> pandas.DataFrame:
         """One row per trial with the columns of the CSV (docs/metrics.md), each of one type; failed trials too."""
         return data_frame(flat_rows_of(self.reports))
-
-    def project(
-        self,
-        num_gpus: Sequence[int],
-        *,
-        link: str | None = None,
-        inter: str | None = None,
-        gpus_per_node: int | None = None,
-        scaling: Scaling = "weak",
-    ) -> list[ProjectedReport]:
-        """What the command ``project`` says of this result at other numbers of GPUs (docs/projection.md).
-
-        One for each comparison; nothing of it was measured. Raises UsageError.
-        """
-        options = ProjectOptions(
-            num_gpus=tuple(num_gpus), link=link, inter=inter, gpus_per_node=gpus_per_node, scaling=scaling
-        )
-        return project_reports(self.reports, options)
 
     def __str__(self) -> str:
         """What the command ``report`` prints."""

@@ -21,7 +21,6 @@ try:
     from ..config.spec import PASS_TYPES, PRECISIONS
     from ..config.strategies import ALIASES, OFFLOAD_NAMES, ZERO_STAGES
     from ..errors import UsageError
-    from ..prediction.links import INTER_HELP, LINK_HELP
     from ..system import invocation, terminal
     from .argument_types import Parser, factory, fraction, integer, names_from, path, positive_float
     from .arguments import add_flags_over_recipe
@@ -444,34 +443,6 @@ def _ops(_values: argparse.Namespace) -> int:
     return build_ops()
 
 
-def _add_project(parser: argparse.ArgumentParser) -> None:
-    _add_results(parser)
-    add = parser.add_argument
-    add("--num-gpus", nargs="+", type=integer(1), required=True, metavar="N", help="GPUs of the whole job, each a row")
-    add("--link", metavar="KIND:RATE", help=f"{LINK_HELP} (default: as measured with --profile comms)")
-    add("--inter", metavar="KIND:RATE", help=f"{INTER_HELP} (default: as measured with --profile comms)")
-    add(
-        "--gpus-per-node",
-        type=integer(1),
-        metavar="N",
-        help="GPUs of one node (default: those of a result of several nodes, else 8)",
-    )
-    add(
-        "--scaling",
-        choices=("weak", "strong"),
-        default="weak",
-        help="weak: every GPU keeps its batch; strong: the whole job does (default: weak)",
-    )
-    add("--format", choices=("table", "json", "csv"), default="table", help="what to print (default: table)")
-    parser.set_defaults(run=_project)
-
-
-def _project(values: argparse.Namespace) -> int:
-    from .project import ProjectOptions, show_projection
-
-    return show_projection(ProjectOptions(**_flags(values)))
-
-
 def _add_axes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="these axes alone (default: all)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -578,14 +549,6 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, list[s
         _add_explain,
         "why one row needs more memory or time than another",
         ["zero2 zero3 results/runs/zero_20261121_093000", "none cpu_optimizer RUN --json"],
-    ),
-    "project": (
-        _add_project,
-        "project a measured result to other numbers of GPUs: time, throughput, memory, efficiency",
-        [
-            "results/runs/zero_20261121_093000 --num-gpus 8 16 64 256 --link nvlink:900 --inter ib:400x8",
-            "RUN --num-gpus 64 --link nvlink:600 --inter roce:1600 --scaling strong --format json",
-        ],
     ),
     "axes": (
         _add_axes,

@@ -183,7 +183,7 @@ def traffic_text(
     costs = []
     if num_gpus > 1:
         gathered, updated = times_sent(configuration, parameters, grad_accum)
-        # A rank passes on (n - 1) / n of the bytes (Patarasuk and Yuan, 2009; docs/projection.md).
+        # A rank passes on (n - 1) / n of the bytes (Patarasuk and Yuan, 2009).
         sent = size * (gathered * parameters + updated * trained) * (num_gpus - 1) // num_gpus
         costs.append(f"≈ {format_bytes(sent)} through each GPU's links per optimizer step")
     if configuration.offloads_optimizer:
