@@ -17,7 +17,6 @@ try:
     from .. import __version__
     from ..config.options import FAIL_ON, FAIL_ON_DEFAULT, GOALS, ROW_FORMATS, SEQ_LENGTH_HELP, TRACKERS
     from ..config.reference_engines import REFERENCES
-    from ..config.shard import MOST_SHARDS
     from ..config.spec import PASS_TYPES, PRECISIONS
     from ..config.strategies import ALIASES, OFFLOAD_NAMES, ZERO_STAGES
     from ..errors import UsageError
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from .plan import PlanOptions
 
 Command = Callable[[argparse.Namespace], int]
-_SHELLS = ("bash", "zsh", "fish")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -345,25 +343,6 @@ def _add_recipe_run(parser: argparse.ArgumentParser) -> None:
         help="leave out points and repeats that are estimated not to fit in so many minutes, and say which",
     )
     add("--yes", action="store_true", help="plan a sweep of more than 10,000 trials")
-    add(
-        "--submit",
-        choices=("slurm",),
-        default=argparse.SUPPRESS,
-        help="submit the shards as an array of jobs, run nothing here",
-    )
-    add(
-        "--shards",
-        type=integer(1, MOST_SHARDS),
-        default=argparse.SUPPRESS,
-        metavar="N",
-        help="with --submit: number of shards",
-    )
-    add(
-        "--sbatch-args",
-        default=argparse.SUPPRESS,
-        metavar="TEXT",
-        help="with --submit: arguments of sbatch as one text, e.g. --sbatch-args='--partition gpu --gpus 8'",
-    )
     add_flags_over_recipe(parser)
     # With this default the parser keeps the words that were typed, which run.json stores.
     parser.set_defaults(run=_recipe_run, typed=())
@@ -479,18 +458,6 @@ def _check(values: argparse.Namespace) -> int:
     )
 
 
-def _add_completion(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=_SHELLS, help="your shell")
-    parser.set_defaults(run=_completion)
-
-
-def _completion(values: argparse.Namespace) -> int:
-    from .completion import show_script
-
-    # By the installed program's name: a shell completes by the first word, which is python otherwise.
-    return show_script(build_parser(invocation.PROGRAM), values.shell)
-
-
 COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, list[str]]] = {
     "plan": (
         _add_plan,
@@ -559,11 +526,6 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, list[s
         _add_check,
         "what is wrong, ineffective or left open in DeepSpeed configurations, without a GPU",
         ["ds_config.json", "configs/*.json --num-gpus 8 --model meta-llama/Llama-2-7b-hf"],
-    ),
-    "completion": (
-        _add_completion,
-        "print the script that completes ds-compare in a shell",
-        ["bash > ~/.local/share/bash-completion/completions/ds-compare"],
     ),
 }
 """Name → function that adds its flags, what it is for, and arguments of examples; in the order of the help."""

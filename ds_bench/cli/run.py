@@ -24,7 +24,6 @@ from ..system import invocation, terminal
 from ..system.redaction import REDACTED, redacted_arguments, redacted_config
 from . import arguments
 from .argument_types import split_names
-from .submission import require_submission, submit_shards
 
 _RUN_FLAGS = ("resume", "shard", "dry_run", "format", "quiet", "verbose", "strict")
 
@@ -43,14 +42,11 @@ def run_command(values: argparse.Namespace, begun: Callable[[Path], None] = lamb
         check_recipe(text, asked.data_of(asked.first_point))
         terminal.print_text(yaml_text(text.data).rstrip())
         return 0
-    require_submission(values)
     try:
-        points, recipe, rows = _points(text, asked, values)
-        if hasattr(values, "submit"):
-            return submit_shards(points, len(points) * rows, values)
+        points, recipe = _points(text, asked, values)
         if hasattr(values, "resume") and values.recipe is None:
             _require_given_again(points, values)
-        # Imported here, since printing a recipe and submitting shards need neither of the two.
+        # Imported here, since printing a recipe needs neither of the two.
         from .launched import runs_comparison
 
         if not runs_comparison(points[0]):
@@ -93,8 +89,8 @@ def _given_length(text: RecipeText) -> str:
     return "dataset.seq_len" if isinstance(dataset, dict) and "seq_len" in dataset else PATHS["seq_length"]
 
 
-def _points(text: RecipeText, asked: sweep.Sweep, values: argparse.Namespace) -> tuple[list[Options], Values, int]:
-    """The Options of every point, the recipe of the first, and the number of rows of each.
+def _points(text: RecipeText, asked: sweep.Sweep, values: argparse.Namespace) -> tuple[list[Options], Values]:
+    """Return the Options of every point and the recipe of the first.
 
     Raises UsageError for more trials than is usual.
     """
@@ -119,7 +115,7 @@ def _points(text: RecipeText, asked: sweep.Sweep, values: argparse.Namespace) ->
     if trials > sweep.MOST_TRIALS and not values.yes:
         problem = f"this recipe makes {trials:,} trials: {asked.most_points:,} points, each with every row and repeat"
         raise UsageError(problem, remedy="shorten its lists, or add --yes if that is meant")
-    return [options_at(point)[1] for point in asked.points()], first, rows
+    return [options_at(point)[1] for point in asked.points()], first
 
 
 def _given_values(values: argparse.Namespace) -> list[tuple[recipe_file.KeyPath, Any]]:

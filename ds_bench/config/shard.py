@@ -63,7 +63,9 @@ def rows_of_shard(rows_per_point: Sequence[int], shard: Shard) -> list[range]:
     rows of two shards differing by one at most. Raises UsageError where there are fewer rows than shards.
     """
     points, total = len(rows_per_point), sum(rows_per_point)
-    require_enough_rows(total, shard.count)
+    if shard.count > total:
+        problem = f"{shard.count} shards of a plan with {format_items(total, 'row')} in all"
+        raise UsageError(problem, remedy=f"give {total} or fewer" if total > 1 else "run it as a whole")
     if shard.count <= points:
         return [
             range(rows if _assigned_to(index, shard.count) == shard.number - 1 else 0)
@@ -75,13 +77,6 @@ def rows_of_shard(rows_per_point: Sequence[int], shard: Shard) -> list[range]:
         selected.append(range(min(max(begin - before, 0), rows), min(max(end - before, 0), rows)))
         before += rows
     return selected
-
-
-def require_enough_rows(rows: int, shards: int) -> None:
-    """Raises UsageError where there are fewer rows than shards."""
-    if shards > rows:
-        problem = f"{shards} shards of a plan with {format_items(rows, 'row')} in all"
-        raise UsageError(problem, remedy=f"give {rows} or fewer" if rows > 1 else "run it as a whole")
 
 
 def _assigned_to(index: int, count: int) -> int:

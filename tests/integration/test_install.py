@@ -67,7 +67,6 @@ def test_without_torch_everything_works_that_runs_nothing(wheel: Path, tmp_path:
     assert "memory" in call("ds-compare", "explain", "zero0", "zero3", RESULT).stdout
     assert "overlap_comm" in call("ds-compare", "axes").stdout
     assert "gpt2" in call("ds-compare", "models").stdout
-    assert "ds-compare" in call("ds-compare", "completion", "bash").stdout
     assert EXTRA in call("ds-compare", "doctor", code=2).stdout
     program = f"import ds_bench as d; print(d.plan(model='gpt2').answer, len(d.load({str(RESULT)!r}).to_dataframe()))"
     assert call("python", "-c", program).stdout.endswith("12\n")
