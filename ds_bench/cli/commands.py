@@ -106,12 +106,6 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--export", metavar="STRATEGY", help="write that row's configuration to ds_config_STRATEGY/")
     parser.add_argument("--verbose", action="store_true", help="print every column, all notes and all next steps")
     parser.add_argument(
-        "--github-benchmark",
-        type=path,
-        metavar="FILE",
-        help="write tokens/s as JSON of github-action-benchmark, and memory to FILE_memory beside it",
-    )
-    parser.add_argument(
         "--to",
         choices=TRACKERS,
         help="copy every trial as a run with config, steps and figures to this tracker, on this machine: nothing is "

@@ -23,7 +23,7 @@ from ..config.deepspeed_config import tensor_parallel_size
 from ..config.spec import Configuration, Placement, Precision, Workload, block_of, gpu_precisions
 from ..errors import UsageError
 from ..models.lookup import ResolvedModel, resolve_model
-from ..prediction import deepspeed_estimator, trial_predictions, what_if
+from ..prediction import trial_predictions, what_if
 from ..prediction.memory import DOES_NOT_FIT
 from ..prediction.model_profile import ModelProfile, Variant
 from ..prediction.what_if import PlannedTrial
@@ -226,14 +226,6 @@ def _row(options: PlanOptions, question: PlannedTrial, capacity: int) -> PlanRow
         decisive_tiers=prediction.decisive_tiers(capacity, host),
         min_gpus=what_if.min_gpus(question, capacity, host) if options.min_gpus else None,
         max_batch=what_if.max_batch(question, capacity, host) if options.max_batch else None,
-        deepspeed=deepspeed_estimator.deepspeed_estimates(
-            question.profile.parameters + question.profile.frozen_parameters,
-            max(question.profile.all_tensors),
-            options.num_gpus,
-            min(options.num_gpus, question.ranks_per_node or options.num_gpus),
-            question.configuration,
-            question.workload.precision,
-        ),
     )
 
 
@@ -256,5 +248,4 @@ def _json_entry(row: PlanRow) -> dict[str, Any]:
         ),
         "min_gpus": row.min_gpus,
         "max_batch": row.max_batch,
-        "deepspeed_estimator_gpu_bytes": row.deepspeed.gpu_bytes if row.deepspeed else None,
     }

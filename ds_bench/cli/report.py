@@ -23,7 +23,7 @@ from ..config.options import GOALS, ROW_FORMATS
 from ..errors import UsageError
 from ..records.json_files import json_text
 from ..records.run_folder import RUN_FILE, csv_text
-from ..report import configuration_export, github_benchmark, html_report
+from ..report import configuration_export, html_report
 from ..report.comparison_report import ComparisonReport, build_report
 from ..report.data_frame import parquet_bytes
 from ..report.terminal_report import print_reports
@@ -50,7 +50,6 @@ class ReportOptions:
     """None: the run's own, else balanced."""
     export: str | None = None
     verbose: bool = False
-    github_benchmark: Path | None = None
     to: str | None = None
     """Tracker that gets the runs: one of ``trackers.TRACKERS``."""
 
@@ -76,8 +75,6 @@ def report(options: ReportOptions) -> int:
         _write_charts(reports, options.plots)
     if exported is not None:
         _export(*exported)
-    if options.github_benchmark is not None:
-        _write_github_benchmark(reports, options.github_benchmark)
     if options.to is not None:
         _send(options.results, options.to)
     return 0
@@ -128,8 +125,7 @@ def _check_targets(options: ReportOptions) -> None:
         raise UsageError("--format parquet writes no text", remedy="give --output FILE")
     if options.to is not None:
         require_installed(options.to, f"--to {options.to}")
-    for flag in ("--output", "--html", "--github-benchmark"):
-        path: Path | None = getattr(options, flag.removeprefix("--").replace("-", "_"))
+    for flag, path in (("--output", options.output), ("--html", options.html)):
         if path is not None:
             check_output(flag, path)
     if options.plots is not None and options.plots.exists() and not options.plots.is_dir():
@@ -221,22 +217,6 @@ def _write_html(reports: Sequence[ComparisonReport], path: Path) -> None:
     terminal.print_text(f"HTML {path}", sys.stderr)
 
 
-def _write_github_benchmark(reports: Sequence[ComparisonReport], path: Path) -> None:
-    """Writes tokens/s to the file and memory to one beside it. Raises UsageError without figures."""
-    speeds, sizes = github_benchmark.throughput_entries(reports), github_benchmark.memory_entries(reports)
-    if not speeds and (left_out := github_benchmark.find_doubt(reports)) is not None:
-        label, doubt = left_out
-        problem = f"--github-benchmark: no row has figures that are right; {label}: {doubt.text}"
-        raise UsageError(problem, remedy=doubt.next_step_if_not_in_text or "see the table")
-    if not speeds:
-        raise UsageError("--github-benchmark: no row has figures", remedy="see the table for what failed")
-    # The action has one direction for a whole file, so memory, of which less is better, needs its own.
-    beside = path.with_name(f"{path.stem}_memory{path.suffix}")
-    for file, entries, tool in ((path, speeds, "customBiggerIsBetter"), (beside, sizes, "customSmallerIsBetter")):
-        write_output("--github-benchmark", file, json_text(entries))
-        terminal.print_text(f"{tool} {file}", sys.stderr)
-
-
 def _send(paths: Sequence[Path], tracker: str) -> None:
     """Gives every run to a tracker, and says where it is and how to look at it."""
     from ..report import trackers
@@ -247,13 +227,10 @@ def _send(paths: Sequence[Path], tracker: str) -> None:
 
 def _write_charts(reports: Sequence[ComparisonReport], folder: Path) -> None:
     """Raises UsageError where the charts cannot be written."""
-    from ..report.charts import save_charts, write_charts
-    from ..report.sweep_charts import sweep_charts
-    from ..report.sweep_report import common_title
+    from ..report.charts import save_charts
 
     try:
-        # Charts across a sweep lie in the folder itself, those of several comparisons each in a numbered one.
-        paths = write_charts(sweep_charts(reports), common_title(reports), folder)
+        paths = []
         for number, comparison_report in enumerate(reports, 1):
             paths += save_charts(
                 comparison_report.title,

@@ -20,7 +20,7 @@ from ..errors import PreflightError
 from ..launch import ops, rank_environment
 from ..system import environment, terminal
 from ..system.gpus import GpuInventory
-from . import compilers, host, hosts, hub, nvme, packages
+from . import compilers, host, hosts, nvme, packages
 from . import files as file_checks
 from . import gpus as gpu_checks
 from . import ops as op_checks
@@ -59,7 +59,6 @@ def run_all_checks(
     # Before the disk, whose speed is measured with an op from the folder that this check finds.
     groups["DeepSpeed ops"] = run_check("ops", lambda: _check_ops(system, placement, inventory, own, build, variables))
     groups["NVMe"] = _check_nvme(system, nvme_path, variables)
-    groups["Hugging Face Hub"] = run_check("Hub", lambda: hub.check(system))
     # What the user named must be usable: a check of it that breaks is a problem, not a warning.
     if files:
         groups["Your configurations"] = run_check(

@@ -20,7 +20,6 @@ from typing import Any
 
 from ..analysis.comparison import Comparison
 from .chart_data import BarChart, Chart, Dot, LineChart, ScatterChart, StackChart, charts_of, format_value
-from .sweep_charts import SweepChart
 
 INK, FAINT, RULE, PAPER, WARNING, HATCH = "#1b1f24", "#57606a", "#d5dae0", "#ffffff", "#a33b00", "#3a3f45"
 ROW_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b8508f", "#e69f00", "#56b4e9", INK, "#847400")
@@ -414,7 +413,7 @@ def _draw_lines(chart: LineChart, axes: Any) -> _Frame:
             linewidth=2.4 - 0.19 * line.style,  # later lines are thinner, so that equal lines are all visible
             marker=MARKERS[line.style],
             # The markers of each line begin at another step, so that those of equal lines are all visible.
-            markevery=1 if isinstance(chart, SweepChart) else (line.style, max(1, len(steps) // 7)),
+            markevery=(line.style, max(1, len(steps) // 7)),
             markersize=5,
         )
         entries.append((drawn, line.label))
@@ -425,12 +424,7 @@ def _draw_lines(chart: LineChart, axes: Any) -> _Frame:
     axes.set_ylim(*chart.limits)
     axes.margins(x=0.01)
     frame = _draw_plane(axes, chart.horizontal, chart.axis, entries)
-    if isinstance(chart, SweepChart):
-        last = len(chart.ticks) - 1
-        axes.set_xlim(-0.08 * last, 1.08 * last)
-        axes.set_xticks(range(len(chart.ticks)), [_printable(tick, 80 / len(chart.ticks)) for tick in chart.ticks])
-    else:
-        axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     return frame
 
 

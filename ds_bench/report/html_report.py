@@ -22,7 +22,6 @@ from .chart_data import Chart, charts_of
 from .comparison_report import ComparisonReport, Note
 from .memory_plan import MemoryPlan, answer_text
 from .row_details import detail_tables, row_texts
-from .sweep_charts import sweep_charts
 from .table_columns import TableColumn, measured_columns, row_status
 from .terminal_report import notes_that_matter
 
@@ -53,7 +52,6 @@ def render_page(reports: Sequence[ComparisonReport], generated: str) -> str:
             {**_section(report, f"s{number}"), "environments": None if one_machine else own}
             for number, (report, own) in enumerate(zip(reports, machines, strict=True), 1)
         ],
-        sweep=[_drawn(chart, "sweep") for chart in sweep_charts(reports)],
         passes=pass_table.build_table(reports) if pass_table.is_wanted(reports) else None,
         styles=styles,
         script=script,

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..config.spec import DEVICES, Configuration
-from ..prediction import deepspeed_estimator, what_if
+from ..prediction import what_if
 from ..prediction.memory import DOES_NOT_FIT, FITS, TIGHT, UNKNOWN, Prediction
 from ..prediction.what_if import Change, PlannedTrial
 from ..recommend.short_answer import format_list
@@ -37,8 +37,6 @@ class PlanRow:
     """None unless it was asked for, or if no number of GPUs is enough."""
     max_batch: int | None = None
     """None unless it was asked for, or if one sequence does not fit."""
-    deepspeed: deepspeed_estimator.Estimate | None = None
-    """Figures of DeepSpeed's own estimator; None for a case that it does not cover."""
 
     @property
     def configuration(self) -> Configuration:

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from ..prediction import deepspeed_estimator, what_if
+from ..prediction import what_if
 from ..prediction.memory import (
     CONTEXT_BYTES,
     DOES_NOT_FIT,
@@ -132,10 +132,9 @@ _CATEGORIES = (
 
 
 def _ledger(plan: MemoryPlan) -> list[list[str]]:
-    table = [["GPU GB by category", *(heading for heading, _ in _CATEGORIES), "DeepSpeed est."]]
+    table = [["GPU GB by category", *(heading for heading, _ in _CATEGORIES)]]
     for row in plan.rows:
-        cells = [_ledger_cell(row.prediction, names) for _, names in _CATEGORIES]
-        table.append([row.label, *cells, format_size_number(row.deepspeed.gpu_bytes if row.deepspeed else None)])
+        table.append([row.label, *(_ledger_cell(row.prediction, names) for _, names in _CATEGORIES)])
     return table
 
 
@@ -156,7 +155,6 @@ def _notes(plan: MemoryPlan) -> Iterator[str]:
             f"Of Other {format_gigabytes(nccl)} are NCCL's: {low} to {high} per communicator are reported, so measure "
             "where a card is nearly full (gpu_outside_allocator_gb of a run)."
         )
-    yield f"DeepSpeed est.: {deepspeed_estimator.WHY_THEY_DIFFER}"
 
 
 def _percent(share: float) -> str:

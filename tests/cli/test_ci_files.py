@@ -1,8 +1,7 @@
-"""Files for CI systems: JUnit XML of ``baseline check`` and ``compare``, the JSON of github-action-benchmark."""
+"""Files for CI systems: JUnit XML of ``baseline check`` and ``compare``."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -82,40 +81,6 @@ def test_a_name_that_xml_cannot_hold_is_spelled_out(tmp_path: Path) -> None:
     text = junit_text("s", [TestCase(name="a\x00<b>\x1b", outcome="failure", message='"&\ud800\n')])
     (case,) = ElementTree.fromstring(text.encode())[0]
     assert case.attrib["name"] == "a\\u0000<b>\\u001b"
-
-
-def test_figures_for_github_benchmark_are_lists_of_more_and_of_less_is_better(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result = run(tmp_path / "out", *ran(0, 0.1, 0.1, 0.11), failed(1), *ran(2, 0.2))
-    file = tmp_path / "benchmark.json"
-    assert commands.main(["report", result, "--github-benchmark", str(file)]) == 0
-    beside = tmp_path / "benchmark_memory.json"
-    assert f"customBiggerIsBetter {file}\ncustomSmallerIsBetter {beside}\n" in capsys.readouterr().err
-    speeds, sizes = json.loads(file.read_text()), json.loads(beside.read_text())
-    assert [(entry["name"], entry["unit"]) for entry in speeds] == [
-        ("tiny/zero0/seq128", "tokens/s"),
-        ("tiny/zero2/seq128", "tokens/s"),
-    ]
-    assert speeds[1]["value"] == pytest.approx(4 * 128 / 0.2)
-    assert "range" in speeds[0]
-    assert "range" not in speeds[1]  # one run has no interval
-    assert [(entry["name"], entry["unit"], entry["value"]) for entry in sizes][1] == (
-        "tiny/zero2/seq128 peak GPU memory", "GB", 8.0
-    )  # fmt: skip
-    allowed = {"name", "unit", "value", "range", "extra"}
-    assert all(entry.keys() <= allowed for entry in [*speeds, *sizes])
-    busy = run(tmp_path / "busy", *ran(0, 0.1, cpu_cores=2.0, cpu_own_cores=2.0, cpu_other_cores=1.5, cpu_threads=2))
-    assert commands.main(["report", busy, "--github-benchmark", str(file)]) == 0
-    wrong = run(tmp_path / "wrong", *ran(0, 0.1, losses=(None,) * 12))
-    assert commands.main(["report", wrong, "--github-benchmark", str(file)]) == 2
-    assert commands.main(["report", run(tmp_path / "oom", failed(0)), "--github-benchmark", str(file)]) == 2
-    errors = capsys.readouterr().err
-    assert "no row has figures that are right; ZeRO-0: loss is not finite" in errors
-    assert "--github-benchmark: no row has figures (see the table for what failed)" in errors
-    reference = ROOT / "results/reference/cpu_2cores_2026-11-21"  # its one flat JSON does not tell versions
-    assert commands.main(["report", str(reference), "--github-benchmark", str(file)]) == 0
-    assert {entry["extra"] for entry in json.loads(file.read_text())} == {"2 × cpu; 3 runs"}
 
 
 def test_a_file_that_cannot_be_written_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,18 +53,16 @@ def test_the_line_of_the_readme_gives_a_row_for_every_strategy(capsys: pytest.Ca
     for label in ("ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 + CPU optimizer", "ZeRO-3 + NVMe optimizer"):
         assert f"\n{label}" in out
     assert table_row(out, "ZeRO-0")[0] == "no"
-    assert "DeepSpeed est." not in out
-    assert "DeepSpeed est." in text(capsys, *LLAMA[1:], "--gpu", "80GB", "--verbose")
+    assert "GPU GB by category" in text(capsys, *LLAMA[1:], "--gpu", "80GB", "--verbose")
 
 
 def test_torchs_engines_are_predicted_where_they_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """16 bytes per parameter, which FSDP2 splits among the GPUs; DeepSpeed's estimators say nothing of them."""
+    """16 bytes per parameter, which FSDP2 splits among the GPUs."""
     found = rows(capsys, *LLAMA, "--precision", "fp32", "--strategies", "ddp", "fsdp2")
     ddp, fsdp2 = (sum(found[name]["gpu_bytes"].values()) for name in ("ddp", "fsdp2"))
     parameters = 68_976_648_192
     assert ddp > 16 * parameters
     assert 16 * parameters / 8 < fsdp2 < ddp / 3
-    assert found["fsdp2"]["deepspeed_estimator_gpu_bytes"] is None
 
 
 SEVEN_B = ["--model", "meta-llama/Llama-2-7b-hf"]
@@ -317,14 +315,6 @@ def test_an_offload_that_is_offered_tells_what_it_takes_of_the_host(capsys: pyte
 def test_whole_nodes_are_told_of_where_gpus_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     assert "whole nodes of 4" in text(capsys, "--min-gpus", "--gpus-per-node", "4")
     assert "whole nodes" not in text(capsys, "--gpus-per-node", "4")
-
-
-def test_deepspeeds_figures_are_left_out_where_its_estimators_know_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    key = "deepspeed_estimator_gpu_bytes"
-    bf16, fp32 = rows(capsys, "plan"), rows(capsys, "plan", "--precision", "fp32")
-    assert bf16["nvme"][key] is None
-    assert bf16["zero3"][key] is not None
-    assert {row[key] for row in fp32.values()} == {None}
 
 
 def test_a_batch_at_the_end_of_the_search_is_at_least_that(capsys: pytest.CaptureFixture[str]) -> None:

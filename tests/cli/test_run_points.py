@@ -12,7 +12,6 @@ from ds_bench.analysis import load_results
 from ds_bench.baselines.result import baseline_name
 from ds_bench.cli import commands
 from ds_bench.cli.report import build_reports
-from ds_bench.report.sweep_charts import sweep_charts
 from tests.support.fakes import FakeLauncher
 from tests.support.scripted_run import Run, ScriptedRun
 
@@ -51,8 +50,6 @@ def test_points_may_differ_in_ranks_and_in_the_optimizer_and_are_reported_apart(
         assert [len(report.comparison.rows) for report in reports] == [2] * 4
         assert len({report.title for report in reports}) == 4
         assert all(row.label in ("ZeRO-0", "ZeRO-2") for report in reports for row in report.comparison.rows)
-        names = {chart.name.rpartition("-")[0] for chart in sweep_charts(reports)}
-        assert names == {f"sweep-{axis}-{of}" for axis in ("num-gpus", "lr") for of in ("throughput", "memory")}
     names = {baseline_name(summary) for summary in load_results.load(flat).summaries}
     assert "tiny/zero2/batch2-seq16-2ranks-lr_0.001" in names
     assert len(names) == 8

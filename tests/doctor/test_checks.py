@@ -22,7 +22,7 @@ from ds_bench.system import environment
 from ds_bench.system.gpus import GpuFacts, GpuInventory
 from tests.support import fakes
 
-GROUPS = ["Packages", "Tools", "GPUs", "Host", "DeepSpeed ops", "NVMe", "Hugging Face Hub"]
+GROUPS = ["Packages", "Tools", "GPUs", "Host", "DeepSpeed ops", "NVMe"]
 CPU = Placement(accelerator="cpu")
 
 

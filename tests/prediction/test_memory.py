@@ -20,7 +20,6 @@ from ds_bench.config.overrides import overlay
 from ds_bench.config.spec import Configuration
 from ds_bench.errors import UsageError
 from ds_bench.prediction import memory, trial_predictions
-from ds_bench.prediction.deepspeed_estimator import deepspeed_estimates
 from ds_bench.prediction.inputs import MemoryInputs, ZeroSettings
 from ds_bench.prediction.memory import DOES_NOT_FIT, FITS, TIGHT, Prediction
 from ds_bench.prediction.model_profile import Activations, ModelProfile, Polynomial, find_profile
@@ -487,37 +486,6 @@ def test_a_later_stage_together_with_more_gpus_is_tried() -> None:
 
 def test_a_card_too_small_for_anything_gets_no_advice() -> None:
     assert smallest_change(llama(zero(0)), 1 * GB // 4) is None
-
-
-def test_deepspeeds_own_figures_for_seven_billion_on_eight_gpus() -> None:
-    # 7e9 parameters, largest layer 4096 × 32000 = 131072000.
-    # Stage 2: 14e9 + 126e9 / 8. Stage 3: 4 × 131072000 + 126e9 / 8.
-    two = deepspeed_estimates(7 * 10**9, 131_072_000, 8, 8, zero(2))
-    three = deepspeed_estimates(7 * 10**9, 131_072_000, 8, 8, zero(3))
-    full = deepspeed_estimates(7 * 10**9, 131_072_000, 8, 8, offload("cpu_full"))
-    assert two is not None
-    assert three is not None
-    assert full is not None
-    assert two.gpu_bytes == 29_750_000_000
-    assert three.gpu_bytes == 524_288_000 + 15_750_000_000
-    assert (full.gpu_bytes, full.host_bytes) == (524_288_000, 189_000_000_000)  # 18 × 7e9 × 1.5
-
-
-def test_deepspeed_estimates_neither_nvme_nor_fp32() -> None:
-    assert deepspeed_estimates(10**9, 10**6, 8, 8, offload("nvme")) is None
-    assert deepspeed_estimates(10**9, 10**6, 8, 8, zero(3), "fp32") is None
-    assert deepspeed_estimates(10**9, 10**6, 8, 8, zero(3), "bf16") is not None
-
-
-def test_a_node_that_is_not_full_is_a_node_to_deepspeeds_estimator() -> None:
-    # 9 GPUs on nodes of 8 are 2 nodes: 18 × 10^9 / 2 × 1.5.
-    found = deepspeed_estimates(10**9, 10**6, 9, 8, offload("cpu_full"))
-    assert found is not None
-    assert found.host_bytes == 13_500_000_000
-
-
-def test_deepspeed_estimates_nothing_below_stage_2() -> None:
-    assert deepspeed_estimates(10**9, 10**6, 8, 8, zero(1)) is None
 
 
 def test_a_card_is_a_name_or_a_size(subtests: pytest.Subtests) -> None:
