@@ -108,8 +108,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--to",
         choices=TRACKERS,
-        help="copy every trial as a run with config, steps and figures to this tracker, on this machine: nothing is "
-        "sent unless its own variables say so (docs/monitor.md)",
+        help="write every trial as a TensorBoard run with its settings, steps and figures (docs/monitor.md)",
     )
     parser.set_defaults(run=_report)
 

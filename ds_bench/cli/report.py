@@ -76,7 +76,7 @@ def report(options: ReportOptions) -> int:
     if exported is not None:
         _export(*exported)
     if options.to is not None:
-        _send(options.results, options.to)
+        _write_tensorboard(options.results)
     return 0
 
 
@@ -217,12 +217,11 @@ def _write_html(reports: Sequence[ComparisonReport], path: Path) -> None:
     terminal.print_text(f"HTML {path}", sys.stderr)
 
 
-def _send(paths: Sequence[Path], tracker: str) -> None:
-    """Gives every run to a tracker, and says where it is and how to look at it."""
+def _write_tensorboard(paths: Sequence[Path]) -> None:
     from ..report import trackers
 
-    for line in trackers.send(trackers.tracked_runs([load_results.load(path) for path in paths]), tracker):
-        terminal.print_text(terminal.escape_controls(line), sys.stderr)
+    line = trackers.write_tensorboard(trackers.tracked_runs([load_results.load(path) for path in paths]))
+    terminal.print_text(terminal.escape_controls(line), sys.stderr)
 
 
 def _write_charts(reports: Sequence[ComparisonReport], folder: Path) -> None:

@@ -61,7 +61,7 @@ ROW_FORMATS = ("json", "csv", "parquet")
 FAIL_ON = ("regression", "missing", "unmatched", "noisy")
 """What ``baseline check`` may fail on: a regression; a row of the saved run that the result lacks; a row that trained
 and has no baseline; a row whose noise hides a regression."""
-TRACKERS = ("trackio", "wandb", "tensorboard")
+TRACKERS = ("tensorboard",)
 """Programs that show runs; each is a package of this name."""
 SEVERAL_NODES = (
     "hostfile", "include", "exclude", "multi_node_launcher", "master_addr", "master_port", "launcher_args",

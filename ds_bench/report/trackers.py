@@ -1,18 +1,12 @@
-"""Copies the runs of a result to programs that show runs: trackio, Weights & Biases, TensorBoard.
-
-Every trial is one run: what was trained as its configuration, its steps as series, its figures as summary. Everything
-stays on this machine: wandb runs offline and trackio without a Space, unless their own variables say otherwise.
-"""
+"""Writes a result as TensorBoard runs: one per trial, with its settings, its steps and its summary figures."""
 
 from __future__ import annotations
 
-import hashlib
-import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +14,9 @@ from ..analysis.flat_rows import flat_rows
 from ..analysis.load_results import Result, run_folder_of
 from ..analysis.step_series import steps_of
 from ..analysis.summary import TrialSummary
-from ..errors import UsageError
 from ..records.step_series import TrialStep
 from ..records.tensorboard_files import TensorBoardFile
 
-PROJECT = "ds_bench"
 TENSORBOARD_FOLDER = Path("tensorboard")
 _CONFIG_COLUMNS = (
     "model", "strategy", "stage", "engine", "batch_size", "seq_length", "grad_accum", "precision", "optimizer",
@@ -38,7 +30,7 @@ _NOT_SHOWN = ("success", "round_position", "started_at", "flops_convention", "cp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """One trial as a tracker shows it."""
+    """One trial as TensorBoard shows it."""
 
     group: str
     """Name of the run folder, or of the file where a flat JSON does not tell it."""
@@ -47,7 +39,6 @@ class TrackedRun:
     config: Mapping[str, Any]
     steps: Sequence[TrialStep]
     summary: Mapping[str, Any]
-    succeeded: bool
     started_at: str | None
     """ISO 8601; None where it is not known."""
 
@@ -91,22 +82,12 @@ def _runs_of(summaries: Sequence[TrialSummary], run_folders: Mapping[str, Path],
                 for name, value in row.items()
                 if value is not None and name not in (*_CONFIG_COLUMNS, *_NOT_SHOWN)
             },
-            succeeded=summary.record.outcome.success,
             started_at=summary.record.started_at,
         )
 
 
-def send(runs: Sequence[TrackedRun], tracker: str) -> list[str]:
-    """Gives the runs to a tracker. Returns lines that say where they are. Sent again, they take their own place."""
-    senders: dict[str, Callable[[Sequence[TrackedRun]], list[str]]]
-    senders = {"tensorboard": _to_tensorboard, "trackio": _to_trackio, "wandb": _to_wandb}
-    return senders[tracker](runs)
-
-
-# ------------------------------------------------------------------ TensorBoard
-
-
-def _to_tensorboard(runs: Sequence[TrackedRun]) -> list[str]:
+def write_tensorboard(runs: Sequence[TrackedRun]) -> str:
+    """Write the runs below ``tensorboard/``, replacing earlier copies. Return a line that says how to look at them."""
     from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
     for run in runs:
@@ -124,11 +105,11 @@ def _to_tensorboard(runs: Sequence[TrackedRun]) -> list[str]:
         file.add_scalars(_summary_numbers(run), last_step, last_time)
         file.close()
     look = f"tensorboard --logdir {TENSORBOARD_FOLDER}"
-    return [f"tensorboard: {len(runs)} runs in {TENSORBOARD_FOLDER}; look at them: {look}"]
+    return f"tensorboard: {len(runs)} runs in {TENSORBOARD_FOLDER}; look at them: {look}"
 
 
 def _summary_numbers(run: TrackedRun) -> dict[str, float]:
-    """The figures of a run as values of one step, for trackers that have no summary."""
+    """Return the figures of a run as values of one step: TensorBoard has no summary."""
     return {
         f"summary/{name}": value
         for name, value in run.summary.items()
@@ -139,83 +120,3 @@ def _summary_numbers(run: TrackedRun) -> dict[str, float]:
 def _plain(name: str) -> str:
     """A name as that of a folder."""
     return re.sub(r"[^\w.+=-]", "-", name).lstrip(".") or "run"
-
-
-# ------------------------------------------------------------------ trackio
-
-
-def _to_trackio(runs: Sequence[TrackedRun]) -> list[str]:
-    """Writes to trackio's database on this machine, and so needs neither its server nor a Space."""
-    from trackio.sqlite_storage import SQLiteStorage
-    from trackio.utils import TRACKIO_DIR
-
-    for run in runs:
-        name = f"{run.group}/{run.name}"
-        last_step, last_time = run.end
-        # Sent again, the steps would be added to those that are there.
-        SQLiteStorage.delete_run(PROJECT, name, run_id=name)
-        SQLiteStorage.bulk_log(
-            PROJECT,
-            name,
-            [*(step.shown_values for step in run.steps), _summary_numbers(run)],
-            steps=[*(step.step for step in run.steps), last_step],
-            timestamps=[_iso(each) for each in (*(step.time for step in run.steps), last_time)],
-            config={**run.config, "_Group": run.group, "_Created": _iso(last_time)},
-            run_id=name,
-        )
-    look = f"trackio show --project {PROJECT}"
-    return [f"trackio: {len(runs)} runs of project {PROJECT} in {TRACKIO_DIR}; look at them: {look}"]
-
-
-def _iso(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
-
-
-# ------------------------------------------------------------------ Weights & Biases
-
-
-def _to_wandb(runs: Sequence[TrackedRun]) -> list[str]:
-    """Writes offline runs to ``wandb/``, unless WANDB_MODE says otherwise. Nothing of this machine is added to them."""
-    mode: Any = os.environ.get("WANDB_MODE", "offline")
-    if mode == "offline":  # its reports on its own errors are sent all the same
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    import wandb
-
-    project = os.environ.get("WANDB_PROJECT", PROJECT)
-    # wandb would otherwise add output, repository, code, machine, its load and its packages to each run.
-    settings = wandb.Settings(
-        silent=True,
-        console="off",
-        disable_git=True,
-        disable_code=True,
-        x_disable_meta=True,
-        x_disable_stats=True,
-        x_save_requirements=False,
-    )
-    folder = None
-    for run in runs:
-        # The same id for the same trial: synchronised twice, it is one run.
-        identity = hashlib.sha256(f"{run.group}/{run.name}".encode()).hexdigest()[:16]
-        try:
-            target = wandb.init(
-                project=project,
-                group=run.group,
-                name=run.name,
-                id=identity,
-                resume="allow" if mode == "online" else None,
-                config=dict(run.config),
-                mode=mode,
-                settings=settings,
-            )
-        except wandb.Error as error:  # such as nobody being logged in
-            raise UsageError(f"--to wandb: {error}", remedy="wandb login, or WANDB_MODE=offline") from None
-        # target.dir is the folder files of a run, below wandb/.
-        folder = Path(target.dir).parent.parent
-        for step in run.steps:
-            target.log(step.shown_values, step=step.step)
-        target.summary.update(dict(run.summary))
-        target.finish(exit_code=0 if run.succeeded else 1)
-    where = f"in {folder}; send them: wandb sync {folder}/offline-run-*"
-    if mode != "offline":
-        where = f"with WANDB_MODE={mode}"
-    return [f"wandb: {len(runs)} runs of project {project} {where}"]
