@@ -37,7 +37,7 @@ DS_BUILD_OPS=0 "$PYTHON" -m pip wheel --quiet --no-deps --no-build-isolation --w
 # pydantic brings pydantic-core, annotated-types and typing-inspection in the versions that it is pinned to.
 "$PYTHON" -m pip download --quiet --dest "$FOLDER" --only-binary=:all: --python-version "$TARGET_PYTHON" \
     --platform "$TARGET_PLATFORM" --implementation cp \
-    "$(requirement pydantic)" "$(requirement hjson)" "$(requirement shtab)"
+    "$(requirement pydantic)" "$(requirement hjson)"
 size=$(cat "$FOLDER"/*.whl | wc -c)
 ls "$FOLDER"
 if ((size > MAX_BYTES)); then

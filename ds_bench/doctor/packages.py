@@ -19,7 +19,6 @@ _TRAINED_WITHOUT = {
     "jinja2": "an HTML page",
     "matplotlib": "the charts of an HTML page",
     "pandas": "data frames and Parquet",
-    "shtab": "shell completion",
 }
 """Packages that no training needs, whatever declares them, and what is lost without them."""
 MIN_DRIVER_BRANCH = {11: 450, 12: 525, 13: 580}

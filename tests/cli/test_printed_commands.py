@@ -33,7 +33,6 @@ COVERED = {
     "cli/commands.py program": "test_commands_in_errors",
     "cli/report.py comparison recipe": "test_command_that_decides_a_provisional_answer",
     "cli/run.py command run": "test_command_that_gives_a_recipe_again",
-    "cli/submission.py program": "tests/cli/test_shards.py, and in form as that of runner.py",
     "config/axis_rows.py command axes": "test_commands_in_errors",
     "config/configuration_files.py command check": "test_commands_in_errors",
     "doctor/ops.py command doctor": "test_commands_of_a_crashed_row",

@@ -96,11 +96,10 @@ def test_without_driver_or_cuda_there_is_nothing_to_say_of_the_driver() -> None:
 def test_a_package_that_no_training_needs_is_a_warning_whoever_declares_it() -> None:
     """The stack of a bare machine: torch declares jinja2, which it imports for compiled code alone."""
     installed = dict.fromkeys(("deepspeed", "torch", "transformers", "accelerate"), "99")
-    lines = ["torch>=2.11", "deepspeed>=0.19.8", "transformers>=5", "accelerate>=1", "matplotlib>=3.10", "shtab>=1.7"]
+    lines = ["torch>=2.11", "deepspeed>=0.19.8", "transformers>=5", "accelerate>=1", "matplotlib>=3.10"]
     found = by_name(packages.check([*lines, "hjson>=3.1"], versions(**installed), lambda _name: ["jinja2"]))
-    assert {name: found[name].level for name in ("matplotlib", "shtab", "jinja2", "hjson")} == {
+    assert {name: found[name].level for name in ("matplotlib", "jinja2", "hjson")} == {
         "matplotlib": "warning",
-        "shtab": "warning",
         "jinja2": "warning",
         "hjson": "problem",
     }
