@@ -80,7 +80,7 @@ def run_comparison(
             with signals.raising_on_interrupt():
                 # What cannot be written is told before hours of trials, not after them.
                 if not (options.dry_run or options.resume):
-                    files.require_writable(options.output_dir, "--output-dir")
+                    files.require_writable(options.output_dir, "--output-dir", files.FIRST_FILES_BYTES)
                     require_writable_csv(options.csv)
                 machine = read_machine()
                 if options.resume is not None:  # before anything that the folder names is looked at

@@ -19,7 +19,7 @@ from ..errors import PreflightError
 
 FULL_DISK_BYTES = 8 * 2**20
 """With less room a disk counts as full."""
-_FIRST_FILES_BYTES = 2**20
+FIRST_FILES_BYTES = 2**20
 """More than a run writes before its first trial."""
 _BUFFER_BYTES = 2**20
 
@@ -134,15 +134,15 @@ def nearest_existing(path: Path) -> Path:
     return next(each for each in (path, *path.parents) if each.exists())
 
 
-def require_writable(folder: Path, flag: str) -> None:
-    """Raises PreflightError if no file can be made in ``folder``, or in the nearest one above it that exists.
+def require_writable(folder: Path, flag: str, file_bytes: int = 0) -> None:
+    """Raise PreflightError if no file of ``file_bytes`` can be made in ``folder``, or in the nearest one above it.
 
     ``flag``: that named it.
     """
     try:
         # The folder may not be made yet, and is not made here: a run that is refused leaves nothing.
         with tempfile.TemporaryFile(dir=nearest_existing(folder)) as probe:
-            probe.write(bytes(_FIRST_FILES_BYTES))
+            probe.write(bytes(file_bytes))
             probe.flush()
     except OSError as error:
         raise not_writable(folder, flag, error) from None
