@@ -234,6 +234,7 @@ _REFUSED_IN_ROWS = (
         remedy="use zero_optimization.stage 3, or remove the block",
         source="runtime/zero/config.py",
         row="ignored",
+        row_text="{reason}; use stage 3",
     ),
     Rule(
         name="nvme-below-stage-3",
@@ -244,6 +245,7 @@ _REFUSED_IN_ROWS = (
         remedy="use zero_optimization.stage 3, or the device cpu",
         source="runtime/zero/stage_1_and_2.py",
         row="ignored",
+        row_text="{reason}; use stage 3",
         read_as="cpu",
     ),
     Rule(
