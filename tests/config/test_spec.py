@@ -196,7 +196,7 @@ def test_a_trial_of_one_node_keeps_the_key_that_it_had_before_there_were_several
     """``--resume`` finds trials of runs that began before by it."""
     place = fakes.placement(hostfile="/hosts", launcher="deepspeed")
     assert {field.name for field in dataclasses.fields(place)} - place.measured_facts.keys() == {
-        "hosts", "include", "multi_node_launcher", "master_addr", "master_port", "launcher_args",
+        "compute_capability", "hosts", "include", "multi_node_launcher", "master_addr", "master_port", "launcher_args",
     }  # fmt: skip
     assert replace(place, hosts=(("localhost", 1),), launcher_args=("-v",)).measured_facts == place.measured_facts
 
