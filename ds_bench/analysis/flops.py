@@ -9,9 +9,13 @@ none: it is not taken to be like a similar one.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..models.presets import ModelFacts
-from ..records.schema import TrialRecord
 from ..system import devices
+
+if TYPE_CHECKING:
+    from ..records.schema import TrialRecord
 
 MODEL_CONVENTION = (
     "PaLM appendix B: 6*N_matmul + 12*L*H*Q*T per token, forward and backward, full attention, no recomputation"
