@@ -26,6 +26,8 @@ _LOSS_TOLERANCE = {"fp32": 2e-4, "bf16": 5e-3, "fp16": 5e-3}
 """Relative difference of the losses that rounding explains in the first ten steps, by precision."""
 _GRAD_NORM_TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2, "fp16": 3e-2}
 """The same for the gradient norms; measured as ``_WEIGHT_TOLERANCE``: at most 3e-6 in fp32, 1.2e-3 in bf16."""
+_OTHER_FORMAT_TOLERANCE = 0.02
+"""The same for a row that was asked for another number format, or for compressed communication."""
 _QUIRK = (
     "a known quirk: at stage 0 in 16 bit DeepSpeed takes an Adam step on zero gradients at initialisation "
     "(fp16/fused_optimizer.py)"
@@ -42,6 +44,8 @@ _QUIRK_WEIGHT_TOLERANCE = 0.3
 The first update of a row with the quirk is 0.74 of the right one, the next are 0.86 and 0.91 of it: its change of the
 weights is 0.26 away from the right one after one step, 0.10 after twelve.
 """
+_SHORT_STEPS = 25
+"""A trial without warm-up has no early window; up to so many steps its whole change of the weights is compared."""
 _WINDOW_STEPS = 5
 """Steps of an early window (worker/weight_change.py) where the warm-up is long enough; tolerances are for so many."""
 _WEIGHT_TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2, "fp16": 5e-2}
@@ -144,7 +148,8 @@ def _split_by_settings(group: _Group, is_free: Callable[[TrialSummary], bool]) -
 
     Other settings in any other row are a mistake that the comparison is to find: it stays with the others.
     """
-    common = next((summary for summary in group.values() if not is_free(summary)), None)
+    bound = [summary for summary in group.values() if not is_free(summary)]
+    common = next(filter(_trained_as_asked, bound), bound[0] if bound else None)
     parts: list[tuple[TrialSummary, _Group]] = []
     for index, summary in group.items():
         asked = summary if common is None or is_free(summary) else common
@@ -170,8 +175,18 @@ def _asked_difference(a: TrialSummary, b: TrialSummary, *, learning: bool = Fals
     known = all(each.record.ranks[0].optimizer_settings for each in (a, b))
     theirs, own = (_arithmetic_settings(each.record.trial.ds_config) for each in (a, b))
     names = [name for name in own if own[name] != theirs[name] and (name in _LEARNING or not learning)]
-    other = [f"its configuration has another {name}" for name in names if not (known and name == "optimizer")]
-    return next(filter(None, [_differing_setting(a, b), *other]), None)
+    if known and theirs["optimizer"][0] == own["optimizer"][0]:
+        names = [name for name in names if name != "optimizer"]
+    if "gradient_clipping" in names and _clipping_known(a, b):  # it counts where it acts
+        names.remove("gradient_clipping")
+    other = [f"its {name} is {_short(own[name])}, not {_short(theirs[name])}" for name in names]
+    return next(filter(None, [_differing_setting(a, b), _differing_clipping(a, b), *other]), None)
+
+
+def _short(value: Any) -> str:
+    """Return a setting as text for a sentence; of an optimizer its kind."""
+    text = str(value[0] if isinstance(value, tuple) else value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
 
 
 def _arithmetic_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,13 +194,19 @@ def _arithmetic_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     optimizer, zero, bf16 = (config.get(name) or {} for name in ("optimizer", "zero_optimization", "bf16"))
     params = {key: value for key, value in (optimizer.get("params") or {}).items() if key not in _IMPLEMENTATION}
     return {
-        "optimizer": (str(optimizer.get("type")).lower(), params),
+        "optimizer": (_optimizer_kind(optimizer), params),
         # 1.0 is DeepSpeed's default since 0.19.3.
         "gradient_clipping": config.get("gradient_clipping", 1.0),
         "bf16": {key: value for key, value in bf16.items() if key.startswith(("bf16", "immediate")) and value},
         **{key: config.get(key) or None for key in _ARITHMETIC},
         **{key: zero.get(key) or None for key in _ZERO_ARITHMETIC},
     }
+
+
+def _optimizer_kind(optimizer: Mapping[str, Any]) -> str:
+    """Return the optimizer's type: DeepSpeed makes AdamW of Adam unless ``adam_w_mode`` is off (engine.py)."""
+    kind = str(optimizer.get("type")).lower()
+    return "adamw" if kind == "adam" and (optimizer.get("params") or {}).get("adam_w_mode", True) else kind
 
 
 _IMPLEMENTATION = ("torch_adam", "foreach", "fused", "adam_w_mode", "fp32_optimizer_states")
@@ -223,6 +244,11 @@ def _other_training(summaries: Sequence[TrialSummary]) -> dict[int, Caveat]:
                         f"its losses are compared only with rows that train alike: {_asked_difference(known, summary)}"
                     )
                     caveats[index] = CaveatText.OTHER_TRAINING.caveat(difference) if difference else note(text)
+                    apart = _greatest_difference(known.losses, summary.losses)
+                    if difference is None and apart > _OTHER_FORMAT_TOLERANCE:
+                        label = known.record.trial.configuration.label
+                        text = f"{apart:.2%} from {label}'s, more than another number format explains{_DO_NOT_USE}"
+                        caveats[index] = CaveatText.LOSS_DIFFERS.caveat(text)
     return caveats
 
 
@@ -261,23 +287,42 @@ def _other_adam_implementation(first: TrialSummary, summary: TrialSummary) -> Ca
 
 
 def _reference_row(group: _Group) -> TrialSummary | None:
-    """The reference row, see ``compare_losses``; one run per strategy counts. None if every row has the quirk."""
-    first_runs: dict[str, TrialSummary] = {}
+    """Return the reference row, see ``compare_losses``; None if every row has the quirk.
+
+    A row that did not train, or not with the settings that it was asked for, is the reference only if all are so.
+    """
+    runs: dict[str, list[TrialSummary]] = {}
     for summary in group.values():
         # Held against it, every right row would look wrong.
         if not _has_stage0_quirk(summary):
-            first_runs.setdefault(summary.record.trial.configuration.name, summary)
-    rows = list(first_runs.values())
+            runs.setdefault(summary.record.trial.configuration.name, []).append(summary)
+    # More runs of a row say nothing new, and the comparison of all with all would take long.
+    rows = [summary for of_row in runs.values() for summary in of_row[:3]]
+    rows = [row for row in rows if row.weight_change_norm != 0.0 and _trained_as_asked(row)] or rows
     if len(rows) < 2:
         return rows[0] if rows else None
 
-    def rank(row: TrialSummary) -> tuple[int, bool]:
-        agreeing = [other for other in rows if _early_difference(row, other) is None]
+    def rank(row: TrialSummary) -> tuple[int, int, bool]:
+        agreeing = [other for other in rows if other is not row and _early_difference(row, other) is None]
         # Rows without a gradient norm agree with any norm, so that they count less.
-        both_known = sum(None not in (row.first_grad_norm, other.first_grad_norm) for other in agreeing)
-        return len(agreeing) + both_known, not _is_stage_3(row.record.trial.configuration)
+        own = row.record.trial.configuration
+        others = [other for other in agreeing if other.record.trial.configuration.name != own.name]
+        both_known = sum(None not in (row.first_grad_norm, other.first_grad_norm) for other in others)
+        return len(agreeing) + both_known, both_known, not _is_stage_3(own)
 
     return max(rows, key=rank)
+
+
+def _trained_as_asked(summary: TrialSummary) -> bool:
+    """Whether the optimizer's settings that were read back are those of the configuration, as far as both are known."""
+    config = summary.record.trial.ds_config
+    asked = (config.get("optimizer") or {}).get("params") or {}
+    changing = {"lr"} if config.get("scheduler") else set()
+    return all(
+        _same_setting(asked[name], settings[name])
+        for settings in summary.record.ranks[0].optimizer_settings or ()
+        for name in (asked.keys() & settings.keys()) - changing
+    )
 
 
 def _early_difference(reference: TrialSummary, summary: TrialSummary) -> Caveat | None:
@@ -317,46 +362,74 @@ def _early_difference(reference: TrialSummary, summary: TrialSummary) -> Caveat 
 
 
 def _late_differences(reference: TrialSummary, honest: _Group) -> dict[int, Caveat]:
-    """Caveats by index of rows that trained alike in the first steps, and parted further than such rows do."""
-    label = reference.record.trial.configuration.label
-    distances = {index: _late_distances(reference, summary) for index, summary in honest.items()}
-    caveats = dict[int, Caveat]()
+    """Caveats by index of rows that trained alike in the first steps, and parted further than such rows do.
+
+    Rows are held against the one with which most others agree over the whole run, the reference among equals. How far
+    honest rows part is the median over the others, each by the mean of its runs: its repeats are as wrong as a row is.
+    """
+    rows: dict[str, list[int]] = {}
+    # Over a long run the one step too many of the quirk, or another precision, leads to other weights.
+    precision = reference.record.trial.workload.precision
     for index, summary in honest.items():
-        tolerance = _LATE_TOLERANCE[summary.record.trial.workload.precision]
-        for name, distance in distances[index].items():
-            if distance > tolerance:
-                others = [each[name] for place, each in distances.items() if place != index and name in each]
-                spread = statistics.median(others) if others else 0.0
-                if distance > _SPREADS * spread:
-                    text = f"{name} differs by {distance:.2%}, and honest rows' by {spread:.2%}{_DO_NOT_USE}"
-                    caveats[index] = CaveatText.TRAINED_DIFFERENTLY.caveat(f"{label}: {text}")
+        alike = summary.record.trial.workload.precision == precision and _took_equal_steps(reference, summary)
+        if alike and not _has_stage0_quirk(summary):
+            rows.setdefault(summary.record.trial.configuration.name, []).append(index)
+    runs = {index: _late_figures(honest[index]) for own in rows.values() for index in own}
+    means = {name: _mean_figures([runs[index] for index in own]) for name, own in rows.items()}
+    first = reference.record.trial.configuration.name
+    tolerance = _LATE_TOLERANCE[precision]
+
+    def agreeing(name: str) -> tuple[int, bool]:
+        distances = (_late_distances(means[name], means[other]) for other in means)
+        return sum(max(each.values(), default=0.0) <= tolerance for each in distances), name == first
+
+    if len(rows) < 2:
+        return {}
+    usual = max(means, key=agreeing)
+    label = honest[rows[usual][0]].record.trial.configuration.label
+    of_rows = {name: _late_distances(means[usual], figures) for name, figures in means.items() if name != usual}
+    caveats = dict[int, Caveat]()
+    for name, own in rows.items():
+        for index in own:
+            for figure, distance in _late_distances(means[usual], runs[index]).items():
+                others = [each[figure] for other, each in of_rows.items() if other != name and figure in each]
+                spread = statistics.median_low(others) if others else 0.0
+                if distance > max(tolerance, _SPREADS * spread):
+                    text = f"{figure} differs by {distance:.1%}, where rows that train alike differ by {spread:.1%}"
+                    caveats[index] = CaveatText.TRAINED_DIFFERENTLY.caveat(f"{label}: {text}{_DO_NOT_USE}")
     return caveats
 
 
-def _late_distances(reference: TrialSummary, summary: TrialSummary) -> dict[str, float]:
-    """How far figures of the whole run are from the reference's; empty where they are not comparable.
+_Figures = dict[str, tuple[float, float]]
+"""A figure of the whole run → its value, and the value that differences are relative to."""
 
-    They are relative to the figure itself, or to that of the first step where training may bring it near 0.
-    """
-    theirs, own = (each.record.trial.workload.precision for each in (reference, summary))
-    # Over a long run the one step too many of the quirk, or another precision, leads to other weights.
-    if summary is reference or _has_stage0_quirk(summary) or theirs != own or not _took_equal_steps(reference, summary):
-        return {}
-    norms = [norm for norm in (reference.first_grad_norm, reference.grad_norm) if norm is not None]
-    later = [[loss for loss in each.losses[_EARLY_STEPS:] if loss is not None] for each in (reference, summary)]
-    means = [statistics.fmean(losses) if losses else None for losses in later]
-    moved, first_loss = reference.weight_change_norm, reference.losses[0]
+
+def _late_figures(summary: TrialSummary) -> _Figures:
+    """Return the figures of the whole run; those that training may bring near 0 are relative to the first step's."""
+    norms = [norm for norm in (summary.first_grad_norm, summary.grad_norm) if norm is not None]
+    later = [loss for loss in summary.losses[_EARLY_STEPS:] if loss is not None]
+    mean, moved = statistics.fmean(later) if later else None, summary.weight_change_norm
     figures = {
-        "its mean loss after the first ten steps": (*means, means[0]),
-        "its loss on the first batch at the end": (reference.repeated_loss, summary.repeated_loss, first_loss),
-        "the distance that its weights moved": (moved, summary.weight_change_norm, moved),
-        "the norm of its gradients at the end": (reference.grad_norm, summary.grad_norm, max(norms, default=None)),
+        "its mean loss after the first ten steps": (mean, mean),
+        "its loss on the first batch at the end": (summary.repeated_loss, summary.losses[0]),
+        "the distance that its weights moved": (moved, moved),
+        "the norm of its gradients at the end": (summary.grad_norm, max(norms, default=None)),
     }
+    return {name: (value, of) for name, (value, of) in figures.items() if value is not None and of is not None}
+
+
+def _mean_figures(runs: Sequence[_Figures]) -> _Figures:
+    """Return the means over the runs of a row, of the figures that all of them have."""
+    names = [name for name in runs[0] if all(name in run for run in runs)]
     return {
-        name: _relative(value, known, scale)
-        for name, (known, value, scale) in figures.items()
-        if known is not None and value is not None and scale is not None
+        name: (statistics.fmean(run[name][0] for run in runs), statistics.fmean(run[name][1] for run in runs))
+        for name in names
     }
+
+
+def _late_distances(known: _Figures, figures: _Figures) -> dict[str, float]:
+    """Return how far each figure that both have is from the known one."""
+    return {name: _relative(figures[name][0], known[name][0], known[name][1]) for name in known if name in figures}
 
 
 def _has_stage0_quirk(summary: TrialSummary) -> bool:
@@ -405,11 +478,21 @@ def _differing_setting(reference: TrialSummary, summary: TrialSummary) -> str | 
 def _differing_clipping(reference: TrialSummary, summary: TrialSummary) -> str | None:
     """Another clipping of gradients than the reference's, if one of both acted; None if they are alike or not known."""
     theirs, own = (each.record.ranks[0].resolved_config.get("gradient_clipping") for each in (reference, summary))
-    norms = [norm for norm in reference.record.ranks[0].grad_norms if norm is not None]
     limits = [limit for limit in (theirs, own) if limit]
+    norms = _known_norms(reference) + _known_norms(summary)
     if theirs is None or own is None or _same_setting(theirs, own) or max(norms, default=0.0) <= min(limits):
         return None
     return f"it clips gradients at {own}, not {theirs}"
+
+
+def _clipping_known(a: TrialSummary, b: TrialSummary) -> bool:
+    """Whether both rows say at what they clipped, and one of them how large its gradients were."""
+    read_back = all("gradient_clipping" in each.record.ranks[0].resolved_config for each in (a, b))
+    return read_back and bool(_known_norms(a) or _known_norms(b))
+
+
+def _known_norms(summary: TrialSummary) -> list[float]:
+    return [norm for norm in summary.record.ranks[0].grad_norms if norm is not None]
 
 
 def _same_setting(a: Any, b: Any) -> bool:
@@ -420,30 +503,42 @@ def _same_setting(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+def _compared_changes(a: TrialSummary, b: TrialSummary) -> tuple[Sequence[float], Sequence[float]] | None:
+    """Return the changes of the weights of two rows over the same steps: of the early window, or of a short trial.
+
+    None where they do not compare.
+    """
+    before, now = a.early_window, b.early_window
+    if before is None and now is None and len(a.losses) <= _SHORT_STEPS and _took_equal_steps(a, b):
+        known, change = a.weight_change, b.weight_change
+    elif before is None or now is None or replace(before, weight_change=now.weight_change) != now:
+        return None
+    else:
+        known, change = before.weight_change, now.weight_change
+    return (known, change) if known and change and len(known) == len(change) else None
+
+
 def _weight_distance(a: TrialSummary, b: TrialSummary) -> float:
-    """Norm of the difference of the two early changes of the weights, relative to the norm of the change of ``a``.
+    """Norm of the difference of the two changes of the weights, relative to the norm of the change of ``a``.
 
     0 for equal changes and where they do not compare, 1 if the weights of ``b`` did not move.
     """
-    before, now = a.early_window, b.early_window
-    if before is None or now is None or replace(before, weight_change=now.weight_change) != now:
-        return 0.0
-    known, change = before.weight_change or (), now.weight_change or ()
-    if len(known) != len(change):
-        return 0.0
+    known, change = _compared_changes(a, b) or ((), ())
     distance, norm = math.dist(known, change), math.hypot(*known)
     # The reference did not move: only a row that did not move either is like it.
     return distance / norm if norm else math.inf if distance else 0.0
 
 
 def _moved(reference: TrialSummary, summary: TrialSummary) -> str:
-    """How far the weights of a row moved in the early window, compared with the reference's, and in what direction."""
-    changes = [(each.early_window and each.early_window.weight_change) or () for each in (reference, summary)]
-    before, norm = (math.hypot(*change) for change in changes)
-    times = format_ratio(norm / before) if before > 0 else "infinitely"
-    cosine = _cosine(*changes)
+    """How far the weights of a row moved in the early steps, compared with the reference's, and in what direction."""
+    label = reference.record.trial.configuration.label
+    known, change = _compared_changes(reference, summary) or ((), ())
+    before, norm = math.hypot(*known), math.hypot(*change)
+    if before == 0.0:
+        return f"{label}: its weights moved, and those of {label} did not"
+    cosine = _cosine(known, change)
     direction = "" if cosine is None else f" (the cosine of the two changes is {cosine:.4f})"
-    return f"{reference.record.trial.configuration.label}: its weights moved {times} as far{direction}"
+    return f"{label}: its weights moved {format_ratio(norm / before)} as far{direction}"
 
 
 def _weight_change_cosine(reference: TrialSummary, summary: TrialSummary) -> float | None:

@@ -181,7 +181,8 @@ def early_window(config: Mapping[str, Any], warmup_steps: int) -> range:
     """
     scheduler = block_of(config, "scheduler")
     default = 1000 if str(scheduler.get("type", "")).startswith("Warmup") else 0  # runtime/lr_schedules.py
-    rising = int(block_of(scheduler, "params").get("warmup_num_steps", default))
+    asked = block_of(scheduler, "params").get("warmup_num_steps")
+    rising = int(asked) if isinstance(asked, (int, float)) else default
     start = max(0, min(rising, warmup_steps - EARLY_STEPS))
     return range(start, min(start + EARLY_STEPS, warmup_steps))
 

@@ -148,6 +148,42 @@ def test_late_losses_are_judged_by_how_far_honest_rows_part() -> None:
         assert compare_losses(rows(steps, 6.0, 6.5, 6.9)) == {}
 
 
+def test_a_row_that_drifts_is_found_whichever_comes_first_and_however_often_it_was_run() -> None:
+    for repeats in (1, 2, 5):
+        for late, wrong in (
+            ((6.0, 6.9), {1}),
+            ((6.9, 6.0, 6.0), {0}),
+            ((6.0, 6.0, 6.9), {2}),
+            ((6.0, 6.0, 6.9, 6.9), {2, 3}),
+        ):
+            rows = [losing(stage, *[7.0] * 10, *[loss] * 90) for _ in range(repeats) for stage, loss in enumerate(late)]
+            found = {rows[index].record.trial.configuration.stage for index in compare_losses(rows)}
+            assert found == wrong, (repeats, late)
+
+
+def test_a_row_that_did_not_train_or_not_as_asked_is_never_the_reference() -> None:
+    asked = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+    right = changed(2, CHANGE, optimizer_settings=(asked,), weight_change=CHANGE)
+    for wrong in (
+        changed(1, (0.0, 0.0, 0.0), weight_change=(0.0, 0.0, 0.0)),
+        changed(1, (2.0, 4.0, 6.0), weight_change=CHANGE, optimizer_settings=({**asked, "lr": 2e-4},)),
+    ):
+        assert list(compare_losses([wrong, right])) == [0]
+
+
+def test_one_wrong_run_among_repeats_is_not_the_reference() -> None:
+    rows = [losing(1, 8.0), losing(2, 7.0), losing(1, 7.0), losing(2, 7.0)]
+    assert list(compare_losses(rows)) == [0]
+
+
+def test_without_warm_up_the_whole_change_of_a_short_trial_is_compared() -> None:
+    def row(stage: int, change: tuple[float, ...], steps: int) -> TrialSummary:
+        return losing(stage, *[7.0] * steps, weight_change=change)
+
+    assert list(compare_losses([row(1, (1.0, 2.0, 3.0), 10), row(2, (3.0, -2.0, 1.0), 10)])) == [1]
+    assert compare_losses([row(1, (1.0, 2.0, 3.0), 10), row(2, (1.01, 2.0, 3.0), 10)]) == {}
+
+
 CHANGE = (1.0, 2.0, 3.0)
 
 
