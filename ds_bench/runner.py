@@ -427,6 +427,7 @@ def _run_plan(
     progress = ProgressReporter(line, remaining, options.repeats, verbose=options.verbose, point_of=results.point_text)
     within_budget = _until_budget_is_used(remaining, options.budget, line.say)
     failure: OSError | None = None
+    stopped = False
     with line:
         try:
             # Signals do not raise here: a launcher lets them while it waits, and makes a record that is then saved.
@@ -438,10 +439,15 @@ def _run_plan(
                 store.write_rows(flat_rows(results.summaries), options.csv)
                 progress.end(record)
                 if size_search.is_too_large(record) and not signals.interrupt_requested():
-                    line.say(f"{record.trial.configuration.label} ran out at its largest size: trying the next smaller")
+                    row, status = record.trial.configuration.label, record.outcome.status
+                    line.say(f"{row} ended with {status} at its largest size: trying the next smaller")
                     # Without trials in the file, --resume goes on with the search if the run is killed during it.
-                    _save_run(store, plan, [], machine, request, notes)
-                    plan = _at_largest_size(plan, launcher, store, line.say)
+                    saved = _save_run(store, plan, [], machine, request, notes)
+                    try:
+                        plan = _at_largest_size(plan, launcher, store, line.say)
+                    except KeyboardInterrupt:
+                        stopped = True  # the rows that have finished are shown all the same
+                        break
                     saved = _save_run(store, plan, plan.trials, machine, request, notes)
                     waiting = [*remaining, *remaining_trials(plan.trials, store.records(), retry=())]
                     keys = {trial.key for trial in waiting}
@@ -450,7 +456,10 @@ def _run_plan(
                     progress.replan(len(remaining))
         except OSError as error:  # such as a full disk: no trial can be kept from here on, but those before are shown
             failure = error
-    return _finish(options, store, saved, results, notes, request, failure)
+    code = _finish(options, store, saved, results, notes, request, failure)
+    if stopped and code != INTERRUPTED_CODE:
+        raise KeyboardInterrupt
+    return code
 
 
 def _until_budget_is_used(remaining: list[Trial], minutes: float | None, say: Callable[[str], None]) -> Iterator[Trial]:

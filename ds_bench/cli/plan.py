@@ -30,6 +30,7 @@ from ..prediction.what_if import PlannedTrial
 from ..report import plan_table
 from ..report.memory_plan import MemoryPlan, PlanRow
 from ..system import devices, terminal
+from ..units import format_names
 
 _MAX_TOKENS = 2**40
 """Tokens of one micro-batch; more is taken for a typing error."""
@@ -74,11 +75,11 @@ def plan_command(options: PlanOptions) -> int:
         terminal.print_text(f"note: {terminal.escape_controls(line)}", sys.stderr)
     if options.json:
         terminal.print_json(json.dumps([_json_entry(row) for row in predicted.rows], indent=1, allow_nan=False))
-    else:
+    elif predicted.rows:  # a file of AutoTP runs, and is not predicted
         width = shutil.get_terminal_size(fallback=(WIDTH_OF_FILES, 0)).columns
         for line in plan_table.lines(predicted, width, verbose=options.verbose):
             terminal.print_text(line)
-    return 1 if all(row.verdict == DOES_NOT_FIT for row in predicted.rows) else 0
+    return 1 if predicted.rows and all(row.verdict == DOES_NOT_FIT for row in predicted.rows) else 0
 
 
 def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
@@ -104,7 +105,9 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
     )
     if "bf16" not in gpu_precisions(question.placement.compute_capability):
         in_bf16 = [row.label for row in predicted.rows if block_of(row.trial.config(), "bf16").get("enabled")]
-        lines += [f"{options.gpu} has no bf16 units: {row} will not train there (--precision fp16)" for row in in_bf16]
+        if in_bf16:
+            remedy = "--precision fp16, or fp16 in its file"
+            lines.append(f"{options.gpu} has no bf16 units and will not train {format_names(in_bf16, 4)} ({remedy})")
     return predicted, lines
 
 
@@ -136,7 +139,8 @@ def _of_files(
         configuration = maker.make(file)
         reason = validation.unsupported_reason(configuration, question.placement)
         if reason is None and tensor_parallel_size(configuration.deepspeed_config) > 1:
-            reason = "AutoTP splits layers, which the formulas do not know"
+            lines.append(f"not predicted: {file.name}: AutoTP splits layers, which the formulas do not know; run it")
+            continue
         if reason is not None:
             refusals.append(f"{file.name}: {reason}")
             continue

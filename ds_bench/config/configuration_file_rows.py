@@ -107,7 +107,12 @@ class FileRowMaker:
         config, caveats = as_deepspeed_reads_it(config), []
         side_effects = _remove_side_effects(config)
         if not any(name in config for name in deepspeed_config.PRECISION_BLOCKS):
-            config |= {} if facts.precision == "fp32" else {facts.precision: {"enabled": True}}
+            if file.precision == "fp32" != self.facts.precision:
+                # Without a block the row would get that of the other rows.
+                config["bf16"] = {"enabled": False}
+                caveats.append("its file asks for no mixed precision: trained in fp32")
+            elif facts.precision != "fp32":
+                config[facts.precision] = {"enabled": True}
             if file.precision is None and facts.precision != "fp32":
                 caveats.append(f"its file names no precision: trained in {facts.precision}, not in DeepSpeed's fp32")
         elif facts.precision != "fp32" and deepspeed_config.trained_precision(config, facts.precision) == "fp32":

@@ -128,10 +128,11 @@ def read_configuration_files(paths: Sequence[Path]) -> tuple[list[ConfigurationF
 def files_in(folder: Path) -> list[Path]:
     """Returns the files of a folder that may be configurations by their names. Raises UsageError for too many."""
     paths = [path for path in folder.iterdir() if path.suffix.lower() in _SUFFIXES and not path.name.startswith(".")]
-    names = sorted(path for path in paths if not path.is_dir())
+    names = sorted(path for path in paths if path.suffix and not path.is_dir())
     if len(names) > MOST_FILES:
         raise UsageError(f"{folder} has {len(names)} files", remedy=f"give {MOST_FILES} files or fewer")
-    return names
+    bare = [path for path in paths if not path.suffix and not path.is_dir()]
+    return sorted(names + bare) if len(names + bare) <= MOST_FILES else names  # so many are data
 
 
 def _read_folder(folder: Path, lines: list[str]) -> list[ConfigurationFile]:

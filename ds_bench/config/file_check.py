@@ -61,8 +61,12 @@ def check_files(
 
 def _check_folder(folder: Path, check: Check) -> list[FileReport]:
     """Reports of the configurations in a folder; its other files are left out."""
-    reports = [report for path in configuration_files.files_in(folder) for report in _check_file(path, check)]
-    checked = [report for report in reports if report.problem is None]
+    checked = []
+    for path in configuration_files.files_in(folder):
+        reports = [report for report in _check_file(path, check) if report.problem is None]
+        # Nobody expects that LICENSE or Makefile is read.
+        if path.suffix or not any(found.rule == "syntax" for report in reports for found in report.findings):
+            checked += reports
     if not checked:
         raise UsageError(f"{folder} has no DeepSpeed configuration", remedy="give a file, or a folder that has one")
     return checked
@@ -124,23 +128,26 @@ def _has_deepspeed_keys(data: lint.Config) -> bool:
 def _check_read_by_others(path: Path, line_of: Callable[[str], int | None], check: Check) -> list[FileReport]:
     """Reports of an Accelerate or Trainer file, and of the JSON that it names."""
     source = "Accelerate, utils/dataclasses.py"
-    # The key of whichever form the file has: the other is not there.
-    named = "deepspeed" if line_of("deepspeed") else "deepspeed_config.deepspeed_config_file"
-    try:
+
+    def key_of_json() -> str:
+        """Return the key of whichever form the file has: the other is not there."""
+        return "deepspeed" if line_of("deepspeed") else "deepspeed_config.deepspeed_config_file"
+
+    try:  # first, as line_of raises for what is no YAML
         file = configuration_files.read_configuration_file(path)
     except configuration_files.MissingFileError as error:
-        found = [Finding("missing-file", "error", named, error.reason, error.remedy, source)]
+        found = [Finding("missing-file", "error", key_of_json(), error.reason, error.remedy, source)]
         return [FileReport(path=path, findings=_located(found, line_of))]
     if file.deepspeed_file is not None:
         refused = [note for note in file.notes if note.startswith("Accelerate refuses")]
         found = [
-            Finding("accelerate-conflict", "error", named, note, "keep them in one of the two files", source)
+            Finding("accelerate-conflict", "error", key_of_json(), note, "keep them in one of the two files", source)
             for note in refused
         ]
         if file.deepspeed_file.resolve() != Path(file.deepspeed_name).resolve():
             reason = f"found as {file.deepspeed_file}; the program that trains looks below the folder it is started in"
             remedy = "start it in the folder that the path is relative to, or write an absolute path"
-            found.append(Finding("relative-file", "hint", named, reason, remedy, source))
+            found.append(Finding("relative-file", "hint", key_of_json(), reason, remedy, source))
         return [FileReport(path=path, findings=_located(found, line_of)), *_check_file(file.deepspeed_file, check)]
     block = {"accelerate": "deepspeed_config", "trainer": "deepspeed"}.get(file.kind, "")
 

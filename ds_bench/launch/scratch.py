@@ -104,10 +104,19 @@ def temporary_folder_variables(environ: Mapping[str, str], ops_folder: str) -> t
 
 
 def _make_private(folder: Path) -> bool:
-    """Create a folder if it does not exist. Return whether this user owns it and no other user can write to it."""
+    """Create a folder if it does not exist. Return whether this user owns it and no other user can replace it.
+
+    The owner of a folder above it could, and so could everybody who may write there, unless it is sticky as /tmp is.
+    """
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return _is_mine(folder, stat.S_ISDIR) and not folder.lstat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        above = [each.lstat() for each in folder.resolve().parents]
+        replaceable = any(
+            each.st_uid not in (0, os.getuid()) or each.st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH
+            for each in above
+        )
+        is_open = folder.lstat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        return not replaceable and not is_open and _is_mine(folder, stat.S_ISDIR)
     return False
 
 

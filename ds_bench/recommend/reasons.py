@@ -133,7 +133,10 @@ def why_no_choice(comparison: Comparison, eligible: EligibleRows) -> tuple[str, 
             "No row to use: the rows do not compare with each other.",
         )
     if any(row.succeeded for row in comparison.rows):
-        return "No row that trained can be recommended", "No row to use: what trained may not be recommended."
+        return (
+            "No row that trained can be recommended",
+            "No row to use: the reasons stand beside the rows that trained.",
+        )
     outcomes = [(row.label, run.outcome.status) for row in comparison.rows if (run := remedies.failed_run(row))]
     counts = Counter(status for _, status in outcomes)
     counted = ", ".join(f"{count} {status}" for status, count in counts.items())

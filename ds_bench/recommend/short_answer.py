@@ -84,7 +84,7 @@ def say_alternative(decision: Decision, eligible: EligibleRows, comparison: Comp
         if not speeds.differ(candidate, choice) or candidate.key == decision.simplest_tied.key:
             continue  # no faster, or weighed against the choice in the headline
         if candidate in eligible.references:
-            return f"{lead}: torch's own engine, no DeepSpeed configuration."
+            return f"{lead}, but is torch's own engine, not a DeepSpeed configuration."
         if not candidate.fits:
             return f"{lead} but reserves {format_percent(candidate.fraction)}: a longer sequence may end it."
         if candidate.memory_bytes is not None and choice.memory_bytes is not None:

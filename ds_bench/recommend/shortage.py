@@ -14,7 +14,7 @@ from ..analysis.comparison import Comparison, ComparisonRow
 from ..config.spec import Trial, Workload, block_of
 from ..prediction.memory import TIGHT_FRACTION, Alternative, Prediction
 from ..prediction.trial_predictions import stored_prediction
-from ..prediction.what_if import BUCKET_KEY, DEFAULT_BUCKET
+from ..prediction.what_if import BUCKET_KEY, DEFAULT_BUCKET, SMALL_BUCKET
 from ..records import schema
 from ..records.schema import Tier, TrialRecord
 from ..units import format_bytes
@@ -75,10 +75,12 @@ def shortage_of(run: TrialRecord) -> Shortage:
 
 
 def asked_for_bucket(run: TrialRecord) -> bool:
-    """Return whether the bytes requested are those of a reduce bucket, which no workload changes."""
+    """Return whether the bytes requested are those of a reduce bucket that can be smaller; no workload changes it."""
     asked = run.outcome.requested_bytes
     elements = block_of(run.trial.ds_config, "zero_optimization").get("reduce_bucket_size", DEFAULT_BUCKET)
     if asked is None or not isinstance(elements, int | float) or not run.trial.configuration.stage:
+        return False
+    if elements <= SMALL_BUCKET:
         return False
     # Of 2 or 4 bytes each; messages round what was requested to three digits.
     return any(abs(asked - width * elements) <= 0.01 * asked for width in (2, 4))

@@ -223,3 +223,14 @@ def test_the_hook_runs_this_command_on_files_with_names_of_configurations() -> N
     assert commands.build_parser().parse_args([*arguments, "ds_config.json"]).files == [Path("ds_config.json")]
     names = ["ds_config.json", "configs/zero3.json", "scripts/zero_2_offload.json", "deepspeed.json"]
     assert [name for name in [*names, "package.json", "zeros.json"] if re.search(hook["files"], name)] == names
+
+
+def test_a_folder_is_checked_without_its_other_text_files_and_broken_yaml_is_one_line(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(GOOD)
+    write("FROM image\nRUN make", "Dockerfile")
+    assert commands.main(["check", "."]) == 0
+    assert capsys.readouterr().out == "1 file checked: nothing found\n"
+    assert commands.main(["check", write("a: [1\nb: {", "broken.yaml")]) == 2
+    assert capsys.readouterr().err.startswith("ds_bench: broken.yaml is no YAML: line 2")

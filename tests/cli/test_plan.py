@@ -433,7 +433,18 @@ def test_a_factory_is_planned_with_what_it_trains_and_one_that_trains_nothing_is
 def test_bf16_on_a_card_without_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["plan", "--model", "gpt2", "--gpu", "V100-32GB", "--strategies", "zero1"]
     assert main(asked) == 0
-    assert "V100-32GB has no bf16 units: ZeRO-1 will not train there" in capsys.readouterr().err
+    assert "V100-32GB has no bf16 units and will not train ZeRO-1" in capsys.readouterr().err
     for other in ([*asked, "--precision", "fp16"], [*asked, "--gpu", "A100-40GB"]):
         main(other)
         assert "bf16" not in capsys.readouterr().err
+
+
+def test_plan_of_a_file_that_cannot_be_predicted_says_so_and_refuses_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "autotp.json"
+    file.write_text(json.dumps({"bf16": {"enabled": True}, "tensor_parallel": {"autotp_size": 2}}))
+    assert main(["plan", "--model", "gpt2", "--num-gpus", "8", "--gpu", "H100", "--configs", str(file)]) == 0
+    captured = capsys.readouterr()
+    assert "not predicted: autotp: AutoTP splits layers" in captured.err
+    assert captured.out == ""

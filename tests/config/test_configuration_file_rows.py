@@ -247,3 +247,10 @@ def test_a_model_is_built_as_accelerates_flag_says_where_that_matters(
     file = file_of(tmp_path, content, "accelerate.yaml")
     assert file.kind == "accelerate"
     assert dict(maker().make(file, 4).workload_changes) == changes
+
+
+def test_a_file_that_asks_for_no_mixed_precision_trains_in_fp32_and_says_so(tmp_path: Path) -> None:
+    content = {"distributed_type": "DEEPSPEED", "mixed_precision": "no", "deepspeed_config": {"zero_stage": 2}}
+    row = maker().make(file_of(tmp_path, content, "accelerate.yaml"), 2)
+    assert row.deepspeed_config["bf16"] == {"enabled": False}
+    assert "its file asks for no mixed precision: trained in fp32" in row.caveats

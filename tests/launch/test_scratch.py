@@ -269,6 +269,7 @@ def give_away(folder: Path) -> None:
         (lambda folder: (folder.rename(folder.with_name("x")), folder.symlink_to("x"), give_away(folder)), False),
         (lambda folder: (folder.rename(folder.with_name("x")), folder.symlink_to("x")), True),
         (lambda folder: folder.rmdir(), True),
+        (lambda folder: give_away(folder.parent), False),
     ],
     ids=[
         "own",
@@ -278,6 +279,7 @@ def give_away(folder: Path) -> None:
         "a link to such",
         "a link to one's own",
         "missing",
+        "in a folder of another user",
     ],
 )
 def test_compiled_code_is_loaded_from_no_folder_that_another_user_can_write_to(
@@ -285,8 +287,8 @@ def test_compiled_code_is_loaded_from_no_folder_that_another_user_can_write_to(
 ) -> None:
     if os.getuid() != 0:
         pytest.skip("only root can give a folder to another user")
-    asked, ops = tmp_path / "asked", tmp_path / "cache" / "ops" / "key"
-    asked.mkdir(mode=0o755)
+    asked, ops = tmp_path / "above" / "asked", tmp_path / "cache" / "ops" / "key"
+    asked.mkdir(mode=0o755, parents=True)
     change(asked)
     variables, notes = temporary_folder_variables({name: str(asked)}, str(ops))
     ours = tmp_path / "cache" / f"compiled_{os.getuid()}"
