@@ -300,6 +300,27 @@ def test_interrupted_step_back_is_resumed_below_the_size_that_failed(machine: Ma
     assert (4, True) in [(row["batch_size"], row["success"]) for row in machine.rows()]
 
 
+def test_ctrl_c_while_a_row_steps_back_shows_the_rows_that_finished_and_is_resumed(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends, failed = runs_out_in_the_row(64, {"zero1": 64, "zero3": 40}), []
+
+    def interrupted_after_the_failure(trial: Trial) -> TrialRecord:
+        if failed:
+            return fakes.failure(trial, "Interrupted")
+        record = ends(trial)
+        if not record.outcome.success and not trial.trial_id.startswith("probe"):
+            failed.append(trial)
+        return record
+
+    assert machine.search(interrupted_after_the_failure, "--stages", "1", "3") == 130
+    captured = capsys.readouterr()
+    assert "ZeRO-1" in captured.out
+    assert "go on with: " in captured.err
+    assert machine.resume(script=FakeLauncher(by_strategy={"zero1": ends, "zero3": ends})) == 0
+    assert {row["strategy"] for row in machine.rows() if row["success"]} == {"zero1", "zero3"}
+
+
 def test_one_size_is_searched_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     both = ["--batch-size", "auto", "--seq-length", "auto", "--output-dir", str(tmp_path)]
     assert cli.main("zero", fakes.make_config, both) == 2
