@@ -188,8 +188,9 @@ def _usage_error(error: ValidationError, text: RecipeText) -> UsageError:
         keys = [known.removeprefix(f"{section}.") for known in known_paths() if known.startswith(f"{section}.")]
         has = f"{section} has" if keys else "the sections are"
         names = f"{has} {', '.join(keys or [*Recipe.model_fields, 'sweep'])}; docs/recipes.md describes them"
-        shown = shown if re.fullmatch(r"[\w.\[\]-]{1,80}", shown) else f"{shown[:20]}…"  # of any other file
-        return UsageError(f"{place}unknown key {shown}", remedy=f"did you mean {near}?" if near else names)
+        is_key = re.fullmatch(r"[\w.\[\]-]{1,80}", shown)  # what another file holds may be secret
+        problem = f"unknown key {shown}" if is_key else "no key of a recipe"
+        return UsageError(f"{place}{problem}", remedy=f"did you mean {near}?" if near else names)
     reasons = [_reason(each) for each in errors if _known_part(each["loc"]) == path]
     value = json.dumps(first["input"], default=str)
     value = value if len(value) <= 40 else f"{value[:36]} …"

@@ -419,7 +419,7 @@ _REFUSED_IN_ROWS = (
             ("autotuning", "it ends the training after a few steps, for the Autotuner to read", "runtime/engine.py"),
             (
                 "data_efficiency",
-                "it acts on DeepSpeed's data loader and on layers that a script converts for it",
+                "it acts only on DeepSpeed's data loader and on layers that the training script converts",
                 "runtime/data_pipeline/data_routing/helper.py",
             ),
         )
@@ -429,7 +429,7 @@ _REFUSED_IN_ROWS = (
         level="hint",
         path="pipeline",
         applies=lambda case: "pipeline" in case.config,
-        reason="pipeline needs a PipelineModule",
+        reason="DeepSpeed reads it for a PipelineModule only",
         remedy="build the model as one, or remove the block, which DeepSpeed then does not read",
         source="runtime/pipe/engine.py",
         row="ignored",
@@ -439,7 +439,7 @@ _REFUSED_IN_ROWS = (
         level="error",
         path="zero_optimization.zero_hpz_partition_size",
         applies=_splits_ranks_unevenly,
-        reason="it does not divide the {ranks} ranks: DeepSpeed stops when training starts",
+        reason="zero_hpz_partition_size does not divide the {ranks} ranks: DeepSpeed stops when training starts",
         remedy="give a divisor of the number of ranks, such as the GPUs of one node",
         source="utils/groups.py",
         row="refusal",

@@ -40,7 +40,7 @@ REFUSED = {
     "seq_len: 4": r"unknown key seq_len \(did you mean training.seq_len\?\)",
     "trainin: {}": r"unknown key trainin \(did you mean training\?\)",
     "modle:": r"line 1: unknown key modle \(did you mean model\?\)",
-    "root:$6$salt$0123456789abcdef:19000:0:99999:7:::": r"unknown key root:\$6\$salt\$0123456… \(the sections",
+    "root:$6$salt$0123456789abcdef:19000:0:99999:7:::": r"line 1: no key of a recipe \(the sections",
     "training: {lr: 1e-4}": r"did you mean optimizer.params.lr\?",
     "optimizer: {name: SGD}": r"did you mean optimizer.type\?",
     "training: {dtype: bf16}": r"did you mean training.precision\?",
