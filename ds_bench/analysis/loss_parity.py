@@ -297,18 +297,22 @@ def _reference_row(group: _Group) -> TrialSummary | None:
         if not _has_stage0_quirk(summary):
             runs.setdefault(summary.record.trial.configuration.name, []).append(summary)
     # More runs of a row say nothing new, and the comparison of all with all would take long.
-    rows = [summary for of_row in runs.values() for summary in of_row[:3]]
+    runs = {name: of_row[:3] for name, of_row in runs.items()}
+    rows = [summary for of_row in runs.values() for summary in of_row]
     rows = [row for row in rows if row.weight_change_norm != 0.0 and _trained_as_asked(row)] or rows
     if len(rows) < 2:
         return rows[0] if rows else None
 
-    def rank(row: TrialSummary) -> tuple[int, int, bool]:
-        agreeing = [other for other in rows if other is not row and _early_difference(row, other) is None]
-        # Rows without a gradient norm agree with any norm, so that they count less.
-        own = row.record.trial.configuration
-        others = [other for other in agreeing if other.record.trial.configuration.name != own.name]
-        both_known = sum(None not in (row.first_grad_norm, other.first_grad_norm) for other in others)
-        return len(agreeing) + both_known, both_known, not _is_stage_3(own)
+    def rank(row: TrialSummary) -> tuple[float, int, bool]:
+        votes, both_known = 0.0, 0
+        for of_row in runs.values():  # each row has one voice, however often it was run
+            others = [other for other in of_row if other is not row]
+            agreeing = [other for other in others if _early_difference(row, other) is None]
+            votes += len(agreeing) / len(others) if others else 1.0
+            # Rows without a gradient norm agree with any norm, so that they count less.
+            norms_known = any(None not in (row.first_grad_norm, other.first_grad_norm) for other in agreeing)
+            both_known += norms_known and len(others) == len(of_row)
+        return votes + both_known, both_known, not _is_stage_3(row.record.trial.configuration)
 
     return max(rows, key=rank)
 
