@@ -238,18 +238,20 @@ def _other_training(summaries: Sequence[TrialSummary]) -> dict[int, Caveat]:
             if part is not usual:
                 other = usual or next(each for each in parts if each is not part)
                 known = next(iter(other.values()))
-                for index, summary in part.items():
-                    difference = _asked_difference(known, summary, learning=True)
-                    text = (
-                        f"its losses are compared only with rows that train alike: {_asked_difference(known, summary)}"
-                    )
-                    caveats[index] = CaveatText.OTHER_TRAINING.caveat(difference) if difference else note(text)
-                    apart = _greatest_difference(known.losses, summary.losses)
-                    if difference is None and apart > _OTHER_FORMAT_TOLERANCE:
-                        label = known.record.trial.configuration.label
-                        text = f"{apart:.2%} from {label}'s, more than another number format explains{_DO_NOT_USE}"
-                        caveats[index] = CaveatText.LOSS_DIFFERS.caveat(text)
+                caveats |= {index: _other_training_caveat(known, summary) for index, summary in part.items()}
     return caveats
+
+
+def _other_training_caveat(known: TrialSummary, summary: TrialSummary) -> Caveat:
+    """Return what to say about a row that was asked for other training than ``known``: learning, or formats only."""
+    if difference := _asked_difference(known, summary, learning=True):
+        return CaveatText.OTHER_TRAINING.caveat(difference)
+    apart = _greatest_difference(known.losses, summary.losses)
+    if apart > _OTHER_FORMAT_TOLERANCE:
+        label = known.record.trial.configuration.label
+        text = f"{apart:.2%} from {label}'s, more than another number format explains{_DO_NOT_USE}"
+        return CaveatText.LOSS_DIFFERS.caveat(text)
+    return note(f"its losses are compared only with rows that train alike: {_asked_difference(known, summary)}")
 
 
 def _may_train_otherwise(summary: TrialSummary) -> bool:

@@ -51,7 +51,7 @@ class ReportOptions:
     export: str | None = None
     verbose: bool = False
     to: str | None = None
-    """Tracker that gets the runs: one of ``trackers.TRACKERS``."""
+    """Tracker that gets the runs: one of ``options.TRACKERS``."""
 
 
 def report(options: ReportOptions) -> int:

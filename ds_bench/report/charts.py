@@ -98,14 +98,9 @@ def save_charts(title: str, comparison: Comparison, folder: Path, recommended: s
 
     ``recommended``: key of the row to mark. The same numbers give the same SVG. Makes the folder. Raises OSError.
     """
-    return write_charts(charts_of(comparison, recommended).charts, title, folder)
-
-
-def write_charts(charts: Sequence[Chart], title: str, folder: Path) -> list[Path]:
-    """Writes charts as :func:`save_charts` does."""
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
-    for chart in charts:
+    for chart in charts_of(comparison, recommended).charts:
         for form in ("png", "svg"):
             path = folder / f"{chart.name}.{form}"
             # A date would make two files of the same numbers differ.
