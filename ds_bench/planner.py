@@ -13,7 +13,7 @@ from functools import cache
 from itertools import groupby
 from typing import Any
 
-from .config import axis_rows, deepspeed_config, lint, overrides, strategies, validation
+from .config import axis_rows, deepspeed_config, lint, strategies, validation
 from .config.automatic_values import TrainingFacts
 from .config.axes import Layout, RowFacts, other_arithmetic
 from .config.axis_rows import AxisValues
@@ -647,7 +647,7 @@ def _require_no_flag_of_workload(options: Options) -> None:
 def _layout(row: RequestedRow, options: Options) -> Layout:
     """What decides which axes act in a row: its stage and offload devices, with the changes of the flags."""
     own = deepspeed_config.minimal_config(row.origin) if isinstance(row.origin, Strategy) else row.origin.config
-    config = overrides.apply_changes(own, *options.config_changes)
+    config = deepspeed_config.apply_changes(own, *options.config_changes)
     zero = config.get("zero_optimization")
     # true is the old form of stage 1, which DeepSpeed still reads (runtime/zero/config.py).
     stage = zero.get("stage", 0) if isinstance(zero, dict) else int(zero is True)
@@ -727,7 +727,7 @@ class ConfigurationBuilder:
             raise UsageError(problem, remedy=f"leave one of them out; this global batch needs {accumulation}")
         return replace(
             configuration,
-            deepspeed_config=overrides.apply_changes(config, {"gradient_accumulation_steps": accumulation}),
+            deepspeed_config=deepspeed_config.apply_changes(config, {"gradient_accumulation_steps": accumulation}),
             workload_changes={**configuration.workload_changes, "grad_accum": accumulation},
         )
 
@@ -749,7 +749,7 @@ class ConfigurationBuilder:
                 parameters=None if facts is None else facts.parameters,
             ),
         )
-        config = overrides.apply_changes(configuration.deepspeed_config, setting.config)
+        config = deepspeed_config.apply_changes(configuration.deepspeed_config, setting.config)
         axis_values = {value.axis_name: value.text for value in row.axis_values}
         return replace(
             configuration,
@@ -800,7 +800,7 @@ class ConfigurationBuilder:
         options = self.options
         if options.optimizer is not None:
             config = deepspeed_config.with_optimizer(config, options.optimizer)
-        return overrides.json_values(overrides.apply_changes(config, *options.config_changes))
+        return deepspeed_config.json_values(deepspeed_config.apply_changes(config, *options.config_changes))
 
     def _file_row_maker(self) -> FileRowMaker:
         options = self.options

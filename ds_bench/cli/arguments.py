@@ -167,7 +167,7 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
 
     Raises UsageError if two of them contradict each other, and for a value of an axis or of a file that cannot be used.
     """
-    from ..config import axis_rows, overrides
+    from ..config import axis_rows, deepspeed_config
 
     given: dict[str, Any] = vars(values).copy()
     given.pop("local_rank")
@@ -180,8 +180,10 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
     # Each once, since rows are told apart by their names.
     for name in ("stages", "strategies"):
         given[name] = tuple(dict.fromkeys(given[name]))
-    given["ds_config"] = overrides.read_file(given["ds_config"])
-    given["set"] = tuple(map(overrides.parse_set, given["set"]))  # in order, since the last value of a key decides
+    given["ds_config"] = deepspeed_config.read_changes(given["ds_config"])
+    given["set"] = tuple(
+        map(deepspeed_config.parse_set, given["set"])
+    )  # in order, since the last value of a key decides
     given["axes"] = axis_rows.read_axes(given["axes"])
     return check_options(Options.of(family=family, **given))
 

@@ -13,17 +13,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import UsageError
-from .bucket_sizes import sizes_for, trainer_sizes
-from .deepspeed_config import Config, paths_of
+from .deepspeed_config import AUTO, Config, paths_of_auto, sizes_for
 from .deepspeed_keys import refusing_blocks
 from .spec import Precision, block_of
-
-AUTO = "auto"
 
 TRAINING_DEFAULTS: Mapping[str, float] = {
     "learning_rate": 5e-5,
@@ -141,6 +138,18 @@ def _hidden_size_values(config: Mapping[str, Any], hidden_size: int | None) -> d
     return {f"zero_optimization.{key}": size for key, size in acting.items()}
 
 
+def trainer_sizes(hidden_size: int) -> dict[str, int]:
+    """Return the sizes that the Trainer puts in place of ``"auto"``, by key of ``zero_optimization``.
+
+    Source: ``transformers/integrations/deepspeed.py``, trainer_config_finalize.
+    """
+    return {
+        "reduce_bucket_size": hidden_size * hidden_size,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
+        "stage3_param_persistence_threshold": 10 * hidden_size,
+    }
+
+
 def _with_precision(config: Config, written: Mapping[str, Any], precision: Precision) -> Config:
     """Enables the precision of a configuration whose "auto" named only the other 16-bit format, as Accelerate does.
 
@@ -150,11 +159,6 @@ def _with_precision(config: Config, written: Mapping[str, Any], precision: Preci
     if automatic and precision != "fp32" and precision not in config:
         return {**config, precision: {"enabled": True}}
     return config
-
-
-def paths_of_auto(config: Mapping[str, Any]) -> Iterator[str]:
-    """The path of every key whose value is "auto"."""
-    return (path for path, value in paths_of(config) if value == AUTO)
 
 
 def _find(config: Config, path: str) -> tuple[Config | None, str]:

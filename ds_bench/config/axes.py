@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .bucket_sizes import DEFAULT_SIZES, sizes_for, small_sizes, trainer_sizes
-from .deepspeed_config import ADAMW_PARAMETERS
+from .automatic_values import trainer_sizes
+from .deepspeed_config import ADAMW_PARAMETERS, DEFAULT_SIZES, sizes_for
 from .spec import ATTENTIONS, CPU_BINDINGS, ENGINES, LOSSES, MAX_DATA_WORKERS, MAX_PREFETCH, PRECISIONS, Requirements
 
 Value = bool | int | float | str
@@ -163,6 +163,22 @@ def _known(size: int | None, what: str) -> int:
     if size is None:
         raise NotForThisRowError(f"needs the model's {what}, which is not known")
     return size
+
+
+def small_sizes(hidden_size: int) -> dict[str, int]:
+    """Return sizes of one to two decoder layers, by key of ``zero_optimization``.
+
+    A layer has about 12 h² parameters. Buckets hold one matrix (h²); stage 3 gathers at most two layers and keeps none
+    for a use further away than that.
+    """
+    matrix = hidden_size * hidden_size
+    return {
+        "reduce_bucket_size": matrix,
+        "allgather_bucket_size": matrix,
+        "stage3_prefetch_bucket_size": int(0.9 * matrix),
+        "stage3_max_live_parameters": 24 * matrix,
+        "stage3_max_reuse_distance": 24 * matrix,
+    }
 
 
 def _buffers(value: Value, row: RowFacts) -> Setting:

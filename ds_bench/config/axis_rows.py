@@ -18,8 +18,7 @@ from typing import Any
 from ..errors import UsageError
 from ..system import invocation
 from .axes import AXES, Axis, Layout, NotForThisRowError, RowFacts, Setting, Value
-from .deepspeed_config import paths_of
-from .overrides import merge, nested
+from .deepspeed_config import merge, nested, paths_of
 from .spec import Requirements
 
 MAX_ROWS = 64

@@ -16,10 +16,9 @@ from typing import Any
 from ..errors import UsageError
 from ..units import format_names
 from . import deepspeed_config, deepspeed_keys, lint
-from .automatic_values import AUTO, TRAINING_DEFAULTS, TrainingFacts, resolve
+from .automatic_values import TRAINING_DEFAULTS, TrainingFacts, resolve
 from .configuration_files import ConfigurationFile
-from .deepspeed_config import Config
-from .overrides import json_values
+from .deepspeed_config import AUTO, Config, json_values
 from .rules import RULES, without_ignored
 from .spec import BATCH_KEYS, OFFLOAD_BLOCKS, BatchPolicy, Configuration
 

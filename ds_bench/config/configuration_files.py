@@ -20,9 +20,8 @@ from typing import Any, Literal
 
 from ..errors import UsageError
 from ..system import files, invocation, redaction
-from .automatic_values import AUTO, TRAINING_DEFAULTS
-from .deepspeed_config import Config
-from .overrides import json_values
+from .automatic_values import TRAINING_DEFAULTS
+from .deepspeed_config import AUTO, Config, json_values
 from .spec import Precision
 from .strategies import STRATEGY_NAMES
 

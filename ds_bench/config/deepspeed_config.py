@@ -1,9 +1,9 @@
-"""Makes the DeepSpeed configuration that trains a strategy's workload on a placement.
+"""The DeepSpeed configuration that trains a strategy's workload on a placement, and the changes that users make to it.
 
-There are two steps. :func:`base_config` makes what the user's script may edit: the batch, the optimizer and the ZeRO
-block for one GPU, with every default that DeepSpeed has changed between versions. :func:`complete_config` adds what
-only the run knows: number of ranks, precision, the optimizer that works here, NVMe buffers. ``validation`` finds what
-DeepSpeed would refuse, ignore or change.
+:func:`base_config` makes what the user's script may edit: batch, optimizer and ZeRO block for one GPU, with every
+default that DeepSpeed has changed between versions. :func:`apply_changes` merges in ``--ds-config`` and ``--set``.
+:func:`complete_config` adds what only the run knows: number of ranks, precision, the optimizer that works here, NVMe
+buffers. ``rules`` finds what DeepSpeed would refuse, ignore or change.
 
 Sources: DeepSpeed 0.19.8, ``runtime/zero/config.py``, ``runtime/zero/offload_config.py``,
 ``runtime/config.py``, ``runtime/constants.py``.
@@ -16,10 +16,11 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from .bucket_sizes import DEFAULT_SIZES, sizes_for
+from ..system import files
 from .spec import (
     BATCH_KEYS,
     OFFLOAD_BLOCKS,
@@ -38,6 +39,8 @@ Config = dict[str, Any]
 MakeConfig = Callable[[Strategy, int, int], Config]
 """(strategy, micro-batch, accumulation) → what the user's ``create_deepspeed_config`` returns."""
 
+AUTO = "auto"
+"""A value that the Transformers Trainer or Accelerate fills in (``automatic_values``)."""
 OPTIMIZERS = ("AdamW", "Adam", "Adagrad", "Lion", "SGD")
 """Values of ``--optimizer``."""
 ADAMW_PARAMETERS: Config = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
@@ -50,7 +53,28 @@ MEASURING_KEYS: Config = {
     # DeepSpeed's own throughput timer synchronises the device around every step (utils/timer.py).
     "timers": {"throughput": {"enabled": False}},
 }
-"""What a configuration is completed with for the sake of measuring; nothing of it changes what is trained."""
+"""Added to every configuration for the measurement; none of it changes what is trained."""
+DEFAULT_SIZES = {
+    "reduce_bucket_size": 500_000_000,
+    "allgather_bucket_size": 500_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_param_persistence_threshold": 100_000,
+    "stage3_max_live_parameters": 1_000_000_000,
+    "stage3_max_reuse_distance": 1_000_000_000,
+}
+"""DeepSpeed's defaults of buffer sizes in elements, by key of ``zero_optimization``."""
+_ZERO_ON_NVME = ("stage3_prefetch_bucket_size", "stage3_max_reuse_distance")
+"""Sizes that are 0 if parameters live on NVMe.
+
+With the default reuse distance of 1e9 elements, a smaller model keeps every parameter gathered and its swap buffer
+taken, and the second step fails with "Not enough buffers" (partitioned_param_coordinator.py). Prefetching from the disk
+asks twice for a parameter whose next two uses are close together, such as the last layer's in forward and backward:
+"param 24 already assigned swap buffer id 1" (same file, __prefetch_nvme_param_partitions). Which models this stops
+depends on the sizes of all their tensors.
+"""
+_LARGEST_FILE_BYTES = 2**22
+_MOST_LEVELS = 20
+"""Nested blocks in a change; DeepSpeed reads five."""
 
 
 def base_config(strategy: Strategy | Configuration, batch_size: int, grad_accum: int = 1) -> Config:
@@ -88,14 +112,16 @@ def zero_block(strategy: Strategy | Configuration) -> Config:
     if strategy.offload_param != "none":
         block["offload_param"] = {"device": strategy.offload_param, "pin_memory": True}
     if strategy.offload_param == "nvme":
-        # With the default of 1e9 elements a smaller model keeps every parameter gathered and its swap buffer
-        # taken, and the second step fails with "Not enough buffers" (partitioned_param_coordinator.py).
-        block["stage3_max_reuse_distance"] = 0
-        # Its prefetch from the disk asks twice for a parameter whose two next uses are near to each other, such as the
-        # last layer's in forward and backward: "param 24 already assigned swap buffer id 1" (the same file,
-        # __prefetch_nvme_param_partitions). Which models this stops depends on the sizes of all their tensors.
-        block["stage3_prefetch_bucket_size"] = 0
+        block |= dict.fromkeys(_ZERO_ON_NVME, 0)
     return block
+
+
+def sizes_for(sizes: Mapping[str, int], stage: int, offload_param: str | None) -> dict[str, int]:
+    """Return the sizes that take effect at a stage, without those that must stay 0 with parameters on NVMe."""
+    fixed = _ZERO_ON_NVME if offload_param == "nvme" else ()
+    return {
+        key: size for key, size in sizes.items() if (stage == 3 or not key.startswith("stage3_")) and key not in fixed
+    }
 
 
 def with_offload(config: Config, strategy: Strategy) -> Config:
@@ -231,7 +257,7 @@ def changes_of(
     """Returns the settings of ``config`` that do not follow from stage, offload devices and batch alone.
 
     ``config``: of the configuration, completed or not. Merged into the configuration of another strategy
-    (``overrides.overlay``), the result makes the same changes there.
+    (:func:`overlay`), the result makes the same changes there.
     """
     changed = _difference(config, layout_config(config, configuration, workload, placement))
     for key in BATCH_KEYS:
@@ -270,6 +296,11 @@ def paths_of(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield from paths_of(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
+
+
+def paths_of_auto(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the dotted path of each key whose value is "auto"."""
+    return (path for path, value in paths_of(config) if value == AUTO)
 
 
 def minimal_config(strategy: Strategy | Configuration) -> dict[str, Any]:
@@ -326,3 +357,101 @@ def is_deepcompiled(config: Mapping[str, Any]) -> bool:
 def is_full_config(trial: Trial) -> bool:
     """Whether the trial's ``ds_config`` is the configuration that ran, which has a batch and an optimizer at least."""
     return bool(trial.ds_config) and trial.ds_config != minimal_config(trial.configuration)
+
+
+# Changes
+
+
+def overlay(config: Mapping[str, Any], changes: Mapping[str, Any]) -> Config:
+    """Return a copy of ``config`` with ``changes`` merged in, block by block; None removes a key."""
+    merged: Config = copy.deepcopy(dict(config))
+    for key, value in changes.items():
+        if value is None:
+            merged.pop(key, None)
+        elif isinstance(value, Mapping):
+            below = merged.get(key)
+            merged[key] = overlay(below if isinstance(below, Mapping) else {}, value)
+        else:
+            merged[key] = copy.deepcopy(value)
+    return merged
+
+
+def merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> Config:
+    """Join two sets of changes block by block, the second over the first. Unlike :func:`overlay` it keeps None."""
+    merged: Config = dict(first)
+    for key, value in second.items():
+        below = merged.get(key)
+        merged[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def nested(path: str, value: Any) -> Config:
+    """Return ``a.b`` and a value as ``{"a": {"b": value}}``. Raises UsageError for too many levels."""
+    if path.count(".") >= _MOST_LEVELS:
+        raise UsageError(f"{path[:60]}… has more than {_MOST_LEVELS} levels", remedy="give a key of DeepSpeed")
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return dict(value)
+
+
+def parse_set(text: str) -> Config:
+    """Parse ``a.b=value`` to ``{"a": {"b": value}}``; a value that is not JSON is text. Raises UsageError."""
+    path, separator, raw = text.partition("=")
+    if not separator or not all(path.split(".")):
+        problem = f"--set {text!r} is not key.path=value"
+        raise UsageError(problem, remedy="e.g. --set zero_optimization.overlap_comm=false")
+    try:
+        value: Any = json.loads(raw)
+    except json.JSONDecodeError:
+        value = raw
+    except (RecursionError, ValueError):  # Python reads no integer of more than 4,300 digits
+        problem = f"--set {path[:60]} has too many digits or levels"
+        raise UsageError(problem, remedy="give a value that DeepSpeed takes") from None
+    return nested(path, value)
+
+
+def apply_changes(config: Mapping[str, Any], *layers: Mapping[str, Any]) -> Config:
+    """Return ``config`` with layers of changes merged in, in order.
+
+    If they change the batch but not its total, the total is dropped, and ``complete_config`` computes it again.
+    """
+    total, *parts = BATCH_KEYS
+    changed = {key for layer in layers for key in layer}
+    result = dict(config)
+    if changed.intersection(parts) and total not in changed:
+        result.pop(total, None)
+    for layer in layers:
+        result = overlay(result, layer)
+    return result
+
+
+def json_values(config: Mapping[str, Any]) -> Config:
+    """Convert a configuration to JSON types. Raises UsageError for any other value (NaN, a torch.dtype)."""
+    try:
+        return dict(json.loads(json.dumps(config, allow_nan=False)))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"the DeepSpeed config cannot be written as JSON: {error}",
+            remedy="use only text, finite numbers, true, false, lists and objects",
+        ) from None
+
+
+def read_changes(path: Path | None) -> Config:
+    """Read the changes of ``--ds-config``; empty without the flag. Raises UsageError."""
+    if path is None:
+        return {}
+    try:
+        data = json.loads(files.read_text(path, _LARGEST_FILE_BYTES))
+    except OSError as error:
+        raise UsageError(f"--ds-config {path}: {error.strerror}", remedy="give a readable JSON file") from None
+    except ValueError as error:
+        problem = f"--ds-config {path} is not JSON: {error}"
+        raise UsageError(problem, remedy="remove comments and trailing commas") from None
+    except RecursionError:
+        raise UsageError(f"--ds-config {path} is nested too deeply", remedy="give a DeepSpeed configuration") from None
+    if not isinstance(data, dict):
+        raise UsageError(f"--ds-config {path} is not a JSON object", remedy="write {…}")
+    if (place := next(paths_of_auto(data), None)) is not None:
+        problem = f'--ds-config {path}: {place} is "auto"'
+        raise UsageError(problem, remedy="only the Trainer fills that in; give a value")
+    return data

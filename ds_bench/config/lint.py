@@ -15,9 +15,8 @@ from ..errors import UsageError
 from ..system.redaction import REDACTED, looks_secret, redacted_config
 from ..units import format_bytes, format_count, format_names
 from . import deepspeed_keys
-from .automatic_values import AUTO, TrainingFacts, fill_in, paths_of_auto
-from .deepspeed_config import ADAMW_PARAMETERS
-from .overrides import nested
+from .automatic_values import TrainingFacts, fill_in
+from .deepspeed_config import ADAMW_PARAMETERS, AUTO, nested, paths_of_auto
 from .rules import RULES, Case, Level, ModelSize
 from .spec import BATCH_KEYS
 

@@ -21,7 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ..errors import UsageError
 from ..units import format_place
-from . import axis_rows, deepspeed_keys, overrides, strategies
+from . import axis_rows, deepspeed_config, deepspeed_keys, strategies
 from .configuration_files import ConfigurationFile
 from .deepspeed_config import Config, MakeConfig, base_config
 from .option_declaration import COUNT, Value
@@ -329,8 +329,11 @@ def options_of(recipe: Values, folder: Path, **run_flags: Any) -> Options:
         ),
         ds_config={},
         set=(
-            *(overrides.nested(key, value) for key, value in recipe["configurations.deepspeed"].items()),
-            *(overrides.nested(f"optimizer.params.{key}", value) for key, value in recipe["optimizer.params"].items()),
+            *(deepspeed_config.nested(key, value) for key, value in recipe["configurations.deepspeed"].items()),
+            *(
+                deepspeed_config.nested(f"optimizer.params.{key}", value)
+                for key, value in recipe["optimizer.params"].items()
+            ),
         ),
         **run_flags,
     )
@@ -433,7 +436,7 @@ def recipe_of(options: Options, make_config: MakeConfig, rows: list[Strategy]) -
     if options.family == "offload" and options.nvme_path is not None and "nvme" not in options.strategies:
         data["configurations"]["strategies"].append("nvme")
     inline = dict(_edited_configurations(options, make_config, rows))
-    changes = reduce(overrides.merge, options.config_changes)
+    changes = reduce(deepspeed_config.merge, options.config_changes)
     data["configurations"] |= {key: value for key, value in (("inline", inline), ("deepspeed", changes)) if value}
     return {section: values for section, values in data.items() if values}
 
@@ -455,7 +458,7 @@ def _edited_configurations(
         built_in = base_config(strategy, options.batch_size, options.grad_accum)
         config = make_config(strategy, options.batch_size, options.grad_accum)
         if config != built_in:
-            config = overrides.json_values(config)
+            config = deepspeed_config.json_values(config)
             same = [key for key in BATCH_KEYS if config.get(key) == built_in[key]]
             yield strategy.name, {key: value for key, value in config.items() if key not in same}
 

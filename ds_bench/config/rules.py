@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from . import deepspeed_keys
-from .automatic_values import AUTO
 from .axes import AXES
-from .overrides import nested, overlay
+from .deepspeed_config import AUTO, nested, overlay
 from .spec import Accelerator, Placement, Workload, gpu_precisions
 
 Level = Literal["error", "warning", "hint"]

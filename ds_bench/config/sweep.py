@@ -16,8 +16,7 @@ from typing import Any
 
 from ..errors import UsageError
 from ..units import format_place
-from .deepspeed_config import paths_of
-from .overrides import merge, nested
+from .deepspeed_config import merge, nested, paths_of
 from .recipe import can_be_swept, is_swept_list, nearest_path
 from .recipe_file import Data, KeyPath, RecipeText
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ..config import bucket_sizes, deepspeed_config, overrides, strategies
+from ..config import axes, deepspeed_config, strategies
+from ..config.deepspeed_config import overlay
 from ..config.spec import Configuration, Placement, Strategy, Workload
 from ..units import format_items
 from .memory import DOES_NOT_FIT, FITS, TIGHT, Alternative, Prediction, Saving, gpu_bytes_by_moment, predict
@@ -41,7 +42,7 @@ class PlannedTrial:
     hidden_size: int | None = None
     """Of the model, from which small buffers are computed; None if it is not known."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Changes of the DeepSpeed configuration, merged into it by ``overrides.overlay``."""
+    """Changes of the DeepSpeed configuration, merged into it by ``deepspeed_config.overlay``."""
     torch_adam: bool = False
     """Whether torch's AdamW is used if the optimizer is not offloaded (``deepspeed_config.complete_config``)."""
 
@@ -54,7 +55,7 @@ class PlannedTrial:
             "gradient_accumulation_steps": self.workload.grad_accum,
         }
         return deepspeed_config.complete_config(
-            overrides.overlay(overrides.overlay(self.configuration.deepspeed_config, self.changes), batch),
+            overlay(overlay(self.configuration.deepspeed_config, self.changes), batch),
             self.workload,
             self.placement,
             torch_adam=self.torch_adam,
@@ -163,8 +164,8 @@ def _named_changes(planned: PlannedTrial) -> Iterator[tuple[str, dict[str, Any],
     if configuration.is_reference:
         on_gpu = False  # and no buckets of ZeRO
     elif configuration.stage and planned.hidden_size is not None:
-        sizes = bucket_sizes.small_sizes(planned.hidden_size)
-        acting = bucket_sizes.sizes_for(sizes, configuration.stage, configuration.offload_param)
+        sizes = axes.small_sizes(planned.hidden_size)
+        acting = deepspeed_config.sizes_for(sizes, configuration.stage, configuration.offload_param)
         blocks.append(("small_buffers", acting))
     elif configuration.stage:
         blocks.append(("a smaller bucket", {"reduce_bucket_size": SMALL_BUCKET}))
@@ -174,7 +175,11 @@ def _named_changes(planned: PlannedTrial) -> Iterator[tuple[str, dict[str, Any],
         blocks.append(("parameter offload", {"offload_param": {"device": "cpu", "pin_memory": True}}))
     for name, block in blocks:
         changes = {f"zero_optimization.{key}": value for key, value in block.items()}
-        yield name, changes, replace(planned, changes=overrides.overlay(planned.changes, {"zero_optimization": block}))
+        yield (
+            name,
+            changes,
+            replace(planned, changes=overlay(planned.changes, {"zero_optimization": block})),
+        )
     if not planned.workload.activation_checkpointing:
         yield "activation checkpointing", {"activation_checkpointing": True}, _checkpointed(planned)
 
@@ -336,7 +341,7 @@ def _remedies(
     workload = planned.workload
     if planned.configuration.stage and not planned.configuration.is_reference:
         bucket = {"zero_optimization": {"reduce_bucket_size": SMALL_BUCKET}}
-        yield "reduce_bucket_size 5e7", replace(planned, changes=overrides.overlay(planned.changes, bucket))
+        yield "reduce_bucket_size 5e7", replace(planned, changes=overlay(planned.changes, bucket))
     if not workload.activation_checkpointing:
         yield "activation checkpointing", _checkpointed(planned)
     for size in smaller(planned):
@@ -382,5 +387,5 @@ def _with_strategy(planned: PlannedTrial, strategy: Strategy) -> PlannedTrial:
     now, workload = planned.configuration, planned.workload
     changes = deepspeed_config.changes_of(now.deepspeed_config, now, workload, planned.placement)
     base = deepspeed_config.base_config(strategy, workload.batch_size, workload.grad_accum)
-    configuration = strategies.make_configuration(strategy, overrides.overlay(base, changes), now.workload_changes)
+    configuration = strategies.make_configuration(strategy, overlay(base, changes), now.workload_changes)
     return replace(planned, configuration=configuration)

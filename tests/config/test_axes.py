@@ -8,8 +8,7 @@ import pytest
 
 from ds_bench.config import axis_rows, deepspeed_keys, validation
 from ds_bench.config.axes import AXES, CHANGES, Axis, RowFacts
-from ds_bench.config.deepspeed_config import base_config, paths_of
-from ds_bench.config.overrides import overlay
+from ds_bench.config.deepspeed_config import base_config, overlay, paths_of
 from ds_bench.config.spec import Strategy, Workload
 
 ROW = RowFacts(

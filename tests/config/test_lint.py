@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ds_bench.config import lint, overrides, rules
+from ds_bench.config import deepspeed_config, lint, rules
 from ds_bench.config.lint import Finding
 from ds_bench.config.rules import ModelSize
 from tests.support.lint_cases import CASES, CLEAN, CPU, NVME, RANKS, WARMUP, ZENFLOW, optimizer, zero
@@ -29,7 +29,7 @@ def check(config: dict[str, Any], **known: Any) -> list[Finding]:
 def test_each_rule_applies_to_its_configuration_and_no_other_rule_does(subtests: pytest.Subtests) -> None:
     for rule, change in CASES:
         with subtests.test(rule):
-            config = overrides.overlay(CLEAN, change)
+            config = deepspeed_config.overlay(CLEAN, change)
             found = check(config, num_gpus=RANKS.get(rule))
             assert {finding.rule for finding in found} == {rule, *BESIDE.get(rule, set())}
             assert all(finding.reason and finding.remedy and ".py" in finding.source for finding in found)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ds_bench.config import deepspeed_config, overrides, strategies, validation
+from ds_bench.config import deepspeed_config, strategies, validation
 from ds_bench.config.reference_engines import REFERENCES
 from ds_bench.config.spec import Configuration, Placement
 from tests.support import fakes
@@ -17,7 +17,7 @@ PLACE = Placement(accelerator="cuda", num_gpus=2)
 
 def completed(name: str, **changes: Any) -> Configuration:
     row = fakes.reference(name)
-    config = overrides.overlay(deepspeed_config.base_config(row, 4, 2), changes)
+    config = deepspeed_config.overlay(deepspeed_config.base_config(row, 4, 2), changes)
     config = deepspeed_config.complete_config(config, fakes.workload(), PLACE, torch_adam=False, largest_parameter=None)
     return replace(row, deepspeed_config=config)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ds_bench.config import deepspeed_config, overrides, validation
+from ds_bench.config import deepspeed_config, validation
 from ds_bench.config.spec import Configuration, Placement, Requirements, Strategy, Workload
 from ds_bench.config.strategies import make_configuration
 from ds_bench.errors import UsageError
@@ -21,7 +21,7 @@ CUDA = Placement(accelerator="cuda", num_gpus=1, nvme_path="/mnt/nvme")
 
 
 def refusal(strategy: Configuration, on: Placement = CUDA, **changes: Any) -> str | None:
-    config = overrides.overlay(deepspeed_config.base_config(strategy, 4), changes)
+    config = deepspeed_config.overlay(deepspeed_config.base_config(strategy, 4), changes)
     return validation.unsupported_reason(replace(strategy, deepspeed_config=config), on)
 
 
@@ -107,7 +107,7 @@ def test_what_needs_cuda_is_refused_on_cpu_ranks_whoever_asks_for_it(subtests: p
         ("zero_quantized_gradients", "the op that quantises exists for CUDA alone"),
         ("offload_optimizer.super_offload", "its optimizer refuses the CPU accelerator"),
     ):
-        change = overrides.nested(f"zero_optimization.{key}", True)
+        change = deepspeed_config.nested(f"zero_optimization.{key}", True)
         with subtests.test(key):
             assert said in (refusal(fakes.offload("cpu_optimizer"), fakes.placement(), **change) or "")
             assert refusal(fakes.offload("cpu_optimizer"), CUDA, **change) is None
@@ -216,7 +216,7 @@ def test_what_a_configuration_requires_is_asked_of_the_placement(subtests: pytes
 def inactive(
     strategy: Configuration, on: Placement | None = None, of: Workload | None = None, **changes: Any
 ) -> list[str]:
-    config = complete(overrides.overlay(deepspeed_config.base_config(strategy, 4), changes))
+    config = complete(deepspeed_config.overlay(deepspeed_config.base_config(strategy, 4), changes))
     completed = replace(strategy, deepspeed_config=config)
     return validation.ineffective_settings(completed, of or fakes.workload(), on or fakes.placement())
 

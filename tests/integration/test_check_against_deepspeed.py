@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ds_bench.config import automatic_values, deepspeed_keys, lint, located_json, overrides
+from ds_bench.config import automatic_values, deepspeed_config, deepspeed_keys, lint, located_json
 from ds_bench.config.automatic_values import TrainingFacts
 from tests.support.deepspeed_starts import errors_at_start
 from tests.support.lint_cases import CASES, CLEAN
@@ -94,7 +94,7 @@ _TORCH_ADAM = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
 def test_deepspeed_stops_where_an_error_says_that_it_does_when_training_starts(tmp_path: Path) -> None:
     stopping = {}
     for rule, change in CASES:
-        config = overrides.overlay(CLEAN, change)
+        config = deepspeed_config.overlay(CLEAN, change)
         if any("when training starts" in finding.reason for finding in lint.check_config(config)):
             stopping[rule] = {**_TORCH_ADAM, **config}
     assert len(stopping) > 14

@@ -16,7 +16,7 @@ from ds_bench.analysis.flat_rows import flat_rows
 from ds_bench.analysis.summary import summarise
 from ds_bench.config import axis_rows
 from ds_bench.config.axes import RowFacts
-from ds_bench.config.overrides import overlay
+from ds_bench.config.deepspeed_config import overlay
 from ds_bench.config.spec import Configuration
 from ds_bench.errors import UsageError
 from ds_bench.prediction import memory, trial_predictions

@@ -22,7 +22,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from ds_bench.config import deepspeed_config, overrides
+from ds_bench.config import deepspeed_config
 from ds_bench.config.automatic_values import TrainingFacts
 from ds_bench.config.configuration_file_rows import FileRowMaker
 from ds_bench.config.configuration_files import read_configuration_file
@@ -59,7 +59,7 @@ def row(
     base = deepspeed_config.base_config(strategy, of.batch_size, of.grad_accum)
     if optimizer is not None:
         base = deepspeed_config.with_optimizer(base, optimizer)
-    base = overrides.overlay(base, changes or {})
+    base = deepspeed_config.overlay(base, changes or {})
     config = deepspeed_config.complete_config(base, of, on, torch_adam=torch_adam, largest_parameter=1000)
     strategy = replace(strategy, deepspeed_config=base)
     strategy = replace(strategy, deepspeed_config=base)

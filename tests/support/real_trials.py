@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_bench.config import deepspeed_config, overrides, strategies
+from ds_bench.config import deepspeed_config, strategies
 from ds_bench.config.spec import Configuration, Placement, Trial, Workload
 from ds_bench.launch import Limits
 from ds_bench.records.schema import TrialRecord
@@ -47,7 +47,7 @@ def make_trial(
     work = workload or Workload(
         model=f"faults:{fault}", model_source="factory", batch_size=2, seq_length=8, num_steps=num_steps, warmup_steps=1
     )
-    base = overrides.overlay(deepspeed_config.base_config(row, work.batch_size, work.grad_accum), changes or {})
+    base = deepspeed_config.overlay(deepspeed_config.base_config(row, work.batch_size, work.grad_accum), changes or {})
     config = deepspeed_config.complete_config(base, work, place, torch_adam=True, largest_parameter=largest_parameter)
     row = replace(row, deepspeed_config=base)
     return Trial(trial_id="t", repeat=0, configuration=row, workload=work, placement=place, ds_config=config)
