@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
-import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,8 +41,7 @@ from .prediction import trial_predictions
 from .prediction.model_profile import ModelProfile
 from .prediction.trial_predictions import MemoryCapacity, Unpredicted
 from .system.machine import Machine
-from .system.redaction import redacted_config
-from .units import format_duration, format_names
+from .units import format_names
 
 DEFAULT_SEQ_LENGTH = 512
 SHORTEST_SEQ_LENGTH = 16
@@ -163,8 +160,6 @@ class RunPlan:
     """
 
     plans: Sequence[Plan]
-    digest_of_all: str | None = None
-    """Of a shard the :attr:`digest` of the plan that it is a part of, which all its shards share; else None."""
     notes: Sequence[str] = ()
     """What a reader of the result must know."""
 
@@ -202,63 +197,11 @@ class RunPlan:
                     "these alone, and report reads all shards together"
                 )
         plans = [plan.with_rows(own) for plan, own in kept]
-        return replace(self, plans=plans, digest_of_all=self.digest, notes=notes)
-
-    @property
-    def digest(self) -> str:
-        """Hash of every row, with its workload and DeepSpeed configuration, and of the number of repeats.
-
-        Where it runs is left out, so that machines of one kind make the same.
-        """
-        facts = [
-            (
-                plan.options.repeats,
-                trial.point,
-                trial.configuration.name,
-                trial.workload,
-                redacted_config(trial.ds_config),
-            )
-            for plan in self.plans
-            for trial in plan.trials
-            # One trial of each row is enough: the number of repeats is part of the facts.
-            if trial.repeat == 0
-        ]
-        text = json.dumps(facts, sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return replace(self, plans=plans, notes=notes)
 
     def map(self, complete: Callable[[Plan], Plan]) -> RunPlan:
         """The run with every plan completed by a further fact."""
         return replace(self, plans=[complete(plan) for plan in self.plans])
-
-    def within(self, seconds: float, estimate: Callable[[Trial], float]) -> tuple[RunPlan, list[tuple[Plan, int]]]:
-        """The run without the rounds of points that are estimated to take too long together, and those rounds.
-
-        Earlier rounds come first, and a point that does not fit makes room for later ones that do. A round is kept or
-        left out whole, since rows of one point are compared with each other. Raises UsageError if nothing fits.
-        """
-        rounds: dict[tuple[int, int], list[Trial]] = {}
-        for index, trial in _in_rounds(self.plans):
-            rounds.setdefault((index, trial.repeat), []).append(trial)
-        costs = {key: sum(map(estimate, trials)) for key, trials in rounds.items()}
-        kept: dict[tuple[int, int], list[Trial]] = {}
-        left = seconds
-        # Later rounds of a point are kept only with the earlier ones, so that its repeats have no gap.
-        for (index, number), cost in costs.items():
-            if cost <= left and (number == 0 or (index, number - 1) in kept):
-                kept[index, number] = rounds[index, number]
-                left -= cost
-        if not kept:
-            raise UsageError(
-                f"--budget: {format_duration(seconds)} is less than the cheapest point is estimated to take",
-                remedy=f"give {(least := math.ceil(min(costs.values()) / 60))} minute{'s'[: least > 1]} or more",
-            )
-        trials = [
-            [trial for key, own in kept.items() if key[0] == index for trial in own] for index in range(len(self.plans))
-        ]
-        plans = [replace(plan, trials=own) for plan, own in zip(self.plans, trials, strict=True) if own]
-        return replace(self, plans=plans), [
-            (self.plans[index], number) for index, number in rounds if (index, number) not in kept
-        ]
 
     @property
     def options(self) -> Options:
@@ -349,7 +292,7 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
         if options.data is not None:
             options = replace(options, token_file=find_tokens(options.data, options.data_dtype))
         plans.append(_plan_of_point(options, own_rows, lines, model, on, make_config, variables))
-    # A shard is taken of the whole plan: all shards share its digest and its numbers of trials.
+    # A shard is taken of the whole plan, so that all shards share its numbers of trials.
     whole = RunPlan.of(plans)
     return whole if first.shard is None else whole.part(first.shard)
 

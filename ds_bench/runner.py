@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,9 @@ from . import __version__, size_search
 from .analysis import flops, provenance
 from .analysis.flat_rows import flat_rows
 from .analysis.summary import TrialSummary, summarise
-from .analysis.time_estimate import estimate_trial_seconds
 from .config.deepspeed_config import MakeConfig
 from .config.options import Options
-from .config.spec import Trial
+from .config.spec import Trial, point_text
 from .doctor import checkpoint_folder, nvme
 from .doctor import checks as doctor
 from .doctor import hosts as host_checks
@@ -51,6 +50,7 @@ from .system import device_locks, files, invocation, signals, terminal
 from .system.environment import Environment
 from .system.machine import Machine, read_machine
 from .system.optional_packages import require_installed, require_packages
+from .units import format_items, format_names
 
 OK, NONE_SUCCEEDED, INTERRUPTED_CODE = 0, 1, 130
 _FIELDS_SET_BY_SEARCH = ("batch_size", "batch_policy", "seq_length", "seq_policy")
@@ -91,7 +91,7 @@ def run_comparison(
                 if options.dry_run and options.inspection.checkpoint:
                     checkpoint_folder.require_folder(options.inspection.checkpoint_path, plan.trials)
             print_nsys_command(plan, arguments)
-            # A recipe's dry run goes on: its table shows predicted memory and estimated time.
+            # A recipe's dry run goes on: its table shows predicted memory.
             if options.dry_run and recipe is None:
                 return print_dry_run(plan)
             # Shared memory that killed runs left is freed before the checks look at the memory that is free.
@@ -101,7 +101,7 @@ def run_comparison(
                     hosts, machine = stack.enter_context(connected_hosts(plan, machine))
                     plan = with_predictions(plan, machine)
                     if recipe is not None:
-                        plan = settle_plan(plan, machine)
+                        print_plan(plan)
                     if options.dry_run:
                         _check_room_for_checkpoints(plan)
                         return print_dry_run(plan) if options.verbose else OK
@@ -289,39 +289,12 @@ def with_predictions(plan: RunPlan, machine: Machine) -> RunPlan:
     return plan.map(predict)
 
 
-def settle_plan(plan: RunPlan, machine: Machine) -> RunPlan:
-    """Prints the plan of a sweep with its estimates, on ``--dry-run`` that of any recipe.
-
-    Returns what the budget leaves of it.
-    """
-    options, environment = plan.options, machine.environment
-    gpu_name = environment.gpus[0].name if environment.gpus else None
-    # A quota holds whatever the number of cores; hardware threads of one core do not add up to two cores.
-    cores = environment.cpu_quota_cores or environment.physical_cores or environment.logical_cores or 1
-    models = {each.model.name: each.model.facts for each in plan.plans}
-    finished: set[str] = set()
-    if options.resume is not None:
-        finished = {record.trial.key for record in RunFolder.open(options.resume).records() if record.outcome.success}
-
-    def estimate(trial: Trial) -> float:
-        # What --resume does not repeat takes nothing of the budget.
-        if finished and trial.key in finished:
-            return 0.0
-        return estimate_trial_seconds(trial, models.get(trial.workload.model), gpu_name, cores)
-
-    lines = []
-    if options.dry_run:
-        lines = run_plan.plan_lines(plan, estimate, most=1000)
-    elif len(plan.plans) > 1 and not options.quiet:
-        lines = run_plan.plan_lines(plan, estimate, most=20)
-    if options.budget is not None:
-        plan, left_out = plan.within(options.budget * 60, estimate)
-        if left_out:
-            lines.append(run_plan.left_out_line(left_out, options.budget))
-            lines.append(f"with what is left: {run_plan.count_line(plan, estimate)}")
-    for line in lines:
-        terminal.print_text(line, sys.stdout if options.dry_run else sys.stderr)
-    return plan
+def print_plan(plan: RunPlan) -> None:
+    """Prints the plan of a sweep, on ``--dry-run`` that of any recipe."""
+    if plan.options.dry_run:
+        terminal.print_text("\n".join(run_plan.plan_lines(plan, most=1000)))
+    elif len(plan.plans) > 1 and not plan.options.quiet:
+        terminal.print_text("\n".join(run_plan.plan_lines(plan, most=20)), sys.stderr)
 
 
 def model_profile(plan: Plan) -> ModelProfile | trial_predictions.Unpredicted:
@@ -463,11 +436,16 @@ def _run_plan(
 
 
 def _until_budget_is_used(remaining: list[Trial], minutes: float | None, say: Callable[[str], None]) -> Iterator[Trial]:
-    """Take the trials off the list in order until the budget is used up; trials may take longer than estimated."""
+    """Take the trials off the list in order until they have taken so many minutes; the rest is listed."""
     begun = time.monotonic()
     while remaining:
         if minutes is not None and time.monotonic() - begun > minutes * 60:
-            say(f"--budget {minutes:g} is used up: {len(remaining)} trials are left for --resume RUN_DIR")
+            rows = dict.fromkeys(
+                " at ".join(filter(None, [each.configuration.label, point_text(each.point)])) for each in remaining
+            )
+            left = format_items(len(remaining), "trial")
+            say(f"--budget {minutes:g} is used up; --resume RUN_DIR runs the {left} left:")
+            say(f"  {format_names(rows, 10, '; ')}")
             return
         yield remaining.pop(0)
 
@@ -522,19 +500,13 @@ def _save_run(
         "arguments": list(request.arguments),
         "folder": str(Path.cwd()) if plan.options.resume is None else store.load_run().folder,
         **({} if request.recipe is None else {"recipe": request.recipe}),
-        **({} if plan.digest_of_all is None else {"shard": _shard_values(plan)}),
+        **({} if (shard := plan.options.shard) is None else {"shard": asdict(shard)}),
         "environment": machine.environment.to_dict(),
         "notes": list(notes),
         "trials": [{"key": trial.key, **trial.to_dict()} for trial in trials],
     }
     store.save_run(values)
     return values
-
-
-def _shard_values(plan: RunPlan) -> dict[str, Any]:
-    """What run.json keeps of a shard. ``plan``: what all shards of one plan share, and those of another do not."""
-    assert plan.options.shard is not None, "a part of a plan has its number"
-    return {"number": plan.options.shard.number, "count": plan.options.shard.count, "plan": plan.digest_of_all}
 
 
 class ResultBuilder:

@@ -17,7 +17,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..config.shard import ShardOfPlan
 from ..errors import UsageError
 from ..models.presets import find_preset
 from ..records import json_files, reader
@@ -56,10 +55,6 @@ class Result:
     """Notes of the run, then those of reading it."""
     recipe: Mapping[str, Any] = field(default_factory=dict)
     """See ``reader.RunInfo``."""
-    shard: ShardOfPlan | None = None
-    """The part of a plan that this is a result of; None for a whole plan, and where its files do not tell."""
-    trials_left: int = 0
-    """Trials that were planned and have no record, or were interrupted."""
 
 
 class NoTrialsError(UsageError):
@@ -207,8 +202,6 @@ def _load_records(source: Path, run_info: RunInfo, file: Path, notes: list[str])
         arguments=run_info.arguments,
         notes=(*run_info.notes, *_limit_notes(notes)),
         recipe=run_info.recipe,
-        shard=run_info.shard,
-        trials_left=reader.count_trials_left(run_info.trials, records),
     )
 
 

@@ -57,21 +57,6 @@ def resume_command(options: Options, folder: Path) -> str:
     return invocation.comparison(options.family, ["--resume", str(folder), *again])
 
 
-def arguments_without(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """The arguments without these flags and their values, each of which has one."""
-    kept, is_value = [], False
-    # What follows -- are no flags.
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    for word in arguments[:end]:
-        name, separator, _ = word.partition("=")
-        is_flag = not is_value and name in flags
-        if not is_flag and not is_value:
-            kept.append(word)
-        # --flag VALUE: the next word belongs to it; --flag=VALUE is one word.
-        is_value = is_flag and not separator
-    return [*kept, *arguments[end:]]
-
-
 def machine(environment: Environment) -> dict[str, str]:
     """Facts of the machine that a reader needs to judge figures, by label, in reading order, without unknown ones.
 

@@ -333,7 +333,7 @@ def _add_recipe_run(parser: argparse.ArgumentParser) -> None:
         "--budget",
         type=positive_float,
         metavar="MINUTES",
-        help="leave out points and repeats that are estimated not to fit in so many minutes, and say which",
+        help="begin no further trial after so many minutes, and list what --resume runs",
     )
     add("--yes", action="store_true", help="plan a sweep of more than 10,000 trials")
     add_flags_over_recipe(parser)

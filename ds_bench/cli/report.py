@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..analysis import load_results, merge_results, provenance, shards
+from ..analysis import load_results, merge_results, provenance
 from ..analysis.comparison import ComparisonRow, rows_called
 from ..analysis.flat_rows import flat_rows
 from ..analysis.merge_results import ResultGroup
@@ -141,13 +141,10 @@ def build_reports(
     """One report per workload and machine; repeats from several files are pooled. Raises UsageError.
 
     If ``relative_to`` or ``goal`` is None, it is that of the run itself; of several runs, that of the first known.
-    ``tell``: called with each line on what is missing of the results, which are notes of every report too.
+    ``tell``: called with each note on a result that is left out; every report has these notes too.
     """
-    results, left_out = _load_all(paths)
-    # Ordered before they are merged, because rows stand in the order in which they are read.
-    results = shards.in_order_of_shards(results)
-    groups = shards.in_order_of_plan(merge_results.merge(results), results)
-    notes = [*shards.missing_shards(results), *left_out]
+    results, notes = _load_all(paths)
+    groups = merge_results.merge(results)
     for line in notes:
         tell(line)
     nowhere = relative_to is not None and not any(_has_row(group.summaries, relative_to) for group in groups)

@@ -17,7 +17,6 @@ from ..config.deepspeed_keys import top_level_keys
 from ..config.options import FLAGS, Options
 from ..config.recipe import PATHS, Recipe, Values, check_recipe, config_maker, options_of, yaml_text
 from ..config.recipe_file import Data, RecipeText
-from ..config.shard import Shard
 from ..errors import DsBenchError, UsageError
 from ..records.run_folder import RunFolder
 from ..system import invocation, terminal
@@ -167,7 +166,7 @@ def _recipe_text(values: argparse.Namespace) -> tuple[RecipeText, Sequence[str]]
     earlier = RunFolder.open(values.resume).load_run()
     # A resumed shard stays that shard, unless a flag names one: otherwise it would run the trials of all others too.
     if earlier.shard is not None and not hasattr(values, "shard"):
-        values.shard = Shard(number=earlier.shard.number, count=earlier.shard.count)
+        values.shard = earlier.shard
     stored, flags = earlier.recipe, earlier.arguments
     if not isinstance(stored.get("values"), dict):
         raise UsageError(f"--resume {values.resume} is of a script", remedy="use the script that started it")

@@ -572,7 +572,7 @@ class Options:
     auto_seq: bool = False
     """Run each row at the longest sequence that trains."""
     budget: float | None = None
-    """Minutes that the trials may take, by the estimate of the plan; None without a limit."""
+    """Minutes after which no further trial begins; None without a limit."""
     point: tuple[tuple[str, Any], ...] = ()
     """Key paths of a recipe and their values at this point of its sweep; empty without a sweep."""
     files: tuple[ConfigurationFile, ...] | None = None

@@ -46,14 +46,6 @@ class Shard:
         return f"_shard{self.number:0{len(str(self.count))}d}of{self.count}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardOfPlan(Shard):
-    """A shard as a result holds it."""
-
-    plan: str
-    """What all shards of one plan have in common, and those of another plan do not."""
-
-
 def rows_of_shard(rows_per_point: Sequence[int], shard: Shard) -> list[range]:
     """The indices of the rows of each point that a shard runs; an empty range for a point that it leaves out.
 

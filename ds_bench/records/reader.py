@@ -15,13 +15,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from ..config.shard import ShardOfPlan
+from ..config.shard import Shard
 from ..config.spec import Placement, Trial
 from ..errors import UsageError
 from ..system.environment import Environment
 from . import json_files
 from .json_files import InvalidJsonError, InvalidValueError
-from .schema import INTERRUPTED, SCHEMA_VERSION, RankMeasurement, TrialRecord
+from .schema import SCHEMA_VERSION, RankMeasurement, TrialRecord
 
 Kind = Literal["record", "run"]
 Migration = Callable[[Kind, dict[str, Any]], dict[str, Any]]
@@ -76,7 +76,7 @@ class RunInfo:
     """As planned, in order."""
     recipe: Mapping[str, Any] = field(default_factory=dict)
     """``values``: the sections of the recipe that was run; empty for a script's run."""
-    shard: ShardOfPlan | None = None
+    shard: Shard | None = None
     """None for a run of a whole plan."""
     schema_version: int = SCHEMA_VERSION
 
@@ -189,15 +189,6 @@ def read_records(path: Path, planned: Sequence[Trial], notes: list[str]) -> tupl
         notes.append(f"{missing} of the {len(planned)} planned trials have no record: the run did not end")
     # Last come trials that were not planned: all of them, where run.json is missing.
     return (*ordered, *latest.values())
-
-
-def count_trials_left(planned: Sequence[Trial], records: Sequence[TrialRecord]) -> int:
-    """Number of planned trials without a record, or with one that was interrupted.
-
-    ``records``: of these trials, as :func:`read_records` read them: both have their equal parts in common since then.
-    """
-    ended = {_identity(record.trial) for record in records if record.outcome.status != INTERRUPTED}
-    return len(set(map(_identity, planned)) - ended)
 
 
 def parse_record(line: bytes, where: str, unknown_keys: dict[str, None]) -> TrialRecord:

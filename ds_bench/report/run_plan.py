@@ -1,22 +1,17 @@
-"""The plan of a run before it starts: how many trials, which memory is predicted, and about how long it will take."""
+"""The plan of a run before it starts: how many trials, and the memory that is predicted for them."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 
 from ..config.spec import Trial
 from ..planner import Plan, RunPlan
 from ..prediction.memory import DOES_NOT_FIT, UNKNOWN
 from ..prediction.trial_predictions import stored_prediction
 from ..system.terminal import aligned_lines
-from ..units import format_bytes, format_duration, format_items, format_names
-
-Estimate = Callable[[Trial], float]
-"""Seconds that a trial is estimated to take."""
+from ..units import format_bytes
 
 
-def count_line(plan: RunPlan, estimate: Estimate) -> str:
-    """``4 points × 3 rows × 2 runs = 24 trials, about 6 min (a rough estimate)``."""
+def count_line(plan: RunPlan) -> str:
+    """``4 points × 3 rows × 2 runs = 24 trials``."""
     trials, runs, points = plan.trials, plan.options.repeats, len(plan.plans)
     rows = {len(each.configurations) for each in plan.plans}
     count, most = f"{len(trials):,} trial{'s' if len(trials) != 1 else ''}", max(rows)
@@ -26,21 +21,21 @@ def count_line(plan: RunPlan, estimate: Estimate) -> str:
         count = " × ".join(named) + f" = {count}" if len(named) > 1 else count
     idle = sum(trial.not_launched for trial in trials)
     idle_text = f", {idle:,} of them predicted not to fit or unsupported" if idle else ""
-    return f"{count}{idle_text}, about {format_duration(sum(map(estimate, trials)))} (a rough estimate)"
+    return f"{count}{idle_text}"
 
 
-def plan_lines(plan: RunPlan, estimate: Estimate, most: int) -> list[str]:
+def plan_lines(plan: RunPlan, most: int) -> list[str]:
     """The plan as a table: of a sweep a line for each point, else for each row; ``most`` lines, and how many more."""
     if len(plan.plans) > 1:
-        heads = ["Point", "trials", _memory_name(plan), "fit", "time"]
-        cells = [_point_cells(each, estimate) for each in plan.plans[:most]]
+        heads = ["Point", "trials", _memory_name(plan), "fit"]
+        cells = [_point_cells(each) for each in plan.plans[:most]]
         more = len(plan.plans) - len(cells)
     else:
-        heads = ["Configuration", "trials", _memory_name(plan), "fits", "time"]
-        cells = [_row_cells(plan.plans[0], name, estimate) for name in _row_names(plan.plans[0])[:most]]
+        heads = ["Configuration", "trials", _memory_name(plan), "fits"]
+        cells = [_row_cells(plan.plans[0], name) for name in _row_names(plan.plans[0])[:most]]
         more = len(_row_names(plan.plans[0])) - len(cells)
     left = [f"and {more:,} more"] if more else []
-    return [count_line(plan, estimate), "", *aligned_lines([heads, *cells]), *left]
+    return [count_line(plan), "", *aligned_lines([heads, *cells]), *left]
 
 
 def _memory_name(plan: RunPlan) -> str:
@@ -51,7 +46,7 @@ def _row_names(plan: Plan) -> list[str]:
     return list(dict.fromkeys(trial.configuration.name for trial in plan.trials))
 
 
-def _point_cells(plan: Plan, estimate: Estimate) -> list[str]:
+def _point_cells(plan: Plan) -> list[str]:
     sizes = [size for trial in plan.trials if (size := _predicted_bytes(trial)) is not None]
     memory = "" if not sizes else format_bytes(min(sizes))
     if sizes and max(sizes) > min(sizes):
@@ -59,19 +54,16 @@ def _point_cells(plan: Plan, estimate: Estimate) -> list[str]:
     verdicts = {trial.configuration.name: _fit_text(plan, trial) for trial in plan.trials}
     fitting, unknown = (list(verdicts.values()).count(text) for text in ("yes", "?"))
     fits = f"{fitting} of {len(verdicts)}" + (f", {unknown} ?" if unknown else "")
-    seconds = format_duration(sum(map(estimate, plan.trials)))
-    name = plan.options.point_text
-    return [name, str(len(plan.trials)), memory, fits, seconds]
+    return [plan.options.point_text, str(len(plan.trials)), memory, fits]
 
 
-def _row_cells(plan: Plan, name: str, estimate: Estimate) -> list[str]:
+def _row_cells(plan: Plan, name: str) -> list[str]:
     trials = [trial for trial in plan.trials if trial.configuration.name == name]
     first = trials[0]
     fits = "unsupported" if first.unsupported else _fit_text(plan, first)
     prediction = stored_prediction(first)
     least = "≥ " if prediction is not None and prediction.unknown else ""
-    seconds = format_duration(sum(map(estimate, trials)))
-    return [first.configuration.label, str(len(trials)), least + format_bytes(_predicted_bytes(first)), fits, seconds]
+    return [first.configuration.label, str(len(trials)), least + format_bytes(_predicted_bytes(first)), fits]
 
 
 def _predicted_bytes(trial: Trial) -> int | None:
@@ -91,20 +83,3 @@ def _fit_text(plan: Plan, trial: Trial) -> str:
         return "?"
     verdict = prediction.verdict(plan.memory.gpu_bytes, plan.memory.host_bytes)
     return {DOES_NOT_FIT: "no", UNKNOWN: "?"}.get(verdict, "yes")
-
-
-def left_out_line(left_out: Sequence[tuple[Plan, int]], minutes: float) -> str:
-    """Which rounds of which points a budget leaves out. ``left_out``: pairs of a point and the number of a round."""
-    # Without its first round, number 0, nothing of a point is run.
-    whole = [plan for plan, number in left_out if number == 0]
-    later = {plan.options.point_text for plan, number in left_out if number > 0} - {
-        plan.options.point_text for plan in whole
-    }
-    parts = []
-    if whole:
-        names = [plan.options.point_text for plan in whole]
-        parts.append(f"{format_items(len(names), 'point')} ({format_names(names, 5, '; ')})")
-    if later:
-        rounds = sum(1 for plan, number in left_out if number > 0 and plan not in whole)
-        parts.append(f"{rounds} repeats of {format_items(len(later), 'point')}")
-    return f"--budget {minutes:g} leaves out {' and '.join(parts)}; --resume RUN_DIR runs them later"

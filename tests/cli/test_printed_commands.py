@@ -27,7 +27,6 @@ PACKAGE = ROOT / "ds_bench"
 COVERED = {
     "analysis/caveats.py command ops": "test_commands_of_a_crashed_row",
     "analysis/provenance.py comparison": "test_commands_after_a_run, test_command_that_decides_a_provisional_answer",
-    "analysis/shards.py comparison": "test_commands_for_missing_and_unfinished_shards",
     "cli/advice.py command models": "test_commands_in_errors",
     "cli/check.py command models": "test_commands_in_errors",
     "cli/commands.py program": "test_commands_in_errors",
@@ -236,25 +235,6 @@ def test_command_that_decides_a_provisional_answer(
     for command in {ended["try_next"], report.recommendation.try_next or ""}:
         assert command.endswith(" --repeats 3")
         run_line(command, "--dry-run")
-
-
-def test_commands_for_missing_and_unfinished_shards(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    recipe = "model: {name: tiny}\ntraining: {seq_len: [16, 32]}"
-    assert run(recipe, "--shard", "1/2", script=FakeLauncher("Success", "Interrupted")) == 130
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    for folder in (tmp_path, elsewhere):
-        monkeypatch.chdir(folder)
-        capsys.readouterr()
-        assert commands.main(["report", *map(str, (tmp_path / "out" / "runs").iterdir())]) == 0
-        out = "".join(capsys.readouterr())
-        (missing,) = re.findall(r"is missing: (.*)$", out, re.MULTILINE)
-        (left,) = re.findall(r"trials left: (.*)$", out, re.MULTILINE)
-        run_line(missing, "--dry-run")
-        run_line(left, "--dry-run")
 
 
 def test_command_that_gives_a_recipe_again(

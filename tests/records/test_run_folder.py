@@ -411,7 +411,7 @@ def test_a_run_of_a_newer_version_is_refused_and_says_to_upgrade(run: RunFolder)
         ('{"schema_version": "one"}', "schema_version is missing or no version"),
         ('{"schema_version": null}', "schema_version is missing or no version"),
         ('{"schema_version": 4, "arguments": [5]}', "arguments[0] is 5"),
-        ('{"schema_version": 4, "shard": {"number": 1, "count": 2}}', "shard.plan is missing"),
+        ('{"schema_version": 4, "shard": {"number": 1}}', "shard.count is missing"),
     ],
 )
 def test_a_damaged_run_is_refused_in_one_line_with_the_reason(run: RunFolder, text: str, reason: str) -> None:
