@@ -31,6 +31,7 @@ from .scratch import temporary_folder
 from .trial import Leader, run_trial
 
 _PRELOAD = "ds_bench.worker.preload"
+_LEADER = "ds_bench.launch.leader"
 _RANK = "ds_bench.worker.rank"
 _MAX_STARTS = 3
 """How often a trial is started where the server dies before the trial has begun."""
@@ -78,7 +79,7 @@ class WarmLauncher:
 
     def _probe_server(self, timeout_seconds: float) -> str | None:
         _ensure_tracker()
-        self._context.set_forkserver_preload([_PRELOAD])
+        self._context.set_forkserver_preload([__name__, _LEADER, _PRELOAD])
         result_file = Path(temporary_folder()) / "probe.json"
         # An earlier server's answer says nothing of this one.
         result_file.unlink(missing_ok=True)

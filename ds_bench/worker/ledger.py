@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 from .reference_engines import ReferenceEngine
 
 Ledger = dict[str, dict[str, int]]
+_SETTLE_SECONDS = 0.01
 _GRADIENT_NAMES = (
     "averaged_gradients",
     "grad_partitions_flat_buffer",
@@ -108,6 +110,8 @@ def count_storages(engine: Any, *, others: bool = True) -> StorageCounter:
     for category, tensors in held:
         count.claim(category, tensors)
     if others:
+        # A thread that has run a collective lets go of its tensors when it next gets the interpreter's lock.
+        time.sleep(_SETTLE_SECONDS)
         # Not isinstance, which asks each object for its class: that runs code of proxies and lazy modules.
         count.claim("other", (item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)))
     return count

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -30,6 +33,33 @@ def test_the_peak_of_two_ledgers_is_taken_cell_by_cell() -> None:
         "cpu": {"a": 3, "b": 5},
         "gpu": {"c": 2},
     }
+
+
+def test_a_tensor_that_a_thread_is_about_to_drop_is_not_counted() -> None:
+    """gloo's threads drop a collective's tensors only once they get the interpreter's lock."""
+    held, may_drop = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        tensor = torch.zeros(1_000_000)
+        held.set()
+        may_drop.wait()
+        del tensor
+
+    module = torch.nn.Linear(2, 2)
+    engine = SimpleNamespace(module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # no other thread runs unless this one waits
+    try:
+        may_drop.set()
+        count = ledger.count_storages(engine)
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
+    assert count.ledger["cpu"]["parameters"] == 24
+    assert count.ledger["cpu"].get("other", 0) < 1_000_000
 
 
 def test_swap_files_are_counted_by_rank_and_category(tmp_path: Path) -> None:
