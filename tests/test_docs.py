@@ -72,7 +72,6 @@ EXAMPLES = {
     "Host memory by phase": "zero_comparison_20261122_160058.json",
     "ZeRO-3 + NVMe": "parts_of_a_step.txt",
     "ZeRO-1: torch": "profiles.txt",
-    "ZeRO-1: comms": "profiles.txt",
     '{"step"': "zero1_steps.jsonl",
 }
 """How a measured example of docs begins → the committed file that it shows."""

@@ -301,8 +301,7 @@ class Options:
         Value(str, (), choices=PROFILES, many=True),
         Key("profiling.profiles", "Profilers, in order, each with steps of its own."),
         Flag(
-            "torch: trace and table of operators; memory: what allocates it; nsys: a window for Nsight Systems; "
-            "flops, comms: DeepSpeed's profilers of operations and of communication",
+            "torch: trace and table of operators; memory: what allocates it; nsys: a window for Nsight Systems",
             name="--profile",
         ),
     )
