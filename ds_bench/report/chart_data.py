@@ -1,13 +1,10 @@
-"""The charts of a comparison before they are drawn: values, text alternatives and tables of numbers.
-
-``charts`` draws them, for the page and for files. Values are in the unit that the axis names.
-"""
+"""The charts of a comparison as values: what is drawn, in the unit that the axis names. ``charts`` draws them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from ..analysis.comparison import Comparison, ComparisonRow
@@ -22,11 +19,9 @@ from ..units import BYTES_PER_GB, MISSING, format_significant, to_gb, to_ms
 MAX_OVERLAID_ROWS = 8
 """More lines in one chart cannot be distinguished."""
 MAX_BARS = 40
-"""More bars in one chart cannot be read."""
 MAX_POINTS = 300
-"""Points per line; of more, the extremes of each section are drawn."""
+"""Points per line; longer lines keep the extremes of each section."""
 MAX_ROWS_IN_ALT_TEXT = 12
-"""Further rows are only in the table of numbers."""
 CATEGORIES = ("parameters", "gradients", "optimizer_states", "deepspeed_buffers", "activations", "other")
 
 _TIERS: Mapping[Tier, tuple[str, str]] = {
@@ -41,35 +36,25 @@ class Chart:
     """The fields of every chart."""
 
     name: str
-    """``throughput``: the stem of its files and part of its ids."""
+    """Stem of its files, such as ``throughput``."""
     title: str
     axis: str
     """Quantity and unit: of the horizontal axis in bars and stacks, of the vertical one otherwise."""
     note: str = ""
-    """How to read it, and what was left out and why."""
+    """How to read it, and which rows are left out."""
 
     @property
-    def headings(self) -> tuple[str, ...]:
-        """The headings of the table of numbers."""
-        raise NotImplementedError
-
-    @property
-    def table(self) -> tuple[tuple[str, ...], ...]:
-        """The numbers drawn, one row per configuration."""
+    def values(self) -> Sequence[tuple[str, str]]:
+        """Label and value of each row drawn."""
         raise NotImplementedError
 
     @property
     def alt_text(self) -> str:
-        """The text alternative: the numbers of each row in words."""
-        rows, sentences = self.table, []
-        for label, *cells in rows[:MAX_ROWS_IN_ALT_TEXT]:
-            pairs = zip(self.headings[1:], cells, strict=True)
-            sentences.append(
-                f"{label}: {', '.join(f'{heading} {cell}' for heading, cell in pairs if cell != MISSING)}."
-            )
-        if more := len(rows) - len(sentences):
-            sentences.append(f"{more} further rows are in the table of numbers.")
-        return " ".join(sentences)
+        """The text alternative: title, axis and the value of each row."""
+        drawn = [" ".join(pair) for pair in self.values]
+        more = len(drawn) - MAX_ROWS_IN_ALT_TEXT
+        listed = [*drawn[:MAX_ROWS_IN_ALT_TEXT], *([f"{more} more rows"] if more > 0 else [])]
+        return f"{self.title}, {self.axis}: {'; '.join(listed)}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +66,7 @@ class Bar:
     interval: tuple[float, float] | None = None
     """95 % confidence interval of the geometric mean; None below three runs."""
     runs: tuple[float, ...] = ()
-    """Each successful run's mean."""
-    baseline: bool = False
+    """Mean of each successful run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,20 +76,8 @@ class BarChart(Chart):
     bars: tuple[Bar, ...]
 
     @property
-    def headings(self) -> tuple[str, ...]:
-        return ("Strategy", self.axis, "95 % interval", "runs")
-
-    @property
-    def table(self) -> tuple[tuple[str, ...], ...]:
-        return tuple(
-            (
-                bar.label,
-                format_value(bar.value),
-                " to ".join(map(format_value, bar.interval)) if bar.interval else MISSING,
-                str(len(bar.runs)),
-            )
-            for bar in self.bars
-        )
+    def values(self) -> Sequence[tuple[str, str]]:
+        return [(bar.label, format_value(bar.value)) for bar in self.bars]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,23 +86,20 @@ class Stack:
 
     label: str
     parts: tuple[float, ...]
+    """Empty if the row failed, so that only its request is drawn."""
     measured: float | None = None
-    """A measured total, to compare the stack with; None if not measured."""
+    """A measured total to compare with the stack; None if not measured."""
     predicted: float | None = None
     """The total predicted before the run; None without a prediction."""
     requested: float | None = None
-    """What a row that ran out of memory would have needed at least; None for other rows, and if not known."""
+    """Lower bound of what a row that ran out of memory needed; None for other rows, and if unknown."""
     value: str = ""
-    """The text at the right end of the row; empty for the total."""
+    """Text at the right end of the row."""
 
     @property
-    def total(self) -> float:
-        return sum(self.parts)
-
-    @property
-    def failed(self) -> bool:
-        """Whether the row was not measured, so that only what it asked for is drawn."""
-        return not self.parts
+    def largest(self) -> float:
+        """The largest number drawn, apart from the request."""
+        return max(sum(self.parts), self.measured or 0.0, self.predicted or 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,55 +108,45 @@ class StackChart(Chart):
 
     categories: tuple[str, ...]
     stacks: tuple[Stack, ...]
+    value_heading: str
+    """Heading of ``Stack.value`` in the table of numbers."""
     capacity: float | None = None
-    """Drawn as a line; None if not known or without meaning."""
+    """Drawn as a line; None if unknown or meaningless."""
     capacity_label: str = ""
-    value_heading: str = ""
-    """What ``Stack.value`` is, as a heading of the table of numbers; empty if it is no column of its own."""
 
     @property
-    def largest(self) -> float:
-        """The largest number drawn, apart from the capacity and from what failed rows asked for."""
-        return max(max(stack.total, stack.measured or 0.0, stack.predicted or 0.0) for stack in self.stacks)
+    def values(self) -> Sequence[tuple[str, str]]:
+        return [(stack.label, stack.value) for stack in self.stacks]
 
     @property
-    def capacity_is_drawn(self) -> bool:
-        """Whether the axis reaches the capacity: bars stay readable, or a row asked for more than it."""
-        asked = any(stack.requested is not None for stack in self.stacks)
-        return self.capacity is not None and (asked or self.largest >= 0.25 * self.capacity)
+    def table(self) -> list[list[str]]:
+        """The numbers drawn that no other table of the page has: headings, then one line per row."""
+        rows = [
+            [
+                stack.label,
+                *(map(format_value, stack.parts) if stack.parts else [MISSING] * len(self.categories)),
+                format_value(stack.predicted),
+                stack.value,
+            ]
+            for stack in self.stacks
+        ]
+        lines = [["Strategy", *self.categories, "predicted", self.value_heading], *rows]
+        predicted = any(stack.predicted is not None for stack in self.stacks)
+        return lines if predicted else [[*line[:-2], line[-1]] for line in lines]
 
     @property
     def end(self) -> float:
-        """The highest value of the axis. What failed rows asked for reaches at most twice as far as the rest."""
-        end = max(self.largest, self.capacity or 0.0) if self.capacity_is_drawn else self.largest
-        asked = max((stack.requested for stack in self.stacks if stack.requested is not None), default=0.0)
+        """Highest value of the axis.
+
+        The axis reaches the capacity if bars stay readable or a row asked for more memory than that. Requests extend
+        it to at most twice the rest.
+        """
+        end = max(stack.largest for stack in self.stacks)
+        requests = [stack.requested for stack in self.stacks if stack.requested is not None]
+        if self.capacity is not None and (requests or end >= 0.25 * self.capacity):
+            end = max(end, self.capacity)
+        asked = max(requests, default=0.0)
         return max(end, min(asked, 2 * end or asked))
-
-    @property
-    def _extra_columns(self) -> list[tuple[str, Callable[[Stack], str]]]:
-        """Headings and cells after the categories: those of which some row has a value."""
-        columns: list[tuple[str, Callable[[Stack], str]]] = [
-            (f"measured peak, {self.axis}", lambda stack: format_value(stack.measured)),
-            (f"predicted, {self.axis}", lambda stack: format_value(stack.predicted)),
-            ("out of memory", lambda stack: stack.value if stack.failed else MISSING),
-        ]
-        columns = [column for column in columns if any(column[1](stack) != MISSING for stack in self.stacks)]
-        return [*columns, *([(self.value_heading, lambda stack: stack.value)] if self.value_heading else [])]
-
-    @property
-    def headings(self) -> tuple[str, ...]:
-        return ("Strategy", *self.categories, *(heading for heading, _ in self._extra_columns))
-
-    @property
-    def table(self) -> tuple[tuple[str, ...], ...]:
-        return tuple(
-            (
-                stack.label,
-                *(map(format_value, stack.parts) if stack.parts else [MISSING] * len(self.categories)),
-                *(cell(stack) for _, cell in self._extra_columns),
-            )
-            for stack in self.stacks
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,19 +157,25 @@ class Line:
     points: tuple[tuple[float, float], ...]
     """(step, value), steps rising."""
     style: int
-    """Number of its colour, dash and marker, the same in every chart."""
+    """Number of its colour and marker, the same in every chart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineChart(Chart):
-    """Values over steps, rows overlaid."""
+    """Values over optimizer steps, rows overlaid."""
 
     lines: tuple[Line, ...]
     warmup: int = 0
     """Steps 1 to this one are warm-up and are shaded."""
-    horizontal: str = "optimizer step"
     min_span: float = 0.0
     """The axis spans at least this fraction of its highest value, so that small variations look small."""
+
+    @property
+    def values(self) -> Sequence[tuple[str, str]]:
+        return [
+            (line.label, f"{format_value(line.points[0][1])} to {format_value(line.points[-1][1])}")
+            for line in self.lines
+        ]
 
     @property
     def limits(self) -> tuple[float, float]:
@@ -218,31 +183,18 @@ class LineChart(Chart):
         values = [value for line in self.lines for _, value in line.points]
         measured = [value for line in self.lines for step, value in line.points if step > self.warmup] or values
         low, high = min(measured), max(measured)
-        # Above zero also where all values are equal, so that the axis has a length.
+        # The axis needs a length even if all values are equal.
         span = max(high - low, self.min_span * high, 1e-9 * abs(high), 1e-12)
         if min(values) >= low - 2 * span and max(values) <= high + 2 * span:
             low, high = min(values), max(values)
         extra = (max(high - low, span) - (high - low)) / 2 + 0.05 * span
-        # An axis of values that are not negative does not go below zero.
         return (max(0.0, low - extra) if low >= 0 else low - extra), high + extra
 
     @property
     def cut_off(self) -> str:
-        """How far warm-up is beyond the axis: ``up to 120.3``; empty if it is not."""
+        """How far warm-up is beyond the axis, such as ``, up to 120``; empty if it is not."""
         top = max(value for line in self.lines for _, value in line.points)
-        return f"up to {format_value(top)}" if top > self.limits[1] else ""
-
-    @property
-    def headings(self) -> tuple[str, ...]:
-        return ("Strategy", "first", "lowest", "highest", "last")
-
-    @property
-    def table(self) -> tuple[tuple[str, ...], ...]:
-        rows = []
-        for line in self.lines:
-            values = [value for _, value in line.points]
-            rows.append((line.label, *map(format_value, (values[0], min(values), max(values), values[-1]))))
-        return tuple(rows)
+        return f", up to {format_value(top)}" if top > self.limits[1] else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +212,7 @@ class Dot:
     """Disqualified or not comparable: shown, but not compared with others."""
     recommended: bool = False
     failed: str = ""
-    """How a row failed and what it asked for, ``OOM, ≥ 127``; empty for a row that was measured."""
+    """How a row failed and what it asked for, ``OOM, ≥ 127``; empty for a measured row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,39 +222,26 @@ class ScatterChart(Chart):
     horizontal: str
     """Quantity and unit of the horizontal axis."""
     dots: tuple[Dot, ...]
-    """Those whose label matters most first."""
     capacity: float | None = None
     capacity_label: str = ""
 
     @property
-    def front(self) -> tuple[Dot, ...]:
+    def values(self) -> Sequence[tuple[str, str]]:
+        return [(dot.label, dot.failed or f"{format_value(dot.y)} at {format_value(dot.x)} GB") for dot in self.dots]
+
+    @property
+    def front(self) -> list[Dot]:
         """Sorted by memory."""
-        return tuple(sorted((dot for dot in self.dots if dot.on_front), key=lambda dot: (dot.x, dot.y)))
+        return sorted((dot for dot in self.dots if dot.on_front), key=lambda dot: (dot.x, dot.y))
 
     @property
     def end(self) -> float:
-        """The highest value of the horizontal axis. Failed rows that asked for far more stand at its end."""
-        largest = max(dot.x for dot in self.dots if not dot.failed)
+        """Highest value of the horizontal axis. Failed rows that asked for far more stand at its end."""
+        end = max(dot.x for dot in self.dots if not dot.failed)
         asked = max((dot.x for dot in self.dots if dot.failed), default=0.0)
-        near = self.capacity is not None and (asked or largest >= 0.5 * self.capacity)
-        end = max(largest, self.capacity or 0.0) if near else largest
+        if self.capacity is not None and (asked or end >= 0.5 * self.capacity):
+            end = max(end, self.capacity)
         return max(end, min(asked, 1.5 * end))
-
-    @property
-    def headings(self) -> tuple[str, ...]:
-        return ("Strategy", self.horizontal, self.axis, "on the front")
-
-    @property
-    def table(self) -> tuple[tuple[str, ...], ...]:
-        return tuple(
-            (
-                dot.label,
-                dot.failed or format_value(dot.x),
-                MISSING if dot.failed else format_value(dot.y),
-                "yes" if dot.on_front else "no",
-            )
-            for dot in self.dots
-        )
 
 
 def format_value(value: float | None) -> str:
@@ -322,7 +261,7 @@ class Charts:
 def charts_of(comparison: Comparison, recommended: str | None = None) -> Charts:
     """Every chart that a comparison has numbers for, in reading order.
 
-    Rows that failed are only in charts of memory, at what they asked for. ``recommended``: key of the row to mark.
+    Rows that failed appear only in charts of memory, at what they asked for. ``recommended``: key of the row to mark.
     """
     rows = _Rows(comparison=comparison, recommended=recommended)
     on_gpus = any(row.gpu_peak_bytes is not None for row in comparison.rows)
@@ -338,23 +277,23 @@ def charts_of(comparison: Comparison, recommended: str | None = None) -> Charts:
     )
     charts = tuple(chart for chart in candidates if chart is not None)
     if not rows.measured:
-        sentence = "only what rows asked for is drawn" if charts else "there is nothing to draw"
+        sentence = "only the memory that rows asked for is drawn" if charts else "there is nothing to draw"
         return Charts(charts=charts, missing=(f"No row succeeded, so {sentence}.",))
     names = {chart.name for chart in charts}
-    has_ledger = any(chart is not None and "by category" in chart.title for chart in ledgers)
+    has_ledger = any(chart is not None and len(chart.categories) > 1 for chart in ledgers)
     sentences = {
-        "No throughput: no row has one.": "throughput" in names,
-        "No memory by category: these results hold no ledger.": has_ledger,
-        "No step times: these results hold no series of steps.": "steps" in names,
-        "No phases: these results hold none.": "phases" in names,
-        "No losses per step: these results hold none.": "losses" in names,
+        "No row has a throughput.": "throughput" in names,
+        "These results hold no memory by category.": has_ledger,
+        "These results hold no series of steps.": "steps" in names,
+        "These results hold no phases of a step.": "phases" in names,
+        "These results hold no losses per step.": "losses" in names,
     }
     return Charts(charts=charts, missing=tuple(sentence for sentence, drawn in sentences.items() if not drawn))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Rows:
-    """The rows of a comparison, with their labels, their styles and the choice of those to draw."""
+    """The rows of a comparison with their labels and styles, and which of them to draw."""
 
     comparison: Comparison
     recommended: str | None
@@ -370,19 +309,19 @@ class _Rows:
 
     @cached_property
     def styles(self) -> Mapping[str, int]:
-        """Numbers of colour, dash and marker, by the row's key, of the rows that overlays draw."""
+        """Numbers of colour and marker, by the row's key, of the rows that overlays draw."""
         return {row.key: style for style, row in enumerate(self.to_draw(self.measured, MAX_OVERLAID_ROWS))}
 
     def to_draw(self, rows: Sequence[ComparisonRow], limit: int = MAX_BARS) -> list[ComparisonRow]:
-        """The baseline, the recommended row and the fastest rows, ``limit`` in all, in order of appearance."""
+        """The recommended row, the baseline and the fastest rows, ``limit`` in all, in order of appearance."""
         keys = {row.key for row in sorted(rows, key=self.importance)[:limit]}
         return [row for row in rows if row.key in keys]
 
     def importance(self, row: ComparisonRow) -> tuple[bool, bool, float]:
-        """A key to sort rows by: the recommended row, the baseline, then the fastest."""
-        return row.key != self.recommended, not self.is_baseline(row), -(row.tokens_per_second or 0)
+        """Sort key: the recommended row, the baseline, then the fastest."""
+        return row.key != self.recommended, not self._is_baseline(row), -(row.tokens_per_second or 0)
 
-    def is_baseline(self, row: ComparisonRow) -> bool:
+    def _is_baseline(self, row: ComparisonRow) -> bool:
         return self.comparison.baseline is not None and row.key == self.comparison.baseline.key
 
     def label(self, row: ComparisonRow) -> str:
@@ -394,6 +333,9 @@ class _Rows:
         if row.differences:
             return f"{self.label(row)} (not comparable)"
         return self.label(row) if row.invalid_reason is None else f"{self.label(row)} (disqualified)"
+
+    def bar_label(self, row: ComparisonRow) -> str:
+        return self.label_with_status(row) + (" (baseline)" if self._is_baseline(row) else "")
 
     def note(self, text: str, rows: Sequence[object], drawn: Sequence[object]) -> str:
         """The text, and how many of the rows are drawn if not all are."""
@@ -423,18 +365,17 @@ def _throughput_chart(rows: _Rows) -> Chart | None:
     drawn = rows.to_draw(measured)
     bars = tuple(
         Bar(
-            label=rows.label_with_status(row),
+            label=rows.bar_label(row),
             value=row.tokens_per_second or 0.0,
             interval=row.interval,
             runs=tuple(run.tokens_per_second for run in row.successes if run.tokens_per_second is not None),
-            baseline=rows.is_baseline(row),
         )
         for row in drawn
     )
     if any(bar.interval for bar in bars):
-        note = "Bars are geometric means of the runs' means, whiskers their 95 % confidence intervals, dots the runs."
+        note = "Bars are geometric means over runs, whiskers their 95 % confidence intervals, dots the runs."
     elif any(len(bar.runs) > 1 for bar in bars):
-        note = "Bars are geometric means of the runs' means, dots the runs; an interval needs three runs (--repeats 3)."
+        note = "Bars are geometric means over runs, dots the runs; an interval needs three runs (--repeats 3)."
     else:
         note = "One run each, so there is no interval; --repeats 3 gives one."
     return BarChart(
@@ -442,44 +383,44 @@ def _throughput_chart(rows: _Rows) -> Chart | None:
     )
 
 
-def _ledger_chart(rows: _Rows, tier: Tier) -> Chart | None:
-    """Memory of one tier by category, beside the measured peak; the peak alone for rows without a ledger.
+def _ledger_chart(rows: _Rows, tier: Tier) -> StackChart | None:
+    """Memory of one tier by category, with the measured peak; only the peak for rows without a ledger.
 
-    None if no row took any of it, and none ran out of it.
+    None if no row used the tier and none ran out of it.
     """
-    comparison = rows.comparison
     drawn = rows.to_draw(rows.measured)
     keys = {row.key for row in (*drawn, *rows.failed)}
-    candidates = (_memory_stack(row, tier, rows) for row in comparison.rows if row.key in keys)
+    candidates = (_memory_stack(row, tier, rows) for row in rows.comparison.rows if row.key in keys)
     stacks = [stack for stack in candidates if stack is not None]
-    if all(stack.failed and stack.requested is None for stack in stacks):
+    if not any(stack.parts or stack.requested is not None for stack in stacks):
         return None
     heading, scope = _TIERS[tier]
-    categories = tuple(category.replace("_", " ").replace("deepspeed", "DeepSpeed") for category in CATEGORIES)
-    # Without a ledger only the last part, the rest of the peak, has bytes: it is then the peak itself.
+    categories = [category.replace("_", " ").replace("deepspeed", "DeepSpeed") for category in CATEGORIES]
+    # Without a ledger only the last part has bytes: it is then the peak itself.
     by_category = any(any(stack.parts[:-1]) for stack in stacks)
-    if not by_category:
-        stacks = [replace(stack, parts=stack.parts[-1:], measured=None) for stack in stacks]
-        note = f"Measured peak, {scope}."
-    elif any(stack.measured is not None for stack in stacks):
-        note = (
-            f"Bytes by category, {scope}, each category at its own largest, so a stack may be longer than the measured "
-            "peak; the rest of the peak is in no tensor that was found."
-        )
+    if by_category:
+        note = f"Bytes by category, {scope}, each category at its own maximum"
+        if any(stack.measured is not None for stack in stacks):
+            note += ", so a stack may exceed the measured peak; the rest of the peak is in no tensor that was found"
     else:
-        note = f"Bytes by category, {scope}, each category at its own largest."
-    if any(stack.failed for stack in stacks):
-        note += " Hatched: at least what a row that ran out of memory would have needed."
-    capacity, label = _capacity_gb(comparison, tier)
+        categories, note = [], f"Measured peak, {scope}"
+        stacks = [
+            Stack(label=s.label, parts=s.parts[-1:], predicted=s.predicted, requested=s.requested, value=s.value)
+            for s in stacks
+        ]
+    if any(not stack.parts for stack in stacks):
+        note += ". Hatched: lower bound for rows that ran out of memory"
+    capacity, label = _capacity_gb(rows.comparison, tier)
     return StackChart(
         name=f"ledger-{tier}",
         title=f"{heading} by category" if by_category else heading,
         axis="GB",
         categories=(*categories, "rest of the peak") if by_category else ("measured peak",),
         stacks=tuple(stacks),
+        value_heading="peak",
         capacity=capacity,
         capacity_label=label,
-        note=rows.note(note, rows.measured, drawn),
+        note=rows.note(f"{note}.", rows.measured, drawn),
     )
 
 
@@ -488,7 +429,7 @@ def _capacity_bytes(comparison: Comparison, tier: Tier) -> int | None:
 
 
 def _capacity_gb(comparison: Comparison, tier: Tier) -> tuple[float | None, str]:
-    """How much of a tier there is, and the label of the line at it; None for NVMe and if it is not known."""
+    """Capacity of a tier and the label of its line; None for NVMe and if unknown."""
     capacity = to_gb(_capacity_bytes(comparison, tier))
     return capacity, "" if capacity is None else f"{'card' if tier == 'gpu' else 'host'} {format_value(capacity)} GB"
 
@@ -506,7 +447,7 @@ def _memory_stack(row: ComparisonRow, tier: Tier, rows: _Rows) -> Stack | None:
     total = sum(bytes_by_category[category] for category in CATEGORIES)
     if not total and not peak:
         return None
-    # Categories, each at its own largest, may exceed the peak; the rest is then nothing.
+    # Categories, each at its own maximum, may exceed the peak; the rest is then nothing.
     parts = (*(bytes_by_category[category] for category in CATEGORIES), max(0, (peak or 0) - total))
     return Stack(
         label=label,
@@ -518,10 +459,10 @@ def _memory_stack(row: ComparisonRow, tier: Tier, rows: _Rows) -> Stack | None:
 
 
 def _predicted_bytes(record: TrialRecord, tier: Tier) -> int | None:
-    """The prediction that the measured bytes of a tier can be held against; None if there is none.
+    """The prediction comparable with the measured bytes of a tier; None without one.
 
-    On a GPU without what is assumed outside torch's allocator. On the CPU accelerator there is none: pages that nobody
-    touched are not resident (``prediction.trial_predictions``).
+    On a GPU without what is assumed outside torch's allocator. On the CPU accelerator there is none, because pages
+    that nobody touched are not resident (``prediction.trial_predictions``).
     """
     prediction = stored_prediction(record.trial)
     if prediction is None or prediction.unknown is not None:
@@ -533,9 +474,9 @@ def _predicted_bytes(record: TrialRecord, tier: Tier) -> int | None:
 
 
 def _request(row: ComparisonRow, tier: Tier, comparison: Comparison) -> tuple[float | None, str] | None:
-    """GB that a failed row would have needed at least, with a text; None if it did not run out of this tier's memory.
+    """GB that a failed row needed at least, with a text; None if it did not run out of this tier's memory.
 
-    What was in use when an allocation failed and that allocation, else the prediction; None GB if neither is known.
+    The bytes in use when an allocation failed plus that allocation, else the prediction; None GB if neither is known.
     """
     record, capacity = row.summaries[0].record, _capacity_bytes(comparison, tier)
     outcome, predicted = record.outcome, predicted_bytes(record, tier)
@@ -557,12 +498,11 @@ def _pareto_chart(rows: _Rows, memory: str) -> Chart | None:
     """``memory``: ``device`` or ``host``, that of the horizontal axis."""
     on_device, comparison = memory == "device", rows.comparison
     front = comparison.pareto_device if on_device else comparison.pareto_host
-    measured = []
-    # The front first, then by importance: the last labels to be placed may find no room.
-    for row in sorted(rows.measured, key=lambda row: (row.key not in front, rows.importance(row))):
+    dots = []
+    for row in sorted(rows.measured, key=rows.importance):
         peak_gb = to_gb(row.gpu_peak_bytes if on_device else row.host_peak_bytes)
         if peak_gb is not None and row.tokens_per_second is not None:
-            measured.append(
+            dots.append(
                 Dot(
                     label=rows.label_with_status(row),
                     x=peak_gb,
@@ -573,28 +513,26 @@ def _pareto_chart(rows: _Rows, memory: str) -> Chart | None:
                     recommended=row.key == rows.recommended,
                 )
             )
-    # One point has nothing to be held against.
-    if not front or len(measured) < 2:
+    if not front or len(dots) < 2:
         return None
-    failed = []
+    note = "Up and left is better; no row beats those on the line (filled) in both."
+    if any(dot.excluded for dot in dots):
+        note += " Crossed-out rows are disqualified or not comparable and take no part."
+    if any(dot.style is None for dot in dots):
+        note += " Rows without a label are in the table."
     for row in rows.failed:
         needed_gb, text = _request(row, "gpu" if on_device else "cpu", comparison) or (None, "")
         if needed_gb is not None:
-            failed.append(Dot(label=row.label, x=needed_gb, y=0.0, failed=text))
-    note = "Up and left is better; no row beats those on the line (filled) in both."
-    if any(dot.excluded for dot in measured):
-        note += " Crossed-out rows are disqualified or not comparable and take no part."
-    if any(dot.style is None for dot in measured):
-        note += " Rows without a label are in the table of numbers."
-    if failed:
-        note += " Hatched: rows that ran out of memory, at what they would have needed at least."
+            dots.append(Dot(label=row.label, x=needed_gb, y=0.0, failed=text))
+    if any(dot.failed for dot in dots):
+        note += " Crosses on the axis: rows that ran out of memory, at a lower bound of what they needed."
     capacity, label = _capacity_gb(comparison, "gpu" if on_device else "cpu")
     return ScatterChart(
         name=f"pareto-{memory}",
         title=f"Throughput against {memory} memory",
         axis="tokens/s",
         horizontal=f"peak {memory} memory, GB",
-        dots=(*sorted(measured, key=lambda dot: not dot.recommended), *failed),
+        dots=tuple(dots),
         capacity=capacity,
         capacity_label=label,
         note=note,
@@ -603,7 +541,10 @@ def _pareto_chart(rows: _Rows, memory: str) -> Chart | None:
 
 def _phase_chart(rows: _Rows) -> Chart | None:
     """The parts of a step as shares of their sum."""
-    parts_of_row = ((row, _parts_of_step(row)) for row in rows.measured)
+    # Of the run nearest to the row's mean that has any.
+    parts_of_row = (
+        (row, next(filter(None, (step_parts(run.record) for run in row.nearest_to_mean)), {})) for row in rows.measured
+    )
     measured = [(row, parts) for row, parts in parts_of_row if sum(parts.values())]
     if not measured:
         return None
@@ -613,7 +554,7 @@ def _phase_chart(rows: _Rows) -> Chart | None:
         Stack(
             label=rows.label(row),
             parts=tuple(100 * parts.get(name, 0.0) / sum(parts.values()) for name in names),
-            value=format_value(to_ms(sum(parts.values()))),
+            value=f"{format_value(to_ms(sum(parts.values())))} ms",
         )
         for row, parts in measured
         if row.key in drawn
@@ -624,21 +565,16 @@ def _phase_chart(rows: _Rows) -> Chart | None:
         others = any("communication" not in parts for _, parts in measured)
         note += "; in rows without it, it is in the phases." if others else "."
     if any(len(row.successes) > 1 for row, _ in measured):
-        note += " Of several runs the one nearest to the row's mean is shown."
+        note += " The run nearest to the row's mean is shown."
     return StackChart(
         name="phases",
         title="Phases of a step",
-        axis="% of the sum; at the right, the sum in ms",
+        axis="% of the sum",
         categories=tuple(names),
         stacks=stacks,
-        value_heading="sum, ms",
+        value_heading="sum",
         note=rows.note(note, measured, stacks),
     )
-
-
-def _parts_of_step(row: ComparisonRow) -> dict[str, float]:
-    """Seconds of each part of a step, of the run nearest to the row's mean that has any; empty if none has."""
-    return next(filter(None, (step_parts(run.record) for run in row.nearest_to_mean)), {})
 
 
 def _step_time_chart(rows: _Rows) -> Chart | None:
@@ -653,7 +589,7 @@ def _step_time_chart(rows: _Rows) -> Chart | None:
 
 
 def _loss_chart(rows: _Rows) -> Chart | None:
-    note = "Same seed and data in every row, so the lines should lie on each other."
+    note = "Seed and data are the same in every row, so the lines should coincide."
     return _line_chart("losses", "Losses", "loss", note, rows, lambda run: run.losses)
 
 

@@ -18,7 +18,7 @@ from ..records.schema import SUCCESS
 from ..system.optional_packages import require_installed
 from ..units import format_significant
 from . import charts, pass_table, plan_table, profile_text
-from .chart_data import Chart, charts_of
+from .chart_data import StackChart, charts_of
 from .comparison_report import ComparisonReport, Note
 from .memory_plan import MemoryPlan, answer_text
 from .row_details import detail_tables, row_texts
@@ -110,13 +110,6 @@ def _template_engine() -> Environment:
     )
 
 
-def _drawn(chart: Chart, uid: str) -> dict[str, Any]:
-    """The chart with its drawing, whose ids begin with ``uid``."""
-    from markupsafe import Markup
-
-    return {"chart": chart, "svg": Markup(charts.inline_svg(chart, f"{uid}-{chart.name}"))}
-
-
 def _status(row: ComparisonRow) -> str:
     return row_status(row, lambda status: f"{'✓' if status == SUCCESS else '✗'} {status}")
 
@@ -140,7 +133,8 @@ def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
         heading = {"throughput": "Speed", "pareto": "Speed", "ledger": "Memory"}.get(
             chart.name.partition("-")[0], "Steps"
         )
-        sections[heading].append(_drawn(chart, uid))
+        table = chart.table if isinstance(chart, StackChart) else []
+        sections[heading].append({"chart": chart, "source": charts.image_source(chart), "table": table})
     return {
         "uid": uid,
         "report": report,
