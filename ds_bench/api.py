@@ -97,10 +97,10 @@ class RunKeywords(TypedDict, total=False):
     hostfile: PathText | None
     include: str | None
     exclude: str | None
-    multi_node_launcher: str | None
+    host_command: str | None
+    env: str | Sequence[str]
     master_addr: str | None
     master_port: int | None
-    launcher_args: str | None
     nvme_path: PathText | None
     cpu_memory_limit: float | Sequence[float] | None
     gpu_memory_limit: float | Sequence[float] | None

@@ -3,7 +3,7 @@
 #
 #   scripts/install_system_packages.sh base    a C++ compiler, Python's headers and its venv module
 #   scripts/install_system_packages.sh test    libaio's headers (NVMe rows), Chromium and its driver (the HTML report),
-#                                              iproute2, ssh, pdsh, Open MPI and Slurm (runs on several hosts)
+#                                              iproute2, ssh and Slurm (runs on several hosts)
 #
 # It installs where it may: as root, with apt-get. Elsewhere one line says what to install. Without the packages of
 # `test` the tests that need them are skipped. Exit code: 1 where a package of `base` is missing, else 0.
@@ -60,8 +60,7 @@ missing_packages() {
     test)
         has_header libaio.h || missing+=(libaio-dev)
         has_browser || missing+=(chromium chromium-driver fonts-dejavu-core)
-        add_missing ip:iproute2 ssh:openssh-client sshd:openssh-server pdsh:pdsh mpirun:openmpi-bin \
-            munged:munge slurmctld:slurmctld slurmd:slurmd
+        add_missing ip:iproute2 ssh:openssh-client sshd:openssh-server munged:munge slurmctld:slurmctld slurmd:slurmd
         ;;
     *)
         echo "usage: $0 base|test" >&2

@@ -393,7 +393,7 @@ def test_a_run_that_began_before_there_were_several_nodes_is_resumed(scripted: S
     (path,) = (scripted.output / "runs").glob("*/run.json")
     run = json.loads(path.read_text())
     for trial in run["trials"]:
-        for name in ("hosts", "include", "multi_node_launcher", "master_addr", "master_port", "launcher_args"):
+        for name in ("hosts", "include", "host_command", "forwarded_variables", "master_addr", "master_port"):
             del trial["placement"][name]
     path.write_text(json.dumps(run))
     assert scripted.resume() == 0

@@ -44,10 +44,11 @@ def flags_to_repeat(options: Options) -> dict[str, list[str]]:
     elif presets.find_preset(options.model) is None and Path(options.model).is_dir():
         flags["model"] = ["--model", options.model]
     for name in SEVERAL_NODES:
-        if (value := getattr(options, name)) is not None:
-            flag = f"--{name.replace('_', '-')}"
-            # argparse would take a word that begins with - for a flag of its own.
-            flags[name] = [f"{flag}={value}"] if str(value).startswith("-") else [flag, str(value)]
+        flag, value = f"--{name.replace('_', '-')}", getattr(options, name)
+        values = list(value) if isinstance(value, tuple) else [] if value is None else [str(value)]
+        # argparse would take a word that begins with - for a flag of its own.
+        if words := [w for each in values for w in ([f"{flag}={each}"] if each.startswith("-") else [flag, each])]:
+            flags[name] = words
     return flags
 
 

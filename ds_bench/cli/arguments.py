@@ -93,8 +93,8 @@ _GROUPS = {
         "export",
     ),
     "hardware": (
-        "num_gpus", "accelerator", "launcher", "hostfile", "include", "exclude", "multi_node_launcher", "master_addr",
-        "master_port", "launcher_args", "cpu_memory_limit", "gpu_memory_limit", "peak_tflops",
+        "num_gpus", "accelerator", "launcher", "hostfile", "include", "exclude", "host_command", "env", "master_addr",
+        "master_port", "cpu_memory_limit", "gpu_memory_limit", "peak_tflops",
     ),
     "DeepSpeed configuration": ("ds_config", "set"),
     "profiles, of further steps after the measured ones (docs/profiles.md)": (
@@ -173,12 +173,12 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
     given.pop("local_rank")
     given["retry"] = split_names(given["retry"])
     # Of --stages and --stage each script has one.
-    for name in ("stages", "strategies", "configs", "profiles", "profile_ranks"):
+    for name in ("stages", "strategies", "configs", "profiles", "profile_ranks", "env"):
         given[name] = tuple(given.get(name) or ())
     if not given["stages"] and not given["strategies"] and not given["configs"]:
         given |= DEFAULT_ROWS[family]
-    # Each once, since rows are told apart by their names.
-    for name in ("stages", "strategies"):
+    # Each once: rows are told apart by their names, and --resume types --env again.
+    for name in ("stages", "strategies", "env"):
         given[name] = tuple(dict.fromkeys(given[name]))
     given["ds_config"] = deepspeed_config.read_changes(given["ds_config"])
     given["set"] = tuple(

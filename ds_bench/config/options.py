@@ -22,14 +22,12 @@ from .spec import (
     MAX_PREFETCH,
     MONITORS,
     MOST_PROFILE_STEPS,
-    MULTI_NODE_LAUNCHERS,
     NO_INSPECTION,
     PASS_TYPES,
     PRECISIONS,
     PROFILES,
     Inspection,
     Monitor,
-    MultiNodeLauncher,
     PassType,
     Precision,
     ProfileName,
@@ -64,7 +62,7 @@ and has no baseline; a row whose noise hides a regression."""
 TRACKERS = ("tensorboard",)
 """Programs that show runs; each is a package of this name."""
 SEVERAL_NODES = (
-    "hostfile", "include", "exclude", "multi_node_launcher", "master_addr", "master_port", "launcher_args",
+    "hostfile", "include", "exclude", "host_command", "env", "master_addr", "master_port",
 )  # fmt: skip
 """Fields of Options that reach other machines: a run folder alone does not give them."""
 FAIL_ON_DEFAULT = ("regression", "missing", "unmatched")
@@ -356,7 +354,7 @@ class Options:
     hostfile: Path | None = option(
         Value(Path),
         Key("launch.hostfile", "DeepSpeed hostfile, for several nodes."),
-        Flag("DeepSpeed hostfile: the hosts of every trial, which ssh must reach (docs/many_nodes.md)", "FILE"),
+        Flag("DeepSpeed hostfile: the hosts of every trial, reached by ssh (docs/many_nodes.md)", "FILE"),
     )
     include: str | None = option(
         Value(str),
@@ -368,13 +366,24 @@ class Options:
         Key("launch.exclude", "Hosts and slots of the hostfile to leave out."),
         Flag("hosts and slots of the hostfile to leave out, e.g. a@b:0,1", "HOST[:SLOTS]@..."),
     )
-    multi_node_launcher: MultiNodeLauncher | None = option(
-        Value(str, choices=MULTI_NODE_LAUNCHERS),
-        Key(
-            "launch.multi_node_launcher",
-            "Program with which DeepSpeed starts ranks on several nodes; without it pdsh.",
+    host_command: str | None = option(
+        Value(str),
+        Key("launch.host_command", "Command that runs a program on {host}; without it ssh {host}, in Slurm srun."),
+        Flag(
+            "runs a program on {host}, e.g. 'kubectl exec -i {host} --' (default: ssh {host}; in a Slurm job srun)",
+            "COMMAND",
         ),
-        Flag("program with which DeepSpeed starts ranks on several nodes (default: pdsh)"),
+    )
+    env: tuple[str, ...] = option(
+        Value(str, (), many=True),
+        Key("launch.env", "Variables that the ranks get on every host, each NAME or NAME=VALUE."),
+        Flag(
+            "variable for the ranks of every host, besides NCCL_*, HF_* … (docs/many_nodes.md); may be repeated",
+            "NAME[=VALUE]",
+            action="append",
+            nargs=None,
+            default=[],
+        ),
     )
     master_addr: str | None = option(
         Value(str),
@@ -385,14 +394,6 @@ class Options:
         Value(int, None, {"ge": 1, "le": MAX_PORT}),
         Key("launch.master_port", "Port of that address; without it a free one."),
         Flag("port of it (default: a free one)", "PORT"),
-    )
-    launcher_args: str | None = option(
-        Value(str),
-        Key("launch.launcher_args", "Further arguments of that program, as one text."),
-        Flag(
-            "further arguments of that program as one text, e.g. --launcher-args='--mca btl_tcp_if_include ib0'",
-            "ARGS",
-        ),
     )
     nvme_path: Path | None = option(
         Value(Path),

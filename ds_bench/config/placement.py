@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import UsageError
-from ..system import environment, files, gpus, launched_nodes, slurm
+from ..system import environment, files, gpus, launched_nodes, redaction, slurm
 from ..units import format_names
 from .options import SEVERAL_NODES, Options
-from .spec import Accelerator, MultiNodeLauncher, Placement, Precision, gpu_precisions
+from .spec import Accelerator, Placement, Precision, gpu_precisions
 
-_WHOLE_HOSTS_ONLY: tuple[MultiNodeLauncher, ...] = ("openmpi", "mpich", "impi", "mvapich")
-"""Launchers that DeepSpeed gives no choice among the slots of a hostfile (launcher/multinode_runner.py)."""
-_EQUAL_SLOTS_ONLY: tuple[MultiNodeLauncher, ...] = ("mpich", "impi", "mvapich", "slurm")
-"""Launchers with which DeepSpeed starts equally many ranks on every host."""
+SSH = "ssh {host}"
+SRUN = "srun --nodes=1 --ntasks=1 --overlap --nodelist={host} --cpu-bind=none --mpi=none --quiet"
+"""Runs a program on a node beside the steps of this job: ``--overlap`` does not wait for what they hold,
+``--cpu-bind=none`` leaves all cores of the job to it, ``--mpi=none`` makes it no MPI task (srun(1))."""
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _IPV6 = re.compile(r"[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*")
 _SLOTS = re.compile(r"[1-9][0-9]{0,3}")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MOST_HOSTFILE_BYTES = 2**20
 
 
@@ -51,10 +52,10 @@ def resolve_placement(options: Options, environ: Mapping[str, str], inventory: g
         compute_capability=_oldest_capability(accelerator, visible),
         hosts=tuple((name, len(slots)) for name, slots in hosts.items()),
         include=_include_text(options, hosts),
-        multi_node_launcher=_multi_node_launcher(options, hosts),
+        host_command=_host_command(options, hosts),
+        forwarded_variables=_forwarded_variables(options),
         master_addr=_master_address(options) or launched_nodes.master_address(),
         master_port=options.master_port,
-        launcher_args=_launcher_arguments(options),
     )
 
 
@@ -181,7 +182,7 @@ def _used_slots(options: Options, environ: Mapping[str, str], visible: int | Non
     if options.hostfile is None:
         nodes = _slots_of_job(options, environ, visible)
         for name in SEVERAL_NODES:
-            of_jobs = nodes and name in ("master_addr", "master_port")
+            of_jobs = name == "env" or (nodes and name in ("host_command", "master_addr", "master_port"))
             if getattr(options, name) is not None and not of_jobs:
                 flag = f"--{name.replace('_', '-')}"
                 raise UsageError(f"{flag} without --hostfile", remedy="add --hostfile FILE, or leave it out")
@@ -259,25 +260,37 @@ def _include_text(options: Options, hosts: Slots) -> str | None:
     return "@".join(f"{host}:{','.join(map(str, slots))}" for host, slots in hosts.items())
 
 
-def _multi_node_launcher(options: Options, hosts: Slots) -> MultiNodeLauncher:
-    """The program that starts the ranks. Raises UsageError for slots that DeepSpeed cannot start with it."""
-    if hosts and options.hostfile is None and not launched_nodes.ranks_of_hosts():
-        return "slurm"
-    launcher = options.multi_node_launcher or "pdsh"
-    flag = f"--multi-node-launcher {launcher}"
-    if launcher in _WHOLE_HOSTS_ONLY and (options.include is not None or options.exclude is not None):
-        raise UsageError(
-            f"{flag} with --include or --exclude: DeepSpeed takes every slot of the hostfile with it",
-            remedy="give a hostfile of the slots that are to be used",
-        )
-    if launcher in _EQUAL_SLOTS_ONLY and len({len(slots) for slots in hosts.values()}) > 1:
-        numbers = ", ".join(f"{host} {len(slots)}" for host, slots in list(hosts.items())[:8])
-        raise UsageError(
-            f"{flag} needs equally many slots on every host, not {numbers}", remedy="change the hostfile, or use pdsh"
-        )
-    if launcher == "slurm" and any(list(slots) != list(range(len(slots))) for slots in hosts.values()):
-        raise UsageError(f"{flag} cannot choose among a host's slots", remedy="select the first slots of each host")
-    return launcher
+def _host_command(options: Options, hosts: Slots) -> str | None:
+    """The command that reaches a host. Raises UsageError for one that does not name the host."""
+    if (command := options.host_command) is not None:
+        try:
+            names_host = any("{host}" in word for word in shlex.split(command)[1:])
+        except ValueError as error:
+            raise UsageError(f"--host-command {command!r}: {error}", remedy="close the quotation mark") from None
+        if not names_host or not command.isprintable():
+            raise UsageError(
+                f"--host-command {command!r} does not say where the host's name goes",
+                remedy="write {host} for it, as in 'ssh -p 2222 {host}'",
+            )
+    if launched_nodes.ranks_of_hosts():
+        if command is not None:
+            raise UsageError(
+                "--host-command, but a launcher has started a process on every node", remedy="leave it out"
+            )
+        return None
+    return (command or (SRUN if options.hostfile is None else SSH)) if hosts else None
+
+
+def _forwarded_variables(options: Options) -> tuple[str, ...]:
+    """The names of ``--env``. Raises UsageError for a value that may be a credential, as it would be stored."""
+    for text in options.env:
+        name, _, value = text.partition("=")
+        if not _VARIABLE.fullmatch(name) or not value.isprintable():
+            raise UsageError(f"--env {name[:80]!r} is no variable", remedy="write NAME or NAME=VALUE")
+        if value and redaction.looks_secret(name, value):
+            problem = f"--env {name}=… looks like a credential, which results would hold"
+            raise UsageError(problem, remedy=f"export {name} and give --env {name}")
+    return tuple(dict.fromkeys(text.partition("=")[0] for text in options.env))
 
 
 def _master_address(options: Options) -> str | None:
@@ -285,14 +298,3 @@ def _master_address(options: Options) -> str | None:
     if address is not None and not (_HOST.fullmatch(address) or _IPV6.fullmatch(address)):
         raise UsageError(f"--master-addr {address!r} is no host or address", remedy="give a name or an IP address")
     return address
-
-
-def _launcher_arguments(options: Options) -> tuple[str, ...]:
-    """The words of ``--launcher-args``, which DeepSpeed splits as a shell does (launcher/multinode_runner.py)."""
-    text = options.launcher_args or ""
-    if not text.isprintable():
-        raise UsageError(f"--launcher-args {text!r} has control characters", remedy="write it in one line")
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        raise UsageError(f"--launcher-args {text!r}: {error}", remedy="close the quotation mark") from None

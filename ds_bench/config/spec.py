@@ -20,7 +20,6 @@ Device = Literal["none", "cpu", "nvme"]
 Accelerator = Literal["cuda", "cpu"]
 Precision = Literal["bf16", "fp16", "fp32"]
 LauncherName = Literal["warm", "deepspeed"]
-MultiNodeLauncher = Literal["pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm"]
 BatchPolicy = Literal["given", "largest"]
 SequencePolicy = Literal["given", "longest"]
 SEARCH_ACCURACY = 1 / 32
@@ -39,8 +38,6 @@ PROFILES: tuple[ProfileName, ...] = ("torch", "memory", "nsys")
 MOST_PROFILE_STEPS = 50
 """Steps that one profiler may observe: traces grow with each."""
 MONITORS: tuple[Monitor, ...] = get_args(Monitor)
-MULTI_NODE_LAUNCHERS: tuple[MultiNodeLauncher, ...] = get_args(MultiNodeLauncher)
-"""Programs with which DeepSpeed starts ranks on several nodes (launcher/runner.py)."""
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 _AMPERE = (8, 0)
@@ -396,19 +393,17 @@ class Placement:
     or the nodes of a job of Slurm or torchrun; empty where the job runs on this machine."""
     include: str | None = None
     """The slots of the hostfile that are used, as DeepSpeed's ``--include``; None: every slot of every host."""
-    multi_node_launcher: MultiNodeLauncher = "pdsh"
-    """Program with which DeepSpeed starts the ranks on several nodes."""
+    host_command: str | None = None
+    """Command line that runs a program on ``{host}``; None on one host, and where a launcher has started the agents."""
+    forwarded_variables: tuple[str, ...] = ()
+    """Names of further environment variables that the ranks of other hosts get."""
     master_addr: str | None = None
-    """Address of the first host at which the ranks meet; None: as DeepSpeed's launcher finds it."""
+    """Address of the first host at which the ranks meet; None: the one from which it reaches the second."""
     master_port: int | None = None
     """Port of rank 0 at that address; None: a free one."""
-    launcher_args: tuple[str, ...] = ()
-    """Further arguments of ``multi_node_launcher``."""
 
     def __post_init__(self) -> None:
         _require(self.num_gpus >= 1, "num_gpus", self.num_gpus, "must be 1 or more")
-        known = self.multi_node_launcher in MULTI_NODE_LAUNCHERS
-        _require(known, "multi_node_launcher", self.multi_node_launcher, f"must be one of {MULTI_NODE_LAUNCHERS}")
 
     @property
     def is_on_this_host(self) -> bool:
@@ -457,7 +452,7 @@ class Placement:
         """
         facts = {each.name: getattr(self, each.name) for each in fields(self)}
         # The formats and the name of the device tell what the capability does.
-        hosts = ("hosts", "include", "multi_node_launcher", "master_addr", "master_port", "launcher_args")
+        hosts = ("hosts", "include", "host_command", "forwarded_variables", "master_addr", "master_port")
         for name in ("compute_capability", *hosts):
             del facts[name]
         if self.num_nodes > 1:
@@ -465,8 +460,6 @@ class Placement:
             facts |= {
                 "num_nodes": self.num_nodes,
                 "ranks_of_nodes": sorted((slots for _, slots in self.hosts), reverse=True),
-                "multi_node_launcher": self.multi_node_launcher,
-                "launcher_args": list(self.launcher_args),
             }
         return facts
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from ..config.configuration_files import ConfigurationFile
-from ..config.placement import default_placement, read_hostfile
+from ..config.placement import SSH, default_placement, read_hostfile
 from ..config.spec import Configuration, Placement
 from ..errors import PreflightError
 from ..launch import ops, rank_environment
@@ -66,7 +66,11 @@ def run_all_checks(
         )
     if hostfile is not None:
         several = dataclasses.replace(
-            placement, num_gpus=sum(slots.values()), hosts=tuple(slots.items()), hostfile=str(hostfile.absolute())
+            placement,
+            num_gpus=sum(slots.values()),
+            hosts=tuple(slots.items()),
+            hostfile=str(hostfile.absolute()),
+            host_command=SSH,
         )
         local = environment.read_environment(system.environ, inventory)
         groups["Hosts"] = run_check("hosts", lambda: hosts.check_all(several, own, local), failed_level="problem")

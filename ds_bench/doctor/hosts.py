@@ -5,39 +5,22 @@ Each host is checked by its agent (``launch.hosts``), which starts :mod:`.on_hos
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import socket
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from operator import attrgetter
 
-from ..config.spec import Configuration, MultiNodeLauncher, Placement
+from ..config.spec import Configuration, Placement
 from ..errors import PreflightError
-from ..launch.hosts import CommandOf, HostConnection, HostError, Hosts, agent_over_srun, agent_over_ssh, agent_words
+from ..launch.hosts import HostConnection, HostError, Hosts, agent_words, command_on_host
 from ..launch.ops import OpState
 from ..system import launched_nodes
 from ..system.environment import LIBRARIES, Environment, Facts
-from ..system.processes import import_variables
-from ..system.slurm import command_on_node
 from ..units import format_bytes, format_names
 from .findings import Finding, find_program, ok, warning
 
-_PROGRAMS: Mapping[MultiNodeLauncher, tuple[str, ...]] = {
-    "pdsh": ("pdsh", "ssh"),
-    "openmpi": ("mpirun", "ompi_info"),
-    "mpich": ("mpirun",),
-    "impi": ("mpirun",),
-    "mvapich": ("mpirun", "mpiname"),
-    "slurm": ("srun", "sinfo"),
-}
-"""What DeepSpeed starts and looks for on the host that starts a job (launcher/multinode_runner.py)."""
-_UNQUOTED = re.compile(r"[\w@%+=:,./-]*")
-"""Texts that mean themselves in a shell's command line, as DeepSpeed's launcher writes one for pdsh."""
 _CHECK_SECONDS = 120.0
 
 _MUST_AGREE: Facts = (("Python", attrgetter("python_version")), *LIBRARIES)
@@ -51,74 +34,43 @@ _SHOULD_AGREE: Facts = (
 """What makes one host slower than the others, so that they wait for it."""
 
 
-def require_launchable(placement: Placement) -> None:
-    """Raises PreflightError if DeepSpeed's launcher could not start ranks on several hosts from this one."""
-    if placement.hostfile is None:
-        programs: tuple[str, ...] = ("srun",) if placement.multi_node_launcher == "slurm" else ()
-    else:
-        programs = _PROGRAMS[placement.multi_node_launcher] if placement.num_nodes > 1 else ()
-    for program in programs:
-        if find_program(program) is None:
-            if placement.hostfile is None:
-                problem = f"the nodes of this Slurm job cannot be reached: there is no program {program} on this host"
-                raise PreflightError(problem, remedy="put it on PATH")
-            raise PreflightError(
-                f"--multi-node-launcher {placement.multi_node_launcher}: there is no program {program} on this host",
-                remedy=f"install it, put it on PATH, or choose another of {', '.join(_PROGRAMS)}",
-            )
-    python_path = import_variables(os.environ.get("PYTHONPATH", ""))["PYTHONPATH"]
-    for text in (sys.executable, python_path) if placement.hostfile is not None else ():
-        if not _UNQUOTED.fullmatch(text):
-            raise PreflightError(
-                f"DeepSpeed's launcher cannot start {text!r} on other hosts: a shell there would not read it so",
-                remedy="install in a folder of letters, digits and ._-+=@%,/ alone, and have no others in PYTHONPATH",
-            )
-
-
 @contextmanager
 def connected_hosts(placement: Placement) -> Iterator[Hosts]:
     """Connections to all hosts of a placement, which are ended with the context.
 
     Raises PreflightError for a host that cannot be reached or used, in one line with what ssh said.
     """
-    require_launchable(placement)
-    start_agent, connected, how = _ways_to_agents(placement)
+    template = placement.host_command
+    if template is not None and find_program(program := shlex.split(template)[0]) is None:
+        raise PreflightError(
+            f"the hosts cannot be reached: there is no program {program} on this host",
+            remedy="put it on PATH, or give another command with --host-command",
+        )
+
+    def start_agent(host: str) -> list[str]:
+        # Slots of a hostfile count all GPUs, and DeepSpeed sets CUDA_VISIBLE_DEVICES to them (launcher/launch.py).
+        words = agent_words(every_gpu=placement.hostfile is not None)
+        return words if template is None else command_on_host(template, host, words)
+
+    connected = launched_nodes.accept_nodes() if template is None else {}
     with Hosts([name for name, _ in placement.hosts], start_agent, connected=connected) as hosts:
         try:
             hosts.connect()
         except HostError as error:
-            remedy = f"{how(str(error).partition(':')[0])}, or {_way_to_leave_out('the host', placement)}"
-            raise _not_usable(error, remedy) from None
+            if template is None:
+                how = "see what the launcher's processes have printed there"
+            else:
+                command = template.replace("{host}", str(error).partition(":")[0])
+                how = f"make `{command} true` work without a question, with Python and ds_bench at the same paths there"
+            raise _not_usable(error, f"{how}, or {_way_to_leave_out('the host', placement)}") from None
         yield hosts
-
-
-def _ways_to_agents(
-    placement: Placement,
-) -> tuple[CommandOf, Mapping[str, socket.socket], Callable[[str], str]]:
-    """What starts the agent of a host; connections to agents that run already; what to do about a host without one."""
-    same = "with Python and ds_bench at the same paths there"
-    if placement.hostfile is not None:
-        # With pdsh a slot is a number among all GPUs: DeepSpeed sets CUDA_VISIBLE_DEVICES to it (launcher/launch.py).
-        start_agent = partial(agent_over_ssh, every_gpu=placement.multi_node_launcher == "pdsh")
-        return start_agent, {}, lambda host: f"make `ssh {host} true` work without a question, {same}"
-    if placement.multi_node_launcher == "slurm":
-        return (
-            agent_over_srun,
-            {},
-            lambda host: f"make `{shlex.join(command_on_node(host, 'true'))}` work without a question, {same}",
-        )
-    return (
-        lambda _this_host: agent_words(),
-        launched_nodes.accept_nodes(),
-        lambda _host: "see what the launcher's processes have printed there",
-    )
 
 
 def _way_to_leave_out(what: str, placement: Placement) -> str:
     """``leave WHAT out with …``, for a remedy."""
     if placement.hostfile is not None:
         return f"leave {what} out with --exclude"
-    if placement.multi_node_launcher == "slurm":
+    if placement.host_command is not None:
         return f"leave {what} out with sbatch --exclude"
     return f"leave {what} out of the command that started these processes"
 

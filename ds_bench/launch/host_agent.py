@@ -28,7 +28,7 @@ from ..system.environment import read_environment
 from ..system.signals import ENDING_SIGNALS
 from ..system.tools import run_tool
 from . import rank_environment
-from .host_trial import HostEnd, HostTrial, end_late_processes
+from .host_trial import HostEnd, HostTrial
 from .message_stream import Message, MessageStream
 from .monitor import STACKS_SECONDS
 from .ops import OpState
@@ -50,8 +50,6 @@ class HostAgent:
         self._requests: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._stream = MessageStream(reader, writer, receive=self._requests.put, ended=end_main_thread)
         self._trial: HostTrial | None = None
-        self._ended_trials: list[str] = []
-        """Ids of earlier trials, whose processes are looked for once more: a shell may start ranks late."""
         self._locks = contextlib.ExitStack()
         self._variables: dict[str, str] = {}
         """Of the trial's ranks."""
@@ -75,7 +73,6 @@ class HostAgent:
         finally:
             if self._trial is not None:
                 self._trial.end(grace_seconds=0.0, send_files=not self._stream.closed)
-            end_late_processes(self._ended_trials)
             processes.end_tree(None, earlier=set(), grace_seconds=1.0)
             # Last: from here on another run may use the devices.
             self._locks.close()
@@ -142,9 +139,6 @@ class HostAgent:
         ranks: int,
     ) -> None:
         """Prepares a trial. ``trial``: its id. ``variables``: those that the user has set. ``ranks``: on this host."""
-        # A slow shell may have started ranks of an earlier trial after its end; they would disturb this one.
-        if left := end_late_processes(self._ended_trials):
-            raise RuntimeError(f"processes {sorted(left)} of an earlier trial could not be ended")
         asked = Assignment.from_dict(assignment)
         placement, environ = asked.trial.placement, {**os.environ, **variables}
         address, port = master
@@ -187,7 +181,6 @@ class HostAgent:
         own = self._trial
         end = (own if own is not None and own.scratch_id == trial else HostTrial(trial)).end(grace_seconds)
         self._trial = None
-        self._ended_trials.append(trial)
         return end
 
 

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -207,14 +207,6 @@ class HostTrial:
             with contextlib.suppress(OSError):
                 if folder.lstat().st_uid == os.getuid():
                     shutil.rmtree(folder)
-
-
-def end_late_processes(scratch_ids: Collection[str]) -> set[int]:
-    """Kills processes of trials that have ended, such as ranks of a shell that had not set their variables by then.
-
-    Returns those that could not be ended.
-    """
-    return processes.end_processes(lambda: find_trial_processes(*scratch_ids))
 
 
 def find_trial_processes(*scratch_ids: str) -> set[int]:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from itertools import count
+from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import IO, Any
 
@@ -28,12 +29,12 @@ from ..records import json_files
 from ..system.device_locks import DeviceLocks
 from ..system.environment import Environment
 from ..system.processes import die_with_parent, import_variables
-from ..system.slurm import command_on_node
 from .host_trial import HostEnd
 from .message_stream import SILENCE_SECONDS, Message, MessageStream
 from .ops import OpState
 
 SSH_OPTIONS = (
+    "-T", "-x",
     "-o", "BatchMode=yes",
     "-o", "ConnectTimeout=10",
     "-o", "ServerAliveInterval=5",
@@ -64,17 +65,10 @@ class HostLostError(HostError):
     """The host does not answer, or could not be reached."""
 
 
-def ssh_command(host: str) -> list[str]:
-    """The beginning of an ssh command line for a host. Raises ValueError for what ssh could take for an option."""
-    if not _HOST.fullmatch(host):
-        raise ValueError(f"{host!r} is no name of a host")
-    return ["ssh", "-T", "-x", *SSH_OPTIONS, "--", host]
-
-
 def agent_words(*, every_gpu: bool = False) -> list[str]:
-    """The agent's command line on any host: the interpreter and the package lie there where they lie here.
+    """The agent's command line on any host: interpreter and package have the same paths there as here.
 
-    ``every_gpu``: whatever a login there sets in CUDA_VISIBLE_DEVICES.
+    ``every_gpu``: ignore what a login there sets in CUDA_VISIBLE_DEVICES.
     """
     variables = import_variables(os.environ.get("PYTHONPATH", ""))
     assignments = [f"{name}={value}" for name, value in variables.items()]
@@ -82,14 +76,18 @@ def agent_words(*, every_gpu: bool = False) -> list[str]:
     return ["env", *unset, *assignments, sys.executable, "-m", "ds_bench.launch.host_agent"]
 
 
-def agent_over_ssh(host: str, *, every_gpu: bool = False) -> list[str]:
-    """The command line that starts the agent on a host. ssh joins words for the login shell there: they are quoted."""
-    return [*ssh_command(host), shlex.join(agent_words(every_gpu=every_gpu))]
+def command_on_host(template: str, host: str, words: Sequence[str]) -> list[str]:
+    """The command line that runs ``words`` on a host. ``template``: such as ``ssh {host}``.
 
-
-def agent_over_srun(node: str) -> list[str]:
-    """The command line that starts the agent on a node of this Slurm job."""
-    return command_on_node(node, *agent_words())
+    ssh joins its words for the login shell there, so it gets one quoted word. Raises ValueError for a name that the
+    program could read as an option.
+    """
+    if not _HOST.fullmatch(host):
+        raise ValueError(f"{host!r} is no name of a host")
+    program, *others = (word.replace("{host}", host) for word in shlex.split(template))
+    if Path(program).name == "ssh":
+        return [program, *SSH_OPTIONS, *others, shlex.join(words)]
+    return [program, *others, *words]
 
 
 class HostConnection:
@@ -270,7 +268,7 @@ class Hosts:
     def __init__(
         self,
         names: Sequence[str],
-        command_of: CommandOf = agent_over_ssh,
+        command_of: CommandOf,
         *,
         connected: Mapping[str, socket.socket] = MappingProxyType({}),
     ) -> None:

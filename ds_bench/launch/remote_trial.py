@@ -7,7 +7,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -20,8 +20,8 @@ from .host_trial import HostEnd
 from .hosts import HostConnection, HostError, HostLostError, Hosts
 from .message_stream import SILENCE_SECONDS, Message
 
-_USER_VARIABLES = ("NCCL_", "GLOO_", "TP_", "OMP_", "GOMP_", "KMP_", "MKL_", "UCX_", "FI_", "MV2_", "TORCH_NCCL_")
-"""Beginnings of the variables that hold on every host if the user has set them: of communication and threads."""
+_FORWARDED = ("NCCL_", "TORCH_NCCL_", "GLOO_", "TP_", "UCX_", "FI_", "HF_", "OMP_", "GOMP_", "KMP_", "MKL_")
+"""Beginnings of the variables that ranks on every host get: of networks, the Hugging Face libraries and threads."""
 # Relative, without a part that begins with a dot: no host can write outside the trial's folder.
 _FILE_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.@=+-]{0,200}/){0,3}[A-Za-z0-9_][A-Za-z0-9_.@=+-]{0,200}")
 _RANK_FILE = re.compile(r"rank([0-9]+)")
@@ -76,7 +76,7 @@ class RemoteTrial:
             assignment=self._assignment.to_dict(),
             config=dict(self._assignment.trial.ds_config),
             master=self.master,
-            variables=user_variables(os.environ),
+            variables=forwarded_variables(os.environ, self._placement.forwarded_variables),
         )
 
     def start_ranks(self, command_of: Callable[[int], list[str]]) -> None:
@@ -210,13 +210,10 @@ class FileReceiver:
             target.replace(path)
 
 
-def user_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of communication and threads that the user has set, which are to hold on every host.
-
-    None that may be a credential.
-    """
+def forwarded_variables(environ: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
+    """The user's variables that the ranks of every host get: by prefix unless they may be credentials, and by name."""
     return {
         name: value
         for name, value in environ.items()
-        if name.startswith(_USER_VARIABLES) and not looks_secret(name, value)
+        if name in names or (name.startswith(_FORWARDED) and not looks_secret(name, value))
     }

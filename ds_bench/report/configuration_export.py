@@ -225,7 +225,7 @@ def accelerate_yaml(record: TrialRecord, config_file: Path) -> str:
     if placement.hostfile is not None:
         deepspeed |= {
             "deepspeed_hostfile": placement.hostfile,
-            "deepspeed_multinode_launcher": placement.multi_node_launcher,
+            "deepspeed_multinode_launcher": "pdsh",
         }
         deepspeed |= {"deepspeed_inclusion_filter": placement.include} if placement.include else {}
     settings = {

@@ -104,15 +104,13 @@ def _device(placement: Placement) -> list[str]:
 def _launcher(placement: Placement) -> list[str]:
     device = _device(placement)
     if placement.hostfile is not None:
-        own = [] if placement.multi_node_launcher == "pdsh" else ["--launcher", placement.multi_node_launcher]
-        own += ["--include", placement.include] if placement.include else []
+        own = ["--include", placement.include] if placement.include else []
         own += ["--master_addr", placement.master_addr] if placement.master_addr else []
-        own += [f"--launcher_args={shlex.join(placement.launcher_args)}"] if placement.launcher_args else []
         return [*device, "deepspeed", "--hostfile", placement.hostfile, *own]
     if placement.hosts:  # of a job of Slurm or torchrun
         nodes, first = placement.num_nodes, placement.hosts[0][0]
         own = [f"--nnodes={nodes}", f"--nproc-per-node={placement.ranks_per_node}", "--rdzv-backend=c10d"]
-        by_slurm = placement.multi_node_launcher == "slurm"
+        by_slurm = (placement.host_command or "").startswith("srun ")
         launch = [*(["srun", f"--nodes={nodes}", "--ntasks-per-node=1"] if by_slurm else []), "torchrun", *own]
         return [*device, *launch, f"--rdzv-endpoint={first}:29500"]
     return [*device, "deepspeed", "--num_gpus", str(placement.num_gpus)]

@@ -87,10 +87,9 @@ def _require_one_node(environ: Mapping[str, str]) -> None:
         ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "mpirun"),
     ):
         if total in environ and here in environ and environ[total] != environ[here]:
-            more = " --multi-node-launcher openmpi" if what == "mpirun" else ""
             raise UsageError(
                 f"{what} started processes on several nodes, of which this one cannot start the ranks of a trial",
-                remedy=f"start one process, without {what}, with --hostfile FILE{more}",
+                remedy=f"start one process, without {what}, with --hostfile FILE",
             )
 
 

@@ -1,4 +1,4 @@
-"""The nodes of the Slurm job that this process is part of, and programs started on them beside what runs there."""
+"""The nodes of the Slurm job that this process is part of."""
 
 from __future__ import annotations
 
@@ -45,11 +45,3 @@ def tasks_of_nodes(environ: Mapping[str, str]) -> dict[str, int]:
     if len(counts) != len(names):
         counts = [1] * len(names)
     return dict(zip(names, counts, strict=True)) if len(names) > 1 else {}
-
-
-def command_on_node(node: str, *words: str) -> list[str]:
-    """The command line that starts a program on a node of this job, beside whatever runs there."""
-    # --overlap: else the step waits for what this job's step holds (srun(1)). --cpu-bind=none: the agent's ranks use
-    # all cores of the job on the node. --mpi=none: the agent is no MPI task.
-    step = ["--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--cpu-bind=none", "--mpi=none", "--quiet"]
-    return ["srun", *step, *words]

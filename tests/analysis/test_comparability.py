@@ -138,14 +138,14 @@ OTHER_WORKLOADS: dict[str, Any] = {
 TWO_NODES = {"hosts": (("a", 1), ("b", 1))}
 OF_SEVERAL_NODES: dict[str, dict[str, Any]] = {
     "ranks_of_nodes": {"hosts": (("a", 3), ("b", 1))},
-    "multi_node_launcher": {"multi_node_launcher": "openmpi"},
-    "launcher_args": {"launcher_args": ("--bind-to", "none")},
 }
 NOT_MEASURED: dict[str, Any] = {
     "compute_capability": (7, 0),
     "include": "a:0@b:0",
     "master_addr": "10.0.0.1",
     "master_port": 29501,
+    "host_command": "srun --nodelist={host}",
+    "forwarded_variables": ("HTTPS_PROXY",),
     "hosts": (("c", 1), ("d", 1)),
 }
 OTHER_PLACEMENTS: dict[str, Any] = {

@@ -212,11 +212,12 @@ def test_slots_are_selected_as_deepspeed_selects_them(
         (("--master-addr=-oProxyCommand=x",), "--master-addr '-oProxyCommand=x' is no host or address"),
         (("--master-addr", "a;b"), "--master-addr 'a;b' is no host or address"),
         (("--master-addr", "a\nb"), "--master-addr 'a\\nb' is no host or address"),
-        (("--launcher-args", "-x 'y"), "No closing quotation (close the quotation mark)"),
-        (("--launcher-args=-x\n-y",), "control characters"),
-        (("--multi-node-launcher", "openmpi", "--include", "a"), "takes every slot of the hostfile"),
-        (("--multi-node-launcher", "mpich"), "needs equally many slots on every host, not a 4, b 1"),
-        (("--multi-node-launcher", "slurm", "--include", "a:1,2"), "cannot choose among a host's slots"),
+        (("--host-command", "ssh 'y"), "No closing quotation (close the quotation mark)"),
+        (("--host-command", "{host}"), "does not say where the host's name goes"),
+        (("--host-command", "ssh host"), "does not say where the host's name goes"),
+        (("--host-command", "ssh {host}\n"), "does not say where the host's name goes"),
+        (("--env", "A B=1"), "--env 'A B' is no variable (write NAME or NAME=VALUE)"),
+        (("--env", "HF_TOKEN=hf_secret"), "(export HF_TOKEN and give --env HF_TOKEN)"),
     ],
 )
 def test_what_deepspeeds_launcher_could_not_start_is_refused_in_one_line(
@@ -232,7 +233,7 @@ def test_what_deepspeeds_launcher_could_not_start_is_refused_in_one_line(
 def test_a_flag_for_several_nodes_needs_a_hostfile(subtests: pytest.Subtests) -> None:
     for flags in (
         ("--include", "a"), ("--exclude", "a"), ("--master-addr", "a"), ("--master-port", "1"),
-        ("--multi-node-launcher", "pdsh"), ("--launcher-args", "x"),
+        ("--host-command", "ssh {host}"),
     ):  # fmt: skip
         with (
             subtests.test(flags=flags),

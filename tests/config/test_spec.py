@@ -115,7 +115,8 @@ def everything() -> Trial:
             include="a:0,1@b:0,1",
             master_addr="10.0.0.1",
             master_port=29501,
-            launcher_args=("-v",),
+            host_command="ssh {host}",
+            forwarded_variables=("HTTPS_PROXY",),
         ),
         of=fakes.workload(precision="fp16", activation_checkpointing=True, grad_accum=3, seed=7),
         repeat=2,
@@ -130,10 +131,6 @@ def test_a_trial_survives_json_whole() -> None:
     assert again == trial
     assert isinstance(again.caveats, tuple)
     assert isinstance(again.placement.supported_precisions, tuple)
-    assert (again.placement.hosts, again.placement.launcher_args) == (
-        trial.placement.hosts,
-        trial.placement.launcher_args,
-    )
     assert again.key == trial.key
 
 
@@ -167,8 +164,8 @@ def _variants() -> list[Trial]:
     ]  # fmt: skip
     placements = [
         {"num_gpus": 8}, {"accelerator": "cpu"}, {"launcher": "warm"}, {"nvme_path": "/other"},
-        {"cpu_memory_limit_bytes": None}, {"gpu_memory_limit_bytes": None}, {"multi_node_launcher": "openmpi"},
-        {"hosts": ()}, {"hosts": (("a", 3), ("b", 1))}, {"launcher_args": ()},
+        {"cpu_memory_limit_bytes": None}, {"gpu_memory_limit_bytes": None},
+        {"hosts": ()}, {"hosts": (("a", 3), ("b", 1))},
     ]  # fmt: skip
     return [
         *(replace(trial, workload=replace(trial.workload, **change)) for change in workloads),
@@ -196,9 +193,9 @@ def test_a_trial_of_one_node_keeps_the_key_that_it_had_before_there_were_several
     """``--resume`` finds trials of runs that began before by it."""
     place = fakes.placement(hostfile="/hosts", launcher="deepspeed")
     assert {field.name for field in dataclasses.fields(place)} - place.measured_facts.keys() == {
-        "compute_capability", "hosts", "include", "multi_node_launcher", "master_addr", "master_port", "launcher_args",
+        "compute_capability", "hosts", "include", "host_command", "forwarded_variables", "master_addr", "master_port",
     }  # fmt: skip
-    assert replace(place, hosts=(("localhost", 1),), launcher_args=("-v",)).measured_facts == place.measured_facts
+    assert replace(place, hosts=(("localhost", 1),), host_command="x {host}").measured_facts == place.measured_facts
 
 
 def test_the_key_does_not_depend_on_the_order_of_a_config() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,6 +16,7 @@ import pytest
 from ds_bench.analysis.caveats import CaveatKind
 from ds_bench.analysis.comparison_caveats import comparison_caveats
 from ds_bench.analysis.summary import summarise
+from ds_bench.config.placement import SRUN, SSH
 from ds_bench.config.spec import Placement
 from ds_bench.doctor import checks
 from ds_bench.doctor import hosts as host_checks
@@ -33,7 +33,7 @@ from tests.support import fakes
 H100 = GpuFacts(index=0, name="NVIDIA H100", memory_total_bytes=80 * 2**30, compute_capability=(9, 0))
 PACKAGES = {"torch": "2.13.0", "deepspeed": "0.19.8", "transformers": "5.1.0"}
 HERE = Environment(hostname="a", logical_cores=8, python_version="3.12.1", cpu_model="X", packages=PACKAGES)
-TWO = Placement(accelerator="cpu", num_gpus=2, hostfile="/hosts", hosts=(("a", 1), ("b", 1)), launcher="deepspeed")
+TWO = Placement(accelerator="cpu", num_gpus=2, hostfile="/hosts", hosts=(("a", 1), ("b", 1)), host_command=SSH)
 
 
 class MadeUpHosts:
@@ -148,8 +148,8 @@ def test_an_op_is_ready_where_it_is_on_every_host(monkeypatch: pytest.MonkeyPatc
 
 def test_every_host_runs_the_checks_of_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a real agent, on this host."""
-    monkeypatch.setattr(host_checks, "agent_over_ssh", lambda _name, **_: hosts.agent_words())
-    place = fakes.placement(hosts=(("here", 1),), hostfile="/only/on/the/first/host", nvme_path="/proc")
+    monkeypatch.setattr(host_checks, "command_on_host", lambda _template, _host, words: words)
+    place = fakes.placement(hosts=(("here", 1),), hostfile="/not/there", host_command=SSH, nvme_path="/proc")
     with host_checks.connected_hosts(place) as connections:
         environment = host_checks.environment_with_hosts(connections, place, read_environment())
         found = host_checks.check_hosts(connections, place, [fakes.offload("nvme")], environment, 2**60)
@@ -182,7 +182,7 @@ def test_the_doctor_checks_the_hosts_of_a_hostfile(monkeypatch: pytest.MonkeyPat
         "here": hosts.agent_words(),
         "gone": [sys.executable, "-c", "raise SystemExit('ssh: no route to host')"],
     }
-    monkeypatch.setattr(host_checks, "agent_over_ssh", lambda name, **_: commands[name])
+    monkeypatch.setattr(host_checks, "command_on_host", lambda _template, host, _words: commands[host])
     monkeypatch.setattr(host_checks, "find_program", lambda _name: "/usr/bin/x")
     path = tmp_path / "hosts"
     found = {}
@@ -193,69 +193,32 @@ def test_the_doctor_checks_the_hosts_of_a_hostfile(monkeypatch: pytest.MonkeyPat
     assert found["hosts"].text == "cannot use gone: ssh: no route to host"
 
 
-def test_in_a_slurm_job_no_remedy_is_a_flag_that_is_refused_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = replace(TWO, hostfile=None, multi_node_launcher="slurm")
-    with pytest.raises(PreflightError, match=r"same versions and GPUs, or leave hosts out with sbatch --exclude\)$"):
-        checked(job, a=HERE, b=on("b", python_version="3.11.7"))
-    monkeypatch.setattr(host_checks, "find_program", lambda _name: None)
-    with pytest.raises(PreflightError, match=r"of this Slurm job .* no program srun on this host \(put it on PATH\)"):
-        host_checks.require_launchable(job)
-    monkeypatch.setattr(host_checks, "find_program", lambda _name: "/usr/bin/x")
-    gone = [sys.executable, "-c", "raise SystemExit('srun: error: no such node')"]
-    monkeypatch.setattr(host_checks, "agent_over_srun", lambda _name: gone)
+def test_every_way_to_a_host_has_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A stand-in for each program, first on PATH, writes its words down and fails."""
+    for name in ("ssh", "srun", "kubectl"):
+        (tmp_path / name).write_text(
+            f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/{name}.words\necho refused >&2; exit 1\n'
+        )
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    program, *others = hosts.agent_words()
+    every_gpu = [program, "-u", "CUDA_VISIBLE_DEVICES", *others]
+    for command, hostfile, remedy, words in (
+        (SSH, "/hosts", "`ssh a true` work.*leave the host out with --exclude", [shlex.join(every_gpu)]),
+        (SRUN, None, "`srun .*--nodelist=a .* true` work.*with sbatch --exclude", [program, *others]),
+        ("kubectl exec -i {host} --", "/hosts", "`kubectl exec -i a -- true` work", ["a", "--", *every_gpu]),
+    ):
+        place = replace(TWO, hostfile=hostfile, host_command=command, hosts=(("a", 1),))
+        with (
+            pytest.raises(PreflightError, match=f"cannot use a: refused .*{remedy}"),
+            host_checks.connected_hosts(place),
+        ):
+            pass
+        told = (tmp_path / f"{command.split()[0]}.words").read_text().splitlines()
+        assert told[-len(words) :] == words
+        assert ("BatchMode=yes" in told) == (command == SSH)
     with (
-        pytest.raises(PreflightError, match="or leave the host out with sbatch --exclude"),
-        host_checks.connected_hosts(job),
+        pytest.raises(PreflightError, match=r"no program nothing on this host.*--host-command"),
+        host_checks.connected_hosts(replace(TWO, host_command="nothing {host}")),
     ):
         pass
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        (
-            "find_program",
-            lambda name: None if name == "pdsh" else "/usr/bin/x",
-            "there is no program pdsh on this host",
-        ),
-        (
-            "import_variables",
-            lambda _path: {"PYTHONPATH": "/a b;touch x"},
-            "cannot start '/a b;touch x' on other hosts",
-        ),
-    ],
-)
-def test_what_the_launcher_needs_on_this_host_is_looked_for_first(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: Any, said: str
-) -> None:
-    monkeypatch.setattr(host_checks, "find_program", lambda _name: "/usr/bin/x")
-    monkeypatch.setattr(sys, "executable", "/usr/bin/python3")
-    monkeypatch.setattr(host_checks, name, value)
-    with pytest.raises(PreflightError, match=said):
-        host_checks.require_launchable(TWO)
-
-
-@pytest.mark.parametrize("path", ["/a/$(touch x)", "/ok:/a'b", '/a"b', "/a b", "/a;b", "/a\nb"])
-def test_what_a_shell_on_other_hosts_would_run_is_refused_in_pythonpath(
-    monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
-    monkeypatch.setattr(host_checks, "find_program", lambda _name: "/usr/bin/x")
-    monkeypatch.setenv("PYTHONPATH", path)
-    with pytest.raises(PreflightError, match="DeepSpeed's launcher cannot start "):
-        host_checks.require_launchable(TWO)
-    host_checks.require_launchable(replace(TWO, hostfile=None, multi_node_launcher="slurm"))  # no shell reads it
-    monkeypatch.setenv("PYTHONPATH", "/ok:/other")
-    host_checks.require_launchable(TWO)
-
-
-@pytest.mark.parametrize(("launcher", "seen"), [("pdsh", b""), ("openmpi", b"4,5\n")])
-def test_slots_of_pdsh_count_all_gpus_whatever_a_login_sets(launcher: Any, seen: bytes) -> None:
-    start_agent, _, _ = host_checks._ways_to_agents(replace(TWO, multi_node_launcher=launcher))
-    *env, _python, _module, _agent = shlex.split(start_agent("a")[-1])
-    done = subprocess.run(
-        [*env, "printenv", "CUDA_VISIBLE_DEVICES"],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "4,5"},
-        capture_output=True,
-        check=False,
-    )
-    assert done.stdout == seen

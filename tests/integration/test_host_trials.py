@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import signal
@@ -15,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from ds_bench.config.spec import Inspection, Placement
+from ds_bench.config.spec import Inspection
 from ds_bench.launch import deepspeed as cold
 from ds_bench.launch import rank_environment
 from ds_bench.launch.host_trial import find_trial_processes
 from ds_bench.launch.hosts import Hosts
-from ds_bench.launch.remote_trial import FileReceiver, RemoteTrial
+from ds_bench.launch.remote_trial import FileReceiver
 from ds_bench.records.rank_files import Assignment, read_beat
 from ds_bench.records.schema import TrialRecord
 from tests.support.local_agents import local_agents, make_hosts_trial
@@ -228,60 +227,3 @@ def test_a_file_that_is_left_out_keeps_no_later_file_from_being_written(tmp_path
         receiver.receive({"file": name, **part})
     assert receiver.problem == "a file of another host has the name 'core.python 3.1234' and was left out"
     assert sorted(path.name for path in tmp_path.rglob("*.json")) == ["rank2.json", "torch_rank3.json"]
-
-
-_PDSH = """#!{python}
-import json, sys
-json.dump(sys.argv[1:], open({told!r}, "w"))
-"""
-"""Stands for pdsh, and writes down its words."""
-
-
-@pytest.mark.slow
-def test_the_runner_starts_ranks_on_the_checked_hosts_and_tells_others_nothing_of_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Through DeepSpeed's own runner: what it would have pdsh run in the shells of other hosts."""
-    told, hostfile, folder = tmp_path / "told", tmp_path / "hosts", tmp_path / "trial"
-    (tmp_path / "pdsh").write_text(_PDSH.format(python=sys.executable, told=str(told)))
-    (tmp_path / "pdsh").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    for name in ("MLFLOW_TRACKING_TOKEN", "PYTHONSTARTUP", "MV2_X", "UCX_X", "NCCL_X"):
-        monkeypatch.setenv(name, "hidden$(touch x)")
-    monkeypatch.setenv("PYTHONPATH", "/known")
-    folder.mkdir()
-    hostfile.write_text("other slots=8\n")  # edited since the hosts were checked
-    place = Placement(
-        accelerator="cpu", num_gpus=3, hostfile=str(hostfile), hosts=(("a", 2), ("b", 1)), include="a:1,3@b:0"
-    )
-    trial = replace(make_hosts_trial(), placement=place)
-    remote = RemoteTrial(Hosts(["a", "b"]), folder, Assignment(trial=trial, rendezvous=None, scratch_id="1"))
-    remote.master = "10.0.0.1", 29500
-    launcher = cold.DeepSpeedLauncher(rank_environment.rank_environment(place, os.environ), SHORT)
-    leader = launcher._start(trial, folder, remote)
-    while not leader.wait(1.0):
-        pass
-    log = (folder / "leader.log").read_text()
-    assert told.exists(), log
-    words = json.loads(told.read_text())
-    assert words[words.index("-w") + 1] == "a,b"
-    (info,) = [word.partition("=")[2] for word in words if word.startswith("--world_info=")]
-    assert json.loads(base64.urlsafe_b64decode(info)) == {"a": [1, 3], "b": [0]}
-    exported = {part.split("=")[0] for part in " ".join(words).split("export ")[1:]}
-    assert exported == {"PYTHONPATH", "PYTHONSAFEPATH", "DS_BENCH_TRIAL", "MASTER_ADDR", "MASTER_PORT"}
-    assert "/known" in " ".join(words)
-    assert "hidden" not in " ".join(words) + log
-
-
-def test_a_process_that_a_shell_started_late_ends_before_the_next_trial_and_with_the_run(tmp_path: Path) -> None:
-    def start_late() -> subprocess.Popen[bytes]:
-        return subprocess.Popen(["sleep", "600"], env={**os.environ, "DS_BENCH_TRIAL": "77"}, start_new_session=True)
-
-    with Hosts(["a", "b"], local_agents(tmp_path)) as both:
-        both.connect()
-        both.request_all("end", trial="77", grace_seconds=0.0)
-        late = start_late()
-        launch(both, tmp_path / "run" / "trials" / "t1", checkpoint=True, checkpoint_path="/proc")
-        assert late.wait(5) == -signal.SIGKILL
-        late = start_late()
-    assert late.wait(5) == -signal.SIGKILL

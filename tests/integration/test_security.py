@@ -48,7 +48,7 @@ def test_a_run_folder_alone_starts_no_code_and_reaches_no_host(
     (model / "code.py").write_text("open('hit', 'w')\nclass C: pass\n")
     (tmp_path / "attack.py").write_text("open('hit', 'w')\ndef model(): pass\n")
     (tmp_path / "hosts").write_text("one slots=1\n")
-    others = {"--hostfile": str(tmp_path / "hosts"), "--multi-node-launcher": "openmpi", "--master-port": "1"}
+    others = {"--hostfile": str(tmp_path / "hosts"), "--master-port": "1"}
     value = {"--model-factory": "attack:model", "--model": str(model), "--trust-remote-code": None, **others}.get(
         flag, "one"
     )

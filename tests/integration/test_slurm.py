@@ -1,12 +1,10 @@
-"""Comparisons inside allocations of a real Slurm cluster, and under Open MPI's mpirun."""
+"""Comparisons inside allocations of a real Slurm cluster."""
 
 from __future__ import annotations
 
 import json
 import os
 import shlex
-import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -83,21 +81,6 @@ def test_slurms_signal_to_a_job_of_two_nodes_leaves_nothing_on_them_and_the_next
     job = slurm.submit(*example, "--resume", str(run), *again, cwd=ROOT, FAULTS_MENDED="1", **variables)
     assert slurm.wait_for_job(job, 120) == "COMPLETED", (tmp_path / "log").read_text()
     assert [(row["status"], row["num_nodes"]) for row in rows_of(tmp_path / "out")] == [("✅ Success", 2)]
-
-
-@pytest.mark.slow
-def test_two_processes_of_mpirun_are_one_comparison_on_two_ranks(tmp_path: Path) -> None:
-    if (mpirun := shutil.which("mpirun")) is None:
-        pytest.skip("Open MPI's mpirun is not installed")
-    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    done = subprocess.run(
-        [mpirun, "--oversubscribe", "-n", "2", *script(tmp_path / "out", "--stages", "1")],
-        env={**os.environ, **allowed}, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (row,) = rows_of(tmp_path / "out")
-    assert (row["status"], row["num_gpus"]) == ("✅ Success", 2)
-    assert len(list(tmp_path.glob("out/runs/*"))) == 1
 
 
 @pytest.mark.slow

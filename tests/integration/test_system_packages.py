@@ -26,8 +26,7 @@ def test_missing_packages_of_the_tests_are_named_in_one_line_and_stop_nothing(tm
     assert done.stderr.count("\n") == 1
     packages = done.stderr.partition("apt-get install ")[2].split()
     assert packages[:4] == ["libaio-dev", "chromium", "chromium-driver", "fonts-dejavu-core"]
-    assert packages[4:8] == ["iproute2", "openssh-client", "openssh-server", "pdsh"]
-    assert packages[8:] == ["openmpi-bin", "munge", "slurmctld", "slurmd"]
+    assert packages[4:] == ["iproute2", "openssh-client", "openssh-server", "munge", "slurmctld", "slurmd"]
 
 
 def test_without_a_compiler_nothing_can_be_built_and_one_line_says_so(tmp_path: Path) -> None:
@@ -38,6 +37,6 @@ def test_without_a_compiler_nothing_can_be_built_and_one_line_says_so(tmp_path: 
 
 
 def test_nothing_is_said_where_everything_is_there(tmp_path: Path) -> None:
-    there = "chromedriver chromium ip ssh sshd pdsh mpirun munged slurmctld slurmd".split()
+    there = "chromedriver chromium ip ssh sshd munged slurmctld slurmd".split()
     done = run_script(tmp_path, "test", {"c++": "exit 0"} | dict.fromkeys(there, ""))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import signal
 import sys
 import threading
@@ -19,14 +18,12 @@ from ds_bench.analysis import summary
 from ds_bench.config.spec import Workload
 from ds_bench.launch import Limits, rank_environment
 from ds_bench.launch import deepspeed as cold
-from ds_bench.launch.hosts import Hosts
 from ds_bench.launch.warm import WarmLauncher
 from ds_bench.records.rank_files import Assignment, Heartbeat, read_beat
 from ds_bench.system import processes
 from tests.support import fakes
 from tests.support.built_models import facts_from_config
 from tests.support.fakes import preset
-from tests.support.local_agents import local_agents
 from tests.support.real_trials import SHORT, SUPPORT, Launch, make_trial
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.usefixtures("built_ops")]
@@ -238,42 +235,6 @@ def test_a_deepspeed_launcher_that_is_killed_is_a_row_and_leaves_no_rank(tmp_pat
         del os.environ["PYTHONPATH"]
     assert record.outcome.status in ("Crashed", "Killed"), record.outcome
     assert processes.descendants() <= before
-
-
-@pytest.mark.slow
-def test_with_several_nodes_no_module_of_the_current_folder_reaches_a_remote_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """DeepSpeed's own launcher, with stand-ins for ssh and pdsh that keep what would run on the nodes."""
-    tools, here, folder, remote = (tmp_path / name for name in ("tools", "here", "a $(touch x)", "remote"))
-    for each in (tools, here, folder):
-        each.mkdir()
-    (tools / "ssh").write_text("#!/bin/sh\necho 127.0.0.1\n")
-    (tools / "pdsh").write_text(f'#!/bin/sh\necho "$@" > {remote}\n')
-    for tool in tools.iterdir():
-        tool.chmod(0o755)
-    hostfile = tmp_path / "hostfile"
-    hostfile.write_text("node1 slots=1\nnode2 slots=1\n")
-    monkeypatch.chdir(here)
-    Path("random.py").write_text("raise SystemExit('a module of the current folder runs')")
-    monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-p 2222")
-    nodes = (("node1", 1), ("node2", 1))
-    trial = make_trial(hostfile=str(hostfile), hosts=nodes, include="node1:0@node2:0", master_addr="127.0.0.1")
-    variables = rank_environment.rank_environment(trial.placement, os.environ)
-    variables["PATH"] = f"{tools}:{variables['PATH']}"
-    with Hosts(["node1", "node2"], local_agents(tmp_path)) as hosts:
-        hosts.connect()
-        launcher = cold.DeepSpeedLauncher(variables, SHORT, hosts=hosts)
-        launcher.launch(trial, Path("../a $(touch x)"), lambda _progress: None)
-    command = remote.read_text()
-    assert str(here) not in command
-    assert str(folder) not in command
-    assert "export PYTHONSAFEPATH=1;" in command
-    assert re.search(r"export DS_BENCH_TRIAL=\d{9};", command)
-    assert "cd /;" in command
-    assert "-w node1,node2" in command
-    assert command.rstrip().endswith(" ds_bench.worker")
-    assert Assignment.load(folder).working_folder == str(here)
 
 
 def test_a_rank_that_dies_before_hello_is_crashed_and_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ import pytest
 from ds_bench.records.rank_files import read_beat
 from tests.support.real_trials import ROOT
 from tests.support.two_hosts import (
-    DEVICE,
     Host,
     NoHostsError,
     TwoHosts,
@@ -219,20 +218,6 @@ def test_offload_strategies_train_in_folders_whose_names_a_shell_would_read_othe
     )
 
 
-@pytest.mark.slow
-def test_mpirun_starts_the_ranks_of_both_hosts(make_hosts: MakeHosts) -> None:
-    if shutil.which("mpirun") is None:
-        pytest.skip("Open MPI is not installed")
-    hosts = make_hosts(shared_file_system=False)
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    words = ("--multi-node-launcher", "openmpi", f"--launcher-args=--mca btl_tcp_if_include {DEVICE}")
-    run = start(hosts, "zero_stage_comparison.py", *TINY, "--stages", "2", *words, **root)
-    code, output, errors = run.finish()
-    assert code == 0, errors + output
-    assert [(row["status"], row["num_nodes"]) for row in run.rows()] == [("✅ Success", 2)]
-    run.assert_nothing_left()
-
-
 def start_torchrun(hosts: TwoHosts, *words: str | Path) -> tuple[Run, subprocess.Popen[str]]:
     """Starts a script by torchrun on each host. Returns the run, whose process is torchrun on host ``a``, and the
     torchrun of host ``b``."""
@@ -296,26 +281,6 @@ def test_ctrl_c_at_torchrun_writes_the_rows_and_a_node_that_ends_is_told_once(ma
     assert [row["status"] for row in run.rows()] == ["❌ Timeout"] * 3, errors + output
     assert all("node-b" in row["error"] for row in run.rows()), errors
     assert time.monotonic() - began < 30
-
-
-@pytest.mark.slow
-def test_the_deepspeed_launcher_on_both_hosts_is_one_comparison_with_the_ranks_of_both(make_hosts: MakeHosts) -> None:
-    hosts = make_hosts(shared_file_system=False)
-    earlier = {host.name: host.temporary_files() for host in (hosts.a, hosts.b)}
-    hostfile = hosts.folder / "hosts"  # DeepSpeed's pdsh command has its words unquoted
-    hosts.a.path(hostfile).write_text(hosts.a.path(hosts.hostfile).read_text())
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", hostfile, "--no_ssh_check"]
-    words = ("--accelerator", "cpu", "--output-dir", hosts.folder / "out", *TINY, "--stages", "0")
-    done = hosts.a.run(
-        [*launcher, ROOT / "zero_stage_comparison.py", *words],
-        seconds=200, check=False, folder=hosts.folder, env=hosts.variables,
-    )  # fmt: skip
-    (path,) = hosts.a.path(hosts.folder / "out").glob("*_comparison_*.json")
-    assert done.returncode == 0, done.stderr + done.stdout
-    assert [(row["status"], row["num_nodes"]) for row in json.loads(path.read_text())] == [("✅ Success", 2)]
-    left = [host.temporary_files() - earlier[host.name] for host in (hosts.a, hosts.b)]
-    assert left == [set(), set()]
-    assert hosts.a.processes() == hosts.b.processes() == {}
 
 
 # ------------------------------------------------------------------ what ends a trial, or the run

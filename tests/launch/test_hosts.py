@@ -46,7 +46,7 @@ def test_locks_are_taken_machine_by_machine_in_one_order_whatever_hostfiles_call
     """Else two runs could each hold what the other waits for."""
 
     def order(machines: dict[str, str]) -> list[str]:
-        run, locked = hosts.Hosts(list(machines)), []
+        run, locked = hosts.Hosts(list(machines), local_agent), []
         for connection in run.connections:
             connection.hostname = machines[connection.name]
 
@@ -139,15 +139,17 @@ def test_a_host_that_cannot_be_used_is_named_in_one_line() -> None:
 def test_ssh_is_given_no_name_that_it_could_take_for_something_else(subtests: pytest.Subtests) -> None:
     for name in ("-oProxyCommand=touch x", "a b", "a;b", "a\nb", "", "$(x)", "a'b", "-l", "a@b", "a\n"):
         with subtests.test(name), pytest.raises(ValueError, match="is no name of a host"):
-            hosts.ssh_command(name)
+            hosts.command_on_host("ssh {host}", name, ["true"])
 
 
 def test_the_words_of_the_remote_command_reach_the_login_shell_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/a b/'$(touch x)'; python")
     monkeypatch.setenv("PYTHONPATH", "/x\n;`y`")
-    *ssh, remote = hosts.agent_over_ssh("node-1.cluster")
-    assert ssh[-2:] == ["--", "node-1.cluster"]
+    *ssh, remote = hosts.command_on_host("ssh -p 2222 {host}", "node-1.cluster", hosts.agent_words())
+    assert ssh[-3:] == ["-p", "2222", "node-1.cluster"]
     assert shlex.split(remote) == hosts.agent_words()
+    other = hosts.command_on_host("/bin/enter 'a b' --on={host}", "node-1", ["a b", "c"])
+    assert other == ["/bin/enter", "a b", "--on=node-1", "a b", "c"]
     assert hosts.agent_words()[-3:] == [sys.executable, "-m", "ds_bench.launch.host_agent"]
 
 

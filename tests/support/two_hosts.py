@@ -26,7 +26,7 @@ from typing import Any
 from ds_bench.system.processes import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = ("unshare", "nsenter", "ip", "tc", "sshd", "ssh", "ssh-keygen", "pdsh")
+TOOLS = ("unshare", "nsenter", "ip", "tc", "sshd", "ssh", "ssh-keygen")
 NAMESPACES = ("--mount", "--uts", "--net", "--pid", "--ipc")
 DEVICE = "eth0"
 """Name of the link on either host."""

@@ -85,7 +85,7 @@ def test_processes_on_several_nodes_are_refused_unless_the_hosts_are_known(subte
     for environ, remedy in (
         (
             {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
-            "without mpirun, with --hostfile FILE --multi-node-launcher",
+            "without mpirun, with --hostfile FILE",
         ),
         ({"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, "without torchrun, with --hostfile FILE"),
         ({"RANK": "0", "WORLD_SIZE": "16", "LOCAL_SIZE": "8"}, "without deepspeed, with --hostfile FILE"),
