@@ -16,7 +16,7 @@ from ds_bench import runner
 from ds_bench.cli import arguments
 from ds_bench.config import recipe, recipe_file, sweep
 from ds_bench.planner import make_run_plan
-from ds_bench.system.machine import read_machine
+from ds_bench.system.environment import read_machine
 
 _TEXT = """
 model: {name: [gpt2, gpt2-medium, facebook/opt-1.3b, meta-llama/Llama-2-7b-hf, Qwen/Qwen3-8B]}

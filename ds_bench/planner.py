@@ -40,7 +40,7 @@ from .models.lookup import ResolvedModel, resolve_model
 from .prediction import trial_predictions
 from .prediction.model_profile import ModelProfile
 from .prediction.trial_predictions import MemoryCapacity, Unpredicted
-from .system.machine import Machine
+from .system.environment import Machine
 from .units import format_names
 
 DEFAULT_SEQ_LENGTH = 512

@@ -47,9 +47,7 @@ from .report.comparison_report import ComparisonReport, build_report
 from .report.progress import ProgressReporter
 from .report.terminal_report import print_reports
 from .system import device_locks, files, invocation, signals, terminal
-from .system.environment import Environment
-from .system.machine import Machine, read_machine
-from .system.optional_packages import require_installed, require_packages
+from .system.environment import Environment, Machine, read_machine, require_installed, require_packages
 from .units import format_items, format_names
 
 OK, NONE_SUCCEEDED, INTERRUPTED_CODE = 0, 1, 130

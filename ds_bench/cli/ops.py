@@ -10,7 +10,7 @@ from ..config import placement
 from ..doctor.ops import strategies_by_op
 from ..launch import ops, rank_environment
 from ..system import gpus, terminal
-from ..system.optional_packages import require_packages
+from ..system.environment import require_packages
 
 
 def build_ops() -> int:

@@ -28,7 +28,7 @@ from ..report.comparison_report import ComparisonReport, build_report
 from ..report.data_frame import parquet_bytes
 from ..report.terminal_report import print_reports
 from ..system import invocation, terminal
-from ..system.optional_packages import require_installed
+from ..system.environment import require_installed
 from . import arguments
 from .output_file import check_output, write_output
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from ..system.optional_packages import install_command, installed_version
+from ..system.environment import install_command, installed_version
 from .findings import Finding, ok, problem, unreadable, warning
 
 PROJECT = "ds-compare"

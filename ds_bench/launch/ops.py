@@ -30,7 +30,7 @@ from ..config.spec import Accelerator, Configuration, block_of
 from ..errors import PreflightError
 from ..records.json_files import write_json
 from ..system import build_locks, files
-from ..system.optional_packages import install_command, installed_version
+from ..system.environment import install_command, installed_version
 from ..system.tools import run_tool
 from ..units import format_duration
 

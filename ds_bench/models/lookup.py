@@ -17,7 +17,7 @@ from typing import Any
 from ..config.spec import ModelSource
 from ..errors import UsageError
 from ..system import hub, invocation
-from ..system.optional_packages import MODEL_PACKAGES, install_command, missing_packages, require_packages
+from ..system.environment import MODEL_PACKAGES, install_command, missing_packages, require_packages
 from ..system.tools import run_tool
 from . import presets
 

@@ -22,7 +22,7 @@ from ..config.spec import Accelerator, Engine, LossName, Precision, Workload, bl
 from ..errors import UsageError
 from ..models.presets import ModelFacts
 from ..records.json_files import write_json
-from ..system.optional_packages import MODEL_PACKAGES, install_command, missing_packages
+from ..system.environment import MODEL_PACKAGES, install_command, missing_packages
 from ..system.tools import run_tool
 
 _FORMATS: dict[Precision, str] = {"bf16": "bf16", "fp16": "bf16", "fp32": "fp32"}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..analysis.flat_rows import FLAT_COLUMNS
-from ..system.optional_packages import require_installed, require_packages
+from ..system.environment import require_installed, require_packages
 
 if TYPE_CHECKING:
     import pandas

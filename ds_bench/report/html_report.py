@@ -15,7 +15,7 @@ from ..analysis import provenance
 from ..analysis.comparison import ComparisonRow
 from ..config.deepspeed_config import is_full_config
 from ..records.schema import SUCCESS
-from ..system.optional_packages import require_installed
+from ..system.environment import require_installed
 from ..units import format_significant
 from . import charts, pass_table, plan_table, profile_text
 from .chart_data import StackChart, charts_of

@@ -1,7 +1,7 @@
-"""Facts of host, GPUs and packages, stored with every run so that it can be told whether two results compare.
+"""Facts about the host, its GPUs and its packages. Every run stores them, so that results can be compared.
 
-Read without importing torch or DeepSpeed. A fact that cannot be read is ``None``. Environment variables that affect
-training are stored too, after everything that looks like a secret was taken out: see :mod:`redaction`.
+Reading them imports neither torch nor DeepSpeed. A fact that cannot be read is ``None``. Environment variables that
+affect training are stored as well, without credentials: see :mod:`redaction`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,24 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from .. import units
+from ..errors import PreflightError, UsageError
 from . import gpus, host_memory
 from .gpus import GpuFacts, GpuInventory
 from .host_memory import ROOT, read_text
-from .optional_packages import installed_version
 from .redaction import REDACTED, looks_secret
+
+RUN_PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")
+"""Packages that trials need and reading results does not: the extra ``run``."""
+MODEL_PACKAGES = ("torch", "transformers")
+"""Packages that build a model."""
 
 PACKAGES = (
     "torch", "deepspeed", "transformers", "accelerate", "psutil", "pandas", "numpy", "nvidia-ml-py", "triton",
@@ -87,21 +93,12 @@ class Environment:
     """GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, in its order."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that affect training, secrets redacted."""
-
     hosts: tuple[Environment, ...] = ()
-    """Of a job on several hosts the environment of each, in the order of their ranks; this one then is of the host that
-    started them."""
-
-    def __post_init__(self) -> None:
-        if self.logical_cores < 1:
-            raise ValueError(f"logical_cores must be at least 1, not {self.logical_cores}")
-        for name in ("host_memory_bytes", "swap_total_bytes", "swap_used_bytes", "cgroup_memory_limit_bytes"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
+    """For a job on several hosts, the environment of each in rank order; the outer one describes the launching host."""
 
     @property
     def complete(self) -> bool:
-        """Whether all facts were read from the host, and not only hardware and versions."""
+        """Whether all facts were read from the host, not only hardware and versions."""
         return bool(self.hostname)
 
     def to_dict(self) -> dict[str, Any]:
@@ -110,16 +107,46 @@ class Environment:
         return plain
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Host, GPUs, versions and variables, read once at the start of a run."""
+
+    environment: Environment
+    """The facts that are stored with the results."""
+    gpus: GpuInventory
+    """Every GPU of the host, visible to CUDA or not."""
+    variables: Mapping[str, str]
+    """Environment variables of this process."""
+
+    @property
+    def visible_gpu_indices(self) -> tuple[int, ...]:
+        """NVML's indices of the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, in its order."""
+        return tuple(gpu.index for gpu in self.environment.gpus)
+
+
+def read_machine() -> Machine:
+    """Read this machine. Never raises: a fact that cannot be read is None."""
+    variables, inventory = dict(os.environ), gpus.read_gpus()
+    return Machine(environment=read_environment(variables, inventory), gpus=inventory, variables=variables)
+
+
 def read_environment(
     environ: Mapping[str, str] | None = None, inventory: GpuInventory | None = None, root: Path = ROOT
 ) -> Environment:
-    """The environment of this process now; tests give their own variables, GPUs and root folder."""
+    import platform
+
     environ = os.environ if environ is None else environ
     inventory = gpus.read_gpus() if inventory is None else inventory
     system, allowed_cpus, nodes = os.uname(), os.sched_getaffinity(0), root / "sys/devices/system/node"
+    operating_system, shm_bytes = None, None
+    with contextlib.suppress(OSError):
+        operating_system = platform.freedesktop_os_release().get("PRETTY_NAME")
+    with contextlib.suppress(OSError):
+        shm = os.statvfs(root / "dev/shm")
+        shm_bytes = shm.f_blocks * shm.f_frsize
     return Environment(
         hostname=system.nodename,
-        operating_system=_operating_system(),
+        operating_system=operating_system,
         kernel=system.release,
         machine=system.machine,
         python_version=sys.version.split()[0],
@@ -133,7 +160,7 @@ def read_environment(
         swap_used_bytes=host_memory.swap_used_bytes(root),
         cgroup_memory_limit_bytes=host_memory.cgroup_limit_bytes(root),
         cgroup_memory_peak_bytes=host_memory.cgroup_peak_bytes(root),
-        shm_bytes=_file_system_bytes(root / "dev/shm"),
+        shm_bytes=shm_bytes,
         packages=package_versions(),
         torch_cuda_version=torch_cuda_version(),
         gpu_driver_version=inventory.driver_version,
@@ -143,17 +170,17 @@ def read_environment(
 
 
 def comparability_differences(a: Environment, b: Environment) -> list[str]:
-    """Differences that forbid comparing two results, such as ``torch 2.13.0 against 2.11.0``; empty if there are none.
+    """Return differences that make two results incomparable, such as ``torch 2.13.0 against 2.11.0``.
 
-    A fact that only one side has is a difference, since it may differ.
+    A fact known on one side only counts as a difference.
     """
     return [*hardware_differences(a, b), *software_differences(a, b)]
 
 
 def hardware_differences(a: Environment, b: Environment) -> list[str]:
-    """Differences of GPUs, processor and cores, across which a ratio of throughputs means nothing.
+    """Return differences in GPUs, processor and cores; across them a ratio of throughputs means nothing.
 
-    Of several hosts those of the hosts, where both know them: the one that started them need not be among them.
+    For jobs on several hosts, compare those hosts: the one that launched them need not be among them.
     """
     if a.hosts and b.hosts:
         kinds = [Counter(map(_describe_hardware, each.hosts)) for each in (a, b)]
@@ -163,20 +190,20 @@ def hardware_differences(a: Environment, b: Environment) -> list[str]:
 
 
 def software_differences(a: Environment, b: Environment) -> list[str]:
-    """Differences of versions, as before and after an upgrade."""
+    """Return differences in versions, as before and after an upgrade."""
     return _differences(_SOFTWARE, a, b)
 
 
 def setting_differences(a: Environment, b: Environment) -> list[str]:
-    """Differences that may explain a change but forbid no comparison: Python, kernel, other packages, variables.
+    """Return other differences that may explain a change: Python, kernel, other packages, variables.
 
-    Empty if one of the two is not complete.
+    Empty unless both environments are complete.
     """
     if not (a.complete and b.complete):
         return []
     # These three are compared by software_differences.
     names = sorted({*a.packages, *b.packages} - {"torch", "deepspeed", "transformers"})
-    variables = sorted({*a.variables, *b.variables} - {"SLURM_JOB_ID"})  # a number says nothing of the machine
+    variables = sorted({*a.variables, *b.variables} - {"SLURM_JOB_ID"})
     facts = (
         *_SETTINGS,
         *((name, _package(name)) for name in names),
@@ -240,25 +267,60 @@ _SETTINGS: Facts = (
 )
 
 
+def installed_version(name: str) -> str | None:
+    """The version in a package's metadata; None if it is not installed."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(name) or None
+    except (metadata.PackageNotFoundError, KeyError, ValueError):  # absent, or the remains of a broken installation
+        return None
+
+
+def missing_packages(names: Sequence[str]) -> list[str]:
+    """Return the packages that cannot be imported, without importing them."""
+    return [name for name in names if find_spec(name) is None]
+
+
+def install_command(extra: str = "run") -> str:
+    """Return the command that installs an extra."""
+    return f'pip install "ds-compare[{extra}]"'
+
+
+def require_packages(purpose: str, names: Sequence[str] = RUN_PACKAGES, extra: str = "run") -> None:
+    """Raise PreflightError, with the extra to install, if a package is missing. ``purpose``: what needs the packages.
+
+    The purpose begins the message.
+    """
+    if missing := missing_packages(names):
+        are = "is" if len(missing) == 1 else "are"
+        problem = f"{purpose} needs {', '.join(missing)}, which {are} not installed"
+        raise PreflightError(problem, remedy=install_command(extra))
+
+
+def require_installed(package: str, asked_by: str) -> None:
+    """Raise UsageError if a package is missing. ``asked_by``: the flag and value that need it."""
+    if missing_packages([package]):
+        raise UsageError(f"{asked_by}: the package {package} is not installed", remedy=f"pip install {package}")
+
+
 def package_versions() -> dict[str, str]:
-    """Versions of :data:`PACKAGES` from the installed metadata; nothing is imported."""
+    """Versions of the installed packages among :data:`PACKAGES`."""
     return {name: version for name in PACKAGES if (version := installed_version(name)) is not None}
 
 
 def torch_cuda_version() -> str | None:
-    """The CUDA version that torch was built for; None for another build."""
+    """Return the CUDA version that torch was built for; None for another build."""
     return _torch_built_for("cuda")
 
 
 def torch_rocm_version() -> str | None:
-    """The ROCm (HIP) version that torch was built for; None for another build."""
+    """Return the ROCm (HIP) version that torch was built for; None for another build."""
     return _torch_built_for("hip")
 
 
 def _torch_built_for(platform: str) -> str | None:
-    """A name's value in ``torch/version.py``, read as text because importing torch takes seconds."""
-    from importlib.util import find_spec
-
+    # torch/version.py is read as text because importing torch takes seconds.
     try:
         spec = find_spec("torch")
     except (ImportError, ValueError):
@@ -269,19 +331,11 @@ def _torch_built_for(platform: str) -> str | None:
 
 
 def recorded_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that affect training, by name. Secrets are redacted, bytes that are not UTF-8 are escaped."""
+    """Return the variables that affect training. Secrets are redacted, bytes that are not UTF-8 are escaped."""
     names = sorted(name for name in environ if name.startswith(_PREFIXES) or name in _SLURM)
     # Python keeps bytes that are not UTF-8 as half surrogates, which JSON files in UTF-8 cannot hold.
     values = {name: environ[name].encode("utf-8", "backslashreplace").decode("utf-8") for name in names}
     return {name: REDACTED if looks_secret(name, environ[name]) else value for name, value in values.items()}
-
-
-def _operating_system() -> str | None:
-    import platform
-
-    with contextlib.suppress(OSError):
-        return platform.freedesktop_os_release().get("PRETTY_NAME")
-    return None
 
 
 def cpu_model(root: Path = ROOT) -> str | None:
@@ -297,10 +351,3 @@ def _physical_cores(allowed: Iterable[int], root: Path) -> int | None:
     # Threads of one core list the same siblings.
     cores = {read_text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in allowed}
     return None if None in cores else len(cores)
-
-
-def _file_system_bytes(path: Path) -> int | None:
-    with contextlib.suppress(OSError):
-        status = os.statvfs(path)
-        return status.f_blocks * status.f_frsize
-    return None

@@ -7,11 +7,12 @@ Also checks that a folder can be written and that its disk is not full.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -106,6 +107,33 @@ def write_texts(texts: Mapping[Path, str], mode: int = 0o666) -> None:
     finally:
         for temporary, _ in renames:
             temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked_file(path: Path, wait: Callable[[], None]) -> Iterator[int]:
+    """Hold the lock of a file and yield its descriptor. Call ``wait`` first if another process holds the lock.
+
+    The kernel releases the lock when every process that has the descriptor has ended. The file is created if missing
+    and stays. Raises OSError if it cannot be opened or locked.
+    """
+    # Read-only, since a file of another user may not be opened for writing; the folder is open to everybody, so no link
+    # is followed. With O_CREAT the kernel may refuse another user's file in a sticky folder (fs.protected_regular in
+    # Documentation/admin-guide/sysctl/fs.rst), hence two steps.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with suppress(FileExistsError):
+        made = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644)
+        os.fchmod(made, 0o644)  # whatever the umask: other users must be able to open it
+        os.close(made)
+    handle = os.open(path, flags)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            wait()
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield handle
+    finally:
+        os.close(handle)
 
 
 def remove_temporaries(folder: Path, name: str) -> None:

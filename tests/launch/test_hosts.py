@@ -93,7 +93,7 @@ def test_a_run_holds_the_devices_of_its_slots_on_each_host_until_it_ends_also_wh
             first.__exit__(None, None, None)
 
         assert second.lock_devices(placement, let_go).waited
-        assert [text.partition(", which")[0].split(" processors")[0] for text in said] == ["a: waiting for"]
+        assert said == ["a: waiting: another run is using the CPU …"]
         assert held() == [1, 1]
     assert held() == [0, 0]
 

@@ -13,7 +13,7 @@ import pytest
 from ds_bench.analysis.flat_rows import FLAT_COLUMNS
 from ds_bench.cli import commands
 from ds_bench.report import data_frame
-from ds_bench.system import optional_packages
+from ds_bench.system import environment
 from tests.support import fakes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +57,7 @@ def test_rows_that_cannot_be_written_are_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = str(fakes.write_run(tmp_path, [fakes.success()]).folder)
-    monkeypatch.setattr(optional_packages, "find_spec", lambda _name: None)
+    monkeypatch.setattr(environment, "find_spec", lambda _name: None)
     for flags, words in (
         (["--format", "csv", "--output", str(tmp_path)], "is a folder"),
         (["--format", "csv", "--output", str(tmp_path / "none" / "rows.csv")], "make it first"),

@@ -17,7 +17,7 @@ from ds_bench.analysis.caveats import Caveat, CaveatKind
 from ds_bench.errors import UsageError
 from ds_bench.report import html_report
 from ds_bench.report.html_report import round_numbers
-from ds_bench.system import optional_packages
+from ds_bench.system import environment
 from ds_bench.system.environment import Environment
 from ds_bench.system.gpus import GpuFacts
 from tests.support import fakes
@@ -275,6 +275,6 @@ def test_no_reports_and_no_rows_are_reported() -> None:
 
 
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optional_packages, "find_spec", lambda _name: None)
+    monkeypatch.setattr(environment, "find_spec", lambda _name: None)
     with pytest.raises(UsageError, match="an HTML page: the package jinja2 is not installed"):
         html_report.render_page([], "now")

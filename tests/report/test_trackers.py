@@ -18,7 +18,7 @@ from ds_bench.cli import commands
 from ds_bench.config.options import TRACKERS
 from ds_bench.records.step_series import STEPS_FILE
 from ds_bench.report.trackers import tracked_runs
-from ds_bench.system import optional_packages
+from ds_bench.system import environment
 from tests.support import fakes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,7 +106,7 @@ def test_a_trial_of_two_results_is_sent_once_and_with_its_steps(run: Path) -> No
 def test_a_tracker_that_is_not_installed_is_told_before_anything_is_read(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(optional_packages, "find_spec", lambda name: None if name in TRACKERS else name)
+    monkeypatch.setattr(environment, "find_spec", lambda name: None if name in TRACKERS else name)
     for tracker in TRACKERS:
         assert commands.main(["report", str(tmp_path / "missing"), "--to", tracker]) == 2
         message = f"ds_bench: --to {tracker}: the package {tracker} is not installed (pip install {tracker})\n"

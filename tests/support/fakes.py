@@ -23,9 +23,8 @@ from ds_bench.prediction.memory import Prediction
 from ds_bench.records import schema
 from ds_bench.records.run_folder import RunFolder
 from ds_bench.records.schema import Outcome, RankFailure, RankMeasurement, TrialRecord
-from ds_bench.system.environment import Environment
+from ds_bench.system.environment import Environment, Machine
 from ds_bench.system.gpus import GpuFacts, GpuInventory
-from ds_bench.system.machine import Machine
 
 GB = 2**30
 
