@@ -72,7 +72,8 @@ def test_a_run_holds_the_devices_of_its_slots_on_each_host_until_it_ends_also_wh
         return ["env", f"DS_BENCH_LOCK_DIR={tmp_path / host}", *hosts.agent_words()]
 
     def held() -> list[int]:
-        return [len(list((tmp_path / name).glob("ds_bench_lock_processors_*"))) for name in "ab"]
+        locks = [next((tmp_path / name).glob("ds_bench_lock_processors_*")) for name in "ab"]
+        return [subprocess.run(["flock", "--nonblock", lock, "true"], check=False).returncode for lock in locks]
 
     said: list[str] = []
     with hosts.Hosts(["b", "a"], agent) as first, hosts.Hosts(["a", "b"], agent) as second:
