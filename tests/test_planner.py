@@ -331,7 +331,7 @@ def write(tmp_path: Path, text: str) -> str:
         ("", "is not JSON"),
         ('{"train_batch_size": "auto"}', 'train_batch_size is "auto"'),
         ('{"zero_optimization": {"reduce_bucket_size": "auto"}}', 'zero_optimization.reduce_bucket_size is "auto"'),
-        ('{"gradient_cliping": 1}', "did you mean 'gradient_clipping'"),
+        ('{"gradient_cliping": 1}', "did you mean gradient_clipping"),
         ('{"gradient_clipping": NaN}', "cannot be written as JSON"),
         ('{"gradient_clipping": 1e999}', "cannot be written as JSON"),
     ],
@@ -395,7 +395,7 @@ def test_a_setting_that_is_none_is_refused(subtests: pytest.Subtests) -> None:
 
 def test_a_setting_that_would_be_ignored_or_break_a_file_is_refused(subtests: pytest.Subtests) -> None:
     for setting, said in (
-        ("bf17.enabled=true", "did you mean 'bf16'"),
+        ("bf17.enabled=true", "bf17: .*does not know"),
         ("bf16=true", "not an object"),
         ("optimizer=SGD", "not an object"),
         ("gradient_clipping=NaN", "cannot be written as JSON"),
@@ -492,9 +492,9 @@ def test_a_total_alone_that_contradicts_the_flags_is_refused_in_one_line() -> No
 
 def test_a_nested_key_that_deepspeed_refuses_is_named_before_any_trial(subtests: pytest.Subtests) -> None:
     for setting, said in (
-        ("zero_optimization.overlap_com=true", "zero_optimization.overlap_com, .*did you mean 'overlap_comm'"),
-        ("zero_optimization.offload_param.pin=true", "zero_optimization.offload_param.pin, .*it knows buffer_count"),
-        ("bf16.enable=true", "bf16.enable, .*did you mean 'enabled'"),
+        ("zero_optimization.overlap_com=true", "zero_optimization.overlap_com: .*did you mean overlap_comm"),
+        ("zero_optimization.offload_param.pin=true", "zero_optimization.offload_param.pin: .*has buffer_count"),
+        ("bf16.enable=true", "bf16.enable: .*did you mean enabled"),
         ("optimizer.params.lrr=3", "optimizer.params.lrr: .* takes no argument lrr.*did you mean lr"),
         ("zero_optimization.overlap_comm=often", "zero_optimization.overlap_comm: .*valid boolean"),
     ):
@@ -632,7 +632,7 @@ def test_a_value_that_deepspeed_would_stop_at_is_an_unsupported_row_beside_the_o
     rows = axis_rows_of("--stages", "2", "--axis", "bf16_states=off,master,all")
     reasons = {name.partition("=")[2]: trial.unsupported for name, trial in rows.items()}
     assert (reasons["off"], reasons["all"]) == (None, None)
-    assert "need the optimizer offloaded to the CPU" in (reasons["master"] or "")
+    assert "need the optimizer offloaded" in (reasons["master"] or "")
 
 
 def test_axes_of_the_workload_change_it_and_the_batch_agrees() -> None:

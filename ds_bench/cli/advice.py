@@ -11,7 +11,6 @@ from ..config import strategies, validation
 from ..config.automatic_values import TrainingFacts
 from ..config.configuration_file_rows import FileRowMaker
 from ..config.configuration_files import explain_files, read_configuration_files
-from ..config.reference_engines import REFERENCES
 from ..config.spec import Configuration, Placement, Precision
 from ..errors import UsageError
 from ..models import lookup
@@ -31,7 +30,7 @@ def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int
     terminal.print_text(terminal.escape_controls(title) + "\n")
     # Without none, which is the same as zero3.
     offloads = map(strategies.offload_strategy, strategies.OFFLOAD_NAMES[1:])
-    catalogue = (*strategies.ZERO_STAGES.values(), *offloads, *REFERENCES.values())
+    catalogue = (*strategies.ZERO_STAGES.values(), *offloads, *strategies.REFERENCES.values())
     configurations = [*map(strategies.make_configuration, catalogue)]
     if configs:
         training = TrainingFacts(

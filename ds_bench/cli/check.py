@@ -66,7 +66,7 @@ def _print_text(reports: Sequence[FileReport]) -> None:
         for finding in report.findings:
             place = f"{report.path}:{finding.line}" if finding.line else f"{report.path}"
             key = f"{finding.path}: " if finding.path else ""
-            _print_line(f"{place}: {finding.level}: {key}{finding.reason}")
+            _print_line(f"{place}: {finding.level}: {key}{finding.text}")
             _print_line(f"    → {finding.remedy} [{finding.rule}, {finding.source}]")
     counts = Counter(finding.level for report in reports for finding in report.findings)
     checked = sum(report.problem is None for report in reports)
@@ -89,7 +89,7 @@ def _annotation(report: FileReport, finding: Finding) -> str:
         "title": f"{finding.rule}: {finding.path}".rstrip(": "),
     }
     named = ",".join(f"{name}={_escaped(str(value), ':,')}" for name, value in properties.items() if value is not None)
-    return f"::{_GITHUB_LEVELS[finding.level]} {named}::{_escaped(f'{finding.reason} → {finding.remedy}')}"
+    return f"::{_GITHUB_LEVELS[finding.level]} {named}::{_escaped(f'{finding.text} → {finding.remedy}')}"
 
 
 def _escaped(text: str, more: str = "") -> str:
@@ -98,5 +98,7 @@ def _escaped(text: str, more: str = "") -> str:
 
 
 def _json_entry(report: FileReport) -> dict[str, object]:
-    findings = [asdict(finding) for finding in report.findings]
+    findings = [{**asdict(finding), "reason": finding.text} for finding in report.findings]
+    for finding in findings:
+        del finding["stops_when"]  # said by the reason
     return {"file": str(report.path), "problem": report.problem, "findings": findings}

@@ -16,9 +16,8 @@ try:
 
     from .. import __version__
     from ..config.options import FAIL_ON, FAIL_ON_DEFAULT, GOALS, ROW_FORMATS, SEQ_LENGTH_HELP, TRACKERS
-    from ..config.reference_engines import REFERENCES
     from ..config.spec import PASS_TYPES, PRECISIONS
-    from ..config.strategies import ALIASES, OFFLOAD_NAMES, ZERO_STAGES
+    from ..config.strategies import ALIASES, OFFLOAD_NAMES, REFERENCES, ZERO_STAGES
     from ..errors import UsageError
     from ..system import invocation, terminal
     from .argument_types import Parser, factory, fraction, integer, names_from, path, positive_float

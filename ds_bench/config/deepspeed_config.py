@@ -46,7 +46,7 @@ OPTIMIZERS = ("AdamW", "Adam", "Adagrad", "Lion", "SGD")
 ADAMW_PARAMETERS: Config = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 """Parameters of the AdamW that every configuration of the catalogue has."""
 PRECISION_BLOCKS = ("bf16", "fp16", "torch_autocast")
-"""Top-level keys of which one decides the number format."""
+"""Top-level keys; the one that is present decides the number format."""
 MEASURING_KEYS: Config = {
     "steps_per_print": 2**31 - 1,
     "wall_clock_breakdown": False,
@@ -78,7 +78,7 @@ _MOST_LEVELS = 20
 
 
 def base_config(strategy: Strategy | Configuration, batch_size: int, grad_accum: int = 1) -> Config:
-    """Makes a configuration for one GPU from stage and offload devices alone; bucket sizes are DeepSpeed's defaults."""
+    """Make a configuration for one GPU from only stage and offload devices; bucket sizes are DeepSpeed's defaults."""
     return {
         "train_batch_size": batch_size * grad_accum,
         "train_micro_batch_size_per_gpu": batch_size,
@@ -93,7 +93,7 @@ def base_config(strategy: Strategy | Configuration, batch_size: int, grad_accum:
 def zero_block(strategy: Strategy | Configuration) -> Config:
     """Makes the ``zero_optimization`` block, with the defaults that affect memory or speed."""
     block: Config = {"stage": strategy.stage}
-    # torch's engines read nothing else of this block (reference_engines.ignored_settings).
+    # torch's engines read nothing else of this block (validation.ineffective_settings).
     if strategy.engine != "deepspeed":
         return block
     if strategy.stage >= 1:
@@ -125,7 +125,7 @@ def sizes_for(sizes: Mapping[str, int], stage: int, offload_param: str | None) -
 
 
 def with_offload(config: Config, strategy: Strategy) -> Config:
-    """Returns a configuration made for a stage alone, with the blocks of what a strategy of that stage offloads."""
+    """Return a configuration made for a stage, with the offload blocks of a strategy of that stage."""
     stage_alone = replace(strategy, offload_optimizer="none", offload_param="none")
     added = _difference(zero_block(strategy), zero_block(stage_alone))
     return {**config, "zero_optimization": {**config.get("zero_optimization", {}), **added}} if added else config
@@ -177,7 +177,7 @@ def _complete_batch(config: Config, num_gpus: int) -> None:
     # DeepSpeed counts sequences of sequence-parallel groups, but of all ranks with tensor parallelism (config.py).
     num_gpus = max(1, num_gpus // sequence_parallel_size(config))
     total = config.get("train_batch_size", micro * accum)
-    # base_config writes the total of one GPU; a user's configuration may have that of all.
+    # base_config writes the total of one GPU; a user's configuration may have the total of all.
     if total not in (micro * accum, micro * accum * num_gpus):
         raise UsageError(
             f"train_batch_size {total} is neither {micro} × {accum} (one GPU) nor {micro} × {accum} × {num_gpus} GPUs",
@@ -254,7 +254,7 @@ def with_swap_folder(config: Mapping[str, Any], folder: str) -> Config:
 def changes_of(
     config: Mapping[str, Any], configuration: Configuration, workload: Workload, placement: Placement
 ) -> Config:
-    """Returns the settings of ``config`` that do not follow from stage, offload devices and batch alone.
+    """Return the settings of ``config`` that do not follow from stage, offload devices and batch.
 
     ``config``: of the configuration, completed or not. Merged into the configuration of another strategy
     (:func:`overlay`), the result makes the same changes there.
@@ -270,7 +270,7 @@ def changes_of(
 def layout_config(
     config: Mapping[str, Any], configuration: Configuration, workload: Workload, placement: Placement
 ) -> Config:
-    """Makes the configuration that stage, offload devices and batch alone give, with the Adam that ``config`` names."""
+    """Make the configuration that follows from stage, offload devices and batch, with the Adam of ``config``."""
     torch_adam = bool(block_of(block_of(config, "optimizer"), "params").get("torch_adam"))
     base = base_config(configuration, workload.batch_size, workload.grad_accum)
     return complete_config(base, workload, placement, torch_adam=torch_adam, largest_parameter=None)
@@ -304,7 +304,7 @@ def paths_of_auto(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def minimal_config(strategy: Strategy | Configuration) -> dict[str, Any]:
-    """Makes a configuration of stage and offload devices alone: all that a flat file tells of a row's configuration.
+    """Make a configuration of only stage and offload devices: all that a flat file holds of a row's configuration.
 
     It is the ``Trial.ds_config`` of such a row. It is not the configuration that ran and must not be shown, exported or
     compared as such (:func:`is_full_config`).

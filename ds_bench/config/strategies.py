@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from .deepspeed_config import base_config
-from .reference_engines import REFERENCES
 from .spec import Configuration, Device, Strategy
 
 ZERO_STAGES: dict[int, Strategy] = {
@@ -53,6 +52,16 @@ ALIASES: dict[str, Strategy] = {
     "zero3_offload": replace(offload_strategy("cpu_full", 3), name="zero3_offload"),
 }
 """Names that people know from other tools' example files (``ds_z3_offload_config.json``), each with one stage."""
+
+REFERENCES: dict[str, Strategy] = {
+    "ddp": Strategy(name="ddp", label="DDP (torch)", stage=0, engine="ddp"),
+    "fsdp2": Strategy(name="fsdp2", label="FSDP2 (torch)", stage=3, engine="fsdp2"),
+}
+"""torch's own engines beside DeepSpeed's: DistributedDataParallel and ``fully_shard``.
+
+A reference row has the DeepSpeed configuration of the ZeRO stage that splits alike. The engine reads batch, optimizer,
+clipping and number format from it, so that these are given and compared as for every row.
+"""
 
 STRATEGY_NAMES: tuple[str, ...] = (
     *OFFLOAD_NAMES,

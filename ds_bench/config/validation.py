@@ -1,75 +1,84 @@
-"""Finds, before anything runs, what DeepSpeed or this program refuses or ignores in a configuration.
+"""Says before anything runs what a row of a comparison would not train as its configuration says.
 
-DeepSpeed accepts most of these silently. An unknown key is a mistake of the user (:func:`check_keys`), a configuration
-that cannot run here makes a row Unsupported (:func:`unsupported_reason`), and a setting without effect becomes a caveat
-(:func:`ineffective_settings`). The keys are those of ``deepspeed_keys``, the facts those of ``rules``.
+DeepSpeed accepts most of it silently. An unknown key is the user's mistake (:func:`check_keys`), a configuration that
+cannot run here makes a row Unsupported (:func:`unsupported_reason`), and a setting without effect becomes a caveat
+(:func:`ineffective_settings`). Facts about configurations are in ``rules``; this module adds workload, machine and
+torch's own engines.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import UsageError
 from ..system import host_memory
-from . import deepspeed_keys, reference_engines
-from .deepspeed_config import is_deepcompiled, sequence_parallel_size, tensor_parallel_size
-from .rules import RULES, Case, RowUse
-from .spec import DEFAULT_PREFETCH, Configuration, Placement, Workload
+from . import lint
+from .deepspeed_config import MEASURING_KEYS, is_deepcompiled, sequence_parallel_size, tensor_parallel_size
+from .lint import Finding
+from .rules import Case, row_texts
+from .spec import BATCH_KEYS, DEFAULT_PREFETCH, Configuration, Placement, Workload, block_of
 
 Config = Mapping[str, Any]
 
 _BLOCKS = ("aio", "bf16", "fp16", "optimizer", "timers", "zero_optimization")
 """Keys whose value must be an object, as this program reads inside it."""
-_MOST_LISTED = 12
-"""Keys of a block that a message names."""
+_REFUSED = ("ignored-key", "comment-key", "removed-key", "old-name-of-bf16")
+"""Findings about keys that a row would train without."""
 
 
-def check_keys(config: Mapping[str, Any]) -> None:
-    """Raises UsageError for a top-level key that DeepSpeed would ignore, a nested key that it would refuse, and a block
-    that is not an object.
-    """
-    known_keys = deepspeed_keys.top_level_keys() - {"bfloat16"}  # which DeepSpeed still reads and this program does not
-    for key in config:
-        if key in deepspeed_keys.removed_keys():
-            raise UsageError(f"DeepSpeed refuses {key}, which it no longer has", remedy="remove it")
-        if key not in known_keys:
-            near = deepspeed_keys.nearest_key(key, known_keys)
-            hint = f"did you mean {near!r}?" if near else "DeepSpeed would ignore it silently; remove it"
-            raise UsageError(f"unknown top-level key {key!r} in the DeepSpeed config", remedy=hint)
-    for path, known in deepspeed_keys.refusing_blocks().items():
-        for key in Case(config=config).block(path):
-            if key not in known:
-                near = deepspeed_keys.nearest_key(key, known)
-                listed = f"it knows {', '.join(sorted(known))}" if len(known) <= _MOST_LISTED else "remove it"
-                hint = f"did you mean {near!r}?" if near else listed
-                raise UsageError(f"DeepSpeed refuses {path}.{key}, which it does not know", remedy=hint)
+def check_keys(config: Config) -> None:
+    """Raise UsageError for a key that DeepSpeed would ignore or refuse, and a block that is not an object."""
     for key in _BLOCKS:
         if not isinstance(config.get(key, {}), Mapping):
             problem = f"{key!r} in the DeepSpeed config is {config[key]!r}, not an object"
             raise UsageError(problem, remedy=f"set a key inside it, like {key}.KEY=VALUE")
 
+    def is_refused(found: Finding) -> bool:
+        return found.rule in _REFUSED or (found.rule == "unknown-key" and found.level == "error")
+
+    lint.refuse(config, is_refused)
+
 
 def unsupported_reason(configuration: Configuration, placement: Placement) -> str | None:
-    """Returns why DeepSpeed or this program would not run a configuration as it says; None if it would.
+    """Return why DeepSpeed or this program would not run a configuration as it says; None if it would.
 
-    Each case was read in the code of DeepSpeed's pinned version, or run with it: without the refusal the row would
-    show a number for something that did not happen. A precision of the workload is refused only once the DeepSpeed
-    configuration is completed.
+    Without the refusal the row would show a number for something that did not happen. A precision of the workload is
+    refused only once the DeepSpeed configuration is completed.
     """
     case = Case(config=configuration.deepspeed_config, placement=placement)
     return (
         configuration.refusal
         or _missing_requirement(configuration, placement)
-        or (reference_engines.refused_setting(configuration) if configuration.is_reference else None)
-        or next(_row_texts(case, "refusal", "ignored"), None)
+        or (_refused_by_reference(configuration) if configuration.is_reference else None)
+        or next(row_texts(case, "refusal", "ignored"), None)
     )
 
 
+def _missing_requirement(configuration: Configuration, placement: Placement) -> str | None:
+    needs, name = configuration.requires, configuration.label
+    if needs.accelerator not in (None, placement.accelerator):
+        why = f": {needs.reason}" if needs.reason else f" needs the accelerator {needs.accelerator}"
+        return f"{name}{why}; use --accelerator {needs.accelerator}"
+    if needs.min_ranks > placement.num_gpus:
+        return f"{name} needs {needs.min_ranks} ranks or more; use --num-gpus {needs.min_ranks}"
+    if needs.min_nodes > placement.num_nodes:
+        return f"{name} needs {needs.min_nodes} nodes or more; give them with --hostfile"
+    return None
+
+
+_NO_AUTOTP = ("deberta", "flaubert", "fsmt", "gpt2", "led", "longformer", "xlm", "xlnet")
+"""Architectures that DeepSpeed's AutoTP refuses (module_inject/auto_tp.py, AutoTP.supported)."""
+_HEADS = ("num_attention_heads", "n_head")
+"""Names of the number of attention heads in models' configurations."""
+_FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+"""Attention implementation → the package that Transformers imports for it."""
+
+
 def unsupported_workload_reason(configuration: Configuration, workload: Workload, placement: Placement) -> str | None:
-    """Returns why a workload's attention, loss, data loader, groups of ranks or pass do not run here; None if they do.
+    """Return why a workload's attention, loss, data loader, groups of ranks or pass do not run here; None if they do.
 
     ``configuration``: with its completed DeepSpeed configuration.
     """
@@ -81,18 +90,41 @@ def unsupported_workload_reason(configuration: Configuration, workload: Workload
     )
 
 
-def _unsupported_pass(configuration: Configuration, workload: Workload) -> str | None:
-    """Why only whole training steps are timed in a row; None if other passes are, or none are asked for."""
-    config = configuration.deepspeed_config
-    if workload.pass_type == "train":
-        return None
-    what = f"pass_type {workload.pass_type} is that of the model alone"
-    if configuration.is_reference or configuration.layout != (0, "none", "none"):
-        return f"{what}, without what {configuration.label} adds; time it at stage 0"
-    if workload.compile != "none" or is_deepcompiled(config):
-        return f"{what}, which runs uncompiled; leave compile out"
-    if max(tensor_parallel_size(config), sequence_parallel_size(config)) > 1:
-        return f"{what}, which is not split among ranks; leave autotp_size and sequence_parallel_size out"
+def _unsupported_step(workload: Workload, placement: Placement) -> str | None:
+    attention, loss = workload.attention or "", workload.loss
+    if attention and workload.model_source == "factory":
+        return f"the model's factory chooses its attention, so {attention} has no effect; leave attention out"
+    if attention == "flex_attention" and placement.accelerator != "cuda":
+        return "attention flex_attention trains on GPUs only; use sdpa here"
+    if attention.startswith("flash") and workload.precision == "fp32":
+        return f"attention {attention} computes in 16 bit only; use --precision bf16, or attention sdpa"
+    for what, package, instead in (
+        (f"attention {attention}", _FLASH_PACKAGES.get(attention), "sdpa"),
+        (f"loss {loss}", "liger_kernel" if loss == "liger" else None, "chunked or tiled"),
+    ):
+        if package is not None and placement.accelerator != "cuda":
+            return f"{what} runs on GPUs only; use {instead} here"
+        if package is not None and importlib.util.find_spec(package) is None:
+            return f"{what} needs the package {package}, which is not installed; install it, or use {instead}"
+    if loss == "tiled" and workload.precision == "fp16":
+        return "loss tiled computes gradients before the loss scale, which fp16 needs; use --precision bf16"
+    return None
+
+
+def _unsupported_host_use(workload: Workload, placement: Placement) -> str | None:
+    """Why the data loader or the binding to processors has no effect here."""
+    # With a hostfile ranks run on machines whose processors are unknown here.
+    if workload.cpu_binding == "numa" and placement.hostfile is None and len(host_memory.numa_cpus()) < 2:
+        return "this machine has one NUMA node; use cpu_binding cores"
+    if workload.cpu_binding != "none" and placement.hostfile is None:
+        # Not os.cpu_count(): a container or taskset may leave this process fewer.
+        cores = len(os.sched_getaffinity(0))
+        if cores < placement.num_gpus:
+            return f"{placement.num_gpus} ranks cannot be bound to {cores} cores; use fewer ranks (--num-gpus)"
+    if workload.data_workers is None and (workload.data_pin_memory or workload.data_prefetch != DEFAULT_PREFETCH):
+        return "data_pin_memory and data_prefetch need a data loader; add data_workers"
+    if workload.data_pin_memory and placement.accelerator != "cuda":
+        return "the CPU accelerator pins no memory; use data_pin_memory false"
     return None
 
 
@@ -100,11 +132,11 @@ def _unsupported_groups(workload: Workload, placement: Placement, config: Config
     """Why the ranks cannot be divided into the tensor-parallel or sequence-parallel groups of a configuration."""
     tensor, sequence = tensor_parallel_size(config), sequence_parallel_size(config)
     size, name = max(tensor, sequence), "autotp_size" if tensor > 1 else "sequence_parallel_size"
-    # Where the number of heads is not known, the default passes the check below.
+    # If the number of heads is unknown, the default passes the check below.
     heads = next((workload.model_config[key] for key in _HEADS if key in workload.model_config), size)
     ranks, length = placement.num_gpus, workload.seq_length
     if tensor > 1 and workload.model_type in _NO_AUTOTP:
-        return f"AutoTP does not know how to split {workload.model_type} (module_inject/auto_tp.py); use another model"
+        return f"AutoTP cannot split {workload.model_type} (module_inject/auto_tp.py); use another model"
     if min(tensor, sequence) > 1:
         return "autotp_size and sequence_parallel_size are not trained together here; keep one"
     if ranks % size:
@@ -123,81 +155,58 @@ def _unsupported_groups(workload: Workload, placement: Placement, config: Config
     return None
 
 
-_NO_AUTOTP = ("deberta", "flaubert", "fsmt", "gpt2", "led", "longformer", "xlm", "xlnet")
-"""Architectures that DeepSpeed's AutoTP refuses (module_inject/auto_tp.py, AutoTP.supported)."""
-_HEADS = ("num_attention_heads", "n_head")
-"""Names of the number of attention heads in models' configurations."""
-
-
-def _unsupported_host_use(workload: Workload, placement: Placement) -> str | None:
-    """Why the data loader or the binding to processors does nothing here."""
-    # With a hostfile ranks run on machines whose processors are not known here.
-    if workload.cpu_binding == "numa" and placement.hostfile is None and len(host_memory.numa_cpus()) < 2:
-        return "this machine has one NUMA node; use cpu_binding cores"
-    if workload.cpu_binding != "none" and placement.hostfile is None:
-        # Not os.cpu_count(): a container or taskset may leave this process fewer.
-        cores = len(os.sched_getaffinity(0))
-        if cores < placement.num_gpus:
-            return f"{placement.num_gpus} ranks cannot be bound to {cores} cores; use fewer ranks (--num-gpus)"
-    if workload.data_workers is None and (workload.data_pin_memory or workload.data_prefetch != DEFAULT_PREFETCH):
-        return "data_pin_memory and data_prefetch are of a data loader; add data_workers"
-    if workload.data_pin_memory and placement.accelerator != "cuda":
-        return "the CPU accelerator pins no memory; use data_pin_memory false"
-    return None
-
-
-def _unsupported_step(workload: Workload, placement: Placement) -> str | None:
-    attention, loss = workload.attention or "", workload.loss
-    if attention and workload.model_source == "factory":
-        return f"the model's factory chooses its attention itself, not {attention}; leave it out"
-    if attention == "flex_attention" and placement.accelerator != "cuda":
-        return "attention flex_attention trains on GPUs alone; use sdpa here"
-    if attention.startswith("flash"):
-        if workload.precision == "fp32":
-            return f"attention {attention} computes in 16 bit alone; use --precision bf16, or attention sdpa"
-        return _lacks_gpu_package(f"attention {attention}", _FLASH_PACKAGES[attention], "sdpa", placement)
-    if loss == "liger":
-        return _lacks_gpu_package("loss liger", "liger_kernel", "chunked or tiled", placement)
-    if loss == "tiled" and workload.precision == "fp16":
-        return "loss tiled computes gradients before the loss scale, which fp16 needs; use --precision bf16"
-    return None
-
-
-_FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-"""Attention implementation → the package that Transformers imports for it."""
-
-
-def _lacks_gpu_package(what: str, package: str, instead: str, placement: Placement) -> str | None:
-    if placement.accelerator != "cuda":
-        return f"{what} runs on GPUs alone; use {instead} here"
-    if importlib.util.find_spec(package) is None:
-        return f"{what} needs the package {package}, which is not installed; install it, or use {instead}"
-    return None
-
-
-def _missing_requirement(configuration: Configuration, placement: Placement) -> str | None:
-    needs, name = configuration.requires, configuration.label
-    if needs.accelerator not in (None, placement.accelerator):
-        if needs.reason:
-            return f"{name}: {needs.reason}; use --accelerator {needs.accelerator}"
-        return f"{name} needs the accelerator {needs.accelerator}; add --accelerator {needs.accelerator}"
-    if needs.min_ranks > placement.num_gpus:
-        return f"{name} needs {needs.min_ranks} ranks or more; use --num-gpus {needs.min_ranks}"
-    if needs.min_nodes > placement.num_nodes:
-        return f"{name} needs {needs.min_nodes} nodes or more; give them with --hostfile"
+def _unsupported_pass(configuration: Configuration, workload: Workload) -> str | None:
+    """Why only whole training steps are timed in a row; None if other passes are, or none are asked for."""
+    config, what = configuration.deepspeed_config, f"pass_type {workload.pass_type} times only the model"
+    if workload.pass_type == "train":
+        return None
+    if configuration.is_reference or configuration.layout != (0, "none", "none"):
+        return f"{what}, without what {configuration.label} adds; time it at stage 0"
+    if workload.compile != "none" or is_deepcompiled(config):
+        return f"{what}, uncompiled; leave compile out"
+    if max(tensor_parallel_size(config), sequence_parallel_size(config)) > 1:
+        return f"{what}, on one rank; leave autotp_size and sequence_parallel_size out"
     return None
 
 
 def ineffective_settings(configuration: Configuration, workload: Workload, placement: Placement) -> list[str]:
-    """Returns caveats for settings that have no effect, or that slow down what is measured.
+    """Return caveats for settings that have no effect, or that slow down what is measured.
 
     ``configuration``: with its completed DeepSpeed configuration.
     """
-    if configuration.is_reference:
-        return reference_engines.ignored_settings(configuration)
     config = configuration.deepspeed_config
-    return list(_row_texts(Case(config=config, workload=workload, placement=placement), "caveat"))
+    if not configuration.is_reference:
+        return list(row_texts(Case(config=config, workload=workload, placement=placement), "caveat"))
+    keys = sorted(block_of(config, "zero_optimization").keys() - {"stage"})
+    names = ", ".join(f"zero_optimization.{key}" for key in keys)
+    return [f"{configuration.label} does not read {names}: torch has no such setting"] if keys else []
 
 
-def _row_texts(case: Case, *uses: RowUse) -> Iterator[str]:
-    return (rule.row_text_for(case) for rule in RULES if rule.row in uses and rule.applies(case))
+# torch's own engines
+
+
+_READ_BY_REFERENCES = {"bf16", "fp16", "gradient_clipping", "optimizer", "zero_optimization", *BATCH_KEYS}
+"""Keys that mean the same to a reference engine."""
+_ABOUT_DEEPSPEED = {
+    *("activation_checkpointing", "aio", "checkpoint", "dump_state", "log_level", "memory_breakdown"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", *MEASURING_KEYS),
+}
+"""Keys that do not affect what is trained, so that a reference engine may leave them out."""
+_BF16_KEYS = {"enabled", "check_grad_overflow", "immediate_grad_update"}
+
+
+def _refused_by_reference(configuration: Configuration) -> str | None:
+    """Why a reference engine would not train as the configuration says; None if it would."""
+    config, label = configuration.deepspeed_config, configuration.label
+    optimizer = str(block_of(config, "optimizer").get("type", ""))
+    without = f"remove it, or leave --strategies {configuration.name} out"
+    if configuration.offloads:
+        return f"{label} does not offload here; {without}"
+    if block_of(config, "fp16").get("enabled"):
+        return f"{label} in fp16 would need a loss scaler other than DeepSpeed's; use --precision bf16 or fp32"
+    if optimizer.lower() not in ("adam", "adamw", "sgd"):  # which torch and DeepSpeed both have
+        return f"{label} and DeepSpeed share no {optimizer or 'optimizer'}; use AdamW, Adam or SGD"
+    # Only known keys pass: a setting of a later DeepSpeed may change what is trained.
+    others = sorted(config.keys() - _READ_BY_REFERENCES - _ABOUT_DEEPSPEED)
+    others += [f"bf16.{key}" for key in sorted(block_of(config, "bf16").keys() - _BF16_KEYS)]
+    return f"{label} does not have {', '.join(others)} of the DeepSpeed config; {without}" if others else None

@@ -47,7 +47,7 @@ def test_a_finding_has_its_place_reason_remedy_and_source(write: Write, capsys: 
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("ds.json:5: error: zero_optimization.mics_shard_size: the feature was removed")
     assert out[1].endswith("[removed-key, runtime/config.py]")
-    assert out[2] == "ds.json: hint: gradient_clipping: left open: 1.0 since DeepSpeed 0.19.3, and no clipping before"
+    assert out[2] == "ds.json: hint: gradient_clipping: unset: 1.0 since DeepSpeed 0.19.3, no clipping before"
     assert out[-1] == "1 file checked: 1 error, 1 hint"
 
 
@@ -147,7 +147,7 @@ def test_annotations_name_file_and_line_and_escape_what_would_end_them(
     assert error.startswith(
         "::error file=a%2Cb.json,line=5,title=removed-key%3A zero_optimization.mics_shard_size::the"
     )
-    assert notice.startswith("::notice file=a%2Cb.json,title=open-gradient-clipping%3A gradient_clipping::left open")
+    assert notice.startswith("::notice file=a%2Cb.json,title=open-gradient-clipping%3A gradient_clipping::unset")
 
 
 def test_the_terminal_is_not_steered_by_a_file(write: Write, capsys: pytest.CaptureFixture[str]) -> None:

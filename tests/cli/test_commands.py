@@ -14,8 +14,7 @@ import pytest
 
 from ds_bench.cli import commands
 from ds_bench.cli.commands import main
-from ds_bench.config.reference_engines import REFERENCES
-from ds_bench.config.strategies import make_configuration
+from ds_bench.config.strategies import REFERENCES, make_configuration
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
 from tests.support.real_trials import ROOT

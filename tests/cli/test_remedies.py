@@ -59,5 +59,5 @@ def test_the_flags_in_rules_are_those_of_both_scripts_and_of_run() -> None:
     """The scripts differ: one has --stages, the other --stage."""
     for name in ("zero", "offload", "run"):
         known = flags_of(parsers()[name])
-        texts = [(rule.name, f"{rule.reason} {rule.remedy} {rule.row_text}") for rule in RULES]
+        texts = [(rule.name, f"{rule.reason} {rule.remedy} {rule.row_remedy}") for rule in RULES]
         assert [(rule, flag) for rule, text in texts for flag in FLAG.findall(text) if flag not in known] == []

@@ -218,7 +218,7 @@ def test_ranks_that_share_a_sequence_count_once_in_the_batch_of_a_file(tmp_path:
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}, 'device: DeepSpeed refuses "disk"'),
         (
             {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {}}},
-            "old name of offload_optimizer beside it",
+            "old name of offload_optimizer together",
         ),
         ({"zero_optimization": {"reduce_bucket_size": "auto"}}, "hidden_size"),
         ({"fp16": None}, "fp16: DeepSpeed refuses null"),

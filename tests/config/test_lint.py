@@ -111,8 +111,8 @@ def test_the_batch_keys_must_fit_the_number_of_gpus(subtests: pytest.Subtests) -
     for batch, num_gpus, said in (
         ((32, 4, 1), 8, None),
         ((32, 4, 1), 4, "32 is not train_micro_batch_size_per_gpu 4 × gradient_accumulation_steps 1 × 4 data-parallel"),
-        ((32, 4, 3), None, "32 is no multiple of train_micro_batch_size_per_gpu 4 × gradient_accumulation_steps 3,"),
-        ((32, None, None), 5, "32 is no multiple of 5 data-parallel ranks"),
+        ((32, 4, 3), None, "32 is not a multiple of train_micro_batch_size_per_gpu 4 × gradient_accumulation_steps 3,"),
+        ((32, None, None), 5, "32 is not a multiple of 5 data-parallel ranks"),
         ((32, 4, None), 8, None),
         ((None, 4, 2), 8, None),
     ):

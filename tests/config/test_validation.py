@@ -1,4 +1,4 @@
-"""What DeepSpeed would silently not do, or ignore, is refused with the remedy."""
+"""A row that would not train as its configuration says is refused, or says so in a caveat."""
 
 from __future__ import annotations
 
@@ -9,278 +9,257 @@ from typing import Any
 
 import pytest
 
-from ds_bench.config import deepspeed_config, validation
+from ds_bench.config import deepspeed_config, strategies, validation
+from ds_bench.config.rules import RULES, Case
 from ds_bench.config.spec import Configuration, Placement, Requirements, Strategy, Workload
-from ds_bench.config.strategies import make_configuration
+from ds_bench.config.strategies import REFERENCES, make_configuration
 from ds_bench.errors import UsageError
 from ds_bench.system import host_memory
 from tests.support import fakes
 from tests.support.deepspeed_configs import EVERY_CONFIGURATION, complete
 
-CUDA = Placement(accelerator="cuda", num_gpus=1, nvme_path="/mnt/nvme")
+CUDA = Placement(accelerator="cuda", num_gpus=2, nvme_path="/mnt/nvme")
+VOLTA = replace(CUDA, supported_precisions=("fp16", "fp32"))
+CPU = fakes.placement()
+TWO_NODES = replace(CUDA, hosts=(("a", 1), ("b", 1)))
+ON, DEVICE = {"enabled": True}, {"device": "cpu"}
 
 
-def refusal(strategy: Configuration, on: Placement = CUDA, **changes: Any) -> str | None:
-    config = deepspeed_config.overlay(deepspeed_config.base_config(strategy, 4), changes)
-    return validation.unsupported_reason(replace(strategy, deepspeed_config=config), on)
+def zero(**keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": keys}
 
 
-def workload_refusal(workload: Workload, placement: Placement, config: dict[str, Any] | None = None) -> str | None:
-    row = Configuration(name="x", label="X", deepspeed_config=config or {})
-    return validation.unsupported_workload_reason(row, workload, placement)
+def refused_by(row: Configuration, on: Placement = CUDA, **changes: Any) -> str | None:
+    """Name of the rule that refuses a row."""
+    config = deepspeed_config.overlay(deepspeed_config.base_config(row, 4), changes)
+    reason = validation.unsupported_reason(replace(row, deepspeed_config=config), on)
+    case = Case(config=config, placement=on)
+    name = next((rule.name for rule in RULES if rule.row in ("refusal", "ignored") and rule.when(case)), None)
+    assert reason == next((rule.row_text(case) for rule in RULES if rule.name == name), None)
+    return name
 
 
-def test_what_the_catalogue_offers_at_its_own_stage_is_not_refused(subtests: pytest.Subtests) -> None:
-    for strategy in EVERY_CONFIGURATION:
-        with subtests.test(strategy.name):
-            assert refusal(strategy) is None
+def test_what_the_catalogue_offers_is_neither_refused_nor_ineffective(subtests: pytest.Subtests) -> None:
+    for row in EVERY_CONFIGURATION:
+        with subtests.test(row.name):
+            assert refused_by(row) is None
+            assert caveats_of(row) == []
 
 
-def test_stage_0_offloads_its_optimizer_on_the_cpu_accelerator_alone() -> None:
-    """On GPUs DeepSpeed's CPU Adam asserts that its parameters are in host memory."""
-    row = fakes.offload("cpu_optimizer", 0)
-    assert "stops in its first step" in (refusal(row) or "")
-    assert refusal(row, fakes.placement()) is None
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_parameters_are_offloaded_at_stage_3_only(stage: int) -> None:
-    assert "parameters are offloaded at stage 3 only" in (refusal(fakes.offload("cpu_full", stage)) or "")
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_an_optimizer_on_nvme_below_stage_3_is_refused_since_it_would_run_on_the_cpu(stage: int) -> None:
-    strategy = make_configuration(Strategy(name="x", label="X", stage=stage, offload_optimizer="nvme"))
-    assert "runs as CPU offload" in (refusal(strategy) or "")
-
-
-def test_nvme_without_a_folder_is_refused_with_the_flag_that_gives_one() -> None:
-    assert "--nvme-path" in (refusal(fakes.offload("nvme"), Placement(accelerator="cuda")) or "")
-
-
-def test_the_cpu_optimizer_is_allowed_at_every_stage_above_0(subtests: pytest.Subtests) -> None:
-    for stage in (1, 2, 3):
-        with subtests.test(stage=stage):
-            assert refusal(fakes.offload("cpu_optimizer", stage)) is None
-
-
-def test_every_optimizer_but_lamb_can_be_offloaded(subtests: pytest.Subtests) -> None:
-    """torch's run on the tensors in host memory; Lamb is a CUDA kernel alone."""
-    for name in ("Adam", "AdamW", "Adagrad", "Lion", "SGD", "Muon", "RMSprop"):
-        with subtests.test(name):
-            assert refusal(fakes.offload("cpu_optimizer"), optimizer={"type": name}) is None
-    assert "no CPU version" in (refusal(fakes.offload("cpu_optimizer"), optimizer={"type": "Lamb"}) or "")
-
-
-def test_lion_needs_a_gpu_or_the_cpu_op() -> None:
-    cpu = fakes.placement()
-    assert "FusedLion" in (refusal(fakes.zero(1), cpu, optimizer={"type": "Lion"}) or "")
-    assert refusal(fakes.offload("cpu_optimizer"), cpu, optimizer={"type": "Lion"}) is None
-
-
-def test_two_precisions_at_once_are_refused() -> None:
-    assert "both" in (refusal(fakes.zero(1), bf16={"enabled": True}, fp16={"enabled": True}) or "")
-    assert refusal(fakes.zero(1), bf16={"enabled": True}, fp16={"enabled": False}) is None
-
-
-def test_a_precision_this_device_lacks_is_refused_with_the_remedy() -> None:
-    volta = Placement(accelerator="cuda", supported_precisions=("fp16", "fp32"))
-    assert "bf16 is not supported on this cuda device" in (refusal(fakes.zero(1), volta, bf16={"enabled": True}) or "")
-    assert refusal(fakes.zero(1), volta, fp16={"enabled": True}) is None
-
-
-def test_deepcompile_runs_on_cuda_alone() -> None:
-    block = {"compile": {"deepcompile": True}}
-    assert "DeepCompile runs on CUDA alone" in (refusal(fakes.zero(1), fakes.placement(), **block) or "")
-    assert refusal(fakes.zero(1), CUDA, **block) is None
-    for stage, said in ((0, True), (3, False)):
-        config = deepspeed_config.base_config(fakes.zero(stage), 4) | block
-        row = replace(fakes.zero(stage), deepspeed_config=config)
-        caveats = validation.ineffective_settings(row, fakes.workload(), CUDA)
-        assert any("instead of DeepCompile" in each for each in caveats) is said
-
-
-def test_what_needs_cuda_is_refused_on_cpu_ranks_whoever_asks_for_it(subtests: pytest.Subtests) -> None:
-    """Of a file or a flag as of the axes qwz, qgz and superoffload."""
-    for key, said in (
-        ("zero_quantized_weights", "the op that quantises exists for CUDA alone"),
-        ("zero_quantized_gradients", "the op that quantises exists for CUDA alone"),
-        ("offload_optimizer.super_offload", "its optimizer refuses the CPU accelerator"),
+def test_a_row_is_refused_by_the_rule_that_it_breaks(subtests: pytest.Subtests) -> None:
+    nvme_optimizer = make_configuration(Strategy(name="x", label="X", stage=2, offload_optimizer="nvme"))
+    offload, stage_1 = fakes.offload("cpu_optimizer"), fakes.zero(1)
+    for row, on, changes, rule in (
+        # On GPUs DeepSpeed's CPU Adam asserts that its parameters are in host memory.
+        (fakes.offload("cpu_optimizer", 0), CUDA, {}, "stage-0-offload"),
+        (fakes.offload("cpu_optimizer", 0), CPU, {}, None),
+        (fakes.offload("cpu_optimizer", 1), CUDA, {}, None),
+        (fakes.offload("cpu_optimizer", 2), CUDA, {}, None),
+        (fakes.offload("cpu_full", 2), CUDA, {}, "offload-param-below-stage-3"),
+        (nvme_optimizer, CUDA, {}, "nvme-below-stage-3"),
+        (fakes.offload("nvme"), replace(CUDA, nvme_path=None), {}, "nvme-without-folder"),
+        # torch's optimizers run on tensors in host memory; Lamb is a CUDA kernel only.
+        *((offload, CUDA, {"optimizer": {"type": name}}, None) for name in ("Adagrad", "Lion", "SGD", "Muon")),
+        (offload, CUDA, {"optimizer": {"type": "Lamb"}}, "no-cpu-optimizer"),
+        (stage_1, CPU, {"optimizer": {"type": "Lion"}}, "lion-on-cpu"),
+        (offload, CPU, {"optimizer": {"type": "Lion"}}, None),
+        (stage_1, CUDA, {"bf16": ON, "fp16": ON}, "two-precisions"),
+        (stage_1, CUDA, {"bf16": ON, "fp16": {"enabled": False}}, None),
+        (stage_1, VOLTA, {"bf16": ON}, "bf16-unsupported"),
+        (stage_1, VOLTA, {"fp16": ON}, None),
+        (stage_1, CPU, {"compile": {"deepcompile": True}}, "deepcompile-without-cuda"),
+        (stage_1, CUDA, {"compile": {"deepcompile": True}}, None),
+        (offload, CPU, zero(zero_quantized_weights=True), "qwz-without-cuda"),
+        (offload, CPU, zero(zero_quantized_gradients=True), "qgz-without-cuda"),
+        (offload, CPU, zero(offload_optimizer={"super_offload": True}), "superoffload-without-cuda"),
+        (offload, CUDA, zero(zero_quantized_weights=True, offload_optimizer={"super_offload": True}), None),
+        (fakes.offload("cpu_optimizer", 2), CPU, zero(zenflow={}), "zenflow-trains-other-weights"),
+        (offload, CUDA, zero(zenflow={}), "zenflow-trains-other-weights"),
+        (stage_1, CUDA, {"expert_parallel": ON}, "expert-parallel-in-a-row"),
+        (stage_1, CUDA, {"hybrid_engine": ON}, "hybrid-engine-in-a-row"),
+        (stage_1, CUDA, {"autotuning": ON}, "autotuning-in-a-row"),
+        (stage_1, CUDA, {"data_efficiency": ON}, "data-efficiency-in-a-row"),
+        (stage_1, CUDA, {"pipeline": {}}, "pipeline"),
+        (stage_1, CUDA, {"expert_parallel": {"enabled": False}, "compile": {"deepcompile": False}}, None),
+        (stage_1, CUDA, {"sequence_parallel_size": 1, "tensor_parallel": {"autotp_size": 1}}, None),
     ):
-        change = deepspeed_config.nested(f"zero_optimization.{key}", True)
-        with subtests.test(key):
-            assert said in (refusal(fakes.offload("cpu_optimizer"), fakes.placement(), **change) or "")
-            assert refusal(fakes.offload("cpu_optimizer"), CUDA, **change) is None
+        with subtests.test(row=row.name, on=on.accelerator, changes=changes):
+            assert refused_by(row, on, **changes) == rule
 
 
-def test_a_way_to_compute_a_step_that_does_not_run_here_is_refused(subtests: pytest.Subtests) -> None:
-    for changes, accelerator, said in (
-        ({"attention": "flash_attention_2"}, "cpu", "runs on GPUs alone; use sdpa"),
-        ({"attention": "flash_attention_2", "precision": "fp32"}, "cuda", "computes in 16 bit alone; use"),
-        ({"attention": "flex_attention"}, "cpu", "trains on GPUs alone; use sdpa"),
-        ({"attention": "eager", "model_source": "factory"}, "cuda", "chooses its attention itself, not eager"),
-        ({"data_pin_memory": True, "data_workers": 1}, "cpu", "pins no memory"),
-        ({"data_prefetch": 4}, "cuda", "are of a data loader; add data_workers"),
-        ({"loss": "liger"}, "cpu", "runs on GPUs alone; use chunked or tiled"),
-        ({"loss": "tiled", "precision": "fp16"}, "cuda", "which fp16 needs; use --precision bf16"),
+def test_requirements_are_checked_against_the_placement() -> None:
+    for needs, flag in (
+        (Requirements(accelerator="cpu"), "--accelerator cpu"),
+        (Requirements(min_ranks=3), "--num-gpus 3"),
+        (Requirements(min_nodes=2), "--hostfile"),
     ):
-        with subtests.test(changes=changes, accelerator=accelerator):
-            placement = Placement(accelerator=accelerator)
-            assert said in (workload_refusal(fakes.workload(**changes), placement) or "")
-            assert workload_refusal(fakes.workload(attention="eager", loss="chunked"), placement) is None
+        row = replace(fakes.zero(3), requires=needs)
+        assert flag in (validation.unsupported_reason(row, CUDA) or "")
+        enough = replace(TWO_NODES, accelerator="cpu", num_gpus=4)
+        assert validation.unsupported_reason(row, enough) is None
 
 
-def test_groups_of_ranks_that_cannot_be_made_are_refused(subtests: pytest.Subtests) -> None:
-    for block, changes, said in (
-        ({"tensor_parallel": {"autotp_size": 2}}, {}, "does not know how to split gpt2"),
-        ({"tensor_parallel": {"autotp_size": 2}}, {"model_type": "llama", "loss": "tiled"}, "use loss model"),
-        ({"tensor_parallel": {"autotp_size": 3}}, {"model_type": "llama"}, "does not divide the 4 ranks"),
-        ({"sequence_parallel_size": 4}, {"model_config": {"n_head": 6}}, "does not divide the 6 attention heads"),
-        ({"sequence_parallel_size": 4}, {"seq_length": 30}, "use a multiple of 4"),
-        ({"sequence_parallel_size": 4}, {"seq_length": 4}, "into two tokens or more each"),
-        ({"sequence_parallel_size": 2}, {"attention": "eager"}, "does not split eager attention"),
-        ({"sequence_parallel_size": 2, "tensor_parallel": {"autotp_size": 2}}, {"model_type": "llama"}, "keep one"),
-        ({"sequence_parallel_size": 4}, {}, None),
-        ({"tensor_parallel": {"autotp_size": 4}}, {"model_type": "llama"}, None),
+# Workloads
+
+
+def refuses(on: Placement, block: dict[str, Any] | None = None, **changes: Any) -> bool:
+    row = Configuration(name="x", label="X", deepspeed_config=block or {})
+    return validation.unsupported_workload_reason(row, fakes.workload(**changes), on) is not None
+
+
+def test_a_step_that_cannot_be_computed_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    packages: set[str] = set()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in packages else None)
+    for changes, on, installed, refused in (
+        ({"attention": "eager", "loss": "chunked"}, CPU, (), False),
+        ({"attention": "eager", "model_source": "factory"}, CUDA, (), True),
+        ({"attention": "flash_attention_2"}, CPU, ("flash_attn",), True),
+        ({"attention": "flash_attention_2"}, CUDA, (), True),
+        ({"attention": "flash_attention_2"}, CUDA, ("flash_attn",), False),
+        ({"attention": "flash_attention_2", "precision": "fp32"}, CUDA, ("flash_attn",), True),
+        ({"attention": "flash_attention_2", "loss": "liger"}, CUDA, ("flash_attn",), True),
+        ({"attention": "flex_attention"}, CPU, (), True),
+        ({"attention": "flex_attention"}, CUDA, (), False),
+        ({"loss": "liger"}, CPU, ("liger_kernel",), True),
+        ({"loss": "liger"}, CUDA, (), True),
+        ({"loss": "liger"}, CUDA, ("liger_kernel",), False),
+        ({"loss": "tiled", "precision": "fp16"}, CUDA, (), True),
+        ({"loss": "tiled", "precision": "bf16"}, CUDA, (), False),
+        ({"data_pin_memory": True, "data_workers": 1}, CPU, (), True),
+        ({"data_pin_memory": True, "data_workers": 1}, CUDA, (), False),
+        ({"data_prefetch": 4}, CUDA, (), True),
+        ({"pass_type": "forward", "compile": "torch"}, CUDA, (), True),
+        ({"pass_type": "forward"}, CUDA, (), False),
     ):
-        with subtests.test(block=block, changes=changes):
-            work, placement = fakes.workload(**changes), Placement(accelerator="cuda", num_gpus=4)
-            found = workload_refusal(work, placement, block)
-            assert said in (found or "") if said else found is None
+        packages = set(installed)
+        assert refuses(on, **changes) is refused, changes
+
+
+def test_groups_of_ranks_that_cannot_be_made_are_refused() -> None:
+    four, llama = replace(CUDA, num_gpus=4), {"model_type": "llama"}
+    for tensor, sequence, changes, refused in (
+        (4, 1, llama, False),
+        (2, 1, {}, True),  # AutoTP does not split GPT-2
+        (2, 1, {**llama, "loss": "tiled"}, True),
+        (3, 1, llama, True),
+        (2, 2, llama, True),
+        (1, 4, {}, False),
+        (1, 4, {"model_config": {"n_head": 6}}, True),
+        (1, 4, {"seq_length": 30}, True),
+        (1, 4, {"seq_length": 4}, True),  # one token each
+        (1, 2, {"attention": "eager"}, True),
+        (1, 2, {"pass_type": "forward"}, True),
+    ):
+        block = {"tensor_parallel": {"autotp_size": tensor}, "sequence_parallel_size": sequence}
+        assert refuses(four, block, **changes) is refused, (tensor, sequence, changes)
 
 
 def test_ranks_are_bound_where_there_are_cores_and_numa_nodes_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1})
-    for binding, nodes, ranks, said in (
-        ("cores", [[0, 1]], 2, None),
-        ("cores", [[0, 1]], 3, "3 ranks cannot be bound to 2 cores"),
-        ("numa", [[0, 1]], 2, "this machine has one NUMA node; use cpu_binding cores"),
-        ("numa", [[0], [1]], 2, None),
+    for binding, nodes, ranks, refused in (
+        ("cores", [[0, 1]], 2, False),
+        ("cores", [[0, 1]], 3, True),
+        ("numa", [[0, 1]], 2, True),
+        ("numa", [[0], [1]], 2, False),
     ):
         monkeypatch.setattr(host_memory, "numa_cpus", lambda nodes=nodes: nodes)
-        found = workload_refusal(fakes.workload(cpu_binding=binding), fakes.placement(num_gpus=ranks))
-        assert said in (found or "") if said else found is None
+        assert refuses(fakes.placement(num_gpus=ranks), cpu_binding=binding) is refused
 
 
-def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for changes, package in (({"loss": "liger"}, "liger_kernel"), ({"attention": "flash_attention_2"}, "flash_attn")):
-        for spec, refused in ((None, True), (object(), False)):
-            monkeypatch.setattr(importlib.util, "find_spec", lambda _name, spec=spec: spec)
-            said = workload_refusal(fakes.workload(**changes), CUDA)
-            assert said is None if not refused else f"needs the package {package}" in (said or "")
+# Caveats
 
 
-def test_a_refusal_ends_with_what_to_do(subtests: pytest.Subtests) -> None:
-    for name, stage in (("cpu_full", 2), ("nvme", 1), ("cpu_optimizer", 0)):
-        with subtests.test(name):
-            assert "; use" in (refusal(fakes.offload(name, stage)) or "")
+def caveats_of(row: Configuration, on: Placement = CPU, of: Workload | None = None, **changes: Any) -> list[str | None]:
+    """Names of the rules that the caveats of a row come from."""
+    config = complete(deepspeed_config.overlay(deepspeed_config.base_config(row, 4), changes))
+    work = of or fakes.workload()
+    texts = validation.ineffective_settings(replace(row, deepspeed_config=config), work, on)
+    case = Case(config=config, workload=work, placement=on)
+    names = {rule.row_text(case): rule.name for rule in RULES if rule.row == "caveat" and rule.when(case)}
+    return [names.get(text) for text in texts]
 
 
-def test_a_block_that_would_do_nothing_here_is_refused_with_the_remedy(subtests: pytest.Subtests) -> None:
-    for block in (
-        {"expert_parallel": {"enabled": True}},
-        {"hybrid_engine": {"enabled": True}},
-        {"autotuning": {"enabled": True}},
-        {"data_efficiency": {"enabled": True}},
-        {"pipeline": {}},
+def test_a_setting_without_effect_or_that_slows_the_steps_is_a_caveat(subtests: pytest.Subtests) -> None:
+    offload, factory = fakes.offload("cpu_optimizer"), fakes.workload(model_source="factory")
+    split = {"sub_group_size": 10**6, "offload_optimizer": {"ratio": 0.5}}
+    super_offload = {"offload_optimizer": {"super_offload": True}}
+    for row, on, work, changes, rules in (
+        (offload, CPU, None, zero(offload_optimizer={"ratio": 0.5}), ["ratio-with-one-sub-group"]),
+        (offload, CPU, None, zero(**split), []),
+        (fakes.offload("cpu_optimizer", 2), CPU, None, zero(**super_offload), ["super-offload-below-stage-3"]),
+        (offload, CPU, None, zero(**super_offload), []),
+        (fakes.zero(3), CPU, None, zero(zero_quantized_gradients=True), ["quantized-gradients-on-one-node"]),
+        (fakes.zero(3), TWO_NODES, None, zero(zero_quantized_gradients=True), []),
+        (offload, CPU, None, {"activation_checkpointing": {}}, ["activation-checkpointing-block"]),
+        (offload, CPU, factory, {"activation_checkpointing": {}}, []),
+        (offload, CPU, None, {"comms_logger": {"enabled": False}}, ["comms-logger-switched-off"]),
+        (offload, CPU, None, {"comms_logger": ON}, ["comms-logger"]),
+        (offload, CPU, None, {"wall_clock_breakdown": True}, ["wall-clock-breakdown"]),
+        (offload, CPU, None, {"flops_profiler": ON}, ["flops-profiler"]),
+        (offload, CPU, None, {"timers": {"throughput": ON}}, ["throughput-timer"]),
+        (offload, CPU, None, {"aio": {"thread_count": 4}}, ["renamed-thread-count"]),
+        (fakes.zero(0), CUDA, None, {"compile": {"deepcompile": True}}, ["deepcompile-at-stage-0"]),
+        (fakes.zero(3), CUDA, None, {"compile": {"deepcompile": True}}, []),
+        (offload, replace(CUDA, cpu_memory_limit_bytes=1), None, {}, ["limit-without-page-locked-memory"]),
+        (offload, replace(CPU, cpu_memory_limit_bytes=1), None, {}, []),
     ):
-        with subtests.test(block=block):
-            assert "remove" in (refusal(fakes.zero(3), **block) or "")
+        with subtests.test(rules=rules, changes=changes):
+            assert caveats_of(row, on, work, **changes) == rules
 
 
-def test_a_block_that_is_switched_off_is_not_refused(subtests: pytest.Subtests) -> None:
-    for block in (
-        {},
-        {"compile": {"deepcompile": False}},
-        {"tensor_parallel": {"autotp_size": 1}},
-        {"sequence_parallel_size": 1},
-        {"expert_parallel": {"enabled": False}},
-        {"autotuning": None},
+# Keys
+
+
+def test_a_key_that_would_be_ignored_or_refused_is_an_error_with_its_remedy(subtests: pytest.Subtests) -> None:
+    for config, key, remedy in (
+        ({"gradient_cliping": 1}, "gradient_cliping", "did you mean gradient_clipping?"),
+        ({"bfloat16": {}}, "bfloat16", "rename it to bf16"),
+        ({"qqqqq": 1}, "qqqqq", "remove it"),
+        ({"_comment": "x"}, "_comment", "write it after //, which DeepSpeed reads"),
+        ({"amp": {}}, "amp", "use bf16, fp16 or torch_autocast"),
+        (zero(overlap_com=True), "zero_optimization.overlap_com", "did you mean overlap_comm?"),
+        ({"bf16": True}, "'bf16'", "set a key inside it, like bf16.KEY=VALUE"),
+        ({"zero_optimization": 3}, "'zero_optimization'", "set a key inside it, like zero_optimization.KEY=VALUE"),
     ):
-        with subtests.test(block=block):
-            assert refusal(fakes.zero(3), **block) is None
+        with subtests.test(key), pytest.raises(UsageError) as raised:
+            validation.check_keys(config)
+        assert raised.value.problem.startswith(key)
+        assert raised.value.remedy == remedy
+    validation.check_keys({"gradient_clipping": 0.5, "timers": {"throughput": ON}})
 
 
-def test_what_a_configuration_requires_is_asked_of_the_placement(subtests: pytest.Subtests) -> None:
-    for needs, named in (
-        (Requirements(accelerator="cpu"), "--accelerator cpu"),
-        (Requirements(min_ranks=2), "--num-gpus 2"),
-        (Requirements(min_nodes=2), "--hostfile"),
-    ):
-        with subtests.test(needs=needs, named=named):
-            row = replace(fakes.zero(3), requires=needs)
-            assert named in (refusal(row) or "")
-            assert refusal(row, Placement(accelerator="cpu", num_gpus=2, hosts=(("a", 1), ("b", 1)))) is None
+# torch's own engines
 
 
-def inactive(
-    strategy: Configuration, on: Placement | None = None, of: Workload | None = None, **changes: Any
-) -> list[str]:
-    config = complete(deepspeed_config.overlay(deepspeed_config.base_config(strategy, 4), changes))
-    completed = replace(strategy, deepspeed_config=config)
-    return validation.ineffective_settings(completed, of or fakes.workload(), on or fakes.placement())
+def reference(name: str, **changes: Any) -> Configuration:
+    row = fakes.reference(name)
+    config = deepspeed_config.overlay(deepspeed_config.base_config(row, 4, 2), changes)
+    config = deepspeed_config.complete_config(config, fakes.workload(), CUDA, torch_adam=False, largest_parameter=None)
+    return replace(row, deepspeed_config=config)
 
 
-def test_nothing_in_the_catalogue_is_inactive_or_slows_what_is_measured(subtests: pytest.Subtests) -> None:
-    for strategy in EVERY_CONFIGURATION:
-        with subtests.test(strategy.name):
-            assert inactive(strategy) == []
-
-
-def test_what_changes_nothing_or_slows_the_steps_is_said_beside_the_row(subtests: pytest.Subtests) -> None:
-    for changes, said in (
-        ({"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}, "ratio below 1 has no effect"),
-        ({"zero_optimization": {"zero_quantized_gradients": True}}, "zero_quantized_gradients has no effect"),
-        ({"activation_checkpointing": {}}, "use --activation-checkpointing"),
-        ({"comms_logger": {"enabled": False}}, "makes every collective synchronous"),
-        ({"wall_clock_breakdown": True}, "synchronises the device"),
-        ({"flops_profiler": {"enabled": True}}, "instruments a step"),
-        ({"timers": {"throughput": {"enabled": True}}}, "the throughput timer"),
-        ({"aio": {"thread_count": 4}}, "intra_op_parallelism"),
+def test_a_reference_row_is_refused_if_it_would_train_differently(subtests: pytest.Subtests) -> None:
+    for name in REFERENCES:
+        assert validation.unsupported_reason(reference(name), CUDA) is None
+        assert validation.ineffective_settings(reference(name), fakes.workload(), CUDA) == []
+    for changes, named in (
+        (zero(offload_optimizer=DEVICE), "offload"),
+        ({"bf16": {"enabled": False}, "fp16": ON}, "--precision bf16"),
+        ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
+        ({"optimizer": {"type": "Lion"}}, "Lion"),
+        ({"scheduler": {"type": "WarmupLR", "params": {}}}, "scheduler"),
+        ({"torch_autocast": ON}, "torch_autocast"),
     ):
         with subtests.test(changes=changes):
-            found = inactive(fakes.offload("cpu_optimizer"), **changes)
-            assert len(found) == 1
-            assert said in found[0]
+            assert named in (validation.unsupported_reason(reference("fsdp2", **changes), CUDA) or "")
 
 
-def test_super_offload_below_stage_3_is_said_and_at_stage_3_is_not() -> None:
-    changes = {"zero_optimization": {"offload_optimizer": {"super_offload": True}}}
-    assert any("super_offload" in each for each in inactive(fakes.offload("cpu_optimizer", 2), **changes))
-    assert inactive(fakes.offload("cpu_optimizer", 3), **changes) == []
+def test_zero_settings_that_a_reference_row_does_not_read_are_named() -> None:
+    row = reference("ddp", zero_optimization={"overlap_comm": False})
+    (text,) = validation.ineffective_settings(row, fakes.workload(), CUDA)
+    assert "zero_optimization.overlap_comm" in text
 
 
-def test_what_has_an_effect_after_all_is_not_said() -> None:
-    split = {"zero_optimization": {"sub_group_size": 10**6, "offload_optimizer": {"ratio": 0.5}}}
-    assert inactive(fakes.offload("cpu_optimizer"), **split) == []
-    quantized = {"zero_optimization": {"zero_quantized_gradients": True}}
-    assert inactive(fakes.zero(3), fakes.placement(hosts=(("a", 1), ("b", 1))), **quantized) == []
-    own = fakes.workload(model="my.models:build", model_source="factory", model_type=None, model_config={})
-    assert inactive(fakes.zero(3), of=own, activation_checkpointing={}) == []
-
-
-def test_a_misspelt_key_is_refused_with_its_neighbour(subtests: pytest.Subtests) -> None:
-    for typed, meant in (
-        ("gradient_cliping", "gradient_clipping"),
-        ("zero_optimisation", "zero_optimization"),
-        ("bfloat16", "bf16"),
-    ):
-        with (
-            subtests.test(typed),
-            pytest.raises(UsageError, match=f"unknown top-level key '{typed}'.*did you mean '{meant}'"),
-        ):
-            validation.check_keys({typed: 1})
-
-
-def test_a_key_like_none_is_refused_without_a_guess() -> None:
-    with pytest.raises(UsageError, match="DeepSpeed would ignore it silently; remove it"):
-        validation.check_keys({"qqqqq": 1})
-
-
-def test_a_block_that_is_no_object_is_refused_with_the_way_to_write_it(subtests: pytest.Subtests) -> None:
-    for key, value in (("bf16", True), ("optimizer", "SGD"), ("zero_optimization", 3)):
-        with (
-            subtests.test(key),
-            pytest.raises(UsageError, match=f"'{key}' in the DeepSpeed config is .*, not an object .*{key}.KEY=VALUE"),
-        ):
-            validation.check_keys({key: value})
+def test_a_stage_never_means_a_reference() -> None:
+    matched = {text: strategies.matches(fakes.reference("fsdp2"), text) for text in ("zero3", "3", "stage 3", "FSDP2")}
+    assert matched == {"zero3": False, "3": False, "stage 3": False, "FSDP2": True}

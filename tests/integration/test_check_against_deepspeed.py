@@ -14,6 +14,7 @@ import pytest
 
 from ds_bench.config import automatic_values, deepspeed_config, deepspeed_keys, lint, located_json
 from ds_bench.config.automatic_values import TrainingFacts
+from ds_bench.config.rules import TRAINING_STARTS
 from tests.support.deepspeed_starts import errors_at_start
 from tests.support.lint_cases import CASES, CLEAN
 from tests.support.shared_files import shared_files
@@ -33,8 +34,6 @@ def refusal(config):
     return None
 print(json.dumps([refusal(config) for config in json.load(sys.stdin)]), file=out)
 """
-_WHEN_TRAINING_STARTS = "DeepSpeed stops when"
-"""In the reason of an error that DeepSpeed raises later than ``DeepSpeedConfig``."""
 _SAMPLES = (None, True, 1, -1, 1.5, 5e8, "text", "5", ["text"], {})
 _ONLY_0_AND_1 = ("wall_clock_breakdown", "flops_profiler.enabled", "checkpoint.parallel_write.pipeline_stage")
 """Switches that DeepSpeed reads as numbers, of which it takes no other; check takes any number for one."""
@@ -57,7 +56,7 @@ def disagreements(configs: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
     differing = []
     for (name, config), refusal in zip(configs, answers, strict=True):
         found = lint.check_config(config, num_gpus=1)
-        errors = [each.reason for each in found if each.level == "error" and _WHEN_TRAINING_STARTS not in each.reason]
+        errors = [each.reason for each in found if each.level == "error" and not each.stops_when]
         if bool(refusal) != bool(errors):
             differing.append(f"{name}: DeepSpeed says {refusal}, check says {errors}")
     return differing
@@ -95,7 +94,7 @@ def test_deepspeed_stops_where_an_error_says_that_it_does_when_training_starts(t
     stopping = {}
     for rule, change in CASES:
         config = deepspeed_config.overlay(CLEAN, change)
-        if any("when training starts" in finding.reason for finding in lint.check_config(config)):
+        if any(finding.stops_when == TRAINING_STARTS for finding in lint.check_config(config)):
             stopping[rule] = {**_TORCH_ADAM, **config}
     assert len(stopping) > 14
     clean, *errors = errors_at_start([_TORCH_ADAM | CLEAN, *stopping.values()], tmp_path)
