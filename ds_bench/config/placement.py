@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import UsageError
-from ..system import environment, files, gpus, launched_nodes, redaction, slurm
+from ..system import environment, files, gpus, job, launched_nodes, redaction
 from ..units import format_names
 from .options import SEVERAL_NODES, Options
 from .spec import Accelerator, Placement, Precision, gpu_precisions
@@ -198,7 +198,7 @@ def _slots_of_job(options: Options, environ: Mapping[str, str], visible: int | N
     task of Slurm). Raises UsageError for a number that leaves nodes with unequal numbers of ranks.
     """
     launched = launched_nodes.ranks_of_hosts()
-    tasks = launched or slurm.tasks_of_nodes(environ)
+    tasks = launched or job.tasks_of_nodes(environ)
     requested = options.num_gpus or _world_size(environ)
     if not tasks or requested == sum(tasks.values()) or (requested is None and visible is None):
         return {node: range(count) for node, count in tasks.items()}

@@ -7,10 +7,14 @@ environment variables, ``mpirun(1)`` of Open MPI, "Output environment variables"
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 from collections.abc import Mapping, MutableMapping
 
 from ..errors import UsageError
 
+_TASKS = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
+_SCONTROL_SECONDS = 30.0
 _NO_STEP = 0xFFFFFFF0
 """Numbers from here on are not of srun's steps, but of a batch script or of salloc's shell (slurm.h)."""
 _OF_A_LAUNCHER = (
@@ -18,7 +22,7 @@ _OF_A_LAUNCHER = (
     "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE",
     # With TORCHELASTIC_USE_AGENT_STORE ranks wait for a store of torchrun's, which theirs is not.
     "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE",
+    "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "DS_BENCH_SECRET",
 )  # fmt: skip
 _OF_MPI = ("OMPI_", "PMIX_", "PMI_", "HYDI_", "MPI_LOCAL")
 _SET_BY_USERS = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_")
@@ -49,6 +53,42 @@ def is_task_of_slurm(environ: Mapping[str, str]) -> bool:
     return step.isdecimal() and int(step) < _NO_STEP
 
 
+def task_counts(text: str) -> list[int]:
+    """The number of tasks of each node from Slurm's form: ``2(x3),1`` is 2, 2, 2, 1."""
+    return [int(tasks) for tasks, times in _TASKS.findall(text) for _ in range(int(times or 1))]
+
+
+def tasks_of_nodes(environ: Mapping[str, str]) -> dict[str, int]:
+    """Node → number of tasks that Slurm has for it, in the order of the job; empty outside of jobs and on one node.
+
+    Raises UsageError if Slurm does not tell the names.
+    """
+    nodes = environ.get("SLURM_JOB_NODELIST", "")
+    # The list of a single node has neither brackets nor commas.
+    if "SLURM_JOB_ID" not in environ or not re.search(r"[\[,]", nodes):
+        return {}
+    command = ["scontrol", "show", "hostnames", nodes]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_SCONTROL_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        of_scontrol = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
+        said = " ".join((of_scontrol or str(error)).split())[:400]
+        mend = "see whether sinfo answers"
+        if isinstance(error, FileNotFoundError):
+            mend = "put scontrol and srun on PATH, start the command by srun on every node (docs/many_nodes.md)"
+        raise UsageError(
+            f"this is a Slurm job of the nodes {nodes}, but scontrol does not tell their names: {said}",
+            remedy=f"{mend}, or start one process on one node: srun --nodes=1 --ntasks=1",
+        ) from None
+    names = done.stdout.split()
+    counts = task_counts(environ.get("SLURM_TASKS_PER_NODE", ""))
+    if len(counts) != len(names):
+        counts = [1] * len(names)
+    return dict(zip(names, counts, strict=True)) if len(names) > 1 else {}
+
+
 def take_over_job(environ: MutableMapping[str, str], *, has_hosts: bool = False) -> None:
     """Makes the first process of a job the one that starts the ranks.
 
@@ -61,6 +101,9 @@ def take_over_job(environ: MutableMapping[str, str], *, has_hosts: bool = False)
         _require_one_node(environ)
     launched, task = "RANK" in environ or "LOCAL_RANK" in environ, is_task_of_slurm(environ)
     size = environ.pop("WORLD_SIZE", None)
+    has_local_rank = any(name in environ for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"))
+    if launched and not has_local_rank and environ.get("PET_NNODES", size) == size:
+        size = None  # one process in each pod, which has all GPUs there
     if not launched:
         size = _size_of_mpi(environ) or (environ.get("SLURM_NTASKS") if task else environ.get("PMI_SIZE"))
         if task and size == environ.get("SLURM_STEP_NUM_NODES", "1"):

@@ -1,54 +1,57 @@
-"""Nodes that torchrun or DeepSpeed's launcher has started processes on, and how the first reaches the others.
+"""Nodes on each of which an engine has started this command, and how the first process reaches the others.
 
-The first process of all listens at MASTER_ADDR; the first process of every other node connects to it, and is then
-replaced by the agent of its node (``launch.host_agent``), which reads requests from that connection. The other
-processes leave.
+torchrun, DeepSpeed's launcher, a PyTorchJob or Volcano job, and ``srun`` inside a container do so. The first process
+listens at MASTER_ADDR. The first process of every other node connects to it and is then replaced by the agent of its
+node (``launch.host_agent``), which reads requests from that connection. The other processes leave.
 
-A launcher gives its processes no common secret. Both sides prove that they know the id of torchrun's ``--rdzv-id``, of
-which nothing is sent in clear; without one everybody who reaches the port may take part, as in torch's own store.
+Both sides prove that they know the job's secret, torchrun's ``--rdzv-id`` or DS_BENCH_SECRET, of which nothing is sent.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
-import hmac
 import ipaddress
 import json
 import os
 import re
-import secrets
+import shutil
 import socket
+import struct
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import NoReturn
 
-from ..errors import PreflightError
+from ..errors import PreflightError, UsageError
 from ..units import format_names
-from . import terminal
+from . import job, terminal
 
 WAIT_SECONDS = 120.0
 """For the processes of all nodes to start and to find each other."""
 _QUIET_SECONDS = 5.0
 """Time after which a line says what is waited for."""
 _RETRY_SECONDS = 0.5
-_GREETING_SECONDS = 10.0
+_GREETING_SECONDS = 10
 _MOST_GREETING_BYTES = 1024
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
+_SECRET = "DS_BENCH_SECRET"
+_ACCEPTED = b"accepted"
+"""Makes the process of a node its agent."""
 _NO_RUN_ID = ("", "none")
 """torchrun's id of a run without ``--rdzv-id``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedNodes:
-    """What the variables of a launcher tell one process of the nodes."""
+    """The nodes of a job, as one process of it sees them."""
 
     launcher: str
-    """``torchrun`` or ``deepspeed``."""
+    """``torchrun``, ``deepspeed``, ``srun``, or ``job`` of an engine that sets RANK and WORLD_SIZE for each node."""
     address: str
     """MASTER_ADDR: of the first node."""
     port: int
@@ -60,26 +63,25 @@ class LaunchedNodes:
     ranks: int
     """Of all nodes."""
     is_first_of_node: bool
-    run_id: str
-    """torchrun's ``--rdzv-id``; empty without one."""
+    secret: str
+    """Known to all processes of the job; empty without one."""
 
     @property
     def where(self) -> str:
         return f"{self.address} port {self.port}"
 
-    def proof(self, *facts: object) -> str:
-        """What only a process that knows the run's id can compute."""
-        return hmac.new(self.run_id.encode(), json.dumps(facts).encode(), hashlib.sha256).hexdigest()
+    @property
+    def key(self) -> bytes:
+        """What both sides of a connection prove to know (multiprocessing's HMAC of a random challenge)."""
+        return b"ds_bench" + self.secret.encode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ConnectedNode:
     name: str
     ranks: int
-    connection: socket.socket | None
+    connection: Connection | None = None
     """None for this node itself, and where no node was asked."""
-    acceptance: bytes
-    """Sent to make the process there the agent of its node."""
 
 
 _connected_nodes: dict[int, _ConnectedNode] = {}
@@ -89,34 +91,94 @@ _addresses: list[str] = []
 
 
 def find_nodes(environ: Mapping[str, str]) -> LaunchedNodes | None:
-    """The nodes of a job of torchrun or DeepSpeed's launcher on several; None elsewhere, and in a job of Slurm, which
-    tells the names of its nodes itself."""
-    by_torchrun = "LOCAL_WORLD_SIZE" in environ
-    # torchrun's names of the node's number, the number of nodes and of ranks here; DeepSpeed has others
-    # (launcher/launch.py).
-    names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    if not by_torchrun:
-        names = ("CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE")
-    texts = [environ.get(name, "") for name in (*names, "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")]
-    if "SLURM_JOB_ID" in environ or "MASTER_ADDR" not in environ or not all(text.isdecimal() for text in texts):
+    """The nodes of a job on several; None elsewhere, and where srun reaches the nodes of a Slurm job.
+
+    Raises UsageError where an engine's variables leave open how many processes run on this node.
+    """
+    if "SLURM_JOB_ID" in environ and shutil.which("srun") and shutil.which("scontrol"):
         return None
-    number, count, ranks_here, local_rank, ranks, port = map(int, texts)
+    launcher, texts = _launcher_and_facts(environ)
+    address, port_text = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "29500")
+    if launcher == "srun":
+        address = address or _first_node(environ.get("SLURM_STEP_NODELIST", ""))
+    if not all(text.isdecimal() for text in (*texts, port_text)):
+        return None
+    number, count, ranks_here, local_rank, ranks = map(int, texts)
     if count < 2 or not 0 < ranks_here < ranks:
         return None
-    if by_torchrun:  # its own store listens at MASTER_PORT
+    if not address:
+        raise UsageError(
+            f"this is one of {count} processes, but MASTER_ADDR is not set", remedy="set it to the first node's address"
+        )
+    port = int(port_text)
+    if launcher == "torchrun":  # its own store listens at MASTER_PORT
         port += 1 if port < 65535 else -1
     run_id = environ.get("TORCHELASTIC_RUN_ID", "")
     return LaunchedNodes(
-        launcher="torchrun" if by_torchrun else "deepspeed",
-        address=environ["MASTER_ADDR"],
+        launcher=launcher,
+        address=address,
         port=port,
         count=count,
         number=number,
         ranks_here=ranks_here,
         ranks=ranks,
         is_first_of_node=local_rank == 0,
-        run_id="" if run_id in _NO_RUN_ID else run_id,
+        secret=environ.get(_SECRET) or ("" if run_id in _NO_RUN_ID else run_id),
     )
+
+
+def _launcher_and_facts(environ: Mapping[str, str]) -> tuple[str, list[str]]:
+    """The launcher and, as texts, this node's number, the nodes, the ranks here, the local rank and all ranks."""
+
+    def values(*names: str) -> list[str]:
+        return [environ.get(name, "") for name in names]
+
+    if "LOCAL_WORLD_SIZE" in environ:
+        return "torchrun", values("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "WORLD_SIZE")
+    if "CROSS_SIZE" in environ:  # launcher/launch.py of DeepSpeed
+        return "deepspeed", values("CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE", "LOCAL_RANK", "WORLD_SIZE")
+    if job.is_task_of_slurm(environ):
+        number, *others = values("SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURM_LOCALID", "SLURM_NTASKS")
+        tasks = job.task_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        here = tasks[int(number)] if number.isdecimal() and int(number) < len(tasks) else ""
+        return "srun", [number, others[0], str(here), *others[1:]]
+    rank, size = values("RANK", "WORLD_SIZE")
+    if size in ("", "1") or not rank:
+        return "", [""]
+    if "LOCAL_RANK" in environ and "LOCAL_SIZE" not in environ:
+        raise UsageError(
+            "RANK, LOCAL_RANK and WORLD_SIZE are set, but not LOCAL_WORLD_SIZE: the nodes are not known",
+            remedy="start the command with torchrun, or as one process on each node without LOCAL_RANK",
+        )
+    # A PyTorchJob or a Volcano job starts one process in each pod. PET_* are torchrun's, for several ranks in each.
+    nodes = environ.get("PET_NNODES", size)
+    if not (nodes.isdecimal() and size.isdecimal() and int(nodes) and int(size) % int(nodes) == 0):
+        return "", [""]
+    return "job", [environ.get("PET_NODE_RANK", rank), nodes, str(int(size) // int(nodes)), "0", size]
+
+
+def _first_node(nodes: str) -> str:
+    """The first name of a list in Slurm's form: ``node01`` of ``node[01-03,7],other``."""
+    found = re.match(r"([^,\[]*)(?:\[([0-9]+)[^\]]*\]([^,\[]*))?", nodes)
+    return "".join(filter(None, found.groups())) if found else ""
+
+
+def _require_secret(nodes: LaunchedNodes) -> None:
+    """Raises PreflightError if others than the processes of this job could take part."""
+    if nodes.secret:
+        return
+    with contextlib.suppress(OSError, ValueError):
+        if _is_loopback(str(socket.getaddrinfo(nodes.address, nodes.port, type=socket.SOCK_STREAM)[0][4][0])):
+            return
+    raise PreflightError(
+        f"everybody who reaches {nodes.where} could take part in this job, whose processes have no secret in common",
+        remedy=f"export {_SECRET}=$(openssl rand -hex 16), the same on every node"
+        + (", or give torchrun --rdzv-id with such an id" if nodes.launcher == "torchrun" else ""),
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 # ------------------------------------------------------------------ the process that runs the comparison
@@ -138,8 +200,8 @@ def accept_nodes() -> dict[str, socket.socket]:
     for node in _connected_nodes.values():
         if node.connection is not None:
             with contextlib.suppress(OSError):  # its connection then ends, which its user notices
-                node.connection.sendall(node.acceptance)
-            connections[node.name] = node.connection
+                node.connection.send_bytes(_ACCEPTED)
+            connections[node.name] = socket.socket(fileno=os.dup(node.connection.fileno()))
     return connections
 
 
@@ -147,37 +209,34 @@ def assume_nodes(nodes: LaunchedNodes) -> None:
     """What :func:`connect_nodes` would find out, without asking any node: for ``--dry-run``."""
     # Only the sum is known of the other nodes: it is spread evenly.
     share, more = divmod(nodes.ranks - nodes.ranks_here, nodes.count - 1)
-    _keep_own(nodes)
-    for number in range(1, nodes.count):
-        ranks = share + (number <= more)
-        _connected_nodes[number] = _ConnectedNode(name=f"node-{number}", ranks=ranks, connection=None, acceptance=b"")
+    ranks = {number: share + (number <= more) for number in range(1, nodes.count)}
+    _keep(nodes, {number: _ConnectedNode(name=f"node-{number}", ranks=each) for number, each in ranks.items()})
 
 
 def connect_nodes(nodes: LaunchedNodes) -> None:
     """Waits until every other node has connected. Raises PreflightError if one has not within the limit."""
-    deadline = time.monotonic() + WAIT_SECONDS
+    _require_secret(nodes)
+    began, said = time.monotonic(), False
     found: dict[int, _ConnectedNode] = {}
-    said = False
-    with _listen(nodes, deadline) as listener:
+    with _listen(nodes, began + WAIT_SECONDS) as listener:
         listener.settimeout(_RETRY_SECONDS)
-        began = time.monotonic()
-        while len(found) < nodes.count - 1:
+        while missing := [number for number in range(1, nodes.count) if number not in found]:
             with contextlib.suppress(TimeoutError):
                 connection, _ = listener.accept()
                 # A thread for each: another program that connects and stays silent must not hold up the nodes.
                 threading.Thread(target=_receive_node, args=(nodes, connection, found), daemon=True).start()
-            now = time.monotonic()
-            if now - began > _QUIET_SECONDS and not said:
+            waited, who = time.monotonic() - began, f"node{'s'[: len(missing) > 1]} {format_names(missing)}"
+            if waited > _QUIET_SECONDS and not said:
                 said = True
-                terminal.print_text(f"waiting at {nodes.where} for {_missing(nodes, found)}", sys.stderr)
-            if now > deadline:
+                terminal.print_text(f"waiting at {nodes.where} for {who} of {nodes.launcher}", sys.stderr)
+            if waited > WAIT_SECONDS:
+                only = f", which is {_addresses[0]}, this machine alone" if _is_loopback(_addresses[0]) else ""
                 raise PreflightError(
-                    f"{_missing(nodes, found)} did not connect to {nodes.where} within {WAIT_SECONDS:.0f} s",
+                    f"{who} of {nodes.launcher} did not connect to {nodes.where}{only}, within {WAIT_SECONDS:.0f} s",
                     remedy="start the same command on every node and open this port between them, or start one process "
                     "with --hostfile FILE",
                 )
-    _keep_own(nodes)
-    _connected_nodes.update(found)
+    _keep(nodes, found)
     names = [node.name for node in _connected_nodes.values()]
     # Results and connections are kept by host name from here on.
     if len(set(names)) < len(names):
@@ -187,77 +246,68 @@ def connect_nodes(nodes: LaunchedNodes) -> None:
         )
 
 
-def _keep_own(nodes: LaunchedNodes) -> None:
+def _keep(nodes: LaunchedNodes, others: Mapping[int, _ConnectedNode]) -> None:
     _connected_nodes.clear()
-    _connected_nodes[0] = _ConnectedNode(
-        name=socket.gethostname(), ranks=nodes.ranks_here, connection=None, acceptance=b""
-    )
-
-
-def _missing(nodes: LaunchedNodes, found: Mapping[int, _ConnectedNode]) -> str:
-    numbers = [number for number in range(1, nodes.count) if number not in found]
-    return f"{'node' if len(numbers) == 1 else 'nodes'} {format_names(numbers)} of {nodes.launcher}"
+    _connected_nodes[0] = _ConnectedNode(name=socket.gethostname(), ranks=nodes.ranks_here)
+    _connected_nodes.update(others)
 
 
 def _listen(nodes: LaunchedNodes, deadline: float) -> socket.socket:
     """Listens at the address of the first node alone. Raises PreflightError if that cannot be done until a time."""
-    flag = "--master_addr" if nodes.launcher == "deepspeed" else "--master-addr (with a c10d rendezvous --local-addr)"
-    remedy = f"give {nodes.launcher} {flag} with an address of the first node that the others reach"
-    try:
-        family, _, _, _, target = socket.getaddrinfo(nodes.address, nodes.port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise PreflightError(f"the first node's address {nodes.address}: {error.strerror}", remedy=remedy) from None
-    address = str(target[0])
-    if ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-        raise PreflightError(f"MASTER_ADDR {nodes.address} is {address} here, for this machine alone", remedy=remedy)
+    remedy = "set MASTER_ADDR to an address of the first node that the others reach (torchrun and deepspeed: "
+    remedy += "--master-addr; with a c10d rendezvous --local-addr)"
     while True:
         try:
+            family, _, _, _, target = socket.getaddrinfo(nodes.address, nodes.port, type=socket.SOCK_STREAM)[0]
             # At this address alone, so that no other network of the host reaches the port.
-            listener = socket.create_server((address, nodes.port), family=family, backlog=128)
+            listener = socket.create_server((str(target[0]), nodes.port), family=family, backlog=128)
         except OSError as error:
-            if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
-                time.sleep(_RETRY_SECONDS)
-                continue
             if error.errno == errno.EADDRINUSE:
+                if time.monotonic() < deadline:
+                    time.sleep(_RETRY_SECONDS)
+                    continue
                 remedy = "end what listens there, or give the launcher another port for its master"
             raise PreflightError(
                 f"cannot listen for the other nodes at {nodes.where}: {error.strerror}", remedy=remedy
             ) from None
-        _addresses[:] = [address]
+        _addresses[:] = [str(target[0])]
         return listener
 
 
-def _receive_node(nodes: LaunchedNodes, connection: socket.socket, found: dict[int, _ConnectedNode]) -> None:
-    """Keeps a connection whose greeting is right, and drops any other."""
+def _receive_node(nodes: LaunchedNodes, accepted: socket.socket, found: dict[int, _ConnectedNode]) -> None:
+    """Keeps a connection that proves to know the secret and tells of a node, and drops any other."""
+    connection = _connection(accepted)
     try:
-        connection.settimeout(_GREETING_SECONDS)
-        challenge = secrets.token_hex(32)
-        _send(connection, {"ds_bench_challenge": challenge})
-        greeting = _read(connection)
-        name, number, ranks = greeting["host"], greeting["node"], greeting["ranks"]
-        expected = nodes.proof("node", challenge, greeting["challenge"], name, number, ranks)
-        if not hmac.compare_digest(expected, greeting["proof"]) or not _is_plausible(nodes, name, number, ranks):
+        deliver_challenge(connection, nodes.key)
+        answer_challenge(connection, nodes.key)
+        greeting = json.loads(connection.recv_bytes(_MOST_GREETING_BYTES))
+        name, number, ranks = greeting["host"], int(greeting["node"]), int(greeting["ranks"])
+        if not (_HOST.fullmatch(name) and 0 < number < nodes.count and 0 < ranks < nodes.ranks):
             raise ValueError
-        connection.settimeout(None)
-        _keep_alive(connection)
-        acceptance = _line({"proof": nodes.proof("accepted", challenge, greeting["challenge"])})
-        node = _ConnectedNode(name=name, ranks=ranks, connection=connection, acceptance=acceptance)
         # Threads may race for one number: setdefault lets the first have it.
+        node = _ConnectedNode(name=name, ranks=ranks, connection=connection)
         if found.setdefault(number, node) is not node:
             raise ValueError
-    except (OSError, ValueError, KeyError, TypeError):
+        _limit_silence(connection, 0)
+    except Exception:  # whatever a stranger sends
         connection.close()
 
 
-def _is_plausible(nodes: LaunchedNodes, name: object, number: object, ranks: object) -> bool:
-    return (
-        isinstance(name, str)
-        and _HOST.fullmatch(name) is not None
-        and type(number) is int
-        and 0 < number < nodes.count
-        and type(ranks) is int
-        and 0 < ranks < nodes.ranks
-    )
+def _connection(connected: socket.socket) -> Connection:
+    """A connection that the kernel ends when the other node is gone, while nothing is sent over it."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+        connected.setsockopt(socket.IPPROTO_TCP, option, value)
+    connected.setblocking(True)
+    connection = Connection(connected.detach())
+    _limit_silence(connection, _GREETING_SECONDS)
+    return connection
+
+
+def _limit_silence(connection: Connection, seconds: int) -> None:
+    """Makes reading fail after so long without a byte; 0: never."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
 
 # ------------------------------------------------------------------ the first process of another node
@@ -268,22 +318,17 @@ def join_first_node(nodes: LaunchedNodes, agent: Sequence[str], environ: Mapping
 
     Returns if the comparison ended before it needed ranks. Raises PreflightError where the first node does not answer.
     """
-    connection, challenge, own_challenge = _greet_first_node(nodes)
-    with connection:
-        connection.settimeout(None)
+    _require_secret(nodes)
+    with _greet_first_node(nodes) as connection:
         try:
-            acceptance = _read(connection)
-        except (OSError, ValueError):
-            return
-        proof = str(acceptance.get("proof"))
-        if not hmac.compare_digest(nodes.proof("accepted", challenge, own_challenge).encode(), proof.encode()):
-            raise PreflightError(
-                f"what listens at {nodes.where} is not the comparison of this job", remedy="give it another port"
-            )
-        _replace_process(agent, connection, environ)
+            accepted = connection.recv_bytes(_MOST_GREETING_BYTES) == _ACCEPTED
+        except (OSError, EOFError):
+            accepted = False
+        if accepted:
+            _replace_process(agent, connection, environ)
 
 
-def _replace_process(agent: Sequence[str], connection: socket.socket, environ: Mapping[str, str]) -> NoReturn:
+def _replace_process(agent: Sequence[str], connection: Connection, environ: Mapping[str, str]) -> NoReturn:
     """Replaces this process, so that the launcher's signals reach the agent, and its exit code the launcher."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -293,14 +338,27 @@ def _replace_process(agent: Sequence[str], connection: socket.socket, environ: M
     os.execvpe(agent[0], list(agent), dict(environ))
 
 
-def _greet_first_node(nodes: LaunchedNodes) -> tuple[socket.socket, str, str]:
-    """The connection to the first node, its challenge and the own one."""
+def _greet_first_node(nodes: LaunchedNodes) -> Connection:
+    greeting = {"host": socket.gethostname(), "node": nodes.number, "ranks": nodes.ranks_here}
     began, said = time.monotonic(), False
     while True:
+        connection = None
         try:
-            return _greet(nodes)
-        except (OSError, ValueError, KeyError) as error:
-            why = error.strerror or "timed out" if isinstance(error, OSError) else "something else listens there"
+            connection = _connection(socket.create_connection((nodes.address, nodes.port), timeout=_GREETING_SECONDS))
+            answer_challenge(connection, nodes.key)
+            deliver_challenge(connection, nodes.key)
+            connection.send_bytes(json.dumps(greeting).encode())
+            _limit_silence(connection, 0)
+            return connection
+        except AuthenticationError:
+            raise PreflightError(
+                f"what listens at {nodes.where} is not the comparison of this job, or has another secret",
+                remedy=f"give every node the same {_SECRET} or --rdzv-id, or the job another port",
+            ) from None
+        except Exception as error:  # a program that sends anything else may listen there
+            why = (isinstance(error, OSError) and error.strerror) or "something else listens there"
+            if connection is not None:
+                connection.close()
         waited = time.monotonic() - began
         if waited > WAIT_SECONDS:
             raise PreflightError(
@@ -311,53 +369,3 @@ def _greet_first_node(nodes: LaunchedNodes) -> tuple[socket.socket, str, str]:
             said = True
             terminal.print_text(f"waiting for the first node at {nodes.where}: {why}", sys.stderr)
         time.sleep(_RETRY_SECONDS)
-
-
-def _greet(nodes: LaunchedNodes) -> tuple[socket.socket, str, str]:
-    connection = socket.create_connection((nodes.address, nodes.port), timeout=_GREETING_SECONDS)
-    try:
-        challenge, own = str(_read(connection)["ds_bench_challenge"]), secrets.token_hex(32)
-        name = socket.gethostname()
-        facts = name, nodes.number, nodes.ranks_here
-        greeting = {"host": name, "node": nodes.number, "ranks": nodes.ranks_here, "challenge": own}
-        _send(connection, {**greeting, "proof": nodes.proof("node", challenge, own, *facts)})
-        _keep_alive(connection)
-    except BaseException:
-        connection.close()
-        raise
-    return connection, challenge, own
-
-
-# ------------------------------------------------------------------ lines
-
-
-def _line(values: Mapping[str, Any]) -> bytes:
-    return json.dumps(values).encode() + b"\n"
-
-
-def _send(connection: socket.socket, values: Mapping[str, Any]) -> None:
-    connection.sendall(_line(values))
-
-
-def _read(connection: socket.socket) -> dict[str, Any]:
-    """One line, and no byte more: what follows is for the agent. Raises OSError, and ValueError for other data."""
-    data = b""
-    while not data.endswith(b"\n"):
-        byte = connection.recv(1)
-        if not byte or len(data) > _MOST_GREETING_BYTES:
-            raise ValueError("no greeting")
-        data += byte
-    try:
-        values = json.loads(data)
-    except RecursionError:
-        values = None
-    if not isinstance(values, dict):
-        raise ValueError("no greeting")
-    return values
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    """Makes the kernel end the connection to a node that is gone, while nothing is sent over it."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -3,160 +3,197 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 
 import pytest
 
 from ds_bench.cli import requested_run
-from ds_bench.errors import PreflightError
+from ds_bench.errors import PreflightError, UsageError
 from ds_bench.system import launched_nodes
+from ds_bench.system.launched_nodes import LaunchedNodes, find_nodes
 
+MASTER = {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29400"}
 TORCHRUN = {
-    "RANK": "2", "LOCAL_RANK": "0", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-    "WORLD_SIZE": "4", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "none",
+    **MASTER, "RANK": "2", "LOCAL_RANK": "0", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+    "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "id of the job",
 }  # fmt: skip
 DEEPSPEED = {
-    "RANK": "1", "LOCAL_RANK": "0", "CROSS_RANK": "1", "CROSS_SIZE": "3", "LOCAL_SIZE": "1", "WORLD_SIZE": "4",
-    "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29500",
+    **MASTER, "RANK": "1", "LOCAL_RANK": "0", "CROSS_RANK": "1", "CROSS_SIZE": "3", "LOCAL_SIZE": "1",
+    "WORLD_SIZE": "6",
+}  # fmt: skip
+PYTORCH_JOB = {**MASTER, "RANK": "1", "WORLD_SIZE": "2", "DS_BENCH_SECRET": "s"}
+SRUN = {
+    "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_NODEID": "2", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_NODELIST": "gpu[07-08,11]-ib,x", "SLURM_NTASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "1,2(x2)",
 }  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
-def _no_nodes() -> Iterator[None]:
+def _no_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("PATH", "/nowhere")  # neither srun nor scontrol
     yield
     launched_nodes._connected_nodes.clear()
     launched_nodes._addresses.clear()
 
 
 @pytest.fixture
-def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[launched_nodes.LaunchedNodes]:
-    """Of two nodes; the first listens at a free port of this machine."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        monkeypatch.setattr(launched_nodes, "_listen", lambda _nodes, _deadline: listener)
-        found = launched_nodes.find_nodes({**TORCHRUN, "TORCHELASTIC_RUN_ID": "id of the job"})
+def nodes() -> LaunchedNodes:
+    """Of two nodes, as the second sees them; the first listens at a free port of this machine."""
+    found = find_nodes(TORCHRUN)
+    assert found is not None
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return replace(found, address="127.0.0.1", port=free.getsockname()[1])
+
+
+def test_every_engine_tells_the_nodes(subtests: pytest.Subtests) -> None:
+    for environ, launcher, port, facts, first in (  # facts: number, count, ranks here, ranks
+        (TORCHRUN, "torchrun", 29401, (1, 2, 2, 4), True),
+        (DEEPSPEED, "deepspeed", 29400, (1, 3, 1, 6), True),
+        (PYTORCH_JOB, "job", 29400, (1, 2, 1, 2), True),
+        ({**PYTORCH_JOB, "WORLD_SIZE": "16", "PET_NNODES": "2"}, "job", 29400, (1, 2, 8, 16), True),
+        (SRUN, "srun", 29500, (2, 3, 2, 5), False),
+        ({**SRUN, **TORCHRUN}, "torchrun", 29401, (1, 2, 2, 4), True),
+    ):
+        with subtests.test(launcher=launcher, environ=environ):
+            found = find_nodes(environ)
+            assert found is not None
+            assert (found.launcher, found.port, found.is_first_of_node) == (launcher, port, first)
+            assert (found.number, found.count, found.ranks_here, found.ranks) == facts
+            assert found.address == ("gpu07-ib" if environ == SRUN else "192.0.2.1")
+    for environ in (
+        {}, {**TORCHRUN, "LOCAL_WORLD_SIZE": "4"}, {**TORCHRUN, "GROUP_WORLD_SIZE": "1"},
+        {**PYTORCH_JOB, "WORLD_SIZE": "1", "RANK": "0"}, {**SRUN, "SLURM_STEP_NUM_NODES": "1"},
+        {**SRUN, "SLURM_STEP_ID": "4294967291"},
+    ):  # fmt: skip
+        assert find_nodes(environ) is None, environ
+
+
+def test_nodes_that_the_variables_leave_open_are_refused() -> None:
+    with pytest.raises(UsageError, match="MASTER_ADDR is not set"):
+        find_nodes({"RANK": "0", "WORLD_SIZE": "2"})
+    with pytest.raises(UsageError, match="not LOCAL_WORLD_SIZE: the nodes are not known"):
+        find_nodes({**PYTORCH_JOB, "LOCAL_RANK": "0"})
+
+
+def test_where_srun_reaches_the_nodes_they_are_slurms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launched_nodes.shutil, "which", lambda name: name)
+    assert find_nodes({**SRUN, **TORCHRUN}) is None
+    monkeypatch.setattr(launched_nodes.shutil, "which", lambda name: name if name == "srun" else None)
+    assert find_nodes({**SRUN, **TORCHRUN}) is not None
+
+
+def test_a_secret_is_rdzv_id_or_the_jobs_and_without_one_nothing_is_reached(subtests: pytest.Subtests) -> None:
+    secrets = {environ.get("TORCHELASTIC_RUN_ID"): find_nodes(environ) for environ in (TORCHRUN, PYTORCH_JOB)}
+    assert [found.secret for found in secrets.values() if found] == ["id of the job", "s"]
+    for environ, said in (
+        ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}, "export DS_BENCH_SECRET=.*or give torchrun --rdzv-id"),
+        (DEEPSPEED, r"export DS_BENCH_SECRET=.*on every node\)$"),
+    ):
+        found = find_nodes(environ)
         assert found is not None
-        yield replace(found, address="127.0.0.1", port=listener.getsockname()[1])
+        for use in (launched_nodes.connect_nodes, lambda each: launched_nodes.join_first_node(each, [], {})):
+            with subtests.test(said), pytest.raises(PreflightError, match=said):
+                use(found)
+    assert launched_nodes.ranks_of_hosts() == {}
 
 
-def test_the_nodes_are_those_of_the_launcher_outside_of_slurm() -> None:
-    of_torchrun, of_deepspeed = launched_nodes.find_nodes(TORCHRUN), launched_nodes.find_nodes(DEEPSPEED)
-    assert of_torchrun is not None
-    assert of_deepspeed is not None
-    assert (of_torchrun.port, of_torchrun.run_id, of_torchrun.number) == (29401, "", 1)
-    assert (of_deepspeed.port, of_deepspeed.count, of_deepspeed.is_first_of_node) == (29500, 3, True)
-    for changes in ({"SLURM_JOB_ID": "1"}, {"LOCAL_WORLD_SIZE": "4"}, {"GROUP_WORLD_SIZE": "1"}, {"MASTER_PORT": ""}):
-        assert launched_nodes.find_nodes(TORCHRUN | changes) is None
-    assert launched_nodes.find_nodes({}) is None
-
-
-def test_a_node_becomes_an_agent_once_it_is_accepted(
-    nodes: launched_nodes.LaunchedNodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_becomes_an_agent_once_it_is_accepted(nodes: LaunchedNodes, monkeypatch: pytest.MonkeyPatch) -> None:
     became: list[bytes] = []
 
-    def become(_agent: object, connection: socket.socket, _environ: object) -> None:
-        became.append(connection.recv(100))
+    def become(agent: object, connection: Connection, _environ: object) -> None:
+        with socket.socket(fileno=connection.fileno()) as stream:
+            became.append(stream.recv(100))
+            stream.detach()
 
     monkeypatch.setattr(launched_nodes, "_replace_process", become)
+    names = iter(["node-b", "node-a"])
+    monkeypatch.setattr(socket, "gethostname", lambda: next(names))
     other = threading.Thread(target=launched_nodes.join_first_node, args=(nodes, ["agent"], {}))
-    monkeypatch.setattr(socket, "gethostname", lambda: "node-b")
     other.start()
-    monkeypatch.setattr(launched_nodes, "_keep_own", lambda _nodes: None)
     launched_nodes.connect_nodes(nodes)
-    assert launched_nodes.ranks_of_hosts() == {"node-b": 2}
-    connection = launched_nodes.accept_nodes()["node-b"]
-    connection.sendall(b"first of the agent\n")
-    other.join(10)
+    assert launched_nodes.ranks_of_hosts() == {"node-a": 2, "node-b": 2}
+    assert launched_nodes.master_address() == "127.0.0.1"
+    with launched_nodes.accept_nodes()["node-b"] as connection:
+        connection.sendall(b"first of the agent\n")
+        other.join(10)
     assert became == [b"first of the agent\n"], "nothing that is for the agent may be read before"
-    connection.close()
 
 
-def with_proof(nodes: launched_nodes.LaunchedNodes, challenge: str, **changes: object) -> bytes:
-    values = {"host": "node-b", "node": 1, "ranks": 2, **changes}
-    proof = nodes.proof("node", challenge, "own", *values.values())
-    return json.dumps({**values, "challenge": "own", "proof": proof}).encode() + b"\n"
+def greet(connection: Connection, key: bytes, greeting: bytes) -> None:
+    answer_challenge(connection, key)
+    deliver_challenge(connection, key)
+    connection.send_bytes(greeting)
+
+
+def valid(**changes: object) -> bytes:
+    return launched_nodes.json.dumps({"host": "node-b", "node": 1, "ranks": 2, **changes}).encode()
 
 
 @pytest.mark.parametrize(
-    "answer",
+    "act",
     [
-        lambda nodes, challenge: with_proof(replace(nodes, run_id="another"), challenge),
-        lambda nodes, _challenge: with_proof(nodes, "of another connection"),
-        lambda nodes, challenge: with_proof(nodes, challenge).replace(b"node-b", b"node-c"),
-        lambda nodes, challenge: with_proof(nodes, challenge, host="-oProxyCommand=x"),
-        lambda nodes, challenge: with_proof(nodes, challenge, node=0),
-        lambda nodes, challenge: with_proof(nodes, challenge, ranks=10**6),
-        lambda _nodes, _challenge: b"[" * 1020 + b"\n",
-        lambda _nodes, _challenge: b"GET / HTTP/1.1\r\n\r\n",
-        lambda _nodes, _challenge: b"x" * 100_000,
+        lambda other, _key: greet(other, b"ds_benchanother", valid()),
+        lambda other, _key: other.send_bytes(valid()),
+        lambda other, _key: launched_nodes.os.write(other.fileno(), b"GET / HTTP/1.1\r\n\r\n"),
+        lambda other, _key: launched_nodes.os.write(other.fileno(), b"\x7f\xff\xff\xff" + b"x" * 10_000),
+        lambda other, key: greet(other, key, valid(host="-oProxyCommand=x")),
+        lambda other, key: greet(other, key, valid(node=0)),
+        lambda other, key: greet(other, key, valid(node=2)),
+        lambda other, key: greet(other, key, valid(ranks=10**6)),
+        lambda other, key: greet(other, key, b"[" * 1000),
+        lambda _other, _key: None,
     ],
 )
-def test_whoever_greets_wrongly_is_dropped(
-    nodes: launched_nodes.LaunchedNodes, answer: Callable[[launched_nodes.LaunchedNodes, str], bytes]
+def test_a_stranger_is_dropped(
+    nodes: LaunchedNodes, act: Callable[[Connection, bytes], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as other:
-        found: dict[int, launched_nodes._ConnectedNode] = {}
+    monkeypatch.setattr(launched_nodes, "_GREETING_SECONDS", 1)
+    found: dict[int, launched_nodes._ConnectedNode] = {}
+    with socket.create_server(("127.0.0.1", 0)) as server, Client(server.getsockname()) as other:
         thread = threading.Thread(target=launched_nodes._receive_node, args=(nodes, server.accept()[0], found))
         thread.start()
-        challenge = json.loads(other.recv(1000))["ds_bench_challenge"]
-        other.sendall(answer(nodes, challenge))
+        with contextlib.suppress(Exception):  # it is dropped before it has sent all
+            act(other, nodes.key)
         thread.join(10)
-        assert found == {}
-        with contextlib.suppress(ConnectionResetError):
-            assert other.recv(1) == b""
+        assert not thread.is_alive()
+    assert found == {}
 
 
 def test_a_node_that_does_not_come_and_a_first_node_that_is_another_program_are_one_line(
-    nodes: launched_nodes.LaunchedNodes, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    nodes: LaunchedNodes, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(launched_nodes, "WAIT_SECONDS", 0.3)
     monkeypatch.setattr(launched_nodes, "_QUIET_SECONDS", 0.0)
     monkeypatch.setattr(launched_nodes, "_RETRY_SECONDS", 0.05)
-    with pytest.raises(PreflightError, match=r"node 1 of torchrun did not connect to 127\.0\.0\.1 port .* --hostfile"):
+    with pytest.raises(PreflightError, match=r"node 1 of torchrun did not connect .*this machine alone.* --hostfile"):
         launched_nodes.connect_nodes(nodes)
     assert "waiting at 127.0.0.1 port" in capfd.readouterr().err
     with pytest.raises(PreflightError, match=r"the first node does not answer at .*: Connection refused"):
         launched_nodes.join_first_node(nodes, [], {})
     assert "waiting for the first node" in capfd.readouterr().err
+    with launched_nodes._listen(nodes, 0.0) as listener:
+        false = threading.Thread(target=lambda: _challenge(listener))
+        false.start()
+        with pytest.raises(PreflightError, match="is not the comparison of this job, or has another secret"):
+            launched_nodes.join_first_node(nodes, ["false"], {})
+        false.join(10)
+    for address, said in (("192.0.2.77", "Cannot assign requested address"), ("no.host.invalid", "not known")):
+        with pytest.raises(PreflightError, match=f"cannot listen .*{said}.*MASTER_ADDR"):
+            launched_nodes.connect_nodes(replace(nodes, address=address))
 
 
-def test_what_accepts_a_node_must_know_the_id_too(nodes: launched_nodes.LaunchedNodes) -> None:
-    false = threading.Thread(target=_accept_falsely, args=(launched_nodes._listen(nodes, 0.0),))
-    false.start()
-    with pytest.raises(PreflightError, match="is not the comparison of this job"):
-        launched_nodes.join_first_node(nodes, ["false"], {})
-    false.join(10)
-
-
-def _accept_falsely(listener: socket.socket) -> None:
-    connection, _ = listener.accept()
-    with connection:
-        connection.sendall(b'{"ds_bench_challenge": "x"}\n')
-        connection.recv(1000)
-        connection.sendall(b'{"proof": "x"}\n')
-
-
-def test_nothing_listens_but_at_the_address_of_the_first_node(subtests: pytest.Subtests) -> None:
-    for address, said in (
-        ("127.0.0.1", "is 127.0.0.1 here, for this machine alone"),
-        ("192.0.2.77", "Cannot assign requested address"),
-        ("no.host.invalid", "the first node's address no.host.invalid"),
-    ):
-        with subtests.test(address):
-            found = launched_nodes.find_nodes({**TORCHRUN, "MASTER_ADDR": address})
-            assert found is not None
-            with pytest.raises(PreflightError, match=f"{said}.*--master-addr"):
-                launched_nodes.connect_nodes(found)
-            assert launched_nodes.ranks_of_hosts() == {}
-            assert launched_nodes.master_address() is None
+def _challenge(listener: socket.socket) -> None:
+    with Connection(listener.accept()[0].detach()) as connection, contextlib.suppress(AuthenticationError):
+        deliver_challenge(connection, b"of somebody else")
 
 
 def test_a_dry_run_assumes_the_nodes() -> None:
-    found = launched_nodes.find_nodes(DEEPSPEED | {"WORLD_SIZE": "6"})
+    found = find_nodes(DEEPSPEED)
     assert found is not None
     launched_nodes.assume_nodes(found)
     assert list(launched_nodes.ranks_of_hosts().values()) == [1, 3, 2]
