@@ -154,7 +154,7 @@ class Workload:
     pass_type: PassType = "train"
     """What a measured step is: ``forward`` the forward pass with all that a backward pass would need,
     ``forward_backward`` both, ``train`` both and the optimizer's step. Only ``train`` is done by DeepSpeed: the others
-    are those of the model alone, without optimizer (``worker.pass_engine``)."""
+    are those of the model alone, without optimizer (``worker.reference_engines``)."""
     synchronized: bool = True
     """False, for teaching: the clock is read without waiting for the device, so that it shows how long it takes to
     launch a step's work and not to do it."""

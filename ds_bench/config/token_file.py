@@ -1,7 +1,7 @@
 """Files of token ids: whole numbers of 16 or 32 bits, one after the other and nothing else, little-endian.
 
 ``numpy.ndarray.tofile`` writes them so, as nanoGPT and Megatron do. Ranks read them through a memory map
-(``worker.token_reader``), so that they may be larger than memory.
+(``worker.batches``), so that they may be larger than memory.
 """
 
 from __future__ import annotations

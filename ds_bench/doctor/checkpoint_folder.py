@@ -15,8 +15,6 @@ from ..units import format_bytes, format_millions
 
 _CHECKPOINT_BYTES = 14
 """Of a checkpoint for each parameter: the 16-bit weight, its fp32 master and Adam's two moments."""
-_CONVERSION_BYTES = 26
-"""While it is converted, besides: the fp32 values in parts (12), the same joined (12), a copy of the weights."""
 _SWAPPED_BYTES = 12
 """Besides, where the optimizer lies on a disk: DeepSpeed copies its swap files into the checkpoint."""
 
@@ -46,7 +44,7 @@ def check_folder(given: str | None, profiles: Sequence[ModelProfile], trials: Se
         return
     profile = max(profiles, key=_parameters)
     swaps = any(trial.configuration.offload_optimizer == "nvme" for trial in trials)
-    each = _CHECKPOINT_BYTES + _CONVERSION_BYTES + _SWAPPED_BYTES * swaps
+    each = _CHECKPOINT_BYTES + _SWAPPED_BYTES * swaps
     parameters = _parameters(profile)
     free, need = shutil.disk_usage(path).free, each * parameters
     if free < need:

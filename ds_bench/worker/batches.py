@@ -1,19 +1,30 @@
-"""The micro-batches of a rank: random tokens, a file of token ids, or what the model's factory makes."""
+"""The micro-batches of a rank: random tokens, a file of token ids, or what the model's factory makes.
+
+Through torch's DataLoader with worker processes, as training scripts do, or held on the device. Random tokens are the
+same either way and in the same order: a loader adds the way of a micro-batch from a worker process to the device, and
+with a file its reading.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
+import os
+import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
+import numpy
 import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ..config.spec import Workload
+from ..config.token_file import NUMPY_TYPES, item_bytes
 from . import model as build
-from .data_loader import BatchAt, LoadedBatches
 from .rank_layout import RankLayout
-from .token_reader import TokenReader
 from .training_loop import Batch
 
 MAX_BATCHES = 64
@@ -22,6 +33,11 @@ _MAX_BATCHES_BYTES = 256 * 2**20
 """Once these are held, no further micro-batch is made: images are large."""
 _TOKENS = (torch.int64, torch.int32, torch.bool)
 """Number formats of token ids and of masks over them."""
+_GOLDEN_RATIO = 0.6180339887498949
+"""Consecutive multiples of it, modulo 1, lie far apart."""
+
+BatchAt = Callable[[int], Batch]
+"""Number of a micro-batch of this rank, from 0 → the micro-batch in host memory."""
 
 
 def prepare_batches(
@@ -156,3 +172,106 @@ def _move_to_device(batch: Mapping[str, torch.Tensor], device: torch.device, dty
         for value in batch.values()
     }
     return {name: moved[id(value)] for name, value in batch.items()}
+
+
+class _MicroBatches(IterableDataset[Batch]):
+    """Micro-batches without end; each of several workers makes every n-th of them."""
+
+    def __init__(self, open_batches: Callable[[], BatchAt]) -> None:
+        self._open_batches = open_batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        worker = get_worker_info()
+        first, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        batch_at = self._open_batches()
+        # The loader takes from its workers in turn, so that batches arrive in the order of their numbers.
+        for number in itertools.count(first, workers):
+            # Copies: to send a tensor moves its storage into shared memory, and a held batch is sent again and again.
+            yield {name: tensor.clone() for name, tensor in batch_at(number).items()}
+
+
+class LoadedBatches:
+    """Micro-batches on the device, from a DataLoader as a workload describes it."""
+
+    def __init__(self, workload: Workload, open_batches: Callable[[], BatchAt], device: torch.device) -> None:
+        """``open_batches``: called in each worker process."""
+        workers = workload.data_workers or 0
+        self._device = device
+        self._loader = DataLoader(
+            _MicroBatches(open_batches),
+            batch_size=None,  # the data set makes whole micro-batches
+            num_workers=workers,
+            pin_memory=workload.data_pin_memory and device.type == "cuda",
+            prefetch_factor=workload.data_prefetch if workers else None,
+            # open_batches is a closure, which cannot be sent to a process that is started anew.
+            multiprocessing_context="fork" if workers else None,
+        )
+        self._batches = iter(self._loader)
+        self.wait_seconds = 0.0
+        """Time that training has waited for the loader so far, and that copying took where it is not asynchronous."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        start = time.perf_counter()
+        batch = {name: tensor.to(self._device, non_blocking=True) for name, tensor in next(self._batches).items()}
+        self.wait_seconds += time.perf_counter() - start
+        return batch
+
+
+class TokenReader:
+    """The micro-batches of one rank, or of a group of ranks that share their data, from a memory-mapped file.
+
+    A sequence is ``seq_length`` consecutive ids; labels are the same ids, which the model shifts. The sequences come in
+    an order that the seed decides and that jumps through the whole file, as a shuffled data set does: each once before
+    any comes again, every rank its own, and the same ones in every row of a comparison.
+    """
+
+    def __init__(
+        self, workload: Workload, *, batch_size: int, vocabulary: int, data_rank: int, data_parallel_size: int
+    ) -> None:
+        """Raises FileNotFoundError or ValueError where this host has another file than the one that was checked."""
+        assert workload.data_path is not None, "the workload has a file"
+        assert workload.data_dtype is not None, "a file has a type of its ids"
+        self._path, self._dtype = workload.data_path, workload.data_dtype
+        self._batch_size, self._seq_length, self._seed = batch_size, workload.seq_length, workload.seed
+        self._vocabulary = vocabulary if workload.vocab_size is None else min(vocabulary, workload.vocab_size)
+        self._data_rank, self._data_parallel_size = data_rank, data_parallel_size
+        self._tokens = workload.data_tokens or 0
+        found, expected = os.path.getsize(self._path), self._tokens * item_bytes(self._dtype)  # noqa: PTH202
+        if found != expected:
+            host = socket.gethostname()
+            raise ValueError(f"{self._path} has {found:,} bytes on {host}, where the plan found {expected:,}")
+        self._sequences = self._tokens // self._seq_length
+        if not self._sequences:
+            raise ValueError(f"{self._path} has {self._tokens} tokens, fewer than one sequence of {self._seq_length}")
+        self._step = coprime_step(self._sequences)
+
+    # Not in the constructor: with a data loader the worker processes map the file, and the rank does not.
+    @cached_property
+    def _ids(self) -> Any:
+        """All sequences, as rows that lie in the file."""
+        ids = numpy.memmap(self._path, dtype=NUMPY_TYPES[self._dtype], mode="r")
+        return ids[: self._sequences * self._seq_length].reshape(self._sequences, self._seq_length)
+
+    def sequence_numbers(self, number: int) -> list[int]:
+        """The sequences of a micro-batch of this rank, by their places in the file; ``number`` counts from 0."""
+        first = (number * self._data_parallel_size + self._data_rank) * self._batch_size
+        return [(self._seed + place * self._step) % self._sequences for place in range(first, first + self._batch_size)]
+
+    def __call__(self, number: int) -> Batch:
+        """A micro-batch in host memory. Raises ValueError for an id that the model does not know."""
+        ids = numpy.asarray(self._ids[self.sequence_numbers(number)], dtype=numpy.int64)
+        if ids.max() >= self._vocabulary:
+            raise ValueError(f"{self._path} holds the id {ids.max()}, beyond the {self._vocabulary} ids of the model")
+        tokens = torch.from_numpy(ids)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def coprime_step(count: int) -> int:
+    """A step that visits each of ``count`` places before any again, far apart one after the other."""
+    step = max(1, round(count * _GOLDEN_RATIO))
+    while math.gcd(step, count) != 1:
+        step += 1
+    return step

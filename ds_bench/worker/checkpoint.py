@@ -1,22 +1,16 @@
-"""Saves a checkpoint of a trained engine, loads it and converts it, each timed: after the measured window.
+"""Saves and loads a checkpoint of a trained engine, and saves its 16-bit model, each timed after the measured window.
 
-Everything is written to a private folder of the trial. What no later action needs is removed at once, so that the
-folder holds at most the checkpoint and its universal form. Between saving and loading a further optimizer step changes
-the states, and the weights that passes compute with are halved: only a load that really restores all of them makes the
-loss, the weights and the optimizer's states what they were.
+Each action writes to a private folder of the trial, and its files are removed once no later action needs them. Between
+saving and loading, an optimizer step changes the states, and the weights that passes compute with are halved: the loss,
+the weights and the optimizer's states are what they were only if loading restores all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import math
-import os
 import shutil
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,9 +21,8 @@ import torch
 import torch.distributed
 
 from ..records.rank_files import HeartbeatWriter
-from ..system import processes
 from ..system.files import disk_is_full
-from . import ledger, memory, training_loop
+from . import ledger, memory, phases, training_loop
 from .reference_engines import ReferenceEngine
 from .weight_change import WeightChange
 
@@ -41,7 +34,6 @@ _UNSUPPORTED = (NotImplementedError, AssertionError, ValueError, TypeError, KeyE
 may be one rank's alone: it ends the trial, whose measured steps are stored."""
 _TITLES = {
     "save": "saving a checkpoint",
-    "universal": "converting it to a universal checkpoint",
     "load": "loading it",
     "model_16bit": "saving the 16-bit model",
 }
@@ -51,12 +43,7 @@ _SMALL_STATES = (
 )
 """Of DeepSpeed 0.19.8 (runtime/engine.py, load_checkpoint)."""
 _BEAT_SECONDS = 2.0
-_SAMPLE_SECONDS = 0.05
 _LONGEST_REASON = 200
-_LAUNCHER_VARIABLES = (
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT",
-)  # fmt: skip
-
 Action = Callable[[], str | None]
 """Does something on all ranks. Returns why it could not be done; None if it was."""
 
@@ -68,21 +55,18 @@ def measure_checkpoint(
     measured: dict[str, Any],
     save_partial: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Saves, converts and loads a checkpoint in ``folder``. Returns further fields of a RankMeasurement.
+    """Save and load a checkpoint in ``folder``. Return further fields of a RankMeasurement.
 
     ``measured``: the fields so far, with the loss and the change of the weights as they are now. ``save_partial`` gets
     all that is known after each action. Raises OSError and RuntimeError, such as for a full disk.
     """
     engine, first = trainer.engine, torch.distributed.get_rank() == 0
-    checkpoint, universal, model = folder / "checkpoint", folder / "universal", folder / "model"
+    checkpoint, model = folder / "checkpoint", folder / "model"
     meter = memory.PhaseMeter(trainer.accelerator)
     result: dict[str, Any] = {"checkpoint": {}, "notes": list(measured["notes"])}
 
-    def run(name: str, action: Action, files: Path | None, other_peaks: Sequence[int] = ()) -> bool:
+    def run(name: str, action: Action, files: Path | None) -> bool:
         facts = _run(trainer, meter, name, action, folder, files if first else None)
-        if facts["memory"].get("host_peak_bytes") is not None:
-            # An upper bound: the peaks of the rank and of the program that it starts may lie at different moments.
-            facts["memory"]["host_peak_bytes"] += sum(other_peaks)
         result["checkpoint"][name] = facts
         if facts["not_done"] is not None and first:
             result["notes"].append(f"{_TITLES[name]} was not done: {facts['not_done']}")
@@ -96,10 +80,6 @@ def measure_checkpoint(
         engine.save_checkpoint(str(checkpoint), tag=_TAG)
 
     if run("save", save, checkpoint):
-        peaks: list[int] = []
-        convert = functools.partial(_convert, engine, checkpoint / _TAG, universal / _TAG, trainer.heartbeat, peaks)
-        run("universal", convert, universal, peaks)
-        _remove(universal)
         _change_weights(trainer)
         # Weights that did not change cannot show whether loading restores them: then nothing is claimed.
         changed = change.since_start() != measured["weight_change"]
@@ -131,7 +111,7 @@ def _run(
     torch.distributed.barrier()
     meter.begin()
     start = time.perf_counter()
-    with _beating_while_io_goes_on(trainer.heartbeat):
+    with _heartbeat_during_io(trainer.heartbeat):
         try:
             not_done = action()
         except _UNSUPPORTED as error:
@@ -157,7 +137,7 @@ def _run(
 def _change_weights(trainer: training_loop.Trainer) -> None:
     """Takes a further optimizer step, and halves the 16-bit weights, of which a step may leave most as they were."""
     for _ in range(trainer.grad_accum):
-        training_loop.time_micro_step(trainer)
+        phases.time_micro_step(trainer)
     with torch.no_grad():
         for parameter in trainer.engine.module.parameters():
             values = getattr(parameter, "ds_tensor", parameter.detach())  # at stage 3 this rank's part
@@ -203,48 +183,6 @@ def _is_close(before: Sequence[float], after: Sequence[float]) -> bool:
     return len(before) == len(after) and all(math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-30) for a, b in pairs)
 
 
-def _convert(
-    engine: Any, checkpoint: Path, universal: Path, heartbeat: HeartbeatWriter, tree_peaks: list[int]
-) -> str | None:
-    """Converts to a universal checkpoint by DeepSpeed's program, which the first rank starts as a user would.
-
-    The other ranks wait in the barrier that follows. ``tree_peaks`` gets the peak memory of the program's processes.
-    """
-    if isinstance(engine, ReferenceEngine):
-        return "DeepSpeed converts its own checkpoints alone"
-    if torch.distributed.get_rank() != 0:
-        return None
-    # --inject_missing_state: checkpoints need not hold the version that the program otherwise insists on
-    # (ds_to_universal.py, _check_for_required_state).
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
-    command += ["--input_folder", str(checkpoint), "--output_folder", str(universal)]
-    # Without these nothing in the program takes it for a rank of this trial.
-    environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
-    # A file, not a pipe: nobody reads while the program runs, and a full pipe would stop it.
-    with tempfile.TemporaryFile() as output:
-        program = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-        try:
-            peak = 0
-            while program.poll() is None:
-                heartbeat.beat(heartbeat.phase)
-                # Proportional: pages that several of the program's processes share count once.
-                peak = max(peak, memory.proportional_bytes({program.pid} | processes.descendants(program.pid)))
-                time.sleep(_SAMPLE_SECONDS)
-        finally:
-            # For an exception, such as KeyboardInterrupt; a program that has ended is left alone.
-            program.kill()
-            program.wait()
-        tree_peaks.append(peak)
-        if program.returncode == 0:
-            return None
-        output.seek(0)
-        lines = output.read().decode(errors="replace").strip().splitlines()
-    if not lines:
-        return f"exit code {program.returncode}"
-    # The last line of a traceback has the error; the name of the private folder differs between trials.
-    return lines[-1].replace(str(checkpoint), "CHECKPOINT")[:_LONGEST_REASON]
-
-
 def _save_model(engine: Any, folder: Path) -> str | None:
     """Saves the weights alone, gathered on the first rank at stage 3.
 
@@ -274,7 +212,7 @@ def _remove(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _beating_while_io_goes_on(heartbeat: HeartbeatWriter) -> Iterator[None]:
+def _heartbeat_during_io(heartbeat: HeartbeatWriter) -> Iterator[None]:
     """Reports a sign of life as long as this process reads or writes: a large checkpoint takes minutes."""
     ended = threading.Event()
 

@@ -1,12 +1,14 @@
-"""Computes the loss of a causal language model in other ways than its own code does, which take less memory.
+"""Replaces the loss or the MLPs of a causal language model by code that gives the same and takes less memory.
 
 A Transformers model converts its logits to fp32, keeps their log-softmax for the backward pass, and there makes two
 more tensors of that size: 12 bytes for each token and each word of the vocabulary, at long sequences more than all
-else. All ways give the same loss but for rounding.
+else. All ways give the same loss but for rounding. A tiled MLP is computed for one part of the tokens after the other,
+and again in the backward pass, so that only its input is kept (DeepSpeed's TiledMLP, runtime/sequence_parallel).
 """
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +25,10 @@ MAX_TILE_TOKENS = 2048
 """Most tokens in such a part; a larger micro-batch has more parts."""
 _OTHER_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_router_logits")
 """Settings of models whose loss is computed of something else than what the output layer returns."""
+
+MIN_MLP_TILES = 4
+"""Parts of a micro-batch in a tiled MLP at least; more where a sequence is longer than the hidden size, as DeepSpeed's
+example has them."""
 
 ComputeLoss = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 """(output layer, hidden states of tokens, token that follows each) → mean loss of the tokens that another follows."""
@@ -128,3 +134,32 @@ class _TiledLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return *(each if each is None else each * gradients[0].to(each.dtype) for each in ctx.saved_tensors), None
+
+
+def count_mlp_tiles(seq_length: int, hidden_size: int) -> int:
+    """Number of parts of a sequence."""
+    return max(MIN_MLP_TILES, -(-seq_length // hidden_size))
+
+
+def install_tiled_mlp(model: torch.nn.Module) -> None:
+    """Replaces the forward pass of every MLP of a Transformers model. Raises TypeError where there is none."""
+    blocks = [module for module in model.modules() if type(module).__name__.endswith("MLP")]
+    if not blocks:
+        raise TypeError(f"{type(model).__name__} has no module whose class is named as an MLP")
+    for block in blocks:
+        # An attribute of the object: the class keeps its own forward pass, by which the parts are computed.
+        block.forward = types.MethodType(_tiled_forward, block)
+
+
+def _tiled_forward(block: Any, hidden: torch.Tensor) -> torch.Tensor:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+    # Equal in all ranks, whose sequences have one length: else ranks of stage 3 would wait for each other for ever.
+    tiles = count_mlp_tiles(hidden.shape[-2], hidden.shape[-1])
+    # The parameters: DeepSpeed takes their gradients only with the last part (ds_grad_is_ready).
+    output: torch.Tensor = TiledMLP.apply(_forward_of_tile, block, hidden, tiles, list(block.parameters()))
+    return output
+
+
+def _forward_of_tile(block: Any, tile: torch.Tensor) -> Any:
+    return type(block).forward(block, tile.contiguous())  # GPT-2 views it as a matrix

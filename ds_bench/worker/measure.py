@@ -15,23 +15,22 @@ import torch
 import torch.distributed
 
 from ..config.deepspeed_config import is_deepcompiled
-from ..config.spec import Engine, PassType, Placement, Workload
+from ..config.spec import PassType, Workload
 from ..records.rank_files import Assignment, HeartbeatWriter
 from . import ledger, memory, training_loop
 from . import model as build
 from .batches import has_token_per_position, prepare_batches
 from .checkpoint import measure_checkpoint
 from .cpu_load import CpuReading, load_between
+from .engine import create_engine, engine_facts, select_device
 from .flop_count import FlopCount
 from .op_loading import wait_only_for_living_programs
-from .pass_engine import PassEngine
+from .phases import measure_communication, measure_phases
 from .profiles import take_profiles
 from .rank_layout import RankLayout, register_sequence_attention
-from .reference_engines import DdpEngine, Fsdp2Engine, ReferenceEngine, total_grad_norm
+from .reference_engines import ReferenceEngine, total_grad_norm
 from .rendezvous import connect_ranks
-from .resolved_config import resolved_config
-from .step_parts import measure_phases
-from .step_recorder import StepRecorder
+from .steps import StepRecorder
 from .weight_change import FrozenWeights, WeightChange, early_window, gather_tensor_parallel
 
 SavePartial = Callable[[dict[str, Any]], None]
@@ -57,7 +56,7 @@ def measure(
     trial = assignment.trial
     accelerator, workload = trial.placement.accelerator, trial.workload
     # First: what follows allocates on the current device, and under the memory limit of an emulated GPU.
-    device = _select_device(trial.placement)
+    device = select_device(trial.placement)
     if accelerator == "cuda" and (settings := trial.configuration.variables.get("PYTORCH_CUDA_ALLOC_CONF")):
         # torch may have read the variable before this rank was forked.
         torch._C._accelerator_setAllocatorSettings(settings)
@@ -78,7 +77,7 @@ def measure(
     start = time.perf_counter()
     micro_batch_size = int(config["train_micro_batch_size_per_gpu"])
     mpu = register_sequence_attention(model, layout, micro_batch_size, workload.seq_length)
-    engine = _create_engine(engine_name, model, config, device, mpu, workload, lambda: heartbeat.beat("init"))
+    engine = create_engine(engine_name, model, config, device, mpu, workload, lambda: heartbeat.beat("init"))
     if workload.compile != "none" or is_deepcompiled(config):
         engine.compile()
     training_loop.synchronize(accelerator)
@@ -129,12 +128,11 @@ def measure(
         "device_name": torch.cuda.get_device_name() if accelerator == "cuda" else "cpu",
         "torch_version": str(torch.__version__),
         "deepspeed_version": str(deepspeed.__version__),
-        **_engine_facts(engine),
+        **engine_facts(engine),
         "data_parallel_size": layout.data_parallel_size,
         **parameter_facts,
         "dropout": build.greatest_dropout(model),
         "attention": build.attention_of(model),
-        "optimizer_settings": training_loop.optimizer_settings(engine.optimizer),
         "tf32": _uses_tf32() if accelerator == "cuda" else None,
         "vocabulary_size": None if built.make_batch else build.vocabulary_size(model),
         "compiled_graphs": graphs + compiled_within if trainer.is_compiled else None,
@@ -197,6 +195,12 @@ def _measure_training(
         # Only now: what profilers leave in the process would count in the peaks of a checkpoint's host memory.
         save_partial(measured)
         measured |= take_profiles(trainer, trial, folder, measured["notes"])
+    # Last, so that all else is measured after the same steps in rows of engines whose operations are not seen.
+    by_deepspeed = not isinstance(trainer.engine, ReferenceEngine) and not trainer.is_compiled
+    communicates = torch.distributed.get_world_size() > 1 or trainer.accelerator == "cuda"
+    if communicates and by_deepspeed and not loss_last:
+        save_partial(measured)
+        measured |= measure_communication(trainer)
     return measured
 
 
@@ -219,55 +223,6 @@ def _notes_of_factory(
     if built.make_batch and not has_token_per_position(trainer.first_batch, batch_size, seq_length):
         notes.append(f"the factory makes its own batches: a sample counts as {seq_length} tokens, whatever it holds")
     return notes
-
-
-def _select_device(placement: Placement) -> torch.device:
-    """This rank's device, made the current one on CUDA; its memory is limited where a smaller GPU is emulated."""
-    if placement.accelerator == "cpu":
-        return torch.device("cpu")
-    from deepspeed.accelerator import cuda_accelerator
-
-    local_rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(local_rank)
-    # DeepSpeed asks NVML for free memory at stages 1 and 2, and the preloaded server has closed NVML before the fork.
-    if cuda_accelerator.pynvml is not None:
-        cuda_accelerator.pynvml.nvmlInit()
-    if placement.gpu_memory_limit_bytes is not None:
-        total = torch.cuda.get_device_properties(local_rank).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, placement.gpu_memory_limit_bytes / total))
-        _apply_memory_limit_to_deepspeed(placement.gpu_memory_limit_bytes)
-    return torch.device("cuda", local_rank)
-
-
-def _apply_memory_limit_to_deepspeed(limit_bytes: int) -> None:
-    """Makes DeepSpeed see the free memory of the emulated GPU: it flattens parameters on the GPU where they fit."""
-    device = deepspeed.accelerator.get_accelerator()
-    original = device.available_memory
-
-    def available_memory(device_index: int | None = None) -> int:
-        return min(int(original(device_index)), max(0, limit_bytes - torch.cuda.memory_allocated(device_index)))
-
-    device.available_memory = available_memory
-
-
-def _create_engine(
-    name: Engine,
-    model: torch.nn.Module,
-    config: dict[str, Any],
-    device: torch.device,
-    mpu: Any,
-    workload: Workload,
-    report_progress: Callable[[], None],
-) -> Any:
-    if workload.pass_type != "train":
-        return PassEngine(model, config, device, with_backward=workload.pass_type == "forward_backward")
-    if name == "ddp":
-        return DdpEngine(model, config, device)
-    if name == "fsdp2":
-        return Fsdp2Engine(model, config, device, seed=workload.seed, report_progress=report_progress)
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=config, mpu=mpu)
-    return engine
 
 
 def _create_trainer(
@@ -306,17 +261,6 @@ def _create_recorder(
 def _uses_tf32() -> bool:
     """Whether fp32 matrix products run in TF32, by whichever of torch's switches, unless cuBLAS is told not to."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32" and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
-
-
-def _engine_facts(engine: Any) -> dict[str, Any]:
-    wrapper = engine.optimizer
-    return {
-        "micro_batch_size": int(engine.train_micro_batch_size_per_gpu()),
-        "grad_accum": int(engine.gradient_accumulation_steps()),
-        "optimizer_class": "none" if wrapper is None else type(getattr(wrapper, "optimizer", wrapper)).__name__,
-        "engine_optimizer_class": "none" if wrapper is None else type(wrapper).__name__,
-        "resolved_config": resolved_config(engine),
-    }
 
 
 def _backward_with_ledger(engine: Any, loss: torch.Tensor) -> ledger.Ledger:

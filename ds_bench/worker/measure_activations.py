@@ -37,7 +37,6 @@ from . import ledger, losses, training_loop
 from . import model as build
 from .batches import make_batches
 from .failure import describe_error
-from .tiled_mlp import install_tiled_mlp
 
 TERMS = ("1", "s", "ss", "b", "bs", "bss")
 """Monomials in micro-batch b and sequence length s, as ``prediction.model_profile.Polynomial`` reads them."""
@@ -119,7 +118,7 @@ def _fit_model(
     """The polynomials of a model in its number format. Changes the model."""
     losses.install_loss(model, request.get("loss", "model"))
     if request.get("tiled_mlp"):
-        install_tiled_mlp(model)
+        losses.install_tiled_mlp(model)
     if request.get("loss") == "tiled":
         _adapt_tiled_loss()
     shortened = _ShortenedModel(model, make_batch, blocks, autocast=bool(request.get("autocast")))

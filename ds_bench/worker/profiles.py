@@ -7,91 +7,90 @@ profiler that fails leaves a caveat; where a step of training fails, the rank do
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..config.spec import ProfileName, Trial
 from ..records.schema import Profile
-from . import comms_profile, flops_profile, memory_profile, nsys_window, torch_profile
-from .profiled_steps import Findings, ProfiledSteps
-from .training_loop import Trainer
+from . import torch_profile, training_loop
+from .torch_profile import ProfiledSteps
 
 MOST_FILE_BYTES = 2**29
-"""A file of a profile that is larger is removed."""
+"""Files of a profile that are larger are removed."""
 _MOST_LINE_LENGTH = 200
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Profiler:
-    """How one profiler observes steps."""
+def observe_nsys(steps: ProfiledSteps) -> Sequence[str]:
+    """Open and close a window of steps by CUDA's profiler API, for a run under Nsight Systems.
 
-    observe: Callable[[ProfiledSteps], Findings]
-    """Called on the ranks that write a profile. It takes its steps with ``ProfiledSteps.step``; those that it leaves
-    are taken for it."""
-    further_steps: int = 0
-    """Steps that it takes besides those of ``--profile-steps``."""
-    on_every_rank: bool = False
-    """Whether it is called on all ranks, as one that communicates must be."""
-
-
-PROFILERS: Mapping[ProfileName, Profiler] = {
-    "torch": Profiler(observe=torch_profile.observe, further_steps=1),
-    "memory": Profiler(observe=memory_profile.observe),
-    "nsys": Profiler(observe=nsys_window.observe),
-    "flops": Profiler(observe=flops_profile.observe),
-    "comms": Profiler(observe=comms_profile.observe, on_every_rank=True),
-}
-
-
-def take_profiles(trainer: Trainer, trial: Trial, folder: Path, notes: Sequence[str]) -> dict[str, Any]:
-    """Runs the profilers that the trial asks for, one after the other.
-
-    Returns fields of a RankMeasurement: ``profiles``, ``notes`` with those of the profilers, and what these measured.
-    ``folder``: of the trial.
+    ``nsys profile --capture-range=cudaProfilerApi`` records what lies between the calls. Without nsys they do nothing;
+    on the CPU accelerator they are left out.
     """
-    measured: dict[str, Any] = {}
+    return take_window(steps, torch.cuda.profiler) if steps.on_cuda else ()
+
+
+def take_window(steps: ProfiledSteps, api: Any) -> Sequence[str]:
+    """Take the steps, those of the window between ``api.start()`` and ``api.stop()``, as ``torch.cuda.profiler``'s."""
+    workload, inspection = steps.trial.workload, steps.trial.inspection
+    steps_before = workload.warmup_steps + workload.num_steps
+    window = inspection.nsys_window(steps_before)
+    for number in inspection.profiled_steps(steps_before):
+        # Synchronised at both ends: kernels run later than they are launched, and would cross the window's bounds.
+        if number == window.start:
+            steps.synchronize()
+            api.start()
+        steps.step()
+        if number == window.stop - 1:
+            steps.synchronize()
+            api.stop()
+    return (f"the window for nsys held steps {window.start} to {window.stop - 1}",)
+
+
+Observe = Callable[[ProfiledSteps], Sequence[str]]
+"""Takes the steps under a profiler, on a rank that writes a profile. Returns lines for the report."""
+PROFILERS: Mapping[ProfileName, tuple[Observe, int]] = {
+    "torch": (torch_profile.observe_time, 1),
+    "memory": (torch_profile.observe_memory, 0),
+    "nsys": (observe_nsys, 0),
+}
+"""Profiler → how it observes, and the steps that it takes besides those of ``--profile-steps``."""
+
+
+def take_profiles(trainer: training_loop.Trainer, trial: Trial, folder: Path, notes: Sequence[str]) -> dict[str, Any]:
+    """Run the profilers that the trial asks for, one after the other.
+
+    Return the fields ``profiles`` and ``notes`` of a RankMeasurement. ``folder``: of the trial.
+    """
     profiles, all_notes = [], list(notes)
     for name in trial.inspection.profiles:
         trainer.heartbeat.beat("inspect")
-        profiler = PROFILERS[name]
-        count = trial.inspection.profile_steps + profiler.further_steps
-        steps = ProfiledSteps(name, trainer, trial, folder, count)
-        findings = Findings()
-        if profiler.on_every_rank or steps.rank in trial.inspection.profile_ranks:
-            findings = _observe(profiler, steps, all_notes)
+        observe, further_steps = PROFILERS[name]
+        steps = ProfiledSteps(name, trainer, trial, folder, trial.inspection.profile_steps + further_steps)
+        lines: Sequence[str] = ()
+        if steps.rank in trial.inspection.profile_ranks:
+            try:
+                lines = observe(steps)
+            except Exception as error:
+                if steps.is_training:  # the other ranks cannot go on without this one
+                    raise
+                for path in steps.files:
+                    path.unlink(missing_ok=True)
+                steps.files.clear()
+                reason = " ".join(str(error).split())[:_MOST_LINE_LENGTH]
+                all_notes.append(f"the profile {name} failed on rank {steps.rank}: {type(error).__name__}: {reason}")
         # Steps that no profiler took on this rank: the other ranks wait for it in their collectives.
         while steps.left > 0:
             steps.step()
         steps.synchronize()
         all_notes += _remove_large_files(steps)
-        measured |= findings.measured
-        if steps.files or findings.lines:
-            run_folder = folder.parents[1]
-            profile = Profile(
-                name=name,
-                files=tuple(path.relative_to(run_folder).as_posix() for path in steps.files),
-                lines=tuple(line[:_MOST_LINE_LENGTH] for line in findings.lines),
-            )
-            profiles.append(asdict(profile))
-    return {**measured, "profiles": profiles, "notes": list(dict.fromkeys(all_notes))}
-
-
-def _observe(profiler: Profiler, steps: ProfiledSteps, notes: list[str]) -> Findings:
-    """What a profiler found; nothing and a further note if it fails. Raises whatever training raises."""
-    try:
-        findings = profiler.observe(steps)
-    except Exception as error:
-        if steps.is_training:  # the other ranks cannot go on without this one
-            raise
-        for path in steps.files:
-            path.unlink(missing_ok=True)
-        steps.files.clear()
-        reason = " ".join(str(error).split())[:_MOST_LINE_LENGTH]
-        notes.append(f"the profile {steps.name} failed on rank {steps.rank}: {type(error).__name__}: {reason}")
-        return Findings()
-    notes += findings.notes
-    return findings
+        if steps.files or lines:
+            files = tuple(path.relative_to(folder.parents[1]).as_posix() for path in steps.files)
+            kept = tuple(line[:_MOST_LINE_LENGTH] for line in lines)
+            profiles.append(asdict(Profile(name=name, files=files, lines=kept)))
+    return {"profiles": profiles, "notes": list(dict.fromkeys(all_notes))}
 
 
 def _remove_large_files(steps: ProfiledSteps) -> list[str]:

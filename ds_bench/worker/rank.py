@@ -19,6 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from ..config.spec import CpuBinding
 from ..records.json_files import write_json
 from ..records.rank_files import (
     CONFIG_FILE,
@@ -29,8 +30,8 @@ from ..records.rank_files import (
     rank_file,
     stacks_file,
 )
-from ..system import processes, redaction
-from . import cpu_binding, memory
+from ..system import host_memory, processes, redaction
+from . import memory
 from .failure import rank_failure
 
 
@@ -52,10 +53,10 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
         threads_of_server = os.environ.get("OMP_NUM_THREADS")
         os.environ.update(rank_environment(assignment, rank, local_rank, world_size))
         if (threads := os.environ.get("OMP_NUM_THREADS")) is not None and threads != threads_of_server:
-            cpu_binding.set_threads(threads)
+            set_threads(threads)
         # DeepSpeed's launcher sets LOCAL_SIZE; where neither is set, all ranks count as this node's.
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world_size)))
-        cpu_binding.bind(assignment.trial.workload.cpu_binding, local_rank, local_size)
+        bind_to_processors(assignment.trial.workload.cpu_binding, local_rank, local_size)
         if assignment.working_folder is not None:
             with contextlib.suppress(FileNotFoundError):  # of another node, which may lack it
                 os.chdir(assignment.working_folder)
@@ -116,6 +117,45 @@ def rank_environment(assignment: Assignment, rank: int, local_rank: int, world_s
             "MASTER_PORT": assignment.scratch_id,
         }
     return variables
+
+
+def bind_to_processors(binding: CpuBinding, local_rank: int, local_size: int) -> None:
+    """Binds this rank, and the threads that it starts, to its processors; ``none`` changes nothing.
+
+    What DeepSpeed's launcher does with ``--bind_cores_to_rank`` through numactl (utils/numa.py), without that program.
+    ``local_size``: ranks of this node.
+    """
+    if binding == "none":
+        return
+    cpus = choose_cpus(binding, sorted(os.sched_getaffinity(0)), host_memory.numa_cpus(), local_rank, local_size)
+    os.sched_setaffinity(0, cpus)
+    set_threads(str(len(cpus)))
+
+
+def set_threads(count: str) -> None:
+    """Sets the number of threads of a parallel region, as ``OMP_NUM_THREADS`` has it."""
+    os.environ["OMP_NUM_THREADS"] = count
+    if "torch" in sys.modules:  # forked from the warm server, torch has read the variable before
+        sys.modules["torch"].set_num_threads(int(count))
+
+
+def choose_cpus(
+    binding: CpuBinding, allowed: list[int], numa_nodes: list[list[int]], local_rank: int, local_size: int
+) -> list[int]:
+    """The processors of a rank: an equal part of those that are allowed, or of those of one NUMA node.
+
+    Ranks of a NUMA node share its processors. Raises ValueError where a rank would get none.
+    """
+    if binding == "numa":
+        # Rounded up: the last node may have fewer ranks.
+        local_size_on_node = -(-local_size // len(numa_nodes))
+        allowed = sorted(set(allowed) & set(numa_nodes[local_rank // local_size_on_node]))
+        local_rank, local_size = local_rank % local_size_on_node, local_size_on_node
+    # Processors that the division leaves over are not used: all ranks have equally many.
+    each = len(allowed) // local_size
+    if each == 0:
+        raise ValueError(f"{local_size} ranks cannot be bound to {len(allowed)} processors, one each at least")
+    return allowed[local_rank * each : (local_rank + 1) * each]
 
 
 def _measure(folder: Path, assignment: Assignment, heartbeat: HeartbeatWriter, started: float) -> dict[str, Any]:

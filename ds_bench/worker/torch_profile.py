@@ -1,7 +1,9 @@
-"""The profile ``torch``: a trace, a table of operators by device time, and memory by category over one more step.
+"""Torch's profilers: operators by time (``torch``), and allocations (``memory``).
 
-The trace and the table are of steps without stacks and shapes, which slow a step down; memory needs both and has a step
-of its own.
+``torch`` leaves a trace and a table of steps without stacks and shapes, which slow a step down, and the memory of each
+category over one more step, which needs both. ``memory`` shows who allocates. On GPUs torch's allocator records every
+allocation with its stack, for torch's memory viewer; the CPU has no such allocator, and there torch.profiler sees the
+bytes that each operator allocates and frees.
 """
 
 from __future__ import annotations
@@ -10,15 +12,22 @@ import gzip
 import itertools
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]  # whose documentation names it
+from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerActivity
 
-from .profiled_steps import MOST_ROWS, Findings, ProfiledSteps
+from ..config.spec import Trial
+from . import memory, training_loop
 
+MOST_ROWS = 10
+"""Rows of a table that the record and the report hold; the file has more."""
+_MOST_EVENTS = 100_000
+"""Allocations that torch's allocator keeps, the last ones; each takes some KB."""
 _ROWS_IN_FILE = 100
 _STEP = "optimizer step"
 """Marks each step in the trace. Its own time is that outside operators."""
@@ -38,7 +47,48 @@ _CATEGORIES = (
 """Categories of memory in the order of torch's timeline (torch/profiler/_memory_profiler.py)."""
 
 
-def observe(steps: ProfiledSteps) -> Findings:
+class ProfiledSteps:
+    """The steps of one profiler on one rank, and the files that it writes."""
+
+    def __init__(self, name: str, trainer: training_loop.Trainer, trial: Trial, folder: Path, count: int) -> None:
+        """``folder``: of the trial. ``count``: steps that every rank takes."""
+        self.trainer = trainer
+        self.trial = trial
+        self.count = trial.inspection.profile_steps
+        """Steps to observe."""
+        self.rank = torch.distributed.get_rank()
+        self.left = count
+        """Steps that are still to be taken, further ones of the profiler included."""
+        self.is_training = False
+        """Whether a step is being taken: an exception then comes from training, not from the profiler."""
+        self.files: list[Path] = []
+        self.name = name
+        self._folder = folder / "profiles"
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.trainer.accelerator == "cuda"
+
+    def step(self) -> None:
+        """Takes one optimizer step. Raises whatever training raises."""
+        self.left -= 1
+        # No finally: where the step raises, this stays True and says where the exception came from.
+        self.is_training = True
+        self.trainer.step()
+        self.is_training = False
+
+    def synchronize(self) -> None:
+        training_loop.synchronize(self.trainer.accelerator)
+
+    def file(self, ending: str) -> Path:
+        """A file to write, ``profiles/<profiler>_rank<N>.<ending>`` in the trial's folder."""
+        self._folder.mkdir(exist_ok=True)
+        path = self._folder / f"{self.name}_rank{self.rank}.{ending}"
+        self.files.append(path)
+        return path
+
+
+def observe_time(steps: ProfiledSteps) -> Sequence[str]:
     """Takes the steps under torch.profiler, and one further step for the memory timeline."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if steps.on_cuda else [])]
     with torch.profiler.profile(activities=activities) as profiler:
@@ -59,7 +109,7 @@ def observe(steps: ProfiledSteps) -> Findings:
     with profile_memory(activities) as profiler:
         steps.step()
         steps.synchronize()
-    return Findings(lines=(*lines, export_timeline(profiler, steps)))
+    return (*lines, export_timeline(profiler, steps))
 
 
 def profile_memory(activities: Any = None) -> torch.profiler.profile:
@@ -132,5 +182,64 @@ def lines_by_time(averages: Sequence[Any], device: str, step_count: int) -> tupl
         *(
             f"{own / step_count:{len(device) + 8},.2f}  {own / (total or 1.0):5.1%}  {calls}  {name}"
             for own, calls, name in rows[:MOST_ROWS]
+        ),
+    )
+
+
+def observe_memory(steps: ProfiledSteps) -> Sequence[str]:
+    """Takes the steps while allocations are recorded."""
+    return _observe_gpu(steps) if steps.on_cuda else _observe_cpu(steps)
+
+
+def _observe_gpu(steps: ProfiledSteps) -> Sequence[str]:
+    lines = ["step  allocated MB  peak MB  reserved MB"]
+    torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS)
+    try:
+        for number in range(steps.count):
+            torch.cuda.reset_peak_memory_stats()
+            steps.step()
+            steps.synchronize()
+            allocated, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+            sizes = [size / 2**20 for size in (allocated, peak, torch.cuda.memory_reserved())]
+            lines.append(f"{number + 1:4}  {sizes[0]:12,.1f}  {sizes[1]:7,.1f}  {sizes[2]:11,.1f}")
+        steps.trainer.heartbeat.beat("inspect")
+        torch.cuda.memory._dump_snapshot(str(steps.file("snapshot.pickle")))  # type: ignore[no-untyped-call]
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    steps.file("txt").write_text("\n".join([*lines, "", torch.cuda.memory_summary()]), encoding="utf-8")
+    return lines
+
+
+def _observe_cpu(steps: ProfiledSteps) -> Sequence[str]:
+    memory.reset_host_peak()
+    with profile_memory() as profiler:
+        for _ in range(steps.count):
+            steps.step()
+    steps.trainer.heartbeat.beat("inspect")
+    resident = memory.peak_resident_bytes()
+    # Stacks make events of Python's functions, which the timeline needs and a table of operators does not.
+    operators = [event for event in profiler.key_averages() if ".py(" not in event.key]
+    event_list: Any = EventList  # torch does not type it
+    table = event_list(operators, profile_memory=True).table(
+        sort_by="self_cpu_memory_usage", row_limit=_ROWS_IN_FILE, max_name_column_width=80
+    )
+    steps.file("txt").write_text(table, encoding="utf-8")
+    lines = [export_timeline(profiler, steps), *_lines_by_bytes(operators, steps.count)]
+    if resident is not None:
+        lines.insert(
+            1, f"peak of the process, with what the profiler itself keeps: {resident / 2**20:,.1f} MB resident"
+        )
+    return lines
+
+
+def _lines_by_bytes(operators: Iterable[Any], step_count: int) -> tuple[str, ...]:
+    """The operators that allocate most and do not free it themselves: MB per step, calls per step, name."""
+    first = sorted(operators, key=lambda event: event.self_cpu_memory_usage, reverse=True)[:MOST_ROWS]
+    return (
+        "MB/step  calls/step  operator",
+        *(
+            f"{event.self_cpu_memory_usage / 2**20 / step_count:7,.1f}  {event.count / step_count:10,.0f}  {event.key}"
+            for event in first
+            if event.self_cpu_memory_usage > 0
         ),
     )

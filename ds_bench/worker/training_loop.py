@@ -1,4 +1,4 @@
-"""The training loop: warm-up, measured window, and a separate synchronised pass that times the phases of a step.
+"""The training loop: warm-up and the measured window.
 
 A step is one optimizer step: ``grad_accum`` micro-batches forward and backward, then the update.
 Nothing is synchronised inside the window that plain DeepSpeed training would not synchronise.
@@ -16,12 +16,9 @@ from typing import Any
 import torch
 
 from ..records.rank_files import HeartbeatWriter
-from .resolved_config import to_json_value
-from .step_clock import StepClock
-from .step_recorder import StepRecorder
+from .steps import StepClock, StepRecorder
 
 Batch = dict[str, torch.Tensor]
-_OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum")
 _MAX_EXTRA_WARMUP = 64
 """Limit of the further warm-up steps in which fp16's loss scale may settle."""
 _MAX_COMPILING_STEPS = 16
@@ -266,59 +263,3 @@ def repeated_loss(trainer: Trainer) -> float | None:
     finally:
         trainer.engine.train()
     return loss if math.isfinite(loss) else None
-
-
-def optimizer_settings(optimizer: Any) -> list[dict[str, Any]]:
-    """Learning rate, betas and the like of each parameter group, as the optimizer has them; empty without groups."""
-    groups = getattr(optimizer, "param_groups", None) or []
-    return [
-        {name: to_json_value(group[name]) for name in _OPTIMIZER_SETTINGS if group.get(name) is not None}
-        for group in groups
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseTimes:
-    """Seconds of ``forward``, ``backward`` and ``step``."""
-
-    seconds: dict[str, float]
-    own_seconds: dict[str, float]
-    """Without what is timed as a part of its own."""
-
-
-def phase_times(trainer: Trainer, steps: int, parts: Callable[[], float]) -> PhaseTimes:
-    """Mean seconds per optimizer step in forward, backward and step, synchronised around each.
-
-    Slower than the measured steps, since nothing overlaps; never part of the headline numbers. ``parts``: seconds so
-    far in what is timed as a part of its own.
-    """
-    micro_steps = [time_micro_step(trainer, parts) for _ in range(steps * trainer.grad_accum)]
-
-    def mean(kind: list[dict[str, float]]) -> dict[str, float]:
-        return {phase: sum(each[phase] for each in kind) / steps for phase in kind[0]}
-
-    return PhaseTimes(mean([each.seconds for each in micro_steps]), mean([each.own_seconds for each in micro_steps]))
-
-
-def time_micro_step(trainer: Trainer, parts: Callable[[], float] = lambda: 0.0) -> PhaseTimes:
-    """Trains on one micro-batch. Returns the seconds of its phases, with the device synchronised between them."""
-    trainer.heartbeat.beat("inspect")
-    engine, batch = trainer.engine, next(trainer.batches)
-    marks = list[tuple[float, float]]()
-
-    def mark() -> None:
-        synchronize(trainer.accelerator)
-        marks.append((time.perf_counter(), parts()))
-
-    mark()
-    loss = trainer.compute_loss(batch)
-    mark()
-    engine.backward(loss)
-    mark()
-    engine.step()
-    mark()
-    seconds, own_seconds = dict[str, float](), dict[str, float]()
-    for phase, before, after in zip(("forward", "backward", "step"), marks, marks[1:], strict=False):
-        seconds[phase] = after[0] - before[0]
-        own_seconds[phase] = seconds[phase] - (after[1] - before[1])
-    return PhaseTimes(seconds, own_seconds)

@@ -30,7 +30,7 @@ def trial(path: Path, name: str = "cpu_optimizer") -> Trial:
     return fakes.trial(fakes.offload(name), on=fakes.placement(nvme_path="/d"), inspection=asked)
 
 
-@pytest.mark.parametrize(("name", "each"), [("cpu_optimizer", 40), ("nvme", 52)])
+@pytest.mark.parametrize(("name", "each"), [("cpu_optimizer", 14), ("nvme", 26)])
 def test_a_disk_without_room_is_refused_with_the_bytes_that_are_needed(
     name: str, each: int, profile: ModelProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

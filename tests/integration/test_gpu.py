@@ -210,7 +210,7 @@ def test_profiles_of_a_gpu_have_its_kernels_and_its_allocations(tmp_path: Path) 
 
 
 def test_copies_between_host_and_device_are_timed_and_cpu_adam_with_them(tmp_path: Path) -> None:
-    flags = ("--strategies", "none", "cpu_optimizer", "--profile", "comms", "flops", "--output-dir", str(tmp_path))
+    flags = ("--strategies", "none", "cpu_optimizer", "--output-dir", str(tmp_path))
     subprocess.run(
         [sys.executable, str(ROOT / "offload_comparison.py"), "--num-gpus", "1", *GPT2, *flags],
         capture_output=True,
@@ -225,15 +225,13 @@ def test_copies_between_host_and_device_are_timed_and_cpu_adam_with_them(tmp_pat
     assert offloaded["phase_transfer_ms"] > 0
     for row in (kept, offloaded):
         assert row["phase_communication_ms"] >= 0
-        assert 0.9 < row["profiled_flops_per_token"] / row["model_flops_per_token"] < 1.1
 
 
 def test_the_monitor_does_not_wait_for_the_device_between_steps(tmp_path: Path) -> None:
     import torch
 
     from ds_bench.records.step_series import StepFileReader
-    from ds_bench.worker.step_clock import StepClock
-    from ds_bench.worker.step_recorder import StepRecorder
+    from ds_bench.worker.steps import StepClock, StepRecorder
 
     recorder, reader, clock = StepRecorder(tmp_path, 0, "cuda", 2, 64), StepFileReader(tmp_path, 0), StepClock("cuda")
     losses = [torch.full((), value, device="cuda", dtype=torch.bfloat16) for value in (1.0, 2.0)]

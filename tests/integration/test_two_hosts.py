@@ -173,7 +173,7 @@ def test_the_hosts_are_two_and_end_with_the_process_that_made_them(make_hosts: M
 def test_stages_0_and_3_train_without_a_shared_file_system_and_a_slow_link_shows(make_hosts: MakeHosts) -> None:
     """Stages 1 and 2 train on both hosts in the tests below."""
     hosts = make_hosts(shared_file_system=False, own_names_on_loopback=True)
-    run = start(hosts, "zero_stage_comparison.py", *TINY, "--stages", "0", "3", "--profile", "comms")
+    run = start(hosts, "zero_stage_comparison.py", *TINY, "--stages", "0", "3")
     code, output, errors = run.finish()
     assert code == 0, errors + output
     rows = run.rows()
@@ -186,7 +186,7 @@ def test_stages_0_and_3_train_without_a_shared_file_system_and_a_slow_link_shows
     assert not list(hosts.b.path(hosts.folder).iterdir()), "of the run nothing is kept"
     fast = rows[0]
     hosts.shape_link(megabits_per_second=10)
-    slowed = start(hosts, "zero_stage_comparison.py", *TINY, "--profile", "comms", "--stages", "0", output="slow")
+    slowed = start(hosts, "zero_stage_comparison.py", *TINY, "--stages", "0", output="slow")
     code, output, errors = slowed.finish()
     assert code == 0, errors + output
     (slow,) = slowed.rows()

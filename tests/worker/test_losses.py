@@ -78,6 +78,7 @@ def test_parts_are_many_and_small() -> None:
     assert losses.count_tiles(100) == 8
     assert losses.count_tiles(8 * 2048) == 8
     assert losses.count_tiles(8 * 2048 + 1) == 9
+    assert [losses.count_mlp_tiles(length, 4096) for length in (512, 4 * 4096, 4 * 4096 + 1)] == [4, 4, 5]
 
 
 def test_a_model_whose_loss_would_change_is_refused() -> None:
@@ -89,3 +90,18 @@ def test_a_model_whose_loss_would_change_is_refused() -> None:
         losses.install_loss(torch.nn.Linear(2, 2), "tiled")
     with pytest.raises(ValueError, match="only replaces the stock Hugging Face"):
         losses.install_loss(torch.nn.Linear(2, 2), "chunked")
+    with pytest.raises(TypeError, match="OPTForCausalLM has no module whose class is named as an MLP"):
+        losses.install_tiled_mlp(build("opt"))
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "opt"])
+def test_a_tiled_mlp_gives_the_same_loss_and_gradients_and_keeps_less(family: str) -> None:
+    usual, gradients, kept = train_once(build(family), 1.0)
+    model = build(family)
+    losses.install_tiled_mlp(model)
+    other, other_gradients, other_kept = train_once(model, 0.25)
+    assert other == pytest.approx(usual, rel=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(other_gradients[name], gradient, rtol=1e-4, atol=1e-7)
+    assert other_kept < kept - 2 * 3 * 50 * 4 * 64  # of two layers, one tensor of the inner width at least

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 from collections.abc import Iterator
@@ -11,15 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.profiling.flops_profiler import FlopsProfiler
-from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from ds_bench.config.spec import Inspection, ProfileName
 from ds_bench.records.rank_files import HeartbeatWriter
-from ds_bench.worker import flops_profile, nsys_window, profiles, torch_profile, training_loop
-from ds_bench.worker.profiled_steps import Findings, ProfiledSteps
+from ds_bench.worker import profiles, torch_profile, training_loop
+from ds_bench.worker.torch_profile import ProfiledSteps
 from tests.support import fakes
 from tests.support.batches import batches
 
@@ -72,41 +69,32 @@ def take(folder: Path, *names: ProfileName, engine: Engine | None = None, **aske
     return profiles.take_profiles(trainer, trial, folder, ["a note"])
 
 
-def use(monkeypatch: pytest.MonkeyPatch, observe: Any, **settings: Any) -> None:
-    monkeypatch.setitem(profiles.PROFILERS, "flops", profiles.Profiler(observe=observe, **settings))  # type: ignore[arg-type]
+def use(monkeypatch: pytest.MonkeyPatch, observe: Any, further_steps: int = 0) -> None:
+    monkeypatch.setitem(profiles.PROFILERS, "memory", (observe, further_steps))  # type: ignore[arg-type]
 
 
 def test_a_profiler_that_fails_leaves_a_note_no_files_and_all_steps_taken(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    def observe(steps: ProfiledSteps) -> Findings:
+    def observe(steps: ProfiledSteps) -> tuple[str, ...]:
         steps.step()
         steps.file("txt").write_text("half of it")
         raise OSError("no space\nleft")
 
     use(monkeypatch, observe)
     engine = Engine()
-    measured = take(folder, "flops", engine=engine, profile_steps=3)
+    measured = take(folder, "memory", engine=engine, profile_steps=3)
     assert engine.steps == 3
-    assert measured["notes"] == ["a note", "the profile flops failed on rank 0: OSError: no space left"]
+    assert measured["notes"] == ["a note", "the profile memory failed on rank 0: OSError: no space left"]
     assert measured["profiles"] == []
     assert [*(folder / "profiles").iterdir()] == []
 
 
 def test_a_rank_that_writes_no_profile_takes_the_same_steps(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    called: list[int] = []
-
-    def observe(steps: ProfiledSteps) -> Findings:
-        called.append(steps.count)
-        return Findings(measured={"phase_seconds": {"x": 1.0}})
-
-    use(monkeypatch, observe, further_steps=2)
+    use(monkeypatch, lambda _steps: pytest.fail("called"), further_steps=2)
     engine = Engine()
-    assert "phase_seconds" not in take(folder, "flops", engine=engine, profile_ranks=(1,))
-    assert (called, engine.steps) == ([], 4)
-    use(monkeypatch, observe, on_every_rank=True)
-    assert take(folder, "flops", engine=engine, profile_ranks=(1,))["phase_seconds"] == {"x": 1.0}
-    assert (called, engine.steps) == ([2], 6)
+    assert take(folder, "memory", engine=engine, profile_ranks=(1,))["profiles"] == []
+    assert engine.steps == 4
 
 
 def test_a_step_of_training_that_fails_ends_the_rank(folder: Path) -> None:
@@ -115,18 +103,18 @@ def test_a_step_of_training_that_fails_ends_the_rank(folder: Path) -> None:
 
 
 def test_a_file_that_is_too_large_is_removed_with_a_note(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    def observe(steps: ProfiledSteps) -> Findings:
+    def observe(steps: ProfiledSteps) -> tuple[str, ...]:
         for ending, size in (("small", 10), ("large", 11)):
             steps.file(ending).write_bytes(b"x" * size)
         steps.file("not_written")
-        return Findings()
+        return ()
 
     use(monkeypatch, observe)
     monkeypatch.setattr(profiles, "MOST_FILE_BYTES", 10)
-    measured = take(folder, "flops")
-    assert [profile["files"] for profile in measured["profiles"]] == [("trials/00_zero1/profiles/flops_rank0.small",)]
-    assert "flops_rank0.large had more than" in measured["notes"][-1]
-    assert [path.name for path in (folder / "profiles").iterdir()] == ["flops_rank0.small"]
+    measured = take(folder, "memory")
+    assert [profile["files"] for profile in measured["profiles"]] == [("trials/00_zero1/profiles/memory_rank0.small",)]
+    assert "memory_rank0.large had more than" in measured["notes"][-1]
+    assert [path.name for path in (folder / "profiles").iterdir()] == ["memory_rank0.small"]
 
 
 def test_the_profile_torch_leaves_a_trace_a_table_and_a_memory_timeline(folder: Path) -> None:
@@ -248,7 +236,7 @@ def test_the_window_of_nsys_opens_before_its_first_step_and_closes_after_its_las
     trainer = training_loop.Trainer(engine, batches(), "cpu", HeartbeatWriter(folder, 0))
     trial = fakes.trial(inspection=Inspection(profiles=("nsys",), profile_steps=4, **asked))
     api = Calls(engine)
-    nsys_window.take_window(ProfiledSteps("nsys", trainer, trial, folder, 4), api)
+    profiles.take_window(ProfiledSteps("nsys", trainer, trial, folder, 4), api)
     assert (api.calls, engine.steps) == (calls, 4)
 
 
@@ -256,18 +244,3 @@ def test_without_cuda_the_steps_of_nsys_are_taken_without_its_calls(folder: Path
     engine = Engine()
     measured = take(folder, "nsys", engine=engine)
     assert (engine.steps, measured["profiles"], measured["notes"]) == (2, [], ["a note"])
-
-
-def test_linear_layers_of_stage_3_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If DeepSpeed's own count is no longer twice as high, it is mended there: look again."""
-    monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
-    layer, flops = torch.nn.Linear(8, 4, bias=False), []
-    for counted_once in (contextlib.nullcontext(), flops_profile._linear_layers_counted_once()):
-        profiler = FlopsProfiler(layer)
-        with counted_once:
-            profiler.start_profile()
-        layer(torch.ones(2, 8))
-        profiler.stop_profile()
-        flops.append(profiler.get_total_flops())
-        profiler.end_profile()
-    assert flops == [2 * 2 * 2 * 8 * 4, 2 * 2 * 8 * 4]

@@ -1,4 +1,4 @@
-"""A rank that is started by hand trains, or ends at once with one line that says why it cannot."""
+"""How a rank starts: its number, its processors, and one line where it cannot train."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ import pytest
 
 from ds_bench.config.spec import Workload
 from ds_bench.records.rank_files import Assignment
+from ds_bench.system import host_memory
+from ds_bench.worker.__main__ import rank_variables
+from ds_bench.worker.rank import choose_cpus
 from tests.support import fakes
 
+TWO_NODES = [[0, 1, 2, 3], [4, 5, 6, 7]]
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -55,3 +59,43 @@ def test_processors_are_shared_among_the_ranks_of_the_node_and_not_of_the_job(
     code, errors = start_by_hand(tmp_path, 2, 1, bound, **{name: str(ranks)})
     assert code == 1
     assert f"{ranks} ranks cannot be bound to {len(os.sched_getaffinity(0))} processors" in errors
+
+
+def test_every_rank_has_an_equal_part_of_the_processors_that_are_allowed() -> None:
+    parts = [choose_cpus("cores", [1, 2, 5, 6, 7], TWO_NODES, rank, 2) for rank in range(2)]
+    assert parts == [[1, 2], [5, 6]]
+    with pytest.raises(ValueError, match="3 ranks cannot be bound to 2 processors"):
+        choose_cpus("cores", [0, 1], TWO_NODES, 0, 3)
+
+
+def test_a_rank_on_a_numa_node_shares_it_with_its_neighbours() -> None:
+    expected = {
+        2: [[0, 1, 2, 3], [4, 5, 6, 7]],
+        4: [[0, 1], [2, 3], [4, 5], [6, 7]],
+        3: [[0, 1], [2, 3], [4, 5]],  # two on the first node
+    }
+    assert {
+        ranks: [choose_cpus("numa", list(range(8)), TWO_NODES, rank, ranks) for rank in range(ranks)]
+        for ranks in expected
+    } == expected
+
+
+def test_numa_nodes_are_read_from_the_kernel(tmp_path: Path) -> None:
+    for number, text in ((10, "8-9\n"), (2, "0-3,6\n"), (3, "\n")):
+        folder = tmp_path / f"sys/devices/system/node/node{number}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(text)
+    assert host_memory.numa_cpus(tmp_path) == [[0, 1, 2, 3, 6], [8, 9]]
+    assert len(host_memory.numa_cpus(tmp_path / "none")) == 1
+
+
+def test_a_rank_is_numbered_by_whatever_launcher_started_it() -> None:
+    """Open MPI, MPICH, Intel MPI and Slurm set none of the names that DeepSpeed reads."""
+    for environ in (
+        {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
+        {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"},
+        {"PMI_RANK": "3", "MPI_LOCALRANKID": "1", "PMI_SIZE": "4"},
+        {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4"},
+    ):
+        assert rank_variables(environ) == {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
+    assert rank_variables({"PATH": "/bin"}) == {}

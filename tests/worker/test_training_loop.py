@@ -1,12 +1,7 @@
-"""The measured steps of a rank: micro-batches, warm-up, losses, times and what the device reports."""
+"""The measured steps of a rank: warm-up, losses, times, and what is reported of each while it trains."""
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,34 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_bench.config.spec import Placement
-from ds_bench.launch import rank_environment
 from ds_bench.records.rank_files import HeartbeatWriter, read_beat
-from ds_bench.worker import memory, training_loop
-from ds_bench.worker.resolved_config import to_json_value
+from ds_bench.records.step_series import StepFileReader
+from ds_bench.worker import training_loop
+from ds_bench.worker.steps import StepClock, StepRecorder
 from tests.support.batches import batches
-
-
-def test_no_collective_ends_before_the_trials_own_limits(tmp_path: Path) -> None:
-    """In a process group that DeepSpeed makes for itself too; torch's own default for NCCL is 10 minutes."""
-    program = f"""
-import os
-os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-import torch.distributed
-from types import SimpleNamespace
-from ds_bench.worker.rendezvous import connect_ranks
-assignment = SimpleNamespace(rendezvous="file://{tmp_path}/meet", collective_timeout_seconds=7320.0)
-connect_ranks(assignment, "cpu")
-groups = torch.distributed.distributed_c10d
-import deepspeed.comm
-for group in (None, deepspeed.comm.new_group([0])):
-    backend = (group or groups._get_default_group())._get_backend(torch.device("cpu"))
-    print(backend.options._timeout.total_seconds(), flush=True)
-print(groups._get_default_timeout("nccl").total_seconds())
-"""
-    variables = rank_environment.rank_environment(Placement(accelerator="cpu"), os.environ)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=variables, check=False)
-    assert done.stdout.split()[-3:] == ["7320.0"] * 3, done.stderr
 
 
 class FakeEngine:
@@ -101,12 +73,24 @@ def test_a_compiled_model_is_warmed_up_until_a_step_compiles_nothing(
     assert len(training_loop.warm_up_compiled(subject, done, least)) == further
 
 
-def test_a_step_is_every_micro_batch_forward_and_backward_and_its_loss_their_mean(tmp_path: Path) -> None:
+def test_a_step_is_every_micro_batch_and_its_loss_their_mean(tmp_path: Path) -> None:
     engine = FakeEngine()
     subject = trainer(tmp_path, engine)
-    subject.step()
+    subject.time_steps(1)
     assert engine.calls == ["forward", "backward", "step"] * 2
     assert subject.losses() == [1.5]
+    beat = read_beat(tmp_path, 0)
+    assert beat is not None
+    assert (beat.phase, beat.step) == ("step", 1)
+    subject._losses = [[torch.tensor(float("nan"))], [torch.tensor(float("inf"))], [torch.tensor(2.0)]]
+    assert subject.losses() == [None, None, 2.0]
+
+
+def test_the_loss_is_found_in_what_models_return() -> None:
+    for output in (SimpleNamespace(loss=torch.tensor(1.0)), (torch.tensor(1.0), 2), torch.tensor(1.0)):
+        assert float(training_loop.loss_of(output)) == 1.0
+    with pytest.raises(TypeError, match="without a loss"):
+        training_loop.loss_of("text")
 
 
 def test_the_window_holds_the_steps_and_warm_up_lies_before_it(tmp_path: Path) -> None:
@@ -157,34 +141,7 @@ def test_warm_up_goes_on_while_fp16_skips_every_step(tmp_path: Path) -> None:
 
     engine.step = skipping_step  # type: ignore[method-assign]
     assert len(training_loop.warm_up(trainer(tmp_path, engine), 2)) == 6
-
-
-def test_bf16_does_not_wait_for_a_loss_scale(tmp_path: Path) -> None:
-    assert len(training_loop.warm_up(trainer(tmp_path, FakeEngine(skipped=2)), 2)) == 2
-
-
-def test_a_loss_that_is_not_finite_is_none(tmp_path: Path) -> None:
-    subject = trainer(tmp_path, FakeEngine())
-    subject._losses = [[torch.tensor(float("nan"))], [torch.tensor(float("inf"))], [torch.tensor(2.0)]]
-    assert subject.losses() == [None, None, 2.0]
-
-
-def test_a_beat_tells_phase_and_step(tmp_path: Path) -> None:
-    trainer(tmp_path, FakeEngine()).time_steps(3)
-    beat = read_beat(tmp_path, 0)
-    assert beat is not None
-    assert (beat.phase, beat.step) == ("step", 3)
-
-
-def test_the_loss_is_found_in_what_models_return(subtests: pytest.Subtests) -> None:
-    for output in (SimpleNamespace(loss=torch.tensor(1.0)), (torch.tensor(1.0), 2), torch.tensor(1.0)):
-        with subtests.test(output=output):
-            assert float(training_loop.loss_of(output)) == 1.0
-
-
-def test_a_model_without_a_loss_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="without a loss"):
-        training_loop.loss_of("text")
+    assert len(training_loop.warm_up(trainer(tmp_path, FakeEngine(skipped=2)), 2)) == 2, "bf16 has no loss scale"
 
 
 def test_cuda_step_times_are_of_device_events_and_synchronise_only_when_read(
@@ -204,7 +161,7 @@ def test_cuda_step_times_are_of_device_events_and_synchronise_only_when_read(
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("synchronize"))
-    clock = training_loop.StepClock("cuda")
+    clock = StepClock("cuda")
     for _ in range(3):
         clock.mark()
     assert log == ["record"] * 3
@@ -212,89 +169,30 @@ def test_cuda_step_times_are_of_device_events_and_synchronise_only_when_read(
     assert log[-1] == "synchronize"
 
 
-def test_gpu_fields_come_from_the_allocator_and_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30, 100))
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_alloc_retries": 5})
-    for name, value in {
-        "max_memory_allocated": 40,
-        "max_memory_reserved": 50,
-        "memory_allocated": 20,
-        "memory_reserved": 45,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    facts = memory.device_facts("cuda", retries_before=3, limit_bytes=60)
-    assert facts == {
-        "gpu_total_bytes": 60,
-        "gpu_peak_bytes": 40,
-        "gpu_peak_reserved_bytes": 50,
-        "gpu_allocated_bytes": 20,
-        "gpu_reserved_bytes": 45,
-        "gpu_device_used_bytes": 70,
-        "gpu_alloc_retries": 2,
-    }
+def test_the_steps_that_are_reported_are_those_of_the_record(tmp_path: Path) -> None:
+    subject = trainer(tmp_path, FakeEngine())
+    subject.recorder = StepRecorder(tmp_path, 0, "cpu", grad_accum=2, tokens_per_step=64)
+    samples = training_loop.Samples(warmup_step_seconds=training_loop.warm_up(subject, 2))
+    training_loop.measure(subject, 3, lambda: None, samples)
+    steps = [step for _, step in StepFileReader(tmp_path, 0).new_samples()]
+    assert [step.measured for step in steps] == [False] * 2 + [True] * 3
+    assert [step.seconds for step in steps] == [*samples.warmup_step_seconds, *samples.step_seconds]
+    assert [step.loss for step in steps] == samples.losses
+    assert all((step.host_resident_bytes or 0) > 2**20 and step.gpu_peak_bytes is None for step in steps)
 
 
-def test_without_a_gpu_no_field_of_one_is_made_up() -> None:
-    assert memory.device_facts("cpu", 0, None) == {}
-
-
-def measured_phases() -> memory.PhaseMeter:
-    """200 MB are taken in ``build`` and freed in ``initialize``; 100 MB come and go within ``first_step``."""
-    meter = memory.PhaseMeter("cpu")
-    meter.end("import")
-    block = torch.ones(200 * 2**20, dtype=torch.uint8)
-    meter.end("build")
-    del block
-    meter.end("initialize")
-    torch.ones(100 * 2**20, dtype=torch.uint8)
-    meter.end("first_step")
-    meter.end("steady")
-    return meter
-
-
-def test_the_high_water_mark_of_each_phase_sees_what_came_and_went_within_it() -> None:
-    meter = measured_phases()
-    assert meter.can_reset
-    peak = {phase: (sizes["host_peak_bytes"] or 0) // 2**20 for phase, sizes in meter.phases.items()}
-    end = {phase: (sizes["host_end_bytes"] or 0) // 2**20 for phase, sizes in meter.phases.items()}
-    assert end["build"] - end["import"] > 150
-    assert peak["initialize"] - end["initialize"] > 150
-    assert peak["first_step"] - end["first_step"] > 75
-    assert peak["steady"] - end["steady"] < 50
-    assert meter.highest("host_peak_bytes", *meter.phases) == max(
-        sizes["host_peak_bytes"] or 0 for sizes in meter.phases.values()
-    )
-    for sizes in meter.phases.values():
-        assert 0 < (sizes["host_end_pss_bytes"] or 0) <= (sizes["host_end_bytes"] or 0) + 2**20
-
-
-def test_without_a_reset_only_a_peak_above_all_before_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory.reset_host_peak()
-    monkeypatch.setattr(memory, "reset_host_peak", lambda: False)
-    meter = measured_phases()
-    assert not meter.can_reset
-    known = [phase for phase, sizes in meter.phases.items() if sizes["host_peak_bytes"] is not None]
-    assert known == ["import", "build"]
-
-
-def test_a_resolved_configuration_is_plain_json_whatever_is_in_it() -> None:
-    values = {"a": math.inf, "b": {1: torch.bfloat16}, "c": (1, None, True), "d": {3.5}}
-    assert json.loads(json.dumps(to_json_value(values), allow_nan=False)) == {
-        "a": "inf",
-        "b": {"1": "torch.bfloat16"},
-        "c": [1, None, True],
-        "d": [3.5],
-    }
-
-
-def test_an_object_of_deepspeeds_own_is_told_by_its_fields_and_never_by_its_address() -> None:
-    class Config:
-        def __init__(self) -> None:
-            self.enabled = False
-            self.inner = object()
-
-    assert to_json_value(Config()) == {"enabled": False, "inner": "<object object>"}
-    assert " at 0x" not in str(to_json_value({"x": [Config(), object(), len, lambda: 1]}))
-    loop = Config()
-    loop.inner = loop
-    assert " at 0x" not in str(to_json_value(loop))
+def test_a_step_that_the_device_has_not_finished_is_reported_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished = 0
+    monkeypatch.setattr(StepClock, "has_passed", lambda _clock, mark: mark <= finished)
+    recorder, reader, clock = StepRecorder(tmp_path, 0, "cpu", 1, 64), StepFileReader(tmp_path, 0), StepClock("cpu")
+    clock.mark()
+    for number in range(3):
+        recorder.take_losses([torch.tensor(float(number))])
+        clock.mark()
+        recorder.end_step(clock, measured=True)
+        assert list(reader.new_samples()) == []
+    finished = 2
+    recorder.report()
+    assert [(number, step.loss) for number, step in reader.new_samples()] == [(0, 0.0), (1, 1.0)]

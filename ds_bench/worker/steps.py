@@ -1,8 +1,8 @@
-"""Reports the loss, memory and time of each step while a rank trains (``--monitor``).
+"""Times steps, and with ``--monitor`` reports the loss, memory and time of each while a rank trains.
 
-Nothing waits for the device: on CUDA the losses of a step are copied to page-locked memory in the order of the stream,
-and are read once the mark that ends the step has passed, usually one step later. Nothing is written but memory that the
-parent reads (``records.step_series``).
+Nothing waits for the device: on CUDA events mark the ends of steps. The losses of a step are copied to page-locked
+memory in the order of the stream, and read once the device has passed the mark that ends the step, usually one step
+later. Reports go to memory that the parent reads (``records.step_series``).
 """
 
 from __future__ import annotations
@@ -14,14 +14,54 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..records.step_series import StepFileWriter, StepSample
-from .step_clock import StepClock
 
 _MOST_PENDING = 64
 """Steps whose losses wait to be read; of a host that runs further ahead of its GPU the losses are left out."""
+
+
+class StepClock:
+    """Marks between steps: device events on CUDA, so that timing adds no synchronisation; else the clock.
+
+    With ``synchronized`` False the clock on CUDA too, which is wrong there (``Workload.synchronized``).
+    """
+
+    def __init__(self, accelerator: str, *, synchronized: bool = True) -> None:
+        self._cuda = accelerator == "cuda" and synchronized
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    @property
+    def last_mark(self) -> int:
+        """Number of the last mark, from 0."""
+        return len(self._marks) - 1
+
+    def has_passed(self, mark: int) -> bool:
+        """Whether the device has reached a mark; does not wait for it."""
+        return bool(self._marks[mark].query()) if self._cuda else True
+
+    def seconds_before(self, mark: int) -> float:
+        """Seconds from the mark before to this one, which the device has reached."""
+        a, b = self._marks[mark - 1], self._marks[mark]
+        return float(a.elapsed_time(b)) / 1000.0 if self._cuda else float(b - a)
+
+    def seconds(self) -> list[float]:
+        """Seconds from each mark to the next; synchronises the device first on CUDA."""
+        if self._cuda:
+            torch.cuda.synchronize()
+            return [a.elapsed_time(b) / 1000.0 for a, b in zip(self._marks, self._marks[1:], strict=False)]
+        return [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
 
 
 @dataclass(frozen=True, slots=True)

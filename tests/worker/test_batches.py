@@ -1,4 +1,4 @@
-"""Micro-batches of a file: each sequence once, every rank its own, the same in every row."""
+"""Micro-batches: random tokens, a factory's own, and a file's sequences, each once and every rank its own."""
 
 from __future__ import annotations
 
@@ -10,11 +10,40 @@ import numpy
 import pytest
 import torch
 
-from ds_bench.worker.data_loader import LoadedBatches
-from ds_bench.worker.token_reader import TokenReader, coprime_step
+from ds_bench.worker import training_loop
+from ds_bench.worker.batches import LoadedBatches, TokenReader, coprime_step
 from tests.support import fakes
+from tests.support.batches import batches
 
 SEQUENCES, LENGTH = 60, 5
+
+
+def test_random_tokens_depend_on_seed_and_rank_and_lie_inside_the_vocabulary() -> None:
+    ids = [batch["input_ids"] for batch in batches()]
+    assert all(torch.equal(x, y["input_ids"]) for x, y in zip(ids, batches(), strict=True))
+    assert not torch.equal(ids[0], batches(rank=1)[0]["input_ids"])
+    assert not torch.equal(ids[0], ids[1])
+    for batch in batches():
+        assert batch["input_ids"].shape == (3, 5)
+        assert 0 <= int(batch["input_ids"].min()) <= int(batch["input_ids"].max()) < 11
+        assert batch["labels"] is batch["input_ids"]
+
+
+def test_batches_of_a_factorys_own_are_cast_differ_by_rank_and_are_not_more_than_fit() -> None:
+    def images(batch_size: int, _seq_length: int, generator: torch.Generator) -> training_loop.Batch:
+        return {"pixels": torch.randn(batch_size, 2**23, generator=generator), "labels": torch.arange(batch_size)}
+
+    made, other = batches(images, count=64), batches(images, count=1, rank=1)
+    assert len(made) == 6  # 48 MB each in bf16: 256 MB are passed with the sixth
+    assert (made[0]["pixels"].dtype, made[0]["labels"].dtype) == (torch.bfloat16, torch.int64)
+    assert not torch.equal(made[0]["pixels"], other[0]["pixels"])
+
+
+def test_batch_without_sample_dimension_is_refused() -> None:
+    with pytest.raises(ValueError, match="no tensor of 3 samples"):
+        batches(lambda *_asked: {"x": torch.zeros(2, 3)})
+    with pytest.raises(TypeError, match="dict of tensors"):
+        batches(lambda *_asked: torch.zeros(3, 3))  # type: ignore[arg-type, return-value]
 
 
 @pytest.fixture
@@ -41,13 +70,18 @@ def test_every_sequence_comes_once_before_any_again_and_every_rank_has_its_own(p
     assert reader(path, seed=7).sequence_numbers(0) != readers[0].sequence_numbers(0)
 
 
-def test_a_batch_holds_the_ids_of_its_sequences_and_labels_are_the_same_ids(path: Path) -> None:
+def test_a_batch_holds_the_ids_of_its_sequences_and_a_data_loader_keeps_their_order(path: Path) -> None:
     own = reader(path)
     batch = own(4)
     first = own.sequence_numbers(4)[0] * LENGTH
     assert batch["input_ids"].dtype == torch.int64
     assert batch["input_ids"][0].tolist() == list(range(first, first + LENGTH))
     assert torch.equal(batch["labels"], batch["input_ids"])
+    for workers in (0, 2):
+        loaded = LoadedBatches(fakes.workload(data_workers=workers), lambda: own, torch.device("cpu"))
+        for number in range(5):
+            assert torch.equal(next(loaded)["input_ids"], own(number)["input_ids"])
+        assert loaded.wait_seconds > 0
 
 
 def test_one_rank_reads_what_two_read_together(path: Path) -> None:
@@ -65,17 +99,6 @@ def test_another_file_than_was_checked_and_ids_that_the_model_lacks_are_errors(p
         [reader(path, vocab_size=40)(number) for number in range(10)]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_data_loader_keeps_the_order_whatever_its_workers(workers: int, path: Path) -> None:
-    own = reader(path)
-    workload = fakes.workload(data_workers=workers)
-    loaded = LoadedBatches(workload, lambda: own, torch.device("cpu"))
-    for number in range(5):
-        assert torch.equal(next(loaded)["input_ids"], own(number)["input_ids"])
-    assert loaded.wait_seconds > 0
-
-
-def test_the_step_from_one_sequence_to_the_next_visits_all(subtests: pytest.Subtests) -> None:
+def test_the_step_from_one_sequence_to_the_next_visits_all() -> None:
     for count in (1, 2, 3, 10, 97, 1000):
-        with subtests.test(count=count):
-            assert sorted(place * coprime_step(count) % count for place in range(count)) == list(range(count))
+        assert sorted(place * coprime_step(count) % count for place in range(count)) == list(range(count))

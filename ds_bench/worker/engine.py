@@ -1,0 +1,123 @@
+"""Creates the engine that trains the model, and describes it as it really runs, defaults included."""
+
+from __future__ import annotations
+
+import enum
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import deepspeed
+import torch
+
+from ..config.spec import Engine, Placement, Workload
+from ..system.redaction import redacted_config
+from .reference_engines import DdpEngine, Fsdp2Engine, PassEngine, ReferenceEngine
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum")
+
+
+def select_device(placement: Placement) -> torch.device:
+    """This rank's device, made the current one on CUDA; its memory is limited where a smaller GPU is emulated."""
+    if placement.accelerator == "cpu":
+        return torch.device("cpu")
+    from deepspeed.accelerator import cuda_accelerator
+
+    local_rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local_rank)
+    # DeepSpeed asks NVML for free memory at stages 1 and 2, and the preloaded server has closed NVML before the fork.
+    if cuda_accelerator.pynvml is not None:
+        cuda_accelerator.pynvml.nvmlInit()
+    if placement.gpu_memory_limit_bytes is not None:
+        total = torch.cuda.get_device_properties(local_rank).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, placement.gpu_memory_limit_bytes / total))
+        _apply_memory_limit_to_deepspeed(placement.gpu_memory_limit_bytes)
+    return torch.device("cuda", local_rank)
+
+
+def _apply_memory_limit_to_deepspeed(limit_bytes: int) -> None:
+    """Makes DeepSpeed see the free memory of the emulated GPU: it flattens parameters on the GPU where they fit."""
+    device = deepspeed.accelerator.get_accelerator()
+    original = device.available_memory
+
+    def available_memory(device_index: int | None = None) -> int:
+        return min(int(original(device_index)), max(0, limit_bytes - torch.cuda.memory_allocated(device_index)))
+
+    device.available_memory = available_memory
+
+
+def create_engine(
+    name: Engine,
+    model: torch.nn.Module,
+    config: dict[str, Any],
+    device: torch.device,
+    mpu: Any,
+    workload: Workload,
+    report_progress: Callable[[], None],
+) -> Any:
+    if workload.pass_type != "train":
+        return PassEngine(model, config, device, with_backward=workload.pass_type == "forward_backward")
+    if name == "ddp":
+        return DdpEngine(model, config, device)
+    if name == "fsdp2":
+        return Fsdp2Engine(model, config, device, seed=workload.seed, report_progress=report_progress)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=config, mpu=mpu)
+    return engine
+
+
+def engine_facts(engine: Any) -> dict[str, Any]:
+    wrapper = engine.optimizer
+    return {
+        "micro_batch_size": int(engine.train_micro_batch_size_per_gpu()),
+        "grad_accum": int(engine.gradient_accumulation_steps()),
+        "optimizer_settings": _optimizer_settings(wrapper),
+        "optimizer_class": "none" if wrapper is None else type(getattr(wrapper, "optimizer", wrapper)).__name__,
+        "engine_optimizer_class": "none" if wrapper is None else type(wrapper).__name__,
+        "resolved_config": _resolved_config(engine),
+    }
+
+
+def _optimizer_settings(optimizer: Any) -> list[dict[str, Any]]:
+    """Learning rate, betas and the like of each parameter group, as the optimizer has them; empty without groups."""
+    groups = getattr(optimizer, "param_groups", None) or []
+    return [
+        {name: _to_json_value(group[name]) for name in _OPTIMIZER_SETTINGS if group.get(name) is not None}
+        for group in groups
+    ]
+
+
+def _resolved_config(engine: Any) -> dict[str, Any]:
+    """Every public value of DeepSpeed's ``engine._config`` (runtime/config.py), or of a reference engine's settings.
+
+    Plain JSON values, credentials redacted.
+    """
+    settings = engine.settings if isinstance(engine, ReferenceEngine) else vars(engine._config)
+    values = {name: value for name, value in settings.items() if not name.startswith("_")}
+    return redacted_config({name: _to_json_value(value) for name, value in sorted(values.items())})
+
+
+def _to_json_value(value: Any, depth: int = 8) -> Any:
+    """A value for a JSON file: models, mappings and objects by field, anything else without a JSON form as its text.
+
+    Addresses in memory, which differ from run to run, are left out. ``depth``: limit for objects within objects.
+    """
+    if value is None or isinstance(value, (bool, int, str)):
+        # Members of an enum may be texts or whole numbers as well.
+        return value.value if isinstance(value, enum.Enum) else value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if hasattr(value, "model_dump"):
+        return _to_json_value(value.model_dump(), depth)
+    if isinstance(value, Mapping):
+        return {str(key): _to_json_value(item, depth) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [_to_json_value(item, depth) for item in value]
+    text = str(value)
+    if _ADDRESS.search(text) is None:
+        return text
+    fields = {str(key): item for key, item in getattr(value, "__dict__", {}).items()} if depth else {}
+    return {key: _to_json_value(item, depth - 1) for key, item in fields.items()} or _ADDRESS.sub("", text)
