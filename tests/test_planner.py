@@ -650,7 +650,7 @@ def test_a_flag_or_setting_of_what_an_axis_sets_is_refused_before_anything_is_lo
         (["--axis", "grad_accum=1,2", "--grad-accum", "4"], "--axis grad_accum and --grad-accum set the same"),
         (["--axis", "micro_batch=1,2", "--batch-size", "auto"], "--axis micro_batch and --batch-size set the same"),
         (["--axis", "prefetch=1,2", "--set", "zero_optimization.stage3_prefetch_bucket_size=1"], "both set"),
-        (["--axis", "pin_memory=true,false"], "pin_memory acts in rows of stage 1, 2 and 3 that offload"),
+        (["--axis", "pin_memory=true,false"], "pin_memory acts only in rows of stage 1, 2 and 3 that offload"),
     ):
         with pytest.raises(UsageError, match=says):
             planner.axis_notes(fakes.options("zero", *arguments))

@@ -1,7 +1,7 @@
 """Reads values of axes from text, and makes rows of them: every combination that differs.
 
-Order of what decides a key: the strategy or file, then the axes, then ``--ds-config`` and ``--set``. An axis and a flag
-that set the same thing contradict each other.
+Axes change what the strategy or file sets; ``--ds-config`` and ``--set`` come last. An axis and a flag that set the
+same key contradict each other.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import difflib
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -22,17 +22,17 @@ from .deepspeed_config import merge, nested, paths_of
 from .spec import Requirements
 
 MAX_ROWS = 64
-"""Rows that a comparison may have; above it the user is asked to narrow the axes."""
+"""Most rows of a comparison."""
 # float() would also take nan, inf and 1_000.
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
-# For remedies alone: other spellings of a switch are refused.
+# Only for remedies: other spellings of a switch are refused.
 _TRUTHS = {"on": "true", "yes": "true", "1": "true", "off": "false", "no": "false", "0": "false"}
 _LIST = f"{invocation.command('axes')} lists them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisValue:
-    """One value of an axis, as a row has it."""
+    """One value of an axis in a row."""
 
     axis_name: str
     text: str
@@ -57,7 +57,7 @@ AxisValues = tuple[AxisValue, ...]
 
 
 def read_axes(texts: Sequence[str]) -> tuple[AxisValues, ...]:
-    """Reads the texts of ``--axis``, ``NAME=V1,V2…``: the values of each axis, in order. Raises UsageError."""
+    """Read the texts of ``--axis``, ``NAME=V1,V2…``: the values of each axis, in order. Raises UsageError."""
     axes: dict[str, list[str]] = {}
     for text in texts:
         name, separator, values = text.partition("=")
@@ -70,7 +70,7 @@ def read_axes(texts: Sequence[str]) -> tuple[AxisValues, ...]:
 
 
 def read_values(name: str, texts: Sequence[str]) -> AxisValues:
-    """Reads the values of one axis; a value that is given twice counts once. Raises UsageError."""
+    """Read the values of one axis; a value given twice counts once. Raises UsageError."""
     axis = find_axis(name)
     if not texts:
         raise UsageError(f"--axis {name} has no value", remedy=f"give {describe_values(axis)}")
@@ -84,21 +84,21 @@ def read_values(name: str, texts: Sequence[str]) -> AxisValues:
 
 
 def find_axis(name: str) -> Axis:
-    """Returns the axis of that name. Raises UsageError, with the nearest name, for an unknown one."""
+    """Return the axis of that name. Raises UsageError, with the nearest name, for an unknown one."""
     if name in AXES:
         return AXES[name]
     # Users know DeepSpeed's keys: stage3_prefetch_bucket_size.
     by_spelling = {key.rpartition(".")[2]: axis.name for axis in AXES.values() for key in axis.keys if key != "bf16"}
     by_spelling |= {axis: axis for axis in AXES}
     near = difflib.get_close_matches(name, by_spelling, n=1)
-    raise UsageError(f"axis {name!r} is not known", remedy=f"did you mean {by_spelling[near[0]]}?" if near else _LIST)
+    raise UsageError(f"unknown axis {name!r}", remedy=f"did you mean {by_spelling[near[0]]}?" if near else _LIST)
 
 
 def _read_value(axis: Axis, text: str) -> Value:
     """Reads one value. Raises UsageError."""
     if axis.switch and text.lower() in ("true", "false"):
         return text.lower() == "true"
-    if text in axis.names:
+    if text in axis.values:
         return text
     if axis.numbers is not None and _NUMBER.fullmatch(text):
         number, bounds = float(text), axis.numbers
@@ -109,11 +109,11 @@ def _read_value(axis: Axis, text: str) -> Value:
     near = [_TRUTHS[text.lower()]] if axis.switch and text.lower() in _TRUTHS else []
     near += difflib.get_close_matches(text.lower(), axis.values, n=1)
     remedy = f"did you mean {near[0]}?" if near else f"give {describe_values(axis)}"
-    raise UsageError(f"--axis {axis.name}: {text!r} is none of its values", remedy=remedy)
+    raise UsageError(f"--axis {axis.name}: {text!r} is not one of its values", remedy=remedy)
 
 
 def describe_values(axis: Axis) -> str:
-    """Describes the values of an axis: ``true or false``; ``a whole number from 1 to 1e13, or auto``."""
+    """Describe the values of an axis: ``true or false``; ``a whole number from 1 to 1e13, or auto``."""
     parts = []
     if axis.numbers is not None:
         kind = "a whole number" if axis.numbers.whole else "a number"
@@ -123,7 +123,7 @@ def describe_values(axis: Axis) -> str:
 
 
 def acts(axis: Axis, layout: Layout) -> bool:
-    """Whether an axis changes anything in rows of this layout."""
+    """Return whether an axis changes anything in rows of this layout."""
     devices = (layout.offload_optimizer, layout.offload_param)
     needed = {
         None: True,
@@ -135,7 +135,7 @@ def acts(axis: Axis, layout: Layout) -> bool:
 
 
 def describe_rows(axis: Axis) -> str:
-    """Describes the rows in which an axis acts: ``rows of stage 3 that offload the optimizer``."""
+    """Describe the rows where an axis acts: ``rows of stage 3 that offload the optimizer``."""
     parts = []
     if axis.stages != (0, 1, 2, 3):
         stages = " and ".join(filter(None, [", ".join(map(str, axis.stages[:-1])), str(axis.stages[-1])]))
@@ -148,7 +148,7 @@ def describe_rows(axis: Axis) -> str:
 
 
 def combinations(selected: Sequence[AxisValues], layout: Layout) -> list[AxisValues]:
-    """Returns the combinations of values for a row, without the axes that do not act in it; one, empty, if none acts.
+    """Return the combinations of values of the axes that act in a row; one empty combination if none acts.
 
     ``selected``: the values of each axis.
     """
@@ -157,41 +157,41 @@ def combinations(selected: Sequence[AxisValues], layout: Layout) -> list[AxisVal
 
 
 def idle_axes(selected: Sequence[AxisValues], layouts: Mapping[str, Layout]) -> list[str]:
-    """Returns a note for each axis that does not act in some of the rows. ``layouts``: label of each row → its layout.
+    """Return a note for each axis that does not act in some rows. ``layouts``: label of each row → its layout.
 
-    Raises UsageError for an axis that acts in none of them.
+    Raises UsageError for an axis that acts in no row.
     """
     notes = []
     for values in selected:
         axis = values[0].axis
         idle = [label for label, layout in layouts.items() if not acts(axis, layout)]
         if len(idle) == len(layouts):
-            problem = f"--axis {axis.name} acts in {describe_rows(axis)} alone, and none is compared"
+            problem = f"--axis {axis.name} acts only in {describe_rows(axis)}, and no such row is compared"
             raise UsageError(problem, remedy="leave it out, or compare such a row")
         if idle:
-            notes.append(f"{axis.name} acts in {describe_rows(axis)} alone: not varied in {', '.join(idle)}")
+            notes.append(f"{axis.name} acts only in {describe_rows(axis)}: not varied in {', '.join(idle)}")
     return notes
 
 
 def require_few(count: int) -> None:
-    """Raises UsageError if there are more rows than a comparison may have."""
+    """Raise UsageError for too many rows."""
     if count > MAX_ROWS:
-        problem = f"the axes make {count} rows, where {MAX_ROWS} are the most"
+        problem = f"the axes make {count} rows; the limit is {MAX_ROWS}"
         raise UsageError(problem, remedy="give fewer values, fewer axes or fewer strategies")
 
 
 def row_name(base: str, values: AxisValues) -> str:
-    """Returns the name of a row: ``zero2+overlap_comm=false``."""
+    """Return the name of a row: ``zero2+overlap_comm=false``."""
     return "+".join([base, *map(str, values)])
 
 
 def row_label(base: str, values: AxisValues) -> str:
-    """Returns the short text of a row for tables: ``ZeRO-2, overlap_comm off``."""
+    """Return the short text of a row for tables: ``ZeRO-2, overlap_comm off``."""
     return ", ".join([base, *(value.label for value in values)])
 
 
 def split_name(name: str) -> tuple[str, AxisValues]:
-    """The inverse of :func:`row_name`. Returns a name that no axes made as it is, without values."""
+    """The inverse of :func:`row_name`. Return a name that no axes made unchanged, without values."""
     base, *parts = name.split("+")
     try:
         return base, tuple(read_values(axis, [value])[0] for axis, _, value in (part.partition("=") for part in parts))
@@ -200,16 +200,25 @@ def split_name(name: str) -> tuple[str, AxisValues]:
 
 
 def setting_of(values: AxisValues, facts: RowFacts) -> Setting:
-    """Returns what the values together set in a row. Raises UsageError if one cannot, or two contradict each other.
+    """Return what the values together set in a row. Raises UsageError if one cannot, or two contradict each other.
 
     They are applied in the order of the table, as ZenFlow's intervals follow from the accumulation.
     """
     total = Setting()
-    setters: dict[str, tuple[AxisValue, Any]] = {}
+    setters: list[tuple[str, Any, AxisValue]] = []
     for value in sorted(values, key=lambda each: list(AXES).index(each.axis_name)):
         setting = _setting(value, replace(facts, grad_accum=total.workload.get("grad_accum", facts.grad_accum)))
-        for path, set_to in _leaves(setting):
-            _check_agreement(setters, value, path, set_to)
+        for path, set_to in (
+            *paths_of(setting.config),
+            *((f"workload {name}", field) for name, field in setting.workload.items()),
+            *((f"variable {name}", text) for name, text in setting.variables.items()),
+        ):
+            for other_path, other_set_to, other in setters:
+                agree = other is value or (path, set_to) == (other_path, other_set_to)
+                if not agree and _overlap(path, other_path):
+                    problem = f"--axis {other} and --axis {value} contradict each other"
+                    raise UsageError(problem, remedy=f"both set {path}")
+            setters.append((path, set_to, value))
         total = Setting(
             # merge keeps None, which is to remove a key of the row's configuration; overlay would drop it.
             config=merge(total.config, setting.config),
@@ -229,26 +238,21 @@ def _setting(value: AxisValue, facts: RowFacts) -> Setting:
         elif isinstance(value.value, str) and value.value in axis.settings:
             setting = axis.settings[value.value]
         else:
-            setting = _plain_setting(value, facts)
+            # Keys of an offload block are set only where the row has it: get() gives "" for names of other blocks, and
+            # None for a block that the row lacks.
+            blocks = {"offload_optimizer": facts.offload_optimizer, "offload_param": facts.offload_param}
+            keys = [path for path in axis.keys if all(blocks.get(name, "") is not None for name in path.split("."))]
+            setting = Setting(
+                config=reduce(merge, (nested(path, value.value) for path in keys), {}),
+                workload=dict.fromkeys(axis.fields, value.value),
+                variables=dict.fromkeys(axis.variables, value.text),
+            )
     except NotForThisRowError as error:
         raise UsageError(f"--axis {value} {error}", remedy="leave this value out") from None
     requires = axis.requires.get(value.text, Requirements())
     if axis.cuda_only and value.text != axis.default:
         requires = replace(requires, accelerator="cuda", reason=axis.cuda_only)
     return replace(setting, requires=_both(setting.requires, requires))
-
-
-def _plain_setting(value: AxisValue, facts: RowFacts) -> Setting:
-    """Every key, field and variable of the axis gets the value; keys of an offload block only where the row has it."""
-    axis = value.axis
-    blocks = {"offload_optimizer": facts.offload_optimizer, "offload_param": facts.offload_param}
-    # get() gives "" for names that are no offload block, and None for a block that the row lacks.
-    keys = [path for path in axis.keys if all(blocks.get(name, "") is not None for name in path.split("."))]
-    return Setting(
-        config=reduce(merge, (nested(path, value.value) for path in keys), {}),
-        workload=dict.fromkeys(axis.fields, value.value),
-        variables=dict.fromkeys(axis.variables, value.text),
-    )
 
 
 def _both(first: Requirements, second: Requirements) -> Requirements:
@@ -261,29 +265,12 @@ def _both(first: Requirements, second: Requirements) -> Requirements:
     )
 
 
-def _leaves(setting: Setting) -> Iterator[tuple[str, Any]]:
-    """Each path that a setting sets, with its value."""
-    yield from paths_of(setting.config)
-    yield from ((f"workload {name}", value) for name, value in setting.workload.items())
-    yield from ((f"variable {name}", value) for name, value in setting.variables.items())
-
-
-def _check_agreement(setters: dict[str, tuple[AxisValue, Any]], value: AxisValue, path: str, set_to: Any) -> None:
-    """Raises UsageError if an earlier value of another axis sets this path, or one within it, to something else."""
-    for other_path, (other, other_set_to) in setters.items():
-        if other.axis_name == value.axis_name or (path, set_to) == (other_path, other_set_to):
-            continue
-        if _overlap(path, other_path):
-            raise UsageError(f"--axis {other} and --axis {value} contradict each other", remedy=f"both set {path}")
-    setters[path] = (value, set_to)
-
-
 def _overlap(path: str, other: str) -> bool:
     return path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.")
 
 
 def require_no_override(selected: Sequence[AxisValues], flag: str, changes: Mapping[str, Any]) -> None:
-    """Raises UsageError if a flag, ``--set`` or ``--ds-config``, changes a key that an axis sets."""
+    """Raise UsageError if a flag, ``--set`` or ``--ds-config``, changes a key that an axis sets."""
     changed = [path for path, _ in paths_of(changes)]
     for values in selected:
         axis = values[0].axis
