@@ -15,6 +15,7 @@ from .config import axis_rows, deepspeed_config, lint, strategies, validation
 from .config.automatic_values import TrainingFacts
 from .config.axes import Layout, RowFacts, other_arithmetic
 from .config.axis_rows import AxisValues
+from .config.caveats import Caveat, CaveatKind
 from .config.configuration_file_rows import FileRowMaker, gives_accumulation, has_other_batch
 from .config.configuration_files import ConfigurationFile, explain_files, read_configuration_files
 from .config.deepspeed_config import MakeConfig
@@ -70,7 +71,7 @@ class Plan:
     trials: Sequence[Trial]
     lines: Sequence[str] = ()
     """What the user must know about the rows, one line each."""
-    nvme_caveat: str | None = None
+    nvme_caveat: str | Caveat | None = None
     """Why the folder for NVMe offload is not a local NVMe disk."""
     lack_of_space: str | None = None
     """Why rows that swap to the folder for NVMe offload cannot run."""
@@ -81,7 +82,7 @@ class Plan:
     op_states: Mapping[str, ops.OpState] = field(default_factory=dict)
     """State of DeepSpeed's ops that the configurations need; empty before :meth:`with_ops`."""
 
-    def with_nvme_folder(self, caveat: str | None, lack_of_space: str | None) -> Plan:
+    def with_nvme_folder(self, caveat: str | Caveat | None, lack_of_space: str | None) -> Plan:
         """The plan with what was found of the folder for NVMe offload, for the rows that use it.
 
         ``caveat``: why it is not a local NVMe disk. ``lack_of_space``: why it is too full, so that they cannot run.
@@ -824,11 +825,7 @@ def with_op_states(trial: Trial, states: Mapping[str, ops.OpState], largest_para
         )
         # Not for an offloaded optimizer, which is DeepSpeedCPUAdam, for another one than Adam, and for torch's own.
         if config["optimizer"] != trial.ds_config["optimizer"]:
-            text = (
-                "torch's AdamW instead of DeepSpeed's FusedAdam, which does not build here (stage 0 in 16 bit then "
-                f"also has another wrapper): {fused.reason}"
-            )
-            caveats = (*caveats, text)
+            caveats = (*caveats, Caveat(CaveatKind.TORCH_ADAM, {"reason": str(fused.reason)}))
     unsupported = trial.unsupported or _missing_op(trial, states)
     return replace(trial, ds_config=config, caveats=caveats, unsupported=unsupported)
 
@@ -863,18 +860,18 @@ def _missing_op(trial: Trial, states: Mapping[str, ops.OpState]) -> str | None:
     return None
 
 
-def _differences_from_name(configuration: Configuration, requested: Workload, trained: Workload) -> list[str]:
+def _differences_from_name(
+    configuration: Configuration, requested: Workload, trained: Workload
+) -> Iterator[str | Caveat]:
     """Caveats of a row whose edited DeepSpeed configuration differs from what its name and the flags say."""
     strategy = strategies.find_strategy(configuration.name, configuration.stage)
-    pairs: list[tuple[str, str, str]] = [("precision", trained.precision, requested.precision)]
     if strategy is not None and configuration.source == "catalogue":
-        pairs = [
-            ("optimizer offload", configuration.offload_optimizer, strategy.offload_optimizer),
-            ("parameter offload", configuration.offload_param, strategy.offload_param),
-            *pairs,
-        ]
-    return [
-        f"ran {what} {used}, as the DeepSpeed config says, not this row's {named}"
-        for what, used, named in pairs
-        if used != named
-    ]
+        for part, used, named in (
+            ("optimizer", configuration.offload_optimizer, strategy.offload_optimizer),
+            ("parameter", configuration.offload_param, strategy.offload_param),
+        ):
+            if used != named:
+                yield Caveat(CaveatKind.OTHER_OFFLOAD, {"part": part, "used": used, "named": named})
+    if trained.precision != requested.precision:
+        asked = f"as the DeepSpeed config says, not this row's {requested.precision}"
+        yield f"ran precision {trained.precision}, {asked}"

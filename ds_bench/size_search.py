@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from .config.caveats import Caveat, CaveatKind
 from .config.spec import NO_INSPECTION, SEARCH_ACCURACY, Configuration, Trial, Workload
 from .launch import Launcher
 from .planner import SHORTEST_SEQ_LENGTH, Plan, RequestedRow
@@ -117,10 +118,10 @@ class SizeSearch:
         configuration = self.plan.builder.build_at_length(row, size)
         if size < self.limit * self.unit:
             return configuration
-        what = "positions of the model"
+        limit = "positions of the model"
         if self._most_tokens != self.plan.model.max_positions:
-            what = "that are tried" if self._most_tokens == MAX_SEQ_LENGTH else "of the file of tokens"
-        caveat = f"no longer sequence was tried: {format_count(size)} tokens are all {what}"
+            limit = "that are tried" if self._most_tokens == MAX_SEQ_LENGTH else "of the file of tokens"
+        caveat = Caveat(CaveatKind.LONGEST_POSSIBLE, {"tokens": size, "limit": limit})
         return replace(configuration, caveats=(*configuration.caveats, caveat))
 
     def _trial(self, row: RequestedRow, units: int, *, predicted: bool) -> Trial:

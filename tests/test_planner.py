@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_bench import planner, runner
+from ds_bench.config.caveats import Caveat, CaveatKind, as_caveat
 from ds_bench.config.deepspeed_config import MakeConfig
 from ds_bench.config.options import Options
 from ds_bench.config.spec import Placement, Strategy, Trial
@@ -219,7 +220,7 @@ def test_a_fused_adam_that_does_not_build_is_replaced_and_said() -> None:
     gpu = fakes.placement(accelerator="cuda")
     (trial,) = trials(fakes.options("zero", "--stages", "1"), on=gpu, states=BROKEN_FUSED)
     assert trial.ds_config["optimizer"]["params"]["torch_adam"] is True
-    assert any("no nvcc" in caveat for caveat in trial.caveats)
+    assert Caveat(CaveatKind.TORCH_ADAM, {"reason": "no nvcc"}) in trial.caveats
     assert trial.unsupported is None
 
 
@@ -259,7 +260,10 @@ def test_a_setting_that_slows_what_is_measured_is_said(setting: str) -> None:
 
 def test_a_row_that_is_not_what_its_columns_say_says_so(subtests: pytest.Subtests) -> None:
     for arguments, said in (
-        (['--set=zero_optimization.offload_optimizer={"device": "cpu"}'], "ran optimizer offload cpu"),
+        (
+            ['--set=zero_optimization.offload_optimizer={"device": "cpu"}'],
+            "ran optimizer offload cpu",
+        ),
         (["--set", 'zero_optimization.offload_param={"device": "cpu"}'], "ran parameter offload cpu"),
         (["--set", "fp16.enabled=true", "--precision", "bf16"], "ran precision fp16"),
         (["--set", "bf16.enabled=false", "--precision", "bf16"], "ran precision fp32"),
@@ -267,7 +271,7 @@ def test_a_row_that_is_not_what_its_columns_say_says_so(subtests: pytest.Subtest
         with subtests.test(arguments=arguments):
             (trial,) = trials(fakes.options("zero", "--stages", "3", *arguments))
             assert len(trial.caveats) == 1
-            assert said in trial.caveats[0]
+            assert said in as_caveat(trial.caveats[0]).text
 
 
 def test_a_stage_changed_in_the_config_is_refused_since_it_would_mislabel_the_row() -> None:
@@ -608,7 +612,7 @@ def test_only_rows_that_would_train_with_fused_adam_are_said_to_train_without_it
     missing = {ops.FUSED_ADAM: OpState(op=ops.FUSED_ADAM, ready=False, reason="no nvcc")}
     changed = planner.with_op_states(adamw, missing, None)
     assert changed.ds_config["optimizer"]["params"]["torch_adam"] is True
-    assert "no nvcc" in changed.caveats[-1]
+    assert changed.caveats[-1] == Caveat(CaveatKind.TORCH_ADAM, {"reason": "no nvcc"})
     assert len(plan.trials) == 3
     for trial in plan.trials:
         assert planner.with_op_states(trial, missing, None).caveats == trial.caveats

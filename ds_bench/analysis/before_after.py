@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..config.caveats import Caveat
 from ..config.deepspeed_config import is_full_config
 from ..records.schema import TrialRecord
 from ..system import environment
 from . import comparability, comparison, flat_reader
-from .caveats import Caveat
 from .comparison import ComparisonRow
 from .flat_rows import flat_row
 from .intervals import RatioInterval

@@ -10,13 +10,13 @@ from itertools import groupby
 from typing import Any
 
 from ..config import strategies
+from ..config.caveats import CPU_KINDS, Caveat, CaveatKind, has_kind, note
 from ..config.spec import Configuration, Trial
 from ..errors import UsageError
 from ..records.schema import TrialRecord, measured_values
 from ..system.environment import Environment
 from ..units import BYTES_PER_GB
 from . import trial_caveats
-from .caveats import Caveat, CaveatKind, CaveatText, has_text, note
 from .comparability import group_repeats, incomparable_fields
 from .comparison_caveats import comparison_caveats, device_capacity_bytes, host_capacity_bytes
 from .intervals import RatioInterval, RowRatios, Run, geometric_mean, mean_interval, ratio_interval, sample_std
@@ -129,7 +129,7 @@ class ComparisonRow:
     def samples_per_second(self) -> float | None:
         """Geometric mean of the runs' means if samples have another length than the workload's, or none: of a factory
         that makes its own batches. None for any other row."""
-        if self.tokens_per_second is None or not has_text(self.caveats, CaveatText.OWN_BATCHES):
+        if self.tokens_per_second is None or not has_kind(self.caveats, CaveatKind.OWN_BATCHES):
             return None
         return self.tokens_per_second / self.trial.workload.seq_length
 
@@ -255,12 +255,10 @@ def _row_caveats(runs: Sequence[TrialSummary], rates: Sequence[float]) -> tuple[
         (max(measured_values(run.record.ranks, "cpu_other_cores"), default=0.0), caveat)
         for run in runs
         for caveat in run.caveats
-        if caveat.kind is CaveatKind.CPU_BUSY
+        if caveat.kind in CPU_KINDS
     ]
     _, busiest = max(busy, key=lambda pair: pair[0], default=(0.0, None))
-    caveats = [
-        caveat for run in runs for caveat in run.caveats if caveat.kind is not CaveatKind.CPU_BUSY or caveat == busiest
-    ]
+    caveats = [caveat for run in runs for caveat in run.caveats if caveat.kind not in CPU_KINDS or caveat == busiest]
     failed = sum(not run.record.outcome.success for run in runs)
     if 0 < failed < len(runs):
         caveats.append(note(f"{failed} of {len(runs)} runs failed"))

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
+from ..config.caveats import Caveat, CaveatKind
 from ..config.deepspeed_config import sequence_parallel_size, tensor_parallel_size
 from ..records.schema import TrialRecord
 from ..system.environment import Environment, comparability_differences
 from ..system.gpus import throttle_faults
-from ..units import format_bytes, format_names
-from .caveats import Caveat, CaveatKind, caveat_of_kind
+from ..units import format_names
 from .intervals import FEWEST_RUNS
 from .summary import TrialSummary
 
@@ -28,8 +28,7 @@ def comparison_caveats(rows: Sequence[Sequence[TrialSummary]], environments: Seq
     caveats = [*_placement_caveats(records), *_window_caveats(summaries), *_repeat_caveats(rows)]
     for environment in environments[1:]:
         if differences := comparability_differences(environments[0], environment):
-            text = f"environments differ: {'; '.join(differences)}"
-            caveats.append(caveat_of_kind(CaveatKind.ENVIRONMENT_DIFFERS, text))
+            caveats.append(Caveat(CaveatKind.ENVIRONMENT_DIFFERS, {"differences": "; ".join(differences)}))
     caveats += _apart_caveats(rows)
     for environment in environments:
         for number, host in enumerate(environment.hosts or (environment,)):
@@ -55,12 +54,12 @@ def _apart_caveats(rows: Sequence[Sequence[TrialSummary]]) -> Iterator[Caveat]:
         texts.append(f"{format_names(own.values(), 3)} in {run}" + (f" on {hosts[run]}" if hosts[run] else ""))
     more = f"; and {len(labels) - 4} more runs" if len(labels) > 4 else ""
     where = "on different hosts" if len(set(hosts.values())) > 1 else "in different runs"
-    yield caveat_of_kind(CaveatKind.MEASURED_APART, f"rows were measured {where}: {'; '.join(texts)}{more}")
+    yield Caveat(CaveatKind.MEASURED_APART, {"where": where, "runs": f"{'; '.join(texts)}{more}"})
 
 
 def _placement_caveats(records: Sequence[TrialRecord]) -> Iterator[Caveat]:
     if any(record.trial.placement.accelerator == "cpu" for record in records):
-        yield caveat_of_kind(CaveatKind.CPU_ACCELERATOR, "CPU accelerator: these figures say nothing about GPUs")
+        yield Caveat(CaveatKind.CPU_ACCELERATOR)
     # ZeRO also partitions among the ranks of a sequence-parallel group (utils/groups.py).
     partitions = [
         record.ranks[0].data_parallel_size * sequence_parallel_size(record.trial.ds_config)
@@ -70,8 +69,7 @@ def _placement_caveats(records: Sequence[TrialRecord]) -> Iterator[Caveat]:
         if record.trial.configuration.stage > 0 and tensor_parallel_size(record.trial.ds_config) == 1
     ]
     if 1 in partitions:
-        text = "one GPU or rank: stages 1 to 3 have nobody to partition with, so they save no model states"
-        yield caveat_of_kind(CaveatKind.ONE_GPU, text)
+        yield Caveat(CaveatKind.ONE_GPU)
 
 
 def _window_caveats(summaries: Iterable[TrialSummary]) -> Iterator[Caveat]:
@@ -85,11 +83,7 @@ def _window_caveats(summaries: Iterable[TrialSummary]) -> Iterator[Caveat]:
         default=_SHORT_WINDOW_SECONDS,
     )
     if window_seconds < _SHORT_WINDOW_SECONDS:
-        text = (
-            f"the shortest measured window is {window_seconds:.2f} s: below {_SHORT_WINDOW_SECONDS:.0f} s the clock of "
-            "a card under load still moves, and one pause of the host weighs much"
-        )
-        yield caveat_of_kind(CaveatKind.SHORT_WINDOW, text)
+        yield Caveat(CaveatKind.SHORT_WINDOW, {"seconds": window_seconds})
 
 
 def _repeat_caveats(rows: Sequence[Sequence[TrialSummary]]) -> Iterator[Caveat]:
@@ -98,9 +92,7 @@ def _repeat_caveats(rows: Sequence[Sequence[TrialSummary]]) -> Iterator[Caveat]:
     few = sum(count < FEWEST_RUNS for count in counts)
     if len(counts) < 2 or not few:
         return
-    which = "the rows have" if few == len(counts) else f"{few} of {len(counts)} rows have"
-    text = f"{which} fewer than {FEWEST_RUNS} successful runs: differences from run to run are not tested"
-    yield caveat_of_kind(CaveatKind.TOO_FEW_REPEATS, text)
+    yield Caveat(CaveatKind.TOO_FEW_REPEATS, {"few": few, "rows": len(counts), "needed": FEWEST_RUNS})
 
 
 def _machine_caveats(environment: Environment, slots: Collection[int], where: str) -> Iterator[Caveat]:
@@ -110,17 +102,14 @@ def _machine_caveats(environment: Environment, slots: Collection[int], where: st
     """
     for gpu in (gpu for slot, gpu in enumerate(environment.gpus) if slot in slots):
         if gpu.other_processes:
-            text = (
-                f"GPU {gpu.index}{where} is also used by {len(gpu.other_processes)} other process(es): numbers suffer"
-            )
-            yield caveat_of_kind(CaveatKind.OTHER_PROCESS, text)
+            processes = len(gpu.other_processes)
+            yield Caveat(CaveatKind.OTHER_PROCESS, {"gpu": f"GPU {gpu.index}{where}", "processes": processes})
         if reasons := throttle_faults(gpu):
-            text = f"GPU {gpu.index}{where} was held back before the first trial: {', '.join(reasons)}"
-            yield caveat_of_kind(CaveatKind.CLOCKS_THROTTLED, text)
+            texts = ", ".join(reasons)
+            yield Caveat(CaveatKind.THROTTLED_BEFORE, {"gpu": f"GPU {gpu.index}{where}", "reasons": texts})
     if environment.swap_used_bytes:
         host = f"the host {environment.hostname}" if where else "the host"
-        text = f"{host} has {format_bytes(environment.swap_used_bytes)} swapped out"
-        yield caveat_of_kind(CaveatKind.SWAP_USED, text)
+        yield Caveat(CaveatKind.SWAP_USED, {"host": host, "swapped": environment.swap_used_bytes})
 
 
 def device_capacity_bytes(records: Sequence[TrialRecord], environments: Sequence[Environment]) -> int | None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 from .. import units
 from ..config import axis_rows, strategies
 from ..config.axes import RowFacts, Setting
+from ..config.caveats import Caveat
 from ..config.deepspeed_config import minimal_config
 from ..config.spec import Configuration, Engine, Placement, Strategy, Trial, Workload
 from ..errors import UsageError
@@ -24,7 +25,6 @@ from ..records.json_files import check_numbers, invalid_value
 from ..records.schema import SUCCESS, Outcome, RankMeasurement, TrialRecord
 from ..system.environment import Environment
 from ..system.gpus import GpuFacts
-from .caveats import parse_caveats
 from .checkpoints import CheckpointCost
 from .flat_rows import FLAT_COLUMNS, MIG_SUFFIX, PARTS, unit_scale
 from .phase_memory import NodePhaseMemory
@@ -38,7 +38,7 @@ _NEEDED = (
     "stage", "strategy", "model", "batch_size", "seq_length", "grad_accum", "num_steps", "warmup_steps", "success",
     "status", "repeat", "num_gpus", "accelerator", "precision", "activation_checkpointing", "method_version",
 )  # fmt: skip
-KNOWN_COLUMNS = frozenset(column.name for column in FLAT_COLUMNS)
+KNOWN_COLUMNS = frozenset([*(column.name for column in FLAT_COLUMNS), "caveat_list"])
 _SIGNED = frozenset(("first_loss", "final_loss", "repeated_loss", "weight_change_cosine"))
 _MAX_GPUS = 1024
 """GPUs of a host at most, so that a damaged row cannot ask for millions of objects."""
@@ -68,7 +68,7 @@ def _row_adapter() -> TypeAdapter[list[dict[str, Any]]]:
     from pydantic import FailFast, Field, TypeAdapter
     from typing_extensions import TypedDict
 
-    columns: dict[str, Any] = {}
+    columns: dict[str, Any] = {"caveat_list": NotRequired[list[Caveat] | None]}
     for name, _, kind, _ in FLAT_COLUMNS:
         checked: Any = Annotated[kind, Field(ge=0)] if kind in (int, float) and name not in _SIGNED else kind
         columns[name] = checked if name in _NEEDED else NotRequired[checked | None]
@@ -101,7 +101,7 @@ def read_summary(row: Mapping[str, Any]) -> TrialSummary:
     known = {name: values.get(name) for name in ("num_nodes", "run_id", "flat_config_hash")}
     return TrialSummary(
         record=record,
-        caveats=tuple(parse_caveats(row.get("caveats") or "", row["num_steps"])),
+        caveats=tuple(row.get("caveat_list") or ()),
         environment=_environment(row, parts["environment"]),
         **{**known, **figures},
     )

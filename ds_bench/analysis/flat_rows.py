@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -273,11 +274,12 @@ def unit_scale(column: str) -> float | None:
 
 
 def flat_row(summary: TrialSummary) -> dict[str, Any]:
-    """The row of one trial, with all columns."""
+    """The row of one trial, with all columns; JSON also has its caveats as values, ``caveat_list``."""
     row = {column.name: column.value(summary) for column in FLAT_COLUMNS}
     for name, value in row.items():
         if value is not None and (scale := unit_scale(name)) is not None:
             row[name] = value * scale
+    row["caveat_list"] = [asdict(caveat) for caveat in summary.caveats]
     return row
 
 

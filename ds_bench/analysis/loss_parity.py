@@ -13,10 +13,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 from ..config.axes import other_arithmetic
+from ..config.caveats import LOSS_KINDS, Caveat, CaveatKind, has_kind, note
 from ..config.deepspeed_config import is_full_config
 from ..config.spec import SAME_TRAINING_FIELDS, Configuration, Workload
 from ..units import format_ratio
-from .caveats import Caveat, CaveatKind, CaveatText, note
 from .summary import TrialSummary
 from .trial_caveats import optimizer_family
 
@@ -28,10 +28,6 @@ _GRAD_NORM_TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2, "fp16": 3e-2}
 """The same for the gradient norms; measured as ``_WEIGHT_TOLERANCE``: at most 3e-6 in fp32, 1.2e-3 in bf16."""
 _OTHER_FORMAT_TOLERANCE = 0.02
 """The same for a row that was asked for another number format, or for compressed communication."""
-_QUIRK = (
-    "a known quirk: at stage 0 in 16 bit DeepSpeed takes an Adam step on zero gradients at initialisation "
-    "(fp16/fused_optimizer.py)"
-)
 _STAGE0_WRAPPERS = ("FP16_UnfusedOptimizer", "FP16_Optimizer")
 """Classes of DeepSpeed's optimizer wrapper that have the quirk."""
 _QUIRK_MIN_DIFFERENCE = 2e-5
@@ -62,8 +58,6 @@ _LATE_TOLERANCE = {"fp32": 1e-2, "bf16": 2e-2, "fp16": 2e-2}
 2.6e-5 in fp32 and 1.3e-3 in bf16 at most."""
 _SPREADS = 3.0
 """How many times as far from the reference as the other honest rows (their median) a row may be."""
-_DO_NOT_USE = "; do not use this row before you know why"
-
 _COMMON_VALUES: dict[str, Any] = {
     each.name: each.default for each in fields(Workload) if each.name in (*SAME_TRAINING_FIELDS, "precision")
 }
@@ -92,7 +86,7 @@ def with_loss_caveats(summaries: Sequence[TrialSummary]) -> list[TrialSummary]:
         for index, summary in group.items():
             once = [stage_3_alone] if index == first else []
             caveats = [*once, _other_adam_implementation(group[first], summary)]
-            if not any(caveat.kind is CaveatKind.LOSS_DIFFERS for caveat in summary.caveats):
+            if not has_kind(summary.caveats, *LOSS_KINDS):
                 caveats.append(differences.get(index))
             added = [caveat for caveat in caveats if caveat is not None and caveat not in summary.caveats]
             cosine = _weight_change_cosine(reference, summary)
@@ -245,12 +239,11 @@ def _other_training(summaries: Sequence[TrialSummary]) -> dict[int, Caveat]:
 def _other_training_caveat(known: TrialSummary, summary: TrialSummary) -> Caveat:
     """Return what to say about a row that was asked for other training than ``known``: learning, or formats only."""
     if difference := _asked_difference(known, summary, learning=True):
-        return CaveatText.OTHER_TRAINING.caveat(difference)
+        return Caveat(CaveatKind.OTHER_TRAINING, {"how": difference})
     apart = _greatest_difference(known.losses, summary.losses)
     if apart > _OTHER_FORMAT_TOLERANCE:
         label = known.record.trial.configuration.label
-        text = f"{apart:.2%} from {label}'s, more than another number format explains{_DO_NOT_USE}"
-        return CaveatText.LOSS_DIFFERS.caveat(text)
+        return Caveat(CaveatKind.LOSS_OF_FORMAT_DIFFERS, {"difference": apart, "row": label})
     return note(f"its losses are compared only with rows that train alike: {_asked_difference(known, summary)}")
 
 
@@ -264,7 +257,7 @@ def _stage_3_alone(group: _Group) -> Caveat | None:
     strategies = [summary.record.trial.configuration for summary in group.values()]
     if len({strategy.name for strategy in strategies}) < 2 or not all(map(_is_stage_3, strategies)):
         return None
-    return CaveatText.LOSS_PARITY_STAGE_3_ALONE.caveat(" among rows of stage 3 alone, not against another stage")
+    return Caveat(CaveatKind.STAGE_3_ALONE)
 
 
 def _is_stage_3(configuration: Configuration) -> bool:
@@ -282,10 +275,8 @@ def _other_adam_implementation(first: TrialSummary, summary: TrialSummary) -> Ca
         return None
     if not optimizer_family(own) == optimizer_family(theirs) == "adam":
         return None
-    form = CaveatText.OTHER_ADAM
-    label = first.record.trial.configuration.label
-    text = f"{own}{form.contains}{theirs} in {label}: a difference in speed is partly theirs"
-    return form.caveat(f"{text}; {form.next_step}")
+    row = first.record.trial.configuration.label
+    return Caveat(CaveatKind.OTHER_ADAM, {"used": own, "other": theirs, "row": row})
 
 
 def _reference_row(group: _Group) -> TrialSummary | None:
@@ -343,27 +334,26 @@ def _early_difference(reference: TrialSummary, summary: TrialSummary) -> Caveat 
     # First, as a setting that differs says why all else does.
     setting = _differing_setting(reference, summary) or _differing_clipping(reference, summary)
     if setting is not None:
-        return CaveatText.TRAINED_DIFFERENTLY.caveat(f"{label}: {setting}{_DO_NOT_USE}")
+        return Caveat(CaveatKind.TRAINED_DIFFERENTLY, {"row": label, "how": setting})
     difference = _greatest_difference(reference.losses, summary.losses)
     if difference > (_QUIRK_LOSS_TOLERANCE if quirk else _LOSS_TOLERANCE[precision]):
-        text = f"{difference:.2%} from {label}'s: more than rounding explains{_DO_NOT_USE}"
-        return CaveatText.LOSS_DIFFERS.caveat(text)
+        return Caveat(CaveatKind.LOSS_DIFFERS, {"difference": difference, "row": label})
     norm = _greatest_difference(*(each.record.ranks[0].grad_norms for each in (reference, summary)))
     if norm > (_QUIRK_LOSS_TOLERANCE if quirk else _GRAD_NORM_TOLERANCE[precision]):
-        text = f"the norm of its gradients differs by {norm:.2%}, more than rounding explains"
-        return CaveatText.TRAINED_DIFFERENTLY.caveat(f"{label}: {text}{_DO_NOT_USE}")
+        how = f"the norm of its gradients differs by {norm:.2%}, more than rounding explains"
+        return Caveat(CaveatKind.TRAINED_DIFFERENTLY, {"row": label, "how": how})
     # In another precision other small gradients are lost, of which Adam makes updates as large as of any.
     distance = _weight_distance(reference, summary) if theirs == own else 0.0
     window = summary.early_window
     # The signs of small gradients, which rounding decides, weigh more in a shorter window.
     weight_tolerance = _WEIGHT_TOLERANCE[precision] * (_WINDOW_STEPS / window.steps if window else 1.0)
     if distance > (_QUIRK_WEIGHT_TOLERANCE if quirk else weight_tolerance):
-        text = f"{_moved(reference, summary)}; rounding does not explain it{_DO_NOT_USE}"
-        return CaveatText.TRAINED_DIFFERENTLY.caveat(text)
+        how = f"{_moved(reference, summary)}; rounding does not explain it"
+        return Caveat(CaveatKind.TRAINED_DIFFERENTLY, {"row": label, "how": how})
     if quirk and difference > _QUIRK_MIN_DIFFERENCE:
-        return CaveatText.LOSS_DIFFERS_KNOWN_QUIRK.caveat(f"{difference:.3%}, {_QUIRK}")
+        return Caveat(CaveatKind.LOSS_QUIRK, {"difference": difference})
     if quirk and distance > weight_tolerance:
-        return CaveatText.TRAINED_DIFFERENTLY_KNOWN_QUIRK.caveat(f"{_moved(reference, summary)}, {_QUIRK}")
+        return Caveat(CaveatKind.WEIGHTS_QUIRK, {"row": label, "how": _moved(reference, summary)})
     return None
 
 
@@ -401,8 +391,8 @@ def _late_differences(reference: TrialSummary, honest: _Group) -> dict[int, Cave
                 others = [each[figure] for other, each in of_rows.items() if other != name and figure in each]
                 spread = statistics.median_low(others) if others else 0.0
                 if distance > max(tolerance, _SPREADS * spread):
-                    text = f"{figure} differs by {distance:.1%}, where rows that train alike differ by {spread:.1%}"
-                    caveats[index] = CaveatText.TRAINED_DIFFERENTLY.caveat(f"{label}: {text}{_DO_NOT_USE}")
+                    how = f"{figure} differs by {distance:.1%}, where rows that train alike differ by {spread:.1%}"
+                    caveats[index] = Caveat(CaveatKind.TRAINED_DIFFERENTLY, {"row": label, "how": how})
     return caveats
 
 
@@ -439,7 +429,7 @@ def _late_distances(known: _Figures, figures: _Figures) -> dict[str, float]:
 
 
 def _has_stage0_quirk(summary: TrialSummary) -> bool:
-    """True for Adam at stage 0 in a wrapper of DeepSpeed's that has the quirk (see ``_QUIRK``)."""
+    """True for Adam at stage 0 in a wrapper of DeepSpeed's that has the quirk (``CaveatKind.LOSS_QUIRK``)."""
     rank = summary.record.ranks[0]
     return (
         summary.record.trial.configuration.stage == 0
@@ -541,10 +531,10 @@ def _moved(reference: TrialSummary, summary: TrialSummary) -> str:
     known, change = _compared_changes(reference, summary) or ((), ())
     before, norm = math.hypot(*known), math.hypot(*change)
     if before == 0.0:
-        return f"{label}: its weights moved, and those of {label} did not"
+        return f"its weights moved, and those of {label} did not"
     cosine = _cosine(known, change)
     direction = "" if cosine is None else f" (the cosine of the two changes is {cosine:.4f})"
-    return f"{label}: its weights moved {format_ratio(norm / before)} as far{direction}"
+    return f"its weights moved {format_ratio(norm / before)} as far{direction}"
 
 
 def _weight_change_cosine(reference: TrialSummary, summary: TrialSummary) -> float | None:

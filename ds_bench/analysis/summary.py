@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..config.caveats import Caveat, as_caveat
 from ..config.deepspeed_config import hash_config, is_full_config
 from ..config.spec import Workload
 from ..models.presets import ModelFacts
@@ -14,7 +15,6 @@ from ..prediction import trial_predictions
 from ..records.schema import EarlyWindow, RankMeasurement, TrialRecord, measured_values, ranks_of_nodes
 from ..system.environment import Environment
 from . import flops, trial_caveats
-from .caveats import Caveat, parse_caveat
 from .checkpoints import CheckpointCost, checkpoint_costs, is_restored
 from .intervals import sample_std
 from .phase_memory import NodePhaseMemory, largest, node_phase_memory, total
@@ -149,7 +149,7 @@ def summarise(
     ``facts``: of its model; None leaves out FLOPs and MFU. ``peak_flops``: FLOP/s of one device in the trial's
     precision; None leaves out MFU. ``environment`` and ``run_id`` are stored in the summary.
     """
-    caveats = dict.fromkeys(map(parse_caveat, record.caveats))
+    caveats = dict.fromkeys(map(as_caveat, record.caveats))
     if not record.ranks:
         placement = record.trial.placement
         # Records of earlier versions hold the path of a hostfile and not its hosts.

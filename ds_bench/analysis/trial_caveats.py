@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Iterator, Sequence
 from functools import cache
 
+from ..config.caveats import Caveat, CaveatKind, as_caveat
 from ..config.spec import Trial, Workload
 from ..prediction.trial_predictions import is_gpu_miss, is_miss, outside_allocator_bytes
 from ..records.schema import RankMeasurement, TrialRecord, measured_values
-from ..units import format_ms, format_percent, format_ratio
-from .caveats import Caveat, CaveatText, parse_caveat, skipped_steps
+from ..units import format_ratio
 from .intervals import sample_std
 from .step_costs import disk_wait
 
@@ -94,13 +94,15 @@ def trial_caveats(
     if record.trial.configuration.uses_nvme:
         yield from _nvme_caveats(record)
     if slowest.skipped_steps:
-        yield skipped_steps(slowest.skipped_steps, len(slowest.step_seconds))
+        took_none = slowest.skipped_steps >= len(slowest.step_seconds)
+        kind = CaveatKind.ALL_STEPS_SKIPPED if took_none else CaveatKind.STEPS_SKIPPED
+        yield Caveat(kind, {"count": slowest.skipped_steps})
     yield from _loss_caveats(record)
     changes = [rank.weight_change for rank in record.ranks]
     if None not in changes and not any(any(change or ()) for change in changes):
-        yield CaveatText.DOES_NOT_TRAIN.caveat("no weight changed in the whole trial")
+        yield Caveat(CaveatKind.DOES_NOT_TRAIN)
     if any(rank.frozen_weights_changed for rank in record.ranks):
-        yield CaveatText.FROZEN_WEIGHTS_CHANGED.caveat(" in training: this row trained what it should not")
+        yield Caveat(CaveatKind.FROZEN_WEIGHTS_CHANGED)
     yield from _cpu_caveats(record)
     yield from _bucket_caveats(record)
     yield from _window_caveats(record.trial.workload)
@@ -108,21 +110,19 @@ def trial_caveats(
     yield from _optimizer_caveats(record, slowest)
     if predicted_over_measured is not None:
         if is_gpu_miss(predicted_over_measured, record):
-            text = f" {predicted_over_measured:.2f} of what was measured"
-            yield CaveatText.MEMORY_PREDICTION_MISSED.caveat(text)
+            yield Caveat(CaveatKind.MEMORY_PREDICTION_MISSED, {"ratio": predicted_over_measured})
     elif predicted_over_ledger is not None and is_miss(predicted_over_ledger):
-        text = f" {predicted_over_ledger:.2f} of those that the ledger counted"
-        yield CaveatText.TENSOR_PREDICTION_MISSED.caveat(text)
+        yield Caveat(CaveatKind.TENSOR_PREDICTION_MISSED, {"ratio": predicted_over_ledger})
     if mfu is not None and mfu > 1:
-        yield CaveatText.MFU_ABOVE_1.caveat(f"{mfu:.0%} is an error of accounting (wrong peak?)")
-    yield from map(parse_caveat, dict.fromkeys(text for rank in record.ranks for text in rank.notes))
+        yield Caveat(CaveatKind.MFU_ABOVE_1, {"mfu": mfu})
+    yield from map(as_caveat, dict.fromkeys(each for rank in record.ranks for each in rank.notes))
 
 
 def _data_caveats(ranks: Sequence[RankMeasurement]) -> Iterator[Caveat]:
     longest = max(ranks, key=lambda rank: rank.data_wait_seconds or 0.0)
     wait, step = longest.data_wait_seconds or 0.0, statistics.fmean(longest.step_seconds)
     if wait > _MAX_DATA_WAIT * step:
-        yield CaveatText.DATA_WAIT.caveat(f"{wait * 1000:.1f} of the {step * 1000:.1f} ms of a step")
+        yield Caveat(CaveatKind.DATA_WAIT, {"wait": wait, "step": step})
 
 
 def _synchronization_caveats(trial: Trial) -> Iterator[Caveat]:
@@ -130,30 +130,22 @@ def _synchronization_caveats(trial: Trial) -> Iterator[Caveat]:
     if trial.workload.synchronized:
         return
     if trial.placement.accelerator == "cpu":
-        text = (
-            " (wrong on purpose): nothing is broken by it here, as a CPU has done its work when a function returns; on "
-            "a GPU these would be the times of launching the work"
-        )
+        meaning = "harmless here, as a CPU is done when a function returns; on a GPU these would be launch times"
     else:
-        text = (
-            " (wrong on purpose): the clock was read while the GPU still worked, so these are the times of launching "
-            "the work and not of doing it; throughput, TFLOP/s and MFU are wrong with them"
-        )
-    yield CaveatText.NOT_SYNCHRONIZED.caveat(text)
+        meaning = "these are the times of launching the work; throughput, TFLOP/s and MFU are wrong with them"
+    yield Caveat(CaveatKind.NOT_SYNCHRONIZED, {"meaning": meaning})
 
 
 def _step_time_caveats(seconds: Sequence[float], std: float | None) -> Iterator[Caveat]:
     if std is not None and std > UNSTABLE_CV * (sum(seconds) / len(seconds)):
-        form = CaveatText.UNSTABLE_STEPS
-        yield form.caveat(f"step times vary by more than {UNSTABLE_CV:.0%}; {form.next_step}")
+        yield Caveat(CaveatKind.UNSTABLE_STEPS)
     # Two steps in each half at least.
     if len(seconds) >= 4:
         half = len(seconds) // 2
         # Medians, so that one slow step in a half is no drift.
         first, second = statistics.median(seconds[:half]), statistics.median(seconds[-half:])
         if abs(second / first - 1) > NOT_STEADY:
-            form = CaveatText.NOT_STEADY
-            yield form.caveat(f"the halves of the window differ by more than {NOT_STEADY:.0%}; {form.next_step}")
+            yield Caveat(CaveatKind.NOT_STEADY)
     if len(seconds) >= _MIN_STEPS_FOR_OUTLIERS:
         yield from _outlier_caveats(seconds)
 
@@ -168,8 +160,7 @@ def _outlier_caveats(seconds: Sequence[float]) -> Iterator[Caveat]:
     parts = [f"step {step + 1} ({format_ratio(seconds[step] / median)} the median)" for step in slow]
     if len(slow) > _MAX_NAMED_OUTLIERS:
         parts[_MAX_NAMED_OUTLIERS:] = [f"{len(slow) - _MAX_NAMED_OUTLIERS} more"]
-    text = f"{len(slow)} of {len(seconds)} measured steps took far longer: {', '.join(parts)}, all counted"
-    yield CaveatText.OUTLIERS.caveat(text)
+    yield Caveat(CaveatKind.OUTLIERS, {"count": len(slow), "steps": len(seconds), "slowest": ", ".join(parts)})
 
 
 def unstable_between_runs(means: Sequence[float]) -> Caveat | None:
@@ -180,16 +171,16 @@ def unstable_between_runs(means: Sequence[float]) -> Caveat | None:
     variation = std / (math.fsum(means) / len(means))
     if variation <= UNSTABLE_CV:
         return None
-    text = f"{len(means)} runs vary by {format_percent(variation)}, more than {UNSTABLE_CV:.0%}"
-    return CaveatText.UNSTABLE_RUNS.caveat(text)
+    return Caveat(CaveatKind.UNSTABLE_RUNS, {"runs": len(means), "variation": variation})
 
 
 def _batch_caveats(workload: Workload, rank: RankMeasurement) -> Iterator[Caveat]:
     if (rank.micro_batch_size, rank.grad_accum) != (workload.batch_size, workload.grad_accum):
-        yield CaveatText.BATCH_MISMATCH.caveat(
-            f" {rank.micro_batch_size} × accumulation {rank.grad_accum}, as the DeepSpeed config says, "
-            f"not the flags' {workload.batch_size} × {workload.grad_accum}"
+        ran, asked = (
+            f"{rank.micro_batch_size} × accumulation {rank.grad_accum}",
+            (workload.batch_size, workload.grad_accum),
         )
+        yield Caveat(CaveatKind.BATCH_MISMATCH, {"ran": ran, "asked": "{} × {}".format(*asked)})
 
 
 def _nvme_caveats(record: TrialRecord) -> Iterator[Caveat]:
@@ -199,19 +190,14 @@ def _nvme_caveats(record: TrialRecord) -> Iterator[Caveat]:
     block_bytes = max(2**20, int(config.get("aio", {}).get("block_size", 2**20)))
     swapped_parameter_bytes = sum(rank.ledger.get("nvme", {}).get("parameters", 0) for rank in ranks)
     if not sum(measured_values(ranks, "nvme_stored_bytes")):
-        text = f": DeepSpeed keeps tensors under {block_bytes} bytes in memory; this row is not NVMe offload"
-        yield CaveatText.NOTHING_SWAPPED.caveat(text)
+        yield Caveat(CaveatKind.NOTHING_SWAPPED, {"block": block_bytes})
     elif record.trial.configuration.offload_param == "nvme" and not swapped_parameter_bytes:
-        text = f" in memory: every partition of one is under {block_bytes} bytes; only the optimizer swaps"
-        yield CaveatText.PARAMETERS_NOT_SWAPPED.caveat(text)
+        yield Caveat(CaveatKind.PARAMETERS_NOT_SWAPPED, {"block": block_bytes})
     elif not any(measured_values(ranks, "nvme_read_bytes") + measured_values(ranks, "nvme_written_bytes")):
-        text = " the disk in the measured steps: the path is memory or cache, not NVMe"
-        yield CaveatText.NOTHING_REACHED_DISK.caveat(text)
+        yield Caveat(CaveatKind.NOTHING_REACHED_DISK)
     wait = disk_wait(record)
     if wait is not None and wait.is_disk_bound:
-        other = format_ms(wait.other_seconds)
-        text = f"a step waits {format_ms(wait.wait_seconds)} ms for the disk, all else takes {other} ms"
-        yield CaveatText.DISK_BOUND.caveat(text)
+        yield Caveat(CaveatKind.DISK_BOUND, {"wait": wait.wait_seconds, "other": wait.other_seconds})
 
 
 def _loss_caveats(record: TrialRecord) -> Iterator[Caveat]:
@@ -221,7 +207,7 @@ def _loss_caveats(record: TrialRecord) -> Iterator[Caveat]:
     it shows wrong initial weights.
     """
     if any(None in rank.losses for rank in record.ranks):
-        yield CaveatText.LOSS_NOT_FINITE.caveat(" (NaN or infinity): a fast wrong configuration is no result")
+        yield Caveat(CaveatKind.LOSS_NOT_FINITE)
     first_losses = [loss for rank in record.ranks for loss in rank.losses[:1] if loss is not None]
     vocabulary_size = min((rank.vocabulary_size for rank in record.ranks if rank.vocabulary_size), default=0)
     if not first_losses or vocabulary_size < 2:
@@ -230,9 +216,8 @@ def _loss_caveats(record: TrialRecord) -> Iterator[Caveat]:
     allowed_excess = max(_EXCESS_OF_FIRST_LOSS * expected, _MIN_EXCESS_OF_FIRST_LOSS)
     if first - expected > allowed_excess:
         far = first - expected > 2 * allowed_excess
-        form = CaveatText.FIRST_LOSS_FAR_TOO_LARGE if far else CaveatText.FIRST_LOSS_TOO_LARGE
-        size = form.contains or "too large"
-        yield form.caveat(f"{first:.1f}, where ln(vocabulary) is {expected:.1f}: the weights begin {size}")
+        kind = CaveatKind.FIRST_LOSS_FAR if far else CaveatKind.FIRST_LOSS
+        yield Caveat(kind, {"loss": first, "expected": expected})
 
 
 def _cpu_caveats(record: TrialRecord) -> Iterator[Caveat]:
@@ -255,21 +240,18 @@ def _cpu_caveats(record: TrialRecord) -> Iterator[Caveat]:
         disturbing_cores = max(_MIN_OTHER_CORES, _MIN_OTHER_CORES_FRACTION * rank.cpu_cores)
         # With cores to spare for both, other programs slow nothing down.
         if rank.cpu_other_cores >= disturbing_cores and needed_cores + rank.cpu_other_cores > rank.cpu_cores:
-            text = f": other programs used {rank.cpu_other_cores:.1f} of {rank.cpu_cores:g} cores while this row ran"
-            yield CaveatText.CPU_BUSY.caveat(text)
+            yield Caveat(CaveatKind.CPU_BUSY, {"other": rank.cpu_other_cores, "cores": rank.cpu_cores})
             return
     throttled = max(measured_values(record.ranks, "cpu_throttled_fraction"), default=0.0)
     if throttled > _MAX_THROTTLED_FRACTION:
-        percent = format_percent(throttled, digits=0)
-        yield CaveatText.CPU_BUSY.caveat(f": the container's CPU quota stopped this row in {percent} of its periods")
+        yield Caveat(CaveatKind.CPU_QUOTA, {"fraction": throttled})
 
 
 def _window_caveats(workload: Workload) -> Iterator[Caveat]:
     if workload.warmup_steps == 0:
-        text = "the first step, with all that happens once, is in the window; use --warmup-steps"
-        yield CaveatText.NO_WARM_UP.caveat(text)
+        yield Caveat(CaveatKind.NO_WARM_UP)
     elif workload.num_steps == 1:
-        yield CaveatText.ONE_STEP.caveat("nothing is known of its spread; use more --num-steps")
+        yield Caveat(CaveatKind.ONE_STEP)
 
 
 def _bucket_caveats(record: TrialRecord) -> Iterator[Caveat]:
@@ -280,21 +262,16 @@ def _bucket_caveats(record: TrialRecord) -> Iterator[Caveat]:
     counted_bytes, buffer_bytes = sum(fullest.values()), fullest.get("deepspeed_buffers", 0)
     if not isinstance(size, int | float) or size <= _SMALL_BUCKET or buffer_bytes <= _BUCKET_FRACTION * counted_bytes:
         return
-    text = f" of the counted memory (reduce_bucket_size is {size:,.0f} elements whatever the model)"
-    if tier == "cpu" and counted_bytes > max(measured_values(record.ranks, "host_peak_bytes"), default=0):
-        form = CaveatText.BUCKET_NOT_RESIDENT
-        yield form.caveat(f"{text}; {form.contains} became resident, on a GPU it would be held whole")
-    else:
-        yield CaveatText.BUCKET_DOMINATES.caveat(f"{text}; a smaller one saves it")
+    resident = tier == "gpu" or counted_bytes <= max(measured_values(record.ranks, "host_peak_bytes"), default=0)
+    yield Caveat(CaveatKind.BUCKET_DOMINATES if resident else CaveatKind.BUCKET_NOT_RESIDENT, {"elements": size})
 
 
 def _gpu_memory_caveats(record: TrialRecord) -> Iterator[Caveat]:
     fraction = gpu_fraction(record)
     if fraction is not None and fraction > NEAR_CAPACITY:
-        yield CaveatText.NEAR_CAPACITY.caveat(f"{format_percent(fraction)} of the card was in use at the peak")
+        yield Caveat(CaveatKind.NEAR_CAPACITY, {"fraction": fraction})
     if any(rank.gpu_alloc_retries for rank in record.ranks):
-        text = " near the memory limit: throughput is not what it would be with room"
-        yield CaveatText.ALLOCATOR_RETRIED.caveat(text)
+        yield Caveat(CaveatKind.ALLOCATOR_RETRIED)
 
 
 def _optimizer_caveats(record: TrialRecord, rank: RankMeasurement) -> Iterator[Caveat]:
@@ -302,8 +279,7 @@ def _optimizer_caveats(record: TrialRecord, rank: RankMeasurement) -> Iterator[C
     requested = str(record.trial.ds_config.get("optimizer", {}).get("type", ""))
     families = optimizer_family(requested), optimizer_family(rank.optimizer_class)
     if None not in families and families[0] != families[1]:
-        form = CaveatText.OTHER_OPTIMIZER
-        yield form.caveat(f"{rank.optimizer_class}{form.contains}{requested} that the DeepSpeed config asks for")
+        yield Caveat(CaveatKind.OTHER_OPTIMIZER, {"used": rank.optimizer_class, "asked": requested})
 
 
 @cache

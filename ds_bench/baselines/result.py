@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..analysis.caveats import CaveatKind
 from ..analysis.intervals import geometric_mean
 from ..analysis.provenance import unnamed_values
 from ..analysis.summary import TrialSummary
+from ..config.caveats import CPU_KINDS, CaveatKind
 from ..config.spec import Trial, point_text
 from ..records.schema import SUCCESS, measured_values
 from ..system.environment import Environment
@@ -88,8 +88,8 @@ def benchmark_result(
         status=representative.record.outcome.status,
         error=representative.record.outcome.error,
         failed_runs=len(summaries) - len(good),
-        doubts=_caveat_texts(good, lambda kind: kind is not CaveatKind.CPU_BUSY),
-        disturbances=_caveat_texts(good, lambda kind: kind is CaveatKind.CPU_BUSY),
+        doubts=_caveat_texts(good, lambda kind: kind not in CPU_KINDS),
+        disturbances=_caveat_texts(good, lambda kind: kind in CPU_KINDS),
         workload=workload_facts(representative),
         environment=environment,
         run_id=next((run.run_id for run in summaries if run.run_id), None),

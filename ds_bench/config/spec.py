@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ..system.redaction import redacted_config
+from .caveats import Caveat
 from .token_file import TOKEN_TYPES, TokenType
 
 Device = Literal["none", "cpu", "nvme"]
@@ -294,7 +295,7 @@ class Configuration:
     """Path of each key whose value in the file was ``"auto"`` → the value that it got."""
     axis_values: Mapping[str, str] = field(default_factory=dict)
     """Name of each axis that made this row → its value as the user gave it."""
-    caveats: tuple[str, ...] = ()
+    caveats: tuple[str | Caveat, ...] = ()
     """How the row differs from what its file says, one text each."""
     refusal: str | None = None
     """Why DeepSpeed or this program refuses its file, with the remedy; such a row is not run."""
@@ -520,7 +521,7 @@ class Trial:
     """Why this cannot run here, with the remedy; such a trial is recorded without launching it."""
     skipped: str | None = None
     """Why it is left out as predicted not to fit; such a trial is recorded without launching it."""
-    caveats: tuple[str, ...] = ()
+    caveats: tuple[str | Caveat, ...] = ()
     """Caveats that are known before it runs (an overlay file system, another optimizer)."""
     prediction: Mapping[str, Any] | None = None
     """The predicted memory, as ``prediction.memory.Prediction.to_dict`` gives it; None without a prediction."""

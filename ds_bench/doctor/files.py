@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ..config import validation
 from ..config.automatic_values import TrainingFacts
+from ..config.caveats import as_caveat
 from ..config.configuration_file_rows import FileRowMaker
 from ..config.configuration_files import ConfigurationFile
 from ..config.spec import Configuration, Placement
@@ -34,6 +35,6 @@ def check(configurations: Sequence[Configuration], placement: Placement, lines: 
         names = ", ".join(op.removesuffix("Builder") for op in loaded) or "none"
         yield ok(configuration.name, f"stage {configuration.stage}, can run here; DeepSpeed ops: {names}")
         for caveat in configuration.caveats:
-            yield ok(configuration.name, caveat)
+            yield ok(configuration.name, as_caveat(caveat).text)
     for line in lines:
         yield warning("files", line)

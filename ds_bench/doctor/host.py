@@ -6,7 +6,7 @@ import os
 import resource
 from collections.abc import Iterator
 
-from ..analysis.caveats import CaveatKind
+from ..config.caveats import CaveatKind
 from ..config.spec import Placement
 from ..system import host_memory
 from ..system.host_memory import parse_numbers, read_text
@@ -60,7 +60,7 @@ def _check_swap(system: SystemAccess) -> Finding:
         return unreadable("swap")
     if used:
         text = f"{format_bytes(used)} of {format_bytes(total)} in use"
-        return warning("swap", text, CaveatKind.SWAP_USED.next_step)
+        return warning("swap", text, CaveatKind.SWAP_USED.remedy)
     return ok("swap", "none in use" if total else "none")
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import deepspeed_config, strategies
+from ..config.caveats import Caveat, CaveatKind, as_caveat
 from ..config.spec import Placement, Workload
 from ..errors import PreflightError
 from ..launch.scratch import remove_abandoned_folders
@@ -29,7 +30,7 @@ SWAP_BYTES_PER_PARAMETER = 18
 """On disk while training: fp32 weight, gradient and two moments (16) and the 16-bit weight (2)."""
 _MIN_SWAP_BYTES = files.FULL_DISK_BYTES
 """Free bytes that every row needs which swaps."""
-_NOT_A_DISK = {"tmpfs": "memory", "ramfs": "memory", "overlay": "a container's overlay"}
+_IN_MEMORY = ("tmpfs", "ramfs")
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "fuse", "ceph", "9p", "virtiofs")
 _SLOW_BYTES_PER_SECOND = from_gb(5.0)
 _MIN_TEST_BYTES, _MAX_TEST_BYTES = 64 * 2**20, 2**30
@@ -44,7 +45,7 @@ class NvmeFolder:
 
     file_system: str | None
     """Type of the file system; None if the kernel does not show it."""
-    caveat: str | None
+    caveat: str | Caveat | None
     """Why it is not a local NVMe disk; None if the type of the file system does not show that."""
 
 
@@ -60,9 +61,11 @@ def check_folder(path: Path) -> NvmeFolder:
     files.require_writable(path, "--nvme-path")
     remove_abandoned_folders(path)
     kind = file_system(path)
-    caveat = None
-    if kind in _NOT_A_DISK:
-        caveat = f"--nvme-path is {_NOT_A_DISK[kind]} ({kind}), not an NVMe disk"
+    caveat: str | Caveat | None = None
+    if kind in _IN_MEMORY:
+        caveat = Caveat(CaveatKind.NVME_IN_MEMORY, {"file_system": str(kind)})
+    elif kind == "overlay":
+        caveat = "--nvme-path is a container's overlay (overlay), not an NVMe disk"
     elif kind is not None and kind.startswith(_NETWORK):
         caveat = f"--nvme-path is on a network or shared file system ({kind}), not a local NVMe disk"
     return NvmeFolder(file_system=kind, caveat=caveat)
@@ -100,7 +103,7 @@ def check(system: SystemAccess, path: Path, folder: NvmeFolder | None = None) ->
     """
     folder = check_folder(path) if folder is None else folder
     if folder.caveat is not None:
-        yield warning("NVMe path", folder.caveat, "give a folder on a local NVMe disk")
+        yield warning("NVMe path", as_caveat(folder.caveat).text, "give a folder on a local NVMe disk")
     elif folder.file_system is None:
         yield unreadable("NVMe path", "the kernel does not tell the file system")
     else:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from ..config.caveats import Caveat, CaveatKind
 from ..config.spec import Trial
 from ..records.schema import TrialRecord
 from ..system import gpus, signals
@@ -63,7 +64,8 @@ class GpuMonitoringLauncher:
                 clocks_read = True
                 for gpu in self._read_gpus(trial.placement.num_gpus):
                     if faults := gpus.throttle_faults(gpu):
-                        caveats.append(f"GPU {gpu.index} was held back while this ran: {', '.join(faults)}")
+                        reasons = ", ".join(faults)
+                        caveats.append(Caveat(CaveatKind.CLOCKS_THROTTLED, {"gpu": gpu.index, "reasons": reasons}))
             listen(progress)
 
         record = self._launcher.launch(trial, folder, listen_and_read_clocks)
@@ -83,7 +85,7 @@ class GpuMonitoringLauncher:
             available = self._read_host_bytes()
         self._expected_host_bytes = (available or 0) if offloads else 0
 
-    def _wait_for_memory(self, count: int) -> tuple[int | None, list[str]]:
+    def _wait_for_memory(self, count: int) -> tuple[int | None, list[str | Caveat]]:
         """Free bytes of the GPU with the least, and a caveat where less is free than before an earlier trial."""
         deadline = time.monotonic() + self._wait_seconds
         expected = self._expected_free_bytes.get(count, 0)

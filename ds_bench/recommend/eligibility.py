@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from ..analysis.caveats import CaveatKind
 from ..analysis.comparison import Comparison, ComparisonRow, ratio_between
 from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..config import deepspeed_config
+from ..config.caveats import CaveatKind
 from ..config.deepspeed_config import paths_of
 from ..config.spec import SAME_TRAINING_FIELDS, SEARCH_ACCURACY, Trial, Workload
 from ..units import format_count, format_percent

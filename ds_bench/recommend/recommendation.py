@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..analysis.caveats import Caveat
 from ..analysis.comparison import Comparison
+from ..config.caveats import Caveat
 from . import reasons, remedies, rules_of_thumb, short_answer
 from .decision import Candidate, Decision, decide
 from .eligibility import ON_HOST, EligibleRows, eligible_rows, intervals

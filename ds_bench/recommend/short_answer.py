@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ..analysis.caveats import CaveatKind, CaveatText, has_text
 from ..analysis.comparison import Comparison, ComparisonRow, ratio_between
 from ..analysis.intervals import FEWEST_RUNS
+from ..config.caveats import UNSTABLE_KINDS, CaveatKind, has_kind
 from ..config.strategies import OFFLOAD_NAMES, STRATEGY_NAMES
 from ..prediction.memory import Alternative
 from ..prediction.what_if import BUCKET_KEY, SMALL_BUCKET
@@ -132,17 +132,17 @@ def _tries(row: ComparisonRow, short: Sequence[ComparisonRow], comparison: Compa
     workload = row.trial.workload
     if short:
         yield _less_memory_for(short, comparison)
-    if any(has_text(each.caveats, CaveatText.OTHER_ADAM) for each in comparison.rows):
+    if any(has_kind(each.caveats, CaveatKind.OTHER_ADAM) for each in comparison.rows):
         yield "--set optimizer.params.torch_adam=true"
-    if any(caveat.kind is CaveatKind.TOO_FEW_REPEATS for caveat in caveats):
+    if has_kind(caveats, CaveatKind.TOO_FEW_REPEATS):
         yield f"--repeats {FEWEST_RUNS}"
-    if has_text(caveats, CaveatText.UNSTABLE_RUNS):
+    if has_kind(caveats, CaveatKind.UNSTABLE_RUNS):
         yield f"--repeats {remedies.more_repeats(row)}"
-    if has_text(caveats, CaveatText.NOT_STEADY):
+    if has_kind(caveats, CaveatKind.NOT_STEADY):
         yield f"--warmup-steps {max(10, 2 * workload.warmup_steps)}"
-    if any(caveat.kind in (CaveatKind.UNSTABLE, CaveatKind.SHORT_WINDOW) for caveat in caveats):
+    if has_kind(caveats, *UNSTABLE_KINDS, CaveatKind.SHORT_WINDOW):
         yield f"--num-steps {max(remedies.MORE_STEPS, 2 * workload.num_steps)}"
-    if any(caveat.kind is CaveatKind.CPU_ACCELERATOR for caveat in caveats):
+    if has_kind(caveats, CaveatKind.CPU_ACCELERATOR):
         yield "the same command where there is a GPU"
     larger = remedies.larger_batch(row, comparison)
     if larger is not None:

@@ -255,7 +255,8 @@ def csv_text(rows: Iterable[Mapping[str, Any]]) -> str:
     rows = list(rows)
     buffer = io.StringIO()
     if rows:
-        writer = csv.DictWriter(buffer, fieldnames=list(rows[0]), lineterminator="\n")
+        columns = [name for name in rows[0] if name != "caveat_list"]  # a list has no place in a cell
+        writer = csv.DictWriter(buffer, fieldnames=columns, lineterminator="\n", extrasaction="ignore")
         writer.writeheader()
         writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
     return buffer.getvalue()

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from ..config.caveats import Caveat
 from ..config.spec import Trial
 
 SCHEMA_VERSION = 5
@@ -289,7 +290,7 @@ class RankMeasurement:
     checkpoint_restored: bool | None = None
     """Whether weights and loss were those of the saved state again after loading it; None where that was not tried, and
     where the step in between had not changed this rank's weights."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[str | Caveat, ...] = ()
     """Caveats that the rank itself reports about its numbers."""
     profiles: tuple[Profile, ...] = ()
     """Of steps after the measured ones, in the order in which the profilers observed them."""
@@ -389,7 +390,7 @@ class TrialRecord:
     """From the launch to the first warm-up step."""
     gpu_free_start_bytes: int | None = None
     """Free memory of the fullest GPU of the job just before the launch; None without GPUs or if NVML cannot tell."""
-    caveats: tuple[str, ...] = ()
+    caveats: tuple[str | Caveat, ...] = ()
     """What a reader of this row must know."""
     schema_version: int = SCHEMA_VERSION
     method_version: int = METHOD_VERSION

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..analysis import provenance
-from ..analysis.caveats import Caveat
 from ..analysis.comparison import Comparison, ComparisonRow, compare
 from ..analysis.summary import TrialSummary
+from ..config.caveats import Caveat
 from ..config.spec import Trial
 from ..recommend.recommendation import Recommendation, recommend
 from ..system.environment import Environment
@@ -95,7 +95,7 @@ def _caveat_note(caveat: Caveat) -> Note:
     return Note(
         kind=caveat.kind.value.replace("_", " "),
         text=caveat.text,
-        next_step=caveat.next_step_if_not_in_text,
+        next_step=caveat.next_step,
         serious=caveat.disqualifying,
     )
 

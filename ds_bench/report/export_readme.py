@@ -12,6 +12,7 @@ from typing import Any
 
 from .. import units
 from ..analysis import provenance, summary
+from ..config.caveats import as_caveat
 from ..config.deepspeed_config import (
     MEASURING_KEYS,
     is_deepcompiled,
@@ -60,7 +61,7 @@ def readme(
         "In your code": _code(trial),
         "For another world size": _world_size(trial, trainer),
         "Keys to know": _keys(raw, accelerate, trial.placement),
-        "What to know of this row": (f"- {escape(caveat)}" for caveat in record.caveats),
+        "What to know of this row": (f"- {escape(as_caveat(caveat).text)}" for caveat in record.caveats),
     }
     parts = [title, *([f"**{escape(doubt)}**"] if doubt else []), *_verdict(record)]
     for heading, lines in sections.items():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..analysis.caveats import CaveatText, has_text
 from ..analysis.provenance import STEP_NAMES
 from ..analysis.summary import summarise
+from ..config.caveats import CaveatKind, as_caveat, has_kind
 from ..config.spec import Trial
 from ..launch import Progress, ProgressCallback
 from ..records.schema import INTERRUPTED, TrialRecord
@@ -106,7 +106,7 @@ class ProgressReporter:
         left = f" · about {format_duration(mean_seconds * trials_left)} left" if mean_seconds and trials_left else ""
         self._line.say(f"{self._head(record.trial)} {_result_text(record)}{took}{left}")
         if self._verbose:
-            for text in (*record.caveats, *filter(None, [record.outcome.details])):
+            for text in (*(as_caveat(each).text for each in record.caveats), *filter(None, [record.outcome.details])):
                 self._line.say(f"      {text}")
             for rank, profile in profiles_of(record):
                 self._line.say(f"      profile {profile.name}, rank {rank}: {', '.join(profile.files) or 'no file'}")
@@ -118,7 +118,7 @@ def _result_text(record: TrialRecord) -> str:
         return f"✗ {failure_text(record)}"
     summary = summarise(record, None, None)
     speed = f"✓ {format_significant(summary.tokens_per_second)} tok/s"
-    if has_text(summary.caveats, CaveatText.OWN_BATCHES):
+    if has_kind(summary.caveats, CaveatKind.OWN_BATCHES):
         speed = f"✓ {format_significant(summary.samples_per_second)} samples/s"
     if summary.gpu_peak_bytes is not None:
         return f"{speed} {format_gigabytes(summary.gpu_peak_bytes)}"

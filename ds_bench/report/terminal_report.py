@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from ..analysis.caveats import Caveat, CaveatKind, CaveatText
 from ..analysis.comparison import Comparison, ComparisonRow, ratio_between
 from ..analysis.intervals import FEWEST_RUNS
 from ..analysis.trial_caveats import NEAR_CAPACITY
+from ..config.caveats import UNSTABLE_KINDS, Caveat, CaveatKind
 from ..recommend.remedies import failed_run
 from ..recommend.short_answer import format_list
 from ..system.terminal import can_encode, escape_controls, make_console, print_text, to_ascii, width_of
@@ -30,10 +30,11 @@ _MAX_TEXT_WIDTH = 120
 _MIN_LABEL_WIDTH = 12
 _MAX_NOTES = 2
 _ROW_KINDS = (
-    CaveatKind.UNSTABLE,
+    *UNSTABLE_KINDS,
     CaveatKind.NOT_STEADY,
     CaveatKind.ALLOCATOR_RETRIED,
     CaveatKind.DISK_BOUND,
+    CaveatKind.TORCH_ADAM,
     CaveatKind.OTHER_OPTIMIZER,
 )
 """Kinds of caveats of single rows that change how a table is read, besides those that disqualify a row."""
@@ -41,7 +42,7 @@ _GENERAL_KINDS = (
     CaveatKind.ENVIRONMENT_DIFFERS,
     CaveatKind.MEASURED_APART,
     CaveatKind.OTHER_PROCESS,
-    CaveatKind.CLOCKS_THROTTLED,
+    CaveatKind.THROTTLED_BEFORE,
     CaveatKind.SWAP_USED,
     CaveatKind.ONE_GPU,
 )
@@ -298,7 +299,7 @@ def _answer_lines(report: ComparisonReport, width: int, printable: Callable[[str
         yield from (Line(indent + line) for line in _wrap(printable(recommendation.provisional), width - len(indent)))
     shown = [] if recommendation.alternative is None else [recommendation.alternative]
     shown += notes_that_matter(report)
-    shown += _notes_of_rows(report.comparison, lambda caveat: caveat.form is CaveatText.ALL_POSITIONS)
+    shown += _notes_of_rows(report.comparison, lambda caveat: caveat.kind is CaveatKind.LONGEST_POSSIBLE)
     if any(caveat.kind is CaveatKind.CPU_ACCELERATOR for caveat in report.comparison.caveats):
         shown.append("CPU ranks: this says nothing about GPUs.")
     for text in shown:
@@ -347,36 +348,30 @@ def _candidate_notes(report: ComparisonReport) -> Iterator[str]:
     )
     for caveat in comparison.caveats:
         if caveat.kind in _GENERAL_KINDS:
-            text = _without_step(caveat)
-            yield f"{text[0].upper()}{text[1:]}."
+            yield f"{caveat.text[0].upper()}{caveat.text[1:]}."
     undecided = bool(report.recommendation.undecided)
     too_few = any(caveat.kind is CaveatKind.TOO_FEW_REPEATS for caveat in comparison.caveats)
     if too_few and report.recommendation.choice is not None and not undecided:
         yield f"Rows with fewer than {FEWEST_RUNS} runs: differences marked ? are not tested."
-    kinds = [kind for kind in _ROW_KINDS if not (undecided and kind is CaveatKind.UNSTABLE)]
+    kinds = [kind for kind in _ROW_KINDS if not (undecided and kind in UNSTABLE_KINDS)]
     yield from _notes_of_rows(comparison, lambda caveat: caveat.kind in kinds)
 
 
 def _notes_of_rows(comparison: Comparison, matters: Callable[[Caveat], bool]) -> Iterator[str]:
     """One note for each form of caveat, with the rows that have it."""
-    rows_by_form: dict[CaveatText | str, list[tuple[str, Caveat]]] = {}
+    rows_by_kind: dict[CaveatKind | str, list[tuple[str, Caveat]]] = {}
     for row in comparison.rows:
         for caveat in dict.fromkeys(filter(matters, row.caveats)):
-            form = caveat.form or caveat.text
-            labelled = rows_by_form.setdefault(form, [])
+            kind = caveat.text if caveat.kind is CaveatKind.NOTE else caveat.kind
+            labelled = rows_by_kind.setdefault(kind, [])
             if row.label not in dict(labelled):
                 labelled.append((row.label, caveat))
     trained = [row for row in comparison.rows if row.succeeded]
-    for labelled in rows_by_form.values():
+    for labelled in rows_by_kind.values():
         labels = [label for label, _ in labelled]
-        texts = dict.fromkeys(_without_step(caveat) for _, caveat in labelled)
+        texts = dict.fromkeys(caveat.text for _, caveat in labelled)
         long = any("," in label for label in labels)  # as rows of axes and files have
         named = f"{len(labels)} rows" if long and len(labels) > 2 else format_list(labels, most=4)
         which = "all rows" if len(labels) == len(trained) > 1 else named
         example = f" (here {labels[0]})" if len(texts) > 1 or which == f"{len(labels)} rows" else ""
         yield f"{which}{example}: {next(iter(texts))}."
-
-
-def _without_step(caveat: Caveat) -> str:
-    """The observation alone: what to do about it is the one thing to try, or under ``--verbose``."""
-    return caveat.text.removesuffix(f"; {caveat.next_step}").rstrip(".")

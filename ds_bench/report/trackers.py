@@ -25,7 +25,16 @@ _CONFIG_COLUMNS = (
     "deepspeed_version", "transformers_version", "cuda_version", "gpu_driver_version", "run_id", "trial_id",
 )  # fmt: skip
 """Columns of the flat files that say what ran; the others are what came of it."""
-_NOT_SHOWN = ("success", "round_position", "started_at", "flops_convention", "cpu_model", "gpu_name", "batch_policy")
+_NOT_SHOWN = (
+    "success",
+    "round_position",
+    "started_at",
+    "flops_convention",
+    "cpu_model",
+    "gpu_name",
+    "batch_policy",
+    "caveat_list",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

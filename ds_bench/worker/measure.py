@@ -14,6 +14,7 @@ import deepspeed
 import torch
 import torch.distributed
 
+from ..config.caveats import Caveat, CaveatKind
 from ..config.deepspeed_config import is_deepcompiled
 from ..config.spec import PassType, Workload
 from ..records.rank_files import Assignment, HeartbeatWriter
@@ -218,10 +219,10 @@ def _count_parameters(model: torch.nn.Module) -> dict[str, int]:
 
 def _notes_of_factory(
     built: build.BuiltModel, trainer: training_loop.Trainer, batch_size: int, seq_length: int
-) -> list[str]:
-    notes = list(built.notes)
+) -> list[str | Caveat]:
+    notes: list[str | Caveat] = list(built.notes)
     if built.make_batch and not has_token_per_position(trainer.first_batch, batch_size, seq_length):
-        notes.append(f"the factory makes its own batches: a sample counts as {seq_length} tokens, whatever it holds")
+        notes.append(Caveat(CaveatKind.OWN_BATCHES, {"seq_length": seq_length}))
     return notes
 
 

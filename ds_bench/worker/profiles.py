@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..config.caveats import Caveat
 from ..config.spec import ProfileName, Trial
 from ..records.schema import Profile
 from . import torch_profile, training_loop
@@ -59,7 +60,7 @@ PROFILERS: Mapping[ProfileName, tuple[Observe, int]] = {
 """Profiler → how it observes, and the steps that it takes besides those of ``--profile-steps``."""
 
 
-def take_profiles(trainer: training_loop.Trainer, trial: Trial, folder: Path, notes: Sequence[str]) -> dict[str, Any]:
+def take_profiles(trainer: training_loop.Trainer, trial: Trial, folder: Path, notes: Sequence[str | Caveat]) -> dict[str, Any]:
     """Run the profilers that the trial asks for, one after the other.
 
     Return the fields ``profiles`` and ``notes`` of a RankMeasurement. ``folder``: of the trial.

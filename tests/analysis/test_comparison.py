@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_bench.analysis import flat_reader
-from ds_bench.analysis.caveats import Caveat, CaveatKind, note
 from ds_bench.analysis.comparison import Comparison, ComparisonRow, compare, ratio_between
 from ds_bench.analysis.flat_rows import flat_rows
 from ds_bench.analysis.loss_parity import with_loss_caveats
 from ds_bench.analysis.summary import TrialSummary, summarise
+from ds_bench.config.caveats import Caveat, CaveatKind, note
 from ds_bench.config.spec import Trial
 from ds_bench.errors import UsageError
 from ds_bench.records.schema import TrialRecord
@@ -112,7 +112,7 @@ def test_on_the_cpu_accelerator_there_is_no_throughput_per_gb_of_a_card() -> Non
 def test_each_caveat_of_several_runs_is_said_once() -> None:
     wobbly = [fakes.success(gpu(1, n), step_seconds=[0.1] * 9 + [0.5]) for n in range(3)]
     (row,) = rows(*wobbly)
-    assert [caveat.kind for caveat in row.caveats] == [CaveatKind.UNSTABLE, CaveatKind.NOTE]
+    assert [caveat.kind for caveat in row.caveats] == [CaveatKind.UNSTABLE_STEPS, CaveatKind.OUTLIERS]
 
 
 @pytest.mark.parametrize(("other", "said"), [(0.1073, False), (0.1074, True)])
@@ -122,14 +122,14 @@ def test_runs_whose_means_vary_by_more_than_5_percent_are_called_unstable(other:
     0.1 and 0.1073 s: √2 × 0.0073 / 0.2073 = 4.980 %. 0.1 and 0.1074 s: √2 × 0.0074 / 0.2074 = 5.046 %.
     """
     (row,) = rows(*runs(1, 0.1, other))
-    assert [caveat.kind for caveat in row.caveats] == [CaveatKind.UNSTABLE] * said
+    assert [caveat.kind for caveat in row.caveats] == [CaveatKind.UNSTABLE_RUNS] * said
 
 
 def test_what_varies_between_runs_is_said_with_its_size_and_what_to_do() -> None:
     """√2 × 0.1 / 0.3 = 47.1 %."""
     (row,) = rows(*runs(1, 0.1, 0.2))
     (caveat,) = row.caveats
-    assert caveat.text == "unstable: the means of 2 runs vary by 47.1 %, more than 5%"
+    assert caveat.text == "unstable: the means of 2 runs vary by 47.1 %"
     assert "--repeats" in (caveat.next_step or "")
     assert not caveat.disqualifying
 
@@ -539,10 +539,10 @@ def test_what_disturbs_the_machine_is_said_of_the_cards_that_were_used(subtests:
         ({"gpus": (card(other_processes=()),)}, CaveatKind.OTHER_PROCESS, False),
         ({"gpus": (card(other_processes=None),)}, CaveatKind.OTHER_PROCESS, False),
         ({"gpus": (card(), card(1), card(2, other_processes=((7, 1),)))}, CaveatKind.OTHER_PROCESS, False),
-        ({"gpus": (card(throttle_reasons=("gpu_idle", "hw_thermal_slowdown")),)}, CaveatKind.CLOCKS_THROTTLED, True),
-        ({"gpus": (card(throttle_reasons=("gpu_idle",)),)}, CaveatKind.CLOCKS_THROTTLED, False),
-        ({"gpus": (card(throttle_reasons=("applications_clocks_setting",)),)}, CaveatKind.CLOCKS_THROTTLED, False),
-        ({"gpus": (card(throttle_reasons=None),)}, CaveatKind.CLOCKS_THROTTLED, False),
+        ({"gpus": (card(throttle_reasons=("gpu_idle", "hw_thermal_slowdown")),)}, CaveatKind.THROTTLED_BEFORE, True),
+        ({"gpus": (card(throttle_reasons=("gpu_idle",)),)}, CaveatKind.THROTTLED_BEFORE, False),
+        ({"gpus": (card(throttle_reasons=("applications_clocks_setting",)),)}, CaveatKind.THROTTLED_BEFORE, False),
+        ({"gpus": (card(throttle_reasons=None),)}, CaveatKind.THROTTLED_BEFORE, False),
         ({"swap_used_bytes": 3 * GB}, CaveatKind.SWAP_USED, True),
         ({"swap_used_bytes": 0}, CaveatKind.SWAP_USED, False),
         ({"swap_used_bytes": None}, CaveatKind.SWAP_USED, False),

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ds_bench.analysis.caveats import CaveatKind
 from ds_bench.analysis.step_costs import step_costs, step_parts
 from ds_bench.analysis.summary import summarise
+from ds_bench.config.caveats import CaveatKind
 from ds_bench.records.schema import CommunicationOperation, OffloadTimes, RankMeasurement, TrialRecord
 from tests.support import fakes
 from tests.support.summaries import record_of, seen, summary
@@ -61,8 +61,7 @@ def test_a_disk_bound_row_says_so_and_what_to_do() -> None:
     rank = swapping(6.0, **moved)
     record = TrialRecord(trial=trial, outcome=fakes.success().outcome, ranks=(rank,))
     (caveat,) = [each for each in summarise(record, None, None).caveats if each.kind is CaveatKind.DISK_BOUND]
-    assert caveat.text == "disk-bound: a step waits 6,000.0 ms for the disk, all else takes 4,000.0 ms"
-    assert caveat.next_step
+    assert caveat.values == {"wait": 6.0, "other": 4.0}
 
 
 def test_cpu_adam_of_all_ranks_of_a_node_over_the_slowest() -> None:

@@ -135,14 +135,14 @@ def test_commands_in_errors(
 
 
 def test_commands_of_a_crashed_row(scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]) -> None:
-    from ds_bench.analysis.caveats import CaveatKind
+    from ds_bench.config.caveats import CaveatKind
     from ds_bench.doctor import ops
 
     scripted.run("--stages", "0", script=FakeLauncher("Crashed"))
     out = capsys.readouterr().out
     line = invocation.command("ops")
     assert f"Try:    {line}, then this row alone" in out
-    assert line in (CaveatKind.OTHER_OPTIMIZER.next_step or "")
+    assert line in (CaveatKind.OTHER_OPTIMIZER.remedy or "")
     # Not built here, which takes minutes.
     for command in (line, ops.BUILD_COMMAND):
         assert "usage:" in run_line(command, "--help")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ds_bench.analysis.caveats import CaveatKind
 from ds_bench.cli import commands
 from ds_bench.cli.report import build_reports
+from ds_bench.config.caveats import CaveatKind
 from tests.support.fakes import FakeLauncher
 from tests.support.scripted_run import Run, ScriptedRun
 

@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import pytest
 
-from ds_bench.analysis.caveats import CaveatKind
 from ds_bench.analysis.comparison_caveats import comparison_caveats
 from ds_bench.analysis.summary import summarise
+from ds_bench.config.caveats import CaveatKind
 from ds_bench.config.placement import SRUN, SSH
 from ds_bench.config.spec import Placement
 from ds_bench.doctor import checks
@@ -108,8 +108,8 @@ def test_gpus_are_those_of_the_slots_that_have_ranks() -> None:
     assert MemoryCapacity.from_environment(known, four).gpu_bytes == H100.memory_total_bytes
     record = fakes.success(fakes.trial(on=four))
     told = comparison_caveats([[summarise(record, None, None)]], [known])
-    assert [each.text for each in told if each.kind is CaveatKind.OTHER_PROCESS] == [
-        "GPU 5 on b is also used by 1 other process(es): numbers suffer"
+    assert [each.values for each in told if each.kind is CaveatKind.OTHER_PROCESS] == [
+        {"gpu": "GPU 5 on b", "processes": 1}
     ]
     system = SystemAccess(read_gpus=lambda: GpuInventory(gpus=b.gpus), environ={})
     found = checks.run_plan_checks(four, [], slots=four.slots_of("b"), system=system)

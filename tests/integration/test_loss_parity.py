@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from ds_bench.analysis.caveats import Caveat, CaveatKind
 from ds_bench.analysis.loss_parity import compare_losses, with_loss_caveats
 from ds_bench.analysis.summary import TrialSummary, summarise
+from ds_bench.config.caveats import LOSS_KINDS, Caveat, CaveatKind
 from ds_bench.config.spec import Configuration, Trial
 from ds_bench.launch import Limits
 from ds_bench.launch.warm import WarmLauncher
@@ -39,6 +39,8 @@ MISTAKES: Mapping[str, dict[str, Any]] = {
     "SGD for AdamW": {"type": "SGD", "params": {"lr": 1e-4, "weight_decay": 0.01}},
     "no clipping": {"params": {}},
 }
+
+FIRST_LOSS = (CaveatKind.FIRST_LOSS, CaveatKind.FIRST_LOSS_FAR)
 
 
 def of_mistake(changes: dict[str, Any], strategy: Configuration) -> Trial:
@@ -78,7 +80,7 @@ def trained(
 def judged(records: Mapping[str, TrialRecord]) -> dict[str, list[Caveat]]:
     """What is said of each row's training beside the others."""
     rows = with_loss_caveats([summarise(record, None, None) for record in records.values()])
-    kinds = (CaveatKind.LOSS_DIFFERS, CaveatKind.FIRST_LOSS, CaveatKind.DOES_NOT_TRAIN)
+    kinds = (*LOSS_KINDS, *FIRST_LOSS, CaveatKind.DOES_NOT_TRAIN)
     return {
         name: [each for each in row.caveats if each.kind in kinds or "parity" in each.text or "weights" in each.text]
         for name, row in zip(records, rows, strict=True)
@@ -109,7 +111,7 @@ def test_honest_strategies_raise_nothing_but_the_quirk_of_stage_0(trained: Train
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_row_with_another_optimizer_setting_is_no_result(trained: Trained, mistake: str) -> None:
     found = judged({"zero1": trained["zero1"], "zero3": trained["zero3"], "wrong": trained[mistake]})
-    assert [each.kind for each in found["wrong"] if each.disqualifying][-1] is CaveatKind.LOSS_DIFFERS
+    assert [each.kind for each in found["wrong"] if each.disqualifying][-1] in LOSS_KINDS
     assert found["zero1"] == found["zero3"] == []
 
 
@@ -271,10 +273,10 @@ def test_a_row_whose_change_is_unknown_is_judged_by_its_losses_alone() -> None:
 @pytest.mark.parametrize(("first", "said"), [(7.5, None), (11.0, False), (44.06, True), (85.0, True)])
 def test_a_first_loss_far_above_that_of_a_model_that_knows_nothing_is_named(first: float, said: bool | None) -> None:
     record = fakes.success(fakes.trial(of=WORKLOAD), losses=(first, first), vocabulary_size=1000)
-    caveats = [each for each in summarise(record, None, None).caveats if each.kind is CaveatKind.FIRST_LOSS]
+    caveats = [each for each in summarise(record, None, None).caveats if each.kind in FIRST_LOSS]
     assert [each.disqualifying for each in caveats] == ([] if said is None else [said])
     unknown = fakes.success(fakes.trial(of=WORKLOAD), losses=(first, first))
-    assert not any(each.kind is CaveatKind.FIRST_LOSS for each in summarise(unknown, None, None).caveats)
+    assert not any(each.kind in FIRST_LOSS for each in summarise(unknown, None, None).caveats)
 
 
 def test_a_change_too_slow_to_read_is_given_up_with_a_note(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

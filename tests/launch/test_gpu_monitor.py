@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_bench.config.caveats import Caveat, CaveatKind
 from ds_bench.config.spec import Trial
 from ds_bench.launch import Progress, ProgressCallback
 from ds_bench.launch.gpu_monitor import GpuMonitoringLauncher
@@ -47,7 +48,7 @@ def launch(cards: Cards, indices: tuple[int, ...] = (0, 1)) -> TrialRecord:
 
 def test_a_card_that_is_held_back_is_told_and_asked_for_once() -> None:
     cards = Cards("hw_slowdown", "gpu_idle")
-    assert launch(cards).caveats == ("GPU 1 was held back while this ran: hw_slowdown",)
+    assert launch(cards).caveats == (Caveat(CaveatKind.CLOCKS_THROTTLED, {"gpu": 1, "reasons": "hw_slowdown"}),)
     assert cards.asked == 2  # before it, and in the middle
 
 

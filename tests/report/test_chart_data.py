@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_bench.analysis.caveats import Caveat, CaveatKind
 from ds_bench.analysis.summary import TrialSummary
+from ds_bench.config.caveats import Caveat, CaveatKind
 from ds_bench.config.spec import Placement
 from ds_bench.records import schema
 from ds_bench.report import chart_data
@@ -196,7 +196,7 @@ def test_a_row_has_the_same_style_in_every_overlay() -> None:
 
 def test_dots_that_take_no_part_are_crossed_out_and_named() -> None:
     full = samples.zero_comparison()
-    lost = Caveat(kind=CaveatKind.LOSS_DIFFERS, text="loss is not finite", disqualifying=True)
+    lost = Caveat(CaveatKind.LOSS_NOT_FINITE)
     first, second, third = full.rows[0], full.rows[1], full.rows[2]
     odd = replace(second, differences=("torch 2.13.0 against 2.11.0",))
     wrong = replace(third, caveats=(lost,))
@@ -214,7 +214,7 @@ def test_dots_that_take_no_part_are_crossed_out_and_named() -> None:
 
 def test_a_bar_says_whether_its_row_takes_part() -> None:
     full = samples.zero_comparison()
-    lost = Caveat(kind=CaveatKind.LOSS_DIFFERS, text="loss is not finite", disqualifying=True)
+    lost = Caveat(CaveatKind.LOSS_NOT_FINITE)
     odd = replace(full.rows[1], differences=("seq_length 512 against 1024",))
     bars = chart(replace(full, rows=(full.rows[0], odd, replace(full.rows[2], caveats=(lost,)))), "throughput")
     assert isinstance(bars, BarChart)

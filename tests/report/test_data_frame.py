@@ -42,7 +42,7 @@ def test_report_writes_the_rows_of_the_file_in_three_forms(
         assert row["recommendation"]["choice"] == "ZeRO-0"
     assert commands.main(["report", str(store.json_path), "--format", "csv"]) == 0
     (header, *cells) = csv.reader(io.StringIO(capsysbinary.readouterr().out.decode()))
-    assert (header, len(cells)) == (list(rows[0]), 2)
+    assert (header, len(cells)) == ([name for name in rows[0] if name != "caveat_list"], 2)
     assert commands.main(["report", str(store.json_path), "--format", "parquet"]) == 0
     piped = pd.read_parquet(io.BytesIO(capsysbinary.readouterr().out))
     for form, read in (("json", pd.read_json), ("csv", pd.read_csv), ("parquet", pd.read_parquet)):

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_bench.analysis import comparison
-from ds_bench.analysis.caveats import CaveatKind
 from ds_bench.analysis.comparison import Comparison
 from ds_bench.analysis.flat_rows import flat_rows
 from ds_bench.analysis.summary import TrialSummary, summarise
+from ds_bench.config.caveats import CaveatKind
 from ds_bench.records import schema
 from ds_bench.records.json_files import json_text
 from ds_bench.records.schema import TrialRecord
@@ -194,7 +194,7 @@ def test_the_row_that_others_are_held_against_is_the_one_asked_for() -> None:
 def test_a_note_says_what_to_do_next() -> None:
     text = printed(fakes.success(gpu(1), gpu_alloc_retries=2))
     assert "the allocator retried" in text
-    assert str(CaveatKind.ALLOCATOR_RETRIED.next_step) in " ".join(text.split())
+    assert str(CaveatKind.ALLOCATOR_RETRIED.remedy) in " ".join(text.split())
 
 
 def test_a_row_that_does_not_compare_says_why_it_has_no_ratio() -> None:
@@ -207,7 +207,7 @@ def test_what_holds_for_every_row_is_starred_with_what_to_do_and_said_once() -> 
     twin = "CPU accelerator: these figures say nothing about GPUs"
     text = printed(fakes.success(), notes=(twin, "cold launch"))
     assert text.count(twin) == 1
-    assert f"* {twin}; {CaveatKind.CPU_ACCELERATOR.next_step}" in text
+    assert f"* {twin}; {CaveatKind.CPU_ACCELERATOR.remedy}" in text
     assert "* cold launch" in text
     assert render_markdown(report(compared(fakes.success()), notes=(twin,))).count(twin) == 1
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from ds_bench.analysis import flops
-from ds_bench.analysis.caveats import parse_caveat
 from ds_bench.analysis.comparison import ComparisonRow
 from ds_bench.analysis.intervals import RatioInterval
+from ds_bench.config.caveats import Caveat, CaveatKind
 from ds_bench.report.table_columns import NOT_TESTED, TABLE_COLUMNS, measured_columns, row_status
 from ds_bench.units import MISSING, format_significant
 from tests.support import fakes
@@ -31,7 +31,7 @@ MEASURED = samples.row(
     gpu_difference_bytes=-2 * GB,
     host_peak_bytes=3 * GB,
     predicted_over_measured=0.98,
-    caveats=(parse_caveat("the factory makes its own batches: a sample counts as 512 tokens, whatever it holds"),),
+    caveats=(Caveat(CaveatKind.OWN_BATCHES, {"seq_length": 512}),),
 )
 
 

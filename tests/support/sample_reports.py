@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from ds_bench.analysis import summary
-from ds_bench.analysis.caveats import Caveat, CaveatKind
 from ds_bench.analysis.comparison import Comparison, ComparisonRow
 from ds_bench.analysis.intervals import RatioInterval
 from ds_bench.analysis.summary import TrialSummary
+from ds_bench.config.caveats import Caveat, CaveatKind
 from ds_bench.config.spec import Configuration, Placement, Workload
 from ds_bench.recommend.recommendation import Recommendation
 from ds_bench.report.comparison_report import ComparisonReport
@@ -133,18 +133,10 @@ def zero_comparison(**changes: Any) -> Comparison:
         )
         for strategy, time, peak in zip(map(fakes.zero, range(4)), seconds, peaks, strict=True)
     ]
-    doubt = Caveat(
-        kind=CaveatKind.UNSTABLE,
-        text="step times vary by 6.2 % (coefficient of variation)",
-        next_step="use more --num-steps, or a quieter machine",
-    )
+    doubt = Caveat(CaveatKind.UNSTABLE_STEPS)
     rows[3] = replace(rows[3], caveats=(doubt,))
     rows.append(row("ZeRO-2, micro-batch 16", failed(fakes.zero(2))))
-    general = Caveat(
-        kind=CaveatKind.ONE_GPU,
-        text="one GPU: stages 1 to 3 partition nothing",
-        next_step="use two GPUs or more to see what stages 1 to 3 save",
-    )
+    general = Caveat(CaveatKind.ONE_GPU)
     return comparison(*rows, **{"caveats": (general,), **changes})
 
 
@@ -174,7 +166,7 @@ def cpu_comparison() -> Comparison:
     rows = [
         row(f"ZeRO-{stage}", run(fakes.zero(stage), 0.4 + 0.1 * stage, on=on, ledger=book, **none)) for stage in (0, 1)
     ]
-    doubt = Caveat(kind=CaveatKind.CPU_ACCELERATOR, text="no statement about GPUs follows from a run on CPUs")
+    doubt = Caveat(CaveatKind.CPU_ACCELERATOR)
     return comparison(*rows, device_capacity_bytes=None, caveats=(doubt,))
 
 

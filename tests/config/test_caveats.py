@@ -1,0 +1,64 @@
+"""The closed set of caveats: every kind can be put into words, stored and read back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from string import Formatter
+from typing import Any
+
+import pytest
+
+from ds_bench.cli.arguments import parse
+from ds_bench.config.caveats import Caveat, CaveatKind, as_caveat, note
+from ds_bench.records import json_files
+
+DISQUALIFYING = """
+all_steps_skipped cpu_busy cpu_quota does_not_train first_loss_far frozen_weights_changed loss_differs loss_not_finite
+loss_of_format_differs not_synchronized nothing_reached_disk nothing_swapped nvme_in_memory other_offload
+other_optimizer trained_differently
+""".split()
+
+
+def sample(kind: CaveatKind) -> Caveat:
+    """A caveat of that kind with a value for each name in its template."""
+    fields = [(name, spec) for _, name, spec, _ in Formatter().parse(kind.template) if name is not None]
+    return Caveat(kind, {str(name): 0.5 if spec else f"<{name}>" for name, spec in fields})
+
+
+def test_the_kinds_that_keep_a_row_from_being_recommended() -> None:
+    assert sorted(kind.value for kind in CaveatKind if kind.disqualifies) == sorted(DISQUALIFYING)
+
+
+def test_a_caveat_is_stored_as_kind_and_values_and_read_back() -> None:
+    written = [note("hung at exit"), *(sample(kind) for kind in CaveatKind if kind is not CaveatKind.NOTE)]
+    stored = json_files.json_text([asdict(each) for each in written])
+    assert [json_files.build(Caveat, each) for each in json.loads(stored)] == written
+    assert len({*written, *written}) == len(written)
+    assert all("{" not in each.text for each in written)
+    assert as_caveat("hung at exit") == written[0]
+
+
+@pytest.mark.parametrize("values", [{}, {"fraction": "much"}])
+def test_a_caveat_without_the_values_of_its_kind_is_refused(values: Any) -> None:
+    with pytest.raises(ValueError, match="near_capacity"):
+        Caveat(CaveatKind.NEAR_CAPACITY, values)
+
+
+def test_numbers_are_shown_with_their_unit() -> None:
+    assert Caveat(CaveatKind.DISK_BOUND, {"wait": 0.0123, "other": 1.5}).text.startswith(
+        "disk-bound: a step waits 12.3 ms for the disk; everything else takes 1,500"
+    )
+    assert "97.5 %" in Caveat(CaveatKind.NEAR_CAPACITY, {"fraction": 0.975}).text
+    assert "3.00 GB" in Caveat(CaveatKind.SWAP_USED, {"host": "the host", "swapped": 3 * 2**30}).text
+
+
+def test_flags_that_remedies_name_exist() -> None:
+    """A remedy that the command line refuses is none."""
+    remedies = [kind.remedy or "" for kind in CaveatKind if kind is not CaveatKind.NOT_SYNCHRONIZED]
+    named = {word.strip(",;:") for remedy in remedies for word in remedy.split() if word[:2] == "--"}
+    assert named >= {"--num-steps", "--repeats", "--batch-size"}
+    with_values = {"--precision": "fp32", "--set": "zero_optimization.reduce_bucket_size=50000000"}
+    for flag in named:
+        arguments = [flag] if flag == "--activation-checkpointing" else [flag, with_values.get(flag, "3")]
+        assert parse("zero", "zero_stage_comparison.py", arguments) is not None
