@@ -383,55 +383,6 @@ def test_results_of_earlier_versions_show_the_same_table(tmp_path: Path) -> None
     assert "1,388 tokens/s → 1,388 tokens/s" in compared
 
 
-def test_caveats_are_written_with_the_same_texts(run_script: Run, tmp_path: Path) -> None:
-    """Those that a trial's own figures and the comparison of losses give, in the column ``caveats``."""
-    uneven = [0.1] * 10 + [0.2] * 9 + [2.0]
-    figures: dict[str, dict[str, Any]] = {
-        "zero0": {"step_seconds": uneven, "skipped_steps": 2, "grad_accum": 2, "optimizer_class": "SGD"},
-        "zero1": {
-            "gpu_peak_reserved_bytes": 97, "gpu_total_bytes": 100, "gpu_alloc_retries": 1, "vocabulary_size": 1000,
-            "losses": (85.0,) * 25, "cpu_cores": 2.0, "cpu_other_cores": 1.5, "cpu_threads": 2,
-        },
-        "zero2": {"losses": (None,) * 25, "ledger": {"cpu": {"deepspeed_buffers": 2**20}}},
-        "zero3": {"losses": (6.0,) * 25},
-    }  # fmt: skip
-    by_strategy: dict[str, Any] = {
-        name: lambda trial, changes=changes: success(trial, **changes) for name, changes in figures.items()
-    }
-    out = tmp_path / "out"
-    flags = (*SMALL, "--num-gpus", "2", "--num-steps", "20", "--warmup-steps", "5", "--output-dir", str(out))
-    run_script("zero_stage_comparison.py", *flags, launcher=FakeLauncher(by_strategy=by_strategy))
-    run_script("zero_stage_comparison.py", *SMALL, "--warmup-steps", "0", "--output-dir", str(out))
-    run_script("zero_stage_comparison.py", *SMALL, "--num-steps", "1", "--output-dir", str(out))
-    run_script("zero_stage_comparison.py", *SMALL, "--stages", "3", "--output-dir", str(out))
-    rows = [row for path in out.glob("*_comparison_*.json") for row in json.loads(path.read_text())]
-    cells = "\n".join(row["caveats"] or "" for row in rows)
-    missing = [
-        caveat["text"]
-        for caveat in expected("caveats.json")
-        if caveat["from_figures"] and not re.search(re.escape(caveat["text"]).replace(r"\*", ".+?"), cells)
-    ]
-    assert not missing, cells
-
-
-def test_caveats_of_flat_files_are_read_back_by_kind(tmp_path: Path) -> None:
-    """All texts joined in one cell, as files of earlier versions hold them; the page names the kind of each."""
-    row = next(row for row in json.loads(REFERENCE.read_text()) if row["strategy"] == "zero1")
-    caveats = expected("caveats.json")
-    texts = [caveat["text"].replace("*", "1") for caveat in caveats]
-    result, page = tmp_path / "zero_comparison_20261121_154122.json", tmp_path / "page.html"
-    result.write_text(json.dumps([{**row, "caveats": "; ".join(texts)}]))
-    output_of("report", result, "--html", page)
-    items = re.findall(r"<li\b.*?</li>", page.read_text(encoding="utf-8"), re.DOTALL)
-    lines = [" ".join(html_text(item).split()) for item in items]
-    unread = [
-        (caveat["kind"], text)
-        for caveat, text in zip(caveats, texts, strict=True)
-        if not any(line.startswith(caveat["kind"].replace("_", " ")) and text in line for line in lines)
-    ]
-    assert not unread, lines
-
-
 def html_text(markup: str) -> str:
     """Markup without its tags."""
     return html.unescape(re.sub(r"<[^>]+>", " ", markup))

@@ -25,7 +25,7 @@ from tests.support.scripted_run import Run, ScriptedRun
 
 PACKAGE = ROOT / "ds_bench"
 COVERED = {
-    "analysis/caveats.py command ops": "test_commands_of_a_crashed_row",
+    "config/caveats.py command ops": "test_commands_of_a_crashed_row",
     "analysis/provenance.py comparison": "test_commands_after_a_run, test_command_that_decides_a_provisional_answer",
     "cli/advice.py command models": "test_commands_in_errors",
     "cli/check.py command models": "test_commands_in_errors",
