@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import csv
 import dataclasses
-import html
 import inspect
 import io
 import json
@@ -381,11 +380,6 @@ def test_results_of_earlier_versions_show_the_same_table(tmp_path: Path) -> None
     compared = output_of("compare", SCHEMA1_RUN, SCHEMA1_RUN)
     assert "ZeRO-0" in compared
     assert "1,388 tokens/s → 1,388 tokens/s" in compared
-
-
-def html_text(markup: str) -> str:
-    """Markup without its tags."""
-    return html.unescape(re.sub(r"<[^>]+>", " ", markup))
 
 
 # ------------------------------------------------------------------ Python names
