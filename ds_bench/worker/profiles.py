@@ -60,7 +60,9 @@ PROFILERS: Mapping[ProfileName, tuple[Observe, int]] = {
 """Profiler → how it observes, and the steps that it takes besides those of ``--profile-steps``."""
 
 
-def take_profiles(trainer: training_loop.Trainer, trial: Trial, folder: Path, notes: Sequence[str | Caveat]) -> dict[str, Any]:
+def take_profiles(
+    trainer: training_loop.Trainer, trial: Trial, folder: Path, notes: Sequence[str | Caveat]
+) -> dict[str, Any]:
     """Run the profilers that the trial asks for, one after the other.
 
     Return the fields ``profiles`` and ``notes`` of a RankMeasurement. ``folder``: of the trial.
