@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..config.spec import Trial
 from ..errors import PreflightError
-from ..launch.scratch import remove_abandoned_folders
+from ..launch.scratch import remove_abandoned
 from ..prediction.model_profile import ModelProfile
 from ..system import files
 from ..units import format_bytes, format_millions
@@ -39,7 +39,7 @@ def check_folder(given: str | None, profiles: Sequence[ModelProfile], trials: Se
     """
     path = require_folder(given, trials)
     # Before the room is looked at, as this makes some.
-    remove_abandoned_folders(path)
+    remove_abandoned(path)
     if not profiles:  # their sizes are not known
         return
     profile = max(profiles, key=_parameters)

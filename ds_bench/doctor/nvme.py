@@ -18,7 +18,7 @@ from ..config import deepspeed_config, strategies
 from ..config.caveats import Caveat, CaveatKind, as_caveat
 from ..config.spec import Placement, Workload
 from ..errors import PreflightError
-from ..launch.scratch import remove_abandoned_folders
+from ..launch.scratch import remove_abandoned
 from ..models.lookup import ResolvedModel
 from ..system import files
 from ..system.host_memory import read_text
@@ -59,7 +59,7 @@ def check_folder(path: Path) -> NvmeFolder:
             raise PreflightError(f"--nvme-path {path} is a file, not a folder", remedy="give a folder on the NVMe disk")
         raise PreflightError(f"--nvme-path {path} is not a folder", remedy="create it on the NVMe disk")
     files.require_writable(path, "--nvme-path")
-    remove_abandoned_folders(path)
+    remove_abandoned(path)
     kind = file_system(path)
     caveat: str | Caveat | None = None
     if kind in _IN_MEMORY:

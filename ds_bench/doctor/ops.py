@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ..config import strategies
 from ..config.spec import Accelerator, Configuration
-from ..launch import ops
-from ..system import build_locks, invocation
+from ..launch import ops, scratch
+from ..system import invocation
 from . import compilers
 from .findings import Finding, Level, SystemAccess, ok, warning
 
@@ -114,11 +114,11 @@ def _being_built(op: str, folder: Path) -> bool:
 
 def check_locks(system: SystemAccess, folder: Path) -> Iterator[Finding]:
     """Locks that a killed build left behind, in our cache ``folder`` and in those that DeepSpeed uses by itself."""
-    ours = build_locks.stale_locks(folder)
+    ours = scratch.stale_locks(folder)
     if ours:
         text = f"left by a killed build: {', '.join(map(str, ours))}"
         yield warning("stale locks", text, f"{BUILD_COMMAND} removes them, as any comparison does")
-    theirs = [lock for cache in _torch_caches(system) for lock in build_locks.stale_locks(cache)]
+    theirs = [lock for cache in _torch_caches(system) for lock in scratch.stale_locks(cache)]
     if theirs:
         text = "your own DeepSpeed programs will wait for ever on a lock that a killed build left"
         yield warning("stale locks", text, f"rm {shlex.join(map(str, theirs))}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import glob
 import os
 import re
 import shutil
@@ -31,7 +30,7 @@ from ..system.host_memory import read_oom_kill_count
 from .leader import start_leader
 from .message_stream import Message
 from .monitor import request_stacks
-from .scratch import create_scratch, note_owned, remove_abandoned_folders, remove_scratch, swap_folder
+from .scratch import OWNER_FILE, create_scratch, owner, remove_abandoned, remove_scratch, swap_folder
 
 _REPLACED = re.compile(r"rank\d+(\.measured)?\.json|rank\d+\.beat|rank\d+\.steps")
 """Files that are sent whole when they have changed."""
@@ -77,14 +76,14 @@ class HostTrial:
         folders of this host. ``variables``: of this host's ranks.
         """
         trial = assignment.trial
-        note_owned(glob.escape(str(self._private)))
         self._private.mkdir(mode=0o700)
+        (self._private / OWNER_FILE).write_text(owner())
         parent, _, own = name.partition("/")
         self.folder = self._private / parent / own
         self.folder.mkdir(parents=True)
         # The run cannot see the disks of this host: what killed runs left on them is removed here.
         if trial.placement.nvme_path is not None:
-            remove_abandoned_folders(Path(trial.placement.nvme_path))
+            remove_abandoned(Path(trial.placement.nvme_path))
         checkpoint = assignment.checkpoint_folder
         # The folder that the run names may be on its own disk alone.
         if checkpoint is not None and not Path(checkpoint).parent.is_dir():

@@ -25,7 +25,6 @@ from .checkpoint import measure_checkpoint
 from .cpu_load import CpuReading, load_between
 from .engine import create_engine, engine_facts, select_device
 from .flop_count import FlopCount
-from .op_loading import wait_only_for_living_programs
 from .phases import measure_communication, measure_phases
 from .profiles import take_profiles
 from .rank_layout import RankLayout, register_sequence_attention
@@ -61,7 +60,6 @@ def measure(
     if accelerator == "cuda" and (settings := trial.configuration.variables.get("PYTORCH_CUDA_ALLOC_CONF")):
         # torch may have read the variable before this rank was forked.
         torch._C._accelerator_setAllocatorSettings(settings)
-    wait_only_for_living_programs()
     heartbeat.beat("build")
     connect_ranks(assignment, accelerator)
     meter = memory.PhaseMeter(accelerator)

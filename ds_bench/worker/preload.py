@@ -70,9 +70,6 @@ def _import_modules(names: tuple[str, ...]) -> list[str]:
 def _load_ops(names: tuple[str, ...]) -> None:
     from deepspeed.accelerator import get_accelerator
 
-    from .op_loading import wait_only_for_living_programs
-
-    wait_only_for_living_programs()
     with contextlib.suppress(Exception):
         # DeepSpeed asks as each rank connects (comm/torch.py, build_shm_op), and then compiles and links a program.
         importlib.import_module("deepspeed.ops").__compatible_ops__  # noqa: B018

@@ -112,8 +112,9 @@ def rank_environment(assignment: Assignment, rank: int, local_rank: int, world_s
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
             "LOCAL_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            # No port is opened: DeepSpeed names its shared memory by it (ops/csrc/cpu/comm/shm_interface.cpp).
+            # No port is opened: DeepSpeed names its shared memory by both (ops/csrc/cpu/comm/shm_interface.cpp). The
+            # file's name holds the owner (launch/scratch.py).
+            "MASTER_ADDR": Path(assignment.rendezvous).name,
             "MASTER_PORT": assignment.scratch_id,
         }
     return variables

@@ -495,4 +495,4 @@ def test_an_unknown_user_with_an_odd_temporary_folder_and_closed_output_gets_its
     assert row["status"] == "✅ Success", row["error_details"]
     assert done.returncode == 0
     left = {path.name for path in (tmp_path / "50% ?#").iterdir()}
-    assert not [name for name in left if name.startswith(("ds_bench_meet_", "pymp-"))], left
+    assert not [name for name in left if name.startswith(("ds_bench_meet", "ds_bench_tmp", "pymp-"))], left
