@@ -23,7 +23,11 @@ from .findings import Finding, find_program, ok, warning
 
 _CHECK_SECONDS = 120.0
 
-_MUST_AGREE: Facts = (("Python", attrgetter("python_version")), *LIBRARIES)
+_MUST_AGREE: Facts = (
+    ("Python", attrgetter("python_version")),
+    *LIBRARIES,
+    ("NCCL", lambda each: " ".join(version for name, version in each.packages.items() if "nccl" in name)),
+)
 """Versions with which ranks of one job must run."""
 _SHOULD_AGREE: Facts = (
     ("CPU", attrgetter("cpu_model")),

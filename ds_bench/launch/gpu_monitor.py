@@ -12,18 +12,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..config.caveats import Caveat, CaveatKind
-from ..config.spec import Trial
+from ..config.spec import Placement, Trial
 from ..records.schema import TrialRecord
 from ..system import gpus, signals
 from ..system.host_memory import available_host_bytes
 from ..units import format_bytes
 from . import Launcher, Progress, ProgressCallback
+from .hosts import HostError, Hosts
 
 _TOLERANCE_BYTES = 256 * 2**20
 """If so much less is free than before, that does not yet mean that a process holds GPU memory."""
 _HOST_TOLERANCE_BYTES = 2 * 2**30
 """Likewise of host memory, which other programs use too."""
 _POLL_SECONDS = 0.2
+_READ_SECONDS = 5.0
 
 
 class GpuMonitoringLauncher:
@@ -39,12 +41,14 @@ class GpuMonitoringLauncher:
         read: Callable[[], gpus.GpuInventory],
         indices: tuple[int, ...],
         *,
+        hosts: Hosts | None = None,
         wait_seconds: float = 30.0,
         read_host_bytes: Callable[[], int | None] = available_host_bytes,
     ) -> None:
-        """``read``: reads every GPU of this host. ``indices``: NVML's, of those that the trials use.
-        ``read_host_bytes``: free memory of this host.
+        """``read``: reads every GPU of this host. ``indices``: NVML's, of those that the trials use. ``hosts``: of the
+        trials, if several, whose agents read the GPUs. ``read_host_bytes``: free memory of this host.
         """
+        self._hosts = hosts
         self._launcher, self._read, self._indices, self._wait_seconds = launcher, read, indices, wait_seconds
         self._read_host_bytes, self._expected_host_bytes = read_host_bytes, 0
         self._expected_free_bytes: dict[int, int] = {}
@@ -53,7 +57,7 @@ class GpuMonitoringLauncher:
     def launch(self, trial: Trial, folder: Path, listen: ProgressCallback) -> TrialRecord:
         """See :class:`Launcher`."""
         self._wait_for_host_memory(trial.configuration.offloads)
-        free_bytes, caveats = self._wait_for_memory(trial.placement.num_gpus)
+        free_bytes, caveats = self._wait_for_memory(trial.placement)
         middle = trial.workload.warmup_steps + trial.workload.num_steps // 2
         clocks_read = False
 
@@ -62,17 +66,30 @@ class GpuMonitoringLauncher:
             # Not ==: the monitor looks a few times a second and misses steps that are shorter.
             if progress.step >= middle and not clocks_read:
                 clocks_read = True
-                for gpu in self._read_gpus(trial.placement.num_gpus):
+                for name, gpu in self._read_gpus(trial.placement).items():
                     if faults := gpus.throttle_faults(gpu):
                         reasons = ", ".join(faults)
-                        caveats.append(Caveat(CaveatKind.CLOCKS_THROTTLED, {"gpu": gpu.index, "reasons": reasons}))
+                        caveats.append(Caveat(CaveatKind.CLOCKS_THROTTLED, {"gpu": name, "reasons": reasons}))
             listen(progress)
 
         record = self._launcher.launch(trial, folder, listen_and_read_clocks)
         return replace(record, caveats=(*record.caveats, *caveats), gpu_free_start_bytes=free_bytes)
 
-    def _read_gpus(self, count: int) -> list[gpus.GpuFacts]:
-        return [gpu for gpu in self._read().gpus if gpu.index in self._indices[:count]]
+    def _read_gpus(self, placement: Placement) -> dict[int | str, gpus.GpuFacts]:
+        """The GPUs that a trial uses, by index and on several hosts ``INDEX of HOST``; none if a host is silent."""
+        if self._hosts is None:
+            used = self._indices[: placement.num_gpus]
+            return {gpu.index: gpu for gpu in self._read().gpus if gpu.index in used}
+        try:
+            answers = self._hosts.request_all("gpus", timeout_seconds=_READ_SECONDS, kind=tuple[gpus.GpuFacts, ...])
+        except HostError:
+            return {}
+        return {
+            f"{visible[slot].index} of {host}": visible[slot]
+            for host, visible in answers.items()
+            for slot in placement.slots_of(host)
+            if slot < len(visible)
+        }
 
     def _wait_for_host_memory(self, offloads: bool) -> None:
         """Waits for the host memory that an offload row held, page-locked, and keeps what is free before another."""
@@ -85,15 +102,16 @@ class GpuMonitoringLauncher:
             available = self._read_host_bytes()
         self._expected_host_bytes = (available or 0) if offloads else 0
 
-    def _wait_for_memory(self, count: int) -> tuple[int | None, list[str | Caveat]]:
+    def _wait_for_memory(self, placement: Placement) -> tuple[int | None, list[str | Caveat]]:
         """Free bytes of the GPU with the least, and a caveat where less is free than before an earlier trial."""
         deadline = time.monotonic() + self._wait_seconds
+        count = placement.num_gpus
         expected = self._expected_free_bytes.get(count, 0)
         while True:
             free_bytes = min(
                 (
                     gpu.memory_total_bytes - gpu.memory_used_bytes
-                    for gpu in self._read_gpus(count)
+                    for gpu in self._read_gpus(placement).values()
                     if gpu.memory_total_bytes is not None and gpu.memory_used_bytes is not None
                 ),
                 default=None,

@@ -18,18 +18,18 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from .. import __version__
 from ..config.spec import Configuration, Placement
 from ..errors import DsBenchError
 from ..records import json_files
 from ..records.rank_files import Assignment
 from ..system import device_locks, processes
 from ..system.environment import read_environment
+from ..system.gpus import read_gpus, select_visible
 from ..system.signals import ENDING_SIGNALS
 from ..system.tools import run_tool
 from . import rank_environment
 from .host_trial import HostEnd, HostTrial
-from .message_stream import Message, MessageStream
+from .message_stream import Message, MessageStream, code_digest
 from .monitor import STACKS_SECONDS
 from .ops import OpState
 from .scratch import remove_abandoned, temporary_folder_variables
@@ -60,7 +60,9 @@ class HostAgent:
         # A shell or launcher may end before the ranks that it has started: they stay descendants of this process.
         processes.adopt_orphans()
         self._stream.start()
-        self._stream.send({"agent": __version__, "hostname": socket.gethostname(), "address": own_address(os.environ)})
+        self._stream.send(
+            {"agent": code_digest(), "hostname": socket.gethostname(), "address": own_address(os.environ)}
+        )
         try:
             while True:
                 with contextlib.suppress(queue.Empty):
@@ -98,6 +100,8 @@ class HostAgent:
             "begin": self._begin,
             "launch": self._launch,
             "activity": self._read_activity,
+            "clock": time.time,
+            "gpus": lambda: select_visible(os.environ, read_gpus().gpus),
             "stacks": self._request_stacks,
             "end": self._end,
         }

@@ -23,6 +23,7 @@ from ..records.rank_files import (
     TRIAL_FILE,
     TRIAL_VARIABLE,
     Assignment,
+    append_exit,
     host_folders,
 )
 from ..system import files, processes
@@ -67,6 +68,7 @@ class HostTrial:
         self._sent_bytes: dict[Path, int] = {}
         """How much has been sent of a file that grows."""
         self._leader: subprocess.Popen[bytes] | None = None
+        self._leader_noted = False
         self._oom_kills_before = read_oom_kill_count()
 
     def begin(self, name: str, assignment: Assignment, config: Mapping[str, Any], variables: Mapping[str, str]) -> None:
@@ -108,8 +110,14 @@ class HostTrial:
 
     @property
     def ranks_ended(self) -> bool:
-        """Whether what :meth:`start_ranks` began has ended; False without it."""
-        return self._leader is not None and self._leader.poll() is not None
+        """Whether what :meth:`start_ranks` began has ended; False without it. Notes a leader that was killed."""
+        if self._leader is None or (code := self._leader.poll()) is None:
+            return False
+        if code < 0 and self.folder is not None and not self._leader_noted:
+            self._leader_noted = True
+            append_exit(self.folder, None, self._leader.pid, -code)
+            self.send_changes()
+        return True
 
     def members(self) -> set[int]:
         """Living processes of the trial on this host."""

@@ -23,14 +23,13 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import IO, Any
 
-from .. import __version__
 from ..config.spec import Configuration, Placement
 from ..records import json_files
 from ..system.device_locks import DeviceLocks
 from ..system.environment import Environment
 from ..system.processes import die_with_parent, import_variables
 from .host_trial import HostEnd
-from .message_stream import SILENCE_SECONDS, Message, MessageStream
+from .message_stream import SILENCE_SECONDS, Message, MessageStream, code_digest
 from .ops import OpState
 
 SSH_OPTIONS = (
@@ -111,7 +110,7 @@ class HostConnection:
         self._heard = 0.0
         """When the last message that is no ping came, by the monotonic clock."""
         self._greeting: Future[str] = Future()
-        """The version of the agent."""
+        """The hash of the agent's code."""
         self._replies: dict[int, tuple[Future[Any], Say, Any]] = {}
         self._ids = count(1)
 
@@ -140,11 +139,11 @@ class HostConnection:
         self._stream.start()
 
     def wait_for_agent(self) -> None:
-        """Waits until the agent has answered. Raises HostError where it does not, or is of another version."""
-        version = self.result_of(self._greeting, _CONNECT_SECONDS + 5.0)
-        if version != __version__:
+        """Waits until the agent has answered. Raises HostError where it does not, or runs other code."""
+        digest = self.result_of(self._greeting, _CONNECT_SECONDS + 5.0)
+        if digest != code_digest():
             self.close()
-            self.problem = f"{self.name}: has ds_bench {version}, this host {__version__}"
+            self.problem = f"{self.name}: has other code of ds_bench ({digest}) than this host ({code_digest()})"
             raise HostError(self.problem)
 
     def request(self, what: str, *, timeout_seconds: float = _REQUEST_SECONDS, kind: Any = Any, **values: Any) -> Any:
@@ -202,8 +201,8 @@ class HostConnection:
         if "agent" in message and not self._greeting.done():
             if self._stream is not None:
                 self._stream.silence_seconds = SILENCE_SECONDS
-            # The greeting of another version may have other fields; wait_for_agent refuses that agent.
-            if message["agent"] == __version__:
+            # The greeting of other code may have other fields; wait_for_agent refuses that agent.
+            if message["agent"] == code_digest():
                 self.hostname, self.address = str(message["hostname"]), message.get("address")
             self._greeting.set_result(str(message["agent"]))
         elif "say" in message and message.get("id") in self._replies:

@@ -7,12 +7,15 @@ the other: what the network does not take yet is kept.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import select
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from ..records.json_files import json_line
@@ -27,6 +30,15 @@ _MOST_LINE_BYTES = 2**24
 """More than any request or part of a file."""
 
 Message = dict[str, Any]
+
+
+@cache
+def code_digest() -> str:
+    """A hash of the package's files: both sides must run the same code, whatever its version is called."""
+    package, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
+    for path in sorted(path for kind in ("py", "json") for path in package.rglob(f"*.{kind}")):
+        digest.update(b"%s\0%s\0" % (path.relative_to(package).as_posix().encode(), path.read_bytes()))
+    return digest.hexdigest()[:16]
 
 
 class MessageStream:

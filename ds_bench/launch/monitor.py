@@ -65,6 +65,10 @@ class OtherHosts(Protocol):
         """A host that no longer answers, and why; None while all do."""
         ...
 
+    def ended_without_file(self, written: Collection[int]) -> bool:
+        """Whether all ranks of one of them have ended, but not all have written their files."""
+        ...
+
     def read_activity(self) -> processes.Activity | None:
         """Sums over the trial's processes on them; None if one did not tell."""
         ...
@@ -193,6 +197,8 @@ class _Watcher:
         return None
 
     def _some_rank_died(self, written: list[int]) -> bool:
+        if self._hosts is not None and self._hosts.ended_without_file(written):
+            return True
         # A line without a rank is the launcher's, whose end alone is no failure of a rank.
         return any(entry.rank is not None and entry.rank not in written for entry in read_exits(self._folder))
 

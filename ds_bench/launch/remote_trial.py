@@ -13,7 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from ..records.rank_files import CONFIG_FILE, EXITS_FILE, LEADER_LOG, TRIAL_FILE, Assignment
+from ..records.rank_files import CONFIG_FILE, EXITS_FILE, LEADER_LOG, TRIAL_FILE, Assignment, shift_times
 from ..system.processes import KILL_SECONDS, Activity
 from ..system.redaction import looks_secret
 from .host_trial import HostEnd
@@ -64,6 +64,8 @@ class RemoteTrial:
         self._hosts.reconnect(wait_seconds)
         self.master = self._hosts.master_of(self._placement)
         for connection, receiver in zip(self._hosts.connections, self._receivers, strict=True):
+            sent, theirs = time.time(), connection.request("clock", kind=float)
+            receiver.clock_ahead_seconds = theirs - (sent + time.time()) / 2
             # Before the request: a host on which beginning fails halfway has something to end, too.
             connection.listen = receiver.receive
             self._begun.append(connection)
@@ -88,6 +90,10 @@ class RemoteTrial:
     def ranks_ended(self) -> bool:
         """Whether on every host what :meth:`start_ranks` began has ended."""
         return all(receiver.ended for receiver in self._receivers)
+
+    def ended_without_file(self, written: Collection[int]) -> bool:
+        """Whether all ranks of a host have ended, though not all of them are among ``written``."""
+        return any(receiver.ended and not receiver.ranks <= set(written) for receiver in self._receivers)
 
     @property
     def lost(self) -> str | None:
@@ -155,7 +161,9 @@ class FileReceiver:
 
     def __init__(self, folder: Path, number: int, ranks: range) -> None:
         """``number``: of the host; ``ranks``: those that are on it, the only ones whose files it may send."""
-        self._folder, self._number, self._ranks = folder, number, ranks
+        self._folder, self._number, self.ranks = folder, number, frozenset(ranks)
+        self.clock_ahead_seconds = 0.0
+        """By how much the host's clock is ahead of this one's."""
         self._stopped = False
         """Whether a file could not be written: the next could not either."""
         self.problem: str | None = None
@@ -174,7 +182,10 @@ class FileReceiver:
             self.problem = self.problem or f"a file of another host has the name {name[:80]!r} and was left out"
             return
         try:
-            self._write(name, int(message["start"]), base64.b64decode(message["data"]), message)
+            data, start = base64.b64decode(message["data"]), int(message["start"])
+            if not message["whole"] or (start == 0 and message["last"]):
+                data = shift_times(name, data, -self.clock_ahead_seconds)
+            self._write(name, start, data, message)
         except OSError as error:
             self._stopped = True
             self.problem = f"files of another host could not be written: {error.strerror or error}"
@@ -185,7 +196,7 @@ class FileReceiver:
         return (
             _FILE_NAME.fullmatch(name) is not None
             and name not in (TRIAL_FILE, CONFIG_FILE)
-            and (rank is None or int(rank[1]) in self._ranks)
+            and (rank is None or int(rank[1]) in self.ranks)
         )
 
     def _write(self, name: str, start: int, data: bytes, message: Message) -> None:

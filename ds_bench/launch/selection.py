@@ -44,5 +44,7 @@ def choose_launcher(
         else:
             note = f"cold launch: the preloaded server may not be forked, {reason}"
     if on_gpus:
-        launcher = GpuMonitoringLauncher(launcher, gpus.read_gpus, gpu_indices)  # a sweep has several counts
+        launcher = GpuMonitoringLauncher(
+            launcher, gpus.read_gpus, gpu_indices, hosts=hosts
+        )  # a sweep has several counts
     return launcher, note

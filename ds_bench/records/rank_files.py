@@ -15,6 +15,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import stat
 import struct
 import tempfile
@@ -217,3 +218,18 @@ def append_exit(folder: Path, rank: int | None, pid: int, status: int) -> None:
 def read_exits(folder: Path) -> list[RankExit]:
     """Reads the exits that the leader has written so far, without incomplete lines; none if the file cannot be read."""
     return json_files.read_lines(RankExit, folder / EXITS_FILE, _MOST_EXITS_BYTES)
+
+
+def shift_times(name: str, data: bytes, seconds: float) -> bytes:
+    """The content of a file of another host, with its times moved to this host's clock; other files as they are."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, struct.error):  # a part of a line, for instance
+        if name == EXITS_FILE:
+            entries = [json.loads(line) for line in data.splitlines()]
+            return b"".join(json_files.json_line({**each, "time": each["time"] + seconds}) + b"\n" for each in entries)
+        if name.endswith(".beat"):
+            pid, when, *others = _BEAT.unpack(data)
+            return _BEAT.pack(pid, when + seconds, *others)
+        if re.fullmatch(r"rank\d+\.json", name) and b'"failure"' in data[:64]:
+            failure = json.loads(data)["failure"]
+            return json_files.json_line({"failure": {**failure, "time": failure["time"] + seconds}})
+    return data

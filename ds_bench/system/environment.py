@@ -34,6 +34,7 @@ MODEL_PACKAGES = ("torch", "transformers")
 
 PACKAGES = (
     "torch", "deepspeed", "transformers", "accelerate", "psutil", "pandas", "numpy", "nvidia-ml-py", "triton",
+    "nvidia-nccl-cu12", "nvidia-nccl-cu13",
 )  # fmt: skip
 
 _PREFIXES = (

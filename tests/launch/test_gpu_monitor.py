@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -11,9 +12,10 @@ from ds_bench.config.caveats import Caveat, CaveatKind
 from ds_bench.config.spec import Trial
 from ds_bench.launch import Progress, ProgressCallback
 from ds_bench.launch.gpu_monitor import GpuMonitoringLauncher
+from ds_bench.launch.hosts import HostLostError, Hosts
 from ds_bench.records.schema import TrialRecord
 from ds_bench.system import signals
-from ds_bench.system.gpus import GpuInventory
+from ds_bench.system.gpus import GpuFacts, GpuInventory
 from tests.support import fakes
 
 
@@ -124,3 +126,28 @@ def test_a_clock_that_somebody_set_or_an_idle_card_is_no_fault(subtests: pytest.
 
 def test_a_card_that_the_job_does_not_use_is_left_out() -> None:
     assert launch(Cards("hw_slowdown"), indices=(0,)).caveats == ()
+
+
+def test_the_cards_of_every_host_are_read_by_its_agent_and_named_with_it(tmp_path: Path) -> None:
+    cards = tuple(
+        replace(card, memory_used_bytes=fakes.GB * (1 + card.index), throttle_reasons=("hw_slowdown",) * card.index)
+        for card in fakes.inventory(cards=2).gpus
+    )
+
+    class TwoHosts:
+        lost = False
+
+        def request_all(self, what: str, **_: object) -> dict[str, tuple[GpuFacts, ...]]:
+            if self.lost:
+                raise HostLostError("b: the connection ended")
+            assert what == "gpus"
+            return {"a": cards[:1], "b": cards}
+
+    hosts = TwoHosts()
+    place = fakes.placement(accelerator="cuda", num_gpus=2, hosts=(("a", 1), ("b", 1)), include="a:0@b:1")
+    watcher = GpuMonitoringLauncher(Steps(), pytest.fail, (), hosts=cast(Hosts, hosts))
+    record = watcher.launch(fakes.trial(on=place), tmp_path, lambda _progress: None)
+    assert record.caveats == (Caveat(CaveatKind.CLOCKS_THROTTLED, {"gpu": "1 of b", "reasons": "hw_slowdown"}),)
+    assert record.gpu_free_start_bytes == 78 * fakes.GB
+    hosts.lost = True  # the launcher below makes the row of it
+    assert watcher.launch(fakes.trial(on=place), tmp_path, lambda _progress: None).gpu_free_start_bytes is None

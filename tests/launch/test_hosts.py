@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from ds_bench import __version__
 from ds_bench.config import strategies
 from ds_bench.config.spec import Placement
 from ds_bench.launch import host_agent, hosts, remote_trial
+from ds_bench.launch.message_stream import code_digest
 from ds_bench.records.rank_files import Assignment
 from ds_bench.system.device_locks import DeviceLocks
 from ds_bench.system.environment import read_environment
@@ -133,7 +133,7 @@ def test_a_host_that_cannot_be_used_is_named_in_one_line() -> None:
     with hosts.Hosts(list(commands), commands.__getitem__) as both, pytest.raises(hosts.HostError) as caught:
         both.connect()
     old_line, refused_line = str(caught.value).splitlines()
-    assert old_line.startswith("old: has ds_bench 0.0.1, this host ")
+    assert old_line == f"old: has other code of ds_bench (0.0.1) than this host ({code_digest()})"
     assert refused_line == "refused: b: Permission denied (publickey)."
 
 
@@ -194,7 +194,7 @@ def send_files(number):
         time.sleep(0.25)
         say('{"file": "large"}')
     say(json.dumps({"id": number, "result": 5}))
-say(json.dumps({"agent": VERSION, "hostname": "x"}))
+say(json.dumps({"agent": DIGEST, "hostname": "x"}))
 threading.Thread(target=ping, daemon=True).start()
 for line in sys.stdin:
     if "request" in line:
@@ -205,7 +205,7 @@ for line in sys.stdin:
 
 def made_up_hosts(names: str, answer: str) -> hosts.Hosts:
     """Hosts whose agents ping, and answer a request by a line of Python."""
-    program = MADE_UP_AGENT.replace("VERSION", repr(__version__)).replace("ANSWER", answer)
+    program = MADE_UP_AGENT.replace("DIGEST", repr(code_digest())).replace("ANSWER", answer)
     return hosts.Hosts(list(names), lambda _name: [sys.executable, "-c", program])
 
 

@@ -9,14 +9,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from ds_bench.launch import monitor as module
-from ds_bench.launch.monitor import Ending, Limits, Progress, watch
+from ds_bench.launch.monitor import Ending, Limits, OtherHosts, Progress, watch
 from ds_bench.records.json_files import append_line
 from ds_bench.records.rank_files import HeartbeatWriter, RankExit
 from ds_bench.system import processes
@@ -62,15 +62,13 @@ class World:
             for rank in ranks:
                 self.at(second, lambda rank=rank, second=second: self.beat(rank, "step", second))
 
-    def measured(self, rank: int) -> None:
-        seen = fakes.measurement(PAIR, rank=rank)
-        self._write(rank, json.dumps(fakes.measured_file(seen), indent=1))
+    def measured(self, rank: int, *notes: str) -> None:
+        seen = fakes.measurement(PAIR, rank=rank, notes=notes)
+        (self.folder / f"rank{rank}.json").write_text(json.dumps(fakes.measured_file(seen), indent=1))
 
     def failed(self, rank: int) -> None:
-        self._write(rank, json.dumps(fakes.failed_file(fakes.rank_failure(rank=rank)), indent=1))
-
-    def _write(self, rank: int, text: str) -> None:
-        (self.folder / f"rank{rank}.json").write_text(text)
+        failure = fakes.failed_file(fakes.rank_failure(rank=rank))
+        (self.folder / f"rank{rank}.json").write_text(json.dumps(failure, indent=1))
 
     def exited(self, rank: int | None, code: int = 0) -> None:
         line = RankExit(rank=rank, pid=1, code=code, signal=None, time=1.0)
@@ -86,9 +84,11 @@ class World:
         assert self.now < self.start + 1000, "the watch never ended"
         return self.now >= self._leader_ends
 
-    def run(self, world_size: int = 2, limits: Limits = LIMITS) -> tuple[Ending, float | None, float]:
+    def run(
+        self, world_size: int = 2, limits: Limits = LIMITS, hosts: OtherHosts | None = None
+    ) -> tuple[Ending, float | None, float]:
         """How it ended, the seconds until the first warm-up step, and the seconds it took."""
-        ending, start_seconds = watch(self.folder, world_size, limits, self.wait_leader, self.heard.append)
+        ending, start_seconds = watch(self.folder, world_size, limits, self.wait_leader, self.heard.append, hosts)
         return ending, start_seconds, self.now - self.start
 
 
@@ -101,34 +101,92 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return made
 
 
-# ------------------------------------------------------------------ the good end
+# ------------------------------------------------------------------ who ends a trial, and when
+
+Events = Callable[[World], object]
 
 
-def test_a_leader_that_ends_ends_the_watch_at_once(world: World) -> None:
-    world.leader_ends(3)
+def both_measured(world: World) -> None:
+    world.measured(0)
+    world.measured(1)
+
+
+def living(*ranks: int, second: float, event: Events, leader_ends: float | None = None) -> Events:
+    """Ranks that beat for ever, something that happens, and perhaps the end of the leader."""
+
+    def act(world: World) -> None:
+        world.beats_forever(*ranks)
+        world.at(second, lambda: event(world))
+        if leader_ends is not None:
+            world.leader_ends(leader_ends)
+
+    return act
+
+
+ENDINGS: dict[str, tuple[Events, Ending, float]] = {
+    "the leader ends": (lambda w: w.leader_ends(3), "ended", 3),
+    "a leader that ends after a failure is judged by the files": (
+        living(second=1, event=lambda w: w.failed(0), leader_ends=2), "ended", 2),
+    "ranks that wrote their files get time to end": (living(second=1, event=both_measured, leader_ends=9), "ended", 9),
+    "ranks that wrote their files and do not end": (living(second=1, event=both_measured), "hung_at_exit", 11),
+    "the grace counts from the last file": (
+        lambda w: [w.at(1, lambda: w.measured(0)), w.at(8, lambda: w.measured(1))], "hung_at_exit", 18),
+    "a failure gives the others a grace": (living(0, second=2, event=lambda w: w.failed(1)), "rank_failed", 7),
+    "all ranks fail": (living(second=2, event=lambda w: [w.failed(0), w.failed(1)]), "hung_at_exit", 12),
+    "a rank dies": (living(0, second=2, event=lambda w: w.exited(1, code=1)), "rank_failed", 7),
+    "a rank ends with 0 and no file": (living(0, second=2, event=lambda w: w.exited(1, code=0)), "rank_failed", 7),
+    "a rank finishes first": (
+        living(1, second=2, event=lambda w: [w.measured(0), w.exited(0)], leader_ends=30), "ended", 30),
+    "a launcher that hides its ranks ends": (
+        living(0, 1, second=2, event=lambda w: w.exited(None, code=1), leader_ends=30), "ended", 30),
+    "the word failure in a good file": (
+        living(1, second=2, event=lambda w: w.measured(0, 'a "failure" was avoided'), leader_ends=15), "ended", 15),
+    "over its time though it lives": (lambda w: w.beats_forever(0, 1), "timeout", 100),
+    "no sign of life": (lambda w: w.heard, "stalled", 20),
+    "quiet after a while": (
+        lambda w: [w.at(s, lambda s=s: w.beat(0, "step", s)) for s in range(1, 30)], "stalled", 49),
+    "one living rank, for which the others wait": (
+        living(0, second=1, event=lambda w: w.beat(1, "forward", 0), leader_ends=60), "ended", 60),
+    "a long import beats without news": (
+        lambda w: [*(w.at(s, lambda: w.beat(0, "import")) for s in range(1, 60, 5)), w.leader_ends(60)], "ended", 60),
+    "a torn beat": (
+        living(second=1, event=lambda w: (w.folder / "rank0.beat").write_bytes(b"\x01" * 20)), "stalled", 20),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ENDINGS)
+def test_who_ends_a_trial_and_when(world: World, case: str) -> None:
+    act, expected, seconds = ENDINGS[case]
+    act(world)
     ending, _, took = world.run()
-    assert ending == "ended"
-    assert took < 3.5
+    assert ending == expected
+    assert seconds <= took < seconds + 3
+    # Only a hung trial dumps its stacks; a process is signalled only if it is the trial's.
+    hung = len(world._writers) if ending in ("timeout", "stalled") else 0
+    assert world.killed == [(os.getpid(), signal.SIGUSR2)] * hung
 
 
-def test_a_leader_that_ends_without_any_file_is_no_judgement_of_ours(world: World) -> None:
-    """What it means is decided by the files, in ``outcome``."""
-    world.at(1, lambda: world.failed(0))
-    world.leader_ends(2)
-    assert world.run()[0] == "ended"
+def test_a_host_whose_ranks_have_all_ended_or_that_is_lost_ends_the_trial(world: World) -> None:
+    class Hosts:
+        lost: str | None = None
+        ended = False
 
+        def ended_without_file(self, written: Collection[int]) -> bool:
+            return self.ended and 1 not in written
 
-def test_ranks_that_wrote_their_files_are_given_time_to_end(world: World) -> None:
-    world.at(1, lambda: [world.measured(0), world.measured(1)])
-    world.leader_ends(9)
-    assert world.run()[0] == "ended"
+        def read_activity(self) -> processes.Activity | None:
+            return None
 
+        def request_stacks(self) -> None: ...
 
-def test_ranks_that_wrote_their_files_and_do_not_end_hang_at_exit(world: World) -> None:
-    world.at(1, lambda: [world.measured(0), world.measured(1)])
-    ending, _, took = world.run()
-    assert ending == "hung_at_exit"
-    assert 11 <= took < 12
+    hosts = Hosts()
+    world.beats_forever(0)
+    world.at(2, lambda: setattr(hosts, "ended", True))
+    ending, _, took = world.run(hosts=hosts)
+    assert (ending, 7 <= took < 8) == ("rank_failed", True), "not at the timeout"
+    hosts.lost, hosts.ended = "b: no answer", False
+    (world.folder / "rank1.json").unlink(missing_ok=True)
+    assert world.run(hosts=hosts)[0] == "host_lost"
 
 
 def test_the_grace_at_exit_grows_with_the_memory_that_is_to_be_given_back(
@@ -137,108 +195,10 @@ def test_the_grace_at_exit_grows_with_the_memory_that_is_to_be_given_back(
     """Of 100 GB of page-locked memory the driver takes tens of seconds to give back."""
     huge = processes.Activity(resident_bytes=100 * 10**9, disk_bytes=0)
     monkeypatch.setattr(processes, "read_activity", lambda _pids: huge)
-    world.at(1, lambda: [world.measured(0), world.measured(1)])
+    world.at(1, lambda: both_measured(world))
     ending, _, took = world.run(limits=replace(LIMITS, stall_timeout_seconds=60))
     assert ending == "hung_at_exit"
     assert 41 <= took < 42
-
-
-def test_the_grace_at_exit_counts_from_the_last_file(world: World) -> None:
-    world.at(1, lambda: world.measured(0))
-    world.at(8, lambda: world.measured(1))
-    ending, _, took = world.run()
-    assert ending == "hung_at_exit"
-    assert took >= 18
-
-
-# ------------------------------------------------------------------ a rank that failed
-
-
-def test_a_rank_that_reports_a_failure_gives_the_others_a_grace_and_no_more(world: World) -> None:
-    world.beats_forever(0)
-    world.at(2, lambda: world.failed(1))
-    ending, _, took = world.run()
-    assert ending == "rank_failed"
-    assert 7 <= took < 8
-
-
-def test_a_rank_that_died_without_a_file_is_a_failed_rank(world: World) -> None:
-    world.beats_forever(0)
-    world.at(2, lambda: world.exited(1, code=1))
-    assert world.run()[0] == "rank_failed"
-
-
-def test_a_rank_that_ended_with_0_but_without_a_file_is_a_failed_rank_too(world: World) -> None:
-    world.beats_forever(0)
-    world.at(2, lambda: world.exited(1, code=0))
-    assert world.run()[0] == "rank_failed"
-
-
-def test_a_rank_that_finished_before_the_others_is_no_failure(world: World) -> None:
-    world.beats_forever(1)
-    world.at(2, lambda: [world.measured(0), world.exited(0)])
-    world.leader_ends(30)
-    assert world.run()[0] == "ended"
-
-
-def test_an_exit_of_a_launcher_that_hides_its_ranks_is_no_failed_rank(world: World) -> None:
-    world.beats_forever(0, 1)
-    world.at(2, lambda: world.exited(None, code=1))
-    world.leader_ends(30)
-    assert world.run()[0] == "ended"
-
-
-def test_all_ranks_failing_at_once_end_the_trial_without_its_timeout(world: World) -> None:
-    world.at(2, lambda: [world.failed(0), world.failed(1)])
-    assert world.run()[2] < 15
-
-
-def test_the_word_failure_deep_inside_a_good_file_is_no_failure(world: World) -> None:
-    world.beats_forever(1)
-    seen = fakes.measurement(PAIR, notes=('a "failure" was avoided',))
-    world.at(2, lambda: world._write(0, json.dumps(fakes.measured_file(seen), indent=1)))
-    world.leader_ends(15)
-    assert world.run()[0] == "ended"
-
-
-# ------------------------------------------------------------------ clocks
-
-
-def test_a_trial_over_its_time_is_ended_though_it_lives(world: World) -> None:
-    world.beats_forever(0, 1)
-    ending, _, took = world.run()
-    assert ending == "timeout"
-    assert 100 <= took < 103
-
-
-def test_a_trial_without_a_sign_of_life_from_the_start_is_stalled(world: World) -> None:
-    ending, _, took = world.run()
-    assert ending == "stalled"
-    assert 20 <= took < 23
-
-
-def test_a_trial_that_goes_quiet_is_stalled_counting_from_its_last_sign(world: World) -> None:
-    for second in range(1, 30):
-        world.at(second, lambda second=second: world.beat(0, "step", second))
-    ending, _, took = world.run()
-    assert ending == "stalled"
-    assert 49 <= took < 52
-
-
-def test_one_living_rank_keeps_a_trial_from_being_stalled(world: World) -> None:
-    """The others wait for it in a collective."""
-    world.at(1, lambda: world.beat(1, "forward", 0))
-    world.beats_forever(0)
-    world.leader_ends(60)
-    assert world.run()[0] == "ended"
-
-
-def test_a_beat_file_that_is_written_anew_without_news_is_a_sign_of_life(world: World) -> None:
-    """A long import beats with the same phase and step; the time in it differs."""
-    for second in range(1, 60, 5):
-        world.at(second, lambda: world.beat(0, "import"))
-    world.leader_ends(60)
-    assert world.run(1)[0] == "ended"
 
 
 SILENT = {
@@ -298,16 +258,6 @@ def test_a_rank_that_has_done_a_step_lives_by_its_beats_alone(world: World, monk
     assert 60 <= took < 63
 
 
-@pytest.mark.parametrize("how", ["stalled", "timeout"])
-def test_before_a_hung_trial_is_ended_every_rank_of_ours_dumps_its_stacks(world: World, how: str) -> None:
-    if how == "timeout":
-        world.beats_forever(0, 1)
-    else:
-        world.at(1, lambda: [world.beat(0), world.beat(1)])
-    assert world.run()[0] == how
-    assert world.killed == [(os.getpid(), signal.SIGUSR2)] * 2
-
-
 def test_a_process_that_is_not_ours_is_never_signalled(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank on another node writes its own process id, which here may be anybody's."""
     monkeypatch.setattr(module.processes, "descendants", set)
@@ -316,33 +266,17 @@ def test_a_process_that_is_not_ours_is_never_signalled(world: World, monkeypatch
     assert world.killed == []
 
 
-@pytest.mark.parametrize("how", ["rank_failed", "hung_at_exit", "ended"])
-def test_a_trial_that_ended_otherwise_dumps_no_stacks(world: World, how: str) -> None:
-    world.at(1, lambda: world.beat(0))
-    if how == "ended":
-        world.leader_ends(2)
-    else:
-        world.at(2, lambda: world.failed(0) if how == "rank_failed" else world.measured(0))
-    world.run(2 if how == "rank_failed" else 1)
-    assert world.killed == []
-
-
 # ------------------------------------------------------------------ what is told
 
 
-def test_progress_is_the_slowest_ranks(world: World) -> None:
+def test_progress_is_the_slowest_ranks_and_begins_with_the_first_hello(world: World) -> None:
     world.at(1, lambda: [world.beat(0, "step", 5, 0.25), world.beat(1, "backward", 4, 0.5)])
     world.leader_ends(2)
     world.run()
     last = world.heard[-1]
     assert (last.phase, last.step, last.last_step_seconds) == ("backward", 4, 0.5)
     assert last.elapsed_seconds == pytest.approx(2, abs=0.3)
-
-
-def test_nothing_is_told_before_a_rank_says_hello(world: World) -> None:
-    world.leader_ends(5)
-    world.run()
-    assert world.heard == []
+    assert world.heard[0].elapsed_seconds == pytest.approx(1, abs=0.3)
 
 
 def test_the_start_ends_when_the_last_rank_begins_to_warm_up(world: World) -> None:
@@ -357,21 +291,3 @@ def test_a_trial_that_never_trained_has_no_start_time(world: World) -> None:
     world.at(1, lambda: [world.beat(0, "warmup", 0), world.beat(1, "init")])
     world.leader_ends(5)
     assert world.run()[1] is None
-
-
-def test_a_torn_beat_is_no_beat(world: World) -> None:
-    world.at(1, lambda: (world.folder / "rank0.beat").write_bytes(b"\x01" * 20))
-    assert world.run(1)[0] == "stalled"
-    assert world.heard == []
-
-
-def test_a_trial_is_looked_at_often_enough_to_end_soon_and_rarely_enough_to_cost_nothing(world: World) -> None:
-    waits: list[float] = []
-    counter = itertools.count()
-
-    def wait(seconds: float) -> bool:
-        waits.append(seconds)
-        return next(counter) >= 10
-
-    watch(world.folder, 1, LIMITS, wait, world.heard.append)
-    assert set(waits) == {0.2}

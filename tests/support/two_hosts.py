@@ -26,7 +26,7 @@ from typing import Any
 from ds_bench.system.processes import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = ("unshare", "nsenter", "ip", "tc", "sshd", "ssh", "ssh-keygen")
+TOOLS = ("unshare", "nsenter", "ip", "sshd", "ssh", "ssh-keygen")
 NAMESPACES = ("--mount", "--uts", "--net", "--pid", "--ipc")
 DEVICE = "eth0"
 """Name of the link on either host."""
@@ -93,9 +93,10 @@ class Host:
         return found
 
     def temporary_files(self) -> set[str]:
-        """Paths inside the host of what is in its ``/tmp`` and ``/dev/shm``, without what holds mount points."""
+        """Paths in the host's ``/tmp`` and ``/dev/shm``, without mount points, and files of locks, which stay."""
         mounts = {line.split()[1] for line in Path(f"/proc/{self.pid}/mounts").read_text().splitlines()}
         paths = {f"{inside}/{path.name}" for inside in ("/tmp", "/dev/shm") for path in self.path(inside).iterdir()}
+        paths = {path for path in paths if "/ds_bench_lock_" not in path}
         return {path for path in paths if not any(f"{mount}/".startswith(f"{path}/") for mount in mounts)}
 
     def start_sshd(self) -> None:
@@ -160,25 +161,6 @@ class TwoHosts:
     def set_link(self, *, up: bool) -> None:
         """Plugs the link in or pulls it, at host ``b``."""
         self.b.run(["ip", "link", "set", DEVICE, "up" if up else "down"])
-
-    def shape_link(self, *, megabits_per_second: float, delay_milliseconds: float = 0.0) -> None:
-        """Limits the rate of the link in both directions, and delays what is sent.
-
-        Raises NoHostsError for a delay where the kernel has no netem.
-        """
-        for host in (self.a, self.b):
-            rate = ["rate", f"{megabits_per_second:g}mbit", "burst", "64kb", "latency", "400ms"]
-            host.run(["tc", "qdisc", "replace", "dev", DEVICE, "root", "handle", "1:", "tbf", *rate])
-            if delay_milliseconds:
-                delay = ["netem", "delay", f"{delay_milliseconds:g}ms"]
-                done = host.run(["tc", "qdisc", "add", "dev", DEVICE, "parent", "1:1", *delay], check=False)
-                if done.returncode:
-                    raise NoHostsError(f"no netem in this kernel: {done.stderr.strip()}")
-
-    def reset_link(self) -> None:
-        """Takes limits of the link away."""
-        for host in (self.a, self.b):
-            host.run(["tc", "qdisc", "del", "dev", DEVICE, "root"], check=False)
 
 
 @contextlib.contextmanager
