@@ -13,7 +13,6 @@ import time
 import harness  # noqa: F401 - makes the package importable
 
 from ds_bench import runner
-from ds_bench.cli import arguments
 from ds_bench.config import recipe, recipe_file, sweep
 from ds_bench.planner import make_run_plan
 from ds_bench.system.environment import read_machine
@@ -37,7 +36,7 @@ def main() -> int:
         text = recipe_file.parse_recipe(_TEXT)
         found = sweep.find_sweep(text)
         recipes = [recipe.check_recipe(text, found.data_of(point)) for point in found.points()]
-        points = [arguments.check_options(recipe.options_of(each, text.folder)) for each in recipes]
+        points = [recipe.options_of(each, text.folder).checked() for each in recipes]
         plan = runner.with_predictions(make_run_plan(points, recipe.config_maker(recipes[0]), machine), machine)
         seconds = time.perf_counter() - start
         print(f"{len(plan.trials):,} trials of {len(points)} points planned in {seconds:.2f} s")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from .analysis.comparison import Comparison
 from .cli import commands
-from .cli.plan import WIDTH_OF_FILES, predict_plan
+from .cli.plan import WIDTH_OF_FILES, plan_options, predict_plan
 from .cli.report import build_reports, flat_rows_of
 from .config.options import FLAGS
 from .config.recipe import PATHS, Recipe, can_be_swept, nearest_path
@@ -35,7 +35,7 @@ from .report.comparison_report import ComparisonReport
 from .report.data_frame import data_frame
 from .report.memory_plan import MemoryPlan, PlanRow
 from .report.terminal_report import print_reports
-from .system import processes, terminal
+from .system import job, launched_nodes, processes, terminal
 from .units import to_gb
 
 if TYPE_CHECKING:
@@ -355,13 +355,13 @@ def _unknown_keyword(name: str) -> UsageError:
 
 
 def _run_in_process(arguments: Sequence[str], progress: bool) -> dict[str, Any]:
-    """Runs ``cli.requested_run`` and returns its answer.
+    """Runs :func:`main` in a process of its own and returns its answer.
 
     Raises KeyboardInterrupt after that process has saved its rows and ended, and DsBenchError if it was killed.
     """
     # A process of its own, so that threads, signal handlers, children and GPU memory of this one stay untouched.
     process = subprocess.Popen(
-        [sys.executable, "-m", "ds_bench.cli.requested_run"],
+        [sys.executable, "-m", "ds_bench.api"],
         env=processes.child_environment({}),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -458,6 +458,54 @@ class _WatchedProcess:
                 pipe.close()
 
 
+def main() -> None:
+    """The other side of :func:`run`: reads the request, runs it and writes the answer.
+
+    The request on standard input has the arguments of the command ``run``, the process id of the program that asks, and
+    whether to say on standard error what happens. The answer is one line of JSON on standard output.
+    """
+    # The request ends with the end of file, so the other program closes its side after it.
+    request = json.load(sys.stdin)
+    # SIGTERM rather than SIGKILL: on it a run ends its ranks and saves its rows.
+    processes.die_with_parent(signal.SIGTERM)
+    if os.getppid() != request["parent"]:  # it ended before this line
+        return
+    answer = run_arguments(request["arguments"], quiet=not request["progress"])
+    # The program that asked may be gone by now; the rows are in the run's folder.
+    with contextlib.suppress(BrokenPipeError):
+        terminal.print_json(json.dumps(answer))
+        sys.stdout.flush()
+
+
+def run_arguments(arguments: Sequence[str], *, quiet: bool) -> dict[str, Any]:
+    """Runs the command ``run`` without its report.
+
+    Returns its exit ``code`` and the run's ``folder``, or the ``error`` that it raised.
+    """
+    folders: list[Path] = []
+    try:
+        # Each process of a launcher would call ds_bench.run, and each would start a comparison of its own.
+        if job.rank_of_process(os.environ) != 0 or launched_nodes.find_nodes(os.environ) is not None:
+            raise UsageError(
+                "ds_bench.run was called by a launcher's rank other than the first, or on several nodes",
+                remedy="start this program without a launcher: a run starts its ranks itself",
+            )
+        command, values = commands.parse(["run", *arguments])
+        values |= {"quiet": quiet, "begun": folders.append}
+        # Standard output is for the answer alone.
+        with Path(os.devnull).open("w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+            answer: dict[str, Any] = {"code": commands.function_of(command)(**values)}
+    except DsBenchError as error:
+        lines = getattr(error, "__notes__", [])
+        kind = type(error).__name__
+        answer = {"error": {"kind": kind, "problem": error.problem, "remedy": error.remedy, "notes": lines}}
+    except OSError as error:  # such as a full disk; what was written before stays
+        answer = {"error": {"kind": "DsBenchError", "problem": str(error), "remedy": "", "notes": []}}
+    except KeyboardInterrupt:
+        answer = {"code": 130}
+    return {**answer, "folder": str(folders[0].absolute()) if folders else None}
+
+
 # ------------------------------------------------------------------ plans
 
 
@@ -533,8 +581,8 @@ def plan(**keywords: Unpack[PlanKeywords]) -> Plan:
     """
     # Through the parser, so that values are checked and defaults taken as on the command line.
     arguments = [each for name, value in keywords.items() for each in _flag(name, value)]
-    options = commands.plan_options(commands.build_parser().parse_args(["plan", *arguments]))
-    predicted, notes = predict_plan(options)
+    _, flags = commands.parse(["plan", *arguments])
+    predicted, notes = predict_plan(plan_options(**flags))
     return Plan(
         answer=_plain(memory_plan.answer_text(predicted)[0]),
         rows=tuple(map(_planned_row, predicted.rows)),
@@ -560,3 +608,7 @@ def _planned_row(row: PlanRow) -> PlannedRow:
         min_gpus=row.min_gpus,
         max_batch=row.max_batch,
     )
+
+
+if __name__ == "__main__":
+    main()

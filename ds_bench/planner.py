@@ -27,7 +27,6 @@ from .config.spec import (
     BatchPolicy,
     Configuration,
     Engine,
-    Inspection,
     Placement,
     Strategy,
     Trial,
@@ -189,7 +188,8 @@ class RunPlan:
         for plan, own in kept:
             if len(own) < len(plan.rows):
                 if plan.options.common_batch:
-                    problem = f"--common-batch with more shards than points ({shard.count} of {len(self.plans)})"
+                    name, parts = plan.options.say("common_batch"), f"{shard.count} of {len(self.plans)}"
+                    problem = f"{name} with more shards than points ({parts})"
                     most = f"give {len(self.plans)} shards or fewer" if len(self.plans) > 1 else "leave --shard out"
                     raise UsageError(problem, remedy=f"{most}: rows of one point must be probed together")
                 where = f" of {plan.options.point_text}" if plan.options.point_text else ""
@@ -250,9 +250,10 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
     """
     first = points[0]
     if first.output_dir.exists() and not first.output_dir.is_dir():
-        raise UsageError(f"--output-dir {first.output_dir} is not a folder", remedy="give a folder")
+        raise UsageError(f"{first.say('output_dir')} {first.output_dir} is not a folder", remedy="give a folder")
     first = with_files(first)
-    points = [first, *(replace(each, files=first.files) for each in points[1:])]
+    points = [with_row_names(replace(each, files=first.files)) for each in points]
+    first = points[0]
     # Refuses before anything is looked up. The values of a point may decide which axes act in a row.
     rows = [requested_rows(each) for each in points]
     lines = [*first.file_lines, *axis_notes(first)]
@@ -268,7 +269,7 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
     placements = [find_placement(each.num_gpus, each.cpu_memory_limit, each.gpu_memory_limit) for each in points]
     placement = placements[0]
     # The ranks to profile must exist at the point that has the fewest.
-    lines += _profile_lines(first.inspection, min(placements, key=lambda each: each.num_gpus))
+    lines += _profile_lines(first, min(placements, key=lambda each: each.num_gpus))
     variables = rank_environment.rank_environment(placement, machine.variables, inventory=machine.gpus)
 
     @cache
@@ -298,16 +299,17 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
     return whole if first.shard is None else whole.part(first.shard)
 
 
-def _profile_lines(inspection: Inspection, placement: Placement) -> list[str]:
+def _profile_lines(options: Options, placement: Placement) -> list[str]:
     """What the user must know of the profiles. Raises UsageError for a rank that there is not."""
     ranks = placement.num_gpus
-    if not inspection.profiles:
+    if not options.profiles:
         return []
-    if (greatest := max(inspection.profile_ranks)) >= ranks:
-        problem = f"--profile-ranks {greatest}: the job has {ranks} rank{'' if ranks == 1 else 's'}"
+    if (greatest := max(options.profile_ranks)) >= ranks:
+        problem = f"{options.say('profile_ranks')} {greatest}: the job has {ranks} rank{'' if ranks == 1 else 's'}"
         raise UsageError(problem, remedy=f"give ranks from 0 to {ranks - 1}" if ranks > 1 else "leave it out")
-    if "nsys" in inspection.profiles and placement.accelerator == "cpu":
-        return ["--profile nsys records GPUs: on the CPU accelerator its steps run, and its window is not opened"]
+    if "nsys" in options.profiles and placement.accelerator == "cpu":
+        name = options.say("profiles")
+        return [f"{name} nsys records GPUs: on the CPU accelerator its steps run, and its window is not opened"]
     return []
 
 
@@ -347,7 +349,7 @@ def _plan_of_point(
         lines=(
             *lines,
             *_batch_lines(options, placement, rows),
-            *_data_lines(options, placement, resolve_seq_length(options.seq_length, model)),
+            *_data_lines(options, placement, resolve_seq_length(options, model)),
             *equal.values(),
         ),
     )
@@ -383,18 +385,20 @@ def _batch_lines(options: Options, placement: Placement, rows: Sequence[Requeste
     names = [name for name, file in files.items() if has_other_batch(file, placement.num_gpus, size, accumulation)]
     if not names:
         return []
-    flags = f"--batch-size {'auto' if options.auto_batch else size} and --grad-accum {accumulation}"
-    return [f"the batch keys of {format_names(names, 3)} yield to {flags}; --keep-batch lets them rule"]
+    micro = f"{options.say('batch_size')} {'auto' if options.auto_batch else size}"
+    flags = f"{micro} and {options.say('grad_accum')} {accumulation}"
+    return [f"the batch keys of {format_names(names, 3)} yield to {flags}; {options.say('keep_batch')} lets them rule"]
 
 
 def require_known_ids(options: Options, model: ResolvedModel) -> None:
     """Raises UsageError for ids that the model does not know, and for a file of less than one sequence."""
     limit, own = options.vocab_size, model.vocabulary_size
     if limit is not None and own is not None and limit > own:
-        raise UsageError(f"--vocab-size {limit} is beyond the {own} ids of {model.name}", remedy=f"give {own} or less")
+        problem = f"{options.say('vocab_size')} {limit} is beyond the {own} ids of {model.name}"
+        raise UsageError(problem, remedy=f"give {own} or less")
     if options.token_file is not None:
-        owner = f"the model {model.name}" if limit is None else "--vocab-size"
-        length = SHORTEST_SEQ_LENGTH if options.auto_seq else resolve_seq_length(options.seq_length, model)
+        owner = f"the model {model.name}" if limit is None else options.say("vocab_size")
+        length = SHORTEST_SEQ_LENGTH if options.auto_seq else resolve_seq_length(options, model)
         options.token_file.require_usable(limit or own, owner, length)
 
 
@@ -454,16 +458,19 @@ def _as_usage_error() -> Iterator[None]:
         raise UsageError(problem, remedy="check --ds-config, --set and create_deepspeed_config") from None
 
 
-def resolve_seq_length(requested: int | None, model: ResolvedModel) -> int:
+def resolve_seq_length(options: Options, model: ResolvedModel) -> int:
     """Returns the requested sequence length, or the default for this model. Raises UsageError if it is too long."""
+    return seq_length_of(options.seq_length, model, options.say("seq_length"))
+
+
+def seq_length_of(requested: int | None, model: ResolvedModel, name: str = "--seq-length") -> int:
+    """As :func:`resolve_seq_length`. ``name``: what the user calls it."""
     positions = model.max_positions
     if requested is None:
         return min(DEFAULT_SEQ_LENGTH, positions or DEFAULT_SEQ_LENGTH)
     if positions is not None and requested > positions:
-        raise UsageError(
-            f"--seq-length {requested} is beyond the {positions} positions of {model.name}",
-            remedy=f"give {positions} or less",
-        )
+        problem = f"{name} {requested} is beyond the {positions} positions of {model.name}"
+        raise UsageError(problem, remedy=f"give {positions} or less")
     return requested
 
 
@@ -475,7 +482,7 @@ def make_workload(options: Options, model: ResolvedModel, placement: Placement) 
         model_type=model.model_type,
         model_config=model.config,
         batch_size=options.batch_size,
-        seq_length=resolve_seq_length(options.seq_length, model),
+        seq_length=resolve_seq_length(options, model),
         grad_accum=options.grad_accum,
         num_steps=options.num_steps,
         warmup_steps=options.warmup_steps,
@@ -556,6 +563,29 @@ def requested_rows(options: Options) -> list[RequestedRow]:
     return rows
 
 
+def with_row_names(options: Options) -> Options:
+    """The options with the names of the rows that the user's texts mean, such as a stage's number.
+
+    Raises UsageError for a text that means no row.
+    """
+    names: dict[str, Any] = {}
+    rows = requested_rows(options)
+    for name in ("relative_to", "export"):
+        text = getattr(options, name)
+        if text is None:
+            continue
+        if (row := next((row for row in rows if row.matches(text)), None)) is None:
+            known = ", ".join(row.name for row in rows)
+            raise UsageError(f"{options.say(name)} {text}: no such row", remedy=f"one of {known}")
+        if name == "export" and row.engine != "deepspeed":
+            problem = (
+                f"{options.say(name)} {text}: {row.label} is torch's own engine, there is no DeepSpeed configuration"
+            )
+            raise UsageError(problem, remedy="export a row that DeepSpeed trains")
+        names[name] = row.name
+    return replace(options, **names)
+
+
 def axis_notes(options: Options) -> list[str]:
     """Returns a note for each axis that is not varied in some rows. Raises UsageError for an axis that acts in none,
     and for one that sets what a flag sets.
@@ -571,21 +601,22 @@ def axis_notes(options: Options) -> list[str]:
 def _require_no_flag_of_workload(options: Options) -> None:
     """Raises UsageError for an axis beside the flag of the same thing."""
     # A flag that is given with its default value cannot be told from one that is not given.
-    flags = {
-        "micro_batch": ("--batch-size", options.auto_batch or options.batch_size != DEFAULT_BATCH_SIZE),
-        "grad_accum": ("--grad-accum", options.grad_accum != 1),
-        "precision": ("--precision", options.precision != "auto"),
-        "torch_autocast": ("--precision", options.precision != "auto"),
-        "bf16_states": ("--precision", options.precision not in ("auto", "bf16")),
-        "activation_checkpointing": ("--activation-checkpointing", options.activation_checkpointing),
-        "optimizer": ("--optimizer", options.optimizer is not None),
-        "data_workers": ("--data-workers", options.data_workers is not None),
-        "data_pin_memory": ("--data-pin-memory", options.data_pin_memory),
-        "data_prefetch": ("--data-prefetch", options.data_prefetch != DEFAULT_PREFETCH),
+    given = {
+        "batch_size": options.auto_batch or options.batch_size != DEFAULT_BATCH_SIZE,
+        "grad_accum": options.grad_accum != 1,
+        "precision": options.precision != "auto",
+        "activation_checkpointing": options.activation_checkpointing,
+        "optimizer": options.optimizer is not None,
+        "data_workers": options.data_workers is not None,
+        "data_pin_memory": options.data_pin_memory,
+        "data_prefetch": options.data_prefetch != DEFAULT_PREFETCH,
     }
-    for axis, (flag, given) in flags.items():
-        if axis in options.axis_names and given:
-            raise UsageError(f"--axis {axis} and {flag} set the same", remedy="leave one of them out")
+    other_names = {"micro_batch": "batch_size", "torch_autocast": "precision", "bf16_states": "precision"}
+    for axis in options.axis_names:
+        name = other_names.get(axis, axis)
+        if given.get(name) and not (axis == "bf16_states" and options.precision == "bf16"):
+            axis_name = f"--axis {axis}" if options.say("axes") == "--axis" else f"axes.{axis}"
+            raise UsageError(f"{axis_name} and {options.say(name)} set the same", remedy="leave one of them out")
 
 
 def _layout(row: RequestedRow, options: Options) -> Layout:
@@ -606,7 +637,8 @@ def _layout(row: RequestedRow, options: Options) -> Layout:
 def _rows_without_axes(options: Options) -> list[RequestedRow]:
     names = list(options.strategies)
     if "nvme" in names and options.nvme_path is None:
-        raise UsageError("--strategies nvme needs a disk", remedy="add --nvme-path DIR, or leave nvme out")
+        problem = f"{options.say('strategies')} nvme needs a disk"
+        raise UsageError(problem, remedy=f"add {options.say('nvme_path')} DIR, or leave nvme out")
     # For the script of offload strategies --nvme-path alone asks for the row nvme.
     if options.family == "offload" and names and options.nvme_path is not None and "nvme" not in names:
         names.append("nvme")
@@ -732,7 +764,7 @@ class ConfigurationBuilder:
         if zero["stage"] != strategy.stage:  # the name of the row would be wrong
             raise UsageError(
                 f"the DeepSpeed config of {strategy.label} sets zero_optimization.stage to {zero['stage']!r}",
-                remedy="choose stages with --stages or --stage",
+                remedy=f"choose stages with {options.say('stages')} or {options.say('stage')}",
             )
         changes: dict[str, Any] = {} if batch_size == options.batch_size else {"batch_size": batch_size}
         if policy != "given":

@@ -18,7 +18,7 @@ import pytest
 import ds_bench
 from ds_bench import api
 from ds_bench.analysis.flat_rows import FLAT_COLUMNS
-from ds_bench.cli import commands, requested_run
+from ds_bench.cli import commands
 from ds_bench.config.options import FLAGS
 from ds_bench.config.recipe import PATHS, Recipe
 from ds_bench.config.spec import Trial
@@ -41,7 +41,7 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedRun:
     machine = ScriptedRun(tmp_path, monkeypatch)
 
     def run_here(arguments: list[str], progress: bool) -> dict[str, Any]:
-        return requested_run.run_arguments([*arguments, "--output-dir", str(machine.output)], quiet=not progress)
+        return api.run_arguments([*arguments, "--output-dir", str(machine.output)], quiet=not progress)
 
     monkeypatch.setattr(api, "_run_in_process", run_here)
     return machine

@@ -298,21 +298,21 @@ def test_a_sequence_beyond_the_models_positions_is_refused_with_what_is_allowed(
     with pytest.raises(
         UsageError, match=r"--seq-length 1025 is beyond the 1024 positions of gpt2 \(give 1024 or less\)"
     ):
-        planner.resolve_seq_length(options.seq_length, fakes.resolved_model("gpt2"))
+        planner.resolve_seq_length(options, fakes.resolved_model("gpt2"))
 
 
 def test_a_sequence_of_all_positions_is_allowed() -> None:
-    assert planner.resolve_seq_length(1024, fakes.resolved_model("gpt2")) == 1024
+    assert planner.seq_length_of(1024, fakes.resolved_model("gpt2")) == 1024
 
 
 def test_the_default_sequence_is_512_or_the_positions_where_there_are_fewer() -> None:
-    assert planner.resolve_seq_length(None, fakes.resolved_model("gpt2")) == 512
-    assert planner.resolve_seq_length(None, fakes.resolved_model(max_positions=64)) == 64
-    assert planner.resolve_seq_length(None, fakes.resolved_model(max_positions=None)) == 512
+    assert planner.seq_length_of(None, fakes.resolved_model("gpt2")) == 512
+    assert planner.seq_length_of(None, fakes.resolved_model(max_positions=64)) == 64
+    assert planner.seq_length_of(None, fakes.resolved_model(max_positions=None)) == 512
 
 
 def test_a_model_of_unknown_positions_takes_any_sequence() -> None:
-    assert planner.resolve_seq_length(99999, fakes.resolved_model(max_positions=None)) == 99999
+    assert planner.seq_length_of(99999, fakes.resolved_model(max_positions=None)) == 99999
 
 
 # ------------------------------------------------------------------ --ds-config

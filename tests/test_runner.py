@@ -434,9 +434,8 @@ def test_a_mistake_ends_with_2_one_line_and_no_files(
 def test_every_rank_but_the_first_of_a_launcher_leaves_quietly(
     scripted: ScriptedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
     assert scripted.run() == 0
     assert capsys.readouterr() == ("", "")
     assert scripted.launcher.launched == []
@@ -445,7 +444,7 @@ def test_every_rank_but_the_first_of_a_launcher_leaves_quietly(
 def test_the_first_rank_of_a_launcher_runs_with_its_world_size(
     scripted: ScriptedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert scripted.run("--stages", "1") == 0
     assert [trial.placement.num_gpus for trial in scripted.launcher.launched] == [2]

@@ -1,34 +1,21 @@
-"""The flags of both scripts: the parser, and ``Options`` made from parsed flags.
+"""The flags of both scripts and of ``run``: their parsers, made from the declarations of ``config.options``.
 
-Each flag is checked alone, then the flags that must agree. An error names the flag, the value and the remedy.
-``docs/flags.md`` is made from this parser by ``scripts/make_flags_page.py``.
+``docs/flags.md`` is made from these parsers by ``scripts/make_flags_page.py``.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from ..config.option_declaration import Value
-from ..config.options import OPTIONS, Family, Options
-from ..config.spec import DEFAULT_PREFETCH, NO_INSPECTION, ProfileName
+from ..config.options import COUNT, EMPTY_PATH, MAX_NUMBER, OPTIONS, Family, Options
+from ..config.shard import Shard
 from ..config.strategies import STRATEGY_NAMES
 from ..errors import UsageError
-from .argument_types import (
-    Parser,
-    absolute_path,
-    factory,
-    fraction,
-    integer,
-    integer_or_auto,
-    path,
-    positive_float,
-    shard,
-    split_names,
-)
 
 DEFAULT_ROWS: dict[Family, dict[str, Any]] = {
     "zero": {"stages": (0, 1, 2, 3)},
@@ -126,40 +113,25 @@ def _add_flags(parser: argparse.ArgumentParser, family: Family) -> None:
         group = parser.add_argument_group(title)
         for name in names:
             if name not in _LACKING[family]:
-                flag, arguments = _flag(name)
-                group.add_argument(flag, dest=name, **{**arguments, **_OWN_ARGUMENTS.get((family, name), {})})
+                arguments = {**flag_of(name), **_OWN_ARGUMENTS.get((family, name), {})}
+                group.add_argument(str(OPTIONS[name].flag), dest=name, **arguments)
 
 
-def _flag(name: str) -> tuple[str, dict[str, Any]]:
-    """The flag of an option, and the arguments of ``add_argument`` for it."""
-    value, flag = OPTIONS[name].value, OPTIONS[name].flag
-    assert flag is not None, f"{name} is an option of recipes alone"
-    arguments: dict[str, Any] = {"help": flag.text, "default": value.default}
-    if value.kind is bool:
+def flag_of(name: str, **other: Any) -> dict[str, Any]:
+    """The arguments of ``add_argument`` for the flag of an option. ``other``: those that a command has instead."""
+    option = OPTIONS[name]
+    arguments: dict[str, Any] = {"help": option.help, "default": option.default}
+    if option.kind is bool:
         arguments |= {"action": "store_true"}
-    elif value.choices:
-        arguments |= {"choices": value.choices, "type": value.kind}
+    elif option.choices:
+        arguments |= {"choices": option.choices, "type": option.kind}
     else:
-        arguments |= {"type": _converter(name, value), "metavar": flag.metavar or ("N" if value.kind is int else None)}
-    if value.many:
+        types = {Path: path, int: number(int, option.limits, option.auto), float: number(float, option.limits)}
+        metavar = option.metavar or ("N" if option.kind is int else None)
+        arguments |= {"type": _TYPES.get(name, types.get(option.kind)), "metavar": metavar}
+    if option.many:
         arguments |= {"nargs": "+"}
-    return flag.name, {**arguments, **flag.arguments}
-
-
-_CONVERTERS = {"model_factory": factory, "checkpoint_path": absolute_path, "shard": shard}
-"""What reads the texts of options that have a form of their own."""
-
-
-def _converter(name: str, value: Value) -> Callable[[str], Any] | None:
-    """The function that reads the text of a flag; None where any text will do."""
-    if name in _CONVERTERS:
-        return _CONVERTERS[name]
-    if value.kind is int:
-        number = integer_or_auto if value.auto else integer
-        return number(value.limits["ge"], value.limits["le"])
-    if value.kind is float:
-        return fraction if "lt" in value.limits else positive_float
-    return path if value.kind is Path else None
+    return {**arguments, **option.arguments, **other}
 
 
 def to_options(family: Family, values: argparse.Namespace) -> Options:
@@ -185,107 +157,139 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
         map(deepspeed_config.parse_set, given["set"])
     )  # in order, since the last value of a key decides
     given["axes"] = axis_rows.read_axes(given["axes"])
-    return check_options(Options.of(family=family, **given))
-
-
-def check_options(options: Options) -> Options:
-    """The options with the names of the rows that texts of the user mean. Raises UsageError where flags contradict."""
-    if options.common_batch and not options.auto_batch:
-        raise UsageError("--common-batch without --batch-size auto", remedy="add --batch-size auto")
-    if options.auto_batch and options.auto_seq:
-        raise UsageError("--batch-size auto with --seq-length auto", remedy="give one of them a number")
-    if options.keep_batch and options.auto_batch:
-        raise UsageError("--keep-batch with --batch-size auto", remedy="leave one of them out")
-    if options.keep_batch and not options.configs:
-        raise UsageError("--keep-batch without --configs", remedy="add --configs FILE")
-    if options.quiet and options.verbose:
-        raise UsageError("--quiet and --verbose together", remedy="give one of them")
-    if options.shard is not None and options.csv is not None:
-        problem = "output.csv with --shard: each shard would replace the file"
-        raise UsageError(problem, remedy="leave it out; report --format csv --output FILE reads all shards")
-    if options.retry and options.resume is None:
-        raise UsageError("--retry without --resume", remedy="add --resume RUN_DIR")
-    _require_data_loader(options)
-    if options.launcher == "warm" and options.hostfile is not None:
-        raise UsageError("--launcher warm works on one node", remedy="leave --launcher out, or drop --hostfile")
-    return replace(
-        _with_row_names(options),
-        profiles=_profiles(options),
-        profile_ranks=tuple(dict.fromkeys(options.profile_ranks)),
-        checkpoint=options.checkpoint or options.checkpoint_path is not None,
-    )
-
-
-def _profiles(options: Options) -> tuple[ProfileName, ...]:
-    """The profilers, each once, with nsys where it has a window.
-
-    Raises UsageError for a window that holds other steps than those after the measured ones.
-    """
-    has_window = options.nsys_start >= 0 or options.nsys_end >= 0
-    names = dict.fromkeys((*options.profiles, *(("nsys",) if has_window else ())))
-    usual = (NO_INSPECTION.profile_steps, NO_INSPECTION.profile_ranks)
-    if not names and (options.profile_steps, options.profile_ranks) != usual:
-        raise UsageError("--profile-steps or --profile-ranks without --profile", remedy="add --profile torch")
-    # Profilers observe steps after the measured ones, so that they disturb none of these.
-    steps_before = options.warmup_steps + options.num_steps
-    inspection = options.inspection
-    observed, window = inspection.profiled_steps(steps_before), inspection.nsys_window(steps_before)
-    if not window or window.start < observed.start or window.stop > observed.stop:
-        asked_for = f"nsys is to record steps {window.start} to {window.stop - 1}, but"
-        if inspection.nsys_end < 0 and window.start >= observed.stop:  # the window has no end of its own
-            asked_for = f"--nsys-start {window.start} is beyond the last step, {observed.stop - 1}:"
-        raise UsageError(
-            f"{asked_for} steps 0 to {observed.start - 1} are warm-up and measured, and profilers observe "
-            f"{observed.start} to {observed.stop - 1}",
-            remedy="give --nsys-start and --nsys-end among these, or more --profile-steps",
-        )
-    return tuple(names)
-
-
-def _require_data_loader(options: Options) -> None:
-    """Raises UsageError for settings of a file or of a data loader that there is not."""
-    if options.data_dtype is not None and options.data is None:
-        raise UsageError("--data-dtype without --data", remedy="add --data FILE")
-    # An axis may give rows a data loader, of which the options know nothing.
-    varied = "data_workers" in options.axis_names
-    if options.data_pin_memory and options.data is None and options.data_workers is None and not varied:
-        raise UsageError("--data-pin-memory without a data loader", remedy="add --data-workers N")
-    if options.data_prefetch != DEFAULT_PREFETCH and not options.data_workers and not varied:
-        problem = f"--data-prefetch {options.data_prefetch} without worker processes"
-        raise UsageError(problem, remedy="add --data-workers 1 or more")
-
-
-def _with_row_names(options: Options) -> Options:
-    """The options with the names of the rows that texts of the user mean, such as a stage's number. Raises UsageError.
-
-    Only where there is such a text are the files of ``--configs`` read here: a process that runs nothing may lack them.
-    """
-    if options.relative_to is None and options.export is None:
-        return options
-    # Imported here, since --help does without the planner.
-    from ..planner import RequestedRow, requested_rows, with_files
-
-    options = with_files(options)
-    rows = requested_rows(options)
-
-    def find_row(flag: str, text: str) -> RequestedRow:
-        if (row := next((row for row in rows if row.matches(text)), None)) is None:
-            raise UsageError(f"{flag} {text}: no such row", remedy=f"one of {', '.join(row.name for row in rows)}")
-        return row
-
-    if options.relative_to is not None:
-        options = replace(options, relative_to=find_row("--relative-to", options.relative_to).name)
-    if options.export is not None:
-        row = find_row("--export", options.export)
-        if row.engine != "deepspeed":
-            problem = (
-                f"--export {options.export}: {row.label} is torch's own engine, there is no DeepSpeed configuration"
-            )
-            raise UsageError(problem, remedy="export a row that DeepSpeed trains")
-        options = replace(options, export=row.name)
-    return options
+    return Options.of(family=family, **given).checked()
 
 
 def parse(family: Family, prog: str, arguments: Sequence[str]) -> Options:
     """The flags as Options. Raises UsageError; exits with 0 on --help."""
     return to_options(family, build_parser(family, prog).parse_args(list(arguments)))
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises UsageError, which is printed in one line like every other error.
+
+    The line names the nearest flag or value where one is near. Flags cannot be abbreviated, and ``--num-gpus`` has the
+    aliases that other launchers use. Lists of values may be separated by commas too. Where ``typed`` has a default, it
+    holds the arguments as they were typed.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **arguments})
+
+    def error(self, message: str, near: str | None = None) -> NoReturn:
+        """Raises UsageError. ``near``: what was probably meant."""
+        raise UsageError(message, remedy=f"{f'did you mean {near}? ' if near else ''}see {self.prog} --help")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuses what it does not know, where argparse would leave that to the parser above a subcommand's."""
+        if num_gpus := self._option_string_actions.get("--num-gpus"):
+            self._option_string_actions |= {"--gpus": num_gpus, "--num_gpus": num_gpus}
+        values, unknown = super().parse_known_args(args, namespace)
+        # Only the parser of run has this default: its arguments are kept in run.json.
+        if self.get_default("typed") is not None:
+            values.typed = list(args)
+        if unknown:
+            shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
+            flags = [flag for action in shown for flag in action.option_strings]
+            self.error(f"unrecognized arguments: {' '.join(unknown)}", _nearest(unknown[0].partition("=")[0], flags))
+        return values, unknown
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # argparse drops the value of --flag=-- and checks neither its type nor how many are left.
+        if action.option_strings and "--" in arg_strings:
+            self.error(f"{'/'.join(action.option_strings)} -- has no value")
+        # Split before argparse checks each word against the choices. A text of commas alone stays, to be refused there.
+        if action.nargs == "+" and action.choices is not None:
+            arg_strings = [part for text in arg_strings for part in text.split(",") if part] or arg_strings
+        return super()._get_values(action, arg_strings)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            name = " or ".join(action.option_strings) or action.metavar or action.dest
+            choices = ", ".join(map(str, action.choices))
+            self.error(f"{name} {value} is none of {choices}", _nearest(str(value), map(str, action.choices)))
+
+
+def _nearest(text: str, known: Iterable[str]) -> str | None:
+    """The one of ``known`` that ``text`` is most likely a misspelling of; None if none is near."""
+    by_lower_case = {name.casefold(): name for name in known}
+    near = difflib.get_close_matches(text.casefold(), by_lower_case, n=1, cutoff=0.7)
+    return by_lower_case[near[0]] if near else None
+
+
+# ------------------------------------------------------------------ values of flags
+
+AUTO = "auto"
+
+
+def number(kind: type, limits: Mapping[str, Any] = COUNT, auto: bool = False) -> Callable[[str], Any]:
+    """Return what reads a number within limits, named as pydantic names them. ``auto``: whether that is taken too."""
+    least, above = limits.get("ge", -math.inf), limits.get("gt", -math.inf)
+    range_text = f"from {least} to below {limits['lt']}" if "lt" in limits else f"above {above}"
+    what = f"a whole number of {least} or more" if kind is int else f"a number {range_text}"
+
+    def convert(text: str) -> Any:
+        if auto and text == AUTO:
+            return AUTO
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan  # outside of every range
+        if not (least <= value < limits.get("lt", math.inf) and value > above):
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {what}")
+        if value > limits.get("le", MAX_NUMBER):
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is more than {limits.get('le', MAX_NUMBER)}")
+        return value
+
+    return convert
+
+
+def path(text: str) -> Path:
+    """A path. An empty text, which a shell variable without value leaves, would be the current folder."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(EMPTY_PATH)
+    return Path(text)
+
+
+def factory(text: str) -> str:
+    """``package.module:function``."""
+    module, _, function = text.partition(":")
+    if not module or not function:
+        raise argparse.ArgumentTypeError(f"{text!r} is not package.module:function")
+    return text
+
+
+def shard(text: str) -> Shard:
+    """A part of a plan: ``3/8``."""
+    try:
+        return Shard.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+_TYPES: dict[str, Callable[[str], Any]] = {
+    "model_factory": factory,
+    "checkpoint_path": lambda text: str(path(text).absolute()),
+    "shard": shard,
+}
+"""What reads the values of options that have a form of their own."""
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """The names in a text, separated by commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def names_from(*choices: str) -> Callable[[str], tuple[str, ...]]:
+    """Some of ``choices``, separated by commas."""
+
+    def convert(text: str) -> tuple[str, ...]:
+        names = tuple(dict.fromkeys(split_names(text)))
+        for name in names:
+            if name not in choices:
+                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(choices)}")
+        if not names:
+            raise argparse.ArgumentTypeError(f"{text!r} names none of {', '.join(choices)}")
+        return names
+
+    return convert

@@ -19,18 +19,18 @@ from ..config.options import FAIL_ON_DEFAULT
 from ..errors import UsageError
 from ..report.junit import TestCase, junit_text
 from ..system import terminal
-from .output_file import check_output, write_output
+from .report import check_output, write_output
 
 OK, REGRESSION = 0, 3
 
 
-def save_command(paths: Sequence[Path], file: Path, tolerance: float | None) -> int:
+def save_command(results: Sequence[Path], file: Path, tolerance: float | None) -> int:
     """Saves every valid row as the baseline of its name. Returns 0; raises UsageError if no row is valid.
 
     ``tolerance``: None keeps that of an earlier entry, else 0.05. A row that is not valid, for example because its
     loss is not finite, is not saved, and a line says why.
     """
-    benchmark_results = results(paths)
+    benchmark_results = _read_results(results)
     _require_distinct_names(benchmark_results)
     valid = [result for result in benchmark_results if _invalid_reason(result) is None]
     # Without a valid row the file of baselines is not written at all.
@@ -61,7 +61,7 @@ def _variation_warnings(entry: store.BaselineEntry) -> Iterator[str]:
 
 
 def check_command(
-    paths: Sequence[Path],
+    results: Sequence[Path],
     file: Path,
     as_json: bool,
     fail_on: Collection[str] = FAIL_ON_DEFAULT,
@@ -76,7 +76,7 @@ def check_command(
     """
     if junit is not None:
         check_output("--junit", junit)
-    benchmark_results = results(paths)
+    benchmark_results = _read_results(results)
     # Otherwise a mistyped file would look like rows without baselines.
     if store.read(file) is None:
         raise UsageError(f"--baselines {file}: no such file", remedy="make it with: baseline save RESULT")
@@ -123,7 +123,7 @@ def _reasons(verdict: BaselineComparison) -> set[str]:
     return {reason for reason, holds in holds_by_reason.items() if holds}
 
 
-def results(paths: Sequence[Path]) -> list[BenchmarkResult]:
+def _read_results(paths: Sequence[Path]) -> list[BenchmarkResult]:
     """One result per row of the files, with repeats pooled. Raises UsageError."""
     benchmark_results = []
     for group in merge_results.merge([load_results.load(path) for path in paths]):

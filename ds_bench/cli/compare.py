@@ -12,7 +12,7 @@ from ..analysis.comparison import ComparisonRow
 from ..analysis.intervals import RatioInterval
 from ..report.junit import TestCase, junit_text
 from ..system import terminal
-from .output_file import check_output, write_output
+from .report import check_output, write_output
 
 
 def show_changes(before: Path, after: Path, junit: Path | None = None) -> int:

@@ -31,6 +31,7 @@ from ..report import plan_table
 from ..report.memory_plan import MemoryPlan, PlanRow
 from ..system import devices, terminal
 from ..units import format_names
+from .commands import ALL_STRATEGIES, PREDICTED_STRATEGIES
 
 _MAX_TOKENS = 2**40
 """Tokens of one micro-batch; more is taken for a typing error."""
@@ -68,8 +69,16 @@ class PlanOptions:
     json: bool
 
 
-def plan_command(options: PlanOptions) -> int:
+def plan_options(*, strategies: Sequence[str], configs: Sequence[Path], **flags: Any) -> PlanOptions:
+    """The parsed flags of ``plan``: ``--configs`` alone means these files alone, without the strategies."""
+    names = [] if configs and strategies is ALL_STRATEGIES else strategies
+    names = PREDICTED_STRATEGIES if "all" in names else tuple(dict.fromkeys(names))
+    return PlanOptions(strategies=names, configs=tuple(configs), **flags)
+
+
+def plan_command(**flags: Any) -> int:
     """Prints the answer and the table. Returns 0, or 1 if nothing fits; raises UsageError."""
+    options = plan_options(**flags)
     predicted, lines = predict_plan(options)
     for line in lines:
         terminal.print_text(f"note: {terminal.escape_controls(line)}", sys.stderr)
@@ -177,7 +186,7 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None]:
         model_type=choice.model_type,
         model_config=choice.config,
         batch_size=options.batch_size,
-        seq_length=planner.resolve_seq_length(options.seq_length, choice),
+        seq_length=planner.seq_length_of(options.seq_length, choice),
         grad_accum=options.grad_accum,
         precision=options.precision,
         activation_checkpointing=options.activation_checkpointing,
@@ -200,7 +209,7 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None]:
 
 
 def _profile(choice: ResolvedModel, options: PlanOptions) -> ModelProfile:
-    length = planner.resolve_seq_length(options.seq_length, choice)
+    length = planner.seq_length_of(options.seq_length, choice)
     # DDP in bf16 runs under torch.autocast, which keeps other activations: a variant that is counted too.
     autocast = "ddp" in options.strategies and options.precision == "bf16"
     profile = trial_predictions.profile_model(

@@ -6,7 +6,7 @@ import contextlib
 import io
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,8 @@ from ..report.data_frame import parquet_bytes
 from ..report.terminal_report import print_reports
 from ..system import invocation, terminal
 from ..system.environment import require_installed
+from ..system.files import write_text
 from . import arguments
-from .output_file import check_output, write_output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +54,13 @@ class ReportOptions:
     """Tracker that gets the runs: one of ``options.TRACKERS``."""
 
 
-def report(options: ReportOptions) -> int:
+def report(*, markdown: bool = False, **flags: Any) -> int:
     """Prints the results and writes the files that the flags name. Returns 0; raises UsageError."""
+    options = ReportOptions(**flags)
+    if markdown:
+        if options.format not in ("table", "markdown"):
+            raise UsageError(f"--markdown and --format {options.format} together", remedy="give one of them")
+        options = replace(options, format="markdown")
     _check_targets(options)
 
     def tell(line: str) -> None:
@@ -78,6 +83,27 @@ def report(options: ReportOptions) -> int:
     if options.to is not None:
         _write_tensorboard(options.results)
     return 0
+
+
+def check_output(flag: str, path: Path) -> None:
+    """Raises UsageError for a path that cannot be a file, before anything is read."""
+    if path.is_dir():
+        raise UsageError(f"{flag} {path} is a folder", remedy="give a file name")
+    if not path.parent.is_dir():
+        raise UsageError(f"{flag} {path}: no folder {path.parent}", remedy="make it first")
+
+
+def write_output(flag: str, path: Path, content: str | bytes) -> None:
+    """Writes the file. Raises UsageError where it cannot be written."""
+    try:
+        # Text replaces the file at once, by a rename; a Parquet file is written in its place.
+        if isinstance(content, str):
+            write_text(path, content)
+        else:
+            path.write_bytes(content)
+    except OSError as error:
+        problem = f"{flag} {path}: {error.strerror or error}"
+        raise UsageError(problem, remedy="give a file that you may write") from None
 
 
 def flat_rows_of(reports: Sequence[ComparisonReport]) -> list[dict[str, Any]]:

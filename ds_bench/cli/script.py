@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..config.deepspeed_config import MakeConfig
@@ -16,6 +16,21 @@ from ..system import files, terminal
 from ..system.redaction import REDACTED, redacted_arguments
 from .arguments import build_parser, parse, to_options
 
+ENDINGS = (DsBenchError, OSError, KeyboardInterrupt)
+"""What ends a command in one line: an error of the user, of the system, and Ctrl-C."""
+
+
+def report_error(prog: str, error: BaseException) -> int:
+    """Print one of ``ENDINGS`` in one line that begins with ``prog``, and return the exit code."""
+    if isinstance(error, DsBenchError):
+        terminal.print_text(f"{prog}: {error}", sys.stderr)
+        return error.exit_code
+    if isinstance(error, OSError):  # such as a full disk; what was written before stays
+        terminal.print_text(f"{prog}: {error} ({files.remedy_of(error)})", sys.stderr)
+        return 1
+    terminal.print_text("interrupted", sys.stderr)  # before a run handles signals, or after
+    return 130
+
 
 def main(family: Family, make_config: MakeConfig, arguments: Sequence[str] | None = None) -> int:
     """Runs a comparison script and returns its exit code. ``make_config``: the script's ``create_deepspeed_config``."""
@@ -25,37 +40,20 @@ def main(family: Family, make_config: MakeConfig, arguments: Sequence[str] | Non
     # Before anything is opened: with a closed stream (>&-) the next file would get that stream's number.
     terminal.ensure_streams()
     with terminal.ignoring_broken_stderr():
-        return run_program(prog, lambda: _compare(family, make_config, prog, typed_flags))
+        try:
+            files.require_working_folder()
+            options, kept = _with_resumed_flags(family, prog, typed_flags)
+            if options.print_recipe:
+                return _print_recipe(options, make_config)
+            from .launched import runs_comparison  # here, so that --help stays fast
 
+            if not runs_comparison(options):
+                return 0
+            from ..runner import run_comparison
 
-def run_program(prog: str, command: Callable[[], int]) -> int:
-    """Runs a command and returns its exit code; an error of the user or the system is one line that begins with
-    ``prog``."""
-    try:
-        files.require_working_folder()
-        return command()
-    except DsBenchError as error:
-        terminal.print_text(f"{prog}: {error}", sys.stderr)
-        return error.exit_code
-    except OSError as error:  # such as a full disk; what was written before stays
-        terminal.print_text(f"{prog}: {error} ({files.remedy_of(error)})", sys.stderr)
-        return 1
-    except KeyboardInterrupt:  # before a run handles signals, or after
-        terminal.print_text("interrupted", sys.stderr)
-        return 130
-
-
-def _compare(family: Family, make_config: MakeConfig, prog: str, typed_flags: list[str]) -> int:
-    options, kept = _with_resumed_flags(family, prog, typed_flags)
-    if options.print_recipe:
-        return _print_recipe(options, make_config)
-    from .launched import runs_comparison  # here, so that --help stays fast
-
-    if not runs_comparison(options):
-        return 0
-    from ..runner import run_comparison
-
-    return run_comparison([options], make_config, redacted_arguments(kept))
+            return run_comparison([options], make_config, redacted_arguments(kept))
+        except ENDINGS as error:
+            return report_error(prog, error)
 
 
 def _print_recipe(options: Options, make_config: MakeConfig) -> int:

@@ -1,19 +1,20 @@
-"""What the user requested, as one frozen value, and how each part of it is said: by a flag, by a key of a recipe.
+"""The request: every option of a run, declared once with its values, its help, its flag and its key of a recipe.
 
-``cli.arguments`` makes Options of flags, ``config.recipe`` of a recipe.
+``cli.arguments`` makes the parsers of the flags from these declarations, ``config.recipe`` the model of recipes and
+its JSON Schema. Both make an :class:`Options`.
 """
 # ruff: noqa: RUF009 - option() makes a field, as dataclasses.field() does
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..errors import UsageError
 from ..units import from_gb
 from .deepspeed_config import OPTIMIZERS
-from .option_declaration import AMOUNT, COUNT, MAX_NUMBER, Flag, Key, Option, Value, option, options_of
 from .shard import Shard
 from .spec import (
     DEFAULT_PREFETCH,
@@ -42,15 +43,17 @@ if TYPE_CHECKING:
 
 Family = Literal["zero", "offload", "recipe"]
 """What asked for a comparison: one of the scripts, or a recipe."""
+MAX_NUMBER = 10**9
+"""More than any batch, step count, time in seconds or memory in GB; with more, clocks and kernel limits overflow."""
 MAX_RANKS = 2**16
 MAX_REPEATS = 1000
 MAX_PORT = 2**16 - 1
+COUNT: Mapping[str, Any] = {"ge": 1, "le": MAX_NUMBER}
 DEFAULT_BATCH_SIZE = 4
 FACTORY = r"^[^:]+:[^:]+$"
 """The form of ``--model-factory``."""
 ALL = "all"
 """Stands for every strategy."""
-SEQ_LENGTH_HELP = "tokens per sequence (default: 512, or the model's positions where it has fewer)"
 EMPTY_PATH = "an empty text is no path; . is the current folder"
 GOALS = ("speed", "balanced", "memory")
 """Aims of a recommendation (docs/choosing.md)."""
@@ -59,15 +62,56 @@ ROW_FORMATS = ("json", "csv", "parquet")
 FAIL_ON = ("regression", "missing", "unmatched", "noisy")
 """What ``baseline check`` may fail on: a regression; a row of the saved run that the result lacks; a row that trained
 and has no baseline; a row whose noise hides a regression."""
+FAIL_ON_DEFAULT = ("regression", "missing", "unmatched")
 TRACKERS = ("tensorboard",)
 """Programs that show runs; each is a package of this name."""
 SEVERAL_NODES = (
     "hostfile", "include", "exclude", "host_command", "env", "master_addr", "master_port",
 )  # fmt: skip
 """Fields of Options that reach other machines: a run folder alone does not give them."""
-FAIL_ON_DEFAULT = ("regression", "missing", "unmatched")
-_STEP = {"ge": -1, "le": MAX_NUMBER}
+_AMOUNT: Mapping[str, Any] = {"gt": 0, "le": MAX_NUMBER}
+_STEP: Mapping[str, Any] = {"ge": -1, "le": MAX_NUMBER}
 """Limits of the number of a step; -1 leaves it open."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """What a user may say of one field of ``Options``, and how."""
+
+    kind: type
+    """bool, int, float, str or Path, or a class of which ``cli.arguments`` and ``config.recipe`` know the form."""
+    text: str
+    """What it is, for ``--help`` and the JSON Schema."""
+    default: Any = None
+    """None: the option may be left open."""
+    without: str = ""
+    """What holds if it is left open; empty where the default says so."""
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    """As pydantic names them: ``ge``, ``gt``, ``le``, ``lt`` of a number, ``min_length``, ``pattern`` of a text."""
+    choices: Sequence[Any] = ()
+    """All that it may be; empty where the limits say so."""
+    auto: bool = False
+    """Whether ``auto`` is allowed too."""
+    many: bool = False
+    """Whether it is a list; one with a default that is not empty cannot be empty."""
+    key: str | None = None
+    """Key path in a recipe, ``training.steps``; None if only a flag gives it."""
+    flag: str | None = None
+    """``--num-steps``; None if only a recipe gives it."""
+    metavar: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of ``add_argument`` that do not follow from the others."""
+
+    @property
+    def help(self) -> str:
+        """The text with what holds if the option is left open."""
+        left_open = self.without or (str(self.default) if self.default or type(self.default) is int else "")
+        return f"{self.text} (default: {left_open})" if left_open and self.default is not True else self.text
+
+
+def option(kind: type, default: Any, text: str, *, flag: str | bool = True, **facts: Any) -> Any:
+    """Declare a field of ``Options``. ``flag``: its name where it is not the field's; False if it has none."""
+    return field(default=default, metadata={"kind": kind, "default": default, "text": text, "flag": flag, **facts})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,496 +120,318 @@ class Options:
 
     family: Family
 
+    # fmt: off
     # model
     model: str = option(
-        Value(str, "gpt2", {"min_length": 1}),
-        Key("model.name", "Preset, local folder or name on the Hub."),
-        Flag("preset, local path or Hub name (default: gpt2)", "NAME"),
+        str, "gpt2", "preset, local path or Hub name", key="model.name", metavar="NAME", limits={"min_length": 1}
     )
     model_factory: str | None = option(
-        Value(str, None, {"pattern": FACTORY}),
-        Key("model.factory", "package.module:function that returns a model of your own."),
-        Flag("function that returns your own model", "PKG.MOD:FN"),
+        str, None, "function that returns your own model",
+        key="model.factory", metavar="PKG.MOD:FN", limits={"pattern": FACTORY},
     )
     trust_remote_code: bool = option(
-        Value(bool, False),
-        Key("model.trust_remote_code", "Run modelling code that comes with the model."),
-        Flag("run modelling code that comes with the model"),
+        bool, False, "run modelling code that comes with the model", key="model.trust_remote_code"
     )
 
     # training
     seq_length: int | None = option(
-        Value(int, None, COUNT, auto=True),
-        Key(
-            "training.seq_len",
-            "Tokens per sequence; without it 512, or the model's positions where it has fewer; auto: the longest "
-            "sequence that trains.",
-        ),
-        Flag(f"{SEQ_LENGTH_HELP}; auto: the longest that trains, for each row by itself"),
+        int, None, "tokens per sequence; auto: the longest that trains, for each row by itself",
+        without="512, or the model's positions where it has fewer", key="training.seq_len", limits=COUNT, auto=True,
     )
     """None, also while it is searched for: 512, or the model's positions if it has fewer."""
     batch_size: int = option(
-        Value(int, DEFAULT_BATCH_SIZE, COUNT, auto=True),
-        Key(
-            "training.local_batch_size",
-            "Micro-batch: sequences per GPU in one forward pass; auto: the largest that trains.",
-        ),
-        Flag("micro-batch per GPU, in sequences; auto: the largest that trains, for each row by itself (default: 4)"),
+        int, DEFAULT_BATCH_SIZE,
+        "micro-batch per GPU, in sequences; auto: the largest that trains, for each row by itself",
+        key="training.local_batch_size", limits=COUNT, auto=True,
     )
     """1 if it is searched for."""
     global_batch_size: int | None = option(
-        Value(int, None, COUNT),
-        Key(
-            "training.global_batch_size",
-            "Sequences per optimizer step on all GPUs; accumulation follows from it: global_batch_size / "
-            "(local_batch_size × data-parallel ranks).",
-        ),
+        int, None,
+        "sequences per optimizer step on all GPUs; accumulation follows from it: global_batch_size / "
+        "(local_batch_size × data-parallel ranks)",
+        flag=False, key="training.global_batch_size", limits=COUNT,
     )
     grad_accum: int = option(
-        Value(int, None, COUNT),
-        Key(
-            "training.grad_accum",
-            "Micro-batches per optimizer step, where global_batch_size does not say; without both 1.",
-        ),
-        Flag("micro-batches per optimizer step (default: 1)", default=1),
+        int, None, "micro-batches per optimizer step",
+        without="1", key="training.grad_accum", limits=COUNT, arguments={"default": 1},
     )
     """1 until the number of ranks is known, if it follows from the global batch."""
-    num_steps: int = option(
-        Value(int, 20, COUNT),
-        Key("training.steps", "Optimizer steps that are measured."),
-        Flag("measured optimizer steps (default: 20)"),
-    )
+    num_steps: int = option(int, 20, "measured optimizer steps", key="training.steps", limits=COUNT)
     warmup_steps: int = option(
-        Value(int, 5, {"ge": 0, "le": MAX_NUMBER}),
-        Key("training.warmup_steps", "Steps run first and left out of every statistic."),
-        Flag("steps run first and left out of every statistic (default: 5)"),
+        int, 5, "steps run first and left out of every statistic",
+        key="training.warmup_steps", limits={"ge": 0, "le": MAX_NUMBER},
     )
     precision: Precision | Literal["auto"] = option(
-        Value(str, "auto", choices=("auto", *PRECISIONS)),
-        Key("training.precision", "Number format; auto: bf16 where the device has it."),
-        Flag("number format (default: auto = bf16 where the device has it)"),
+        str, "auto", "number format",
+        without="auto = bf16 where the device has it", key="training.precision", choices=("auto", *PRECISIONS),
     )
     activation_checkpointing: bool = option(
-        Value(bool, False),
-        Key("training.activation_checkpointing", "Recompute activations in the backward pass."),
-        Flag("recompute activations in the backward pass"),
+        bool, False, "recompute activations in the backward pass", key="training.activation_checkpointing"
     )
-    seed: int = option(
-        Value(int, 42, {"ge": 0, "le": 2**32 - 1}),
-        Key("training.seed", "Seed of weights and data."),
-        Flag("seed of weights and data (default: 42)"),
-    )
+    seed: int = option(int, 42, "seed of weights and data", key="training.seed", limits={"ge": 0, "le": 2**32 - 1})
     dropout: float | None = option(
-        Value(float, None, {"ge": 0, "lt": 1}),
-        Key("training.dropout", "Probability of every dropout; without it the model's own."),
-        Flag("probability of every dropout in the model, from 0 to below 1 (default: the model's own)", "P"),
+        float, None, "probability of every dropout in the model, from 0 to below 1",
+        without="the model's own", key="training.dropout", metavar="P", limits={"ge": 0, "lt": 1},
     )
     pass_type: PassType = option(
-        Value(str, "train", choices=PASS_TYPES),
-        Key(
-            "training.pass_type",
-            "What a step is: the model's forward pass, forward and backward, or with the optimizer's step; all but "
-            "train at stage 0 alone.",
-        ),
+        str, "train",
+        "what a step is: the model's forward pass, forward and backward, or with the optimizer's step; all but train "
+        "at stage 0 alone",
+        flag=False, key="training.pass_type", choices=PASS_TYPES,
     )
     synchronized: bool = option(
-        Value(bool, True),
-        Key("training.synchronized", "false is wrong on purpose: the clock is read without waiting for the device."),
+        bool, True, "false is wrong on purpose: the clock is read without waiting for the device",
+        flag=False, key="training.synchronized",
     )
 
     # configurations
     stages: tuple[int, ...] = option(
-        Value(int, (), choices=(0, 1, 2, 3), many=True),
-        Key("configurations.stages", "ZeRO stages, in order."),
-        Flag("ZeRO stages, in this order (default: 0 1 2 3, without --strategies)", default=None),
+        int, (), "ZeRO stages, in this order",
+        without="0 1 2 3, without --strategies", key="configurations.stages", choices=(0, 1, 2, 3), many=True,
+        arguments={"default": None},
     )
     strategies: tuple[str, ...] = option(
-        Value(str, (), choices=(ALL, *STRATEGY_NAMES), many=True),
-        Key(
-            "configurations.strategies",
-            "Strategies by name, after the stages; all: every stage and offload strategy.",
-        ),
-        Flag("strategies, after the stages; all: every stage and offload strategy in one table", default=None),
+        str, (), "strategies, after the stages; all: every stage and offload strategy in one table",
+        key="configurations.strategies", choices=(ALL, *STRATEGY_NAMES), many=True, arguments={"default": None},
     )
     stage: int = option(
-        Value(int, 3, choices=(1, 2, 3)),
-        Key("configurations.stage", "ZeRO stage of the offload strategies."),
-        Flag("ZeRO stage of the offload strategies (default: 3)"),
+        int, 3, "ZeRO stage of the offload strategies", key="configurations.stage", choices=(1, 2, 3)
     )
     configs: tuple[Path, ...] = option(
-        Value(Path, (), many=True),
-        Key(
-            "configurations.configs",
-            "Configurations of your own, each file one row: DeepSpeed JSON, Accelerate YAML, folders.",
-        ),
-        Flag(
-            "configurations of your own, each file one row: DeepSpeed JSON, Accelerate YAML, a Trainer's arguments",
-            "FILE_OR_DIR",
-            default=None,
-        ),
+        Path, (),
+        "configurations of your own, each file one row: DeepSpeed JSON, Accelerate YAML, a Trainer's arguments",
+        key="configurations.configs", many=True, metavar="FILE_OR_DIR", arguments={"default": None},
     )
     keep_batch: bool = option(
-        Value(bool, False),
-        Key("configurations.keep_batch", "The batch keys of each file of configs rule, not those of training."),
-        Flag("the batch keys of each file of --configs rule, not --batch-size and --grad-accum"),
+        bool, False, "the batch keys of each file of --configs rule, not --batch-size and --grad-accum",
+        key="configurations.keep_batch",
     )
     inline: tuple[ConfigurationFile, ...] = option(
-        Value(dict, ()),
-        Key(
-            "configurations.inline",
-            'DeepSpeed configurations by name, each one row, "auto" resolved as the Trainer does; under the name of '
-            "a strategy it stands for that strategy's.",
-        ),
+        dict, (),
+        'DeepSpeed configurations by name, each one row, "auto" resolved as the Trainer does; under the name of a '
+        "strategy it stands for that strategy's",
+        flag=False, key="configurations.inline",
     )
     """As if each were read from a file."""
     set: tuple[Mapping[str, Any], ...] = option(
-        Value(dict, ()),
-        Key(
-            "configurations.deepspeed",
-            "Values that replace those of every DeepSpeed configuration, such as zero_optimization: …",
-        ),
-        Flag(
-            "a value that replaces every configuration's, e.g. zero_optimization.overlap_comm=false; may be repeated",
-            "KEY.PATH=VALUE",
-            action="append",
-            default=[],
-        ),
+        dict, (),
+        "a value that replaces every configuration's, e.g. zero_optimization.overlap_comm=false; may be repeated",
+        key="configurations.deepspeed", metavar="KEY.PATH=VALUE", arguments={"action": "append", "default": []},
     )
     """Each as ``{"zero_optimization": {"overlap_comm": False}}``; they come after those of ``ds_config``."""
     common_batch: bool = option(
-        Value(bool, False),
-        Key(
-            "configurations.common_batch",
-            "With local_batch_size auto: also rows at the largest that all of them train.",
-        ),
-        Flag("with --batch-size auto: also rows at the largest that all of them train"),
+        bool, False, "with --batch-size auto: also rows at the largest that all of them train",
+        key="configurations.common_batch",
     )
     relative_to: str | None = option(
-        Value(str),
-        Key("configurations.relative_to", "Row that ratios refer to; without it the first good one."),
-        Flag("row that ratios refer to (default: the first good one)", "STRATEGY"),
+        str, None, "row that ratios refer to",
+        without="the first good one", key="configurations.relative_to", metavar="STRATEGY",
     )
 
     # dataset
     data: Path | None = option(
-        Value(Path),
-        Key("dataset.path", "File of token ids, relative to the recipe; without it random ids."),
-        Flag("train on the token ids of this file, through a data loader (default: random ids)", "FILE"),
+        Path, None, "train on the token ids of this file, through a data loader",
+        without="random ids", key="dataset.path", metavar="FILE",
     )
     data_dtype: TokenType | None = option(
-        Value(str, choices=TOKEN_TYPES),
-        Key("dataset.dtype", "Type of the file's ids; without it as its suffix says."),
-        Flag("type of the file's ids (default: as its suffix says, .uint16 or .uint32)"),
+        str, None, "type of the file's ids",
+        without="as its suffix says, .uint16 or .uint32", key="dataset.dtype", choices=TOKEN_TYPES,
     )
     vocab_size: int | None = option(
-        Value(int, None, COUNT),
-        Key(
-            "dataset.vocab_size",
-            "Random ids are below it, and those of the file must be; without it the model's number.",
-        ),
-        Flag("draw random ids below N, and refuse a file that has others (default: the model's number of ids)"),
+        int, None, "draw random ids below N, and refuse a file that has others",
+        without="the model's number of ids", key="dataset.vocab_size", limits=COUNT,
     )
 
     # dataloader
     data_workers: int | None = option(
-        Value(int, None, {"ge": 0, "le": MAX_DATA_WORKERS}),
-        Key(
-            "dataloader.workers",
-            "Worker processes of torch's DataLoader, 0: the rank itself. Without it 0 for a file; random ids are on "
-            "the device before.",
-        ),
-        Flag("worker processes of the data loader, 0: the rank itself (default: 0 with --data, else no data loader)"),
+        int, None, "worker processes of the data loader, 0: the rank itself",
+        without="0 with --data, else no data loader", key="dataloader.workers",
+        limits={"ge": 0, "le": MAX_DATA_WORKERS},
     )
     data_pin_memory: bool = option(
-        Value(bool, False),
-        Key("dataloader.pin_memory", "Copy micro-batches to page-locked memory first."),
-        Flag("the data loader copies micro-batches to page-locked memory"),
+        bool, False, "the data loader copies micro-batches to page-locked memory", key="dataloader.pin_memory"
     )
     data_prefetch: int = option(
-        Value(int, DEFAULT_PREFETCH, {"ge": 1, "le": MAX_PREFETCH}),
-        Key("dataloader.prefetch", "Micro-batches that each worker process loads ahead."),
-        Flag("micro-batches that each worker process loads ahead (default: 2)"),
+        int, DEFAULT_PREFETCH, "micro-batches that each worker process loads ahead",
+        key="dataloader.prefetch", limits={"ge": 1, "le": MAX_PREFETCH},
     )
 
     # optimizer
     optimizer: str | None = option(
-        Value(str, choices=OPTIMIZERS),
-        Key("optimizer.type", "Without it AdamW."),
-        Flag("optimizer of every row (default: AdamW)"),
+        str, None, "optimizer of every row", without="AdamW", key="optimizer.type", choices=OPTIMIZERS
     )
 
     # profiling
     profiles: tuple[ProfileName, ...] = option(
-        Value(str, (), choices=PROFILES, many=True),
-        Key("profiling.profiles", "Profilers, in order, each with steps of its own."),
-        Flag(
-            "torch: trace and table of operators; memory: what allocates it; nsys: a window for Nsight Systems",
-            name="--profile",
-        ),
+        str, (), "torch: trace and table of operators; memory: what allocates it; nsys: a window for Nsight Systems",
+        flag="--profile", key="profiling.profiles", choices=PROFILES, many=True,
     )
     profile_steps: int = option(
-        Value(int, NO_INSPECTION.profile_steps, {"ge": 1, "le": MOST_PROFILE_STEPS}),
-        Key("profiling.steps", "Steps that each profiler observes."),
-        Flag("steps that each profiler observes (default: 2)"),
+        int, NO_INSPECTION.profile_steps, "steps that each profiler observes",
+        key="profiling.steps", limits={"ge": 1, "le": MOST_PROFILE_STEPS},
     )
     profile_ranks: tuple[int, ...] = option(
-        Value(int, NO_INSPECTION.profile_ranks, {"ge": 0, "le": MAX_RANKS}, many=True),
-        Key("profiling.ranks", "Ranks that write a profile."),
-        Flag("ranks that write a profile (default: 0)", "RANK"),
+        int, NO_INSPECTION.profile_ranks, "ranks that write a profile",
+        without="0", key="profiling.ranks", metavar="RANK", limits={"ge": 0, "le": MAX_RANKS}, many=True,
     )
     nsys_start: int = option(
-        Value(int, -1, _STEP),
-        Key(
-            "profiling.nsys_start",
-            "First step of the window that nsys records, among those after the measured ones, numbered from 0, the "
-            "first warm-up step; it adds the profiler nsys. -1: the first of them.",
-        ),
-        Flag(
-            "first step that nsys records, numbered from 0, the first warm-up step; adds --profile nsys (default: -1, "
-            "the first after the measured ones)",
-            "STEP",
-        ),
+        int, -1, "first step that nsys records, numbered from 0, the first warm-up step; adds --profile nsys",
+        without="-1, the first after the measured ones", key="profiling.nsys_start", metavar="STEP", limits=_STEP,
     )
     nsys_end: int = option(
-        Value(int, -1, _STEP),
-        Key("profiling.nsys_end", "Last step of that window. -1: the last of them."),
-        Flag("last step that nsys records (default: -1, the last that --profile-steps gives)", "STEP"),
+        int, -1, "last step that nsys records",
+        without="-1, the last that --profile-steps gives", key="profiling.nsys_end", metavar="STEP", limits=_STEP,
     )
 
     # launch
     num_gpus: int | None = option(
-        Value(int, None, {"ge": 1, "le": MAX_RANKS}),
-        Key("launch.num_gpus", "GPUs, or CPU ranks; without it all GPUs, or 1 rank."),
-        Flag("GPUs, or CPU ranks (default: all GPUs, or 1 rank)"),
+        int, None, "GPUs, or CPU ranks",
+        without="all GPUs, or 1 rank", key="launch.num_gpus", limits={"ge": 1, "le": MAX_RANKS},
     )
     accelerator: str = option(
-        Value(str, "auto", choices=("auto", "cuda", "cpu")),
-        Key("launch.accelerator", "Device type."),
-        Flag("device type (default: auto)"),
+        str, "auto", "device type", key="launch.accelerator", choices=("auto", "cuda", "cpu")
     )
     launcher: str = option(
-        Value(str, "auto", choices=("auto", "warm", "deepspeed")),
-        Key(
-            "launch.launcher",
-            "warm: ranks forked from one preloaded process; deepspeed: its launcher for every trial.",
-        ),
-        Flag("warm: ranks forked from one preloaded process; deepspeed: its launcher for every trial (default: auto)"),
+        str, "auto", "warm: ranks forked from one preloaded process; deepspeed: its launcher for every trial",
+        key="launch.launcher", choices=("auto", "warm", "deepspeed"),
     )
     hostfile: Path | None = option(
-        Value(Path),
-        Key("launch.hostfile", "DeepSpeed hostfile, for several nodes."),
-        Flag("DeepSpeed hostfile: the hosts of every trial, reached by ssh (docs/many_nodes.md)", "FILE"),
+        Path, None, "DeepSpeed hostfile: the hosts of every trial, reached by ssh (docs/many_nodes.md)",
+        key="launch.hostfile", metavar="FILE",
     )
     include: str | None = option(
-        Value(str),
-        Key("launch.include", "Hosts and slots of the hostfile to use, in DeepSpeed's syntax: a@b:0,1."),
-        Flag("hosts and slots of the hostfile to use, e.g. a@b:0,1", "HOST[:SLOTS]@..."),
+        str, None, "hosts and slots of the hostfile to use, e.g. a@b:0,1",
+        key="launch.include", metavar="HOST[:SLOTS]@...",
     )
     exclude: str | None = option(
-        Value(str),
-        Key("launch.exclude", "Hosts and slots of the hostfile to leave out."),
-        Flag("hosts and slots of the hostfile to leave out, e.g. a@b:0,1", "HOST[:SLOTS]@..."),
+        str, None, "hosts and slots of the hostfile to leave out, e.g. a@b:0,1",
+        key="launch.exclude", metavar="HOST[:SLOTS]@...",
     )
     host_command: str | None = option(
-        Value(str),
-        Key("launch.host_command", "Command that runs a program on {host}; without it ssh {host}, in Slurm srun."),
-        Flag(
-            "runs a program on {host}, e.g. 'kubectl exec -i {host} --' (default: ssh {host}; in a Slurm job srun)",
-            "COMMAND",
-        ),
+        str, None, "runs a program on {host}, e.g. 'kubectl exec -i {host} --'",
+        without="ssh {host}; in a Slurm job srun", key="launch.host_command", metavar="COMMAND",
     )
     env: tuple[str, ...] = option(
-        Value(str, (), many=True),
-        Key("launch.env", "Variables that the ranks get on every host, each NAME or NAME=VALUE."),
-        Flag(
-            "variable for the ranks of every host, besides NCCL_*, HF_* … (docs/many_nodes.md); may be repeated",
-            "NAME[=VALUE]",
-            action="append",
-            nargs=None,
-            default=[],
-        ),
+        str, (), "variable for the ranks of every host, besides NCCL_*, HF_* … (docs/many_nodes.md); may be repeated",
+        key="launch.env", metavar="NAME[=VALUE]", many=True,
+        arguments={"action": "append", "nargs": None, "default": []},
     )
     master_addr: str | None = option(
-        Value(str),
-        Key("launch.master_addr", "Address of the first host that all others reach; without it its first."),
-        Flag("address of the first host that all others reach (default: its first)", "ADDR"),
+        str, None, "address of the first host that all others reach",
+        without="its first", key="launch.master_addr", metavar="ADDR",
     )
     master_port: int | None = option(
-        Value(int, None, {"ge": 1, "le": MAX_PORT}),
-        Key("launch.master_port", "Port of that address; without it a free one."),
-        Flag("port of it (default: a free one)", "PORT"),
+        int, None, "port of it",
+        without="a free one", key="launch.master_port", metavar="PORT", limits={"ge": 1, "le": MAX_PORT},
     )
     nvme_path: Path | None = option(
-        Value(Path),
-        Key("launch.nvme_path", "Folder on the NVMe disk."),
-        Flag("folder on the NVMe disk", "DIR"),
+        Path, None, "folder on the NVMe disk", key="launch.nvme_path", metavar="DIR"
     )
     cpu_memory_limit: float | None = option(
-        Value(float, None, AMOUNT),
-        Key("launch.cpu_memory_limit", "Limit of each rank's data, in GB (2^30)."),
-        Flag("limit of each rank's data, enforced by the kernel, in GB (2^30)", "GB"),
+        float, None, "limit of each rank's data, enforced by the kernel, in GB (2^30)",
+        key="launch.cpu_memory_limit", metavar="GB", limits=_AMOUNT,
     )
     gpu_memory_limit: float | None = option(
-        Value(float, None, AMOUNT),
-        Key("launch.gpu_memory_limit", "Emulate a GPU of this memory, in GB (2^30)."),
-        Flag("emulate a GPU of this memory, in GB (2^30)", "GB"),
+        float, None, "emulate a GPU of this memory, in GB (2^30)",
+        key="launch.gpu_memory_limit", metavar="GB", limits=_AMOUNT,
     )
     peak_tflops: float | None = option(
-        Value(float, None, AMOUNT),
-        Key("launch.peak_tflops", "Dense peak of one GPU in TFLOP/s, for MFU; without it known GPUs."),
-        Flag("dense peak of one GPU in TFLOP/s, for MFU (default: known GPUs)", "T"),
+        float, None, "dense peak of one GPU in TFLOP/s, for MFU",
+        without="known GPUs", key="launch.peak_tflops", metavar="T", limits=_AMOUNT,
     )
     timeout: float = option(
-        Value(float, 3600.0, AMOUNT),
-        Key("launch.timeout", "Seconds after which a trial is ended."),
-        Flag("end a trial that takes longer (default: 3600)", "SECONDS"),
+        float, 3600.0, "end a trial that takes longer",
+        without="3600", key="launch.timeout", metavar="SECONDS", limits=_AMOUNT,
     )
     stall_timeout: float = option(
-        Value(float, 600.0, AMOUNT),
-        Key("launch.stall_timeout", "Seconds without a sign of life after which a trial is ended."),
-        Flag(
-            "end a trial without a sign of life for so long; until the first step, growth of memory and disk I/O are "
-            "signs too (default: 600)",
-            "SECONDS",
-        ),
+        float, 600.0,
+        "end a trial without a sign of life for so long; until the first step, growth of memory and disk I/O are signs "
+        "too",
+        without="600", key="launch.stall_timeout", metavar="SECONDS", limits=_AMOUNT,
     )
     skip_predicted_oom: bool = option(
-        Value(bool, False),
-        Key("launch.skip_predicted_oom", "Leave out rows that are predicted not to fit."),
-        Flag("leave out rows that are predicted not to fit; never one that may"),
+        bool, False, "leave out rows that are predicted not to fit; never one that may",
+        key="launch.skip_predicted_oom",
     )
     force: bool = option(
-        Value(bool, False),
-        Key("launch.force", "Run also what is predicted to need more than 1.5 times the host memory there is."),
-        Flag("run also what is predicted to need more than 1.5 times the host memory there is"),
+        bool, False, "run also what is predicted to need more than 1.5 times the host memory there is",
+        key="launch.force",
     )
 
     # output
     output_dir: Path = option(
-        Value(Path, Path("results")),
-        Key("output.dir", "Folder of the results, in the current folder; made when missing."),
-        Flag("folder of the results, created when missing (default: results)", "DIR"),
+        Path, Path("results"), "folder of the results, created when missing", key="output.dir", metavar="DIR"
     )
     repeats: int = option(
-        Value(int, 1, {"ge": 1, "le": MAX_REPEATS}),
-        Key("output.repeats", "Runs of every row; 3 or more give intervals."),
-        Flag(
-            "runs of every row, in rounds whose order is rotated and reversed; 3 or more give intervals (default: 1)",
-            "R",
-        ),
+        int, 1, "runs of every row, in rounds whose order is rotated and reversed; 3 or more give intervals",
+        key="output.repeats", metavar="R", limits={"ge": 1, "le": MAX_REPEATS},
     )
     goal: str = option(
-        Value(str, "balanced", choices=GOALS),
-        Key("output.goal", "The fastest row, the least memory, or both."),
-        Flag("what the recommendation is for: the fastest row, the least memory, or both (default: balanced)"),
+        str, "balanced", "what the recommendation is for: the fastest row, the least memory, or both",
+        key="output.goal", choices=GOALS,
     )
     export: str | None = option(
-        Value(str),
-        Key("output.export", "Row whose configuration is written too; the recommended one always is."),
-        Flag(
-            "write this row's configuration for DeepSpeed, Trainer and Accelerate (default: the recommended row's)",
-            "STRATEGY",
-        ),
+        str, None, "write this row's configuration for DeepSpeed, Trainer and Accelerate",
+        without="the recommended row's", key="output.export", metavar="STRATEGY",
     )
     monitor: Monitor | None = option(
-        Value(str, choices=MONITORS),
-        Key(
-            "output.monitor",
-            "Write loss, memory and throughput of each step while a trial runs: to steps.jsonl in its folder; "
-            "tensorboard: to TensorBoard's files too.",
-        ),
-        Flag(
-            "write loss, memory and throughput of each step to steps.jsonl in the trial's folder while it runs; "
-            "tensorboard: to TensorBoard's files too (default with no value: steps)",
-            nargs="?",
-            const="steps",
-        ),
+        str, None,
+        "write loss, memory and throughput of each step to steps.jsonl in the trial's folder while it runs; "
+        "tensorboard: to TensorBoard's files too; without a value: steps",
+        key="output.monitor", choices=MONITORS, arguments={"nargs": "?", "const": "steps"},
     )
     checkpoint: bool = option(
-        Value(bool, False),
-        Key(
-            "output.checkpoint",
-            "Save, convert and load a checkpoint of every row after its measured steps, and time it.",
-        ),
-        Flag("save, convert and load a checkpoint of every row, and time it; its files are removed afterwards"),
+        bool, False, "save, convert and load a checkpoint of every row, and time it; its files are removed afterwards",
+        key="output.checkpoint",
     )
     checkpoint_path: str | None = option(
-        Value(str),
-        Key(
-            "output.checkpoint_path",
-            "Folder on the disk to save to; adds checkpoint. Without it the folder of the results.",
-        ),
-        Flag("folder on the disk to save to; adds --checkpoint (default: the folder of the results)", "DIR"),
+        str, None, "folder on the disk to save to; adds --checkpoint",
+        without="the folder of the results", key="output.checkpoint_path", metavar="DIR",
     )
     csv: Path | None = option(
-        Value(Path),
-        Key("output.csv", "File for the flat rows as CSV, besides that in dir; in the current folder, replaced."),
+        Path, None, "file for the flat rows as CSV, besides that in dir; in the current folder, replaced",
+        flag=False, key="output.csv",
     )
 
     # flags alone
     axes: tuple[AxisValues, ...] = option(
-        Value(str, ()),
-        Flag(
-            "make a row of each value, in every row where it acts, e.g. overlap_comm=true,false; several make every "
-            "combination (the command axes lists them)",
-            "NAME=V1,V2,...",
-            name="--axis",
-            action="append",
-            default=[],
-        ),
+        str, (),
+        "make a row of each value, in every row where it acts, e.g. overlap_comm=true,false; several make every "
+        "combination (the command axes lists them)",
+        flag="--axis", metavar="NAME=V1,V2,...", arguments={"action": "append", "default": []},
     )
     """The values of each axis."""
     ds_config: Mapping[str, Any] = option(
-        Value(Path),
-        Flag("JSON file whose values replace those of every configuration", "FILE"),
+        Path, None, "JSON file whose values replace those of every configuration", metavar="FILE"
     )
     """Content of the file."""
     resume: Path | None = option(
-        Value(Path),
-        Flag(
-            "run what is missing of an earlier run on the same machine, with its flags; flags that run code or reach "
-            "other machines, and values that may be credentials, must be given again",
-            "RUN_DIR",
-        ),
+        Path, None,
+        "run what is missing of an earlier run on the same machine, with its flags; flags that run code or reach other "
+        "machines, and values that may be credentials, must be given again",
+        metavar="RUN_DIR",
     )
     retry: tuple[str, ...] = option(
-        Value(str, ()),
-        Flag("with --resume: also rows with this outcome, e.g. Timeout,OOM", "CLASS,...", default=""),
+        str, (), "with --resume: also rows with this outcome, e.g. Timeout,OOM",
+        metavar="CLASS,...", arguments={"default": ""},
     )
     shard: Shard | None = option(
-        Value(Shard),
-        Flag(
-            "run the I-th of N parts of the plan's trials; report reads the results of all parts together "
-            "(docs/recipes.md)",
-            "I/N",
-        ),
+        Shard, None,
+        "run the I-th of N parts of the plan's trials; report reads the results of all parts together "
+        "(docs/recipes.md)",
+        metavar="I/N",
     )
     """The part of the plan that this run has; None for all of it."""
-    dry_run: bool = option(
-        Value(bool, False),
-        Flag("print each trial's configuration and command, run nothing"),
-    )
-    print_recipe: bool = option(
-        Value(bool, False),
-        Flag("print the recipe that makes the same comparison, run nothing"),
-    )
-    format: str = option(
-        Value(str, "table", choices=("table", "markdown", "json")),
-        Flag("form of the summary (default: table)"),
-    )
-    quiet: bool = option(
-        Value(bool, False),
-        Flag("print the summary only"),
-    )
+    dry_run: bool = option(bool, False, "print each trial's configuration and command, run nothing")
+    print_recipe: bool = option(bool, False, "print the recipe that makes the same comparison, run nothing")
+    format: str = option(str, "table", "form of the summary", choices=("table", "markdown", "json"))
+    quiet: bool = option(bool, False, "print the summary only")
     verbose: bool = option(
-        Value(bool, False),
-        Flag("print the table with all columns and notes, and each trial's caveats and files as they come"),
+        bool, False, "print the table with all columns and notes, and each trial's caveats and files as they come"
     )
-    strict: bool = option(
-        Value(bool, False),
-        Flag("exit 1 when any row failed"),
-    )
+    strict: bool = option(bool, False, "exit 1 when any row failed")
 
+    # fmt: on
     # what follows from the above, or from the command
     auto_batch: bool = False
     """Run each strategy at the largest micro-batch that trains."""
@@ -581,6 +447,8 @@ class Options:
     """What the user must know about them."""
     token_file: TokenFile | None = None
     """What was read of ``data``; None until the plan is made."""
+    typed: frozenset[str] | None = None
+    """Options whose flags were typed over a recipe; None without the file of a recipe."""
 
     @classmethod
     def of(cls, **values: Any) -> Options:
@@ -592,6 +460,71 @@ class Options:
             values["seq_length"] = None
         values["model"] = values["model_factory"] or values["model"]
         return cls(**values, auto_batch=auto_batch, auto_seq=auto_seq)
+
+    def say(self, name: str) -> str:
+        """How the user gives an option: by its flag, or by its key of the recipe."""
+        option = OPTIONS[name]
+        key = "axes" if name == "axes" else option.key
+        by_flag = key is None or self.family != "recipe" or self.typed is None or name in self.typed
+        return str(option.flag if by_flag and option.flag else key)
+
+    def checked(self) -> Options:
+        """Return the options with what follows from them. Raises UsageError where two contradict each other."""
+        # An axis may give rows a data loader, of which the options know nothing.
+        has_loader = self.data is not None or self.data_workers is not None or "data_workers" in self.axis_names
+        auto = f"{self.say('batch_size')} auto"
+        for name, other, other_text, remedy in (
+            ("common_batch", not self.auto_batch, f"without {auto}", f"add {auto}"),
+            ("keep_batch", self.auto_batch, f"with {auto}", "leave one of them out"),
+            ("keep_batch", not self.configs, f"without {self.say('configs')}", f"add {self.say('configs')} FILE"),
+            ("retry", self.resume is None, "without --resume", "add --resume RUN_DIR"),
+            ("quiet", self.verbose, "and --verbose together", "give one of them"),
+            ("csv", self.shard is not None, "with --shard: each shard would replace the file",
+             "leave it out; report --format csv --output FILE reads all shards"),
+            ("data_dtype", self.data is None, f"without {self.say('data')}", f"add {self.say('data')} FILE"),
+            ("data_pin_memory", not has_loader, "without a data loader",
+             f"add {self.say('data_workers')} N"),
+        ):  # fmt: skip
+            if other and getattr(self, name):
+                raise UsageError(f"{self.say(name)} {other_text}", remedy=remedy)
+        if self.auto_batch and self.auto_seq:
+            raise UsageError(f"{auto} with {self.say('seq_length')} auto", remedy="give one of them a number")
+        if self.data_prefetch != DEFAULT_PREFETCH and not self.data_workers and "data_workers" not in self.axis_names:
+            problem = f"{self.say('data_prefetch')} {self.data_prefetch} without worker processes"
+            raise UsageError(problem, remedy=f"add {self.say('data_workers')} 1 or more")
+        if self.launcher == "warm" and self.hostfile is not None:
+            names = self.say("launcher"), self.say("hostfile")
+            raise UsageError(f"{names[0]} warm works on one node", remedy=f"leave {names[0]} out, or drop {names[1]}")
+        return replace(
+            self,
+            profiles=self._checked_profiles(),
+            profile_ranks=tuple(dict.fromkeys(self.profile_ranks)),
+            checkpoint=self.checkpoint or self.checkpoint_path is not None,
+        )
+
+    def _checked_profiles(self) -> tuple[ProfileName, ...]:
+        """The profilers, each once, with nsys where it has a window. Raises UsageError for a window of other steps."""
+        has_window = self.nsys_start >= 0 or self.nsys_end >= 0
+        names = dict.fromkeys((*self.profiles, *(("nsys",) if has_window else ())))
+        usual = (NO_INSPECTION.profile_steps, NO_INSPECTION.profile_ranks)
+        if not names and (self.profile_steps, self.profile_ranks) != usual:
+            problem = f"{self.say('profile_steps')} or {self.say('profile_ranks')} without {self.say('profiles')}"
+            raise UsageError(problem, remedy=f"add {self.say('profiles')} torch")
+        # Profilers observe steps after the measured ones, so that they disturb none of these.
+        steps_before = self.warmup_steps + self.num_steps
+        observed = self.inspection.profiled_steps(steps_before)
+        window = self.inspection.nsys_window(steps_before)
+        if not window or window.start < observed.start or window.stop > observed.stop:
+            start = self.say("nsys_start")
+            asked_for = f"nsys is to record steps {window.start} to {window.stop - 1}, but"
+            if self.nsys_end < 0 and window.start >= observed.stop:  # the window has no end of its own
+                asked_for = f"{start} {window.start} is beyond the last step, {observed.stop - 1}:"
+            raise UsageError(
+                f"{asked_for} steps 0 to {observed.start - 1} are warm-up and measured, and profilers observe "
+                f"{observed.start} to {observed.stop - 1}",
+                remedy=f"give {start} and {self.say('nsys_end')} among these, or more {self.say('profile_steps')}",
+            )
+        return tuple(names)
 
     @property
     def inspection(self) -> Inspection:
@@ -626,7 +559,18 @@ class Options:
         return None if self.gpu_memory_limit is None else from_gb(self.gpu_memory_limit)
 
 
-OPTIONS: Mapping[str, Option] = options_of(Options)
+OPTIONS: Mapping[str, Option] = {
+    each.name: Option(
+        **{
+            **each.metadata,
+            "flag": f"--{each.name.replace('_', '-')}"
+            if each.metadata["flag"] is True
+            else each.metadata["flag"] or None,
+        }
+    )
+    for each in fields(Options)
+    if each.metadata
+}
 """Every option, by the name of its field."""
-FLAGS: Mapping[str, str] = {option.flag.name: name for name, option in OPTIONS.items() if option.flag is not None}
+FLAGS: Mapping[str, str] = {option.flag: name for name, option in OPTIONS.items() if option.flag is not None}
 """Flag → the name of the field that it gives."""

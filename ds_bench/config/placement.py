@@ -30,14 +30,15 @@ def resolve_placement(options: Options, environ: Mapping[str, str], inventory: g
     if options.accelerator != "cpu" and (rocm := environment.torch_rocm_version()) is not None:
         raise UsageError(
             f"the installed torch is for ROCm {rocm}, which is not supported",
-            remedy="install torch for CUDA and run on NVIDIA GPUs, or --accelerator cpu",
+            remedy=f"install torch for CUDA and run on NVIDIA GPUs, or {options.say('accelerator')} cpu",
         )
     visible = gpus.select_visible(environ, inventory.gpus)
     accelerator = _accelerator(options.accelerator, len(visible))
     if accelerator == "cuda" and environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
         raise UsageError("CUDA_VISIBLE_DEVICES names a MIG instance", remedy="give whole GPUs; MIG is not supported")
     if accelerator == "cpu" and options.gpu_memory_limit is not None:
-        raise UsageError("--gpu-memory-limit, but no GPU is used", remedy="use --cpu-memory-limit on a CPU")
+        problem = f"{options.say('gpu_memory_limit')}, but no GPU is used"
+        raise UsageError(problem, remedy=f"use {options.say('cpu_memory_limit')} on a CPU")
     hosts = _used_slots(options, environ, len(visible) if accelerator == "cuda" else None)
     return Placement(
         accelerator=accelerator,
@@ -86,13 +87,14 @@ def _accelerator(requested: str, visible: int) -> Accelerator:
 
 
 def _ranks(options: Options, environ: Mapping[str, str], accelerator: Accelerator, visible: int, hosts: Slots) -> int:
+    flag = options.say("num_gpus")
     if hosts:
         slots = sum(map(len, hosts.values()))
         if options.num_gpus not in (None, slots):
             selected = "the hostfile has" if not (options.include or options.exclude) else "the hosts selected have"
             raise UsageError(
-                f"--num-gpus {options.num_gpus}, but {selected} {slots} slots",
-                remedy="leave --num-gpus out; --include selects slots",
+                f"{flag} {options.num_gpus}, but {selected} {slots} slots",
+                remedy=f"leave {flag} out; {options.say('include')} selects slots",
             )
         return slots
     requested = options.num_gpus or _world_size(environ)
@@ -102,10 +104,10 @@ def _ranks(options: Options, environ: Mapping[str, str], accelerator: Accelerato
         raise UsageError(
             f"{requested} processes were started for this comparison, but {visible} are visible to the first",
             remedy="let the first see every GPU (Slurm: srun --gpus-per-node=N --gpu-bind=none), or give "
-            f"--num-gpus {visible}",
+            f"{flag} {visible}",
         )
     if requested is not None and requested > visible:
-        raise UsageError(f"--num-gpus {requested}, but {visible} are visible", remedy=f"give {visible} or less")
+        raise UsageError(f"{flag} {requested}, but {visible} are visible", remedy=f"give {visible} or less")
     return requested or visible
 
 

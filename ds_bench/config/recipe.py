@@ -24,8 +24,7 @@ from ..units import format_place
 from . import axis_rows, deepspeed_config, deepspeed_keys, strategies
 from .configuration_files import ConfigurationFile
 from .deepspeed_config import Config, MakeConfig, base_config
-from .option_declaration import COUNT, Value
-from .options import ALL, EMPTY_PATH, FACTORY, OPTIONS, Options
+from .options import ALL, COUNT, EMPTY_PATH, FACTORY, OPTIONS, Option, Options
 from .recipe_file import FLOAT, Data, KeyPath, RecipeText
 from .spec import BATCH_KEYS, Strategy
 from .strategies import STRATEGY_NAMES
@@ -54,7 +53,7 @@ _TYPES: Mapping[str, Any] = {
 """Types of values that are blocks of keys themselves."""
 
 
-def _type_of(value: Value, path: str) -> Any:
+def _type_of(value: Option, path: str) -> Any:
     """The type of an option's value, as pydantic takes it."""
     if value.kind is dict:
         return _TYPES[path]
@@ -86,10 +85,10 @@ def _section(name: str, purpose: str, **more_keys: Any) -> Any:
     """A section of recipes and its default: a key for each option that it gives, then those of ``more_keys``."""
     keys: dict[str, Any] = {}
     for option in OPTIONS.values():
-        if option.key is not None and option.key.path.startswith(f"{name}."):
-            path, default = option.key.path, {} if option.value.kind is dict else option.value.default
-            described = Field(default=default, description=option.key.description)
-            keys[path.removeprefix(f"{name}.")] = (_type_of(option.value, path), described)
+        if option.key is not None and option.key.startswith(f"{name}."):
+            default = {} if option.kind is dict else option.default
+            described = Field(default=default, description=f"{option.help[0].upper()}{option.help[1:]}.")
+            keys[option.key.removeprefix(f"{name}.")] = (_type_of(option, option.key), described)
     model = create_model(name.capitalize(), __base__=_Section, __doc__=purpose, **keys, **more_keys)
     return model, model()
 
@@ -153,9 +152,7 @@ def _by_path(recipe: BaseModel) -> Values:
 
 
 PATHS: Mapping[str, str] = {
-    name: option.key.path
-    for name, option in OPTIONS.items()
-    if option.key is not None and option.value.kind is not dict
+    name: option.key for name, option in OPTIONS.items() if option.key is not None and option.kind is not dict
 }
 """Field of Options → the key path of a recipe that gives it as it is."""
 

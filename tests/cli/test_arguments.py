@@ -12,6 +12,7 @@ import pytest
 from ds_bench.cli.arguments import build_parser, parse
 from ds_bench.config.options import Family, Options
 from ds_bench.errors import UsageError
+from ds_bench.planner import with_row_names
 from tests.support import fakes
 
 BOTH: dict[str, Any] = {
@@ -313,25 +314,25 @@ def test_the_fakes_go_the_same_way() -> None:
 
 
 def test_a_row_may_be_named_by_its_strategy_or_its_stage() -> None:
-    assert parse("zero", "zero.py", ["--relative-to", "2", "--export", "zero3"]).relative_to == "zero2"
-    assert parse("zero", "zero.py", ["--relative-to", "2", "--export", "3"]).export == "zero3"
-    assert parse("zero", "zero.py", ["--relative-to", "ZeRO-2"]).relative_to == "zero2"
-    assert parse("zero", "zero.py", ["--relative-to", "stage 2"]).relative_to == "zero2"
-    assert parse("offload", "offload.py", ["--relative-to", "cpu_full"]).relative_to == "cpu_full"
+    for text in ("2", "zero2", "ZeRO-2", "stage 2"):
+        options = with_row_names(zero(f"--relative-to '{text}' --export '{text}'"))
+        assert (options.relative_to, options.export) == ("zero2", "zero2")
+    assert with_row_names(offload("--relative-to cpu_full")).relative_to == "cpu_full"
 
 
 def test_a_row_that_is_not_compared_is_refused_with_those_that_are(subtests: pytest.Subtests) -> None:
-    for family, flags, rows in (
-        ("zero", ["--stages", "1", "2", "--relative-to", "0"], "one of zero1, zero2"),
-        ("zero", ["--export", "fastest"], "one of zero0, zero1, zero2, zero3"),
-        ("offload", ["--export", "nvme"], "one of none, cpu_optimizer, cpu_full"),
+    for options, rows in (
+        (zero("--stages 1 2 --relative-to 0"), "one of zero1, zero2"),
+        (zero("--export fastest"), "one of zero0, zero1, zero2, zero3"),
+        (offload("--export nvme"), "one of none, cpu_optimizer, cpu_full"),
+        (zero("--strategies ddp --stages 1 --export ddp"), "torch's own engine"),
     ):
-        with subtests.test(family=family, flags=flags, rows=rows), pytest.raises(UsageError, match=rows):
-            parse(family, "script.py", flags)
+        with subtests.test(rows=rows), pytest.raises(UsageError, match=rows):
+            with_row_names(options)
 
 
 def test_the_row_that_an_nvme_path_adds_can_be_exported(tmp_path: Path) -> None:
-    assert parse("offload", "offload.py", ["--nvme-path", str(tmp_path), "--export", "nvme"]).export == "nvme"
+    assert with_row_names(offload(f"--nvme-path {tmp_path} --export nvme")).export == "nvme"
 
 
 def test_a_misspelling_is_answered_with_what_was_meant(subtests: pytest.Subtests) -> None:

@@ -220,7 +220,7 @@ def test_the_hook_runs_this_command_on_files_with_names_of_configurations() -> N
     )
     program, *arguments = hook["entry"].split()
     assert program == "ds-compare"
-    assert commands.build_parser().parse_args([*arguments, "ds_config.json"]).files == [Path("ds_config.json")]
+    assert commands.build_parser().parse_args([*arguments, "ds_config.json"]).paths == [Path("ds_config.json")]
     names = ["ds_config.json", "configs/zero3.json", "scripts/zero_2_offload.json", "deepspeed.json"]
     assert [name for name in [*names, "package.json", "zeros.json"] if re.search(hook["files"], name)] == names
 

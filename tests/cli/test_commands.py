@@ -511,11 +511,11 @@ def test_advice_for_a_model_that_cannot_be_counted_is_one_line(
 def test_every_command_says_what_it_is_for_with_an_example_and_refuses_by_its_own_name(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name, (_, purpose, _) in commands.COMMANDS.items():
+    for name, command in commands.COMMANDS.items():
         with pytest.raises(SystemExit):
             commands.main([name, "--help"])
         text = capsys.readouterr().out
-        assert f"{purpose[0].upper()}{purpose[1:]}." in text
+        assert f"{command.purpose[0].upper()}{command.purpose[1:]}." in text
         assert f"  python -m ds_bench {name}" in text.partition("example")[2]
     assert commands.main(["plan", "--modle", "gpt2"]) == 2
     assert commands.main(["reprot"]) == 2

@@ -15,6 +15,7 @@ from ds_bench.config.rules import RULES
 PACKAGE = Path(arguments.__file__).parents[1]
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z_-]*[a-z]")
 OF_OTHER_PROGRAMS = {
+    "--rdzv-id",
     *("--gpus", "--ipc", "--read-only", "--shm-size", "--tmpfs", "--ulimit"),  # docker run
     *("--gpu-bind", "--me", "--nodes", "--ntasks"),  # Slurm
     "--local-addr",  # torchrun

@@ -188,7 +188,7 @@ REFUSED = {
     "configurations: {strategies: nvme}": "configurations.strategies nvme needs a disk (add launch.nvme_path DIR",
     "configurations: {relative_to: zero9}": "configurations.relative_to zero9: no such row",
     "configurations: {deepspeed: {zero_optimisation: {}}}": "did you mean 'zero_optimization'",
-    "training: {steps: [1, 2, 3]}\nmodel: {name: no-such-model}": "model.name no-such-model is no preset",
+    "training: {steps: [1, 2, 3]}\nmodel: {name: no-such-model}": "--model no-such-model is no preset",
     "axes: {micro_batch: [1, 2]}\ntraining: {local_batch_size: 2}": "axes.micro_batch and training.local_batch_size",
     "model: {name: tiny}\ndataset: {vocab_size: 2000}": "dataset.vocab_size 2000 is beyond the 1000 ids of tiny",
     "dataset: {path: none.uint16}": "none.uint16: No such file or directory",
@@ -333,7 +333,7 @@ def test_the_recipe_of_a_script_makes_the_same_trials(
     rows = [row.origin for row in requested_rows(options) if isinstance(row.origin, Strategy)]
     text = recipe_file.parse_recipe(recipe.yaml_text(recipe.recipe_of(options, make, rows)))
     read = recipe.check_recipe(text)
-    again = arguments.check_options(recipe.options_of(read, text.folder))
+    again = recipe.options_of(read, text.folder)
     first = make_run_plan([options], make, fakes.machine())
     second = make_run_plan([again], recipe.config_maker(read), fakes.machine())
     assert [trial.key for trial in first.trials] == [trial.key for trial in second.trials]

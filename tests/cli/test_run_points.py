@@ -136,11 +136,11 @@ def test_a_changed_file_is_another_trial_and_is_not_resumed(
 
 
 REFUSED = {
-    "dataset: {path: ids.uint16}\nmodel: {name: tiny}": "dataset.path",
+    "dataset: {path: ids.uint16}\nmodel: {name: tiny}": "holds the id 2000",
     "dataset: {path: ids.uint16, vocab_size: 100}": "the id 2000 (token 2,048), beyond the 100 ids of dataset.voc",
     "dataset: {path: ids.uint16}\nmodel: {name: gpt2}\ntraining: {seq_len: 1024, steps: [1, 2]}": "",
-    "dataset: {path: short.uint16}": "8 tokens, fewer than one sequence of 256 (give a longer file, or tra",
-    "dataset: {path: ids.bin}": "its name does not say how long its ids are (add dataset.dtype uint16, or uint32)",
+    "dataset: {path: short.uint16}": "8 tokens, fewer than one sequence of 256 (give a longer file",
+    "dataset: {path: ids.bin}": "its name does not say how long its ids are",
 }
 
 

@@ -157,6 +157,7 @@ def test_every_flag_of_run_and_every_option_of_a_script_is_a_value_of_recipes_or
         "files",
         "file_lines",
         "token_file",
+        "typed",
         "auto_seq",
     }
     own = {field.name for field in fields(Options)} - run_flags - made_of_others

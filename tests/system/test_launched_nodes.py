@@ -12,7 +12,7 @@ from multiprocessing.connection import Client, Connection, answer_challenge, del
 
 import pytest
 
-from ds_bench.cli import requested_run
+from ds_bench import api
 from ds_bench.errors import PreflightError, UsageError
 from ds_bench.system import launched_nodes
 from ds_bench.system.launched_nodes import LaunchedNodes, find_nodes
@@ -202,5 +202,5 @@ def test_a_dry_run_assumes_the_nodes() -> None:
 def test_a_program_of_python_does_not_connect_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**TORCHRUN, "RANK": "0", "GROUP_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    answer = requested_run.run_arguments(["--model", "tiny"], quiet=True)
+    answer = api.run_arguments(["--model", "tiny"], quiet=True)
     assert "on several nodes" in answer["error"]["problem"]
