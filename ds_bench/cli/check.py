@@ -30,71 +30,60 @@ _GITHUB_LEVELS = {"error": "error", "warning": "warning", "hint": "notice"}
 def show_findings(
     paths: Sequence[Path], *, num_gpus: int | None, model: str | None, output_format: str, as_json: bool
 ) -> int:
-    """Prints what is found. Returns 0 without errors and warnings, 1 with any, 2 if a file could not be checked."""
+    """Print the findings. Return 0 without errors and warnings, 1 with any, 2 if a file could not be checked."""
     capability = default_placement(os.environ, read_gpus()).compute_capability
     size = None if model is None else _model_size(model)
     reports = check_files(paths, num_gpus=num_gpus, model=size, compute_capability=capability)
+    findings = [finding for report in reports for finding in report.findings]
     if as_json:
         terminal.print_json(json.dumps([_json_entry(report) for report in reports], indent=1))
-    elif output_format == "github":
+    else:
+        line_of = _annotation if output_format == "github" else _lines
         for report in reports:
             for finding in report.findings:
-                _print_line(_annotation(report, finding))
-    else:
-        _print_text(reports)
+                # A line break in a key would make a second line, which GitHub could take for a command.
+                for line in line_of(report.path, finding):
+                    terminal.print_text(terminal.escape_controls(line))
     unchecked = [report for report in reports if report.problem is not None]
+    checked = len(reports) - len(unchecked)
+    if not as_json and output_format != "github" and checked:
+        counts = Counter(finding.level for finding in findings)
+        levels = [format_items(counts[level], level) for level in ("error", "warning", "hint") if counts[level]]
+        terminal.print_text(f"{format_items(checked, 'file')} checked: {', '.join(levels) or 'nothing found'}")
     for report in unchecked:
-        terminal.print_text(f"ds_bench: {report.path} {report.problem} ({_REMEDY})", sys.stderr)
-    # A file that could not be checked goes before findings: 2 tells CI that the check itself failed.
-    if unchecked:
-        return 2
-    return int(any(finding.level != "hint" for report in reports for finding in report.findings))
+        terminal.print_text(f"ds_bench: {report.path}: {report.problem} ({_REMEDY})", sys.stderr)
+    # 2 tells CI that the check itself failed, whatever was found.
+    return 2 if unchecked else int(any(finding.level != "hint" for finding in findings))
 
 
 def _model_size(name: str) -> ModelSize:
-    """The sizes of a built-in model. Raises UsageError for any other."""
+    """Return the sizes of a built-in model. Raises UsageError for any other."""
     facts = presets.find_preset(name)
     if facts is None:
         similar = presets.similar_presets(name)
         remedy = f"nearest: {', '.join(similar)}" if similar else f"{invocation.command('models')} lists them"
-        raise UsageError(f"--model {name} is no built-in model", remedy=remedy)
+        raise UsageError(f"--model {name} is not a built-in model", remedy=remedy)
     return ModelSize(name=facts.name, parameters=facts.parameters, largest_parameter=facts.largest_parameter)
 
 
-def _print_text(reports: Sequence[FileReport]) -> None:
-    for report in reports:
-        for finding in report.findings:
-            place = f"{report.path}:{finding.line}" if finding.line else f"{report.path}"
-            key = f"{finding.path}: " if finding.path else ""
-            _print_line(f"{place}: {finding.level}: {key}{finding.text}")
-            _print_line(f"    → {finding.remedy} [{finding.rule}, {finding.source}]")
-    counts = Counter(finding.level for report in reports for finding in report.findings)
-    checked = sum(report.problem is None for report in reports)
-    if not checked:
-        return
-    levels = [format_items(counts[level], level) for level in ("error", "warning", "hint") if counts[level]]
-    terminal.print_text(f"{format_items(checked, 'file')} checked: {', '.join(levels) or 'nothing found'}")
+def _lines(path: Path, finding: Finding) -> list[str]:
+    place = f"{path}:{finding.line}" if finding.line else f"{path}"
+    key = f"{finding.path}: " if finding.path else ""
+    remedy = f"    → {finding.remedy} [{finding.rule}, {finding.source}]"
+    return [f"{place}: {finding.level}: {key}{finding.text}", remedy]
 
 
-def _print_line(text: str) -> None:
-    """Prints one line: a line break in a key would make a second one, which GitHub could take for a command."""
-    terminal.print_text(terminal.escape_controls(text))
+def _annotation(path: Path, finding: Finding) -> list[str]:
+    """Return a workflow command of GitHub Actions, which shows the finding next to its line."""
 
+    def escaped(text: object, more: str = "") -> str:
+        # As GitHub's toolkit escapes: %, CR and LF everywhere, : and , in properties (packages/core/src/command.ts).
+        return "".join(f"%{ord(sign):02X}" if sign in f"%\r\n{more}" else sign for sign in str(text))
 
-def _annotation(report: FileReport, finding: Finding) -> str:
-    """A workflow command of GitHub Actions, which shows the finding beside its line."""
-    properties = {
-        "file": str(report.path),
-        "line": finding.line,
-        "title": f"{finding.rule}: {finding.path}".rstrip(": "),
-    }
-    named = ",".join(f"{name}={_escaped(str(value), ':,')}" for name, value in properties.items() if value is not None)
-    return f"::{_GITHUB_LEVELS[finding.level]} {named}::{_escaped(f'{finding.text} → {finding.remedy}')}"
-
-
-def _escaped(text: str, more: str = "") -> str:
-    # As GitHub's toolkit escapes: %, CR and LF everywhere, : and , in properties (packages/core/src/command.ts).
-    return "".join(f"%{ord(sign):02X}" if sign in f"%\r\n{more}" else sign for sign in text)
+    title = f"{finding.rule}: {finding.path}".rstrip(": ")
+    properties = {"file": path, "line": finding.line, "title": title}
+    named = ",".join(f"{name}={escaped(value, ':,')}" for name, value in properties.items() if value is not None)
+    return [f"::{_GITHUB_LEVELS[finding.level]} {named}::{escaped(f'{finding.text} → {finding.remedy}')}"]
 
 
 def _json_entry(report: FileReport) -> dict[str, object]:

@@ -1,8 +1,7 @@
 """Reads the configurations of ``--configs``: DeepSpeed JSON, Accelerate YAML, and a Trainer's arguments.
 
-What a file says is kept as it is, ``"auto"`` included (``automatic_values`` resolves it). DeepSpeed reads its JSON with
-hjson, which allows comments and trailing commas; Trainer and Accelerate read strict JSON. A file may come from
-elsewhere: it is read as data only, up to a size and depth.
+What a file says is kept as it is, ``"auto"`` included (``automatic_values`` resolves it). Files may come from anywhere:
+they are read as data only, up to a size and depth.
 
 Sources: DeepSpeed 0.19.8, ``runtime/config.py``; Accelerate 1.15, ``utils/launch.py``, ``utils/dataclasses.py``
 (``DeepSpeedPlugin``); Transformers 5.23, ``training_args.py``.
@@ -20,6 +19,7 @@ from typing import Any, Literal
 
 from ..errors import UsageError
 from ..system import files, invocation, redaction
+from . import located_json
 from .automatic_values import TRAINING_DEFAULTS
 from .deepspeed_config import AUTO, Config, json_values
 from .spec import Precision
@@ -30,40 +30,38 @@ FileKind = Literal["deepspeed", "accelerate", "trainer"]
 MOST_BYTES = 2**18
 """Size of a file; configurations have a few kilobytes."""
 _MOST_VALUES = 10_000
-"""Values in a file, those behind a YAML alias counted wherever it stands."""
-_DEEPEST = 32
-"""Levels of blocks within blocks."""
+"""Values in a YAML file; those behind an alias count wherever it is used."""
+_MOST_LEVELS = 32
+"""Blocks within blocks."""
 MOST_FILES = 500
 """Files of one folder."""
 _LONGEST_NAME = 120
 _SUFFIXES = (".json", ".yaml", ".yml", ".config", "")
-_DEEPSPEED_MARKS = frozenset(
-    {
-        "zero_optimization",
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_clipping",
-        "fp16",
-        "bf16",
-        "steps_per_print",
-        "wall_clock_breakdown",
-        "zero_allow_untested_optimizer",
-    }
-)
-"""Top-level keys of which a DeepSpeed configuration has at least one, and a file that is no configuration has none."""
+_DEEPSPEED_MARKS = {
+    *("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "fp16", "bf16"),
+    *("steps_per_print", "wall_clock_breakdown", "zero_allow_untested_optimizer"),
+}
+"""Top-level keys of DeepSpeed: a configuration has at least one of them, any other file none."""
 _ARGUMENTS = (*TRAINING_DEFAULTS, "max_steps")
-"""TrainingArguments that "auto" stands for, apart from those that are the workload's."""
+"""TrainingArguments that "auto" stands for, except those of the workload."""
 _BATCH_ARGUMENTS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _ACCELERATE_CONFLICTS = (
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "zero_stage",
-    "offload_optimizer_device",
-    "offload_param_device",
-    "offload_param_nvme_path",
-    "zero3_save_16bit_model",
+    *("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device"),
+    *("offload_param_device", "offload_param_nvme_path", "zero3_save_16bit_model"),
 )
-"""Keys that Accelerate refuses beside ``deepspeed_config_file`` (``DeepSpeedPlugin._deepspeed_config_checks``)."""
+"""Keys that Accelerate refuses with ``deepspeed_config_file`` (``DeepSpeedPlugin._deepspeed_config_checks``)."""
+
+
+class ConfigurationFileError(UsageError):
+    """A file of ``--configs`` that cannot be used. ``reason`` does not name it."""
+
+    def __init__(self, path: Path, reason: str, *, remedy: str) -> None:
+        super().__init__(f"--configs {path}: {reason}", remedy=remedy)
+        self.path, self.reason = path, reason
+
+
+class MissingFileError(ConfigurationFileError):
+    """A file names another one for its DeepSpeed configuration that is not there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,42 +71,54 @@ class ConfigurationFile:
     path: Path
     kind: FileKind
     name: str
-    """Name of its row, unique and machine readable: the name of the file without its ending."""
+    """Name of its row, unique and machine readable: the name of the file without its suffix."""
     text: str
-    """Literal text of the file and, where it names another file with the DeepSpeed configuration, of that one.
-
-    Where a text may be a credential, the file is written anew without it.
-    """
+    """Literal text of the file, followed by that of the DeepSpeed configuration that it names; credentials redacted."""
     config: Mapping[str, Any]
     """The DeepSpeed configuration, with "auto" where the file says so."""
     arguments: Mapping[str, float] = field(default_factory=dict)
-    """TrainingArguments that the file gives and "auto" stands for, such as ``learning_rate``."""
+    """TrainingArguments in the file that "auto" stands for, such as ``learning_rate``."""
     batch_arguments: Mapping[str, int] = field(default_factory=dict)
     """``per_device_train_batch_size`` and ``gradient_accumulation_steps`` of a Trainer's file."""
     precision: Precision | None = None
-    """Number format that a Trainer's or Accelerate's file asks for; None where it leaves it open."""
+    """Number format that a Trainer's or Accelerate's file asks for; None if it leaves it open."""
     activation_checkpointing: bool = False
     """Whether a Trainer's file turns ``gradient_checkpointing`` on."""
     zero_init: bool = True
     """Whether Accelerate builds a model of stage 3 under ``deepspeed.zero.Init`` (its ``zero3_init_flag``)."""
     deepspeed_file: Path | None = None
-    """The file that an Accelerate or Trainer file names for its DeepSpeed configuration; None where it has none."""
+    """The file that an Accelerate or Trainer file names for its DeepSpeed configuration."""
     deepspeed_name: str = ""
     """How it names that file."""
-    notes: tuple[str, ...] = ()
-    """What the user must know about reading it, one line each, without the name of the file."""
+    conflicts: tuple[str, ...] = ()
+    """Keys that Accelerate refuses together with that file."""
+    lax_line: int | None = None
+    """Line where a JSON file is not strict JSON; None if it is."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user must know about reading it, one line each, without the name of the file."""
+        notes = [conflict_text(self.conflicts)] if self.conflicts else []
+        notes += [f"its DeepSpeed configuration is {self.deepspeed_file}"] if self.deepspeed_file else []
+        lax = f"not strict JSON at line {self.lax_line}: read as DeepSpeed reads it (hjson)"
+        return [*notes, f"{lax}; Trainer and Accelerate refuse the file"] if self.lax_line else notes
+
+
+def conflict_text(keys: Sequence[str]) -> str:
+    """Say which keys Accelerate refuses together with a DeepSpeed file."""
+    return f"Accelerate refuses {', '.join(keys)} together with deepspeed_config_file; the values of that file are used"
 
 
 def explain_files(paths: Sequence[Path]) -> str:
-    """The remedy for files that are refused; empty for the configurations that a recipe holds itself."""
+    """Return the remedy for refused files; empty for configurations inside a recipe."""
     return f"{invocation.command('check', *map(str, paths))} explains it" if paths else ""
 
 
 def read_configuration_files(paths: Sequence[Path]) -> tuple[list[ConfigurationFile], list[str]]:
-    """Reads the files, and those of the folders, of ``--configs``. Returns them with lines for the user.
+    """Read the files and folders of ``--configs``. Return the configurations, with lines for the user.
 
-    Raises UsageError for a file that is no configuration; in a folder such a file is left out with a line. Files of
-    one name are told apart by the names of their folders.
+    Raises UsageError for a file that is not a configuration; in a folder such a file is left out with a line. Files of
+    the same name get the names of their folders in front.
     """
     found: dict[Path, ConfigurationFile] = {}
     lines: list[str] = []
@@ -125,7 +135,7 @@ def read_configuration_files(paths: Sequence[Path]) -> tuple[list[ConfigurationF
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Returns the files of a folder that may be configurations by their names. Raises UsageError for too many."""
+    """Return the files of a folder that may be configurations by their names. Raises UsageError for too many."""
     paths = [path for path in folder.iterdir() if path.suffix.lower() in _SUFFIXES and not path.name.startswith(".")]
     names = sorted(path for path in paths if path.suffix and not path.is_dir())
     if len(names) > MOST_FILES:
@@ -139,73 +149,77 @@ def _read_folder(folder: Path, lines: list[str]) -> list[ConfigurationFile]:
     for path in files_in(folder):
         try:
             read.append(read_configuration_file(path))
-        except UsageError as error:
-            if path.suffix:  # of files such as LICENSE nobody expects that they are read
-                left_out.append(error.problem.removeprefix(f"--configs {folder}/"))
+        except ConfigurationFileError as error:
+            if path.suffix:  # nobody expects files such as LICENSE to be read
+                left_out.append(f"{error.path.relative_to(folder)}: {error.reason}")
     if not read:
-        reasons = "; ".join(left_out[:3])
-        raise UsageError(
-            f"--configs {folder} has no configuration{': ' if reasons else ''}{reasons}",
-            remedy="give a folder with DeepSpeed *.json or Accelerate *.yaml",
-        )
+        reason = "; ".join(["holds no configuration", *left_out[:3]])
+        raise ConfigurationFileError(folder, reason, remedy="give a folder with DeepSpeed *.json or Accelerate *.yaml")
     lines += [f"left out of {folder}: {reason}" for reason in left_out]
     return read
 
 
 def read_configuration_file(path: Path) -> ConfigurationFile:
-    """Reads one file. Raises UsageError if it cannot be read or is no configuration."""
+    """Read one file. Raises ConfigurationFileError if it cannot be read or is not a configuration."""
     text = _read_text(path)
-    data, notes = _parse(path, text)
+    data, line = _parse(path, text)
     kind = kind_of(data)
     if "deepspeed" in data and data["deepspeed"] is None:
-        problem = f"--configs {path} holds a Trainer's arguments without DeepSpeed: deepspeed is null"
-        raise UsageError(problem, remedy="give the DeepSpeed configuration itself, or the arguments of a run with it")
+        remedy = "give the DeepSpeed configuration itself, or the arguments of a run with it"
+        raise ConfigurationFileError(path, "a Trainer's arguments without DeepSpeed: deepspeed is null", remedy=remedy)
     if kind is None:
-        known = ", ".join(map(str, list(data)[:4])) or "nothing"
-        raise UsageError(
-            f"--configs {path} is no DeepSpeed configuration: it has {known}",
-            remedy="give a DeepSpeed JSON, an Accelerate YAML, or a Trainer's arguments with a deepspeed key",
-        )
+        reason = f"not a DeepSpeed configuration: it has {', '.join(map(str, list(data)[:4])) or 'no key'}"
+        remedy = "give a DeepSpeed JSON, an Accelerate YAML, or a Trainer's arguments with a deepspeed key"
+        raise ConfigurationFileError(path, reason, remedy=remedy)
     file = ConfigurationFile(
-        path=path, kind=kind, name=_machine_name(path.stem), text=_redacted(text, data), config={}, notes=notes
+        path=path, kind=kind, name=_machine_name(path.stem), text=_redacted(text, data), config=data, lax_line=line
     )
     if kind == "deepspeed":
-        return replace(file, config=data)
-    return _read_accelerate(file, data) if kind == "accelerate" else _read_trainer(file, data)
+        return file
+    return _accelerate(file) if kind == "accelerate" else _trainer(file)
 
 
 def kind_of(data: Mapping[str, Any]) -> FileKind | None:
-    """Whose form the file has; None if it is no configuration."""
+    """Return whose form the file has; None if it is not a configuration."""
     if isinstance(data.get("deepspeed_config"), Mapping) or data.get("distributed_type") == "DEEPSPEED":
         return "accelerate"
-    # Asked before DeepSpeed's own form, since a Trainer's arguments have keys such as fp16 and bf16 too.
+    # Before DeepSpeed's own form, since a Trainer's arguments have keys such as fp16 and bf16 too.
     if isinstance(data.get("deepspeed"), (str, Mapping)):
         return "trainer"
     return "deepspeed" if _DEEPSPEED_MARKS & data.keys() else None
 
 
-def _read_accelerate(file: ConfigurationFile, data: Config) -> ConfigurationFile:
-    """The configuration that ``accelerate launch`` makes of its YAML."""
+def _accelerate(file: ConfigurationFile) -> ConfigurationFile:
+    """Return the configuration that ``accelerate launch`` makes of its YAML."""
+    data = file.config
     block = data.get("deepspeed_config") or {}
     if not isinstance(block, Mapping):
-        raise UsageError(f"--configs {file.path}: deepspeed_config is no block", remedy="write its keys below it")
-    # A text or a truth value; left out, Accelerate takes it for true at stage 3, and it acts there alone.
-    split = str(block.get("zero3_init_flag")).lower() != "false"
-    file = replace(file, precision=_accelerate_precision(file.path, data), zero_init=split)
+        raise ConfigurationFileError(file.path, "deepspeed_config is not a block", remedy="write its keys below it")
+    asked = data.get("mixed_precision")
+    known: dict[str, Precision] = {"no": "fp32", "False": "fp32", "bf16": "bf16", "fp16": "fp16"}  # YAML's no is false
+    if asked is not None and str(asked) not in known:
+        raise ConfigurationFileError(
+            file.path, f"mixed_precision {asked} is not supported", remedy="use bf16, fp16 or no"
+        )
+    file = replace(
+        file,
+        precision=known.get(str(asked)),
+        # A text or a truth value; Accelerate's default is true at stage 3, and it acts only there.
+        zero_init=str(block.get("zero3_init_flag")).lower() != "false",
+    )
     other = block.get("deepspeed_config_file")
     if other is None:
         return replace(file, config=_accelerate_config(block))
-    beside = [key for key in _ACCELERATE_CONFLICTS if key in block]
-    beside += ["mixed_precision"] if "mixed_precision" in data else []
-    if beside:
-        note = f"Accelerate refuses {', '.join(beside)} beside deepspeed_config_file; the values of that file are used"
-        file = replace(file, precision=None, notes=(*file.notes, note))
+    conflicts = [key for key in _ACCELERATE_CONFLICTS if key in block]
+    conflicts += ["mixed_precision"] if "mixed_precision" in data else []
+    if conflicts:
+        file = replace(file, precision=None, conflicts=tuple(conflicts))
     file = _with_deepspeed_file(file, other, "deepspeed_config_file")
     return replace(file, config={"gradient_accumulation_steps": 1, **file.config})  # as DeepSpeedPlugin does
 
 
 def _accelerate_config(block: Mapping[str, Any]) -> Config:
-    """What ``DeepSpeedPlugin`` makes of Accelerate's own keys."""
+    """Return what ``DeepSpeedPlugin`` makes of Accelerate's own keys."""
 
     def offload(kind: str) -> Config:
         device = str(block.get(f"offload_{kind}_device") or "none").lower()
@@ -227,29 +241,36 @@ def _accelerate_config(block: Mapping[str, Any]) -> Config:
     }
 
 
-def _accelerate_precision(path: Path, data: Mapping[str, Any]) -> Precision | None:
-    asked = data.get("mixed_precision")
-    known: dict[str, Precision] = {"no": "fp32", "False": "fp32", "bf16": "bf16", "fp16": "fp16"}  # YAML's no is false
-    if asked is None:
-        return None
-    if str(asked) not in known:
-        raise UsageError(f"--configs {path}: mixed_precision {asked} is not trained here", remedy="bf16, fp16 or no")
-    return known[str(asked)]
+def _trainer(file: ConfigurationFile) -> ConfigurationFile:
+    """Return the configuration that the Trainer makes of its arguments."""
+    data = file.config
 
+    def number(name: str) -> float:
+        value = data[name]  # YAML reads 1e-4 as text
+        try:
+            if isinstance(value, (int, float, str)) and not isinstance(value, bool):
+                return value if isinstance(value, int) else float(value)
+        except ValueError:
+            pass
+        raise ConfigurationFileError(file.path, f"{name} is {value!r}, not a number", remedy="give a number")
 
-def _read_trainer(file: ConfigurationFile, data: Config) -> ConfigurationFile:
-    """The configuration that the Trainer makes of its arguments."""
-    arguments = {name: _number(file.path, name, data[name]) for name in _ARGUMENTS if data.get(name) is not None}
+    arguments = {name: number(name) for name in _ARGUMENTS if data.get(name) is not None}
     if data.get("warmup_ratio") is not None and not arguments.get("warmup_steps"):
-        arguments["warmup_steps"] = _number(file.path, "warmup_ratio", data["warmup_ratio"])  # of Transformers 4
-    batch = {name: int(_number(file.path, name, data[name])) for name in _BATCH_ARGUMENTS if data.get(name) is not None}
+        arguments["warmup_steps"] = number("warmup_ratio")  # of Transformers 4
     if arguments.get("max_steps", 0) <= 0:  # -1: as many as the epochs have
         arguments.pop("max_steps", None)
+    if data.get("bf16") is True and data.get("fp16") is True:
+        reason = "bf16 and fp16 are both true, which Transformers refuses"
+        raise ConfigurationFileError(file.path, reason, remedy="keep one")
+    formats: tuple[Precision, ...] = ("bf16", "fp16")
+    # Either of the two keys, as in transformers/integrations/deepspeed.py.
+    asked = [name for name in formats if data.get(name) is True or data.get(f"{name}_full_eval") is True]
+    in_fp32 = data.get("bf16") is False and data.get("fp16") is False
     file = replace(
         file,
         arguments=arguments,
-        batch_arguments=batch,
-        precision=_trainer_precision(file.path, data),
+        batch_arguments={name: int(number(name)) for name in _BATCH_ARGUMENTS if data.get(name) is not None},
+        precision=asked[0] if asked else "fp32" if in_fp32 else None,
         activation_checkpointing=data.get("gradient_checkpointing") is True,
     )
     deepspeed = data["deepspeed"]
@@ -258,61 +279,28 @@ def _read_trainer(file: ConfigurationFile, data: Config) -> ConfigurationFile:
     return _with_deepspeed_file(file, deepspeed, "deepspeed")
 
 
-def _trainer_precision(path: Path, data: Mapping[str, Any]) -> Precision | None:
-    if data.get("bf16") is True and data.get("fp16") is True:
-        raise UsageError(
-            f"--configs {path}: bf16 and fp16 are both true, which Transformers refuses", remedy="keep one"
-        )
-    for name in ("bf16", "fp16"):
-        # Either of the two, as in transformers/integrations/deepspeed.py.
-        if data.get(name) is True or data.get(f"{name}_full_eval") is True:
-            return "bf16" if name == "bf16" else "fp16"
-    return "fp32" if data.get("bf16") is False and data.get("fp16") is False else None
-
-
-def _number(path: Path, name: str, value: object) -> float:
-    """A number of a Trainer's arguments, which YAML reads as text when it is written like 1e-4."""
-    try:
-        if isinstance(value, (int, float, str)) and not isinstance(value, bool):
-            return value if isinstance(value, int) else float(value)
-    except ValueError:
-        pass
-    raise UsageError(f"--configs {path}: {name} is {value!r}, no number", remedy="give a number")
-
-
-class MissingFileError(UsageError):
-    """A file names another one for its DeepSpeed configuration that is not there."""
-
-    def __init__(self, path: Path, reason: str, remedy: str) -> None:
-        super().__init__(f"--configs {path}: {reason}", remedy=remedy)
-        self.reason = reason
-
-
 def _with_deepspeed_file(file: ConfigurationFile, name: object, key: str) -> ConfigurationFile:
-    """The file with the configuration of another file that it names: beside it, in the current folder, or below a
-    folder above it, from which Accelerate or the Trainer may have been started.
+    """Return the file with the configuration of the file that it names: next to it, in the current folder, or below a
+    folder above it, where Accelerate or the Trainer may have been started.
     """
     here, *above = file.path.absolute().parents
     folders = [file.path.parent, Path(), *above]
     path = next((folder / str(name) for folder in folders if (folder / str(name)).is_file()), None)
     if path is None:
-        raise MissingFileError(
-            file.path,
-            f"{key} {name} is not below {here} or a folder above it, nor below the current folder {Path.cwd()}",
-            remedy=f"correct the path of {key}, or give the JSON file itself",
-        )
+        reason = f"{key} {name} is not below {here} or a folder above it, nor below the current folder {Path.cwd()}"
+        raise MissingFileError(file.path, reason, remedy=f"correct the path of {key}, or give the JSON file itself")
     text = _read_text(path)
-    config, notes = _parse(path, text)
+    config, line = _parse(path, text)
     if kind_of(config) != "deepspeed":  # a file may name itself
-        problem = f"--configs {file.path}: {key} {path} is no DeepSpeed configuration"
-        raise UsageError(problem, remedy=f"correct the path of {key}")
+        reason = f"{key} {path} is not a DeepSpeed configuration"
+        raise ConfigurationFileError(file.path, reason, remedy=f"correct the path of {key}")
     return replace(
         file,
         config=config,
         text=f"{file.text.rstrip()}\n\n# {key}: {name}\n{_redacted(text, config)}",
         deepspeed_file=path,
         deepspeed_name=str(name),
-        notes=(*file.notes, f"its DeepSpeed configuration is {path}", *notes),
+        lax_line=line or file.lax_line,
     )
 
 
@@ -320,29 +308,33 @@ def _read_text(path: Path) -> str:
     try:
         return files.read_text(path, MOST_BYTES)
     except OSError as error:
-        raise UsageError(f"--configs {path}: {error.strerror}", remedy="give a readable JSON or YAML file") from None
+        reason = error.strerror or str(error)
+        raise ConfigurationFileError(path, reason, remedy="give a readable JSON or YAML file") from None
     except UnicodeDecodeError:
-        raise UsageError(f"--configs {path} is not UTF-8 text", remedy="give a JSON or YAML file") from None
+        raise ConfigurationFileError(path, "not UTF-8 text", remedy="give a JSON or YAML file") from None
 
 
-def _parse(path: Path, text: str) -> tuple[Config, tuple[str, ...]]:
-    """The values of a file, and lines about its form. Raises UsageError where it is not a JSON or YAML object."""
+def _parse(path: Path, text: str) -> tuple[Config, int | None]:
+    """Return the values of a file, and the line where JSON is not strict. Raises ConfigurationFileError."""
     try:
-        data, notes = (_parse_yaml(text), ()) if is_yaml(path, text) else _parse_json(text)
-        if not isinstance(data, dict):
-            raise FormError("is no JSON object")
-        require_bounded(data)
-        return json_values(data), notes
+        if is_yaml(path, text):
+            return json_values(_parse_yaml(text)), None
+        line = lax_line(text)
+        return json_values(require_bounded(located_json.parse(text))), line
+    except located_json.ConfigSyntaxError as error:
+        reason = f"not JSON or hjson, line {error.line}: {error.problem}"
+        raise ConfigurationFileError(path, reason, remedy="correct the file") from None
     except FormError as error:
-        raise UsageError(f"--configs {path} {error}", remedy="correct the file") from None
-    except UsageError as error:  # of json_values, which does not know the file: 1e400, a date of YAML
-        raise UsageError(f"--configs {path}: {error.problem}", remedy=error.remedy) from None
+        raise ConfigurationFileError(path, str(error), remedy="correct the file") from None
+    except UsageError as error:  # of json_values, which does not know the file: a date in YAML
+        raise ConfigurationFileError(path, error.problem, remedy=error.remedy) from None
     except RecursionError:
-        raise UsageError(f"--configs {path} is nested too deeply", remedy="give a DeepSpeed configuration") from None
+        reason = "nested too deeply"
+        raise ConfigurationFileError(path, reason, remedy="give a DeepSpeed configuration") from None
 
 
 def is_yaml(path: Path, text: str) -> bool:
-    """Whether a file is read as YAML: by its ending, unless it holds JSON, as Accelerate reads it whatever its name."""
+    """Return whether a file is YAML: by its suffix, unless it holds JSON, which Accelerate reads under any name."""
     if path.suffix.lower() not in (".yaml", ".yml"):
         return False
     try:
@@ -353,119 +345,91 @@ def is_yaml(path: Path, text: str) -> bool:
 
 
 class FormError(Exception):
-    """The file has not the form of JSON or YAML; the text goes on after the name of the file."""
+    """The file does not hold a JSON or YAML object of a configuration's size."""
 
 
-def _parse_json(text: str) -> tuple[Any, tuple[str, ...]]:
-    """As DeepSpeed reads its JSON: hjson, with duplicate keys refused. A line says where it is not strict JSON."""
+def lax_line(text: str) -> int | None:
+    """Return the line where a text is not strict JSON; None if it is. Raises FormError for NaN and Infinity."""
     try:
-        # Strict JSON first: where it fails is the place that the note names.
-        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant), ()
+        json.loads(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
+        return error.lineno
     except ValueError:  # Python reads no integer of more than 4,300 digits
-        raise FormError("holds a number of too many digits") from None
-    import hjson
-
-    try:
-        data = hjson.loads(text, object_pairs_hook=_unique_keys)
-    except ValueError:  # HjsonDecodeError, and a number of too many digits
-        raise FormError(f"is neither JSON nor hjson: {place}") from None
-    note = f"not strict JSON at {place}: read as DeepSpeed reads it (hjson); Trainer and Accelerate refuse the file"
-    return data, (note,)
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise FormError(f"has the key {twice!r} twice in one block, which DeepSpeed refuses")
-    return values
+        raise FormError("a number has too many digits") from None
+    return None
 
 
 def _refuse_constant(name: str) -> Any:
-    # Python's json would take NaN and Infinity.
-    raise FormError(f"holds {name}, which is no JSON number")
+    # Python's json would read NaN and Infinity.
+    raise FormError(f"{name} is not a JSON number")
 
 
-def _parse_yaml(text: str) -> Any:
-    """YAML without objects; refused where its aliases stand for more values than a configuration has."""
+def _parse_yaml(text: str) -> Config:
+    """Read a YAML mapping without objects, aliases counted wherever they are used. Raises FormError."""
     import yaml
 
     try:
-        # Nodes are counted before values are made of them, since merge keys (<<) copy what an alias stands for.
-        document = yaml.compose(text, Loader=yaml.SafeLoader)
-        if document is not None:
-            _check_yaml_nodes(document)
-        return yaml.safe_load(text)
+        # Nodes are counted before values are made, since merge keys (<<) copy what an alias stands for.
+        waiting, count = [yaml.compose(text, Loader=yaml.SafeLoader)], 0
+        while waiting:
+            node = waiting.pop()
+            count += 1
+            # The limit also ends the walk if an alias stands for a block around it.
+            if count > _MOST_VALUES:
+                raise FormError(f"more than {_MOST_VALUES:,} values, aliases counted wherever they are used")
+            if isinstance(node, yaml.MappingNode):
+                names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+                if twice := [name for name in names if names.count(name) > 1]:
+                    raise FormError(f"the key {twice[0]!r} appears twice in one block")
+                waiting += [part for pair in node.value for part in pair]
+            elif isinstance(node, yaml.SequenceNode):
+                waiting += node.value
+        return require_bounded(yaml.safe_load(text))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = "" if mark is None else f": line {mark.line + 1}, column {mark.column + 1}"
-        raise FormError(f"is no YAML{place}") from None
+        place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        raise FormError(f"not YAML{place}") from None
     except (ValueError, TypeError) as error:  # an impossible date, a list as key
         raise FormError(f"cannot be read as YAML: {error}") from None
 
 
-def _check_yaml_nodes(document: Any) -> None:
-    """Refuses a YAML document whose aliases would expand to too many values, and duplicate keys."""
-    import yaml
-
-    waiting, count = [document], 0
-    while waiting:
-        node = waiting.pop()
-        count += 1
-        # The limit also ends the walk where an alias stands for a block around it.
-        if count > _MOST_VALUES:
-            raise FormError(f"has more than {_MOST_VALUES:,} values, aliases counted wherever they stand")
-        if isinstance(node, yaml.MappingNode):
-            names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-            _unique_keys([(name, None) for name in names])
-            waiting += [part for pair in node.value for part in pair]
-        elif isinstance(node, yaml.SequenceNode):
-            waiting += node.value
-
-
-def require_bounded(data: Any) -> None:
-    """Raises FormError for a file of more values or levels than a configuration has."""
+def require_bounded(data: Any) -> Config:
+    """Return the data if they are an object of few enough levels. Raises FormError."""
+    if not isinstance(data, dict):
+        raise FormError("not a JSON object")
     # Level by level: a recursive walk would fail on a file that is nested too deeply.
-    count, level = 0, [data]
-    for _ in range(_DEEPEST):
-        inner: list[Any] = []
-        for value in level:
-            inner += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        count += len(inner)
-        if count > _MOST_VALUES:
-            raise FormError(f"has more than {_MOST_VALUES:,} values")
-        if not inner:
-            return
-        level = inner
-    raise FormError(f"has more than {_DEEPEST} levels")
+    level: list[Any] = [data]
+    for _ in range(_MOST_LEVELS):
+        inner = [each for value in level for each in (value.values() if isinstance(value, dict) else value)]
+        level = [each for each in inner if isinstance(each, (dict, list))]
+        if not level:
+            return data
+    raise FormError(f"more than {_MOST_LEVELS} levels")
 
 
 def _redacted(text: str, data: Mapping[str, Any]) -> str:
-    """The text of a file without what may be credentials in its values."""
+    """Return the text of a file without possible credentials in its values."""
     secrets = redaction.secrets_of(data)
     if all(secret in text for secret in secrets):
         return redaction.without(text, secrets)
-    return json.dumps(redaction.redacted_config(data), indent=2)  # the file writes them with escapes
+    return json.dumps(redaction.redacted_config(data), indent=2)  # the file writes them escaped
 
 
 def _machine_name(stem: str) -> str:
-    """A file's name as a row's: letters and digits of any script, dots, dashes and underscores."""
+    """Return a file's name as a row's: letters and digits of any script, dots, dashes and underscores."""
     return re.sub(r"[^\w.-]+", "_", unicodedata.normalize("NFC", stem)).strip("._-")[:_LONGEST_NAME] or "configuration"
 
 
 def _with_unique_names(read: list[ConfigurationFile], lines: list[str]) -> list[ConfigurationFile]:
-    """The files with names that differ from each other and from those of strategies, by their folders' names."""
+    """Return the files with names that no other file and no strategy has, made unique by their folders' names."""
     names = [file.name for file in read]
     folders = [list(file.path.resolve().parts[1:-1]) for file in read]
-    # Names of folders are put before, the nearest first, until no name is taken twice.
+    # Names of folders go in front, the nearest first, until no name is taken twice.
     while clashing := [index for index, name in enumerate(names) if name in STRATEGY_NAMES or names.count(name) > 1]:
         for index in clashing:
             if not folders[index]:
-                problem = f"--configs {read[index].path}: another row has the name {names[index]}"
-                raise UsageError(problem, remedy="rename the file")
+                reason = f"another row has the name {names[index]}"
+                raise ConfigurationFileError(read[index].path, reason, remedy="rename the file")
             names[index] = _machine_name(f"{folders[index].pop()}_{names[index]}")
     for file, name in zip(read, names, strict=True):
         if name != file.name:

@@ -1,4 +1,4 @@
-"""Checks the files that the command ``check`` is given: reads them, finds the lines of what ``lint`` finds.
+"""Checks the files of the command ``check``: reads them, and finds the lines of what ``lint`` finds.
 
 A DeepSpeed JSON is read as DeepSpeed reads it; an Accelerate YAML, or a Trainer's arguments, as ``configuration_files``
 reads them for a comparison.
@@ -6,7 +6,6 @@ reads them for a comparison.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +15,9 @@ from pathlib import Path
 from ..errors import UsageError
 from ..system import files
 from . import configuration_files, deepspeed_keys, lint, located_json
+from .configuration_files import ConfigurationFileError, FormError, MissingFileError
 from .lint import Finding
-from .rules import ModelSize
+from .rules import Level, ModelSize
 
 STANDARD_INPUT = Path("-")
 _ACCELERATE_KEYS = {
@@ -26,12 +26,12 @@ _ACCELERATE_KEYS = {
     "zero_optimization.offload_param": "offload_param_device",
     "zero_optimization": "zero_stage",
 }
-"""Keys of DeepSpeed → those of Accelerate's ``deepspeed_config`` that set them, where the names differ."""
+"""Keys of DeepSpeed → those of Accelerate's ``deepspeed_config`` that set them, if the names differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileReport:
-    """What was found in one file."""
+    """The findings in one file."""
 
     path: Path
     findings: Sequence[Finding] = ()
@@ -40,6 +40,7 @@ class FileReport:
 
 
 Check = Callable[[lint.Config], list[Finding]]
+LineOf = Callable[[str], int | None]
 
 
 def check_files(
@@ -49,8 +50,9 @@ def check_files(
     model: ModelSize | None,
     compute_capability: tuple[int, int] | None = None,
 ) -> list[FileReport]:
-    """Checks files, the configurations directly inside folders, and standard input for ``-``. Raises UsageError for a
-    folder without a configuration.
+    """Check files, the configurations directly inside folders, and standard input for ``-``.
+
+    Raises UsageError for a folder without a configuration.
     """
     check = partial(lint.check_config, num_gpus=num_gpus, model=model, compute_capability=compute_capability)
     reports: list[FileReport] = []
@@ -60,11 +62,11 @@ def check_files(
 
 
 def _check_folder(folder: Path, check: Check) -> list[FileReport]:
-    """Reports of the configurations in a folder; its other files are left out."""
+    """Return the reports of the configurations in a folder, without those of other files."""
     checked = []
     for path in configuration_files.files_in(folder):
         reports = [report for report in _check_file(path, check) if report.problem is None]
-        # Nobody expects that LICENSE or Makefile is read.
+        # Nobody expects LICENSE or Makefile to be read.
         if path.suffix or not any(found.rule == "syntax" for report in reports for found in report.findings):
             checked += reports
     if not checked:
@@ -73,122 +75,105 @@ def _check_folder(folder: Path, check: Check) -> list[FileReport]:
 
 
 def _check_file(path: Path, check: Check) -> list[FileReport]:
-    """Reports of one file; one with a problem where it cannot be checked."""
+    """Return the reports of one file; one with a problem if it cannot be checked."""
     try:
         return _check_readable_file(path, check)
     except located_json.ConfigSyntaxError as error:
         reason = f"DeepSpeed cannot read it: {error.problem}"
         found = Finding("syntax", "error", "", reason, "correct it", "runtime/config.py", error.line)
         return [FileReport(path=path, findings=[found])]
-    except UsageError as error:
-        problem = error.problem.removeprefix(f"--configs {path}").removeprefix(":").strip()  # the report names the file
+    except ConfigurationFileError as error:
+        problem = error.reason
     except OSError as error:
         problem = error.strerror or str(error)
-    except (configuration_files.FormError, RecursionError, UnicodeDecodeError) as error:
-        texts = {RecursionError: "is nested too deeply", UnicodeDecodeError: "is not UTF-8 text"}
-        problem = texts.get(type(error), str(error))
+    except FormError as error:
+        problem = str(error)
+    except UnicodeDecodeError:
+        problem = "not UTF-8 text"
+    except RecursionError:
+        problem = "nested too deeply"
     return [FileReport(path=path, problem=problem)]
 
 
 def _check_readable_file(path: Path, check: Check) -> list[FileReport]:
     text = _read(path)
     if configuration_files.is_yaml(path, text):
-        return _check_read_by_others(path, _lines_of_yaml(text), check)
-    data = located_json.parse(text)
-    if not isinstance(data, dict):
-        return [FileReport(path=path, problem="is no JSON object")]
-    configuration_files.require_bounded(data)
+        return _check_read_by_others(path, partial(_line_in_yaml, text), check)
+    data = configuration_files.require_bounded(located_json.parse(text))
     line_of = partial(located_json.line_of, text, data)
     if configuration_files.kind_of(data) in ("accelerate", "trainer"):
         return _check_read_by_others(path, line_of, check)
-    if not _has_deepspeed_keys(data):
-        keys = ", ".join(list(data)[:4]) or "no key"
-        return [FileReport(path=path, problem=f"is no DeepSpeed configuration: it has {keys}")]
-    return [FileReport(path=path, findings=_located([*check(data), *_strictness(text)], line_of))]
+    known = deepspeed_keys.top_level_keys() | deepspeed_keys.removed_keys()
+    # Similarity is slow, and other JSON may have thousands of keys.
+    if not known & data.keys() and not any(deepspeed_keys.nearest_key(key, known, 0.85) for key in list(data)[:50]):
+        raise FormError(f"not a DeepSpeed configuration: it has {', '.join(list(data)[:4]) or 'no key'}")
+    found = check(data)
+    if lax_line := configuration_files.lax_line(text):
+        reason = "not strict JSON, which DeepSpeed reads and Trainer and Accelerate refuse"
+        remedy = "correct it if one of them reads the file"
+        found.append(Finding("not-strict-json", "hint", "", reason, remedy, "runtime/config.py", lax_line))
+    return [FileReport(path=path, findings=_located(found, line_of))]
 
 
 def _read(path: Path) -> str:
     most = configuration_files.MOST_BYTES
     if path != STANDARD_INPUT:
         return files.read_text(path, most)
-    # One byte more than allowed shows that the input is longer.
-    data = sys.stdin.buffer.read(most + 1)
+    data = sys.stdin.buffer.read(most + 1)  # one byte too many shows that the input is longer
     if len(data) > most:
-        raise UsageError(f"is larger than {most} bytes")
+        raise FormError(f"larger than {most} bytes")
     return data.decode("utf-8")
 
 
-def _has_deepspeed_keys(data: lint.Config) -> bool:
-    """Whether a key at the top level is DeepSpeed's, was, or is a misspelling of one."""
-    known = deepspeed_keys.top_level_keys() | deepspeed_keys.removed_keys()
-    # Similarity is asked of the first keys alone: it takes time for each, and other JSON may have thousands.
-    return bool(known & data.keys()) or any(deepspeed_keys.nearest_key(key, known, 0.85) for key in list(data)[:50])
-
-
-def _check_read_by_others(path: Path, line_of: Callable[[str], int | None], check: Check) -> list[FileReport]:
-    """Reports of an Accelerate or Trainer file, and of the JSON that it names."""
-    source = "Accelerate, utils/dataclasses.py"
-
-    def key_of_json() -> str:
-        """Return the key of whichever form the file has: the other is not there."""
-        return "deepspeed" if line_of("deepspeed") else "deepspeed_config.deepspeed_config_file"
-
-    try:  # first, as line_of raises for what is no YAML
+def _check_read_by_others(path: Path, line_of: LineOf, check: Check) -> list[FileReport]:
+    """Return the reports of an Accelerate or Trainer file, and of the JSON that it names."""
+    try:  # before line_of, which raises for what is not YAML
         file = configuration_files.read_configuration_file(path)
-    except configuration_files.MissingFileError as error:
-        found = [Finding("missing-file", "error", key_of_json(), error.reason, error.remedy, source)]
-        return [FileReport(path=path, findings=_located(found, line_of))]
+    except MissingFileError as error:
+        found = [_about_named_file("missing-file", "error", error.reason, error.remedy, line_of)]
+        return [FileReport(path=path, findings=found)]
     if file.deepspeed_file is not None:
-        refused = [note for note in file.notes if note.startswith("Accelerate refuses")]
-        found = [
-            Finding("accelerate-conflict", "error", key_of_json(), note, "keep them in one of the two files", source)
-            for note in refused
-        ]
+        found = []
+        if file.conflicts:
+            reason, remedy = configuration_files.conflict_text(file.conflicts), "keep them in one of the two files"
+            found.append(_about_named_file("accelerate-conflict", "error", reason, remedy, line_of))
         if file.deepspeed_file.resolve() != Path(file.deepspeed_name).resolve():
             reason = f"found as {file.deepspeed_file}; the program that trains looks below the folder it is started in"
             remedy = "start it in the folder that the path is relative to, or write an absolute path"
-            found.append(Finding("relative-file", "hint", key_of_json(), reason, remedy, source))
-        return [FileReport(path=path, findings=_located(found, line_of)), *_check_file(file.deepspeed_file, check)]
-    block = {"accelerate": "deepspeed_config", "trainer": "deepspeed"}.get(file.kind, "")
+            found.append(_about_named_file("relative-file", "hint", reason, remedy, line_of))
+        return [FileReport(path=path, findings=found), *_check_file(file.deepspeed_file, check)]
 
     def line_in_block(key: str) -> int | None:
-        names = _ACCELERATE_KEYS.get(key, key.rpartition(".")[2]) if file.kind == "accelerate" else key
-        return line_of(".".join(filter(None, [block, names])))
+        if file.kind == "trainer":
+            return line_of(f"deepspeed.{key}".rstrip("."))
+        return line_of(f"deepspeed_config.{_ACCELERATE_KEYS.get(key, key.rpartition('.')[2])}".rstrip("."))
 
     found = [finding for finding in check(file.config) if finding.rule != "automatic-value"]  # they fill it in
     return [FileReport(path=path, findings=_located(found, line_in_block))]
 
 
-def _located(found: Iterable[Finding], line_of: Callable[[str], int | None]) -> list[Finding]:
-    """The findings with their lines, errors first, then by line."""
+def _about_named_file(rule: str, level: Level, reason: str, remedy: str, line_of: LineOf) -> Finding:
+    """Return a finding at the key that names the file, in whichever form the file has."""
+    key = "deepspeed" if line_of("deepspeed") else "deepspeed_config.deepspeed_config_file"
+    return Finding(rule, level, key, reason, remedy, "Accelerate, utils/dataclasses.py", line_of(key))
+
+
+def _located(found: Iterable[Finding], line_of: LineOf) -> list[Finding]:
+    """Return the findings with their lines, errors first, then by line."""
     located = [replace(finding, line=finding.line or line_of(finding.path)) for finding in found]
     order = ("error", "warning", "hint")
     return sorted(located, key=lambda finding: (order.index(finding.level), finding.line or 0))
 
 
-def _lines_of_yaml(text: str) -> Callable[[str], int | None]:
-    """Finds the line of a key in a YAML text, or of the innermost block above it."""
+def _line_in_yaml(text: str, path: str) -> int | None:
+    """Return the line of a key in a YAML text, or of the innermost block above it."""
     import yaml
 
-    def line_of(path: str) -> int | None:
-        node, line = yaml.compose(text, Loader=yaml.SafeLoader), None
-        for name in path.split("."):
-            pairs = node.value if isinstance(node, yaml.MappingNode) else []
-            found = [(key, value) for key, value in pairs if key.value == name]
-            if not found:
-                break
-            line, node = found[0][0].start_mark.line + 1, found[0][1]
-        return line
-
-    return line_of
-
-
-def _strictness(text: str) -> list[Finding]:
-    """A hint where DeepSpeed reads the text, and programs that read strict JSON do not."""
-    try:
-        json.loads(text)
-    except json.JSONDecodeError as error:
-        reason = f"no strict JSON ({error.msg.lower()}), which DeepSpeed reads and Trainer and Accelerate refuse"
-        remedy = "correct it if one of them reads the file"
-        return [Finding("not-strict-json", "hint", "", reason, remedy, "runtime/config.py", error.lineno)]
-    return []
+    node, line = yaml.compose(text, Loader=yaml.SafeLoader), None
+    for name in path.split("."):
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        found = [(key, value) for key, value in pairs if key.value == name]
+        if not found:
+            break
+        line, node = found[0][0].start_mark.line + 1, found[0][1]
+    return line

@@ -6,7 +6,7 @@ DeepSpeed reads with hjson: comments, trailing commas and text without quotes ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 
@@ -17,7 +17,7 @@ class LocatedObject(dict[str, Any]):
 
 
 class ConfigSyntaxError(Exception):
-    """The text is not what DeepSpeed can read; ``line`` is 1-based."""
+    """DeepSpeed cannot read the text; ``line`` counts from 1."""
 
     def __init__(self, problem: str, line: int) -> None:
         super().__init__(problem)
@@ -25,22 +25,28 @@ class ConfigSyntaxError(Exception):
 
 
 def parse(text: str) -> Any:
-    """The value of a text; its objects are LocatedObjects. Raises ConfigSyntaxError."""
+    """Return the value of a text; its objects are LocatedObjects. Raises ConfigSyntaxError."""
     import hjson
     from hjson import decoder
 
     def parse_object(state: Any, encoding: Any, strict: Any, scan: Callable[..., Any], *rest: Any) -> Any:
-        """hjson's own, which gives the hook below the pairs of an object; each value is scanned in their order."""
+        """hjson's own, which passes the hook below the pairs of an object; each value is scanned in their order."""
         starts: list[int] = []
 
         def scan_noting_start(string: str, start: int) -> Any:
             starts.append(start)
             return scan(string, start)
 
-        _object_hook, _pairs_hook, *others = rest
-        return decoder.JSONObject(
-            state, encoding, strict, scan_noting_start, None, lambda pairs: _located(text, pairs, starts), *others
-        )
+        def located(pairs: list[tuple[str, Any]]) -> LocatedObject:
+            found = LocatedObject()
+            found.offsets = {}
+            for (name, value), start in zip(pairs, starts, strict=True):
+                if name in found:
+                    raise ConfigSyntaxError(f"the key {name!r} appears twice in one block", line_at(text, start))
+                found[name], found.offsets[name] = value, start
+            return found
+
+        return decoder.JSONObject(state, encoding, strict, scan_noting_start, None, located, *rest[2:])
 
     reader = decoder.HjsonDecoder()
     reader.parse_object = parse_object
@@ -55,23 +61,12 @@ def parse(text: str) -> Any:
         raise ConfigSyntaxError(f"cannot be read: {error}", text.count("\n") + 1) from None
 
 
-def _located(text: str, pairs: Sequence[tuple[str, Any]], starts: Sequence[int]) -> LocatedObject:
-    located = LocatedObject(pairs)
-    if len(located) < len(pairs):
-        names = [name for name, _ in pairs]
-        second = next(index for index, name in enumerate(names) if name in names[:index])
-        raise ConfigSyntaxError(f"the key {names[second]!r} stands twice in one block", line_at(text, starts[second]))
-    located.offsets = dict(zip(located, starts, strict=True))
-    return located
-
-
 def line_at(text: str, offset: int) -> int:
-    """The line of a place in the text, from 1."""
     return text.count("\n", 0, offset) + 1
 
 
 def line_of(text: str, data: Any, path: str) -> int | None:
-    """The line of the key with this path, or of the innermost block on the way to it that is there; None if none is."""
+    """Return the line of the key with this path, or of the innermost block on the way that exists; None without one."""
     line = None
     for name in path.split("."):
         if not isinstance(data, LocatedObject) or name not in data:
