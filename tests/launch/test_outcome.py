@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -63,6 +64,11 @@ class Scene:
         HeartbeatWriter(self.folder, rank).beat(phase, 3)
         return self
 
+    def noise(self, text: str) -> Scene:
+        with (self.folder / "exits.jsonl").open("a") as file:
+            file.write(text)
+        return self
+
     def findings(self, ending: Ending | None = "ended", *, world: int = 2, **more: Any) -> TrialOutcome:
         evidence = Evidence(folder=self.folder, world_size=world, ending=ending, limits=LIMITS, **more)
         return determine_outcome(evidence)
@@ -88,44 +94,37 @@ ENDINGS: list[Ending | None] = ["ended", "hung_at_exit", "rank_failed", "timeout
 # ------------------------------------------------------------------ success is one thing
 
 
-def test_success_is_every_ranks_valid_file_however_the_trial_ended(scene: Scene, subtests: pytest.Subtests) -> None:
-    scene.measured(0, 1)
+def test_success_is_every_ranks_valid_file_however_the_trial_ended(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for name in ("all", "one"):
+        (tmp_path / name).mkdir()
+    both, one = Scene(tmp_path / "all").measured(0, 1), Scene(tmp_path / "one").measured(0)
+    both.wrote(2, "garbage")  # of a rank beyond the world
+    (one.folder / ".rank1.json.77.tmp").write_text(VALID)  # of a rank that died writing
     for ending in ENDINGS:
         with subtests.test(ending):
-            found = scene.findings(ending)
+            found = both.findings(ending)
             assert found.outcome == Outcome(status="Success")
             assert [rank.rank for rank in found.measurements] == [0, 1]
+            missing = one.ended(0, code=0).ended(1, code=0).findings(ending)
+            assert (missing.outcome.success, missing.measurements) == (False, ())
 
 
-def test_one_missing_file_is_never_success_even_with_exit_codes_of_0(scene: Scene, subtests: pytest.Subtests) -> None:
-    scene.measured(0).ended(0, code=0).ended(1, code=0)
-    for ending in ENDINGS:
-        with subtests.test(ending):
-            found = scene.findings(ending)
-            assert not found.outcome.success
-            assert found.measurements == ()
-
-
-def test_an_exit_code_of_0_and_no_file_is_a_crash_that_names_rank_and_code(scene: Scene) -> None:
-    outcome = scene.ended(0, code=0).outcome(world=1)
-    assert outcome.status == "Crashed"
-    assert "rank 0 ended before saying hello (exit code 0)" in (outcome.error or "")
-
-
-def test_a_rank_that_hung_at_exit_after_its_file_is_success_with_a_caveat(scene: Scene) -> None:
-    found = scene.measured(0, 1).ended(1, by=signal.SIGKILL).findings("hung_at_exit")
-    assert found.outcome.success
-    assert found.caveats == ("hung at exit: still there 10 s after its results were written",)
-
-
-@pytest.mark.parametrize(
-    ("how", "said"), [({"code": 3}, "code 3"), ({"by": signal.SIGSEGV}, "SIGSEGV"), ({"by": 99}, "signal 99")]
-)
-def test_a_bad_end_after_the_file_is_success_with_a_caveat(scene: Scene, how: dict[str, int], said: str) -> None:
-    found = scene.measured(0, 1).ended(0, code=0).ended(1, **how).findings()
-    assert found.outcome.success
-    assert len(found.caveats) == 1
-    assert said in found.caveats[0]
+def test_a_bad_end_after_the_file_is_success_with_a_caveat(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    ways: list[tuple[dict[str, int], Ending, str | None]] = [
+        ({"code": 0}, "ended", None),
+        ({"code": 3}, "ended", "code 3"),
+        ({"by": signal.SIGSEGV}, "ended", "SIGSEGV"),
+        ({"by": 99}, "ended", "signal 99"),
+        ({"by": signal.SIGKILL}, "hung_at_exit", "hung at exit: still there 10 s after its results were written"),
+    ]
+    for number, (how, ending, said) in enumerate(ways):
+        with subtests.test(how=how):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            found = Scene(folder).measured(0, 1).ended(0, code=0).ended(1, **how).findings(ending)
+            assert found.outcome.success
+            assert len(found.caveats) == (said is not None)
+            assert not said or said in found.caveats[0]
 
 
 def test_a_failure_after_the_window_leaves_a_success_with_what_failed(scene: Scene) -> None:
@@ -140,10 +139,6 @@ def test_a_failure_after_the_window_leaves_a_success_with_what_failed(scene: Sce
     assert "(OutOfMemoryError on rank 1: CUDA out of memory" in caveat
     assert caveat.endswith("; the measured steps had finished")
     assert len(caveat) < 350
-
-
-def test_a_clean_success_has_no_caveat(scene: Scene) -> None:
-    assert scene.measured(0, 1).ended(0, code=0).ended(1, code=0).findings().caveats == ()
 
 
 # ------------------------------------------------------------------ files that are none
@@ -203,15 +198,6 @@ def test_a_file_that_is_torn_foreign_or_impossible_is_a_crash_of_that_rank(
             assert found.measurements == ()
 
 
-def test_a_file_of_a_rank_beyond_the_world_is_not_looked_at(scene: Scene) -> None:
-    assert scene.measured(0, 1).wrote(2, "garbage").outcome().success
-
-
-def test_a_temporary_file_of_a_rank_that_died_writing_is_no_file(scene: Scene) -> None:
-    (scene.folder / ".rank1.json.77.tmp").write_text(VALID)
-    assert scene.measured(0).ended(1, code=1).outcome().status == "Crashed"
-
-
 # ------------------------------------------------------------------ resources: whoever says it ran out
 
 
@@ -248,11 +234,6 @@ def test_what_ran_out_is_named_however_the_trial_ended(
             assert (outcome.status, outcome.rank, outcome.kind) == (status, 1, kind)
 
 
-def test_of_two_that_ran_out_the_first_is_the_cause_whatever_its_rank(scene: Scene) -> None:
-    scene.failed(0, kind="device_oom", time=61.0).failed(1, kind="host_oom", time=60.0)
-    assert (scene.outcome().status, scene.outcome().rank) == ("OOM (host)", 1)
-
-
 def test_no_free_bytes_at_all_are_told_and_unknown_ones_are_not_guessed(scene: Scene) -> None:
     assert "free 0 B" in (scene.failed(0, kind="device_oom", free_bytes=0).outcome(world=1).error or "")
     error = scene.failed(0, kind="device_oom").outcome(world=1).error or ""
@@ -260,114 +241,136 @@ def test_no_free_bytes_at_all_are_told_and_unknown_ones_are_not_guessed(scene: S
     assert "asked" not in error
 
 
-def test_a_disk_that_is_full_explains_the_rank_that_died_of_an_assertion(scene: Scene) -> None:
-    outcome = scene.ended(1, by=signal.SIGABRT).outcome("rank_failed", disk_full=True)
-    assert (outcome.status, outcome.rank) == ("OOM (disk)", 1)
+# ------------------------------------------------------------------ the cause: by class, then by time, never by rank
+
+TERM, KILL, ABRT, SEGV, BUS = signal.SIGTERM, signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS
+Build = Callable[[Scene], Scene]
+CAUSES: dict[str, tuple[Build, Ending, str, int | None, str]] = {  # → status, rank, what its error must say
+    "of two that ran out the first": (
+        lambda s: s.failed(0, kind="device_oom", time=61.0).failed(1, kind="host_oom", time=60.0),
+        "ended", "OOM (host)", 1, ""),
+    "a rank that was killed": (lambda s: s.ended(1, by=KILL), "rank_failed", "Killed", 1, "no sign of lack of memory"),
+    "a signal from outside, then ours": (
+        lambda s: s.ended(1, by=signal.SIGXCPU, at=100).ended(0, by=TERM, at=105),
+        "rank_failed", "Killed", 1, "SIGXCPU"),
+    "the first signal": (lambda s: s.ended(0, by=ABRT, at=101).ended(1, by=SEGV, at=100),
+        "ended", "Crashed", 1, "SIGSEGV"),
+    "killed before it could report": (
+        lambda s: s.failed(0, kind="peer_lost", time=100.2).ended(1, by=KILL, at=100.0).ended(0, code=1, at=100.3),
+        "ended", "Killed", 1, ""),
+    "a survivor that NCCL's watchdog aborts hides no exception": (
+        lambda s: s.failed(1, error_class="ValueError", time=100.0).ended(0, by=ABRT, at=101).ended(1, code=1),
+        "rank_failed", "ValueError", 1, ""),
+    "a signal of ours hides no exception": (
+        lambda s: s.failed(1, error_class="ValueError", time=100.0).ended(0, by=KILL, at=105.5).ended(1, code=1),
+        "rank_failed", "ValueError", 1, ""),
+    "a signal of ours is no cause of a lost peer": (
+        lambda s: s.failed(0, kind="peer_lost", time=100.0).ended(0, code=1, at=100.1).ended(1, by=KILL, at=106.0),
+        "rank_failed", "Crashed", 1, ""),
+    "killed long after another finished": (
+        lambda s: s.measured(0).ended(0, code=0, at=10.0).ended(1, by=KILL, at=100.0), "ended", "Killed", 1, ""),
+    "a signal after the file": (
+        lambda s: s.measured(0).ended(0, by=SEGV, at=90).failed(1, error_class="ValueError"),
+        "ended", "ValueError", 1, ""),
+    "the launcher's code 256 - 9": (lambda s: s.ended(None, code=247), "ended", "Killed", None, ""),
+    "the launcher's code 256 - 11": (lambda s: s.ended(None, code=245), "ended", "Crashed", None, "SIGSEGV"),
+    "the launcher's signal is late": (
+        lambda s: s.failed(0, error_class="RuntimeError", time=100.0).ended(None, code=247, at=101.0),
+        "ended", "Killed", None, ""),
+    "an ordinary code of the launcher": (lambda s: s.ended(None, code=191), "ended", "Crashed", 0, "exit code 191"),
+    "a rank's own code is no signal": (lambda s: s.ended(1, code=247), "ended", "Crashed", 1, "exit code 247"),
+    "an exception behind the launcher": (
+        lambda s: s.failed(1, error_class="ValueError").ended(None, code=1), "ended", "ValueError", 1, ""),
+    "an exception before the collective that waited": (
+        lambda s: s.logged(0, watchdog(78)).ended(0, by=ABRT, at=700.0).failed(1, error_class="ValueError", time=100.0),
+        "rank_failed", "ValueError", 1, ""),
+    "the first exception": (
+        lambda s: s.failed(0, time=100.5).failed(1, error_class="KeyError", time=100.0),
+        "ended", "KeyError", 1, "KeyError in backward: shapes do not match"),
+    "an exception after the broken collective that it caused": (
+        lambda s: s.failed(0, kind="peer_lost", time=99.0).failed(1, error_class="AssertionError", time=100.0),
+        "ended", "AssertionError", 1, ""),
+    "every rank has a broken collective": (
+        lambda s: s.failed(0, kind="peer_lost", time=101.0).failed(1, kind="peer_lost", error_class="Dist", time=100.0),
+        "ended", "Dist", 1, ""),
+    "a rank that ended in silence": (
+        lambda s: s.failed(0, kind="peer_lost", time=100.0).ended(1, code=1, at=99.0).reached(1, "init"),
+        "ended", "Crashed", 1, "rank 1 ended without writing its file (exit code 1)"),
+    "a rank with a broken file": (
+        lambda s: s.failed(0, kind="peer_lost").wrote(1, "{").ended(0, code=1).ended(1, code=1),
+        "ended", "Crashed", 1, ""),
+    "a peer that finished well is not silent": (
+        lambda s: s.measured(0).ended(0, code=0).failed(1, kind="peer_lost", error_class="Dist").ended(1, code=1),
+        "ended", "Dist", 1, ""),
+    "over its time: the rank that came least far": (
+        lambda s: s.reached(0, "backward").reached(1, "forward"),
+        "timeout", "Timeout", 1, "still running after 1 min 30 s (--timeout); stacks of every rank in "),
+    "stalled: the rank that was silent longest": (
+        lambda s: s.reached(1, "step").reached(0, "step"),
+        "stalled", "Timeout", 1, "no sign of life for 30 s (--stall-timeout)"),
+    "stalled: a rank that never said hello": (lambda s: s.reached(0, "step"), "stalled", "Timeout", 1, ""),
+    "stalled: not a rank that had written its file": (
+        lambda s: s.reached(0, "exit").reached(1, "step").measured(0), "stalled", "Timeout", 1, ""),
+    "a timeout, and signals of ours": (lambda s: s.ended(0, by=KILL).ended(1, by=TERM), "timeout", "Timeout", 0, ""),
+    "nothing at all": (lambda s: s, "ended", "Crashed", 0, "rank 0 ended before saying hello (no exit code seen)"),
+    "exit code 0 without a file": (
+        lambda s: s.measured(0).ended(1, code=0), "ended", "Crashed", 1, "before saying hello (exit code 0)"),
+    "of missing ranks one that is known to have ended": (lambda s: s.ended(1, code=9), "ended", "Crashed", 1, ""),
+    "exits that are torn or foreign": (
+        lambda s: s.noise('{"rank": 0}\nnull\n[1]\ngarbage\n').ended(1, by=SEGV).noise('{"rank": 1, "pi'),
+        "ended", "Crashed", 1, "SIGSEGV"),
+}  # fmt: skip
 
 
-# ------------------------------------------------------------------ signals
+def test_the_cause_of_an_ending(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for number, (name, (build, ending, status, rank, said)) in enumerate(CAUSES.items()):
+        with subtests.test(name):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            outcome = build(Scene(folder)).outcome(ending)
+            assert (outcome.status, outcome.rank) == (status, rank)
+            assert said in (outcome.error or "")
+    assert Scene(tmp_path / "gone").outcome().status == "Crashed"
 
 
-def test_a_rank_killed_with_the_kernels_word_for_it_is_host_oom(scene: Scene) -> None:
-    outcome = scene.reached(1, "forward").ended(1, by=signal.SIGKILL).outcome("rank_failed", host_ran_out=True)
-    assert (outcome.status, outcome.rank, outcome.phase) == ("OOM (host)", 1, "forward")
-
-
-def test_a_rank_killed_without_it_is_killed_and_memory_is_not_blamed(scene: Scene) -> None:
-    outcome = scene.ended(1, by=signal.SIGKILL).outcome("rank_failed")
-    assert outcome.status == "Killed"
-    assert "SIGKILL, with no sign of lack of memory" in (outcome.error or "")
-
-
-@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE])
+@pytest.mark.parametrize("number", [SEGV, ABRT, BUS, signal.SIGILL, signal.SIGFPE])
 def test_a_rank_that_crashed_is_crashed_and_the_signal_is_named(scene: Scene, number: signal.Signals) -> None:
     outcome = scene.ended(0, by=number).outcome("rank_failed", host_ran_out=True)
     assert (outcome.status, outcome.rank) == ("Crashed", 0)
     assert number.name in (outcome.error or "")
-    assert outcome.kind == ("bus_error" if number == signal.SIGBUS else None)
+    assert outcome.kind == ("bus_error" if number == BUS else None)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGXCPU])
-def test_a_rank_ended_by_a_signal_from_outside_is_killed_and_the_signal_is_named(
-    scene: Scene, number: signal.Signals
-) -> None:
-    outcome = scene.ended(1, by=number, at=100).ended(0, by=signal.SIGTERM, at=105).outcome("rank_failed")
-    assert (outcome.status, outcome.rank) == ("Killed", 1)
-    assert number.name in (outcome.error or "")
+def test_what_the_kernel_and_the_disk_say_explains_a_signal(scene: Scene) -> None:
+    scene.reached(1, "forward").ended(1, by=KILL)
+    by_kernel = scene.outcome("rank_failed", host_ran_out=True)
+    assert (by_kernel.status, by_kernel.rank, by_kernel.phase) == ("OOM (host)", 1, "forward")
+    by_disk = scene.outcome("rank_failed", disk_full=True)
+    assert (by_disk.status, by_disk.rank) == ("OOM (disk)", 1)
+    assert scene.outcome("rank_failed").status == "Killed"
 
 
-def test_the_first_signal_is_the_cause_and_not_the_first_rank(scene: Scene) -> None:
-    scene.ended(0, by=signal.SIGABRT, at=101).ended(1, by=signal.SIGSEGV, at=100)
-    assert (scene.outcome().rank, "SIGSEGV" in (scene.outcome().error or "")) == (1, True)
+def test_the_kernels_word_explains_the_launchers_code(scene: Scene) -> None:
+    assert scene.ended(None, code=247).outcome(host_ran_out=True).status == "OOM (host)"
 
 
-def test_a_rank_killed_before_it_could_report_explains_its_peers_broken_collective(scene: Scene) -> None:
-    scene.failed(0, kind="peer_lost", error_class="RuntimeError", time=100.2)
-    outcome = scene.ended(1, by=signal.SIGKILL, at=100.0).ended(0, code=1, at=100.3).outcome()
-    assert (outcome.status, outcome.rank) == ("Killed", 1)
+def test_an_interruption_is_told_as_one_whatever_the_ranks_say_while_dying(scene: Scene) -> None:
+    outcome = scene.failed(0, error_class="KeyboardInterrupt").ended(1, by=KILL).outcome(None)
+    assert (outcome.status, outcome.error) == ("Interrupted", "interrupted while it ran")
 
 
-def test_a_survivor_that_aborts_after_an_exception_does_not_hide_it(scene: Scene) -> None:
-    """NCCL's watchdog aborts the ranks that wait for one that raised."""
-    scene.failed(1, error_class="ValueError", message="bad shape", time=100.0).ended(1, code=1, at=100.1)
-    outcome = scene.ended(0, by=signal.SIGABRT, at=101.0).outcome("rank_failed")
-    assert (outcome.status, outcome.rank) == ("ValueError", 1)
+def test_an_exception_cannot_call_itself_what_it_is_not(scene: Scene, subtests: pytest.Subtests) -> None:
+    """A class named Success in a model's own code must not make a success."""
+    for name in (*schema.STATUSES, "not a name", "", "❌"):
+        with subtests.test(name):
+            outcome = scene.failed(0, error_class=name).outcome(world=1)
+            assert outcome.status == "Crashed"
+            assert not outcome.success
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_of_ours_that_ended_a_survivor_does_not_hide_the_exception(scene: Scene, number: int) -> None:
-    scene.failed(1, error_class="ValueError", time=100.0).ended(1, code=1, at=100.1)
-    outcome = scene.ended(0, by=number, at=105.5).outcome("rank_failed")
-    assert (outcome.status, outcome.rank) == ("ValueError", 1)
-
-
-def test_a_signal_of_ours_is_not_taken_for_the_cause_of_a_lost_peer(scene: Scene) -> None:
-    scene.failed(0, kind="peer_lost", time=100.0).ended(0, code=1, at=100.1)
-    outcome = scene.ended(1, by=signal.SIGKILL, at=106.0).outcome("rank_failed")
-    assert outcome.status != "Killed"
-
-
-def test_a_rank_killed_late_is_not_excused_by_one_that_had_finished_long_before(scene: Scene) -> None:
-    outcome = scene.measured(0).ended(0, code=0, at=10.0).ended(1, by=signal.SIGKILL, at=100.0).outcome()
-    assert (outcome.status, outcome.rank) == ("Killed", 1)
-
-
-def test_a_signal_after_the_file_was_written_is_no_cause(scene: Scene) -> None:
-    outcome = scene.measured(0).ended(0, by=signal.SIGSEGV, at=90).failed(1, error_class="ValueError").outcome()
-    assert outcome.status == "ValueError"
-
-
-# ------------------------------------------------------------------ the deepspeed launcher, which hides its ranks
-
-
-@pytest.mark.parametrize(
-    ("code", "ran_out", "status"),
-    [(247, False, "Killed"), (247, True, "OOM (host)"), (245, False, "Crashed"), (250, False, "Crashed")],
-)
-def test_the_launchers_code_tells_the_signal_of_a_rank(scene: Scene, code: int, ran_out: bool, status: str) -> None:
-    outcome = scene.ended(None, code=code).outcome(host_ran_out=ran_out)
-    assert (outcome.status, outcome.rank) == (status, None)
-
-
-def test_the_launchers_signal_counts_though_it_ends_later_than_the_survivors_exception(scene: Scene) -> None:
-    scene.failed(0, kind="other", error_class="RuntimeError", time=100.0)
-    assert scene.ended(None, code=247, at=101.0).outcome().status == "Killed"
-
-
-@pytest.mark.parametrize("code", [0, 1, 127, 255 - 64])
-def test_an_ordinary_code_of_the_launcher_is_no_signal(scene: Scene, code: int) -> None:
-    outcome = scene.ended(None, code=code).outcome()
-    assert outcome.status == "Crashed"
-    assert f"exit code {code}" in (outcome.error or "")
-
-
-def test_a_code_of_a_rank_itself_is_never_read_as_a_signal(scene: Scene) -> None:
-    assert scene.ended(1, code=247).outcome().status == "Crashed"
-
-
-def test_an_exception_behind_the_launcher_is_found_in_its_file(scene: Scene) -> None:
-    outcome = scene.failed(1, error_class="ValueError").ended(None, code=1).outcome()
-    assert (outcome.status, outcome.rank) == ("ValueError", 1)
+def test_every_report_is_kept_in_order_of_time(scene: Scene) -> None:
+    found = scene.failed(0, time=101.0).failed(1, time=100.0).findings()
+    assert [failure.rank for failure in found.failures] == [1, 0]
 
 
 # ------------------------------------------------------------------ collectives that time out
@@ -404,11 +407,6 @@ def test_ranks_in_different_collectives_of_one_number_did_not_run_the_same_progr
     outcome = scene.ended(0, by=signal.SIGABRT).outcome("rank_failed")
     assert outcome.status == "Timeout"
     assert "ranks ran different collectives" in (outcome.error or "")
-
-
-def test_an_exception_goes_before_the_collective_that_waited_for_its_rank(scene: Scene) -> None:
-    scene.logged(0, watchdog(78)).ended(0, by=signal.SIGABRT, at=700.0).failed(1, error_class="ValueError", time=100.0)
-    assert scene.outcome("rank_failed").status == "ValueError"
 
 
 # ------------------------------------------------------------------ logs of real failures
@@ -465,138 +463,7 @@ def test_logs_of_real_failures_have_their_causes(tmp_path: Path, subtests: pytes
             assert named in (outcome.error or "")
 
 
-# ------------------------------------------------------------------ exceptions
-
-
-def test_the_first_exception_in_time_is_the_cause_whatever_its_rank(scene: Scene) -> None:
-    scene.failed(0, error_class="RuntimeError", time=100.5).failed(1, error_class="KeyError", time=100.0)
-    outcome = scene.outcome()
-    assert (outcome.status, outcome.rank, outcome.phase) == ("KeyError", 1, "backward")
-    assert outcome.error == "KeyError in backward: shapes do not match"
-
-
-def test_an_exception_wins_over_the_broken_collective_seen_before_it_was_written(scene: Scene) -> None:
-    scene.failed(0, kind="peer_lost", time=99.0).failed(1, error_class="AssertionError", time=100.0)
-    assert (scene.outcome().status, scene.outcome().rank) == ("AssertionError", 1)
-
-
-def test_a_broken_collective_is_the_cause_only_where_every_rank_reports_one(scene: Scene) -> None:
-    scene.failed(0, kind="peer_lost", error_class="DistBackendError", time=101.0)
-    scene.failed(1, kind="peer_lost", error_class="DistStoreError", time=100.0)
-    assert (scene.outcome().status, scene.outcome().rank) == ("DistStoreError", 1)
-
-
-def test_a_rank_that_ended_in_silence_is_the_cause_of_its_peers_broken_collective(scene: Scene) -> None:
-    scene.failed(0, kind="peer_lost", time=100.0).ended(1, code=1, at=99.0).ended(0, code=1, at=100.1)
-    outcome = scene.reached(1, "init").outcome()
-    assert (outcome.status, outcome.rank, outcome.phase) == ("Crashed", 1, "init")
-    assert "rank 1 ended without writing its file (exit code 1)" in (outcome.error or "")
-
-
-def test_a_rank_with_a_broken_file_is_the_cause_of_its_peers_broken_collective(scene: Scene) -> None:
-    scene.failed(0, kind="peer_lost").wrote(1, "{").ended(0, code=1).ended(1, code=1)
-    assert (scene.outcome().status, scene.outcome().rank) == ("Crashed", 1)
-
-
-def test_a_peer_that_had_finished_well_is_not_silent(scene: Scene) -> None:
-    scene.measured(0).ended(0, code=0, at=99).failed(1, kind="peer_lost", error_class="DistBackendError")
-    outcome = scene.ended(1, code=1, at=100).outcome()
-    assert (outcome.status, outcome.rank) == ("DistBackendError", 1)
-
-
-def test_an_exception_cannot_call_itself_what_it_is_not(scene: Scene, subtests: pytest.Subtests) -> None:
-    """A class named Success in a model's own code must not make a success."""
-    for name in (*schema.STATUSES, "not a name", "", "❌"):
-        with subtests.test(name):
-            outcome = scene.failed(0, error_class=name).outcome(world=1)
-            assert outcome.status == "Crashed"
-            assert not outcome.success
-
-
-def test_every_report_is_kept_in_order_of_time(scene: Scene) -> None:
-    found = scene.failed(0, time=101.0).failed(1, time=100.0).findings()
-    assert [failure.rank for failure in found.failures] == [1, 0]
-
-
-# ------------------------------------------------------------------ time, and the user
-
-
-def test_a_trial_over_its_time_names_the_flag_the_rank_and_where_its_stacks_lie(scene: Scene) -> None:
-    outcome = scene.reached(0, "backward").reached(1, "forward").outcome("timeout")
-    assert (outcome.status, outcome.rank, outcome.phase) == ("Timeout", 1, "forward"), "the rank that came least far"
-    assert "still running after 1 min 30 s (--timeout)" in (outcome.error or "")
-    assert f"{scene.folder}/rank*.stacks" in (outcome.error or "")
-
-
-def test_a_stalled_trial_names_the_rank_that_was_silent_longest(scene: Scene) -> None:
-    scene.reached(0, "step").reached(1, "step")
-    old = RankBeat(scene.folder, 1)
-    old.age(60)
-    outcome = scene.outcome("stalled")
-    assert (outcome.status, outcome.rank) == ("Timeout", 1)
-    assert "no sign of life for 30 s (--stall-timeout)" in (outcome.error or "")
-
-
-class RankBeat:
-    """A rank's last beat, to be made older."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.path = folder / f"rank{rank}.beat"
-
-    def age(self, seconds: float) -> None:
-        import struct
-
-        layout = struct.Struct("<qdqqdq")
-        values = list(layout.unpack(self.path.read_bytes()))
-        values[1] -= seconds
-        self.path.write_bytes(layout.pack(*values))
-
-
-def test_a_rank_that_never_said_hello_is_the_one_that_stalled(scene: Scene) -> None:
-    outcome = scene.reached(0, "step").outcome("stalled")
-    assert (outcome.rank, outcome.phase) == (1, None)
-
-
-def test_a_rank_that_had_written_its_file_is_not_the_one_that_stalled(scene: Scene) -> None:
-    assert scene.reached(0, "exit").reached(1, "step").measured(0).outcome("stalled").rank == 1
-
-
-@pytest.mark.parametrize("ending", ["timeout", "stalled"])
-def test_the_signals_we_send_after_a_timeout_do_not_hide_it(scene: Scene, ending: Ending) -> None:
-    scene.ended(0, by=signal.SIGKILL).ended(1, by=signal.SIGTERM)
-    assert scene.outcome(ending).status == "Timeout"
-
-
-def test_an_interruption_is_told_as_one_whatever_the_ranks_say_while_dying(scene: Scene) -> None:
-    scene.failed(0, error_class="KeyboardInterrupt").ended(1, by=signal.SIGKILL)
-    outcome = scene.outcome(None)
-    assert outcome.status == "Interrupted"
-    assert outcome.error == "interrupted while it ran"
-
-
-# ------------------------------------------------------------------ nothing to go by
-
-
-def test_a_trial_that_left_nothing_at_all_is_a_crash_before_hello(scene: Scene) -> None:
-    outcome = scene.outcome()
-    assert (outcome.status, outcome.rank, outcome.phase) == ("Crashed", 0, None)
-    assert "rank 0 ended before saying hello (no exit code seen)" in (outcome.error or "")
-
-
-def test_of_several_missing_ranks_one_that_is_known_to_have_ended_is_named(scene: Scene) -> None:
-    assert scene.ended(1, code=9).outcome().rank == 1
-
-
-def test_a_folder_that_is_gone_is_a_crash_and_no_exception_of_ours(tmp_path: Path) -> None:
-    assert Scene(tmp_path / "gone").outcome().status == "Crashed"
-
-
-def test_exits_that_are_torn_or_foreign_are_passed_over(scene: Scene) -> None:
-    (scene.folder / "exits.jsonl").write_text('{"rank": 0}\nnull\n[1]\ngarbage\n')
-    scene.ended(1, by=signal.SIGSEGV)
-    with (scene.folder / "exits.jsonl").open("a") as file:
-        file.write('{"rank": 1, "pi')
-    assert (scene.outcome().status, scene.outcome().rank) == ("Crashed", 1)
+# ------------------------------------------------------------------ any combination
 
 
 ENDS = ["measured", "other", "peer_lost", "device_oom", "broken", "missing"]
