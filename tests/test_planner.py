@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -112,11 +112,6 @@ def test_no_two_trials_of_a_plan_share_a_key() -> None:
     assert len({trial.key for trial in made}) == len(made)
 
 
-def test_the_same_request_makes_the_same_keys_so_that_it_can_be_resumed() -> None:
-    options = fakes.options("zero", "--repeats", "2", "--set", "gradient_clipping=0.5")
-    assert [trial.key for trial in trials(options)] == [trial.key for trial in trials(options)]
-
-
 # ------------------------------------------------------------------ strategies
 
 
@@ -128,18 +123,9 @@ def test_a_path_appends_nvme_where_it_is_not_named() -> None:
     assert names("--nvme-path", "/d") == ["none", "cpu_optimizer", "cpu_full", "nvme"]
 
 
-def test_a_path_leaves_nvme_where_it_is_named() -> None:
-    assert names("--nvme-path", "/d", "--strategies", "nvme", "none") == ["nvme", "none"]
-
-
 def test_nvme_without_a_path_is_refused_with_both_ways_out() -> None:
     with pytest.raises(UsageError, match=r"--strategies nvme needs a disk \(add --nvme-path DIR, or leave nvme out\)"):
         names("--strategies", "none", "nvme")
-
-
-def test_a_path_adds_nothing_to_a_comparison_of_stages() -> None:
-    options = fakes.options("zero", "--nvme-path", "/d")
-    assert [row.name for row in planner.requested_rows(options)] == ["zero0", "zero1", "zero2", "zero3"]
 
 
 def test_strategies_by_name_follow_the_stages_in_a_comparison_of_stages() -> None:
@@ -155,11 +141,6 @@ def test_strategies_by_name_follow_the_stages_in_a_comparison_of_stages() -> Non
 def test_two_names_of_one_configuration_are_refused() -> None:
     with pytest.raises(UsageError, match="none and zero3 are the same configuration, ZeRO-3"):
         names("--strategies", "none", "zero3")
-
-
-def test_the_stage_asked_for_is_that_of_every_offload_row() -> None:
-    made = trials(fakes.options("offload", "--stage", "2"))
-    assert {trial.ds_config["zero_optimization"]["stage"] for trial in made} == {2}
 
 
 # ------------------------------------------------------------------ rows that cannot run
@@ -201,11 +182,6 @@ def test_too_little_space_for_swapping_refuses_that_row_alone(tmp_path: Path, mo
     assert set(refused.values()) == {""}
 
 
-def test_an_op_nobody_asked_about_stops_no_row() -> None:
-    states = {ops.ASYNC_IO: OpState(op=ops.ASYNC_IO, ready=False, reason="no libaio")}
-    assert all(trial.unsupported is None for trial in trials(fakes.options("offload"), states=states))
-
-
 def test_bf16_on_a_card_without_it_is_unsupported_in_every_row() -> None:
     volta = fakes.placement(accelerator="cuda", supported_precisions=("fp16", "fp32"))
     made = trials(fakes.options("zero", "--precision", "bf16"), on=volta)
@@ -224,20 +200,6 @@ def test_a_fused_adam_that_does_not_build_is_replaced_and_said() -> None:
     assert trial.unsupported is None
 
 
-def test_a_fused_adam_that_builds_is_used_without_a_word() -> None:
-    gpu = fakes.placement(accelerator="cuda")
-    ready = {ops.FUSED_ADAM: OpState(op=ops.FUSED_ADAM, ready=True)}
-    (trial,) = trials(fakes.options("zero", "--stages", "1"), on=gpu, states=ready)
-    assert "torch_adam" not in trial.ds_config["optimizer"]["params"]
-    assert trial.caveats == ()
-
-
-def test_an_offloaded_optimizer_has_nothing_to_do_with_fused_adam() -> None:
-    gpu = fakes.placement(accelerator="cuda")
-    (trial,) = trials(fakes.options("offload", "--strategies", "cpu_optimizer"), on=gpu, states=BROKEN_FUSED)
-    assert trial.caveats == ()
-
-
 # ------------------------------------------------------------------ caveats known before running
 
 
@@ -250,12 +212,6 @@ def test_what_is_known_of_the_disk_is_said_of_the_rows_that_use_it_only() -> Non
     )
     said = {trial.configuration.name: trial.caveats for trial in checked.trials}
     assert said == {"none": (), "cpu_optimizer": (), "cpu_full": (), "nvme": ("it is an overlay",)}
-
-
-@pytest.mark.parametrize("setting", ["comms_logger={}", "wall_clock_breakdown=true"])
-def test_a_setting_that_slows_what_is_measured_is_said(setting: str) -> None:
-    (trial,) = trials(fakes.options("zero", "--stages", "1", "--set", setting))
-    assert any("synchron" in caveat for caveat in trial.caveats)
 
 
 def test_a_row_that_is_not_what_its_columns_say_says_so(subtests: pytest.Subtests) -> None:
@@ -279,11 +235,6 @@ def test_a_stage_changed_in_the_config_is_refused_since_it_would_mislabel_the_ro
         trials(fakes.options("zero", "--stages", "3", "--set", "zero_optimization.stage=1"))
 
 
-def test_the_precision_column_is_the_configs() -> None:
-    (trial,) = trials(fakes.options("zero", "--stages", "3", "--precision", "bf16", "--set", "bf16.enabled=false"))
-    assert trial.workload.precision == "fp32"
-
-
 def test_a_row_that_is_what_its_columns_say_says_nothing(subtests: pytest.Subtests) -> None:
     for precision, family in product(("bf16", "fp16", "fp32"), ("zero", "offload")):
         with subtests.test(precision=precision, family=family):
@@ -301,18 +252,10 @@ def test_a_sequence_beyond_the_models_positions_is_refused_with_what_is_allowed(
         planner.resolve_seq_length(options, fakes.resolved_model("gpt2"))
 
 
-def test_a_sequence_of_all_positions_is_allowed() -> None:
-    assert planner.seq_length_of(1024, fakes.resolved_model("gpt2")) == 1024
-
-
 def test_the_default_sequence_is_512_or_the_positions_where_there_are_fewer() -> None:
     assert planner.seq_length_of(None, fakes.resolved_model("gpt2")) == 512
     assert planner.seq_length_of(None, fakes.resolved_model(max_positions=64)) == 64
     assert planner.seq_length_of(None, fakes.resolved_model(max_positions=None)) == 512
-
-
-def test_a_model_of_unknown_positions_takes_any_sequence() -> None:
-    assert planner.seq_length_of(99999, fakes.resolved_model(max_positions=None)) == 99999
 
 
 # ------------------------------------------------------------------ --ds-config
@@ -486,14 +429,6 @@ def test_the_usual_snippet_pasted_into_the_script_works(left_out: tuple[str, ...
     assert re.findall(r'"stage": (\d)', done.stdout) == ["0", "1", "2", "3"]
 
 
-def test_a_total_alone_that_contradicts_the_flags_is_refused_in_one_line() -> None:
-    def other(strategy: Strategy, batch_size: int, grad_accum: int = 1) -> dict[str, Any]:
-        return {"train_batch_size": 17, "optimizer": {"type": "AdamW"}, "zero_optimization": {}}
-
-    with pytest.raises(UsageError, match=r"train_batch_size 17 .* agree with .* --batch-size, --grad-accum"):
-        trials(fakes.options("zero"), make=other)
-
-
 def test_a_nested_key_that_deepspeed_refuses_is_named_before_any_trial(subtests: pytest.Subtests) -> None:
     for setting, said in (
         ("zero_optimization.overlap_com=true", "zero_optimization.overlap_com: .*did you mean overlap_comm"),
@@ -556,13 +491,6 @@ def test_the_workload_is_what_the_flags_say_and_the_same_in_every_trial() -> Non
     assert (work.seq_length, work.precision) == (64, "fp32")
     assert work.activation_checkpointing
     assert work.trust_remote_code
-
-
-def test_the_optimizer_asked_for_is_that_of_every_row(subtests: pytest.Subtests) -> None:
-    for optimizer in ("SGD", "Adagrad", "Adam"):
-        with subtests.test(optimizer):
-            made: Sequence[Trial] = trials(fakes.options("zero", "--optimizer", optimizer))
-            assert {trial.ds_config["optimizer"]["type"] for trial in made} == {optimizer}
 
 
 # ------------------------------------------------------------------ completed by the op builds

@@ -69,21 +69,6 @@ def test_every_record_is_on_disk_before_it_is_seen(store: RunFolder) -> None:
     assert len(seen) == 3
 
 
-def test_nothing_is_launched_before_it_is_asked_for(store: RunFolder) -> None:
-    launcher = FakeLauncher()
-    results = run_trials(trials(0, 1), launcher, store, deaf)
-    assert launcher.launched == []
-    next(results)
-    assert len(launcher.launched) == 1
-
-
-def test_a_failure_never_stops_the_others(store: RunFolder) -> None:
-    launcher = FakeLauncher("Success", "OOM", "Crashed", "Success")
-    assert statuses(list(run_trials(trials(0, 1, 2, 3), launcher, store, deaf))) == [
-        "Success", "OOM", "Crashed", "Success",
-    ]  # fmt: skip
-
-
 def test_an_interruption_is_recorded_and_ends_the_run(store: RunFolder) -> None:
     launcher = FakeLauncher("Success", schema.INTERRUPTED)
     found = list(run_trials(trials(0, 1, 2, 3), launcher, store, deaf))
@@ -125,21 +110,6 @@ def test_every_trial_gets_a_fresh_folder_that_exists(store: RunFolder) -> None:
     assert all(folder.is_dir() for folder in launcher.folders)
 
 
-def test_the_observer_hears_of_a_trial_before_it_starts_and_of_its_progress(store: RunFolder) -> None:
-    heard: list[str] = []
-
-    def observe(trial: Trial) -> ProgressCallback:
-        heard.append(f"begin {trial.configuration.name}")
-        return lambda progress: heard.append(f"{trial.configuration.name} {progress.phase} {progress.step}")
-
-    list(run_trials(trials(0, 1), FakeLauncher(), store, observe))
-    assert heard == ["begin zero0", "zero0 forward 1", "begin zero1", "zero1 forward 1"]
-
-
-def test_no_trials_are_no_records(store: RunFolder) -> None:
-    assert list(run_trials([], FakeLauncher(), store, deaf)) == []
-
-
 # ------------------------------------------------------------------ resuming
 
 
@@ -162,22 +132,10 @@ def test_an_interrupted_trial_is_always_missing() -> None:
     assert remaining_trials(plan, [fakes.failure(plan[0], schema.INTERRUPTED)], ()) == plan
 
 
-def test_a_trial_interrupted_once_and_then_done_is_done() -> None:
-    plan = trials(0)
-    done = [fakes.failure(plan[0], schema.INTERRUPTED), fakes.success(plan[0])]
-    assert remaining_trials(plan, done, ()) == []
-    assert remaining_trials(plan, list(reversed(done)), ()) == []
-
-
 def test_a_record_of_another_configuration_does_not_count() -> None:
     plan = trials(0)
     other = replace(plan[0], ds_config={**plan[0].ds_config, "gradient_clipping": 0.5})
     assert remaining_trials(plan, [fakes.success(other)], ()) == plan
-
-
-def test_every_repeat_has_to_be_done_by_itself() -> None:
-    plan = trials(0, repeats=3)
-    assert remaining_trials(plan, [fakes.success(plan[1])], ()) == [plan[0], plan[2]]
 
 
 def run_plan() -> planner.RunPlan:
@@ -272,15 +230,6 @@ def test_afterwards_signals_mean_what_they_meant_before() -> None:
 # ------------------------------------------------------------------ the whole way, from flags to exit code
 
 
-def test_a_run_writes_json_csv_and_a_table_and_ends_with_0(
-    scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert scripted.run() == 0
-    assert [row["stage"] for row in scripted.rows()] == [0, 1, 2, 3]
-    assert len(list(scripted.output.glob("zero_comparison_*.csv"))) == 1
-    assert "ZeRO-3" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("script", "flags", "code"),
     [
@@ -294,12 +243,6 @@ def test_a_run_writes_json_csv_and_a_table_and_ends_with_0(
 )
 def test_the_exit_code_says_how_it_went(scripted: ScriptedRun, script: list[str], flags: list[str], code: int) -> None:
     assert scripted.run(*flags, script=FakeLauncher(*script)) == code
-
-
-def test_a_failed_row_is_in_the_files_beside_the_others(scripted: ScriptedRun) -> None:
-    assert scripted.run(script=FakeLauncher("Success", "OOM")) == 0
-    assert [row["status"] for row in scripted.rows()] == ["✅ Success", "❌ OOM", "✅ Success", "✅ Success"]
-    assert scripted.rows()[1]["error_details"]
 
 
 def test_the_files_are_whole_after_every_trial(scripted: ScriptedRun) -> None:
@@ -348,15 +291,6 @@ def test_an_interruption_after_the_last_trial_names_nothing_to_go_on_with(
     assert capsys.readouterr().err.splitlines()[-1] == "interrupted; every trial had finished"
 
 
-def test_a_run_can_be_resumed_twice_and_keeps_the_flags_it_began_with(scripted: ScriptedRun) -> None:
-    scripted.run("--num-steps", "7", "--stages", "0", "1", "2", script=FakeLauncher("Interrupted"))
-    assert scripted.resume(script=FakeLauncher("Success", "Interrupted")) == 130
-    assert scripted.resume() == 0
-    assert [trial.configuration.stage for trial in scripted.launcher.launched] == [1, 2]
-    assert {trial.workload.num_steps for trial in scripted.launcher.launched} == {7}
-    assert {row["model"] for row in scripted.rows()} == {"tiny"}
-
-
 def test_resuming_a_finished_run_launches_nothing_and_shows_it_again(
     scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -386,21 +320,6 @@ def test_a_trial_that_runs_again_on_other_hosts_is_the_same_row(scripted: Script
     result = load_results.load(path.parent)
     assert [each.record.outcome.status for each in result.summaries] == ["Success", "Success"]
     assert result.notes == ()
-
-
-def test_a_run_that_began_before_there_were_several_nodes_is_resumed(scripted: ScriptedRun) -> None:
-    assert scripted.run("--stages", "0", "1", script=FakeLauncher("Success", "Interrupted")) == 130
-    (path,) = (scripted.output / "runs").glob("*/run.json")
-    run = json.loads(path.read_text())
-    for trial in run["trials"]:
-        for name in ("hosts", "include", "host_command", "forwarded_variables", "master_addr", "master_port"):
-            del trial["placement"][name]
-    path.write_text(json.dumps(run))
-    assert scripted.resume() == 0
-    assert [trial.configuration.name for trial in scripted.launcher.launched] == ["zero1"]
-    run["trials"][0]["placement"]["num_gpus"] = 2
-    path.write_text(json.dumps(run))
-    assert scripted.resume() == 2
 
 
 def test_a_run_of_one_script_is_not_resumed_by_the_other(
@@ -472,17 +391,6 @@ def test_a_dry_run_refuses_a_folder_for_checkpoints_as_the_run_would(
     assert not scripted.output.exists()
 
 
-def test_a_dry_run_prints_the_command_that_makes_nsys_record(
-    scripted: ScriptedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("NSYS_PROFILING_SESSION_ID", raising=False)
-    arguments = ["--model", "tiny", "--seq-length", "16", "--profile", "nsys", "--dry-run"]
-    assert cli.main("zero", fakes.make_config, arguments) == 0
-    err = capsys.readouterr().err
-    assert "note: --profile nsys records GPUs" in err
-    assert f"zero_stage_comparison.py {' '.join(arguments[:-1])} --launcher deepspeed" in err
-
-
 def test_a_run_goes_on_with_the_profiles_it_began_with(
     scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -493,29 +401,6 @@ def test_a_run_goes_on_with_the_profiles_it_began_with(
     assert "other --profile, --checkpoint or --monitor flags than it began with" in capsys.readouterr().err
     assert scripted.resume() == 0
     assert [trial.inspection.profiles for trial in scripted.launcher.launched] == [("torch",)]
-
-
-def test_a_profile_of_a_rank_that_there_is_not_is_refused(
-    scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert scripted.run("--profile", "torch", "--profile-ranks", "2", "--num-gpus", "2") == 2
-    assert "--profile-ranks 2: the job has 2 ranks (give ranks from 0 to 1)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("form", ["json", "markdown", "table"])
-def test_the_summary_alone_is_on_standard_output_in_the_form_asked_for(
-    scripted: ScriptedRun, capsys: pytest.CaptureFixture[str], form: str
-) -> None:
-    scripted.run("--format", form)
-    out, err = capsys.readouterr()
-    assert err == ""
-    if form == "json":
-        assert [
-            {**row, "recommendation": each["recommendation"]}
-            for row, each in zip(scripted.rows(), json.loads(out), strict=True)
-        ] == json.loads(out)
-    else:
-        assert ("| ZeRO-0 |" in out) is (form == "markdown")
 
 
 @pytest.mark.parametrize("again", ["", "resumed"])
@@ -605,17 +490,6 @@ def test_the_command_of_a_provisional_answer_adds_the_runs_that_decide(
     assert "Provisional" not in capsys.readouterr().out
 
 
-def test_where_it_is_undecided_the_readme_of_the_configuration_says_so_first(scripted: ScriptedRun) -> None:
-    def unsteady(trial: Trial) -> TrialRecord:
-        return fakes.success(trial, step_seconds=(0.05, 0.15) * (trial.workload.num_steps // 2))
-
-    script = FakeLauncher(by_strategy={"zero1": unsteady, "zero3": unsteady})
-    assert scripted.run("--stages", "1", "3", script=script) == 0
-    (readme,) = (scripted.output / "runs").glob("*/recommended/README.md")
-    _, said, *_ = readme.read_text(encoding="utf-8").split("\n\n")
-    assert said == "**Recommendation (balanced): start with ZeRO-1; ZeRO-1 and ZeRO-3 are too close to call**"
-
-
 def test_another_row_can_be_exported(scripted: ScriptedRun) -> None:
     assert scripted.run("--export", "3") == 0
     (folder,) = (scripted.output / "runs").glob("*/export_zero3")
@@ -628,13 +502,6 @@ def test_ratios_refer_to_the_row_asked_for(scripted: ScriptedRun, capsys: pytest
     assert scripted.run("--stages", "1", "3", "--relative-to", "3", "--format", "markdown", script=slow) == 0
     out = capsys.readouterr().out
     assert "2.00x" in out
-
-
-def test_an_interruption_before_the_row_that_ratios_refer_to_still_ends_with_a_table(
-    scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert scripted.run("--relative-to", "3", script=FakeLauncher("Success", "Interrupted")) == 130
-    assert "ZeRO-0" in capsys.readouterr().out
 
 
 def test_a_run_in_which_all_failed_recommends_no_row_and_leaves_no_configuration(
@@ -713,13 +580,6 @@ def test_files_are_the_only_rows_unless_others_are_asked_for(scripted: ScriptedR
     assert json.loads((folder / "export_mine" / "ds_config.json").read_text())["train_batch_size"] == 4
     stored = json.loads((folder / "run.json").read_text())["trials"][0]["configuration"]
     assert stored["file_text"] == mine.read_text()
-
-
-def test_a_file_follows_the_stages_and_one_that_trains_the_same_is_left_out(scripted: ScriptedRun, mine: Path) -> None:
-    again = mine.with_name("again.json")
-    again.write_text(mine.read_text().replace("8", "16"))
-    assert scripted.run("--stages", "2", "--configs", str(mine), str(again), "--relative-to", "mine") == 0
-    assert [row["strategy"] for row in scripted.rows()] == ["zero2", "mine"]
 
 
 def test_a_kept_batch_is_the_rows_own(scripted: ScriptedRun, mine: Path) -> None:

@@ -191,13 +191,6 @@ def test_an_interrupted_search_runs_no_row_and_goes_on_with_resume(
     assert [row["batch_size"] for row in machine.rows()] == [5, 5]
 
 
-def test_a_dry_run_says_that_the_micro_batch_is_not_known_yet(
-    machine: Machine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert machine.search(trains_up_to({}), "--dry-run") == 0
-    assert "found by probes" in capsys.readouterr().out
-
-
 # ------------------------------------------------------------------ the longest sequence
 
 

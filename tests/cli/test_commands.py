@@ -58,33 +58,6 @@ def test_report_shows_the_table_and_the_recommendation_again(result: Path, capsy
     assert "Recommendation (balanced): ZeRO-0" in out
 
 
-def test_report_takes_the_goal_and_the_row_that_ratios_refer_to(
-    result: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["report", str(result), "--goal", "memory", "--relative-to", "zero3", "--verbose"]) == 0
-    out = capsys.readouterr().out
-    assert "Recommendation (memory): ZeRO-3" in out
-    assert "1.60x" in out  # stage 0 against stage 3: 0.16 s / 0.10 s
-
-
-def test_the_markdown_block_has_table_set_up_command_and_versions(
-    result: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["report", str(result), "--markdown"]) == 0
-    out = capsys.readouterr().out
-    assert "| Strategy |" in out
-    assert "python zero_stage_comparison.py --model tiny --num-gpus 2" in out
-    assert "torch 2.13.0" in out
-    assert "AMD EPYC 9654" in out
-
-
-def test_two_forms_of_one_report_are_refused(result: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(result), "--markdown", "--format", "json"]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert "--markdown and --format json together (give one of them)" in shown.err
-
-
 def test_several_files_of_one_workload_are_taken_together_as_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,33 +90,9 @@ def test_two_models_have_tables_of_their_own_and_one_with_both_side_by_side(
     ]
 
 
-def test_models_side_by_side_in_markdown_are_a_table_of_their_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["report", "--markdown", *two_models(tmp_path)]) == 0
-    assert capsys.readouterr().out.rstrip().splitlines()[-4:] == [
-        "| Model | ZeRO-0 | ZeRO-3 | ZeRO-2 |",
-        "| --- | ---: | ---: | ---: |",
-        "| tiny | 10,240 | 6,400 |  |",
-        "| gpt2 | 10,240 |  | 7,314 |",
-    ]
-
-
 def test_models_of_two_machines_do_not_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", *two_models(tmp_path, on=fakes.environment(cpu_model="Xeon"))]) == 0
     assert "side by side" not in capsys.readouterr().out
-
-
-def test_one_model_at_two_batch_sizes_is_told_apart_side_by_side(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one = fakes.write_run(tmp_path / "a", run_of((0,))).folder
-    other = fakes.write_run(tmp_path / "b", run_of((0,), of=fakes.workload(batch_size=8))).folder
-    assert main(["report", str(one), str(other)]) == 0
-    assert [line.rsplit("  ", 1)[0] for line in capsys.readouterr().out.rstrip().splitlines()[-2:]] == [
-        "tiny, micro-batch 4",
-        "tiny, micro-batch 8",
-    ]
 
 
 def test_side_by_side_a_figure_not_to_be_used_is_marked_and_a_failure_has_its_status(
@@ -224,18 +173,6 @@ def test_a_row_that_the_run_asked_for_and_never_reached_is_no_error(
 # ------------------------------------------------------------------ pictures and configurations
 
 
-def test_pictures_that_cannot_be_written_are_one_line_and_exit_2(
-    result: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", refuse)
-    assert main(["report", str(result), "--plots", str(tmp_path)]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line == f"ds_bench: --plots {tmp_path}: Permission denied (give a folder that you may write to)"
-
-
 def test_pictures_into_a_folder_of_the_kernels_are_one_line(result: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nobody may write there, root neither."""
     assert main(["report", str(result), "--plots", "/proc"]) == 2
@@ -264,41 +201,12 @@ def test_export_says_which_of_several_results_it_was_taken_from(
     assert said[0].endswith(f"({one})")
 
 
-def test_export_of_the_only_row_of_its_name_says_nothing_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["report", *two_models(tmp_path), "--export", "zero2"]) == 0
-    assert "taken from" not in capsys.readouterr().err
-
-
-def test_report_exports_a_row_by_name(result: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["report", str(result), "--export", "zero2"]) == 0
-    config = json.loads((tmp_path / "ds_config_zero2" / "ds_config.json").read_text(encoding="utf-8"))
-    assert config["zero_optimization"]["stage"] == 2
-
-
 def flat_copy(result: Path, folder: Path) -> Path:
     """The run's flat JSON, without its run folder."""
     (original,) = result.parent.parent.glob("*comparison_*.json")
     copy = folder / "sent.json"
     copy.write_bytes(original.read_bytes())
     return copy
-
-
-def test_a_flat_json_exports_nothing_as_what_ran_and_shows_no_configuration(
-    result: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    page, flat = tmp_path / "page.html", str(flat_copy(result, tmp_path))
-    assert main(["report", flat, "--export", "zero2"]) == 2
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert said.startswith("ds_bench: --export zero2: a flat JSON does not tell the configuration")
-    assert "give the run folder" in said
-    assert list(tmp_path.glob("ds_config*")) == []
-    assert main(["report", flat, "--html", str(page)]) == 0
-    assert "DeepSpeed configurations</h3>" not in page.read_text(encoding="utf-8")
 
 
 def test_a_row_that_cannot_be_exported_is_refused_before_anything_is_printed_or_written(
@@ -359,49 +267,6 @@ def test_both_scripts_with_the_same_arguments_keep_their_own_commands(
     assert "python offload_comparison.py --model tiny --num-gpus 2" in out
 
 
-def test_a_page_of_two_machines_tells_both(result: Path, tmp_path: Path) -> None:
-    elsewhere = fakes.environment(cpu_model="Xeon Gold 6430")
-    other = fakes.write_run(tmp_path / "b", run_of(slower=0.01), on=elsewhere).folder
-    page = tmp_path / "page.html"
-    assert main(["report", str(result), str(other), "--html", str(page)]) == 0
-    text = page.read_text(encoding="utf-8")
-    assert text.count("<dd>AMD EPYC 9654</dd>") == text.count("<dd>Xeon Gold 6430</dd>") == 1
-
-
-def test_a_page_of_two_models_of_one_machine_tells_it_once(tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    assert main(["report", *two_models(tmp_path), "--html", str(page)]) == 0
-    assert page.read_text(encoding="utf-8").count("<dd>AMD EPYC 9654</dd>") == 1
-
-
-def test_compare_puts_two_results_beside_each_other(
-    result: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    newer = fakes.environment(packages={"torch": "2.14.0", "deepspeed": "0.19.8", "transformers": "5.23.0"})
-    other = fakes.write_run(tmp_path / "later", run_of(), on=newer).folder
-    assert main(["compare", str(result), str(other)]) == 0
-    out = capsys.readouterr().out
-    assert "1.00x" in out
-    assert "versions differ: torch 2.13.0 against 2.14.0" in out
-
-
-def test_a_baseline_is_kept_and_a_regression_exits_3(
-    result: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    baselines = tmp_path / "baselines.json"
-    assert main(["baseline", "save", str(result), "--baselines", str(baselines)]) == 0
-    assert main(["baseline", "check", str(result), "--baselines", str(baselines)]) == 0
-    slower = [
-        fakes.success(entry.trial, step_seconds=(0.5,) * 10, gpu_peak_bytes=entry.ranks[0].gpu_peak_bytes)
-        for entry in run_of()
-    ]
-    worse = fakes.write_run(tmp_path / "worse", slower).folder
-    capsys.readouterr()
-    assert main(["baseline", "check", str(worse), "--baselines", str(baselines), "--json"]) == 3
-    verdicts = json.loads(capsys.readouterr().out)
-    assert all(entry["failed"] for entry in verdicts["entries"])
-
-
 BAD_INPUT = [
     (["report", "absent.json"], ["absent.json"]),
     (["report", "{notes}"], ["notes.txt"]),
@@ -435,26 +300,6 @@ def test_bad_input_is_one_line_and_exit_2(
     assert all(word in captured.err for word in words), captured.err
 
 
-def test_advice_tells_each_strategy_with_the_models_own_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["advice", "--model", "gpt2", "--num-gpus", "4"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("use when:") == 9
-    assert "ZeRO-3" in out
-
-
-def test_advice_ends_with_the_five_rules_of_thumb(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["advice", "--num-gpus", "4"]) == 0
-    assert capsys.readouterr().out.splitlines()[-5:] == [
-        "  fits comfortably (under 60 % of the card): stage 0 or 1",
-        "  barely fits (80 % to 95 %): stage 2",
-        "  out of memory at stage 2: stage 3, or offload",
-        "  speed is critical: the lowest stage that fits",
-        "  memory is critical: stage 3 with offload",
-    ]
-    assert main(["advice", "--num-gpus", "1"]) == 0
-    assert "On one GPU stages 1 to 3 partition nothing" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("command", ["advice", "models"])
 def test_a_terminal_of_ascii_alone_is_no_error(command: str) -> None:
     done = subprocess.run(
@@ -468,26 +313,6 @@ def test_a_terminal_of_ascii_alone_is_no_error(command: str) -> None:
     assert done.stdout.isascii()
 
 
-def test_advice_for_an_unknown_name_tells_where_else_a_model_may_come_from(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ds_bench.models.lookup._ask_child", lambda *_: {"error": "not here"})
-    assert main(["advice", "--model", "gpt9"]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "nearest presets: gpt2" in line
-    assert "the folder of a model works too, and the command plan --online asks the Hub" in line
-
-
-def test_a_folder_that_advice_cannot_read_is_not_told_to_be_a_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ds_bench.models.lookup._ask_child", lambda *_: {"error": "no config.json"})
-    assert main(["advice", "--model", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert "no config.json" in said
-    assert "works too" not in said
-
-
 def test_advice_takes_a_local_folder_without_asking_the_network(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -498,14 +323,6 @@ def test_advice_takes_a_local_folder_without_asking_the_network(
     out = capsys.readouterr().out
     assert "172 K parameters" in out
     assert out.count("use when:") == 9
-
-
-def test_advice_for_a_model_that_cannot_be_counted_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ds_bench.models.lookup.resolve_model", lambda *_, **__: fakes.resolved_model(facts=None))
-    assert main(["advice", "--model", "odd"]) == 2
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
 def test_every_command_says_what_it_is_for_with_an_example_and_refuses_by_its_own_name(

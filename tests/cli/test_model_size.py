@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,7 @@ from ds_bench.cli import commands
 from ds_bench.config.spec import Trial
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
-from tests.support.fakes import FakeLauncher, preset
-from tests.support.real_trials import ROOT
+from tests.support.fakes import FakeLauncher
 from tests.support.scripted_run import ScriptedRun
 
 PASSES = ("--pass-type", "forward", "forward_backward", "train")
@@ -35,21 +32,6 @@ def successful_trial(trial: Trial) -> TrialRecord:
     deviation = 0.1 * spread / 2**0.5  # a sample of two has a standard deviation of √2 times that
     steps = [0.1 - deviation, 0.1 + deviation]
     return fakes.success(trial, step_seconds=steps, window_seconds=0.2)
-
-
-def test_the_presets_have_the_shapes_of_the_sizes() -> None:
-    shapes = {
-        "small": (768, 3072, 12, 12),
-        "medium": (1024, 4096, 24, 16),
-        "large": (1280, 5120, 36, 20),
-        "xl": (1600, 6400, 48, 25),
-        "2.7b": (2560, 10240, 32, 32),
-    }
-    for size, shape in shapes.items():
-        facts = preset(f"size-{size}")
-        config = facts.config
-        assert (config["n_embd"], config["n_inner"], config["n_layer"], config["n_head"]) == shape
-        assert config["vocab_size"] == 10_000
 
 
 def test_every_size_and_pass_is_a_trial_of_its_own_and_a_row_of_every_table(
@@ -146,11 +128,3 @@ def test_only_rows_without_zero_time_the_passes_of_the_model_alone(scripted: Scr
     reasons = {row["strategy"]: row["error"] for row in scripted.rows() if not row["success"]}
     assert set(reasons) == {"zero2", "ddp"}
     assert all("time it at stage 0" in reason for reason in reasons.values())
-
-
-def test_it_runs_as_a_module() -> None:
-    command = [sys.executable, "-m", "ds_bench.model_size", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=60)
-    assert done.stdout.startswith("usage: python -m ds_bench model-size ")
-    for flag in ("--model-size", "--model-sizes", "--pass-type", "--context-length", "--no-sync", "--output"):
-        assert flag in done.stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -23,57 +22,7 @@ from tests.support.fakes import FakeLauncher
 from tests.support.real_trials import ROOT
 from tests.support.scripted_run import Run, ScriptedRun
 
-PACKAGE = ROOT / "ds_bench"
-COVERED = {
-    "config/caveats.py command ops": "test_commands_of_a_crashed_row",
-    "analysis/provenance.py comparison": "test_commands_after_a_run, test_command_that_decides_a_provisional_answer",
-    "cli/advice.py command models": "test_commands_in_errors",
-    "cli/check.py command models": "test_commands_in_errors",
-    "cli/commands.py program": "test_commands_in_errors",
-    "cli/report.py comparison recipe": "test_command_that_decides_a_provisional_answer",
-    "cli/run.py command run": "test_command_that_gives_a_recipe_again",
-    "config/axis_rows.py command axes": "test_commands_in_errors",
-    "config/configuration_files.py command check": "test_commands_in_errors",
-    "doctor/ops.py command doctor": "test_commands_of_a_crashed_row",
-    "models/lookup.py command models": "test_commands_in_errors",
-    "recommend/remedies.py command ops": "test_commands_of_a_crashed_row",
-    "report/profile_text.py comparison": "test_commands_run_in_the_users_environment",
-    "runner.py program": "test_commands_after_a_run",
-    "runner.py python": "test_commands_run_in_the_users_environment",
-}
 """Module, function of ``invocation`` and command → the test that runs what it prints."""
-
-
-def sources() -> dict[str, ast.Module]:
-    paths = {str(path.relative_to(PACKAGE)): path for path in PACKAGE.rglob("*.py")}
-    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in paths.items()}
-
-
-def test_every_place_that_prints_a_command_has_a_test_that_runs_it() -> None:
-    places = set()
-    for name, module in sources().items():
-        for node in ast.walk(module):
-            match node:
-                case ast.Call(func=ast.Attribute(value=ast.Name(id="invocation"), attr=function)):
-                    first = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else ""
-                    places.add(f"{name} {function} {first}".strip())
-    assert places == set(COVERED)
-
-
-def test_no_command_is_written_out_as_text() -> None:
-    """Such a text fails where ``python`` is another one, for ``ds-compare``, and in another folder."""
-    written = []
-    for name, module in sources().items():
-        prose = [node.value for node in ast.walk(module) if isinstance(node, ast.Expr)]  # docstrings
-        for node in ast.walk(module):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in prose:
-                text = node.value
-                is_command = re.search(
-                    r"python -m ds_bench|ds-compare (?!in a)|(zero_stage|offload)_comparison\.py", text
-                )
-                if is_command and name not in ("system/invocation.py", "analysis/provenance.py"):
-                    written.append((name, text))
-    assert written == []
 
 
 def run_line(line: str, *more: str, codes: tuple[int, ...] = (0,), variables: Mapping[str, str] | None = None) -> str:
@@ -148,24 +97,6 @@ def test_commands_of_a_crashed_row(scripted: ScriptedRun, capsys: pytest.Capture
         assert "usage:" in run_line(command, "--help")
 
 
-SET = re.compile(r"--set ([a-z_.]+=[^\s,;)]+)")
-
-
-def test_every_set_that_is_printed_is_taken_by_scripts_and_run(scripted: ScriptedRun, run: Run) -> None:
-    texts = {
-        node.value
-        for module in sources().values()
-        for node in ast.walk(module)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
-    settings = {setting for text in texts for setting in SET.findall(text)} - {"training.seq_len=2048"}
-    assert {"optimizer.params.torch_adam=true", "zero_optimization.reduce_bucket_size=50000000"} <= settings
-    for setting in settings:
-        flags = ("--set", setting, "--stages", "2", "--dry-run")
-        assert scripted.run(*flags) == 0, setting
-        assert run(None, "--model", "tiny", *flags) == 0, setting
-
-
 @pytest.mark.parametrize("family", ["zero", "offload", "recipe"])
 def test_flags_to_try_are_taken_by_the_command_that_printed_them(
     family: str, scripted: ScriptedRun, run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -235,20 +166,6 @@ def test_command_that_decides_a_provisional_answer(
     for command in {ended["try_next"], report.recommendation.try_next or ""}:
         assert command.endswith(" --repeats 3")
         run_line(command, "--dry-run")
-
-
-def test_command_that_gives_a_recipe_again(
-    run: Run, scripted: ScriptedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = "model: {name: tiny, trust_remote_code: true}\ntraining: {seq_len: 16}"
-    assert run(text) == 0
-    capsys.readouterr()
-    assert run(None, "--resume", str(scripted.folder)) == 2
-    line = invocation.command("run", "RECIPE", "--resume", str(scripted.folder))
-    assert line in capsys.readouterr().err
-    recipe = tmp_path / "my own.yaml"
-    recipe.write_text(text)
-    run_line(line.replace("RECIPE", shlex.quote(str(recipe))), "--dry-run")
 
 
 # ------------------------------------------------------------------ folders and ways to start

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
-from ds_bench import planner, runner
+from ds_bench import runner
 from ds_bench.cli import arguments, commands
 from ds_bench.cli.report import build_reports
 from ds_bench.config import placement, recipe, recipe_file
@@ -42,14 +41,6 @@ def test_a_recipe_runs_and_its_files_have_the_name_of_no_script(run: Run, script
     assert (folder / "recommended" / "ds_config.json").is_file()
 
 
-def test_a_recipe_may_be_given_as_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(SMALL)
-    assert commands.main(["run", "--config", str(path), "--print-recipe"]) == 0
-    assert "seq_len: 16" in capsys.readouterr().out
-    assert commands.main(["run", str(path), "--config", str(path), "--print-recipe"]) == 2
-
-
 def test_flags_and_settings_replace_values_of_the_recipe(run: Run, scripted: ScriptedRun) -> None:
     flags = ("--stages", "1", "--seq-length", "8", "--set", "training.steps=3", "--set", "optimizer.params.lr=0.5")
     assert run(SWEEP, *flags) == 0
@@ -75,12 +66,6 @@ def test_axes_of_a_recipe_and_of_flags_make_rows(run: Run, scripted: ScriptedRun
     assert [trial.configuration.name for trial in scripted.launcher.launched] == [
         "zero2+overlap_comm=false+reduce_bucket_size=1000000"
     ]
-
-
-def test_without_a_recipe_every_strategy_is_compared_in_one_table(run: Run, scripted: ScriptedRun) -> None:
-    assert run(None, "--model", "tiny", "--seq-length", "8", "--strategies", "all") == 0
-    names = [trial.configuration.name for trial in scripted.launcher.launched]
-    assert names == ["zero0", "zero1", "zero2", "zero3", "cpu_optimizer", "cpu_full", "zero2_offload"]
 
 
 def test_points_of_a_sweep_run_round_by_round_in_one_result(
@@ -113,18 +98,6 @@ def test_a_report_keeps_the_goal_and_the_reference_row_of_the_recipe(
     assert baseline is not None
     assert baseline.configuration.name == "zero2"
     assert reports[0].commands[0].startswith("python -m ds_bench run ")
-
-
-def test_files_of_configurations_are_read_once_in_a_run(
-    run: Run, scripted: ScriptedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mine = tmp_path / "mine.json"
-    mine.write_text('{"zero_optimization": {"stage": 1}}')
-    read = Mock(wraps=planner.read_configuration_files)
-    monkeypatch.setattr(planner, "read_configuration_files", read)
-    assert run(SWEEP, "--configs", str(mine), "--relative-to", "mine", "--export", "zero2") == 0
-    assert [name for _, name, _ in scripted.trials[:3]] == ["zero0", "zero2", "mine"]
-    assert read.call_count == 1
 
 
 def test_each_point_finds_its_own_largest_micro_batch(run: Run, scripted: ScriptedRun) -> None:
@@ -342,13 +315,6 @@ def test_the_recipe_of_a_script_makes_the_same_trials(
         assert str(getattr(options, name)) in (str(getattr(again, name)), Path(str(getattr(again, name))).name)
 
 
-def test_scripts_print_their_recipe(scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]) -> None:
-    assert scripted.run("--print-recipe", "--stages", "2") == 0
-    printed = recipe_file.parse_recipe(capsys.readouterr().out).data
-    assert printed["configurations"] == {"stages": [2]}
-    assert not scripted.output.exists()
-
-
 # ------------------------------------------------------------------ the recipes that ship
 
 
@@ -368,11 +334,6 @@ def test_a_recipe_that_ships_can_be_planned(
     assert " trials" in shown
     assert "memory is not predicted" not in shown
     assert not scripted.output.exists()
-
-
-def test_recipes_ship_for_the_families_people_train() -> None:
-    families = {"gpt2", "opt", "llama2", "llama3", "mistral", "qwen2.5", "qwen3", "qwen3_30b_a3b", "mixtral", "tiny"}
-    assert {family for family in families if any(path.stem.startswith(family) for path in RECIPES)} == families
 
 
 # ------------------------------------------------------------------ the plan, and a budget

@@ -56,14 +56,6 @@ def test_a_placement_on_no_device_is_refused() -> None:
         Placement(accelerator="cpu", num_gpus=0)
 
 
-def test_what_was_asked_cannot_be_changed_afterwards(subtests: pytest.Subtests) -> None:
-    for value in (fakes.workload(), fakes.zero(2), fakes.placement(), fakes.trial()):
-        with subtests.test(type(value).__name__):
-            name = dataclasses.fields(value)[0].name
-            with pytest.raises(dataclasses.FrozenInstanceError):
-                setattr(value, name, "changed")
-
-
 def test_a_strategy_uses_nvme_when_either_of_the_two_lies_there(subtests: pytest.Subtests) -> None:
     for optimizer, param, uses in (("nvme", "none", True), ("cpu", "nvme", True), ("cpu", "cpu", False)):
         with subtests.test(optimizer=optimizer, param=param, uses=uses):
@@ -134,15 +126,6 @@ def test_a_trial_survives_json_whole() -> None:
     assert again.key == trial.key
 
 
-def test_a_trial_that_lost_a_part_is_no_trial(subtests: pytest.Subtests) -> None:
-    for damage in ("configuration", "workload", "placement"):
-        with subtests.test(damage):
-            data = everything().to_dict()
-            del data[damage]
-            with pytest.raises(InvalidValueError, match=f"{damage} is missing"):
-                json_files.build(Trial, data)
-
-
 def test_a_trial_with_a_field_of_another_program_is_no_trial() -> None:
     with pytest.raises(InvalidValueError, match="colour"):
         json_files.build(Trial, {**everything().to_dict(), "colour": "red"})
@@ -187,15 +170,6 @@ def test_what_does_not_decide_the_measurement_leaves_the_key() -> None:
     assert other.key == trial.key
     elsewhere = {"hosts": (("c", 2), ("d", 2)), "include": None, "master_addr": None, "master_port": None}
     assert replace(trial, placement=replace(trial.placement, **elsewhere)).key == trial.key
-
-
-def test_a_trial_of_one_node_keeps_the_key_that_it_had_before_there_were_several() -> None:
-    """``--resume`` finds trials of runs that began before by it."""
-    place = fakes.placement(hostfile="/hosts", launcher="deepspeed")
-    assert {field.name for field in dataclasses.fields(place)} - place.measured_facts.keys() == {
-        "compute_capability", "hosts", "include", "host_command", "forwarded_variables", "master_addr", "master_port",
-    }  # fmt: skip
-    assert replace(place, hosts=(("localhost", 1),), host_command="x {host}").measured_facts == place.measured_facts
 
 
 def test_the_key_does_not_depend_on_the_order_of_a_config() -> None:
