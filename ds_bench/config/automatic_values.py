@@ -1,8 +1,8 @@
 """Resolves ``"auto"`` in a DeepSpeed configuration as the Transformers Trainer does.
 
-DeepSpeed itself knows no ``"auto"``: the Trainer replaces it by values of its TrainingArguments and of the model before
-DeepSpeed reads the configuration. The arguments that belong to the workload here (micro-batch, accumulation, precision)
-come from it; the others are those of the user's file, or TrainingArguments' defaults.
+DeepSpeed does not know ``"auto"``: the Trainer replaces it by values of its TrainingArguments and of the model first.
+Micro-batch, accumulation and precision come from the workload, the other arguments from the user's file, or else from
+TrainingArguments' defaults.
 
 Sources: Transformers 5.23, ``integrations/deepspeed.py`` (``HfTrainerDeepSpeedConfig``) and ``training_args.py``;
 Accelerate 1.15, ``utils/dataclasses.py`` (``DeepSpeedPlugin.set_mixed_precision``); DeepSpeed 0.19.8,
@@ -44,52 +44,55 @@ class TrainingFacts:
     num_gpus: int
     precision: Precision
     hidden_size: int | None
-    """Of the model, as the Trainer finds it (``hidden_size`` of its config); None where the config has none."""
+    """The model's, as the Trainer finds it (``hidden_size`` of its config); None if the config has none."""
     training_steps: int = 1
     """Optimizer steps of the training, over which a scheduler runs."""
     arguments: Mapping[str, float] = field(default_factory=dict)
-    """TrainingArguments that the user's file gives; :data:`TRAINING_DEFAULTS` hold for the others."""
+    """TrainingArguments in the user's file; the others have :data:`TRAINING_DEFAULTS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolution:
-    """A configuration without "auto", and what was put in its place."""
+    """A configuration without "auto", and the values in its place."""
 
     config: Config
     values: dict[str, Any]
     """Path of the key → value of the Trainer, in the order of its code."""
     left_to_deepspeed: tuple[str, ...] = ()
-    """Paths of keys that the Trainer does not fill in and DeepSpeed then takes its default for; they are removed."""
+    """Paths of keys that the Trainer does not fill in, so that DeepSpeed takes its default; they are removed."""
 
 
 def resolve(config: Mapping[str, Any], facts: TrainingFacts) -> Resolution:
-    """Replaces every "auto" of a configuration. Raises UsageError for one that nothing replaces."""
+    """Replace every "auto" of a configuration. Raises UsageError for one that nothing replaces."""
     resolution = fill_in(config, facts)
-    resolved, left = copy.deepcopy(resolution.config), []
+    resolved, left = resolution.config, []
     for path in list(paths_of_auto(resolved)):
         parent, _, key = path.rpartition(".")
         # In the blocks that it checks with pydantic DeepSpeed drops "auto" and takes its default
         # (runtime/config_utils.py); elsewhere it would take the text.
         if parent not in refusing_blocks():
-            raise UsageError(
-                f'{path} is "auto", which neither the Trainer nor DeepSpeed fills in', remedy="give a value"
-            )
-        block, _ = _find(resolved, path)
-        if block is not None:
+            problem = f'{path} is "auto", which neither the Trainer nor DeepSpeed fills in'
+            raise UsageError(problem, remedy="give a value")
+        if (block := _block_at(resolved, parent)) is not None:
             del block[key]
             left.append(path)
-    with_precision = _with_precision(resolved, config, facts.precision)
-    return Resolution(config=with_precision, values=resolution.values, left_to_deepspeed=tuple(left))
+    # Enables the precision of a configuration whose "auto" named only the other 16-bit format, as Accelerate does:
+    # {"fp16": {"enabled": "auto"}} alone would train fp32 if bf16 is asked for.
+    automatic = any(block_of(config, name).get("enabled") == AUTO for name in ("bf16", "fp16"))
+    if automatic and facts.precision != "fp32":
+        resolved.setdefault(facts.precision, {"enabled": True})
+    return Resolution(config=resolved, values=resolution.values, left_to_deepspeed=tuple(left))
 
 
 def fill_in(config: Mapping[str, Any], facts: TrainingFacts) -> Resolution:
-    """Replaces the "auto" that the Trainer replaces, and leaves any other.
+    """Replace the "auto" that the Trainer replaces, and leave any other.
 
-    Raises UsageError where the model has no hidden size that the Trainer knows.
+    Raises UsageError if the model has no hidden size that the Trainer knows.
     """
     filled, values = copy.deepcopy(dict(config)), {}
     for path, value in _trainer_values(filled, facts).items():
-        block, key = _find(filled, path)
+        parent, _, key = path.rpartition(".")
+        block = _block_at(filled, parent)
         if block is not None and block.get(key) == AUTO:
             block[key] = values[path] = value
     return Resolution(config=filled, values=values)
@@ -128,12 +131,10 @@ def _hidden_size_values(config: Mapping[str, Any], hidden_size: int | None) -> d
     if not asked:
         return {}
     if hidden_size is None:
-        raise UsageError(
-            f'zero_optimization.{asked[0]} is "auto", which the Trainer computes from hidden_size of the model\'s '
-            "config, and this model has none",
-            remedy=f'give whole numbers instead of "auto" for {", ".join(asked)}',
-        )
-    # The Trainer fills in the sizes of stage 3 at stage 3 alone, wherever the parameters lie.
+        problem = f'zero_optimization.{asked[0]} is "auto", which the Trainer computes from the model\'s hidden_size'
+        remedy = f'give whole numbers instead of "auto" for {", ".join(asked)}'
+        raise UsageError(f"{problem}, and this model has none", remedy=remedy)
+    # The Trainer fills in the sizes of stage 3 only at stage 3, wherever the parameters are.
     acting = sizes_for(sizes, zero.get("stage", 0), None)
     return {f"zero_optimization.{key}": size for key, size in acting.items()}
 
@@ -150,21 +151,9 @@ def trainer_sizes(hidden_size: int) -> dict[str, int]:
     }
 
 
-def _with_precision(config: Config, written: Mapping[str, Any], precision: Precision) -> Config:
-    """Enables the precision of a configuration whose "auto" named only the other 16-bit format, as Accelerate does.
-
-    Otherwise ``{"fp16": {"enabled": "auto"}}`` alone would train fp32 where bf16 is asked for.
-    """
-    automatic = any(block_of(written, name).get("enabled") == AUTO for name in ("bf16", "fp16"))
-    if automatic and precision != "fp32" and precision not in config:
-        return {**config, precision: {"enabled": True}}
-    return config
-
-
-def _find(config: Config, path: str) -> tuple[Config | None, str]:
-    """The block that holds the key of a path, and the key; None where there is no such block."""
-    *names, key = path.split(".")
+def _block_at(config: Config, path: str) -> Config | None:
+    """Return the block at a path, the configuration itself for none; None if there is no such block."""
     block: Any = config
-    for name in names:
+    for name in filter(None, path.split(".")):
         block = block.get(name) if isinstance(block, dict) else None
-    return (block if isinstance(block, dict) else None), key
+    return block if isinstance(block, dict) else None

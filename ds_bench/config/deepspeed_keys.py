@@ -1,7 +1,7 @@
 """The keys that DeepSpeed reads, with types and defaults: ``deepspeed_keys.json``.
 
-``scripts/make_deepspeed_keys.py`` writes that file from the installed DeepSpeed, and a test says whether it still
-holds. In a block that goes to a pydantic model DeepSpeed refuses any other key; elsewhere it ignores it.
+``scripts/make_deepspeed_keys.py`` writes that file from the installed DeepSpeed. DeepSpeed refuses any other key in a
+block that goes to a pydantic model, and ignores it elsewhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 @cache
 def tables() -> Mapping[str, Any]:
-    """The whole file. Not to be changed."""
+    """Return the whole file. Do not modify it."""
     text = Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
     contents: dict[str, Any] = json.loads(text)
     return contents
@@ -38,66 +38,49 @@ def keys_of(block_path: str) -> Mapping[str, Mapping[str, Any]]:
 
 @cache
 def top_level_keys() -> frozenset[str]:
-    """Top-level keys that DeepSpeed reads; others it accepts and ignores."""
+    """Return the top-level keys that DeepSpeed reads; it ignores others."""
     return frozenset(keys_of(""))
 
 
 @cache
 def refusing_blocks() -> dict[str, frozenset[str]]:
-    """Path of a block → its keys, for the blocks in which DeepSpeed refuses other keys (its pydantic models)."""
+    """Return path → keys of the blocks where DeepSpeed refuses other keys (its pydantic models)."""
     return {path: frozenset(block["keys"]) for path, block in blocks().items() if block["unknown"] == "refused"}
 
 
 def removed_keys() -> frozenset[str]:
-    """Paths that DeepSpeed refuses because what they asked for was removed."""
+    """Return the paths that DeepSpeed refuses because their feature was removed."""
     return frozenset(tables()["removed"])
 
 
 def nearest_key(key: str, known: Collection[str], least_similarity: float = 0.6) -> str | None:
-    """The key that ``key`` is probably a misspelling of; None if none is near. Similarity goes from 0 to 1."""
+    """Return the key that ``key`` probably misspells; None if nothing is close. Similarity goes from 0 to 1."""
     near = difflib.get_close_matches(key, known, n=1, cutoff=least_similarity)
     return near[0] if near else None
 
 
 def blocks_with(key: str) -> Iterator[str]:
-    """Paths of the blocks below the top level that have this key."""
+    """Yield the paths of the blocks below the top level that have this key."""
     return (path for path, block in blocks().items() if path and key in block["keys"])
 
 
-_STAGE_3_KEYS = frozenset(
-    {
-        "sub_group_size",
-        "zero_hpz_partition_size",
-        "zero_quantized_weights",
-        "zero_quantized_nontrainable_weights",
-        "zero_quantized_gradients",
-        "leaf_module",
-        "memory_efficient_linear",
-        "override_module_apply",
-        "pipeline_loading_checkpoint",
-        "log_trace_cache_warnings",
-        "enable_sanity_checks",
-        "save_muon_momentum_buffer_in_memory",
-        "stage3_gather_fp16_weights_on_model_save",
-        "offload_param",
-    }
-)
-"""Keys that DeepSpeed gives to stage 3 only, beside those with stage3 in their name (``runtime/engine.py``)."""
-_STAGE_1_AND_2_KEYS = frozenset(
-    {
-        "allgather_bucket_size",
-        "round_robin_gradients",
-        "use_multi_rank_bucket_allreduce",
-        "ignore_unused_parameters",
-        "parameter_alignment",
-    }
-)
-"""Keys that DeepSpeed gives to stages 1 and 2 only."""
+_STAGE_3_KEYS = {
+    *("sub_group_size", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights"),
+    *("zero_quantized_gradients", "leaf_module", "memory_efficient_linear", "override_module_apply", "offload_param"),
+    *("pipeline_loading_checkpoint", "log_trace_cache_warnings", "enable_sanity_checks"),
+    *("save_muon_momentum_buffer_in_memory", "stage3_gather_fp16_weights_on_model_save"),
+}
+"""Keys that DeepSpeed passes only to stage 3, besides those with stage3 in their name (``runtime/engine.py``)."""
+_STAGE_1_AND_2_KEYS = {
+    *("allgather_bucket_size", "round_robin_gradients", "use_multi_rank_bucket_allreduce"),
+    *("ignore_unused_parameters", "parameter_alignment"),
+}
+"""Keys that DeepSpeed passes only to stages 1 and 2."""
 
 
 @cache
 def is_read_at_stage(key: str, stage: int) -> bool:
-    """Whether DeepSpeed acts on a key of ``zero_optimization`` at a ZeRO stage."""
+    """Return whether DeepSpeed acts on a key of ``zero_optimization`` at a ZeRO stage."""
     known = keys_of("zero_optimization")
     # Fields that have an alias: the alias begins with stage3.
     named_after_stage_3 = "same_as" in known.get(key, {}) or key in {each.get("same_as") for each in known.values()}
