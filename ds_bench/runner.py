@@ -33,7 +33,7 @@ from .launch import Launcher, Limits, ProgressCallback, rank_environment
 from .launch.deepspeed import launch_command
 from .launch.hosts import Hosts
 from .launch.scratch import remove_abandoned
-from .launch.selection import choose_launcher
+from .launch.warm import choose_launcher
 from .planner import Plan, RunPlan, make_run_plan
 from .prediction import trial_predictions
 from .prediction.model_profile import ModelProfile, variant_of

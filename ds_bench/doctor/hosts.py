@@ -5,7 +5,6 @@ Each host is checked by its agent (``launch.hosts``), which starts :mod:`.on_hos
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,8 @@ from ..units import format_bytes, format_names
 from .findings import Finding, find_program, ok, warning
 
 _CHECK_SECONDS = 120.0
+_BUILD_SECONDS = 7200.0
+"""For several ops, each of which may take half an hour."""
 
 _MUST_AGREE: Facts = (
     ("Python", attrgetter("python_version")),
@@ -58,15 +59,15 @@ def connected_hosts(placement: Placement) -> Iterator[Hosts]:
 
     connected = launched_nodes.accept_nodes() if template is None else {}
     with Hosts([name for name, _ in placement.hosts], start_agent, connected=connected) as hosts:
-        try:
-            hosts.connect()
-        except HostError as error:
-            if template is None:
-                how = "see what the launcher's processes have printed there"
-            else:
-                command = template.replace("{host}", str(error).partition(":")[0])
+        if problems := hosts.connect():
+            how = "see what the launcher's processes have printed there"
+            if template is not None:
+                command = template.replace("{host}", problems[0].name)
                 how = f"make `{command} true` work without a question, with Python and ds_bench at the same paths there"
-            raise _not_usable(error, f"{how}, or {_way_to_leave_out('the host', placement)}") from None
+            raise PreflightError(
+                f"cannot use {format_names(problems, 5, '; ')}",
+                remedy=f"{how}, or {_way_to_leave_out('the host', placement)}",
+            )
         yield hosts
 
 
@@ -79,17 +80,13 @@ def _way_to_leave_out(what: str, placement: Placement) -> str:
     return f"leave {what} out of the command that started these processes"
 
 
-def _not_usable(error: HostError, remedy: str) -> PreflightError:
-    return PreflightError(f"cannot use {format_names(str(error).splitlines(), 5, '; ')}", remedy=remedy)
-
-
 @contextmanager
 def naming_lost_host() -> Iterator[None]:
     """Raises PreflightError for a host that is lost meanwhile."""
     try:
         yield
     except HostError as error:
-        raise _not_usable(error, "see what is wrong there, or run without it") from None
+        raise PreflightError(f"cannot use {error}", remedy="see what is wrong there, or run without it") from None
 
 
 def environment_with_hosts(hosts: Hosts, placement: Placement, local: Environment) -> Environment:
@@ -98,8 +95,15 @@ def environment_with_hosts(hosts: Hosts, placement: Placement, local: Environmen
     Raises PreflightError, in one line, if versions or GPUs differ, or a host has fewer GPUs than ranks.
     """
     with naming_lost_host():
-        environments = hosts.environments()
-    _require_one_machine_each(environments)
+        environments: dict[str, Environment] = hosts.request_all("environment", kind=Environment)
+    names: dict[str, str] = {}
+    for name, environment in environments.items():
+        if (other := names.setdefault(environment.hostname, name)) != name:
+            raise PreflightError(
+                f"{other} and {name} both call themselves {environment.hostname}: they are one machine, or cannot be "
+                "told apart",
+                remedy="write each machine once into the hostfile, and give each a host name of its own",
+            )
     known = dict(environments)
     if local.hostname not in {each.hostname for each in environments.values()}:
         known["this host"] = local
@@ -112,17 +116,6 @@ def environment_with_hosts(hosts: Hosts, placement: Placement, local: Environmen
             remedy=f"give every host the same versions and GPUs, or {_way_to_leave_out('hosts', placement)}",
         )
     return replace(local, hosts=tuple(environments.values()))
-
-
-def _require_one_machine_each(environments: Mapping[str, Environment]) -> None:
-    names: dict[str, str] = {}
-    for name, environment in environments.items():
-        if (other := names.setdefault(environment.hostname, name)) != name:
-            raise PreflightError(
-                f"{other} and {name} both call themselves {environment.hostname}: they are one machine, or cannot be "
-                "told apart",
-                remedy="write each machine once into the hostfile, and give each a host name of its own",
-            )
 
 
 def _gpu_differences(environments: Mapping[str, Environment], placement: Placement) -> list[str]:
@@ -180,7 +173,7 @@ def _try_connections(listener: HostConnection, others: Sequence[HostConnection],
         port = listener.request("listen", kind=int, address=address, port=port)
     except HostError as error:
         raise PreflightError(
-            f"ranks cannot meet at {address} port {port} of {listener.name}: {_reason(error)}",
+            f"ranks cannot meet at {address} port {port} of {listener.name}: {error.reason}",
             remedy="give --master-addr an address of the first host that the others reach, or another --master-port",
         ) from None
     try:
@@ -191,17 +184,11 @@ def _try_connections(listener: HostConnection, others: Sequence[HostConnection],
                 each.result_of(future, _CHECK_SECONDS)
             except HostError as error:
                 raise PreflightError(
-                    f"{each.name} cannot connect to {listener.name} at {address} port {port}: {_reason(error)}",
+                    f"{each.name} cannot connect to {listener.name} at {address} port {port}: {error.reason}",
                     remedy="open all TCP ports between the hosts, or choose their network with --master-addr",
                 ) from None
     finally:
         listener.request("stop_listening")
-
-
-def _reason(error: HostError) -> str:
-    """What a host has said, without its name and the class of the exception."""
-    text = str(error).partition(" (while attempting")[0]
-    return re.sub(r"^[^:]*: (?:\w+: )?(?:\[Errno -?\d+\] )?", "", text)
 
 
 def check_all(placement: Placement, configurations: Sequence[Configuration], local: Environment) -> Iterator[Finding]:
@@ -261,7 +248,14 @@ def build_ops(
     """Builds every op that these configurations need on every host, which each has a cache of its own unless they
     share its folder. An op is ready where it is on all of them."""
     with naming_lost_host():
-        states_of = hosts.build_ops(placement, configurations, say)
+        states_of = hosts.request_all(
+            "build_ops",
+            timeout_seconds=_BUILD_SECONDS,
+            say=say,
+            kind=dict[str, OpState],
+            placement=placement,
+            configurations=configurations,
+        )
     merged: dict[str, OpState] = {}
     for name, states in states_of.items():
         for op, state in states.items():

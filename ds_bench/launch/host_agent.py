@@ -110,6 +110,8 @@ class HostAgent:
             self._stream.send({"id": request_id, "result": result})
         except Exception as error:  # whatever it is, the run is told
             text = str(error) if isinstance(error, DsBenchError) else f"{type(error).__name__}: {error}"
+            if isinstance(error, OSError) and error.strerror and error.filename is None:  # such as a refused connection
+                text = error.strerror
             self._stream.send({"id": request_id, "error": " ".join(text.split())[:500]})
 
     def _listen(self, address: str, port: int) -> int:

@@ -23,14 +23,12 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import IO, Any
 
-from ..config.spec import Configuration, Placement
+from ..config.spec import Placement
 from ..records import json_files
 from ..system.device_locks import DeviceLocks
-from ..system.environment import Environment
 from ..system.processes import die_with_parent, import_variables
 from .host_trial import HostEnd
 from .message_stream import SILENCE_SECONDS, Message, MessageStream, code_digest
-from .ops import OpState
 
 SSH_OPTIONS = (
     "-T", "-x",
@@ -45,8 +43,6 @@ _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]*")
 _CONNECT_SECONDS = 60.0
 """For ssh to log in and Python to start there, from a slow disk too."""
 _REQUEST_SECONDS = 60.0
-# Several ops, of which each may take half an hour (ops.prepare_ops).
-_BUILD_SECONDS = 7200.0
 _RETRY_SECONDS = 2.0
 _CLOSE_SECONDS = 20.0
 """For an agent to end what it has started."""
@@ -57,7 +53,11 @@ Say = Callable[[str], None]
 
 
 class HostError(Exception):
-    """A host cannot be used. ``str()`` is one line that begins with its name."""
+    """A host cannot be used. ``str()`` is one line, its name and the reason."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.name, self.reason = name, reason
 
 
 class HostLostError(HostError):
@@ -99,8 +99,8 @@ class HostConnection:
         """The name that the host has itself; empty until its agent has answered."""
         self.address: str | None = None
         """Under which ssh reached it; None without ssh."""
-        self.problem: str | None = f"{name}: not connected"
-        """Why it cannot be used, beginning with its name; None while it answers."""
+        self.problem: str | None = "not connected"
+        """Why it cannot be used; None while it answers."""
         self.listen: Callable[[Message], None] = lambda _message: None
         """Called in a thread of the connection, with messages that answer no request."""
         self._process: subprocess.Popen[bytes] | None = None
@@ -143,8 +143,8 @@ class HostConnection:
         digest = self.result_of(self._greeting, _CONNECT_SECONDS + 5.0)
         if digest != code_digest():
             self.close()
-            self.problem = f"{self.name}: has other code of ds_bench ({digest}) than this host ({code_digest()})"
-            raise HostError(self.problem)
+            self.problem = f"has other code of ds_bench ({digest}) than this host ({code_digest()})"
+            raise HostError(self.name, self.problem)
 
     def request(self, what: str, *, timeout_seconds: float = _REQUEST_SECONDS, kind: Any = Any, **values: Any) -> Any:
         """The agent's answer to a request, a JSON value of this ``kind``. Raises HostError.
@@ -177,7 +177,7 @@ class HostConnection:
         try:
             return future.result(None if timeout_seconds is None else max(0.0, timeout_seconds - waited))
         except FutureTimeoutError:
-            raise HostLostError(f"{self.name}: took longer than {timeout_seconds:.0f} s to answer") from None
+            raise HostLostError(self.name, f"took longer than {timeout_seconds:.0f} s to answer") from None
 
     def result_while_active(self, future: Future[Any], quiet_seconds: float, began: float) -> Any:
         """Waits for the answer to a request for as long as the agent sends more than pings. Raises HostError.
@@ -192,9 +192,9 @@ class HostConnection:
                 return future.result(max(0.0, left))
             if left <= 0:
                 self._is_lost = True
-                self.problem = self.problem or f"{self.name}: did nothing for {quiet_seconds:.0f} s"
+                self.problem = self.problem or f"did nothing for {quiet_seconds:.0f} s"
                 self.close_input()
-                raise HostLostError(self.problem)
+                raise HostLostError(self.name, self.problem)
 
     def _receive(self, message: Message) -> None:
         self._heard = time.monotonic()
@@ -210,7 +210,7 @@ class HostConnection:
         elif message.get("id") in self._replies:
             future, _, kind = self._replies[message["id"]]
             if "error" in message:
-                future.set_exception(HostError(f"{self.name}: {message['error']}"))
+                future.set_exception(HostError(self.name, str(message["error"])))
             else:
                 # A value of another kind raises, which ends the stream, and with it the wait for this answer.
                 future.set_result(json_files.build(kind, message.get("result")))
@@ -225,13 +225,13 @@ class HostConnection:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(1.0)  # for what it has to say
             reason = self._last_error_line() or reason
-        self.problem = self.problem or f"{self.name}: {reason}"
+        self.problem = self.problem or reason
         for future in [self._greeting, *(future for future, _, _ in self._replies.values())]:
             self._fail(future)
 
     def _fail(self, future: Future[Any]) -> None:
         with contextlib.suppress(Exception):  # it has its answer
-            future.set_exception(HostLostError(self.problem or f"{self.name}: lost"))
+            future.set_exception(HostLostError(self.name, self.problem or "lost"))
 
     def _last_error_line(self) -> str | None:
         if self._errors is None:
@@ -302,8 +302,8 @@ class Hosts:
         for connection in self.connections:
             connection.close()
 
-    def connect(self) -> None:
-        """Connects to every host, all at a time. Raises HostError, one line for each host that cannot be used."""
+    def connect(self) -> list[HostError]:
+        """Connects to every host, all at a time. Returns what is wrong with each that cannot be used."""
         for connection in self.connections:
             connection.start()
         problems = []
@@ -311,9 +311,8 @@ class Hosts:
             try:
                 connection.wait_for_agent()
             except HostError as error:
-                problems.append(str(error))
-        if problems:
-            raise HostError("\n".join(problems))
+                problems.append(error)
+        return problems
 
     def reconnect(self, wait_seconds: float) -> None:
         """Connects again to hosts that were lost, and proves that nothing of their trials is left on them.
@@ -324,7 +323,8 @@ class Hosts:
         for number, connection in enumerate(self.connections):
             while connection.problem is not None:
                 if connection.name in self._connected:
-                    raise HostLostError(f"{connection.problem}; a launcher had started it, and starts it once")
+                    problem = f"{connection.problem}; a launcher had started it, and starts it once"
+                    raise HostLostError(connection.name, problem)
                 connection.close()
                 connection = HostConnection(connection.name, self._command_of(connection.name))
                 self.connections[number] = connection
@@ -377,8 +377,8 @@ class Hosts:
             self._lock(connection, self._locked, lambda _text: None, timeout_seconds)
         except HostLostError:
             what = f"another run has held its devices for {timeout_seconds:.0f} s since it was lost"
-            connection.problem = connection.problem or f"{connection.name}: {what}"
-            raise HostLostError(connection.problem) from None
+            connection.problem = connection.problem or what
+            raise HostLostError(connection.name, connection.problem) from None
 
     def note_unproven(self, name: str, trial: str) -> None:
         """Notes that a host was lost before it could tell that nothing of a trial is left on it."""
@@ -390,7 +390,7 @@ class Hosts:
                 end = connection.request("end", kind=HostEnd, trial=trial, grace_seconds=0.0)
                 if end.left:
                     # They would disturb what the next trial measures.
-                    raise HostError(f"{name}: processes {[*end.left]} of an earlier trial could not be ended")
+                    raise HostError(name, f"processes {[*end.left]} of an earlier trial could not be ended")
                 self._unproven.remove((name, trial))
 
     def master_of(self, placement: Placement) -> tuple[str, int]:
@@ -405,7 +405,7 @@ class Hosts:
             known = first.address or "127.0.0.1"
             address = first.request("address", kind=str, towards=towards[0]) if towards else known
             if others and address.startswith(("127.", "::1")):
-                raise HostError(f"{first.name}: no address is found at which other hosts reach it: give --master-addr")
+                raise HostError(first.name, "no address is found at which other hosts reach it: give --master-addr")
         return address, placement.master_port or first.request("free_port", kind=int)
 
     def request_all(
@@ -435,23 +435,3 @@ class Hosts:
             connection.name: connection.result_of(future, timeout_seconds, began)
             for connection, future in zip(self.connections, futures, strict=True)
         }
-
-    def environments(self) -> dict[str, Environment]:
-        """The environment of every host, read by its agent. Raises HostError."""
-        return self.request_all("environment", kind=Environment)
-
-    def build_ops(
-        self, placement: Placement, configurations: Sequence[Configuration], say: Say
-    ) -> dict[str, dict[str, OpState]]:
-        """Builds on every host the ops that the configurations need. Returns the states by host and op.
-
-        Raises HostError.
-        """
-        return self.request_all(
-            "build_ops",
-            timeout_seconds=_BUILD_SECONDS,
-            say=say,
-            kind=dict[str, OpState],
-            placement=placement,
-            configurations=configurations,
-        )

@@ -98,7 +98,9 @@ class RemoteTrial:
     @property
     def lost(self) -> str | None:
         """The first host that no longer answers, and why; None while all do."""
-        return next((each.problem for each in self._hosts.connections if each.problem is not None), None)
+        return next(
+            (f"{each.name}: {each.problem}" for each in self._hosts.connections if each.problem is not None), None
+        )
 
     def read_activity(self) -> Activity | None:
         """Sums over the trial's processes on every host; None if one did not tell."""

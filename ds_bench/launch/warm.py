@@ -13,17 +13,21 @@ import multiprocessing
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from ..config.spec import Trial
+from ..config.spec import Placement, Trial
+from ..errors import UsageError
 from ..records.schema import CRASHED, Outcome, TrialRecord
-from ..system import processes
+from ..system import gpus, processes
 from . import Launcher
+from .deepspeed import DeepSpeedLauncher
+from .gpu_monitor import GpuMonitoringLauncher
+from .hosts import Hosts
 from .monitor import Limits, ProgressCallback
 from .rank_environment import thread_variables
 from .remote_trial import RemoteTrial
@@ -228,3 +232,39 @@ def _lead_trial(folder: str, world_size: int) -> None:
         return int(importlib.import_module(_RANK).run(path, rank=rank, local_rank=rank, world_size=size))
 
     lead_forked_ranks(Path(folder), world_size, run_rank)
+
+
+def choose_launcher(
+    requested: str,
+    placement: Placement,
+    variables: Mapping[str, str],
+    limits: Limits,
+    trials: Sequence[Trial],
+    gpu_indices: tuple[int, ...],
+    say: Callable[[str], None],
+    hosts: Hosts | None = None,
+) -> tuple[Launcher, str | None]:
+    """The launcher for these trials, and a note where ranks may not be forked warm and ``requested`` leaves it open.
+
+    ``requested``: ``auto``, ``warm`` or ``deepspeed``. ``gpu_indices``: NVML's, of the visible GPUs. ``hosts``: of a
+    placement on several. Raises UsageError where ``warm`` is requested and not safe.
+    """
+    on_gpus = placement.accelerator == "cuda"
+    devices = gpu_indices if on_gpus else None
+    launcher: Launcher = DeepSpeedLauncher(variables, limits, device_indices=devices, hosts=hosts)
+    note = None
+    if placement.launcher != "deepspeed" and not all(trial.not_launched for trial in trials):
+        warm = WarmLauncher(variables, limits, otherwise=None if requested == "warm" else launcher)
+        say("loading torch, DeepSpeed and Transformers once, for every trial …")
+        reason = warm.prepare()
+        if reason is None:
+            launcher = warm
+        elif requested == "warm":
+            raise UsageError(f"--launcher warm is not safe here: {reason}", remedy="use --launcher deepspeed")
+        else:
+            note = f"cold launch: the preloaded server may not be forked, {reason}"
+    if on_gpus:
+        launcher = GpuMonitoringLauncher(
+            launcher, gpus.read_gpus, gpu_indices, hosts=hosts
+        )  # a sweep has several counts
+    return launcher, note

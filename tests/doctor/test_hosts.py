@@ -42,7 +42,8 @@ class MadeUpHosts:
     def __init__(self, **environments: Environment) -> None:
         self.names, self._environments = tuple(environments), environments
 
-    def environments(self) -> Mapping[str, Environment]:
+    def request_all(self, what: str, **_: object) -> Mapping[str, Environment]:
+        assert what == "environment"
         return self._environments
 
 
@@ -141,7 +142,7 @@ def test_an_op_is_ready_where_it_is_on_every_host(monkeypatch: pytest.MonkeyPatc
     both = MadeUpHosts(a=HERE, b=HERE)
     for states in ({"a": ready, "b": failed}, {"b": failed, "a": ready}):
         answer = {name: {"CPUAdamBuilder": state} for name, state in states.items()}
-        monkeypatch.setattr(both, "build_ops", lambda *_, answer=answer: answer, raising=False)
+        monkeypatch.setattr(both, "request_all", lambda *_, answer=answer, **__: answer)
         (state,) = host_checks.build_ops(cast(Any, both), TWO, [], lambda _text: None).values()
         assert (state.ready, state.reason) == (False, "on b: no compiler")
 
@@ -157,7 +158,7 @@ def test_every_host_runs_the_checks_of_its_own_ranks(monkeypatch: pytest.MonkeyP
     assert names["here: host memory"].level != "ok"  # an exabyte is needed
     assert "--nvme-path /proc cannot be written" in names["here: NVMe path"].text
     with pytest.raises(PreflightError, match="cannot use here: "), host_checks.naming_lost_host():
-        connections.environments()
+        connections.request_all("environment")
 
 
 def test_ranks_that_could_not_meet_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,8 @@ from ds_bench.config.spec import Trial
 from ds_bench.launch import Progress, ProgressCallback
 from ds_bench.launch.gpu_monitor import GpuMonitoringLauncher
 from ds_bench.launch.hosts import HostLostError, Hosts
+from ds_bench.launch.monitor import Limits
+from ds_bench.launch.warm import choose_launcher
 from ds_bench.records.schema import TrialRecord
 from ds_bench.system import signals
 from ds_bench.system.gpus import GpuFacts, GpuInventory
@@ -139,7 +141,7 @@ def test_the_cards_of_every_host_are_read_by_its_agent_and_named_with_it(tmp_pat
 
         def request_all(self, what: str, **_: object) -> dict[str, tuple[GpuFacts, ...]]:
             if self.lost:
-                raise HostLostError("b: the connection ended")
+                raise HostLostError("b", "the connection ended")
             assert what == "gpus"
             return {"a": cards[:1], "b": cards}
 
@@ -151,3 +153,10 @@ def test_the_cards_of_every_host_are_read_by_its_agent_and_named_with_it(tmp_pat
     assert record.gpu_free_start_bytes == 78 * fakes.GB
     hosts.lost = True  # the launcher below makes the row of it
     assert watcher.launch(fakes.trial(on=place), tmp_path, lambda _progress: None).gpu_free_start_bytes is None
+
+
+def test_every_visible_gpu_is_watched_though_the_first_plan_of_a_sweep_uses_one() -> None:
+    on = fakes.placement(accelerator="cuda", num_gpus=1, launcher="deepspeed")
+    launcher, _ = choose_launcher("deepspeed", on, {}, Limits(), [], (2, 5), print)
+    assert isinstance(launcher, GpuMonitoringLauncher)
+    assert launcher._indices == (2, 5)

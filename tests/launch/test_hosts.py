@@ -16,9 +16,10 @@ from ds_bench.config import strategies
 from ds_bench.config.spec import Placement
 from ds_bench.launch import host_agent, hosts, remote_trial
 from ds_bench.launch.message_stream import code_digest
+from ds_bench.launch.ops import OpState
 from ds_bench.records.rank_files import Assignment
 from ds_bench.system.device_locks import DeviceLocks
-from ds_bench.system.environment import read_environment
+from ds_bench.system.environment import Environment, read_environment
 from tests.support.local_agents import make_hosts_trial
 
 
@@ -30,9 +31,10 @@ def test_agents_on_two_hosts_tell_their_environments_and_ops_and_leave_nothing(t
     row = strategies.make_configuration(strategies.ZERO_STAGES[1])
     with hosts.Hosts(["a", "b"], local_agent) as both:
         both.connect()
-        environments = both.environments()
+        environments = both.request_all("environment", kind=Environment)
         assert [environments[name].packages for name in "ab"] == [read_environment().packages] * 2
-        states = both.build_ops(Placement(accelerator="cpu"), [row], lambda _text: None)
+        place = Placement(accelerator="cpu")
+        states = both.request_all("build_ops", kind=dict[str, OpState], placement=place, configurations=[row])
         assert all(state.ready for each in states.values() for state in each.values())
         with pytest.raises(hosts.HostError, match="a: KeyError"):
             both.connections[0].request("nonsense")
@@ -130,9 +132,8 @@ def test_a_host_that_cannot_be_used_is_named_in_one_line() -> None:
     old = [sys.executable, "-c", 'print(\'Welcome!\\n{"agent": "0.0.1"}\', flush=True); input()']
     refused = [sys.executable, "-c", "import sys; sys.exit('b: Permission denied (publickey).')"]
     commands = {"old": old, "refused": refused}
-    with hosts.Hosts(list(commands), commands.__getitem__) as both, pytest.raises(hosts.HostError) as caught:
-        both.connect()
-    old_line, refused_line = str(caught.value).splitlines()
+    with hosts.Hosts(list(commands), commands.__getitem__) as both:
+        old_line, refused_line = map(str, both.connect())
     assert old_line == f"old: has other code of ds_bench (0.0.1) than this host ({code_digest()})"
     assert refused_line == "refused: b: Permission denied (publickey)."
 
@@ -160,7 +161,7 @@ def test_an_agent_that_a_launcher_has_started_is_not_started_again() -> None:
         agent = subprocess.Popen(hosts.agent_words(), stdin=other, stdout=other)
         other.close()
         one.connect()
-        assert one.environments()["a"].packages == read_environment().packages
+        assert one.connections[0].request("environment", kind=Environment).packages == read_environment().packages
         agent.kill()
         agent.wait()
         while one.connections[0].problem is None:
@@ -242,7 +243,7 @@ def test_a_host_that_hangs_at_the_end_of_a_trial_is_lost_though_it_pings_and_one
         futures = a.send_request("end"), b.send_request("end")
         with pytest.raises(hosts.HostLostError, match=r"^a: did nothing for 1 s$"):
             a.result_while_active(futures[0], 1.0, began)
-        assert a.problem == "a: did nothing for 1 s"  # so that the next trial connects again
+        assert a.problem == "did nothing for 1 s"  # so that the next trial connects again
         assert b.result_while_active(futures[1], 1.0, began) == 5
 
 
