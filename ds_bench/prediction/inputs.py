@@ -173,6 +173,12 @@ class MemoryInputs:
         return 4 if self.settings.fp32_accumulation else self.element
 
     @property
+    def accumulates_apart(self) -> bool:
+        """Whether gradients are accumulated in fp32 beside parameters in 16 bit, in tensors of their own
+        (stage_1_and_2.py, use_separate_grad_accum)."""
+        return self.settings.fp32_accumulation and self.element != FP32_BYTES
+
+    @property
     def sent(self) -> int:
         """Bytes of one element of a gradient that is sent."""
         return self.settings.communication_bytes or self.element

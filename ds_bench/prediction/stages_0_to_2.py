@@ -116,7 +116,7 @@ def _partitioned(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Pha
     master = inputs.settings.master_bytes
     cast = master * part if inputs.accumulated != master else 0
     # Stage 2 accumulates fp32 in one flat buffer (_build_compact_grad_partition_buffer), so nothing is flattened.
-    flattened = 0 if inputs.settings.stage == 2 and inputs.settings.fp32_accumulation else inputs.accumulated * part
+    flattened = 0 if inputs.settings.stage == 2 and inputs.accumulates_apart else inputs.accumulated * part
     return {
         "forward": builder.plus(gradients=0 if inputs.grad_accum == 1 else every),
         "backward": builder.plus(gradients=every, deepspeed_buffers=bucket, temporaries=sent),
@@ -131,7 +131,7 @@ def _keeps_every_gradient(inputs: MemoryInputs) -> bool:
     """Whether gradients of other ranks' parts stay until the last one is there: at stage 1, unless they are reduced
     while backward goes on (zero/stage_1_and_2.py, reduce_gradients, reduce_ipg_grads)."""
     settings = inputs.settings
-    meanwhile = settings.overlap_comm and inputs.grad_accum == 1 and not settings.fp32_accumulation
+    meanwhile = settings.overlap_comm and inputs.grad_accum == 1 and not inputs.accumulates_apart
     return settings.stage == 1 and not meanwhile
 
 
@@ -142,7 +142,7 @@ def _gradients(inputs: MemoryInputs, part: int) -> tuple[int, int, int]:
     if _keeps_every_gradient(inputs):
         kept = inputs.accumulated * owned
         return kept, inputs.accumulated * inputs.profile.parameters, kept
-    if inputs.settings.fp32_accumulation:  # one fp32 buffer of the part's size (_build_compact_grad_partition_buffer)
+    if inputs.accumulates_apart:  # one fp32 buffer of the part's size (_build_compact_grad_partition_buffer)
         return FP32_BYTES * part, FP32_BYTES * part, largest
     kept = inputs.element * owned
     # The gradients of a second micro-batch get a buffer of their own before they are added.
@@ -167,7 +167,7 @@ def _offloaded(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Phase
     # accumulated_grads_in_cpu, tensor by tensor; with a 16-bit master they are views of the master's gradient
     if inputs.grad_accum > 1 and settings.stage == 2 and settings.master_bytes == FP32_BYTES:
         builder.add("cpu", "gradients", inputs.element * _owned_elements(inputs))
-    if settings.fp32_accumulation and inputs.element != FP32_BYTES:  # _get_compact_grad_partition_buffer
+    if inputs.accumulates_apart:  # _get_compact_grad_partition_buffer
         builder.add("gpu", "gradients", FP32_BYTES * part)
     every = inputs.accumulated * inputs.profile.parameters if _keeps_every_gradient(inputs) else 0
     bucket = _bucket(inputs)

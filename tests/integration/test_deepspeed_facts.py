@@ -95,42 +95,25 @@ def test_communication_overlaps_by_default_at_stage_3_only(facts: dict[str, Any]
         assert block["overlap_comm"] == facts["overlap_comm"][stage]
 
 
-def test_a_typo_is_refused_inside_a_block_and_accepted_at_the_top(facts: dict[str, Any]) -> None:
+def test_what_deepspeed_refuses_accepts_and_switches_on(facts: dict[str, Any]) -> None:
     assert facts["typo_in_block"] == "ValidationError"
     assert facts["typo_at_top"] is None
-
-
-def test_removed_features_raise(facts: dict[str, Any]) -> None:
     assert facts["mics"] == "DeepSpeedConfigError"
+    assert facts["comms_logger"] is True, "by the presence of its block"
+    assert facts["max_in_cpu"] == 1_000_000_000, "parameters offloaded to NVMe stay in memory by default"
 
 
-def test_the_presence_of_comms_logger_turns_it_on(facts: dict[str, Any]) -> None:
-    assert facts["comms_logger"] is True
-
-
-def test_parameters_would_stay_in_memory_by_default_when_offloaded_to_nvme(facts: dict[str, Any]) -> None:
-    assert facts["max_in_cpu"] == 1_000_000_000
-
-
-def test_stages_1_and_2_offload_to_the_cpu_whatever_the_device() -> None:
+def test_source_has_what_we_rely_on() -> None:
+    """Stages 1 and 2 offload to the CPU only; names of shared memory and swap files; the launcher's exit code."""
     text = source("runtime/zero/stage_1_and_2.py")
     assert "OffloadDeviceEnum.nvme" not in text
     assert "swap_tensor" not in text
-
-
-def test_shared_memory_segments_have_the_name_that_we_remove() -> None:
     text = source("ops/csrc/cpu/comm/shm.cpp")
     assert '#define SHM_BUFFER_NAME "deepspeed_allreduce_buffer"' in text
     assert re.search(r'"%s_%d_%s_%s",\s*SHM_BUFFER_NAME,\s*getuid\(\),\s*addr_string,\s*port_string', text)
-
-
-def test_swap_files_lie_where_the_ledger_looks() -> None:
     text = source("runtime/swap_tensor/partitioned_param_swapper.py")
     assert "'zero_stage_3', f'{torch_dtype_string}params'" in text
     assert "'optimizer'" in source("runtime/swap_tensor/optimizer_utils.py")
-
-
-def test_the_launcher_passes_a_signal_on_as_256_minus_its_number() -> None:
     assert "if result.returncode > 0:" in source("launcher/runner.py")
 
 
@@ -162,7 +145,8 @@ answer = {
 with deepspeed.zero.GatheredParameters(list(model.parameters())):
     answer["kept"] = all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 answer["dtypes"] = sorted({str(parameter.dtype) for parameter in model.parameters()})
-print(json.dumps(answer), file=out)
+print(json.dumps(answer), file=out, flush=True)
+os._exit(0)  # exit handlers of the libraries may abort
 """
 
 

@@ -17,7 +17,6 @@ from tests.support.real_trials import ROOT, SUPPORT, Launch, make_trial
 
 pytestmark = pytest.mark.deepspeed
 
-EXAMPLES = ("lora", "bert", "classifier", "t5", "vit")
 FROZEN = ("lora", "classifier")
 ROWS: dict[str, Configuration] = {
     **{f"zero{stage}": fakes.zero(stage) for stage in range(4)},
@@ -60,11 +59,15 @@ def _profile(workload: Workload, trials: list[Trial]) -> ModelProfile:
 @pytest.mark.parametrize(
     ("example", "rows", "work"),
     [
-        *((example, tuple(ROWS), {}) for example in EXAMPLES),
+        ("lora", ("zero1", "zero3", "cpu_optimizer-2", "fsdp2"), {}),
         ("lora", ("zero1", "zero3"), {"activation_checkpointing": True}),
+        ("bert", ("zero1", "zero2", "cpu_full"), {}),
+        ("classifier", ("zero1", "cpu_optimizer-3", "ddp"), {}),
+        ("t5", ("zero1", "zero3"), {}),
+        ("vit", ("zero1", "zero0", "cpu_optimizer-1"), {}),
     ],
 )
-def test_a_documented_factory_is_predicted_labelled_and_trained_alike_in_every_row(
+def test_a_documented_factory_is_predicted_labelled_and_trained_alike(
     example: str, rows: tuple[str, ...], work: dict[str, Any], launch: Launch
 ) -> None:
     workload = _workload(example, **work)

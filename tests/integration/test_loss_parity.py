@@ -26,15 +26,12 @@ from tests.support.real_trials import SHORT, Launch, make_trial
 WORKLOAD = fakes.workload(batch_size=2, seq_length=32, warmup_steps=5)
 HONEST = {
     **{f"zero{stage}": fakes.zero(stage) for stage in range(4)},
-    "zero1_cpu_optimizer": fakes.offload("cpu_optimizer", 1),
     "zero2_cpu_optimizer": fakes.offload("cpu_optimizer", 2),
-    "cpu_optimizer": fakes.offload("cpu_optimizer", 3),
     "cpu_full": fakes.offload("cpu_full", 3),
 }
 MISTAKES: Mapping[str, dict[str, Any]] = {
     "learning rate 0": {"params": {"lr": 0.0}},
     "learning rate doubled": {"params": {"lr": 2e-4}},
-    "other betas": {"params": {"betas": [0.8, 0.99]}},
     "another weight decay": {"params": {"weight_decay": 0.1}},
     "SGD for AdamW": {"type": "SGD", "params": {"lr": 1e-4, "weight_decay": 0.01}},
     "no clipping": {"params": {}},
@@ -91,7 +88,7 @@ def judged(records: Mapping[str, TrialRecord]) -> dict[str, list[Caveat]]:
 @pytest.mark.deepspeed
 def test_honest_strategies_raise_nothing_but_the_quirk_of_stage_0(trained: Trained) -> None:
     found = judged({name: record for name, record in trained.items() if name in HONEST})
-    assert len(found) >= 8
+    assert len(found) >= 6
     (quirk,) = found.pop("zero0")
     assert "a known quirk" in quirk.text
     assert not quirk.disqualifying

@@ -23,7 +23,6 @@ from tests.support.real_trials import SHORT, make_trial
 pytestmark = pytest.mark.deepspeed
 
 DDP, FSDP2 = fakes.reference("ddp"), fakes.reference("fsdp2")
-FP32_BYTES = 4
 
 Train = Callable[[Configuration, Workload], TrialRecord]
 
@@ -69,17 +68,16 @@ def test_the_engines_train_what_deepspeed_trains(train: Train) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"grad_accum": 2, "activation_checkpointing": True}])
-def test_in_bf16_only_rounding_differs(train: Train, changes: dict[str, Any]) -> None:
+def test_in_bf16_only_rounding_differs(train: Train) -> None:
+    changes: dict[str, Any] = {"grad_accum": 2, "activation_checkpointing": True}
     rows = rows_of(train, fakes.workload(batch_size=2, seq_length=32, num_steps=10, **changes))
     assert loss_caveats(rows) == []
 
 
-@pytest.mark.parametrize("model", ["lora", pytest.param("vit", marks=pytest.mark.slow)])
-def test_a_model_of_the_users_own_factory_keeps_its_weights(train: Train, model: str) -> None:
-    """Adapters on frozen weights with a tied head; images with convolutions."""
+def test_a_model_of_the_users_own_factory_keeps_its_weights(train: Train) -> None:
+    """Adapters on frozen weights with a tied head."""
     workload = Workload(
-        model=f"factories:{model}",
+        model="factories:lora",
         model_source="factory",
         batch_size=2,
         seq_length=8,
@@ -92,16 +90,3 @@ def test_a_model_of_the_users_own_factory_keeps_its_weights(train: Train, model:
     assert loss_caveats(rows) == []
     for name in ("ddp", "fsdp2"):
         assert rows[name].losses == pytest.approx(rows["zero2"].losses, rel=1e-5)
-
-
-def test_fsdp2_splits_what_ddp_holds_whole(train: Train) -> None:
-    workload = fakes.workload(batch_size=2, seq_length=32, num_steps=2, precision="fp32")
-    ddp, fsdp2 = (train(row, workload).ranks[0] for row in (DDP, FSDP2))
-    whole = FP32_BYTES * ddp.parameter_count
-    assert ddp.parameter_count == fsdp2.parameter_count
-    for category, of_whole in {"parameters": 1, "gradients": 1, "optimizer_states": 2}.items():
-        assert ddp.ledger["cpu"][category] == pytest.approx(of_whole * whole, rel=1e-3)
-        assert fsdp2.ledger["cpu"][category] == pytest.approx(of_whole * whole / 2, rel=1e-3)
-    assert fsdp2.ledger["cpu"]["activations"] == ddp.ledger["cpu"]["activations"]
-    assert "deepspeed_buffers" not in {**ddp.ledger["cpu"], **fsdp2.ledger["cpu"]}
-    assert ddp.ledger["cpu"]["other"] < 0.05 * whole

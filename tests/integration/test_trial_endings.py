@@ -88,7 +88,7 @@ def test_a_rank_that_leaves_with_code_zero_and_no_file_is_crashed(launch: Launch
 
 
 def test_a_hang_is_timeout_after_the_stall_time_with_the_stacks_of_every_rank(launch: Launch, tmp_path: Path) -> None:
-    outcome = launch(fault="hangs", limits=dataclasses.replace(SHORT, stall_timeout_seconds=4)).outcome
+    outcome = launch(fault="hangs", limits=dataclasses.replace(SHORT, stall_timeout_seconds=3)).outcome
     assert (outcome.status, outcome.rank) == ("Timeout", 0)
     assert "--stall-timeout" in (outcome.error or "")
     assert "faults.py" in (tmp_path / "trial" / "rank0.stacks").read_text()
@@ -97,14 +97,14 @@ def test_a_hang_is_timeout_after_the_stall_time_with_the_stacks_of_every_rank(la
 
 @pytest.mark.slow
 def test_a_hang_that_ignores_sigterm_ends_at_the_timeout(launch: Launch) -> None:
-    outcome = launch(fault="hangs_ignoring_sigterm", limits=dataclasses.replace(SHORT, timeout_seconds=5)).outcome
+    outcome = launch(fault="hangs_ignoring_sigterm", limits=dataclasses.replace(SHORT, timeout_seconds=3)).outcome
     assert outcome.status == "Timeout"
     assert "--timeout" in (outcome.error or "")
 
 
 @pytest.mark.parametrize("fault", ["becomes_another_program", "stops_the_whole_trial"])
 def test_ranks_that_exec_or_stop_are_ended_with_their_trial(launch: Launch, fault: str) -> None:
-    record = launch(fault=fault, limits=dataclasses.replace(SHORT, stall_timeout_seconds=6))  # asserts none is left
+    record = launch(fault=fault, limits=dataclasses.replace(SHORT, stall_timeout_seconds=3))  # asserts none is left
     assert record.outcome.status == "Timeout", record.outcome
 
 
@@ -114,9 +114,8 @@ def test_a_hang_at_exit_after_the_result_was_written_is_success_with_a_caveat(la
     assert any("hung at exit" in caveat for caveat in record.caveats)
 
 
-@pytest.mark.parametrize("fault", ["writes_garbage", "writes_half_a_file"])
-def test_a_rank_file_that_is_not_valid_is_crashed(launch: Launch, fault: str) -> None:
-    outcome = launch(fault=fault).outcome
+def test_a_rank_file_that_is_not_valid_is_crashed(launch: Launch) -> None:
+    outcome = launch(fault="writes_half_a_file").outcome
     assert outcome.status == "Crashed"
     assert "not a valid rank file" in (outcome.error or "")
 
@@ -193,25 +192,6 @@ def cold_launcher() -> cold.DeepSpeedLauncher:
 
 
 @pytest.mark.slow
-def test_the_deepspeed_launcher_runs_the_same_trial(tmp_path: Path) -> None:
-    tiny = preset("tiny")
-    work = Workload(
-        model="tiny",
-        model_source="preset",
-        model_type="gpt2",
-        model_config=tiny.config,
-        batch_size=2,
-        seq_length=32,
-        num_steps=3,
-        warmup_steps=1,
-    )
-    record = cold_launcher().launch(make_trial(workload=work), tmp_path, lambda _progress: None)
-    assert record.outcome.status == "Success", record.outcome.details
-    assert record.launch == "deepspeed"
-    assert len(record.ranks) == 2
-
-
-@pytest.mark.slow
 def test_a_deepspeed_launcher_that_is_killed_is_a_row_and_leaves_no_rank(tmp_path: Path) -> None:
     """The launcher itself would leave orphans, and could even end with code 0."""
     before = processes.descendants()
@@ -242,41 +222,6 @@ def test_a_rank_that_dies_before_hello_is_crashed_and_said_so(tmp_path: Path, mo
     outcome = cold_launcher().launch(make_trial(), tmp_path, lambda _progress: None).outcome
     assert outcome.status == "Crashed"
     assert "before saying hello (exit code 3)" in (outcome.error or "")
-
-
-@pytest.mark.slow
-@pytest.mark.nvme
-def test_nvme_works_for_a_model_with_more_large_tensors_than_swap_buffers(launch: Launch, tmp_path: Path) -> None:
-    tiny = preset("tiny")
-    config = {**tiny.config, "n_embd": 512, "n_layer": 3}
-    facts = facts_from_config("wide", "gpt2", config)
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    work = Workload(
-        model="wide",
-        model_source="preset",
-        model_type="gpt2",
-        model_config=config,
-        batch_size=1,
-        seq_length=32,
-        num_steps=3,
-        warmup_steps=1,
-    )
-    trial = make_trial(
-        fakes.offload("nvme"),
-        workload=work,
-        num_gpus=1,
-        nvme_path=str(disk),
-        largest_parameter=facts.largest_parameter,
-    )
-    record = launch(trial)
-    assert record.outcome.status == "Success", record.outcome.details
-    (rank,) = record.ranks
-    assert rank.ledger["nvme"]["parameters"] >= 2 * 0.8 * facts.parameters
-    assert rank.ledger["nvme"]["optimizer_states"] >= 12 * 0.8 * facts.parameters
-    assert rank.nvme_read_bytes is not None
-    assert rank.nvme_read_bytes > 3 * rank.ledger["nvme"]["optimizer_states"] * 0.5
-    assert list(disk.iterdir()) == []
 
 
 @pytest.mark.slow

@@ -5,13 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ds_bench.errors import UsageError
 from ds_bench.models.presets import preset_names
@@ -85,7 +82,7 @@ def test_a_polynomial_is_worked_by_hand() -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # Transformers renames gradient_checkpointing_enable
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("layers", [4, 6])
+@pytest.mark.parametrize("layers", [6])
 @pytest.mark.parametrize("name", SMALL)
 def test_saved_bytes_are_exact_at_depths_and_sizes_not_measured(
     name: str, layers: int, checkpointed: bool, profiles: dict[str, ModelProfile]
@@ -150,20 +147,6 @@ def test_tensors_are_those_of_the_model_in_order_and_a_tied_head_is_none(
     assert (profile.tensors[-1] == facts.vocabulary_size * facts.hidden_size) is not facts.tied_embeddings
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_checkpointing_keeps_one_residual_stream_per_layer(name: str, profiles: dict[str, ModelProfile]) -> None:
-    width = SMALL[name].get("n_embd") or SMALL[name]["hidden_size"]
-    assert profiles[name].activations_in("bf16").checkpointed.layer_bytes(3, 80) == 2 * 3 * 80 * width
-
-
-def test_the_saved_bytes_of_known_layers_are_far_above_the_textbook(profiles: dict[str, ModelProfile]) -> None:
-    """In units of batch × sequence × width: the textbook's 34 was never Hugging Face's."""
-    gpt2 = profiles["gpt2"].activations_in("bf16").plain.layer_bytes(1, 64) / (64 * 48)
-    llama = profiles["llama"].activations_in("bf16").plain.layer_bytes(1, 64) / (64 * 64)
-    assert gpt2 == pytest.approx(56.5, abs=0.5)
-    assert 42 < llama < 48
-
-
 def test_every_preset_is_in_the_shipped_table(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_arguments: object, **_options: object) -> None:
         raise AssertionError("a preset started a process")
@@ -191,15 +174,6 @@ def test_a_sliding_window_changes_the_table_from_its_length_on() -> None:
     short, long = (find_profile(facts, length).activations_in("bf16").plain for length in (4095, 4096))
     assert not any("ss" in term for term in short.per_layer | short.fixed)
     assert long.bytes(32, 1, 8192) > short.bytes(32, 1, 8192) + 8192**2
-
-
-@given(st.integers(1, 64), st.integers(1, 4096), st.integers(1, 100))
-def test_more_of_anything_is_more_bytes(batch: int, sequence: int, layers: int) -> None:
-    plain = find_profile(preset("gpt2"), 128).activations_in("bf16").plain
-    here = plain.bytes(layers, batch, sequence)
-    assert here < plain.bytes(layers, batch + 1, sequence)
-    assert here < plain.bytes(layers, batch, sequence + 1)
-    assert here < plain.bytes(layers + 1, batch, sequence)
 
 
 def test_an_architecture_that_cannot_be_built_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,9 +357,3 @@ def test_a_model_whose_forward_pass_hangs_has_its_tensors_counted(
     assert profile.tensors == (15, 5)
     assert profile.unknown == "the measuring process took more than 45 s"
     assert profile.activations_in("bf16") is None
-
-
-def test_a_config_as_transformers_writes_it_asks_what_the_short_one_asks() -> None:
-    written = {**LLAMA, "model_type": "llama", "transformers_version": "5.0", "architectures": ["LlamaForCausalLM"]}
-    facts = facts_from_config("x", "llama", LLAMA)
-    assert request_for(replace(facts, config=written), 64) == request_for(facts, 64)
