@@ -57,7 +57,15 @@ def prepare_batches(
     """
     make_batch, reader = built.make_batch, None
     if workload.data_path is not None:
-        reader = _open_tokens(built, workload, layout, batch_size)
+        if built.make_batch is not None:
+            raise ValueError("the factory makes its own batches, so that --data is not read: leave one of them out")
+        reader = TokenReader(
+            workload,
+            batch_size=batch_size,
+            vocabulary=build.vocabulary_size(built.module),
+            data_rank=layout.data_rank,
+            data_parallel_size=layout.data_parallel_size,
+        )
         make_batch = in_order(reader)
     elif make_batch is None:
         vocabulary = build.vocabulary_size(built.module)
@@ -95,18 +103,6 @@ def prepare_batches(
 def _complete(batch: Batch, positions: torch.Tensor | None, layout: RankLayout) -> Batch:
     """The batch with the position of each token; of sequences that ranks share, this rank's part."""
     return layout.part_of(batch if positions is None else {**batch, "position_ids": positions})
-
-
-def _open_tokens(built: build.BuiltModel, workload: Workload, layout: RankLayout, batch_size: int) -> TokenReader:
-    if built.make_batch is not None:
-        raise ValueError("the factory makes its own batches, so that --data is not read: leave one of them out")
-    return TokenReader(
-        workload,
-        batch_size=batch_size,
-        vocabulary=build.vocabulary_size(built.module),
-        data_rank=layout.data_rank,
-        data_parallel_size=layout.data_parallel_size,
-    )
 
 
 def random_tokens(vocabulary: int) -> build.MakeBatch:

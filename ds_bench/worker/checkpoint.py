@@ -13,7 +13,7 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +79,19 @@ def measure_checkpoint(
     def save() -> None:
         engine.save_checkpoint(str(checkpoint), tag=_TAG)
 
+    def load() -> str | None:
+        path, _ = engine.load_checkpoint(str(checkpoint), tag=_TAG)
+        return None if path is not None else "no checkpoint was found"
+
     if run("save", save, checkpoint):
         _change_weights(trainer)
         # Weights that did not change cannot show whether loading restores them: then nothing is claimed.
         changed = change.since_start() != measured["weight_change"]
-        if run("load", lambda: _load(engine, checkpoint), None):
-            restored = _is_restored(trainer, change, measured) and _is_close(states, _state_norms(engine))
+        if run("load", load, None):
+            close = len(states) == len(now := _state_norms(engine)) and all(
+                math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-30) for a, b in zip(states, now, strict=True)
+            )
+            restored = _is_restored(trainer, change, measured) and close
             result["checkpoint_restored"] = restored if changed else None
             if changed and not restored:
                 text = "a loaded checkpoint did not restore the weights and optimizer states that were saved"
@@ -125,11 +132,13 @@ def _run(
     seconds = time.perf_counter() - start
     meter.end(name)
     torch.distributed.barrier()  # now every rank has written its files
-    done = not_done is None
+    done, sizes = not_done is None, None
+    if done and files is not None:
+        sizes = sum(path.stat().st_size for path in files.rglob("*") if path.is_file())
     return {
         "seconds": seconds if done else None,
         "memory": meter.phases[name] if done else {},
-        "written_bytes": _size(files) if done and files is not None else None,
+        "written_bytes": sizes,
         "not_done": not_done,
     }
 
@@ -143,11 +152,6 @@ def _change_weights(trainer: training_loop.Trainer) -> None:
             values = getattr(parameter, "ds_tensor", parameter.detach())  # at stage 3 this rank's part
             if values.is_floating_point():  # quantised weights are not
                 values.mul_(0.5)
-
-
-def _load(engine: Any, folder: Path) -> str | None:
-    path, _ = engine.load_checkpoint(str(folder), tag=_TAG)
-    return None if path is not None else "no checkpoint was found"
 
 
 def _is_restored(trainer: training_loop.Trainer, change: WeightChange, measured: dict[str, Any]) -> bool:
@@ -178,11 +182,6 @@ def _norm(values: torch.Tensor) -> float:
     return math.hypot(*(float(torch.linalg.vector_norm(piece, dtype=torch.float64)) for piece in pieces))
 
 
-def _is_close(before: Sequence[float], after: Sequence[float]) -> bool:
-    pairs = zip(before, after, strict=False)
-    return len(before) == len(after) and all(math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-30) for a, b in pairs)
-
-
 def _save_model(engine: Any, folder: Path) -> str | None:
     """Saves the weights alone, gathered on the first rank at stage 3.
 
@@ -199,11 +198,6 @@ def _save_model(engine: Any, folder: Path) -> str | None:
         return None if engine.save_16bit_model(str(folder)) else "DeepSpeed saved no model"
     finally:
         zero.gather_16bit_weights_on_model_save = as_trained
-
-
-def _size(folder: Path) -> int:
-    """Bytes of all files in a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _remove(folder: Path) -> None:

@@ -16,7 +16,7 @@ import torch.distributed
 
 from ..config.caveats import Caveat, CaveatKind
 from ..config.deepspeed_config import is_deepcompiled
-from ..config.spec import PassType, Workload
+from ..config.spec import PassType
 from ..records.rank_files import Assignment, HeartbeatWriter
 from . import ledger, memory, training_loop
 from . import model as build
@@ -69,7 +69,9 @@ def measure(
     engine_name = trial.configuration.engine
     built = build.build_model(workload, config, device, lambda: heartbeat.beat("build"), engine_name)
     model = built.module
-    parameter_facts = _count_parameters(model)
+    sizes, trained = build.parameter_sizes(model), build.parameter_sizes(model, trained=True)
+    if not trained:
+        raise ValueError("every parameter of the model is frozen (requires_grad is False): nothing would train")
     build_seconds = time.perf_counter() - start
     meter.end("build")
     heartbeat.beat("init")
@@ -83,7 +85,9 @@ def measure(
     init_seconds = time.perf_counter() - start
     trainer = _create_trainer(engine, built, config, assignment, device, layout, heartbeat)
     if trial.inspection.monitor is not None:
-        trainer.recorder = _create_recorder(trainer, workload, layout, folder)
+        samples_per_step = micro_batch_size * trainer.grad_accum * layout.data_parallel_size
+        tokens = samples_per_step * workload.seq_length
+        trainer.recorder = StepRecorder(folder, torch.distributed.get_rank(), accelerator, trainer.grad_accum, tokens)
     meter.end("initialize")
     memory.empty_device_cache(accelerator)
     change, frozen = WeightChange(engine, heartbeat), FrozenWeights(engine, heartbeat)
@@ -94,7 +98,9 @@ def measure(
     torch.manual_seed(workload.seed + layout.dropout_rank)
     heartbeat.beat("warmup", 0)
     cpu_before = CpuReading.read()
-    notes = _notes_of_factory(built, trainer, micro_batch_size, workload.seq_length)
+    notes: list[str | Caveat] = list(built.notes)
+    if built.make_batch and not has_token_per_position(trainer.first_batch, micro_batch_size, workload.seq_length):
+        notes.append(Caveat(CaveatKind.OWN_BATCHES, {"seq_length": workload.seq_length}))
     samples = training_loop.Samples()
     early = early_window(config, workload.warmup_steps if workload.pass_type == "train" else 0)
     between = [(1, lambda: meter.end("first_step")), *change.watch(early, lambda: trainer.skipped)]
@@ -129,7 +135,9 @@ def measure(
         "deepspeed_version": str(deepspeed.__version__),
         **engine_facts(engine),
         "data_parallel_size": layout.data_parallel_size,
-        **parameter_facts,
+        "parameter_count": sum(sizes),
+        "trainable_parameter_count": sum(trained),
+        "largest_parameter": max(sizes),
         "dropout": build.greatest_dropout(model),
         "attention": build.attention_of(model),
         "tf32": _uses_tf32() if accelerator == "cuda" else None,
@@ -203,27 +211,6 @@ def _measure_training(
     return measured
 
 
-def _count_parameters(model: torch.nn.Module) -> dict[str, int]:
-    """Counts of the whole model, under the names of a RankMeasurement. Raises ValueError if nothing is trained."""
-    sizes, trained = build.parameter_sizes(model), build.parameter_sizes(model, trained=True)
-    if not trained:
-        raise ValueError("every parameter of the model is frozen (requires_grad is False): nothing would train")
-    return {
-        "parameter_count": sum(sizes),
-        "trainable_parameter_count": sum(trained),
-        "largest_parameter": max(sizes),
-    }
-
-
-def _notes_of_factory(
-    built: build.BuiltModel, trainer: training_loop.Trainer, batch_size: int, seq_length: int
-) -> list[str | Caveat]:
-    notes: list[str | Caveat] = list(built.notes)
-    if built.make_batch and not has_token_per_position(trainer.first_batch, batch_size, seq_length):
-        notes.append(Caveat(CaveatKind.OWN_BATCHES, {"seq_length": seq_length}))
-    return notes
-
-
 def _create_trainer(
     engine: Any,
     built: build.BuiltModel,
@@ -247,14 +234,6 @@ def _create_trainer(
         loss_parts=layout.sequence_size,
         synchronized=workload.synchronized,
     )
-
-
-def _create_recorder(
-    trainer: training_loop.Trainer, workload: Workload, layout: RankLayout, folder: Path
-) -> StepRecorder:
-    samples = int(trainer.engine.train_micro_batch_size_per_gpu()) * trainer.grad_accum * layout.data_parallel_size
-    rank, tokens = torch.distributed.get_rank(), samples * workload.seq_length
-    return StepRecorder(folder, rank, trainer.accelerator, trainer.grad_accum, tokens)
 
 
 def _uses_tf32() -> bool:

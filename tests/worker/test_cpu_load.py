@@ -47,13 +47,11 @@ def test_idle_threads_of_a_cpu_rank_do_not_spin() -> None:
     assert others < 0.3 * main
 
 
-def test_how_threads_wait_is_left_to_a_user_who_says_it_and_to_gpu_ranks() -> None:
+def test_threads_follow_the_cpu_quota_and_the_user(tmp_path: Path) -> None:
     assert rank_environment.rank_environment(TWO_RANKS, {})["OMP_WAIT_POLICY"] == "passive"
     for said in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
         assert "OMP_WAIT_POLICY" not in rank_environment.rank_environment(TWO_RANKS, {said: "1"})
 
-
-def test_threads_per_rank_follow_the_cpu_quota_where_it_is_less_than_the_cores(tmp_path: Path) -> None:
     def threads(quota: str, ranks: int) -> int:
         place(tmp_path, "0::/job")
         write(tmp_path / "sys/fs/cgroup/job/cpu.max", quota)

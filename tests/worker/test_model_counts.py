@@ -60,37 +60,26 @@ SMALL_DEEPSEEK = {
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any], Counted]] = {
     "gpt2 untied": ("gpt2", {**SMALL_GPT2, "tie_word_embeddings": False}, (46368, 39936, 4096)),
-    "gpt2 with an inner width of its own": ("gpt2", {**SMALL_GPT2, "n_inner": 100}, (37836, 34560, 3200)),
     "opt with narrow embeddings and norms behind (as opt-350m)": (
         "opt",
         {**SMALL_OPT, "word_embed_proj_dim": 16, "do_layer_norm_before": False},
         (31864, 28672, 2304),
     ),
-    "opt without biases": ("opt", {**SMALL_OPT, "enable_bias": False}, (31744, 29184, 3072)),
     "opt without norm weights (as Galactica)": (
         "opt",
         {**SMALL_OPT, "layer_norm_elementwise_affine": False},
         (31992, 29184, 3072),
     ),
-    "llama tied": ("llama", {**SMALL_LLAMA, "tie_word_embeddings": True}, (35552, 35328, 3072)),
     "llama with all biases": ("llama", {**SMALL_LLAMA, "attention_bias": True, "mlp_bias": True}, (39488, 35328, 3072)),
     "llama that does not mention key-value heads": (
         "llama",
         {key: value for key, value in SMALL_LLAMA.items() if key != "num_key_value_heads"},
         (41696, 38400, 3072),
     ),
-    "llama with heads wider than the hidden size": ("llama", {**SMALL_LLAMA, "head_dim": 24}, (57056, 53760, 3072)),
-    "mistral without head_dim": ("mistral", {**SMALL_LLAMA, "head_dim": None}, (38624, 35328, 3072)),
-    "qwen2 tied": ("qwen2", {**SMALL_LLAMA, "tie_word_embeddings": True}, (35744, 35328, 3072)),
     "qwen3 with attention bias": (
         "qwen3",
         {**SMALL_LLAMA, "head_dim": 16, "attention_bias": True},
         (48416, 44544, 3072),
-    ),
-    "gemma2 with attention bias": (
-        "gemma2",
-        {**SMALL_LLAMA, "head_dim": 16, "attention_bias": True},
-        (45440, 44544, 3072),
     ),
     "gemma3 untied": (
         "gemma3_text",
@@ -107,16 +96,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], Counted]] = {
         "deepseek_v2",
         {**SMALL_DEEPSEEK, "first_k_dense_replace": 2, "attention_bias": True, "mlp_bias": True},
         (51428, 42688, 7680),
-    ),
-    "deepseek_v2 without experts": (
-        "deepseek_v2",
-        {**SMALL_DEEPSEEK, "first_k_dense_replace": 9},
-        (42092, 38688, 3072),
-    ),
-    "gpt_oss without attention bias": (
-        "gpt_oss",
-        {**SMALL_LLAMA, "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 3, "attention_bias": False},
-        (143387, 91104, 25600),
     ),
     "mixtral with three of five experts": (
         "mixtral",
@@ -143,17 +122,12 @@ def test_the_file_of_counts_is_what_the_script_writes(subtests: pytest.Subtests)
             assert kept[name] == counts, "run scripts/make_model_counts.py"
 
 
-def test_code_that_came_with_a_model_is_not_counted() -> None:
+def test_code_of_a_model_and_unknown_modules_are_not_counted() -> None:
     """Its experts may be modules of another kind, of which all would count."""
     model = build("llama", SMALL_LLAMA)
     assert count_model(model) is not None
     type_of_code = type("LlamaForCausalLM", (type(model),), {"__module__": "transformers_modules.mine"})
     model.__class__ = type_of_code
     assert count_model(model) is None
-
-
-def test_an_architecture_whose_modules_are_not_known_is_not_counted() -> None:
-    from ds_bench.worker.model_counts import count_model
-
     assert count_model(build("gpt_neox", FAMILIES["gpt_neox"])) is None
     assert count_model(build("gpt2", {**SMALL_GPT2, "add_cross_attention": True})) is None

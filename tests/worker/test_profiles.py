@@ -189,10 +189,6 @@ def test_where_torch_cannot_tell_categories_apart_the_bytes_are_kept(
     assert times == sorted(times)
     assert max(size for _, size in sizes) >= 2 * 64 * 64 * 4  # the two moments, and the gradients for a while
     assert profile["lines"][0].startswith("peak of tensors above what there was before: ")
-
-
-def test_the_profile_memory_names_the_operators_that_allocate(folder: Path) -> None:
-    (profile,) = take(folder, "memory")["profiles"]
     assert [Path(name).name for name in profile["files"]] == [
         "memory_rank0.txt",
         "memory_rank0.memory_timeline.json.gz",
@@ -200,10 +196,7 @@ def test_the_profile_memory_names_the_operators_that_allocate(folder: Path) -> N
     table = (folder / "profiles" / "memory_rank0.txt").read_text()
     assert "CPU Mem" in table
     assert ".py(" not in table
-    text = "\n".join(profile["lines"])
-    assert "peak of tensors" in text
-    assert "MB resident" in text
-    assert "aten::" in text
+    assert any("aten::" in line for line in profile["lines"])
 
 
 class Calls:
@@ -238,9 +231,5 @@ def test_the_window_of_nsys_opens_before_its_first_step_and_closes_after_its_las
     api = Calls(engine)
     profiles.take_window(ProfiledSteps("nsys", trainer, trial, folder, 4), api)
     assert (api.calls, engine.steps) == (calls, 4)
-
-
-def test_without_cuda_the_steps_of_nsys_are_taken_without_its_calls(folder: Path) -> None:
-    engine = Engine()
-    measured = take(folder, "nsys", engine=engine)
-    assert (engine.steps, measured["profiles"], measured["notes"]) == (2, [], ["a note"])
+    measured = take(folder, "nsys", engine=Engine())  # on the CPU without the calls
+    assert (measured["profiles"], measured["notes"]) == ([], ["a note"])
