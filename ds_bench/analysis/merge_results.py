@@ -27,8 +27,8 @@ _MAX_DIFFERENCES_IN_TITLE = 3
 class ResultGroup:
     """Rows that may stand in one table."""
 
-    title: str
-    """What was trained on what; if another group has the same title, followed by what differs between the two."""
+    facts: tuple[str, ...]
+    """What was trained on what; if another group has the same facts, followed by what differs between the two."""
     summaries: tuple[TrialSummary, ...]
     """In the order of the results; repeats of one configuration have consecutive numbers."""
     environments: tuple[Environment, ...]
@@ -44,6 +44,11 @@ class ResultGroup:
     notes: tuple[str, ...]
     sources: tuple[Path, ...]
     """What the user named, without results of which no row is in this group."""
+
+    @property
+    def title(self) -> str:
+        """The facts in one line."""
+        return " · ".join(self.facts)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,7 +120,7 @@ class _GroupBuilder:
         for name, values in differing(facts).items():
             yield f"{name} {' against '.join(map(format_value, values))}"
 
-    def build(self, title: str, notes: Iterable[str]) -> ResultGroup:
+    def build(self, facts: tuple[str, ...], notes: Iterable[str]) -> ResultGroup:
         """The finished group. ``notes`` follow those of the results."""
         results = self.results
         lines = [provenance.command(each.family, each.arguments) if each.arguments else "" for each in results]
@@ -126,7 +131,7 @@ class _GroupBuilder:
                 environments.append(result.environment)
         own_notes = [f"{each.source}: {text}" if len(results) > 1 else text for each in results for text in each.notes]
         return ResultGroup(
-            title=title,
+            facts=facts,
             summaries=tuple(_renumber(self.summaries, self.rounds) if len(results) > 1 else self.summaries),
             environments=tuple(environments),
             commands=tuple(dict.fromkeys(filter(None, lines))),
@@ -166,10 +171,10 @@ def merge(results: Sequence[Result]) -> tuple[ResultGroup, ...]:
             if key not in known:
                 known[key] = _find_group(builders, summary, result)
             known[key].add(summary, result)
-    titles = _titles(builders)
+    titles = _facts_of_groups(builders)
     return tuple(
-        builder.build(title, [*_reasons_not_to_pool(builder, builders), *notes])
-        for builder, title in zip(builders, titles, strict=True)
+        builder.build(facts, [*_reasons_not_to_pool(builder, builders), *notes])
+        for builder, facts in zip(builders, titles, strict=True)
     )
 
 
@@ -213,18 +218,18 @@ def _find_group(builders: list[_GroupBuilder], summary: TrialSummary, result: Re
     return new
 
 
-def _titles(builders: Sequence[_GroupBuilder]) -> list[str]:
-    """The title of each group; equal ones are followed by the differences from the first other group of that title."""
-    plain = [provenance.title(builder.summaries) for builder in builders]
+def _facts_of_groups(builders: Sequence[_GroupBuilder]) -> list[tuple[str, ...]]:
+    """The facts of each group; equal ones are followed by the differences from the first other group with them."""
+    plain = [provenance.facts(builder.summaries) for builder in builders]
     titles = []
-    for builder, title in zip(builders, plain, strict=True):
-        same = (other for other, text in zip(builders, plain, strict=True) if text == title and other is not builder)
+    for builder, facts in zip(builders, plain, strict=True):
+        same = (other for other, own in zip(builders, plain, strict=True) if own == facts and other is not builder)
         other = next(same, None)
         differences = list(builder.differences(other)) if other else []
         if len(differences) > _MAX_DIFFERENCES_IN_TITLE:
             more = len(differences) - _MAX_DIFFERENCES_IN_TITLE
             differences[_MAX_DIFFERENCES_IN_TITLE:] = [f"{more} more differences"]
-        titles.append(f"{title} · {'; '.join(differences)}" if differences else title)
+        titles.append((*facts, "; ".join(differences)) if differences else facts)
     return titles
 
 

@@ -106,8 +106,13 @@ def one_line(environment: Environment) -> str:
 
 def title(summaries: Sequence[TrialSummary]) -> str:
     """One line on what was trained, on what, and for how many steps."""
+    return " · ".join(facts(summaries))
+
+
+def facts(summaries: Sequence[TrialSummary]) -> tuple[str, ...]:
+    """What was trained, on what, and for how many steps, each fact a few words."""
     if not summaries:
-        return "nothing was run"
+        return ("nothing was run",)
     workload, placement = summaries[0].record.trial.workload, summaries[0].record.trial.placement
     number = placement.ranks_text
     devices = f"{number} CPU rank{'' if number.split()[-1] == '1' else 's'}"
@@ -124,14 +129,16 @@ def title(summaries: Sequence[TrialSummary]) -> str:
     accumulated = f" × {workload.grad_accum} accumulated" if workload.grad_accum > 1 else ""
     if "grad_accum" in own:
         accumulated = " × each row's accumulation"
-    model = f"{workload.model}{_trained_share(summaries)}"
-    data = f" · data {Path(workload.data_path).name}" if workload.data_path else ""
-    point = "".join(f" · {point_text({path: value})}" for path, value in unnamed_values(summaries[0].record.trial))
-    clock = "" if workload.synchronized else "NOT SYNCHRONISED (wrong on purpose) · "
-    warm_up = "" if workload.warmup_steps else "no warm-up · "
     return (
-        f"{model} · {devices} · {precision} · {batch} × {length}{accumulated} · {clock}{warm_up}"
-        f"{workload.num_steps} {STEP_NAMES[workload.pass_type]}{data}{point}"
+        f"{workload.model}{_trained_share(summaries)}",
+        devices,
+        precision,
+        f"{batch} × {length}{accumulated}",
+        *([] if workload.synchronized else ["NOT SYNCHRONISED (wrong on purpose)"]),
+        *([] if workload.warmup_steps else ["no warm-up"]),
+        f"{workload.num_steps} {STEP_NAMES[workload.pass_type]}",
+        *([f"data {Path(workload.data_path).name}"] if workload.data_path else []),
+        *(point_text({path: value}) for path, value in unnamed_values(summaries[0].record.trial)),
     )
 
 

@@ -187,7 +187,7 @@ def build_reports(
                 commands=group.commands,
                 environments=group.environments,
                 sources=[str(source) for source in group.sources],
-                title=group.title,
+                facts=group.facts,
                 resume=resume,
             )
         )

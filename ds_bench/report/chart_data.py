@@ -15,6 +15,7 @@ from ..prediction.trial_predictions import stored_prediction
 from ..recommend.shortage import predicted_bytes
 from ..records.schema import OOM, OOM_DISK, OOM_HOST, SKIPPED, Tier, TrialRecord
 from ..units import BYTES_PER_GB, MISSING, format_significant, to_gb, to_ms
+from .table import Column, Table, make_table
 
 MAX_OVERLAID_ROWS = 8
 """More lines in one chart cannot be distinguished."""
@@ -119,20 +120,19 @@ class StackChart(Chart):
         return [(stack.label, stack.value) for stack in self.stacks]
 
     @property
-    def table(self) -> list[list[str]]:
-        """The numbers drawn that no other table of the page has: headings, then one line per row."""
-        rows = [
-            [
-                stack.label,
-                *(map(format_value, stack.parts) if stack.parts else [MISSING] * len(self.categories)),
-                format_value(stack.predicted),
-                stack.value,
-            ]
-            for stack in self.stacks
+    def table(self) -> Table:
+        """The numbers drawn, which no other table of the page has."""
+
+        def part(index: int) -> Callable[[Stack], str]:
+            return lambda stack: format_value(stack.parts[index]) if stack.parts else MISSING
+
+        columns: list[tuple[Column, Callable[[Stack], str]]] = [
+            (Column(heading="Strategy"), lambda stack: stack.label),
+            *((Column(heading=category), part(index)) for index, category in enumerate(self.categories)),
+            (Column(heading="predicted"), lambda stack: format_value(stack.predicted)),
+            (Column(heading=self.value_heading), lambda stack: stack.value),
         ]
-        lines = [["Strategy", *self.categories, "predicted", self.value_heading], *rows]
-        predicted = any(stack.predicted is not None for stack in self.stacks)
-        return lines if predicted else [[*line[:-2], line[-1]] for line in lines]
+        return make_table(columns, self.stacks)
 
     @property
     def end(self) -> float:

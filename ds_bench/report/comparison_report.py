@@ -42,8 +42,8 @@ class Note:
 class ComparisonReport:
     """The rows of one workload on one placement, which to use, and where the figures come from."""
 
-    title: str
-    """What was trained on what."""
+    facts: tuple[str, ...]
+    """What was trained on what, each fact a few words."""
     comparison: Comparison
     recommendation: Recommendation
     notes: tuple[str, ...] = ()
@@ -53,6 +53,11 @@ class ComparisonReport:
     environments: tuple[Environment, ...] = ()
     sources: tuple[str, ...] = ()
     """The files that it was made from; empty at the end of a run."""
+
+    @property
+    def title(self) -> str:
+        """The facts in one line."""
+        return " · ".join(self.facts)
 
     @property
     def recommended_row(self) -> ComparisonRow | None:
@@ -83,6 +88,17 @@ class ComparisonReport:
             for note in self.row_notes[row.key]:
                 labels.setdefault(note, []).append(row.label)
         return {note: () if note in self.general_notes else tuple(rows) for note, rows in labels.items()}
+
+    @cached_property
+    def numbered_notes(self) -> tuple[str, ...]:
+        """The notes of rows that every form of the report has, each once; their number is their position from 1."""
+        notes = (note for row_notes in self.row_notes.values() for note in row_notes)
+        return tuple(dict.fromkeys(note.line for note in notes if not note.page_only))
+
+    @property
+    def general_lines(self) -> tuple[str, ...]:
+        """The notes on the whole comparison, and those of the run."""
+        return tuple(dict.fromkeys([*(note.line for note in self.general_notes), *self.run_notes]))
 
     @cached_property
     def run_notes(self) -> tuple[str, ...]:
@@ -119,17 +135,17 @@ def build_report(
     commands: Sequence[str] = (),
     environments: Sequence[Environment] = (),
     sources: Sequence[str] = (),
-    title: str | None = None,
+    facts: tuple[str, ...] | None = None,
     resume: str | None = None,
 ) -> ComparisonReport:
     """Compares rows of one workload and recommends one for the goal.
 
-    ``title``: None is made from the summaries. ``resume``: the command that goes on with the run, None without one.
+    ``facts``: None: made from the summaries. ``resume``: the command that goes on with the run, None without one.
     Raises UsageError if ``relative_to`` names no row.
     """
     comparison = compare(summaries, relative_to, environments=environments)
     return ComparisonReport(
-        title=title or provenance.title(summaries),
+        facts=facts or provenance.facts(summaries),
         comparison=comparison,
         recommendation=recommend(comparison, goal, resume),
         notes=tuple(notes),

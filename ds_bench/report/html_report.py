@@ -17,12 +17,12 @@ from ..config.deepspeed_config import is_full_config
 from ..records.schema import SUCCESS
 from ..system.environment import require_installed
 from ..units import format_significant
-from . import charts, pass_table, plan_table, profile_text
-from .chart_data import StackChart, charts_of
+from . import charts, plan_table, profile_text, row_explanation, side_by_side
+from .chart_data import charts_of
 from .comparison_report import ComparisonReport, Note
 from .memory_plan import MemoryPlan, answer_text
-from .row_details import detail_tables, row_texts
-from .table_columns import TableColumn, measured_columns, row_status
+from .table import Column, Table
+from .table_columns import TableColumn, detail_tables, measured_columns, row_status
 from .terminal_report import notes_that_matter
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def render_page(reports: Sequence[ComparisonReport], generated: str) -> str:
             {**_section(report, f"s{number}"), "environments": None if one_machine else own}
             for number, (report, own) in enumerate(zip(reports, machines, strict=True), 1)
         ],
-        passes=pass_table.build_table(reports) if pass_table.is_wanted(reports) else None,
+        passes=side_by_side.pass_tables(reports) if side_by_side.has_passes(reports) else [],
         styles=styles,
         script=script,
     )
@@ -61,37 +61,39 @@ def render_page(reports: Sequence[ComparisonReport], generated: str) -> str:
 
 def render_tables(reports: Sequence[ComparisonReport]) -> str:
     """The rows of each report and its answer, as part of another page: a notebook's."""
-    return _render_tables(
-        [
+    parts = []
+    for report in reports:
+        columns = measured_columns(report.comparison)
+        rows = [
+            [
+                f"{'★ ' if row.key == report.recommendation.key else ''}{row.label}",
+                _status(row),
+                *(_short_text(column, *column.cell(row, report.comparison)) for column in columns),
+            ]
+            for row in report.comparison.rows
+        ]
+        headings = ["Configuration", "Status", *(column.heading for column in columns)]
+        answer = [report.recommendation.headline, report.recommendation.provisional]
+        table = Table(columns=[Column(heading=heading) for heading in headings], rows=rows)
+        parts.append(
             {
                 "title": report.title,
-                "headings": ["Configuration", "Status", *(column.heading for column in columns)],
-                "rows": [
-                    [
-                        f"{'★ ' if row.key == report.recommendation.key else ''}{row.label}",
-                        _status(row),
-                        *(_short_text(column, *column.cell(row, report.comparison)) for column in columns),
-                    ]
-                    for row in report.comparison.rows
-                ],
-                "lines": [
-                    *filter(None, [report.recommendation.headline, report.recommendation.provisional]),
-                    *notes_that_matter(report),
-                ],
+                "table": table,
+                "lines": [*filter(None, answer), *notes_that_matter(report)],
             }
-            for report, columns in ((each, measured_columns(each.comparison)) for each in reports)
-        ]
-    )
+        )
+    return _render_tables(parts)
 
 
 def render_plan(plan: MemoryPlan) -> str:
     """The answer of a plan and its table, as part of another page: a notebook's."""
     headings, *rows = plan_table.table_cells(plan)
-    return _render_tables([{"title": answer_text(plan)[0], "headings": headings, "rows": rows, "lines": []}])
+    table = Table(columns=[Column(heading=heading) for heading in headings], rows=rows)
+    return _render_tables([{"title": answer_text(plan)[0], "table": table, "lines": []}])
 
 
 def _render_tables(parts: Sequence[Mapping[str, Any]]) -> str:
-    """Each part has a title, headings, rows of cells, and lines that follow the table."""
+    """Each part has a title, a table, and lines that follow it."""
     return _UNPRINTABLE.sub("\ufffd", _template_engine().get_template("tables.html").render(parts=parts))
 
 
@@ -133,14 +135,14 @@ def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
         heading = {"throughput": "Speed", "pareto": "Speed", "ledger": "Memory"}.get(
             chart.name.partition("-")[0], "Steps"
         )
-        table = chart.table if isinstance(chart, StackChart) else []
-        sections[heading].append({"chart": chart, "source": charts.image_source(chart), "table": table})
+        sections[heading].append({"chart": chart, "source": charts.image_source(chart)})
     return {
         "uid": uid,
         "report": report,
         "columns": columns,
         "rows": [_row(row, report, columns, numbers) for row in report.comparison.rows],
-        "row_texts": row_texts(report),
+        "explanations": row_explanation.report_paragraphs(report),
+        "explanations_heading": row_explanation.HEADING,
         "profiles_heading": profile_text.HEADING,
         "profiles": profile_text.report_profiles(report),
         "details": detail_tables(report.comparison),

@@ -1,207 +1,239 @@
-"""A report as text on a terminal: every row with all columns, its notes and the recommendation.
-
-A run and ``report`` print it with ``--verbose``; without it they print the short answer (``terminal_report``)."""
+"""One table for terminals, Markdown and HTML."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import IO, Any, Literal
+import html
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
-from ..analysis.flat_rows import status_text
-from ..system.terminal import (
-    aligned_lines,
-    can_encode,
-    escape_controls,
-    make_console,
-    print_text,
-    to_ascii,
-    width_of,
-    wrapped_lines,
-)
+from ..system.terminal import escape_controls, to_ascii
 from ..units import MISSING
-from .comparison_report import ComparisonReport
-from .profile_text import report_profiles
-from .row_details import DetailTable, detail_tables, row_texts
-from .table_columns import TABLE_COLUMNS, row_status
+from .markdown import escape
 
-_COLUMNS = tuple(column for column in TABLE_COLUMNS if not column.page_only)
-HEADINGS = ("Strategy", "Status", *(column.heading for column in _COLUMNS), "Notes")
-_LAST_ALWAYS_SHOWN = HEADINGS.index("Relative")
-"""Columns up to this one are shown even if no row has a value."""
-_STATUS = HEADINGS.index("Status")
-_LEFT_ALIGNED = (HEADINGS.index("Strategy"), _STATUS, HEADINGS.index("Notes"))
-_WRAPPED = (HEADINGS.index("Strategy"), _STATUS)
-"""Columns that a narrow terminal breaks between words."""
-_OPTIONAL_HEADINGS = ("Predicted", "Tok/s/GB", "95 % interval")
-"""Columns that a narrow terminal leaves out, in this order."""
-_MAX_ROWS_FOR_RICH = 500
-"""rich takes a millisecond per row: longer tables are aligned with spaces."""
-_UNLIMITED_WIDTH = 10_000
-_MAX_TEXT_WIDTH = 120
-"""Columns of a paragraph; the table may be wider."""
+MAX_TEXT_WIDTH = 120
+"""Columns of a sentence; a table may be wider."""
+_MIN_LABEL_WIDTH = 12
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line on a terminal and its style (``rich``); an empty style is the terminal's own."""
+
+    text: str
+    style: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TableRow:
-    """One row of the comparison as cells, one for each of ``HEADINGS``."""
+class Column:
+    """A heading, and how its cells are shown. The first column of a table has the labels of the rows."""
 
-    cells: tuple[str, ...]
-    success: bool
-
-
-def numbered_notes(report: ComparisonReport) -> list[str]:
-    """The notes of rows, each once, in order; their positions from 1 are the numbers in the column Notes."""
-    notes = (note for row_notes in report.row_notes.values() for note in row_notes)
-    return list(dict.fromkeys(escape_controls(note.line) for note in notes if not note.page_only))
-
-
-def general_notes(report: ComparisonReport) -> list[str]:
-    """The notes that hold for every row, and those of the run."""
-    return list(dict.fromkeys(map(escape_controls, [*(note.line for note in report.general_notes), *report.run_notes])))
-
-
-def table_rows(report: ComparisonReport) -> list[TableRow]:
-    """The rows in order of appearance."""
-    numbers = {text: str(number) for number, text in enumerate(numbered_notes(report), 1)}
-    rows = []
-    for row in report.comparison.rows:
-        lines = dict.fromkeys(escape_controls(note.line) for note in report.row_notes[row.key] if not note.page_only)
-        cells = (
-            row.label,
-            row_status(row, status_text),
-            *(column.cell(row, report.comparison)[0] for column in _COLUMNS),
-            " ".join(numbers[line] for line in lines),
-        )
-        rows.append(TableRow(cells=tuple(map(escape_controls, cells)), success=row.succeeded))
-    return rows
-
-
-def print_report(report: ComparisonReport, stream: IO[str]) -> None:
-    """Prints the table, its notes, tables of details, the recommendation, why rows differ, and where the time of a step
-    goes."""
-    print_table(report, stream)
-    for details in detail_tables(report.comparison):
-        _print_details(details, stream)
-    for line in ("", *report.recommendation.lines):
-        print_text(line, stream)
-    width = min(width_of(stream), _MAX_TEXT_WIDTH)
-    for heading, texts in row_texts(report):
-        lines = [line for label, text in texts for line in wrapped_lines(f"{label}: {text}", width, indent="  ")]
-        for line in ("", f"{heading}:", *lines):
-            print_text(line, stream)
-    for heading, text in report_profiles(report):
-        for line in ("", heading, *text.splitlines()):
-            print_text(line if line == heading else f"  {line}".rstrip(), stream)
-
-
-def print_table(report: ComparisonReport, stream: IO[str]) -> None:
-    """Prints the table with its notes. Columns that no row has a value for are left out."""
-    from rich.text import Text
-
-    has_signs = can_encode("✅❌—→±", stream)
-
-    def printable(text: str) -> str:
-        return text if has_signs and can_encode(text, stream) else to_ascii(text)
-
-    rows = [replace(row, cells=tuple(map(printable, row.cells))) for row in table_rows(report)]
-    # A file or a pipe has no width of its own.
-    width = None if stream.isatty() else 160
-    console = make_console(stream, width=width, safe_box=not has_signs, emoji=False)
-    layout = _TerminalTable(
-        title=printable(escape_controls(report.title)),
-        headings=tuple(map(printable, HEADINGS)),
-        rows=rows,
-        unicode=has_signs,
-    )
-    table, left_out = (None, []) if len(rows) > _MAX_ROWS_FOR_RICH else layout.fit(console)
-    if table is None:
-        layout.print_aligned(stream)
-    else:
-        console.print(table)
-    starred = general_notes(report)
-    if left_out:
-        starred.append(f"no room for {', '.join(left_out)}: a wider terminal shows them")
-    numbered = [f"{number}. {note}" for number, note in enumerate(numbered_notes(report), 1)]
-    for note in [*numbered, *(f"* {note}" for note in starred)]:
-        console.print(Text(printable(f"  {note}")), soft_wrap=True)
-
-
-def _print_details(details: DetailTable, stream: IO[str]) -> None:
-    rows = [details.headings, *details.rows]
-    if not can_encode("→—", stream):
-        rows = [tuple(to_ascii(escape_controls(cell)) for cell in cells) for cells in rows]
-    for line in (f"\n{details.heading} ({details.meaning})", *aligned_lines(rows)):
-        print_text(line, stream)
+    heading: str
+    priority: int = 0
+    """Narrow terminals drop the column with the highest number first; 0: never dropped."""
+    left: bool = False
+    """Whether cells are aligned to the left, as those of the first column always are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _TerminalTable:
-    """The table before rich draws it; the stream can encode all its text."""
+class Table:
+    """Rows of texts under headings. Any text may hold any character; every form escapes it."""
 
-    title: str
-    headings: tuple[str, ...]
-    rows: Sequence[TableRow]
-    unicode: bool
+    title: tuple[str, ...] = ()
+    """Facts, each a few words."""
+    columns: Sequence[Column] = ()
+    rows: Sequence[Sequence[str]] = ()
+    """Cells. The last cell of a row shorter than the columns runs to the end of the line."""
+    styles: Sequence[str] = ()
+    """Style of each row on a terminal; empty: no row has one."""
+    numbered: Sequence[str] = ()
+    """Notes that cells refer to by number, from 1."""
+    notes: Sequence[str] = ()
+    meaning: str = ""
+    """What the cells are; empty if the headings say it."""
 
-    def fit(self, console: Any) -> tuple[Any, list[str]]:
-        """The widest form that fits the terminal, and the headings left out; None if no form fits."""
-        # Measured against the console's own width, rich would say of every table that it fits.
-        unlimited, shown = console.options.update(max_width=_UNLIMITED_WIDTH), measured_indices(self.rows)
-        table = self._draw(shown)
-        if console.measure(table, options=unlimited).maximum <= console.width:
-            return table, []
-        # Narrow columns first, then one optional column after the other is left out.
-        for count in range(len(_OPTIONAL_HEADINGS) + 1):
-            kept = [i for i in shown if HEADINGS[i] not in _OPTIONAL_HEADINGS[:count]]
-            table = self._draw(kept, narrow=True)
-            if console.measure(table, options=unlimited).minimum <= console.width:
-                return table, [self.headings[i] for i in shown if i not in kept]
-        return None, []
+    @property
+    def headings(self) -> list[str]:
+        return [column.heading for column in self.columns]
 
-    def _draw(self, shown: Sequence[int], *, narrow: bool = False) -> Any:
-        """The table with these columns, failed rows in red. ``narrow``: one space between columns, cells may wrap."""
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
+    def to_markdown(self, heading: str = "### ") -> str:
+        """The table as Markdown. ``heading``: what precedes the title."""
+        rows = [[*map(escape, row)] for row in self.rows]
+        rows = [[*row, *[""] * (len(self.columns) - len(row))] for row in rows]
+        lines = [[*map(escape, self.headings)], ["---"] * len(self.columns), *rows]
+        parts = [
+            f"{heading}{escape(' · '.join(self.title))}" if self.title else "",
+            escape(self.meaning),
+            "\n".join(f"| {' | '.join(line)} |" for line in lines) if self.rows else "",
+            "\n".join(f"{number}. {escape(note)}" for number, note in enumerate(self.numbered, 1)),
+            "\n".join(f"- {escape(note)}" for note in self.notes),
+        ]
+        return "\n\n".join(filter(None, parts))
 
-        style, pad = box.SIMPLE_HEAD if self.unicode else box.ASCII2, 0 if narrow else 1
-        table = Table(title=Text(self.title), title_justify="left", box=style, pad_edge=not narrow, padding=(0, pad))
-        for i in shown:
-            justify: Literal["left", "right"] = "left" if i in _LEFT_ALIGNED else "right"
-            heading = self._narrow_heading(i) if narrow else self.headings[i]
-            wraps = i in (_WRAPPED if narrow else (_STATUS,))
-            min_width = self._min_width(i, heading) if narrow else None
-            table.add_column(Text(heading), justify=justify, no_wrap=not wraps, min_width=min_width)
-        for row in self.rows:
-            table.add_row(*(Text(row.cells[i]) for i in shown), style=None if row.success else "red")
-        return table
+    def to_html(self) -> str:
+        """The table as an HTML element, without title and notes."""
 
-    def _min_width(self, column: int, heading: str) -> int:
-        """Characters that the column needs so that no word of it is cut."""
+        def row(kind: str, cells: Sequence[str]) -> str:
+            first, *others = (html.escape(cell) for cell in cells)
+            scope = "col" if kind == "th" else "row"
+            label = f'<th scope="{scope}" class="words">{first}</th>'
+            heading = ' scope="col"' if kind == "th" else ""
+            return f"<tr>{label}{''.join(f'<{kind}{heading}>{cell}</{kind}>' for cell in others)}</tr>"
+
+        body = "\n".join(row("td", cells) for cells in self.rows)
+        return f"<table>\n<thead>{row('th', self.headings)}</thead>\n<tbody>\n{body}\n</tbody></table>"
+
+    def to_terminal(self, width: int, *, unicode: bool = True) -> list[Line]:
+        """The table as lines of at most ``width`` columns where words and numbers leave that room.
+
+        A terminal too narrow for it gets headings of two lines, then fewer columns, and last wrapped labels.
+        ``unicode``: else ASCII only.
+        """
+
+        def shown(text: str) -> str:
+            return printable(text, unicode)
+
+        text_width = min(width, MAX_TEXT_WIDTH)
+        lines = [Line(line) for line in wrap_facts([*map(shown, self.title)], text_width, shown(" · "))]
+        lines += [Line(line) for line in wrap(shown(self.meaning), text_width) if self.meaning]
+        left_out: list[str] = []
+        if self.rows:
+            layout = _Layout(self.columns, [[*map(shown, row)] for row in self.rows], shown, width)
+            left_out = layout.left_out
+            lines += [Line("")] if lines else []
+            lines += map(Line, layout.heading_lines())
+            styles = self.styles or [""] * len(self.rows)
+            for row, style in zip(layout.rows, styles, strict=True):
+                lines += [Line(line, style) for line in layout.row_lines(row)]
+        notes = [f"{number}. {note}" for number, note in enumerate(self.numbered, 1)] + [f"* {n}" for n in self.notes]
+        if left_out:
+            notes.append(f"* no room for {', '.join(left_out)}: a wider terminal shows them")
+        if notes and lines:
+            lines.append(Line(""))
+        return [*lines, *(Line(line) for note in notes for line in wrap(f"  {shown(note)}", text_width, "     "))]
+
+
+def make_table(
+    columns: Sequence[tuple[Column, Callable[[R], str]]],
+    rows: Sequence[R],
+    *,
+    title: tuple[str, ...] = (),
+    meaning: str = "",
+    always: int = 1,
+    drop_empty_rows: bool = False,
+) -> Table:
+    """A table of one line per row. Columns for which no row has a value are left out, except the first ``always``.
+
+    ``drop_empty_rows``: rows that have nothing but their label are left out too.
+    """
+    empty = ("", MISSING)
+    cells = [[cell(row) for row in rows] for _, cell in columns]
+    shown = [i for i, column in enumerate(cells) if i < always or any(cell not in empty for cell in column)]
+    lines = [*zip(*(cells[i] for i in shown), strict=True)]
+    if drop_empty_rows:
+        lines = [line for line in lines if any(cell not in empty for cell in line[1:])]
+    return Table(title=title, meaning=meaning, columns=[columns[i][0] for i in shown], rows=lines)
+
+
+def printable(text: str, unicode: bool = True) -> str:
+    """The text on one line without control characters. ``unicode``: else in ASCII."""
+    return escape_controls(text) if unicode else to_ascii(escape_controls(text))
+
+
+def wrap(text: str, width: int, indent: str = "", *, max_lines: int | None = None) -> list[str]:
+    """The text in lines that break between words; those after the first are indented. A longer word stays whole."""
+    return textwrap.wrap(
+        text,
+        max(width, 20),
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        max_lines=max_lines,
+        placeholder=" …",
+    ) or [""]
+
+
+def wrap_facts(facts: Sequence[str], width: int, separator: str = " · ") -> list[str]:
+    """The facts in lines that break between facts where they can."""
+    lines: list[str] = []
+    for fact in facts:
+        if lines and len(lines[-1]) + len(separator) + len(fact) <= width:
+            lines[-1] += separator + fact
+        else:
+            if lines:
+                lines[-1] += separator.rstrip()
+            lines += wrap(fact, width)
+    return lines
+
+
+class _Layout:
+    """Which columns fit a terminal, and their widths. Texts are printable already."""
+
+    def __init__(
+        self, columns: Sequence[Column], rows: Sequence[Sequence[str]], printable: Callable[[str], str], width: int
+    ) -> None:
         from rich.cells import cell_len
 
-        texts = [*heading.split("\n"), *(row.cells[column] for row in self.rows)]
-        parts = (part for text in texts for part in (text.split() or [""] if column in _WRAPPED else [text]))
-        return max(map(cell_len, parts))
+        self._length, self._width, self._gap = cell_len, width, 2
+        count = len(columns)
+        self._headings = [printable(column.heading).split("\n") for column in columns]
+        self._full = [row for row in rows if len(row) == count]  # the others have one text beside their label
+        cells = [max((cell_len(row[i]) for row in self._full), default=0) for i in range(count)]
+        cells[0] = max([cells[0], *(cell_len(row[0]) for row in rows)])
+        shown = list(range(count)) if self._full else [0]
+        self._widths = [max(widest, self._heading_width(i)) for i, widest in enumerate(cells)]
+        if self._room(shown) < self._widths[0]:
+            for i in shown[1:]:
+                if self._heading_width(i) > cells[i]:
+                    self._headings[i] = printable(columns[i].heading).rsplit(" ", 1)
+                    self._widths[i] = max(cells[i], self._heading_width(i))
+        least = min(self._widths[0], max(_MIN_LABEL_WIDTH, self._heading_width(0) if self._full else 0))
+        while self._room(shown) < least and any(columns[i].priority for i in shown):
+            shown.remove(max(shown, key=lambda i: columns[i].priority))
+        if self._room(shown) < least:
+            self._gap = 1
+        self._widths[0] = min(self._widths[0], max(self._room(shown), least))
+        self._shown, self._left = shown, [i == 0 or column.left for i, column in enumerate(columns)]
+        self.left_out = [printable(columns[i].heading) for i in range(count) if i not in shown] if self._full else []
+        self.rows = rows
 
-    def _narrow_heading(self, column: int) -> str:
-        """The heading, on two lines if it is wider than all cells below it."""
-        heading = self.headings[column]
-        widest = max((len(row.cells[column]) for row in self.rows), default=0)
-        return "\n".join(heading.rsplit(" ", 1)) if len(heading) > widest else heading
+    def _heading_width(self, column: int) -> int:
+        return max(map(self._length, self._headings[column]))
 
-    def print_aligned(self, stream: IO[str]) -> None:
-        """Prints the columns padded with spaces to their widest cell."""
-        shown = measured_indices(self.rows)
-        cells = [[cells[i] for i in shown] for cells in (self.headings, *(row.cells for row in self.rows))]
-        for line in (self.title, *aligned_lines(cells, left=range(len(shown)))):
-            print_text(line, stream)
+    def _room(self, shown: Sequence[int]) -> int:
+        """Columns left for labels."""
+        return self._width - sum(self._widths[i] + self._gap for i in shown[1:])
 
+    def heading_lines(self) -> Iterator[str]:
+        """One line, or two where a heading is broken; none if no row has the columns."""
+        if self._full:
+            height = max(len(self._headings[i]) for i in self._shown)
+            for line in range(height):
+                yield self._line(
+                    [(["" for _ in range(height)] + self._headings[i])[line - height :][0] for i in self._shown]
+                )
 
-def measured_indices(rows: Sequence[TableRow]) -> list[int]:
-    """Indices of the columns to show: those always shown, and those that some row has a value for."""
-    empty = ("", MISSING, to_ascii(MISSING))
-    return [
-        i for i in range(len(HEADINGS)) if i <= _LAST_ALWAYS_SHOWN or any(row.cells[i] not in empty for row in rows)
-    ]
+    def row_lines(self, row: Sequence[str]) -> Iterator[str]:
+        """One line, or more where the label is wrapped or the text beside it is long."""
+        indent = " " * (len(row[0]) - len(row[0].lstrip()) + 2)
+        if len(row) == len(self._left):
+            first, *more = textwrap.wrap(row[0], self._widths[0], subsequent_indent=indent, break_on_hyphens=False) or [
+                ""
+            ]
+            yield self._line([first, *(row[i] for i in self._shown[1:])])
+            yield from more
+            return
+        text = f"{self._pad(row[0], 0)}  {row[1]}"
+        if self._length(text) > self._width:
+            text = f"{row[0]}  {row[1]}"
+        lines = [text] if self._length(text) <= self._width else wrap(": ".join(row), self._width, "    ", max_lines=2)
+        yield from lines
+
+    def _pad(self, text: str, column: int) -> str:
+        padding = " " * (self._widths[column] - self._length(text))
+        return text + padding if self._left[column] else padding + text
+
+    def _line(self, cells: Sequence[str]) -> str:
+        return (" " * self._gap).join(map(self._pad, cells, self._shown)).rstrip()

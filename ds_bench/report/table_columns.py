@@ -1,15 +1,20 @@
-"""All columns of a comparison as people read it: in the terminal with ``--verbose``, in Markdown, in the HTML page.
+"""Columns of a comparison as people read it: of the short table, of the whole one, and of tables of details.
 
 The columns of the JSON and CSV files are ``analysis.flat_rows``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..analysis import flops
-from ..analysis.comparison import Comparison, ComparisonRow
+from ..analysis.checkpoints import CheckpointCost, is_restored
+from ..analysis.comparison import Comparison, ComparisonRow, ratio_between
+from ..analysis.phase_memory import NodePhaseMemory, largest_of_runs
+from ..analysis.step_costs import NO_COSTS, PARTS, StepCosts, step_parts
+from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..records.schema import INTERRUPTED, TrialRecord
 from ..units import (
     BYTES_PER_GB,
@@ -22,26 +27,31 @@ from ..units import (
     format_percent,
     format_ratio,
     format_significant,
+    to_gb,
 )
+from .comparison_report import ComparisonReport
+from .table import Column, Table, make_table
 
 NOT_TESTED = "not tested"
+Cell = Callable[[ComparisonRow], str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TableColumn:
-    """One measured or derived column."""
+    """One measured or derived column of the whole table."""
 
     heading: str
     meaning: str
     """Unit and scope; the page shows it with the heading."""
-    text: Callable[[ComparisonRow], str]
+    text: Cell
     sort_key: Callable[[ComparisonRow], float | None]
     scale: float = 1.0
-    """What the sort key is multiplied by to be the number that the text shows, of an interval the first."""
+    """Factor that makes the sort key the number in the text; of an interval, its lower end."""
     page_only: bool = False
-    """Shown where there is room: in the page alone."""
     against_baseline: bool = False
     """A comparison with the baseline, which therefore has none itself."""
+    priority: int = 0
+    """As of ``table.Column``."""
 
     def cell(self, row: ComparisonRow, comparison: Comparison) -> tuple[str, float | None]:
         """The text, and the number that the column is sorted by; None sorts last."""
@@ -76,6 +86,9 @@ def failure_text(record: TrialRecord) -> str:
     return f"{outcome.status}{where}{': ' if cause else ''}{cause}"
 
 
+# ------------------------------------------------------------------ the whole table
+
+
 def _throughput_interval(row: ComparisonRow) -> str:
     if row.interval is None:
         return NOT_TESTED if row.succeeded else MISSING
@@ -91,7 +104,8 @@ def _ratio_interval(row: ComparisonRow) -> str:
     return f"[{interval.low:.2f}, {interval.high:.2f}]{' too wide' if interval.too_wide else ''}"
 
 
-def _signed_bytes(size: int | None) -> str:
+def _signed_bytes(row: ComparisonRow) -> str:
+    size = row.gpu_difference_bytes
     return MISSING if size is None else f"{'+' if size > 0 else '−' if size < 0 else ''}{format_bytes(abs(size))}"
 
 
@@ -106,124 +120,51 @@ def _final_loss_text(row: ComparisonRow) -> str:
 
 
 def _mfu(row: ComparisonRow) -> float | None:
-    """Of the first successful run that has a possible one: above 1 the peak of the device is not what was assumed."""
+    """Of the first successful run with a possible one: above 1, the assumed peak of the device is wrong."""
     return next((run.mfu for run in row.successes if run.mfu is not None and run.mfu <= 1), None)
 
 
-_MFU_MEANING = "model FLOPs utilisation, dense peak"
 _CONVENTION_TEXTS = {
     flops.MODEL_CONVENTION: "PaLM convention",
     flops.FORWARD_CONVENTION: "a third of the PaLM convention's FLOPs (forward passes)",
     flops.COUNTED_CONVENTION: "FLOPs counted on what ran forward and backward",
 }
-
-
+_GB = 1 / BYTES_PER_GB
 TABLE_COLUMNS: tuple[TableColumn, ...] = (
-    TableColumn(
-        heading="Step ms",
-        meaning="milliseconds per optimizer step, slowest rank, geometric mean of the runs",
-        text=lambda row: format_ms(row.mean_step_seconds),
-        sort_key=lambda row: row.mean_step_seconds,
-        scale=1000.0,
-    ),
-    TableColumn(
-        heading="± ms",
-        meaning="standard deviation between runs, or between the steps of a single run",
-        text=lambda row: format_ms(row.step_seconds_std),
-        sort_key=lambda row: row.step_seconds_std,
-        scale=1000.0,
-    ),
-    TableColumn(
-        heading="Tokens/s",
-        meaning="throughput of the whole job, geometric mean of the runs",
-        text=lambda row: format_count(row.tokens_per_second),
-        sort_key=lambda row: row.tokens_per_second,
-    ),
-    TableColumn(
-        heading="Samples/s",
-        meaning="samples of the whole job, where a sample is no sequence of the given length",
-        text=lambda row: format_significant(row.samples_per_second),
-        sort_key=lambda row: row.samples_per_second,
-        page_only=True,
-    ),
-    TableColumn(
-        heading="Tokens/s, 95 %",
-        meaning="95 % confidence interval of the mean tokens/s, from three runs on",
-        text=_throughput_interval,
-        sort_key=lambda row: None if row.interval is None else row.interval[0],
-        page_only=True,
-    ),
-    TableColumn(
-        heading="Relative",
-        meaning="throughput as a multiple of the baseline row's",
-        text=lambda row: format_ratio(row.ratio),
-        sort_key=lambda row: row.ratio,
-    ),
-    TableColumn(
-        heading="95 % interval",
-        meaning="95 % confidence interval of the multiple, from three runs on",
-        text=_ratio_interval,
-        sort_key=lambda row: None if row.ratio_interval is None else row.ratio_interval.low,
-        against_baseline=True,
-    ),
-    TableColumn(
-        heading="GPU peak GB",
-        meaning="peak allocated device memory of the fullest rank, worst run",
-        text=lambda row: format_gb(row.gpu_peak_bytes),
-        sort_key=lambda row: row.gpu_peak_bytes,
-        scale=1 / BYTES_PER_GB,
-    ),
-    TableColumn(
-        heading="of card",
-        meaning="peak reserved device memory as a share of the card",
-        text=lambda row: format_percent(row.gpu_fraction, digits=0),
-        sort_key=lambda row: row.gpu_fraction,
-        scale=100.0,
-    ),
-    TableColumn(
-        heading="GPU less baseline",
-        meaning="peak device memory less the baseline's",
-        text=lambda row: _signed_bytes(row.gpu_difference_bytes),
-        sort_key=lambda row: row.gpu_difference_bytes,
-        scale=1 / BYTES_PER_GB,
-        page_only=True,
-        against_baseline=True,
-    ),
-    TableColumn(
-        heading="Tok/s/GB",
-        meaning="tokens per second for each GB of peak device memory",
-        text=lambda row: format_count(row.tokens_per_second_per_gb),
-        sort_key=lambda row: row.tokens_per_second_per_gb,
-    ),
-    TableColumn(
-        heading="CPU GB",
-        meaning="peak resident host memory of a node's ranks, worst run",
-        text=lambda row: format_gb(row.host_peak_bytes),
-        sort_key=lambda row: row.host_peak_bytes,
-        scale=1 / BYTES_PER_GB,
-    ),
-    TableColumn(
-        heading="MFU",
-        meaning=_MFU_MEANING,
-        text=lambda row: format_percent(_mfu(row)),
-        sort_key=_mfu,
-        scale=100.0,
-        page_only=True,
-    ),
-    TableColumn(
-        heading="Final loss",
-        meaning="mean over ranks, last step",
-        text=_final_loss_text,
-        sort_key=_final_loss,
-        page_only=True,
-    ),
-    TableColumn(
-        heading="Predicted",
-        meaning="predicted peak memory as a multiple of the measured one",
-        text=lambda row: format_ratio(row.predicted_over_measured),
-        sort_key=lambda row: row.predicted_over_measured,
-    ),
-)
+    TableColumn("Step ms", "milliseconds per optimizer step, slowest rank, geometric mean of the runs",
+                lambda row: format_ms(row.mean_step_seconds), lambda row: row.mean_step_seconds, 1000.0),
+    TableColumn("± ms", "standard deviation between runs, or between the steps of a single run",
+                lambda row: format_ms(row.step_seconds_std), lambda row: row.step_seconds_std, 1000.0),
+    TableColumn("Tokens/s", "throughput of the whole job, geometric mean of the runs",
+                lambda row: format_count(row.tokens_per_second), lambda row: row.tokens_per_second),
+    TableColumn("Samples/s", "samples of the whole job, where a sample is not a sequence of the given length",
+                lambda row: format_significant(row.samples_per_second), lambda row: row.samples_per_second,
+                page_only=True),
+    TableColumn("Tokens/s, 95 %", "95 % confidence interval of the mean tokens/s, from three runs on",
+                _throughput_interval, lambda row: None if row.interval is None else row.interval[0], page_only=True),
+    TableColumn("Relative", "throughput as a multiple of the baseline row's",
+                lambda row: format_ratio(row.ratio), lambda row: row.ratio),
+    TableColumn("95 % interval", "95 % confidence interval of the multiple, from three runs on", _ratio_interval,
+                lambda row: None if row.ratio_interval is None else row.ratio_interval.low,
+                against_baseline=True, priority=1),
+    TableColumn("GPU peak GB", "peak allocated device memory of the fullest rank, worst run",
+                lambda row: format_gb(row.gpu_peak_bytes), lambda row: row.gpu_peak_bytes, _GB),
+    TableColumn("of card", "peak reserved device memory as a share of the card",
+                lambda row: format_percent(row.gpu_fraction, digits=0), lambda row: row.gpu_fraction, 100.0),
+    TableColumn("GPU less baseline", "peak device memory less the baseline's",
+                _signed_bytes, lambda row: row.gpu_difference_bytes, _GB, page_only=True, against_baseline=True),
+    TableColumn("Tok/s/GB", "tokens per second for each GB of peak device memory",
+                lambda row: format_count(row.tokens_per_second_per_gb), lambda row: row.tokens_per_second_per_gb,
+                priority=2),
+    TableColumn("CPU GB", "peak resident host memory of a node's ranks, worst run",
+                lambda row: format_gb(row.host_peak_bytes), lambda row: row.host_peak_bytes, _GB),
+    TableColumn("MFU", "model FLOPs utilisation, dense peak",
+                lambda row: format_percent(_mfu(row)), _mfu, 100.0, page_only=True),
+    TableColumn("Final loss", "mean over ranks, last step", _final_loss_text, _final_loss, page_only=True),
+    TableColumn("Predicted", "predicted peak memory as a multiple of the measured one",
+                lambda row: format_ratio(row.predicted_over_measured), lambda row: row.predicted_over_measured,
+                priority=3),
+)  # fmt: skip
 
 
 def measured_columns(comparison: Comparison) -> tuple[TableColumn, ...]:
@@ -232,7 +173,200 @@ def measured_columns(comparison: Comparison) -> tuple[TableColumn, ...]:
     conventions = dict.fromkeys(run.flops_convention or "" for row in comparison.rows for run in row.successes)
     how = " or ".join(text for convention, text in _CONVENTION_TEXTS.items() if convention in conventions)
     return tuple(
-        replace(column, meaning=f"{_MFU_MEANING}; {how}") if column.heading == "MFU" and how else column
+        replace(column, meaning=f"{column.meaning}; {how}") if column.heading == "MFU" and how else column
         for column in TABLE_COLUMNS
         if column.heading == "Tokens/s" or any(column.text(row) not in empty for row in comparison.rows)
+    )
+
+
+# ------------------------------------------------------------------ the short table
+
+
+def short_columns(report: ComparisonReport) -> list[tuple[Column, Cell]]:
+    """Columns of the table that ends a run. A run on GPUs and one on CPU ranks have different ones."""
+    rows, chosen = report.comparison.rows, report.recommended_row
+    if any(row.samples_per_second is not None for row in rows):
+        speed = (Column(heading="samples/s"), lambda row: format_significant(row.samples_per_second))
+    else:
+        speed = (Column(heading="tok/s"), lambda row: format_significant(row.tokens_per_second))
+    columns: list[tuple[Column, Cell]] = [
+        (Column(heading="batch"), lambda row: _searched(row, "batch_policy", "batch_size")),
+        (Column(heading="sequence"), lambda row: _searched(row, "seq_policy", "seq_length")),
+        speed,
+        (Column(heading="±95 %", priority=4), _relative_margin),
+    ]
+    if chosen is not None:
+        columns.append((Column(heading="vs ★"), lambda row: _against(row, chosen)))
+    host = (Column(heading="host GB", priority=3), lambda row: format_significant(to_gb(row.host_peak_bytes)))
+    if all(row.gpu_peak_bytes is None for row in rows):
+        capacity = report.comparison.host_capacity_bytes
+        columns += [host, (Column(heading="of host", priority=1), lambda row: _host_share(row, capacity))]
+    else:
+        columns += [
+            (Column(heading="GPU GB", priority=2), lambda row: format_significant(to_gb(row.gpu_peak_bytes))),
+            (Column(heading="of card"), lambda row: _share(row.gpu_fraction, warns=not row.fills_memory)),
+            host,
+        ]
+    return [*columns, (Column(heading="NVMe GB", priority=1), _nvme_gigabytes)]
+
+
+def _searched(row: ComparisonRow, policy: str, size: str) -> str:
+    """The micro-batch or sequence length that was found for the row."""
+    workload = row.trial.workload
+    return MISSING if getattr(workload, policy) == "given" else format_count(getattr(workload, size))
+
+
+def _relative_margin(row: ComparisonRow) -> str:
+    """How far the 95 % interval reaches from the mean, as a factor less 1."""
+    if row.interval is None or row.interval[0] <= 0:
+        return MISSING
+    return f"{float(f'{100 * (math.sqrt(row.interval[1] / row.interval[0]) - 1):.2g}'):,g} %"
+
+
+def _against(row: ComparisonRow, chosen: ComparisonRow) -> str:
+    """``1.13× faster`` than the chosen row; with ``?`` if that was not tested, below three runs."""
+    if row.key == chosen.key or row.tokens_per_second is None or not chosen.tokens_per_second:
+        return MISSING
+    if row.differences or chosen.differences:
+        return "no ratio"
+    ratio, interval = row.tokens_per_second / chosen.tokens_per_second, ratio_between(row, chosen)
+    if interval is not None and not interval.distinguishable:
+        return "within noise"
+    factor = format_significant(max(ratio, 1 / ratio))
+    text = "as fast" if factor == "1.00" else f"{factor}× {'faster' if ratio > 1 else 'slower'}"
+    return text if interval is not None else f"{text} ?"
+
+
+def _share(fraction: float | None, *, warns: bool) -> str:
+    """A share of the memory, with ``!`` above 95 %."""
+    if fraction is None:
+        return MISSING
+    # Whole percents, but tenths where "95 %" would not show on which side of the limit it is.
+    digits = 0 if fraction >= 0.1 and not 0.95 <= fraction < 0.955 else 1
+    return format_percent(fraction, digits=digits) + (" !" if fraction > NEAR_CAPACITY and warns else "")
+
+
+def _host_share(row: ComparisonRow, capacity: int | None) -> str:
+    fraction = row.host_peak_bytes / capacity if row.host_peak_bytes is not None and capacity else None
+    return _share(fraction, warns=True)
+
+
+def _nvme_gigabytes(row: ComparisonRow) -> str:
+    stored = max((run.nvme_stored_bytes or 0 for run in row.successes), default=0)
+    return format_significant(to_gb(stored or None))
+
+
+# ------------------------------------------------------------------ tables of details
+
+
+_PHASES = {
+    "import": "Import",
+    "build": "Model build",
+    "initialize": "Initialize",
+    "first_step": "First step",
+    "steady": "Measured steps",
+}
+_ACTIONS = {"save": "Save", "universal": "To universal", "load": "Load", "model_16bit": "16-bit model"}
+_PART_HEADINGS = {"step": "optimizer step", "data_wait": "waiting for data"}
+_LABEL: tuple[Column, Cell] = (Column(heading="Strategy"), lambda row: row.label)
+
+
+def detail_tables(comparison: Comparison) -> list[Table]:
+    """Small tables, each about one thing that was observed; rows, columns and tables without values are left out."""
+    rows = [row for row in comparison.rows if row.succeeded]
+    tables = (*_phase_memory_tables(rows), _checkpoint_table(rows), _step_table(rows))
+    return [table for table in tables if table.rows]
+
+
+def _phase_memory_tables(rows: Sequence[ComparisonRow]) -> Iterator[Table]:
+    phases = {row.key: largest_of_runs([run.phase_memory for run in row.successes]) for row in rows}
+
+    def host(memory: NodePhaseMemory) -> str:
+        peak, end = to_gb(memory.host_peak_bytes), to_gb(memory.host_end_bytes)
+        return MISSING if peak is end is None else f"{format_significant(peak)} → {format_significant(end)}"
+
+    def gpu(memory: NodePhaseMemory) -> str:
+        return format_significant(to_gb(memory.gpu_peak_bytes))
+
+    def of_phase(phase: str, text: Callable[[NodePhaseMemory], str]) -> Cell:
+        return lambda row: text(phases[row.key].get(phase, NodePhaseMemory()))
+
+    for title, meaning, text in (
+        (
+            "Host memory by phase",
+            "GB of the fullest node: peak within the phase → at its end; pages that ranks share count once",
+            host,
+        ),
+        ("GPU memory by phase", "GB, peak allocated within the phase on the fullest GPU", gpu),
+    ):
+        columns = [(Column(heading=heading), of_phase(phase, text)) for phase, heading in _PHASES.items()]
+        yield make_table([_LABEL, *columns], rows, title=(title,), meaning=meaning, drop_empty_rows=True)
+
+
+def _checkpoint_table(rows: Sequence[ComparisonRow]) -> Table:
+    costs = {row.key: largest_of_runs([run.checkpoint for run in row.successes]) for row in rows}
+
+    def of_action(action: str) -> Cell:
+        def cell(row: ComparisonRow) -> str:
+            cost = costs[row.key].get(action, CheckpointCost())
+            if cost.seconds is None:
+                return MISSING
+            written = "" if cost.written_bytes is None else f", {format_significant(to_gb(cost.written_bytes))} GB"
+            return f"{format_significant(cost.seconds)} s{written} ({format_significant(to_gb(cost.host_peak_bytes))})"
+
+        return cell
+
+    def restored(row: ComparisonRow) -> str:
+        return {None: MISSING, True: "yes", False: "NO"}[is_restored(row.successes)]
+
+    return make_table(
+        [
+            _LABEL,
+            *((Column(heading=heading), of_action(action)) for action, heading in _ACTIONS.items()),
+            (Column(heading="Restored"), restored),
+        ],
+        rows,
+        title=("Checkpoint",),
+        meaning="seconds on the slowest rank, GB of files, in brackets peak GB of host memory on the fullest node",
+        drop_empty_rows=True,
+    )
+
+
+def _step_table(rows: Sequence[ComparisonRow]) -> Table:
+    """Parts and costs of a step of rows that measured more than the phases, which a chart shows."""
+    runs = {row.key: next((run for run in row.nearest_to_mean if run.costs != NO_COSTS), None) for row in rows}
+    parts = {key: {} if run is None else step_parts(run.record) for key, run in runs.items()}
+    totals = {key: sum(own.values()) if len(own) > 3 else 0.0 for key, own in parts.items()}
+
+    def share(part: str) -> Cell:
+        def cell(row: ComparisonRow) -> str:
+            total, seconds = totals[row.key], parts[row.key].get(part)
+            return format_percent(seconds / total, digits=0) if total and seconds is not None else MISSING
+
+        return cell
+
+    def of_costs(text: Callable[[StepCosts], str]) -> Cell:
+        return lambda row: MISSING if (run := runs[row.key]) is None else text(run.costs)
+
+    costs: dict[str, Callable[[StepCosts], str]] = {
+        "communication ms": lambda cost: format_ms(cost.communication_seconds),
+        "of it waiting": lambda cost: format_ms(cost.communication_wait_seconds),
+        "sent": lambda cost: format_bytes(cost.communication_bytes),
+        "transfers ms": lambda cost: format_ms(cost.transfer_seconds),
+        "CPU Adam /s": lambda cost: format_bytes(cost.cpu_adam_bytes_per_second),
+        "disk /s": lambda cost: format_bytes(cost.disk_measured_bytes_per_second),
+        "needed /s": lambda cost: format_bytes(cost.disk_needed_bytes_per_second),
+        "disk-bound": lambda cost: {None: MISSING, True: "yes", False: "no"}[cost.disk_bound],
+    }
+    return make_table(
+        [
+            _LABEL,
+            *((Column(heading=_PART_HEADINGS.get(part, part)), share(part)) for part in PARTS),
+            (Column(heading="step ms"), lambda row: format_ms(totals[row.key] or None)),
+            *((Column(heading=heading), of_costs(text)) for heading, text in costs.items()),
+        ],
+        rows,
+        title=("Where the time of a step goes",),
+        meaning="parts of a synchronised step and their costs, of the run nearest to the row's mean",
+        drop_empty_rows=True,
     )

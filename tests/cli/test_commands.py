@@ -82,8 +82,9 @@ def test_two_models_have_tables_of_their_own_and_one_with_both_side_by_side(
     assert main(["report", *two_models(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert out.count("★ Use ") == 2
-    assert out.rstrip().splitlines()[-4:] == [
+    assert out.rstrip().splitlines()[-5:] == [
         "Tokens/s of the whole job, models side by side (NVIDIA H100 80GB HBM3)",
+        "",
         "Model  ZeRO-0  ZeRO-3  ZeRO-2",
         "tiny   10,240   6,400",
         "gpt2   10,240           7,314",
@@ -103,9 +104,9 @@ def test_side_by_side_a_figure_not_to_be_used_is_marked_and_a_failure_has_its_st
     folders = [fakes.write_run(tmp_path / name, [entry]).folder for name, entry in (("a", spoiled), ("b", failed))]
     on = fakes.write_run(tmp_path / "c", run_of((0,), of=fakes.workload(model="opt-125m"))).folder
     assert main(["report", *map(str, [*folders, on])]) == 0
-    *_, first, second, third, last = capsys.readouterr().out.rstrip().splitlines()
+    *_, first, second, third, _, last = capsys.readouterr().out.rstrip().splitlines()
     assert [line.split()[-1] for line in (first, second, third)] == ["10,240*", "OOM", "10,240"]
-    assert last.startswith("* not to be used")
+    assert last.strip().startswith("* Rows with * are disqualified")
 
 
 def test_the_same_run_given_twice_counts_once(result: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from ds_bench.records.schema import Profile
 from ds_bench.report import profile_text
-from ds_bench.report.markdown import render_markdown
-from ds_bench.report.table import print_report
+from ds_bench.report.terminal_report import print_report, render_markdown
 from tests.support import fakes
 from tests.support import sample_reports as samples
 
@@ -23,7 +22,7 @@ def test_every_form_of_the_report_has_the_last_runs_profiles_and_escapes_them() 
         samples.comparison(samples.row("ZeRO-1", *runs), samples.row("ZeRO-2", samples.run(fakes.zero(2), 0.5)))
     )
     stream = io.StringIO()
-    print_report(report, stream)
+    print_report(report, stream, verbose=True)
     forms = {"table": stream.getvalue(), "markdown": render_markdown(report), "page": samples.page(report)}
     for name, text in forms.items():
         assert text.count("ZeRO-1: torch, rank 0") == 1, name

@@ -18,8 +18,8 @@ from ds_bench.records.schema import TrialRecord
 from ds_bench.report import row_explanation
 from ds_bench.report.comparison_report import ComparisonReport, build_report
 from ds_bench.report.html_report import render_page
-from ds_bench.report.markdown import render_markdown
 from ds_bench.report.row_explanation import explanation_lines, largest_change, report_paragraphs, signed_size, size_text
+from ds_bench.report.terminal_report import render_markdown
 from tests.support import fakes
 from tests.support.fakes import preset
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
 
 from ds_bench.analysis.comparison import ComparisonRow
@@ -12,12 +10,9 @@ from ds_bench.analysis.summary import TrialSummary
 from ds_bench.records.schema import CommunicationOperation, OffloadTimes, Profile
 from ds_bench.report.chart_data import StackChart, charts_of
 from ds_bench.report.comparison_report import ComparisonReport
-from ds_bench.report.html_report import render_page
-from ds_bench.report.markdown import render_markdown
 from ds_bench.report.profile_text import report_profiles
 from ds_bench.report.row_explanation import explanation_lines
-from ds_bench.report.step_time import HEADING, step_time_texts
-from ds_bench.report.table import print_report
+from ds_bench.report.table_columns import detail_tables
 from tests.support import fakes
 from tests.support import sample_reports as samples
 
@@ -50,36 +45,32 @@ def report() -> ComparisonReport:
     return samples.report(samples.comparison(*rows))
 
 
-def test_a_row_of_which_parts_are_known_is_told(report: ComparisonReport) -> None:
-    assert step_time_texts(report) == [
-        (
-            "NVMe",
-            "forward 20 %, backward 25 %, optimizer step 10 %, communication 5 %, transfer 40 % of a synchronised step "
-            "of 100.0 ms; communication takes 5.00 ms for 1.00 MB, 1.00 ms of it waiting for other ranks; transfers "
-            "take 40.0 ms; CPU Adam moves 12.50 GB/s; the disk moves 6.25 GB/s where 4.17 GB/s are needed: not "
-            "disk-bound.",
-        )
-    ]
+def step_table(of: ComparisonReport) -> dict[str, str]:
+    """The only row of the table, by heading."""
+    (table,) = [each for each in detail_tables(of.comparison) if each.title == ("Where the time of a step goes",)]
+    (row,) = table.rows
+    return dict(zip(table.headings, row, strict=True))
 
 
-def test_flops_of_a_partly_trained_model_have_no_ratio_and_the_text_says_why() -> None:
-    """Three times the forward pass is more than forward and backward take without gradients of frozen weights."""
-    for trained, said in ((100, "counts 1.50x the FLOPs of the formula"), (5, "frozen parameters have no gradients")):
-        facts = {"parameter_count": 100, "trainable_parameter_count": trained, "forward_backward_flops": 10_240}
-        run = samples.run(fakes.zero(1), 0.1, profiled_forward_flops=5120.0, **facts)
-        ((_, text),) = step_time_texts(samples.report(samples.comparison(samples.row("ZeRO-1", run))))
-        assert said in text
-        assert ("counts" in text) == (run.costs.profiled_flops_per_token is not None) == (trained == 100)
-
-
-def test_the_texts_are_in_every_form_of_the_report(report: ComparisonReport) -> None:
-    stream = io.StringIO()
-    print_report(report, stream)
-    for text in (stream.getvalue(), render_markdown(report), render_page([report], generated="now")):
-        assert HEADING in text
-        assert "not disk-bound" in " ".join(text.split())
-    silent = samples.report(samples.zero_comparison())
-    assert HEADING not in render_markdown(silent)
+def test_parts_and_costs_of_a_step_are_a_row_of_a_table(report: ComparisonReport) -> None:
+    """Parts of 100 ms; 1 MB in 5 ms; 2**27 B in 10 ms are 12.5 GB/s; the disk moves 2**28 B in 40 ms, of 60 ms."""
+    assert step_table(report) == {
+        "Strategy": "NVMe",
+        "forward": "20 %",
+        "backward": "25 %",
+        "optimizer step": "10 %",
+        "communication": "5 %",
+        "transfer": "40 %",
+        "step ms": "100.0",
+        "communication ms": "5.00",
+        "of it waiting": "1.00",
+        "sent": "1.00 MB",
+        "transfers ms": "40.0",
+        "CPU Adam /s": "12.50 GB",
+        "disk /s": "6.25 GB",
+        "needed /s": "4.17 GB",
+        "disk-bound": "no",
+    }
 
 
 def test_the_chart_of_phases_has_every_part_that_a_row_has(report: ComparisonReport) -> None:
@@ -105,8 +96,7 @@ def test_text_chart_and_profiles_show_the_same_run_of_several() -> None:
 
     runs = run(0, 0.3, 0.9), run(1, 0.2, 0.1), run(2, 0.1, 0.4)
     shown = samples.report(samples.comparison(samples.row("ZeRO-1", *runs)))
-    ((_, text),) = step_time_texts(shown)
-    assert "communication 50 % of a synchronised step of 200.0 ms" in text
+    assert (step_table(shown)["communication"], step_table(shown)["step ms"]) == ("50 %", "200.0")
     (chart,) = [each for each in charts_of(shown.comparison, None).charts if each.name == "phases"]
     assert isinstance(chart, StackChart)
     assert dict(zip(chart.categories, chart.stacks[0].parts, strict=True))["communication"] == pytest.approx(50)
@@ -130,8 +120,7 @@ def test_explain_names_the_phases_that_the_chart_shows_of_rows_with_several_runs
 
     a, b = row(0, "a"), row(2, "b")
     (chart,) = [each for each in charts_of(samples.comparison(a, b), None).charts if each.name == "phases"]
-    assert chart.note.endswith("Of several runs the one nearest to the row's mean is shown.")
-    assert [(cells[0], *cells[-1:]) for cells in chart.table] == [("a", "200"), ("b", "400")]  # the sums, ms
+    assert chart.values == [("a", "200 ms"), ("b", "400 ms")]
     lines = [line.split() for line in explanation_lines(explain(a, b), "t", 200) if "timed apart" in line]
     assert [(line[0].rstrip(","), line[3], line[5]) for line in lines] == [
         ("forward", "40.0", "80.0"),

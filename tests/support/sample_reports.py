@@ -198,7 +198,7 @@ def recommendation(**changes: Any) -> Recommendation:
 
 def report(of: Comparison, title: str = "gpt2 · bf16 · 1 GPU", **changes: Any) -> ComparisonReport:
     values: dict[str, Any] = {
-        "title": title,
+        "facts": (title,),
         "comparison": of,
         "recommendation": recommendation(),
         "notes": ("launched warm",),
