@@ -24,8 +24,8 @@ from .analysis.summary import TrialSummary, summarise
 from .config.deepspeed_config import MakeConfig
 from .config.options import Options
 from .config.spec import Trial, point_text
-from .doctor import checkpoint_folder, nvme
 from .doctor import checks as doctor
+from .doctor import disk
 from .doctor import hosts as host_checks
 from .doctor.findings import SystemAccess
 from .errors import PreflightError, ResultsNotWrittenError, UsageError
@@ -87,7 +87,7 @@ def run_comparison(
                 _require_resumable(plan)
                 print_file_lines(plan)
                 if options.dry_run and options.inspection.checkpoint:
-                    checkpoint_folder.require_folder(options.inspection.checkpoint_path, plan.trials)
+                    disk.require_checkpoint_folder(options.inspection.checkpoint_path, plan.trials)
             print_nsys_command(plan, arguments)
             # A recipe's dry run goes on: its table shows predicted memory.
             if options.dry_run and recipe is None:
@@ -210,7 +210,7 @@ def require_writable_csv(path: Path | None) -> None:
         raise PreflightError(problem, remedy="give a file in a folder that exists and that you may write to") from None
 
 
-def with_nvme_folder(plan: RunPlan) -> tuple[RunPlan, nvme.NvmeFolder | None]:
+def with_nvme_folder(plan: RunPlan) -> tuple[RunPlan, disk.NvmeFolder | None]:
     """The run with what its folder for NVMe offload shows, and the folder; None where no row swaps to it.
 
     Raises PreflightError where the folder cannot be used.
@@ -218,10 +218,10 @@ def with_nvme_folder(plan: RunPlan) -> tuple[RunPlan, nvme.NvmeFolder | None]:
     options, path = plan.options, plan.options.nvme_path
     if path is None or not any(row.uses_nvme for row in plan.configurations):
         return plan, None
-    folder = nvme.check_folder(path)
+    folder = disk.check_nvme_folder(path)
     if options.family == "offload" and options.strategies and "nvme" not in options.strategies:
         terminal.print_text("note: --nvme-path is given, so the nvme strategy is added", sys.stderr)
-    return plan.map(lambda each: each.with_nvme_folder(folder.caveat, nvme.lack_of_space(path, each.model))), folder
+    return plan.map(lambda each: each.with_nvme_folder(folder.caveat, disk.lack_of_space(path, each.model))), folder
 
 
 def print_file_lines(plan: RunPlan) -> None:
@@ -313,7 +313,7 @@ def model_profile(plan: Plan) -> ModelProfile | trial_predictions.Unpredicted:
 
 
 def require_ready(
-    plan: RunPlan, machine: Machine, nvme_folder: nvme.NvmeFolder | None, hosts: Hosts | None = None
+    plan: RunPlan, machine: Machine, nvme_folder: disk.NvmeFolder | None, hosts: Hosts | None = None
 ) -> None:
     """Checks what could stop the run on this machine, or on every host of several, and prints warnings.
 
@@ -346,7 +346,7 @@ def _check_room_for_checkpoints(plan: RunPlan) -> None:
     """Raises PreflightError if the folder for checkpoints, where any are asked for, has no room for them."""
     if plan.options.inspection.checkpoint:
         profiles = [each.profile for each in plan.plans if isinstance(each.profile, ModelProfile)]
-        checkpoint_folder.check_folder(plan.options.inspection.checkpoint_path, profiles, plan.trials)
+        disk.check_checkpoint_folder(plan.options.inspection.checkpoint_path, profiles, plan.trials)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

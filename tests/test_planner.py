@@ -24,7 +24,7 @@ from ds_bench.config.caveats import Caveat, CaveatKind, as_caveat
 from ds_bench.config.deepspeed_config import MakeConfig
 from ds_bench.config.options import Options
 from ds_bench.config.spec import Placement, Strategy, Trial
-from ds_bench.doctor import nvme
+from ds_bench.doctor import disk
 from ds_bench.errors import UsageError
 from ds_bench.launch import ops
 from ds_bench.launch.ops import OpState
@@ -171,7 +171,7 @@ def test_a_row_whose_op_does_not_build_is_unsupported_with_reason_and_remedy(sub
 
 def test_too_little_space_for_swapping_refuses_that_row_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one_gb = shutil.disk_usage(tmp_path)._replace(free=2**30)
-    monkeypatch.setattr(nvme.shutil, "disk_usage", lambda _path: one_gb)
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _path: one_gb)
     options = fakes.options("offload", "--model", "gpt2", "--nvme-path", str(tmp_path))
     checked, _folder = runner.with_nvme_folder(planner.make_run_plan([options], fakes.make_config, fakes.machine()))
     refused = {trial.configuration.name: trial.unsupported or "" for trial in checked.trials}

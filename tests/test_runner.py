@@ -23,7 +23,7 @@ from ds_bench.analysis import load_results
 from ds_bench.cli import script as cli
 from ds_bench.cli.report import build_reports
 from ds_bench.config.spec import Trial
-from ds_bench.doctor import nvme
+from ds_bench.doctor import disk
 from ds_bench.launch import ProgressCallback
 from ds_bench.prediction import what_if
 from ds_bench.records import schema
@@ -422,14 +422,14 @@ def test_every_fact_is_read_once_and_every_row_planned_and_predicted_once(
 
     count(gpus, "read_gpus")
     count(environment, "read_environment")
-    count(nvme, "check_folder")
+    count(disk, "check_nvme_folder")
     count(planner, "make_trials")
     count(fakes, "make_config")
     count(what_if, "alternatives")
     assert (scripted.resume(family="offload") if again else scripted.run(*flags, family="offload")) == 0
     rows = 4
     assert counts == {
-        "read_gpus": 1, "read_environment": 1, "check_folder": 1, "make_trials": 1, "make_config": rows,
+        "read_gpus": 1, "read_environment": 1, "check_nvme_folder": 1, "make_trials": 1, "make_config": rows,
         **({} if again else {"alternatives": rows}),  # for rows that run
     }  # fmt: skip
 

@@ -1,16 +1,22 @@
-"""The command ``doctor``: is this machine ready? Prints the findings of all checks, each with its remedy."""
+"""The commands ``doctor``, which checks whether this machine is ready, and ``ops``, which builds DeepSpeed's ops."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import sys
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
+from ..config import placement
 from ..config.configuration_files import read_configuration_files
-from ..doctor import checks
+from ..doctor import checks, software
 from ..doctor.findings import Groups, SystemAccess, format_count, format_finding
-from ..system import terminal
+from ..launch import ops, rank_environment
+from ..system import gpus, terminal
+from ..system.environment import require_packages
 
 READY, NOT_READY = 0, 2
 
@@ -18,11 +24,10 @@ READY, NOT_READY = 0, 2
 def show_findings(
     nvme_path: Path | None, build: bool, as_json: bool, configs: Sequence[Path] = (), hostfile: Path | None = None
 ) -> int:
-    """Runs all checks and prints their findings. Returns 2 if there is a problem, else 0; a warning is no problem.
+    """Run all checks and print their findings. Return 2 if there is a problem, else 0; a warning is no problem.
 
-    ``build``: also build the ops that are not built yet. ``configs``: files and folders of configurations that are to
-    run here. ``hostfile``: of hosts that are checked too. Raises UsageError for a file that is no configuration or no
-    hostfile.
+    ``build``: also build missing ops. ``configs``: files and folders of configurations to check. ``hostfile``: hosts
+    to check too. Raises UsageError for a file that is no configuration or no hostfile.
     """
     # Read first: a file that is no configuration is refused before checks that may take minutes.
     files, file_lines = read_configuration_files(configs)
@@ -45,20 +50,35 @@ def show_findings(
 
 def exit_code(groups: Groups) -> int:
     """2 if any finding is a problem, else 0."""
-    return NOT_READY if _count(groups, "problem") else READY
+    return NOT_READY if any(finding.level == "problem" for finding in chain(*groups.values())) else READY
 
 
 def lines(groups: Groups) -> Iterator[str]:
     """A heading per group, a line per finding, and the number of problems and warnings at the end."""
-    width = max((len(finding.name) for findings in groups.values() for finding in findings), default=0)
+    every = [*chain(*groups.values())]
+    width = max((len(finding.name) for finding in every), default=0)
     for heading, findings in groups.items():
         yield heading
         for finding in findings:
             yield format_finding(finding, width)
         yield ""
-    counts = [format_count(_count(groups, level), level) for level in ("problem", "warning")]
-    yield f"{'not ready' if exit_code(groups) else 'ready'}: {', '.join(counts)}"
+    ready = "not ready" if exit_code(groups) else "ready"
+    yield f"{ready}: {format_count(every, 'problem')}, {format_count(every, 'warning')}"
 
 
-def _count(groups: Groups, level: str) -> int:
-    return sum(finding.level == level for findings in groups.values() for finding in findings)
+def build_ops() -> int:
+    """Build the ops that are not built yet and print the state of each.
+
+    Return 0 if at least one op can be used, else 1. Raises PreflightError without torch and DeepSpeed.
+    """
+    require_packages("building DeepSpeed's ops", ("torch", "deepspeed"))
+    here = placement.default_placement(os.environ, gpus.read_gpus())
+    variables = rank_environment.rank_environment(here, os.environ)
+    names = software.strategies_by_op(here.accelerator)
+    with terminal.StatusLine(sys.stdout) as line:
+        folder = Path(variables["TORCH_EXTENSIONS_DIR"])
+        states = ops.prepare_ops(names, folder, variables, say=line.say, show_elapsed=line.show)
+    for name, state in states.items():
+        text = "ready" if state.ready else f"{state.reason}; {ops.remedy_of(state.reason)}"
+        terminal.print_text(f"{name.removesuffix('Builder'):<14} {text}")
+    return 0 if any(state.ready for state in states.values()) else 1

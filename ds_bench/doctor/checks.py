@@ -1,7 +1,7 @@
 """Which checks of this machine run, and in which order: all of them, or those that a plan needs before its first trial.
 
 The other modules of this package hold the checks, one module per subject; ``cli/doctor.py`` prints them. Other hosts
-are checked with ``hostfile`` alone (:mod:`.hosts`).
+are checked only with ``hostfile`` (:mod:`.hosts`).
 """
 
 from __future__ import annotations
@@ -13,18 +13,22 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from ..config import validation
+from ..config.automatic_values import TrainingFacts
+from ..config.caveats import as_caveat
+from ..config.configuration_file_rows import FileRowMaker
 from ..config.configuration_files import ConfigurationFile
 from ..config.placement import SSH, default_placement, read_hostfile
 from ..config.spec import Configuration, Placement
 from ..errors import PreflightError
 from ..launch import ops, rank_environment
 from ..system import environment, terminal
-from ..system.gpus import GpuInventory
-from . import compilers, host, hosts, nvme, packages
-from . import files as file_checks
+from . import disk, host, hosts, software
 from . import gpus as gpu_checks
-from . import ops as op_checks
-from .findings import Finding, Groups, SystemAccess, format_count, format_finding, ok, run_check, warning
+from .findings import Finding, Groups, SystemAccess, format_count, format_finding, ok, problem, run_check, warning
+
+_ANY_HIDDEN_SIZE = 1024
+"""Stands for the model, which the doctor does not know; only bucket sizes depend on it."""
 
 
 def run_all_checks(
@@ -36,34 +40,50 @@ def run_all_checks(
     file_lines: Sequence[str] = (),
     hostfile: Path | None = None,
 ) -> Groups:
-    """The findings of every check. Never raises because of the machine's state, but UsageError for a bad hostfile.
+    """Return the findings of every check. Never raises because of the machine's state.
 
     ``build``: build missing ops first. ``files``: configurations that are to run here, with the lines that reading
-    them gave. ``hostfile``: the hosts that it names are checked too.
+    them gave. ``hostfile``: the hosts that it names are checked too. Raises UsageError for a bad hostfile.
     """
     torch_cuda, inventory = environment.torch_cuda_version(), system.read_gpus()
     placement = default_placement(system.environ, inventory)
     placement = dataclasses.replace(placement, nvme_path=None if nvme_path is None else str(nvme_path))
     slots = {} if hostfile is None else read_hostfile(hostfile)
-    own = file_checks.configurations_of(files, placement)
+    facts = TrainingFacts(
+        num_gpus=placement.num_gpus, precision=placement.supported_precisions[0], hidden_size=_ANY_HIDDEN_SIZE
+    )
+    own = [FileRowMaker(facts=facts).make(file) for file in files]
+    variables: dict[str, str] = {}
+
+    def check_ops() -> Iterator[Finding]:
+        variables.update(rank_environment.rank_environment(placement, system.environ, inventory=inventory))
+        folder = Path(variables["TORCH_EXTENSIONS_DIR"])
+        yield from software.check_locks(system, folder)
+        states = None
+        if build:
+            names = software.strategies_by_op(placement.accelerator, own)
+            with terminal.StatusLine(sys.stderr) as line:
+                states = ops.prepare_ops(names, folder, variables, say=line.say, show_elapsed=line.show)
+        yield from software.check_ops(
+            system, placement.accelerator, folder, check_nvme=nvme_path is not None, own=own, states=states
+        )
+
     groups = {
         "Packages": [
-            *run_check("packages", packages.check),
-            *run_check("GPU driver", lambda: packages.check_driver(inventory.driver_version, torch_cuda)),
+            *run_check("packages", software.check_packages),
+            *run_check("GPU driver", lambda: software.check_driver(inventory.driver_version, torch_cuda)),
         ],
-        "Tools": run_check("tools", lambda: compilers.check(system, placement.accelerator, torch_cuda)),
+        "Tools": run_check("tools", lambda: software.check_programs(system, placement.accelerator, torch_cuda)),
         "GPUs": run_check("GPUs", lambda: gpu_checks.check(system, inventory, torch_cuda)),
         "Host": run_check("host", lambda: host.check(system, placement)),
+        # Before the disk, whose speed is measured with an op.
+        "DeepSpeed ops": run_check("ops", check_ops),
     }
-    variables: dict[str, str] = {}  # which the checks of ops and of the disk share
-    # Before the disk, whose speed is measured with an op from the folder that this check finds.
-    groups["DeepSpeed ops"] = run_check("ops", lambda: _check_ops(system, placement, inventory, own, build, variables))
     groups["NVMe"] = _check_nvme(system, nvme_path, variables)
     # What the user named must be usable: a check of it that breaks is a problem, not a warning.
     if files:
-        groups["Your configurations"] = run_check(
-            "files", lambda: file_checks.check(own, placement, file_lines), failed_level="problem"
-        )
+        groups["Your configurations"] = run_check("files", lambda: _check_files(own, placement), failed_level="problem")
+        groups["Your configurations"] += [warning("files", line) for line in file_lines]
     if hostfile is not None:
         several = dataclasses.replace(
             placement,
@@ -77,38 +97,29 @@ def run_all_checks(
     return groups
 
 
-def _check_ops(
-    system: SystemAccess,
-    placement: Placement,
-    inventory: GpuInventory,
-    own: Sequence[Configuration],
-    build: bool,
-    variables: dict[str, str],
-) -> Iterator[Finding]:
-    """Fills ``variables`` with what every process needs that uses the ops."""
-    variables.update(rank_environment.rank_environment(placement, system.environ, inventory=inventory))
-    folder = Path(variables["TORCH_EXTENSIONS_DIR"])
-    yield from op_checks.check_locks(system, folder)
-    states = None
-    if build:
-        names = list(op_checks.strategies_by_op(placement.accelerator, own))
-        with terminal.StatusLine(sys.stderr) as line:
-            states = ops.prepare_ops(names, folder, variables, say=line.say, show_elapsed=line.show)
-    check_nvme = placement.nvme_path is not None
-    yield from op_checks.check(system, placement.accelerator, folder, check_nvme=check_nvme, own=own, states=states)
-
-
 def _check_nvme(system: SystemAccess, path: Path | None, variables: Mapping[str, str]) -> list[Finding]:
     if path is None:
-        return [ok("NVMe path", "not looked at", "--nvme-path DIR checks a folder for NVMe offload and its speed")]
-    findings = run_check("NVMe path", lambda: nvme.check(system, path), failed_level="problem")
+        return [ok("NVMe path", "not checked", "--nvme-path DIR checks a folder for NVMe offload and its speed")]
+    findings = run_check("NVMe path", lambda: disk.check_nvme(system, path), failed_level="problem")
     if any(finding.level == "problem" for finding in findings):
         return findings
     folder = variables.get("TORCH_EXTENSIONS_DIR")  # missing if the check of the ops failed
     if folder is None or not ops.is_built(ops.ASYNC_IO, Path(folder)):
         text = "not measured: DeepSpeed's AsyncIO op is not built"
-        return [*findings, warning("NVMe speed", text, op_checks.BUILD_COMMAND)]
-    return [*findings, *run_check("NVMe speed", lambda: nvme.check_speed(path, variables))]
+        return [*findings, warning("NVMe speed", text, software.BUILD_COMMAND)]
+    return [*findings, *run_check("NVMe speed", lambda: disk.check_speed(path, variables))]
+
+
+def _check_files(configurations: Sequence[Configuration], placement: Placement) -> Iterator[Finding]:
+    for configuration in configurations:
+        if (reason := validation.unsupported_reason(configuration, placement)) is not None:
+            yield problem(configuration.name, f"cannot run here: {reason}")
+            continue
+        loaded = ops.loaded_ops(placement.accelerator, [configuration])
+        names = ", ".join(op.removesuffix("Builder") for op in loaded) or "none"
+        yield ok(configuration.name, f"stage {configuration.stage}, can run here; DeepSpeed ops: {names}")
+        for caveat in configuration.caveats:
+            yield ok(configuration.name, as_caveat(caveat).text)
 
 
 def run_plan_checks(
@@ -116,37 +127,37 @@ def run_plan_checks(
     configurations: Sequence[Configuration],
     *,
     lacks_space: str | None = None,
-    nvme_folder: nvme.NvmeFolder | None = None,
+    nvme_folder: disk.NvmeFolder | None = None,
     need_host_bytes: int | None = None,
     slots: Collection[int] | None = None,
     system: SystemAccess | None = None,
 ) -> list[Finding]:
-    """What could stop these configurations on this machine: no builds, no speed and no Hub; takes 0.2 s.
+    """Return what could stop these configurations on this machine, in 0.2 s: no builds and no speed.
 
-    ``configurations``: of each row that will be tried. ``need_host_bytes``: predicted for this
-    node. ``lacks_space``: ``nvme.lack_of_space`` of the plan. What only some rows need is a warning: those rows
-    are then Unsupported, and the others run. ``slots``: which of the visible GPUs are used; None: all.
+    ``configurations``: of each row that will be tried. What only some rows need is a warning: those rows are then
+    Unsupported, and the others run. ``need_host_bytes``: predicted for this node. ``lacks_space``:
+    :func:`.disk.lack_of_space` of the plan. ``slots``: which of the visible GPUs are used; None for all.
     """
     system = SystemAccess() if system is None else system
     torch_cuda, inventory = environment.torch_cuda_version(), system.read_gpus()
-    findings = run_check("packages", packages.check)
+    findings = run_check("packages", software.check_packages)
     if placement.accelerator == "cuda":
-        findings += run_check("GPU driver", lambda: packages.check_driver(inventory.driver_version, torch_cuda))
+        findings += run_check("GPU driver", lambda: software.check_driver(inventory.driver_version, torch_cuda))
         findings += run_check("GPUs", lambda: gpu_checks.check(system, inventory, torch_cuda, slots))
     elif not inventory.gpus and gpu_checks.has_amd_gpu(system.root):
         text = f"{gpu_checks.NO_ROCM}: this runs on the CPU"
         findings.append(warning("GPUs", text, "run where there is an NVIDIA GPU"))
     need_ops = [bool(ops.needed_ops(placement.accelerator, [row])) for row in configurations]
     if any(need_ops) or placement.accelerator == "cuda":
-        tools = run_check("tools", lambda: compilers.check(system, placement.accelerator, torch_cuda))
+        tools = run_check("tools", lambda: software.check_programs(system, placement.accelerator, torch_cuda))
         # Without compilers the rows that need no op still run.
         findings += tools if need_ops and all(need_ops) else map(_as_warning, tools)
     findings += run_check("host", lambda: host.check(system, placement, need_host_bytes))
     path = placement.nvme_path
     if path is not None and any(row.uses_nvme for row in configurations):
-        disk = run_check("NVMe path", lambda: nvme.check(system, Path(path), nvme_folder), failed_level="problem")
+        own = run_check("NVMe path", lambda: disk.check_nvme(system, Path(path), nvme_folder), failed_level="problem")
         # A full disk stops only the rows that swap to it, which the plan marks.
-        findings += disk if lacks_space is None else map(_as_warning, disk)
+        findings += own if lacks_space is None else map(_as_warning, own)
     return findings
 
 
@@ -157,19 +168,18 @@ def _as_warning(finding: Finding) -> Finding:
 def require_ready(
     findings: Iterable[Finding], stream: IO[str], *, quiet: bool = False, hostfile: str | None = None
 ) -> None:
-    """Prints warnings and problems, or problems alone if ``quiet``. Raises PreflightError if there is a problem.
+    """Print warnings and problems, or only problems if ``quiet``. Raise PreflightError if there is a problem.
 
-    ``hostfile``: of the hosts that the findings are of; None for this machine.
+    ``hostfile``: of the hosts that were checked; None for this machine.
     """
     shown = [each for each in findings if each.level == "problem" or (each.level == "warning" and not quiet)]
     width = max((len(each.name) for each in shown), default=0)
     for finding in shown:
         terminal.print_text(format_finding(finding, width), stream)
-    if count := sum(finding.level == "problem" for finding in shown):
-        problems = format_count(count, "problem")
+    if any(finding.level == "problem" for finding in shown):
         what, words = ("this machine is", []) if hostfile is None else ("the hosts are", ["--hostfile", hostfile])
         command = shlex.join(["python", "-m", "ds_bench", "doctor", *words])
-        error = PreflightError(f"{what} not ready: {problems}", remedy=f"{command} tells more")
+        error = PreflightError(f"{what} not ready: {format_count(shown, 'problem')}", remedy=f"run {command}")
         for finding in shown:
             error.add_note(format_finding(finding, width).strip())
         raise error

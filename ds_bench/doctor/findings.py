@@ -1,8 +1,8 @@
 """What a check of this machine returns, and how it reads the machine.
 
-A check is a function that yields findings. It never raises because of the machine's state: see :func:`run_check`.
-It reads files below a root, variables, programs and GPUs only through :class:`SystemAccess`, so that a test can make
-up a machine. No check changes anything, neither a GPU's setting nor the host's.
+A check is a function that yields findings. It never raises because of the machine's state: see :func:`run_check`. It
+reads files, variables, programs and GPUs only through :class:`SystemAccess`, so that a test can make up a machine. No
+check changes a setting of the host or of a GPU.
 
 A *problem* keeps comparisons from running, or makes what a flag asks for unusable. A *warning* costs a strategy, or
 makes figures worse or less certain. Everything else is ok.
@@ -34,13 +34,13 @@ class Finding:
     """The result of one check: one line of the doctor's report."""
 
     name: str
-    """What was checked: ``ninja``, ``swap``, ``GPU 0 memory``."""
+    """Subject of the check: ``ninja``, ``swap``, ``GPU 0 memory``."""
     level: Level
-    """As this module's docstring defines it."""
+    """Severity, as this module's docstring defines it."""
     text: str
-    """What was found."""
+    """State of the subject."""
     remedy: str | None = None
-    """What to do about it; None if nothing needs doing, or nothing is known to help."""
+    """What to do about it; None if nothing needs doing or nothing is known to help."""
 
 
 Groups = dict[str, list[Finding]]
@@ -60,23 +60,24 @@ def problem(name: str, text: str, remedy: str | None = None) -> Finding:
 
 
 def unreadable(name: str, reason: str | None = None) -> Finding:
-    """A fact that the machine does not show."""
+    """Return the finding for a fact that the machine does not show."""
     return warning(name, "could not be read" + (f": {reason}" if reason else ""))
 
 
 def format_finding(finding: Finding, name_width: int) -> str:
-    """One line for a terminal: level, name, text and remedy. Control characters are escaped."""
+    """Return one line for a terminal: level, name, text and remedy. Control characters are escaped."""
     remedy = f" → {finding.remedy}" if finding.remedy else ""
     return terminal.escape_controls(f"  {finding.level:<7}  {finding.name:<{name_width}}  {finding.text}{remedy}")
 
 
-def format_count(count: int, noun: str) -> str:
+def format_count(findings: Iterable[Finding], level: Level) -> str:
     """``no problems``, ``1 problem``, ``2 problems``."""
-    return f"{count or 'no'} {noun}{'' if count == 1 else 's'}"
+    count = sum(finding.level == level for finding in findings)
+    return f"{count or 'no'} {level}{'' if count == 1 else 's'}"
 
 
 def run_check(name: str, check: Callable[[], Iterable[Finding]], failed_level: Level = "warning") -> list[Finding]:
-    """The findings of a check. If it raises, one more finding gives the error, at ``failed_level``."""
+    """Return the findings of a check. If it raises, one more finding at ``failed_level`` holds the error."""
     findings: list[Finding] = []
     try:
         findings.extend(check())
@@ -90,23 +91,19 @@ def run_check(name: str, check: Callable[[], Iterable[Finding]], failed_level: L
 
 
 def run_checks(checks: Mapping[str, Callable[[], Finding]]) -> Iterator[Finding]:
-    """The finding of each check by its name. A check that raises does not stop the others."""
+    """Yield the finding of each check by its name. A check that raises does not stop the others."""
     for name, check in checks.items():
         yield from run_check(name, lambda check=check: [check()])  # type: ignore[misc]
 
 
 def find_program(name: str) -> str | None:
-    """Path of a program on PATH or beside the interpreter, since a virtual environment need not be activated."""
+    """Return the path of a program on PATH or beside the interpreter, whose environment need not be activated."""
     beside = Path(sys.executable).with_name(name)
-    # shutil.which checks the rights of the real user. Those in effect differ if capabilities were granted to this
-    # process, which can then start programs that shutil.which does not find.
-    effective = os.access in os.supports_effective_ids
-    startable = beside.is_file() and os.access(beside, os.X_OK, effective_ids=effective)
-    return shutil.which(name) or (str(beside) if startable else None)
+    return shutil.which(name) or (str(beside) if beside.is_file() and os.access(beside, os.X_OK) else None)
 
 
 def run_program(command: Sequence[str], text: str = "") -> str | None:
-    """What a program prints, given ``text`` as input; None if it cannot be started, fails or takes too long."""
+    """Return what a program prints for the input ``text``; None if it cannot be started, fails or takes too long."""
     try:
         done = tools.run_program(command, text=text.encode(), environment={}, timeout_seconds=_PROGRAM_SECONDS)
     except (OSError, ValueError, subprocess.SubprocessError):
@@ -125,6 +122,6 @@ class SystemAccess:
     read_gpus: Callable[[], GpuInventory] = read_gpus
     """Reads the GPUs."""
     find_program: Callable[[str], str | None] = find_program
-    """Name of a program → its path."""
+    """Returns the path of a program."""
     run_program: Callable[[Sequence[str], str], str | None] = run_program
     """Runs a program: see :func:`run_program`."""

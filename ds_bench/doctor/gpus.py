@@ -1,4 +1,4 @@
-"""The GPUs: free memory and who uses it, persistence mode, clocks and what lowers them. Read only."""
+"""The GPUs: free memory and who uses it, persistence mode, clocks and what lowers them."""
 
 from __future__ import annotations
 
@@ -13,58 +13,66 @@ from .findings import Finding, SystemAccess, ok, problem, unreadable, warning
 
 _DRIVER_FRACTION = 0.05
 """Fraction of a GPU's memory that the driver may take for itself. More is used by a process that is not visible."""
-NO_ROCM = "an AMD GPU is here, and ROCm is not supported"
+NO_ROCM = "found an AMD GPU, but ROCm is not supported"
+_HOST_PID_NAMESPACE = f"pid:[{0xEFFFFFFC}]"
+"""Linux gives this number to the host's process namespace (PROC_PID_INIT_INO)."""
 
 
 def has_amd_gpu(root: Path = ROOT) -> bool:
-    """Whether the kernel offers an AMD GPU for computing (``/dev/kfd``)."""
+    """Return whether the kernel offers an AMD GPU for computing (``/dev/kfd``)."""
     return (root / "dev/kfd").exists()
 
 
 def check(
     system: SystemAccess, inventory: GpuInventory, torch_cuda: str | None, slots: Collection[int] | None = None
 ) -> Iterator[Finding]:
-    """Findings for each GPU that ``CUDA_VISIBLE_DEVICES`` leaves, or why there is none.
+    """Yield findings for each GPU that ``CUDA_VISIBLE_DEVICES`` leaves, or why there is none.
 
-    ``slots``: the numbers of those among them that are used; None: all.
+    ``slots``: the numbers of those that are used; None for all.
     """
     visible = select_visible(system.environ, inventory.gpus)
     visible = tuple(gpu for number, gpu in enumerate(visible) if slots is None or number in slots)
     if not visible:
-        text, remedy = _why_none_visible(system, inventory)
-        yield warning("GPUs", text, remedy)
+        yield _none_visible(system, inventory)
         return
     if torch_cuda is None:
         text = f"{len(visible)} visible, but torch is a CPU build: comparisons run on the CPU"
         yield problem("GPUs", text, "install torch for CUDA (pytorch.org/get-started), or hide the GPUs")
     names = sorted({gpu.name or "unnamed" for gpu in visible})
     if len(names) > 1:
-        text = f"not all alike ({', '.join(names)}): the slowest sets the pace"
-        yield warning("GPUs", text, "choose GPUs of one kind with CUDA_VISIBLE_DEVICES")
+        text = f"different models ({', '.join(names)}): the slowest sets the pace"
+        yield warning("GPUs", text, "choose GPUs of one model with CUDA_VISIBLE_DEVICES")
     for gpu in visible:
         yield _check_memory(system, gpu)
         if gpu.mig:
-            text = "the GPU is divided into MIG instances, which comparisons do not use"
+            text = "divided into MIG instances, which comparisons do not use"
             yield problem(f"GPU {gpu.index} MIG", text, f"choose another GPU, or nvidia-smi -i {gpu.index} -mig 0")
         if "bf16" not in gpu_precisions(gpu.compute_capability):
             text = f"{gpu.name or 'unnamed'} has no bf16 units: rows in bf16 are refused"
             yield warning(f"GPU {gpu.index} bf16", text, "--precision fp16, which auto takes here")
-        yield _check_persistence_mode(gpu)
+        name = f"GPU {gpu.index} persistence mode"
+        if gpu.persistence_mode is None:
+            yield unreadable(name)
+        elif gpu.persistence_mode:
+            yield ok(name, "on")
+        else:
+            text = "off: the driver unloads when no process uses the GPU, and each cold start waits for it"
+            yield warning(name, text, f"nvidia-smi -i {gpu.index} -pm 1, as root; it changes no clock")
         yield _check_clocks(gpu)
 
 
-def _why_none_visible(system: SystemAccess, inventory: GpuInventory) -> tuple[str, str]:
-    """Text and remedy."""
+def _none_visible(system: SystemAccess, inventory: GpuInventory) -> Finding:
+    remedy = "run on a machine with an NVIDIA GPU"
     if inventory.gpus:
         text = f"CUDA_VISIBLE_DEVICES={system.environ.get('CUDA_VISIBLE_DEVICES')!r} hides all {len(inventory.gpus)}"
-        return f"{text}: comparisons run on the CPU", "unset it, or name GPUs by index or UUID"
-    if has_amd_gpu(system.root):
-        return f"{NO_ROCM}: comparisons run on the CPU", "run where there is an NVIDIA GPU"
-    if (system.root / "proc/driver/nvidia/version").exists():
-        text = "the driver is loaded, yet NVML shows none: comparisons run on the CPU"
-        return text, "see what nvidia-smi says; in a container, start it with --gpus all"
-    text = "none is found: comparisons run on the CPU, and say nothing about GPUs"
-    return text, "run where there is a GPU; nvidia-smi shows whether the driver sees one"
+        remedy = "unset it, or name GPUs by index or UUID"
+    elif has_amd_gpu(system.root):
+        text = NO_ROCM
+    elif (system.root / "proc/driver/nvidia/version").exists():
+        text, remedy = "the driver is loaded, but NVML finds none", "run nvidia-smi; start a container with --gpus all"
+    else:
+        text, remedy = "none found", f"{remedy}; nvidia-smi shows whether the driver finds one"
+    return warning("GPUs", f"{text}: comparisons run on the CPU", remedy)
 
 
 def _check_memory(system: SystemAccess, gpu: GpuFacts) -> Finding:
@@ -78,34 +86,18 @@ def _check_memory(system: SystemAccess, gpu: GpuFacts) -> Finding:
         return warning(name, f"{text}; used by {users}", remedy)
     # Processes of other containers may be missing from NVML's list; their memory is not.
     if used > _DRIVER_FRACTION * total:
-        return warning(name, f"{text}; used by processes that cannot be seen from here", remedy)
+        return warning(name, f"{text}; used by processes outside this container", remedy)
     return ok(name, f"{text}, no other process")
 
 
 def _describe_process(system: SystemAccess, pid: int, used_bytes: int | None) -> str:
+    command = ""
     # In a container the process id may be the host's, and belong to another process here.
-    known = _in_host_pid_namespace(system)
-    command = (read_text(system.root / f"proc/{pid}/comm") or "").strip() if known else ""
+    namespace = system.root / "proc/self/ns/pid"
+    if namespace.is_symlink() and str(namespace.readlink()) == _HOST_PID_NAMESPACE:
+        command = (read_text(system.root / f"proc/{pid}/comm") or "").strip()
     facts = [command, "" if used_bytes is None else format_bytes(used_bytes)]
-    return f"process {pid} ({', '.join(filter(None, facts)) or 'nothing known of it'})"
-
-
-def _in_host_pid_namespace(system: SystemAccess) -> bool:
-    """Whether this is the host's process namespace, to which Linux gives this number (PROC_PID_INIT_INO)."""
-    try:
-        return str((system.root / "proc/self/ns/pid").readlink()) == f"pid:[{0xEFFFFFFC}]"
-    except OSError:
-        return False
-
-
-def _check_persistence_mode(gpu: GpuFacts) -> Finding:
-    name = f"GPU {gpu.index} persistence mode"
-    if gpu.persistence_mode is None:
-        return unreadable(name)
-    if gpu.persistence_mode:
-        return ok(name, "on")
-    text = "off: the driver unloads when no process uses the GPU, and each cold start waits for it"
-    return warning(name, text, f"nvidia-smi -i {gpu.index} -pm 1, as root; it changes no clock")
+    return f"process {pid} ({', '.join(filter(None, facts)) or 'details not visible'})"
 
 
 def _check_clocks(gpu: GpuFacts) -> Finding:

@@ -13,18 +13,18 @@ from ..system.host_memory import parse_numbers, read_text
 from ..units import format_bytes
 from .findings import Finding, SystemAccess, ok, problem, run_checks, unreadable, warning
 
-# csrc/cpu/comm/shm.cpp, allreduce_workspace: two buffers of 1 MiB and two of 32 MiB for every rank.
 SHM_BYTES_PER_CPU_RANK = 2 * 2**20 + 2 * 32 * 2**20
-# What NCCL's user guide has containers started with ("Troubleshooting", shared memory: --shm-size=1g).
+"""Two buffers of 1 MiB and two of 32 MiB (csrc/cpu/comm/shm.cpp, allreduce_workspace)."""
 SHM_BYTES_FOR_NCCL = 2**30
+"""From NCCL's user guide ("Troubleshooting", shared memory: --shm-size=1g)."""
 _LOW_FREE_FRACTION = 0.25
 """If less of the memory that this process may use is free, other programs are using the host."""
-# Bit of an effective set of capabilities (linux/capability.h).
 _CAP_IPC_LOCK = 1 << 14
+"""Bit of an effective set of capabilities (linux/capability.h)."""
 
 
 def check(system: SystemAccess, placement: Placement, need_bytes: int | None = None) -> Iterator[Finding]:
-    """One finding per resource. ``need_bytes``: host memory predicted for this node; None without a plan."""
+    """Yield one finding per resource. ``need_bytes``: host memory predicted for this node; None without a plan."""
     yield from run_checks(
         {
             "host memory": lambda: _check_memory(system, need_bytes),
@@ -44,19 +44,19 @@ def _check_memory(system: SystemAccess, need_bytes: int | None) -> Finding:
     if total is None or free is None:
         return unreadable(name)
     granted = total if limit is None else min(total, limit)
-    text = f"{format_bytes(free)} of {format_bytes(total)} can be used"
+    text = f"{format_bytes(free)} of {format_bytes(total)} available"
     text += f"; the cgroup allows this job {format_bytes(limit)}" if granted < total else ""
     if need_bytes is not None and need_bytes > free:
         remedy = "offload less, use fewer ranks, or ask the scheduler or container for more memory"
         return warning(name, f"{text}; the plan needs about {format_bytes(need_bytes)}", remedy)
     if free < _LOW_FREE_FRACTION * granted:
-        return warning(name, f"{text}: others take the rest", "end what else runs, before offload rows above all")
+        return warning(name, f"{text}: other programs use the rest", "end them, above all before offload rows")
     return ok(name, text)
 
 
 def _check_swap(system: SystemAccess) -> Finding:
     total, used = host_memory.swap_total_bytes(system.root), host_memory.swap_used_bytes(system.root)
-    if total is None or used is None or used < 0:
+    if total is None or used is None:
         return unreadable("swap")
     if used:
         text = f"{format_bytes(used)} of {format_bytes(total)} in use"
@@ -66,24 +66,18 @@ def _check_swap(system: SystemAccess) -> Finding:
 
 def _check_shared_memory(system: SystemAccess, placement: Placement) -> Finding:
     name, folder, on_cpu = "shared memory", system.root / "dev/shm", placement.accelerator == "cpu"
-    try:
-        status = os.statvfs(folder)
-    except OSError as error:
-        return unreadable(name, f"/dev/shm: {error.strerror}")
     uses_nccl = not on_cpu and placement.num_gpus > 1
-    if not os.access(folder, os.W_OK):
-        text = "/dev/shm cannot be written"
+    status = os.statvfs(folder)
+    if not os.access(folder, os.W_OK) and (on_cpu or uses_nccl):
         remedy = "mount it writable: start the container without --read-only, or with --tmpfs /dev/shm:rw,size=1g"
         if on_cpu:
-            return problem(name, f"{text}: CPU ranks would wait for each other", remedy)
-        if uses_nccl:
-            return warning(name, f"{text}, which NCCL may need", remedy)
+            return problem(name, "/dev/shm is not writable: CPU ranks would wait for each other", remedy)
+        return warning(name, "/dev/shm is not writable, and NCCL may need it", remedy)
     size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     text = f"/dev/shm has {format_bytes(free)} of {format_bytes(size)} free"
     remedy = "start the container with --shm-size=1g or more, or --ipc=host; or remove old files from /dev/shm"
-    ranks = (
-        placement.num_gpus if placement.is_on_this_host else 1
-    )  # how many of them run on this node is not known here
+    # The number of ranks on this node is not known for a job on several.
+    ranks = placement.num_gpus if placement.is_on_this_host else 1
     need = ranks * SHM_BYTES_PER_CPU_RANK
     if on_cpu and free < need:
         return problem(name, f"{text}; {ranks} CPU rank(s) need {format_bytes(need)}", remedy)
@@ -114,7 +108,7 @@ def _check_cores(system: SystemAccess) -> Finding:
     online = parse_numbers(read_text(system.root / "sys/devices/system/cpu/online"))
     if not allowed:
         return unreadable("cores")
-    # The mask may name processors that are offline. If the list of those online is not readable, the mask counts alone.
+    # The mask may name processors that are offline. If the list of those online is not readable, only the mask counts.
     usable = allowed & online or allowed
     text = f"{len(usable)} hardware thread(s)"
     text += f" of the machine's {len(online)} (affinity)" if len(usable) < len(online) else ""
@@ -136,11 +130,8 @@ def _check_numa(system: SystemAccess) -> Finding:
     cores = parse_numbers(status.get("Cpus_allowed_list"))
     near = {node for node, path in nodes.items() if parse_numbers(read_text(path / "cpulist")) & cores}
     memory = parse_numbers(status.get("Mems_allowed_list")) & nodes.keys()
-    text = f"{len(nodes)} nodes; cores of {_format_nodes(near)}, memory of {_format_nodes(memory)} may be used"
+    shown = [f"node {', '.join(map(str, sorted(each)))}" if each else "no known node" for each in (near, memory)]
+    text = f"{len(nodes)} nodes; this job may use cores of {shown[0]}, memory of {shown[1]}"
     if near and memory and not near <= memory:
-        return warning("NUMA", f"{text}: some cores have no memory of their own", "let the job have both of one node")
+        return warning("NUMA", f"{text}: some cores have no memory of their own", "let the job use both of one node")
     return ok("NUMA", text)
-
-
-def _format_nodes(values: set[int]) -> str:
-    return f"node {', '.join(map(str, sorted(values)))}" if values else "no node known"

@@ -85,7 +85,7 @@ def test_commands_in_errors(
 
 def test_commands_of_a_crashed_row(scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]) -> None:
     from ds_bench.config.caveats import CaveatKind
-    from ds_bench.doctor import ops
+    from ds_bench.doctor import software
 
     scripted.run("--stages", "0", script=FakeLauncher("Crashed"))
     out = capsys.readouterr().out
@@ -93,7 +93,7 @@ def test_commands_of_a_crashed_row(scripted: ScriptedRun, capsys: pytest.Capture
     assert f"Try:    {line}, then this row alone" in out
     assert line in (CaveatKind.OTHER_OPTIMIZER.remedy or "")
     # Not built here, which takes minutes.
-    for command in (line, ops.BUILD_COMMAND):
+    for command in (line, software.BUILD_COMMAND):
         assert "usage:" in run_line(command, "--help")
 
 

@@ -1,25 +1,24 @@
-"""The folder for NVMe offload: what disk it is on, whether DeepSpeed can use it, its free space and its speed."""
+"""Folders on disks: for NVMe offload (which disk, direct I/O, free space, speed) and for checkpoints (free space)."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..config import deepspeed_config, strategies
-from ..config.caveats import Caveat, CaveatKind, as_caveat
-from ..config.spec import Placement, Workload
+from ..config.spec import Placement, Trial, Workload
 from ..errors import PreflightError
 from ..launch.scratch import remove_abandoned
 from ..models.lookup import ResolvedModel
+from ..prediction.model_profile import ModelProfile
 from ..system import files
 from ..system.host_memory import read_text
 from ..system.tools import run_tool
@@ -28,9 +27,11 @@ from .findings import Finding, SystemAccess, ok, problem, run_checks, unreadable
 
 SWAP_BYTES_PER_PARAMETER = 18
 """On disk while training: fp32 weight, gradient and two moments (16) and the 16-bit weight (2)."""
-_MIN_SWAP_BYTES = files.FULL_DISK_BYTES
-"""Free bytes that every row needs which swaps."""
-_IN_MEMORY = ("tmpfs", "ramfs")
+_CHECKPOINT_BYTES = 14
+"""Per parameter of a checkpoint: the 16-bit weight, its fp32 master and Adam's two moments."""
+_SWAPPED_BYTES = 12
+"""Added if the optimizer is on a disk: DeepSpeed copies its swap files into the checkpoint."""
+_NOT_A_DISK = {"tmpfs": "memory", "ramfs": "memory", "overlay": "a container's overlay"}
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "fuse", "ceph", "9p", "virtiofs")
 _SLOW_BYTES_PER_SECOND = from_gb(5.0)
 _MIN_TEST_BYTES, _MAX_TEST_BYTES = 64 * 2**20, 2**30
@@ -45,12 +46,12 @@ class NvmeFolder:
 
     file_system: str | None
     """Type of the file system; None if the kernel does not show it."""
-    caveat: str | Caveat | None
+    caveat: str | None
     """Why it is not a local NVMe disk; None if the type of the file system does not show that."""
 
 
-def check_folder(path: Path) -> NvmeFolder:
-    """Checks the folder for swapping, and removes swap files that ended runs left in it.
+def check_nvme_folder(path: Path) -> NvmeFolder:
+    """Check the folder for swapping, and remove swap files that ended runs left in it.
 
     Raises PreflightError if it is missing or not writable.
     """
@@ -61,21 +62,19 @@ def check_folder(path: Path) -> NvmeFolder:
     files.require_writable(path, "--nvme-path")
     remove_abandoned(path)
     kind = file_system(path)
-    caveat: str | Caveat | None = None
-    if kind in _IN_MEMORY:
-        caveat = Caveat(CaveatKind.NVME_IN_MEMORY, {"file_system": str(kind)})
-    elif kind == "overlay":
-        caveat = "--nvme-path is a container's overlay (overlay), not an NVMe disk"
+    caveat = None
+    if kind in _NOT_A_DISK:
+        caveat = f"--nvme-path is {_NOT_A_DISK[kind]} ({kind}), not an NVMe disk"
     elif kind is not None and kind.startswith(_NETWORK):
         caveat = f"--nvme-path is on a network or shared file system ({kind}), not a local NVMe disk"
     return NvmeFolder(file_system=kind, caveat=caveat)
 
 
 def lack_of_space(path: Path, model: ResolvedModel) -> str | None:
-    """Why rows that swap to ``path`` cannot run, with the remedy. None if space is enough or the need is unknown."""
+    """Return why rows that swap to ``path`` cannot run, with the remedy. None if space is enough or need is unknown."""
     free = shutil.disk_usage(path).free
     parameters = 0 if model.facts is None else model.facts.parameters
-    need = max(SWAP_BYTES_PER_PARAMETER * parameters, _MIN_SWAP_BYTES)
+    need = max(SWAP_BYTES_PER_PARAMETER * parameters, files.FULL_DISK_BYTES)
     if free >= need:
         return None
     return (
@@ -85,29 +84,30 @@ def lack_of_space(path: Path, model: ResolvedModel) -> str | None:
 
 
 def file_system(path: Path) -> str | None:
-    """The type of the file system that holds ``path``; None if the kernel does not show it."""
+    """Return the type of the file system that holds ``path``; None if the kernel does not show it."""
     import psutil
 
-    with contextlib.suppress(OSError):
+    try:
         mounts = [(Path(mount.mountpoint), mount.fstype) for mount in psutil.disk_partitions(all=True)]
-        # Of the mounts above the path the deepest holds it; of several at one place the last, which covers the others.
-        holding = [mount for mount in reversed(mounts) if path.resolve().is_relative_to(mount[0])]
-        return max(holding, key=lambda mount: len(mount[0].parts), default=(None, None))[1]
-    return None
+    except OSError:
+        return None
+    # The deepest mount above the path holds it; of several at one place the last, which covers the others.
+    holding = [mount for mount in reversed(mounts) if path.resolve().is_relative_to(mount[0])]
+    return max(holding, key=lambda mount: len(mount[0].parts), default=(None, None))[1]
 
 
-def check(system: SystemAccess, path: Path, folder: NvmeFolder | None = None) -> Iterator[Finding]:
-    """Everything but the speed. ``folder``: the result of :func:`check_folder` if it was called already.
+def check_nvme(system: SystemAccess, path: Path, folder: NvmeFolder | None = None) -> Iterator[Finding]:
+    """Yield everything but the speed. ``folder``: the result of :func:`check_nvme_folder`, if called already.
 
     Raises PreflightError if the folder cannot be used at all.
     """
-    folder = check_folder(path) if folder is None else folder
+    folder = check_nvme_folder(path) if folder is None else folder
     if folder.caveat is not None:
-        yield warning("NVMe path", as_caveat(folder.caveat).text, "give a folder on a local NVMe disk")
+        yield warning("NVMe path", folder.caveat, "give a folder on a local NVMe disk")
     elif folder.file_system is None:
-        yield unreadable("NVMe path", "the kernel does not tell the file system")
+        yield unreadable("NVMe path", "the kernel does not show the file system")
     else:
-        yield ok("NVMe path", f"{path}, {folder.file_system}, can be written")
+        yield ok("NVMe path", f"{path}, {folder.file_system}, writable")
     yield from run_checks(
         {
             "NVMe space": lambda: _check_space(path),
@@ -137,14 +137,13 @@ def _check_device(system: SystemAccess, path: Path) -> Finding:
     disk = device.parent if (device / "partition").exists() else device
     # The disks of an array or of a logical volume.
     members = sorted(member.name for member in disk.glob("slaves/*")) or [disk.name]
-    rotational = (read_text(disk / "queue/rotational") or "").strip()
     text = disk.name if members == [disk.name] else f"{disk.name} of {', '.join(members)}"
     if all(name.startswith("nvme") for name in members):
         return ok("NVMe disk", text)
-    remedy = "offload to a local NVMe disk, or read the figures as this disk's"
-    if rotational == "1":
-        return warning("NVMe disk", f"{text} is rotational, or a virtual disk that says so", remedy)
-    return warning("NVMe disk", f"{text} is no NVMe disk" + ("" if rotational == "0" else ", or hides it"), remedy)
+    kind = {"1": "is a rotational or virtual disk", "0": "is not an NVMe device"}
+    rotational = (read_text(disk / "queue/rotational") or "").strip()
+    text = f"{text} {kind.get(rotational, 'does not look like an NVMe device')}"
+    return warning("NVMe disk", text, "offload to a local NVMe disk, or read the figures as this disk's")
 
 
 def _check_direct_io(path: Path) -> Finding:
@@ -153,9 +152,8 @@ def _check_direct_io(path: Path) -> Finding:
         _write_directly(path)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            text = "could not be tried: the disk is full"
-            return problem("direct I/O", text, "free some space, or give another disk")
-        text = f"files cannot be opened and written with O_DIRECT ({error.strerror}), and DeepSpeed does nothing else"
+            return problem("direct I/O", "not tried: the disk is full", "free some space, or give another disk")
+        text = f"O_DIRECT does not work here ({error.strerror}); DeepSpeed requires it"
         return problem("direct I/O", text, "give a folder on a local disk with ext4 or xfs")
     return ok("direct I/O", "works")
 
@@ -173,22 +171,13 @@ def _write_directly(path: Path) -> None:
 
 
 def check_speed(path: Path, variables: Mapping[str, str]) -> Iterator[Finding]:
-    """Measures the disk with DeepSpeed's own op. ``variables``: name the cache that holds the built async_io op."""
+    """Measure the disk with DeepSpeed's own op. ``variables``: name the cache that holds the built async_io op."""
     free = shutil.disk_usage(path).free
     size = min(_MAX_TEST_BYTES, free // 4)
     if size < _MIN_TEST_BYTES:
-        text = f"not measured: {format_bytes(free)} free is too little to write"
-        yield warning("NVMe speed", text, "free some space")
+        yield warning("NVMe speed", f"not measured: only {format_bytes(free)} free", "free some space")
         return
-    aio = configured_aio(path)
-    settings = json.dumps({**aio, "bytes": size, "seconds": _SECONDS_EACH_WAY})
-    reply = run_tool("worker.disk_speed", str(path.resolve()), settings, environment=variables)
-    yield speed_finding(reply.last_object("the measurement"), aio)
-
-
-def configured_aio(path: Path) -> dict[str, Any]:
-    """The ``aio`` block that the nvme strategy trains with."""
-    # Only ``aio`` is used of it, which depends neither on the model nor on the accelerator.
+    # Only the block ``aio`` is used, which depends neither on the model nor on the accelerator.
     config = deepspeed_config.complete_config(
         deepspeed_config.base_config(strategies.offload_strategy("nvme"), 1),
         Workload(model="any", model_source="preset"),
@@ -196,11 +185,13 @@ def configured_aio(path: Path) -> dict[str, Any]:
         torch_adam=True,
         largest_parameter=None,
     )
-    return dict(config["aio"])
+    settings = json.dumps({**config["aio"], "bytes": size, "seconds": _SECONDS_EACH_WAY})
+    reply = run_tool("worker.disk_speed", str(path.resolve()), settings, environment=variables)
+    yield speed_finding(reply.last_object("the measurement"), config["aio"])
 
 
 def speed_finding(measured: Mapping[str, Any], aio: Mapping[str, Any]) -> Finding:
-    """The finding for what ``worker.disk_speed`` printed, measured with the settings ``aio``."""
+    """Return the finding for what ``worker.disk_speed`` printed, measured with the settings ``aio``."""
     name = "NVMe speed"
     if "error" in measured:
         return problem(name, f"DeepSpeed cannot use the folder: {measured['error']}", "give another folder")
@@ -219,3 +210,37 @@ def speed_finding(measured: Mapping[str, Any], aio: Mapping[str, Any]) -> Findin
     text += f"; {' and '.join(slow)} below {format_bytes(_SLOW_BYTES_PER_SECOND)}/s"
     remedy = "NVMe rows will wait for the disk: use a faster one or several as RAID 0, or try --set aio.queue_depth=32"
     return warning(name, text, remedy)
+
+
+def require_checkpoint_folder(given: str | None, trials: Sequence[Trial]) -> Path:
+    """Return the folder of the trials' checkpoints, or the nearest existing one above it.
+
+    ``given``: as the user named it; None for the folder of the results. Raises PreflightError if it is not writable.
+    """
+    if given is not None and not Path(given).is_dir():
+        raise PreflightError(f"--checkpoint-path {given} is not a folder", remedy="create it, or give another")
+    # The folder of the results is made later.
+    path = files.nearest_existing(Path(given or trials[0].inspection.checkpoint_path or "."))
+    files.require_writable(path, "--checkpoint-path")
+    return path
+
+
+def check_checkpoint_folder(given: str | None, profiles: Sequence[ModelProfile], trials: Sequence[Trial]) -> None:
+    """Remove checkpoints that ended runs left, and check the room for the largest model. Raises PreflightError.
+
+    ``given``: as for :func:`require_checkpoint_folder`.
+    """
+    path = require_checkpoint_folder(given, trials)
+    remove_abandoned(path)
+    if not profiles:  # their sizes are not known
+        return
+    parameters, name = max((each.parameters + each.frozen_parameters, each.name) for each in profiles)
+    swaps = any(trial.configuration.offload_optimizer == "nvme" for trial in trials)
+    bytes_each = _CHECKPOINT_BYTES + _SWAPPED_BYTES * swaps
+    free, need = shutil.disk_usage(path).free, bytes_each * parameters
+    if free < need:
+        raise PreflightError(
+            f"{path} has {format_bytes(free)} free, and a checkpoint of {name} takes about {format_bytes(need)} "
+            f"({format_millions(parameters)} parameters, {bytes_each} bytes each)",
+            remedy="free some space, or give a folder on another disk with --checkpoint-path",
+        )

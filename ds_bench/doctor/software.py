@@ -1,0 +1,340 @@
+"""The software: packages within their ranges, the programs that build DeepSpeed's ops, and the ops themselves.
+
+Torch runs the C++ compiler and ninja each time it loads an op, even one that is built already
+(torch/utils/cpp_extension.py, ``_write_ninja_file_and_build_library``): without them no op can be used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import re
+import shlex
+import sysconfig
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..config import strategies
+from ..config.spec import Accelerator, Configuration
+from ..launch import ops, scratch
+from ..system import invocation
+from ..system.environment import RUN_PACKAGES, install_command, installed_version
+from .findings import Finding, Level, SystemAccess, ok, problem, run_checks, unreadable, warning
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+PROJECT = "ds-compare"
+_PYPROJECT = Path(__file__).resolve().parent.parent.parent / "pyproject.toml"
+_TRAINED_WITHOUT = {
+    "jinja2": "an HTML page",
+    "matplotlib": "the charts of an HTML page",
+    "pandas": "data frames and Parquet",
+}
+"""Packages that no training needs, whatever declares them, and what needs them."""
+MIN_DRIVER_BRANCH = {11: 450, 12: 525, 13: 580}
+"""CUDA's major version → driver (NVIDIA, CUDA Compatibility, "Minor Version Compatibility", table 1)."""
+COMPATIBLE_MINORS = {10: range(3), 11: range(9), 12: (0, 1, 2, 3, 4, 5, 6, 8, 9)}
+"""CUDA releases that DeepSpeed accepts in any combination (op_builder/builder.py, cuda_minor_mismatch_ok)."""
+_NO_OPS = "no DeepSpeed op can be built or loaded"
+BUILD_COMMAND = invocation.command("doctor", "--build")
+_LIBAIO_PROGRAM = "#include <libaio.h>\nint main(void) { return io_submit(0, 0, 0); }\n"
+
+Installed = Callable[[str], str | None]
+"""Name of a package → its version; None if it is not installed."""
+
+
+# ------------------------------------------------------------------ packages
+
+
+def declared_requirements(name: str) -> list[str]:
+    """Return the requirements in the metadata of an installed package; empty if it is not installed."""
+    try:
+        return metadata.requires(name) or []
+    except metadata.PackageNotFoundError:
+        return []
+
+
+def our_requirements(pyproject: Path = _PYPROJECT) -> list[str]:
+    """Return what runs need: this project's dependencies and its extra ``run``.
+
+    They come from the checkout that holds this file, else from the installed package.
+    """
+    from packaging.requirements import Requirement
+
+    try:
+        project = tomllib.loads(pyproject.read_text(encoding="utf-8")).get("project", {})
+    except (OSError, ValueError):
+        project = {}
+    if project.get("name") == PROJECT:
+        return [*project.get("dependencies", []), *project.get("optional-dependencies", {}).get("run", [])]
+    wanted = map(Requirement, declared_requirements(PROJECT))
+    return [
+        f"{each.name}{each.specifier}"
+        for each in wanted
+        if each.marker is None or each.marker.evaluate({"extra": "run"})
+    ]
+
+
+def check_packages(
+    requirements: Sequence[str] | None = None,
+    installed: Installed = installed_version,
+    needs: Callable[[str], Sequence[str]] = declared_requirements,
+) -> Iterator[Finding]:
+    """Yield one finding for all packages within their ranges, and one for each that is missing or outside.
+
+    ``requirements``: None for :func:`our_requirements`. ``needs``: requirements of a package that runs need.
+    """
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    installed = functools.cache(installed)  # a look-up reads a file of some hundred KB
+    wanted = [Requirement(line) for line in (our_requirements() if requirements is None else requirements)]
+    if not wanted:
+        yield unreadable("packages", "neither pyproject.toml nor the installed package names the ranges")
+        return
+    names = [each.name for each in wanted]
+    # An installation for reading results gets one finding, not one for every package that it lacks.
+    if set(RUN_PACKAGES) <= set(names) and not any(map(installed, RUN_PACKAGES)):
+        text = f"{', '.join(RUN_PACKAGES)} are not installed: results can be read here, but nothing can be run"
+        yield problem("packages", text, install_command())
+        return
+    bad = {each.name: found for each in wanted if (found := _check_requirement(each, installed, f"{PROJECT} needs"))}
+    if fitting := [name for name in names if name not in bad]:
+        shown = [f"{name} {installed(name)}" for name in fitting if name in RUN_PACKAGES] or fitting
+        more = f" and {len(fitting) - len(shown)} more" if len(fitting) > len(shown) else ""
+        yield ok("packages", f"{', '.join(shown)}{more}: within the ranges that {PROJECT} supports")
+    for name in RUN_PACKAGES:
+        for line in needs(name) if installed(name) else ():
+            with contextlib.suppress(InvalidRequirement):  # faulty metadata of another package
+                found = _check_requirement(Requirement(line), installed, f"{name} {installed(name)} needs")
+                if found is not None:  # one finding per package
+                    bad.setdefault(found.name, found)
+    yield from bad.values()
+
+
+def _check_requirement(wanted: Requirement, installed: Installed, needed_by: str) -> Finding | None:
+    """None if the requirement is met, or does not apply on this system."""
+    from packaging.version import InvalidVersion, Version
+
+    if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+        return None
+    version, lost = installed(wanted.name), _TRAINED_WITHOUT.get(wanted.name)
+    text = f"{needed_by} {wanted.name}{wanted.specifier}" + (f" for {lost}" if lost else "")
+    if version is None:
+        text = f"not installed; {text}"
+    else:
+        try:
+            parsed = Version(version)
+        except InvalidVersion:
+            return unreadable(wanted.name, f"its version is {version!r}")
+        # A vendor's build from a release branch looks like a pre-release of it: NVIDIA's 2.11.0a0+eb65b36914.nv26.02.
+        if parsed.is_prerelease and parsed.local:
+            parsed = Version(parsed.base_version)
+        if wanted.specifier.contains(parsed, prereleases=True):
+            return None
+        text = f"{version} is installed; {text}"
+    install = f'pip install "{wanted.name}{wanted.specifier}"'
+    return Finding(name=wanted.name, level="warning" if lost else "problem", text=text, remedy=install)
+
+
+def check_driver(driver: str | None, torch_cuda: str | None) -> Iterator[Finding]:
+    """Yield whether the driver is new enough for torch's CUDA. No finding without a driver or for a CPU build."""
+    if driver is None or torch_cuda is None:
+        return
+    branch, cuda = re.match(r"\d+", driver), re.match(r"\d+", torch_cuda)
+    minimum = MIN_DRIVER_BRANCH.get(int(cuda[0])) if cuda else None
+    if branch is None or minimum is None:
+        yield unreadable("GPU driver", f"no rule for driver {driver} with torch's CUDA {torch_cuda}")
+    elif int(branch[0]) < minimum:
+        text = f"{driver}; torch's CUDA {torch_cuda} needs {minimum} or newer, unless cuda-compat is installed"
+        yield warning("GPU driver", text, "update the driver, or install torch for an older CUDA")
+    else:
+        yield ok("GPU driver", f"{driver}, new enough for torch's CUDA {torch_cuda}")
+
+
+# ------------------------------------------------------------------ programs
+
+
+def check_programs(system: SystemAccess, accelerator: Accelerator, torch_cuda: str | None) -> Iterator[Finding]:
+    """Yield one finding per program that builds ops. ``torch_cuda``: the CUDA version torch was built for."""
+    no_libaio = "DeepSpeed cannot look for libaio, nor Triton compile"
+    yield from run_checks(
+        {
+            "C++ compiler": lambda: _check_compiler(system, "C++ compiler", "CXX", "problem", _NO_OPS),
+            "C compiler": lambda: _check_compiler(system, "C compiler", "CC", "warning", no_libaio),
+            "ninja": lambda: _check_ninja(system),
+            "CUDA toolkit": lambda: _check_toolkit(system, accelerator, torch_cuda),
+        }
+    )
+
+
+def find_compiler(system: SystemAccess, variable: str) -> str | None:
+    """Return the path of the compiler that ``variable``, CC or CXX, or its default names; None if it does not exist."""
+    words = shlex.split(_compiler_command(system, variable))
+    return system.find_program(words[0]) if words else None
+
+
+def _compiler_command(system: SystemAccess, variable: str) -> str:
+    # Without CXX torch takes c++ (get_cxx_compiler). Without CC setuptools, with which DeepSpeed looks for libaio,
+    # takes the compiler that built Python.
+    default = "c++" if variable == "CXX" else sysconfig.get_config_var("CC") or "cc"
+    return system.environ.get(variable) or str(default)
+
+
+def _check_compiler(system: SystemAccess, name: str, variable: str, level: Level, consequence: str) -> Finding:
+    if (path := find_compiler(system, variable)) is not None:
+        return ok(name, _path_and_version(system, path))
+    command = _compiler_command(system, variable)
+    remedy = f"apt-get install g++, or dnf install gcc-c++; or name another with {variable}"
+    if system.environ.get(variable):
+        command, remedy = f"{command} (from ${variable})", f"unset {variable}, or name an installed compiler with it"
+    return Finding(name=name, level=level, text=f"{command} not found: {consequence}", remedy=remedy)
+
+
+def _check_ninja(system: SystemAccess) -> Finding:
+    if (path := system.find_program("ninja")) is None:
+        return problem("ninja", f"not found: {_NO_OPS}", "pip install ninja")
+    return ok("ninja", _path_and_version(system, path))
+
+
+def _path_and_version(system: SystemAccess, path: str) -> str:
+    version = (system.run_program([path, "--version"], "") or "").strip().splitlines()
+    return f"{path}: {version[0]}" if version else path
+
+
+def _check_toolkit(system: SystemAccess, accelerator: Accelerator, torch_cuda: str | None) -> Finding:
+    """A warning at most: CPU optimizers are built without the toolkit, and torch's AdamW can replace FusedAdam."""
+    name = "CUDA toolkit"
+    if torch_cuda is None or accelerator == "cpu":
+        return ok(name, f"not needed: {'no GPU is used' if accelerator == 'cpu' else 'torch is a CPU build'}")
+    remedy = f"install the CUDA toolkit {torch_cuda} and set CUDA_HOME to it"
+    release = toolkit_release(system)
+    if release is None:
+        text = "nvcc not found: torch's AdamW replaces FusedAdam, and NVMe offload cannot be built"
+        return warning(name, text, remedy)
+    text = f"{release[0]}.{release[1]}, torch's CUDA is {torch_cuda}"
+    # DeepSpeed's own rule (op_builder/builder.py, assert_no_cuda_mismatch).
+    major, minor = (int(word) for word in torch_cuda.split(".")[:2])
+    compatible = COMPATIBLE_MINORS.get(major, ())
+    if release == (major, minor) or (release[0] == major and release[1] in compatible and minor in compatible):
+        return ok(name, text)
+    return warning(name, f"{text}: FusedAdam and NVMe offload may not build; CPU offload needs no toolkit", remedy)
+
+
+def toolkit_release(system: SystemAccess) -> tuple[int, int] | None:
+    """Return the version of the nvcc that torch would use (cpp_extension.py, ``_find_cuda_home``), or None."""
+    home = system.environ.get("CUDA_HOME") or system.environ.get("CUDA_PATH")
+    if not home:
+        on_path = system.find_program("nvcc")
+        home = str(Path(on_path).parent.parent) if on_path else str(system.root / "usr/local/cuda")
+    version = system.run_program([f"{home}/bin/nvcc", "--version"], "")
+    release = re.search(r"release (\d+)\.(\d+)", version or "")
+    return (int(release[1]), int(release[2])) if release else None
+
+
+# ------------------------------------------------------------------ ops
+
+
+def strategies_by_op(accelerator: Accelerator, own: Sequence[Configuration] = ()) -> dict[str, list[str]]:
+    """Return op → names of the strategies in the catalogue, and of the user's ``own`` configurations, that load it."""
+    names_by_op: dict[str, list[str]] = {}
+    for configuration in (*map(strategies.make_configuration, strategies.CATALOGUE.values()), *own):
+        if configuration.refusal is None:
+            for op in ops.loaded_ops(accelerator, [configuration]):
+                names_by_op.setdefault(op, []).append(configuration.name)
+    return names_by_op
+
+
+def check_ops(
+    system: SystemAccess,
+    accelerator: Accelerator,
+    folder: Path,
+    *,
+    check_nvme: bool,
+    own: Sequence[Configuration] = (),
+    states: Mapping[str, ops.OpState] | None = None,
+) -> Iterator[Finding]:
+    """Yield one finding per op. ``folder``: the cache of ops. ``states``: results of a build; None without one."""
+    runnable = sum(each.refusal is None for each in own)
+    for op, names in strategies_by_op(accelerator, own).items():
+        # Torch's AdamW can replace FusedAdam, and perhaps nobody wants NVMe offload.
+        optional = op == ops.FUSED_ADAM or (op == ops.ASYNC_IO and not check_nvme)
+        level: Level = "warning" if optional else "problem"
+        state = None if states is None else states.get(op)
+        if state is None:
+            finding = _check_unbuilt(system, op, accelerator, folder, level)
+        else:
+            finding = ok(_title(op), "built") if state.ready else _not_buildable(op, state.reason, level)
+        every = len(names) == len(strategies.ZERO_STAGES) + len(strategies.OFFLOAD_NAMES) + runnable
+        yield replace(finding, text=f"{finding.text} (for {'every strategy' if every else ', '.join(names)})")
+
+
+def _title(op: str) -> str:
+    return f"{op.removesuffix('Builder')} op"
+
+
+def _not_buildable(op: str, reason: str, level: Level) -> Finding:
+    return Finding(name=_title(op), level=level, text=f"cannot be built: {reason}", remedy=ops.remedy_of(reason))
+
+
+def _check_unbuilt(system: SystemAccess, op: str, accelerator: Accelerator, folder: Path, level: Level) -> Finding:
+    """What the cache and the installed programs show of an op, without building it."""
+    name = _title(op)
+    if ops.is_built(op, folder):
+        return ok(name, "built")
+    with contextlib.suppress(FileNotFoundError), ops.lock_file(op, folder).open() as file:
+        try:
+            # Shared: a build holds this lock alone, and two doctors must not take each other for one.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return ok(name, "another run is building it")
+    if find_compiler(system, "CXX") is None or system.find_program("ninja") is None:
+        text = "cannot be built: a C++ compiler or ninja is missing"
+        return Finding(name=name, level=level, text=text, remedy="see the tools above")
+    if op == ops.ASYNC_IO and not has_libaio(system):
+        return _not_buildable(op, ops.NO_LIBAIO, level)
+    # A toolkit of another version than torch's CUDA is left to the build: DeepSpeed compares the two only when it is
+    # installed with ops built ahead (op_builder/builder.py, builder), not when it loads one (jit_load).
+    if op in (ops.FUSED_ADAM, ops.ASYNC_IO) and accelerator == "cuda" and toolkit_release(system) is None:
+        return _not_buildable(op, ops.NO_TOOLKIT, level)
+    log = folder / f"{op}.log"
+    # The log of a build stays; as the op is not there, it is that of a build that failed.
+    if log.exists():
+        remedy = f"read it, then {BUILD_COMMAND}"
+        return Finding(name=name, level=level, text=f"the last build failed: {log}", remedy=remedy)
+    return ok(name, "not built yet, but can be", f"{BUILD_COMMAND} builds it now; else the first comparison does")
+
+
+def has_libaio(system: SystemAccess) -> bool:
+    """Return whether a program that calls libaio compiles and links, with the flags the user has set."""
+    compiler = find_compiler(system, "CC")
+    if compiler is None:
+        return False
+    compile_flags, link_flags = (shlex.split(system.environ.get(name, "")) for name in ("CFLAGS", "LDFLAGS"))
+    with tempfile.TemporaryDirectory() as folder:
+        # DeepSpeed links such a program as well (op_builder/async_io.py, is_compatible).
+        command = [compiler, *compile_flags, "-x", "c", "-", "-o", f"{folder}/program", *link_flags, "-laio"]
+        return system.run_program(command, _LIBAIO_PROGRAM) is not None
+
+
+def check_locks(system: SystemAccess, folder: Path) -> Iterator[Finding]:
+    """Yield locks of killed builds, in our cache ``folder`` and in those that DeepSpeed uses by itself."""
+    if ours := scratch.stale_locks(folder):
+        text = f"left by a killed build: {', '.join(map(str, ours))}"
+        yield warning("stale locks", text, f"{BUILD_COMMAND} removes them, as any comparison does")
+    # Where torch builds extensions by default (cpp_extension.py, _get_build_directory).
+    environ = system.environ
+    cache = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".cache"
+    asked = environ.get("TORCH_EXTENSIONS_DIR")
+    caches = [Path(asked)] if asked else sorted(Path(cache).glob("torch_extensions/py*"))
+    if theirs := [lock for each in caches for lock in scratch.stale_locks(each)]:
+        text = "your own DeepSpeed programs will wait forever on a lock that a killed build left"
+        yield warning("stale locks", text, f"rm {shlex.join(map(str, theirs))}")
+    if not ours and not theirs:
+        yield ok("stale locks", "none")
