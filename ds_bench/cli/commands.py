@@ -305,7 +305,9 @@ COMMANDS: Mapping[str, Command] = {
         purpose="list the built-in models with their counted parameters", examples=("",), function="models:list_models"
     ),
     "ops": Command(
-        purpose="build the DeepSpeed ops that comparisons use, ahead of time", examples=("",), function="doctor:build_ops"
+        purpose="build the DeepSpeed ops that comparisons use, ahead of time",
+        examples=("",),
+        function="doctor:build_ops",
     ),
     "explain": Command(
         purpose="why one row needs more memory or time than another",
