@@ -22,14 +22,14 @@ from .findings import Finding, find_program, ok, warning
 
 _CHECK_SECONDS = 120.0
 _BUILD_SECONDS = 7200.0
-"""For several ops, each of which may take half an hour."""
+"""For several ops; each may take half an hour."""
 
 _MUST_AGREE: Facts = (
     ("Python", attrgetter("python_version")),
     *LIBRARIES,
     ("NCCL", lambda each: " ".join(version for name, version in each.packages.items() if "nccl" in name)),
 )
-"""Versions with which ranks of one job must run."""
+"""Versions that all ranks of a job must share."""
 _SHOULD_AGREE: Facts = (
     ("CPU", attrgetter("cpu_model")),
     ("cores", attrgetter("logical_cores")),
@@ -48,7 +48,7 @@ def connected_hosts(placement: Placement) -> Iterator[Hosts]:
     template = placement.host_command
     if template is not None and find_program(program := shlex.split(template)[0]) is None:
         raise PreflightError(
-            f"the hosts cannot be reached: there is no program {program} on this host",
+            f"the hosts cannot be reached: this host has no program {program}",
             remedy="put it on PATH, or give another command with --host-command",
         )
 
@@ -90,7 +90,7 @@ def naming_lost_host() -> Iterator[None]:
 
 
 def environment_with_hosts(hosts: Hosts, placement: Placement, local: Environment) -> Environment:
-    """The environment of this host, which starts the ranks, with that of every host in the order of the ranks.
+    """The environment of this host, which starts the ranks, with those of all hosts in the order of their ranks.
 
     Raises PreflightError, in one line, if versions or GPUs differ, or a host has fewer GPUs than ranks.
     """
@@ -100,8 +100,8 @@ def environment_with_hosts(hosts: Hosts, placement: Placement, local: Environmen
     for name, environment in environments.items():
         if (other := names.setdefault(environment.hostname, name)) != name:
             raise PreflightError(
-                f"{other} and {name} both call themselves {environment.hostname}: they are one machine, or cannot be "
-                "told apart",
+                f"{other} and {name} both call themselves {environment.hostname}: they are one machine, or look "
+                "like one",
                 remedy="write each machine once into the hostfile, and give each a host name of its own",
             )
     known = dict(environments)
@@ -160,7 +160,7 @@ def require_connections(hosts: Hosts, placement: Placement) -> None:
         return
     with naming_lost_host():
         address, port = hosts.master_of(placement)
-        # The address of each host in the network in which it reaches the first.
+        # The address of each host in the network that leads to the first.
         addresses = [each.request("address", kind=str, towards=address) for each in others]
         _try_connections(first, others, address, port)
         for other, own in zip(others, addresses, strict=True):
@@ -220,7 +220,7 @@ def check_hosts(
             "doctor",
             [
                 {
-                    # Each host checks itself as a machine of its own, with its ranks alone.
+                    # Each host checks itself as a single machine with only its own ranks.
                     "placement": replace(placement, num_gpus=ranks, hosts=(), hostfile=None),
                     "slots": placement.slots_of(name),
                     "need_host_bytes": need_host_bytes and need_host_bytes * ranks // placement.ranks_per_node,

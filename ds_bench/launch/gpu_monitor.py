@@ -1,6 +1,6 @@
 """A launcher that also watches the GPUs: free memory before a trial, and clocks in its measured window.
 
-Clocks are read while a GPU works, since those of an idle one mean nothing. Memory is read before, since a process that
+Clocks are read while a GPU works, since an idle GPU lowers them. Memory is read before, since a process that
 was killed may hold GPU memory for seconds after it has ended.
 """
 
@@ -21,7 +21,7 @@ from . import Launcher, Progress, ProgressCallback
 from .hosts import HostError, Hosts
 
 _TOLERANCE_BYTES = 256 * 2**20
-"""If so much less is free than before, that does not yet mean that a process holds GPU memory."""
+"""Normal variation of free memory; a larger loss means that a process holds GPU memory."""
 _HOST_TOLERANCE_BYTES = 2 * 2**30
 """Likewise of host memory, which other programs use too."""
 _POLL_SECONDS = 0.2

@@ -108,14 +108,14 @@ class HostAgent:
         try:
             result = answers[values.pop("request")](**values)
             self._stream.send({"id": request_id, "result": result})
-        except Exception as error:  # whatever it is, the run is told
+        except Exception as error:  # any error is an answer
             text = str(error) if isinstance(error, DsBenchError) else f"{type(error).__name__}: {error}"
             if isinstance(error, OSError) and error.strerror and error.filename is None:  # such as a refused connection
                 text = error.strerror
             self._stream.send({"id": request_id, "error": " ".join(text.split())[:500]})
 
     def _listen(self, address: str, port: int) -> int:
-        """Listens at an address and port of this host, 0 for a free one, until told to stop. Returns the port.
+        """Listens at an address and port of this host, 0 for a free one, until asked to stop. Returns the port.
 
         Nothing is accepted: the kernel completes a connection by itself.
         """
@@ -192,10 +192,10 @@ class HostAgent:
 
 def end_main_thread(_reason: str) -> None:
     """Makes the main thread end the process; does so itself where that hangs."""
-    # Python runs handlers in the main thread alone; a signal to that thread also ends a system call in which it waits.
+    # Python runs handlers only in the main thread, and a signal to that thread ends a system call that blocks it.
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
     time.sleep(_CLEAN_UP_SECONDS)
-    # Not sys.exit, which would end this thread alone.
+    # Not sys.exit, which would only end this thread.
     os._exit(1)
 
 
@@ -243,7 +243,7 @@ def interface_variables(master: str, environ: Mapping[str, str]) -> dict[str, st
 
 
 def chosen_devices(placement: Placement, environ: Mapping[str, str]) -> dict[str, str]:
-    """The GPUs that Slurm or a launcher chose for this host's processes, of which DeepSpeed would take the first."""
+    """The GPUs that Slurm or a launcher chose for this host's processes; DeepSpeed would take the first of all."""
     if placement.hostfile is not None or placement.accelerator != "cuda":
         return {}
     return {name: value for name, value in environ.items() if name == "CUDA_VISIBLE_DEVICES"}

@@ -44,7 +44,7 @@ Send = Callable[[Message], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostEnd:
-    """What a host tells of a trial that was ended on it."""
+    """A host's report on a trial that was ended there."""
 
     left: tuple[int, ...]
     """Processes that could not be ended."""
@@ -64,7 +64,7 @@ class HostTrial:
         """Of the trial's files; None before :meth:`begin`."""
         self._assignment: Assignment | None = None
         self._seen: dict[Path, tuple[int, ...]] = {}
-        """What a file that is sent whole was like when it was sent."""
+        """State of each file that is sent whole, when it was last sent."""
         self._sent_bytes: dict[Path, int] = {}
         """How much has been sent of a file that grows."""
         self._leader: subprocess.Popen[bytes] | None = None
@@ -87,7 +87,7 @@ class HostTrial:
         if trial.placement.nvme_path is not None:
             remove_abandoned(Path(trial.placement.nvme_path))
         checkpoint = assignment.checkpoint_folder
-        # The folder that the run names may be on its own disk alone.
+        # The folder that the run names may exist only on its own disk.
         if checkpoint is not None and not Path(checkpoint).parent.is_dir():
             checkpoint = str(self.folder / "checkpoint_files")
         self._assignment = replace(
@@ -138,7 +138,7 @@ class HostTrial:
                     self._send_growth(path, most_parts)
 
     def _send_all(self, folder: Path) -> None:
-        """Sends what has not been sent of any file, those of profilers too."""
+        """Sends the rest of every file, including profiles."""
         self.send_changes(sys.maxsize)
         checkpoint = self._assignment.checkpoint_folder if self._assignment is not None else None
         for path in sorted(folder.rglob("*")):
@@ -153,7 +153,7 @@ class HostTrial:
         with files.opened(path, sys.maxsize) as file:
             facts = os.fstat(file.fileno())
             seen: tuple[int, ...] = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
-            if path.suffix == ".steps":  # a mapped file, whose time does not tell of what is stored in it
+            if path.suffix == ".steps":  # a mapped file: stores do not change its time
                 seen = (zlib.crc32(file.read()),)
                 file.seek(0)
             if seen != self._seen.get(path):

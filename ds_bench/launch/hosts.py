@@ -82,7 +82,7 @@ def command_on_host(template: str, host: str, words: Sequence[str]) -> list[str]
     program could read as an option.
     """
     if not _HOST.fullmatch(host):
-        raise ValueError(f"{host!r} is no name of a host")
+        raise ValueError(f"{host!r} is not a host name")
     program, *others = (word.replace("{host}", host) for word in shlex.split(template))
     if Path(program).name == "ssh":
         return [program, *SSH_OPTIONS, *others, shlex.join(words)]
@@ -108,7 +108,7 @@ class HostConnection:
         self._stream: MessageStream | None = None
         self._is_lost = False
         self._heard = 0.0
-        """When the last message that is no ping came, by the monotonic clock."""
+        """When the last message other than a ping came, by the monotonic clock."""
         self._greeting: Future[str] = Future()
         """The hash of the agent's code."""
         self._replies: dict[int, tuple[Future[Any], Say, Any]] = {}
@@ -156,7 +156,7 @@ class HostConnection:
     def send_request(self, what: str, say: Say = lambda _text: None, kind: Any = Any, **values: Any) -> Future[Any]:
         """Sends a request without waiting; what :meth:`request` returns or raises is in the Future.
 
-        ``say`` gets what the agent tells meanwhile.
+        ``say`` gets the agent's progress messages.
         """
         future: Future[Any] = Future()
         number = next(self._ids)
@@ -219,7 +219,7 @@ class HostConnection:
             self.listen(message)
 
     def _end(self, reason: str) -> None:
-        # Closing is the end of a run, any other end a fault, of which ssh may tell the cause on its standard error.
+        # Closing ends a run; any other end is a fault, and ssh may print its cause to standard error.
         self._is_lost = self._is_lost or reason != "closed"
         if self._process is not None and self._is_lost:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -315,7 +315,7 @@ class Hosts:
         return problems
 
     def reconnect(self, wait_seconds: float) -> None:
-        """Connects again to hosts that were lost, and proves that nothing of their trials is left on them.
+        """Connects again to hosts that were lost, and proves that their trials left no process there.
 
         Waits for them ``wait_seconds`` at most, after a failure not again. Raises HostError.
         """
@@ -381,7 +381,7 @@ class Hosts:
             raise HostLostError(connection.name, connection.problem) from None
 
     def note_unproven(self, name: str, trial: str) -> None:
-        """Notes that a host was lost before it could tell that nothing of a trial is left on it."""
+        """Notes that a host was lost before it proved that a trial left no process there."""
         self._unproven.append((name, trial))
 
     def _end_unproven(self, connection: HostConnection) -> None:
@@ -396,7 +396,7 @@ class Hosts:
     def master_of(self, placement: Placement) -> tuple[str, int]:
         """Address and port at which the ranks of the next trial meet, on the first host. Raises HostError.
 
-        The address is the one from which the first host reaches the second: another than its name may stand for.
+        This is the address from which the first host reaches the second. Its name may stand for another one.
         """
         first, *others = self.connections
         address = placement.master_addr
@@ -420,7 +420,7 @@ class Hosts:
     ) -> dict[str, Any]:
         """The answer of every host, by its name, to a request that all work on at a time. Raises HostError.
 
-        ``each``: values of each host alone, in their order. Others as of ``HostConnection.request``.
+        ``each``: further values for each host, in their order. See ``HostConnection.request`` for the others.
         """
 
         def tell(connection: HostConnection) -> Say:

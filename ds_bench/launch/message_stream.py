@@ -81,7 +81,7 @@ class MessageStream:
             self._wake()
 
     def wait_for_room(self) -> None:
-        """Waits while much is queued, until the end of the stream: large files are not to lie in memory."""
+        """Waits while much is queued, until the end of the stream: large files should not fill memory."""
         while len(self._outgoing) > _MOST_QUEUED_BYTES and not self._closed:
             time.sleep(0.01)
 
@@ -146,7 +146,7 @@ class MessageStream:
         if self._wake_reader in events:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_reader, _READ_BYTES)
-        # An error or a hang-up counts as input: reading then tells of it.
+        # An error or a hang-up counts as input: reading then reports it.
         return bool(events.get(self._reader, 0) & ~select.POLLOUT)
 
     def _read_messages(self, is_ready: bool) -> bool:

@@ -33,7 +33,7 @@ _STACKS_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteEnd:
-    """What the hosts tell of a trial that was ended on them."""
+    """The hosts' reports on a trial that was ended there."""
 
     lost: HostLostError | None = None
     """Of the first host that did not answer; None if all did."""
@@ -66,7 +66,7 @@ class RemoteTrial:
         for connection, receiver in zip(self._hosts.connections, self._receivers, strict=True):
             sent, theirs = time.time(), connection.request("clock", kind=float)
             receiver.clock_ahead_seconds = theirs - (sent + time.time()) / 2
-            # Before the request: a host on which beginning fails halfway has something to end, too.
+            # Before the request: a host that fails halfway through it has something to end, too.
             connection.listen = receiver.receive
             self._begun.append(connection)
         self._hosts.request_all(
@@ -103,7 +103,7 @@ class RemoteTrial:
         )
 
     def read_activity(self) -> Activity | None:
-        """Sums over the trial's processes on every host; None if one did not tell."""
+        """Sums over the trial's processes on every host; None if one did not answer."""
         answers = self._ask_all("activity", _ACTIVITY_SECONDS, Activity)
         if None in answers:
             return None
@@ -127,7 +127,7 @@ class RemoteTrial:
         return answers
 
     def end(self, grace_seconds: float, quiet_seconds: float) -> RemoteEnd:
-        """Ends the trial's processes on every host on which it has begun, and waits for their last files.
+        """Ends the trial's processes on every host where it has begun, and waits for their last files.
 
         ``quiet_seconds``: after so long without a file of a host, besides the time that ending takes, it is lost.
         """

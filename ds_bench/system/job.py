@@ -1,4 +1,4 @@
-"""The job of which this process is one of several: started by a launcher, by Open MPI or MPICH, or by Slurm's srun.
+"""The job that this process is part of, if a launcher, Open MPI, MPICH or Slurm's srun started it as one of several.
 
 One of these processes runs the comparison and starts the ranks itself; the others end at once. Sources: torchrun's
 environment variables, ``mpirun(1)`` of Open MPI, "Output environment variables" of ``srun(1)`` and ``sbatch(1)``.
@@ -35,11 +35,11 @@ _OF_A_TASK = (
     "SLURM_MPI_TYPE", "SLURM_NODEID", "SLURM_NPROCS", "SLURM_NTASKS", "SLURM_PMI", "SLURM_PRIO_PROCESS",
     "SLURM_PROCID", "SLURM_SRUN_COMM", "SLURM_STEP", "SLURM_TASK_PID", "SLURM_UMASK",
 )  # fmt: skip
-"""Beginnings of the names of what Slurm tells one task, and of what srun would take over from it for further ones."""
+"""Prefixes of Slurm's variables for one task, and of those that srun would pass on to further tasks."""
 
 
 def rank_of_process(environ: Mapping[str, str]) -> int:
-    """The number of this process among those that were started alike; 0 where it was started alone."""
+    """The number of this process in its job; 0 if it was started on its own."""
     names = ["RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"]
     if is_task_of_slurm(environ):
         names.append("SLURM_PROCID")
@@ -61,7 +61,7 @@ def task_counts(text: str) -> list[int]:
 def tasks_of_nodes(environ: Mapping[str, str]) -> dict[str, int]:
     """Node → number of tasks that Slurm has for it, in the order of the job; empty outside of jobs and on one node.
 
-    Raises UsageError if Slurm does not tell the names.
+    Raises UsageError if scontrol does not list the names.
     """
     nodes = environ.get("SLURM_JOB_NODELIST", "")
     # The list of a single node has neither brackets nor commas.
@@ -79,7 +79,7 @@ def tasks_of_nodes(environ: Mapping[str, str]) -> dict[str, int]:
         if isinstance(error, FileNotFoundError):
             mend = "put scontrol and srun on PATH, start the command by srun on every node (docs/many_nodes.md)"
         raise UsageError(
-            f"this is a Slurm job of the nodes {nodes}, but scontrol does not tell their names: {said}",
+            f"this is a Slurm job of the nodes {nodes}, but scontrol does not list their names: {said}",
             remedy=f"{mend}, or start one process on one node: srun --nodes=1 --ntasks=1",
         ) from None
     names = done.stdout.split()
@@ -93,8 +93,8 @@ def take_over_job(environ: MutableMapping[str, str], *, has_hosts: bool = False)
     """Makes the first process of a job the one that starts the ranks.
 
     The number of processes stays, as WORLD_SIZE, the requested number of ranks. Variables that make a library take
-    this process, or one that it starts, for a rank or a task are removed from ``environ``; those of Slurm's allocation
-    stay. Raises UsageError where processes were started on several nodes, unless the hosts are known: from a hostfile
+    this process, or one that it starts, for a rank or a task are removed from ``environ``; Slurm's allocation
+    stays. Raises UsageError where processes were started on several nodes, unless the hosts are known: from a hostfile
     (``has_hosts``) or from Slurm.
     """
     if not has_hosts and "SLURM_JOB_ID" not in environ:
@@ -110,7 +110,7 @@ def take_over_job(environ: MutableMapping[str, str], *, has_hosts: bool = False)
             size = None  # one task of Slurm on a node is the usual way to have all of its GPUs
     if size:
         environ["WORLD_SIZE"] = size
-    if task and "SLURM_STEP_NODELIST" in environ:  # the nodes of the step may be fewer than those of the job
+    if task and "SLURM_STEP_NODELIST" in environ:  # a step may have fewer nodes than the job
         environ["SLURM_JOB_NODELIST"] = environ["SLURM_STEP_NODELIST"]
     of_torchrun = "TORCHELASTIC_RUN_ID" in environ and environ.get("LOCAL_WORLD_SIZE", "1") != "1"
     if of_torchrun and environ.get("OMP_NUM_THREADS") == "1":
@@ -131,7 +131,7 @@ def _require_one_node(environ: Mapping[str, str]) -> None:
     ):
         if total in environ and here in environ and environ[total] != environ[here]:
             raise UsageError(
-                f"{what} started processes on several nodes, of which this one cannot start the ranks of a trial",
+                f"{what} started processes on several nodes; this one cannot start ranks on the others",
                 remedy=f"start one process, without {what}, with --hostfile FILE",
             )
 

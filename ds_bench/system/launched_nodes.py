@@ -1,10 +1,10 @@
-"""Nodes on each of which an engine has started this command, and how the first process reaches the others.
+"""Nodes where an engine has started this command on each, and how the first process reaches the others.
 
 torchrun, DeepSpeed's launcher, a PyTorchJob or Volcano job, and ``srun`` inside a container do so. The first process
 listens at MASTER_ADDR. The first process of every other node connects to it and is then replaced by the agent of its
 node (``launch.host_agent``), which reads requests from that connection. The other processes leave.
 
-Both sides prove that they know the job's secret, torchrun's ``--rdzv-id`` or DS_BENCH_SECRET, of which nothing is sent.
+Both sides prove that they know the job's secret, torchrun's ``--rdzv-id`` or DS_BENCH_SECRET, without sending it.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def connect_nodes(nodes: LaunchedNodes) -> None:
                 said = True
                 terminal.print_text(f"waiting at {nodes.where} for {who} of {nodes.launcher}", sys.stderr)
             if waited > WAIT_SECONDS:
-                only = f", which is {_addresses[0]}, this machine alone" if _is_loopback(_addresses[0]) else ""
+                only = f", which only this machine reaches ({_addresses[0]})," if _is_loopback(_addresses[0]) else ""
                 raise PreflightError(
                     f"{who} of {nodes.launcher} did not connect to {nodes.where}{only}, within {WAIT_SECONDS:.0f} s",
                     remedy="start the same command on every node and open this port between them, or start one process "
@@ -241,7 +241,7 @@ def connect_nodes(nodes: LaunchedNodes) -> None:
     # Results and connections are kept by host name from here on.
     if len(set(names)) < len(names):
         raise PreflightError(
-            f"the nodes call themselves {', '.join(sorted(names))}: they are one machine, or cannot be told apart",
+            f"the nodes call themselves {', '.join(sorted(names))}: they are one machine, or look like one",
             remedy="give each machine a host name of its own; on one machine start one process",
         )
 
@@ -253,13 +253,13 @@ def _keep(nodes: LaunchedNodes, others: Mapping[int, _ConnectedNode]) -> None:
 
 
 def _listen(nodes: LaunchedNodes, deadline: float) -> socket.socket:
-    """Listens at the address of the first node alone. Raises PreflightError if that cannot be done until a time."""
+    """Listens only at the first node's address. Raises PreflightError if it cannot before the deadline."""
     remedy = "set MASTER_ADDR to an address of the first node that the others reach (torchrun and deepspeed: "
     remedy += "--master-addr; with a c10d rendezvous --local-addr)"
     while True:
         try:
             family, _, _, _, target = socket.getaddrinfo(nodes.address, nodes.port, type=socket.SOCK_STREAM)[0]
-            # At this address alone, so that no other network of the host reaches the port.
+            # Only at this address, so that no other network of the host reaches the port.
             listener = socket.create_server((str(target[0]), nodes.port), family=family, backlog=128)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
@@ -275,7 +275,7 @@ def _listen(nodes: LaunchedNodes, deadline: float) -> socket.socket:
 
 
 def _receive_node(nodes: LaunchedNodes, accepted: socket.socket, found: dict[int, _ConnectedNode]) -> None:
-    """Keeps a connection that proves to know the secret and tells of a node, and drops any other."""
+    """Keeps a connection from a node that proves to know the secret, and drops any other."""
     connection = _connection(accepted)
     try:
         deliver_challenge(connection, nodes.key)

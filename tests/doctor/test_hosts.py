@@ -219,7 +219,7 @@ def test_every_way_to_a_host_has_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp
         assert told[-len(words) :] == words
         assert ("BatchMode=yes" in told) == (command == SSH)
     with (
-        pytest.raises(PreflightError, match=r"no program nothing on this host.*--host-command"),
+        pytest.raises(PreflightError, match=r"this host has no program nothing .*--host-command"),
         host_checks.connected_hosts(replace(TWO, host_command="nothing {host}")),
     ):
         pass

@@ -140,7 +140,7 @@ def test_a_host_that_cannot_be_used_is_named_in_one_line() -> None:
 
 def test_ssh_is_given_no_name_that_it_could_take_for_something_else(subtests: pytest.Subtests) -> None:
     for name in ("-oProxyCommand=touch x", "a b", "a;b", "a\nb", "", "$(x)", "a'b", "-l", "a@b", "a\n"):
-        with subtests.test(name), pytest.raises(ValueError, match="is no name of a host"):
+        with subtests.test(name), pytest.raises(ValueError, match="is not a host name"):
             hosts.command_on_host("ssh {host}", name, ["true"])
 
 

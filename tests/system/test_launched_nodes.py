@@ -170,7 +170,9 @@ def test_a_node_that_does_not_come_and_a_first_node_that_is_another_program_are_
     monkeypatch.setattr(launched_nodes, "WAIT_SECONDS", 0.3)
     monkeypatch.setattr(launched_nodes, "_QUIET_SECONDS", 0.0)
     monkeypatch.setattr(launched_nodes, "_RETRY_SECONDS", 0.05)
-    with pytest.raises(PreflightError, match=r"node 1 of torchrun did not connect .*this machine alone.* --hostfile"):
+    with pytest.raises(
+        PreflightError, match=r"node 1 of torchrun did not connect .*only this machine reaches.* --hostfile"
+    ):
         launched_nodes.connect_nodes(nodes)
     assert "waiting at 127.0.0.1 port" in capfd.readouterr().err
     with pytest.raises(PreflightError, match=r"the first node does not answer at .*: Connection refused"):
