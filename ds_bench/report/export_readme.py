@@ -1,6 +1,6 @@
-"""The README that lies beside exported configurations: how to use each, what was measured with them, what to change.
+"""The README beside exported configurations: how to use each, what was measured with them, what to change.
 
-Only text is made here; ``export`` makes the configurations. Names that users or models chose are shown as code,
+Only text is made here, from ``templates/export_readme.md``. Names that users or models chose are shown as code or
 escaped, so that none of them can end a line or open markup.
 """
 
@@ -51,51 +51,48 @@ def readme(
     doubt: str | None = None,
 ) -> str:
     """The whole file. ``arguments``: TrainingArguments by name, as on a command line. ``doubt``: for the head."""
-    trial = record.trial
-    title = (
-        f"# DeepSpeed configuration of {inline_code(trial.configuration.label)} for {inline_code(trial.workload.model)}"
+    from jinja2 import Environment as TemplateEnvironment
+    from jinja2 import PackageLoader, StrictUndefined
+
+    engine = TemplateEnvironment(
+        loader=PackageLoader("ds_bench.report"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
-    sections = {
-        "How to use it": _usage(record, raw, accelerate, arguments),
-        f"What it was {'measured' if record.outcome.success else 'tried'} with": _measured(record, environment),
-        "In your code": _code(trial),
-        "For another world size": _world_size(trial, trainer),
-        "Keys to know": _keys(raw, accelerate, trial.placement),
-        "What to know of this row": (f"- {escape(as_caveat(caveat).text)}" for caveat in record.caveats),
-    }
-    parts = [title, *([f"**{escape(doubt)}**"] if doubt else []), *_verdict(record)]
-    for heading, lines in sections.items():
-        text = "\n".join(lines)
-        parts += [f"## {heading}", text] if text else []
-    return "\n\n".join(parts) + "\n"
-
-
-def _verdict(record: TrialRecord) -> Iterator[str]:
-    outcome = record.outcome
-    if outcome.success:
-        return
-    reason = record.trial.unsupported or record.trial.skipped or outcome.error or "no reason was recorded"
-    yield f"**This row did not train here** ({escape(outcome.status)}): {escape(reason)}."
-
-
-def _usage(record: TrialRecord, raw: Config, accelerate: Config, arguments: Mapping[str, str]) -> Iterator[str]:
-    yield f"Run these from this folder; `{_SCRIPT}` stands for your script.\n"
-    placement = record.trial.placement
+    engine.filters |= {"code": inline_code, "escaped": escape, "shell": _command}
+    trial, outcome = record.trial, record.outcome
+    placement, configuration = trial.placement, trial.configuration
     launcher = _launcher(placement)
-    ran = "what ran" if record.outcome.success else "what was tried"
-    yield f"- `ds_config.json`: exactly {ran}, for a script with `deepspeed.add_config_arguments(parser)` and"
-    yield "  `deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())`."
-    yield from _command([*launcher, _SCRIPT, "--deepspeed", "--deepspeed_config", "ds_config.json"])
     flags = [word for name, value in arguments.items() for word in (f"--{name}", value)]
-    yield '- `ds_config_trainer.json`: for the Hugging Face Trainer, which fills in "auto" from its TrainingArguments;'
-    yield "  with other values than these it trains something else."
-    yield from _command([*launcher, _SCRIPT, "--deepspeed", "ds_config_trainer.json", *flags])
-    yield from (f"  {line}" for line in _refused_by_trainer(raw))
-    yield "- `accelerate.yaml` and `ds_config_accelerate.json`: for Accelerate; the optimizer is made in your code:"
-    yield f"  {_optimizer(raw, accelerate)}"
-    yield from _command([*_device(placement), "accelerate", "launch", "--config_file", "accelerate.yaml", _SCRIPT])
-    yield "  `accelerate.yaml` names the JSON by its absolute path: change it when you move this folder."
-    yield from _places(placement)
+    params = block_of(block_of(raw, "optimizer"), "params")
+    forms = {"eps": int | float, "betas": list | tuple}
+    micro, accumulated = _batch(trial)
+    text = engine.get_template("export_readme.md").render(
+        label=configuration.label,
+        model=trial.workload.model,
+        doubt=doubt,
+        trained=outcome.success,
+        status=outcome.status,
+        reason=trial.unsupported or trial.skipped or outcome.error or "no reason was recorded",
+        raw_command=[*launcher, _SCRIPT, "--deepspeed", "--deepspeed_config", "ds_config.json"],
+        trainer_command=[*launcher, _SCRIPT, "--deepspeed", "ds_config_trainer.json", *flags],
+        accelerate_command=[*_device(placement), "accelerate", "launch", "--config_file", "accelerate.yaml", _SCRIPT],
+        refused_by_trainer=[key for key, form in forms.items() if key in params and not isinstance(params[key], form)],
+        optimizer=_optimizer(raw, accelerate),
+        placement=placement,
+        facts=dict(_facts(record, environment)),
+        axes=[f"{name}={value}" for name, value in configuration.axis_values.items()],
+        variables=[f"{name}={value}" for name, value in configuration.variables.items()],
+        code=list(_code(trial)),
+        micro=micro,
+        accumulated=accumulated,
+        stage=block_of(trainer, "zero_optimization").get("stage", 0),
+        keys=list(_keys(raw, accelerate, placement)),
+        caveats=[as_caveat(caveat).text for caveat in record.caveats],
+    )
+    return text.rstrip() + "\n"
 
 
 def _device(placement: Placement) -> list[str]:
@@ -117,21 +114,15 @@ def _launcher(placement: Placement) -> list[str]:
     return [*device, "deepspeed", "--num_gpus", str(placement.num_gpus)]
 
 
-def _command(words: list[str]) -> Iterator[str]:
+def _command(words: list[str]) -> str:
+    """A shell block inside a list."""
     text = " ".join(word if word.startswith("DS_ACCELERATOR=") else _shell(word) for word in words)
-    yield f"\n{shell_block(text, indent='  ')}\n"
+    return shell_block(text, indent="  ")
 
 
 def _shell(word: str) -> str:
     """One word of a bash command on one line, whatever is in it."""
     return shlex.quote(word) if word.isprintable() else "$'" + escape_unprintable(word).replace("'", "\\'") + "'"
-
-
-def _refused_by_trainer(raw: Config) -> Iterator[str]:
-    params = block_of(block_of(raw, "optimizer"), "params")
-    for key, fits in (("eps", int | float), ("betas", list | tuple)):
-        if key in params and not isinstance(params[key], fits):
-            yield f"The Trainer refuses this form of `optimizer.params.{key}`: remove the block and use `--optim`."
 
 
 def _optimizer(raw: Config, accelerate: Config) -> str:
@@ -156,65 +147,45 @@ def _optimizer(raw: Config, accelerate: Config) -> str:
     )
 
 
-def _places(placement: Placement) -> Iterator[str]:
-    if placement.hostfile is not None:
-        yield f"- Several nodes: {inline_code(placement.hostfile)} holds one line `host slots=GPUS` per node."
-        yield "  In `accelerate.yaml`, `num_machines` is the count of those and `num_processes` the sum of the slots,"
-        yield "  of which Accelerate wants the same number on each node."
-    if placement.accelerator == "cpu" and placement.num_gpus > 1:
-        yield "- On the CPU Accelerate runs DeepSpeed with one rank only: set `num_processes: 1`, or use GPUs."
-
-
-def _measured(record: TrialRecord, environment: Environment | None) -> Iterator[str]:
+def _facts(record: TrialRecord, environment: Environment | None) -> Iterator[tuple[str, str]]:
+    """What was measured, and with what: label → text, escaped."""
     work, placement = record.trial.workload, record.trial.placement
     unit = "GPU" if placement.accelerator == "cuda" else "CPU rank"
     names = sorted({rank.device_name for rank in record.ranks if placement.accelerator == "cuda"})
     devices = f" ({escape(', '.join(names))})" if names else ""
-    yield f"- Hardware: {placement.num_gpus} {unit}{'s' if placement.num_gpus > 1 else ''}{devices}"
-    yield f"- World size: {placement.num_gpus}"
+    yield "Hardware", f"{placement.num_gpus} {unit}{'s' if placement.num_gpus > 1 else ''}{devices}"
+    yield "World size", str(placement.num_gpus)
     micro, accumulated = _batch(record.trial)
     batches = "micro-batch" if accumulated == 1 else "micro-batches"
     yield (
-        f"- Work: micro-batch {micro} × {work.seq_length} tokens per rank, {accumulated} {batches} per optimizer step, "
-        f"{work.precision}"
+        "Work",
+        f"micro-batch {micro} × {work.seq_length} tokens per rank, {accumulated} {batches} per optimizer step, "
+        f"{work.precision}",
     )
-    yield f"- Activation checkpointing: {'on' if work.activation_checkpointing else 'off'}"
-    configuration = record.trial.configuration
-    for what, values in (("Axes", configuration.axis_values), ("Environment variables", configuration.variables)):
-        if values:
-            yield f"- {what}: {', '.join(inline_code(f'{name}={value}') for name, value in values.items())}"
-    if configuration.variables:
-        yield "- The commands above leave these variables out: set them too."
-    yield from _results(record)
-    yield f"- Versions: {_versions(record, environment)}"
+    yield "Activation checkpointing", "on" if work.activation_checkpointing else "off"
+    if record.outcome.success and record.ranks:
+        seen = summary.summarise(record, None, None)
+        steps = len(record.ranks[0].step_seconds)
+        yield "Throughput", f"{units.format_count(seen.tokens_per_second)} tokens/s (all ranks together)"
+        yield "Step time", f"{units.format_ms(seen.mean_step_seconds)} ms, mean of {steps} steps on the slowest rank"
+        if seen.gpu_peak_bytes is not None:
+            reserved = units.format_bytes(seen.gpu_peak_reserved_bytes)
+            peak = units.format_bytes(seen.gpu_peak_bytes)
+            yield "GPU memory, worst rank", f"peak allocated {peak}, reserved {reserved}"
+        if seen.host_peak_bytes is not None:
+            yield "Host memory, peak resident size of a node's ranks", units.format_bytes(seen.host_peak_bytes)
+        if seen.nvme_stored_bytes is not None:
+            yield "On NVMe", units.format_bytes(seen.nvme_stored_bytes)
+    packages = dict(environment.packages) if environment is not None else {}
+    if record.ranks:
+        packages |= {"torch": record.ranks[0].torch_version, "deepspeed": record.ranks[0].deepspeed_version}
+    versions = ", ".join(f"{name} {escape(version)}" for name, version in sorted(packages.items()))
+    yield "Versions", versions or "not recorded"
     if record.started_at is not None:
-        yield f"- Started at: {escape(record.started_at)}"
+        yield "Started at", escape(record.started_at)
     if environment is not None:
         known = provenance.machine(environment)
-        yield from (f"- {label}: {escape(text)}" for label, text in known.items() if label not in environment.packages)
-
-
-def _results(record: TrialRecord) -> Iterator[str]:
-    if not record.outcome.success or not record.ranks:
-        return
-    seen = summary.summarise(record, None, None)
-    yield f"- Throughput: {units.format_count(seen.tokens_per_second)} tokens/s (all ranks together)"
-    steps = len(record.ranks[0].step_seconds)
-    yield f"- Step time: {units.format_ms(seen.mean_step_seconds)} ms, mean of {steps} steps on the slowest rank"
-    if seen.gpu_peak_bytes is not None:
-        reserved = units.format_bytes(seen.gpu_peak_reserved_bytes)
-        yield f"- GPU memory, worst rank: peak allocated {units.format_bytes(seen.gpu_peak_bytes)}, reserved {reserved}"
-    if seen.host_peak_bytes is not None:
-        yield f"- Host memory, peak resident size of a node's ranks: {units.format_bytes(seen.host_peak_bytes)}"
-    if seen.nvme_stored_bytes is not None:
-        yield f"- On NVMe: {units.format_bytes(seen.nvme_stored_bytes)}"
-
-
-def _versions(record: TrialRecord, environment: Environment | None) -> str:
-    known = dict(environment.packages) if environment is not None else {}
-    if record.ranks:
-        known |= {"torch": record.ranks[0].torch_version, "deepspeed": record.ranks[0].deepspeed_version}
-    return ", ".join(f"{name} {escape(version)}" for name, version in sorted(known.items())) or "not recorded"
+        yield from ((name, escape(text)) for name, text in known.items() if name not in environment.packages)
 
 
 _LOSS_CODE = {
@@ -226,46 +197,33 @@ _LOSS_CODE = {
 
 
 def _code(trial: Trial) -> Iterator[str]:
-    """What the row has that no configuration file says."""
+    """What the row has that no configuration file contains."""
     work, config = trial.workload, trial.ds_config
     ulysses = "deepspeed.runtime.sequence_parallel.ulysses_sp"
     if work.attention is not None:
-        yield f"- Attention: build the model with `attn_implementation={work.attention!r}`."
+        yield f"Attention: build the model with `attn_implementation={work.attention!r}`."
     if work.loss != "model":
-        yield f"- Loss: {_LOSS_CODE[work.loss]}."
+        yield f"Loss: {_LOSS_CODE[work.loss]}."
     if work.tiled_mlp:
-        yield f"- MLP: `TiledMLP` of `{ulysses}` in each layer."
+        yield f"MLP: `TiledMLP` of `{ulysses}` in each layer."
     if work.compile != "none" or is_deepcompiled(config):
-        yield "- Compiled: call `engine.compile()` after `deepspeed.initialize`."
+        yield "Compiled: call `engine.compile()` after `deepspeed.initialize`."
     if sequence_parallel_size(config) > 1:
-        yield f"- Ulysses: `UlyssesSPAttentionHF.register_with_transformers` of `{ulysses}`, whose `mpu` goes to"
-        yield "  `deepspeed.initialize`; `UlyssesSPDataLoaderAdapter` splits the batches."
+        yield (
+            f"Ulysses: `UlyssesSPAttentionHF.register_with_transformers` of `{ulysses}`, whose `mpu` goes to "
+            "`deepspeed.initialize`; `UlyssesSPDataLoaderAdapter` splits the batches."
+        )
     if tensor_parallel_size(config) > 1:
-        yield "- AutoTP: give all ranks of a group the same batches."
+        yield "AutoTP: give all ranks of a group the same batches."
     if work.data_workers is not None:
-        yield f"- Data: a `DataLoader` with `num_workers={work.data_workers}`, `pin_memory={work.data_pin_memory}`."
-    yield from _process(trial)
-
-
-def _process(trial: Trial) -> Iterator[str]:
-    """What concerns the ranks' processes rather than the model."""
-    if trial.workload.cpu_binding != "none":
-        yield "- Processors: start it with the launcher's `--bind_cores_to_rank`, or bind each rank yourself."
-    if not trial.workload.zero_init:
-        yield "- Without zero.Init: build the model before the Trainer's arguments or Accelerate's plugin exist. After"
-        yield "  them it is split while it is built, which takes less memory."
-    for name, value in trial.configuration.variables.items():
-        yield f"- Environment: {inline_code(f'{name}={value}')}."
-
-
-def _world_size(trial: Trial, trainer: Config) -> Iterator[str]:
-    micro, accumulated = _batch(trial)
-    yield f"- `ds_config.json`: set `train_batch_size` to {micro} × {accumulated} × ranks, or DeepSpeed refuses it."
-    yield "- Trainer: nothing in the file; start it with another number of GPUs."
-    yield "- Accelerate: `num_processes` in `accelerate.yaml`, or `--num_processes`."
-    stage = block_of(trainer, "zero_optimization").get("stage", 0)
-    if stage != 0:
-        yield "- Memory per rank depends on how many share the model states, throughput on their links: measure again."
+        yield f"Data: a `DataLoader` with `num_workers={work.data_workers}`, `pin_memory={work.data_pin_memory}`."
+    if work.cpu_binding != "none":
+        yield "Processors: start it with the launcher's `--bind_cores_to_rank`, or bind each rank yourself."
+    if not work.zero_init:
+        yield (
+            "Without zero.Init: build the model before the Trainer's arguments or Accelerate's plugin exist. After "
+            "them it is split while it is built, which takes less memory."
+        )
 
 
 def _batch(trial: Trial) -> tuple[object, object]:
@@ -280,17 +238,17 @@ def _batch(trial: Trial) -> tuple[object, object]:
 def _keys(raw: Config, accelerate: Config, placement: Placement) -> Iterator[str]:
     for key in redacted_keys(raw):
         placeholder = inline_code(REDACTED)
-        yield f"- {inline_code(key)}: may be a credential and was not kept; put your own in place of {placeholder}."
+        yield f"{inline_code(key)}: may be a credential and was not kept; put your own in place of {placeholder}."
     own = [key for key, value in MEASURING_KEYS.items() if raw.get(key) == value]
     if own:
-        yield f"- {', '.join(map(inline_code, own))}: added for measuring (no printing, no timers); remove at will."
+        yield f"{', '.join(map(inline_code, own))}: added for measuring (no printing, no timers); remove at will."
     if block_of(block_of(raw, "optimizer"), "params").get("torch_adam"):
-        yield "- `optimizer.params.torch_adam`: torch's AdamW stepped; remove it where DeepSpeed's FusedAdam builds."
+        yield "`optimizer.params.torch_adam`: torch's AdamW stepped; remove it where DeepSpeed's FusedAdam builds."
     if raw.get("zero_allow_untested_optimizer"):
-        yield "- `zero_allow_untested_optimizer`: DeepSpeed wants it for this optimizer."
+        yield "`zero_allow_untested_optimizer`: DeepSpeed wants it for this optimizer."
     if "zero_force_ds_cpu_optimizer" in accelerate and "zero_force_ds_cpu_optimizer" not in raw:
-        yield "- `zero_force_ds_cpu_optimizer`: keeps Accelerate from putting CPU Adam in your optimizer's place."
+        yield "`zero_force_ds_cpu_optimizer`: keeps Accelerate from putting CPU Adam in your optimizer's place."
     if "nvme" in (offload_device(raw, "offload_optimizer"), offload_device(raw, "offload_param")):
         path = inline_code(placement.nvme_path or "not given")
-        yield f"- `nvme_path`: {path}; two jobs must not share it, and swap files stay there."
-        yield "- `buffer_size` holds the largest parameter of this model: another model needs its own."
+        yield f"`nvme_path`: {path}; two jobs must not share it, and swap files stay there."
+        yield "`buffer_size` holds the largest parameter of this model: another model needs its own."

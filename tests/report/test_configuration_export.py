@@ -21,6 +21,7 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
+from syrupy.assertion import SnapshotAssertion
 
 from ds_bench.config import deepspeed_config
 from ds_bench.config.automatic_values import TrainingFacts
@@ -30,7 +31,7 @@ from ds_bench.config.spec import Configuration, Placement, Trial
 from ds_bench.errors import UsageError
 from ds_bench.launch import rank_environment
 from ds_bench.launch.ops import OpState
-from ds_bench.records import json_files, schema
+from ds_bench.records import schema
 from ds_bench.records.schema import TrialRecord
 from ds_bench.report import configuration_export, markdown
 from ds_bench.system.environment import Environment
@@ -365,72 +366,23 @@ def test_a_failed_row_of_several_nodes_counts_them_from_its_hostfile(tmp_path: P
 # The README.
 
 
-def test_the_readme_tells_what_was_measured_in_units(tmp_path: Path) -> None:
+def test_the_readme_of_a_row_that_trained_and_of_one_that_did_not(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     environment = Environment(
         hostname="node-0", logical_cores=8, packages={"torch": "2.13.0", "transformers": "5.23.0"}
     )
-    trial = row(zero(3), num_gpus=2, grad_accum=4)
-    configuration_export.write_exports(success(trial, gpu_peak_bytes=8 * GB), tmp_path, environment)
-    readme = (tmp_path / "README.md").read_text()
-    # 4 sequences × 4 micro-batches × 2 ranks × 128 tokens in 0.1 s: 4096 tokens per step, 40,960 per second.
-    assert "Throughput: 40,960 tokens/s" in readme
-    assert "peak allocated 8.00 GB, reserved 10.00 GB" in readme
-    assert "2 GPUs (NVIDIA H100 80GB HBM3)" in readme
-    assert "micro-batch 4 × 128 tokens per rank, 4 micro-batches per optimizer step, bf16" in readme
-    assert "deepspeed 0.19.8, torch 2.13.0, transformers 5.23.0" in readme
-    assert "set `train_batch_size` to 4 × 4 × ranks" in readme
-    assert "`steps_per_print`, `wall_clock_breakdown`, `timers`: added for measuring" in readme
-
-
-def test_what_no_file_says_is_told_to_be_done_in_code(tmp_path: Path) -> None:
-    plain = write(row(), tmp_path / "plain")["README.md"]
-    assert "## In your code" not in plain
+    seen = success(row(zero(3), num_gpus=2, grad_accum=4), gpu_peak_bytes=8 * GB)
+    configuration_export.write_exports(seen, tmp_path, environment, doubt="Too close to call.")
+    assert (tmp_path / "README.md").read_text() == snapshot(name="trained")
     work = {"attention": "eager", "loss": "tiled", "tiled_mlp": True, "compile": "torch", "data_workers": 2}
-    trial = row(changes={"sequence_parallel_size": 2}, num_gpus=2, cpu_binding="cores", **work)
-    strategy = replace(trial.configuration, variables={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
-    told = write(replace(trial, configuration=strategy), tmp_path / "told")["README.md"]
-    for text in (
-        "attn_implementation='eager'", "TiledFusedLogitsLoss", "TiledMLP", "engine.compile()", "UlyssesSPAttentionHF",
-        "num_workers=2", "--bind_cores_to_rank", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-        "--torch_compile true", "--dataloader_num_workers 2",
-    ):  # fmt: skip
-        assert text in told, text
-
-
-def test_a_diagnostic_key_of_the_users_own_is_not_called_the_benchmarks(tmp_path: Path) -> None:
-    readme = write(row(changes={"steps_per_print": 10, "wall_clock_breakdown": True}), tmp_path)["README.md"]
-    assert "`timers`: added for measuring" in readme
-    assert "`steps_per_print`" not in readme
-    assert "`wall_clock_breakdown`" not in readme
-
-
-@pytest.mark.parametrize("status", [status for status in schema.STATUSES if status != schema.SUCCESS])
-def test_a_row_that_did_not_train_is_exported_with_the_reason_on_top(status: str, tmp_path: Path) -> None:
-    readme = write(failure(row(), status, error=f"why <it> {status}\nended"), tmp_path)["README.md"]
-    verdict = readme.splitlines()[2]
-    assert verdict.startswith(f"**This row did not train here** ({status}): why &lt;it> {status} ended")
-    assert "tokens/s" not in readme
-
-
-def test_an_unsupported_row_gives_the_reason_of_its_plan(tmp_path: Path) -> None:
-    trial = replace(row(offload("cpu_optimizer", 1)), unsupported="needs a folder on the disk; add --nvme-path DIR")
-    readme = write(failure(trial, schema.UNSUPPORTED, error=None), tmp_path)["README.md"]
-    assert "(Unsupported): needs a folder on the disk; add --nvme-path DIR" in readme
-
-
-def test_caveats_of_the_row_come_along(tmp_path: Path) -> None:
-    seen = replace(success(row()), caveats=("--nvme-path is memory (tmpfs), not an NVMe disk",))
-    assert "- --nvme-path is memory (tmpfs), not an NVMe disk" in write(seen, tmp_path)["README.md"]
-
-
-def test_the_readme_names_the_axes_of_the_row_and_the_variables_it_ran_with(tmp_path: Path) -> None:
-    trial = row()
+    changes = {"sequence_parallel_size": 2, "steps_per_print": 10, "wall_clock_breakdown": True}
+    trial = row(offload("nvme"), changes=changes, num_gpus=2, cpu_binding="cores", zero_init=False, **work)
     values = {"axis_values": {"pin_memory_backend": "native"}, "variables": {"DS_PIN_MEMORY_BACKEND": "native"}}
-    of_axis = replace(trial, configuration=replace(trial.configuration, **values))
-    readme = write(success(of_axis), tmp_path)["README.md"]
-    assert "Axes: `pin_memory_backend=native`" in readme
-    assert "Environment variables: `DS_PIN_MEMORY_BACKEND=native`" in readme
-    assert "Axes" not in write(success(trial), tmp_path / "plain")["README.md"]
+    failed = failure(replace(trial, configuration=replace(trial.configuration, **values)), error="why <it>\nended")
+    failed = replace(failed, caveats=("--nvme-path is memory (tmpfs), not an NVMe disk",))
+    assert write(failed, tmp_path)["README.md"] == snapshot(name="failed")
+    unsupported = replace(row(offload("cpu_optimizer", 1)), unsupported="needs a folder; add --nvme-path DIR")
+    readme = write(failure(unsupported, schema.UNSUPPORTED, error=None), tmp_path)["README.md"]
+    assert "(Unsupported): needs a folder; add --nvme-path DIR" in readme
 
 
 HOSTILE = "``evil`` \"quoted\" 'name'\n# <script>alert(1)</script>\n```\n- deepspeed_config: !!python/object:os.system"
@@ -450,19 +402,14 @@ TEXT = st.text() | st.text(alphabet="`~*_<>&;[]()!#|-+=\\ \n\t1.ab/:")
 
 
 @given(TEXT)
-def test_any_text_stays_one_line_in_the_readme_and_keeps_its_code_span(text: str) -> None:
+def test_any_text_stays_one_line_keeps_its_code_span_and_opens_no_markup(text: str) -> None:
+    assert MarkdownIt().render("x " + markdown.escape(text)).count("<") == 2  # of the paragraph itself
     for shown in (markdown.inline_code(text), markdown.escape(text)):
         assert shown.isprintable()
     rendered = MarkdownIt().render(f"x {markdown.inline_code('a' + text + 'a')} y")
     assert rendered.count("<code>") == 1
     assert rendered.startswith("<p>x <code>a")
     assert rendered.endswith("a</code> y</p>\n")
-
-
-@given(TEXT)
-def test_any_text_shown_as_text_opens_no_markup(text: str) -> None:
-    rendered = MarkdownIt().render("x " + markdown.escape(text))
-    assert rendered.count("<") == 2  # of the paragraph itself
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=()), max_size=50))
@@ -479,31 +426,19 @@ def test_any_path_comes_back_out_of_the_yaml(text: str) -> None:
 # Folders.
 
 
-@pytest.mark.parametrize("place", ["file", "below_a_file", "readme_is_a_folder", "no_such_root"])
+@pytest.mark.parametrize("place", ["below_a_file", "readme_is_a_folder", "nul"])
 def test_a_folder_that_cannot_be_written_is_one_line_with_a_remedy(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "taken" / "README.md" / "full").mkdir(parents=True)
     folders = {
-        "file": tmp_path / "file",
         "below_a_file": tmp_path / "file" / "deep",
         "readme_is_a_folder": tmp_path / "taken",
-        "no_such_root": Path("/proc/ds_bench_exports"),
+        "nul": tmp_path / "a\0b",
     }
     with pytest.raises(UsageError) as caught:
         configuration_export.write_exports(success(row()), folders[place])
-    assert str(folders[place]) in str(caught.value)
-    assert "give a folder that you may write to" in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
     assert (tmp_path / "file").read_text() == "mine"
-
-
-@pytest.mark.parametrize("folder", [Path("a\0b"), Path("x" * 300)])
-def test_a_name_that_no_folder_can_have_is_a_users_mistake(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError):
-        configuration_export.write_exports(success(row()), folder)
 
 
 def test_a_value_that_json_cannot_hold_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
@@ -527,14 +462,6 @@ def test_exporting_does_not_change_the_record(tmp_path: Path) -> None:
     before = json.dumps(seen.to_dict(), sort_keys=True)
     write(seen, tmp_path)
     assert json.dumps(seen.to_dict(), sort_keys=True) == before
-
-
-def test_a_record_read_back_from_disk_exports_the_same(tmp_path: Path) -> None:
-    seen = success(row(offload("cpu_full"), num_gpus=2))
-    again = json_files.parse(TrialRecord, json.dumps(seen.to_dict()).encode())
-    assert (
-        write(seen, tmp_path / "a")["ds_config_trainer.json"] == write(again, tmp_path / "b")["ds_config_trainer.json"]
-    )
 
 
 @pytest.mark.parametrize(
@@ -561,13 +488,6 @@ def test_the_folder_of_a_strategy_keeps_its_name_and_leads_nowhere_else() -> Non
         "cpu_optimizer-2.1": "ds_config_cpu_optimizer-2.1",
     }
     assert {strategy: configuration_export.folder_name(strategy) for strategy in folder} == folder
-
-
-@given(st.text())
-def test_no_strategys_name_leads_out_of_the_folder_one_is_in(strategy: str) -> None:
-    name = configuration_export.folder_name(strategy)
-    assert Path(name).name == name
-    assert (Path("/here") / name).resolve().parent == Path("/here")
 
 
 # For real: the README's three commands, word for word, each with two steps of training on one CPU rank.
