@@ -31,8 +31,8 @@ import numpy as np
 from numpy.random import Generator
 
 from ds_bench.analysis.comparison import compare
-from ds_bench.analysis.intervals import RowRatios, Run, geometric_mean, ratio_interval
-from ds_bench.analysis.summary import summarise
+from ds_bench.analysis.intervals import RowRatios, RunMean, geometric_mean, ratio_interval
+from ds_bench.analysis.row import make_run
 from ds_bench.baselines import BaselineEntry, compare_to_baseline
 from ds_bench.baselines.result import BenchmarkResult, benchmark_result
 from ds_bench.config.spec import Configuration
@@ -119,7 +119,7 @@ def decides(numbers: Generator, *, count: int, runs: int, spread: float) -> list
         seconds = tuple((mean * np.exp(numbers.normal(0, _STEP_SPREAD, _STEPS))).tolist())
         ranks = tuple(replace(rank, step_seconds=seconds, window_seconds=sum(seconds)) for rank in record.ranks)
         begun = f"2026-11-23T09:{position:02d}:00+00:00"
-        summaries.append(summarise(replace(record, ranks=ranks, started_at=begun), None, None))
+        summaries.append(make_run(replace(record, ranks=ranks, started_at=begun), None, None))
     return [recommend(compare(summaries, environments=[fakes.environment()])).decided]
 
 
@@ -154,10 +154,10 @@ def row_ratios(
         (row.name, number) for number in range(runs) for row in ordered_for_round(_configurations(count), seed, number)
     ]
     means = np.exp(_RUN_SPREAD * NOISES[noise](numbers, len(order), count)).tolist()
-    rows: dict[str, list[Run]] = {name: [] for name in names}
+    rows: dict[str, list[RunMean]] = {name: [] for name in names}
     for position, ((name, number), mean) in enumerate(zip(order, means, strict=True)):
         factor = 1 + gain if name == names[-1] else 1.0
-        rows[name].append(Run(mean=mean * factor, round=number, position=position))
+        rows[name].append(RunMean(mean=mean * factor, round=number, position=position))
     fastest = max(names, key=lambda name: geometric_mean([run.mean for run in rows[name]]) or 0.0)
     return RowRatios(rows, names[0]), names, fastest
 
@@ -211,7 +211,7 @@ def _result(means: Sequence[float]) -> BenchmarkResult:
 
 @cache
 def _row() -> BenchmarkResult:
-    return benchmark_result([summarise(_records(1, 1)[0], None, None)], fakes.environment())
+    return benchmark_result([make_run(_records(1, 1)[0], None, None)], fakes.environment())
 
 
 # ------------------------------------------------------------------

@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a checkout, installed or not
 
 from ds_bench.analysis.loss_parity import compare_losses
-from ds_bench.analysis.summary import summarise
+from ds_bench.analysis.row import make_run
 from ds_bench.config.spec import Configuration, Placement, Trial
 from ds_bench.launch import Limits, ops, rank_environment
 from ds_bench.launch.warm import WarmLauncher
@@ -104,14 +104,14 @@ def without_settings(record: TrialRecord) -> TrialRecord:
 
 def verdicts(records: Mapping[str, TrialRecord]) -> Iterator[tuple[str, str, str]]:
     """Yield the name of each row, its caveat, and its caveat without the settings read back; empty if there is none."""
-    honest = {name: summarise(records[name], None, None) for name in HONEST}
+    honest = {name: make_run(records[name], None, None) for name in HONEST}
     found = compare_losses([*honest.values()])
     for place, name in enumerate(honest):
         yield name, *[found[place].text if place in found else ""] * 2
     for name in MUTANTS:
         texts = []
         for record in (records[name], without_settings(records[name])):
-            caveat = compare_losses([*honest.values(), summarise(record, None, None)]).get(len(honest))
+            caveat = compare_losses([*honest.values(), make_run(record, None, None)]).get(len(honest))
             texts.append("" if caveat is None else caveat.text)
         yield name, *texts
 

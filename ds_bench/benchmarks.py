@@ -160,7 +160,7 @@ def measure(config: BenchmarkConfig) -> BenchmarkResult:
         # The request was refused or the user has interrupted it. A run that fails is no exception: it is in the result.
         shutil.rmtree(folder)
         raise
-    result = benchmark_result(loaded.summaries, loaded.environment, config.name)
+    result = benchmark_result(loaded.runs, loaded.environment, config.name)
     if result.failed_runs:
         failed = f"{result.failed_runs} of {config.repeats} runs failed" if config.repeats > 1 else "failed"
         problem = f"benchmark {config.name} {failed}"

@@ -15,12 +15,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import __version__, size_search
 from .analysis import flops, provenance
-from .analysis.flat_rows import flat_rows
-from .analysis.summary import TrialSummary, summarise
+from .analysis.comparison import rows_of
 from .config.deepspeed_config import MakeConfig
 from .config.options import Options
 from .config.spec import Trial, point_text
@@ -49,6 +48,9 @@ from .report.terminal_report import print_reports
 from .system import device_locks, files, invocation, signals, terminal
 from .system.environment import Environment, Machine, read_machine, require_installed, require_packages
 from .units import format_items, format_names
+
+if TYPE_CHECKING:
+    from .analysis.row import Run
 
 OK, NONE_SUCCEEDED, INTERRUPTED_CODE = 0, 1, 130
 _FIELDS_SET_BY_SEARCH = ("batch_size", "batch_policy", "seq_length", "seq_policy")
@@ -407,7 +409,7 @@ def _run_plan(
                 if (read := store.as_read(record)) is not None:
                     results.add(read)
                 # After every trial, since a killed run gets no chance to write them at the end.
-                store.write_rows(flat_rows(results.summaries), options.csv)
+                store.write_rows(rows_of(results.runs), options.csv)
                 progress.end(record)
                 if size_search.is_too_large(record) and not signals.interrupt_requested():
                     row, status = record.trial.configuration.label, record.outcome.status
@@ -508,7 +510,7 @@ def _save_run(
 
 
 class ResultBuilder:
-    """Makes summaries and the reports of a run's records, with what only the run knows: models, device, environment.
+    """Makes the runs and the reports of a run's records, with what only the run knows: models, device, environment.
 
     A record that is added takes the place of an earlier one of its trial.
     """
@@ -519,13 +521,15 @@ class ResultBuilder:
         self._gpu_name = gpus[0].name if gpus else None
         self._predictor = trial_predictions.ChangePredictor()
         self._plan_of_key = {trial.key: each for each in plan.plans for trial in each.trials}
-        self._summary_of_key: dict[str, TrialSummary] = {}
+        self._run_of_key: dict[str, Run] = {}
 
     def add(self, record: TrialRecord) -> None:
         """Adds the record of a trial, as it is read from the run's folder."""
+        from .analysis.row import make_run  # here, as pydantic takes longer to import than all else
+
         facts = self._plan_of(record.trial).model.facts
         peak_flops = self._peak_flops(flops.peak_precision(record))
-        self._summary_of_key[record.trial.key] = summarise(record, facts, peak_flops, self.environment, self._run_id)
+        self._run_of_key[record.trial.key] = make_run(record, facts, peak_flops, self.environment, self._run_id)
 
     def replan(self, plan: RunPlan) -> None:
         """Take a plan of the same points with other trials; earlier records stay with their points."""
@@ -559,33 +563,33 @@ class ResultBuilder:
         return next(same, self._plan.plans[0])
 
     @property
-    def summaries(self) -> list[TrialSummary]:
+    def runs(self) -> list[Run]:
         """Numbers of each trial that has a record, point by point, in the order of the plan; then those of trials that
         an earlier run of the folder made and this one does not ask for."""
-        return [summary for _, summaries in self.points for summary in summaries]
+        return [run for _, runs in self.points for run in runs]
 
     @property
-    def points(self) -> list[tuple[Plan, list[TrialSummary]]]:
+    def points(self) -> list[tuple[Plan, list[Run]]]:
         """The plan of each point that has records, and their numbers."""
-        left = dict(self._summary_of_key)
+        left = dict(self._run_of_key)
         of_plan = {
             id(plan): [left.pop(trial.key) for trial in plan.trials if trial.key in left] for plan in self._plan.plans
         }
-        for summary in left.values():
-            of_plan[id(self._plan_of(summary.record.trial))].append(summary)
+        for run in left.values():
+            of_plan[id(self._plan_of(run.trial))].append(run)
         found = [(plan, of_plan[id(plan)]) for plan in self._plan.plans if of_plan[id(plan)]]
         # An interruption may come before the first record; a report is made nevertheless.
         return found or [(self._plan.plans[0], [])]
 
     def build_report(
-        self, plan: Plan, summaries: Sequence[TrialSummary], notes: Sequence[str], command: str, resume: str
+        self, plan: Plan, runs: Sequence[Run], notes: Sequence[str], command: str, resume: str
     ) -> ComparisonReport:
-        """Comparison and recommendation of the summaries of one point. ``resume``: the command that adds runs."""
+        """Comparison and recommendation of the runs of one point. ``resume``: the command that adds runs."""
         baseline = plan.options.relative_to
-        if not any(summary.record.trial.configuration.name == baseline for summary in summaries):
+        if not any(run.trial.configuration.name == baseline for run in runs):
             baseline = None  # an interruption came before that row
         return build_report(
-            summaries,
+            runs,
             goal=plan.options.goal,
             relative_to=baseline,
             notes=notes,
@@ -615,8 +619,8 @@ def _finish(
     ``saved``: the values of run.json. ``failure``: what kept a trial's files from being written. Raises DsBenchError
     for it, and for a failure to write the results or to export a configuration, after what there is has been printed.
     """
-    points, summaries = results.points, results.summaries
-    rows = flat_rows(summaries)
+    points, runs = results.points, results.runs
+    rows = rows_of(runs)
     removed = not (store.folder / RUN_FILE).is_file()
     try:
         store.write_rows(rows, options.csv)
@@ -651,8 +655,8 @@ def _finish(
     if failure is not None:
         raise failure
     if not options.quiet:
-        _print_places(options, store, folders, summaries)
-    code = exit_code(options, summaries)
+        _print_places(options, store, folders, runs)
+    code = exit_code(options, runs)
     if code == INTERRUPTED_CODE and not options.quiet:
         # A signal that came after the last trial left nothing undone.
         then = "every trial had finished" if is_finished(store.folder) else f"go on with: {resume}"
@@ -678,9 +682,7 @@ def _write_recommendations(
     return folders
 
 
-def _print_places(
-    options: Options, store: RunFolder, folders: Sequence[Path], summaries: Sequence[TrialSummary]
-) -> None:
+def _print_places(options: Options, store: RunFolder, folders: Sequence[Path], runs: Sequence[Run]) -> None:
     """Prints where the recommended configurations and the files of the results are."""
     for folder in dict.fromkeys(store.folder / "points" if options.point else folder for folder in folders):
         terminal.print_text(f"  Config: {folder}", sys.stderr)
@@ -690,7 +692,7 @@ def _print_places(
     report_command = f"{invocation.program()} report {shown} --html r.html"
     also = "" if options.csv is None else f", {options.csv}"
     terminal.print_text(f"  Report: {report_command}\n  Files:  {store.json_path} and .csv{also}", sys.stderr)
-    if line := profile_text.files_line(summaries, store.folder):
+    if line := profile_text.files_line(runs, store.folder):
         terminal.print_text(f"  {line}", sys.stderr)
 
 
@@ -714,9 +716,9 @@ def _recommendation_values(reports: Sequence[tuple[Plan, ComparisonReport]]) -> 
     }
 
 
-def exit_code(options: Options, summaries: Sequence[TrialSummary]) -> int:
+def exit_code(options: Options, runs: Sequence[Run]) -> int:
     """0 a row succeeded, 1 none did, 130 interrupted; with --strict 1 when any failed."""
-    outcomes = [summary.record.outcome for summary in summaries]
+    outcomes = [run.outcome for run in runs]
     if signals.interrupt_requested() or any(outcome.status == schema.INTERRUPTED for outcome in outcomes):
         return INTERRUPTED_CODE
     if options.strict and not all(outcome.success for outcome in outcomes):

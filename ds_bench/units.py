@@ -22,6 +22,16 @@ def from_gb(count_gb: float) -> int:
     return int(count_gb * BYTES_PER_GB)
 
 
+def in_bytes(count_gb: float | None) -> float | None:
+    """GB (2**30) to bytes; ``None`` stays ``None``."""
+    return None if count_gb is None else count_gb * BYTES_PER_GB
+
+
+def in_seconds(milliseconds: float | None) -> float | None:
+    """Milliseconds to seconds; ``None`` stays ``None``."""
+    return None if milliseconds is None else milliseconds / 1000.0
+
+
 def to_ms(seconds: float | None) -> float | None:
     """Seconds to milliseconds, unrounded; ``None`` stays ``None``."""
     return None if seconds is None else seconds * 1000.0

@@ -17,7 +17,7 @@ import pytest
 
 import ds_bench
 from ds_bench import api
-from ds_bench.analysis.flat_rows import FLAT_COLUMNS
+from ds_bench.analysis.row import COLUMNS
 from ds_bench.cli import commands
 from ds_bench.config.options import FLAGS
 from ds_bench.config.recipe import PATHS, Recipe
@@ -199,7 +199,7 @@ def test_a_sweep_has_a_report_for_each_point(scripted: ScriptedRun) -> None:
 def test_a_data_frame_is_the_file_with_one_type_per_column(tmp_path: Path) -> None:
     rows = json.loads(REFERENCE.read_text())
     frame = ds_bench.load(REFERENCE).to_dataframe()
-    assert list(frame.columns) == [column.name for column in FLAT_COLUMNS]
+    assert list(frame.columns) == list(COLUMNS)
     assert len(frame) == len(rows)
     by_trial = {row["trial_id"]: row for row in rows}
     for _, row in frame.iterrows():

@@ -149,7 +149,7 @@ def in_results(*records: TrialRecord) -> list[TrialRecord]:
     results = ResultBuilder(run_plan(), fakes.environment(), "run")
     for each in records:
         results.add(each)
-    return [summary.record for summary in results.summaries]
+    return [summary.record for summary in results.runs]
 
 
 def test_the_latest_record_of_each_trial_counts_in_the_order_of_the_plan() -> None:
@@ -318,7 +318,7 @@ def test_a_trial_that_runs_again_on_other_hosts_is_the_same_row(scripted: Script
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     assert scripted.resume("--retry", "Timeout") == 0
     result = load_results.load(path.parent)
-    assert [each.record.outcome.status for each in result.summaries] == ["Success", "Success"]
+    assert [each.outcome.status for each in result.runs] == ["Success", "Success"]
     assert result.notes == ()
 
 

@@ -6,22 +6,21 @@ differ, as the change may be an upgrade; they are reported.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config.caveats import Caveat
-from ..config.deepspeed_config import is_full_config
-from ..records.schema import TrialRecord
 from ..system import environment
-from . import comparability, comparison, flat_reader
+from . import comparability, comparison
 from .comparison import ComparisonRow
-from .flat_rows import flat_row
+from .flat_run import flat_run
 from .intervals import RatioInterval
 from .load_results import Result
 from .loss_parity import compare_losses
-from .summary import TrialSummary
+
+if TYPE_CHECKING:
+    from .row import Run
 
 ABSENT = "absent"
 _CHANGES = ("num_steps", "warmup_steps", "launch", "torch", "deepspeed")
@@ -78,7 +77,7 @@ def compare_before_after(before: Result, after: Result) -> BeforeAfter:
     else:
         hardware, software = environment.hardware_differences(a, b), environment.software_differences(a, b)
         settings = environment.setting_differences(a, b)
-    rows = tuple(_pair_rows(before.summaries, after.summaries, hardware, software))
+    rows = tuple(_pair_rows(before.runs, after.runs, hardware, software))
     return BeforeAfter(
         rows=rows,
         hardware=tuple(hardware),
@@ -86,7 +85,7 @@ def compare_before_after(before: Result, after: Result) -> BeforeAfter:
         settings=tuple(settings),
         environment_unknown=a is None or b is None,
         configs_unknown=any(
-            side.representative.config_hash is None
+            side.representative.row.config_hash is None
             for row in rows
             if row.before and row.after
             for side in (row.before, row.after)
@@ -95,7 +94,7 @@ def compare_before_after(before: Result, after: Result) -> BeforeAfter:
 
 
 def _pair_rows(
-    before: Sequence[TrialSummary], after: Sequence[TrialSummary], hardware: Sequence[str], software: Sequence[str]
+    before: Sequence[Run], after: Sequence[Run], hardware: Sequence[str], software: Sequence[str]
 ) -> Iterator[RowChange]:
     """Pairs rows by model and strategy, in the order of ``before``; then the rows that only ``after`` has.
 
@@ -155,41 +154,36 @@ def _field(difference: str) -> str:
 def _differences(before: ComparisonRow, after: ComparisonRow) -> list[str]:
     """Differences of workload, placement and run. If a row is from a flat JSON, only its fields are compared."""
     runs = before.representative, after.representative
-    from_records = all(is_full_config(run.record.trial) for run in runs)
-    records = [run.record if from_records else _as_flat(run) for run in runs]
-    return [text for text in comparability.incomparable_fields(*records) if _field(text) not in _IRRELEVANT_FIELDS]
-
-
-def _as_flat(summary: TrialSummary) -> TrialRecord:
-    """The record as it would be read back from its flat row."""
-    with contextlib.suppress(ValueError):  # values that no flat row can hold: then the record itself is compared
-        return flat_reader.read_summary(flat_row(summary)).record
-    return summary.record
+    if any(run.record is None for run in runs):
+        runs = flat_run(runs[0].row), flat_run(runs[1].row)
+    return [text for text in comparability.incomparable_fields(*runs) if _field(text) not in _IRRELEVANT_FIELDS]
 
 
 def _loss_caveat(before: ComparisonRow, after: ComparisonRow) -> Caveat | None:
     """The caveat on the losses of two rows that differ at most in the number of steps; None if the losses agree."""
     runs = [before.representative, after.representative]
-    workload = runs[0].record.trial.workload
-    wrappers = {rank.engine_optimizer_class for run in runs for rank in run.record.ranks}
+    workload = runs[0].trial.workload
+    wrappers = {rank.engine_optimizer_class for run in runs for rank in run.ranks}
     for index, run in enumerate(runs):
-        ranks = run.record.ranks
+        ranks = run.ranks
+        if run.record is None:
+            continue
         if len(wrappers) == 1:  # the known effect of a wrapper on the loss is then the same in both rows
             ranks = tuple(replace(rank, engine_optimizer_class="") for rank in ranks)
         # compare_losses groups rows by workload: with one for both, another number of steps does not part them.
-        trial = replace(run.record.trial, workload=workload)
+        trial = replace(run.trial, workload=workload)
         runs[index] = replace(run, record=replace(run.record, trial=trial, ranks=ranks))
     return next(iter(compare_losses(runs).values()), None)
 
 
-def _config_changes(before: TrialSummary, after: TrialSummary) -> Iterator[str]:
+def _config_changes(before: Run, after: Run) -> Iterator[str]:
     """Differences of the optimizers, and of each key of the configurations as written and as DeepSpeed resolved it."""
-    a, b = before.record, after.record
-    optimizers = [record.ranks[0].optimizer_class if record.ranks else "" for record in (a, b)]
-    if all(optimizers) and optimizers[0] != optimizers[1]:
+    a, b = before, after
+    optimizers = [run.row.optimizer for run in (a, b)]
+    if None not in optimizers and optimizers[0] != optimizers[1]:
         yield f"optimizer {optimizers[0]} against {optimizers[1]}"
-    if not (is_full_config(a.trial) and is_full_config(b.trial)):
-        hashes = before.config_hash, after.config_hash
+    if a.record is None or b.record is None:
+        hashes = a.row.config_hash, b.row.config_hash
         if None not in hashes and hashes[0] != hashes[1]:
             yield "the DeepSpeed configuration (its hash alone is known)"
         return

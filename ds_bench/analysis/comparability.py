@@ -6,13 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config.axes import PARALLEL_AXES, workload_fields
 from ..config.deepspeed_config import sequence_parallel_size, tensor_parallel_size
 from ..config.spec import SAME_TRAINING_FIELDS, Trial, Workload
-from ..records.schema import TrialRecord
-from .summary import TrialSummary
+
+if TYPE_CHECKING:
+    from .row import Run
 
 Values = Mapping[str, Sequence[Any]]
 """Name of a fact → its value in each of several rows."""
@@ -22,7 +23,7 @@ REQUESTED_AS = {"micro_batch_size": "batch_size", "grad_accum": "grad_accum", "d
 _parts = attrgetter("configuration", "workload", "placement", "ds_config")
 
 
-def group_repeats(summaries: Sequence[TrialSummary]) -> dict[str, list[TrialSummary]]:
+def group_repeats(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Groups runs by row key, in order of first appearance.
 
     Trials with equal DeepSpeed configuration, workload and placement are one row, whatever the name of the
@@ -30,32 +31,37 @@ def group_repeats(summaries: Sequence[TrialSummary]) -> dict[str, list[TrialSumm
     other versions) are separate groups, the later ones under ``<key>-2`` and so on. A run that measured nothing is in
     the first group.
     """
-    groups: dict[str, list[TrialSummary]] = {}
+    groups: dict[str, list[Run]] = {}
     variants: dict[str, list[tuple[dict[str, object], str | None]]] = {}
     keys: dict[tuple[int, ...], str] = {}
     key_of_content: dict[str, str] = {}
-    for summary in summaries:
-        part_ids = tuple(map(id, _parts(summary.record.trial)))  # shared by repeats that were read from one file
+    for run in runs:
+        part_ids = tuple(map(id, _parts(run.trial)))  # shared by repeats that were read from one file
         if part_ids not in keys:
-            keys[part_ids] = key_of_content.setdefault(_content(summary), summary.record.trial.row_key)
+            keys[part_ids] = key_of_content.setdefault(_content(run), run.trial.row_key)
         key = keys[part_ids]
         # A run that measured nothing has no facts to differ by.
-        if summary.record.ranks:
-            facts = run_facts(summary.record), summary.flat_config_hash
+        if _is_measured(run):
+            facts = run_facts(run), run.row.config_hash
             known_variants = variants.setdefault(key, [])
             if facts not in known_variants:
                 known_variants.append(facts)
             # The first kind of runs keeps the plain key.
             number = known_variants.index(facts) + 1
             key = key if number == 1 else f"{key}-{number}"
-        groups.setdefault(key, []).append(summary)
+        groups.setdefault(key, []).append(run)
     return groups
 
 
-def _content(summary: TrialSummary) -> str:
+def _is_measured(run: Run) -> bool:
+    return run.row.avg_step_time_ms is not None
+
+
+def _content(run: Run) -> str:
     """What identifies a row: not the configuration's name, unless the DeepSpeed configuration is not known."""
-    trial, config = summary.record.trial, summary.config_hash
-    if config is None:
+    trial, config = run.trial, run.row.config_hash
+    # The name of a flat row may hold values of axes that no column holds.
+    if config is None or run.record is None:
         return trial.row_key
     return json.dumps([config, trial.measured_facts], sort_keys=True, default=str)
 
@@ -68,7 +74,7 @@ _BATCH_OF_FILE = ("batch_size", "grad_accum")
 """Fields that a file sets with ``--keep-batch``."""
 
 
-def incomparable_fields(a: TrialRecord, b: TrialRecord) -> list[str]:
+def incomparable_fields(a: Run, b: Run) -> list[str]:
     """Returns the fields that forbid a ratio between two rows, as ``batch_size 4 against 8``; empty if there are none.
 
     The micro-batch may differ between rows that are each at their own largest one, the sequence between those at their
@@ -76,16 +82,16 @@ def incomparable_fields(a: TrialRecord, b: TrialRecord) -> list[str]:
     alone (versions, GPUs, the batch that the engine ran) are compared if both rows were measured.
     """
     pairs = differing(requested_facts([a.trial, b.trial]))
-    if a.ranks and b.ranks:
-        if None not in (a.ranks[0].dropout, b.ranks[0].dropout):
+    if _is_measured(a) and _is_measured(b):
+        if None not in (a.row.dropout, b.row.dropout):
             pairs.pop("dropout", None)  # a requested dropout may equal the model's own: compare those that ran
         ran = differing({"": [run_facts(a), run_facts(b)]})
         pairs |= {name: pair for name, pair in ran.items() if REQUESTED_AS.get(name, name) not in pairs}
     # Where both rows were measured, run_facts has compared it.
-    elif a.method_version != b.method_version:
-        pairs["method_version"] = (a.method_version, b.method_version)
+    elif a.row.method_version != b.row.method_version:
+        pairs["method_version"] = (a.row.method_version, b.row.method_version)
     # Last, as the facts of the runs differ too in what was varied.
-    for name in varied_on_purpose(a) | varied_on_purpose(b):
+    for name in varied_on_purpose(a.trial) | varied_on_purpose(b.trial):
         pairs.pop(name, None)
     if a.trial.workload.batch_policy == b.trial.workload.batch_policy == "largest":
         pairs = {name: pair for name, pair in pairs.items() if name not in _OWN_BATCH}
@@ -96,9 +102,9 @@ def incomparable_fields(a: TrialRecord, b: TrialRecord) -> list[str]:
     ]
 
 
-def varied_on_purpose(record: TrialRecord) -> set[str]:
+def varied_on_purpose(trial: Trial) -> set[str]:
     """What a row is there to show: how a step is computed, what an axis sets, a file's batch, ranks that share data."""
-    configuration, config = record.trial.configuration, record.trial.ds_config
+    configuration, config = trial.configuration, trial.ds_config
     own_fields = {*SAME_TRAINING_FIELDS, *(_BATCH_OF_FILE if configuration.source == "file" else ())}
     computed = own_fields & configuration.workload_changes.keys()
     # Flat files do not hold the configuration.
@@ -147,24 +153,24 @@ def format_value(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def run_facts(record: TrialRecord) -> dict[str, object]:
-    """Returns the facts that decide a measurement and are known from the run alone, by name."""
-    rank = record.ranks[0]
+def run_facts(run: Run) -> dict[str, object]:
+    """Return the facts that decide a measurement and are known only from the run, by name."""
+    row, rank = run.row, next(iter(run.ranks), None)
     return {
-        "micro_batch_size": rank.micro_batch_size,
-        "grad_accum": rank.grad_accum,
-        "data_parallel_size": rank.data_parallel_size,
-        "device": _devices(record),
-        "torch": rank.torch_version,
-        "deepspeed": rank.deepspeed_version,
-        "launch": record.launch,
-        "method_version": record.method_version,
-        "dropout": rank.dropout,
-        "tf32": record.trial.workload.precision == "fp32" and bool(rank.tf32),
+        "micro_batch_size": row.batch_size,
+        "grad_accum": row.grad_accum,
+        "data_parallel_size": row.data_parallel_size,
+        "device": _devices(run),
+        "torch": rank.torch_version if rank else row.torch_version,
+        "deepspeed": rank.deepspeed_version if rank else row.deepspeed_version,
+        "launch": row.launch,
+        "method_version": row.method_version,
+        "dropout": row.dropout,
+        "tf32": row.precision == "fp32" and bool(rank and rank.tf32),
     }
 
 
-def _devices(record: TrialRecord) -> str:
+def _devices(run: Run) -> str:
     """The GPUs of all ranks as ``2 x NVIDIA H200``, sorted, because the order of ranks does not matter."""
-    names = [rank.device_name for rank in record.ranks]
+    names = [rank.device_name for rank in run.ranks] or [run.row.device or run.row.accelerator] * run.row.num_gpus
     return ", ".join(f"{names.count(name)} x {name}" for name in sorted(set(names)))

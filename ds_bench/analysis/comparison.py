@@ -1,4 +1,4 @@
-"""Groups summaries of trials into rows, one per configuration, and compares every row with a baseline row."""
+"""Groups the runs of trials into rows, one per configuration, and compares every row with a baseline row."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import strategies
 from ..config.caveats import CPU_KINDS, Caveat, CaveatKind, has_kind, note
 from ..config.spec import Configuration, Trial
 from ..errors import UsageError
-from ..records.schema import TrialRecord, measured_values
+from ..records.schema import measured_values
 from ..system.environment import Environment
 from ..units import BYTES_PER_GB
 from . import trial_caveats
 from .comparability import group_repeats, incomparable_fields
 from .comparison_caveats import comparison_caveats, device_capacity_bytes, host_capacity_bytes
-from .intervals import RatioInterval, RowRatios, Run, geometric_mean, mean_interval, ratio_interval, sample_std
+from .intervals import RatioInterval, RowRatios, RunMean, geometric_mean, mean_interval, ratio_interval, sample_std
 from .loss_parity import with_loss_caveats
 from .row_labels import unique_labels
-from .summary import TrialSummary
+
+if TYPE_CHECKING:
+    from .row import Row, Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,7 @@ class ComparisonRow:
     label: str
     """Short text for tables, unique within the comparison."""
     configuration: Configuration
-    summaries: tuple[TrialSummary, ...]
+    runs: tuple[Run, ...]
     """All runs, failed ones included, in order."""
     tokens_per_second: float | None = None
     """Geometric mean of the successful runs' means."""
@@ -71,33 +73,33 @@ class ComparisonRow:
     """Ratios between the rows that compare with the baseline, one object for all; None if this row does not compare."""
 
     @property
-    def successes(self) -> tuple[TrialSummary, ...]:
-        return tuple(summary for summary in self.summaries if summary.record.outcome.success)
+    def successes(self) -> tuple[Run, ...]:
+        return tuple(run for run in self.runs if run.outcome.success)
 
     @property
-    def nearest_to_mean(self) -> list[TrialSummary]:
+    def nearest_to_mean(self) -> list[Run]:
         """Its successful runs, first the one of which the throughput is nearest to the row's.
 
         Where one run has to stand for all, it is the first of these that has what is shown: the parts of a step are
         then those of the same run in every chart, text and projection.
         """
         mean = self.tokens_per_second or 0.0
-        return sorted(self.successes, key=lambda run: abs((run.tokens_per_second or 0.0) - mean))
+        return sorted(self.successes, key=lambda run: abs((run.row.throughput_tokens_per_sec or 0.0) - mean))
 
     @property
-    def representative(self) -> TrialSummary:
+    def representative(self) -> Run:
         """Its first run that succeeded; if none did, its first run."""
-        return _representative_run(self.summaries)
+        return _representative_run(self.runs)
 
     @property
-    def last_record(self) -> TrialRecord:
-        """Of its last run that succeeded; if none did, of its last run."""
-        return (self.successes or self.summaries)[-1].record
+    def last_run(self) -> Run:
+        """Its last run that succeeded; if none did, its last run."""
+        return (self.successes or self.runs)[-1]
 
     @property
     def trial(self) -> Trial:
         """Of its first run; what is asked of the others is the same."""
-        return self.summaries[0].record.trial
+        return self.runs[0].trial
 
     @property
     def on_cpu(self) -> bool:
@@ -112,7 +114,7 @@ class ComparisonRow:
     @property
     def optimizer(self) -> str | None:
         """Class of the optimizer that was used; None if no run succeeded."""
-        return next((run.record.ranks[0].optimizer_class for run in self.successes if run.record.ranks), None)
+        return next((run.row.optimizer for run in self.successes if run.row.optimizer), None)
 
     @property
     def fills_memory(self) -> bool:
@@ -174,8 +176,13 @@ class Comparison:
         return {row.key: row for row in self.rows}[key]
 
 
+def rows_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return the rows of JSON and CSV, with what comparing the losses of the runs shows."""
+    return [run.row.values() for run in with_loss_caveats(runs)]
+
+
 def compare(
-    summaries: Sequence[TrialSummary], relative_to: str | None = None, *, environments: Sequence[Environment] = ()
+    runs: Sequence[Run], relative_to: str | None = None, *, environments: Sequence[Environment] = ()
 ) -> Comparison:
     """Groups the runs into rows and compares every row with the baseline row.
 
@@ -185,8 +192,8 @@ def compare(
     the requested name.
     """
     # Rows of several results meet here for the first time; what their own results found out is not found twice.
-    groups = group_repeats(with_loss_caveats(summaries))
-    labels = unique_labels([_representative_run(group).record for group in groups.values()])
+    groups = group_repeats(with_loss_caveats(runs))
+    labels = unique_labels([_representative_run(group) for group in groups.values()])
     rows = [_row(key, label, group) for (key, group), label in zip(groups.items(), labels, strict=True)]
     # chosen: what ratios are to refer to. reference: what decides which rows compare, where chosen has no numbers.
     requested = _requested_baseline(rows, relative_to)
@@ -206,63 +213,67 @@ def compare(
         pareto_device=_pareto_front([(row, row.gpu_peak_bytes) for row in compared]),
         pareto_host=_pareto_front([(row, row.host_peak_bytes) for row in compared]) if on_host else (),
         caveats=(*comparison_caveats(list(groups.values()), environments), *_baseline_caveats(requested, chosen, rows)),
-        device_capacity_bytes=device_capacity_bytes([each.record for each in summaries], environments),
+        device_capacity_bytes=device_capacity_bytes(runs, environments),
         host_capacity_bytes=host_capacity_bytes(environments),
     )
 
 
-def _representative_run(runs: Sequence[TrialSummary]) -> TrialSummary:
+def _representative_run(runs: Sequence[Run]) -> Run:
     """See ``ComparisonRow.representative``."""
-    return next((summary for summary in runs if summary.record.outcome.success), runs[0])
+    return next((run for run in runs if run.outcome.success), runs[0])
 
 
-def _row(key: str, label: str, runs: Sequence[TrialSummary]) -> ComparisonRow:
+def _row(key: str, label: str, runs: Sequence[Run]) -> ComparisonRow:
     """The row by itself, without ratios."""
-    successes = [run for run in runs if run.record.outcome.success]
+    measured = [run.row for run in runs if run.outcome.success]
 
-    def values(name: str) -> list[Any]:
-        return measured_values(successes, name)
+    def values(name: str, size: float = 1) -> list[Any]:
+        """The figures of the runs, in units of which a column's unit has ``size``."""
+        return [value * size for value in measured_values(measured, name)]
 
-    rates, step_seconds = values("tokens_per_second"), values("mean_step_seconds")
-    rate, gpu_peak_bytes = geometric_mean(rates), max(values("gpu_peak_bytes"), default=None)
+    rates, step_seconds = values("throughput_tokens_per_sec"), values("avg_step_time_ms", 1 / 1000)
+    rate, gpu_peak_bytes = geometric_mean(rates), _most_bytes(measured, "gpu_peak_gb")
     predictions = values("predicted_over_measured")
     return ComparisonRow(
         key=key,
         label=label,
-        configuration=runs[0].record.trial.configuration,
-        summaries=tuple(runs),
+        configuration=runs[0].trial.configuration,
+        runs=tuple(runs),
         tokens_per_second=rate,
         mean_step_seconds=geometric_mean(step_seconds),
         step_seconds_std=sample_std(step_seconds)
         if len(step_seconds) > 1
-        else next(iter(values("step_seconds_std")), None),
+        else next(iter(values("std_step_time_ms", 1 / 1000)), None),
         interval=mean_interval(rates),
         tokens_per_second_per_gb=rate / (gpu_peak_bytes / BYTES_PER_GB)
         if rate is not None and gpu_peak_bytes
         else None,
         gpu_peak_bytes=gpu_peak_bytes,
-        gpu_fraction=max(values("gpu_fraction"), default=None),
-        host_peak_bytes=max(values("host_peak_bytes"), default=None),
+        gpu_fraction=max(values("gpu_percent", 1 / 100), default=None),
+        host_peak_bytes=_most_bytes(measured, "cpu_used_gb"),
         predicted_over_measured=statistics.median(predictions) if predictions else None,
         caveats=_row_caveats(runs, rates),
     )
 
 
-def _row_caveats(runs: Sequence[TrialSummary], rates: Sequence[float]) -> tuple[Caveat, ...]:
+def _most_bytes(rows: Sequence[Row], name: str) -> int | None:
+    """The highest of the rows in a column of GB, in bytes."""
+    sizes = measured_values(rows, name)
+    return round(max(sizes) * BYTES_PER_GB) if sizes else None
+
+
+def _row_caveats(runs: Sequence[Run], rates: Sequence[float]) -> tuple[Caveat, ...]:
     """Caveats of the runs, then of the row, each once. A busy CPU is reported for the run with the busiest CPU only."""
     # Each run has other figures in this text, so that they would all be listed.
     busy = [
-        (max(measured_values(run.record.ranks, "cpu_other_cores"), default=0.0), caveat)
-        for run in runs
-        for caveat in run.caveats
-        if caveat.kind in CPU_KINDS
+        (run.row.cpu_other_cores or 0.0, caveat) for run in runs for caveat in run.caveats if caveat.kind in CPU_KINDS
     ]
     _, busiest = max(busy, key=lambda pair: pair[0], default=(0.0, None))
     caveats = [caveat for run in runs for caveat in run.caveats if caveat.kind not in CPU_KINDS or caveat == busiest]
-    failed = sum(not run.record.outcome.success for run in runs)
+    failed = sum(not run.outcome.success for run in runs)
     if 0 < failed < len(runs):
         caveats.append(note(f"{failed} of {len(runs)} runs failed"))
-    _, *others = dict.fromkeys(run.record.trial.configuration.name for run in runs)
+    _, *others = dict.fromkeys(run.trial.configuration.name for run in runs)
     if others:
         text = f"the same configuration also ran as {', '.join(others)}: one row, not {len(others) + 1}"
         caveats.append(note(text))
@@ -299,11 +310,11 @@ def _relative_to_baseline(
     """The rows with ratios to the baseline; without a baseline only with the fields that forbid a ratio."""
     if reference is None:
         return
-    first = reference.representative.record
-    forbidden = {row.key: tuple(incomparable_fields(first, row.representative.record)) for row in rows}
+    first = reference.representative
+    forbidden = {row.key: tuple(incomparable_fields(first, row.representative)) for row in rows}
     # Rows that do not compare take no part: all rows together tell the noise.
     ratios = RowRatios(
-        _runs([row for row in rows if not forbidden[row.key]]), None if baseline is None else baseline.key
+        _means([row for row in rows if not forbidden[row.key]]), None if baseline is None else baseline.key
     )
     for row in rows:
         if forbidden[row.key]:
@@ -326,26 +337,26 @@ def _difference(a: int | None, b: int | None) -> int | None:
     return a - b if a is not None and b is not None else None
 
 
-def _runs(rows: Sequence[ComparisonRow]) -> dict[str, list[Run]]:
+def _means(rows: Sequence[ComparisonRow]) -> dict[str, list[RunMean]]:
     """The successful runs of every row, each with its position in the order in which all of them were started.
 
     ``started_at`` has a resolution of one second; runs of one second are ordered by round and by position in the round.
     If neither is known, as in comparisons of earlier versions, they have the same position.
     """
 
-    def round_of(run: TrialSummary) -> int:
-        return run.record.trial.repeat if run.round is None else run.round
+    def round_of(run: Run) -> int:
+        return run.trial.repeat if run.round is None else run.round
 
-    def start_of(run: TrialSummary) -> tuple[str, int, int]:
-        return run.record.started_at or "", round_of(run), run.record.trial.round_position or 0
+    def start_of(run: Run) -> tuple[str, int, int]:
+        return run.row.started_at or "", round_of(run), run.trial.round_position or 0
 
     starts = sorted({start_of(run) for row in rows for run in row.successes})
     positions = {start: position for position, start in enumerate(starts)}
     return {
         row.key: [
-            Run(mean=run.tokens_per_second, round=round_of(run), position=positions[start_of(run)])
+            RunMean(mean=run.row.throughput_tokens_per_sec, round=round_of(run), position=positions[start_of(run)])
             for run in row.successes
-            if run.tokens_per_second is not None
+            if run.row.throughput_tokens_per_sec is not None
         ]
         for row in rows
     }
@@ -360,7 +371,9 @@ def ratio_between(row: ComparisonRow, other: ComparisonRow) -> RatioInterval | N
     """
     if row.ratios is not None and row.ratios is other.ratios:
         return _mark_if_too_wide(row.ratios.between(row.key, other.key), row)
-    rates, other_rates = (measured_values(each.successes, "tokens_per_second") for each in (row, other))
+    rates, other_rates = (
+        measured_values([run.row for run in each.successes], "throughput_tokens_per_sec") for each in (row, other)
+    )
     return _mark_if_too_wide(ratio_interval(rates, other_rates), row)
 
 
@@ -395,7 +408,7 @@ def _baseline_caveats(
     if not chosen.succeeded:
         return [note(f"{chosen.label} has no numbers to be relative to: no ratios; --relative-to takes another row")]
     if requested.key != chosen.key:
-        why = requested.invalid_reason or requested.summaries[0].record.outcome.status
+        why = requested.invalid_reason or requested.runs[0].outcome.status
         return [note(f"ratios are relative to {chosen.label}, as {requested.label} is no result: {why}")]
     if not chosen.valid:
         return [note(f"ratios are relative to {chosen.label}, which is no result itself: {chosen.invalid_reason}")]

@@ -6,26 +6,27 @@ They report the state of the machine, too few repeats, a single GPU, the CPU acc
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from ..config.caveats import Caveat, CaveatKind
 from ..config.deepspeed_config import sequence_parallel_size, tensor_parallel_size
-from ..records.schema import TrialRecord
 from ..system.environment import Environment, comparability_differences
 from ..system.gpus import throttle_faults
-from ..units import format_names
+from ..units import BYTES_PER_GB, format_names
 from .intervals import FEWEST_RUNS
-from .summary import TrialSummary
+
+if TYPE_CHECKING:
+    from .row import Run
 
 _SHORT_WINDOW_SECONDS = 2.0
 """Duration of the measured window below which clocks and single pauses change a mean noticeably."""
 
 
-def comparison_caveats(rows: Sequence[Sequence[TrialSummary]], environments: Sequence[Environment]) -> list[Caveat]:
+def comparison_caveats(rows: Sequence[Sequence[Run]], environments: Sequence[Environment]) -> list[Caveat]:
     """Caveats of the whole comparison, each once. ``rows``: the runs of each row."""
-    summaries = [summary for row in rows for summary in row]
-    records = [summary.record for summary in summaries]
-    placements = [record.trial.placement for record in records]
-    caveats = [*_placement_caveats(records), *_window_caveats(summaries), *_repeat_caveats(rows)]
+    runs = [run for row in rows for run in row]
+    placements = [run.trial.placement for run in runs]
+    caveats = [*_placement_caveats(runs), *_window_caveats(runs), *_repeat_caveats(rows)]
     for environment in environments[1:]:
         if differences := comparability_differences(environments[0], environment):
             caveats.append(Caveat(CaveatKind.ENVIRONMENT_DIFFERS, {"differences": "; ".join(differences)}))
@@ -37,15 +38,15 @@ def comparison_caveats(rows: Sequence[Sequence[TrialSummary]], environments: Seq
     return list(dict.fromkeys(caveats))
 
 
-def _apart_caveats(rows: Sequence[Sequence[TrialSummary]]) -> Iterator[Caveat]:
+def _apart_caveats(rows: Sequence[Sequence[Run]]) -> Iterator[Caveat]:
     """Where no run has every row, ratios also hold what changed from one run, or one host, to another."""
-    trained = [row for row in rows if any(each.record.outcome.success for each in row)]
-    summaries = [(number, each) for number, row in enumerate(trained) for each in row if each.record.outcome.success]
+    trained = [row for row in rows if any(each.outcome.success for each in row)]
+    summaries = [(number, each) for number, row in enumerate(trained) for each in row if each.outcome.success]
     labels: dict[str | None, dict[int, str]] = {}
     hosts: dict[str | None, str] = {}
     for number, summary in summaries:
-        labels.setdefault(summary.run_id, {})[number] = summary.record.trial.configuration.label
-        hosts[summary.run_id] = summary.environment.hostname if summary.environment else ""
+        labels.setdefault(summary.row.run_id, {})[number] = summary.trial.configuration.label
+        hosts[summary.row.run_id] = summary.environment.hostname if summary.environment else ""
     # One run has every row, so that ratios within it hold nothing else; or a result does not tell its run.
     if None in labels or max(map(len, labels.values()), default=0) == len(trained):
         return
@@ -57,28 +58,28 @@ def _apart_caveats(rows: Sequence[Sequence[TrialSummary]]) -> Iterator[Caveat]:
     yield Caveat(CaveatKind.MEASURED_APART, {"where": where, "runs": f"{'; '.join(texts)}{more}"})
 
 
-def _placement_caveats(records: Sequence[TrialRecord]) -> Iterator[Caveat]:
-    if any(record.trial.placement.accelerator == "cpu" for record in records):
+def _placement_caveats(runs: Sequence[Run]) -> Iterator[Caveat]:
+    if any(run.row.accelerator == "cpu" for run in runs):
         yield Caveat(CaveatKind.CPU_ACCELERATOR)
     # ZeRO also partitions among the ranks of a sequence-parallel group (utils/groups.py).
     partitions = [
-        record.ranks[0].data_parallel_size * sequence_parallel_size(record.trial.ds_config)
-        if record.ranks
-        else record.trial.placement.num_gpus
-        for record in records
-        if record.trial.configuration.stage > 0 and tensor_parallel_size(record.trial.ds_config) == 1
+        run.row.data_parallel_size * sequence_parallel_size(run.trial.ds_config)
+        if run.row.data_parallel_size
+        else run.row.num_gpus
+        for run in runs
+        if run.row.stage > 0 and tensor_parallel_size(run.trial.ds_config) == 1
     ]
     if 1 in partitions:
         yield Caveat(CaveatKind.ONE_GPU)
 
 
-def _window_caveats(summaries: Iterable[TrialSummary]) -> Iterator[Caveat]:
+def _window_caveats(summaries: Iterable[Run]) -> Iterator[Caveat]:
     # Of GPUs alone, whose clock moves under load.
     window_seconds = min(
         (
-            summary.mean_step_seconds * summary.record.trial.workload.num_steps
+            summary.row.avg_step_time_ms / 1000 * summary.row.num_steps
             for summary in summaries
-            if summary.mean_step_seconds is not None and summary.record.trial.placement.accelerator == "cuda"
+            if summary.row.avg_step_time_ms is not None and summary.trial.placement.accelerator == "cuda"
         ),
         default=_SHORT_WINDOW_SECONDS,
     )
@@ -86,9 +87,9 @@ def _window_caveats(summaries: Iterable[TrialSummary]) -> Iterator[Caveat]:
         yield Caveat(CaveatKind.SHORT_WINDOW, {"seconds": window_seconds})
 
 
-def _repeat_caveats(rows: Sequence[Sequence[TrialSummary]]) -> Iterator[Caveat]:
+def _repeat_caveats(rows: Sequence[Sequence[Run]]) -> Iterator[Caveat]:
     """Nothing unless two rows have numbers: without a second row there is no difference to test."""
-    counts = [count for row in rows if (count := sum(summary.record.outcome.success for summary in row))]
+    counts = [count for row in rows if (count := sum(summary.outcome.success for summary in row))]
     few = sum(count < FEWEST_RUNS for count in counts)
     if len(counts) < 2 or not few:
         return
@@ -112,13 +113,14 @@ def _machine_caveats(environment: Environment, slots: Collection[int], where: st
         yield Caveat(CaveatKind.SWAP_USED, {"host": host, "swapped": environment.swap_used_bytes})
 
 
-def device_capacity_bytes(records: Sequence[TrialRecord], environments: Sequence[Environment]) -> int | None:
+def device_capacity_bytes(runs: Sequence[Run], environments: Sequence[Environment]) -> int | None:
     """Memory of the smallest GPU, real or emulated, that a rank reported; if no rank did, of the environments.
 
     None on the CPU accelerator.
     """
-    on_gpus = [record for record in records if record.trial.placement.accelerator == "cuda"]
-    sizes = [rank.gpu_total_bytes for record in on_gpus for rank in record.ranks]
+    on_gpus = [run for run in runs if run.row.accelerator == "cuda"]
+    sizes = [rank.gpu_total_bytes for run in on_gpus for rank in run.ranks]
+    sizes += [round(run.row.gpu_total_gb * BYTES_PER_GB) for run in on_gpus if run.row.gpu_total_gb and not run.ranks]
     if on_gpus and not any(sizes):
         sizes = [
             gpu.memory_total_bytes
@@ -126,7 +128,7 @@ def device_capacity_bytes(records: Sequence[TrialRecord], environments: Sequence
             for host in environment.hosts or (environment,)
             for gpu in host.gpus
         ]
-    limits = [record.trial.placement.gpu_memory_limit_bytes for record in on_gpus]
+    limits = [run.trial.placement.gpu_memory_limit_bytes for run in on_gpus]
     return min((size for size in [*sizes, *limits] if size), default=None)
 
 

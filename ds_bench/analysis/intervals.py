@@ -168,7 +168,7 @@ def normal_range_quantile(count: int) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RunMean:
     """The mean of one run, and when it ran."""
 
     mean: float
@@ -192,7 +192,7 @@ class RowRatios:
     simple sequentially rejective multiple test procedure", Scandinavian Journal of Statistics 6 (1979).
     """
 
-    def __init__(self, rows: Mapping[str, Sequence[Run]], baseline: str | None) -> None:
+    def __init__(self, rows: Mapping[str, Sequence[RunMean]], baseline: str | None) -> None:
         """Leaves out rows with fewer than three runs or with a mean that is not positive and finite."""
         usable = {key: runs for key, runs in rows.items() if _enough_positive_values([run.mean for run in runs])}
         # Without a gap, as RunDesign needs it: rows that are left out have no index.

@@ -1,6 +1,6 @@
-"""Reads a result: the files that the user names become records, summaries and the environment of the measurement.
+"""Reads a result: the files that the user names become runs and the environment of the measurement.
 
-A run folder holds everything, a flat JSON only figures (see :mod:`flat_reader`). A file that is not usable is a
+A run folder holds everything, a flat JSON only figures (see :mod:`flat_run`). A file that is not usable is a
 UsageError of one line. :mod:`merge_results` puts several results together.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,15 +19,15 @@ from typing import Any
 from ..errors import UsageError
 from ..models.presets import find_preset
 from ..records import json_files, reader
-from ..records.json_files import InvalidJsonError, InvalidValueError
 from ..records.reader import RunInfo
 from ..records.run_folder import RECORDS_FILE, RUN_FILE, flat_json_path
 from ..records.schema import TrialRecord
 from ..system.environment import Environment
 from ..units import format_place
-from . import flat_reader, flops
+from . import flops
+from .flat_run import flat_run
 from .loss_parity import with_loss_caveats
-from .summary import TrialSummary, summarise
+from .row import Row, Run, make_run
 
 _FLAT_NAME = re.compile(r"(?:(zero|offload)_)?comparison_(\w+)")
 _MAX_NOTES = 20
@@ -43,9 +42,8 @@ class Result:
 
     source: Path
     """What the user named; in a folder of one result, that result."""
-    records: tuple[TrialRecord, ...] | None
-    """The last record of each trial, in the order of the plan; None if there are flat rows only."""
-    summaries: tuple[TrialSummary, ...]
+    runs: tuple[Run, ...]
+    """The last run of each trial, in the order of the plan."""
     environment: Environment | None
     family: str | None
     """``zero``, ``offload`` or ``recipe``."""
@@ -55,6 +53,11 @@ class Result:
     """Notes of the run, then those of reading it."""
     recipe: Mapping[str, Any] = field(default_factory=dict)
     """See ``reader.RunInfo``."""
+
+    @property
+    def has_records(self) -> bool:
+        """Whether it was read from a run folder, not from flat rows."""
+        return all(run.record is not None for run in self.runs)
 
 
 class NoTrialsError(UsageError):
@@ -75,15 +78,15 @@ def load(path: Path) -> Result:
         raise UsageError(f"{path} cannot be read: {error.strerror}", remedy="give a result that you may read") from None
 
 
-def summarise_all(
+def make_runs(
     records: Sequence[TrialRecord],
     peak_tflops: float | None = None,
     environment: Environment | None = None,
     run_id: str | None = None,
-) -> tuple[TrialSummary, ...]:
-    """Summarises the records of one table. ``peak_tflops``: of one device, if the user gave it."""
+) -> tuple[Run, ...]:
+    """Make the runs of one table. ``peak_tflops``: of one device, if the user gave it."""
     find_model, find_peak = cache(find_preset), cache(flops.peak_flops)
-    summaries = []
+    runs = []
     for record in records:
         workload = record.trial.workload
         facts = find_model(workload.model) if workload.model_source == "preset" else None
@@ -91,19 +94,16 @@ def summarise_all(
         peak_flops = peak_tflops * 1e12 if peak_tflops else None
         if peak_flops is None and record.ranks and record.trial.placement.accelerator == "cuda":
             peak_flops = find_peak(record.ranks[0].device_name, flops.peak_precision(record))
-        summaries.append(summarise(record, facts, peak_flops, environment, run_id))
-    return tuple(with_loss_caveats(summaries))
+        runs.append(make_run(record, facts, peak_flops, environment, run_id))
+    return tuple(with_loss_caveats(runs))
 
 
-def trial_identity(summary: TrialSummary) -> tuple[Any, ...]:
-    """Equal for the record and the flat row of one trial, different for any two trials that were launched.
-
-    The throughput counts with nine digits, as the units of flat rows round it.
-    """
-    trial, rate = summary.record.trial, summary.tokens_per_second
+def trial_identity(run: Run) -> tuple[Any, ...]:
+    """Return what is equal for the record and the flat row of one trial, and for no other trial that was launched."""
+    row, rate = run.row, run.row.throughput_tokens_per_sec
+    # JSON of another writer may round the throughput.
     return (
-        trial.workload.model, trial.configuration.name, trial.configuration.stage, trial.repeat,
-        trial.placement.num_gpus, summary.record.outcome.status, summary.record.started_at, summary.record.wall_seconds,
+        row.model, row.strategy, row.stage, row.repeat, row.num_gpus, row.status, row.started_at, row.wall_seconds,
         None if rate is None else f"{rate:.9g}",
     )  # fmt: skip
 
@@ -175,7 +175,7 @@ def _load_run(folder: Path, source: Path) -> Result:
     if not file.exists():
         raise NoTrialsError(f"{folder} has no {RECORDS_FILE}: no trial had finished", remedy="give another result")
     result = _load_records(source, run_info, file, notes)
-    return replace(result, summaries=_with_flops_of_flat_json(result.summaries, folder))
+    return replace(result, runs=_with_flops_of_flat_json(result.runs, folder))
 
 
 def _load_records(source: Path, run_info: RunInfo, file: Path, notes: list[str]) -> Result:
@@ -183,10 +183,7 @@ def _load_records(source: Path, run_info: RunInfo, file: Path, notes: list[str])
     # Without run.json the folder need not be that of a run.
     run_id = file.resolve().parent.name if run_info.trials else None
     try:
-        summaries = summarise_all(records, _peak_tflops(run_info), run_info.environment, run_id)
-        if any(summary.tokens_per_second == math.inf for summary in summaries):
-            # Caught below with all other impossible figures.
-            raise OverflowError("a throughput is not finite")
+        runs = make_runs(records, _peak_tflops(run_info), run_info.environment, run_id)
     except _VALUE_ERRORS as error:
         # One by one only now, to name the trial.
         record = next((record for record in records if not _can_be_summarised(record)), None)
@@ -195,8 +192,7 @@ def _load_records(source: Path, run_info: RunInfo, file: Path, notes: list[str])
         raise UsageError(problem, remedy="give a result as ds_bench wrote it") from error
     return Result(
         source=source,
-        records=records,
-        summaries=summaries,
+        runs=runs,
         environment=run_info.environment,
         family=run_info.family,
         arguments=run_info.arguments,
@@ -207,7 +203,7 @@ def _load_records(source: Path, run_info: RunInfo, file: Path, notes: list[str])
 
 def _can_be_summarised(record: TrialRecord) -> bool:
     try:
-        summarise_all([record])
+        make_runs([record])
     except _VALUE_ERRORS:
         return False
     return True
@@ -233,23 +229,30 @@ def _peak_tflops(run_info: RunInfo) -> float | None:
     return float(value) if possible else None
 
 
-def _with_flops_of_flat_json(summaries: tuple[TrialSummary, ...], folder: Path) -> tuple[TrialSummary, ...]:
+_EFFICIENCY = (
+    "model_flops_per_token", "causal_flops_per_token", "hardware_flops_per_token", "model_tflops_per_gpu", "mfu",
+    "flops_convention",
+)  # fmt: skip
+"""Columns that need the model's shape."""
+
+
+def _with_flops_of_flat_json(runs: tuple[Run, ...], folder: Path) -> tuple[Run, ...]:
     """Fills in the FLOPs of a model that is not a preset: only the run knew its shape, and wrote them to its JSON."""
-    if all(summary.flops_convention == flops.MODEL_CONVENTION or not summary.record.ranks for summary in summaries):
-        return summaries
+    if all(run.row.flops_convention == flops.MODEL_CONVENTION or not run.ranks for run in runs):
+        return runs
     path = flat_json_path(folder.resolve())
     try:
-        rows = _check_rows(path, json_files.read_bytes(path), [])
+        rows = read_rows(path, json_files.read_bytes(path))
     except UsageError:
-        return summaries
+        return runs
     # By id and repeat, as rows and records need not be in one order.
-    row_of = {(row.get("trial_id"), row.get("repeat")): row for row in rows}
+    row_of = {(row.trial_id, row.repeat): row for row in rows}
     complete = []
-    for summary in summaries:
-        row = row_of.get((summary.record.trial.trial_id, summary.record.trial.repeat))
-        if row and row.get("model_flops_per_token") and summary.flops_convention != flops.MODEL_CONVENTION:
-            summary = replace(summary, **flat_reader.read_efficiency(row))
-        complete.append(summary)
+    for run in runs:
+        row = row_of.get((run.trial.trial_id, run.trial.repeat))
+        if row and row.model_flops_per_token and run.row.flops_convention != flops.MODEL_CONVENTION:
+            run = run.with_row(**{name: getattr(row, name) for name in _EFFICIENCY})
+        complete.append(run)
     return tuple(complete)
 
 
@@ -265,10 +268,10 @@ def _limit_notes(notes: Sequence[str]) -> list[str]:
 def _load_flat_json(path: Path, data: bytes) -> Result:
     """The run folder of a flat JSON, if it is there and holds the same trials; else the rows of the JSON alone."""
     notes: list[str] = []
-    summaries = []
-    for number, row in enumerate(_check_rows(path, data, notes), 1):
+    runs = []
+    for number, row in enumerate(read_rows(path, data), 1):
         try:
-            summaries.append(flat_reader.read_summary(row))
+            runs.append(flat_run(row))
         except ValueError as error:
             raise UsageError(f"{path}: row {number} is not usable: {error}", remedy="correct or remove it") from None
     name, folder = _FLAT_NAME.match(path.stem), run_folder_of(path)
@@ -279,40 +282,35 @@ def _load_flat_json(path: Path, data: bytes) -> Result:
             notes.append(f"its run folder cannot be used: {error}")
         else:
             # The folder holds more, but the file may have been edited, or stand beside a folder of another run.
-            if Counter(map(trial_identity, run.summaries)) == Counter(map(trial_identity, summaries)):
+            if Counter(map(trial_identity, run.runs)) == Counter(map(trial_identity, runs)):
                 return run
             notes.append(f"{folder} holds other rows than {path.name}: the file is used")
     notes.append("flat rows only: no series of steps and no DeepSpeed configurations are known")
-    environment = summaries[0].environment
+    environment = runs[0].environment
     return Result(
         source=path,
-        records=None,
-        summaries=tuple(summaries),
-        environment=environment if all(summary.environment == environment for summary in summaries) else None,
+        runs=tuple(runs),
+        environment=environment if all(run.environment == environment for run in runs) else None,
         family=(name[1] or "recipe") if name else None,
         arguments=(),
         notes=tuple(_limit_notes(notes)),
     )
 
 
-def _check_rows(path: Path, data: bytes, notes: list[str]) -> list[dict[str, Any]]:
-    """The checked rows of a flat JSON. Raises UsageError."""
+def read_rows(path: Path, data: bytes) -> list[Row]:
+    """Read the rows of a flat JSON. Raises UsageError."""
+    from pydantic import ValidationError
+
+    remedy = "give a run folder, or a result's .json"
     try:
-        value = json_files.parse_json(data)
-    except InvalidJsonError as error:
-        raise UsageError(f"{path} {error}", remedy="give a result as ds_bench wrote it, or copy it again") from None
-    if not isinstance(value, list):
-        what = "a run.json under another name" if isinstance(value, dict) and "trials" in value else "no list of rows"
-        raise UsageError(f"{path} is {what}", remedy="give a run folder, or a result's .json")
-    if not value:
-        raise UsageError(f"{path} has no rows", remedy="no trial had finished; run it again")
-    names = dict.fromkeys(name for row in value if isinstance(row, dict) for name in row)
-    unknown = [name for name in names if name not in flat_reader.KNOWN_COLUMNS]
-    if unknown:
-        notes.append(f"{path.name}: unknown columns left out: {', '.join(unknown)}")
-    try:
-        return flat_reader.check_rows(value)
-    except InvalidValueError as error:
-        index, *cell = error.place
+        rows = json_files.adapter(list[Row]).validate_json(data.removeprefix(b"\xef\xbb\xbf"))
+    except ValidationError as error:
+        found = json_files.invalid_value(error)
+        if not found.place:
+            raise UsageError(f"{path} {found.reason}", remedy=remedy) from None
+        index, *cell = found.place
         place = ": ".join(filter(None, [f"row {int(index) + 1}", format_place(cell)]))
-        raise UsageError(f"{path}: {place} {error.reason}", remedy="give a result as ds_bench wrote it") from None
+        raise UsageError(f"{path}: {place} {found.reason}", remedy="give a result as ds_bench wrote it") from None
+    if not rows:
+        raise UsageError(f"{path} has no rows", remedy="no trial had finished; run it again")
+    return rows

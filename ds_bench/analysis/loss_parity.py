@@ -10,15 +10,16 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config.axes import other_arithmetic
 from ..config.caveats import LOSS_KINDS, Caveat, CaveatKind, has_kind, note
-from ..config.deepspeed_config import is_full_config
 from ..config.spec import SAME_TRAINING_FIELDS, Configuration, Workload
 from ..units import format_ratio
-from .summary import TrialSummary
 from .trial_caveats import optimizer_family
+
+if TYPE_CHECKING:
+    from .row import Run
 
 _EARLY_STEPS = 10
 """Number of first steps whose losses and gradient norms are compared: later on, rounding parts honest rows."""
@@ -63,11 +64,11 @@ _COMMON_VALUES: dict[str, Any] = {
 }
 """Fields of a workload in which rows that are compared may differ: they train on the same batches."""
 
-_Group = dict[int, TrialSummary]
+_Group = dict[int, "Run"]
 """Summaries of equal batches by their indices in the sequence that was given."""
 
 
-def with_loss_caveats(summaries: Sequence[TrialSummary]) -> list[TrialSummary]:
+def with_loss_caveats(summaries: Sequence[Run]) -> list[Run]:
     """The summaries, with the caveats and cosines that a comparison with the other rows gives.
 
     A summary that has a caveat about its loss gets no second one.
@@ -75,7 +76,7 @@ def with_loss_caveats(summaries: Sequence[TrialSummary]) -> list[TrialSummary]:
     compared = list(summaries)
     for index, caveat in _other_training(summaries).items():
         if caveat not in summaries[index].caveats:
-            compared[index] = replace(summaries[index], caveats=(*summaries[index].caveats, caveat))
+            compared[index] = summaries[index].with_row(caveats=(*summaries[index].caveats, caveat))
     for group in _group_equal_batches(compared):
         reference = _reference_row(group)
         if reference is None:
@@ -90,12 +91,12 @@ def with_loss_caveats(summaries: Sequence[TrialSummary]) -> list[TrialSummary]:
                 caveats.append(differences.get(index))
             added = [caveat for caveat in caveats if caveat is not None and caveat not in summary.caveats]
             cosine = _weight_change_cosine(reference, summary)
-            if added or cosine != summary.weight_change_cosine:  # copying every summary would cost more than the rest
-                compared[index] = replace(summary, weight_change_cosine=cosine, caveats=(*summary.caveats, *added))
+            if added or cosine != summary.row.weight_change_cosine:  # copying every row would cost more than the rest
+                compared[index] = summary.with_row(weight_change_cosine=cosine, caveats=(*summary.caveats, *added))
     return compared
 
 
-def compare_losses(summaries: Sequence[TrialSummary]) -> dict[int, Caveat]:
+def compare_losses(summaries: Sequence[Run]) -> dict[int, Caveat]:
     """Caveats by index, for rows that did not train as the reference row of their workload did.
 
     The reference is the row with which most other strategies agree; among equals one that is not of stage 3, then the
@@ -108,7 +109,7 @@ def compare_losses(summaries: Sequence[TrialSummary]) -> dict[int, Caveat]:
     return caveats
 
 
-def _differences(reference: TrialSummary, group: _Group) -> dict[int, Caveat]:
+def _differences(reference: Run, group: _Group) -> dict[int, Caveat]:
     """Caveats by index of the rows that differ from the reference early in the run, then of those that do so later."""
     early = {index: _early_difference(reference, summary) for index, summary in group.items()}
     honest = {index: summary for index, summary in group.items() if early[index] is None}
@@ -116,7 +117,7 @@ def _differences(reference: TrialSummary, group: _Group) -> dict[int, Caveat]:
     return found | _late_differences(reference, honest)
 
 
-def _group_equal_batches(summaries: Sequence[TrialSummary]) -> list[_Group]:
+def _group_equal_batches(summaries: Sequence[Run]) -> list[_Group]:
     """Groups rows that were to train alike, on the same batches; rows without finite losses are in no group."""
     groups: list[_Group] = []
     batches: list[tuple[object, ...]] = []
@@ -125,11 +126,12 @@ def _group_equal_batches(summaries: Sequence[TrialSummary]) -> list[_Group]:
     for index, summary in enumerate(summaries):
         if not summary.losses or None in summary.losses:
             continue
-        workload = summary.record.trial.workload
+        workload = summary.trial.workload
         if id(workload) not in common:
             common[id(workload)] = replace(workload, **_COMMON_VALUES)
-        other = other_arithmetic(summary.record.trial.configuration.axis_values), summary.record.trial.common_settings
-        batch = summary.micro_batch_size, summary.grad_accum, summary.data_parallel_size, common[id(workload)], other
+        other = other_arithmetic(summary.trial.configuration.axis_values), summary.trial.common_settings
+        row = summary.row
+        batch = row.batch_size, row.grad_accum, row.data_parallel_size, common[id(workload)], other
         if batch not in batches:  # a workload holds mappings, so that it is no key of a dictionary
             batches.append(batch)
             groups.append({})
@@ -137,14 +139,14 @@ def _group_equal_batches(summaries: Sequence[TrialSummary]) -> list[_Group]:
     return [part for group in groups for part in _split_by_settings(group, _is_of_file)]
 
 
-def _split_by_settings(group: _Group, is_free: Callable[[TrialSummary], bool]) -> list[_Group]:
+def _split_by_settings(group: _Group, is_free: Callable[[Run], bool]) -> list[_Group]:
     """Split rows by what they were asked to train; only rows that are free to may ask for something else.
 
     Other settings in any other row are a mistake that the comparison is to find: it stays with the others.
     """
     bound = [summary for summary in group.values() if not is_free(summary)]
     common = next(filter(_trained_as_asked, bound), bound[0] if bound else None)
-    parts: list[tuple[TrialSummary, _Group]] = []
+    parts: list[tuple[Run, _Group]] = []
     for index, summary in group.items():
         asked = summary if common is None or is_free(summary) else common
         part = next((part for known, part in parts if _asked_difference(known, asked) is None), None)
@@ -154,11 +156,11 @@ def _split_by_settings(group: _Group, is_free: Callable[[TrialSummary], bool]) -
     return [part for _, part in parts]
 
 
-def _is_of_file(summary: TrialSummary) -> bool:
-    return summary.record.trial.configuration.source == "file"
+def _is_of_file(summary: Run) -> bool:
+    return summary.trial.configuration.source == "file"
 
 
-def _asked_difference(a: TrialSummary, b: TrialSummary, *, learning: bool = False) -> str | None:
+def _asked_difference(a: Run, b: Run, *, learning: bool = False) -> str | None:
     """Return the first way in which ``b`` was asked to train otherwise than ``a``; None if it was asked for the same.
 
     The optimizer's settings are those read back where they are known: a file may leave out what is the default.
@@ -166,8 +168,8 @@ def _asked_difference(a: TrialSummary, b: TrialSummary, *, learning: bool = Fals
     """
     if a is b:
         return None
-    known = all(each.record.ranks[0].optimizer_settings for each in (a, b))
-    theirs, own = (_arithmetic_settings(each.record.trial.ds_config) for each in (a, b))
+    known = all(each.ranks[0].optimizer_settings for each in (a, b))
+    theirs, own = (_arithmetic_settings(each.trial.ds_config) for each in (a, b))
     names = [name for name in own if own[name] != theirs[name] and (name in _LEARNING or not learning)]
     if known and theirs["optimizer"][0] == own["optimizer"][0]:
         names = [name for name in names if name != "optimizer"]
@@ -210,7 +212,7 @@ _ARITHMETIC = ("scheduler", "torch_autocast", "communication_data_type", "data_t
 _ZERO_ARITHMETIC = ("zenflow", "zero_quantized_weights", "zero_quantized_gradients")
 
 
-def _other_training(summaries: Sequence[TrialSummary]) -> dict[int, Caveat]:
+def _other_training(summaries: Sequence[Run]) -> dict[int, Caveat]:
     """Caveats by index of rows that were asked to train otherwise than usual: files, and optimizers of axes.
 
     Rows of no file train as usual; without any, the largest group of files that ask for the same does. Where two
@@ -219,9 +221,8 @@ def _other_training(summaries: Sequence[TrialSummary]) -> dict[int, Caveat]:
     points: dict[str, _Group] = {}
     if any(map(_may_train_otherwise, summaries)):  # rare, and the rest takes time with thousands of records
         for index, summary in enumerate(summaries):
-            # Flat rows do not hold the configuration, and have their caveats already.
-            if summary.losses and summary.weight_change_norm != 0.0 and is_full_config(summary.record.trial):
-                points.setdefault(str(summary.record.trial.common_settings), {})[index] = summary
+            if summary.losses and summary.row.weight_change_norm != 0.0:
+                points.setdefault(str(summary.trial.common_settings), {})[index] = summary
     caveats = dict[int, Caveat]()
     for group in points.values():
         parts = _split_by_settings(group, _may_train_otherwise)
@@ -236,25 +237,25 @@ def _other_training(summaries: Sequence[TrialSummary]) -> dict[int, Caveat]:
     return caveats
 
 
-def _other_training_caveat(known: TrialSummary, summary: TrialSummary) -> Caveat:
+def _other_training_caveat(known: Run, summary: Run) -> Caveat:
     """Return what to say about a row that was asked for other training than ``known``: learning, or formats only."""
     if difference := _asked_difference(known, summary, learning=True):
         return Caveat(CaveatKind.OTHER_TRAINING, {"how": difference})
     apart = _greatest_difference(known.losses, summary.losses)
     if apart > _OTHER_FORMAT_TOLERANCE:
-        label = known.record.trial.configuration.label
+        label = known.trial.configuration.label
         return Caveat(CaveatKind.LOSS_OF_FORMAT_DIFFERS, {"difference": apart, "row": label})
     return note(f"its losses are compared only with rows that train alike: {_asked_difference(known, summary)}")
 
 
-def _may_train_otherwise(summary: TrialSummary) -> bool:
-    other = other_arithmetic(summary.record.trial.configuration.axis_values)
+def _may_train_otherwise(summary: Run) -> bool:
+    other = other_arithmetic(summary.trial.configuration.axis_values)
     return _is_of_file(summary) or "optimizer" in other
 
 
 def _stage_3_alone(group: _Group) -> Caveat | None:
     """The caveat that a group of several strategies, all of stage 3, was not held against another stage."""
-    strategies = [summary.record.trial.configuration for summary in group.values()]
+    strategies = [summary.trial.configuration for summary in group.values()]
     if len({strategy.name for strategy in strategies}) < 2 or not all(map(_is_stage_3, strategies)):
         return None
     return Caveat(CaveatKind.STAGE_3_ALONE)
@@ -265,72 +266,72 @@ def _is_stage_3(configuration: Configuration) -> bool:
     return configuration.stage == 3 and not configuration.is_reference
 
 
-def _other_adam_implementation(first: TrialSummary, summary: TrialSummary) -> Caveat | None:
+def _other_adam_implementation(first: Run, summary: Run) -> Caveat | None:
     """The caveat of a row on the CPU accelerator that uses another implementation of Adam than the first row.
 
     On the CPU accelerator offload moves nothing, and the implementation of Adam alone can make a row faster.
     """
-    theirs, own = (each.record.ranks[0].optimizer_class for each in (first, summary))
-    if first.record.trial.placement.accelerator != "cpu" or own == theirs:
+    theirs, own = (each.ranks[0].optimizer_class for each in (first, summary))
+    if first.trial.placement.accelerator != "cpu" or own == theirs:
         return None
     if not optimizer_family(own) == optimizer_family(theirs) == "adam":
         return None
-    row = first.record.trial.configuration.label
+    row = first.trial.configuration.label
     return Caveat(CaveatKind.OTHER_ADAM, {"used": own, "other": theirs, "row": row})
 
 
-def _reference_row(group: _Group) -> TrialSummary | None:
+def _reference_row(group: _Group) -> Run | None:
     """Return the reference row, see ``compare_losses``; None if every row has the quirk.
 
     A row that did not train, or not with the settings that it was asked for, is the reference only if all are so.
     """
-    runs: dict[str, list[TrialSummary]] = {}
+    runs: dict[str, list[Run]] = {}
     for summary in group.values():
         # Held against it, every right row would look wrong.
         if not _has_stage0_quirk(summary):
-            runs.setdefault(summary.record.trial.configuration.name, []).append(summary)
+            runs.setdefault(summary.trial.configuration.name, []).append(summary)
     # More runs of a row say nothing new, and the comparison of all with all would take long.
     runs = {name: of_row[:3] for name, of_row in runs.items()}
     rows = [summary for of_row in runs.values() for summary in of_row]
-    rows = [row for row in rows if row.weight_change_norm != 0.0 and _trained_as_asked(row)] or rows
+    rows = [row for row in rows if row.row.weight_change_norm != 0.0 and _trained_as_asked(row)] or rows
     if len(rows) < 2:
         return rows[0] if rows else None
 
-    def rank(row: TrialSummary) -> tuple[float, int, bool]:
+    def rank(row: Run) -> tuple[float, int, bool]:
         votes, both_known = 0.0, 0
         for of_row in runs.values():  # each row has one voice, however often it was run
             others = [other for other in of_row if other is not row]
             agreeing = [other for other in others if _early_difference(row, other) is None]
             votes += len(agreeing) / len(others) if others else 1.0
             # Rows without a gradient norm agree with any norm, so that they count less.
-            norms_known = any(None not in (row.first_grad_norm, other.first_grad_norm) for other in agreeing)
+            norms_known = any(None not in (row.row.first_grad_norm, other.row.first_grad_norm) for other in agreeing)
             both_known += norms_known and len(others) == len(of_row)
-        return votes + both_known, both_known, not _is_stage_3(row.record.trial.configuration)
+        return votes + both_known, both_known, not _is_stage_3(row.trial.configuration)
 
     return max(rows, key=rank)
 
 
-def _trained_as_asked(summary: TrialSummary) -> bool:
+def _trained_as_asked(summary: Run) -> bool:
     """Whether the optimizer's settings that were read back are those of the configuration, as far as both are known."""
-    config = summary.record.trial.ds_config
+    config = summary.trial.ds_config
     asked = (config.get("optimizer") or {}).get("params") or {}
     changing = {"lr"} if config.get("scheduler") else set()
     return all(
         _same_setting(asked[name], settings[name])
-        for settings in summary.record.ranks[0].optimizer_settings or ()
+        for settings in summary.ranks[0].optimizer_settings or ()
         for name in (asked.keys() & settings.keys()) - changing
     )
 
 
-def _early_difference(reference: TrialSummary, summary: TrialSummary) -> Caveat | None:
+def _early_difference(reference: Run, summary: Run) -> Caveat | None:
     """How a row trained differently from the reference in its first steps; None if rounding explains it."""
     if summary is reference:
         return None
     quirk = _has_stage0_quirk(summary)
-    theirs, own = (each.record.trial.workload.precision for each in (reference, summary))
+    theirs, own = (each.trial.workload.precision for each in (reference, summary))
     # The coarser of the two precisions.
     precision = max(theirs, own, key=_LOSS_TOLERANCE.__getitem__)
-    label = reference.record.trial.configuration.label
+    label = reference.trial.configuration.label
     # First, as a setting that differs says why all else does.
     setting = _differing_setting(reference, summary) or _differing_clipping(reference, summary)
     if setting is not None:
@@ -338,7 +339,7 @@ def _early_difference(reference: TrialSummary, summary: TrialSummary) -> Caveat 
     difference = _greatest_difference(reference.losses, summary.losses)
     if difference > (_QUIRK_LOSS_TOLERANCE if quirk else _LOSS_TOLERANCE[precision]):
         return Caveat(CaveatKind.LOSS_DIFFERS, {"difference": difference, "row": label})
-    norm = _greatest_difference(*(each.record.ranks[0].grad_norms for each in (reference, summary)))
+    norm = _greatest_difference(*(each.ranks[0].grad_norms for each in (reference, summary)))
     if norm > (_QUIRK_LOSS_TOLERANCE if quirk else _GRAD_NORM_TOLERANCE[precision]):
         how = f"the norm of its gradients differs by {norm:.2%}, more than rounding explains"
         return Caveat(CaveatKind.TRAINED_DIFFERENTLY, {"row": label, "how": how})
@@ -357,7 +358,7 @@ def _early_difference(reference: TrialSummary, summary: TrialSummary) -> Caveat 
     return None
 
 
-def _late_differences(reference: TrialSummary, honest: _Group) -> dict[int, Caveat]:
+def _late_differences(reference: Run, honest: _Group) -> dict[int, Caveat]:
     """Caveats by index of rows that trained alike in the first steps, and parted further than such rows do.
 
     Rows are held against the one with which most others agree over the whole run, the reference among equals. How far
@@ -365,14 +366,14 @@ def _late_differences(reference: TrialSummary, honest: _Group) -> dict[int, Cave
     """
     rows: dict[str, list[int]] = {}
     # Over a long run the one step too many of the quirk, or another precision, leads to other weights.
-    precision = reference.record.trial.workload.precision
+    precision = reference.trial.workload.precision
     for index, summary in honest.items():
-        alike = summary.record.trial.workload.precision == precision and _took_equal_steps(reference, summary)
+        alike = summary.trial.workload.precision == precision and _took_equal_steps(reference, summary)
         if alike and not _has_stage0_quirk(summary):
-            rows.setdefault(summary.record.trial.configuration.name, []).append(index)
+            rows.setdefault(summary.trial.configuration.name, []).append(index)
     runs = {index: _late_figures(honest[index]) for own in rows.values() for index in own}
     means = {name: _mean_figures([runs[index] for index in own]) for name, own in rows.items()}
-    first = reference.record.trial.configuration.name
+    first = reference.trial.configuration.name
     tolerance = _LATE_TOLERANCE[precision]
 
     def agreeing(name: str) -> tuple[int, bool]:
@@ -382,7 +383,7 @@ def _late_differences(reference: TrialSummary, honest: _Group) -> dict[int, Cave
     if len(rows) < 2:
         return {}
     usual = max(means, key=agreeing)
-    label = honest[rows[usual][0]].record.trial.configuration.label
+    label = honest[rows[usual][0]].trial.configuration.label
     of_rows = {name: _late_distances(means[usual], figures) for name, figures in means.items() if name != usual}
     caveats = dict[int, Caveat]()
     for name, own in rows.items():
@@ -400,16 +401,16 @@ _Figures = dict[str, tuple[float, float]]
 """A figure of the whole run → its value, and the value that differences are relative to."""
 
 
-def _late_figures(summary: TrialSummary) -> _Figures:
+def _late_figures(summary: Run) -> _Figures:
     """Return the figures of the whole run; those that training may bring near 0 are relative to the first step's."""
-    norms = [norm for norm in (summary.first_grad_norm, summary.grad_norm) if norm is not None]
+    norms = [norm for norm in (summary.row.first_grad_norm, summary.row.grad_norm) if norm is not None]
     later = [loss for loss in summary.losses[_EARLY_STEPS:] if loss is not None]
-    mean, moved = statistics.fmean(later) if later else None, summary.weight_change_norm
+    mean, moved = statistics.fmean(later) if later else None, summary.row.weight_change_norm
     figures = {
         "its mean loss after the first ten steps": (mean, mean),
-        "its loss on the first batch at the end": (summary.repeated_loss, summary.losses[0]),
+        "its loss on the first batch at the end": (summary.row.repeated_loss, summary.losses[0]),
         "the distance that its weights moved": (moved, moved),
-        "the norm of its gradients at the end": (summary.grad_norm, max(norms, default=None)),
+        "the norm of its gradients at the end": (summary.row.grad_norm, max(norms, default=None)),
     }
     return {name: (value, of) for name, (value, of) in figures.items() if value is not None and of is not None}
 
@@ -428,11 +429,11 @@ def _late_distances(known: _Figures, figures: _Figures) -> dict[str, float]:
     return {name: _relative(figures[name][0], known[name][0], known[name][1]) for name in known if name in figures}
 
 
-def _has_stage0_quirk(summary: TrialSummary) -> bool:
+def _has_stage0_quirk(summary: Run) -> bool:
     """True for Adam at stage 0 in a wrapper of DeepSpeed's that has the quirk (``CaveatKind.LOSS_QUIRK``)."""
-    rank = summary.record.ranks[0]
+    rank = summary.ranks[0]
     return (
-        summary.record.trial.configuration.stage == 0
+        summary.trial.configuration.stage == 0
         and "adam" in rank.optimizer_class.lower()
         and rank.engine_optimizer_class in _STAGE0_WRAPPERS
     )
@@ -448,14 +449,14 @@ def _greatest_difference(a: Sequence[float | None], b: Sequence[float | None]) -
     return max((_relative(y, x, x) for x, y in pairs if x is not None and y is not None), default=0.0)
 
 
-def _took_equal_steps(a: TrialSummary, b: TrialSummary) -> bool:
+def _took_equal_steps(a: Run, b: Run) -> bool:
     """Whether two rows trained for as many steps, those that were only observed after the measured ones included."""
-    return len(a.losses) == len(b.losses) and a.record.trial.inspection == b.record.trial.inspection
+    return len(a.losses) == len(b.losses) and a.trial.inspection == b.trial.inspection
 
 
-def _differing_setting(reference: TrialSummary, summary: TrialSummary) -> str | None:
+def _differing_setting(reference: Run, summary: Run) -> str | None:
     """The first setting of the optimizer that differs from the reference's; None if none is known to differ."""
-    theirs, own = (each.record.ranks[0] for each in (reference, summary))
+    theirs, own = (each.ranks[0] for each in (reference, summary))
     families = [optimizer_family(rank.optimizer_class) for rank in (theirs, own)]
     if None not in families and families[0] != families[1]:
         return f"{own.optimizer_class} stepped, not {theirs.optimizer_class}"
@@ -471,9 +472,9 @@ def _differing_setting(reference: TrialSummary, summary: TrialSummary) -> str | 
     return None
 
 
-def _differing_clipping(reference: TrialSummary, summary: TrialSummary) -> str | None:
+def _differing_clipping(reference: Run, summary: Run) -> str | None:
     """Another clipping of gradients than the reference's, if one of both acted; None if they are alike or not known."""
-    theirs, own = (each.record.ranks[0].resolved_config.get("gradient_clipping") for each in (reference, summary))
+    theirs, own = (each.ranks[0].resolved_config.get("gradient_clipping") for each in (reference, summary))
     limits = [limit for limit in (theirs, own) if limit]
     norms = _known_norms(reference) + _known_norms(summary)
     if theirs is None or own is None or _same_setting(theirs, own) or max(norms, default=0.0) <= min(limits):
@@ -481,14 +482,14 @@ def _differing_clipping(reference: TrialSummary, summary: TrialSummary) -> str |
     return f"it clips gradients at {own}, not {theirs}"
 
 
-def _clipping_known(a: TrialSummary, b: TrialSummary) -> bool:
+def _clipping_known(a: Run, b: Run) -> bool:
     """Whether both rows say at what they clipped, and one of them how large its gradients were."""
-    read_back = all("gradient_clipping" in each.record.ranks[0].resolved_config for each in (a, b))
+    read_back = all("gradient_clipping" in each.ranks[0].resolved_config for each in (a, b))
     return read_back and bool(_known_norms(a) or _known_norms(b))
 
 
-def _known_norms(summary: TrialSummary) -> list[float]:
-    return [norm for norm in summary.record.ranks[0].grad_norms if norm is not None]
+def _known_norms(summary: Run) -> list[float]:
+    return [norm for norm in summary.ranks[0].grad_norms if norm is not None]
 
 
 def _same_setting(a: Any, b: Any) -> bool:
@@ -499,7 +500,7 @@ def _same_setting(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _compared_changes(a: TrialSummary, b: TrialSummary) -> tuple[Sequence[float], Sequence[float]] | None:
+def _compared_changes(a: Run, b: Run) -> tuple[Sequence[float], Sequence[float]] | None:
     """Return the changes of the weights of two rows over the same steps: of the early window, or of a short trial.
 
     None where they do not compare.
@@ -514,7 +515,7 @@ def _compared_changes(a: TrialSummary, b: TrialSummary) -> tuple[Sequence[float]
     return (known, change) if known and change and len(known) == len(change) else None
 
 
-def _weight_distance(a: TrialSummary, b: TrialSummary) -> float:
+def _weight_distance(a: Run, b: Run) -> float:
     """Norm of the difference of the two changes of the weights, relative to the norm of the change of ``a``.
 
     0 for equal changes and where they do not compare, 1 if the weights of ``b`` did not move.
@@ -525,9 +526,9 @@ def _weight_distance(a: TrialSummary, b: TrialSummary) -> float:
     return distance / norm if norm else math.inf if distance else 0.0
 
 
-def _moved(reference: TrialSummary, summary: TrialSummary) -> str:
+def _moved(reference: Run, summary: Run) -> str:
     """How far the weights of a row moved in the early steps, compared with the reference's, and in what direction."""
-    label = reference.record.trial.configuration.label
+    label = reference.trial.configuration.label
     known, change = _compared_changes(reference, summary) or ((), ())
     before, norm = math.hypot(*known), math.hypot(*change)
     if before == 0.0:
@@ -537,14 +538,14 @@ def _moved(reference: TrialSummary, summary: TrialSummary) -> str:
     return f"its weights moved {format_ratio(norm / before)} as far{direction}"
 
 
-def _weight_change_cosine(reference: TrialSummary, summary: TrialSummary) -> float | None:
+def _weight_change_cosine(reference: Run, summary: Run) -> float | None:
     """Cosine of the angle between the two changes of the weights; None if either is unknown or zero.
 
     If they cannot be compared here, the cosine that ``summary`` has already, as one read from a flat row.
     """
     a, b = reference.weight_change, summary.weight_change
     if a is None or b is None or len(a) != len(b) or not _took_equal_steps(reference, summary):
-        return summary.weight_change_cosine
+        return summary.row.weight_change_cosine
     return _cosine(a, b)
 
 

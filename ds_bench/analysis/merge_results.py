@@ -10,14 +10,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..records.schema import TrialRecord
 from ..system.environment import Environment, comparability_differences, setting_differences
 from . import provenance
 from .comparability import differing, format_value, requested_facts, varied_on_purpose
 from .load_results import Result, trial_identity
-from .summary import TrialSummary
+
+if TYPE_CHECKING:
+    from .row import Run
 
 _MAX_DIFFERENCES_IN_TITLE = 3
 """A note names all of them."""
@@ -29,7 +30,7 @@ class ResultGroup:
 
     facts: tuple[str, ...]
     """What was trained on what; if another group has the same facts, followed by what differs between the two."""
-    summaries: tuple[TrialSummary, ...]
+    runs: tuple[Run, ...]
     """In the order of the results; repeats of one configuration have consecutive numbers."""
     environments: tuple[Environment, ...]
     """The known environments of the results, each once."""
@@ -55,22 +56,22 @@ class ResultGroup:
 class _GroupBuilder:
     """A group while rows are added to it."""
 
-    first: TrialRecord
-    """Of its first row; those of the others ask for the same."""
+    first: Run
+    """Its first; the others ask for the same."""
     environment: Environment | None
     device: str | None
     """Name of the first result's device; None if no row measured anything."""
-    summaries: list[TrialSummary] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
     rounds: list[tuple[int, int]] = field(default_factory=list)
     """The round of each summary: number of its result within this group, number of the round within that result."""
 
-    def add(self, summary: TrialSummary, result: Result) -> None:
+    def add(self, run: Run, result: Result) -> None:
         """Adds a row of ``result``; all rows of one result are added before those of the next."""
-        self.summaries.append(summary)
+        self.runs.append(run)
         if not self.results or self.results[-1] is not result:
             self.results.append(result)
-        self.rounds.append((len(self.results), summary.record.trial.repeat))
+        self.rounds.append((len(self.results), run.trial.repeat))
 
     @property
     def sources(self) -> str:
@@ -82,7 +83,7 @@ class _GroupBuilder:
         So may what a row of an axis is there to show.
         """
         ours, theirs = self.first.trial, other.first.trial
-        names = varied_on_purpose(self.first) | varied_on_purpose(other.first)
+        names = varied_on_purpose(self.first.trial) | varied_on_purpose(other.first.trial)
         varied = {name: getattr(ours.workload, name) for name in names}
         workloads = [
             replace(
@@ -115,7 +116,7 @@ class _GroupBuilder:
         facts = {
             **requested_facts(trials),
             "": [each.common_settings for each in trials],
-            "method of measurement": [self.first.method_version, other.first.method_version],
+            "method of measurement": [self.first.row.method_version, other.first.row.method_version],
         }
         for name, values in differing(facts).items():
             yield f"{name} {' against '.join(map(format_value, values))}"
@@ -132,7 +133,7 @@ class _GroupBuilder:
         own_notes = [f"{each.source}: {text}" if len(results) > 1 else text for each in results for text in each.notes]
         return ResultGroup(
             facts=facts,
-            summaries=tuple(_renumber(self.summaries, self.rounds) if len(results) > 1 else self.summaries),
+            runs=tuple(_renumber(self.runs, self.rounds) if len(results) > 1 else self.runs),
             environments=tuple(environments),
             commands=tuple(dict.fromkeys(filter(None, lines))),
             family=first.family if first else None,
@@ -161,16 +162,16 @@ def merge(results: Sequence[Result]) -> tuple[ResultGroup, ...]:
     """Merges results into groups, in order of appearance. A single run is one group, unchanged."""
     kept, notes = _drop_duplicates(results)
     builders: list[_GroupBuilder] = []
-    for result, summaries in zip(results, kept, strict=True):
+    for result, runs in zip(results, kept, strict=True):
         known: dict[tuple[object, ...], _GroupBuilder] = {}
-        for summary in summaries:
-            trial, method_version = summary.record.trial, summary.record.method_version
+        for run in runs:
+            trial, method_version = run.trial, run.row.method_version
             parts = id(trial.workload), id(trial.placement)  # rows of one file share these objects
             # Found once for each key: _find_group compares a row with every group.
             key = *parts, method_version, str(trial.common_settings) if trial.point else ""
             if key not in known:
-                known[key] = _find_group(builders, summary, result)
-            known[key].add(summary, result)
+                known[key] = _find_group(builders, run, result)
+            known[key].add(run, result)
     titles = _facts_of_groups(builders)
     return tuple(
         builder.build(facts, [*_reasons_not_to_pool(builder, builders), *notes])
@@ -178,24 +179,21 @@ def merge(results: Sequence[Result]) -> tuple[ResultGroup, ...]:
     )
 
 
-def _drop_duplicates(results: Sequence[Result]) -> tuple[list[list[TrialSummary]], list[str]]:
-    """The summaries of each result without those that another one holds too, and notes on what was dropped.
+def _drop_duplicates(results: Sequence[Result]) -> tuple[list[list[Run]], list[str]]:
+    """The runs of each result without those that another one holds too, and notes on what was dropped.
 
-    The first result keeps the summary, but a record is preferred to its flat row.
+    The first result keeps the run, but a record is preferred to its flat row.
     """
-    identities = [
-        [(*trial_identity(summary), summary.record.trial.trial_id) for summary in result.summaries]
-        for result in results
-    ]
+    identities = [[(*trial_identity(run), run.trial.trial_id) for run in result.runs] for result in results]
     owners: dict[object, int] = {}
     # Results with records first, and in the order given among equals.
-    for number in sorted(range(len(results)), key=lambda number: results[number].records is None):
+    for number in sorted(range(len(results)), key=lambda number: not results[number].has_records):
         for identity in identities[number]:
             owners.setdefault(identity, number)
     kept, notes = [], []
     for number, result in enumerate(results):
         own = [owners[identity] for identity in identities[number]]
-        kept.append([summary for summary, owner in zip(result.summaries, own, strict=True) if owner == number])
+        kept.append([run for run, owner in zip(result.runs, own, strict=True) if owner == number])
         for owner, count in Counter(own).items():
             if owner != number:
                 rows = "1 row is" if count == 1 else f"{count} rows are"
@@ -203,15 +201,15 @@ def _drop_duplicates(results: Sequence[Result]) -> tuple[list[list[TrialSummary]
     return kept, notes
 
 
-def _find_group(builders: list[_GroupBuilder], summary: TrialSummary, result: Result) -> _GroupBuilder:
-    """The group to which the summary belongs; a new one is appended to ``builders``."""
+def _find_group(builders: list[_GroupBuilder], run: Run, result: Result) -> _GroupBuilder:
+    """The group to which the run belongs; a new one is appended to ``builders``."""
     new = _GroupBuilder(
-        first=summary.record,
+        first=run,
         environment=result.environment,
-        device=next((rank.device_name for each in result.summaries for rank in each.record.ranks), None),
+        device=next((each.row.device for each in result.runs if each.row.device), None),
     )
     for builder in builders:
-        same_method = builder.first.method_version == new.first.method_version
+        same_method = builder.first.row.method_version == new.first.row.method_version
         if same_method and builder.same_request(new) and not builder.environment_differences(new):
             return builder
     builders.append(new)
@@ -220,7 +218,7 @@ def _find_group(builders: list[_GroupBuilder], summary: TrialSummary, result: Re
 
 def _facts_of_groups(builders: Sequence[_GroupBuilder]) -> list[tuple[str, ...]]:
     """The facts of each group; equal ones are followed by the differences from the first other group with them."""
-    plain = [provenance.facts(builder.summaries) for builder in builders]
+    plain = [provenance.facts(builder.runs) for builder in builders]
     titles = []
     for builder, facts in zip(builders, plain, strict=True):
         same = (other for other, own in zip(builders, plain, strict=True) if own == facts and other is not builder)
@@ -241,17 +239,17 @@ def _reasons_not_to_pool(builder: _GroupBuilder, builders: Sequence[_GroupBuilde
             yield f"not pooled with {other.sources}, and no ratio is given between the two, as these differ: {text}"
 
 
-def _renumber(summaries: Sequence[TrialSummary], rounds: Sequence[tuple[int, int]]) -> Iterator[TrialSummary]:
+def _renumber(runs: Sequence[Run], rounds: Sequence[tuple[int, int]]) -> Iterator[Run]:
     """Numbers the repeats of each configuration consecutively, so that no two trials have one key, and the rounds.
 
     Rounds of two results are two rounds, as their trials did not run side by side.
     """
     round_numbers = {each: number for number, each in enumerate(sorted(set(rounds)))}
     repeats: Counter[str] = Counter()
-    for summary, result_and_round in zip(summaries, rounds, strict=True):
-        record = summary.record
-        key = record.trial.row_key
-        if repeats[key] != record.trial.repeat:
-            record = replace(record, trial=replace(record.trial, repeat=repeats[key]))
+    for run, result_and_round in zip(runs, rounds, strict=True):
+        key = run.trial.row_key
+        if repeats[key] != run.trial.repeat:
+            trial, row = replace(run.trial, repeat=repeats[key]), run.with_row(repeat=repeats[key])
+            run = replace(row, flat_trial=trial, record=run.record and replace(run.record, trial=trial))
         repeats[key] += 1
-        yield replace(summary, record=record, round=round_numbers[result_and_round])
+        yield replace(run, round=round_numbers[result_and_round])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import units
 from ..config.axes import workload_fields
@@ -14,7 +14,9 @@ from ..config.spec import PassType, Trial, point_text
 from ..models import presets
 from ..system import invocation
 from ..system.environment import Environment
-from .summary import TrialSummary
+
+if TYPE_CHECKING:
+    from .row import Run
 
 COMMANDS: Mapping[str, str] = {**invocation.SCRIPTS, "recipe": "-m ds_bench run"}
 """What Python runs for each family of runs."""
@@ -104,23 +106,23 @@ def one_line(environment: Environment) -> str:
     return " · ".join(f"{label} {value}" for label, value in machine(environment).items())
 
 
-def title(summaries: Sequence[TrialSummary]) -> str:
+def title(runs: Sequence[Run]) -> str:
     """One line on what was trained, on what, and for how many steps."""
-    return " · ".join(facts(summaries))
+    return " · ".join(facts(runs))
 
 
-def facts(summaries: Sequence[TrialSummary]) -> tuple[str, ...]:
+def facts(runs: Sequence[Run]) -> tuple[str, ...]:
     """What was trained, on what, and for how many steps, each fact a few words."""
-    if not summaries:
+    if not runs:
         return ("nothing was run",)
-    workload, placement = summaries[0].record.trial.workload, summaries[0].record.trial.placement
+    workload, placement = runs[0].trial.workload, runs[0].trial.placement
     number = placement.ranks_text
     devices = f"{number} CPU rank{'' if number.split()[-1] == '1' else 's'}"
     if placement.accelerator == "cuda":
-        measured = [rank.device_name for each in summaries for rank in each.record.ranks]
-        known = [gpu.name for each in summaries if each.environment for gpu in each.environment.gpus if gpu.name]
+        measured = [each.row.device for each in runs if each.row.device]
+        known = [gpu.name for each in runs if each.environment for gpu in each.environment.gpus if gpu.name]
         devices = f"{placement.ranks_text} × {next(iter([*measured, *known]), 'GPU').removeprefix('NVIDIA ')}"
-    own = _varied_by_axes(summaries)
+    own = _varied_by_axes(runs)
     precision = "each row's precision" if "precision" in own else workload.precision
     batch = "each row's micro-batch" if "batch_size" in own else f"micro-batch {workload.batch_size}"
     if workload.batch_policy == "largest":
@@ -130,7 +132,7 @@ def facts(summaries: Sequence[TrialSummary]) -> tuple[str, ...]:
     if "grad_accum" in own:
         accumulated = " × each row's accumulation"
     return (
-        f"{workload.model}{_trained_share(summaries)}",
+        f"{workload.model}{_trained_share(runs)}",
         devices,
         precision,
         f"{batch} × {length}{accumulated}",
@@ -138,7 +140,7 @@ def facts(summaries: Sequence[TrialSummary]) -> tuple[str, ...]:
         *([] if workload.warmup_steps else ["no warm-up"]),
         f"{workload.num_steps} {STEP_NAMES[workload.pass_type]}",
         *([f"data {Path(workload.data_path).name}"] if workload.data_path else []),
-        *(point_text({path: value}) for path, value in unnamed_values(summaries[0].record.trial)),
+        *(point_text({path: value}) for path, value in unnamed_values(runs[0].trial)),
     )
 
 
@@ -155,18 +157,18 @@ def unnamed_values(trial: Trial) -> Iterator[tuple[str, Any]]:
     return ((path, value) for path, value in trial.point.items() if path not in _NAMED)
 
 
-def _trained_share(summaries: Sequence[TrialSummary]) -> str:
+def _trained_share(runs: Sequence[Run]) -> str:
     """The size of a model that is trained in part, and how much of it; empty for any other."""
-    ranks = (rank for each in summaries for rank in each.record.ranks)
-    counted = (rank for rank in ranks if rank.trainable_parameter_count and rank.parameter_count)
-    rank = next(counted, None)
-    if rank is None or rank.trainable_parameter_count == rank.parameter_count:
-        return ""
-    return f" · {units.format_parameters(rank.parameter_count, rank.trainable_parameter_count)}"
+    for row in (run.row for run in runs):
+        if row.trainable_parameter_count and row.parameter_count:
+            if row.trainable_parameter_count == row.parameter_count:
+                return ""
+            return f" · {units.format_parameters(row.parameter_count, row.trainable_parameter_count)}"
+    return ""
 
 
-def _varied_by_axes(summaries: Sequence[TrialSummary]) -> set[str]:
+def _varied_by_axes(runs: Sequence[Run]) -> set[str]:
     """Fields of the workload that axes set to different values in these rows."""
-    trials = [summary.record.trial for summary in summaries]
+    trials = [run.trial for run in runs]
     names = {name for trial in trials for name in workload_fields(trial.configuration.axis_values)}
     return {name for name in names if len({getattr(trial.workload, name) for trial in trials}) > 1}

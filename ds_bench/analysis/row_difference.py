@@ -11,20 +11,22 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..config import deepspeed_keys
-from ..config.deepspeed_config import is_full_config, layout_config, paths_of
+from ..config.deepspeed_config import layout_config, paths_of
 from ..config.spec import Configuration
 from ..prediction.memory import UNCOUNTED, Saving
 from ..prediction.trial_predictions import stored_prediction
-from ..records.schema import RankMeasurement, Tier, measured_values
+from ..records.schema import MEMORY_PHASES, RankMeasurement, Tier, measured_values
 from ..system import environment
+from ..units import BYTES_PER_GB
 from .comparability import differing, incomparable_fields, requested_facts
 from .comparison import ComparisonRow, ratio_between
 from .intervals import RatioInterval
-from .phase_memory import largest_of_runs
-from .summary import TrialSummary
+
+if TYPE_CHECKING:
+    from .row import Run
 
 REST = "rest"
 """Category of what is in the total and in no tensor that the ledger counted; negative where categories, each at its own
@@ -288,8 +290,8 @@ def _finite(value: Any) -> Any:
 
 
 def _row_facts(row: ComparisonRow) -> dict[str, Any]:
-    outcome = row.representative.record.outcome
-    return {"name": row.configuration.name, "label": row.label, "runs": len(row.summaries), "outcome": asdict(outcome)}
+    outcome = row.representative.outcome
+    return {"name": row.configuration.name, "label": row.label, "runs": len(row.runs), "outcome": asdict(outcome)}
 
 
 def explain(a: ComparisonRow, b: ComparisonRow) -> RowDifference:
@@ -315,10 +317,11 @@ def explain(a: ComparisonRow, b: ComparisonRow) -> RowDifference:
 
 
 def _phase_peaks(a: ComparisonRow, b: ComparisonRow) -> dict[str, Pair]:
-    first, second = (largest_of_runs([run.phase_memory for run in row.successes]) for row in (a, b))
-    pairs = {
-        phase: Pair(first[phase].host_peak_bytes, second[phase].host_peak_bytes) for phase in first if phase in second
-    }
+    def peak(row: ComparisonRow, phase: str) -> int | None:
+        phases = [run.phase_memory[phase] for run in row.successes if phase in run.phase_memory]
+        return max(measured_values(phases, "host_peak_bytes"), default=None)
+
+    pairs = {phase: Pair(peak(a, phase), peak(b, phase)) for phase in MEMORY_PHASES}
     return {phase: pair for phase, pair in pairs.items() if pair.difference is not None}
 
 
@@ -337,7 +340,7 @@ def ledger_of_tier(ranks: Sequence[RankMeasurement], tier: str, moment: Moment =
 def ledger_of_row(row: ComparisonRow, tier: str, moment: Moment = "peak") -> Counter[str] | None:
     """That of the run with most bytes; None if no run counted any tensor."""
     attribute = "ledger" if moment == "peak" else "ledger_after_step"
-    counted = [run.record.ranks for run in row.successes if any(getattr(rank, attribute) for rank in run.record.ranks)]
+    counted = [run.ranks for run in row.successes if any(getattr(rank, attribute) for rank in run.ranks)]
     return max((ledger_of_tier(ranks, tier, moment) for ranks in counted), key=Counter.total, default=None)
 
 
@@ -382,14 +385,14 @@ def _scope(a: ComparisonRow, b: ComparisonRow, tier: Tier) -> Scope:
 
 def _has_all_ranks(row: ComparisonRow) -> bool:
     """Whether every rank's measurement is there; a flat file has the largest of the ranks alone."""
-    return all(len(run.record.ranks) == run.record.ranks[0].world_size for run in row.successes)
+    return all(len(run.ranks) == run.row.num_gpus for run in row.successes)
 
 
 def _measured_total(row: ComparisonRow, tier: Tier, moment: Moment) -> int | None:
     """The total that the categories and ``rest`` sum to; None where only the ledger tells."""
     if tier == "gpu":
-        allocated = max(measured_values(row.successes, "gpu_allocated_bytes"), default=None)
-        return row.gpu_peak_bytes if moment == "peak" else allocated
+        allocated = measured_values([run.row for run in row.successes], "gpu_allocated_gb")
+        return row.gpu_peak_bytes if moment == "peak" else round(max(allocated) * BYTES_PER_GB) if allocated else None
     # On CPU ranks the resident size has libraries too and lacks pages that nobody wrote: the ledger alone tells.
     if tier == "cpu" and not row.on_cpu and _has_all_ranks(row):
         return row.host_peak_bytes
@@ -398,7 +401,7 @@ def _measured_total(row: ComparisonRow, tier: Tier, moment: Moment) -> int | Non
 
 def _predicted_difference(a: ComparisonRow, b: ComparisonRow, tier: Tier) -> TierDifference | None:
     """Both rows at their predicted fullest moment; None without predictions of both."""
-    predictions = [stored_prediction(row.representative.record.trial) for row in (a, b)]
+    predictions = [stored_prediction(row.representative.trial) for row in (a, b)]
     if None in predictions:
         return None
     sides = [each.in_tier(tier) for each in predictions if each is not None]
@@ -426,7 +429,7 @@ def _categories(a: Mapping[str, int], b: Mapping[str, int]) -> tuple[CategoryDif
 
 def _savings(row: ComparisonRow) -> Iterator[Saving]:
     """The greatest savings of the memory that the row trains in, as they were predicted with it."""
-    prediction = stored_prediction(row.representative.record.trial)
+    prediction = stored_prediction(row.representative.trial)
     if prediction is None:
         return
     on_gpu = bool(prediction.gpu)
@@ -444,14 +447,14 @@ def _savings(row: ComparisonRow) -> Iterator[Saving]:
 
 def _time_difference(a: ComparisonRow, b: ComparisonRow) -> TimeDifference:
     runs = [row.representative for row in (a, b)]
-    reasons = [*incomparable_fields(*(run.record for run in runs)), *_hardware_differences(*runs)]
+    reasons = [*incomparable_fields(*runs), *_hardware_differences(*runs)]
     reasons += [f"{row.label}: {row.invalid_reason}" for row in (a, b) if row.invalid_reason is not None]
     first, second = _phase_seconds(a), _phase_seconds(b)
-    successes = a.successes, b.successes
-    ranks = [[rank for run in runs_of_row for rank in run.record.ranks] for runs_of_row in successes]
+    rows = [[run.row for run in row.successes] for row in (a, b)]
 
-    def most(name: str, measured: Sequence[Sequence[object]]) -> Pair:
-        return Pair(*(max(measured_values(of_row, name), default=None) for of_row in measured))
+    def most(name: str, measured: Sequence[Sequence[object]], size: float = 1) -> Pair:
+        largest = (max(measured_values(of_row, name), default=None) for of_row in measured)
+        return Pair(*(None if value is None else value * size for value in largest))
 
     return TimeDifference(
         step_seconds=Pair(a.mean_step_seconds, b.mean_step_seconds),
@@ -460,30 +463,30 @@ def _time_difference(a: ComparisonRow, b: ComparisonRow) -> TimeDifference:
         interval=None if reasons else ratio_between(b, a),
         incomparable_reasons=tuple(reasons),
         phase_seconds={name: Pair(first[name], second[name]) for name in first if name in second},
-        nvme_read_bytes=most("nvme_read_bytes_per_step", successes),
-        nvme_written_bytes=most("nvme_written_bytes_per_step", successes),
-        skipped_steps=most("skipped_steps", ranks),
-        allocator_retries=most("gpu_alloc_retries", ranks),
+        nvme_read_bytes=most("nvme_read_gb_per_step", rows, BYTES_PER_GB),
+        nvme_written_bytes=most("nvme_written_gb_per_step", rows, BYTES_PER_GB),
+        skipped_steps=most("skipped_steps", rows),
+        allocator_retries=most("gpu_alloc_retries", rows),
     )
 
 
-def _tokens_per_step(run: TrialSummary) -> int:
-    rank = run.record.ranks[0]
-    return rank.micro_batch_size * rank.grad_accum * rank.data_parallel_size * run.record.trial.workload.seq_length
+def _tokens_per_step(run: Run) -> int:
+    row = run.row
+    return row.batch_size * row.grad_accum * (row.data_parallel_size or row.num_gpus) * row.seq_length
 
 
 def _phase_seconds(row: ComparisonRow) -> dict[str, float]:
     """See ``TimeDifference.phase_seconds``; without those that were not measured, empty without any phase."""
     for run in row.nearest_to_mean:
-        ranks = [rank.phase_seconds for rank in run.record.ranks]
-        phases = {phase: max(each[phase] for each in ranks) for phase in PHASES if all(phase in each for each in ranks)}
+        measured = {phase: getattr(run.row, f"phase_{phase}_ms") for phase in PHASES}
+        phases = {phase: each / 1000 for phase, each in measured.items() if each is not None}
         if phases:
-            within = {"communication": run.costs.communication_seconds, "transfer": run.costs.transfer_seconds}
-            return phases | {name: seconds for name, seconds in within.items() if seconds is not None}
+            within = {"communication": run.row.phase_communication_ms, "transfer": run.row.phase_transfer_ms}
+            return phases | {name: each / 1000 for name, each in within.items() if each is not None}
     return {}
 
 
-def _hardware_differences(a: TrialSummary, b: TrialSummary) -> list[str]:
+def _hardware_differences(a: Run, b: Run) -> list[str]:
     if a.environment is None or b.environment is None:
         return []
     return environment.hardware_differences(a.environment, b.environment)
@@ -502,13 +505,13 @@ def _environment_differences(a: ComparisonRow, b: ComparisonRow) -> list[str]:
 # ------------------------------------------------------------------ configuration
 
 
-def _key_differences(a: TrialSummary, b: TrialSummary) -> Iterator[KeyDifference]:
+def _key_differences(a: Run, b: Run) -> Iterator[KeyDifference]:
     """Keys of the DeepSpeed configurations, as resolved where that is known; then fields of workload and placement."""
-    trials = a.record.trial, b.record.trial
-    if len({is_full_config(trial) for trial in trials}) == 1:  # of flat rows stage and devices
+    trials = a.trial, b.trial
+    if (a.record is None) == (b.record is None):  # of flat rows stage and devices
         yield from _config_differences(a, b)
-    optimizers = [run.record.ranks[0].optimizer_class if run.record.ranks else "" for run in (a, b)]
-    if all(optimizers) and optimizers[0] != optimizers[1]:
+    optimizers = [run.row.optimizer for run in (a, b)]
+    if None not in optimizers and optimizers[0] != optimizers[1]:
         yield KeyDifference(
             path="optimizer class", a=optimizers[0], b=optimizers[1], acts_on=("step",), from_layout=False
         )
@@ -523,14 +526,14 @@ def _key_differences(a: TrialSummary, b: TrialSummary) -> Iterator[KeyDifference
             yield KeyDifference(path=name, a=values[0], b=values[1], acts_on=acts_on, from_layout=False)
 
 
-def _config_differences(a: TrialSummary, b: TrialSummary) -> Iterator[KeyDifference]:
+def _config_differences(a: Run, b: Run) -> Iterator[KeyDifference]:
     runs = a, b
-    configurations = [run.record.trial.configuration for run in runs]
-    written = [dict(paths_of(run.record.trial.ds_config)) for run in runs]
-    resolved = [dict(paths_of(run.record.ranks[0].resolved_config)) if run.record.ranks else {} for run in runs]
+    configurations = [run.trial.configuration for run in runs]
+    written = [dict(paths_of(run.trial.ds_config)) for run in runs]
+    resolved = [dict(paths_of(run.ranks[0].resolved_config)) if run.ranks else {} for run in runs]
     defaults = [
         dict(paths_of(layout_config(each.ds_config, each.configuration, each.workload, each.placement)))
-        for each in (a.record.trial, b.record.trial)
+        for each in (a.trial, b.trial)
     ]
     # Known keys first, though nobody wrote them: what DeepSpeed resolved them to may differ.
     paths = dict.fromkeys([*ACTS_ON, *written[0], *written[1]])
@@ -596,8 +599,8 @@ def _effective_value(path: str, written: Mapping[str, Any], resolved: Mapping[st
 
 
 def _unknown(a: ComparisonRow, b: ComparisonRow, memory: Sequence[TierDifference]) -> Iterator[str]:
-    trials = [row.representative.record.trial for row in (a, b)]
-    if not all(map(is_full_config, trials)):
+    trials = [row.representative.trial for row in (a, b)]
+    if any(row.representative.record is None for row in (a, b)):
         yield "the DeepSpeed configurations"
     if None in map(stored_prediction, trials):
         yield "predictions"

@@ -54,7 +54,7 @@ class DiskWait:
 def step_costs(record: TrialRecord) -> StepCosts:
     """Computes the costs of a step of a trial that measured something."""
     ranks = record.ranks
-    parts = step_parts(record)
+    parts = step_parts(ranks)
     # One rank for time and waiting, so that the one is a part of the other.
     slowest = max(ranks, key=lambda rank: rank.step_parts.get("communication", 0.0))
     operations = slowest.communication or ()
@@ -87,10 +87,10 @@ def has_frozen_parameters(rank: RankMeasurement) -> bool:
     return rank.trainable_parameter_count is not None and rank.trainable_parameter_count < rank.parameter_count
 
 
-def step_parts(record: TrialRecord) -> dict[str, float]:
+def step_parts(ranks: Sequence[RankMeasurement]) -> dict[str, float]:
     """Seconds of each part of a synchronised step, on the rank that is slowest in it; without those that no rank
-    measured. A record that holds no parts has the three phases."""
-    parts = [rank.step_parts or rank.phase_seconds for rank in record.ranks]
+    measured. Ranks that hold no parts have the three phases."""
+    parts = [rank.step_parts or rank.phase_seconds for rank in ranks]
     measured = [part for part in PARTS if any(part in each for each in parts)]
     return {part: max(each.get(part, 0.0) for each in parts) for part in measured}
 

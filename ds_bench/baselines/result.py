@@ -10,16 +10,17 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..analysis.intervals import geometric_mean
 from ..analysis.provenance import unnamed_values
-from ..analysis.summary import TrialSummary
 from ..config.caveats import CPU_KINDS, CaveatKind
 from ..config.spec import Trial, point_text
 from ..records.schema import SUCCESS, measured_values
 from ..system.environment import Environment
-from ..units import BYTES_PER_MB
+
+if TYPE_CHECKING:
+    from ..analysis.row import Run
 
 Memory = Literal["gpu", "host"]
 
@@ -75,84 +76,71 @@ class BenchmarkResult:
 
 
 def benchmark_result(
-    summaries: Sequence[TrialSummary], environment: Environment | None = None, name: str | None = None
+    runs: Sequence[Run], environment: Environment | None = None, name: str | None = None
 ) -> BenchmarkResult:
     """Reduces the runs of one row. ``name``: None takes ``baseline_name``. Raises ValueError without runs."""
-    if not summaries:
-        raise ValueError("summaries must hold one run at least")
-    good = [summary for summary in summaries if summary.record.outcome.success]
-    representative = (good or summaries)[-1]
+    if not runs:
+        raise ValueError("runs must hold one run at least")
+    good = [run for run in runs if run.outcome.success]
+    representative = (good or runs)[-1]
     return BenchmarkResult(
         name=name or baseline_name(representative),
         **_figures(good),
-        status=representative.record.outcome.status,
-        error=representative.record.outcome.error,
-        failed_runs=len(summaries) - len(good),
+        status=representative.outcome.status,
+        error=representative.outcome.error,
+        failed_runs=len(runs) - len(good),
         doubts=_caveat_texts(good, lambda kind: kind not in CPU_KINDS),
         disturbances=_caveat_texts(good, lambda kind: kind in CPU_KINDS),
         workload=workload_facts(representative),
         environment=environment,
-        run_id=next((run.run_id for run in summaries if run.run_id), None),
+        run_id=next((run.row.run_id for run in runs if run.row.run_id), None),
     )
 
 
-def _caveat_texts(runs: Sequence[TrialSummary], chosen: Callable[[CaveatKind], bool]) -> tuple[str, ...]:
+def _caveat_texts(runs: Sequence[Run], chosen: Callable[[CaveatKind], bool]) -> tuple[str, ...]:
     """Texts of the disqualifying caveats of these kinds, each once."""
     caveats = (caveat for run in runs for caveat in run.caveats if caveat.disqualifying and chosen(caveat.kind))
     return tuple(dict.fromkeys(caveat.text for caveat in caveats))
 
 
-def _figures(good: Sequence[TrialSummary]) -> dict[str, Any]:
+def _figures(good: Sequence[Run]) -> dict[str, Any]:
     """Fields of a BenchmarkResult from its successful runs; empty without any."""
     if not good:
         return {}
-    on_gpu = good[-1].record.trial.placement.accelerator == "cuda"
-    peaks = measured_values(good, "gpu_peak_bytes" if on_gpu else "host_peak_bytes")
-    held = measured_values(good, "gpu_allocated_bytes" if on_gpu else "host_pss_bytes")
-    rates = measured_values(good, "tokens_per_second")
+    rows = [run.row for run in good]
+    on_gpu = rows[-1].accelerator == "cuda"
+    peaks = measured_values(rows, "gpu_peak_gb" if on_gpu else "cpu_used_gb")
+    held = measured_values(rows, "gpu_allocated_gb" if on_gpu else "cpu_pss_gb")
+    rates, variations = (measured_values(rows, name) for name in ("throughput_tokens_per_sec", "step_time_cv_percent"))
     return {
         "throughput_tokens_per_sec": geometric_mean(rates),
-        "samples_per_sec": geometric_mean(measured_values(good, "samples_per_second")),
-        "peak_memory_mb": max(peaks) / BYTES_PER_MB if peaks else None,
-        "average_memory_mb": statistics.fmean(held) / BYTES_PER_MB if held else None,
+        "samples_per_sec": geometric_mean(measured_values(rows, "throughput_samples_per_sec")),
+        "peak_memory_mb": max(peaks) * 1024 if peaks else None,
+        "average_memory_mb": statistics.fmean(held) * 1024 if held else None,
         "memory": "gpu" if on_gpu else "host",
         "tokens_per_sec_runs": tuple(rates),
-        "peak_memory_mb_runs": tuple(peak / BYTES_PER_MB for peak in peaks),
-        "step_seconds": tuple(seconds for run in good for seconds in run.record.slowest_rank.step_seconds),
-        "step_variation": max(measured_values(good, "step_seconds_cv"), default=None),
+        "peak_memory_mb_runs": tuple(peak * 1024 for peak in peaks),
+        "step_seconds": tuple(
+            seconds for run in good if run.record for seconds in run.record.slowest_rank.step_seconds
+        ),
+        "step_variation": max(variations) / 100 if variations else None,
     }
 
 
-def workload_facts(summary: TrialSummary) -> dict[str, Any]:
+def workload_facts(run: Run) -> dict[str, Any]:
     """Facts that must be equal for two rows to measure the same quantity; None for those that a failed row has not.
 
     The number of steps is not among them: more steps measure the same quantity with less noise. ``ds_config`` is a hash
     that shows whether the DeepSpeed configuration changed.
     """
-    record = summary.record
-    workload, placement, strategy = record.trial.workload, record.trial.placement, record.trial.configuration
-    rank = record.ranks[0] if record.ranks else None
-    return {
-        "model": workload.model,
-        # flat_reader puts 0 and "" where a file does not tell: None, which is not compared.
-        "parameter_count": (rank.parameter_count or None) if rank else None,
-        "strategy": strategy.name,
-        "stage": strategy.stage,
-        "batch_size": summary.micro_batch_size or workload.batch_size,
-        "seq_length": workload.seq_length,
-        "grad_accum": summary.grad_accum or workload.grad_accum,
-        "precision": workload.precision,
-        "activation_checkpointing": workload.activation_checkpointing,
-        "dropout": rank.dropout if rank else workload.dropout,
-        "optimizer": (rank.optimizer_class or None) if rank else None,
-        "accelerator": placement.accelerator,
-        "device": rank.device_name if rank else None,
-        "num_gpus": placement.num_gpus,
-        "data_parallel_size": summary.data_parallel_size,
-        "launch": record.launch,
-        "method_version": record.method_version,
-        "ds_config": summary.config_hash,
-    }
+    return {name: getattr(run.row, name) for name in _WORKLOAD_FACTS} | {"ds_config": run.row.config_hash}
+
+
+_WORKLOAD_FACTS = (
+    "model", "parameter_count", "strategy", "stage", "batch_size", "seq_length", "grad_accum", "precision",
+    "activation_checkpointing", "dropout", "optimizer", "accelerator", "device", "num_gpus", "data_parallel_size",
+    "launch", "method_version",
+)  # fmt: skip
 
 
 def _other_data_and_point(trial: Trial) -> Iterator[str]:
@@ -166,13 +154,13 @@ def _plain_text(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._+]+", "_", text).strip("_")
 
 
-def baseline_name(summary: TrialSummary) -> str:
+def baseline_name(run: Run) -> str:
     """``<model>/<strategy>``, then the values that are not the scripts' defaults, as in ``/batch8-seq1024-4ranks``.
 
     Depends on the row alone, not on the other rows. Hardware, versions and the DeepSpeed configuration are left out, so
     that a row keeps its name, and its baseline, when these change.
     """
-    facts, workload = workload_facts(summary), summary.record.trial.workload
+    facts, workload = workload_facts(run), run.trial.workload
     by_stage = facts["strategy"] == f"zero{facts['stage']}"
     parts = (
         # Written out, so that another default of a flag does not rename baselines that are stored.
@@ -185,7 +173,7 @@ def baseline_name(summary: TrialSummary) -> str:
         (f"{facts['num_gpus']}ranks", facts["num_gpus"] != 1),
         (workload.pass_type, workload.pass_type != "train"),
         ("not_synchronized", not workload.synchronized),
-        *((_plain_text(text), True) for text in _other_data_and_point(summary.record.trial)),
+        *((_plain_text(text), True) for text in _other_data_and_point(run.trial)),
     )
     suffix = "-".join(text for text, differs in parts if differs)
     return "/".join([facts["model"], facts["strategy"], *([suffix] if suffix else [])])

@@ -128,8 +128,8 @@ def _read_results(paths: Sequence[Path]) -> list[BenchmarkResult]:
     benchmark_results = []
     for group in merge_results.merge([load_results.load(path) for path in paths]):
         environment = group.environments[0] if group.environments else None  # all environments of a group are alike
-        rows = comparison.compare(group.summaries, environments=group.environments).rows
-        benchmark_results += [benchmark_result(row.summaries, environment) for row in rows]
+        rows = comparison.compare(group.runs, environments=group.environments).rows
+        benchmark_results += [benchmark_result(row.runs, environment) for row in rows]
     return benchmark_results
 
 

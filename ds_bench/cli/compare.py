@@ -108,7 +108,7 @@ def _throughput(row: ComparisonRow | None) -> str:
     if row is None:
         return ABSENT
     if row.tokens_per_second is None:
-        return row.summaries[-1].record.outcome.status
+        return row.runs[-1].outcome.status
     return f"{units.format_count(row.tokens_per_second)} tokens/s"
 
 

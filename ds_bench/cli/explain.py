@@ -68,7 +68,7 @@ def _across_comparisons(
         for other in reports:
             found = [rows_called(each.comparison.rows, text) for each, text in ((report, a), (other, b))]
             if other is not report and all(found):
-                titles = dict.fromkeys(provenance.title(row.summaries) for (row, *_) in found)
+                titles = dict.fromkeys(provenance.title(row.runs) for (row, *_) in found)
                 return "; ".join(titles), found[0][0], found[1][0]
     label = next(row.label for report in reports for row in rows_called(report.comparison.rows, a))
     raise UsageError(f"{a} and {b} are the same row, {label}", remedy="name two rows, or give two results that differ")

@@ -9,16 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..analysis import load_results, merge_results, provenance
 from ..analysis.comparison import ComparisonRow, rows_called
-from ..analysis.flat_rows import flat_rows
 from ..analysis.merge_results import ResultGroup
-from ..analysis.summary import TrialSummary
 from ..config import strategies
-from ..config.deepspeed_config import is_full_config
 from ..config.options import GOALS, ROW_FORMATS
 from ..errors import UsageError
 from ..records.json_files import json_text
@@ -31,6 +28,9 @@ from ..system import invocation, terminal
 from ..system.environment import require_installed
 from ..system.files import write_text
 from . import arguments
+
+if TYPE_CHECKING:
+    from ..analysis.row import Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +108,7 @@ def write_output(flag: str, path: Path, content: str | bytes) -> None:
 
 def flat_rows_of(reports: Sequence[ComparisonReport]) -> list[dict[str, Any]]:
     """The flat row of every trial, row by row of each report."""
-    return [
-        flat_row
-        for each in reports
-        for flat_row in flat_rows([summary for row in each.comparison.rows for summary in row.summaries])
-    ]
+    return [run.row.values() for each in reports for row in each.comparison.rows for run in row.runs]
 
 
 def _write_rows(reports: Sequence[ComparisonReport], options: ReportOptions) -> None:
@@ -173,16 +169,16 @@ def build_reports(
     groups = merge_results.merge(results)
     for line in notes:
         tell(line)
-    nowhere = relative_to is not None and not any(_has_row(group.summaries, relative_to) for group in groups)
+    nowhere = relative_to is not None and not any(_has_row(group.runs, relative_to) for group in groups)
     reports = []
     for group in groups:
         own_goal, own_row, resume = _flags_of_run(group)
         row = own_row if relative_to is None else relative_to
         reports.append(
             build_report(
-                group.summaries,
+                group.runs,
                 goal=goal or own_goal or "balanced",
-                relative_to=row if nowhere or _has_row(group.summaries, row) else None,  # a row found nowhere raises
+                relative_to=row if nowhere or _has_row(group.runs, row) else None,  # a row found nowhere raises
                 notes=[*notes, *group.notes],
                 commands=group.commands,
                 environments=group.environments,
@@ -229,8 +225,8 @@ def _flags_of_run(group: ResultGroup) -> tuple[str | None, str | None, str | Non
     return options.goal, options.relative_to, None if folder is None else provenance.resume_command(options, folder)
 
 
-def _has_row(summaries: Sequence[TrialSummary], name: str | None) -> bool:
-    return name is not None and any(strategies.matches(entry.record.trial.configuration, name) for entry in summaries)
+def _has_row(runs: Sequence[Run], name: str | None) -> bool:
+    return name is not None and any(strategies.matches(run.trial.configuration, name) for run in runs)
 
 
 def _write_html(reports: Sequence[ComparisonReport], path: Path) -> None:
@@ -274,7 +270,7 @@ def _row_to_export(reports: Sequence[ComparisonReport], name: str) -> tuple[Comp
     """
     rows = _rows_called(reports, name)
     for comparison_report, row in rows:
-        if is_full_config(row.last_record.trial):
+        if row.last_run.record is not None:
             configuration_export.require_deepspeed(row.configuration)
             if len(rows) > 1:
                 origin = f"{row.label} of {comparison_report.title} ({', '.join(comparison_report.sources)})"
@@ -291,7 +287,8 @@ def _export(comparison_report: ComparisonReport, row: ComparisonRow) -> None:
     folder = Path(configuration_export.folder_name(row.configuration.name))
     # The last run that trained; a row without any is exported as it was tried, and its README says so.
     environment = next(iter(comparison_report.environments), None)
-    for path in configuration_export.write_exports(row.last_record, folder, environment):
+    assert row.last_run.record is not None, "_row_to_export chose a row with a record"
+    for path in configuration_export.write_exports(row.last_run.record, folder, environment):
         terminal.print_text(f"config {path}", sys.stderr)
 
 

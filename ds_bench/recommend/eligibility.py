@@ -102,8 +102,8 @@ def on_cpu(comparison: Comparison) -> bool:
 
 def reason_not_eligible(row: ComparisonRow) -> str | None:
     """Return why a row with numbers is no choice, whatever its memory and speed; None if nothing rules it out."""
-    count = sum(run.record.outcome.status in remedies.RAN_OUT for run in row.summaries)
-    ran_out = f"{count} of its {len(row.summaries)} runs ran out of memory or disk" if count else None
+    count = sum(run.outcome.status in remedies.RAN_OUT for run in row.runs)
+    ran_out = f"{count} of its {len(row.runs)} runs ran out of memory or disk" if count else None
     other_training = (each.text for each in row.caveats if each.kind is CaveatKind.OTHER_TRAINING)
     return row.invalid_reason or ran_out or next(other_training, None)
 
@@ -141,7 +141,7 @@ def _step_spread(row: ComparisonRow) -> float:
     """Relative standard deviation of the steps of the run that varied most, or between the runs if that is more."""
     pairs = [
         (row.step_seconds_std, row.mean_step_seconds),
-        *((run.step_seconds_std, run.mean_step_seconds) for run in row.successes),
+        *((run.row.std_step_time_ms, run.row.avg_step_time_ms) for run in row.successes),
     ]
     return max((std / mean for std, mean in pairs if std and mean), default=0.0)
 

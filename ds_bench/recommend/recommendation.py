@@ -76,7 +76,7 @@ def recommend(comparison: Comparison, goal: str = "balanced", resume: str | None
 
     Raises UsageError for a goal that is none of ``config.options.GOALS``.
     """
-    if any(run.record.trial.workload.pass_type != "train" for row in comparison.rows for run in row.summaries):
+    if any(run.trial.workload.pass_type != "train" for row in comparison.rows for run in row.runs):
         reason = "These are passes of the model alone: a configuration is chosen by training steps"
         return Recommendation(goal=goal, reason=reason, headline=f"{reason}.")
     eligible = eligible_rows(comparison)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from ..analysis.comparison import Comparison, ComparisonRow
 from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..prediction.memory import Alternative
 from ..records import schema
-from ..records.schema import TrialRecord
 from ..system import invocation
 from ..units import format_bytes, format_duration, format_items, format_percent
 from .decision import COMFORTABLE_FRACTION
@@ -28,6 +28,9 @@ from .shortage import (
     suggest_change,
 )
 
+if TYPE_CHECKING:
+    from ..analysis.row import Run
+
 MEMORY_STATUSES = (schema.OOM, schema.OOM_HOST)
 RAN_OUT = (*MEMORY_STATUSES, schema.OOM_DISK)
 MORE_STEPS = 50
@@ -39,9 +42,9 @@ _LEAVE_FREE = 0.10
 """Fraction of the GPU that a suggested micro-batch leaves free, for memory that is not linear in it."""
 
 
-def failed_run(row: ComparisonRow) -> TrialRecord | None:
+def failed_run(row: ComparisonRow) -> Run | None:
     """The first run that ran out of memory or disk, else the first that failed; None if every run succeeded."""
-    runs = [each.record for each in row.summaries if not each.record.outcome.success]
+    runs = [run for run in row.runs if not run.outcome.success]
     short = (run for run in runs if run.outcome.status in RAN_OUT)
     # Memory first: its remedies have numbers.
     return next(short, None) or next(iter(runs), None)
@@ -93,16 +96,16 @@ def setup_of(row: ComparisonRow, comparison: Comparison) -> FailedSetup | None:
     return None if run is None or shortage is None else failed_setup(run, comparison, shortage)
 
 
-def short_of_memory(run: TrialRecord) -> bool:
+def short_of_memory(run: Run) -> bool:
     """Whether a run failed for lack of memory that less work or another strategy would free."""
     return run.outcome.status in MEMORY_STATUSES and run.outcome.kind not in _ACTIONS_BY_KIND
 
 
-def _shortage(run: TrialRecord, comparison: Comparison) -> Shortage | None:
+def _shortage(run: Run, comparison: Comparison) -> Shortage | None:
     return shortage_of(run) if short_of_memory(run) else predicted_shortage(run, comparison)
 
 
-def _out_of_memory_remedy(row: ComparisonRow, run: TrialRecord, comparison: Comparison) -> str:
+def _out_of_memory_remedy(row: ComparisonRow, run: Run, comparison: Comparison) -> str:
     shortage, on_device = shortage_of(run), out_of_pool(run) == "device"
     head = f"{row.label} ran out of {'device' if on_device else 'host'} memory{run.outcome.where}"
     parts = [f"{head}, {shortage.text}", *([] if on_device else _host_numbers(run, comparison))]
@@ -112,7 +115,7 @@ def _out_of_memory_remedy(row: ComparisonRow, run: TrialRecord, comparison: Comp
     return f"{'; '.join(parts)}: {suggest_change(failed_setup(run, comparison, shortage))}"
 
 
-def _host_numbers(run: TrialRecord, comparison: Comparison) -> list[str]:
+def _host_numbers(run: Run, comparison: Comparison) -> list[str]:
     """Host memory that the run was predicted to take, and that there is."""
     numbers = []
     if size := predicted_bytes(run, "cpu"):
@@ -125,13 +128,13 @@ def _host_numbers(run: TrialRecord, comparison: Comparison) -> list[str]:
     return numbers
 
 
-def cause(run: TrialRecord) -> str:
+def cause(run: Run) -> str:
     """The error line of the outcome, shortened to 200 characters."""
     text = " ".join((run.outcome.error or run.outcome.status).split())
     return text if len(text) <= _MAX_CAUSE_LENGTH else f"{text[: _MAX_CAUSE_LENGTH - 1]}…"
 
 
-def _disk_full_remedy(row: ComparisonRow, run: TrialRecord, *_: object) -> str:
+def _disk_full_remedy(row: ComparisonRow, run: Run, *_: object) -> str:
     if not run.trial.configuration.uses_nvme:
         return f"{row.label} filled a disk{run.outcome.where} ({cause(run)}): free space where it wrote"
     size = predicted_bytes(run, "nvme")
@@ -140,8 +143,8 @@ def _disk_full_remedy(row: ComparisonRow, run: TrialRecord, *_: object) -> str:
     return f"{row.label} filled the disk ({need}): free that much, give another --nvme-path, or try cpu_full"
 
 
-def _timeout_remedy(row: ComparisonRow, run: TrialRecord, *_: object) -> str:
-    after = f" after {format_duration(run.wall_seconds)}" if run.wall_seconds is not None else ""
+def _timeout_remedy(row: ComparisonRow, run: Run, *_: object) -> str:
+    after = f" after {format_duration(run.row.wall_seconds)}" if run.row.wall_seconds is not None else ""
     steps = run.trial.workload.num_steps + run.trial.workload.warmup_steps
     if run.outcome.phase in ("hello", "import", "build", "init"):
         remedy = "it had not begun to train, so fewer steps do not help: raise --timeout"
@@ -152,25 +155,25 @@ def _timeout_remedy(row: ComparisonRow, run: TrialRecord, *_: object) -> str:
     return f"{row.label} timed out{after}{run.outcome.where} ({cause(run)}): {remedy}; if it hung, see the stacks"
 
 
-def _killed_remedy(row: ComparisonRow, run: TrialRecord, *_: object) -> str:
+def _killed_remedy(row: ComparisonRow, run: Run, *_: object) -> str:
     return (
         f"{row.label} was killed{run.outcome.where} ({cause(run)}): look who sent it (the scheduler's limits, dmesg), "
         "then run the row again with --resume and --retry Killed"
     )
 
 
-def _crashed_remedy(row: ComparisonRow, run: TrialRecord, *_: object) -> str:
+def _crashed_remedy(row: ComparisonRow, run: Run, *_: object) -> str:
     return (
         f"{row.label} crashed{run.outcome.where} ({cause(run)}): read the end of its log, "
         f"build the ops anew ({invocation.command('ops')}), then run this row alone"
     )
 
 
-def _unsupported_remedy(row: ComparisonRow, run: TrialRecord, *_: object) -> str:
+def _unsupported_remedy(row: ComparisonRow, run: Run, *_: object) -> str:
     return f"{row.label} cannot run here: {cause(run)}"
 
 
-def _skipped_remedy(row: ComparisonRow, run: TrialRecord, comparison: Comparison) -> str:
+def _skipped_remedy(row: ComparisonRow, run: Run, comparison: Comparison) -> str:
     reason, try_it = cause(run), "leave out --skip-predicted-oom to try it"
     has_remedy = try_it in reason or "--force" in reason
     head = f"{row.label} was skipped, not run: {reason}" + ("" if has_remedy else f"; {try_it}")
@@ -180,11 +183,11 @@ def _skipped_remedy(row: ComparisonRow, run: TrialRecord, comparison: Comparison
     return f"{head}; or {suggest_change(failed_setup(run, comparison, shortage))}"
 
 
-def _interrupted_remedy(row: ComparisonRow, run: TrialRecord, *_: object) -> str:
+def _interrupted_remedy(row: ComparisonRow, run: Run, *_: object) -> str:
     return f"{row.label} was interrupted{run.outcome.where}: --resume with the run's folder goes on from there"
 
 
-def _exception_remedy(row: ComparisonRow, run: TrialRecord, *_: object) -> str:
+def _exception_remedy(row: ComparisonRow, run: Run, *_: object) -> str:
     """An exception of some class in a rank."""
     line = (
         f"{row.label} failed with {run.outcome.status}{run.outcome.where} ({cause(run)}): read the traceback in its log"
@@ -196,7 +199,7 @@ def _exception_remedy(row: ComparisonRow, run: TrialRecord, *_: object) -> str:
     return line
 
 
-_REMEDIES: Mapping[str, Callable[[ComparisonRow, TrialRecord, Comparison], str]] = {
+_REMEDIES: Mapping[str, Callable[[ComparisonRow, Run, Comparison], str]] = {
     **dict.fromkeys(MEMORY_STATUSES, _out_of_memory_remedy),
     schema.OOM_DISK: _disk_full_remedy,
     schema.TIMEOUT: _timeout_remedy,
@@ -232,7 +235,7 @@ ACTIONS: Mapping[str, str] = {
 """The same in a few words, but for memory, which is helped by less work."""
 
 
-def action(run: TrialRecord) -> str:
+def action(run: Run) -> str:
     """Return what to do about a failed run, in a few words."""
     by_status = ACTIONS.get(run.outcome.status, "read the traceback in its log (--verbose names it)")
     return _ACTIONS_BY_KIND.get(run.outcome.kind, by_status)
@@ -262,8 +265,8 @@ def larger_batch(row: ComparisonRow, comparison: Comparison) -> tuple[int, float
     capacity, fraction = comparison.device_capacity_bytes, row.gpu_fraction
     if capacity is None or fraction is None or fraction >= COMFORTABLE_FRACTION or row.fills_memory:
         return None
-    run = row.successes[0].record
-    batch = run.ranks[0].micro_batch_size
+    run = row.successes[0]
+    batch = run.row.batch_size
     activation_bytes = measured_activations(comparison, run, batch)
     if not activation_bytes:
         return None
@@ -286,6 +289,6 @@ def suggest_for_full_row(row: ComparisonRow, comparison: Comparison) -> str | No
         return None
     excess = int((row.gpu_fraction - NEAR_CAPACITY) * capacity)
     # Nothing failed: the excess stands for what a change must free.
-    setup = failed_setup(row.successes[0].record, comparison, Shortage(requested_bytes=excess, free_bytes=0))
+    setup = failed_setup(row.successes[0], comparison, Shortage(requested_bytes=excess, free_bytes=0))
     head = f"{row.label} is {format_bytes(excess)} over {format_percent(NEAR_CAPACITY, digits=0)} of the card"
     return f"{head}: {suggest_change(setup)}"

@@ -56,7 +56,7 @@ def command_to_decide(decision: Decision, comparison: Comparison, resume: str | 
     """The command that adds runs to an open choice; None for a decided one. ``resume``: it goes on with the run."""
     if not decision.undecided:
         return None
-    attempts = max(len(comparison.row(row.key).summaries) for row in (decision.choice, *decision.undecided))
+    attempts = max(len(comparison.row(row.key).runs) for row in (decision.choice, *decision.undecided))
     # Runs that failed are not repeated, so each run that is missing is one more.
     missing = FEWEST_RUNS - decision.fewest_runs
     return (
@@ -113,7 +113,7 @@ def try_after_choice(
     """Flags of the next run, or what else to do; None if nothing is left to try. ``command``: it decides the choice."""
     row = comparison.row(decision.choice.key)
     # Before all else: the rows that are missing may change the choice.
-    if any(run.record.outcome.status == schema.INTERRUPTED for each in comparison.rows for run in each.summaries):
+    if any(run.outcome.status == schema.INTERRUPTED for each in comparison.rows for run in each.runs):
         return remedies.ACTIONS[schema.INTERRUPTED]
     if command is not None:
         return command

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..analysis.comparison import Comparison, ComparisonRow
 from ..config.spec import Trial, Workload, block_of
@@ -16,8 +16,11 @@ from ..prediction.memory import TIGHT_FRACTION, Alternative, Prediction
 from ..prediction.trial_predictions import stored_prediction
 from ..prediction.what_if import BUCKET_KEY, DEFAULT_BUCKET, SMALL_BUCKET
 from ..records import schema
-from ..records.schema import Tier, TrialRecord
-from ..units import format_bytes
+from ..records.schema import Tier, measured_values
+from ..units import BYTES_PER_GB, format_bytes
+
+if TYPE_CHECKING:
+    from ..analysis.row import Run
 
 Pool = Literal["device", "host", "both"]
 """The memory that ran out. ``both``: on the CPU accelerator the host's memory is the device's too."""
@@ -66,7 +69,7 @@ class Shortage:
         return "how much was missing is not known"
 
 
-def shortage_of(run: TrialRecord) -> Shortage:
+def shortage_of(run: Run) -> Shortage:
     """The shortage that the outcome of a run reports."""
     outcome = run.outcome
     # Free bytes are those of the GPU.
@@ -74,7 +77,7 @@ def shortage_of(run: TrialRecord) -> Shortage:
     return Shortage(requested_bytes=outcome.requested_bytes, free_bytes=free_bytes)
 
 
-def asked_for_bucket(run: TrialRecord) -> bool:
+def asked_for_bucket(run: Run) -> bool:
     """Return whether the bytes requested are those of a reduce bucket that can be smaller; no workload changes it."""
     asked = run.outcome.requested_bytes
     elements = block_of(run.trial.ds_config, "zero_optimization").get("reduce_bucket_size", DEFAULT_BUCKET)
@@ -86,19 +89,19 @@ def asked_for_bucket(run: TrialRecord) -> bool:
     return any(abs(asked - width * elements) <= 0.01 * asked for width in (2, 4))
 
 
-def depends_on_workload(run: TrialRecord) -> bool:
+def depends_on_workload(run: Run) -> bool:
     """Return whether less work (micro-batch, sequence, checkpointing) may free what the run lacked."""
     return run.outcome.phase not in _PHASES_WITHOUT_ACTIVATIONS and not asked_for_bucket(run)
 
 
-def last_resorts(run: TrialRecord) -> str:
+def last_resorts(run: Run) -> str:
     """What is left to try if no change is predicted to fit."""
     limited = run.trial.placement.cpu_memory_limit_bytes is not None and out_of_pool(run) != "device"
     shorter = ", a shorter --seq-length" if depends_on_workload(run) else ""
     return f"{'a larger --cpu-memory-limit' if limited else 'more GPUs'}{shorter} or a smaller model"
 
 
-def _acts_on(change: Alternative, run: TrialRecord) -> bool:
+def _acts_on(change: Alternative, run: Run) -> bool:
     """Return whether a change frees memory in the phase in which the run failed, and of the kind that it requested."""
     phase, own = run.outcome.phase, run.trial.configuration
     if asked_for_bucket(run):
@@ -110,14 +113,14 @@ def _acts_on(change: Alternative, run: TrialRecord) -> bool:
     return phase not in _PHASES_BEFORE_BUILD and (phase != "build" or other_build)
 
 
-def predicted_bytes(run: TrialRecord, tier: Tier) -> int | None:
+def predicted_bytes(run: Run, tier: Tier) -> int | None:
     """Predicted peak of ``gpu``, per rank, or of ``cpu`` or ``nvme``, per node; None without a prediction."""
     prediction = stored_prediction(run.trial)
     sizes = {} if prediction is None else prediction.in_tier(tier)
     return sum(sizes.values()) if sizes else None
 
 
-def predicted_shortage(run: TrialRecord, comparison: Comparison) -> Shortage | None:
+def predicted_shortage(run: Run, comparison: Comparison) -> Shortage | None:
     """The predicted shortage per GPU of a trial that was skipped; None if there is none or it is not known."""
     needed, capacity = predicted_bytes(run, "gpu"), comparison.device_capacity_bytes
     if run.outcome.status != schema.SKIPPED or capacity is None or needed is None or needed <= capacity:
@@ -125,24 +128,24 @@ def predicted_shortage(run: TrialRecord, comparison: Comparison) -> Shortage | N
     return Shortage(requested_bytes=needed, free_bytes=capacity)
 
 
-def out_of_pool(run: TrialRecord) -> Pool:
+def out_of_pool(run: Run) -> Pool:
     """The memory that a run was out of."""
     if run.trial.placement.accelerator == "cpu":
         return "both"
     return "host" if run.outcome.status == schema.OOM_HOST else "device"
 
 
-def measured_activations(comparison: Comparison, run: TrialRecord, batch: int) -> int | None:
+def measured_activations(comparison: Comparison, run: Run, batch: int) -> int | None:
     """Activation bytes of the fullest rank, from a row that trained the same model, scaled linearly to ``batch``."""
     tier = "cpu" if run.trial.placement.accelerator == "cpu" else "gpu"
     names = ("model", "seq_length", "precision", "activation_checkpointing")
-    for record in (each.record for row in comparison.rows for each in row.successes):
+    for other in (each for row in comparison.rows for each in row.successes):
         sizes = [
             size * batch // rank.micro_batch_size
-            for rank in record.ranks
+            for rank in other.ranks
             if (size := rank.ledger.get(tier, {}).get("activations"))
         ]
-        if sizes and all(getattr(record.trial.workload, name) == getattr(run.trial.workload, name) for name in names):
+        if sizes and all(getattr(other.trial.workload, name) == getattr(run.trial.workload, name) for name in names):
             return max(sizes)
     return None
 
@@ -162,7 +165,7 @@ class FailedSetup:
     host_limit_bytes: int | None
     trained: frozenset[tuple[int, str, str]]
     """Layouts that trained here with room to spare, with equal workload and placement."""
-    run: TrialRecord
+    run: Run
     """The run that failed."""
 
     def fits(self, change: Alternative, share: float = 1.0) -> bool:
@@ -171,7 +174,7 @@ class FailedSetup:
         return all(limit is None or size <= share * limit for size, limit in pairs)
 
 
-def failed_setup(run: TrialRecord, comparison: Comparison, shortage: Shortage) -> FailedSetup | None:
+def failed_setup(run: Run, comparison: Comparison, shortage: Shortage) -> FailedSetup | None:
     """The setup of a run that did not fit; None if its record has no complete prediction of the known format."""
     prediction = stored_prediction(run.trial)
     # Without the activations it is not known what would fit.
@@ -207,10 +210,11 @@ def failed_setup(run: TrialRecord, comparison: Comparison, shortage: Shortage) -
 def _gpu_capacity(prediction: Prediction, comparison: Comparison) -> int | None:
     """The GPU's memory; where rows trained, as if what they had outside torch's allocator were the assumed overhead."""
     capacity = comparison.device_capacity_bytes
-    outside = [run.gpu_outside_allocator_bytes for row in comparison.rows for run in row.successes]
-    measured = max((size for size in outside if size is not None), default=None)
-    if capacity is None or measured is None:
+    rows = [run.row for row in comparison.rows for run in row.successes]
+    outside: float | None = max(measured_values(rows, "gpu_outside_allocator_gb"), default=None)
+    if capacity is None or outside is None:
         return capacity
+    measured = round(outside * BYTES_PER_GB)
     return capacity + prediction.gpu.get("overhead", measured) - measured
 
 
@@ -225,7 +229,7 @@ def _rows_of_same_work(comparison: Comparison, trial: Trial) -> list[ComparisonR
 
     rows = []
     for row in comparison.rows:
-        tried = next((run.record.trial for run in row.summaries if run.record.outcome.status not in _NEVER_TRIED), None)
+        tried = next((run.trial for run in row.runs if run.outcome.status not in _NEVER_TRIED), None)
         if tried is not None and (work(tried), tried.placement) == (work(trial), trial.placement):
             rows.append(row)
     return rows

@@ -210,6 +210,8 @@ def invalid_value(error: Any) -> InvalidValueError:
         return InvalidValueError(first["loc"], "is missing")
     if first["type"] == "value_error":
         return InvalidValueError(first["loc"], f"is not usable: {first['ctx']['error']}")
+    if first["type"] == "json_invalid":
+        return InvalidValueError((), f"is not JSON: {first['ctx']['error']}")
     value = first["input"]
     shown = "an object" if isinstance(value, dict) else "a list" if isinstance(value, list) else json.dumps(value)
     shown = shown if len(shown) <= 40 else f"{shown[:36]} …"

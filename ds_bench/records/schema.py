@@ -43,6 +43,13 @@ INTERRUPTED = "Interrupted"
 STATUSES = (SUCCESS, OOM, OOM_HOST, OOM_DISK, KILLED, TIMEOUT, CRASHED, UNSUPPORTED, SKIPPED, INTERRUPTED)
 """Besides these, a status is the class name of an exception raised in a rank (docs/metrics.md, "How a trial ends")."""
 
+_SIGNS = {SUCCESS: "✅", SKIPPED: "⏭️", INTERRUPTED: "⏹️"}
+
+
+def status_text(status: str) -> str:
+    """``✅ Success``, ``❌ OOM``, ``❌ RuntimeError``, …"""
+    return f"{_SIGNS.get(status, '❌')} {status}"
+
 
 MEMORY_PHASES = ("import", "build", "initialize", "first_step", "warm_up", "steady")
 """Phases of a rank whose memory is measured, in order (docs/metrics.md, "Memory by phase")."""

@@ -6,16 +6,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from ..analysis.comparison import Comparison, ComparisonRow
 from ..analysis.row_difference import ledger_of_row
 from ..analysis.step_costs import PARTS, step_parts
-from ..analysis.summary import TrialSummary
 from ..prediction.trial_predictions import stored_prediction
 from ..recommend.shortage import predicted_bytes
-from ..records.schema import OOM, OOM_DISK, OOM_HOST, SKIPPED, Tier, TrialRecord
+from ..records.schema import OOM, OOM_DISK, OOM_HOST, SKIPPED, Tier, measured_values
 from ..units import BYTES_PER_GB, MISSING, format_significant, to_gb, to_ms
 from .table import Column, Table, make_table
+
+if TYPE_CHECKING:
+    from ..analysis.row import Run
 
 MAX_OVERLAID_ROWS = 8
 """More lines in one chart cannot be distinguished."""
@@ -368,7 +371,7 @@ def _throughput_chart(rows: _Rows) -> Chart | None:
             label=rows.bar_label(row),
             value=row.tokens_per_second or 0.0,
             interval=row.interval,
-            runs=tuple(run.tokens_per_second for run in row.successes if run.tokens_per_second is not None),
+            runs=tuple(measured_values([run.row for run in row.successes], "throughput_tokens_per_sec")),
         )
         for row in drawn
     )
@@ -442,7 +445,7 @@ def _memory_stack(row: ComparisonRow, tier: Tier, rows: _Rows) -> Stack | None:
             return None
         return Stack(label=label, parts=(), requested=request[0], value=request[1])
     bytes_by_category = ledger_of_row(row, tier) or Counter[str]()
-    stored = max((run.nvme_stored_bytes or 0 for run in row.successes), default=0) or None
+    stored = max((run.row.nvme_stored_gb or 0 for run in row.successes), default=0) * BYTES_PER_GB or None
     peak = {"gpu": row.gpu_peak_bytes, "cpu": row.host_peak_bytes, "nvme": stored}[tier]
     total = sum(bytes_by_category[category] for category in CATEGORIES)
     if not total and not peak:
@@ -453,23 +456,23 @@ def _memory_stack(row: ComparisonRow, tier: Tier, rows: _Rows) -> Stack | None:
         label=label,
         parts=tuple(size / BYTES_PER_GB for size in parts),
         measured=to_gb(peak),
-        predicted=to_gb(_predicted_bytes(row.successes[0].record, tier)),
+        predicted=to_gb(_predicted_bytes(row.successes[0], tier)),
         value=format_value(to_gb(peak or total)),
     )
 
 
-def _predicted_bytes(record: TrialRecord, tier: Tier) -> int | None:
+def _predicted_bytes(run: Run, tier: Tier) -> int | None:
     """The prediction comparable with the measured bytes of a tier; None without one.
 
     On a GPU without what is assumed outside torch's allocator. On the CPU accelerator there is none, because pages
     that nobody touched are not resident (``prediction.trial_predictions``).
     """
-    prediction = stored_prediction(record.trial)
+    prediction = stored_prediction(run.trial)
     if prediction is None or prediction.unknown is not None:
         return None
-    if tier == "cpu" and record.trial.placement.accelerator == "cpu":
+    if tier == "cpu" and run.row.accelerator == "cpu":
         return None
-    size = predicted_bytes(record, tier)
+    size = predicted_bytes(run, tier)
     return size - prediction.gpu.get("overhead", 0) if size is not None and tier == "gpu" else size
 
 
@@ -478,8 +481,8 @@ def _request(row: ComparisonRow, tier: Tier, comparison: Comparison) -> tuple[fl
 
     The bytes in use when an allocation failed plus that allocation, else the prediction; None GB if neither is known.
     """
-    record, capacity = row.summaries[0].record, _capacity_bytes(comparison, tier)
-    outcome, predicted = record.outcome, predicted_bytes(record, tier)
+    run, capacity = row.runs[0], _capacity_bytes(comparison, tier)
+    outcome, predicted = run.outcome, predicted_bytes(run, tier)
     if outcome.status == SKIPPED:
         too_much = predicted is not None and capacity is not None and predicted > capacity
         return (to_gb(predicted), f"not run, predicted {format_value(to_gb(predicted))}") if too_much else None
@@ -543,7 +546,7 @@ def _phase_chart(rows: _Rows) -> Chart | None:
     """The parts of a step as shares of their sum."""
     # Of the run nearest to the row's mean that has any.
     parts_of_row = (
-        (row, next(filter(None, (step_parts(run.record) for run in row.nearest_to_mean)), {})) for row in rows.measured
+        (row, next(filter(None, (step_parts(run.ranks) for run in row.nearest_to_mean)), {})) for row in rows.measured
     )
     measured = [(row, parts) for row, parts in parts_of_row if sum(parts.values())]
     if not measured:
@@ -578,8 +581,8 @@ def _phase_chart(rows: _Rows) -> Chart | None:
 
 
 def _step_time_chart(rows: _Rows) -> Chart | None:
-    def step_ms(run: TrialSummary) -> list[float | None]:
-        if not run.record.ranks:
+    def step_ms(run: Run) -> list[float | None]:
+        if run.record is None or not run.ranks:
             return []
         slowest = run.record.slowest_rank
         return [to_ms(seconds) for seconds in (*slowest.warmup_step_seconds, *slowest.step_seconds)]
@@ -599,7 +602,7 @@ def _line_chart(
     axis: str,
     note: str,
     rows: _Rows,
-    values_of: Callable[[TrialSummary], Sequence[float | None]],
+    values_of: Callable[[Run], Sequence[float | None]],
     *,
     min_span: float = 0.0,
 ) -> Chart | None:
@@ -614,7 +617,7 @@ def _line_chart(
     if not lines:
         return None
     # Warm-up lasts until a real step was taken: the fewest steps of any run are warm-up in every run.
-    ranks = (rank for row in rows.measured for run in row.successes for rank in run.record.ranks)
+    ranks = (rank for row in rows.measured for run in row.successes for rank in run.ranks)
     return LineChart(
         name=name,
         title=title,

@@ -8,14 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from ..analysis import provenance
 from ..analysis.comparison import Comparison, ComparisonRow, compare
-from ..analysis.summary import TrialSummary
 from ..config.caveats import Caveat
 from ..config.spec import Trial
 from ..recommend.recommendation import Recommendation, recommend
 from ..system.environment import Environment
+
+if TYPE_CHECKING:
+    from ..analysis.row import Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,14 +123,14 @@ def _notes_of_row(row: ComparisonRow) -> tuple[Note, ...]:
     notes = [*map(_caveat_note, row.caveats)]
     if row.differences:
         notes.append(Note(kind="not comparable", text=f"no ratio, as rows differ: {'; '.join(row.differences)}"))
-    for outcome in (run.record.outcome for run in row.summaries):
+    for outcome in (run.outcome for run in row.runs):
         if not outcome.success and (text := outcome.details or outcome.error):
             notes.append(Note(kind="failed", text=text, serious=True, page_only=not outcome.details))
     return tuple(dict.fromkeys(notes))
 
 
 def build_report(
-    summaries: Sequence[TrialSummary],
+    runs: Sequence[Run],
     *,
     goal: str = "balanced",
     relative_to: str | None = None,
@@ -143,9 +146,9 @@ def build_report(
     ``facts``: None: made from the summaries. ``resume``: the command that goes on with the run, None without one.
     Raises UsageError if ``relative_to`` names no row.
     """
-    comparison = compare(summaries, relative_to, environments=environments)
+    comparison = compare(runs, relative_to, environments=environments)
     return ComparisonReport(
-        facts=facts or provenance.facts(summaries),
+        facts=facts or provenance.facts(runs),
         comparison=comparison,
         recommendation=recommend(comparison, goal, resume),
         notes=tuple(notes),

@@ -97,7 +97,8 @@ def write_configuration(
     doubt = None
     if not options.export and not report.recommendation.decided:
         doubt = report.recommendation.lines[0]
-    write_exports(row.last_record, folder, environment, doubt)
+    assert row.last_run.record is not None, "rows of a run have records"
+    write_exports(row.last_run.record, folder, environment, doubt)
     if not options.export:
         write_json(folder / "recommendation.json", report.recommendation.to_dict())
     return folder

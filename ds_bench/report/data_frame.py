@@ -6,13 +6,13 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..analysis.flat_rows import FLAT_COLUMNS
+from ..analysis.row import COLUMNS, column_type
 from ..system.environment import require_installed, require_packages
 
 if TYPE_CHECKING:
     import pandas
 
-_DTYPES: Mapping[type, str] = {str: "string", bool: "boolean", int: "Int64", float: "float64"}
+_DTYPES: Mapping[Any, str] = {str: "string", bool: "boolean", int: "Int64", float: "float64"}
 """Type of a column → pandas' type for it, which has a missing value: a column has one type, whatever a result holds."""
 _TIMES = ("started_at",)
 
@@ -26,13 +26,13 @@ def data_frame(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
     import pandas as pd
 
     columns = {}
-    for name, _, kind, _ in FLAT_COLUMNS:
+    for name in COLUMNS:
         values = [row.get(name) for row in rows]
         if name in _TIMES:
             times = pd.Series(pd.to_datetime(values, utc=True, errors="coerce", format="ISO8601"))
             columns[name] = times.astype("datetime64[us, UTC]")
         else:
-            columns[name] = pd.Series(values, dtype=_DTYPES[kind])
+            columns[name] = pd.Series(values, dtype=_DTYPES[column_type(name)])
     return pd.DataFrame(columns)
 
 

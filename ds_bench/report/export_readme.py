@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .. import units
-from ..analysis import provenance, summary
+from ..analysis import provenance
 from ..config.caveats import as_caveat
 from ..config.deepspeed_config import (
     MEASURING_KEYS,
@@ -164,18 +164,20 @@ def _facts(record: TrialRecord, environment: Environment | None) -> Iterator[tup
     )
     yield "Activation checkpointing", "on" if work.activation_checkpointing else "off"
     if record.outcome.success and record.ranks:
-        seen = summary.summarise(record, None, None)
-        steps = len(record.ranks[0].step_seconds)
-        yield "Throughput", f"{units.format_count(seen.tokens_per_second)} tokens/s (all ranks together)"
-        yield "Step time", f"{units.format_ms(seen.mean_step_seconds)} ms, mean of {steps} steps on the slowest rank"
-        if seen.gpu_peak_bytes is not None:
-            reserved = units.format_bytes(seen.gpu_peak_reserved_bytes)
-            peak = units.format_bytes(seen.gpu_peak_bytes)
+        from ..analysis.row import make_run  # here, so that pydantic is not loaded before the first trial
+
+        seen, steps = make_run(record).row, len(record.ranks[0].step_seconds)
+        sizes = (seen.gpu_peak_gb, seen.gpu_peak_reserved_gb, seen.cpu_used_gb, seen.nvme_stored_gb)
+        peak, reserved, host, stored = (units.format_bytes(units.in_bytes(size)) for size in sizes)
+        mean = units.format_ms(units.in_seconds(seen.avg_step_time_ms))
+        yield "Throughput", f"{units.format_count(seen.throughput_tokens_per_sec)} tokens/s (all ranks together)"
+        yield "Step time", f"{mean} ms, mean of {steps} steps on the slowest rank"
+        if seen.gpu_peak_gb is not None:
             yield "GPU memory, worst rank", f"peak allocated {peak}, reserved {reserved}"
-        if seen.host_peak_bytes is not None:
-            yield "Host memory, peak resident size of a node's ranks", units.format_bytes(seen.host_peak_bytes)
-        if seen.nvme_stored_bytes is not None:
-            yield "On NVMe", units.format_bytes(seen.nvme_stored_bytes)
+        if seen.cpu_used_gb is not None:
+            yield "Host memory, peak resident size of a node's ranks", host
+        if seen.nvme_stored_gb is not None:
+            yield "On NVMe", stored
     packages = dict(environment.packages) if environment is not None else {}
     if record.ranks:
         packages |= {"torch": record.ranks[0].torch_version, "deepspeed": record.ranks[0].deepspeed_version}

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..analysis import provenance
 from ..analysis.comparison import ComparisonRow
-from ..config.deepspeed_config import is_full_config
 from ..records.schema import SUCCESS
 from ..system.environment import require_installed
 from ..units import format_significant
@@ -166,7 +165,7 @@ def _row(
         "succeeded": row.succeeded,
         # an empty key sorts last
         "cells": [(_short_text(*cell), cell[1], "" if cell[2] is None else repr(cell[2])) for cell in cells],
-        "runs": len(row.summaries),
+        "runs": len(row.runs),
         "footnotes": sorted(numbers[note] for note in notes),
         "config": _config(row),
     }
@@ -197,6 +196,6 @@ def round_numbers(text: str, exact: float | None = None) -> str:
 
 def _config(row: ComparisonRow) -> str | None:
     """The DeepSpeed configuration as JSON; None if the result does not hold all of it, as a flat JSON does not."""
-    if not is_full_config(trial := row.summaries[-1].record.trial):
+    if row.runs[-1].record is None:
         return None
-    return json.dumps(trial.ds_config, indent=2, ensure_ascii=False, default=str)
+    return json.dumps(row.runs[-1].trial.ds_config, indent=2, ensure_ascii=False, default=str)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ..analysis.summary import TrialSummary
-from ..records.schema import Profile, TrialRecord
+from ..records.schema import Profile, RankMeasurement
 from ..system import invocation
 from ..units import format_bytes, format_items
 from .comparison_report import ComparisonReport
+
+if TYPE_CHECKING:
+    from ..analysis.row import Run
 
 HEADING = "Profiles"
 _NSYS_VARIABLE = "NSYS_PROFILING_SESSION_ID"
 """Set by nsys in the processes that it records."""
 
 
-def profiles_of(record: TrialRecord) -> Iterator[tuple[int, Profile]]:
+def profiles_of(ranks: Sequence[RankMeasurement]) -> Iterator[tuple[int, Profile]]:
     """Every profile of a trial with its rank."""
-    for rank in record.ranks:
+    for rank in ranks:
         for profile in rank.profiles:
             yield rank.rank, profile
 
@@ -27,15 +30,15 @@ def report_profiles(report: ComparisonReport) -> list[tuple[str, str]]:
     """A heading and a text of several lines for each profile of the row's run that is shown (``nearest_to_mean``)."""
     texts = []
     for row in report.comparison.rows:
-        profiled = [list(profiles_of(summary.record)) for summary in row.nearest_to_mean]
+        profiled = [list(profiles_of(run.ranks)) for run in row.nearest_to_mean]
         for rank, profile in next(filter(None, profiled), []):
             texts.append((f"{row.label}: {profile.name}, rank {rank}", "\n".join([*profile.lines, *profile.files])))
     return texts
 
 
-def files_line(summaries: Sequence[TrialSummary], folder: Path) -> str | None:
+def files_line(runs: Sequence[Run], folder: Path) -> str | None:
     """``Profiles: 6 files, 4.31 MB, in <run>/trials/*/profiles``; None without any. ``folder``: of the run."""
-    names = [name for each in summaries for _, profile in profiles_of(each.record) for name in profile.files]
+    names = [name for run in runs for _, profile in profiles_of(run.ranks) for name in profile.files]
     # Files of profiles may have been deleted since the run.
     sizes = [path.stat().st_size for path in (folder / name for name in names) if path.is_file()]
     if not sizes:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..analysis.provenance import STEP_NAMES
-from ..analysis.summary import summarise
 from ..config.caveats import CaveatKind, as_caveat, has_kind
 from ..config.spec import Trial
 from ..launch import Progress, ProgressCallback
 from ..records.schema import INTERRUPTED, TrialRecord
 from ..system.terminal import StatusLine
-from ..units import format_duration, format_gigabytes, format_significant
+from ..units import format_duration, format_significant
 from .profile_text import profiles_of
 from .table_columns import failure_text
 
@@ -108,20 +107,23 @@ class ProgressReporter:
         if self._verbose:
             for text in (*(as_caveat(each).text for each in record.caveats), *filter(None, [record.outcome.details])):
                 self._line.say(f"      {text}")
-            for rank, profile in profiles_of(record):
+            for rank, profile in profiles_of(record.ranks):
                 self._line.say(f"      profile {profile.name}, rank {rank}: {', '.join(profile.files) or 'no file'}")
 
 
 def _result_text(record: TrialRecord) -> str:
     """``✓ 19,600 tok/s 75.4 GB``, or ``✗`` with the cause; the memory is the GPU's, or else the host's."""
     if not record.outcome.success:
-        return f"✗ {failure_text(record)}"
-    summary = summarise(record, None, None)
-    speed = f"✓ {format_significant(summary.tokens_per_second)} tok/s"
-    if has_kind(summary.caveats, CaveatKind.OWN_BATCHES):
-        speed = f"✓ {format_significant(summary.samples_per_second)} samples/s"
-    if summary.gpu_peak_bytes is not None:
-        return f"{speed} {format_gigabytes(summary.gpu_peak_bytes)}"
-    if summary.host_peak_bytes is not None:
-        return f"{speed} {format_gigabytes(summary.host_peak_bytes)} of host memory"
+        return f"✗ {failure_text(record.outcome)}"
+    from ..analysis.row import make_run  # here, so that pydantic is not loaded before the first trial
+
+    run = make_run(record)
+    row = run.row
+    speed = f"✓ {format_significant(row.throughput_tokens_per_sec)} tok/s"
+    if has_kind(run.caveats, CaveatKind.OWN_BATCHES):
+        speed = f"✓ {format_significant(row.throughput_samples_per_sec)} samples/s"
+    if row.gpu_peak_gb is not None:
+        return f"{speed} {format_significant(row.gpu_peak_gb)} GB"
+    if row.cpu_used_gb is not None:
+        return f"{speed} {format_significant(row.cpu_used_gb)} GB of host memory"
     return speed

@@ -156,9 +156,9 @@ def _failures(difference: RowDifference) -> Iterator[str]:
     for row in (difference.a, difference.b):
         run = failed_run(row)
         if run is not None:
-            count = sum(not each.record.outcome.success for each in row.summaries)
-            some = f" in {count} of {len(row.summaries)} runs" if row.succeeded else ""
-            yield f"{row.label} did not train{some}: {failure_text(run)}."
+            count = sum(not each.outcome.success for each in row.runs)
+            some = f" in {count} of {len(row.runs)} runs" if row.succeeded else ""
+            yield f"{row.label} did not train{some}: {failure_text(run.outcome)}."
 
 
 def _memory_lines(difference: RowDifference) -> Iterator[Line]:
@@ -247,17 +247,18 @@ def _speed_text(time: TimeDifference) -> str:
 
 def _traffic(row: ComparisonRow) -> str | None:
     """Return what a step sends between GPUs and over the link to the host; None on CPU ranks and other engines."""
-    record = row.representative.record
-    trial, rank = record.trial, record.ranks[0]
-    if trial.placement.accelerator == "cpu" or trial.configuration.engine != "deepspeed" or not rank.parameter_count:
+    run, trial = row.representative.row, row.trial
+    if trial.placement.accelerator == "cpu" or trial.configuration.engine != "deepspeed":
+        return None
+    if not (run.parameter_count and run.data_parallel_size):
         return None
     return traffic_text(
         trial.configuration,
-        rank.parameter_count,
-        rank.data_parallel_size,
+        run.parameter_count,
+        run.data_parallel_size,
         trial.workload.precision,
-        rank.grad_accum,
-        rank.trainable_parameter_count,
+        run.grad_accum,
+        run.trainable_parameter_count,
     )
 
 

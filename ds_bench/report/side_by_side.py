@@ -8,6 +8,7 @@ from ..analysis.comparison import ComparisonRow
 from ..analysis.provenance import STEP_NAMES
 from ..analysis.trial_caveats import UNSTABLE_CV
 from ..config.spec import PASS_TYPES, Workload, point_text
+from ..records.schema import measured_values
 from ..system import environment
 from ..units import (
     MISSING,
@@ -74,8 +75,8 @@ def _same_machine(a: ComparisonReport, b: ComparisonReport) -> bool:
 
 def _device(report: ComparisonReport) -> str | None:
     """Name of the device of the first row that has one."""
-    runs = (run for row in report.comparison.rows for run in row.summaries)
-    return next((rank.device_name for run in runs for rank in run.record.ranks), None)
+    runs = (run for row in report.comparison.rows for run in row.runs)
+    return next((rank.device_name for run in runs for rank in run.ranks), None)
 
 
 def _model_table(group: Sequence[ComparisonReport]) -> Table:
@@ -97,7 +98,7 @@ def _model_table(group: Sequence[ComparisonReport]) -> Table:
 def _throughput(row: ComparisonRow) -> str:
     """Tokens/s, with an asterisk if the row is disqualified; the status if there are none."""
     if row.tokens_per_second is None:
-        return row.last_record.outcome.status
+        return row.last_run.outcome.status
     return format_count(row.tokens_per_second) + ("" if row.invalid_reason is None else _INVALID)
 
 
@@ -206,13 +207,13 @@ def _stable(row: ComparisonRow) -> str:
 
 
 def _mean_ms(row: ComparisonRow) -> str:
-    failed = f"✗ {row.summaries[-1].record.outcome.status}"
+    failed = f"✗ {row.runs[-1].outcome.status}"
     return failed if row.mean_step_seconds is None else format_ms(row.mean_step_seconds)
 
 
 def _tflops(row: ComparisonRow) -> str:
     return format_significant(
-        next((run.model_tflops_per_gpu for run in row.successes if run.model_tflops_per_gpu), None)
+        next((run.row.model_tflops_per_gpu for run in row.successes if run.row.model_tflops_per_gpu), None)
     )
 
 
@@ -256,9 +257,7 @@ def _model_name(report: ComparisonReport, common: Sequence[str]) -> str:
 def _model_line(report: ComparisonReport) -> str:
     """``size-small: d_model 768 · … · 94,298,112 parameters (94.3 M)``; parameters as counted in the built model."""
     workload = report.first_trial.workload
-    counts = [
-        rank.parameter_count for row in report.comparison.rows for run in row.successes for rank in run.record.ranks
-    ]
+    counts = measured_values([run.row for row in report.comparison.rows for run in row.successes], "parameter_count")
     shape = [f"{name} {format_count(size)}" for name, size in _shape(workload).items()]
     counted = (
         f"{format_count(counts[0])} parameters ({format_millions(counts[0])})" if counts else "parameters not counted"
@@ -278,8 +277,8 @@ def _shape(workload: Workload) -> Mapping[str, int]:
 def _failures(rows: Sequence[NamedRow]) -> Iterator[str]:
     for name, row in rows:
         if not row.succeeded:
-            record = row.summaries[-1].record
-            yield f"{name}, {_PASS_TEXTS[record.trial.workload.pass_type]}: {failure_text(record)}."
+            run = row.runs[-1]
+            yield f"{name}, {_PASS_TEXTS[run.trial.workload.pass_type]}: {failure_text(run.outcome)}."
 
 
 def _pass_notes(reports: Sequence[ComparisonReport]) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Columns of a comparison as people read it: of the short table, of the whole one, and of tables of details.
 
-The columns of the JSON and CSV files are ``analysis.flat_rows``.
+The columns of the JSON and CSV files are ``analysis.row``.
 """
 
 from __future__ import annotations
@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ..analysis import flops
-from ..analysis.checkpoints import CheckpointCost, is_restored
 from ..analysis.comparison import Comparison, ComparisonRow, ratio_between
-from ..analysis.phase_memory import NodePhaseMemory, largest_of_runs
-from ..analysis.step_costs import NO_COSTS, PARTS, StepCosts, step_parts
+from ..analysis.step_costs import PARTS, step_parts
 from ..analysis.trial_caveats import NEAR_CAPACITY
-from ..records.schema import INTERRUPTED, TrialRecord
+from ..records.schema import INTERRUPTED, Outcome, measured_values
 from ..units import (
     BYTES_PER_GB,
     MISSING,
@@ -27,10 +26,15 @@ from ..units import (
     format_percent,
     format_ratio,
     format_significant,
+    in_bytes,
+    in_seconds,
     to_gb,
 )
 from .comparison_report import ComparisonReport
 from .table import Column, Table, make_table
+
+if TYPE_CHECKING:
+    from ..analysis.row import Row, Run
 
 NOT_TESTED = "not tested"
 Cell = Callable[[ComparisonRow], str]
@@ -65,14 +69,13 @@ def row_status(row: ComparisonRow, with_sign: Callable[[str], str]) -> str:
 
     ``with_sign`` puts a sign in front of a status: not every font has the emoji of the terminal.
     """
-    failed = [run for run in row.summaries if not run.record.outcome.success]
-    text = with_sign((failed or row.summaries)[0].record.outcome.status)
-    return f"{text} ({len(failed)} of {len(row.summaries)})" if failed and row.succeeded else text
+    failed = [run for run in row.runs if not run.outcome.success]
+    text = with_sign((failed or row.runs)[0].outcome.status)
+    return f"{text} ({len(failed)} of {len(row.runs)})" if failed and row.succeeded else text
 
 
-def failure_text(record: TrialRecord) -> str:
+def failure_text(outcome: Outcome) -> str:
     """How a run failed and where, in one line: ``OOM in optimizer init, asked 50.2 GB, 3.60 GB free``."""
-    outcome = record.outcome
     where = outcome.where
     if outcome.requested_bytes is not None or outcome.free_bytes is not None:
         asked = "" if outcome.requested_bytes is None else f", asked {format_gigabytes(outcome.requested_bytes)}"
@@ -111,7 +114,7 @@ def _signed_bytes(row: ComparisonRow) -> str:
 
 def _final_loss(row: ComparisonRow) -> float | None:
     """Of the first successful run that recorded losses."""
-    return next((run.losses[-1] for run in row.successes if run.losses), None)
+    return next(iter(measured_values([run.row for run in row.successes], "final_loss")), None)
 
 
 def _final_loss_text(row: ComparisonRow) -> str:
@@ -120,8 +123,8 @@ def _final_loss_text(row: ComparisonRow) -> str:
 
 
 def _mfu(row: ComparisonRow) -> float | None:
-    """Of the first successful run with a possible one: above 1, the assumed peak of the device is wrong."""
-    return next((run.mfu for run in row.successes if run.mfu is not None and run.mfu <= 1), None)
+    """Of the first successful run that has one."""
+    return next(iter(measured_values([run.row for run in row.successes], "mfu")), None)
 
 
 _CONVENTION_TEXTS = {
@@ -170,7 +173,7 @@ TABLE_COLUMNS: tuple[TableColumn, ...] = (
 def measured_columns(comparison: Comparison) -> tuple[TableColumn, ...]:
     """The columns that the page shows: throughput, and every other that some row has a value for."""
     empty = (MISSING, NOT_TESTED)
-    conventions = dict.fromkeys(run.flops_convention or "" for row in comparison.rows for run in row.successes)
+    conventions = dict.fromkeys(run.row.flops_convention or "" for row in comparison.rows for run in row.successes)
     how = " or ".join(text for convention, text in _CONVENTION_TEXTS.items() if convention in conventions)
     return tuple(
         replace(column, meaning=f"{column.meaning}; {how}") if column.heading == "MFU" and how else column
@@ -252,8 +255,7 @@ def _host_share(row: ComparisonRow, capacity: int | None) -> str:
 
 
 def _nvme_gigabytes(row: ComparisonRow) -> str:
-    stored = max((run.nvme_stored_bytes or 0 for run in row.successes), default=0)
-    return format_significant(to_gb(stored or None))
+    return format_significant(max((run.row.nvme_stored_gb or 0 for run in row.successes), default=0) or None)
 
 
 # ------------------------------------------------------------------ tables of details
@@ -266,7 +268,7 @@ _PHASES = {
     "first_step": "First step",
     "steady": "Measured steps",
 }
-_ACTIONS = {"save": "Save", "universal": "To universal", "load": "Load", "model_16bit": "16-bit model"}
+_ACTIONS = {"save": "Save", "load": "Load", "model_16bit": "16-bit model"}
 _PART_HEADINGS = {"step": "optimizer step", "data_wait": "waiting for data"}
 _LABEL: tuple[Column, Cell] = (Column(heading="Strategy"), lambda row: row.label)
 
@@ -278,18 +280,22 @@ def detail_tables(comparison: Comparison) -> list[Table]:
     return [table for table in tables if table.rows]
 
 
-def _phase_memory_tables(rows: Sequence[ComparisonRow]) -> Iterator[Table]:
-    phases = {row.key: largest_of_runs([run.phase_memory for run in row.successes]) for row in rows}
+def _most(row: ComparisonRow, column: str) -> float | None:
+    """The largest value of the runs that measured it."""
+    return max(measured_values([run.row for run in row.successes], column), default=None)
 
-    def host(memory: NodePhaseMemory) -> str:
-        peak, end = to_gb(memory.host_peak_bytes), to_gb(memory.host_end_bytes)
+
+def _phase_memory_tables(rows: Sequence[ComparisonRow]) -> Iterator[Table]:
+    def host(row: ComparisonRow, phase: str) -> str:
+        peak, end = (_most(row, f"cpu_{phase}_{moment}_gb") for moment in ("peak", "end"))
         return MISSING if peak is end is None else f"{format_significant(peak)} → {format_significant(end)}"
 
-    def gpu(memory: NodePhaseMemory) -> str:
-        return format_significant(to_gb(memory.gpu_peak_bytes))
+    def gpu(row: ComparisonRow, phase: str) -> str:
+        phases = [run.phase_memory[phase] for run in row.successes if phase in run.phase_memory]
+        return format_significant(to_gb(max(measured_values(phases, "gpu_peak_bytes"), default=None)))
 
-    def of_phase(phase: str, text: Callable[[NodePhaseMemory], str]) -> Cell:
-        return lambda row: text(phases[row.key].get(phase, NodePhaseMemory()))
+    def of_phase(phase: str, text: Callable[[ComparisonRow, str], str]) -> Cell:
+        return lambda row: text(row, phase)
 
     for title, meaning, text in (
         (
@@ -304,20 +310,20 @@ def _phase_memory_tables(rows: Sequence[ComparisonRow]) -> Iterator[Table]:
 
 
 def _checkpoint_table(rows: Sequence[ComparisonRow]) -> Table:
-    costs = {row.key: largest_of_runs([run.checkpoint for run in row.successes]) for row in rows}
-
     def of_action(action: str) -> Cell:
         def cell(row: ComparisonRow) -> str:
-            cost = costs[row.key].get(action, CheckpointCost())
-            if cost.seconds is None:
+            names = ("seconds", "gb", "cpu_peak_gb") if action != "load" else ("seconds", "cpu_peak_gb")
+            seconds, *size, memory = (_most(row, f"checkpoint_{action}_{name}") for name in names)
+            if seconds is None:
                 return MISSING
-            written = "" if cost.written_bytes is None else f", {format_significant(to_gb(cost.written_bytes))} GB"
-            return f"{format_significant(cost.seconds)} s{written} ({format_significant(to_gb(cost.host_peak_bytes))})"
+            written = "" if not size or size[0] is None else f", {format_significant(size[0])} GB"
+            return f"{format_significant(seconds)} s{written} ({format_significant(memory)})"
 
         return cell
 
     def restored(row: ComparisonRow) -> str:
-        return {None: MISSING, True: "yes", False: "NO"}[is_restored(row.successes)]
+        known = measured_values([run.row for run in row.successes], "checkpoint_restored")
+        return MISSING if not known else "yes" if all(known) else "NO"
 
     return make_table(
         [
@@ -332,10 +338,16 @@ def _checkpoint_table(rows: Sequence[ComparisonRow]) -> Table:
     )
 
 
+def _has_costs(run: Run) -> bool:
+    row = run.row
+    known = (row.phase_communication_ms, row.phase_transfer_ms, row.cpu_adam_gb_per_sec, row.disk_bound)
+    return any(value is not None for value in known)
+
+
 def _step_table(rows: Sequence[ComparisonRow]) -> Table:
     """Parts and costs of a step of rows that measured more than the phases, which a chart shows."""
-    runs = {row.key: next((run for run in row.nearest_to_mean if run.costs != NO_COSTS), None) for row in rows}
-    parts = {key: {} if run is None else step_parts(run.record) for key, run in runs.items()}
+    runs = {row.key: next(filter(_has_costs, row.nearest_to_mean), None) for row in rows}
+    parts = {key: {} if run is None else step_parts(run.ranks) for key, run in runs.items()}
     totals = {key: sum(own.values()) if len(own) > 3 else 0.0 for key, own in parts.items()}
 
     def share(part: str) -> Cell:
@@ -345,18 +357,18 @@ def _step_table(rows: Sequence[ComparisonRow]) -> Table:
 
         return cell
 
-    def of_costs(text: Callable[[StepCosts], str]) -> Cell:
-        return lambda row: MISSING if (run := runs[row.key]) is None else text(run.costs)
+    def of_costs(text: Callable[[Row], str]) -> Cell:
+        return lambda row: MISSING if (run := runs[row.key]) is None else text(run.row)
 
-    costs: dict[str, Callable[[StepCosts], str]] = {
-        "communication ms": lambda cost: format_ms(cost.communication_seconds),
-        "of it waiting": lambda cost: format_ms(cost.communication_wait_seconds),
-        "sent": lambda cost: format_bytes(cost.communication_bytes),
-        "transfers ms": lambda cost: format_ms(cost.transfer_seconds),
-        "CPU Adam /s": lambda cost: format_bytes(cost.cpu_adam_bytes_per_second),
-        "disk /s": lambda cost: format_bytes(cost.disk_measured_bytes_per_second),
-        "needed /s": lambda cost: format_bytes(cost.disk_needed_bytes_per_second),
-        "disk-bound": lambda cost: {None: MISSING, True: "yes", False: "no"}[cost.disk_bound],
+    costs: dict[str, Callable[[Row], str]] = {
+        "communication ms": lambda row: format_ms(in_seconds(row.phase_communication_ms)),
+        "of it waiting": lambda row: format_ms(in_seconds(row.communication_wait_ms)),
+        "sent": lambda row: format_bytes(in_bytes(row.communication_gb_per_step)),
+        "transfers ms": lambda row: format_ms(in_seconds(row.phase_transfer_ms)),
+        "CPU Adam /s": lambda row: format_bytes(in_bytes(row.cpu_adam_gb_per_sec)),
+        "disk /s": lambda row: format_bytes(in_bytes(row.nvme_measured_gb_per_sec)),
+        "needed /s": lambda row: format_bytes(in_bytes(row.nvme_needed_gb_per_sec)),
+        "disk-bound": lambda row: {None: MISSING, True: "yes", False: "no"}[row.disk_bound],
     }
     return make_table(
         [

@@ -8,11 +8,11 @@ from typing import IO
 
 from ..analysis import provenance
 from ..analysis.comparison import Comparison, ComparisonRow
-from ..analysis.flat_rows import status_text
 from ..analysis.intervals import FEWEST_RUNS
 from ..config.caveats import UNSTABLE_KINDS, Caveat, CaveatKind
 from ..recommend.remedies import failed_run
 from ..recommend.short_answer import format_list
+from ..records.schema import status_text
 from ..system.terminal import can_encode, make_console, print_text, width_of
 from ..units import MISSING, format_items
 from . import row_explanation, side_by_side
@@ -187,7 +187,7 @@ def short_table(report: ComparisonReport) -> Table:
         sign = "✗" if not row.succeeded else "★" if chosen else "!" if row.invalid_reason is not None else " "
         return f"{sign} {row.label}"
 
-    runs = max((len(row.summaries) for row in rows), default=0)
+    runs = max((len(row.runs) for row in rows), default=0)
     table = make_table([(Column(heading="  Configuration"), label), *short_columns(report)], trained)
     cells = iter(table.rows)
     causes = [None if row.succeeded else failed_run(row) for row in rows]
@@ -195,7 +195,7 @@ def short_table(report: ComparisonReport) -> Table:
         table,
         title=(*report.facts, *([f"{runs} runs"] if runs > 1 else [])),
         rows=[
-            next(cells) if row.succeeded else (label(row), MISSING if cause is None else failure_text(cause))
+            next(cells) if row.succeeded else (label(row), MISSING if cause is None else failure_text(cause.outcome))
             for row, cause in zip(rows, causes, strict=True)
         ],
         styles=["red" if not row.succeeded else "bold" if row.key == report.recommendation.key else "" for row in rows],
@@ -256,8 +256,8 @@ def _candidate_notes(report: ComparisonReport) -> Iterator[str]:
     for row in comparison.rows:
         run = failed_run(row)
         if row.succeeded and run is not None and not alternative.startswith(f"{row.label} is "):
-            count = sum(not each.record.outcome.success for each in row.summaries)
-            yield f"{row.label}: {count} of {len(row.summaries)} runs failed, {failure_text(run)}."
+            count = sum(not each.outcome.success for each in row.runs)
+            yield f"{row.label}: {count} of {len(row.runs)} runs failed, {failure_text(run.outcome)}."
     for row in comparison.rows:
         if row.differences:
             yield f"{row.label}: no ratio, as rows differ in {'; '.join(row.differences)}."

@@ -8,14 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..analysis.flat_rows import flat_rows
 from ..analysis.load_results import Result, run_folder_of
+from ..analysis.loss_parity import with_loss_caveats
 from ..analysis.step_series import steps_of
-from ..analysis.summary import TrialSummary
 from ..records.step_series import TrialStep
 from ..records.tensorboard_files import TensorBoardFile
+
+if TYPE_CHECKING:
+    from ..analysis.row import Run
 
 TENSORBOARD_FOLDER = Path("tensorboard")
 _CONFIG_COLUMNS = (
@@ -67,31 +69,32 @@ def tracked_runs(results: Sequence[Result]) -> list[TrackedRun]:
     names = Counter(result.source.stem for result in results)
     runs: dict[tuple[str, str], TrackedRun] = {}
     # Results with records last: they replace the same trials of a flat JSON, which hold no steps.
-    for result in sorted(results, key=lambda result: result.records is not None):
+    for result in sorted(results, key=lambda result: result.has_records):
         source, folder = result.source, run_folder_of(result.source)
         name = source.stem if names[source.stem] == 1 else str(source.with_suffix(""))
-        for run in _runs_of(result.summaries, folders, name if folder is None else folder.name):
+        for run in _runs_of(result.runs, folders, name if folder is None else folder.name):
             runs[run.group, run.name] = run
     return list(runs.values())
 
 
-def _runs_of(summaries: Sequence[TrialSummary], run_folders: Mapping[str, Path], group: str) -> Iterator[TrackedRun]:
+def _runs_of(runs: Sequence[Run], run_folders: Mapping[str, Path], group: str) -> Iterator[TrackedRun]:
     """``run_folders``: name of a run → its folder. ``group``: that of trials that do not tell their run."""
-    for summary, row in zip(summaries, flat_rows(summaries), strict=True):
+    for run in with_loss_caveats(runs):
+        row = run.row.values()
         yield TrackedRun(
-            group=summary.run_id or group,
-            name=summary.record.trial.trial_id,
+            group=run.row.run_id or group,
+            name=run.trial.trial_id,
             config={
                 **{name: row[name] for name in _CONFIG_COLUMNS if row[name] is not None},
-                "deepspeed": summary.record.trial.to_dict()["ds_config"],
+                "deepspeed": run.trial.to_dict()["ds_config"],
             },
-            steps=steps_of(summary, run_folders),
+            steps=steps_of(run, run_folders),
             summary={
                 name: value
                 for name, value in row.items()
                 if value is not None and name not in (*_CONFIG_COLUMNS, *_NOT_SHOWN)
             },
-            started_at=summary.record.started_at,
+            started_at=run.row.started_at,
         )
 
 

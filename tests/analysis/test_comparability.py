@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_bench.analysis.comparability import group_repeats, incomparable_fields
+from ds_bench.analysis import comparability
+from ds_bench.analysis.comparability import group_repeats
+from ds_bench.analysis.row import Run, make_run
 from ds_bench.analysis.row_labels import unique_labels
-from ds_bench.analysis.summary import TrialSummary, summarise
 from ds_bench.config.axes import PARALLEL_AXES
 from ds_bench.config.spec import SAME_TRAINING_FIELDS, Placement, Trial, Workload
 from ds_bench.records.schema import TrialRecord
@@ -25,12 +26,16 @@ def gpu(stage: int = 1, **changes: Any) -> Trial:
     return fakes.trial(fakes.zero(stage), on=changes.pop("on", CUDA), **changes)
 
 
-def summaries(*records: TrialRecord) -> list[TrialSummary]:
-    return [summarise(each, None, None) for each in records]
+def summaries(*records: TrialRecord) -> list[Run]:
+    return [make_run(each) for each in records]
+
+
+def incomparable_fields(*records: TrialRecord) -> list[str]:
+    return comparability.incomparable_fields(*summaries(*records))
 
 
 def labels(*records: TrialRecord) -> list[str]:
-    return unique_labels(records)
+    return unique_labels(summaries(*records))
 
 
 # ------------------------------------------------------------------ the key of a row
@@ -66,8 +71,8 @@ def test_the_order_of_a_configurations_keys_does_not_matter() -> None:
 def test_interleaved_repeats_are_one_row_each_in_order_of_appearance() -> None:
     records = [fakes.success(gpu(stage, repeat=repeat)) for repeat in (0, 1, 2) for stage in (3, 0)]
     groups = group_repeats(summaries(*records))
-    assert [[run.record.trial.repeat for run in runs] for runs in groups.values()] == [[0, 1, 2]] * 2
-    assert [runs[0].record.trial.configuration.stage for runs in groups.values()] == [3, 0]
+    assert [[run.trial.repeat for run in runs] for runs in groups.values()] == [[0, 1, 2]] * 2
+    assert [runs[0].trial.configuration.stage for runs in groups.values()] == [3, 0]
     assert list(groups) == [records[0].trial.row_key, records[1].trial.row_key]
 
 
@@ -385,7 +390,7 @@ def test_a_reference_engine_is_never_one_row_with_the_stage_that_splits_alike(en
     same = replace(gpu(stage), ds_config=reference.ds_config)
     rows = summaries(fakes.success(reference), fakes.success(same))
     assert len(group_repeats(rows)) == 2
-    assert rows[0].config_hash != rows[1].config_hash
+    assert rows[0].row.config_hash != rows[1].row.config_hash
     assert reference.row_key == replace(reference, repeat=0).key
 
 

@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_bench.analysis import flat_reader
 from ds_bench.analysis.comparison import Comparison, ComparisonRow, compare, ratio_between
-from ds_bench.analysis.flat_rows import flat_rows
+from ds_bench.analysis.flat_run import flat_run
 from ds_bench.analysis.loss_parity import with_loss_caveats
-from ds_bench.analysis.summary import TrialSummary, summarise
+from ds_bench.analysis.row import Run, make_run
 from ds_bench.config.caveats import Caveat, CaveatKind, note
 from ds_bench.config.spec import Trial
 from ds_bench.errors import UsageError
@@ -43,7 +42,7 @@ def runs(stage: int, *seconds: float) -> list[TrialRecord]:
 
 
 def compared(*records: TrialRecord, relative_to: str | None = None, on: tuple[Environment, ...] = ()) -> Comparison:
-    return compare([summarise(each, None, None) for each in records], relative_to, environments=on)
+    return compare([make_run(each) for each in records], relative_to, environments=on)
 
 
 def rows(*records: TrialRecord, **changes: Any) -> tuple[ComparisonRow, ...]:
@@ -88,7 +87,7 @@ def test_memory_is_the_worst_runs_and_not_the_medians() -> None:
 def test_a_run_that_failed_takes_no_part_in_the_numbers_and_is_counted() -> None:
     (row,) = rows(ran(1, 0.1), fakes.failure(gpu(1, 1)), ran(1, 0.3, 2))
     assert row.tokens_per_second == pytest.approx(1024 / math.sqrt(0.1 * 0.3))
-    assert len(row.summaries) == 3
+    assert len(row.runs) == 3
     assert row.succeeded
     assert note("1 of 3 runs failed") in row.caveats
 
@@ -139,7 +138,7 @@ def test_one_run_says_nothing_of_what_varies_between_runs() -> None:
 
 
 def test_a_loss_that_differs_is_found_here_too_and_not_twice() -> None:
-    plain = [summarise(each, None, None) for each in (ran(1), ran(3, losses=(85.0,) * 12))]
+    plain = [make_run(each) for each in (ran(1), ran(3, losses=(85.0,) * 12))]
     for given_summaries in (plain, with_loss_caveats(plain)):
         found = compare(given_summaries).rows[1].caveats
         assert [(caveat.kind, caveat.disqualifying) for caveat in found] == [(CaveatKind.LOSS_DIFFERS, True)]
@@ -306,7 +305,7 @@ def test_one_configuration_under_two_names_is_one_row_that_says_so() -> None:
     trial = replace(first.trial, configuration=fakes.offload("none"), repeat=1)
     other = replace(trial, ds_config={**trial.ds_config, "gradient_clipping": 0.5})
     found = rows(first, fakes.success(trial, step_seconds=[0.1] * 10), fakes.success(other, step_seconds=[0.1] * 10))
-    assert [(row.label, len(row.summaries)) for row in found] == [("ZeRO-3 (name zero3)", 2), ("ZeRO-3 (name none)", 1)]
+    assert [(row.label, len(row.runs)) for row in found] == [("ZeRO-3 (name zero3)", 2), ("ZeRO-3 (name none)", 1)]
     assert "the same configuration also ran as none: one row, not 2" in [each.text for each in found[0].caveats]
 
 
@@ -400,12 +399,11 @@ def test_the_other_row_as_baseline_inverts_the_ratio(ours: list[float], theirs: 
 # ------------------------------------------------------------------ the fronts
 
 
-def bare(index: int, tokens: float | None, peak: int | None, host: int | None = None, **changes: Any) -> TrialSummary:
+def bare(index: int, tokens: float | None, peak: int | None, host: int | None = None, **changes: Any) -> Run:
     """A row with these numbers and no others."""
     trial = gpu(1, of=fakes.workload(), ds_config={"n": index})
-    return TrialSummary(
-        record=fakes.success(trial), tokens_per_second=tokens, gpu_peak_bytes=peak, host_peak_bytes=host, **changes
-    )
+    sizes = {"gpu_peak_gb": None if peak is None else peak / GB, "cpu_used_gb": None if host is None else host / GB}
+    return make_run(fakes.success(trial)).with_row(throughput_tokens_per_sec=tokens, **sizes, **changes)
 
 
 def front(*points: tuple[float | None, int | None]) -> list[int]:
@@ -492,8 +490,7 @@ def test_a_window_on_a_gpu_below_two_seconds_is_told(subtests: pytest.Subtests) 
         with subtests.test(seconds=seconds):
             short = fakes.success(gpu(1, on=on), step_seconds=[seconds] * 10)
             assert (CaveatKind.SHORT_WINDOW in kinds(compared(short))) is told
-            (flat,) = flat_rows([summarise(short, None, None)])  # tells the mean step and the number of steps
-            again = compare([flat_reader.read_summary(flat_reader.check_rows([flat])[0])])
+            again = compare([flat_run(make_run(short).row)])  # tells the mean step and the number of steps
             assert kinds(again).get(CaveatKind.SHORT_WINDOW) == kinds(compared(short)).get(CaveatKind.SHORT_WINDOW)
 
 
@@ -606,7 +603,7 @@ def test_ten_thousand_runs_are_compared_in_a_second_or_so() -> None:
         replace(trial, repeat=n % 3, ds_config={**trial.ds_config, "gradient_clipping": n // 3}) for n in range(10_000)
     ]
     first = fakes.success(trial)
-    summaries = [summarise(replace(first, trial=each), None, None) for each in trials]
+    summaries = [make_run(replace(first, trial=each), None, None) for each in trials]
     start = time.process_time()
     comparison = compare(summaries)
     assert time.process_time() - start < 5

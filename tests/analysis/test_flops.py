@@ -281,9 +281,8 @@ def test_mfu_of_an_fp32_row_under_tf32_is_of_the_rate_of_tf32(subtests: pytest.S
         with subtests.test(precision=precision, tf32=tf32):
             trial = fakes.trial(on=on, of=fakes.workload(model="gpt2", precision=precision))
             record = fakes.success(trial, tf32=tf32, device_name="NVIDIA H100 80GB HBM3")
-            (row,) = load_results.summarise_all([record])
-            (of_one,) = load_results.summarise_all([record], peak_tflops=1.0)
-            assert of_one.mfu / row.mfu == pytest.approx(tflops)
+            (row,) = load_results.make_runs([record])
+            assert (row.row.model_tflops_per_gpu or 0) / (row.row.mfu or 1) == pytest.approx(tflops)
 
 
 def test_cards_of_these_names_have_rates(subtests: pytest.Subtests) -> None:

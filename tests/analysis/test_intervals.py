@@ -20,8 +20,8 @@ from ds_bench.analysis.intervals import (
     LogDifference,
     RatioInterval,
     RowRatios,
-    Run,
     RunDesign,
+    RunMean,
     holm_levels,
     mean_interval,
     normal_range_quantile,
@@ -369,7 +369,7 @@ def table(rows: dict[str, list[float]], baseline: str | None = "a", *, order: st
     """Every row a run in each round; ``order``: names of rows in the order of running, else all of a round at once."""
     positions = {each: position for position, each in enumerate(zip(order, _rounds_of(order), strict=True))}
     runs = {
-        name: [Run(mean=mean, round=n, position=positions.get((name, n), n)) for n, mean in enumerate(means)]
+        name: [RunMean(mean=mean, round=n, position=positions.get((name, n), n)) for n, mean in enumerate(means)]
         for name, means in rows.items()
     }
     return RowRatios(runs, baseline)

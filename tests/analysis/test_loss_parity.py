@@ -8,24 +8,23 @@ from typing import Any
 
 import pytest
 
-from ds_bench.analysis import flat_reader
 from ds_bench.analysis.comparison import compare
-from ds_bench.analysis.flat_rows import flat_rows
+from ds_bench.analysis.flat_run import flat_run
 from ds_bench.analysis.loss_parity import compare_losses, with_loss_caveats
-from ds_bench.analysis.summary import TrialSummary, summarise
+from ds_bench.analysis.row import Run, make_run
 from ds_bench.config.caveats import Caveat, CaveatKind, has_kind
 from ds_bench.config.spec import Inspection, ProfileName
 from ds_bench.recommend.recommendation import recommend
 from ds_bench.records.schema import EarlyWindow
 from tests.support import fakes
-from tests.support.summaries import CUDA
+from tests.support.runs import CUDA
 
 
-def losing(stage: int, *losses: float | None, precision: str = "bf16", **changes: Any) -> TrialSummary:
+def losing(stage: int, *losses: float | None, precision: str = "bf16", **changes: Any) -> Run:
     """A row of a stage with these losses."""
     of = changes.pop("of", fakes.workload(precision=precision))
     trial = fakes.trial(fakes.zero(stage), on=CUDA, of=of)
-    return summarise(fakes.success(trial, losses=losses, **changes), None, None)
+    return make_run(fakes.success(trial, losses=losses, **changes), None, None)
 
 
 OTHER_TRAINING = CaveatKind.OTHER_TRAINING
@@ -45,9 +44,9 @@ def test_a_wrong_configuration_is_found_by_its_loss() -> None:
 
 
 def test_points_of_a_sweep_that_train_otherwise_on_purpose_are_not_compared() -> None:
-    def at(rate: float, stage: int, loss: float) -> TrialSummary:
+    def at(rate: float, stage: int, loss: float) -> Run:
         row = losing(stage, 7.0, loss)
-        trial = replace(row.record.trial, point={"optimizer.params.lr": rate, "launch.num_gpus": 2})
+        trial = replace(row.trial, point={"optimizer.params.lr": rate, "launch.num_gpus": 2})
         return replace(row, record=replace(row.record, trial=trial))
 
     rows = [at(rate, stage, loss) for rate, loss in ((1e-4, 6.9), (1e-2, 5.0)) for stage in (0, 1)]
@@ -71,9 +70,9 @@ def test_rounding_is_allowed_as_far_as_the_precision_goes(subtests: pytest.Subte
 def test_what_training_came_to_is_compared_among_rows_that_took_the_same_further_steps() -> None:
     """Profiles train on after the measured steps, so that the loss on the first batch falls further."""
 
-    def row(stage: int, repeated_loss: float, *profiles: ProfileName) -> TrialSummary:
+    def row(stage: int, repeated_loss: float, *profiles: ProfileName) -> Run:
         trial = fakes.trial(fakes.zero(stage), on=CUDA, inspection=Inspection(profiles=profiles))
-        return summarise(fakes.success(trial, losses=(7.0, 6.9), repeated_loss=repeated_loss), None, None)
+        return make_run(fakes.success(trial, losses=(7.0, 6.9), repeated_loss=repeated_loss), None, None)
 
     assert list(compare_losses([row(1, 6.8, "torch"), row(2, 5.8, "torch")])) == [1]
     assert compare_losses([row(1, 6.8), row(2, 5.8, "torch")]) == {}
@@ -89,9 +88,9 @@ def test_rows_that_compute_a_step_in_other_ways_are_held_against_each_other() ->
 
 
 def test_rows_that_an_axis_lets_compute_otherwise_are_held_against_rows_of_the_same_value() -> None:
-    def row(loss: float, **axis_values: str) -> TrialSummary:
+    def row(loss: float, **axis_values: str) -> Run:
         configuration = replace(fakes.zero(2), name=f"zero2{axis_values}", axis_values=axis_values)
-        return summarise(fakes.success(fakes.trial(configuration, on=CUDA), losses=(7.0, loss)), None, None)
+        return make_run(fakes.success(fakes.trial(configuration, on=CUDA), losses=(7.0, loss)), None, None)
 
     usual, lion = row(6.9), row(6.0, optimizer="lion")
     assert compare_losses([usual, lion, row(5.9, bf16_states="all")]) == {}
@@ -139,7 +138,7 @@ def test_late_losses_are_judged_by_how_far_honest_rows_part() -> None:
     """A row that drifts off after the first steps is found, whatever the length; rows that all drift are not."""
     early = [7.0] * 10
 
-    def rows(steps: int, *late: float) -> list[TrialSummary]:
+    def rows(steps: int, *late: float) -> list[Run]:
         return [losing(1 + place % 3, *early, *[loss] * steps) for place, loss in enumerate(late)]
 
     for steps in (8, 90, 690):
@@ -157,7 +156,7 @@ def test_a_row_that_drifts_is_found_whichever_comes_first_and_however_often_it_w
             ((6.0, 6.0, 6.9, 6.9), {2, 3}),
         ):
             rows = [losing(stage, *[7.0] * 10, *[loss] * 90) for _ in range(repeats) for stage, loss in enumerate(late)]
-            found = {rows[index].record.trial.configuration.stage for index in compare_losses(rows)}
+            found = {rows[index].trial.configuration.stage for index in compare_losses(rows)}
             assert found == wrong, (repeats, late)
 
 
@@ -177,7 +176,7 @@ def test_one_wrong_run_among_repeats_is_not_the_reference() -> None:
 
 
 def test_without_warm_up_the_whole_change_of_a_short_trial_is_compared() -> None:
-    def row(stage: int, change: tuple[float, ...], steps: int) -> TrialSummary:
+    def row(stage: int, change: tuple[float, ...], steps: int) -> Run:
         return losing(stage, *[7.0] * steps, weight_change=change)
 
     assert list(compare_losses([row(1, (1.0, 2.0, 3.0), 10), row(2, (3.0, -2.0, 1.0), 10)])) == [1]
@@ -187,7 +186,7 @@ def test_without_warm_up_the_whole_change_of_a_short_trial_is_compared() -> None
 CHANGE = (1.0, 2.0, 3.0)
 
 
-def changed(stage: int, change: tuple[float, ...] | None, *, steps: int = 18, **seen: Any) -> TrialSummary:
+def changed(stage: int, change: tuple[float, ...] | None, *, steps: int = 18, **seen: Any) -> Run:
     """A row of so many measured steps, and how its weights changed in the first five of the warm-up."""
     window = EarlyWindow(**{"first_step": 0, "steps": 5, "weight_change": change, **seen.pop("window", {})})
     return losing(stage, *[7.0] * (5 + steps), early_window=window, **seen)
@@ -232,12 +231,12 @@ def test_a_gradient_norm_that_differs_is_found_in_the_first_step_or_after_the_wi
     assert compare_losses([usual, losing(2, 7.0, 6.9, grad_norms=(2.51, 2.41), grad_norm=2.12)]) == {}
     assert compare_losses([usual, losing(2, 7.0, 6.9, grad_norms=(None, 2.4))]) == {}
     silent = losing(0, 7.0, 6.9, grad_norms=(None, None))
-    halved = replace(halved, grad_norm=None)
+    halved = halved.with_row(grad_norm=None)
     assert 3 in compare_losses([silent, usual, losing(3, 7.0, 6.9, grad_norms=(2.5, 2.4)), halved])
 
 
 def test_no_clipping_is_found_where_clipping_acts() -> None:
-    def row(stage: int, clipping: float, norm: float) -> TrialSummary:
+    def row(stage: int, clipping: float, norm: float) -> Run:
         config = {"gradient_clipping": clipping}
         return losing(stage, 7.0, 6.9, grad_norms=(norm, norm), resolved_config=config)
 
@@ -259,7 +258,7 @@ def test_a_row_that_lost_its_loss_is_neither_reference_nor_judged_here() -> None
 
 
 def test_failed_rows_do_not_disturb_the_comparison_or_shift_its_caveats() -> None:
-    failed = summarise(fakes.failure(fakes.trial(fakes.zero(1))), None, None)
+    failed = make_run(fakes.failure(fakes.trial(fakes.zero(1))))
     found = compare_losses([failed, losing(2, 7.0), losing(3, 85.0)])
     assert list(found) == [2]
 
@@ -273,21 +272,20 @@ def test_caveats_of_comparison_are_added_to_the_right_row_and_the_others_stay() 
 
 
 def test_rows_on_the_cpu_that_step_with_another_adam_say_so_and_how_to_compare_with_one() -> None:
-    def rows(accelerator: str) -> list[TrialSummary]:
+    def rows(accelerator: str) -> list[Run]:
         on = fakes.placement(accelerator=accelerator)
         classes = {"none": "AdamW", "cpu_optimizer": "DeepSpeedCPUAdam"}
         made = (
             fakes.success(fakes.trial(fakes.offload(name), on=on), optimizer_class=used)
             for name, used in classes.items()
         )
-        return with_loss_caveats([summarise(record, None, None) for record in made])
+        return with_loss_caveats([make_run(record) for record in made])
 
     plain, offloaded = rows("cpu")
     (told,) = (each for each in offloaded.caveats if each not in plain.caveats)
     assert told == Caveat(CaveatKind.OTHER_ADAM, {"used": "DeepSpeedCPUAdam", "other": "AdamW", "row": "ZeRO-3"})
     assert with_loss_caveats([plain, offloaded]) == [plain, offloaded]
-    (flat,) = flat_rows([offloaded])
-    assert told in flat_reader.read_summary(flat_reader.check_rows([flat])[0]).caveats
+    assert told in flat_run(offloaded.row).caveats
     assert not any("steps here" in each.text for row in rows("cuda") for each in row.caveats)
 
 
@@ -296,7 +294,7 @@ def test_a_loss_of_zero_is_compared_without_dividing_by_it() -> None:
     assert list(compare_losses([losing(1, 0.0), losing(2, 1.0)])) == [1]
 
 
-def of_file(name: str, rate: float, *losses: float, optimizer: str = "AdamW", **seen: Any) -> TrialSummary:
+def of_file(name: str, rate: float, *losses: float, optimizer: str = "AdamW", **seen: Any) -> Run:
     """A row of a file that asks for this learning rate, and whose optimizer was read back."""
     trial = fakes.trial(fakes.zero(2), on=CUDA, of=fakes.workload())
     block = {"type": optimizer, "params": {"lr": rate}}
@@ -304,17 +302,17 @@ def of_file(name: str, rate: float, *losses: float, optimizer: str = "AdamW", **
     trial = replace(trial, configuration=configuration, ds_config={**trial.ds_config, "optimizer": block})
     settings = ({"lr": rate, "weight_decay": 0.01},)
     record = fakes.success(trial, losses=losses, optimizer_class=optimizer, optimizer_settings=settings, **seen)
-    return summarise(record, None, None)
+    return make_run(record)
 
 
 SETTINGS = ({"lr": 1e-4, "weight_decay": 0.01},)
 
 
-def usual_row(stage: int, *losses: float, **seen: Any) -> TrialSummary:
+def usual_row(stage: int, *losses: float, **seen: Any) -> Run:
     return losing(stage, *losses, optimizer_settings=SETTINGS, **seen)
 
 
-def named(rows: Sequence[TrialSummary]) -> list[int]:
+def named(rows: Sequence[Run]) -> list[int]:
     """Rows that are named as training differently on purpose."""
     return [place for place, row in enumerate(with_loss_caveats(rows)) if has_kind(row.caveats, OTHER_TRAINING)]
 
@@ -356,14 +354,14 @@ def test_a_row_that_trains_differently_or_not_at_all_is_never_recommended_for_be
     for name, row in cases.items():
         comparison = compare([usual, row])
         found = recommend(comparison)
-        assert found.choice == usual.record.trial.configuration.label, name
+        assert found.choice == usual.trial.configuration.label, name
         assert comparison.rows[1].label in (found.alternative or ""), name
     own = recommend(compare([cases["sgd"], cases["faster"]]))
     assert own.choice is None
 
 
 def test_a_file_that_trains_differently_on_purpose_says_so_in_a_flat_row_too() -> None:
-    rows = flat_rows([usual_row(1, 7.0, 6.9), of_file("sgd", 1e-4, 7.0, 7.0, optimizer="SGD")])
-    read = [flat_reader.read_summary(row) for row in flat_reader.check_rows(rows)]
+    runs = with_loss_caveats([usual_row(1, 7.0, 6.9), of_file("sgd", 1e-4, 7.0, 7.0, optimizer="SGD")])
+    read = [flat_run(run.row) for run in runs]
     assert [each.kind for each in read[1].caveats].count(OTHER_TRAINING) == 1
     assert named(read) == [1]

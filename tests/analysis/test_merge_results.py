@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ds_bench.analysis import comparison, load_results, merge_results
 from ds_bench.analysis.load_results import Result
 from ds_bench.analysis.merge_results import ResultGroup
-from ds_bench.analysis.summary import TrialSummary
+from ds_bench.analysis.row import Run
 from ds_bench.config.spec import Trial
 from ds_bench.records.schema import METHOD_VERSION, TrialRecord
 from ds_bench.system.environment import Environment
@@ -35,8 +35,7 @@ def result(
     """A result as it is loaded; ``on`` None: it does not tell its environment."""
     return Result(
         source=Path(name),
-        records=entries,
-        summaries=load_results.summarise_all(entries),
+        runs=load_results.make_runs(entries),
         environment=on,
         family=family,
         arguments=tuple(arguments),
@@ -67,7 +66,7 @@ def test_rows_of_an_axis_stand_in_one_table() -> None:
 
 
 def trials(group: ResultGroup) -> list[Trial]:
-    return [entry.record.trial for entry in group.summaries]
+    return [entry.trial for entry in group.runs]
 
 
 def sources(groups: Sequence[ResultGroup]) -> list[tuple[str, ...]]:
@@ -80,8 +79,8 @@ def sources(groups: Sequence[ResultGroup]) -> list[tuple[str, ...]]:
 def test_repeats_of_two_results_are_runs_of_one_row() -> None:
     """4 x 128 tokens on each of 2 cards in 0.1 s and in 0.2 s: 10240 and 5120 tokens/s, √(10240 × 5120) = 7240.8."""
     (group,) = merge_results.merge([result(run(1, 0.1)), result(run(1, 0.2), name="b.json")])
-    (row,) = comparison.compare(group.summaries, environments=group.environments).rows
-    assert [round(each.tokens_per_second or 0) for each in row.summaries] == [10240, 5120]
+    (row,) = comparison.compare(group.runs, environments=group.environments).rows
+    assert [round(each.row.throughput_tokens_per_sec or 0) for each in row.runs] == [10240, 5120]
     assert row.tokens_per_second == pytest.approx(7240.773)
     assert sources([group]) == [("a.json", "b.json")]
 
@@ -109,7 +108,7 @@ def test_rounds_of_two_results_are_rounds_of_their_own() -> None:
         (1, 2),
         (2, 1),
     ]
-    assert [summary.round for summary in group.summaries] == [0, 0, 1, 2, 2]
+    assert [summary.round for summary in group.runs] == [0, 0, 1, 2, 2]
 
 
 def test_rows_with_other_configurations_are_numbered_by_themselves() -> None:
@@ -123,7 +122,7 @@ def test_rows_with_other_configurations_are_numbered_by_themselves() -> None:
 def test_a_single_result_is_handed_on_as_it_is() -> None:
     one = result(run(1, 0.1), run(2, 0.2), arguments=("--model", "tiny"), notes=("cold launch",))
     (group,) = merge_results.merge([one])
-    assert group.summaries == one.summaries
+    assert group.runs == one.runs
     assert group.commands == ("python zero_stage_comparison.py --model tiny",)
     assert (group.notes, group.environments) == (("cold launch",), (HOST,))
 
@@ -135,7 +134,7 @@ def test_nothing_gives_no_group() -> None:
 def test_failed_runs_are_pooled_with_those_that_trained() -> None:
     failed = replace(fakes.failure(run(1, 0.1).trial), wall_seconds=9.0)
     (group,) = merge_results.merge([result(run(1, 0.1)), result(failed, name="b.json")])
-    assert [entry.record.outcome.status for entry in group.summaries] == ["Success", "OOM"]
+    assert [entry.outcome.status for entry in group.runs] == ["Success", "OOM"]
 
 
 def test_notes_and_commands_of_pooled_results_are_kept_with_their_sources() -> None:
@@ -254,7 +253,7 @@ def test_a_third_result_joins_the_group_it_belongs_to() -> None:
 def test_one_result_given_twice_counts_once_with_a_note() -> None:
     one = result(run(1, 0.1), run(2, 0.2))
     (group,) = merge_results.merge([one, one])
-    assert group.summaries == one.summaries
+    assert group.runs == one.runs
     assert "a.json: 2 rows are already in a.json: counted once" in group.notes
 
 
@@ -268,7 +267,7 @@ def test_a_flat_json_and_its_own_run_folder_count_once_and_the_records_are_kept(
     lonely = Path(shutil.copy(stored.json_path, tmp_path / "sent"))
     loaded = [load_results.load(path) for path in ((lonely, stored.folder) if flat_first else (stored.folder, lonely))]
     (group,) = merge_results.merge(loaded)
-    assert [len(entry.record.ranks) for entry in group.summaries] == [2, 2, 0]
+    assert [len(entry.ranks) for entry in group.runs] == [2, 2, 0]
     assert group.sources == (stored.folder,)
     assert any("3 rows are already in" in note for note in group.notes)
 
@@ -304,8 +303,7 @@ def test_whatever_is_merged_no_run_is_lost_and_none_counts_twice(files: list[lis
     ]
     (group,) = merge_results.merge(results)
     seen = sorted(
-        (entry.record.trial.configuration.stage, round((entry.mean_step_seconds or 0) * 100))
-        for entry in group.summaries
+        (entry.trial.configuration.stage, round((entry.row.avg_step_time_ms or 0) / 10)) for entry in group.runs
     )
     assert seen == sorted({run for entries in files for run in entries})
     if len(group.sources) > 1:
@@ -318,13 +316,13 @@ def test_ten_results_of_a_thousand_rows_are_merged_in_little_time() -> None:
     results = []
     for number in range(10):
         entries = [run(number % 3, 0.1, repeat) for repeat in range(3)]
-        shared = load_results.summarise_all(entries)
-        many: list[TrialSummary] = []
+        shared = load_results.make_runs(entries)
+        many: list[Run] = []
         for copy in range(334):
             for entry in shared:
                 record = replace(entry.record, wall_seconds=float(f"{number}.{copy:04d}"))
                 many.append(replace(entry, record=record))
-        results.append(replace(result(name=f"{number}.json"), summaries=tuple(many)))
+        results.append(replace(result(name=f"{number}.json"), runs=tuple(many)))
     begun = time.process_time()
     merge_results.merge(results)
     assert time.process_time() - begun < 3

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ds_bench.analysis import provenance
 from ds_bench.analysis.provenance import title
-from ds_bench.analysis.summary import TrialSummary, summarise
+from ds_bench.analysis.row import Run, make_run
 from ds_bench.system.environment import Environment
 from tests.support import fakes
 
@@ -59,7 +59,7 @@ def test_a_title_tells_how_ranks_lie_on_nodes() -> None:
     def of(*slots: int, **placement: Any) -> str:
         hosts = tuple((f"node-{number}", each) for number, each in enumerate(slots))
         place = fakes.placement(num_gpus=sum(slots), hosts=hosts, **placement)
-        return title([summarise(fakes.success(fakes.trial(on=place), device_name="NVIDIA H100"), None, None)])
+        return title([make_run(fakes.success(fakes.trial(on=place), device_name="NVIDIA H100"), None, None)])
 
     assert " · 2 nodes × 1 CPU rank · " in of(1, 1)
     assert " · 2 nodes × 8 × H100 · " in of(8, 8, accelerator="cuda")
@@ -68,10 +68,10 @@ def test_a_title_tells_how_ranks_lie_on_nodes() -> None:
 
 
 def test_what_axes_vary_is_not_said_of_all_rows() -> None:
-    def row(size: int, **axis_values: str) -> TrialSummary:
+    def row(size: int, **axis_values: str) -> Run:
         configuration = replace(fakes.zero(1), axis_values=axis_values)
         trial = fakes.trial(configuration, of=fakes.workload(batch_size=size, grad_accum=2))
-        return summarise(fakes.success(trial), None, None)
+        return make_run(fakes.success(trial))
 
     assert "micro-batch 4 × " in title([row(4), row(4, micro_batch="4")])
     varied = title([row(1, micro_batch="1", grad_accum="2"), row(4, micro_batch="4", grad_accum="2")])

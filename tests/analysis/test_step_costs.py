@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from ds_bench.analysis.row import make_run
 from ds_bench.analysis.step_costs import step_costs, step_parts
-from ds_bench.analysis.summary import summarise
 from ds_bench.config.caveats import CaveatKind
 from ds_bench.records.schema import CommunicationOperation, OffloadTimes, RankMeasurement, TrialRecord
 from tests.support import fakes
-from tests.support.summaries import record_of, seen, summary
+from tests.support.runs import record_of, run_of, seen
 
 PHASES = {"forward": 1.0, "backward": 2.0, "step": 7.0}
 
@@ -60,7 +60,7 @@ def test_a_disk_bound_row_says_so_and_what_to_do() -> None:
     }
     rank = swapping(6.0, **moved)
     record = TrialRecord(trial=trial, outcome=fakes.success().outcome, ranks=(rank,))
-    (caveat,) = [each for each in summarise(record, None, None).caveats if each.kind is CaveatKind.DISK_BOUND]
+    (caveat,) = [each for each in make_run(record).caveats if each.kind is CaveatKind.DISK_BOUND]
     assert caveat.values == {"wait": 6.0, "other": 4.0}
 
 
@@ -81,13 +81,13 @@ def test_communication_is_that_of_the_slowest_rank() -> None:
 
 
 def test_parts_are_the_phases_where_no_more_is_known() -> None:
-    assert step_parts(record_of(seen(phase_seconds=PHASES))) == PHASES
-    assert list(step_parts(record_of(swapping(4.0)))) == ["forward", "backward", "step", "transfer"]
+    assert step_parts([seen(phase_seconds=PHASES)]) == PHASES
+    assert list(step_parts([swapping(4.0)])) == ["forward", "backward", "step", "transfer"]
 
 
 def test_flops_are_counted_three_times_and_ranks_that_share_tokens_add_up() -> None:
     """1,000 FLOPs of 4 sequences of 128 tokens, of which each of two ranks computes a half."""
-    alone = summary(seen(profiled_forward_flops=1000.0))
-    assert alone.costs.profiled_flops_per_token == pytest.approx(3 * 1000 / 512)
+    alone = run_of(seen(profiled_forward_flops=1000.0))
+    assert alone.row.profiled_flops_per_token == pytest.approx(3 * 1000 / 512)
     shared = seen(profiled_forward_flops=1000.0, data_parallel_size=1)
-    assert summary(shared, shared).costs.profiled_flops_per_token == pytest.approx(3 * 2000 / 512)
+    assert run_of(shared, shared).row.profiled_flops_per_token == pytest.approx(3 * 2000 / 512)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from ds_bench.analysis.summary import TrialSummary, summarise
+from ds_bench.analysis.row import Run, make_run
 from ds_bench.config.caveats import Caveat, CaveatKind
 from tests.support import fakes
-from tests.support.summaries import CUDA, seen, summary
+from tests.support.runs import CUDA, run_of, seen
 
 GB = 2**30
 K = CaveatKind
@@ -18,7 +18,7 @@ BUFFERS = {"parameters": 1, "deepspeed_buffers": 9}
 SOUND = {"parameters": 900, "deepspeed_buffers": 1}
 
 
-def kinds(found: TrialSummary) -> list[CaveatKind]:
+def kinds(found: Run) -> list[CaveatKind]:
     return [caveat.kind for caveat in found.caveats]
 
 
@@ -59,7 +59,7 @@ def test_a_caveat_holds_from_its_limit_on(subtests: pytest.Subtests) -> None:
         with subtests.test(changes=changes):
             rank = seen(**changes)
             # Of short windows the spread and the halves are judged alike; steps are what is varied here.
-            found = kinds(summary(rank))
+            found = kinds(run_of(rank))
             assert [kind for kind in found if kind is not K.NOT_STEADY or kind in expected] == expected
 
 
@@ -68,7 +68,7 @@ def test_the_slowest_three_outliers_are_named() -> None:
     steps = [0.1] * 24
     for place, slow in ((2, 0.31), (5, 0.2), (8, 0.5), (11, 0.15), (19, 0.13)):
         steps[place] = slow
-    (caveat,) = (each for each in summary(seen(step_seconds=steps)).caveats if each.kind is K.OUTLIERS)
+    (caveat,) = (each for each in run_of(seen(step_seconds=steps)).caveats if each.kind is K.OUTLIERS)
     assert caveat.values == {
         "count": 5,
         "steps": 24,
@@ -77,36 +77,36 @@ def test_the_slowest_three_outliers_are_named() -> None:
 
 
 def test_any_rank_can_have_the_caveat_and_what_ranks_report_is_said_once() -> None:
-    found = summary(seen(notes=("no smaps",), losses=(5.0, 5.0)), seen(gpu_alloc_retries=2, notes=("no smaps",)))
+    found = run_of(seen(notes=("no smaps",), losses=(5.0, 5.0)), seen(gpu_alloc_retries=2, notes=("no smaps",)))
     assert kinds(found).count(K.ALLOCATOR_RETRIED) == 1
     assert kinds(found).count(K.NOTE) == 1
-    assert summary(seen(losses=(7.0, None)), seen(losses=(5.0, 5.0))).losses == (6.0, None)
+    assert run_of(seen(losses=(7.0, None)), seen(losses=(5.0, 5.0))).losses == (6.0, None)
 
 
 def test_what_was_known_before_the_trial_comes_first() -> None:
     offload = Caveat(K.OTHER_OFFLOAD, {"part": "optimizer", "used": "none", "named": "cpu"})
     entry = replace(fakes.success(fakes.trial(on=CUDA), skipped_steps=1), caveats=("known before", offload))
-    assert kinds(summarise(entry, None, None)) == [K.NOTE, K.OTHER_OFFLOAD, K.STEPS_SKIPPED]
+    assert kinds(make_run(entry)) == [K.NOTE, K.OTHER_OFFLOAD, K.STEPS_SKIPPED]
 
 
 def test_buffers_are_weighed_on_the_fullest_rank() -> None:
     small, full = {"gpu": {name: 1000 * size for name, size in BUFFERS.items()}}, {"gpu": {"parameters": 10**6}}
     large = {"gpu": {name: 10**6 * size for name, size in BUFFERS.items()}}
     for one, other, said in ((small, full, False), (full, small, False), (large, full, True), (full, large, True)):
-        assert (K.BUCKET_DOMINATES in kinds(summary(seen(ledger=one), seen(ledger=other)))) is said
+        assert (K.BUCKET_DOMINATES in kinds(run_of(seen(ledger=one), seen(ledger=other)))) is said
 
 
 @pytest.mark.parametrize(("size", "said"), [(50_000_000, False), (50_000_001, True), (5e8, True)])
 def test_a_bucket_that_is_small_already_is_not_told_to_be_raised(size: float, said: bool) -> None:
     plain = fakes.trial(fakes.zero(2), on=CUDA)
     config = {**plain.ds_config, "zero_optimization": {"stage": 2, "reduce_bucket_size": size}}
-    found = summarise(fakes.success(replace(plain, ds_config=config), ledger={"gpu": BUFFERS}), None, None)
+    found = make_run(fakes.success(replace(plain, ds_config=config), ledger={"gpu": BUFFERS}), None, None)
     assert (K.BUCKET_DOMINATES in kinds(found)) is said
 
 
 @pytest.mark.parametrize(("resident", "kind"), [(5, K.BUCKET_NOT_RESIDENT), (10, K.BUCKET_DOMINATES)])
 def test_on_the_cpu_accelerator_buffers_count_as_far_as_they_are_resident(resident: int, kind: CaveatKind) -> None:
-    found = summarise(fakes.success(ledger={"cpu": BUFFERS}, host_peak_bytes=resident), None, None)
+    found = make_run(fakes.success(ledger={"cpu": BUFFERS}, host_peak_bytes=resident), None, None)
     assert kind in kinds(found)
 
 
@@ -131,7 +131,7 @@ def test_an_optimizer_of_another_family_rules_the_row_out(subtests: pytest.Subte
             config = {name: value for name, value in plain.ds_config.items() if name != "optimizer"}
             if asked is not None:
                 config["optimizer"] = {"type": asked, "params": {}}
-            found = summarise(fakes.success(replace(plain, ds_config=config), optimizer_class=used), None, None)
+            found = make_run(fakes.success(replace(plain, ds_config=config), optimizer_class=used), None, None)
             assert (K.OTHER_OPTIMIZER in kinds(found)) is said
 
 
@@ -148,5 +148,5 @@ def test_nvme_offload_that_swapped_nothing_or_reached_no_disk_is_found(subtests:
                 trial = fakes.trial(replace(fakes.offload("nvme"), name=name), on=replace(CUDA, nvme_path="/d"))
                 ledger = {"nvme": {"parameters": parameters, "optimizer_states": 1}}
                 moves = {"nvme_stored_bytes": stored, "nvme_read_bytes": moved, "nvme_written_bytes": moved}
-                assert kinds(summarise(fakes.success(trial, ledger=ledger, **moves), None, None)) == expected
-    assert kinds(summary(seen(nvme_stored_bytes=None))) == []
+                assert kinds(make_run(fakes.success(trial, ledger=ledger, **moves), None, None)) == expected
+    assert kinds(run_of(seen(nvme_stored_bytes=None))) == []

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_bench.analysis.summary import TrialSummary, summarise
+from ds_bench.analysis.row import Run, make_run
 from ds_bench.baselines import check
 from ds_bench.baselines.check import BaselineEntry, compare_to_baseline, load_baseline, save_baseline
 from ds_bench.baselines.result import BenchmarkResult, baseline_name, benchmark_result
@@ -33,10 +33,10 @@ def entry(tokens: float | None = 1000.0, peak: float | None = 1000.0, **changes:
     return BaselineEntry(name="gpt2", throughput_tokens_per_sec=tokens, peak_memory_mb=peak, **changes)
 
 
-def summary(**changes: Any) -> TrialSummary:
+def summary(**changes: Any) -> Run:
     """A successful run of the tiny preset on an emulated card of the fakes."""
     on = fakes.placement(accelerator="cuda")
-    return summarise(fakes.success(fakes.trial(on=on), **changes), None, None)
+    return make_run(fakes.success(fakes.trial(on=on), **changes), None, None)
 
 
 def measured(**changes: Any) -> BenchmarkResult:
@@ -128,7 +128,9 @@ def test_on_the_cpu_accelerator_an_interval_beyond_a_factor_of_two_fails_no_gate
 def test_runs_of_a_row_have_the_geometric_mean_that_its_table_prints() -> None:
     """0.1, 0.1 and 0.8 s: the geometric mean is 0.2 s, the median 0.1 s."""
     slow = [summary(step_seconds=[seconds] * 10) for seconds in (0.1, 0.1, 0.8)]
-    assert benchmark_result(slow).throughput_tokens_per_sec == pytest.approx(0.5 * (slow[0].tokens_per_second or 0))
+    assert benchmark_result(slow).throughput_tokens_per_sec == pytest.approx(
+        0.5 * (slow[0].row.throughput_tokens_per_sec or 0)
+    )
 
 
 def test_a_fall_beyond_the_tolerance_but_inside_the_noise_is_no_regression_and_said_to_be_so() -> None:
@@ -256,7 +258,7 @@ def test_another_workload_is_not_comparable_and_the_difference_named(subtests: p
 
 def test_more_steps_of_the_same_workload_compare() -> None:
     longer = benchmark_result(
-        [summarise(fakes.success(fakes.trial(on=fakes.placement(accelerator="cuda"), of=work)), None, None)
+        [make_run(fakes.success(fakes.trial(on=fakes.placement(accelerator="cuda"), of=work)), None, None)
          for work in [fakes.workload(num_steps=40, warmup_steps=9)]],
         fakes.environment(),
     )  # fmt: skip
@@ -288,7 +290,7 @@ def test_a_limit_set_by_hand_holds_on_any_machine() -> None:
 
 def test_a_benchmark_that_no_longer_runs_is_a_regression() -> None:
     trial = fakes.trial(on=fakes.placement(accelerator="cuda"))
-    failed = benchmark_result([summarise(fakes.failure(trial, schema.OOM), None, None)], fakes.environment())
+    failed = benchmark_result([make_run(fakes.failure(trial, schema.OOM), None, None)], fakes.environment())
     verdict = compare_to_baseline(failed, BaselineEntry.of(measured()))
     assert verdict.regressions == ("status",)
     assert "it ended with OOM: OOM in backward: asked 2.00 GB" in verdict.message
@@ -298,7 +300,7 @@ def test_figures_with_a_disqualifying_caveat_are_a_regression_however_fast_they_
     trial = fakes.trial(on=fakes.placement(accelerator="cuda"))
     spoiled = fakes.success(trial, step_seconds=[0.001] * 10, losses=(None,) * 12)
     verdict = compare_to_baseline(
-        benchmark_result([summarise(spoiled, None, None)], fakes.environment()), BaselineEntry.of(measured())
+        benchmark_result([make_run(spoiled)], fakes.environment()), BaselineEntry.of(measured())
     )
     assert (verdict.passed, verdict.regressions) == (False, ("status",))
     assert verdict.throughput_ratio is None
@@ -308,7 +310,7 @@ def test_figures_with_a_disqualifying_caveat_are_a_regression_however_fast_they_
 @pytest.mark.parametrize("status", [schema.INTERRUPTED, schema.SKIPPED])
 def test_a_benchmark_that_was_not_let_run_is_not_a_regression(status: str) -> None:
     trial = fakes.trial(on=fakes.placement(accelerator="cuda"))
-    unrun = benchmark_result([summarise(fakes.failure(trial, status), None, None)], fakes.environment())
+    unrun = benchmark_result([make_run(fakes.failure(trial, status), None, None)], fakes.environment())
     assert compare_to_baseline(unrun, BaselineEntry.of(measured())).passed is None
 
 
@@ -445,14 +447,14 @@ def test_the_figures_of_a_result_are_those_of_its_runs_worked_by_hand() -> None:
 
 
 def test_on_the_cpu_accelerator_memory_is_the_hosts_and_said_to_be() -> None:
-    run = summarise(fakes.success(host_peak_bytes=2 * GB, host_pss_bytes=GB), None, None)
+    run = make_run(fakes.success(host_peak_bytes=2 * GB, host_pss_bytes=GB), None, None)
     found = benchmark_result([run])
     assert (found.memory, found.peak_memory_mb, found.average_memory_mb) == ("host", 2048, 1024)
 
 
 def test_failed_runs_are_counted_and_left_out_of_the_figures() -> None:
     trial = fakes.trial(on=fakes.placement(accelerator="cuda"))
-    found = benchmark_result([summary(), summarise(fakes.failure(trial), None, None)])
+    found = benchmark_result([summary(), make_run(fakes.failure(trial))])
     assert found.succeeded
     assert found.failed_runs == 1
     assert found.tokens_per_sec_runs == pytest.approx((5120,))
@@ -473,6 +475,6 @@ def test_a_row_is_named_by_model_strategy_and_what_departs_from_the_defaults(sub
     ):  # fmt: skip
         with subtests.test(name):
             trial = fakes.trial(strategy, of=fakes.workload(**work), on=fakes.placement(num_gpus=ranks))
-            ran = summarise(fakes.success(trial), None, None)
-            failed = summarise(fakes.failure(trial), None, None)
+            ran = make_run(fakes.success(trial))
+            failed = make_run(fakes.failure(trial))
             assert baseline_name(ran) == baseline_name(failed) == name

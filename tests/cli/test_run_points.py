@@ -50,7 +50,7 @@ def test_points_may_differ_in_ranks_and_in_the_optimizer_and_are_reported_apart(
         assert [len(report.comparison.rows) for report in reports] == [2] * 4
         assert len({report.title for report in reports}) == 4
         assert all(row.label in ("ZeRO-0", "ZeRO-2") for report in reports for row in report.comparison.rows)
-    names = {baseline_name(summary) for summary in load_results.load(flat).summaries}
+    names = {baseline_name(summary) for summary in load_results.load(flat).runs}
     assert "tiny/zero2/batch2-seq16-2ranks-lr_0.001" in names
     assert len(names) == 8
     (scripted.folder / "run.json").unlink()

@@ -46,12 +46,12 @@ def test_shards_have_every_trial_once_with_the_numbers_of_the_plan_and_are_read_
     assert (scripted.output / f"{second.name}.json").is_file()
     assert f"report {scripted.output / 'runs'}/*of2" in capsys.readouterr().err
     reports = build_reports([first, second])
-    assert [report.comparison.rows[0].summaries[0].record.trial.workload.seq_length for report in reports] == [
+    assert [report.comparison.rows[0].runs[0].trial.workload.seq_length for report in reports] == [
         8,
         16,
         32,
     ]
-    assert all(len(row.summaries) == 2 for report in reports for row in report.comparison.rows)
+    assert all(len(row.runs) == 2 for report in reports for row in report.comparison.rows)
     assert not any(c.kind is CaveatKind.MEASURED_APART for report in reports for c in report.comparison.caveats)
 
 

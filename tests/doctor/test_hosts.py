@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from ds_bench.analysis.comparison_caveats import comparison_caveats
-from ds_bench.analysis.summary import summarise
+from ds_bench.analysis.row import make_run
 from ds_bench.config.caveats import CaveatKind
 from ds_bench.config.placement import SRUN, SSH
 from ds_bench.config.spec import Placement
@@ -108,7 +108,7 @@ def test_gpus_are_those_of_the_slots_that_have_ranks() -> None:
         checked(four, a, a=a, b=replace(b, gpus=six[:5]))
     assert MemoryCapacity.from_environment(known, four).gpu_bytes == H100.memory_total_bytes
     record = fakes.success(fakes.trial(on=four))
-    told = comparison_caveats([[summarise(record, None, None)]], [known])
+    told = comparison_caveats([[make_run(record)]], [known])
     assert [each.values for each in told if each.kind is CaveatKind.OTHER_PROCESS] == [
         {"gpu": "GPU 5 on b", "processes": 1}
     ]

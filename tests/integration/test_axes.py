@@ -17,7 +17,7 @@ import pytest
 
 from ds_bench import planner
 from ds_bench.analysis.loss_parity import compare_losses
-from ds_bench.analysis.summary import summarise
+from ds_bench.analysis.row import make_run
 from ds_bench.config.axes import AXES, other_arithmetic
 from ds_bench.config.spec import Placement, Trial
 from ds_bench.launch import Limits
@@ -187,7 +187,7 @@ def test_an_axis_changes_what_it_says_and_trains_the_same(
 
 def assert_losses(records: list[TrialRecord]) -> None:
     """Rows of the same arithmetic train the same; others start at the same loss and stay finite."""
-    assert compare_losses([summarise(record, None, None) for record in records]) == {}
+    assert compare_losses([make_run(record) for record in records]) == {}
     for record in records:
         losses = record.ranks[0].losses
         assert None not in losses

@@ -171,7 +171,7 @@ def test_the_copy_button_copies_the_configuration_shown(opened: Opened, driver: 
     driver.execute_script("document.body.append(document.createElement('textarea'))")
     area = driver.find_element("css selector", "textarea")
     area.send_keys(Keys.CONTROL, "v")
-    ran = samples.zero_comparison().rows[row].summaries[-1].record.trial.ds_config
+    ran = samples.zero_comparison().rows[row].runs[-1].trial.ds_config
     assert json.loads(area.get_property("value")) == ran
 
 

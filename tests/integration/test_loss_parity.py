@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ds_bench.analysis.loss_parity import compare_losses, with_loss_caveats
-from ds_bench.analysis.summary import TrialSummary, summarise
+from ds_bench.analysis.row import Run, make_run
 from ds_bench.config.caveats import LOSS_KINDS, Caveat, CaveatKind
 from ds_bench.config.spec import Configuration, Trial
 from ds_bench.launch import Limits
@@ -76,7 +76,7 @@ def trained(
 
 def judged(records: Mapping[str, TrialRecord]) -> dict[str, list[Caveat]]:
     """What is said of each row's training beside the others."""
-    rows = with_loss_caveats([summarise(record, None, None) for record in records.values()])
+    rows = with_loss_caveats([make_run(record) for record in records.values()])
     kinds = (*LOSS_KINDS, *FIRST_LOSS, CaveatKind.DOES_NOT_TRAIN)
     return {
         name: [each for each in row.caveats if each.kind in kinds or "parity" in each.text or "weights" in each.text]
@@ -134,7 +134,7 @@ def test_the_weights_alone_show_it_whatever_the_optimizer_says_of_itself(trained
 @pytest.mark.deepspeed
 def test_the_same_training_moves_the_weights_the_same_way_however_they_are_split(trained: Trained) -> None:
     names = ("zero1", "zero2", "zero3")
-    rows = {name: summarise(trained[name], None, None) for name in names}
+    rows = {name: make_run(trained[name]) for name in names}
     for row in with_loss_caveats(list(rows.values())):
         assert row.weight_change_cosine is not None
         assert row.weight_change_cosine > 0.98
@@ -149,7 +149,7 @@ def test_gradients_that_were_divided_once_too_often_are_found_by_their_norm(laun
     trials = [honest, make_trial(fakes.zero(2)), make_trial(fakes.zero(2), fault="gradients_divided_twice")]
     records = [launch(trial) for trial in trials]
     records[2] = replace(records[2], trial=records[1].trial)
-    rows = [summarise(record, None, None) for record in records]
+    rows = [make_run(record) for record in records]
     assert rows[2].weight_change_norm == pytest.approx(rows[1].weight_change_norm, rel=1e-2)
     (caveat,) = compare_losses(rows).values()
     assert "ZeRO-1: the norm of its gradients differs by 50.00%" in caveat.text
@@ -222,15 +222,15 @@ def row(
     *,
     name: str | None = None,
     **seen: Any,
-) -> TrialSummary:
+) -> Run:
     strategy = fakes.zero(stage)
     strategy = replace(strategy, name=name or strategy.name)
     window = EarlyWindow(first_step=0, steps=5, weight_change=change)
     record = fakes.success(fakes.trial(strategy, of=WORKLOAD), losses=losses, early_window=window, **seen)
-    return summarise(record, None, None)
+    return make_run(record)
 
 
-def disqualified(*rows: TrialSummary) -> list[int]:
+def disqualified(*rows: Run) -> list[int]:
     return [place for place, each in enumerate(with_loss_caveats(rows)) if any(c.disqualifying for c in each.caveats)]
 
 
@@ -270,10 +270,10 @@ def test_a_row_whose_change_is_unknown_is_judged_by_its_losses_alone() -> None:
 @pytest.mark.parametrize(("first", "said"), [(7.5, None), (11.0, False), (44.06, True), (85.0, True)])
 def test_a_first_loss_far_above_that_of_a_model_that_knows_nothing_is_named(first: float, said: bool | None) -> None:
     record = fakes.success(fakes.trial(of=WORKLOAD), losses=(first, first), vocabulary_size=1000)
-    caveats = [each for each in summarise(record, None, None).caveats if each.kind in FIRST_LOSS]
+    caveats = [each for each in make_run(record).caveats if each.kind in FIRST_LOSS]
     assert [each.disqualifying for each in caveats] == ([] if said is None else [said])
     unknown = fakes.success(fakes.trial(of=WORKLOAD), losses=(first, first))
-    assert not any(each.kind in FIRST_LOSS for each in summarise(unknown, None, None).caveats)
+    assert not any(each.kind in FIRST_LOSS for each in make_run(unknown).caveats)
 
 
 def test_a_change_too_slow_to_read_is_given_up_with_a_note(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ds_bench.analysis.loss_parity import compare_losses
-from ds_bench.analysis.summary import summarise
+from ds_bench.analysis.row import make_run
 from ds_bench.config.spec import Inspection
 from ds_bench.records.schema import SUCCESS, TrialRecord
 from tests.support import fakes
@@ -35,10 +35,10 @@ def test_profiled_rows_are_measured_as_others_and_compare_with_each_other(launch
     for ranks in zip(plain.ranks, first.ranks, strict=True):
         numbers = [(rank.losses, len(rank.step_seconds), len(rank.warmup_step_seconds)) for rank in ranks]
         assert numbers[0] == numbers[1]
-    summaries = [summarise(record, None, None) for record in (first, third)]
+    summaries = [make_run(record) for record in (first, third)]
     assert all(summary.weight_change and summary.repeated_loss for summary in summaries)
     assert compare_losses(summaries) == {}
-    assert compare_losses([summarise(plain, None, None), summaries[0]]) == {}  # which took other further steps
+    assert compare_losses([make_run(plain), summaries[0]]) == {}  # which took other further steps
     for record, folder in ((first, "trial1"), (third, "trial2")):
         assert [len(rank.profiles) for rank in record.ranks] == [0, 2]
         assert [note for rank in record.ranks for note in rank.notes if "profile" in note] == []

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ds_bench.analysis.loss_parity import with_loss_caveats
-from ds_bench.analysis.summary import TrialSummary, summarise
+from ds_bench.analysis.row import Run, make_run
 from ds_bench.config.caveats import LOSS_KINDS
 from ds_bench.config.spec import Configuration, Workload
 from ds_bench.launch import Limits
@@ -39,14 +39,14 @@ def train(server: Callable[[Limits], WarmLauncher], tmp_path: Path) -> Train:
     return go
 
 
-def rows_of(train: Train, workload: Workload) -> dict[str, TrialSummary]:
+def rows_of(train: Train, workload: Workload) -> dict[str, Run]:
     """Summaries by name of ZeRO-2 and both engines, with what is said of their losses."""
     records = [train(row, workload) for row in (fakes.zero(2), DDP, FSDP2)]
-    summaries = with_loss_caveats([summarise(record, None, None) for record in records])
-    return {each.record.trial.configuration.name: each for each in summaries}
+    summaries = with_loss_caveats([make_run(record) for record in records])
+    return {each.trial.configuration.name: each for each in summaries}
 
 
-def loss_caveats(rows: dict[str, TrialSummary]) -> list[str]:
+def loss_caveats(rows: dict[str, Run]) -> list[str]:
     return [each.text for row in rows.values() for each in row.caveats if each.kind in LOSS_KINDS]
 
 
@@ -63,7 +63,7 @@ def test_the_engines_train_what_deepspeed_trains(train: Train) -> None:
         assert row.repeated_loss == pytest.approx(zero.repeated_loss, rel=1e-5)
         distance = math.dist(row.weight_change or (), zero.weight_change or ())
         assert distance < 1e-3 * (zero.weight_change_norm or 0.0)
-        assert row.record.ranks[0].optimizer_settings == zero.record.ranks[0].optimizer_settings
+        assert row.ranks[0].optimizer_settings == zero.ranks[0].optimizer_settings
         assert (row.micro_batch_size, row.grad_accum, row.data_parallel_size) == (2, 2, 2)
 
 

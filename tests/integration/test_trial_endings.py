@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_bench.analysis import summary
+from ds_bench.analysis.row import make_run
 from ds_bench.config.spec import Workload
 from ds_bench.launch import Limits, rank_environment
 from ds_bench.launch import deepspeed as cold
@@ -66,7 +66,7 @@ def test_a_row_that_changes_a_frozen_weight_says_so(launch: Launch) -> None:
     for fault, changed in (("changes_a_frozen_weight", True), ("keeps_frozen_weights", False)):
         record = launch(make_trial(fakes.zero(1), fault=fault, num_gpus=1))
         assert [rank.frozen_weights_changed for rank in record.ranks] == [changed], record.outcome.details
-        caveats = " ".join(caveat.text for caveat in summary.summarise(record, None, None).caveats)
+        caveats = " ".join(caveat.text for caveat in make_run(record).caveats)
         assert ("this row trained what it should not" in caveats) is changed
 
 
@@ -127,7 +127,7 @@ def test_a_grandchild_in_its_own_session_that_ignores_sigterm_is_ended(launch: L
 def test_nan_loss_is_measured_and_said_to_be_no_result(launch: Launch) -> None:
     record = launch(fault="loses_its_loss")
     assert record.ranks[0].losses == (None,) * 4
-    caveats = summary.summarise(record, None, None).caveats
+    caveats = make_run(record).caveats
     assert any("not finite" in caveat.text for caveat in caveats)
     json.dumps(record.to_dict(), allow_nan=False)
 

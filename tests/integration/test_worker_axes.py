@@ -13,7 +13,7 @@ import pytest
 
 from ds_bench.analysis.comparability import incomparable_fields
 from ds_bench.analysis.loss_parity import compare_losses
-from ds_bench.analysis.summary import summarise
+from ds_bench.analysis.row import make_run
 from ds_bench.config.spec import Configuration, Trial
 from ds_bench.launch import Limits
 from ds_bench.launch.warm import WarmLauncher
@@ -58,7 +58,7 @@ def activations(record: TrialRecord) -> int:
 
 
 def assert_trains_the_same(usual: TrialRecord, record: TrialRecord) -> None:
-    assert compare_losses([summarise(each, None, None) for each in (usual, record)]) == {}
+    assert compare_losses([make_run(each) for each in (usual, record)]) == {}
     assert incomparable_fields(usual, record) == []
 
 
@@ -136,7 +136,7 @@ def test_two_ranks_of_one_group_train_what_one_rank_trains(
     changes = {"tensor_parallel": {"autotp_size": 2}} if key == "autotp" else {"sequence_parallel_size": 2}
     trial = make_trial(replace(fakes.zero(stage), name=key, label=key), workload=FAMILIES[family], changes=changes)
     alone, together = on_one_rank[family], train(trial)
-    rows = [summarise(record, None, None) for record in (alone, together)]
+    rows = [make_run(record) for record in (alone, together)]
     assert [row.data_parallel_size for row in rows] == [1, 1]
     for row in rows:
         tokens = WORKLOAD.batch_size * WORKLOAD.grad_accum * WORKLOAD.seq_length
@@ -176,7 +176,7 @@ def test_a_file_of_token_ids_trains_the_same_however_it_is_read(
 ) -> None:
     changes = {**token_file, "data_workers": workers}
     record = train(of(changes, stage, f"workers {workers}"))
-    assert compare_losses([summarise(each, None, None) for each in (from_file, record)]) == {}
+    assert compare_losses([make_run(each) for each in (from_file, record)]) == {}
     if workers is not None:
         assert all((rank.data_wait_seconds or 0) > 0 and rank.step_parts["data_wait"] > 0 for rank in record.ranks)
     else:
@@ -232,7 +232,7 @@ def test_without_zero_init_every_rank_builds_the_whole_model_and_trains_the_same
         before, after = (rank.phase_memory[phase].host_end_bytes or 0 for phase in ("import", "build"))
         assert after - before > 0.9 * model_bytes
     for record in (split, whole):
-        phases = summarise(record, None, None).phase_memory
+        phases = make_run(record).phase_memory
         assert list(phases) == ["import", "build", "initialize", "first_step", "steady"]
         for phase in phases.values():
             assert (phase.host_peak_bytes or 0) >= (phase.host_end_bytes or 0) > 0

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_bench.analysis.flat_rows import flat_rows
-from ds_bench.analysis.summary import summarise
+from ds_bench.analysis.comparison import rows_of
+from ds_bench.analysis.row import make_run
 from ds_bench.config import axis_rows
 from ds_bench.config.axes import RowFacts
 from ds_bench.config.deepspeed_config import overlay
@@ -504,7 +504,7 @@ def test_what_is_assumed_outside_the_allocator_is_measured_on_the_fullest_rank()
     """In use 11 GB with 9 GB reserved at that moment, and a peak of 10; on the other rank half a GB more."""
     pair = success(trial(on=placement(accelerator="cuda", num_gpus=2)))
     other = replace(pair.ranks[1], gpu_device_used_bytes=int(11.5 * 2**30))
-    (row,) = flat_rows([summarise(replace(pair, ranks=(pair.ranks[0], other)), None, None)])
+    (row,) = rows_of([make_run(replace(pair, ranks=(pair.ranks[0], other)), None, None)])
     assert row["gpu_outside_allocator_gb"] == 2.5
     assert trial_predictions.outside_allocator_bytes(success(trial()).ranks) is None
     low, high = memory.NCCL_RANGE_BYTES
@@ -516,7 +516,7 @@ def test_without_a_gpu_only_the_ledger_is_compared() -> None:
     found = replace(prediction(), ledger={"cpu": {"parameters": 300, "gradients": 100}, "nvme": {"parameters": 100}})
     measured = {"cpu": {"parameters": 380, "other": 999}, "nvme": {"parameters": 20}}
     record = success(trial(prediction=found.to_dict()), ledger=measured)
-    (row,) = flat_rows([summarise(record, None, None)])
+    (row,) = rows_of([make_run(record)])
     assert (row["predicted_over_measured"], row["predicted_over_ledger"]) == (None, pytest.approx(1.25))
 
 

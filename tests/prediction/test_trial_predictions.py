@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ds_bench.analysis import summary as analysis
+from ds_bench.analysis.row import make_run
 from ds_bench.config.caveats import CaveatKind, has_kind
 from ds_bench.config.spec import Trial
 from ds_bench.errors import PreflightError
@@ -48,7 +48,7 @@ def test_a_row_without_a_prediction_says_why() -> None:
     assert trial.prediction is None
     assert trial.caveats[-1].startswith("memory is not predicted: ")
     assert "No module named 'no_such_module'" in trial.caveats[-1]
-    summary = analysis.summarise(fakes.success(trial), None, None)
+    summary = make_run(fakes.success(trial))
     assert any("no_such_module" in caveat.text for caveat in summary.caveats)
 
 
@@ -63,7 +63,7 @@ def test_unknown_activations_leave_the_rest_predicted_and_never_fit() -> None:
     assert (found.activation_bytes, found.verdict(80 * GB)) == (None, memory.UNKNOWN)
     assert found.verdict(1) == memory.DOES_NOT_FIT
     assert found.ledger["gpu"]["optimizer_states"] == 12 * 557_568 // 2
-    summary = analysis.summarise(fakes.success(trial, gpu_peak_bytes=GB), None, None)
+    summary = make_run(fakes.success(trial, gpu_peak_bytes=GB)).row
     assert summary.predicted_over_measured is None
 
 
@@ -183,8 +183,8 @@ def test_a_miss_above_ten_percent_is_a_caveat(subtests: pytest.Subtests) -> None
             prediction = stored_prediction(trial)
             assert prediction is not None
             predicted = prediction.gpu_bytes - prediction.gpu["overhead"]
-            summary = analysis.summarise(fakes.success(trial, gpu_peak_bytes=round(predicted / factor)), None, None)
-            assert summary.predicted_over_measured == pytest.approx(factor, rel=1e-6)
+            summary = make_run(fakes.success(trial, gpu_peak_bytes=round(predicted / factor)))
+            assert summary.row.predicted_over_measured == pytest.approx(factor, rel=1e-6)
             assert (
                 has_kind(summary.caveats, CaveatKind.MEMORY_PREDICTION_MISSED, CaveatKind.TENSOR_PREDICTION_MISSED)
                 is missed
@@ -193,9 +193,9 @@ def test_a_miss_above_ten_percent_is_a_caveat(subtests: pytest.Subtests) -> None
 
 def test_a_record_without_a_prediction_or_with_a_strange_one_has_no_ratio() -> None:
     plain = fakes.success(fakes.trial(on=ON_GPUS))
-    assert analysis.summarise(plain, None, None).predicted_over_measured is None
+    assert make_run(plain).row.predicted_over_measured is None
     strange = fakes.success(fakes.trial(on=ON_GPUS, prediction={"gpu": "much"}))
-    assert analysis.summarise(strange, None, None).predicted_over_measured is None
+    assert make_run(strange).row.predicted_over_measured is None
 
 
 def test_the_host_memory_a_plan_needs_is_that_of_its_hungriest_row() -> None:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_bench.analysis.comparison import Comparison, compare
-from ds_bench.analysis.summary import TrialSummary, summarise
+from ds_bench.analysis.row import Run, make_run
 from ds_bench.config.options import GOALS
 from ds_bench.config.spec import Configuration
 from ds_bench.errors import UsageError
@@ -65,8 +65,8 @@ def out_of_memory(strategy: Configuration, cards: int = 1, **more: Any) -> Trial
     return fakes.failure(trial, schema.OOM, **more)
 
 
-def summaries(*records: TrialRecord) -> list[TrialSummary]:
-    return [summarise(each, TINY, None) for each in records]
+def summaries(*records: TrialRecord) -> list[Run]:
+    return [make_run(each, TINY, None) for each in records]
 
 
 def compared(*records: TrialRecord) -> Comparison:
@@ -410,7 +410,7 @@ def test_of_tied_rows_that_offload_alike_at_one_stage_the_one_with_fewer_keys_ch
     for records in ((edited, plain), (plain, edited)):
         comparison = compared(*records)
         key = recommendation.recommend(comparison).key
-        assert comparison.row(key or "").summaries[0].record.trial == plain.trial
+        assert comparison.row(key or "").runs[0].trial == plain.trial
 
 
 def test_memories_within_3_percent_are_left_to_speed_and_simplicity() -> None:

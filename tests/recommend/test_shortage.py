@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ds_bench.analysis.comparison import Comparison, compare
-from ds_bench.analysis.summary import summarise
+from ds_bench.analysis.row import make_run
 from ds_bench.config import deepspeed_config
 from ds_bench.config.spec import Configuration, Trial
 from ds_bench.prediction import trial_predictions
@@ -28,7 +28,7 @@ BILLION = 2**30
 
 
 def compared(*records: TrialRecord) -> Comparison:
-    return compare([summarise(each, None, None) for each in records])
+    return compare([make_run(each) for each in records])
 
 
 def failed(strategy: Configuration | None = None, status: str = schema.OOM, cards: int = 4, **more: Any) -> TrialRecord:
@@ -97,7 +97,7 @@ def ended(trial: Trial, gigabytes: float | None = None) -> TrialRecord:
 
 
 def advised(*records: TrialRecord, host: Environment = HOST) -> tuple[str, ...]:
-    summaries = [summarise(each, None, None) for each in records]
+    summaries = [make_run(each) for each in records]
     return recommend(compare(summaries, environments=(host,))).next_steps
 
 
@@ -251,7 +251,7 @@ def test_every_remedy_under_a_cpu_memory_limit_fits_that_limit(subtests: pytest.
         with subtests.test(limit_gb=limit_gb):
             trial = planned_on_cpu(fakes.zero(2), limit_gb)
             run = fakes.failure(trial, schema.OOM_HOST, requested_bytes=2**20)
-            comparison = compare([summarise(run, None, None)], environments=(HOST,))
+            comparison = compare([make_run(run)], environments=(HOST,))
             setup = failed_setup(run, comparison, shortage_of(run))
             assert setup is not None
             change = smallest_fit(setup)
@@ -272,7 +272,7 @@ def test_remedy_acts_in_the_phase_that_ran_out(subtests: pytest.Subtests) -> Non
             with subtests.test(phase=phase, stage=stage, cards=cards):
                 run = ended(planned(fakes.zero(stage), cards))
                 run = replace(run, outcome=replace(run.outcome, phase=phase))
-                advice = recommend(compare([summarise(run, None, None)], environments=(HOST,)))
+                advice = recommend(compare([make_run(run)], environments=(HOST,)))
                 said = " ".join([advice.try_next or "nothing", *advice.next_steps])
                 assert not [words for words in LESS_WORK if words in said]
 
@@ -298,7 +298,7 @@ def test_request_of_a_whole_bucket_is_answered_by_a_smaller_bucket(subtests: pyt
                 phase="backward",
             )
             other = ended(planned(fakes.zero(3), 4, batch_size=2), 40.0)
-            advice = recommend(compare([summarise(each, None, None) for each in (run, other)], environments=(HOST,)))
+            advice = recommend(compare([make_run(each) for each in (run, other)], environments=(HOST,)))
             flag = "--set zero_optimization.reduce_bucket_size=50000000 --stages 2"
             assert advice.try_next == flag
 
@@ -359,7 +359,7 @@ def test_a_timeout_in_training_is_helped_by_fewer_steps() -> None:
 def test_a_phase_before_the_first_is_told_in_words() -> None:
     run = failed(status=schema.TIMEOUT, phase="hello", error="still running after 1 h 0 min (--timeout)")
     assert "timed out after 3.0 s while its ranks started (" in line(run)
-    assert failure_text(run).startswith("Timeout while its ranks started: ")
+    assert failure_text(run.outcome).startswith("Timeout while its ranks started: ")
 
 
 def test_a_timeout_before_training_is_not_helped_by_fewer_steps() -> None:

@@ -18,7 +18,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from ds_bench.analysis import load_results, merge_results
-from ds_bench.analysis.flat_rows import flat_rows
+from ds_bench.analysis.comparison import rows_of
 from ds_bench.cli.commands import main
 from ds_bench.errors import UsageError
 from tests.support import fakes
@@ -39,7 +39,7 @@ ENTRIES = (
     fakes.failure(fakes.trial(fakes.zero(3), repeat=1)),
 )
 RECORDS: list[Any] = [json.loads(json.dumps(entry.to_dict())) for entry in ENTRIES]
-ROWS: list[Any] = json.loads(json.dumps(flat_rows(load_results.summarise_all(ENTRIES))))
+ROWS: list[Any] = json.loads(json.dumps(rows_of(load_results.make_runs(ENTRIES))))
 RUN: dict[str, Any] = {
     "schema_version": 1,
     "family": "zero",
@@ -116,12 +116,12 @@ def survives(path: Path) -> bool:
         assert text
         assert "\n" not in text
         return False
-    rows = flat_rows(result.summaries)
-    assert len(rows) == len(result.summaries) > 0
+    rows = rows_of(result.runs)
+    assert len(rows) == len(result.runs) > 0
     json.dumps(rows, allow_nan=False)
     "\n".join(result.notes).encode()
     groups = merge_results.merge([result, result])
-    assert sum(len(group.summaries) for group in groups) == len(result.summaries)
+    assert sum(len(group.runs) for group in groups) == len(result.runs)
     return True
 
 

@@ -21,8 +21,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ds_bench.analysis.flat_rows import flat_rows
-from ds_bench.analysis.summary import summarise
+from ds_bench.analysis.comparison import rows_of
+from ds_bench.analysis.row import make_run
 from ds_bench.errors import PreflightError, UsageError
 from ds_bench.records import json_files, run_folder
 from ds_bench.records.reader import RunInfo
@@ -36,8 +36,8 @@ def run(tmp_path: Path) -> RunFolder:
     return RunFolder.create(tmp_path / "results", "zero")
 
 
-def rows_of(*records: TrialRecord) -> list[dict[str, Any]]:
-    return flat_rows([summarise(each, None, None) for each in records])
+def flat(*records: TrialRecord) -> list[dict[str, Any]]:
+    return rows_of([make_run(each) for each in records])
 
 
 class FrozenClock:
@@ -110,7 +110,7 @@ def test_many_runs_started_at_once_never_share_a_folder(tmp_path: Path, monkeypa
 def test_nothing_else_in_the_output_folder_looks_like_a_result(run: RunFolder) -> None:
     run.save_run({})
     run.append(fakes.success())
-    run.write_rows(rows_of(fakes.success()))
+    run.write_rows(flat(fakes.success()))
     found = {path.name for path in run.json_path.parent.glob("*_comparison_*")}
     assert found == {run.json_path.name, run.csv_path.name}
     assert re.fullmatch(r"zero_comparison_\d{8}_\d{6}\.json", run.json_path.name)
@@ -136,7 +136,7 @@ def test_a_folder_that_cannot_be_written_fails_before_any_work_and_names_itself(
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_litter(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    run.write_rows(rows_of(fakes.success()))
+    run.write_rows(flat(fakes.success()))
     before = run.json_path.read_bytes(), run.csv_path.read_bytes()
 
     def no_space(_descriptor: int) -> None:
@@ -144,7 +144,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_litter(run: RunFolder, mo
 
     monkeypatch.setattr(os, "fsync", no_space)
     with pytest.raises(OSError, match="No space"):
-        run.write_rows(rows_of(fakes.failure()))
+        run.write_rows(flat(fakes.failure()))
     assert (run.json_path.read_bytes(), run.csv_path.read_bytes()) == before
     assert sorted(path.name for path in run.json_path.parent.iterdir()) == sorted(
         [run.json_path.name, run.csv_path.name, "runs"]
@@ -154,7 +154,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_litter(run: RunFolder, mo
 def test_a_disk_that_fills_between_the_two_tables_leaves_both_as_they_were(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run.write_rows(rows_of(fakes.success()))
+    run.write_rows(flat(fakes.success()))
     before = run.json_path.read_bytes(), run.csv_path.read_bytes()
     calls: list[int] = []
 
@@ -165,7 +165,7 @@ def test_a_disk_that_fills_between_the_two_tables_leaves_both_as_they_were(
 
     monkeypatch.setattr(os, "fsync", fill_after_the_first)
     with pytest.raises(OSError, match="No space") as caught:
-        run.write_rows(rows_of(fakes.failure()))
+        run.write_rows(flat(fakes.failure()))
     assert caught.value.filename == str(run.csv_path)
     assert (run.json_path.read_bytes(), run.csv_path.read_bytes()) == before
 
@@ -178,7 +178,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_that_holds_the_run(
     (run.folder / "recommended").mkdir()
     trial_folder = run.trial_folder("00_zero0_r0")
     written: list[Callable[[], None]] = [
-        lambda: run.write_rows(rows_of(fakes.success())),
+        lambda: run.write_rows(flat(fakes.success())),
         lambda: run.save_run({}),
         lambda: json_files.write_json(run.folder / "recommended" / "ds_config.json", {}),
         lambda: json_files.write_json(trial_folder / "rank0.json", {}),
@@ -200,7 +200,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_that_holds_the_run(
 
 
 def test_rows_that_no_file_can_hold_leave_the_old_file(run: RunFolder) -> None:
-    run.write_rows(rows_of(fakes.success()))
+    run.write_rows(flat(fakes.success()))
     before = run.json_path.read_bytes()
     with pytest.raises(TypeError):
         run.write_rows([{"stage": object()}])
@@ -267,7 +267,7 @@ def test_no_text_at_all_can_break_the_file(tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("run")
     made = RunFolder(folder=folder, json_path=folder / "r.json", csv_path=folder / "r.csv")
     made.append(fakes.failure(error=text, details=text))
-    made.write_rows(rows_of(fakes.failure(error=text, details=text)))
+    made.write_rows(flat(fakes.failure(error=text, details=text)))
     made.append(fakes.success())
     assert [each.outcome.error for each in made.records()] == [text, None]
     (row,) = json.loads(made.json_path.read_text(encoding="utf-8"))
@@ -320,8 +320,9 @@ def test_a_full_record_leaves_no_field_at_its_default_unseen() -> None:
 
 
 def test_the_csv_has_the_rows_and_columns_of_the_json(run: RunFolder) -> None:
-    run.write_rows(rows_of(fakes.success(), fakes.failure(fakes.trial(fakes.zero(1))), fakes.success()))
+    run.write_rows(flat(fakes.success(), fakes.failure(fakes.trial(fakes.zero(1))), fakes.success()))
     rows = json.loads(run.json_path.read_text(encoding="utf-8"))
+    assert all(isinstance(row.pop("caveat_list"), list) for row in rows)
     with run.csv_path.open(newline="", encoding="utf-8") as file:
         read = list(csv.DictReader(file))
     assert [list(row) for row in read] == [list(row) for row in rows]

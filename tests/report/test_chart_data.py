@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_bench.analysis.summary import TrialSummary
+from ds_bench.analysis.row import Run
 from ds_bench.config.caveats import Caveat, CaveatKind
 from ds_bench.config.spec import Placement
 from ds_bench.records import schema
@@ -31,7 +31,7 @@ def test_the_device_ledger_is_the_fullest_ranks_and_the_host_ledger_the_fullest_
     held = [("a", 1, 1.0), ("a", 2, 2.0), ("b", 5, 2.5)]
     ranks = tuple(
         replace(rank, hostname=node, ledger={"gpu": {"gradients": gpu * GB}, "cpu": {"parameters": int(cpu * GB)}})
-        for rank, (node, gpu, cpu) in zip(one.record.ranks, held, strict=True)
+        for rank, (node, gpu, cpu) in zip(one.ranks, held, strict=True)
     )
     of = samples.comparison(samples.row("ZeRO-2", replace(one, record=replace(one.record, ranks=ranks))))
     device, host = chart(of, "ledger-gpu"), chart(of, "ledger-cpu")
@@ -46,7 +46,7 @@ def test_step_times_are_the_slowest_ranks_with_warm_up_first() -> None:
     work = fakes.workload(num_steps=2, warmup_steps=1)
     place = Placement(accelerator="cuda", num_gpus=2)
     one = samples.run(fakes.zero(1), 0.1, of=work, on=place)
-    fast, slow = one.record.ranks
+    fast, slow = one.ranks
     slow = replace(slow, step_seconds=(0.1, 0.2), warmup_step_seconds=(0.5,), window_seconds=0.3)
     changed = replace(one, record=replace(one.record, ranks=(replace(fast, window_seconds=0.2), slow)))
     steps = chart(samples.comparison(samples.row("ZeRO-1", changed)), "steps")
@@ -80,11 +80,11 @@ def test_bars_carry_every_run_and_an_interval_only_where_there_is_one() -> None:
     assert "--repeats 3" in one.note
 
 
-def out_of_memory(status: str = schema.OOM, gpu: float | None = 95, **changes: Any) -> TrialSummary:
+def out_of_memory(status: str = schema.OOM, gpu: float | None = 95, **changes: Any) -> Run:
     """A run that failed, predicted to need ``gpu`` GB on the device, 70 GB in host memory and 900 GB on NVMe."""
     failed = samples.failed(fakes.zero(2), status=status, **changes)
     sizes = {tier: {"x": int(size * GB)} for tier, size in (("gpu", gpu), ("host", 70), ("nvme", 900)) if size}
-    trial = replace(failed.record.trial, prediction=fakes.prediction(**sizes) if gpu else None)
+    trial = replace(failed.trial, prediction=fakes.prediction(**sizes) if gpu else None)
     return replace(failed, record=replace(failed.record, trial=trial))
 
 
@@ -140,7 +140,7 @@ def test_the_prediction_of_a_gpu_leaves_out_what_the_allocator_does_not_see() ->
 
     def predicted(on: Placement, **changes: Any) -> list[float | None]:
         run = samples.run(fakes.zero(2), 0.1, on=on)
-        run = replace(run, record=replace(run.record, trial=replace(run.record.trial, prediction=prediction | changes)))
+        run = replace(run, record=replace(run.record, trial=replace(run.trial, prediction=prediction | changes)))
         drawn = charts_of(samples.comparison(samples.row("ZeRO-2", run))).charts
         return [stack.predicted for one in drawn if one.name.startswith("ledger") for stack in one.stacks]  # type: ignore[attr-defined]
 

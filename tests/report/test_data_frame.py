@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from ds_bench.analysis.flat_rows import FLAT_COLUMNS
+from ds_bench.analysis.row import COLUMNS, column_type
 from ds_bench.cli import commands
 from ds_bench.report import data_frame
 from ds_bench.system import environment
@@ -23,7 +23,7 @@ TYPES = {"string": str, "boolean": bool, "integer": int, "number": float}
 def test_every_column_has_the_type_that_its_files_have() -> None:
     stored = (ROOT / "tests/data/public_surface/flat_columns.txt").read_text()
     types = {name: TYPES[kind] for name, kind in map(str.split, stored.splitlines())}
-    assert {column.name: column.kind for column in FLAT_COLUMNS} == types
+    assert {name: column_type(name) for name in COLUMNS} == types
 
 
 def test_report_writes_the_rows_of_the_file_in_three_forms(

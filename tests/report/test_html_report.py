@@ -13,6 +13,7 @@ from html.parser import HTMLParser
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
+from ds_bench.analysis.flat_run import flat_run
 from ds_bench.config.caveats import Caveat, CaveatKind, note
 from ds_bench.errors import UsageError
 from ds_bench.report import html_report
@@ -124,7 +125,7 @@ def test_text_from_users_models_and_machines_is_only_text(subtests: pytest.Subte
             doubt = note(evil)
             work = fakes.workload(model=evil)
             trial = fakes.trial(fakes.zero(0), of=work, ds_config={evil: evil})
-            failure = samples.summary.summarise(fakes.failure(trial, error=evil, details=evil, status=evil), None, None)
+            failure = samples.make_run(fakes.failure(trial, error=evil, details=evil, status=evil), None, None)
             rows = [replace(row, label=f"{evil}{n}", caveats=(doubt,)) for n, row in enumerate(plain.rows)]
             rows.append(samples.row(evil, failure, differences=(evil,)))
             comparison = replace(plain, rows=tuple(rows), baseline=rows[0], caveats=(doubt,))
@@ -232,11 +233,9 @@ def test_a_caveat_is_numbered_once_and_not_repeated_as_a_note_of_the_run() -> No
 def test_the_configuration_shown_is_the_one_that_ran_or_none() -> None:
     source = samples.page(samples.report(samples.zero_comparison()))
     configs = re.findall(r'<pre id="s1-config-\d+" tabindex="0">(.*?)</pre>', source, re.DOTALL)
-    ran = [row.summaries[-1].record.trial.ds_config for row in samples.zero_comparison().rows]
+    ran = [row.runs[-1].trial.ds_config for row in samples.zero_comparison().rows]
     assert [json.loads(html.unescape(one)) for one in configs] == ran
-    told = samples.run(fakes.zero(2), 0.1)
-    least = replace(told.record.trial, ds_config={"zero_optimization": {"stage": 2}})
-    flat = replace(told, record=replace(told.record, trial=least))
+    flat = flat_run(samples.run(fakes.zero(2), 0.1).row)
     page = page_of(samples.report(samples.comparison(samples.row("ZeRO-2", flat))))
     assert "DeepSpeed configurations" not in page.text()
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
+from ds_bench.analysis.row import make_run
 from ds_bench.analysis.row_difference import explain
-from ds_bench.analysis.summary import summarise
 from ds_bench.config.spec import Configuration
 from ds_bench.prediction import trial_predictions
 from ds_bench.prediction.model_profile import find_profile
@@ -66,7 +66,7 @@ def runs(
 
 
 def report(*records: TrialRecord) -> ComparisonReport:
-    return build_report([summarise(record, None, None) for record in records], environments=[fakes.environment()])
+    return build_report([make_run(record) for record in records], environments=[fakes.environment()])
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ds_bench.analysis.comparison import ComparisonRow
+from ds_bench.analysis.row import Run
 from ds_bench.analysis.row_difference import explain
-from ds_bench.analysis.summary import TrialSummary
 from ds_bench.records.schema import CommunicationOperation, OffloadTimes, Profile
 from ds_bench.report.chart_data import StackChart, charts_of
 from ds_bench.report.comparison_report import ComparisonReport
@@ -83,7 +83,7 @@ def test_the_chart_of_phases_has_every_part_that_a_row_has(report: ComparisonRep
 
 
 def test_text_chart_and_profiles_show_the_same_run_of_several() -> None:
-    def run(repeat: int, seconds: float, communication: float) -> TrialSummary:
+    def run(repeat: int, seconds: float, communication: float) -> Run:
         return samples.run(
             fakes.zero(1),
             seconds,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from ds_bench.analysis.summary import summarise
+from ds_bench.analysis.row import make_run
 from ds_bench.config.spec import Configuration
 from ds_bench.records import schema
 from ds_bench.records.schema import TrialRecord
@@ -59,7 +59,7 @@ def failures(
 
 
 def report(*rows: Sequence[TrialRecord], **more: Any) -> ComparisonReport:
-    summaries = [summarise(record, None, None) for row in rows for record in row]
+    summaries = [make_run(record) for row in rows for record in row]
     return build_report(summaries, environments=[fakes.environment()], **more)
 
 

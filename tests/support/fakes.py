@@ -10,8 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ds_bench.analysis.flat_rows import flat_rows
-from ds_bench.analysis.summary import summarise
+from ds_bench.analysis.comparison import rows_of
+from ds_bench.analysis.load_results import make_runs
 from ds_bench.cli.arguments import parse
 from ds_bench.config import deepspeed_config, strategies
 from ds_bench.config.options import Options
@@ -333,7 +333,6 @@ def write_run(
     store.save_run(facts)
     for entry in records:
         store.append(entry)
-    made = (summarise(entry, None, None) for entry in records)
     host, run_id = on or environment(), store.folder.name
-    store.write_rows(flat_rows([replace(summary, environment=host, run_id=run_id) for summary in made]))
+    store.write_rows(rows_of(make_runs(records, None, host, run_id)))
     return store

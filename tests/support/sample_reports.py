@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ds_bench.analysis import summary
 from ds_bench.analysis.comparison import Comparison, ComparisonRow
 from ds_bench.analysis.intervals import RatioInterval
-from ds_bench.analysis.summary import TrialSummary
+from ds_bench.analysis.row import Run, make_run
 from ds_bench.config.caveats import Caveat, CaveatKind
 from ds_bench.config.spec import Configuration, Placement, Workload
 from ds_bench.recommend.recommendation import Recommendation
@@ -35,7 +34,7 @@ def ledger(parameters: float, gradients: float, states: float, buffers: float, a
     }
 
 
-def run(strategy: Configuration, seconds: float, *, peak: float = 8, repeat: int = 0, **changes: Any) -> TrialSummary:
+def run(strategy: Configuration, seconds: float, *, peak: float = 8, repeat: int = 0, **changes: Any) -> Run:
     """A run on one card with steps around ``seconds`` and a peak of ``peak`` GB."""
     work = changes.pop("of", None) or fakes.workload(num_steps=30, warmup_steps=5)
     trial = fakes.trial(strategy, on=changes.pop("on", CARD), of=work, repeat=repeat)
@@ -48,31 +47,31 @@ def run(strategy: Configuration, seconds: float, *, peak: float = 8, repeat: int
         "gpu_peak_reserved_bytes": int(peak * 1.1 * GB),
         "phase_seconds": {"forward": seconds * 0.3, "backward": seconds * 0.55, "step": seconds * 0.25},
     }
-    return summary.summarise(fakes.success(trial, step_seconds=steps, **{**values, **changes}), None, None)
+    return make_run(fakes.success(trial, step_seconds=steps, **{**values, **changes}), None, None)
 
 
-def failed(strategy: Configuration, **changes: Any) -> TrialSummary:
+def failed(strategy: Configuration, **changes: Any) -> Run:
     trial = fakes.trial(strategy, on=CARD)
-    return summary.summarise(fakes.failure(trial, **changes), None, None)
+    return make_run(fakes.failure(trial, **changes), None, None)
 
 
-def row(label: str, *runs: TrialSummary, **changes: Any) -> ComparisonRow:
+def row(label: str, *runs: Run, **changes: Any) -> ComparisonRow:
     """What a comparison says of these runs, by plain means; the key is the label."""
-    good = [one for one in runs if one.record.outcome.success]
-    tokens = [one.tokens_per_second or 0.0 for one in good]
+    good = [one for one in runs if one.outcome.success]
+    tokens = [one.row.throughput_tokens_per_sec or 0.0 for one in good]
     middle = sorted(tokens)[len(tokens) // 2] if tokens else None
     values: dict[str, Any] = {
         "key": label,
         "label": label,
-        "configuration": runs[0].record.trial.configuration,
-        "summaries": runs,
+        "configuration": runs[0].trial.configuration,
+        "runs": runs,
         "tokens_per_second": middle,
-        "mean_step_seconds": good[0].mean_step_seconds if good else None,
-        "step_seconds_std": good[0].step_seconds_std if good else None,
+        "mean_step_seconds": (good[0].row.avg_step_time_ms or 0) / 1000 if good else None,
+        "step_seconds_std": (good[0].row.std_step_time_ms or 0) / 1000 if good else None,
         "interval": (min(tokens) * 0.98, max(tokens) * 1.02) if len(tokens) >= 3 else None,
-        "gpu_peak_bytes": max((one.gpu_peak_bytes or 0 for one in good), default=0) or None,
-        "gpu_fraction": max((one.gpu_fraction or 0 for one in good), default=0) or None,
-        "host_peak_bytes": max((one.host_peak_bytes or 0 for one in good), default=0) or None,
+        "gpu_peak_bytes": int(GB * max((one.row.gpu_peak_gb or 0 for one in good), default=0)) or None,
+        "gpu_fraction": max((one.row.gpu_percent or 0 for one in good), default=0) / 100 or None,
+        "host_peak_bytes": int(GB * max((one.row.cpu_used_gb or 0 for one in good), default=0)) or None,
     }
     values["tokens_per_second_per_gb"] = (
         middle / (values["gpu_peak_bytes"] / GB) if middle and values["gpu_peak_bytes"] else None
@@ -175,7 +174,7 @@ def flat_comparison() -> Comparison:
     rows = []
     for stage, seconds in ((0, 0.2), (1, 0.3)):
         full = run(fakes.zero(stage), seconds)
-        rank = full.record.ranks[0]
+        rank = full.ranks[0]
         step = (rank.window_seconds / len(rank.step_seconds),)
         without = {"warmup_step_seconds": (), "losses": (), "ledger": {}, "phase_seconds": {}}
         known = replace(rank, step_seconds=step, window_seconds=step[0], **without)

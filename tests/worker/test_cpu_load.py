@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_bench.analysis import comparison, summary
-from ds_bench.analysis.summary import summarise
+from ds_bench.analysis import comparison
+from ds_bench.analysis.row import make_run
 from ds_bench.config.caveats import CPU_KINDS, Caveat
 from ds_bench.config.spec import Placement
 from ds_bench.launch import rank_environment
@@ -135,7 +135,7 @@ def test_other_programs_use_what_is_busy_and_not_our_own() -> None:
 def busy(accelerator: str = "cpu", **changes: object) -> list[Caveat]:
     on = Placement(accelerator=accelerator, num_gpus=2)  # type: ignore[arg-type]
     values = {"cpu_cores": 2.0, "cpu_threads": 1, "cpu_own_cores": 1.2, "cpu_other_cores": 0.0, **changes}
-    caveats = summarise(fakes.success(fakes.trial(on=on), **values), None, None).caveats
+    caveats = make_run(fakes.success(fakes.trial(on=on), **values), None, None).caveats
     return [caveat for caveat in caveats if caveat.kind in CPU_KINDS]
 
 
@@ -161,7 +161,7 @@ def test_the_processors_of_every_bound_rank_must_be_free() -> None:
             replace(rank, cpus_allowed=cpus, cpu_own_cores=2.0, cpu_other_cores=cores)
             for rank, cpus, cores in zip(record.ranks, ((0, 1, 2, 3), (4, 5, 6, 7)), (0.0, other), strict=True)
         ]
-        caveats = summarise(replace(record, ranks=ranks), None, None).caveats
+        caveats = make_run(replace(record, ranks=ranks), None, None).caveats
         found.append([caveat.text for caveat in caveats if caveat.kind in CPU_KINDS])
     assert found == [["the CPU was busy: other programs used 2.5 of 4 cores while this row ran"], []]
 
@@ -172,7 +172,7 @@ def test_several_busy_runs_of_a_row_are_one_caveat_with_the_busiest() -> None:
         fakes.success(fakes.trial(repeat=repeat), **values, cpu_other_cores=other)
         for repeat, other in enumerate((0.9, 1.4, 1.1))
     ]
-    (row,) = comparison.compare([summarise(run, None, None) for run in runs]).rows
+    (row,) = comparison.compare([make_run(run) for run in runs]).rows
     assert [caveat.text for caveat in row.caveats if caveat.kind in CPU_KINDS] == [
         "the CPU was busy: other programs used 1.4 of 2 cores while this row ran"
     ]
@@ -197,7 +197,7 @@ def test_a_trial_beside_busy_programs_is_no_result(launch: Launch) -> None:
             program.kill()
             program.wait()
     assert record.outcome.success, record.outcome
-    caveats = summary.summarise(record, None, None).caveats
+    caveats = make_run(record).caveats
     assert [caveat.disqualifying for caveat in caveats if caveat.kind in CPU_KINDS] == [True]
     assert [(rank.omp_wait_policy, rank.cpu_threads) for rank in record.ranks] == [
         ("passive", max(1, len(CPUS) // 2))

@@ -1,11 +1,11 @@
-"""Summaries of a success whose ranks a test gives."""
+"""Runs of a success whose ranks a test gives."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from ds_bench.analysis.summary import TrialSummary, summarise
+from ds_bench.analysis.row import Run, make_run
 from ds_bench.records.schema import RankMeasurement, TrialRecord
 from tests.support import fakes
 
@@ -19,13 +19,13 @@ def record_of(*ranks: RankMeasurement, **changes: Any) -> TrialRecord:
     return replace(fakes.success(trial), ranks=numbered)
 
 
-def summary(*ranks: RankMeasurement, **changes: Any) -> TrialSummary:
-    return summarise(record_of(*ranks, **changes), None, None)
+def run_of(*ranks: RankMeasurement, **changes: Any) -> Run:
+    return make_run(record_of(*ranks, **changes), None, None)
 
 
 def seen(**changes: Any) -> RankMeasurement:
     return fakes.measurement(fakes.trial(on=CUDA), **changes)
 
 
-def texts(of: TrialSummary) -> list[str]:
+def texts(of: Run) -> list[str]:
     return [caveat.text for caveat in of.caveats]

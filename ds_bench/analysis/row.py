@@ -1,0 +1,751 @@
+"""The numbers of one trial: :class:`Row`, as JSON and CSV hold them (docs/metrics.md), and :class:`Run`, a row with its
+record.
+
+A column is declared once: its meaning, where its value comes from, and its unit. ``_gb`` is 2**30 bytes, ``_ms``
+milliseconds; None was not measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..config.caveats import Caveat, as_caveat
+from ..config.deepspeed_config import hash_config
+from ..config.spec import Trial, Workload
+from ..models.presets import ModelFacts
+from ..prediction import trial_predictions
+from ..records.schema import (
+    CHECKPOINT_ACTIONS,
+    MEMORY_PHASES,
+    CheckpointAction,
+    EarlyWindow,
+    Outcome,
+    PhaseMemory,
+    RankMeasurement,
+    TrialRecord,
+    measured_values,
+    ranks_of_nodes,
+    status_text,
+)
+from ..system.environment import Environment
+from ..units import BYTES_PER_GB, to_gb
+from . import flops, trial_caveats
+from .intervals import sample_std
+from .step_costs import NO_COSTS, StepCosts, step_costs, step_parts
+
+MIG_SUFFIX = " (MIG)"
+"""Follows the name of a GPU that is divided into MIG instances."""
+
+
+# ------------------------------------------------------------------ memory and checkpoints of the whole job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePhaseMemory:
+    """Memory of one phase: host memory of the fullest node, GPU memory of the fullest GPU. None if not measured."""
+
+    host_peak_bytes: int | None = None
+    """Sum of the ranks' peaks, shared pages counted once."""
+    host_end_bytes: int | None = None
+    """The same at the end of the phase."""
+    gpu_peak_bytes: int | None = None
+
+
+def node_phase_memory(ranks: Sequence[RankMeasurement]) -> dict[str, NodePhaseMemory]:
+    """Return the memory of each phase (``schema.MEMORY_PHASES``) that the ranks measured."""
+    phases = [phase for phase in MEMORY_PHASES if any(phase in rank.phase_memory for rank in ranks)]
+    return {
+        phase: _fullest_node((rank.hostname, rank.phase_memory.get(phase, PhaseMemory())) for rank in ranks)
+        for phase in phases
+    }
+
+
+def _fullest_node(ranks: Iterable[tuple[str, PhaseMemory]]) -> NodePhaseMemory:
+    nodes: dict[str, list[PhaseMemory]] = {}
+    for host, memory in ranks:
+        nodes.setdefault(host, []).append(memory)
+    return NodePhaseMemory(
+        host_peak_bytes=_largest(_total(map(_host_peak_share, node)) for node in nodes.values()),
+        host_end_bytes=_largest(_total(each.host_end_pss_bytes for each in node) for node in nodes.values()),
+        gpu_peak_bytes=_largest(each.gpu_peak_bytes for node in nodes.values() for each in node),
+    )
+
+
+def _host_peak_share(memory: PhaseMemory) -> int | None:
+    """Return a rank's part of its node's peak: its own peak less what other processes share.
+
+    The kernel keeps no peak of the proportional size. The correction for shared pages and for the processes of a data
+    loader is taken at the end of the phase: it hardly changes within one.
+    """
+    if memory.host_peak_bytes is None or memory.host_end_bytes is None or memory.host_end_pss_bytes is None:
+        return None
+    return memory.host_peak_bytes - memory.host_end_bytes + memory.host_end_pss_bytes
+
+
+def _total(sizes: Iterable[int | None]) -> int | None:
+    """Return the sum; None if one is not known."""
+    known = list(sizes)
+    return None if None in known else sum(filter(None, known))
+
+
+def _largest(sizes: Iterable[int | None]) -> int | None:
+    """Return the largest; None if one is not known, since it may be the largest."""
+    known = list(sizes)
+    return None if None in known else max((size for size in known if size is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointCost:
+    """Cost of one of ``schema.CHECKPOINT_ACTIONS`` for the whole job; None if not measured."""
+
+    seconds: float | None = None
+    """On the slowest rank."""
+    written_bytes: int | None = None
+    host_peak_bytes: int | None = None
+    """Host memory of the fullest node, shared pages counted once."""
+
+
+def checkpoint_costs(ranks: Sequence[RankMeasurement]) -> dict[str, CheckpointCost]:
+    """Return the cost of each action that was tried."""
+    names = [name for name in CHECKPOINT_ACTIONS if any(name in rank.checkpoint for rank in ranks)]
+    return {name: _checkpoint_cost(ranks, name) for name in names}
+
+
+def _checkpoint_cost(ranks: Sequence[RankMeasurement], name: str) -> CheckpointCost:
+    actions = [rank.checkpoint.get(name, CheckpointAction()) for rank in ranks]
+    # The job has a checkpoint only if every rank wrote its part.
+    if any(action.not_done is not None or action.seconds is None for action in actions):
+        return CheckpointCost()
+    memory = _fullest_node((rank.hostname, action.memory) for rank, action in zip(ranks, actions, strict=True))
+    return CheckpointCost(
+        seconds=max(action.seconds or 0.0 for action in actions),
+        written_bytes=next(iter(measured_values(actions, "written_bytes")), None),
+        host_peak_bytes=memory.host_peak_bytes,
+    )
+
+
+def is_restored(parts: Sequence[object]) -> bool | None:
+    """Whether loading a checkpoint restored the saved state on all ranks, or in all runs; None if none can tell."""
+    known = measured_values(parts, "checkpoint_restored")
+    return all(known) if known else None
+
+
+# ------------------------------------------------------------------ what columns are computed from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One trial and the figures that several columns share, in seconds and bytes. None or empty if not measured."""
+
+    record: TrialRecord
+    environment: Environment | None
+    run_id: str | None
+    mean_step_seconds: float | None = None
+    step_seconds_std: float | None = None
+    samples_per_second: float | None = None
+    tokens_per_second: float | None = None
+    flops: Mapping[str, Any] = field(default_factory=dict)
+    costs: StepCosts = NO_COSTS
+    phases: Mapping[str, NodePhaseMemory] = field(default_factory=dict)
+    checkpoint: Mapping[str, CheckpointCost] = field(default_factory=dict)
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Part of a step → seconds."""
+    host_peaks: Mapping[str, int | None] = field(default_factory=dict)
+    """Host → peak resident size of its ranks."""
+    losses: Sequence[float | None] = ()
+    weight_change: Sequence[float] | None = None
+    over_measured: float | None = None
+    over_ledger: float | None = None
+
+    @property
+    def trial(self) -> Trial:
+        return self.record.trial
+
+    @property
+    def ranks(self) -> Sequence[RankMeasurement]:
+        return self.record.ranks
+
+    @property
+    def rank(self) -> RankMeasurement | None:
+        """The first rank, for what is equal on all."""
+        return self.ranks[0] if self.ranks else None
+
+    @property
+    def slowest(self) -> RankMeasurement | None:
+        return self.record.slowest_rank if self.ranks else None
+
+
+Source = str | Callable[[Measured], Any]
+"""Where a column's value comes from: attributes and keys of :class:`Measured` joined by dots, or a function. A step on
+the way that is None or missing gives None."""
+_SCALES = {"ms": 1000.0, "GB": 1 / BYTES_PER_GB, "GB/s": 1 / BYTES_PER_GB, "GB/step": 1 / BYTES_PER_GB, "%": 100}
+"""Unit of a column → its size in seconds, bytes or fractions, in which sources count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """How a column gets its value; as ``json_schema_extra`` it puts the unit into the JSON Schema."""
+
+    source: Source
+    unit: str
+
+    def __call__(self, schema: dict[str, Any]) -> None:
+        schema["unit"] = self.unit
+
+    def value(self, measured: Measured) -> Any:
+        """Return the value in the column's unit; None if not measured."""
+        found: Any = measured
+        if callable(self.source):
+            found = self.source(measured)
+        else:
+            for name in self.source.split("."):
+                found = found.get(name) if isinstance(found, Mapping) else getattr(found, name)
+                if found is None:
+                    return None
+        scale = _SCALES.get(self.unit)
+        return found if found is None or scale is None else found * scale
+
+
+def column(meaning: str, source: Source, unit: str = "", default: Any = None, *, signed: bool = False) -> Any:
+    """Declare a column. ``default``: ``...`` if every row has it. ``signed``: it may be negative."""
+    limit = None if signed else 0
+    return Field(default, description=meaning, ge=limit, json_schema_extra=Column(source, unit))
+
+
+def text(meaning: str, source: Source, default: Any = None) -> Any:
+    """Declare a column of text, of true and false, or of a number without a lower limit."""
+    return column(meaning, source, "", default, signed=True)
+
+
+def _later(_measured: Measured) -> None:
+    """A value that is set where rows are compared (``Run.with_row``)."""
+
+
+def _worst(name: str) -> Callable[[Measured], Any]:
+    """The largest value of a field of the ranks that measured it."""
+    return lambda m: max(measured_values(m.ranks, name), default=None)
+
+
+def _sum(name: str, *, per_step: bool = False) -> Callable[[Measured], Any]:
+    """The sum of a field over all ranks; None if a rank did not measure it."""
+
+    def value(m: Measured) -> float | None:
+        moved = _total(getattr(rank, name) for rank in m.ranks) if m.ranks else None
+        return moved / len(m.ranks[0].step_seconds) if per_step and moved is not None else moved
+
+    return value
+
+
+def _phase(name: str) -> Callable[[Measured], Any]:
+    """Time of one phase of a step on the slowest rank."""
+    return lambda m: max((rank.phase_seconds[name] for rank in m.ranks if name in rank.phase_seconds), default=None)
+
+
+def _ledger(tier: str, category: str) -> Callable[[Measured], Any]:
+    """One cell of the ledger on the fullest rank; None without a ledger, and for a tier that the trial does not use."""
+
+    def value(m: Measured) -> int | None:
+        uses = {"gpu": m.trial.placement.accelerator != "cpu", "cpu": True, "nvme": m.trial.configuration.uses_nvme}
+        ledgers = [rank.ledger for rank in m.ranks]
+        if not uses[tier] or not any(ledgers):
+            return None
+        return max(ledger.get(tier, {}).get(category, 0) for ledger in ledgers)
+
+    return value
+
+
+def _nodes(m: Measured) -> int | None:
+    placement = m.trial.placement
+    if m.ranks:
+        return len(m.host_peaks)
+    # Without its hosts, a hostfile that was not read does not tell.
+    return placement.num_nodes if placement.hosts or placement.hostfile is None else None
+
+
+def _peaks_of_nodes(m: Measured) -> str | None:
+    known = {host: to_gb(size) for host, size in m.host_peaks.items() if size is not None}
+    return json.dumps(known) if known and len(m.host_peaks) > 1 else None
+
+
+def _slowest_rank_host(m: Measured) -> str | None:
+    """The host of the rank that the others waited for; None on one node."""
+    if len({rank.hostname for rank in m.ranks}) < 2:
+        return None
+    # The slowest rank waits least; where waiting was not timed on all ranks, the window decides.
+    waits = [[operation.wait_seconds for operation in rank.communication or ()] for rank in m.ranks]
+    if all(own and None not in own for own in waits):
+        sums = [math.fsum(each for each in own if each is not None) for own in waits]
+        return m.ranks[sums.index(min(sums))].hostname
+    return m.record.slowest_rank.hostname
+
+
+def _gpu_names(m: Measured) -> str | None:
+    gpus = m.environment.gpus if m.environment else ()
+    return " + ".join(sorted({f"{gpu.name or 'unnamed'}{MIG_SUFFIX if gpu.mig else ''}" for gpu in gpus})) or None
+
+
+def _smallest_gpu_bytes(m: Measured) -> int | None:
+    return _smallest([gpu.memory_total_bytes for gpu in m.environment.gpus]) if m.environment else None
+
+
+def _smallest(sizes: Sequence[int | None]) -> int | None:
+    """Return the smallest; None if one is not known."""
+    return None if None in sizes else min((size for size in sizes if size is not None), default=None)
+
+
+def _repeated_loss(m: Measured) -> float | None:
+    values = measured_values(m.ranks, "repeated_loss")
+    return math.fsum(values) / len(values) if values and len(values) == len(m.ranks) else None
+
+
+def _mfu(m: Measured) -> float | None:
+    mfu: float | None = m.flops.get("mfu")
+    # Above 1 it is an error of accounting, which a caveat reports.
+    return mfu if mfu is not None and mfu <= 1 else None
+
+
+def _step_time_cv(m: Measured) -> float | None:
+    if m.step_seconds_std is None or not m.mean_step_seconds:
+        return None
+    return m.step_seconds_std / m.mean_step_seconds
+
+
+# ------------------------------------------------------------------ the row
+
+
+class Row(BaseModel):
+    """The numbers of one trial, exactly as JSON and CSV hold them, in the order of their columns.
+
+    Figures are of the whole job unless the meaning says otherwise.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+
+    stage: int = column("ZeRO stage", "trial.configuration.stage", default=...)
+    strategy: str = text("Name of the configuration", "trial.configuration.name", ...)
+    model: str = text("Model", "trial.workload.model", ...)
+    batch_size: int = column(
+        "Micro-batch that the engine ran, else the requested one",
+        lambda m: m.slowest.micro_batch_size if m.slowest else m.trial.workload.batch_size,
+        "samples",
+        ...,
+    )
+    seq_length: int = column("Sequence length", "trial.workload.seq_length", "tokens", ...)
+    grad_accum: int = column(
+        "Micro-batches per step that the engine ran, else the requested number",
+        lambda m: m.slowest.grad_accum if m.slowest else m.trial.workload.grad_accum,
+        "",
+        ...,
+    )
+    num_steps: int = column("Measured steps", "trial.workload.num_steps", default=...)
+    warmup_steps: int = column("Steps before the measured window", "trial.workload.warmup_steps", default=...)
+    avg_step_time_ms: float | None = column("Window divided by its steps, slowest rank", "mean_step_seconds", "ms")
+    std_step_time_ms: float | None = column("Sample standard deviation of its steps", "step_seconds_std", "ms")
+    throughput_tokens_per_sec: float | None = column("Tokens per second", "tokens_per_second", "tokens/s")
+    gpu_peak_gb: float | None = column("Peak allocated in the window, fullest rank", _worst("gpu_peak_bytes"), "GB")
+    gpu_allocated_gb: float | None = column(
+        "Allocated at the end of the window, fullest rank", _worst("gpu_allocated_bytes"), "GB"
+    )
+    gpu_reserved_gb: float | None = column(
+        "Reserved at the end of the window, fullest rank", _worst("gpu_reserved_bytes"), "GB"
+    )
+    cpu_used_gb: float | None = column(
+        "Peak resident size of a node's ranks, fullest node", lambda m: _largest(m.host_peaks.values()), "GB"
+    )
+    success: bool = text("Whether every rank finished its measurement", "record.outcome.success", ...)
+    status: str = text("How the trial ended, with a sign", lambda m: status_text(m.record.outcome.status), ...)
+    error: str | None = text("What happened, in one line", "record.outcome.error")
+    error_details: str | None = text("Cause, phase, rank and log", "record.outcome.details")
+    caveats: str | None = text("Texts of ``caveat_list``", _later)
+    repeat: int = column("0-based number of the repetition", "trial.repeat", default=...)
+    trial_id: str | None = text("Folder of the trial in its run", "trial.trial_id")
+    num_gpus: int = column("Ranks of the job", "trial.placement.num_gpus", default=...)
+    accelerator: str = text("``cuda`` or ``cpu``", "trial.placement.accelerator", ...)
+    device: str | None = text("Name of the device, from its driver", "rank.device_name")
+    precision: str = text("Number format", "trial.workload.precision", ...)
+    batch_policy: str | None = text("``given`` or ``largest``", "trial.workload.batch_policy")
+    activation_checkpointing: bool = text("Recomputes activations", "trial.workload.activation_checkpointing", ...)
+    optimizer: str | None = text("Class that updated the weights", "rank.optimizer_class")
+    launch: str | None = text("``warm`` or ``deepspeed``", "record.launch")
+    data_parallel_size: int | None = column("Ranks with samples of their own", "slowest.data_parallel_size")
+    parameter_count: int | None = column("Elements of all parameters", "rank.parameter_count")
+    throughput_tokens_per_sec_per_gpu: float | None = column(
+        "Throughput divided by the ranks",
+        lambda m: m.tokens_per_second / m.slowest.world_size if m.tokens_per_second and m.slowest else None,
+        "tokens/s",
+    )
+    throughput_samples_per_sec: float | None = column("Samples per second", "samples_per_second", "samples/s")
+    model_tflops_per_gpu: float | None = column("Model FLOPs per second of a rank", "flops.tflops_per_gpu", "TFLOP/s")
+    model_flops_per_token: int | None = column("By ``flops_convention``", "flops.model", "FLOP")
+    causal_flops_per_token: int | None = column("With half the attention term", "flops.causal", "FLOP")
+    hardware_flops_per_token: int | None = column("With recomputation", "flops.hardware", "FLOP")
+    flops_convention: str | None = text("Source of ``model_flops_per_token``", "flops.convention")
+    mfu: float | None = column("Model FLOPs as a fraction of the device's dense peak", _mfu)
+    first_loss: float | None = text("Mean over ranks", lambda m: m.losses[0] if m.losses else None)
+    final_loss: float | None = text("Mean over ranks", lambda m: m.losses[-1] if m.losses else None)
+    gpu_peak_reserved_gb: float | None = column(
+        "Peak reserved in the window, fullest rank", _worst("gpu_peak_reserved_bytes"), "GB"
+    )
+    gpu_init_peak_gb: float | None = column(
+        "Peak allocated while model and engine were built", _worst("gpu_init_peak_bytes"), "GB"
+    )
+    gpu_device_used_gb: float | None = column(
+        "In use on the card at the end of the window, by all processes", _worst("gpu_device_used_bytes"), "GB"
+    )
+    gpu_total_gb: float | None = column("Memory of the card", _worst("gpu_total_bytes"), "GB")
+    gpu_percent: float | None = column(
+        "Peak in use, as a share of the card, real or emulated", lambda m: trial_caveats.gpu_fraction(m.record), "%"
+    )
+    gpu_alloc_retries: int | None = column("Allocator retries in the window", _worst("gpu_alloc_retries"))
+    predicted_over_measured: float | None = column("Predicted GPU memory divided by the peak", "over_measured")
+    cpu_pss_gb: float | None = column(
+        "As ``cpu_used_gb``, shared pages counted once, at the end of the window",
+        lambda m: _largest(_total(rank.host_pss_bytes for rank in own) for own in ranks_of_nodes(m.ranks).values()),
+        "GB",
+    )
+    nvme_stored_gb: float | None = column("Size of the swap files", _sum("nvme_stored_bytes"), "GB")
+    nvme_read_gb_per_step: float | None = column("Read", _sum("nvme_read_bytes", per_step=True), "GB/step")
+    nvme_written_gb_per_step: float | None = column("Written", _sum("nvme_written_bytes", per_step=True), "GB/step")
+    ledger_gpu_parameters_gb: float | None = column("Tensors on the GPU", _ledger("gpu", "parameters"), "GB")
+    ledger_gpu_gradients_gb: float | None = column("Tensors on the GPU", _ledger("gpu", "gradients"), "GB")
+    ledger_gpu_optimizer_states_gb: float | None = column(
+        "Tensors on the GPU", _ledger("gpu", "optimizer_states"), "GB"
+    )
+    ledger_gpu_deepspeed_buffers_gb: float | None = column(
+        "Tensors on the GPU", _ledger("gpu", "deepspeed_buffers"), "GB"
+    )
+    ledger_gpu_activations_gb: float | None = column("Tensors on the GPU", _ledger("gpu", "activations"), "GB")
+    ledger_gpu_other_gb: float | None = column("Tensors on the GPU", _ledger("gpu", "other"), "GB")
+    ledger_cpu_parameters_gb: float | None = column("Tensors on the host", _ledger("cpu", "parameters"), "GB")
+    ledger_cpu_gradients_gb: float | None = column("Tensors on the host", _ledger("cpu", "gradients"), "GB")
+    ledger_cpu_optimizer_states_gb: float | None = column(
+        "Tensors on the host", _ledger("cpu", "optimizer_states"), "GB"
+    )
+    ledger_cpu_deepspeed_buffers_gb: float | None = column(
+        "Tensors on the host", _ledger("cpu", "deepspeed_buffers"), "GB"
+    )
+    ledger_cpu_activations_gb: float | None = column("Tensors on the host", _ledger("cpu", "activations"), "GB")
+    ledger_cpu_other_gb: float | None = column("Tensors on the host", _ledger("cpu", "other"), "GB")
+    ledger_nvme_parameters_gb: float | None = column("Tensors on NVMe", _ledger("nvme", "parameters"), "GB")
+    ledger_nvme_optimizer_states_gb: float | None = column("Tensors on NVMe", _ledger("nvme", "optimizer_states"), "GB")
+    phase_forward_ms: float | None = column("Synchronised forward pass", _phase("forward"), "ms")
+    phase_backward_ms: float | None = column("Synchronised backward pass", _phase("backward"), "ms")
+    phase_step_ms: float | None = column("Synchronised optimizer step", _phase("step"), "ms")
+    skipped_steps: int | None = column("Measured steps that the optimizer skipped", "rank.skipped_steps")
+    start_seconds: float | None = column("From launch to the first warm-up step", "record.start_seconds", "s")
+    wall_seconds: float | None = column("From launch until no process is left", "record.wall_seconds", "s")
+    started_at: str | None = text("ISO 8601, UTC", "record.started_at")
+    method_version: int = column("``schema.METHOD_VERSION`` of the record", "record.method_version", default=...)
+    predicted_over_ledger: float | None = column("Predicted bytes of tensors divided by the ledger", "over_ledger")
+    dropout: float | None = column(
+        "Greatest probability of a dropout",
+        lambda m: m.rank.dropout if m.rank else m.trial.workload.dropout,
+    )
+    repeated_loss: float | None = text("Loss on the first batches after all steps, mean over ranks", _repeated_loss)
+    weight_change_norm: float | None = column(
+        "Norm of the weights' change", lambda m: None if m.weight_change is None else math.hypot(*m.weight_change)
+    )
+    weight_change_cosine: float | None = text("Cosine with the reference row's change", _later)
+    cpu_threads: int | None = column("Threads in a parallel region of torch", "rank.cpu_threads")
+    cpu_other_cores: float | None = column("Cores that other programs used", _worst("cpu_other_cores"), "cores")
+    num_nodes: int | None = column("Hosts of the job", _nodes)
+    run_id: str | None = text("Folder of the run", "run_id")
+    config_hash: str | None = text(
+        "Hash of the DeepSpeed configuration without its folders",
+        lambda m: hash_config(m.trial.ds_config, m.trial.configuration.engine),
+    )
+    gpu_name: str | None = text("Names of the host's GPUs", _gpu_names)
+    gpu_count: int | None = column("GPUs of the host", lambda m: len(m.environment.gpus) if m.environment else None)
+    gpu_memory_gb: float | None = column("Memory of the smallest GPU", _smallest_gpu_bytes, "GB")
+    cpu_model: str | None = text("Processor", "environment.cpu_model")
+    cpu_logical_cores: int | None = column("Threads of the host", "environment.logical_cores")
+    cpu_physical_cores: int | None = column("Cores of the host", "environment.physical_cores")
+    cpu_quota_cores: float | None = column("CPU quota of the cgroup", "environment.cpu_quota_cores", "cores")
+    torch_version: str | None = text("Version", "environment.packages.torch")
+    deepspeed_version: str | None = text("Version", "environment.packages.deepspeed")
+    transformers_version: str | None = text("Version", "environment.packages.transformers")
+    cuda_version: str | None = text("Version that torch was built for", "environment.torch_cuda_version")
+    gpu_driver_version: str | None = text("Version", "environment.gpu_driver_version")
+    round_position: int | None = column("0-based position in its round", "trial.round_position")
+    gpu_outside_allocator_gb: float | None = column(
+        "In use outside torch's allocator, fullest rank",
+        lambda m: trial_predictions.outside_allocator_bytes(m.ranks),
+        "GB",
+    )
+    engine: str | None = text("``deepspeed``, ``ddp`` or ``fsdp2``", "trial.configuration.engine")
+    pass_type: str | None = text("What a step was", "trial.workload.pass_type")
+    step_time_cv_percent: float | None = column("Coefficient of variation of the step times", _step_time_cv, "%")
+    synchronized: bool | None = text("Whether the clock waited for the device", "trial.workload.synchronized")
+    phase_communication_ms: float | None = column("Collective operations", "costs.communication_seconds", "ms")
+    phase_transfer_ms: float | None = column("Waiting for swap files and copies", "costs.transfer_seconds", "ms")
+    communication_wait_ms: float | None = column("Waiting for other ranks", "costs.communication_wait_seconds", "ms")
+    communication_gb_per_step: float | None = column("Volume", "costs.communication_bytes", "GB/step")
+    cpu_adam_gb_per_sec: float | None = column("Speed of CPU Adam", "costs.cpu_adam_bytes_per_second", "GB/s")
+    nvme_needed_gb_per_sec: float | None = column(
+        "Speed that hides the disk", "costs.disk_needed_bytes_per_second", "GB/s"
+    )
+    nvme_measured_gb_per_sec: float | None = column("Speed of the disk", "costs.disk_measured_bytes_per_second", "GB/s")
+    disk_bound: bool | None = text("Whether the disk takes longer than everything else", "costs.disk_bound")
+    profiled_flops_per_token: float | None = column(
+        "By DeepSpeed's flops profiler", "costs.profiled_flops_per_token", "FLOP"
+    )
+    cpu_import_peak_gb: float | None = column("Host memory by phase", "phases.import.host_peak_bytes", "GB")
+    cpu_import_end_gb: float | None = column("Host memory by phase", "phases.import.host_end_bytes", "GB")
+    cpu_build_peak_gb: float | None = column("Host memory by phase", "phases.build.host_peak_bytes", "GB")
+    cpu_build_end_gb: float | None = column("Host memory by phase", "phases.build.host_end_bytes", "GB")
+    cpu_initialize_peak_gb: float | None = column("Host memory by phase", "phases.initialize.host_peak_bytes", "GB")
+    cpu_initialize_end_gb: float | None = column("Host memory by phase", "phases.initialize.host_end_bytes", "GB")
+    cpu_first_step_peak_gb: float | None = column("Host memory by phase", "phases.first_step.host_peak_bytes", "GB")
+    cpu_first_step_end_gb: float | None = column("Host memory by phase", "phases.first_step.host_end_bytes", "GB")
+    cpu_steady_peak_gb: float | None = column("Host memory by phase", "phases.steady.host_peak_bytes", "GB")
+    cpu_steady_end_gb: float | None = column("Host memory by phase", "phases.steady.host_end_bytes", "GB")
+    seq_policy: str | None = text("``given`` or ``longest``", "trial.workload.seq_policy")
+    phase_data_ms: float | None = column("Waiting for the data loader, synchronised steps", "parts.data_wait", "ms")
+    data_wait_ms: float | None = column("Waiting for the data loader, in the window", _worst("data_wait_seconds"), "ms")
+    vocab_size: int | None = column("Random ids are below it", "trial.workload.vocab_size")
+    data_file: str | None = text("File of token ids", "trial.workload.data_path")
+    point: str | None = text(
+        "Values of a sweep's point, as JSON", lambda m: json.dumps(dict(m.trial.point)) if m.trial.point else None
+    )
+    trainable_parameter_count: int | None = column("Elements that train", "rank.trainable_parameter_count")
+    checkpoint_save_seconds: float | None = column("Slowest rank", "checkpoint.save.seconds", "s")
+    checkpoint_save_gb: float | None = column("Size of the files", "checkpoint.save.written_bytes", "GB")
+    checkpoint_save_cpu_peak_gb: float | None = column("Host memory", "checkpoint.save.host_peak_bytes", "GB")
+    checkpoint_load_seconds: float | None = column("Slowest rank", "checkpoint.load.seconds", "s")
+    checkpoint_load_cpu_peak_gb: float | None = column("Host memory", "checkpoint.load.host_peak_bytes", "GB")
+    checkpoint_model_16bit_seconds: float | None = column("Slowest rank", "checkpoint.model_16bit.seconds", "s")
+    checkpoint_model_16bit_gb: float | None = column("Size of the files", "checkpoint.model_16bit.written_bytes", "GB")
+    checkpoint_model_16bit_cpu_peak_gb: float | None = column(
+        "Host memory", "checkpoint.model_16bit.host_peak_bytes", "GB"
+    )
+    checkpoint_restored: bool | None = text("Whether loading restored the saved state", lambda m: is_restored(m.ranks))
+    slowest_rank_host: str | None = text("Host of the rank that the others waited for", _slowest_rank_host)
+    cpu_used_gb_of_nodes: str | None = text("``cpu_used_gb`` of each of several nodes, as JSON", _peaks_of_nodes)
+    first_grad_norm: float | None = column(
+        "Norm of the gradients in the first step", lambda m: next(iter(m.rank.grad_norms), None) if m.rank else None
+    )
+    grad_norm: float | None = column("The same after the measured window", "rank.grad_norm")
+
+    caveat_list: tuple[Caveat, ...] = ()
+    """In JSON alone: those that were written with the record, then those that its numbers show."""
+
+    def values(self) -> dict[str, Any]:
+        """Return the values by the names of their columns, in order, and ``caveat_list``."""
+        values = {name: getattr(self, name) for name in COLUMNS}
+        return {**values, "caveat_list": [asdict(caveat) for caveat in self.caveat_list]}
+
+
+COLUMNS: dict[str, Column] = {
+    name: each.json_schema_extra
+    for name, each in Row.model_fields.items()
+    if isinstance(each.json_schema_extra, Column)
+}
+"""Name of each column → how it gets its value, in order."""
+
+
+def column_type(name: str) -> type:
+    """Return the type of a column's values where they are not None."""
+    annotation = Row.model_fields[name].annotation
+    kind: type = next(each for each in get_args(annotation) or (annotation,) if each is not type(None))
+    return kind
+
+
+# ------------------------------------------------------------------ a run: a row with its record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One trial: its row, and what only its record tells, which is empty for a row of a flat file."""
+
+    row: Row
+    record: TrialRecord | None = None
+    """None if read from a flat file."""
+    flat_trial: Trial | None = None
+    """Set without a record: the trial as far as the columns tell."""
+    environment: Environment | None = None
+    """Hardware and versions of the host; None if the result does not hold them."""
+    losses: tuple[float | None, ...] = ()
+    """Mean over ranks, warm-up steps first."""
+    weight_change: tuple[float, ...] | None = None
+    """Count sketch of the weights' change by training (worker/weight_change.py)."""
+    early_window: EarlyWindow | None = None
+    """The weights' change over the first steps; None without warm-up steps."""
+    round: int | None = None
+    """Number of the round in which it ran, set where several results are merged; None: the trial's ``repeat``."""
+
+    @property
+    def trial(self) -> Trial:
+        """The trial; of a flat file as far as the columns tell."""
+        trial = self.flat_trial if self.record is None else self.record.trial
+        assert trial is not None, "a run has a record or a flat trial"
+        return trial
+
+    @property
+    def ranks(self) -> tuple[RankMeasurement, ...]:
+        """Measurements of the ranks; empty for a failed trial, and for a row of a flat file."""
+        return () if self.record is None else self.record.ranks
+
+    @property
+    def outcome(self) -> Outcome:
+        """How the trial ended; of a flat file as far as the columns tell."""
+        if self.record is not None:
+            return self.record.outcome
+        sign, _, rest = self.row.status.partition(" ")
+        # A status may have two words without a sign: "OOM (host)".
+        status = self.row.status if sign[:1].isalnum() else rest
+        return Outcome(status=status, error=self.row.error, details=self.row.error_details)
+
+    @property
+    def caveats(self) -> tuple[Caveat, ...]:
+        return self.row.caveat_list
+
+    @property
+    def phase_memory(self) -> dict[str, NodePhaseMemory]:
+        """Memory by phase; empty for a row of a flat file, whose columns hold the host's part of it."""
+        return node_phase_memory(self.ranks)
+
+    def with_row(self, *, caveats: Sequence[Caveat] | None = None, **changes: Any) -> Run:
+        """Return the run with other values in its row."""
+        if caveats is not None:
+            changes |= {"caveat_list": tuple(caveats), "caveats": "; ".join(each.text for each in caveats) or None}
+        return replace(self, row=self.row.model_copy(update=changes))
+
+
+def make_run(
+    record: TrialRecord,
+    facts: ModelFacts | None = None,
+    peak_flops: float | None = None,
+    environment: Environment | None = None,
+    run_id: str | None = None,
+) -> Run:
+    """Compute the row of a trial from its record.
+
+    ``facts``: of its model; None leaves out FLOPs and MFU. ``peak_flops``: FLOP/s of one device in the trial's
+    precision; None leaves out MFU.
+    """
+    ranks = record.ranks
+    measured = Measured(record=record, environment=environment, run_id=run_id)
+    # A mapping as an ordered set: a caveat that was written with the record is not found twice.
+    caveats = dict.fromkeys(map(as_caveat, record.caveats))
+    if ranks:
+        measured = _measure(measured, facts, peak_flops)
+        mfu = measured.flops.get("mfu")
+        caveats |= dict.fromkeys(
+            trial_caveats.trial_caveats(
+                record, measured.step_seconds_std, mfu, measured.over_measured, measured.over_ledger
+            )
+        )
+    windows = measured_values(ranks, "early_window")
+    run = Run(
+        row=Row(**{name: each.value(measured) for name, each in COLUMNS.items()}),
+        record=record,
+        environment=environment,
+        losses=tuple(measured.losses),
+        weight_change=None if measured.weight_change is None else tuple(measured.weight_change),
+        early_window=replace(windows[0], weight_change=_sum_of_sketches([each.weight_change for each in windows]))
+        if ranks and len(windows) == len(ranks)
+        else None,
+    )
+    return run.with_row(caveats=tuple(caveats)) if caveats else run
+
+
+def _measure(of: Measured, facts: ModelFacts | None, peak_flops: float | None) -> Measured:
+    """Compute the figures that columns share, for a trial that measured something."""
+    record, ranks, workload = of.record, of.ranks, of.trial.workload
+    slowest = record.slowest_rank
+    # Of the window, at whose ends the device is synchronised, and not of the single steps.
+    mean_step_seconds = slowest.window_seconds / len(slowest.step_seconds)
+    # Not world_size: ranks of a tensor-parallel group train the same samples.
+    samples_per_second = slowest.micro_batch_size * slowest.grad_accum * slowest.data_parallel_size / mean_step_seconds
+    tokens_per_second = samples_per_second * workload.seq_length
+    nodes = ranks_of_nodes(ranks)
+    return replace(
+        of,
+        mean_step_seconds=mean_step_seconds,
+        step_seconds_std=sample_std(slowest.step_seconds),
+        samples_per_second=samples_per_second,
+        tokens_per_second=tokens_per_second,
+        # The formula first, so that all rows of a known model are of one convention: two do not compare.
+        flops=_with_rates(
+            _flops_of_shape(facts, workload) or _counted_flops(slowest, workload),
+            tokens_per_second / slowest.world_size,
+            peak_flops,
+        ),
+        costs=step_costs(record),
+        phases=node_phase_memory(ranks),
+        checkpoint=checkpoint_costs(ranks),
+        parts=step_parts(ranks),
+        host_peaks={host: _total(rank.host_peak_bytes for rank in own) for host, own in nodes.items()},
+        losses=_mean_losses(ranks),
+        weight_change=_sum_of_sketches([rank.weight_change for rank in ranks]),
+        over_measured=trial_predictions.predicted_over_measured(record),
+        over_ledger=trial_predictions.predicted_over_ledger(record),
+    )
+
+
+def _flops_of_shape(facts: ModelFacts | None, workload: Workload) -> dict[str, Any]:
+    """FLOPs per token by formula; empty for a model whose shape is not known."""
+    if facts is None:
+        return {}
+    length = workload.seq_length
+    forward_alone = workload.pass_type == "forward"  # a third of both, and nothing is recomputed
+    parts, recomputes = (3, False) if forward_alone else (1, workload.activation_checkpointing)
+    return {
+        "model": flops.model_flops_per_token(facts, length) // parts,
+        "causal": flops.causal_flops_per_token(facts, length) // parts,
+        "hardware": flops.hardware_flops_per_token(facts, length, recomputes) // parts,
+        "convention": flops.FORWARD_CONVENTION if forward_alone else flops.MODEL_CONVENTION,
+    }
+
+
+def _counted_flops(rank: RankMeasurement, workload: Workload) -> dict[str, Any]:
+    """FLOPs per token as they were counted on a rank; empty where they were not. Ranks that share data share them."""
+    if not rank.forward_backward_flops:
+        return {}
+    # The share of one rank, as the FLOPs are those of one rank.
+    tokens = rank.micro_batch_size * workload.seq_length * rank.data_parallel_size / rank.world_size
+    executed = rank.forward_backward_flops + (rank.recomputed_flops or 0)
+    return {
+        "model": round(rank.forward_backward_flops / tokens),
+        "hardware": round(executed / tokens),
+        "convention": flops.COUNTED_CONVENTION,
+    }
+
+
+def _with_rates(
+    per_token: dict[str, Any], tokens_per_second_per_gpu: float, peak_flops: float | None
+) -> dict[str, Any]:
+    if not per_token:
+        return {}
+    model = per_token["model"]
+    return {
+        **per_token,
+        "tflops_per_gpu": model * tokens_per_second_per_gpu / 1e12,
+        "mfu": flops.mfu(model, tokens_per_second_per_gpu, peak_flops),
+    }
+
+
+def _mean_losses(ranks: Sequence[RankMeasurement]) -> tuple[float | None, ...]:
+    """The mean over ranks of each step's loss; None where a rank's is not finite."""
+    if len(ranks) == 1:
+        return ranks[0].losses
+    count, steps = len(ranks), zip(*(rank.losses for rank in ranks), strict=False)
+    return tuple(None if None in step else math.fsum(filter(None, step)) / count for step in steps)
+
+
+def _sum_of_sketches(sketches: Sequence[tuple[float, ...] | None]) -> tuple[float, ...] | None:
+    """The sketch of the whole model's change: that of a rank covers its own share of the weights.
+
+    None if a rank has none, or sizes differ. The sum is right because a count sketch is linear (Charikar, Chen and
+    Farach-Colton, "Finding frequent items in data streams", ICALP 2002).
+    """
+    known = [sketch for sketch in sketches if sketch is not None]
+    if len(known) < len(sketches) or len({len(sketch) for sketch in known}) != 1:
+        return None
+    return tuple(map(math.fsum, zip(*known, strict=True)))

@@ -1,0 +1,520 @@
+"""The row of a trial: every column by hand once, null where nothing was measured, and the laws by search."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_bench.analysis import flops
+from ds_bench.analysis.comparison import rows_of
+from ds_bench.analysis.loss_parity import with_loss_caveats
+from ds_bench.analysis.row import (
+    COLUMNS,
+    NodePhaseMemory,
+    Row,
+    Run,
+    is_restored,
+    make_run,
+    node_phase_memory,
+    status_text,
+)
+from ds_bench.config.caveats import CaveatKind
+from ds_bench.models.presets import find_preset
+from ds_bench.records import schema
+from ds_bench.records.schema import CheckpointAction, PhaseMemory, RankMeasurement, TrialRecord
+from tests.support import fakes
+from tests.support.fakes import preset
+from tests.support.runs import CUDA, record_of, run_of, seen, texts
+
+PAIR = fakes.placement(accelerator="cuda", num_gpus=2)
+GB, MB = 2**30, 2**20
+
+seconds = st.lists(st.floats(1e-4, 100), min_size=1, max_size=30)
+quick = settings(deadline=None, max_examples=30)
+
+
+def rows(*records: TrialRecord) -> list[Row]:
+    return [make_run(record).row for record in records]
+
+
+CATEGORIES = ("parameters", "gradients", "optimizer_states", "deepspeed_buffers", "activations", "other")
+# Of the run below: a new column needs a value of its own here.
+EXPECTED: dict[str, Any] = {
+    "stage": 3,
+    "strategy": "nvme",
+    "model": "tiny",
+    "batch_size": 3,
+    "seq_length": 96,
+    "grad_accum": 5,
+    "num_steps": 7,
+    "warmup_steps": 4,
+    "avg_step_time_ms": 1242.8571428571427,
+    "std_step_time_ms": 21.602468994692888,
+    "throughput_tokens_per_sec": 2317.241379310345,
+    "gpu_peak_gb": 23.0,
+    "gpu_allocated_gb": 27.0,
+    "gpu_reserved_gb": 29.0,
+    "cpu_used_gb": 82.00000000093132,
+    "success": True,
+    "status": "✅ Success",
+    "error": None,
+    "error_details": None,
+    "repeat": 11,
+    "trial_id": "00_nvme",
+    "num_gpus": 2,
+    "accelerator": "cuda",
+    "device": "NVIDIA H100 80GB HBM3",
+    "precision": "bf16",
+    "batch_policy": "given",
+    "activation_checkpointing": False,
+    "optimizer": "AdamW",
+    "launch": "warm",
+    "data_parallel_size": 2,
+    "parameter_count": 1234,
+    "throughput_tokens_per_sec_per_gpu": 1158.6206896551726,
+    "throughput_samples_per_sec": 24.13793103448276,
+    "model_tflops_per_gpu": 0.003965040993103449,
+    "model_flops_per_token": 3422208,
+    "causal_flops_per_token": 3274752,
+    "hardware_flops_per_token": 3422208,
+    "flops_convention": flops.MODEL_CONVENTION,
+    "mfu": 3.965040993103449e-06,
+    "first_loss": 9.0,
+    "final_loss": 4.0,
+    "gpu_peak_reserved_gb": 25.0,
+    "gpu_init_peak_gb": 21.0,
+    "gpu_device_used_gb": 31.0,
+    "gpu_total_gb": 90.0,
+    "gpu_percent": 30.0,
+    "gpu_alloc_retries": 18,
+    "predicted_over_measured": None,
+    "cpu_pss_gb": 74.0,
+    "nvme_stored_gb": 86.0,
+    "nvme_read_gb_per_step": 94.0,
+    "nvme_written_gb_per_step": 106.0,
+    "ledger_gpu_parameters_gb": 1001.0,
+    "ledger_gpu_gradients_gb": 1011.0,
+    "ledger_gpu_optimizer_states_gb": 1021.0,
+    "ledger_gpu_deepspeed_buffers_gb": 1031.0,
+    "ledger_gpu_activations_gb": 1041.0,
+    "ledger_gpu_other_gb": 1051.0,
+    "ledger_cpu_parameters_gb": 1101.0,
+    "ledger_cpu_gradients_gb": 1111.0,
+    "ledger_cpu_optimizer_states_gb": 1121.0,
+    "ledger_cpu_deepspeed_buffers_gb": 1131.0,
+    "ledger_cpu_activations_gb": 1141.0,
+    "ledger_cpu_other_gb": 1151.0,
+    "ledger_nvme_parameters_gb": 1201.0,
+    "ledger_nvme_optimizer_states_gb": 1221.0,
+    "phase_forward_ms": 110.0,
+    "phase_backward_ms": 210.00000000000003,
+    "phase_step_ms": 310.00000000000006,
+    "skipped_steps": 3,
+    "start_seconds": 4.5,
+    "wall_seconds": 12.5,
+    "started_at": "2026-11-21T09:30:00+00:00",
+    "method_version": 2,
+    "predicted_over_ledger": None,
+    "dropout": 0.3,
+    "repeated_loss": 6.5,
+    "weight_change_norm": 10.0,
+    "weight_change_cosine": 1.0,
+    "cpu_threads": 19,
+    "cpu_other_cores": 1.07,
+    "num_nodes": 1,
+    "run_id": "run-7",
+    "gpu_name": "NVIDIA H100 80GB HBM3",
+    "gpu_count": 2,
+    "gpu_memory_gb": 80.0,
+    "cpu_model": "AMD EPYC 9654",
+    "cpu_logical_cores": 16,
+    "cpu_physical_cores": 8,
+    "cpu_quota_cores": 4.5,
+    "torch_version": "2.13.0",
+    "deepspeed_version": "0.19.8",
+    "transformers_version": "5.23.0",
+    "cuda_version": "13.0",
+    "gpu_driver_version": "580.95",
+    "round_position": 13,
+    "gpu_outside_allocator_gb": 2.0,
+    "engine": "deepspeed",
+    "pass_type": "train",
+    "step_time_cv_percent": 1.7381296892281635,
+    "synchronized": True,
+    "phase_communication_ms": 1510.0,
+    "phase_transfer_ms": 1609.9999999999998,
+    "communication_wait_ms": 1130.0,
+    "communication_gb_per_step": 60.0,
+    "cpu_adam_gb_per_sec": 522.0,
+    "nvme_needed_gb_per_sec": 63.15789473684209,
+    "nvme_measured_gb_per_sec": 6.0,
+    "disk_bound": False,
+    "profiled_flops_per_token": 10416666.666666666,
+    "cpu_import_peak_gb": 600.0,
+    "cpu_import_end_gb": 401.0,
+    "cpu_build_peak_gb": 620.0,
+    "cpu_build_end_gb": 421.0,
+    "cpu_initialize_peak_gb": 640.0,
+    "cpu_initialize_end_gb": 441.0,
+    "cpu_first_step_peak_gb": 660.0,
+    "cpu_first_step_end_gb": 461.0,
+    "cpu_steady_peak_gb": 700.0,
+    "cpu_steady_end_gb": 501.0,
+    "seq_policy": "given",
+    "phase_data_ms": 710.0,
+    "data_wait_ms": 1810.0,
+    "vocab_size": None,
+    "data_file": None,
+    "point": None,
+    "trainable_parameter_count": None,
+    "checkpoint_save_seconds": 501.0,
+    "checkpoint_save_gb": 600.0,
+    "checkpoint_save_cpu_peak_gb": 1400.0,
+    "checkpoint_load_seconds": 521.0,
+    "checkpoint_load_cpu_peak_gb": 1404.0,
+    "checkpoint_model_16bit_seconds": 531.0,
+    "checkpoint_model_16bit_gb": 630.0,
+    "checkpoint_model_16bit_cpu_peak_gb": 1406.0,
+    "checkpoint_restored": True,
+    "slowest_rank_host": None,
+    "cpu_used_gb_of_nodes": None,
+    "first_grad_norm": 2.25,
+    "grad_norm": 1.75,
+}  # fmt: skip
+
+
+def distinct_run() -> Run:
+    """A run of two ranks on which no two columns have the same value; rank 1 is the slower and the fuller one."""
+    names = ("gpu_init_peak_bytes", "gpu_peak_bytes", "gpu_peak_reserved_bytes", "gpu_allocated_bytes",
+             "gpu_reserved_bytes", "gpu_device_used_bytes")  # fmt: skip
+    trial = fakes.trial(
+        fakes.offload("nvme"),
+        on=fakes.placement(accelerator="cuda", num_gpus=2, nvme_path="/d"),
+        of=fakes.workload(batch_size=3, grad_accum=5, num_steps=7, warmup_steps=4, seq_length=96),
+        repeat=11,
+        round_position=13,
+    )
+    found = fakes.success(trial, data_parallel_size=2)
+
+    def of_rank(number: int) -> dict[str, Any]:
+        sizes = {name: (20 + 2 * place + number) * GB for place, name in enumerate(names)}
+        offload = schema.OffloadTimes(
+            cpu_adam_seconds=0.5, cpu_adam_bytes=(130 + number) * GB, disk_read_bytes=8 * GB, disk_written_bytes=4 * GB,
+            disk_wait_seconds=0.25, disk_busy_seconds=3.0 + number,
+        )  # fmt: skip
+        memory = {
+            phase: schema.PhaseMemory(
+                host_peak_bytes=(300 + 10 * place) * GB,
+                host_end_bytes=(200 + 10 * place + number) * GB,
+                host_end_pss_bytes=(200 + 10 * place + number) * GB,
+            )
+            for place, phase in enumerate(schema.MEMORY_PHASES)
+        }
+        checkpoint = {
+            action: schema.CheckpointAction(
+                seconds=500.0 + 10 * place + number,
+                written_bytes=(600 + 10 * place) * GB,
+                memory=schema.PhaseMemory(host_peak_bytes=(700 + place) * GB, host_end_bytes=GB, host_end_pss_bytes=GB),
+            )
+            for place, action in enumerate(schema.CHECKPOINT_ACTIONS)
+        }
+        ledger = {
+            tier: {name: (1000 + 100 * row + 10 * place + number) * GB for place, name in enumerate(CATEGORIES)}
+            for row, tier in enumerate(("gpu", "cpu", "nvme"))
+        }
+        parts = {name: 0.1 * (place + 1) + 0.01 * number for place, name in enumerate(("forward", "backward", "step"))}
+        return {
+            **sizes, "gpu_total_bytes": 90 * GB, "gpu_alloc_retries": 17 + number, "host_peak_bytes": 41 * GB + number,
+            "host_pss_bytes": 37 * GB, "nvme_stored_bytes": 43 * GB, "nvme_read_bytes": 47 * 7 * GB,
+            "nvme_written_bytes": 53 * 7 * GB, "phase_seconds": parts, "ledger": ledger, "phase_memory": memory,
+            "step_parts": {**parts, "communication": 0.51 + number, "transfer": 0.61 + number, "data_wait": 0.71},
+            "communication": (schema.CommunicationOperation(
+                name="all_reduce", count=1, bytes=(59 + number) * GB, seconds=0.5, wait_seconds=0.13 + number),),
+            "data_wait_seconds": 0.81 + number, "checkpoint": checkpoint, "checkpoint_restored": True,
+            "offload": offload, "profiled_forward_flops": 1e9, "skipped_steps": 3, "window_seconds": 7.7 + number,
+            "step_seconds": tuple(1.1 + 0.01 * step + number for step in range(7)), "cpu_threads": 19, "dropout": 0.3,
+            "cpu_other_cores": 0.07 + number, "repeated_loss": 6.5, "weight_change": (3.0, 4.0), "micro_batch_size": 3,
+            "grad_accum": 5, "parameter_count": 1234, "trainable_parameter_count": None,
+            "losses": tuple(9.0 - 0.5 * step for step in range(11)),
+            "grad_norms": (2.25 + number, *(2.0,) * 10), "grad_norm": 1.75 + number,
+        }  # fmt: skip
+
+    ranks = tuple(replace(rank, **of_rank(number)) for number, rank in enumerate(found.ranks))
+    environment = fakes.environment(
+        physical_cores=8, cpu_quota_cores=4.5, torch_cuda_version="13.0", gpu_driver_version="580.95"
+    )
+    return make_run(replace(found, ranks=ranks), find_preset("tiny"), 1e15, environment, "run-7")
+
+
+def test_every_column_has_its_own_value_and_that_of_the_right_rank() -> None:
+    run = distinct_run()
+    (row,) = rows_of([run])
+    known_elsewhere = {"caveats", "config_hash", "caveat_list"}
+    assert set(row) - known_elsewhere == set(EXPECTED)
+    for name, value in EXPECTED.items():
+        assert row[name] == (pytest.approx(value) if isinstance(value, float) else value), name
+    # Written and read back, it is the same row.
+    assert Row.model_validate_json(json.dumps(row)) == with_loss_caveats([run])[0].row
+
+
+def on_two_nodes(**changes: Any) -> TrialRecord:
+    place = fakes.placement(num_gpus=3, hosts=(("a", 2), ("b", 1)), hostfile="/hosts", launcher="deepspeed")
+    found = fakes.success(fakes.trial(fakes.zero(1), on=place))
+    return replace(
+        found,
+        ranks=tuple(
+            replace(rank, hostname="ab"[number // 2], **{name: values[number] for name, values in changes.items()})
+            for number, rank in enumerate(found.ranks)
+        ),
+    )
+
+
+def waiting(seconds: float) -> tuple[schema.CommunicationOperation, ...]:
+    return (schema.CommunicationOperation(name="all_reduce", count=1, bytes=8, seconds=9, wait_seconds=seconds),)
+
+
+def test_of_several_nodes_the_fullest_counts_and_each_is_told() -> None:
+    (row,) = rows(on_two_nodes(host_peak_bytes=[GB, GB, 3 * GB], window_seconds=[1.0, 3.0, 2.0]))
+    assert (row.num_nodes, row.cpu_used_gb, row.slowest_rank_host) == (2, 3.0, "a")
+    assert json.loads(row.cpu_used_gb_of_nodes or "") == {"a": 2.0, "b": 3.0}
+
+
+def test_the_slowest_rank_is_the_one_that_waits_least_where_waits_are_known() -> None:
+    waits = [waiting(0.5), waiting(0.4), waiting(0.1)]
+    (row,) = rows(on_two_nodes(communication=waits, window_seconds=[1.0, 3.0, 2.0]))
+    assert row.slowest_rank_host == "b"
+
+
+def test_one_node_has_no_slowest_host_and_a_failed_row_has_the_nodes_that_were_asked_for() -> None:
+    (row,) = rows(fakes.success(fakes.trial(fakes.zero(1), on=PAIR)))
+    assert (row.num_nodes, row.slowest_rank_host, row.cpu_used_gb_of_nodes) == (1, None, None)
+    (failed,) = rows(fakes.failure(on_two_nodes().trial))
+    assert failed.num_nodes == 2
+
+
+def test_throughput_and_spread_by_hand() -> None:
+    """2 sequences × 100 tokens × 3 micro-batches × 4 ranks = 2400 tokens in a step of 0.5 s: 4800 tokens/s."""
+    of = fakes.workload(batch_size=2, seq_length=100, grad_accum=3, num_steps=2)
+    trial = fakes.trial(of=of, on=replace(CUDA, num_gpus=4))
+    row = make_run(fakes.success(trial, step_seconds=[0.4, 0.6])).row
+    assert row.avg_step_time_ms == pytest.approx(500)
+    assert row.std_step_time_ms == pytest.approx(200 / math.sqrt(2))
+    assert row.throughput_samples_per_sec == pytest.approx(48)
+    assert row.throughput_tokens_per_sec == pytest.approx(4800)
+    assert row.throughput_tokens_per_sec_per_gpu == pytest.approx(1200)
+    assert run_of(seen(step_seconds=[0.1])).row.std_step_time_ms is None
+
+
+def test_the_step_time_is_the_window_by_the_steps_and_not_the_mean_of_the_samples() -> None:
+    """Device events may add up to less than the synchronised window; the window is what passed."""
+    assert run_of(seen(step_seconds=[0.1] * 10, window_seconds=1.5)).row.avg_step_time_ms == pytest.approx(150)
+
+
+@quick
+@given(steps=seconds, ranks=st.integers(1, 64))
+def test_throughput_scales_with_the_world_size_and_per_gpu_stays(steps: list[float], ranks: int) -> None:
+    one = make_run(fakes.success(fakes.trial(on=CUDA), step_seconds=steps)).row
+    many = make_run(fakes.success(fakes.trial(on=replace(CUDA, num_gpus=ranks)), step_seconds=steps)).row
+    assert one.throughput_tokens_per_sec is not None
+    assert many.throughput_tokens_per_sec == pytest.approx(ranks * one.throughput_tokens_per_sec)
+    assert many.throughput_tokens_per_sec_per_gpu == pytest.approx(one.throughput_tokens_per_sec_per_gpu)
+
+
+@quick
+@given(warmup=st.lists(st.floats(1e-4, 1e4), max_size=20), first=st.floats(0, 1e4), start=st.floats(0, 1e4))
+def test_warm_up_steps_are_in_no_statistic(warmup: list[float], first: float, start: float) -> None:
+    other = run_of(seen(warmup_step_seconds=tuple(warmup), first_step_seconds=first, init_seconds=start))
+    assert other.row == run_of(seen()).row
+
+
+def test_the_slowest_rank_decides_wherever_it_sits() -> None:
+    for slow in (0, 1, 2):
+        ranks = [seen(step_seconds=[0.3 if rank == slow else 0.1] * 10, data_parallel_size=3) for rank in range(3)]
+        row = run_of(*ranks).row
+        assert row.avg_step_time_ms == pytest.approx(300), slow
+        assert row.throughput_tokens_per_sec == pytest.approx(4 * 128 * 3 / 0.3), slow
+
+
+def test_model_parallel_ranks_do_not_multiply_the_batch() -> None:
+    row = run_of(*[seen(data_parallel_size=1)] * 2).row
+    assert row.throughput_tokens_per_sec == pytest.approx(4 * 128 / 0.1)
+    assert row.throughput_tokens_per_sec_per_gpu == pytest.approx(4 * 128 / 0.1 / 2)
+
+
+def test_batch_and_accumulation_are_those_the_engine_ran() -> None:
+    run = run_of(seen(micro_batch_size=8, grad_accum=2))
+    assert run.row.throughput_tokens_per_sec == pytest.approx(8 * 2 * 128 / 0.1)
+    assert (run.row.batch_size, run.row.grad_accum) == (8, 2)
+    assert any("ran micro-batch 8" in text for text in texts(run))
+
+
+# ------------------------------------------------------------------ failed trials
+
+
+def test_a_failed_trial_keeps_its_cause_and_what_was_asked_and_has_no_number() -> None:
+    of = fakes.workload(batch_size=7, grad_accum=2)
+    for status in (*schema.STATUSES[1:], "ValueError"):
+        failed = fakes.failure(fakes.trial(fakes.zero(1), on=PAIR, of=of), status)
+        row = make_run(replace(failed, caveats=("known before",)), find_preset("gpt2"), 1e15).row.values()
+        assert list(row) == [*COLUMNS, "caveat_list"]
+        asked = {"stage", "batch_size", "seq_length", "grad_accum", "num_steps", "warmup_steps", "repeat", "num_gpus"}
+        numbers = {name for name, value in row.items() if type(value) in (int, float)}
+        assert numbers - asked == {"wall_seconds", "method_version", "num_nodes"}, status
+        assert (row["success"], row["batch_size"], row["grad_accum"]) == (False, 7, 2)
+        assert (row["caveats"], row["error"]) == ("known before", failed.outcome.error)
+        assert row["error_details"] == failed.outcome.details
+
+
+def test_a_status_is_a_sign_and_a_word() -> None:
+    assert [status_text(status) for status in ("Success", "OOM (host)", "RuntimeError", "Skipped", "Interrupted")] == [
+        "✅ Success", "❌ OOM (host)", "❌ RuntimeError", "⏭️ Skipped", "⏹️ Interrupted",
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------------ FLOPs and MFU
+
+
+def test_mfu_by_hand() -> None:
+    """GPT-2: 6 × 123 532 032 matmul weights + 12 × 12 × 12 × 64 × 128 = 755 347 968 FLOPs a token.
+
+    1000 tokens/s on one device are 0.7553 TFLOP/s; of a peak of 10 TFLOP/s, 7.55 %.
+    """
+    facts = preset("gpt2")
+    assert facts.matmul_parameters == 123_532_032
+    entry = record_of(seen(step_seconds=[4 * 128 / 1000] * 10))
+    row = make_run(entry, facts, 10e12).row
+    assert row.model_tflops_per_gpu == pytest.approx(0.755347968)
+    assert row.mfu == pytest.approx(0.0755347968)
+    eight = make_run(record_of(*[replace(entry.ranks[0], data_parallel_size=8)] * 8), facts, 10e12).row
+    assert eight.mfu == pytest.approx(row.mfu)
+
+
+def test_mfu_needs_a_peak_and_a_model_and_is_no_result_above_1() -> None:
+    facts = find_preset("gpt2")
+    without_peak, without_model = make_run(fakes.success(), facts).row, make_run(fakes.success(), None, 1e15).row
+    assert (without_peak.mfu, without_model.mfu, without_model.model_tflops_per_gpu) == (None, None, None)
+    assert without_peak.model_tflops_per_gpu is not None
+    impossible = make_run(fakes.success(), facts, 1e9)
+    assert impossible.row.mfu is None
+    assert any(each.kind is CaveatKind.MFU_ABOVE_1 for each in impossible.caveats)
+
+
+# ------------------------------------------------------------------ memory
+
+
+def test_device_memory_is_the_worst_ranks_and_host_memory_the_fullest_nodes() -> None:
+    row = run_of(*(seen(gpu_peak_bytes=size * GB, host_peak_bytes=GB) for size in (3, 9, 5))).row
+    assert (row.gpu_peak_gb, row.cpu_used_gb) == (9, 3)
+    nodes = [seen(hostname=host, host_peak_bytes=size * GB) for host, size in (("a", 1), ("a", 2), ("b", 10))]
+    assert run_of(*nodes).row.cpu_used_gb == 10
+
+
+def test_a_sum_over_ranks_one_of_which_is_silent_is_not_known() -> None:
+    a, b = seen(host_peak_bytes=2 * GB, hostname="a"), seen(host_peak_bytes=GB, hostname="b")
+    assert run_of(a, b, replace(b, host_peak_bytes=None)).row.cpu_used_gb is None
+    assert run_of(a, replace(a, host_peak_bytes=None)).row.cpu_used_gb is None
+
+
+def test_the_share_of_the_card_counts_reserved_memory_and_what_is_outside_the_allocator() -> None:
+    """Of 80 GB 20 were reserved at the peak; context and NCCL have 2 more. Only both together can run out."""
+    used = {"gpu_reserved_bytes": 9 * GB, "gpu_device_used_bytes": 11 * GB}
+    assert run_of(
+        seen(gpu_peak_bytes=8 * GB, gpu_peak_reserved_bytes=20 * GB, gpu_total_bytes=80 * GB, **used)
+    ).row.gpu_percent == pytest.approx(27.5)
+    small = seen(gpu_peak_reserved_bytes=36 * GB, gpu_total_bytes=40 * GB)
+    large = seen(gpu_peak_reserved_bytes=40 * GB, gpu_total_bytes=80 * GB)
+    assert run_of(large, small).row.gpu_percent == pytest.approx(95)
+    emulated = fakes.trial(on=replace(CUDA, gpu_memory_limit_bytes=20 * GB))
+    of_emulated = fakes.success(emulated, gpu_peak_reserved_bytes=19 * GB, gpu_total_bytes=80 * GB)
+    assert make_run(of_emulated).row.gpu_percent == pytest.approx(95)
+    assert run_of(seen(gpu_total_bytes=None)).row.gpu_percent is None
+
+
+def test_disk_traffic_is_per_step_and_of_the_whole_job() -> None:
+    row = run_of(*[seen(nvme_read_bytes=100 * GB, nvme_written_bytes=0, nvme_stored_bytes=7 * GB)] * 2).row
+    assert (row.nvme_read_gb_per_step, row.nvme_written_gb_per_step, row.nvme_stored_gb) == (20, 0, 14)
+
+
+def test_the_ledger_has_cells_of_the_tiers_that_a_trial_uses() -> None:
+    swapping = fakes.trial(fakes.offload("nvme"), on=fakes.placement(nvme_path="/d"))
+    renamed = replace(swapping, configuration=replace(swapping.configuration, name="mine", label="mine"))
+    on_gpu = fakes.trial(fakes.zero(1), on=CUDA)
+    cells = [
+        (row.ledger_gpu_parameters_gb, row.ledger_gpu_gradients_gb, row.ledger_nvme_parameters_gb)
+        for row in rows(
+            fakes.success(on_gpu, ledger={"gpu": {"parameters": GB}}),
+            fakes.success(on_gpu, ledger={}),
+            fakes.success(renamed, ledger={"nvme": {"parameters": GB}}),
+        )
+    ]
+    assert cells == [(1.0, 0.0, None), (None, None, None), (None, None, 1.0)]
+
+
+def test_on_a_cpu_run_every_gpu_column_is_null() -> None:
+    (row,) = rows(fakes.success(ledger={"cpu": {"parameters": 5 * GB}}))
+    gpu = {value for name, value in row.values().items() if name.startswith(("gpu_", "ledger_gpu_"))}
+    assert gpu == {None}
+    assert (row.cpu_used_gb, row.ledger_cpu_parameters_gb) == (2.0, 5.0)
+
+
+def test_the_memory_of_cards_is_null_where_one_does_not_tell_it() -> None:
+    known, silent = fakes.environment().gpus
+    for cards, size in (((known, silent), 80.0), ((known, replace(silent, memory_total_bytes=None)), None)):
+        run = make_run(fakes.success(), environment=fakes.environment(gpus=cards))
+        assert run.row.gpu_memory_gb == size
+
+
+def phase(host: str, peak: int | None, end: int | None, pss: int | None, gpu: int | None = None) -> RankMeasurement:
+    sizes = [None if size is None else size * MB for size in (peak, end, pss, gpu)]
+    memory = PhaseMemory(
+        host_peak_bytes=sizes[0], host_end_bytes=sizes[1], host_end_pss_bytes=sizes[2], gpu_peak_bytes=sizes[3]
+    )
+    return replace(fakes.measurement(), hostname=host, phase_memory={"build": memory})
+
+
+def test_phases_count_shared_pages_once_on_the_fullest_node() -> None:
+    """Of 300 MB at the end, 100 are shared by the two ranks of a node: 250 each."""
+    build = node_phase_memory(
+        [phase("a", 400, 300, 250, 7), phase("a", 350, 300, 250, 9), phase("b", 500, 300, 300, 8)]
+    )
+    assert build["build"] == NodePhaseMemory(host_peak_bytes=650 * MB, host_end_bytes=500 * MB, gpu_peak_bytes=9 * MB)
+    silent = node_phase_memory([phase("a", 400, 300, 250), phase("a", None, 300, 250)])
+    assert silent["build"] == NodePhaseMemory(host_end_bytes=500 * MB)
+    assert node_phase_memory([fakes.measurement()]) == {}
+
+
+def test_a_checkpoint_costs_what_the_slowest_rank_and_the_fullest_node_take() -> None:
+    def saved(seconds: float, peak: int, written: int | None) -> CheckpointAction:
+        memory = PhaseMemory(host_peak_bytes=peak * MB, host_end_bytes=300 * MB, host_end_pss_bytes=200 * MB)
+        return CheckpointAction(seconds=seconds, memory=memory, written_bytes=written)
+
+    first = {"save": saved(2.0, 500, 7 * MB), "load": CheckpointAction(not_done="no such files")}
+    second = {"save": saved(3.0, 400, None), "load": CheckpointAction(seconds=0.1)}
+    row = run_of(seen(checkpoint=first, checkpoint_restored=True), seen(checkpoint=second)).row
+    assert (row.checkpoint_save_seconds, row.checkpoint_save_gb) == (3.0, 7 / 1024)
+    assert row.checkpoint_save_cpu_peak_gb == pytest.approx(700 / 1024)
+    assert (row.checkpoint_load_seconds, row.checkpoint_restored) == (None, True)
+    failed = seen(checkpoint_restored=False)
+    assert (is_restored([seen(checkpoint_restored=True), failed]), is_restored([seen()])) == (False, None)
+
+
+# ------------------------------------------------------------------ losses
+
+
+def test_losses_are_means_over_ranks_and_a_loss_of_zero_is_a_loss() -> None:
+    run = run_of(seen(losses=(0.0, 3.0, 0.0)), seen(losses=(1.0, None, 0.0)))
+    assert run.losses == (0.5, None, 0.0)
+    assert (run.row.first_loss, run.row.final_loss) == (0.5, 0.0)
+
+
+@quick
+@given(st.lists(st.lists(st.floats(-1e3, 1e3), min_size=4, max_size=4), min_size=1, max_size=5))
+def test_the_loss_of_a_step_is_the_mean_over_ranks(losses: list[list[float]]) -> None:
+    means = [math.fsum(step) / len(losses) for step in zip(*losses, strict=True)]
+    assert list(run_of(*(seen(losses=tuple(each)) for each in losses)).losses) == pytest.approx(means, abs=1e-9)
