@@ -3,7 +3,7 @@
 The launcher's RANK, LOCAL_RANK and WORLD_SIZE say which rank, or the variables of Open MPI, MPICH, Intel MPI or Slurm;
 without any it is rank 0 of 1. A failure is in the rank's file, and its message on standard error too.
 
-On several hosts there is no argument: DS_BENCH_TRIAL says which of the host's private folders is the trial's. The rank
+On several hosts there is no argument: DS_BENCH_TRIAL names the trial's private folder on the host. The rank
 is then a child of this process, which adds to ``exits.jsonl`` how it ended, as the leader does on one host.
 """
 
@@ -26,7 +26,7 @@ _RANK_VARIABLES = {
     "LOCAL_RANK": ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
     "WORLD_SIZE": ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"),
 }
-"""Variable that DeepSpeed reads → those that launchers set, in the order in which they count."""
+"""Variable that DeepSpeed reads → those that launchers set, first match wins."""
 
 
 def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def watch_rank(folder: Path, rank: int) -> None:
-    """Goes on as the rank in a child process; the parent notes the child's end, ends likewise and never returns."""
+    """Goes on as the rank in a child process; the parent notes the child's end, ends the same way and never returns."""
     pid = os.fork()
     if pid == 0:
         # The child of a fork does not inherit the request (prctl(2), PR_SET_PDEATHSIG).

@@ -53,7 +53,7 @@ def prepare_batches(
     """The micro-batches that are held on the device, and those that come through a data loader; None without one.
 
     ``count``: micro-batches of the run. Of a run with a data loader only the first one is held. Raises ValueError where
-    the workload's file is not the one that was checked, or the factory makes batches of its own beside it.
+    the workload's file is not the one that was checked, or the factory also makes batches of its own.
     """
     make_batch, reader = built.make_batch, None
     if workload.data_path is not None:
@@ -139,8 +139,8 @@ def make_batches(
     Floating-point tensors are given the training ``dtype``. Raises TypeError or ValueError where ``make_batch`` returns
     no batch of ``batch_size`` samples: throughput would count samples that are not there.
     """
-    # Not torch's global generator, from which stages draw differently while they build the model. Below 100,003 ranks
-    # no two pairs of seed and rank have the same number.
+    # Not torch's global generator, because stages draw differently from it while they build the model. Below
+    # 100,003 ranks no two pairs of seed and rank have the same number.
     generator = torch.Generator().manual_seed(seed * 100_003 + rank)
     batches: list[Batch] = []
     held_bytes = 0
@@ -199,7 +199,7 @@ class LoadedBatches:
             num_workers=workers,
             pin_memory=workload.data_pin_memory and device.type == "cuda",
             prefetch_factor=workload.data_prefetch if workers else None,
-            # open_batches is a closure, which cannot be sent to a process that is started anew.
+            # open_batches is a closure, which cannot be sent to a freshly started process.
             multiprocessing_context="fork" if workers else None,
         )
         self._batches = iter(self._loader)
@@ -247,7 +247,7 @@ class TokenReader:
     # Not in the constructor: with a data loader the worker processes map the file, and the rank does not.
     @cached_property
     def _ids(self) -> Any:
-        """All sequences, as rows that lie in the file."""
+        """All sequences as rows of the memory map."""
         ids = numpy.memmap(self._path, dtype=NUMPY_TYPES[self._dtype], mode="r")
         return ids[: self._sequences * self._seq_length].reshape(self._sequences, self._seq_length)
 

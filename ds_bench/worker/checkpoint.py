@@ -31,14 +31,14 @@ _PIECE_ELEMENTS = 2**22
 """Elements of an optimizer state that are summed at once: their copy in float64 takes 32 MiB."""
 _UNSUPPORTED = (NotImplementedError, AssertionError, ValueError, TypeError, KeyError, AttributeError, IndexError)
 """What DeepSpeed raises on every rank alike where it cannot do something. Any other exception, such as of a full disk,
-may be one rank's alone: it ends the trial, whose measured steps are stored."""
+may hit a single rank: it ends the trial, whose measured steps are stored."""
 _TITLES = {
     "save": "saving a checkpoint",
     "load": "loading it",
     "model_16bit": "saving the 16-bit model",
 }
 _SMALL_STATES = (
-    ": with the optimizer on NVMe DeepSpeed loads the swap files alone, and tensors too small to be swapped keep the "
+    ": with the optimizer on NVMe DeepSpeed loads only the swap files, and tensors too small to be swapped keep the "
     "values of later steps"
 )
 """Of DeepSpeed 0.19.8 (runtime/engine.py, load_checkpoint)."""
@@ -144,7 +144,7 @@ def _run(
 
 
 def _change_weights(trainer: training_loop.Trainer) -> None:
-    """Takes a further optimizer step, and halves the 16-bit weights, of which a step may leave most as they were."""
+    """Takes a further optimizer step, and halves the 16-bit weights, since a step may leave most of them unchanged."""
     for _ in range(trainer.grad_accum):
         phases.time_micro_step(trainer)
     with torch.no_grad():
@@ -170,7 +170,7 @@ def _swaps_optimizer(engine: Any) -> bool:
 
 
 def _state_norms(engine: Any) -> list[float]:
-    """The norm of each tensor of optimizer states on this rank, in any order; empty where they lie on a disk."""
+    """The norm of each tensor of optimizer states on this rank, in any order; empty if they are on a disk."""
     if _swaps_optimizer(engine):
         return []
     return sorted(_norm(tensor.detach().flatten()) for tensor in ledger.optimizer_states(engine))
@@ -183,7 +183,7 @@ def _norm(values: torch.Tensor) -> float:
 
 
 def _save_model(engine: Any, folder: Path) -> str | None:
-    """Saves the weights alone, gathered on the first rank at stage 3.
+    """Save only the weights, gathered on the first rank at stage 3.
 
     There DeepSpeed does so only where ``stage3_gather_16bit_weights_on_model_save`` is set: the row trained without,
     which changes nothing but this.

@@ -3,8 +3,8 @@
 DeepSpeed's own communication logger (``deepspeed.comm.comms_logger``, 0.19.8) is not used for times. Its time of an
 operation is the sum of all so far of that name (``Timer.elapsed(reset=False)`` in comm/comm.py); it does not see
 ``all_gather_coalesced``; it ends the process with exit code 0 at an operation that it does not know, such as
-``all_gather_object``; and on the CPU accelerator it times only the launch of an operation that runs beside the
-training, as those of stage 3 do. Counted here is what passes through DeepSpeed's backend, below that logger.
+``all_gather_object``; and on the CPU accelerator it times only the launch of an operation that overlaps with
+training, as at stage 3. Counted here is what passes through DeepSpeed's backend, below that logger.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Call:
 class CommunicationTimer:
     """Times every collective operation of DeepSpeed while it is active.
 
-    Each is waited for, also one that DeepSpeed launches to run beside the training, so that its time is its own and
+    Each is waited for, including operations that DeepSpeed overlaps with training, so that its time is its own and
     nothing overlaps. ``synchronize`` waits for the device.
     """
 
@@ -106,7 +106,7 @@ class CommunicationTimer:
     def operations(self, steps: int, device: torch.device) -> tuple[CommunicationOperation, ...]:
         """What each kind of operation took in a step, on average; the largest number of bytes first.
 
-        Every rank must call it: the time for which a rank waited for others is that beyond the fastest rank's.
+        Every rank must call it: a rank waited for others as long as it took longer than the fastest rank.
         """
         fastest = _fastest_of_ranks([call.seconds for call in self._calls], device)
         return summarise_calls(self._calls, fastest, steps)
@@ -135,7 +135,7 @@ def summarise_calls(
 
 
 def operation_bytes(name: str, arguments: Iterable[Any]) -> int:
-    """Size of the whole tensor of an operation: that of all ranks' parts, the largest of its arguments.
+    """Size of the whole tensor of an operation: all ranks' parts, the largest of its arguments.
 
     An all-reduce counts twice, as a reduce-scatter and an all-gather of the same tensor (Rajbhandari et al., "ZeRO",
     2020, section 7). 0 for objects and barriers.

@@ -1,6 +1,6 @@
 """Measures how much CPU time other programs took while a rank trained, and how often a quota stopped it.
 
-CPU time of every process on the processors that this rank may use, from the kernel, less that of this trial's
+CPU time of every process on the processors that this rank may use, from the kernel, minus the CPU time of this trial's
 processes and of those that started it. Not the load average, which still contains our own previous trial.
 """
 
@@ -48,7 +48,7 @@ class CpuReading:
 
 
 def load_between(before: CpuReading, after: CpuReading) -> dict[str, Any]:
-    """The ``cpu_*`` fields of a RankMeasurement; without those of the whole node where they are not known."""
+    """The ``cpu_*`` fields of a RankMeasurement; without the whole node's if unknown."""
     seconds = after.monotonic_seconds - before.monotonic_seconds
     own = after.own_seconds - before.own_seconds
     fields: dict[str, Any] = {
@@ -68,7 +68,7 @@ def load_between(before: CpuReading, after: CpuReading) -> dict[str, Any]:
 
 
 def own_cpu_seconds(cpus: Collection[int]) -> float:
-    """CPU time so far of the processes of this trial (those of this session) that may run on these processors, and of
+    """CPU time so far of the processes of this trial (this session) that may run on these processors, and of
     the programs that started it. Ranks that are bound to other processors are left out.
     """
     session, own = os.getsid(0), os.getpid()
@@ -82,7 +82,7 @@ def own_cpu_seconds(cpus: Collection[int]) -> float:
             ticks[pid] = int(values[11]) + int(values[12]), int(values[13]) + int(values[14])
             if int(values[3]) == session and _may_run_on(pid, cpus):
                 in_session.add(pid)
-    # With that of children that have ended (cutime), which have no entry of their own.
+    # Including ended children (cutime), which have no entry of their own.
     total = sum(sum(ticks[pid]) for pid in in_session)
     ancestor = parents.get(own, 0)
     while ancestor in parents:

@@ -27,7 +27,7 @@ from .failure import describe_error
 from .memory import io_bytes
 
 _CHUNK_BYTES = 64 * 2**20
-"""Size of one request: that of a large tensor."""
+"""Size of one request: a large tensor."""
 
 
 def measure(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _repeat(transfer: Callable[[int], None], max_bytes: int, max_seconds: float)
 
 if __name__ == "__main__":
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # DeepSpeed's builders and C++ print; the answer alone goes to stdout
+    os.dup2(2, 1)  # DeepSpeed's builders and C++ print; only the answer goes to stdout
     try:
         answer = measure(Path(sys.argv[1]), json.loads(sys.argv[2]))
     except Exception as error:  # of the disk, the file system or DeepSpeed

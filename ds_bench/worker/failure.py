@@ -1,6 +1,6 @@
 """Classifies an exception in a rank: the kind of failure, and the bytes requested and free.
 
-Texts are those of torch 2.11-2.13 and DeepSpeed 0.19.8; each pattern has a test that raises the real exception, or its
+Texts come from torch 2.11-2.13 and DeepSpeed 0.19.8; each pattern has a test that raises the real exception, or its
 text where that needs a GPU.
 """
 
@@ -42,7 +42,7 @@ _CAUSES = tuple(
             r"DefaultCPUAllocator: (?:can't|not enough)|Cannot allocate memory|std::bad_alloc|unable to mmap|"
             r"cudaHostAlloc.*(?:failed|out of memory)|Failed to CUDA host alloc|Unable to allocate .* for an array",
         ),
-        # Last: an error of NCCL that tells of lacking memory is one of memory.
+        # Last: an NCCL error that mentions a lack of memory is a memory error.
         (
             "peer_lost",
             r"Connection closed by peer|Connection reset by peer|Broken pipe|Connection refused|"
@@ -69,7 +69,7 @@ def classify(error: BaseException, *, limited: bool = False, device_free_bytes: 
     ``device_free_bytes``: free on the GPU when the error was caught; None where unknown.
     """
     text, (package, *_), name = str(error), type(error).__module__.split("."), type(error).__name__
-    # CUDA has one text for its own memory and for page-locked host memory; the failing line tells them apart.
+    # CUDA has one text for its own memory and for page-locked host memory; the failing line decides.
     frames = "".join(f"{frame.name} {frame.line}\n" for frame in traceback.extract_tb(error.__traceback__))
     if _PINNING_FAILED.search(text) and "pin_memory" in frames + text:
         return "pinned_memory"
@@ -78,7 +78,7 @@ def classify(error: BaseException, *, limited: bool = False, device_free_bytes: 
     if "CUBLAS_STATUS_NOT_INITIALIZED" in text and device_free_bytes is not None:
         return "device_oom" if device_free_bytes < _CUBLAS_WITHOUT_MEMORY_BYTES else "other"
     if kind := next((kind for kind, pattern in _CAUSES if pattern.search(text)), None):
-        # Semaphores lie in /dev/shm too, and the error of one that cannot be created names no path.
+        # Semaphores are files in /dev/shm too, and the error of one that cannot be created names no path.
         return "shared_memory" if kind == "disk_full" and "SemLock" in frames else kind
     if isinstance(error, MemoryError) or (limited and _NO_THREAD.search(text)):
         return "host_oom"
@@ -121,7 +121,7 @@ def rank_failure(
 ) -> RankFailure:
     """The failure as the rank reports it. ``phase`` is what the rank was doing.
 
-    ``emulated``: a smaller GPU is emulated, to which the free bytes of the real one do not apply.
+    ``emulated``: a smaller GPU is emulated, so the real one's free bytes do not apply.
     ``device_free_bytes``: free on the GPU when the error was caught; free bytes in its text are used first, since they
     were read earlier.
     """

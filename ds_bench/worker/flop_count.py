@@ -1,6 +1,6 @@
 """Counts the floating-point operations of a forward and a backward pass, on the operations that really run.
 
-For models whose shape is not known beforehand: those of a user's factory, trained whole or in part. A frozen weight has
+For models whose shape is not known beforehand: a user's factory, trained whole or in part. A frozen weight has
 no gradient, so that its matrix product runs twice, not three times; a frozen layer before all trained ones runs once.
 Counted are matrix products, convolutions and attention, two operations for a multiply-add, by torch's own table
 (``torch.utils.flop_counter``) but for attention; attention in full, whatever a causal mask leaves out.
@@ -31,7 +31,7 @@ def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
 
 def _attention_backward_flops(_gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Twice those of forward: torch's table adds the scores that a fused kernel computes again."""
+    """Twice the forward pass: torch's table adds the scores that a fused kernel computes again."""
     return 2 * _attention_flops(query, key, value)
 
 

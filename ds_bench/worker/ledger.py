@@ -41,7 +41,7 @@ _STATE_NAMES = (
     "fp32_groups_flat_partition",
     "_muon_pending_momentum",
 )
-"""Attributes that hold the fp32 master weights and the copy of Muon's momentum in which a step is prepared, which count
+"""Attributes that hold the fp32 master weights and Muon's copy of the momentum for the next step, which count
 as optimizer states."""
 
 
@@ -118,20 +118,20 @@ def count_storages(engine: Any, *, others: bool = True) -> StorageCounter:
 
 
 def optimizer_states(engine: Any) -> Iterator[torch.Tensor]:
-    """What the optimizer keeps of each parameter besides the weights, such as Adam's moments: this rank's part."""
+    """This rank's part of the optimizer states besides the weights, such as Adam's moments."""
     base = getattr(engine.optimizer, "optimizer", engine.optimizer)
     yield from map(_own_part, find_tensors({id(key): value for key, value in getattr(base, "state", {}).items()}))
 
 
 def _deepspeed_tensors(engine: Any) -> Iterator[tuple[str, Iterable[torch.Tensor | None]]]:
-    """Categories and the tensors of each, in the order in which they claim storages."""
+    """Categories and the tensors of each, first to claim a storage first."""
     wrapper, module = engine.optimizer, engine.module
     base = getattr(wrapper, "optimizer", wrapper)
     parameters = list(module.parameters())
     yield "parameters", parameters
     yield "parameters", (getattr(parameter, "ds_tensor", None) for parameter in parameters)
     yield "parameters", (getattr(parameter, "ds_secondary_tensor", None) for parameter in parameters)  # of hpZ
-    # After the parameters: where there are no fp32 master weights, the optimizer updates the parameters themselves.
+    # After the parameters: without fp32 master weights, the optimizer updates the parameters themselves.
     masters = list(_masters(wrapper, base))
     yield "optimizer_states", masters
     yield "optimizer_states", optimizer_states(engine)
@@ -153,7 +153,7 @@ def _own_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _masters(wrapper: Any, base: Any) -> Iterator[torch.Tensor]:
-    """What the optimizer updates: the fp32 master weights, or the parameters themselves where there are none."""
+    """Tensors that the optimizer updates: the fp32 master weights if there are any, else the parameters."""
     for group in getattr(base, "param_groups", ()):
         yield from (parameter for parameter in group["params"] if isinstance(parameter, torch.Tensor))
     for name in _STATE_NAMES:
@@ -186,7 +186,7 @@ def saved_storages(
 
 
 def count_activations(forward: Callable[[], Any], parameters: Iterable[torch.Tensor]) -> tuple[Any, dict[str, int]]:
-    """Runs ``forward`` and counts the storages that autograd saves for backward and that are no parameters.
+    """Runs ``forward`` and counts the storages that autograd saves for backward, except parameters.
 
     Returns what ``forward`` returns, and the bytes by tier.
     """
@@ -210,7 +210,7 @@ def gradient_hooks(
 ) -> Iterator[None]:
     """Calls ``call`` with each trained parameter and its gradient as backward computes it, within this context.
 
-    More than once for a parameter whose gradient comes in parts, as that of a tiled MLP.
+    More than once for a parameter whose gradient comes in parts, as in a tiled MLP.
     """
     handles = [
         parameter.register_hook(functools.partial(call, parameter))  # type: ignore[no-untyped-call]

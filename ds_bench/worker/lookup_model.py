@@ -66,13 +66,13 @@ def import_factory(name: str) -> Callable[[], Any]:
     module_name, _, function_name = name.partition(":")
     factory: Callable[[], Any] = getattr(importlib.import_module(module_name), function_name)
     if not callable(factory):
-        raise TypeError(f"{function_name} is no function")
+        raise TypeError(f"{function_name} is not a function")
     return factory
 
 
 def main() -> None:
     out = sys.stdout
-    sys.stdout = sys.stderr  # libraries print; the answer alone goes to stdout
+    sys.stdout = sys.stderr  # libraries print; only the answer goes to stdout
     answer: dict[str, Any] = {}
     try:
         if "--factory" in sys.argv:

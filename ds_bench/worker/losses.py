@@ -91,7 +91,7 @@ def _tiled_loss(head: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch
 
 
 def count_tiles(tokens: int) -> int:
-    """Number of parts of a micro-batch of so many tokens."""
+    """Number of parts of a micro-batch with this number of tokens."""
     return max(MIN_TILES, -(-tokens // MAX_TILE_TOKENS))
 
 
@@ -99,7 +99,7 @@ class _TiledLoss(torch.autograd.Function):
     """DeepSpeed's TiledFusedLogitsLoss (runtime/sequence_parallel/ulysses_sp.py), of a linear output layer.
 
     It computes gradients in the forward pass, before the loss scale and the accumulation steps are known, and when
-    ZeRO may not yet take the gradient of a weight that is also the embedding. So they are kept here, as Liger keeps
+    ZeRO must not yet take the gradient of a weight that is also the embedding. So they are kept here, as Liger keeps
     them, and scaled and handed on in the backward pass.
     """
 
@@ -142,19 +142,19 @@ def count_mlp_tiles(seq_length: int, hidden_size: int) -> int:
 
 
 def install_tiled_mlp(model: torch.nn.Module) -> None:
-    """Replaces the forward pass of every MLP of a Transformers model. Raises TypeError where there is none."""
+    """Replaces the forward pass of every MLP of a Transformers model. Raises TypeError if the model has no MLP."""
     blocks = [module for module in model.modules() if type(module).__name__.endswith("MLP")]
     if not blocks:
         raise TypeError(f"{type(model).__name__} has no module whose class is named as an MLP")
     for block in blocks:
-        # An attribute of the object: the class keeps its own forward pass, by which the parts are computed.
+        # An attribute of the object: the class keeps its own forward pass, which computes the parts.
         block.forward = types.MethodType(_tiled_forward, block)
 
 
 def _tiled_forward(block: Any, hidden: torch.Tensor) -> torch.Tensor:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
-    # Equal in all ranks, whose sequences have one length: else ranks of stage 3 would wait for each other for ever.
+    # Equal in all ranks, whose sequences have one length: else ranks of stage 3 would deadlock.
     tiles = count_mlp_tiles(hidden.shape[-2], hidden.shape[-1])
     # The parameters: DeepSpeed takes their gradients only with the last part (ds_grad_is_ready).
     output: torch.Tensor = TiledMLP.apply(_forward_of_tile, block, hidden, tiles, list(block.parameters()))

@@ -1,4 +1,4 @@
-"""What a rank does between its first heartbeat and its file: build, initialise, warm up, measure, inspect."""
+"""The work of a rank between its first heartbeat and its file: build, initialise, warm up, measure, inspect."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def measure(
     meter.end("initialize")
     memory.empty_device_cache(accelerator)
     change, frozen = WeightChange(engine, heartbeat), FrozenWeights(engine, heartbeat)
-    # The phase begins anew, so that reading the weights counts in none.
+    # The phase starts again, so that no phase includes reading the weights.
     meter.begin()
 
     # Seeded again: stages draw differently while they build, and dropout must drop the same elements in every row.
@@ -184,8 +184,8 @@ def _measure_training(
     measured["weight_change"] = change.since_start() if trial.workload.pass_type == "train" else None
     if change.note is not None:
         measured["notes"] = [*measured["notes"], change.note]
-    # Where parameters lie on a disk, DeepSpeed fails in a step after a forward pass that no backward pass followed.
-    # There the loss is computed last of all, after the step by which the checkpoint is tried.
+    # With parameters on a disk, DeepSpeed fails in a step after a forward pass that no backward pass followed.
+    # There the loss is computed last of all, after the step that checks the checkpoint.
     loss_last = trial.configuration.offload_param == "nvme"
     if not loss_last:
         measured["repeated_loss"] = training_loop.repeated_loss(trainer)
@@ -237,7 +237,7 @@ def _create_trainer(
 
 
 def _uses_tf32() -> bool:
-    """Whether fp32 matrix products run in TF32, by whichever of torch's switches, unless cuBLAS is told not to."""
+    """Whether fp32 matrix products run in TF32, by whichever of torch's switches, unless a variable turns it off."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32" and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
 
 
@@ -290,7 +290,7 @@ def _measure_phases_and_ledger(trainer: training_loop.Trainer, assignment: Assig
     batch = next(trainer.batches)
     reference = isinstance(engine, ReferenceEngine)
     parameters = list(engine.parameter_tensors() if reference else engine.module.parameters())
-    counted = None if trainer.is_compiled else FlopCount()  # compiled code would be compiled anew under it
+    counted = None if trainer.is_compiled else FlopCount()  # a compiled model would be compiled again under it
     with counted or contextlib.nullcontext():
         loss, activations = ledger.count_activations(lambda: trainer.compute_loss(batch), parameters)
         inside_backward = _backward_with_ledger(engine, loss)

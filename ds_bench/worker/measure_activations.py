@@ -43,9 +43,9 @@ TERMS = ("1", "s", "ss", "b", "bs", "bss")
 BATCHES = (2, 3)
 """Not 1: slices of a single sequence stay contiguous and are not copied, which makes 8 bytes of difference."""
 LOSS_BATCHES = (512, 1024)
-"""So many tokens that the logits outweigh the gradient of the LM head, which is no temporary of the loss."""
+"""Batches whose logits outweigh the gradient of the LM head, which is not a temporary of the loss."""
 LIMIT_BATCHES = (1024, 2048)
-"""So many tokens that a loss is computed in parts of a fixed size."""
+"""Batches large enough for a loss in parts of a fixed size."""
 _UNLIMITED = 2**62
 SEQUENCES = (16, 32, 48)
 LAYERS = 2
@@ -56,7 +56,7 @@ _MIN_PARAMETER_FRACTION = 0.1
 """Of a model's parameters: from here on a list of modules is taken for its blocks."""
 _FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _OWN_NUMBERS = ("layer_idx", "layer_id", "layer_number", "idx")
-"""Attributes in which blocks of one kind differ: each block's own place in the model."""
+"""Attributes that differ between blocks of one kind: each block's position in the model."""
 
 _IN_FP32_UNDER_AUTOCAST = (
     torch.pow,
@@ -97,7 +97,7 @@ def measure(request: Mapping[str, Any], report_partial: Callable[[Answer], None]
         if not is_whole:  # its layers are alike
             del fits["largest_layer"]
         answer["formats"][precision] = fits
-        # Where weights are frozen, stage 3 keeps more than other stages (_linear_of_stage_3). The model is built anew,
+        # Where weights are frozen, stage 3 keeps more than other stages (_linear_of_stage_3). The model is built again,
         # since fitting has changed the first one.
         if answer.get("frozen") and not autocast:
             model, make_batch = build_fake_model(request, _FORMATS[precision])
@@ -180,7 +180,7 @@ def build_fake_model(
 
 
 def _call_factory(name: str, dtype: torch.dtype) -> tuple[torch.nn.Module, build.MakeBatch | None]:
-    """What a factory returns, in number format ``dtype``, without the values that initialisation draws."""
+    """The factory's model, in number format ``dtype`` and without initial values, and its function for batches."""
     from transformers import PreTrainedModel
     from transformers.initialization import no_init_weights
 
@@ -278,7 +278,7 @@ def _split_by_layer(model: torch.nn.Module, layers: list[torch.nn.Module]) -> di
 
 
 def _count_tensors(model: torch.nn.Module, block_count: int) -> Answer:
-    """What is known of a whole model without a forward pass."""
+    """Facts of a whole model that need no forward pass."""
     parameters = list(model.parameters())
     is_tied = False
     with contextlib.suppress(Exception):  # a model of another library may lack the function, or be without parameters
@@ -314,7 +314,7 @@ class _ShortenedModel:
         what all share: it stands for none where there is a second."""
         self._current = 0
         for number, block in enumerate(self.blocks):
-            # After each block the next share begins, to which what autograd saves from then on belongs.
+            # After each block, saved tensors belong to the next share.
             block.register_forward_hook(lambda *_, number=number: setattr(self, "_current", number + 1))
 
     def _forward(self, batch: dict[str, torch.Tensor]) -> Any:
@@ -322,7 +322,7 @@ class _ShortenedModel:
             return self.model(**batch)
 
     def saved_bytes(self, batch_size: int, sequence: int) -> list[int]:
-        """Bytes of the storages that autograd saves in a forward pass and that are no parameters (see ``ledger``).
+        """Bytes of the storages that autograd saves in a forward pass, except parameters (see ``ledger``).
 
         One number for each block, from the end of the block before it on, and one for what follows the last block.
         """
@@ -473,7 +473,7 @@ def _fit_activations(model: _ShortenedModel, sequences: tuple[int, ...], request
 def _loss_in_parts(name: str, *, of_fixed_size: bool) -> Iterator[None]:
     """Computes a loss in parts as at small micro-batches, whose parts grow, or as at large ones, whose parts do not.
 
-    For ``chunked`` the parts of a fixed size are those of its kernel on CUDA, which take no memory.
+    For ``chunked`` parts of a fixed size mean its kernel on CUDA, whose parts take no memory.
     """
     if name == "tiled":
         with mock.patch.object(losses, "MAX_TILE_TOKENS", losses.MAX_TILE_TOKENS if of_fixed_size else _UNLIMITED):
@@ -563,7 +563,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def forget_peak(self) -> None:
-        """Makes the peak that of what follows."""
+        """Start the peak again from what is alive now."""
         self.peak = self.now
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -600,7 +600,7 @@ def _name_terms(coefficients: Any) -> dict[str, float | int]:
 
 def main() -> None:
     out = sys.stdout
-    sys.stdout = sys.stderr  # libraries print; the answers alone go to stdout
+    sys.stdout = sys.stderr  # libraries print; only the answers go to stdout
 
     def write(answer: Answer) -> None:
         print(json.dumps(answer), file=out, flush=True)

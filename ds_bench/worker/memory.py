@@ -40,7 +40,7 @@ class PhaseMeter:
     """Measures the memory of this rank in one phase of the trial after the other.
 
     Each peak is the kernel's high-water mark, which is reset between phases; nothing is sampled. Where the kernel does
-    not allow the reset, the peak of a phase is known only if it was above those of all phases before.
+    not allow the reset, the peak of a phase is known only if it exceeds all earlier phases.
     """
 
     def __init__(self, accelerator: str) -> None:
@@ -52,7 +52,7 @@ class PhaseMeter:
         self._highest_before = 0
 
     def begin(self) -> None:
-        """Begins a phase: what was used before it counts no more."""
+        """Begin a phase: earlier use no longer counts."""
         self.can_reset = reset_host_peak() and self.can_reset
         self._highest_before = 0 if self.can_reset else peak_resident_bytes() or 0
         if self._accelerator == "cuda":
@@ -77,7 +77,7 @@ class PhaseMeter:
         self.begin()
 
     def highest(self, name: str, *phases: str) -> int | None:
-        """The highest value of a field in those phases that were measured; None if none is known."""
+        """The highest value of a field in those phases that were measured; None if all are unknown."""
         measured = (self.phases[phase].get(name) for phase in phases if phase in self.phases)
         return max((size for size in measured if size is not None), default=None)
 
@@ -161,12 +161,12 @@ def _proportional_bytes() -> int | None:
 
 
 def host_facts(meter: PhaseMeter) -> Mapping[str, Any]:
-    """The ``host_*`` fields of a RankMeasurement after the last measured step, with which ``meter`` ended a phase."""
+    """The ``host_*`` fields of a RankMeasurement after the last measured step, after ``meter`` has ended its phase."""
     sums = read_table(_PROCESS / "smaps_rollup")
     shared = [sums[name] for name in ("Shared_Clean", "Shared_Dirty") if name in sums]
     return {
         "host_peak_bytes": meter.highest("host_peak_bytes", *meter.phases),
-        # Without resets the high-water mark may be that of building the model.
+        # Without resets the high-water mark may date from building the model.
         "host_peak_steps_bytes": (
             meter.highest("host_peak_bytes", "first_step", "warm_up", "steady") if meter.can_reset else None
         ),

@@ -59,7 +59,7 @@ class BuiltModel:
     stage3: object | None
     """While this object exists, Transformers takes weights for partitioned: keep it as long as the model is used."""
     notes: tuple[str, ...] = ()
-    """What was changed of a factory's model."""
+    """Changes made to a factory's model."""
 
 
 class _Zero3Config:
@@ -77,7 +77,7 @@ def register_zero3_config(config: Mapping[str, Any]) -> object:
     from transformers.integrations.deepspeed import set_hf_deepspeed_config
 
     stage3 = _Zero3Config(dict(config))
-    # Transformers keeps a weak reference alone (integrations/deepspeed.py).
+    # Transformers keeps only a weak reference (integrations/deepspeed.py).
     set_hf_deepspeed_config(stage3)
     return stage3
 
@@ -132,7 +132,7 @@ def build_model(
 
 
 def _note_of_formats(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[str]:
-    """Says so of a factory's model that keeps parameters in several number formats, of which training leaves one."""
+    """Says so of a factory's model that keeps parameters in several number formats, while training uses only one."""
     formats = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if len(formats) > 1:
         names = " and ".join(sorted(str(each).removeprefix("torch.") for each in formats))
@@ -172,7 +172,7 @@ def _build_from_config(workload: Workload, dtype: torch.dtype, device: torch.dev
 
 
 def call_factory(name: str) -> tuple[torch.nn.Module, MakeBatch | None]:
-    """The model that ``package.module:function`` returns, alone or with a function that makes its batches."""
+    """Return the model that ``package.module:function`` makes, and its function for batches if it has one."""
     returned = import_factory(name)()
     model, make_batch = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if not isinstance(model, torch.nn.Module):
@@ -235,7 +235,7 @@ def reinitialise_weights(
 ) -> None:
     """Draws every parameter of two or more dimensions from N(0, 0.02²), seeded by ``seed`` and its name.
 
-    ``report_progress`` is called before each parameter: at stage 3 gathering those of a large model takes minutes.
+    ``report_progress`` is called before each parameter: at stage 3 gathering a large model takes minutes.
     ``device``: where the values are drawn, as each device draws others; None: where the parameter is.
     """
     import deepspeed
@@ -288,7 +288,7 @@ def matrices_on_meta() -> Iterator[None]:
 
 
 def find_blocks(model: torch.nn.Module, min_parameter_fraction: float = 0.0) -> list[torch.nn.Module]:
-    """The blocks that a model repeats: members of its lists of modules that lie in no other such list.
+    """The blocks that a model repeats: members of its lists of modules outside any other such list.
 
     ``min_parameter_fraction``: part of the model's parameters that a list must hold.
     """
@@ -318,7 +318,7 @@ def attention_of(model: torch.nn.Module) -> str | None:
 
 
 def parameter_sizes(model: torch.nn.Module, *, trained: bool = False) -> list[int]:
-    """Elements of every parameter of the whole model, tied ones once, partitioned or not. ``trained``: of those alone
+    """Elements of every parameter of the whole model, tied ones once, partitioned or not. ``trained``: only of those
     that are trained."""
     parameters = (each for each in model.parameters() if each.requires_grad or not trained)
     return [int(getattr(each, "ds_numel", each.numel())) for each in parameters]

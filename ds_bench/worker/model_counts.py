@@ -1,7 +1,7 @@
 """Counts of a model from its modules, as Transformers builds them on the meta device: shapes without memory.
 
 The counts of built-in models are kept in ``models/counts.json``, which ``scripts/make_model_counts.py`` writes, so that
-no command needs torch for them. Those of a local or Hub model are counted when it is looked up.
+no command needs torch for them. A local or Hub model is counted when it is looked up.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ARCHITECTURES = (
     "gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3_text", "phi3",
     "deepseek_v2", "gpt_oss",
 )  # fmt: skip
-"""Architectures, as Transformers calls them, of which it is known what modules multiply a token."""
+"""Architectures, as Transformers calls them, whose modules that multiply a token are known."""
 
 
 def build_without_memory(config: Any, *, trust_remote_code: bool = False) -> Any:

@@ -30,9 +30,9 @@ class DiskUse:
         self.read_bytes = 0
         self.written_bytes = 0
         self.wait_seconds = 0.0
-        """In which training stood still: calls that start operations, and calls that wait for them."""
+        """Time that training stood still: in calls that start operations or wait for them."""
         self.busy_seconds = 0.0
-        """In which operations were under way, each moment once."""
+        """Time with operations under way, each moment once."""
         self._outstanding: set[int] = set()
         self._busy_since = 0.0
 
@@ -128,7 +128,7 @@ class OffloadTimer:
         self.disk.end_all(time.perf_counter())
 
     def times(self, steps: int) -> OffloadTimes:
-        """What was seen, for each of ``steps`` steps."""
+        """Return the mean of each of ``steps`` steps."""
         disk, found = self.disk, dict[str, float]()
         if self.cpu_adam_bytes:
             found |= {"cpu_adam_seconds": self.cpu_adam_seconds, "cpu_adam_bytes": self.cpu_adam_bytes}
@@ -196,7 +196,7 @@ def _changes_device(name: str, tensor: torch.Tensor, arguments: tuple[Any, ...],
         source = arguments[0] if arguments else keywords["src"]
         return isinstance(source, torch.Tensor) and source.device.type != tensor.device.type
     if name == "to":
-        # torch's own parser: a device may come by place, by name, or as that of another tensor.
+        # torch's own parser: a device may come by place, by name, or with another tensor.
         device, *_ = torch._C._nn._parse_to(*arguments, **keywords)
         return device is not None and device.type != tensor.device.type
     return tensor.device.type != name

@@ -1,4 +1,4 @@
-"""What a step's time is spent on, from further steps after the measured window that are synchronised between phases."""
+"""Parts of a step's time, from further steps after the measured window that are synchronised between phases."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def measure_communication(trainer: training_loop.Trainer) -> dict[str, Any]:
         phases = phase_times(trainer, lambda: communication.seconds + offload.disk.wait_seconds + offload.copy_seconds)
     parts = {**phases.own_seconds, "communication": communication.seconds / _STEPS}
     if offload.swaps or offload.copy_seconds:
-        # not the sum of all copies, to which those of micro-batches to the device between steps belong
+        # not the sum of all copies, which include copies of micro-batches to the device between steps
         parts["transfer"] = max(0.0, sum(phases.seconds.values()) - sum(parts.values()))
     return {
         "communication": [asdict(each) for each in communication.operations(_STEPS, trainer.first_device)],

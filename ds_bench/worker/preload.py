@@ -98,7 +98,7 @@ if os.environ.get("DS_ACCELERATOR") == "cpu":
     _load_ops(tuple(filter(None, os.environ.get("DS_BENCH_PRELOAD_OPS", "").split(","))))
 else:
     _close_nvml()
-# pydantic's reader of what a rank is told is made here once, and not by every rank.
+# pydantic builds its reader of an assignment here once instead of in every rank.
 json_files.adapter(Assignment)
 GPU_FILES = open_gpu_files()
 """Device files for computing on a GPU that this process has open after preloading; ranks are forked only if none."""

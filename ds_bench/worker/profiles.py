@@ -34,7 +34,7 @@ def observe_nsys(steps: ProfiledSteps) -> Sequence[str]:
 
 
 def take_window(steps: ProfiledSteps, api: Any) -> Sequence[str]:
-    """Take the steps, those of the window between ``api.start()`` and ``api.stop()``, as ``torch.cuda.profiler``'s."""
+    """Take the steps, with ``api.start()`` and ``api.stop()`` (as of ``torch.cuda.profiler``) around the window."""
     workload, inspection = steps.trial.workload, steps.trial.inspection
     steps_before = workload.warmup_steps + workload.num_steps
     window = inspection.nsys_window(steps_before)
@@ -57,7 +57,7 @@ PROFILERS: Mapping[ProfileName, tuple[Observe, int]] = {
     "memory": (torch_profile.observe_memory, 0),
     "nsys": (observe_nsys, 0),
 }
-"""Profiler → how it observes, and the steps that it takes besides those of ``--profile-steps``."""
+"""Profiler → how it observes, and its steps in addition to ``--profile-steps``."""
 
 
 def take_profiles(

@@ -103,7 +103,7 @@ def _check_all_ranks_are_started(assignment: Assignment, world_size: int) -> Non
 
 
 def rank_environment(assignment: Assignment, rank: int, local_rank: int, world_size: int) -> dict[str, str]:
-    """Variables that a rank needs: those of the assignment and, where ranks meet through a file, what launchers set."""
+    """Variables of a rank: the assignment's and, where ranks meet through a file, what launchers set."""
     variables = dict(assignment.environment)
     if assignment.rendezvous is not None:
         variables |= {
@@ -143,7 +143,7 @@ def set_threads(count: str) -> None:
 def choose_cpus(
     binding: CpuBinding, allowed: list[int], numa_nodes: list[list[int]], local_rank: int, local_size: int
 ) -> list[int]:
-    """The processors of a rank: an equal part of those that are allowed, or of those of one NUMA node.
+    """The processors of a rank: an equal part of the allowed ones, or of one NUMA node's.
 
     Ranks of a NUMA node share its processors. Raises ValueError where a rank would get none.
     """

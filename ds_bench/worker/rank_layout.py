@@ -1,6 +1,6 @@
-"""Which ranks train on the same data: those of a tensor-parallel group (AutoTP) or a sequence-parallel one (Ulysses).
+"""Which ranks train on the same data: a tensor-parallel group (AutoTP) or a sequence-parallel one (Ulysses).
 
-Groups are of consecutive ranks. The ranks of a tensor-parallel group get equal batches, those of a sequence-parallel
+Groups are of consecutive ranks. Ranks of a tensor-parallel group get equal batches, ranks of a sequence-parallel
 group the parts of the same sequences; no run has both.
 """
 

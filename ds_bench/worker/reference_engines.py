@@ -1,4 +1,4 @@
-"""torch's own data-parallel engines, beside which DeepSpeed's rows are held: DistributedDataParallel and FSDP2.
+"""torch's own data-parallel engines, the references for DeepSpeed's rows: DistributedDataParallel and FSDP2.
 
 A reference engine trains the same weights on the same batches in the same loop, and is measured by the same code: it
 has the methods and attributes of a DeepSpeed engine that ``training_loop`` and ``measure`` use, and says itself which
@@ -32,7 +32,7 @@ _OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torc
 class ReferenceEngine(abc.ABC):
     """One rank's model, optimizer and gradient synchronisation, with the interface of a DeepSpeed engine.
 
-    ``config``: the row's DeepSpeed configuration, of which batch, optimizer, clipping and number format are read.
+    ``config``: the row's DeepSpeed configuration, for batch, optimizer, clipping and number format.
     """
 
     stage: int
@@ -68,7 +68,7 @@ class ReferenceEngine(abc.ABC):
 
     @abc.abstractmethod
     def weight_fragments(self) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """Name of each trained tensor of which this rank answers for a part, index of its first value, and the values,
+        """Yield for each trained tensor that this rank holds a part of: name, index of the first value, and the values,
         flat; the parts of all ranks make up the model, each weight once."""
 
     @property
@@ -149,7 +149,7 @@ class ReferenceEngine(abc.ABC):
         return {"model": weights, "optimizer": states}
 
     def save_16bit_model(self, save_dir: str) -> None:
-        """Saves the weights alone in the row's number format, on the first rank; to be called on all ranks."""
+        """Save only the weights in the row's number format, on the first rank; to be called on all ranks."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -204,7 +204,7 @@ class DdpEngine(ReferenceEngine):
         return {"bucket_cap_mb": BUCKET_MB, "gradient_as_bucket_view": True, "autocast_dtype": autocast}
 
     def __call__(self, **batch: torch.Tensor) -> Any:
-        # Around the forward pass alone: in it DDP decides whether the backward pass reduces gradients.
+        # Only around the forward pass: there DDP decides whether the backward pass reduces gradients.
         accumulate = contextlib.nullcontext() if self.at_accumulation_boundary else self._parallel.no_sync()
         reduced = self._dtype is not torch.float32
         with accumulate, torch.autocast(self._device.type, dtype=self._dtype if reduced else None, enabled=reduced):
@@ -212,13 +212,13 @@ class DdpEngine(ReferenceEngine):
 
     def step(self) -> None:
         if self.at_accumulation_boundary and self._micro_steps // self._grad_accum == 1:
-            # DDP rebuilds its buckets once, before the second step, in the order in which gradients became ready.
+            # DDP rebuilds its buckets once, before the second step, in the order of the first gradients.
             self._buckets = [parameter.grad for parameter in self._trained if parameter.grad is not None]
         super().step()
 
     def tensors_by_category(self) -> Iterator[tuple[str, Iterable[torch.Tensor | None]]]:
         yield from super().tensors_by_category()
-        # Kept between steps too; while micro-batches are accumulated, gradients are no views into them.
+        # Kept between steps too; while micro-batches are accumulated, gradients are not views into them.
         yield "gradients", self._buckets
 
     def weight_fragments(self) -> Iterator[tuple[str, int, torch.Tensor]]:
@@ -232,7 +232,7 @@ class Fsdp2Engine(ReferenceEngine):
     """``fully_shard`` of every block and of the rest of the model, each tensor split by rows among the ranks.
 
     ``model``: with matrices on the meta device (``model.matrices_on_meta``), which are drawn here group by group, so
-    that no rank holds more than one whole group. Blocks are those of ``model.find_blocks``.
+    that no rank holds more than one whole group. ``model.find_blocks`` finds the blocks.
     """
 
     stage = 3
@@ -250,7 +250,7 @@ class Fsdp2Engine(ReferenceEngine):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         dtype = training_dtype(config)
-        # Names within the whole model, by which values are drawn; a block knows only the last parts of them.
+        # Names within the whole model, since values are drawn by name; a block knows only the last parts of them.
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
@@ -341,11 +341,11 @@ def _create_optimizer(
 ) -> torch.optim.Optimizer:
     """torch's optimizer for the ``optimizer`` block of a DeepSpeed configuration: fused on CUDA, else multi-tensor.
 
-    Of split parameters torch fuses Adam and AdamW alone (distributed/tensor/_ops/_pointwise_ops.py).
+    For split parameters torch fuses only Adam and AdamW (distributed/tensor/_ops/_pointwise_ops.py).
     """
     params = dict(block.get("params", {}))
     params.pop("torch_adam", None)
-    decoupled = params.pop("adam_w_mode", True)  # DeepSpeed makes AdamW of Adam unless it is told not to
+    decoupled = params.pop("adam_w_mode", True)  # DeepSpeed makes AdamW of Adam unless this is off
     name = str(block.get("type", "")).lower()
     create: Any = _OPTIMIZERS["adamw" if name == "adam" and decoupled else name]
     implementation = {"fused": True} if device.type == "cuda" and name != "sgd" else {"foreach": True}
@@ -363,7 +363,7 @@ def total_grad_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
 class PassEngine(ReferenceEngine):
     """Runs the passes of a ``pass_type`` other than ``train``, with the interface of a DeepSpeed engine.
 
-    A forward pass is that of training: it keeps what a backward pass would need until the pass is over. Gradients of a
+    A forward pass runs as in training: it keeps what a backward pass would need until the pass is over. Gradients of a
     backward pass are freed where training would update the weights. Parameters have the number format of training.
     """
 

@@ -40,7 +40,7 @@ def connect_ranks(assignment: Assignment, accelerator: str) -> None:
 
 
 def serve_store(environ: Mapping[str, str]) -> TCPStore | None:
-    """Serves the store in which the ranks of several hosts meet, at MASTER_ADDR and MASTER_PORT alone.
+    """Serve the store through which the ranks of several hosts meet, only at MASTER_ADDR and MASTER_PORT.
 
     torch by itself listens on every interface, and anybody who connects may write into the store. None where
     MASTER_ADDR is a name, which may stand for another address here than elsewhere, or no address of this host.

@@ -33,7 +33,7 @@ _STEP = "optimizer step"
 """Marks each step in the trace. Its own time is that outside operators."""
 _OUTSIDE = "(Python and waiting, outside operators)"
 _NO_OPERATOR = "(kernels that no operator launched)"
-"""Those of DeepSpeed's own ops and of compiled code among them."""
+"""Kernels of DeepSpeed's own ops and of compiled code, among others."""
 _CATEGORIES = (
     "parameters",
     "optimizer states",
@@ -120,9 +120,9 @@ def profile_memory(activities: Any = None) -> torch.profiler.profile:
 
 
 def export_timeline(profiler: torch.profiler.profile, steps: ProfiledSteps) -> str:
-    """Writes the bytes of each category over time, as torch exports them. Returns a line with those of the peak.
+    """Writes the bytes of each category over time, as torch exports them. Returns a line about the peak.
 
-    torch refuses where operators write to one tensor twice, as those of stage 3 do: then the bytes are not told apart.
+    torch refuses where operators write to one tensor twice, as at stage 3: then the bytes have no categories.
     """
     path = steps.file("memory_timeline.json.gz")
     device = steps.trainer.first_device

@@ -20,9 +20,9 @@ from .steps import StepClock, StepRecorder
 
 Batch = dict[str, torch.Tensor]
 _MAX_EXTRA_WARMUP = 64
-"""Limit of the further warm-up steps in which fp16's loss scale may settle."""
+"""Limit of the further warm-up steps for fp16's loss scale to settle."""
 _MAX_COMPILING_STEPS = 16
-"""Limit of the further warm-up steps in which a compiled model may settle."""
+"""Limit of the further warm-up steps for a compiled model to settle."""
 DEEPCOMPILE_WARMUP = 8
 """Warm-up steps that DeepCompile needs at least: it compiles again at step 5 (compile/init_z3.py, WARMUP)."""
 
@@ -72,8 +72,8 @@ class Trainer:
     ) -> None:
         """``loaded``: the micro-batches to train on; None: ``batches``, again and again.
 
-        ``loss_share``: weight of this rank's mean loss in that of its sequences, of which each of ``loss_parts`` ranks
-        has a part. ``synchronized``: see ``StepClock``.
+        ``loss_share``: weight of this rank's mean loss in the mean loss of its sequences, shared by ``loss_parts``
+        ranks. ``synchronized``: see ``StepClock``.
         """
         self.engine = engine
         self.accelerator = accelerator
@@ -93,7 +93,7 @@ class Trainer:
     def compute_loss(self, batch: Batch) -> torch.Tensor:
         """Forward pass. Where each rank has a part of every sequence, the mean over ranks is the loss of the sequences.
 
-        The gradients are those of the rank's share in that loss: DeepSpeed adds up those of a sequence's ranks.
+        The gradients are those of the rank's share in that loss: DeepSpeed adds up the gradients of a sequence's ranks.
         """
         loss = loss_of(self.engine(**batch))
         if self._loss_parts == 1:
@@ -159,7 +159,7 @@ class Trainer:
             clock.mark()
             if self.recorder is not None:
                 self.recorder.end_step(clock, measured)
-            # The host's time: that of the device could be read only by waiting for it.
+            # The host's time: reading the device's would mean waiting for it.
             now = time.perf_counter()
             self.heartbeat.beat("step", self._steps_done, now - before)
             before = now
@@ -176,16 +176,16 @@ def reported_grad_norm(engine: Any) -> Any:
     norm, wrapper = engine.get_global_grad_norm(), type(engine.optimizer).__name__
     if norm is None or wrapper not in ("FP16_Optimizer", "FP16_UnfusedOptimizer"):
         return norm
-    if engine.autotp_size() > 1:  # the norm of one rank's parts alone (runtime/utils.py, get_weight_norm)
+    if engine.autotp_size() > 1:  # only the norm of one rank's parts (runtime/utils.py, get_weight_norm)
         return None
-    # Of the scaled gradients in this wrapper alone (fp16/unfused_optimizer.py, step).
+    # Only this wrapper has the norm of the scaled gradients (fp16/unfused_optimizer.py, step).
     return norm / engine.optimizer.loss_scale_config.cur_scale if wrapper == "FP16_UnfusedOptimizer" else norm
 
 
 def warm_up(trainer: Trainer, steps: int, after: Iterable[tuple[int, Callable[[], None]]] = ()) -> list[float]:
     """Take ``steps`` steps, and under fp16's dynamic loss scale more, until the optimizer has not skipped one.
 
-    ``after``: numbers of steps, and what to call between two steps once so many are done; more than ``steps`` never
+    ``after``: numbers of steps, and what to call between two steps once that many are done; more than ``steps`` never
     are. Return the seconds of each step.
     """
     seconds = list[float]()
@@ -210,7 +210,7 @@ def warm_up_compiled(trainer: Trainer, steps_done: int, min_steps: int) -> list[
         before = compiled_graphs()
         seconds += trainer.time_steps(1)
         compiled = torch.tensor(compiled_graphs() > before, device=trainer.first_device, dtype=torch.int32)
-        # Ranks may compile in different steps; one that takes a step more than the others would wait in it for ever.
+        # Ranks may compile in different steps; a rank that took an extra step would deadlock.
         torch.distributed.all_reduce(compiled, torch.distributed.ReduceOp.MAX)
         if steps_done + len(seconds) >= min_steps and not compiled.item():
             break

@@ -3,7 +3,7 @@
 A count sketch (Charikar, Chen, Farach-Colton, "Finding frequent items in data streams", 2002): every weight is
 multiplied by a fixed sign and added to one of ``DIMENSIONS`` sums, both chosen by the name of its tensor and its index
 in it. The sketch is linear: the sketch of the change is the difference of two sketches, and the sketch of the whole
-model is the sum of those of the ranks. No rank gathers anything or waits for another: each reads its own fp32 master
+model is the sum of the ranks' sketches. No rank gathers anything or waits for another: each reads its own fp32 master
 weights where DeepSpeed keeps them. Only AutoTP, which may cut tensors along any dimension, gathers layer by layer.
 
 Cost: three or four passes over the rank's own share of the weights, in pieces of 0.5 MB; the heartbeat goes on. A pass
@@ -58,7 +58,7 @@ class WeightChange:
         self._engine = engine
         self._heartbeat = heartbeat
         self.note: str | None = None
-        """Why there is no sketch; None where there is one."""
+        """Why there is no sketch; None if there is a sketch."""
         self._before = self._read()
         self._early_start, self.early_window = self._before, dict[str, Any]()
 
@@ -97,7 +97,7 @@ class WeightChange:
 
 
 class FrozenWeights:
-    """Tells whether a rank's share of the parameters that are not trained has changed since training began.
+    """Finds out whether a rank's share of the parameters that are not trained has changed since training began.
 
     Compared are sums of the bits of their values, which any update changes.
     """
@@ -110,7 +110,7 @@ class FrozenWeights:
         """None if no parameter is frozen, and if none could be read in time."""
         if not self._before:
             return None
-        # A tensor that there was no time to read at the start counts as unchanged.
+        # A tensor that could not be read in time at the start counts as unchanged.
         return any(self._before.get(name, sums) != sums for name, sums in self._read().items())
 
     def _read(self) -> dict[str, list[int]]:
@@ -128,7 +128,7 @@ class FrozenWeights:
 
 
 def _held_part(parameter: Any) -> torch.Tensor | None:
-    """What this rank holds of a parameter, split or not; None for a part on a disk or of a format without bits."""
+    """This rank's part of a parameter, split or not; None for a part on a disk or of a format without bits."""
     part = getattr(parameter, "ds_tensor", None)  # at stage 3
     if part is None:
         part = getattr(parameter, "_local_tensor", parameter)  # of FSDP2
@@ -271,7 +271,7 @@ def _stage0_masters(wrapper: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _stage1_and_2_fragments(engine: Any, names: dict[int, str]) -> Iterator[Fragment]:
-    """The part of each parameter that lies in this rank's partition (utils/tensor_fragment.py)."""
+    """The part of each parameter in this rank's partition (utils/tensor_fragment.py)."""
     if getattr(engine.optimizer, "round_robin_gradients", False):
         yield from _reordered_fragments(engine.optimizer, names)
         return
@@ -281,7 +281,7 @@ def _stage1_and_2_fragments(engine: Any, names: dict[int, str]) -> Iterator[Frag
 
 
 def _reordered_fragments(wrapper: Any, names: dict[int, str]) -> Iterator[Fragment]:
-    """The same where ``round_robin_gradients`` orders the parameters anew: DeepSpeed's own mapping to the partitions
+    """The same where ``round_robin_gradients`` reorders the parameters: DeepSpeed's own mapping to the partitions
     follows the old order then (zero/stage_1_and_2.py, link_hp_params)."""
     for index, flat in enumerate(wrapper.single_partition_of_fp32_groups):
         begin = torch.distributed.get_rank(wrapper.real_dp_process_group[index]) * flat.numel()
@@ -307,7 +307,7 @@ def _stage3_fragments(wrapper: Any, names: dict[int, str]) -> Iterator[Fragment]
 
 @contextlib.contextmanager
 def _swapped_in(wrapper: Any, index: int, flat: torch.Tensor) -> Iterator[None]:
-    """Holds a sub-group whose optimizer state lies on a disk in memory within this context."""
+    """Holds a sub-group whose optimizer state is on a disk in memory within this context."""
     if not wrapper._swappable_optimizer_subgroup(index):
         yield
         return

@@ -33,7 +33,7 @@ def test_a_factory_is_imported_before_anything_runs(tmp_path: Path, monkeypatch:
     for name, said in {
         "nowhere:build": "No module named 'nowhere'",
         "mine:make": "has no attribute 'make'",
-        "mine:number": "number is no function",
+        "mine:number": "number is not a function",
         "broken:build": "RuntimeError: no such card",
         "script:build": "SystemExit: usage: script",
     }.items():
