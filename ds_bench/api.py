@@ -30,7 +30,7 @@ from .prediction.memory import FITS, TIGHT
 from .recommend.recommendation import Recommendation
 from .records.resume import is_finished
 from .records.run_folder import RUN_FILE
-from .report import html_report, memory_plan, plan_table
+from .report import html_report, memory_plan
 from .report.comparison_report import ComparisonReport
 from .report.data_frame import data_frame
 from .report.memory_plan import MemoryPlan, PlanRow
@@ -563,7 +563,7 @@ class Plan:
 
     def __str__(self) -> str:
         """What the command ``plan`` prints."""
-        return _plain("\n".join(plan_table.lines(self.memory_plan, WIDTH_OF_FILES, verbose=False)))
+        return _plain("\n".join(memory_plan.plan_lines(self.memory_plan, WIDTH_OF_FILES, verbose=False)))
 
     def __repr__(self) -> str:
         fitting = sum(row.verdict in (FITS, TIGHT) for row in self.rows)

@@ -1,7 +1,7 @@
 """The command ``plan``: memory that every strategy needs per GPU, of the host and of NVMe, predicted and not measured.
 
 Runs nothing, and downloads nothing without ``--online``. The figures come from ``prediction/``, their text from
-``report/plan_table.py``.
+``report/memory_plan.py``.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from ..prediction import trial_predictions, what_if
 from ..prediction.memory import DOES_NOT_FIT
 from ..prediction.model_profile import ModelProfile, Variant
 from ..prediction.what_if import PlannedTrial
-from ..report import plan_table
-from ..report.memory_plan import MemoryPlan, PlanRow
+from ..report.memory_plan import MemoryPlan, PlanRow, plan_lines
 from ..system import devices, terminal
 from ..units import format_names
 from .commands import ALL_STRATEGIES, PREDICTED_STRATEGIES
@@ -86,7 +85,7 @@ def plan_command(**flags: Any) -> int:
         terminal.print_json(json.dumps([_json_entry(row) for row in predicted.rows], indent=1, allow_nan=False))
     elif predicted.rows:  # a file of AutoTP runs, and is not predicted
         width = shutil.get_terminal_size(fallback=(WIDTH_OF_FILES, 0)).columns
-        for line in plan_table.lines(predicted, width, verbose=options.verbose):
+        for line in plan_lines(predicted, width, verbose=options.verbose):
             terminal.print_text(line)
     return 1 if predicted.rows and all(row.verdict == DOES_NOT_FIT for row in predicted.rows) else 0
 

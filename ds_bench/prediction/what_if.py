@@ -220,13 +220,6 @@ def min_gpus_without_offload(planned: PlannedTrial, gpu_bytes: int, host_bytes: 
     return min((count for count in counts if count is not None), default=None)
 
 
-def with_most_gpus(planned: PlannedTrial) -> PlannedTrial:
-    """Returns the trial with the largest number of GPUs that ``min_gpus`` tries: 1 at stage 0, which splits nothing."""
-    if planned.configuration.stage == 0:
-        return _with_gpus(planned, 1)
-    return _with_gpus(planned, max(_doubled_gpus(planned.ranks_per_node or _NODE)))
-
-
 def _min_gpus_in_whole_nodes(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None) -> int | None:
     too_few, node = 0, planned.ranks_per_node or _NODE
     for count in _doubled_gpus(node):

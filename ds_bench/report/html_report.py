@@ -16,10 +16,10 @@ from ..analysis.comparison import ComparisonRow
 from ..records.schema import SUCCESS
 from ..system.environment import require_installed
 from ..units import format_significant
-from . import charts, plan_table, profile_text, row_explanation, side_by_side
+from . import charts, profile_text, row_explanation, side_by_side
 from .chart_data import charts_of
 from .comparison_report import ComparisonReport, Note
-from .memory_plan import MemoryPlan, answer_text
+from .memory_plan import MemoryPlan, answer_text, plan_table
 from .table import Column, Table
 from .table_columns import TableColumn, detail_tables, measured_columns, row_status
 from .terminal_report import notes_that_matter
@@ -86,9 +86,7 @@ def render_tables(reports: Sequence[ComparisonReport]) -> str:
 
 def render_plan(plan: MemoryPlan) -> str:
     """The answer of a plan and its table, as part of another page: a notebook's."""
-    headings, *rows = plan_table.table_cells(plan)
-    table = Table(columns=[Column(heading=heading) for heading in headings], rows=rows)
-    return _render_tables([{"title": answer_text(plan)[0], "table": table, "lines": []}])
+    return _render_tables([{"title": answer_text(plan)[0], "table": plan_table(plan), "lines": []}])
 
 
 def _render_tables(parts: Sequence[Mapping[str, Any]]) -> str:

@@ -1,25 +1,28 @@
-"""The predictions of ``plan`` in words: what fits, why the others do not, what would make them fit.
-
-``plan_table`` has the table and puts all of it on the screen.
-"""
+"""The predictions of ``plan`` as text: one sentence that answers, one table, and what would make more rows fit."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..config.spec import DEVICES, Configuration
 from ..prediction import what_if
-from ..prediction.memory import DOES_NOT_FIT, FITS, TIGHT, UNKNOWN, Prediction
+from ..prediction.memory import (
+    CONTEXT_BYTES,
+    DOES_NOT_FIT,
+    FITS,
+    NCCL_BYTES,
+    NCCL_RANGE_BYTES,
+    PROCESS_BYTES,
+    TIGHT,
+    UNKNOWN,
+    Prediction,
+)
 from ..prediction.what_if import Change, PlannedTrial
 from ..recommend.short_answer import format_list
-from ..system.terminal import NO_BREAK
+from ..system.terminal import NO_BREAK, wrapped_lines
 from ..units import format_gigabytes, format_parameters, format_significant, to_gb
-
-_NOTICEABLE_SHARE = 0.01
-"""A stage that needs more than a lower one is explained from this difference on."""
-_CATEGORY_SHARE = 0.1
-"""A category with less than this part of a difference is not named as its cause."""
+from .table import Column, Table, make_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,82 +233,150 @@ def question_text(plan: MemoryPlan) -> str:
     return f"{NO_BREAK}· ".join(parts)
 
 
-# ------------------------------------------------------------------ reasons
+# ------------------------------------------------------------------ the table
 
 
-def causes(plan: MemoryPlan, tier: str) -> Iterator[str]:
-    """What takes most of the ``gpu`` or ``host`` of the rows that do not fit in it; rows with the same in one line."""
-    sizes_by_category: dict[str, dict[str, int]] = {}
-    for row in plan.rows:
-        if row.verdict == DOES_NOT_FIT and tier in row.decisive_tiers:
-            name, size = row.prediction.biggest_in(tier)
-            sizes_by_category.setdefault(name, {})[row.label] = size
-    for name, sizes in sizes_by_category.items():
-        low, high = format_size_number(min(sizes.values())), format_gigabytes(max(sizes.values()))
-        # One size in place of a range where both ends are written alike.
-        size_range = high if high.startswith(low) else f"{low} to {high}"
-        yield f"{_labels(plan, sizes)}: mostly {category_text(name, tier)}, {size_range}"
+_VERDICTS = {FITS: "yes", TIGHT: "tight", DOES_NOT_FIT: "no", UNKNOWN: "?"}
+"""Cells of the column Fits."""
+_MAX_SENTENCE_WIDTH = 100
 
 
-def other_changes(plan: MemoryPlan, offered: tuple[str, ...] | None) -> Iterator[str]:
+def plan_lines(plan: MemoryPlan, width: int, *, verbose: bool) -> Iterator[str]:
+    """The whole text, in lines of at most ``width`` characters if its longest words leave that room."""
+    prose = min(width, _MAX_SENTENCE_WIDTH)
+    answer, offered = answer_text(plan)
+    notes = [*_other_changes(plan, offered), *_reasons_not_known(plan)]
+    yield from wrapped_lines(answer, prose)
+    yield ""
+    yield from wrapped_lines(question_text(plan), prose)
+    yield ""
+    yield from (line.text for line in replace(plan_table(plan), notes=notes).to_terminal(width))
+    yield ""
+    yield from wrapped_lines(_reading_text(plan, verbose=verbose), prose)
+    if verbose:
+        yield ""
+        yield from (line.text for line in _category_table(plan).to_terminal(width))
+        yield ""
+        yield from wrapped_lines(_assumptions_text(plan), prose)
+
+
+def plan_table(plan: MemoryPlan) -> Table:
+    """One line per strategy; NVMe, GPUs needed and largest batch only where there is something to show."""
+    columns: list[tuple[Column, Callable[[PlanRow], str]]] = [
+        (Column(heading="Strategy"), lambda row: row.label),
+        (Column(heading="Fits", left=True), lambda row: _VERDICTS[row.verdict]),
+        (Column(heading="GPU GB"), lambda row: format_size_number(row.prediction.gpu_bytes)),
+        (Column(heading="share"), lambda row: _percent(row.prediction.gpu_bytes / plan.gpu_bytes)),
+        (Column(heading="Host GB"), lambda row: format_size_number(row.prediction.host_bytes)),
+        (Column(heading="NVMe GB"), lambda row: format_size_number(row.prediction.nvme_bytes or None)),
+    ]
+    if plan.shows_min_gpus:
+        columns.append((Column(heading="GPUs needed"), _gpus_needed))
+    if plan.shows_max_batch:
+        columns.append((Column(heading="Largest batch"), _largest_batch))
+    return make_table([*columns, (Column(heading="Mostly, GB", left=True, priority=1), _mostly)], plan.rows)
+
+
+def _gpus_needed(row: PlanRow) -> str:
+    """Without activations in the figures the true number may be larger."""
+    return "none" if row.min_gpus is None else f"{'≥ ' if row.prediction.unknown else ''}{row.min_gpus:,}"
+
+
+def _largest_batch(row: PlanRow) -> str:
+    """A batch at the limit of the search is shown with ``≥``: larger ones were not tried."""
+    if row.max_batch is None:
+        return "?" if row.verdict == UNKNOWN else "none"
+    return f"{'≥ ' if row.max_batch == what_if.LARGEST_BATCH else ''}{row.max_batch:,}"
+
+
+def _mostly(row: PlanRow) -> str:
+    """What takes most of the memory that decides: the host's if only that is too small, else the GPU's."""
+    tier = "host" if row.decisive_tiers == ("host",) else "gpu"
+    name, size = row.prediction.biggest_in(tier)
+    where = "host: " if tier == "host" else ""
+    return f"{where}{category_text(name, tier)} {format_size_number(size)}"
+
+
+def _percent(share: float) -> str:
+    """``9 %``, ``98 %``, ``1,930 %``: whole, and three significant digits."""
+    return f"{float(f'{100 * share:.3g}'):,.0f} %"
+
+
+def _other_changes(plan: MemoryPlan, offered: tuple[str, ...] | None) -> Iterator[str]:
     """The smallest changes of the rows, each once; not the one of the answer, nor one that leads to a row that fits."""
     told = {(row.label, str(plan.num_gpus)) for row in plan.rows if row.verdict != DOES_NOT_FIT} | {offered}
     for change in (row.change for row in plan.rows if row.change):
         if (key := _change_key(plan, change)) not in told:
             told.add(key)
-            tightly = " tightly" if _verdict(plan, change) == TIGHT else ""
-            yield f"{_change_text(plan, change)}{tightly}: {_needs(change.trial, change.prediction)}"
+            verb = {FITS: "fits", TIGHT: "fits tightly", UNKNOWN: "may fit"}[_verdict(plan, change)]
+            yield f"{_change_text(plan, change)} {verb}: {_needs(change.trial, change.prediction)}"
 
 
-def larger_than_a_lower_stage(plan: MemoryPlan) -> Iterator[str]:
-    """For stages that need more of a GPU than a lower one, what they hold more of at their fullest moment."""
-    rows = [row for row in plan.rows if not row.configuration.offloads and not row.prediction.unknown]
-    entries = []
-    for row in rows:
-        lower = [other for other in rows if other.configuration.stage < row.configuration.stage]
-        least = min(lower, key=lambda other: other.prediction.gpu_bytes, default=row)
-        if row.prediction.gpu_bytes > (1 + _NOTICEABLE_SHARE) * least.prediction.gpu_bytes:
-            moment = row.prediction.phase
-            # Both at the same moment: the lower stage may be fullest at another one.
-            own, others = (each.trial.gpu_bytes_by_moment()[moment] for each in (row, least))
-            entries.append((row.label, f"{_surplus_text(own, others)} more than {least.label} at its fullest moment"))
-    yield from _grouped(plan, entries)
+def _reasons_not_known(plan: MemoryPlan) -> Iterator[str]:
+    """Why the activations of some rows are not counted; nothing if the answer gives the reason for all rows."""
+    labels: dict[str, list[str]] = {}
+    for row in plan.rows:
+        if row.prediction.unknown and plan.unknown is None:
+            labels.setdefault(row.prediction.unknown, []).append(row.label)
+    for reason, own in labels.items():
+        yield f"activations of {format_list(own)} are not counted: {reason}"
 
 
-def _surplus_text(own: Mapping[str, int], others: Mapping[str, int]) -> str:
-    more = {name: size - others.get(name, 0) for name, size in own.items() if size > others.get(name, 0)}
-    largest = [
-        f"{format_gigabytes(more[name])} of {category_text(name, 'gpu')}"
-        for name in sorted(more, key=more.__getitem__, reverse=True)
-        if more[name] >= _CATEGORY_SHARE * sum(more.values())
+def _reading_text(plan: MemoryPlan, *, verbose: bool) -> str:
+    """What must be known to read the table."""
+    sentences = [
+        "Predicted, nothing was run. GB is 2^30 bytes: of one GPU at its fullest moment, of one node's host and NVMe."
     ]
-    return format_list(largest)
-
-
-def reasons_not_known(plan: MemoryPlan) -> Iterator[str]:
-    """Why the activations of some rows are not counted; nothing where the answer says it of all rows."""
-    if plan.unknown is None:
-        reasons = ((row.label, row.prediction.unknown) for row in plan.rows)
-        yield from _grouped(plan, ((label, f"activations: {reason}") for label, reason in reasons if reason))
-
-
-def reasons_against_any_number(plan: MemoryPlan) -> Iterator[str]:
-    """Where GPUs needed were asked for, why no number of them is enough for the rows without one."""
-    if plan.shows_min_gpus:
-        yield from _grouped(
-            plan, ((row.label, _reason_against_any_number(plan, row)) for row in plan.rows if not row.min_gpus)
+    if any(row.verdict == TIGHT for row in plan.rows):
+        sentences.append("Tight is above 90 %.")
+    if plan.shows_min_gpus and plan.asked.ranks_per_node != 1:
+        sentences.append(
+            f"Above one node GPUs are counted in whole nodes of {plan.asked.ranks_per_node}, or as given if those fit."
         )
+    if not verbose:
+        sentences.append("Categories and assumptions: --verbose.")
+    return " ".join(sentences)
 
 
-def _reason_against_any_number(plan: MemoryPlan, row: PlanRow) -> str:
-    trial = what_if.with_most_gpus(row.trial)
-    prediction, gpus = trial.predict(), _gpus(trial.placement.num_gpus)
-    if "host" in prediction.decisive_tiers(plan.gpu_bytes, plan.host_bytes):
-        return f"with {gpus} a node still needs {format_gigabytes(prediction.host_bytes)} of host memory"
-    if trial.configuration.stage == 0:
-        return "every GPU holds everything"
-    name, size = prediction.biggest_in("gpu")
-    return f"with {gpus}, the most that are tried, {category_text(name, 'gpu')} still take {format_gigabytes(size)}"
+_CATEGORIES: Mapping[str, tuple[str, ...]] = {
+    "Params": ("parameters", "gathered_parameters"),
+    "Grads": ("gradients",),
+    "Optim": ("optimizer_states",),
+    "Buffers": ("deepspeed_buffers",),
+    "Activ": ("activations",),
+    "Loss": ("logits_and_loss",),
+    "Temp": ("temporaries", "workspaces", "pinned_rounding"),
+    "Other": ("overhead",),
+}
+"""Heading → categories of the prediction, per GPU at its fullest moment, GB."""
+
+
+def _category_table(plan: MemoryPlan) -> Table:
+    def cell(names: tuple[str, ...]) -> Callable[[PlanRow], str]:
+        def size(row: PlanRow) -> str:
+            unknown = row.prediction.unknown is not None and names[0] in ("activations", "logits_and_loss")
+            return format_size_number(None if unknown else sum(row.prediction.gpu.get(name, 0) for name in names))
+
+        return size
+
+    label: tuple[Column, Callable[[PlanRow], str]] = (Column(heading="GPU GB by category"), lambda row: row.label)
+    columns = [label, *((Column(heading=heading), cell(names)) for heading, names in _CATEGORIES.items())]
+    return make_table(columns, plan.rows, always=len(columns))
+
+
+def _assumptions_text(plan: MemoryPlan) -> str:
+    nccl = NCCL_BYTES if plan.num_gpus > 1 else 0
+    text = (
+        f"Other ({format_gigabytes(CONTEXT_BYTES + nccl)}) and {format_gigabytes(PROCESS_BYTES)} of host memory per "
+        "rank are assumed, the rest is computed."
+    )
+    if nccl:
+        low, high = map(format_gigabytes, NCCL_RANGE_BYTES)
+        text += (
+            f" NCCL takes {format_gigabytes(nccl)} of Other; {low} to {high} per communicator are reported, so measure "
+            "where a card is nearly full (gpu_outside_allocator_gb of a run)."
+        )
+    return text
 
 
 # ------------------------------------------------------------------ words
@@ -334,21 +405,3 @@ def category_text(name: str, tier: str) -> str:
 
 def _gpus(count: int) -> str:
     return f"{count:,}{NO_BREAK}GPU{'' if count == 1 else 's'}"
-
-
-def _labels(plan: MemoryPlan, labels: Collection[str]) -> str:
-    """``ZeRO-0, ZeRO-1``; with most of the rows ``all``, or where it is shorter ``all but ZeRO-2``."""
-    listed = ", ".join(labels)
-    others = [row.label for row in plan.rows if row.label not in labels]
-    if len(labels) <= len(others) + 1:
-        return listed
-    return min(listed, f"all but {format_list(others)}", key=len) if others else "all"
-
-
-def _grouped(plan: MemoryPlan, entries: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """``label: text`` for pairs of the two; labels with the same text in one line."""
-    labels_by_text: dict[str, list[str]] = {}
-    for label, text in entries:
-        labels_by_text.setdefault(text, []).append(label)
-    for text, labels in labels_by_text.items():
-        yield f"{_labels(plan, labels)}: {text}"

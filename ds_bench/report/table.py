@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ..system.terminal import escape_controls, to_ascii
+from ..system.terminal import NO_BREAK, escape_controls, to_ascii
 from ..units import MISSING
 from .markdown import escape
 
@@ -143,8 +143,11 @@ def printable(text: str, unicode: bool = True) -> str:
 
 
 def wrap(text: str, width: int, indent: str = "", *, max_lines: int | None = None) -> list[str]:
-    """The text in lines that break between words; those after the first are indented. A longer word stays whole."""
-    return textwrap.wrap(
+    """The text in lines that break between words; those after the first are indented. A longer word stays whole.
+
+    Words with ``NO_BREAK`` between them stay together.
+    """
+    lines = textwrap.wrap(
         text,
         max(width, 20),
         subsequent_indent=indent,
@@ -152,7 +155,8 @@ def wrap(text: str, width: int, indent: str = "", *, max_lines: int | None = Non
         break_on_hyphens=False,
         max_lines=max_lines,
         placeholder=" …",
-    ) or [""]
+    )
+    return [line.replace(NO_BREAK, " ") for line in lines] or [""]
 
 
 def wrap_facts(facts: Sequence[str], width: int, separator: str = " · ") -> list[str]:

@@ -166,8 +166,19 @@ def test_no_line_is_wider_than_the_terminal_and_no_word_is_cut(
             with subtests.test(" ".join(arguments), width=width):
                 monkeypatch.setenv("COLUMNS", str(width))
                 out = text(capsys, *arguments, "--min-gpus", "--verbose")
-                assert max(map(len, out.splitlines())) <= max(width, 80)  # the ledger takes nearly 80
-                assert sorted(out.split()) == sorted(whole.split())
+                assert max(map(len, out.splitlines())) <= max(width, 80)  # the table of categories takes nearly 80
+                left_out = set("* no room for Mostly, GB: a wider terminal shows them".split())
+                assert set(out.split()) - left_out <= set(whole.split())
+
+
+def test_the_table_names_what_takes_most_of_the_memory_that_is_too_small(capsys: pytest.CaptureFixture[str]) -> None:
+    """6.74 B parameters: 12 bytes of optimizer states each are 75.3 GB; eight processes of 1.5 GB on the host."""
+    out = text(capsys, *SEVEN_B, "--num-gpus", "8", "--gpu", "80GB", "--host-memory", "10", "--min-gpus")
+    assert table_row(out, "ZeRO-0")[-4:] == ["none", "optimizer", "states", "75.3"]
+    assert table_row(out, "ZeRO-1")[-5:] == ["host:", "the", "processes", "themselves", "12.0"]
+    assert table_row(out, "ZeRO-3 + CPU optimizer")[-4:] == ["host:", "optimizer", "states", "75.3"]
+    assert " on 4 GPUs ZeRO-2 fits: 48.9 GB per GPU" in out
+    assert "on 4 GPUs ZeRO-1 fits" not in out  # which the answer offers
 
 
 def test_model_states_of_stage_0_are_16_bytes_a_parameter(capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,23 +207,6 @@ def test_host_memory_is_kept_to_when_it_is_given(capsys: pytest.CaptureFixture[s
     tight = rows(capsys, *LLAMA, "--activation-checkpointing", "--strategies", "cpu_full", "--host-memory", "512")
     assert roomy["cpu_full"]["verdict"] != "does not fit"
     assert tight["cpu_full"]["verdict"] == "does not fit"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["--num-gpus", "8"], "ZeRO-0: every GPU holds everything"),
-        (["--num-gpus", "8", "--host-memory", "10"], "parameters: with 8,192 GPUs a node still needs 12.1 GB"),
-        (["--gpu", "10GB", "--strategies", "zero1"], "with 8,192 GPUs, the most that are tried, parameters still take"),
-        (["--gpus-per-node", "5", "--gpu", "10GB", "--strategies", "zero1"], "with 5,120 GPUs, the most"),
-    ],
-)
-def test_that_no_number_of_gpus_is_enough_is_explained(
-    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = text(capsys, *SEVEN_B, *arguments, "--min-gpus")
-    assert reason in " ".join(out.split("No number of GPUs is enough:")[1].split())
-    assert "No number" not in text(capsys, *SEVEN_B, *arguments)
 
 
 def test_a_stream_of_ascii_gets_ascii(capsys: pytest.CaptureFixture[str]) -> None:
