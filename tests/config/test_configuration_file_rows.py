@@ -1,20 +1,28 @@
-"""Tests of ``config.configuration_file_rows``: what a row of a file trains, and what its reader is told."""
+"""What a row of a file trains, what its reader is told, and what "auto" becomes."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ds_bench.config import validation
+from ds_bench.config import automatic_values, validation
 from ds_bench.config.automatic_values import TrainingFacts
 from ds_bench.config.configuration_file_rows import FileRowMaker, batch_of_file
 from ds_bench.config.configuration_files import ConfigurationFile, read_configuration_file
+from ds_bench.config.deepspeed_config import nested, paths_of_auto
 from ds_bench.config.spec import BATCH_KEYS, Configuration, Placement
 from ds_bench.errors import UsageError
+from ds_bench.models.presets import find_preset
+from tests.support.shared_files import shared_files
+
+FACTS = TrainingFacts(num_gpus=2, batch_size=4, precision="bf16", hidden_size=128, training_steps=4)
+BF16, ADAMW = {"bf16": {"enabled": True}}, {"optimizer": {"type": "AdamW"}}
 
 
 def file_of(folder: Path, content: Any, name: str = "mine.json") -> ConfigurationFile:
@@ -23,15 +31,9 @@ def file_of(folder: Path, content: Any, name: str = "mine.json") -> Configuratio
     return read_configuration_file(path)
 
 
-FACTS = TrainingFacts(num_gpus=2, batch_size=4, precision="bf16", hidden_size=128, training_steps=4)
-
-
-def maker(*, keep_batch: bool = False, **facts: Any) -> FileRowMaker:
-    return FileRowMaker(facts=replace(FACTS, **facts), keep_batch=keep_batch)
-
-
-def row_of(folder: Path, content: Any, **changes: Any) -> Configuration:
-    return maker(**changes).make(file_of(folder, content), 4)
+def row_of(folder: Path, content: Any, *, keep_batch: bool = False, **facts: Any) -> Configuration:
+    maker = FileRowMaker(facts=replace(FACTS, **facts), keep_batch=keep_batch)
+    return maker.make(file_of(folder, content), 4)
 
 
 def test_a_row_has_what_its_file_says_and_the_batch_of_the_flags(tmp_path: Path) -> None:
@@ -49,95 +51,66 @@ def test_a_row_has_what_its_file_says_and_the_batch_of_the_flags(tmp_path: Path)
     assert row.deepspeed_config["scheduler"]["params"]["warmup_num_steps"] == 1
     assert row.resolved_values["zero_optimization.reduce_bucket_size"] == 128 * 128
     assert json.loads(row.file_text or "") == content
-    assert not row.workload_changes
-    assert not row.caveats
-    assert row.refusal is None
+    assert (row.workload_changes, row.caveats, row.refusal) == ({}, (), None)
 
 
 def test_old_spellings_are_read_as_deepspeed_reads_them(tmp_path: Path) -> None:
     zero = {"stage": 2, "cpu_offload": True, "max_live_parameters": 5}
-    row = row_of(tmp_path, {"zero_optimization": zero, "bfloat16": {"enabled": "true"}})
-    assert row.deepspeed_config["zero_optimization"] == {
-        "stage": 2,
-        "offload_optimizer": {"device": "cpu"},
-        "stage3_max_live_parameters": 5,
-    }
-    assert row.deepspeed_config["bf16"] == {"enabled": True}
+    config = row_of(tmp_path, {"zero_optimization": zero, "bfloat16": {"enabled": "true"}}).deepspeed_config
+    offload = {"device": "cpu"}
+    assert config["zero_optimization"] == {"stage": 2, "offload_optimizer": offload, "stage3_max_live_parameters": 5}
+    assert config["bf16"] == {"enabled": True}
     assert row_of(tmp_path, {"zero_optimization": True, "fp16": {}}).stage == 1
     assert [row_of(tmp_path, {"zero_optimization": {"stage": stage}}).stage for stage in (True, 2.0)] == [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("content", "precision", "told"),
-    [
-        ({"fp16": {"enabled": True}}, "fp16", ()),
-        ({"bf16": {"enabled": False}}, "fp32", ("its file enables neither bf16 nor fp16: trained in fp32",)),
-        (
-            {"bfloat16": {"enabled": False}, "fp16": {"enabled": "auto"}},
-            "fp32",
-            ("its file enables neither bf16 nor fp16: trained in fp32",),
-        ),
-        ({"fp16": {"enabled": "auto"}}, None, ()),
-        ({"steps_per_print": 1}, None, ("its file names no precision: trained in bf16, not in DeepSpeed's fp32",)),
-    ],
-)
-def test_the_precision_is_the_files_and_never_silently_fp32(
-    tmp_path: Path, content: dict[str, Any], precision: str | None, told: tuple[str, ...]
-) -> None:
-    row = row_of(tmp_path, {**content, "optimizer": {"type": "Adam"}})
-    assert row.workload_changes.get("precision") == precision
-    assert row.caveats == told
-
-
-def test_unknown_keys_and_an_absent_optimizer_are_caveats_of_the_row(tmp_path: Path) -> None:
-    row = row_of(tmp_path, {"bf16": {"enabled": True}, "gradient_cliping": 1, "log": {"steps": 1}})
-    assert row.caveats == (
-        "left out of the copy that runs: gradient_cliping (did you mean gradient_clipping?), log, "
-        "which DeepSpeed does not know",
-        "its file has no optimizer: AdamW of learning rate 0.0001",
-    )
-    assert row.deepspeed_config.keys() & {"gradient_cliping", "log"} == set()
+def test_the_precision_is_the_files_and_never_silently_fp32(tmp_path: Path) -> None:
+    for content, changed, caveats in (
+        ({"fp16": {"enabled": True}}, "fp16", 0),
+        ({"bf16": {"enabled": False}}, "fp32", 1),
+        ({"bfloat16": {"enabled": False}, "fp16": {"enabled": "auto"}}, "fp32", 1),
+        ({"fp16": {"enabled": "auto"}}, None, 0),
+        ({"steps_per_print": 1}, None, 1),
+    ):
+        row = row_of(tmp_path, {**content, "optimizer": {"type": "Adam"}})
+        assert (row.workload_changes.get("precision"), len(row.caveats)) == (changed, caveats), content
+    content = {"distributed_type": "DEEPSPEED", "mixed_precision": "no", "deepspeed_config": {"zero_stage": 2}}
+    row = row_of(tmp_path, content)
+    assert row.deepspeed_config["bf16"] == {"enabled": False}
+    assert len(row.caveats) == 2  # the other is its optimizer
 
 
 def test_what_deepspeed_ignores_is_left_out_and_named_in_one_note(tmp_path: Path) -> None:
     """Files that DeepSpeed trains: nothing in them is a reason not to run them."""
-    content = {
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "hybrid_engine": {"enabled": True},
-        "autotuning": {"enabled": True},
-        "data_efficiency": {"enabled": True, "data_routing": {"enabled": True}},
-        "pipeline": {"stages": 2},
-        "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
-        "typo": 1,
-    }
+    on = {"enabled": True}
+    blocks = {"hybrid_engine": on, "autotuning": on, "data_efficiency": on, "pipeline": {"stages": 2}}
+    zero = {"stage": 0, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    optimizer = {"type": "SGD", "params": {"lr": 0.1}}
+    content = {**BF16, "optimizer": optimizer, **blocks, "zero_optimization": zero, "gradient_cliping": 1, "log": {}}
     row = row_of(tmp_path, content)
     assert row.deepspeed_config.keys() == {"bf16", "optimizer", "zero_optimization", *BATCH_KEYS[1:]}
     assert row.deepspeed_config["zero_optimization"] == {"stage": 0}
     (note,) = row.caveats
-    left_out = ("typo", "offload_optimizer", "offload_param", "hybrid_engine", "autotuning", "data_efficiency")
-    assert [name for name in (*left_out, "pipeline") if name not in note] == []
-    for placement in (Placement(accelerator="cpu"), Placement(accelerator="cuda")):
-        assert validation.unsupported_reason(row, placement) is None
-
-
-def test_a_disk_below_stage_3_is_the_host_memory_that_deepspeed_uses_instead(tmp_path: Path) -> None:
-    block = {"device": "nvme", "nvme_path": "/disk", "pin_memory": True}
-    content = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}}
-    row = row_of(tmp_path, {**content, "zero_optimization": {"stage": 2, "offload_optimizer": block}})
-    assert (row.offload_optimizer, row.uses_nvme) == ("cpu", False)
-    assert row.deepspeed_config["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
-    assert row.caveats == (
-        "left out of the copy that runs: zero_optimization.offload_optimizer.device "
-        "(stage 2 with NVMe runs as CPU offload in DeepSpeed)",
+    left_out = (
+        *blocks,
+        "offload_optimizer",
+        "offload_param",
+        "gradient_cliping (did you mean gradient_clipping?), log",
     )
+    assert [name for name in left_out if name not in note] == []
+    for accelerator in ("cpu", "cuda"):
+        assert validation.unsupported_reason(row, Placement(accelerator=accelerator)) is None  # type: ignore[arg-type]
+    nvme = {"device": "nvme", "nvme_path": "/disk", "pin_memory": True}
+    row = row_of(tmp_path, {**BF16, **ADAMW, "zero_optimization": {"stage": 2, "offload_optimizer": nvme}})
+    assert row.deepspeed_config["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    assert len(row.caveats) == 1
 
 
 def test_a_file_names_no_folder_and_sends_nothing(tmp_path: Path) -> None:
     block = {"device": "nvme", "nvme_path": "/elsewhere"}
     content = {
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW"},
+        **BF16,
+        **ADAMW,
         "zero_optimization": {"stage": 3, "offload_optimizer": block, "offload_param": block},
         "tensorboard": {"enabled": True, "output_path": "/elsewhere"},
         "csv_monitor": {"enabled": False, "output_path": "/elsewhere"},
@@ -146,6 +119,7 @@ def test_a_file_names_no_folder_and_sends_nothing(tmp_path: Path) -> None:
     }
     row = row_of(tmp_path, content)
     assert "/elsewhere" not in json.dumps(row.deepspeed_config)
+    assert row.deepspeed_config.keys() & {"tensorboard", "csv_monitor", "wandb"} == set()
     (note,) = row.caveats
     assert [name for name in ("tensorboard", "wandb", "flops_profiler.output_file") if name not in note] == []
 
@@ -164,93 +138,176 @@ def test_a_trainers_arguments_decide_what_its_configuration_leaves_open(tmp_path
     assert row_of(tmp_path, content, keep_batch=True).workload_changes["batch_size"] == 8
 
 
-@pytest.mark.parametrize(
-    ("keys", "batch"),
-    [
-        ({"train_batch_size": 32}, (16, 1)),
-        ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2}, (2, 8)),
-        ({"train_batch_size": 32, "gradient_accumulation_steps": 4}, (4, 4)),
-        ({"train_micro_batch_size_per_gpu": 2}, (2, 1)),
-        ({"train_batch_size": "auto", "gradient_accumulation_steps": 4}, (4, 4)),
-        ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}, (4, 4)),
-        ({"train_batch_size": 3}, None),
-        ({"train_batch_size": "many"}, None),
-    ],
-)
-def test_kept_batch_keys_are_completed_as_deepspeed_does(
-    tmp_path: Path, keys: dict[str, Any], batch: tuple[int, int] | None
-) -> None:
-    file = file_of(tmp_path, {"fp16": {}, **keys})
-    if batch is None:
-        with pytest.raises(UsageError):
-            batch_of_file(file, 2, 4, 1)
-        assert maker(keep_batch=True).make(file, 4).refusal is not None
-    else:
-        assert batch_of_file(file, 2, 4, 1) == batch
+def test_kept_batch_keys_are_completed_as_deepspeed_does(tmp_path: Path) -> None:
+    """Ranks that share a sequence count once (runtime/config.py), those of autotp_size do not."""
+    for keys, batch in (
+        ((32, None, None), (16, 1)),
+        ((32, 2, None), (2, 8)),
+        ((32, None, 4), (4, 4)),
+        ((None, 2, None), (2, 1)),
+        ((None, 2, "auto"), (2, 3)),
+        ((None, None, None), (4, 3)),
+        (("auto", None, 4), (4, 4)),
+        ((32, 4, 4), (4, 4)),
+        ((4, 4, None, {"sequence_parallel_size": 2}), (4, 1)),
+        ((8, 4, None, {"tensor_parallel": {"autotp_size": 2}}), (4, 1)),
+        ((8, 4, 1, {"sequence_parallel_size": 2}), None),
+        ((3, None, None), None),
+        (("many", None, None), None),
+    ):
+        given = {key: value for key, value in zip(BATCH_KEYS, keys, strict=False) if value is not None}
+        content = {"fp16": {}, **given, **(keys[3] if len(keys) > 3 else {})}  # type: ignore[dict-item]
+        file = file_of(tmp_path, content)
+        if batch is not None:
+            assert batch_of_file(file, 2, 4, 3) == batch, keys
+        else:
+            with pytest.raises(UsageError):
+                batch_of_file(file, 2, 4, 3)
+            assert row_of(tmp_path, content, keep_batch=True).refusal is not None
 
 
-def test_accumulation_that_a_file_leaves_out_is_1_and_an_automatic_one_that_of_the_flags(tmp_path: Path) -> None:
-    alone = {"train_micro_batch_size_per_gpu": 2}
-    automatic = {**alone, "gradient_accumulation_steps": "auto"}
-    assert [batch_of_file(file_of(tmp_path, keys), 2, 4, 3) for keys in (alone, automatic, {"fp16": {}})] == [
-        (2, 1),
-        (2, 3),
-        (4, 3),
-    ]
-
-
-def test_ranks_that_share_a_sequence_count_once_in_the_batch_of_a_file(tmp_path: Path) -> None:
-    """DeepSpeed divides the number of ranks by sequence_parallel_size (runtime/config.py), not by autotp_size."""
-    keys = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4, "sequence_parallel_size": 2}
-    assert batch_of_file(file_of(tmp_path, keys), 2, 1, 1) == (4, 1)
-    with pytest.raises(UsageError, match="is not 4 × 1 × 1 data-parallel ranks"):
-        batch_of_file(file_of(tmp_path, {**keys, "train_batch_size": 8, "gradient_accumulation_steps": 1}), 2, 1, 1)
-    split = {**keys, "sequence_parallel_size": 1, "tensor_parallel": {"autotp_size": 2}, "train_batch_size": 8}
-    assert batch_of_file(file_of(tmp_path, split), 2, 1, 1) == (4, 1)
-
-
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        ({"zero_optimization": {"stage": [0, 1]}}, "stage: DeepSpeed refuses [0, 1]"),
-        ({"zero_optimization": {"stage": 5}}, "stage: DeepSpeed refuses 5"),
+def test_what_deepspeed_refuses_is_a_row_with_the_reason(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for content, named in (
+        ({"zero_optimization": {"stage": [0, 1]}}, "zero_optimization.stage"),
+        ({"zero_optimization": {"stage": 5}}, "zero_optimization.stage"),
         ({"zero_optimization": {"mics_shard_size": 2}}, "mics_shard_size"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}, 'device: DeepSpeed refuses "disk"'),
-        (
-            {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {}}},
-            "old name of offload_optimizer together",
-        ),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}, "offload_param.device"),
+        ({"zero_optimization": {"cpu_offload": True, "offload_optimizer": {}}}, "cpu_offload"),
         ({"zero_optimization": {"reduce_bucket_size": "auto"}}, "hidden_size"),
-        ({"fp16": None}, "fp16: DeepSpeed refuses null"),
+        ({"fp16": None}, "fp16"),
         ({"bf16": {"enable": True}}, "bf16.enable"),
         ({"bf16": {}, "curriculum_learning": {"enabled": True}}, "curriculum_learning"),
         ({"bf16": {}, "optimizer": {"params": {}}}, "optimizer has no type"),
         ({"steps_per_print": "auto"}, "steps_per_print"),
-        ({"fp16": {"enabled": True, "min_loss_scale": 1e-10}}, "min_loss_scale: DeepSpeed refuses 1e-10"),
-        ({"bf16": {}, "optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}}, "use the top-level key"),
-    ],
-)
-def test_what_deepspeed_refuses_is_a_row_with_the_reason(tmp_path: Path, content: dict[str, Any], told: str) -> None:
-    row = row_of(tmp_path, content, hidden_size=None)
-    assert told in (row.refusal or "")
-    assert row.stage in (0, 3)
+        ({"fp16": {"enabled": True, "min_loss_scale": 1e-10}}, "min_loss_scale"),
+        ({"bf16": {}, "optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}}, "max_grad_norm"),
+    ):
+        with subtests.test(named):
+            row = row_of(tmp_path, content, hidden_size=None)
+            assert named in (row.refusal or "")
+            assert row.stage == (3 if "offload_param" in named else 0)
 
 
-@pytest.mark.parametrize(
-    ("stage", "flag", "changes"), [(3, False, {"zero_init": False}), (3, True, {}), (2, False, {}), (3, None, {})]
-)
-def test_a_model_is_built_as_accelerates_flag_says_where_that_matters(
-    stage: int, flag: bool | None, changes: dict[str, bool], tmp_path: Path
-) -> None:
-    block = {"zero_stage": stage, **({} if flag is None else {"zero3_init_flag": flag})}
-    content = {"distributed_type": "DEEPSPEED", "mixed_precision": "bf16", "deepspeed_config": block}
-    file = file_of(tmp_path, content, "accelerate.yaml")
-    assert file.kind == "accelerate"
-    assert dict(maker().make(file, 4).workload_changes) == changes
+def test_a_model_is_built_as_accelerates_flag_says_at_stage_3(tmp_path: Path) -> None:
+    for stage, flag, changes in ((3, False, {"zero_init": False}), (3, True, {}), (2, False, {}), (3, None, {})):
+        block = {"zero_stage": stage, **({} if flag is None else {"zero3_init_flag": flag})}
+        content = {"distributed_type": "DEEPSPEED", "mixed_precision": "bf16", "deepspeed_config": block}
+        assert row_of(tmp_path, content).workload_changes == changes
 
 
-def test_a_file_that_asks_for_no_mixed_precision_trains_in_fp32_and_says_so(tmp_path: Path) -> None:
-    content = {"distributed_type": "DEEPSPEED", "mixed_precision": "no", "deepspeed_config": {"zero_stage": 2}}
-    row = maker().make(file_of(tmp_path, content, "accelerate.yaml"), 2)
-    assert row.deepspeed_config["bf16"] == {"enabled": False}
-    assert "its file asks for no mixed precision: trained in fp32" in row.caveats
+# "auto", compared with the installed Transformers
+
+
+ALL_AUTO: dict[str, Any] = {
+    "fp16": {"enabled": "auto", "loss_scale": 0},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"),
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": "auto",
+    },
+    **dict.fromkeys(("gradient_accumulation_steps", "gradient_clipping", *BATCH_KEYS[:2]), "auto"),
+}
+STAGE_2 = {**ALL_AUTO, "zero_optimization": {**ALL_AUTO["zero_optimization"], "stage": 2}}
+LITERAL = {
+    "zero_optimization": {"stage": 1},
+    "train_batch_size": 32,
+    "optimizer": {"type": "Lion", "params": {"lr": 1}},
+}
+ODD = {"zero_optimization": None, "scheduler": {"type": "WarmupLR"}, "optimizer": {"params": None}, "bf16": {}}
+TUNED = {"learning_rate": 2e-4, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6, "weight_decay": 0.1}
+TUNED |= {"max_grad_norm": 0.5, "warmup_steps": 0.3}
+
+
+def facts(precision: Any = "bf16", num_gpus: int = 4, **changes: Any) -> TrainingFacts:
+    values = {"batch_size": 3, "grad_accum": 2, "num_gpus": num_gpus, "hidden_size": 768, "training_steps": 25}
+    return TrainingFacts(precision=precision, **{**values, **changes})
+
+
+def ask_trainer(cases: list[tuple[dict[str, Any], TrainingFacts]]) -> list[dict[str, Any]]:
+    """What the installed Trainer makes of each configuration."""
+    asked = []
+    for config, case in cases:
+        arguments = {"per_device_train_batch_size": case.batch_size, "gradient_accumulation_steps": case.grad_accum}
+        formats = {name: case.precision == name for name in ("bf16", "fp16")}
+        asked.append(
+            {
+                "config": config,
+                "arguments": {**arguments, **case.arguments},
+                "facts": {"world_size": case.num_gpus, **formats},
+                "model_config": {} if case.hidden_size is None else {"hidden_size": case.hidden_size},
+                "training_steps": case.training_steps,
+            }
+        )
+    child = Path(__file__).parents[1] / "support" / "trainer_values.py"
+    done = subprocess.run(
+        [sys.executable, str(child)], input=json.dumps(asked), capture_output=True, text=True, timeout=300, check=True
+    )
+    answers: list[dict[str, Any]] = json.loads(done.stdout)
+    return answers
+
+
+def test_auto_becomes_what_the_trainer_makes_of_it() -> None:
+    configs = [dict(read_configuration_file(path).config) for path in shared_files("real_configs", "*.json")]
+    assert len(configs) >= 72
+    without = facts(hidden_size=None)
+    cases = [
+        (ALL_AUTO, facts()),
+        (ALL_AUTO, facts("fp16", num_gpus=1)),
+        (ALL_AUTO, facts("fp32", arguments={"warmup_steps": 7})),
+        (ALL_AUTO, facts(arguments=TUNED)),
+        (STAGE_2, facts(hidden_size=1001)),
+        (LITERAL, facts()),
+        *((config, case) for config in configs for case in (facts(), facts("fp32", arguments=TUNED))),
+    ]
+    *answers, refused = ask_trainer([*cases, (ALL_AUTO, without)])
+    for (config, case), answer in zip(cases, answers, strict=True):
+        assert automatic_values.fill_in(config, case).config == answer
+    assert "hidden_size" in refused["error"]
+    with pytest.raises(UsageError, match="hidden_size"):
+        automatic_values.resolve(ALL_AUTO, without)
+    automatic_values.resolve(LITERAL, without)
+
+
+def test_nothing_is_left_of_auto_and_every_value_is_recorded() -> None:
+    resolution = automatic_values.resolve(STAGE_2, facts())
+    assert not list(paths_of_auto(resolution.config))
+    assert {*resolution.values, *resolution.left_to_deepspeed} == set(paths_of_auto(STAGE_2))
+    assert resolution.left_to_deepspeed[-1] == "zero_optimization.stage3_max_live_parameters"
+    assert automatic_values.resolve(ODD, facts()).config == ODD
+    for path in ("steps_per_print", "optimizer.params.momentum", "aio.block_size"):
+        with pytest.raises(UsageError, match=path):
+            automatic_values.resolve(nested(path, "auto"), facts())
+
+
+def test_auto_never_means_fp32_silently() -> None:
+    for written, precision, trained in (
+        ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, "bf16", {"bf16"}),
+        ({"fp16": {"enabled": "auto"}}, "bf16", {"bf16"}),
+        ({"bf16": {"enabled": "auto"}}, "fp16", {"fp16"}),
+        ({"fp16": {"enabled": "auto"}}, "fp32", set()),
+        ({"fp16": {"enabled": False}}, "bf16", set()),
+    ):
+        config = automatic_values.resolve(written, facts(precision)).config
+        assert {name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled")} == trained
+
+
+def test_presets_know_the_hidden_size_that_the_trainer_uses() -> None:
+    names = ["tiny", "facebook/opt-350m", "mistralai/Mixtral-8x7B-v0.1"]
+    presets = [preset for name in names if (preset := find_preset(name)) is not None]
+    code = """
+import json, sys
+from transformers import AutoConfig
+from ds_bench.worker.lookup_model import hidden_size
+print(json.dumps([hidden_size(AutoConfig.for_model(kind, **config)) for kind, config in json.load(sys.stdin)]))
+"""
+    asked = json.dumps([[preset.model_type, dict(preset.config)] for preset in presets])
+    done = subprocess.run([sys.executable, "-c", code], input=asked, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [preset.hidden_size for preset in presets]
