@@ -1,10 +1,10 @@
 """Memory and cores of the host: how much the kernel lets this process use, and how much of it is in use.
 
-Every figure is read from small files under ``/proc`` and ``/sys``; a figure that the kernel does not give is
-``None``. Each function takes the root of the file system, so that a test can make up one.
+Every figure comes from small files under ``/proc`` and ``/sys``; a figure that the kernel does not give is ``None``.
+Each function takes the root of the file system, so that a test can make one up.
 
-Any cgroup from the process's own to the top of the mounted hierarchy may have a limit, and the lowest applies.
-Cgroups above that, outside a container, are not visible and not counted.
+Any cgroup from the process's own to the top of the mounted hierarchy may have a limit, and the lowest applies. Cgroups
+above that, outside a container, are not visible. Of version 1 only limits and usage are read.
 """
 
 from __future__ import annotations
@@ -13,47 +13,25 @@ import contextlib
 import os
 from collections.abc import Iterator, Set
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 
 ROOT = Path("/")
-
-# Version 1 writes "no limit" as the largest page-aligned long; no machine has a quarter of that.
 _NO_LIMIT_BYTES = 2**62
+"""Version 1 writes "no limit" as the largest page-aligned long; no machine has a quarter of that."""
 _MAX_CPU_NUMBER = 2**16 - 1
 
 
-class _FileNames(NamedTuple):
-    """Names of the files of a memory cgroup in one version of the interface."""
-
-    limit: str
-    usage: str
-    peak: str
-    events: str
-    reclaimable: str
-
-
-_V1 = _FileNames(
-    "memory.limit_in_bytes",
-    "memory.usage_in_bytes",
-    "memory.max_usage_in_bytes",
-    "memory.oom_control",
-    "total_inactive_file",
-)
-_V2 = _FileNames("memory.max", "memory.current", "memory.peak", "memory.events", "inactive_file")
-
-
 def host_memory_bytes(root: Path = ROOT) -> int | None:
-    """Memory of the whole machine, without regard to cgroups."""
+    """Return the memory of the whole machine, regardless of cgroups."""
     return read_table(root / "proc/meminfo").get("MemTotal")
 
 
 def swap_total_bytes(root: Path = ROOT) -> int | None:
-    """Swap space of the whole machine."""
+    """Return the swap space of the whole machine."""
     return read_table(root / "proc/meminfo").get("SwapTotal")
 
 
 def swap_used_bytes(root: Path = ROOT) -> int | None:
-    """Swap space in use, by every process of the machine."""
+    """Return the swap space in use by every process of the machine."""
     table = read_table(root / "proc/meminfo")
     if "SwapTotal" not in table or "SwapFree" not in table:
         return None
@@ -61,43 +39,40 @@ def swap_used_bytes(root: Path = ROOT) -> int | None:
 
 
 def available_host_bytes(root: Path = ROOT) -> int | None:
-    """Memory that can still be taken without swapping and without reaching a cgroup's limit.
+    """Return an estimate of memory that can still be taken without swapping and without reaching a cgroup's limit.
 
-    The least of the kernel's ``MemAvailable`` and, for every cgroup with a limit, the limit less what is in use.
-    Inactive file pages count as free, because the kernel drops them before it kills. An estimate.
+    It is the least of the kernel's ``MemAvailable`` and, for every cgroup with a limit, the limit less what is in use.
+    Inactive file pages count as free, because the kernel drops them before it kills.
     """
-    names, groups = _memory_cgroups(root)
-    free = [_free_in_cgroup(group, limit, names) for group, limit in _limits(groups, names)]
-    free.append(read_table(root / "proc/meminfo").get("MemAvailable"))
+    free = [read_table(root / "proc/meminfo").get("MemAvailable")]
+    for group, limit in _memory_limits(root):
+        usage = _read_number(group / "memory.current", group / "memory.usage_in_bytes")
+        if usage is not None:
+            counts = read_table(group / "memory.stat")
+            reclaimable = counts.get("total_inactive_file", counts.get("inactive_file", 0))
+            free.append(max(0, limit - max(0, usage - reclaimable)))
     return min((count for count in free if count is not None), default=None)
 
 
 def cgroup_limit_bytes(root: Path = ROOT) -> int | None:
-    """The lowest memory limit of this process's cgroup and its parents; ``None`` without one."""
-    names, groups = _memory_cgroups(root)
-    return min((limit for _, limit in _limits(groups, names)), default=None)
+    """Return the lowest memory limit of this process's cgroup and its parents; ``None`` without one."""
+    return min((limit for _, limit in _memory_limits(root)), default=None)
 
 
 def cgroup_peak_bytes(root: Path = ROOT) -> int | None:
-    """Peak memory of the cgroup with the lowest limit, or of the process's own cgroup if there is no limit.
+    """Return peak memory of the cgroup with the lowest limit, or of the process's own cgroup without one.
 
     Counts every process in that cgroup and page cache, since the cgroup was made: near the limit it shows that memory
-    was short, but it is not the use of one trial. ``None`` before Linux 5.19 (version 2).
+    was short, but it is not the use of one trial. ``None`` before Linux 5.19 and in version 1.
     """
-    names, groups = _memory_cgroups(root)
-    lowest = min(_limits(groups, names), key=lambda pair: pair[1], default=None)
-    if lowest is not None:
-        return _read_number(lowest[0] / names.peak)
-    return next((peak for group in groups if (peak := _read_number(group / names.peak)) is not None), None)
+    lowest = min(_memory_limits(root), key=lambda pair: pair[1], default=None)
+    groups = _cgroups(root, "memory") if lowest is None else [lowest[0]]
+    return next((peak for group in groups if (peak := _read_number(group / "memory.peak")) is not None), None)
 
 
 def cgroup_oom_kill_count(root: Path = ROOT) -> int | None:
-    """How many processes of this cgroup the kernel has killed for memory so far; a rise is evidence of a host OOM.
-
-    Version 2 also counts the cgroups below it.
-    """
-    names, groups = _memory_cgroups(root)
-    counts = (read_table(group / names.events).get("oom_kill") for group in groups)
+    """Return how many processes of this cgroup and those below the kernel has killed for memory; None in version 1."""
+    counts = (read_table(group / "memory.events").get("oom_kill") for group in _cgroups(root, "memory"))
     return next((count for count in counts if count is not None), None)
 
 
@@ -107,19 +82,19 @@ def host_oom_kill_count(root: Path = ROOT) -> int | None:
 
 
 def cgroup_cpu_cores(root: Path = ROOT) -> float | None:
-    """The lowest CPU quota, in cores; ``None`` without one. Affinity is not counted."""
-    _, groups = _cgroups(root, "cpu")
+    """Return the lowest CPU quota in cores; ``None`` without one. Affinity is not counted."""
+    groups = _cgroups(root, "cpu")
     return min((cores for group in groups if (cores := _quota_cores(group)) is not None), default=None)
 
 
 def usable_cores(root: Path = ROOT) -> float:
-    """Cores that this process may use: its affinity mask, or the CPU quota if that is less."""
+    """Return the cores that this process may use: its affinity mask, or the CPU quota if that is less."""
     allowed = float(len(os.sched_getaffinity(0)))
     return min(allowed, cgroup_cpu_cores(root) or allowed)
 
 
 def numa_cpus(root: Path = ROOT) -> list[list[int]]:
-    """Numbers of the processors of each NUMA node; one list of all where the kernel tells of none."""
+    """Return the numbers of the processors of each NUMA node; one list of all if the kernel shows no nodes."""
     nodes = sorted(
         (root / "sys/devices/system/node").glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:])
     )
@@ -147,8 +122,7 @@ def cgroup_cpu_periods(root: Path = ROOT) -> tuple[int, int] | None:
 
     Those of the nearest cgroup with a quota; ``None`` without one.
     """
-    _, groups = _cgroups(root, "cpu")
-    for group in groups:
+    for group in _cgroups(root, "cpu"):
         counts = read_table(group / "cpu.stat")
         if _quota_cores(group) is not None and "nr_periods" in counts and "nr_throttled" in counts:
             return counts["nr_periods"], counts["nr_throttled"]
@@ -180,36 +154,29 @@ def _quota_cores(group: Path) -> float | None:
     return int(words[0]) / int(words[1])
 
 
-def _limits(groups: list[Path], names: _FileNames) -> list[tuple[Path, int]]:
+def _memory_limits(root: Path) -> list[tuple[Path, int]]:
     """The cgroups with a memory limit, and that limit in bytes."""
-    values = ((group, _read_number(group / names.limit)) for group in groups)
-    return [(group, value) for group, value in values if value is not None and value < _NO_LIMIT_BYTES]
+    limits = [
+        (group, _read_number(group / "memory.max", group / "memory.limit_in_bytes"))
+        for group in _cgroups(root, "memory")
+    ]
+    return [(group, limit) for group, limit in limits if limit is not None and limit < _NO_LIMIT_BYTES]
 
 
-def _free_in_cgroup(group: Path, limit: int, names: _FileNames) -> int | None:
-    usage = _read_number(group / names.usage)
-    if usage is None:
-        return None
-    reclaimable = read_table(group / "memory.stat").get(names.reclaimable, 0)
-    return max(0, limit - max(0, usage - reclaimable))
-
-
-def _memory_cgroups(root: Path) -> tuple[_FileNames, list[Path]]:
-    version, groups = _cgroups(root, "memory")
-    return (_V1 if version == 1 else _V2), groups
-
-
-def _cgroups(root: Path, controller: str) -> tuple[int, list[Path]]:
-    """The interface's version for one controller, and this process's cgroup in it, followed by its parents."""
+def _cgroups(root: Path, controller: str) -> list[Path]:
+    """This process's cgroup for one controller, followed by its parents."""
     lines = [line.split(":", 2) for line in (read_text(root / "proc/self/cgroup") or "").splitlines()]
     paths = {name: line[2] for line in lines if len(line) == 3 for name in line[1].split(",")}
     # A hybrid machine mounts both versions. A controller that version 1 names is there; version 2 has an empty name.
     version, own = (1, paths[controller]) if controller in paths else (2, paths.get("", ""))
     # The last mount covers earlier ones at the same place.
     for mounted_path, mount_point in reversed(list(_mounts(root, version, controller))):
-        if groups := _cgroup_path_and_parents(own, mounted_path, root / mount_point.lstrip("/")):
-            return version, groups
-    return version, []
+        path = PurePosixPath(own)
+        # "/../other" is how a cgroup namespace shows a process that lives outside it.
+        if own and ".." not in path.parts and path.is_relative_to(mounted_path):
+            inner = path.relative_to(mounted_path)
+            return [root / mount_point.lstrip("/") / level for level in (inner, *inner.parents)]
+    return []
 
 
 def _mounts(root: Path, version: int, controller: str) -> Iterator[tuple[str, str]]:
@@ -223,16 +190,6 @@ def _mounts(root: Path, version: int, controller: str) -> Iterator[tuple[str, st
             yield fields[3], fields[4]
 
 
-def _cgroup_path_and_parents(own: str, mounted_path: str, mount_point: Path) -> list[Path]:
-    """Folders of a cgroup and its parents, up to the mount point; none if the cgroup is outside the mount."""
-    path = PurePosixPath(own)
-    # "/../other" is how a cgroup namespace shows a process that lives outside it.
-    if not own or ".." in path.parts or not path.is_relative_to(mounted_path):
-        return []
-    inner = path.relative_to(mounted_path)
-    return [mount_point / level for level in (inner, *inner.parents)]
-
-
 def read_table(path: Path) -> dict[str, int]:
     """Lines of ``name value`` or ``name: value kB``, in bytes where the kernel says kB; empty if unreadable."""
     rows = [line.split() for line in (read_text(path) or "").splitlines()]
@@ -243,9 +200,9 @@ def read_table(path: Path) -> dict[str, int]:
     }
 
 
-def _read_number(path: Path) -> int | None:
-    """The number in a file; ``None`` for ``max`` or without a file."""
-    text = (read_text(path) or "").strip()
+def _read_number(*paths: Path) -> int | None:
+    """The number in the first of these files that exists; ``None`` for ``max`` or without a file."""
+    text = next((text for path in paths if (text := read_text(path)) is not None), "").strip()
     return int(text) if text.isdecimal() else None
 
 

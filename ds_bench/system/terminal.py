@@ -1,4 +1,4 @@
-"""Prints text without control characters, in ASCII if the stream can show nothing else.
+"""Prints text without control characters, with replacements for signs that the stream cannot show.
 
 Everything that the parent prints goes through :func:`print_text` or :func:`print_json`, except the tables of ``rich``,
 whose cells went through :func:`escape_controls`.
@@ -6,6 +6,7 @@ whose cells went through :func:`escape_controls`.
 
 from __future__ import annotations
 
+import codecs
 import errno
 import json
 import os
@@ -25,36 +26,44 @@ NO_BREAK = "\N{NO-BREAK SPACE}"
 """A space at which no line is broken; printed as an ordinary one."""
 _NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=(?:GB|MB|KB|B|ms|%)\b|%)")
 _ASCII = {
-    "✅": "[ok]",
-    "❌": "[failed]",
-    "⏹️": "[stopped]",
-    "⏭️": "[skipped]",
-    "—": "-",
-    "−": "-",
-    "→": "->",
-    "×": "x",
-    "±": "+/-",
-    "…": "...",
-    "≈": "~",
-    "≥": ">=",
-    "·": "|",
-    "★": "*",
-    "✓": "ok",
-    "✗": "x",
-}
+    "✅": "[ok]", "❌": "[failed]", "⏹": "[stopped]", "⏭": "[skipped]", "\ufe0f": "", "—": "-", "−": "-", "→": "->",
+    "×": "x", "±": "+/-", "…": "...", "≈": "~", "≥": ">=", "·": "|", "★": "*", "✓": "ok", "✗": "x",
+}  # fmt: skip
+_PLAIN_SIGNS = "ds_bench_plain_signs"
+
+
+def _replace_signs(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(_ASCII.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error(_PLAIN_SIGNS, _replace_signs)
+
+
+def _encoding(stream: IO[str]) -> str:
+    encoding = getattr(stream, "encoding", None) or "ascii"
+    try:
+        return codecs.lookup(encoding).name
+    except LookupError:
+        return "ascii"
 
 
 def can_encode(text: str, stream: IO[str]) -> bool:
-    """Whether the stream's encoding has all characters of the text."""
+    """Return whether the stream's encoding has all characters of the text."""
     try:
-        text.encode(getattr(stream, "encoding", None) or "ascii")
-    except (UnicodeEncodeError, LookupError):
+        text.encode(_encoding(stream))
+    except UnicodeEncodeError:
         return False
     return True
 
 
+def to_ascii(text: str) -> str:
+    """Return the text in ASCII; signs without a replacement become ``?``."""
+    return text.encode("ascii", _PLAIN_SIGNS).decode("ascii")
+
+
 def width_of(stream: IO[str]) -> int:
-    """Columns to print in: ``COLUMNS``, else those of the terminal, else 100 where the stream is none."""
+    """Return the columns to print in: ``COLUMNS``, else those of the terminal, else 100 for a file."""
     columns = os.environ.get("COLUMNS", "")
     # At most five digits: int() of a very long text raises, and no terminal is so wide.
     if columns.isdecimal() and 0 < len(columns) < 6 and int(columns):
@@ -62,21 +71,14 @@ def width_of(stream: IO[str]) -> int:
     try:
         return os.get_terminal_size(stream.fileno()).columns or 80
     except (OSError, ValueError):
-        # A terminal that does not tell its size may be narrow; a file has no width.
+        # A terminal of unknown size may be narrow; a file has no width.
         return 80 if stream.isatty() else 100
 
 
-def to_ascii(text: str) -> str:
-    """The text in ASCII; signs without a replacement become ``?``."""
-    for sign, plain_sign in _ASCII.items():
-        text = text.replace(sign, plain_sign)
-    return text.encode("ascii", "replace").decode("ascii")
-
-
 def escape_controls(text: str) -> str:
-    """The text with control characters escaped and line breaks as spaces: a model's name must not control the terminal.
+    """Return the text with control characters escaped and line breaks as spaces: a name must not control the terminal.
 
-    Also escaped are direction and other invisible characters, half surrogates and line separators; not U+200D, which
+    Direction marks, other invisible characters, surrogates and line separators are escaped too, but not U+200D, which
     joins emoji.
     """
     if text.isprintable():
@@ -90,7 +92,7 @@ def escape_controls(text: str) -> str:
 
 
 def ensure_streams() -> None:
-    """Opens /dev/null for each standard stream that was closed at the start (``>&-``), for child processes too."""
+    """Open /dev/null for each standard stream that was closed at the start (``>&-``), for child processes too."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -102,7 +104,7 @@ def ensure_streams() -> None:
 
 
 def aligned_lines(rows: Sequence[Sequence[str]], left: Collection[int] = (0,), space: int = 2) -> Iterator[str]:
-    """The rows as lines with ``space`` between columns; those of the indices ``left`` to the left, others right.
+    """Yield the rows as lines with ``space`` between columns; columns in ``left`` are aligned left, others right.
 
     Control characters in a cell are escaped, so that it can neither end its line nor hide its width.
     """
@@ -119,7 +121,7 @@ def aligned_lines(rows: Sequence[Sequence[str]], left: Collection[int] = (0,), s
 
 
 def wrapped_lines(text: str, width: int, indent: str = "") -> list[str]:
-    """The text in lines, the second and later ones indented by two more where there is an indent.
+    """Return the text in lines; with an indent, the second and later ones are indented by two more.
 
     A number and its unit stay together, and so do words with ``NO_BREAK`` between them.
     """
@@ -176,14 +178,19 @@ def _discard_writes(stream: TextIO) -> None:
 
 
 def print_text(text: str, stream: IO[str] | None = None) -> None:
-    """Prints lines without control characters, in ASCII if ``stream`` (None: standard output) cannot show them."""
+    """Print lines without control characters. ``stream``: standard output by default."""
     stream = sys.stdout if stream is None else stream
     shown = "\n".join(map(escape_controls, text.split("\n")))
-    print(shown if can_encode(shown, stream) else to_ascii(shown), file=stream, flush=stream is not sys.stdout)
+    print(_shown_on(stream, shown), file=stream, flush=stream is not sys.stdout)
+
+
+def _shown_on(stream: IO[str], text: str) -> str:
+    """The text with replacements for signs that the stream cannot show."""
+    return text.encode(_encoding(stream), _PLAIN_SIGNS).decode(_encoding(stream))
 
 
 def make_console(stream: IO[str], **settings: Any) -> Console:
-    """Makes rich's Console. Where its reader is gone (``| head``) it raises BrokenPipeError, as ``print`` does."""
+    """Make rich's Console. If its reader is gone (``| head``) it raises BrokenPipeError, as ``print`` does."""
     from rich.console import Console
 
     class PipedConsole(Console):
@@ -228,8 +235,7 @@ class StatusLine:
         from rich.live import Live
         from rich.text import Text
 
-        shown = escape_controls(text) if can_encode(text, self.stream) else to_ascii(escape_controls(text))
-        line = Text(shown, no_wrap=True, overflow="ellipsis")
+        line = Text(_shown_on(self.stream, escape_controls(text)), no_wrap=True, overflow="ellipsis")
         if self._live is None:
             console = make_console(self.stream)
             # No refresh by itself: rich would start a thread that draws while trials are measured.
@@ -251,7 +257,7 @@ class StatusLine:
 
 
 def print_json(text: str) -> None:
-    """Prints JSON text on standard output; control characters are written as JSON escapes."""
+    """Print JSON text on standard output; control characters are written as JSON escapes."""
     ascii_only = not can_encode(text, sys.stdout)
 
     def must_escape(sign: str) -> bool:

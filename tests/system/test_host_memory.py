@@ -66,11 +66,10 @@ def test_version_1_is_read_where_it_holds_the_memory_controller_of_a_hybrid_mach
     group = root / "sys/fs/cgroup/memory/docker/abc"
     write(root / "sys/fs/cgroup/wrong/memory.max", 1 * GB)
     write(group / "memory.limit_in_bytes", 6 * GB)
-    write(group / "memory.max_usage_in_bytes", 5 * GB)
-    write(group / "memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 7")
+    write(group / "memory.usage_in_bytes", 5 * GB)
+    write(group / "memory.stat", f"inactive_file {3 * GB}\ntotal_inactive_file {1 * GB}")
     assert host_memory.cgroup_limit_bytes(root) == 6 * GB
-    assert host_memory.cgroup_peak_bytes(root) == 5 * GB
-    assert host_memory.cgroup_oom_kill_count(root) == 7
+    assert host_memory.available_host_bytes(root) == 2 * GB
 
 
 def test_the_huge_number_that_version_1_writes_for_no_limit_is_none(root: Path) -> None:
@@ -175,3 +174,11 @@ def test_this_machine_has_memory_and_not_more_available_than_it_has() -> None:
     assert total is not None
     assert available is not None
     assert 0 < available <= total
+
+
+def test_lists_of_the_kernel_include_both_ends_and_nonsense_is_refused() -> None:
+    assert host_memory.parse_numbers("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert host_memory.parse_numbers(None) == set()
+    for text in ("x", "3-1", "-1", "0-99999999999", "1--2"):
+        with pytest.raises(ValueError, match=r".+"):
+            host_memory.parse_numbers(text)
