@@ -9,17 +9,23 @@ without a loss. One that names no class is trained as the causal language model 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from ..config.spec import ModelSource
 from ..errors import UsageError
-from ..system import hub, invocation
+from ..system import invocation
 from ..system.environment import MODEL_PACKAGES, install_command, missing_packages, require_packages
 from ..system.tools import run_tool
 from . import presets
+
+ANSWER_SECONDS = 3.0
+"""Time that the Hub has to answer, including the look-up of its name."""
+_TRUE = {"1", "ON", "YES", "TRUE"}  # as huggingface_hub reads a switch (constants.py, ENV_VARS_TRUE_VALUES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +57,19 @@ def resolve_model(
     environment: Mapping[str, str],
     offline_reason: str | None = None,
 ) -> ResolvedModel:
-    """Finds the model with this name. Raises UsageError if there is none.
+    """Find the model with this name. Raise UsageError if there is none.
 
-    ``environment``: variables of the child process. ``offline_reason``: why the Hub is not asked, for
-    the error; None if it is.
+    ``environment``: variables of the child process. ``offline_reason``: why the Hub is not asked; None if it is.
     """
     if factory:
-        _check_factory(name, environment)
+        # Imported in a child process, as every rank will.
+        require_packages("a model factory", MODEL_PACKAGES)
+        reply = _ask_child(name, "--factory", environment)
+        if "error" in reply:
+            raise UsageError(
+                f"--model-factory {name} cannot be imported: {reply['error']}",
+                remedy="give package.module:function as Python imports it from the current folder",
+            )
         return ResolvedModel(name=name, source="factory", config={})
     preset = presets.find_preset(name)
     if preset is not None:
@@ -75,17 +87,6 @@ def resolve_model(
     return _look_up(name, trust_remote_code, environment, offline_reason)
 
 
-def _check_factory(name: str, environment: Mapping[str, str]) -> None:
-    """Imports the factory in a child process, as every rank will. Raises UsageError if that fails."""
-    require_packages("a model factory", MODEL_PACKAGES)
-    reply = _ask_child(name, "--factory", environment)
-    if "error" in reply:
-        raise UsageError(
-            f"--model-factory {name} cannot be imported: {reply['error']}",
-            remedy="give package.module:function as Python imports it from the current folder",
-        )
-
-
 def _look_up(
     name: str, trust_remote_code: bool, environment: Mapping[str, str], offline_reason: str | None
 ) -> ResolvedModel:
@@ -93,7 +94,7 @@ def _look_up(
     if missing := missing_packages(MODEL_PACKAGES):
         similar = presets.similar_presets(name)
         nearest = f"the nearest presets are {', '.join(similar)}; " if similar else ""
-        problem = f"--model {name} is no preset, and reading another model needs {' and '.join(missing)}"
+        problem = f"--model {name} is not a preset, and reading another model needs {' and '.join(missing)}"
         raise UsageError(problem, remedy=f"{nearest}{install_command()}")
     if not is_folder and offline_reason is None and (offline_reason := _hub_failure(environment)) is not None:
         environment = {**environment, "HF_HUB_OFFLINE": "1"}  # the cache may have the model
@@ -137,8 +138,50 @@ def _hub_failure(environment: Mapping[str, str]) -> str | None:
     packets are dropped.
     """
     variables = {**os.environ, **environment}
-    name = hub.offline_variable(variables)
-    return hub.connection_failure(variables) if name is None else f"{name} is set"
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        if variables.get(name, "").upper() in _TRUE:
+            return f"{name} is set"
+    return connection_failure(variables.get("HF_ENDPOINT") or "https://huggingface.co")
+
+
+def send_request(address: str) -> None:
+    """Ask the address for its headers. Any answer will do, a refusal too. Raises OSError or ValueError without one."""
+    import urllib.error
+    import urllib.request
+
+    try:
+        urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=ANSWER_SECONDS).close()
+    except urllib.error.HTTPError as error:
+        error.close()
+
+
+def connection_failure(
+    address: str, request: Callable[[str], None] = send_request, seconds: float = ANSWER_SECONDS
+) -> str | None:
+    """Return why the Hub cannot be reached, after ``seconds`` at most; None if it answers."""
+    try:
+        parts = urlsplit(address)
+        host = parts.hostname if parts.scheme in ("http", "https") else None  # a file must not be opened
+    except ValueError:  # brackets that do not match
+        host = None
+    if host is None:
+        return "HF_ENDPOINT is not a web address"
+    failures: list[str] = []
+
+    def run() -> None:
+        try:
+            request(address)
+        except Exception as error:
+            # Only the reason of urllib's errors: their text may hold the address, and that a password.
+            reason = getattr(error, "reason", error)
+            failures.append(getattr(reason, "strerror", None) or type(reason).__name__)
+
+    thread = threading.Thread(target=run, daemon=True)  # the look-up of a host's name has no timeout
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        failures.append(f"no answer within {seconds:g} s")
+    return f"{host} does not answer ({failures[0]})" if failures else None
 
 
 def _ask_child(name: str, flag: str | None, environment: Mapping[str, str]) -> dict[str, Any]:

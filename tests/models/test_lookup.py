@@ -15,7 +15,7 @@ import pytest
 from ds_bench.config.spec import Placement
 from ds_bench.errors import UsageError
 from ds_bench.launch.rank_environment import rank_environment
-from ds_bench.models.lookup import ResolvedModel, resolve_model
+from ds_bench.models.lookup import ResolvedModel, connection_failure, resolve_model
 from tests.support.marked_processes import MARK, STARTS_PROCESSES, find_marked
 
 
@@ -65,7 +65,9 @@ class ClosesEveryConnection(socketserver.BaseRequestHandler):
         self.requests.append(self.request)
 
 
-def test_a_hub_that_does_not_answer_is_asked_once_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_that_does_not_answer_or_may_not_be_asked_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="HF_HUB_OFFLINE is set"):
+        find("nowhere/none")
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
     with socketserver.TCPServer(("127.0.0.1", 0), ClosesEveryConnection) as server:
@@ -78,9 +80,13 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_named(monkeypatch: pytest.
     assert len(ClosesEveryConnection.requests) == 1  # Transformers alone would try six times, with pauses
 
 
-def test_the_variable_that_forbids_to_ask_the_hub_is_named() -> None:
-    with pytest.raises(UsageError, match="no preset and no local folder, and HF_HUB_OFFLINE is set"):
-        find("nowhere/none")
+def test_hub_is_not_waited_for_and_no_file_or_password_is_shown() -> None:
+    failures = {address: connection_failure(address, pytest.fail) for address in ("file:///etc/passwd", "http://[x")}
+    assert set(failures.values()) == {"HF_ENDPOINT is not a web address"}
+    assert connection_failure("https://me:pw@hub", lambda _: time.sleep(5), 0.05) == (
+        "hub does not answer (no answer within 0.05 s)"
+    )
+    assert connection_failure("https://hub", lambda _: None) is None
 
 
 BART = {
