@@ -86,7 +86,7 @@ def test_times_without_synchronisation_are_labelled_wherever_they_are_shown(
     assert "no warm-up" in printed.splitlines()[0]
     (row,) = csv.DictReader(output.read_text().splitlines())
     assert row["synchronized"] == "False"
-    assert "not synchronised (wrong on purpose)" in row["caveats"]
+    assert "not synchronized (wrong on purpose)" in row["caveats"]
     for flags in (["--markdown"], ["--verbose"]):
         assert commands.main(["report", str(scripted.folder), *flags]) == 0
         shown = capsys.readouterr().out

@@ -160,7 +160,7 @@ REFUSED = {
     "training: {global_batch_size: 6, local_batch_size: 4}": "give 4 or 8, or another local_batch_size",
     "configurations: {strategies: nvme}": "configurations.strategies nvme needs a disk (add launch.nvme_path DIR",
     "configurations: {relative_to: zero9}": "configurations.relative_to zero9: no such row",
-    "configurations: {deepspeed: {zero_optimisation: {}}}": "did you mean 'zero_optimization'",
+    "configurations: {deepspeed: {zero_optimisation: {}}}": "did you mean zero_optimization",
     "training: {steps: [1, 2, 3]}\nmodel: {name: no-such-model}": "--model no-such-model is no preset",
     "axes: {micro_batch: [1, 2]}\ntraining: {local_batch_size: 2}": "axes.micro_batch and training.local_batch_size",
     "model: {name: tiny}\ndataset: {vocab_size: 2000}": "dataset.vocab_size 2000 is beyond the 1000 ids of tiny",
