@@ -49,11 +49,26 @@ SHORTEST_SEQ_LENGTH = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What is found out after the trials of a plan are known, and completes them."""
+
+    nvme_caveat: str | Caveat | None = None
+    """Why the folder for NVMe offload is not a local NVMe disk."""
+    lack_of_space: str | None = None
+    """Why rows that swap to the folder for NVMe offload cannot run."""
+    profile: ModelProfile | Unpredicted | None = None
+    """The sizes of the model's tensors and activations; None before predictions."""
+    memory: MemoryCapacity = field(default_factory=lambda: MemoryCapacity(gpu_bytes=None, host_bytes=None))
+    """The memory that predictions are compared with."""
+    op_states: Mapping[str, ops.OpState] = field(default_factory=dict)
+    """State of DeepSpeed's ops that the configurations need; empty before they are built."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What a run compares: model, placement and configurations, and the trials made of them, in order.
 
-    :func:`make_run_plan` makes it once. Later facts complete its trials: the NVMe folder, the predicted memory, the
-    state of DeepSpeed's ops.
+    :func:`make_run_plan` makes it once. Later ``facts`` complete its trials.
     """
 
     options: Options
@@ -70,59 +85,46 @@ class Plan:
     trials: Sequence[Trial]
     lines: Sequence[str] = ()
     """What the user must know about the rows, one line each."""
-    nvme_caveat: str | Caveat | None = None
-    """Why the folder for NVMe offload is not a local NVMe disk."""
-    lack_of_space: str | None = None
-    """Why rows that swap to the folder for NVMe offload cannot run."""
-    profile: ModelProfile | Unpredicted | None = None
-    """The sizes of the model's tensors and activations; None before :meth:`with_predictions`."""
-    memory: MemoryCapacity = field(default_factory=lambda: MemoryCapacity(gpu_bytes=None, host_bytes=None))
-    """The memory that predictions are compared with."""
-    op_states: Mapping[str, ops.OpState] = field(default_factory=dict)
-    """State of DeepSpeed's ops that the configurations need; empty before :meth:`with_ops`."""
+    facts: RunFacts = field(default_factory=RunFacts)
+    """What was found since."""
 
-    def with_nvme_folder(self, caveat: str | Caveat | None, lack_of_space: str | None) -> Plan:
-        """The plan with what was found of the folder for NVMe offload, for the rows that use it.
+    def with_facts(self, **found: Any) -> Plan:
+        """The plan completed by further fields of ``facts``."""
+        plan = replace(self, facts=replace(self.facts, **found))
+        return replace(plan, trials=plan.complete(self.trials))
 
-        ``caveat``: why it is not a local NVMe disk. ``lack_of_space``: why it is too full, so that they cannot run.
+    def complete(self, trials: Sequence[Trial]) -> list[Trial]:
+        """The trials with what the facts say of each; those that are complete stay as they are.
+
+        Predictions come last: they read the completed configuration and leave out trials that cannot run.
         """
-        plan = replace(self, nvme_caveat=caveat, lack_of_space=lack_of_space)
-        return replace(plan, trials=[plan._with_nvme_folder(trial) for trial in self.trials])
-
-    def with_predictions(self, profile: ModelProfile | Unpredicted, memory: MemoryCapacity) -> Plan:
-        """The plan with each trial's predicted memory; trials that cannot fit are marked as the options say."""
-        plan = replace(self, profile=profile, memory=memory)
-        return replace(plan, trials=plan._with_predictions(self.trials))
-
-    def with_ops(self, states: Mapping[str, ops.OpState]) -> Plan:
-        """The plan after the builds of DeepSpeed's ops: rows may turn out unsupported, or run with torch's AdamW.
-
-        Only the trials that this changes are predicted anew.
-        """
-        # Only the ops that are built: loading another one in the preloaded process would build it.
-        ready = ",".join(op for op, state in states.items() if state.ready)
-        plan = replace(self, op_states=states, variables={**self.variables, "DS_BENCH_PRELOAD_OPS": ready})
-        trials = []
-        for trial in self.trials:
-            completed = with_op_states(trial, states, plan.model.largest_parameter)
-            # A row that cannot run needs no prediction, which was made before this was known.
-            if completed.unsupported:
-                completed = replace(completed, prediction=None, skipped=None)
-            elif completed.ds_config != trial.ds_config:
-                (completed,) = plan._with_predictions([completed])
-                # The first prediction has left its caveats already.
-                completed = replace(completed, caveats=tuple(dict.fromkeys(completed.caveats)))
-            trials.append(completed)
-        return replace(plan, trials=trials)
+        facts, done = self.facts, []
+        for trial in trials:
+            now = trial
+            if trial.configuration.uses_nvme:
+                known = () if facts.nvme_caveat is None else (facts.nvme_caveat,)
+                caveats = tuple(dict.fromkeys([*known, *trial.caveats]))
+                now = replace(trial, caveats=caveats, unsupported=trial.unsupported or facts.lack_of_space)
+            now = with_op_states(now, facts.op_states, self.model.largest_parameter)
+            if now.unsupported:
+                now = replace(now, prediction=None, skipped=None)
+            # Predicted once, and again if it turned out to need another optimizer.
+            elif facts.profile is not None and (now.prediction is None or now.ds_config != trial.ds_config):
+                (now,) = trial_predictions.attach_predictions(
+                    [now],
+                    facts.profile,
+                    facts.memory,
+                    skip=self.options.skip_predicted_oom,
+                    force=self.options.force,
+                )
+                now = replace(now, caveats=tuple(dict.fromkeys(now.caveats)))
+            done.append(now)
+        return done
 
     def trials_of(self, configurations: Sequence[Configuration], *, predicted: bool = True) -> list[Trial]:
         """Makes the trials of other configurations than the plan's own, completed as the plan's are."""
-        # Predictions come last: they read the completed configuration and leave out unsupported trials.
-        trials = [
-            with_op_states(self._with_nvme_folder(trial), self.op_states, self.model.largest_parameter)
-            for trial in make_trials(self.options, self.model, self.placement, configurations)
-        ]
-        return self._with_predictions(trials) if predicted else trials
+        plan = self if predicted else replace(self, facts=replace(self.facts, profile=None))
+        return plan.complete(make_trials(self.options, self.model, self.placement, configurations))
 
     def with_rows(self, indices: range) -> Plan:
         """The plan with some of its rows, by their places; its trials keep their names."""
@@ -134,22 +136,6 @@ class Plan:
             configurations=configurations,
             trials=[trial for trial in self.trials if trial.configuration.name in names],
         )
-
-    def with_configurations(self, configurations: Sequence[Configuration]) -> Plan:
-        """The plan with other configurations and their trials."""
-        return replace(self, configurations=configurations, trials=self.trials_of(configurations))
-
-    def _with_nvme_folder(self, trial: Trial) -> Trial:
-        if not trial.configuration.uses_nvme:
-            return trial
-        caveats = trial.caveats if self.nvme_caveat is None else (self.nvme_caveat, *trial.caveats)
-        return replace(trial, caveats=caveats, unsupported=trial.unsupported or self.lack_of_space)
-
-    def _with_predictions(self, trials: Sequence[Trial]) -> list[Trial]:
-        if self.profile is None:
-            return list(trials)
-        skip, force = self.options.skip_predicted_oom, self.options.force
-        return trial_predictions.attach_predictions(trials, self.profile, self.memory, skip=skip, force=force)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

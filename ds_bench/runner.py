@@ -223,7 +223,9 @@ def with_nvme_folder(plan: RunPlan) -> tuple[RunPlan, disk.NvmeFolder | None]:
     folder = disk.check_nvme_folder(path)
     if options.family == "offload" and options.strategies and "nvme" not in options.strategies:
         terminal.print_text("note: --nvme-path is given, so the nvme strategy is added", sys.stderr)
-    return plan.map(lambda each: each.with_nvme_folder(folder.caveat, disk.lack_of_space(path, each.model))), folder
+    return plan.map(
+        lambda each: each.with_facts(nvme_caveat=folder.caveat, lack_of_space=disk.lack_of_space(path, each.model))
+    ), folder
 
 
 def print_file_lines(plan: RunPlan) -> None:
@@ -259,7 +261,7 @@ def print_dry_run(plan: RunPlan) -> int:
             if plan.options.auto_seq:
                 what, stand_in = "--seq-length auto: each sequence length", plan.trials[0].workload.seq_length
             terminal.print_text(f"# {what} is found by probes when this is run; {stand_in} stands for it here\n")
-        if plan.options.inspection.checkpoint and not any(each.profile for each in plan.plans):
+        if plan.options.inspection.checkpoint and not any(each.facts.profile for each in plan.plans):
             terminal.print_text("# whether there is room for a checkpoint is checked when this is run\n")
         for trial in plan.trials:
             command = launch_command(trial.placement, Path("TRIAL_FOLDER"))
@@ -284,7 +286,7 @@ def with_predictions(plan: RunPlan, machine: Machine) -> RunPlan:
         key = each.model.name, each.options.trust_remote_code, each.trials[0].workload.seq_length, each.options.dropout
         if key not in profiles:
             profiles[key] = model_profile(each)
-        return each.with_predictions(profiles[key], memory)
+        return each.with_facts(profile=profiles[key], memory=memory)
 
     return plan.map(predict)
 
@@ -323,7 +325,7 @@ def require_ready(
     """
     predicted_host_bytes = trial_predictions.peak_host_bytes(plan.trials)
     if not plan.options.force:
-        trial_predictions.require_host_memory(plan.trials, plan.plans[0].memory.node_bytes)
+        trial_predictions.require_host_memory(plan.trials, plan.plans[0].facts.memory.node_bytes)
     _check_room_for_checkpoints(plan)
     if hosts is not None:
         # This machine is not checked itself: it need not be among the hosts.
@@ -336,7 +338,7 @@ def require_ready(
     findings = doctor.run_plan_checks(
         plan.placement,
         plan.configurations,
-        lacks_space=next((each.lack_of_space for each in plan.plans if each.lack_of_space), None),
+        lacks_space=next((each.facts.lack_of_space for each in plan.plans if each.facts.lack_of_space), None),
         nvme_folder=nvme_folder,
         need_host_bytes=predicted_host_bytes,
         system=SystemAccess(environ=machine.variables, read_gpus=lambda: machine.gpus),
@@ -347,7 +349,7 @@ def require_ready(
 def _check_room_for_checkpoints(plan: RunPlan) -> None:
     """Raises PreflightError if the folder for checkpoints, where any are asked for, has no room for them."""
     if plan.options.inspection.checkpoint:
-        profiles = [each.profile for each in plan.plans if isinstance(each.profile, ModelProfile)]
+        profiles = [each.facts.profile for each in plan.plans if isinstance(each.facts.profile, ModelProfile)]
         disk.check_checkpoint_folder(plan.options.inspection.checkpoint_path, profiles, plan.trials)
 
 
@@ -373,7 +375,10 @@ def _run_plan(
             states = rank_environment.build_ops(plan.placement, plan.configurations, variables, line.say, line.show)
         else:
             states = host_checks.build_ops(hosts, plan.placement, plan.configurations, line.say)
-        plan = plan.map(lambda each: each.with_ops(states))
+        # Only the ops that are built: loading another one in the preloaded process would build it.
+        ready = ",".join(op for op, state in states.items() if state.ready)
+        plan = plan.map(lambda each: each.with_facts(op_states=states))
+        plan = plan.map(lambda each: replace(each, variables={**each.variables, "DS_BENCH_PRELOAD_OPS": ready}))
     with signals.raising_on_interrupt():
         limits = Limits(timeout_seconds=options.timeout, stall_timeout_seconds=options.stall_timeout)
         launcher, why_cold = choose_launcher(
@@ -551,7 +556,7 @@ class ResultBuilder:
     def with_changes(self, trial: Trial) -> Trial:
         """A trial that is about to run, with what other configurations of its work would need."""
         plan = self._plan_of(trial)
-        return self._predictor.complete(trial, plan.profile, plan.model.hidden_size)
+        return self._predictor.complete(trial, plan.facts.profile, plan.model.hidden_size)
 
     def _plan_of(self, trial: Trial) -> Plan:
         """The plan of a trial; of one that an earlier run of the folder made and this one does not ask for, the plan

@@ -93,14 +93,14 @@ class SizeSearch:
 
         Without a prediction it is 1: a micro-batch of 1, or the sequence that would be trained without a search.
         """
-        if not isinstance(self.plan.profile, ModelProfile):
+        if not isinstance(self.plan.facts.profile, ModelProfile):
             return max(1, self.plan.trials[0].workload.seq_length // self.unit) if self.dimension != "batch_size" else 1
         # 1 is the least, even if it is predicted not to fit. Above a size that does not fit none is supposed to fit.
         sizes = range(2, self.limit + 1)
         return 1 + bisect_left(sizes, True, key=lambda size: not self._predicted_to_fit(row, size))
 
     def _predicted_to_fit(self, row: RequestedRow, units: int) -> bool:
-        profile, memory = self.plan.profile, self.plan.memory
+        profile, memory = self.plan.facts.profile, self.plan.facts.memory
         trial = self._trial(row, units, predicted=False)
         if trial.unsupported or not isinstance(profile, ModelProfile):
             return False
@@ -192,7 +192,7 @@ def at_largest_size(plan: Plan, launcher: Launcher, store: RunFolder, say: Calla
     if plan.options.common_batch:
         common = min(sizes.values())
         configurations += [plan.builder.build(row, common) for row in rows]
-    return plan.with_configurations(configurations)
+    return replace(plan, configurations=configurations, trials=plan.trials_of(configurations))
 
 
 def is_too_large(record: TrialRecord) -> bool:

@@ -208,7 +208,7 @@ def test_what_is_known_of_the_disk_is_said_of_the_rows_that_use_it_only() -> Non
     checked = (
         planner.make_run_plan([options], fakes.make_config, fakes.machine())
         .plans[0]
-        .with_nvme_folder("it is an overlay", None)
+        .with_facts(nvme_caveat="it is an overlay")
     )
     said = {trial.configuration.name: trial.caveats for trial in checked.trials}
     assert said == {"none": (), "cpu_optimizer": (), "cpu_full": (), "nvme": ("it is an overlay",)}
@@ -507,10 +507,10 @@ def test_rows_that_lose_fused_adam_are_predicted_with_the_optimizer_that_they_th
     before = (
         planner.make_run_plan([options], fakes.make_config, fakes.machine(cards=2))
         .plans[0]
-        .with_predictions(profile, capacity)
+        .with_facts(profile=profile, memory=capacity)
     )
-    assert before.with_ops({}).trials == before.trials
-    on_torch, offloaded = before.with_ops(BROKEN_FUSED).trials
+    assert before.with_facts(op_states={}).trials == before.trials
+    on_torch, offloaded = before.with_facts(op_states=BROKEN_FUSED).trials
     assert offloaded == before.trials[1]
     assert on_torch.ds_config["optimizer"]["params"]["torch_adam"] is True
     again = trial_predictions.attach_predictions([on_torch], profile, capacity, skip=False)
@@ -524,10 +524,10 @@ def test_a_row_whose_op_is_missing_loses_its_prediction() -> None:
     predicted = (
         planner.make_run_plan([options], fakes.make_config, fakes.machine())
         .plans[0]
-        .with_predictions(profile, capacity)
+        .with_facts(profile=profile, memory=capacity)
     )
     missing = {ops.CPU_ADAM: OpState(op=ops.CPU_ADAM, ready=False, reason="no g++")}
-    kept, lost = predicted.with_ops(missing).trials
+    kept, lost = predicted.with_facts(op_states=missing).trials
     assert kept == predicted.trials[0]
     assert (lost.prediction, lost.unsupported is None) == (None, False)
 

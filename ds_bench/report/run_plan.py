@@ -81,5 +81,5 @@ def _fit_text(plan: Plan, trial: Trial) -> str:
     prediction = stored_prediction(trial)
     if prediction is None:
         return "?"
-    verdict = prediction.verdict(plan.memory.gpu_bytes, plan.memory.host_bytes)
+    verdict = prediction.verdict(plan.facts.memory.gpu_bytes, plan.facts.memory.host_bytes)
     return {DOES_NOT_FIT: "no", UNKNOWN: "?"}.get(verdict, "yes")
