@@ -18,7 +18,6 @@ import pytest
 
 from ds_bench.analysis.load_results import load
 from ds_bench.cli import commands
-from ds_bench.cli import script as cli
 from ds_bench.errors import DsBenchError
 from ds_bench.report.progress import ProgressReporter
 from ds_bench.system.terminal import StatusLine
@@ -99,15 +98,11 @@ def test_no_verb_passes_on_what_steers_a_terminal(
     named.mkdir()
     lines = [
         ["report", str(run)],
-        ["report", str(run), str(other)],
         ["report", str(run), "--verbose"],
-        ["report", str(run), "--markdown"],
         ["report", str(run), str(other), "--markdown", "--html", str(tmp_path / "page.html")],
         ["report", str(run), "--export", "zero1"],
         ["compare", str(run), str(other)],
-        ["compare", str(other), str(run)],
         ["baseline", "save", str(run), "--baselines", str(named / "b.json")],
-        ["baseline", "check", str(run), "--baselines", str(named / "b.json")],
         ["baseline", "check", str(run), "--baselines", str(named / "b.json"), "--json"],
     ]
     for line in lines:
@@ -130,37 +125,21 @@ def test_no_error_repeats_a_flag_a_name_or_a_file_as_it_is(
     evil = EVIL.replace("\0", "").replace("\ud800", "")
     config = tmp_path / f"c{evil}.json"
     config.write_text(json.dumps({f"key{EVIL}": 1, "zero_optimization": {f"inner{EVIL}": EVIL}}))
-    hosts = tmp_path / f"h{evil}"
-    hosts.write_text(f"name{evil} slots=1\n")
-    model = tmp_path / f"m{evil}"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps({"model_type": f"t{EVIL}", "architectures": [EVIL]}))
-    verbs = [[verb, str(tmp_path / evil)] for verb in ("report", evil)]
-    verbs += [["compare", evil, evil], ["baseline", "check", evil, "--baselines", evil], ["models", evil]]
+    verbs = [["report", str(tmp_path / evil)], [evil], ["compare", evil, evil], ["models", evil], ["ops", evil]]
     verbs += [["plan", flag, evil] for flag in ("--model", "--gpu", "--num-gpus", "--strategies", evil)]
-    verbs += [["advice", "--model", evil], ["advice", "--model", str(model)], ["plan", "--model", str(model)]]
-    verbs += [["doctor", "--nvme-path", evil], ["ops", evil]]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for line in verbs:
-        if "doctor" not in line:
-            assert commands.main(line) == 2, line
-        else:
-            commands.main(line)
+        assert commands.main(line) == 2, line
         text = said(capfd)
         assert text.strip(), line
         assert steering(text) == [], (line, text)
     scripted = ScriptedRun(tmp_path, monkeypatch)
-    flags = ["--model", "--num-steps", "--ds-config", "--set", "--hostfile", "--stages", "--relative-to", "--resume"]
-    flags += ["--retry", evil]
-    values = {"--ds-config": str(config), "--hostfile": str(hosts), "--set": f".x{evil}=1{evil}"}
-    for flag in flags:
+    values = {"--ds-config": str(config), "--set": f".x{evil}=1{evil}"}
+    for flag in ("--model", "--num-steps", "--ds-config", "--set", "--hostfile", "--stages", "--resume"):
         assert scripted.run(flag, values.get(flag, evil)) == 2, flag
         text = said(capfd)
         assert text.count("\n") == 1, text
         assert steering(text) == [], (flag, text)
-    for flag in ("--strategies", "--nvme-path"):
-        assert cli.main("offload", fakes.make_config, ["--model", "tiny", flag, evil]) == 2
-        assert steering(said(capfd)) == []
 
 
 def test_the_name_of_the_program_is_spelled_out_too(tmp_path: Path) -> None:
