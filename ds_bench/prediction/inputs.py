@@ -53,7 +53,7 @@ class ZeroSettings:
     contiguous_gradients: bool
     overlap_comm: bool
     round_robin: bool
-    """At stages 1 and 2, parameters are ordered anew before they are split among the ranks."""
+    """At stages 1 and 2, parameters are reordered before they are split among the ranks."""
     reduce_bucket_elements: int
     prefetch_elements: int
     persistence_elements: int
@@ -124,7 +124,7 @@ class ZeroSettings:
 
     @property
     def bucket_formats(self) -> int:
-        """Formats in which gradients are sent, each of which has buckets of its own (torch_autocast.py)."""
+        """Formats of sent gradients; each has its own buckets (torch_autocast.py)."""
         return 2 if self.autocast else 1
 
 
@@ -150,7 +150,7 @@ def _number(block: Mapping[str, Any], key: str, default: float) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryInputs:
-    """What the memory of one rank depends on."""
+    """Inputs that decide the memory of one rank."""
 
     profile: ModelProfile
     precision: Precision
@@ -174,7 +174,7 @@ class MemoryInputs:
 
     @property
     def accumulates_apart(self) -> bool:
-        """Whether gradients are accumulated in fp32 beside parameters in 16 bit, in tensors of their own
+        """Whether gradients are accumulated in fp32 in separate tensors, with parameters in 16 bit
         (stage_1_and_2.py, use_separate_grad_accum)."""
         return self.settings.fp32_accumulation and self.element != FP32_BYTES
 
@@ -185,7 +185,7 @@ class MemoryInputs:
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of one element of the buckets of all formats at stage 3, where each has that of what it sends."""
+        """Bytes of one element of the buckets of all formats at stage 3, whose formats follow what they send."""
         return FP32_BYTES + 2 if self.settings.autocast else self.sent
 
     @property

@@ -1,7 +1,7 @@
 """The profile of a model: the sizes of its tensors in order, and the bytes of its activations for any micro-batch.
 
 Profiles of presets are part of the package (``activations.json``). Any other model is measured by a child process,
-because this process never loads torch; results that depend on a config or a folder alone are kept in the user's cache.
+because this process never loads torch; results that depend only on a config or a folder are kept in the user's cache.
 DeepSpeed plays no part here, but in ``memory``.
 """
 
@@ -34,7 +34,7 @@ _LEFT_OUT = ("model_type", "transformers_version", "architectures")
 _STEP = 16
 """Distance between the sequence lengths that the child measures."""
 COUNTING_SECONDS = 240
-"""Time after which the child process is ended; what it has reported by then is used."""
+"""Time after which the child process is ended; its answers so far are used."""
 _MOST_CODE_BYTES = 2**26
 """Largest total size of a folder's JSON and Python files; results of a larger folder are not cached."""
 _SOME_DROPOUT = 0.1
@@ -48,11 +48,11 @@ _OWN_DROPOUTS = {"gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"), "opt": ("d
 
 
 class NothingTrainedError(UsageError):
-    """A model of which no parameter is trained."""
+    """A model without a trained parameter."""
 
 
 class Variant(NamedTuple):
-    """What a model's activations depend on besides size and number format."""
+    """Settings that decide a model's activations besides size and number format."""
 
     attention: str | None = None
     """``Workload.attention``."""
@@ -70,7 +70,7 @@ USUAL = Variant()
 def variant_of(workload: Workload, ds_config: Mapping[str, Any], engine: Engine = "deepspeed") -> Variant:
     """Returns the variant that a workload trains with a DeepSpeed configuration.
 
-    Flash attention runs on a GPU alone; it keeps what torch's own fused attention keeps. DDP in bf16 runs under
+    Flash attention runs only on a GPU; it keeps what torch's own fused attention keeps. DDP in bf16 runs under
     autocast, and so does DeepSpeed with ``torch_autocast``.
     """
     attention = workload.attention
@@ -146,17 +146,17 @@ class Activations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
-    """What the memory of a model depends on: the elements of every tensor, and the activations."""
+    """Facts of a model that decide its memory: the elements of every tensor, and the activations."""
 
     name: str
     """The name that the user gave."""
     layers: int
     before: tuple[int, ...]
-    """Elements of the tensors before the first layer, in the order in which DeepSpeed flattens them."""
+    """Elements of the tensors before the first layer, in the order that DeepSpeed flattens them."""
     layer: tuple[int, ...]
     """Elements of the tensors of one layer."""
     after: tuple[int, ...]
-    """Elements of the tensors after the last layer; a tied LM head is in ``before`` alone."""
+    """Elements of the tensors after the last layer; a tied LM head is only in ``before``."""
     tied_embeddings: bool
     """Whether input embedding and LM head are one tensor."""
     # Mappings have no hash. Equality still compares them, so a cache keyed by profiles (``memory._phases``) is correct.
@@ -168,9 +168,9 @@ class ModelProfile:
     """Position among all tensors of the model and elements of each tensor that is not trained, by position; these are
     in none of the three tuples above."""
     rows: tuple[int, ...] = ()
-    """Size of the first dimension of every tensor of the model, by which FSDP2 splits it; empty if it is not known."""
+    """Size of the first dimension of every tensor of the model, which FSDP2 splits; empty if it is not known."""
     stage_3_activations: Mapping[str, Activations] = field(default_factory=dict, hash=False)
-    """The same with DeepSpeed's memory-efficient linear layers, if they keep more: with frozen parameters alone."""
+    """The same with DeepSpeed's memory-efficient linear layers, if they keep more: only with frozen parameters."""
     variants: Mapping[Variant, ModelProfile] = field(default_factory=dict, hash=False)
     """The same model with other activations: another attention implementation or loss."""
 
@@ -330,7 +330,7 @@ def _hash_code(path: str) -> str | None:
 
 
 def _variant_request(variant: Variant, accelerator: Accelerator) -> dict[str, Any]:
-    """What a request says of a variant; nothing for the usual one."""
+    """Return the part of a request that describes a variant; empty for the usual one."""
     usual = USUAL._asdict()
     named = {name: value for name, value in variant._asdict().items() if value != usual[name]}
     # DeepSpeed's chunked loss has another kernel on CUDA, and autocast other rules.
@@ -345,9 +345,9 @@ def request_for(
     dropout: float | None = None,
     variant: Variant = USUAL,
 ) -> dict[str, Any]:
-    """Makes the request to the child; it is the same for models that differ in depth or in a dropout above 0 alone."""
+    """Makes the request to the child; it is the same for models that differ only in depth or in a dropout above 0."""
     window = sliding_window(facts)
-    # From the window on attention has a mask: all lengths must lie on the side of it that the run is on.
+    # From the window on attention has a mask: all lengths must be on the same side as the run's.
     start = window if window is not None and seq_length >= window else _STEP
     whole = {"whole": True} if facts.model_type in _OF_SEVERAL_KINDS else {}
     left_out = _LEFT_OUT if whole else (*_LEFT_OUT, *_DEPTH)
@@ -439,7 +439,7 @@ def measure_profiles(
     )
     answers = [each for each in reply.objects if not each.get("partial")]
     if len(answers) < len(requests):
-        # What was measured of the model on which the program ended or ran out of time.
+        # Partial answer about the model that the program ended on or ran out of time with.
         last = reply.objects[-1] if reply.objects else {}
         error = f"the measuring process {reply.ending}"
         answers.append({**(last.get("partial") or {}), "error": error})

@@ -7,7 +7,7 @@ what a step needs on top (``stages_0_to_2``, ``stage_3``).
 ====== ================================================================================================================
 stage  source
 ====== ================================================================================================================
-0      fp32: torch's optimizer alone, which keeps no second copy (``engine.py``, _do_optimizer_sanity_check). 16 bit:
+0      fp32: only torch's optimizer, which keeps no second copy (``engine.py``, _do_optimizer_sanity_check). 16 bit:
        an fp32 master of everything (``fp16/unfused_optimizer.py``, ``fp16/fused_optimizer.py``, __init__)
 1, 2   the flat parameters are padded to twice the ranks (``zero/stage_1_and_2.py``, nccl_start_alignment_factor); each
        rank clones its part as fp32 master, in fp32 training as well (single_partition_of_fp32_groups)
@@ -86,7 +86,7 @@ def model_states(
 
     ``parameters``: elements of the whole model, computed as one tensor. Stage 3 pads every tensor, which adds less than
     one element per tensor and rank. Tiers that hold nothing are left out. Optimizer offload keeps an fp32 gradient of
-    the rank's part for good (initialize_optimizer_states of both), stage 3 the accumulated one beside it
+    the rank's part for good (initialize_optimizer_states of both), stage 3 also the accumulated one
     (grad_partitions_flat_buffer); stage 1 keeps every gradient on the GPU until the last is there.
     """
     if configuration.is_reference:
@@ -104,7 +104,7 @@ def model_states(
     else:
         builder.add("gpu" if offload_param == "none" else offload_param, "parameters", size * part)
     if home == "gpu":
-        # From stage 2 on a rank keeps the reduced gradients of its own part alone.
+        # From stage 2 on a rank keeps only the reduced gradients of its own part.
         builder.add("gpu", "gradients", size * (part if stage >= 2 else parameters))
     else:
         builder.add(home, "gradients", FP32_BYTES * part)

@@ -1,7 +1,7 @@
 """Computes the memory of one rank without DeepSpeed: of torch's own engines, DistributedDataParallel and FSDP2, and of
-the passes of a model alone.
+a model's passes without an optimizer.
 
-Written from torch 2.13, ``worker/reference_engines.py`` and ``worker/pass_engine.py``. Both engines keep fp32
+Written from torch 2.13, ``worker/reference_engines.py``. Both engines keep fp32
 parameters, gradients and moments and no further master copy.
 """
 
@@ -12,7 +12,7 @@ from .model_states import FP32_BYTES, LedgerBuilder
 
 
 def ledger_by_phase(inputs: MemoryInputs) -> Phases:
-    """Computes one rank's ledgers for the engine of ``inputs``, or for the passes of a model alone."""
+    """Computes one rank's ledgers for the engine of ``inputs``, or for a model's passes without an optimizer."""
     if inputs.pass_type != "train":
         return _passes(inputs)
     return _ddp(inputs) if inputs.engine == "ddp" else _fsdp2(inputs)

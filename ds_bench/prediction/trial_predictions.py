@@ -54,7 +54,7 @@ class MemoryCapacity:
     def from_environment(cls, environment: Environment, placement: Placement) -> MemoryCapacity:
         """The capacity that a placement has on this machine, with the limits of its flags.
 
-        Of several hosts it is that of the smallest; host memory is not known before their environments are.
+        Of several hosts the smallest counts; host memory is not known before their environments are.
         """
         ranks = placement.ranks_per_node
         environments = environment.hosts or (environment,)
@@ -102,7 +102,7 @@ def profile_model(
 
     ``dropout``: None for the model's own. ``variants``: those that are needed besides the usual one.
     ``environment``: variables of the trials' processes, so that a model is built as they build it. A run must not fail
-    because nothing can be predicted; raises NothingTrainedError alone.
+    because nothing can be predicted; raises only NothingTrainedError.
     """
     profile = functools.partial(
         _profile_variant,
@@ -206,8 +206,8 @@ class ChangePredictor:
 def predict_changes(trial: Trial, profile: ModelProfile, hidden_size: int | None = None) -> dict[str, Any]:
     """The memory of other configurations of the same workload, and what changes of this one would save.
 
-    As JSON values, for advice and explanations after the run. ``hidden_size``: of the model, from which small buffers
-    are computed; None if it is not known.
+    As JSON values, for advice and explanations after the run. ``hidden_size``: of the model, which sizes small
+    buffers; None if it is not known.
     """
     workload, config = trial.workload, trial.ds_config
     if workload.pass_type != "train":
@@ -311,7 +311,7 @@ def predicted_over_measured(record: TrialRecord) -> float | None:
 
     Uses the prediction stored in ``record``, without the overhead that is assumed outside the allocator. None without
     a prediction or its activations, for a prediction of an unknown format, and without a measured GPU peak. On the CPU
-    accelerator there is none: resident memory is not comparable with a prediction of tensor bytes (untouched buffers
+    accelerator there is no ratio: resident memory is not comparable with predicted tensor bytes (untouched buffers
     are not resident, forked ranks share libraries); see ``predicted_over_ledger``.
     """
     prediction = stored_prediction(record.trial)
@@ -343,7 +343,7 @@ def stored_prediction(trial: Trial) -> Prediction | None:
 
 
 class _ByIdentity:
-    """A stored prediction as the key of a cache: equal to itself alone, and kept, so that its ``id`` stays its own."""
+    """A stored prediction as the key of a cache: equal only to itself, and kept, so that its ``id`` stays its own."""
 
     def __init__(self, stored: Mapping[str, Any]) -> None:
         self.stored = stored
@@ -373,7 +373,7 @@ def is_miss(ratio: float) -> bool:
 
 
 def is_gpu_miss(ratio: float, record: TrialRecord) -> bool:
-    """Likewise of a GPU's peak, of which the allocator's rounding and small buffers of libraries are no miss."""
+    """The same for a GPU's peak; the allocator's rounding and small buffers of libraries do not count as a miss."""
     peak = max(measured_values(record.ranks, "gpu_peak_bytes"), default=0)
     return is_miss(ratio) and abs(ratio - 1) * peak >= _MIN_MISS_BYTES
 
