@@ -339,21 +339,3 @@ def test_a_factory_that_starts_processes_is_measured_at_once_and_leaves_none(
     assert time.monotonic() - start < 200  # the time limit is 240 s, and a busy machine is slow
     assert find_marked(str(tmp_path)) == set()
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["starter.py"]
-
-
-@pytest.mark.slow
-def test_a_model_whose_forward_pass_hangs_has_its_tensors_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("torch")
-    (tmp_path / "hanging.py").write_text(
-        "import time, torch\n"
-        "class Hanging(torch.nn.Linear):\n"
-        "    def forward(self, *_, **__): time.sleep(600)\n"
-        "def make(): return Hanging(3, 5)\n"
-    )
-    monkeypatch.setattr(model_profile.measure_profiles, "__defaults__", (45, None))
-    profile = measure_profile("hanging:make", "factory", 64, environment={"PYTHONPATH": str(tmp_path)})
-    assert profile.tensors == (15, 5)
-    assert profile.unknown == "the measuring process took more than 45 s"
-    assert profile.activations_in("bf16") is None

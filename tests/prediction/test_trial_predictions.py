@@ -33,11 +33,6 @@ def need(trial: Trial) -> int:
     return prediction.gpu_bytes
 
 
-def test_a_preset_is_known_at_once() -> None:
-    assert isinstance(PROFILE, ModelProfile)
-    assert PROFILE.parameters == 557_568
-
-
 def test_a_row_without_a_prediction_says_why() -> None:
     choice = ResolvedModel(name="no_such_module:make", source="factory", config={})
     known = trial_predictions.profile_model(choice, 128, "cpu")

@@ -164,13 +164,6 @@ def hangs_at_exit() -> Tiny:
     return Tiny()
 
 
-def writes_garbage() -> Tiny:
-    from ds_bench.worker import rank
-
-    rank.write_json = lambda path, _data: path.write_text("\x00\x01 not json")  # type: ignore[assignment]
-    return Tiny()
-
-
 def writes_half_a_file() -> Tiny:
     from ds_bench.worker import rank
 
