@@ -3,7 +3,7 @@
     python bench/report_speed.py                       ten thousand records, five times
     python bench/report_speed.py --records 1000
 
-Writes a run folder as a comparison leaves it, its records grown from the kept one of ``tests/data/schema1``: four
+Writes a run folder as a comparison leaves it, its records grown from the kept one of ``tests/data/zero_run``: four
 strategies, two ranks, other numbers in each. The command runs as a user runs it. CPU seconds (user and system) say what
 it costs; beside them a bare ``json.loads`` of the same lines, which takes the machine's own speed out of the figure.
 """
@@ -40,7 +40,7 @@ from ds_bench.records.schema import SCHEMA_VERSION
 
 Json = dict[str, Any]
 
-_KEPT = harness.ROOT / "tests" / "data" / "schema1" / "runs" / "zero_20261121_093000"
+_KEPT = harness.ROOT / "tests" / "data" / "zero_run" / "runs" / "zero_20261121_093000"
 _STAGES = (0, 1, 2, 3)
 _STEPS, _WARMUP_STEPS = 20, 5
 _WHOLE_BYTES = ("host_peak_bytes", "host_peak_steps_bytes", "host_pss_bytes", "host_shared_bytes")

@@ -36,8 +36,8 @@ from tests.support.scripted_run import ScriptedRun
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 EXPECTED = TESTS / "data" / "public_surface"
-SCHEMA1 = TESTS / "data" / "schema1"
-SCHEMA1_RUN = SCHEMA1 / "runs" / "zero_20261121_093000"
+STORED = TESTS / "data" / "zero_run"
+STORED_RUN = STORED / "runs" / "zero_20261121_093000"
 REFERENCE = ROOT / "results/reference/cpu_2cores_2026-11-21/zero_comparison_20261121_154122.json"
 SCRIPTS = ("zero_stage_comparison.py", "offload_comparison.py")
 SMALL = ("--model", "tiny", "--seq-length", "16", "--quiet")
@@ -308,13 +308,13 @@ def json_documents(run_script: Run, folder: Path) -> dict[str, Any]:
         output_of(*flags, "--batch-size", "8", "--model", model, exit_codes=(code,)) for model, code in models.items()
     ]
     baselines = folder / "baselines.json"
-    output_of("baseline", "save", SCHEMA1_RUN, "--baselines", baselines)
+    output_of("baseline", "save", STORED_RUN, "--baselines", baselines)
     entries = json.loads(baselines.read_text())
     worse = {**entries[ROW], "throughput_tokens_per_sec": 1e6}
     elsewhere = {**entries[OTHER_ROW], "environment": {**entries[OTHER_ROW]["environment"], "cpu_model": "another"}}
     changed = folder / "changed.json"
     changed.write_text(json.dumps({ROW: worse, OTHER_ROW: elsewhere}))
-    verdicts = output_of("baseline", "check", SCHEMA1_RUN, "--baselines", changed, "--json", exit_codes=(3,))
+    verdicts = output_of("baseline", "check", STORED_RUN, "--baselines", changed, "--json", exit_codes=(3,))
     slow_and_small: Any = lambda trial: success(trial, step_seconds=[0.2] * 20, host_peak_bytes=2**30)  # noqa: E731
     launcher = FakeLauncher(by_strategy={"zero3": slow_and_small})
     traded, undecided = folder / "traded", folder / "undecided"
@@ -339,7 +339,7 @@ def test_json_documents_keep_their_keys_and_types(run_script: Run, tmp_path: Pat
 
 def test_a_baselines_file_of_an_earlier_version_is_read_and_decides_the_exit_code(tmp_path: Path) -> None:
     stored = EXPECTED / "baselines.json"
-    check = ("baseline", "check", SCHEMA1_RUN, "--baselines")
+    check = ("baseline", "check", STORED_RUN, "--baselines")
     output_of(*check, stored, exit_codes=(0,))
     output_of(*check, tmp_path / "absent.json", exit_codes=(2,))
     limits = tmp_path / "limits.json"
@@ -371,13 +371,13 @@ def test_results_of_earlier_versions_show_the_same_table(tmp_path: Path) -> None
     verbose = without_recommendation(output_of("report", REFERENCE, "--verbose"))
     assert verbose == expected("reference_table_verbose.txt")
     assert without_recommendation(output_of("report", "--markdown", REFERENCE)) == expected("reference_markdown.md")
-    shown = without_recommendation(output_of("report", "--markdown", SCHEMA1_RUN))
-    assert shown == expected("schema1_markdown.md")
-    for name in (SCHEMA1_RUN / "records.jsonl", SCHEMA1 / "zero_comparison_20261121_093000.json"):
+    shown = without_recommendation(output_of("report", "--markdown", STORED_RUN))
+    assert shown == expected("run_markdown.md")
+    for name in (STORED_RUN / "records.jsonl", STORED / "zero_comparison_20261121_093000.json"):
         assert (
             without_recommendation(output_of("report", "--markdown", name)).splitlines()[2:7] == shown.splitlines()[2:7]
         )
-    compared = output_of("compare", SCHEMA1_RUN, SCHEMA1_RUN)
+    compared = output_of("compare", STORED_RUN, STORED_RUN)
     assert "ZeRO-0" in compared
     assert "1,388 tokens/s → 1,388 tokens/s" in compared
 

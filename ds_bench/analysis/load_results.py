@@ -70,8 +70,7 @@ def load(path: Path) -> Result:
     Raises UsageError.
     """
     try:
-        with reader.gc_paused():
-            return _load(Path(path))
+        return _load(Path(path))
     except RecursionError:
         raise UsageError(f"{path} is nested too deeply", remedy="give a result as ds_bench wrote it") from None
     except OSError as error:

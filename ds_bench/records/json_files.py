@@ -1,8 +1,7 @@
-"""Reads JSON that somebody else may have written, cut off or edited, as checked values and dataclasses; writes JSON.
+"""Reads JSON as checked values and dataclasses, and writes it.
 
-A file that is read must be regular and of limited size; a text is limited in depth (by the parser: 200 levels), a
-number in magnitude. Every error is one line that names the place. pydantic parses, checks and builds; only the
-functions that need it import it, because most commands read no result.
+A file that is read must be regular and of limited size. pydantic parses, checks and builds; every error is one line
+that names the place. Only the functions that need pydantic import it, because most commands read no result.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -26,17 +24,8 @@ if TYPE_CHECKING:
 
 LARGEST_FILE_BYTES = 2**30
 """Far more than any result has: fifty thousand records of two ranks each."""
-LARGEST_NUMBER = 1e60
-"""Far more than any figure of a record; the product of four such numbers is still a finite float."""
 _REMEDY = "give a run folder, or a result's .json"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_AS_ZEROS = bytes.maketrans(b"123456789E", b"000000000e")
-_LARGE_EXPONENT = re.compile(rb"0e\+?00+(?:[\],}\s]|\Z)")
-_TENS = re.compile(rb"[0-9][eE]\+?0*[1-9][0-9]+(?:[\],}\s]|\Z)")
-"""An exponent of 10 or more. Texts in DeepSpeed's settings have ``1.024000e+03,``, which is none of these."""
-_EXTREME = (b"0" * 50, b"NaN", b"Infinity")
-"""Together with the exponents these find every number that is not finite or above 1e59, in a text whose digits
-are replaced by zeros."""
 
 T = TypeVar("T")
 Place = tuple[str | int, ...]
@@ -84,98 +73,41 @@ def read_bytes(path: Path) -> bytes:
 
 
 def parse_json(data: bytes) -> Any:
-    """Parses a JSON text in UTF-8. Raises InvalidJsonError.
-
-    Half of a surrogate pair, which no terminal can print, becomes U+FFFD. NaN and infinities are accepted;
-    :func:`check_numbers` refuses them and names their place.
-    """
+    """Parse a JSON text in UTF-8. Raises InvalidJsonError."""
     from pydantic_core import from_json
 
-    # RFC 8259, section 8.1: no part of the text, and a reader may ignore it.
-    data = data.removeprefix(_BYTE_ORDER_MARK)
     try:
-        return from_json(data)
+        # RFC 8259, section 8.1: a reader may ignore the byte order mark.
+        return from_json(data.removeprefix(_BYTE_ORDER_MARK), allow_inf_nan=False)
     except ValueError as error:
-        reason = _reason(data, str(error))
-    if b"\\ud" in data.lower():  # an escaped surrogate, which Python's parser accepts and pydantic's refuses
-        # Where this fails too, the text has another fault: the reason that was found above is told.
-        with contextlib.suppress(ValueError, RecursionError):
-            text = json.dumps(json.loads(data), ensure_ascii=False)
-            # Through UTF-16, where half of a pair becomes one U+FFFD; through UTF-8 each of its three bytes would.
-            return from_json(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-    raise InvalidJsonError(reason)
+        raise InvalidJsonError(f"is not JSON: {error}" if data.strip() else "is empty") from None
 
 
-def _reason(data: bytes, message: str) -> str:
-    if not data.strip():
-        return "is empty"
-    # The words of pydantic's parser (jiter) for a text that ends within a value.
-    if message.startswith(("EOF while", "unexpected end of hex")):
-        return "ends in the middle: it was cut off"
-    problem, _, place = message.rpartition(" at ")
-    return f"is nested too deeply ({place})" if "recursion" in problem else f"is not JSON: {problem} ({place})"
-
-
-def check_numbers(value: Any, place: Place = ()) -> None:
-    """Raises InvalidValueError if a number in a JSON value is not finite or beyond :data:`LARGEST_NUMBER`."""
-    if isinstance(value, dict):
-        for name, item in value.items():
-            check_numbers(item, (*place, name))
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            check_numbers(item, (*place, index))
-    # A negated comparison, because NaN compares as neither smaller nor larger.
-    elif isinstance(value, (int, float)) and not -LARGEST_NUMBER <= value <= LARGEST_NUMBER:
-        raise InvalidValueError(place, "is not a finite number, or above 1e60")
-
-
-def validate(kind: type[T], data: bytes, unknown_keys: UnknownKeys = "forbid") -> T | None:
-    """Reads a JSON text as a ``kind`` in one pass; None if it is none, for which :func:`parse` says why."""
+def parse(kind: type[T], data: bytes, unknown_keys: UnknownKeys = "forbid") -> T:
+    """Read a JSON text as a ``kind``. Raises InvalidJsonError or InvalidValueError."""
     from pydantic import ValidationError
 
-    # The parser takes NaN and numbers of any size; None leads to build(), which names the place of such a number.
-    zeros = data.translate(_AS_ZEROS)  # a search for digits in the text itself takes ten times as long
-    if (_LARGE_EXPONENT.search(zeros) and _TENS.search(data)) or any(mark in zeros for mark in _EXTREME):
-        return None
+    if b"NaN" in data or b"Infinity" in data:  # which JSON does not have and pydantic takes for numbers
+        parse_json(data)
     try:
         # strict: otherwise the text "5" would be taken for a number, and the number 1 for true.
-        return adapter(kind).validate_json(data, strict=True, extra=unknown_keys)
-    except ValidationError:
-        return None
+        return adapter(kind).validate_json(data.removeprefix(_BYTE_ORDER_MARK), strict=True, extra=unknown_keys)
+    except ValidationError as error:
+        if error.errors()[0]["type"] == "json_invalid":
+            raise InvalidJsonError("is empty" if not data.strip() else f"is not JSON: {_json_problem(error)}") from None
+        raise invalid_value(error) from None
 
 
-def build(kind: type[T], value: Any, unknown_keys: dict[str, None] | None = None) -> T:
-    """Builds a ``kind`` from a JSON value. Raises InvalidValueError.
+def _json_problem(error: Any) -> str:
+    return str(error.errors()[0]["ctx"]["error"])
 
-    ``unknown_keys`` receives the places of keys that no field has; if None, such keys are refused.
-    """
-    from pydantic import ValidationError
+
+def build(kind: type[T], value: Any, unknown_keys: UnknownKeys = "forbid") -> T:
+    """Build a ``kind`` from a JSON value. Raises InvalidValueError."""
     from pydantic_core import to_json
 
-    check_numbers(value)
     # Back to text: strict validation takes a list for a tuple only where it reads JSON.
-    data = to_json(value)
-    try:
-        return adapter(kind).validate_json(data, strict=True, extra="forbid")
-    except ValidationError as error:
-        # pydantic's name of the error for a key that is no field of a dataclass.
-        unknown = [each["loc"] for each in error.errors() if each["type"] == "unexpected_keyword_argument"]
-        if unknown_keys is None or not unknown:
-            raise invalid_value(error) from None
-    try:
-        # Read again without the unknown keys: what is wrong then is an error in any case.
-        built = adapter(kind).validate_json(data, strict=True, extra="ignore")
-    except ValidationError as error:
-        raise invalid_value(error) from None
-    # Without the indices of lists, so that a key of every rank is named once.
-    unknown_keys |= dict.fromkeys(format_place([name for name in place if isinstance(name, str)]) for place in unknown)
-    return built
-
-
-def parse(kind: type[T], data: bytes) -> T:
-    """Reads a JSON text as a ``kind``. Raises InvalidJsonError or InvalidValueError."""
-    parsed = validate(kind, data)
-    return build(kind, parse_json(data)) if parsed is None else parsed
+    return parse(kind, to_json(value), unknown_keys)
 
 
 def read_lines(kind: type[T], path: Path, most_bytes: int) -> list[T]:
@@ -211,7 +143,7 @@ def invalid_value(error: Any) -> InvalidValueError:
     if first["type"] == "value_error":
         return InvalidValueError(first["loc"], f"is not usable: {first['ctx']['error']}")
     if first["type"] == "json_invalid":
-        return InvalidValueError((), f"is not JSON: {first['ctx']['error']}")
+        return InvalidValueError((), f"is not JSON: {_json_problem(error)}")
     value = first["input"]
     shown = "an object" if isinstance(value, dict) else "a list" if isinstance(value, list) else json.dumps(value)
     shown = shown if len(shown) <= 40 else f"{shown[:36]} …"

@@ -229,7 +229,7 @@ def cannot_resume(folder: Path, problem: str, remedy: str = "start a new run") -
 def _record_of(line: bytes, file: str) -> TrialRecord | None:
     """The record that a line of ``file`` holds; None if it holds none."""
     try:
-        return reader.parse_record(line, file, {})
+        return reader.parse_record(line, file)
     except (ValueError, UsageError):
         return None
 

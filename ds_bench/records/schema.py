@@ -14,13 +14,8 @@ from typing import Any, Literal
 from ..config.caveats import Caveat
 from ..config.spec import Trial
 
-SCHEMA_VERSION = 5
-"""Form of the stored records; ``reader.MIGRATIONS`` reads those of an earlier one.
-
-History: 1 (2026-11-20) first form. 2 (2026-11-22) ``trial.configuration`` in place of
-``trial.strategy``. 3 (2026-11-22) fields with defaults for files, axes and reference engines.
-4 (2026-11-22) fields with defaults for what is observed besides the measured steps: profiles, checkpoints, data files,
-frozen parameters. 5 (2026-11-23) fields with defaults for the early window and the gradient norms."""
+SCHEMA_VERSION = 1
+"""Form of the stored records; files of another version are refused. History: 1 (2026-11-24)."""
 METHOD_VERSION = 2
 """How numbers are measured; rows of different methods are not compared.
 

@@ -36,8 +36,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BUCKET = {"deepspeed_buffers": 10**9}
 CARDS = fakes.placement(accelerator="cuda", num_gpus=2)
 WITH_RUN_FOLDER = (
-    DATA / "schema1/runs/zero_20261121_093000",
-    DATA / "schema2/runs/offload_20261122_093000",
+    DATA / "zero_run/runs/zero_20261121_093000",
+    DATA / "offload_run/runs/offload_20261122_093000",
 )
 FLAT = ROOT / "results/reference/cpu_2cores_2026-11-21/zero_comparison_20261121_154122.json"
 

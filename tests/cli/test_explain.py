@@ -11,7 +11,7 @@ import pytest
 from ds_bench.cli.commands import main
 from tests.support import fakes
 
-SCHEMA1_RUN = Path(__file__).resolve().parents[1] / "data/schema1/runs/zero_20261121_093000"
+STORED_RUN = Path(__file__).resolve().parents[1] / "data/zero_run/runs/zero_20261121_093000"
 
 
 def result(folder: Path, *stages: int, bucket: int | None = None) -> Path:
@@ -34,12 +34,12 @@ def result(folder: Path, *stages: int, bucket: int | None = None) -> Path:
 
 def test_rows_go_by_name_label_or_stage(capsys: pytest.CaptureFixture[str]) -> None:
     for a, b in (("zero0", "zero2"), ("0", "2"), ("ZeRO-0", "stage 2"), ("zero-0", "ZERO2")):
-        assert main(["explain", a, b, str(SCHEMA1_RUN)]) == 0
+        assert main(["explain", a, b, str(STORED_RUN)]) == 0
         assert capsys.readouterr().out.startswith("ZeRO-2 compared with ZeRO-0 · tiny"), (a, b)
 
 
 def test_json_holds_every_category_and_key(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "0", "2", str(SCHEMA1_RUN), "--json"]) == 0
+    assert main(["explain", "0", "2", str(STORED_RUN), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert (found["a"]["name"], found["b"]["name"]) == ("zero0", "zero2")
     for tier in found["memory"]:
@@ -59,7 +59,7 @@ def test_rows_of_two_results_are_compared(tmp_path: Path, capsys: pytest.Capture
 
 def test_rows_that_are_no_pair_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for a, b in (("zero0", "zero7"), ("zero2", "2")):
-        assert main(["explain", a, b, str(SCHEMA1_RUN)]) == 2
+        assert main(["explain", a, b, str(STORED_RUN)]) == 2
         error = capsys.readouterr().err
         assert error.startswith(f"ds_bench: {b if b == 'zero7' else a}"), error
         assert error.count("\n") == 1

@@ -17,7 +17,7 @@ from tests.support.real_trials import ROOT
 
 pytestmark = pytest.mark.slow
 RESULT = ROOT / "results/reference/cpu_2cores_2026-11-21/zero_comparison_20261121_154122.json"
-RUN = ROOT / "tests/data/schema1/runs/zero_20261121_093000"
+RUN = ROOT / "tests/data/zero_run/runs/zero_20261121_093000"
 EXTRA = 'pip install "ds-compare[run]"'
 
 Call = Callable[..., subprocess.CompletedProcess[str]]

@@ -1,4 +1,4 @@
-"""Parts that records have word for word in common are parsed once, and change nothing in what is read."""
+"""Files of a run read back: equal parts once, one error line for another version or a wrong value, damage refused."""
 
 from __future__ import annotations
 
@@ -7,86 +7,139 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from ds_bench.analysis import load_results, merge_results
+from ds_bench.analysis.comparison import rows_of
 from ds_bench.errors import UsageError
-from ds_bench.records import json_files, reader
-from ds_bench.records.schema import TrialRecord
+from ds_bench.records import reader
+from ds_bench.records.schema import SCHEMA_VERSION, TrialRecord
 from tests.support import fakes
 
 CONFIG = {"zero_config": {"stage": 1, "ratio": 0.5}, "name": "Ä"}
+GPU = fakes.placement(accelerator="cuda", num_gpus=2, nvme_path="/mnt/disk")
+ENTRIES = (
+    fakes.success(fakes.trial(fakes.zero(0))),
+    fakes.success(fakes.trial(fakes.offload("nvme"), on=GPU), nvme_stored_bytes=2**30),
+    fakes.failure(fakes.trial(fakes.zero(3), repeat=1)),
+)
+RECORDS: list[Any] = [json.loads(json.dumps(entry.to_dict())) for entry in ENTRIES]
 
 
 def line_of(repeat: int, **changes: Any) -> dict[str, Any]:
     record = fakes.success(fakes.trial(fakes.zero(1), repeat=repeat), resolved_config=CONFIG)
-    data: dict[str, Any] = {**record.to_dict(), **changes}
-    return data
+    return {**record.to_dict(), **changes}
 
 
-def read(tmp_path: Path, *lines: dict[str, Any]) -> tuple[TrialRecord, ...]:
+def read(tmp_path: Path, *lines: dict[str, Any] | str) -> tuple[TrialRecord, ...]:
     path = tmp_path / "records.jsonl"
-    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    texts = [line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) for line in lines]
+    path.write_text("".join(text + "\n" for text in texts), encoding="utf-8")
     return reader.read_records(path, [], [])
-
-
-def read_each_alone(tmp_path: Path, *lines: dict[str, Any]) -> tuple[TrialRecord, ...]:
-    return tuple(record for line in lines for record in read(tmp_path, line))
 
 
 def test_repeated_parts_are_one_object_and_records_are_as_if_read_alone(tmp_path: Path) -> None:
     lines = [line_of(repeat) for repeat in range(3)]
     records = read(tmp_path, *lines)
-    assert records == read_each_alone(tmp_path, *lines)
+    assert records == tuple(record for line in lines for record in read(tmp_path, line))
     assert len({id(rank.resolved_config) for record in records for rank in record.ranks}) == 1
     assert len({id(record.trial.ds_config) for record in records}) == 1
 
 
-def test_a_known_part_elsewhere_than_in_its_field_stays_there(tmp_path: Path) -> None:
-    lines = [line_of(repeat) for repeat in range(2)]
-    lines[1]["trial"]["prediction"] = {"gpu": {"resolved_config": CONFIG, "bytes": 1}}
-    records = read(tmp_path, *lines)
-    assert records == read_each_alone(tmp_path, *lines)
-    assert records[1].trial.prediction == {"gpu": {"resolved_config": CONFIG, "bytes": 1}}
-
-
-def test_what_looks_like_the_mark_of_a_part_is_read_as_it_is_written(tmp_path: Path) -> None:
-    lines = [line_of(repeat) for repeat in range(2)]
-    lines[1]["trial"]["prediction"] = {"": 0}
-    assert read(tmp_path, *lines)[1].trial.prediction == {"": 0}
-
-
 def test_equal_parts_of_other_types_are_not_taken_for_each_other(tmp_path: Path) -> None:
     lines = [line_of(repeat) for repeat in range(2)]
-    lines[1]["ranks"] = [{**rank, "resolved_config": {**CONFIG, "flag": True}} for rank in lines[1]["ranks"]]
-    lines[0]["ranks"] = [{**rank, "resolved_config": {**CONFIG, "flag": 1}} for rank in lines[0]["ranks"]]
-    flags = [record.ranks[0].resolved_config["flag"] for record in read(tmp_path, *lines)]
-    assert flags == [1, True]
-    assert isinstance(flags[1], bool)
-    assert not isinstance(flags[0], bool)
+    for line, flag in zip(lines, (1, True), strict=True):
+        line["ranks"] = [{**rank, "resolved_config": {**CONFIG, "flag": flag}} for rank in line["ranks"]]
+    first, second = read(tmp_path, *lines)
+    assert (first.ranks[0].resolved_config["flag"], second.ranks[0].resolved_config["flag"]) == (1, True)
+    assert type(second.ranks[0].resolved_config["flag"]) is bool
 
 
-def test_texts_with_exponents_below_ten_are_read_in_one_pass_and_larger_numbers_named(tmp_path: Path) -> None:
-    """DeepSpeed's own settings hold such a text, so that every real record does."""
-    line = line_of(0)
-    line["ranks"] = [{**rank, "resolved_config": {"text": "{'size': 1.024000e+03, }"}} for rank in line["ranks"]]
-    text = json.dumps(line).encode()
-    assert json_files.validate(TrialRecord, text) is not None
-    wall = f'"wall_seconds": {json.dumps(line["wall_seconds"])}'.encode()
-    for number in (b"1E+99", b"1e0099", b"1e400"):
-        assert json_files.validate(TrialRecord, text.replace(wall, b'"wall_seconds": ' + number)) is None
+@pytest.mark.parametrize("version", [0, SCHEMA_VERSION + 1, "1", None])
+def test_another_version_is_one_line(tmp_path: Path, version: object) -> None:
+    with pytest.raises(UsageError, match="line 2: schema_version is") as caught:
+        read(tmp_path, line_of(0), line_of(1, schema_version=version, later="?"))
+    assert "\n" not in str(caught.value)
+    without = line_of(1)
+    del without["schema_version"]
+    with pytest.raises(UsageError, match="line 1: schema_version is None"):
+        read(tmp_path, without)
 
 
-def test_a_part_of_another_kind_with_the_same_text_stays_what_it_is(tmp_path: Path) -> None:
-    lines = [line_of(0)]
-    lines[0]["ranks"] = [{**rank, "resolved_config": lines[0]["trial"]["configuration"]} for rank in lines[0]["ranks"]]
-    (record,) = read(tmp_path, *lines)
-    assert isinstance(record.ranks[0].resolved_config, dict)
+def test_a_torn_line_is_left_out_with_a_note_and_a_wrong_value_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_bytes((json.dumps(line_of(0)) + "\n" + json.dumps(line_of(1))[:200]).encode())
+    notes: list[str] = []
+    assert len(reader.read_records(path, [], notes)) == 1
+    assert notes[0].startswith("records.jsonl line 2 is not JSON")
+    wrong = line_of(1)
+    wrong["ranks"][0]["losses"] = [7.0, "many"]
+    with pytest.raises(UsageError, match=r"line 1: ranks\[0\]\.losses\[1\] is"):
+        read(tmp_path, wrong)
+    with pytest.raises(UsageError, match="no line is a record"):
+        read(tmp_path, "torn {")
 
 
-def test_a_known_part_is_checked_again_where_more_is_asked_of_it(tmp_path: Path) -> None:
-    """What the engine resolved may be anything; a row's configuration must have a ZeRO stage."""
-    lines = [line_of(repeat) for repeat in range(2)]
-    seventh = {"zero_optimization": {"stage": 7}}
-    lines[0]["ranks"] = [{**rank, "resolved_config": seventh} for rank in lines[0]["ranks"]]
-    lines[1]["trial"]["configuration"]["deepspeed_config"] = seventh
-    with pytest.raises(UsageError, match="stage is 7"):
-        read(tmp_path, *lines)
+# ------------------------------------------------------------------ any damage
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**6), 10**6) | st.floats(-1e6, 1e6) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path to everything in a document."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place for key, item in inner for place in ((*path, key), *places(item, (*path, key)))]
+
+
+@st.composite
+def changed(draw: st.DrawFn, document: Any) -> Any:
+    """The document with one thing in it replaced or taken away."""
+    made = json.loads(json.dumps(document))
+    *way, last = draw(st.sampled_from(places(made)))
+    target = made
+    for step in way:
+        target = target[step]
+    if draw(st.booleans()):
+        target[last] = draw(VALUES)
+    else:
+        del target[last]
+    return made
+
+
+def check(path: Path) -> None:
+    """Load a result: one line says what is wrong, or what it gives can be shown and merged with itself."""
+    try:
+        result = load_results.load(path)
+    except UsageError as error:
+        refusals = str(error).splitlines()
+        assert len(refusals) == 1
+        return
+    rows = rows_of(result.runs)
+    assert len(rows) == len(result.runs) > 0
+    json.dumps(rows, allow_nan=False)
+    groups = merge_results.merge([result, result])
+    assert sum(len(group.runs) for group in groups) == len(result.runs)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    entries=changed(RECORDS),
+    rows=changed(json.loads(json.dumps(rows_of(load_results.make_runs(ENTRIES))))),
+    content=st.binary(max_size=60),
+)
+def test_no_damage_brings_the_loader_down(
+    tmp_path_factory: pytest.TempPathFactory, entries: Any, rows: Any, content: bytes
+) -> None:
+    folder = tmp_path_factory.mktemp("damaged")
+    (folder / "records.jsonl").write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
+    (folder / "run.json").write_text(json.dumps({"schema_version": SCHEMA_VERSION, "family": "zero"}))
+    check(folder)
+    (folder / "rows.json").write_text(json.dumps(rows))
+    check(folder / "rows.json")
+    (folder / "bytes.json").write_bytes(content)
+    check(folder / "bytes.json")

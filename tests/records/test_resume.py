@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ds_bench.config.spec import ADDED_DEFAULTS, Trial
+from ds_bench.config.spec import Trial
 from ds_bench.errors import UsageError
 from ds_bench.records.resume import require_same_machine, require_same_workload
 from ds_bench.records.run_folder import RunFolder
@@ -52,23 +52,9 @@ def test_fields_that_a_search_sets_may_differ(run: RunFolder) -> None:
     require_same_workload(run, [asked], ("batch_size",))
 
 
-def test_a_run_that_an_earlier_version_began_can_be_resumed(run: RunFolder) -> None:
-    """Its trials lack the fields that were added since, whose defaults stand for it."""
-
-    def as_of_schema_3(facts: dict[str, Any]) -> None:
-        facts["schema_version"] = 3
-        for trial in facts["trials"]:
-            del trial["inspection"]
-            for name in ADDED_DEFAULTS:
-                del trial["workload"][name]
-
-    edit(run, as_of_schema_3)
-    require_same_workload(run, [TRIAL], ())
-
-
 def test_a_run_whose_trials_cannot_be_read_is_refused(run: RunFolder) -> None:
     edit(run, lambda facts: facts["trials"][0].update(workload=7))
-    with pytest.raises(UsageError, match=r"--resume .*run\.json: trials\[0\]\.workload is 7"):
+    with pytest.raises(UsageError, match=r"run\.json: trials\[0\]\.workload is 7"):
         require_same_workload(run, [TRIAL], ())
 
 
@@ -77,7 +63,7 @@ def test_another_machine_and_one_that_is_not_known_are_refused(run: RunFolder) -
     with pytest.raises(UsageError, match="not the same machine"):
         require_same_machine(run, replace(fakes.environment(), cpu_model="another"))
     edit(run, lambda facts: facts.update(environment={"hostname": 3}))
-    with pytest.raises(UsageError, match=r"--resume .*run\.json: environment\.hostname is 3"):
+    with pytest.raises(UsageError, match=r"run\.json: environment\.hostname is 3"):
         require_same_machine(run, fakes.environment())
     edit(run, lambda facts: facts.pop("environment"))
     with pytest.raises(UsageError, match="has no readable environment"):
