@@ -52,10 +52,6 @@ class GpuFacts:
     mig_uuids: tuple[str, ...] = ()
     """``MIG-…`` of each visible instance."""
 
-    def __post_init__(self) -> None:
-        if self.index < 0:
-            raise ValueError(f"index must not be negative, not {self.index}")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuInventory:
@@ -68,12 +64,16 @@ class GpuInventory:
 
 
 def read_gpus(library: Any = None) -> GpuInventory:
-    """Every GPU as it is now, from NVML, the library of NVIDIA's driver. Never raises: without a driver there are none.
+    """Read every GPU from NVML, the library of NVIDIA's driver. Never raises: without a driver there are none.
 
     ``library``: replaces the ``pynvml`` module in tests.
     """
     try:
-        nvml = _pynvml() if library is None else library
+        if library is None:
+            import pynvml
+
+            library = pynvml
+        nvml = library
         nvml.nvmlInit()
     except Exception:  # no module, no driver, or a driver of another version: in each case no GPUs
         return GpuInventory()
@@ -86,16 +86,24 @@ def read_gpus(library: Any = None) -> GpuInventory:
 
 
 def select_visible(environ: Mapping[str, str], gpus: tuple[GpuFacts, ...]) -> tuple[GpuFacts, ...]:
-    """The GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, read the way torch reads it, as the ranks will.
+    """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, read the way torch reads it, as the ranks will.
 
-    A list ends at the first entry that names no GPU; a GPU named twice leaves none. A number is taken as
-    NVML's index: CUDA agrees if all GPUs are alike or ``CUDA_DEVICE_ORDER`` is ``PCI_BUS_ID``; otherwise it
-    puts the fastest first. CUDA gives a process at most one MIG instance, so only the first entry counts then.
+    A list ends at the first entry that names no GPU; a GPU named twice leaves none. A number is NVML's index: CUDA
+    agrees if all GPUs are alike or ``CUDA_DEVICE_ORDER`` is ``PCI_BUS_ID``; otherwise it puts the fastest first. CUDA
+    gives a process at most one MIG instance, so only the first entry counts then.
     """
     selection = environ.get("CUDA_VISIBLE_DEVICES")
     if selection is None:
         return gpus
-    entries = _split_selection(selection)
+    entries = selection.split(",")
+    # The entries of the first one's kind, up to the first of another kind.
+    if selection.startswith("MIG-"):
+        entries = entries[:1]
+    elif selection.startswith("GPU-"):
+        entries = list(takewhile(lambda entry: entry.startswith("GPU-"), entries))
+    else:  # only leading digits count; "-1" or a name ends the list
+        numbers = takewhile(bool, (re.match(r"\s*\+?0*([0-9]+)", entry) for entry in entries))
+        entries = [number[1] for number in numbers if number]
     named: list[GpuFacts] = []
     for entry in entries:
         if (gpu := _find_gpu(entry, gpus)) is None:
@@ -103,18 +111,6 @@ def select_visible(environ: Mapping[str, str], gpus: tuple[GpuFacts, ...]) -> tu
         named.append(gpu)
     named_twice = len(set(entries)) < len(entries) or len({gpu.index for gpu in named}) < len(named)
     return () if named_twice else tuple(named)
-
-
-def _split_selection(selection: str) -> list[str]:
-    """The entries that count: those of the first one's kind, up to the first of another kind."""
-    words = selection.split(",")
-    if selection.startswith("MIG-"):
-        return words[:1]
-    if selection.startswith("GPU-"):
-        return list(takewhile(lambda word: word.startswith("GPU-"), words))
-    # Only leading digits count; "-1" or a name ends the list.
-    numbers = takewhile(bool, (re.match(r"\s*\+?0*([0-9]+)", word) for word in words))
-    return [number[1] for number in numbers if number]
 
 
 def _find_gpu(entry: str, gpus: tuple[GpuFacts, ...]) -> GpuFacts | None:
@@ -127,12 +123,6 @@ def _find_gpu(entry: str, gpus: tuple[GpuFacts, ...]) -> GpuFacts | None:
         if entry == str(gpu.index) or any(known.startswith(uuid) for known in (gpu.uuid or "", *gpu.mig_uuids))
     ]
     return matches[0] if len(matches) == 1 else None
-
-
-def _pynvml() -> Any:
-    import pynvml
-
-    return pynvml
 
 
 def _call(nvml: Any, function: str, *arguments: Any) -> Any:
@@ -206,16 +196,17 @@ def _read_gpu(nvml: Any, index: int) -> GpuFacts:
         power_limit_watts=None if limit_milliwatts is None else limit_milliwatts / 1000,
         default_power_limit_watts=None if default_milliwatts is None else default_milliwatts / 1000,
         persistence_mode=None if persistence_mode is None else bool(persistence_mode),
-        throttle_reasons=None if throttle_bits is None else _name_throttle_reasons(int(throttle_bits)),
+        throttle_reasons=None
+        if throttle_bits is None
+        else tuple(
+            _THROTTLE_REASONS.get(1 << place, hex(1 << place))
+            for place in range(throttle_bits.bit_length())
+            if throttle_bits >> place & 1
+        ),
         other_processes=_other_processes(get("ComputeRunningProcesses"), get("GraphicsRunningProcesses")),
         mig=None if mig_modes is None else bool(mig_modes[0]),
         mig_uuids=_mig_uuids(nvml, handle) if mig_modes and mig_modes[0] else (),
     )
-
-
-def _name_throttle_reasons(bits: int) -> tuple[str, ...]:
-    set_bits = [1 << place for place in range(bits.bit_length()) if bits >> place & 1]
-    return tuple(_THROTTLE_REASONS.get(bit, hex(bit)) for bit in set_bits)
 
 
 def _other_processes(*lists: Any) -> tuple[tuple[int, int | None], ...] | None:
@@ -234,7 +225,7 @@ def _mig_uuids(nvml: Any, handle: Any) -> tuple[str, ...]:
 
 
 def throttle_faults(gpu: GpuFacts) -> tuple[str, ...]:
-    """Reasons for a clock below its maximum that are a fault; idleness and a clock that a user set are none.
+    """Return the reasons for a low clock that are a fault; idleness and a clock that a user set are none.
 
     ``sw_power_cap`` is how an H100 or H200 runs under load; it is a fault only if the power limit was lowered.
     """

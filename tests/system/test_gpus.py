@@ -1,4 +1,4 @@
-"""A fake NVML below the reader: no card is needed."""
+"""The reader of NVML with a fake library: no GPU is needed."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_bench.system.gpus import GpuFacts, GpuInventory, read_gpus, select_visible
+from ds_bench.system.gpus import GpuFacts, GpuInventory, read_gpus, select_visible, throttle_faults
 
 GB = 2**30
 
@@ -80,7 +80,7 @@ def visible(selection: str, gpus: tuple[GpuFacts, ...] = cards(4)) -> tuple[int,
     return tuple(gpu.index for gpu in select_visible({"CUDA_VISIBLE_DEVICES": selection}, gpus))
 
 
-def test_every_fact_of_a_card_arrives_in_the_unit_its_name_says() -> None:
+def test_each_fact_has_the_unit_of_its_name() -> None:
     inventory = read_gpus(FakeNvml())
     assert inventory.driver_version == "580.65.06"
     assert inventory.gpus[1] == GpuFacts(
@@ -103,78 +103,71 @@ def test_every_fact_of_a_card_arrives_in_the_unit_its_name_says() -> None:
     )
 
 
-def test_any_one_failing_call_costs_its_own_fact_and_nothing_more(subtests: pytest.Subtests) -> None:
+def test_one_failing_call_costs_only_its_own_fact() -> None:
+    whole = read_gpus(FakeNvml())
+    assert whole.gpus[0].temperature_celsius == 41
     for call in USED_CALLS:
-        with subtests.test(call=call):
-            whole, maimed = read_gpus(FakeNvml()), read_gpus(FakeNvml(failing=frozenset([call])))
-            if call in ("nvmlInit", "nvmlDeviceGetCount"):
-                assert maimed.gpus == ()
-                continue
-            assert len(maimed.gpus) == 2
-            if call == "nvmlDeviceGetHandleByIndex":
-                assert maimed.gpus == (GpuFacts(index=0), GpuFacts(index=1))
-                continue
-            fields = [
-                name for name in GpuFacts.__slots__ if getattr(maimed.gpus[0], name) != getattr(whole.gpus[0], name)
-            ]
-            assert len(fields) <= 2
-            assert all(getattr(maimed.gpus[0], name) is None for name in fields if name != "other_processes")
+        maimed = read_gpus(FakeNvml(failing=frozenset([call])))
+        if call in ("nvmlInit", "nvmlDeviceGetCount"):
+            assert maimed.gpus == (), call
+        elif call == "nvmlDeviceGetHandleByIndex":
+            assert maimed.gpus == (GpuFacts(index=0), GpuFacts(index=1))
+        else:
+            changed = {
+                name: value for name in GpuFacts.__slots__
+                if (value := getattr(maimed.gpus[0], name)) != getattr(whole.gpus[0], name)
+            }  # fmt: skip
+            assert len(changed) <= 2, call
+            assert all(value is None for name, value in changed.items() if name != "other_processes"), call
 
 
 @given(st.frozensets(st.sampled_from(USED_CALLS)))
-def test_no_set_of_failing_calls_makes_reading_raise(failing: frozenset[str]) -> None:
+def test_no_set_of_failing_calls_makes_reading_raise_and_the_session_is_closed(failing: frozenset[str]) -> None:
     nvml = FakeNvml(failing=failing)
     assert len(read_gpus(nvml).gpus) in (0, 2)
     assert nvml.sessions == (1 if "nvmlShutdown" in failing and "nvmlInit" not in failing else 0)
 
 
-def test_the_session_is_closed_again_so_that_no_device_file_stays_open() -> None:
-    nvml = FakeNvml()
-    read_gpus(nvml)
-    assert nvml.sessions == 0
-
-
-def test_reading_calls_nothing_that_changes_a_card() -> None:
+def test_reading_only_calls_getters() -> None:
     asked: list[str] = []
 
-    class ProgressCallback(FakeNvml):
+    class Recorder(FakeNvml):
         def __getattr__(self, name: str) -> Any:
             asked.append(name)
             return super().__getattr__(name)
 
-    read_gpus(ProgressCallback(nvmlDeviceGetMigMode=[1, 1]))
+    read_gpus(Recorder(nvmlDeviceGetMigMode=[1, 1]))
     assert asked
     assert [name for name in asked if "Get" not in name and name not in ("nvmlInit", "nvmlShutdown")] == []
 
 
-def test_a_host_without_the_module_has_no_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_module_there_are_no_gpus_and_the_real_library_never_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inventory = read_gpus()
+    assert [gpu.index for gpu in inventory.gpus] == list(range(len(inventory.gpus)))
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert read_gpus() == GpuInventory()
 
 
-def test_the_real_library_answers_or_says_no_cards_but_never_raises() -> None:
-    inventory = read_gpus()
-    assert [gpu.index for gpu in inventory.gpus] == list(range(len(inventory.gpus)))
-
-
-def test_an_older_driver_is_asked_by_the_older_names() -> None:
+def test_older_drivers_and_modules_and_newer_reasons_are_read() -> None:
     newer = frozenset(["nvmlDeviceGetTemperatureV", "nvmlDeviceGetCurrentClocksEventReasons"])
     older = {"nvmlDeviceGetTemperature": 55, "nvmlDeviceGetCurrentClocksThrottleReasons": 0x4}
-    gpu = read_gpus(FakeNvml(failing=newer, **older)).gpus[0]
-    assert gpu.temperature_celsius == 55
-    assert gpu.throttle_reasons == ("sw_power_cap",)
-
-
-def test_a_throttle_reason_newer_than_this_program_is_kept_as_its_bit() -> None:
+    gpu = read_gpus(FakeNvml(failing=newer, nvmlDeviceGetName=b"Tesla V100", **older)).gpus[0]
+    assert (gpu.name, gpu.temperature_celsius, gpu.throttle_reasons) == ("Tesla V100", 55, ("sw_power_cap",))
     gpu = read_gpus(FakeNvml(nvmlDeviceGetCurrentClocksEventReasons=0x1 | 0x40 | 0x8000)).gpus[0]
     assert gpu.throttle_reasons == ("gpu_idle", "hw_thermal_slowdown", "0x8000")
 
 
-def test_bytes_of_an_older_module_become_text() -> None:
-    assert read_gpus(FakeNvml(nvmlDeviceGetName=b"Tesla V100")).gpus[0].name == "Tesla V100"
+def test_power_cap_is_a_fault_only_below_the_default_limit() -> None:
+    facts = {"index": 0, "throttle_reasons": ("gpu_idle", "sw_power_cap", "hw_slowdown")}
+    limits = {(700.0, 700.0): ("hw_slowdown",), (350.0, 700.0): ("sw_power_cap", "hw_slowdown")}
+    for (limit, default), faults in limits.items():
+        gpu = GpuFacts(power_limit_watts=limit, default_power_limit_watts=default, **facts)  # type: ignore[arg-type]
+        assert throttle_faults(gpu) == faults
 
 
-def test_the_instances_of_a_card_in_mig_mode_are_listed_although_some_slots_are_empty() -> None:
+def test_mig_instances_are_listed_although_some_slots_are_empty() -> None:
     nvml = FakeNvml(cards=1, nvmlDeviceGetMigMode=[1, 1], nvmlDeviceGetMaxMigDeviceCount=3)
 
     def instance(_card: str, number: int) -> str:
@@ -185,81 +178,7 @@ def test_the_instances_of_a_card_in_mig_mode_are_listed_although_some_slots_are_
     nvml.by_arguments["nvmlDeviceGetMigDeviceHandleByIndex"] = instance
     nvml.by_arguments["nvmlDeviceGetUUID"] = lambda handle: f"MIG-{handle[-1]}" if "instance" in handle else "GPU-1"
     gpu = read_gpus(nvml).gpus[0]
-    assert gpu.mig is True
-    assert gpu.mig_uuids == ("MIG-0", "MIG-2")
-
-
-def test_without_the_variable_every_card_is_visible() -> None:
-    assert select_visible({}, cards(3)) == cards(3)
-
-
-def test_a_list_whose_first_entry_names_no_card_shows_none(subtests: pytest.Subtests) -> None:
-    for selection in ("", " ", "-1", "NoDevFiles", "none", ",0", "4", "GPU-", "GPU-zzz", "MIG-zzz", "MIG-"):
-        with subtests.test(selection):
-            assert visible(selection) == ()
-
-
-def test_a_list_counts_up_to_the_first_entry_that_names_no_card() -> None:
-    expected = {
-        "0,2": (0, 2),
-        "3,1": (3, 1),
-        " 1 , 0 ": (1, 0),
-        "+1": (1,),
-        "007,1": (),
-        "01": (1,),
-        "1gpu,2ampere": (1, 2),
-        "0,-1,2": (0,),
-        "0,9,1": (0,),
-        "0,,1": (0,),
-        "GPU-2abc,GPU-0": (2, 0),
-        "GPU-2abc,1": (2,),
-        "0,GPU-2abc": (0,),
-    }
-    assert {selection: visible(selection) for selection in expected} == expected
-
-
-def test_a_card_given_twice_leaves_none_at_all(subtests: pytest.Subtests) -> None:
-    for selection in ("0,0", "1,2,1", "1,01", "0,9,0", "GPU-1,GPU-1", "GPU-1,GPU-1abc"):
-        with subtests.test(selection):
-            assert visible(selection) == ()
-
-
-def test_the_beginning_of_a_uuid_that_fits_two_cards_names_neither() -> None:
-    twins = (GpuFacts(index=0, uuid="GPU-ab1"), GpuFacts(index=1, uuid="GPU-ab2"))
-    assert visible("GPU-ab", twins) == ()
-    assert visible("GPU-ab2", twins) == (1,)
-
-
-def test_cuda_gives_one_mig_instance_however_many_are_named(subtests: pytest.Subtests) -> None:
-    for selection in ("MIG-b2", "MIG-b2,MIG-b1", "MIG-GPU-bb/3/0"):
-        with subtests.test(selection):
-            gpus = (
-                GpuFacts(index=0, uuid="GPU-aa"),
-                GpuFacts(index=1, uuid="GPU-bb", mig=True, mig_uuids=("MIG-b1", "MIG-b2")),
-            )
-            assert visible(selection, gpus) == (1,)
-
-
-@given(st.text(alphabet="0123456789,-+ GPUMI/abc٣²", max_size=40), st.integers(0, 4))
-def test_no_selection_raises_or_shows_a_card_twice_or_one_that_is_not_there(selection: str, count: int) -> None:
-    shown = visible(selection, cards(count))
-    assert len(set(shown)) == len(shown)
-    assert set(shown) <= set(range(count))
-
-
-def test_an_index_of_thousands_of_digits_is_only_one_that_is_not_there() -> None:
-    assert visible("0," + "9" * 10_000) == (0,)
-
-
-@given(st.permutations(range(4)), st.integers(0, 4))
-def test_indices_come_back_in_the_order_given(order: list[int], length: int) -> None:
-    chosen = order[:length]
-    assert visible(",".join(map(str, chosen))) == tuple(chosen)
-
-
-def test_a_negative_index_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="index"):
-        GpuFacts(index=-1)
+    assert (gpu.mig, gpu.mig_uuids) == (True, ("MIG-0", "MIG-2"))
 
 
 def test_memory_is_what_programs_can_use_without_the_drivers_part() -> None:
@@ -274,3 +193,37 @@ def test_memory_is_what_programs_can_use_without_the_drivers_part() -> None:
     assert (card.memory_total_bytes, card.memory_used_bytes) == (total - reserved, 1 * GB)
     (card,) = read_gpus(FakeNvml(cards=1)).gpus
     assert card.memory_total_bytes == 140 * GB
+
+
+# ------------------------------------------------------------------ CUDA_VISIBLE_DEVICES
+
+
+def test_selection_is_read_as_torch_reads_it() -> None:
+    assert select_visible({}, cards(3)) == cards(3)
+    expected = {
+        "0,2": (0, 2), "3,1": (3, 1), " 1 , 0 ": (1, 0), "+1": (1,), "007,1": (), "01": (1,), "1gpu,2ampere": (1, 2),
+        "0,-1,2": (0,), "0,9,1": (0,), "0,,1": (0,), "GPU-2abc,GPU-0": (2, 0), "GPU-2abc,1": (2,), "0,GPU-2abc": (0,),
+        "0," + "9" * 10_000: (0,),
+        # The first entry names no GPU.
+        **dict.fromkeys(("", " ", "-1", "NoDevFiles", ",0", "4", "GPU-", "GPU-zzz", "MIG-zzz", "MIG-"), ()),
+        # A GPU is named twice.
+        **dict.fromkeys(("0,0", "1,2,1", "1,01", "0,9,0", "GPU-1,GPU-1", "GPU-1,GPU-1abc"), ()),
+    }  # fmt: skip
+    assert {selection: visible(selection) for selection in expected} == expected
+
+
+def test_beginning_of_a_uuid_names_one_gpu_and_only_the_first_mig_instance_counts() -> None:
+    twins = (GpuFacts(index=0, uuid="GPU-ab1"), GpuFacts(index=1, uuid="GPU-ab2"))
+    assert (visible("GPU-ab", twins), visible("GPU-ab2", twins)) == ((), (1,))
+    divided = (
+        GpuFacts(index=0, uuid="GPU-aa"),
+        GpuFacts(index=1, uuid="GPU-bb", mig=True, mig_uuids=("MIG-b1", "MIG-b2")),
+    )
+    assert [visible(text, divided) for text in ("MIG-b2", "MIG-b2,MIG-b1", "MIG-GPU-bb/3/0")] == [(1,)] * 3
+
+
+@given(st.text(alphabet="0123456789,-+ GPUMI/abc٣²", max_size=40), st.integers(0, 4))
+def test_no_selection_raises_or_shows_a_gpu_twice_or_one_that_is_missing(selection: str, count: int) -> None:
+    shown = visible(selection, cards(count))
+    assert len(set(shown)) == len(shown)
+    assert set(shown) <= set(range(count))

@@ -41,17 +41,13 @@ def test_the_peak_is_that_of_the_cgroup_whose_limit_binds(root: Path) -> None:
     assert host_memory.cgroup_peak_bytes(root) == 3 * GB
 
 
-def test_without_any_limit_the_peak_is_the_own_cgroups(root: Path) -> None:
+def test_without_a_limit_the_peak_is_the_own_cgroups_and_without_a_peak_none(root: Path) -> None:
     place(root, "0::/job/step")
     write(root / "sys/fs/cgroup/job/memory.peak", 3 * GB)
     write(root / "sys/fs/cgroup/job/step/memory.peak", 1 * GB)
     assert host_memory.cgroup_peak_bytes(root) == 1 * GB
-
-
-def test_a_kernel_that_keeps_no_peak_gives_none_and_not_the_peak_of_another_cgroup(root: Path) -> None:
-    place(root, "0::/job/step")
     write(root / "sys/fs/cgroup/job/memory.max", 4 * GB)
-    write(root / "sys/fs/cgroup/job/step/memory.peak", 1 * GB)
+    (root / "sys/fs/cgroup/job/memory.peak").unlink()
     assert host_memory.cgroup_peak_bytes(root) is None
 
 
@@ -97,41 +93,25 @@ def test_the_mount_that_covers_another_is_the_one_read(root: Path) -> None:
     assert host_memory.cgroup_limit_bytes(root) == 2 * GB
 
 
-def test_available_memory_is_what_the_limit_leaves_and_counts_droppable_pages_as_free(root: Path) -> None:
+def test_available_memory_is_what_limit_and_host_leave_with_droppable_pages(root: Path) -> None:
     place(root, "0::/job")
-    write(root / "sys/fs/cgroup/job/memory.max", 8 * GB)
-    write(root / "sys/fs/cgroup/job/memory.current", 6 * GB)
     write(root / "sys/fs/cgroup/job/memory.stat", f"anon {5 * GB}\ninactive_file {1 * GB}")
-    assert host_memory.available_host_bytes(root) == 3 * GB
+    for limit, current, available in ((8, 6, 3), (200, 1, 40), (8, 10, 0)):
+        write(root / "sys/fs/cgroup/job/memory.max", limit * GB)
+        write(root / "sys/fs/cgroup/job/memory.current", current * GB)
+        assert host_memory.available_host_bytes(root) == available * GB
 
 
-def test_available_memory_is_the_hosts_when_the_cgroup_allows_more_than_there_is(root: Path) -> None:
+def test_cpu_quota_is_in_cores(root: Path) -> None:
     place(root, "0::/job")
-    write(root / "sys/fs/cgroup/job/memory.max", 200 * GB)
-    write(root / "sys/fs/cgroup/job/memory.current", 1 * GB)
-    assert host_memory.available_host_bytes(root) == 40 * GB
-
-
-def test_a_cgroup_over_its_limit_leaves_nothing_and_never_less(root: Path) -> None:
-    place(root, "0::/job")
-    write(root / "sys/fs/cgroup/job/memory.max", 8 * GB)
-    write(root / "sys/fs/cgroup/job/memory.current", 9 * GB)
-    assert host_memory.available_host_bytes(root) == 0
-
-
-@pytest.mark.parametrize(("quota", "cores"), [("max 100000", None), ("250000 100000", 2.5), ("0 0", None), ("", None)])
-def test_a_cpu_quota_of_version_2_is_told_in_cores(root: Path, quota: str, cores: float | None) -> None:
-    place(root, "0::/job")
-    write(root / "sys/fs/cgroup/job/cpu.max", quota)
-    assert host_memory.cgroup_cpu_cores(root) == cores
-
-
-@pytest.mark.parametrize(("quota", "cores"), [(-1, None), (400000, 4.0)])
-def test_a_cpu_quota_of_version_1_is_told_in_cores(root: Path, quota: int, cores: float | None) -> None:
+    for quota, cores in (("max 100000", None), ("250000 100000", 2.5), ("0 0", None), ("", None)):
+        write(root / "sys/fs/cgroup/job/cpu.max", quota)
+        assert host_memory.cgroup_cpu_cores(root) == cores
     place(root, "1:cpu,cpuacct:/job", "3 1 0:3 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu,cpuacct")
-    write(root / "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us", quota)
     write(root / "sys/fs/cgroup/cpu/job/cpu.cfs_period_us", 100000)
-    assert host_memory.cgroup_cpu_cores(root) == cores
+    for quota_us, cores in ((-1, None), (400000, 4.0)):
+        write(root / "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us", quota_us)
+        assert host_memory.cgroup_cpu_cores(root) == cores
 
 
 def test_swap_is_none_where_the_kernel_does_not_tell_and_not_zero(root: Path) -> None:
@@ -141,32 +121,18 @@ def test_swap_is_none_where_the_kernel_does_not_tell_and_not_zero(root: Path) ->
     assert host_memory.swap_used_bytes(root) == 60 * 1024
 
 
-READERS = (
-    host_memory.available_host_bytes,
-    host_memory.cgroup_cpu_cores,
-    host_memory.cgroup_limit_bytes,
-    host_memory.cgroup_oom_kill_count,
-    host_memory.cgroup_peak_bytes,
-    host_memory.host_memory_bytes,
-    host_memory.swap_total_bytes,
-    host_memory.swap_used_bytes,
-)
-
-
-@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
-def test_a_machine_without_the_files_gives_none(tmp_path: Path, reader: object) -> None:
-    assert callable(reader)
-    assert reader(tmp_path) is None
-
-
-@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
-def test_torn_and_foreign_files_give_none(tmp_path: Path, reader: object) -> None:
-    place(tmp_path, "garbage\n0::/job\n:", "1 2\n - \n" + V2_MOUNT)
-    write(tmp_path / "proc/meminfo", "MemTotal:\nMemAvailable: many kB\n\x00")
+def test_missing_torn_and_foreign_files_give_none(tmp_path: Path) -> None:
+    place(tmp_path / "torn", "garbage\n0::/job\n:", "1 2\n - \n" + V2_MOUNT)
+    write(tmp_path / "torn/proc/meminfo", "MemTotal:\nMemAvailable: many kB\n\x00")
     for name in ("memory.max", "memory.peak", "memory.events", "cpu.max"):
-        write(tmp_path / "sys/fs/cgroup/job" / name, "not a number")
-    assert callable(reader)
-    assert reader(tmp_path) is None
+        write(tmp_path / "torn/sys/fs/cgroup/job" / name, "not a number")
+    for name in ("torn", "empty"):
+        readers = (
+            host_memory.available_host_bytes, host_memory.cgroup_cpu_cores, host_memory.cgroup_limit_bytes,
+            host_memory.cgroup_oom_kill_count, host_memory.cgroup_peak_bytes, host_memory.host_memory_bytes,
+            host_memory.swap_total_bytes, host_memory.swap_used_bytes,
+        )  # fmt: skip
+        assert [reader.__name__ for reader in readers if reader(tmp_path / name) is not None] == []
 
 
 def test_this_machine_has_memory_and_not_more_available_than_it_has() -> None:
