@@ -239,7 +239,7 @@ class ScatterChart(Chart):
 
     @property
     def end(self) -> float:
-        """Highest value of the horizontal axis. Failed rows that asked for far more stand at its end."""
+        """Highest value of the horizontal axis. Failed rows that asked for far more are drawn at its end."""
         end = max(dot.x for dot in self.dots if not dot.failed)
         asked = max((dot.x for dot in self.dots if dot.failed), default=0.0)
         if self.capacity is not None and (asked or end >= 0.5 * self.capacity):
@@ -248,7 +248,7 @@ class ScatterChart(Chart):
 
 
 def format_value(value: float | None) -> str:
-    """A value with three significant digits, those of small models too: ``45,000``, ``12.3``, ``0.000413``."""
+    """A value with three significant digits, also for small models: ``45,000``, ``12.3``, ``0.000413``."""
     small = value is not None and 0 < abs(value) < 0.01
     return f"{value:.3g}" if small else format_significant(value)
 
@@ -307,7 +307,7 @@ class _Rows:
 
     @cached_property
     def failed(self) -> tuple[ComparisonRow, ...]:
-        """The first rows that failed, as many as can be told apart."""
+        """The first rows that failed, as many as a reader can distinguish."""
         return tuple(row for row in self.comparison.rows if not row.succeeded)[:MAX_OVERLAID_ROWS]
 
     @cached_property
@@ -332,7 +332,7 @@ class _Rows:
         return f"★ {row.label}" if row.key == self.recommended else row.label
 
     def label_with_status(self, row: ComparisonRow) -> str:
-        """The label, and why the row's numbers must not be compared with those of others."""
+        """The label, and why the row's numbers must not be compared with other rows."""
         if row.differences:
             return f"{self.label(row)} (not comparable)"
         return self.label(row) if row.invalid_reason is None else f"{self.label(row)} (disqualified)"
@@ -380,7 +380,7 @@ def _throughput_chart(rows: _Rows) -> Chart | None:
     elif any(len(bar.runs) > 1 for bar in bars):
         note = "Bars are geometric means over runs, dots the runs; an interval needs three runs (--repeats 3)."
     else:
-        note = "One run each, so there is no interval; --repeats 3 gives one."
+        note = "One run each: --repeats 3 gives intervals."
     return BarChart(
         name="throughput", title="Throughput", axis="tokens/s", bars=bars, note=rows.note(note, measured, drawn)
     )
@@ -464,8 +464,8 @@ def _memory_stack(row: ComparisonRow, tier: Tier, rows: _Rows) -> Stack | None:
 def _predicted_bytes(run: Run, tier: Tier) -> int | None:
     """The prediction comparable with the measured bytes of a tier; None without one.
 
-    On a GPU without what is assumed outside torch's allocator. On the CPU accelerator there is none, because pages
-    that nobody touched are not resident (``prediction.trial_predictions``).
+    On a GPU it leaves out what is assumed outside torch's allocator. On the CPU accelerator it is None, because
+    untouched pages are not resident (``prediction.trial_predictions``).
     """
     prediction = stored_prediction(run.trial)
     if prediction is None or prediction.unknown is not None:
@@ -498,7 +498,7 @@ def _request(row: ComparisonRow, tier: Tier, comparison: Comparison) -> tuple[fl
 
 
 def _pareto_chart(rows: _Rows, memory: str) -> Chart | None:
-    """``memory``: ``device`` or ``host``, that of the horizontal axis."""
+    """``memory``: ``device`` or ``host``, on the horizontal axis."""
     on_device, comparison = memory == "device", rows.comparison
     front = comparison.pareto_device if on_device else comparison.pareto_host
     dots = []

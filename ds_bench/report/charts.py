@@ -19,7 +19,7 @@ from .chart_data import BarChart, Chart, LineChart, ScatterChart, StackChart, ch
 
 INK, FAINT, RULE, WARNING = "#1b1f24", "#57606a", "#80868c", "#a33b00"
 DARK_INKS = {INK: "#e8ebee", FAINT: "#a3adb8", WARNING: "#ff9a5c"}
-"""What the page's dark colour scheme shows in place of each ink."""
+"""Ink → its replacement in the page's dark colour scheme."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b8508f", "#b07d00", "#7a6fd0", "#80868c", "#847400")
 """By row or category; after Okabe and Ito, with their bright ones darkened."""
 HATCHES = ("", "///", "||", "--", "\\\\\\", "++", "")

@@ -1,4 +1,4 @@
-"""One comparison with all that is reported of it: the terminal, Markdown, the HTML page and the exports take this.
+"""One comparison with everything that the terminal, Markdown, the HTML page and the exports report about it.
 
 A run ends with one; the command ``report`` makes it again from files.
 """
@@ -33,7 +33,7 @@ class Note:
     serious: bool = False
     """The row failed, or its figures must not be used."""
     page_only: bool = False
-    """Shown on the HTML page alone."""
+    """Shown only on the HTML page."""
 
     @property
     def line(self) -> str:
@@ -46,7 +46,7 @@ class ComparisonReport:
     """The rows of one workload on one placement, which to use, and where the figures come from."""
 
     facts: tuple[str, ...]
-    """What was trained on what, each fact a few words."""
+    """Model, devices, precision and so on, each a few words."""
     comparison: Comparison
     recommendation: Recommendation
     notes: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ class ComparisonReport:
 
     @property
     def first_trial(self) -> Trial:
-        """Of the first row; its workload and placement are those of all rows, but for what rows change."""
+        """The first row's trial; all rows share its workload and placement, except for what rows change."""
         return self.comparison.rows[0].trial
 
     @cached_property
@@ -100,7 +100,7 @@ class ComparisonReport:
 
     @property
     def general_lines(self) -> tuple[str, ...]:
-        """The notes on the whole comparison, and those of the run."""
+        """The notes on the whole comparison and on the run."""
         return tuple(dict.fromkeys([*(note.line for note in self.general_notes), *self.run_notes]))
 
     @cached_property

@@ -2,7 +2,7 @@
 
 Values come from what ran, never from what would be better: choosing the row is ``recommend``'s. The Trainer's file
 says "auto" only where the Trainer would otherwise refuse a value that differs from its arguments; buckets and
-thresholds stay numbers, since the Trainer's own are derived from the hidden size and are not those measured. What was
+thresholds stay numbers: the Trainer derives its own from the hidden size, and they were not measured. What was
 "auto" in a file of the user's own stays "auto".
 
 Sources: DeepSpeed 0.19.8 ``runtime/config.py``; Transformers 5 ``integrations/deepspeed.py``
@@ -86,11 +86,11 @@ def write_exports(
 def write_configuration(
     options: Options, report: ComparisonReport, run_folder: Path, environment: Environment
 ) -> Path | None:
-    """The recommended row's configuration, or that of ``--export``, ready to be used; its folder, None without one."""
+    """Write the configuration of the recommended row, or of the row of ``--export``. Return its folder, or None."""
     row = report.recommended_row
     if options.export:
         row = next((row for row in report.comparison.rows if row.configuration.name == options.export), None)
-    if row is None:  # none is recommended, or an interruption came before that of --export
+    if row is None:  # no row is recommended, or the run was interrupted before the row of --export
         return None
     folder = run_folder / (f"export_{row.configuration.name}" if options.export else "recommended")
     folder.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ def _take(into: Any, resolved: Mapping[str, Any], key: str) -> None:
 
 
 def trainer_config(record: TrialRecord) -> Config:
-    """For ``TrainingArguments(deepspeed=…)``: "auto" where that fills in, literals for all that was measured."""
+    """For ``TrainingArguments(deepspeed=…)``: "auto" where that fills in, literals for everything measured."""
     config = raw_config(record)
     # The Trainer works these out of its arguments and refuses other values (fill_match).
     config.update(dict.fromkeys(BATCH_KEYS, "auto"))
@@ -215,7 +215,7 @@ def accelerate_config(record: TrialRecord) -> Config:
 
 
 def accelerate_yaml(record: TrialRecord, config_file: Path) -> str:
-    """For ``accelerate launch --config_file``: processes and files only, as nothing of the JSON may be said twice."""
+    """For ``accelerate launch --config_file``: processes and files only; Accelerate refuses what the JSON sets too."""
     import yaml
 
     placement = record.trial.placement

@@ -1,4 +1,4 @@
-"""The README beside exported configurations: how to use each, what was measured with them, what to change.
+"""The README of exported configurations: how to use each, what was measured with them, what to change.
 
 Only text is made here, from ``templates/export_readme.md``. Names that users or models chose are shown as code or
 escaped, so that none of them can end a line or open markup.
@@ -148,7 +148,7 @@ def _optimizer(raw: Config, accelerate: Config) -> str:
 
 
 def _facts(record: TrialRecord, environment: Environment | None) -> Iterator[tuple[str, str]]:
-    """What was measured, and with what: label → text, escaped."""
+    """Measurements and their conditions: label → text, escaped."""
     work, placement = record.trial.workload, record.trial.placement
     unit = "GPU" if placement.accelerator == "cuda" else "CPU rank"
     names = sorted({rank.device_name for rank in record.ranks if placement.accelerator == "cuda"})
@@ -199,7 +199,7 @@ _LOSS_CODE = {
 
 
 def _code(trial: Trial) -> Iterator[str]:
-    """What the row has that no configuration file contains."""
+    """Settings of the row that no configuration file contains."""
     work, config = trial.workload, trial.ds_config
     ulysses = "deepspeed.runtime.sequence_parallel.ulysses_sp"
     if work.attention is not None:

@@ -32,7 +32,7 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\u202a-\u
 
 
 def render_page(reports: Sequence[ComparisonReport], generated: str) -> str:
-    """The whole page as text, to be written as UTF-8. ``generated``: when and by which version."""
+    """The whole page as text, to be written as UTF-8. ``generated``: time and version."""
     engine = _template_engine()
     from markupsafe import Markup
 
@@ -40,7 +40,7 @@ def render_page(reports: Sequence[ComparisonReport], generated: str) -> str:
     # Markup, which is not escaped: both are files of this package.
     styles, script = (Markup(engine.loader.get_source(engine, name)[0]) for name in ("report.css", "report.js"))
     machines = [_machines(report) for report in reports]
-    # One machine is told once, above all comparisons; of several, each comparison tells its own.
+    # One machine is shown once, for all comparisons; with several, each comparison shows its own.
     one_machine = len(set(map(str, machines))) == 1 and len(machines[0]) < 2
     page = engine.get_template("report.html").render(
         title=reports[0].title if len(reports) == 1 else f"{len(reports)} comparisons",
@@ -114,7 +114,7 @@ def _status(row: ComparisonRow) -> str:
 
 
 def _machines(report: ComparisonReport) -> list[dict[str, str]]:
-    """What a reader needs to know of each machine that the rows were measured on: label → text."""
+    """Facts of each machine that the rows were measured on: label → text."""
     machines: list[dict[str, str]] = []
     for environment in report.environments:
         if (machine := provenance.machine(environment)) not in machines:
@@ -123,7 +123,7 @@ def _machines(report: ComparisonReport) -> list[dict[str, str]]:
 
 
 def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
-    """What the template needs for one report. ``uid``: beginning of all its ids."""
+    """Variables of the template for one report. ``uid``: prefix of all its ids."""
     drawable = charts_of(report.comparison, report.recommendation.key)
     numbers = {note: number for number, note in enumerate(report.labels_by_note, 1)}
     columns = measured_columns(report.comparison)

@@ -44,5 +44,5 @@ def text_block(text: str) -> str:
 
 
 def _fence(text: str, shortest: int) -> str:
-    """More backticks than stand beside each other anywhere in the text."""
+    """A fence of more backticks than the longest run of them in the text."""
     return "`" * max(shortest, *(len(run) + 1 for run in re.findall("`+", text)), 0)

@@ -52,7 +52,7 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """What was asked, and the prediction for every strategy."""
+    """The question, and the prediction for every strategy."""
 
     asked: PlannedTrial
     """The workload and the GPUs; its configuration does not count."""
@@ -116,7 +116,7 @@ def _answer_if_none_fits(plan: MemoryPlan) -> tuple[str, tuple[str, ...] | None]
     failed += _shortage_of_host_memory(plan)
     changes = [row.change for row in plan.rows if row.change]
     if not changes:
-        # The memory that is too small in all rows is the one of which the least need is told.
+        # Report the smallest need of the memory that is too small in all rows.
         tier = "host" if all("host" in row.decisive_tiers for row in plan.rows) else "gpu"
         sizes = {
             row.label: row.prediction.gpu_bytes if tier == "gpu" else row.prediction.host_bytes for row in plan.rows
@@ -136,7 +136,7 @@ def _verdict(plan: MemoryPlan, change: Change) -> str:
 
 
 def _cost_of(plan: MemoryPlan, change: Change) -> tuple[object, ...]:
-    """What is cheaper comes first: the GPUs that there are, room to spare, no offload, few settings."""
+    """Sort key, cheaper changes first: the same GPUs, room to spare, no offload, few settings."""
     trial = change.trial
     return (
         trial.placement.num_gpus != plan.num_gpus,
@@ -154,7 +154,7 @@ def _simplicity(configuration: Configuration) -> tuple[int, int, int]:
 
 
 def _shortage_of_host_memory(plan: MemoryPlan) -> str:
-    """That host memory is why nothing fits; empty where it is the GPUs' alone."""
+    """A clause that blames host memory if nothing fits; empty if only the GPUs are too small."""
     short_of_host = [row for row in plan.rows if "host" in row.decisive_tiers]
     if len(short_of_host) == len(plan.rows):
         gpus_too = all("gpu" in row.decisive_tiers for row in plan.rows)
@@ -173,7 +173,7 @@ def _without_offload(plan: MemoryPlan, trial: PlannedTrial) -> str:
         return ""
     at_least = "at least " if plan.unknown else ""
     text = "no number of GPUs is enough" if count is None else f"you need {at_least}{_gpus(count)}"
-    # Checkpointing takes no other hardware, so the number of GPUs with it is told too.
+    # Checkpointing takes no other hardware, so report the number of GPUs with it too.
     lean = replace(trial, workload=replace(trial.workload, activation_checkpointing=True))
     fewer = what_if.min_gpus_without_offload(lean, plan.gpu_bytes, plan.host_bytes)
     if fewer is not None and (count is None or fewer < count):

@@ -1,4 +1,4 @@
-"""What is printed while trials run: a result line as each ends, and on a terminal a line that shows how far it is."""
+"""Progress of a run: a line as each trial ends, and on a terminal a live line about the current one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .table_columns import failure_text
 
 
 def ignore_progress(_progress: Progress) -> None:
-    """A callback for trials of which no progress is shown."""
+    """A callback that shows no progress."""
 
 
 class ProgressReporter:
@@ -67,7 +67,7 @@ class ProgressReporter:
         point = f"{text}: " if (text := self._point_of(trial)) else ""
         pass_type, what = trial.workload.pass_type, trial.configuration.label
         if pass_type != "train" and trial.configuration.name == "zero0":
-            what = STEP_NAMES[pass_type]  # of the model alone, without DeepSpeed
+            what = STEP_NAMES[pass_type]  # without DeepSpeed
         return f"[{self._number}/{self._total}] {point}{what}{run}"
 
     def _describe_step(self, progress: Progress, trial: Trial, total: int) -> str:

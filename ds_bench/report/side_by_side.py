@@ -96,7 +96,7 @@ def _model_table(group: Sequence[ComparisonReport]) -> Table:
 
 
 def _throughput(row: ComparisonRow) -> str:
-    """Tokens/s, with an asterisk if the row is disqualified; the status if there are none."""
+    """Tokens/s, with an asterisk if the row is disqualified; the status if it has no throughput."""
     if row.tokens_per_second is None:
         return row.last_run.outcome.status
     return format_count(row.tokens_per_second) + ("" if row.invalid_reason is None else _INVALID)
@@ -143,7 +143,7 @@ _SHAPE_KEYS = {
     "heads": ("n_head", "num_attention_heads"),
     "vocabulary": ("vocab_size",),
 }
-"""What is shown of a model's shape → its names in models' configurations."""
+"""Dimension of a model → its names in models' configurations."""
 _NOT_SYNCHRONIZED = (
     "NOT SYNCHRONISED, wrong on purpose: the clock was read without waiting for the device. On a GPU these are the "
     "times of launching the work, and every figure that follows from them is wrong."
@@ -160,7 +160,7 @@ def has_passes(reports: Sequence[ComparisonReport]) -> bool:
 def pass_tables(reports: Sequence[ComparisonReport]) -> list[Table]:
     """Times of every pass of every model; with several pass types also models down and passes across.
 
-    Models in order of appearance, pass types in that of a training step.
+    Models are in order of appearance, pass types in the order of a training step.
     """
     reports = [report for report in reports if report.comparison.rows]
     common = common_facts(reports)

@@ -34,7 +34,7 @@ class Column:
     priority: int = 0
     """Narrow terminals drop the column with the highest number first; 0: never dropped."""
     left: bool = False
-    """Whether cells are aligned to the left, as those of the first column always are."""
+    """Whether cells are aligned to the left; the first column always is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Table:
     """Notes that cells refer to by number, from 1."""
     notes: Sequence[str] = ()
     meaning: str = ""
-    """What the cells are; empty if the headings say it."""
+    """Explanation of the cells; empty if the headings suffice."""
 
     @property
     def headings(self) -> list[str]:
@@ -124,7 +124,7 @@ def make_table(
     always: int = 1,
     drop_empty_rows: bool = False,
 ) -> Table:
-    """A table of one line per row. Columns for which no row has a value are left out, except the first ``always``.
+    """A table of one line per row. Columns without a value are left out, except the first ``always``.
 
     ``drop_empty_rows``: rows that have nothing but their label are left out too.
     """
@@ -183,7 +183,7 @@ class _Layout:
         self._length, self._width, self._gap = cell_len, width, 2
         count = len(columns)
         self._headings = [printable(column.heading).split("\n") for column in columns]
-        self._full = [row for row in rows if len(row) == count]  # the others have one text beside their label
+        self._full = [row for row in rows if len(row) == count]  # the others have a label and one text
         cells = [max((cell_len(row[i]) for row in self._full), default=0) for i in range(count)]
         cells[0] = max([cells[0], *(cell_len(row[0]) for row in rows)])
         shown = list(range(count)) if self._full else [0]
@@ -220,7 +220,7 @@ class _Layout:
                 )
 
     def row_lines(self, row: Sequence[str]) -> Iterator[str]:
-        """One line, or more where the label is wrapped or the text beside it is long."""
+        """One line, or more if the label is wrapped or a failed row's text is long."""
         indent = " " * (len(row[0]) - len(row[0].lstrip()) + 2)
         if len(row) == len(self._left):
             first, *more = textwrap.wrap(row[0], self._widths[0], subsequent_indent=indent, break_on_hyphens=False) or [

@@ -244,7 +244,7 @@ def _share(fraction: float | None, *, warns: bool) -> str:
     """A share of the memory, with ``!`` above 95 %."""
     if fraction is None:
         return MISSING
-    # Whole percents, but tenths where "95 %" would not show on which side of the limit it is.
+    # Whole percents, but tenths near the limit, where "95 %" could be on either side.
     digits = 0 if fraction >= 0.1 and not 0.95 <= fraction < 0.955 else 1
     return format_percent(fraction, digits=digits) + (" !" if fraction > NEAR_CAPACITY and warns else "")
 

@@ -54,8 +54,8 @@ def print_reports(
 ) -> None:
     """Print the reports one after the other, then the tables that compare them.
 
-    The table of passes stands alone where passes other than training steps were timed. ``in_short``: of several
-    reports, such as those of a sweep that has just run, print the answer of each in one line.
+    If passes other than training steps were timed, print only their table. ``in_short``: print the answer of each of
+    several reports in one line, for a sweep that has just run.
     """
     of_passes, brief = side_by_side.has_passes(reports), not as_markdown and not verbose
     tables = (side_by_side.pass_tables if of_passes else side_by_side.model_tables)(reports)

@@ -44,7 +44,7 @@ class TrackedRun:
     """One trial as TensorBoard shows it."""
 
     group: str
-    """Name of the run folder, or of the file where a flat JSON does not tell it."""
+    """Name of the run folder, or of the file if a flat JSON does not have it."""
     name: str
     """``00_zero0``: the trial's, unique in its group."""
     config: Mapping[str, Any]
@@ -78,7 +78,7 @@ def tracked_runs(results: Sequence[Result]) -> list[TrackedRun]:
 
 
 def _runs_of(runs: Sequence[Run], run_folders: Mapping[str, Path], group: str) -> Iterator[TrackedRun]:
-    """``run_folders``: name of a run → its folder. ``group``: that of trials that do not tell their run."""
+    """``run_folders``: name of a run → its folder. ``group``: group of trials whose run is unknown."""
     for run in with_loss_caveats(runs):
         row = run.row.values()
         yield TrackedRun(
@@ -104,7 +104,7 @@ def write_tensorboard(runs: Sequence[TrackedRun]) -> str:
 
     for run in runs:
         folder = TENSORBOARD_FOLDER / _plain(run.group) / _plain(run.name)
-        # Files of this package alone: others may write to this folder too.
+        # Only files of this package: others may write to this folder too.
         for old in folder.glob("events.out.tfevents.*.ds_bench"):
             old.unlink()
         last_step, last_time = run.end
@@ -130,5 +130,5 @@ def _summary_numbers(run: TrackedRun) -> dict[str, float]:
 
 
 def _plain(name: str) -> str:
-    """A name as that of a folder."""
+    """The name with only the characters that a folder may have."""
     return re.sub(r"[^\w.+=-]", "-", name).lstrip(".") or "run"
