@@ -28,8 +28,7 @@ from .config.recipe import PATHS, Recipe, can_be_swept, nearest_path
 from .errors import DsBenchError, PreflightError, UsageError
 from .prediction.memory import FITS, TIGHT
 from .recommend.recommendation import Recommendation
-from .records.resume import is_finished
-from .records.run_folder import RUN_FILE
+from .records.run_folder import RUN_FILE, is_finished
 from .report import html_report, memory_plan
 from .report.comparison_report import ComparisonReport
 from .report.data_frame import data_frame

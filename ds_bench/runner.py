@@ -38,8 +38,14 @@ from .prediction import trial_predictions
 from .prediction.model_profile import ModelProfile, variant_of
 from .records import schema
 from .records.json_files import json_text, write_json
-from .records.resume import is_finished, remaining_trials, require_same_machine, require_same_workload
-from .records.run_folder import RUN_FILE, RunFolder
+from .records.run_folder import (
+    RUN_FILE,
+    RunFolder,
+    is_finished,
+    remaining_trials,
+    require_same_machine,
+    require_same_workload,
+)
 from .records.schema import Outcome, TrialRecord
 from .report import configuration_export, profile_text, run_plan
 from .report.comparison_report import ComparisonReport, build_report

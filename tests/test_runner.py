@@ -27,8 +27,7 @@ from ds_bench.doctor import disk
 from ds_bench.launch import ProgressCallback
 from ds_bench.prediction import what_if
 from ds_bench.records import schema
-from ds_bench.records.resume import remaining_trials
-from ds_bench.records.run_folder import RunFolder
+from ds_bench.records.run_folder import RunFolder, remaining_trials
 from ds_bench.records.schema import TrialRecord
 from ds_bench.runner import ResultBuilder, run_trials
 from ds_bench.system import environment, gpus, signals

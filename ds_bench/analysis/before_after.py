@@ -14,9 +14,8 @@ from ..config.caveats import Caveat
 from ..system import environment
 from . import comparability, comparison
 from .comparison import ComparisonRow
-from .flat_run import flat_run
 from .intervals import RatioInterval
-from .load_results import Result
+from .load_results import Result, flat_run
 from .loss_parity import compare_losses
 
 if TYPE_CHECKING:

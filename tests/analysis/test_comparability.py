@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from ds_bench.analysis import comparability
 from ds_bench.analysis.comparability import group_repeats
+from ds_bench.analysis.comparison import unique_labels
 from ds_bench.analysis.row import Run, make_run
-from ds_bench.analysis.row_labels import unique_labels
 from ds_bench.config.axes import PARALLEL_AXES
 from ds_bench.config.spec import SAME_TRAINING_FIELDS, Placement, Trial, Workload
 from ds_bench.records.schema import TrialRecord

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_bench.analysis.comparison import Comparison, ComparisonRow, compare, ratio_between
-from ds_bench.analysis.flat_run import flat_run
+from ds_bench.analysis.load_results import flat_run
 from ds_bench.analysis.loss_parity import with_loss_caveats
 from ds_bench.analysis.row import Run, make_run
 from ds_bench.config.caveats import Caveat, CaveatKind, note

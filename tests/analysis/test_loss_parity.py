@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ds_bench.analysis.comparison import compare
-from ds_bench.analysis.flat_run import flat_run
+from ds_bench.analysis.load_results import flat_run
 from ds_bench.analysis.loss_parity import compare_losses, with_loss_caveats
 from ds_bench.analysis.row import Run, make_run
 from ds_bench.config.caveats import Caveat, CaveatKind, has_kind

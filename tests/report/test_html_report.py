@@ -13,7 +13,7 @@ from html.parser import HTMLParser
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from ds_bench.analysis.flat_run import flat_run
+from ds_bench.analysis.load_results import flat_run
 from ds_bench.config.caveats import Caveat, CaveatKind, note
 from ds_bench.errors import UsageError
 from ds_bench.report import html_report
