@@ -1,4 +1,4 @@
-"""check and the installed DeepSpeed agree on what is refused: on public configurations, and key by key."""
+"""check and rows of files agree with the installed DeepSpeed: on public configurations, and key by key."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from typing import Any
 
 import pytest
 
-from ds_bench.config import automatic_values, deepspeed_config, deepspeed_keys, lint, located_json
-from ds_bench.config.automatic_values import TrainingFacts
+from ds_bench.config import deepspeed_config, deepspeed_keys, lint, located_json, validation
+from ds_bench.config.automatic_values import TrainingFacts, fill_in
+from ds_bench.config.configuration_file_rows import FileRowMaker
+from ds_bench.config.configuration_files import ConfigurationFile, MissingFileError, read_configuration_file
+from ds_bench.config.deepspeed_config import nested, overlay
 from ds_bench.config.rules import TRAINING_STARTS
+from ds_bench.config.spec import Configuration, Placement
+from tests.support import fakes
 from tests.support.deepspeed_starts import errors_at_start
 from tests.support.lint_cases import CASES, CLEAN
 from tests.support.shared_files import shared_files
@@ -25,26 +30,38 @@ out = sys.stdout; sys.stdout = sys.stderr
 logging.disable(logging.CRITICAL)
 from deepspeed import comm
 from deepspeed.runtime.config import DeepSpeedConfig
-comm.get_rank, comm.get_world_size = lambda *_: 0, lambda *_: 1
-def refusal(config):
+if "one-rank" in sys.argv:
+    comm.get_rank, comm.get_world_size = lambda *_: 0, lambda *_: 1
+def read(config):
     try:
-        DeepSpeedConfig(config)
+        read = DeepSpeedConfig(config)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return None
-print(json.dumps([refusal(config) for config in json.load(sys.stdin)]), file=out)
+    blocks = {name: getattr(read, name).model_dump() for name in ("zero_config", "bfloat16_config", "float16_config")}
+    for old in ("cpu_offload", "cpu_offload_param"):  # replaced by what it stands for
+        blocks["zero_config"].pop(old, None)
+    names = ("optimizer_name", "optimizer_params", "scheduler_name", "scheduler_params", "gradient_clipping")
+    return {**blocks, **{name: getattr(read, name) for name in (*names, "torch_autocast_enabled", "grad_accum_dtype")}}
+print(json.dumps([read(config) for config in json.load(sys.stdin)], default=str), file=out)
 """
 _SAMPLES = (None, True, 1, -1, 1.5, 5e8, "text", "5", ["text"], {})
 _ONLY_0_AND_1 = ("wall_clock_breakdown", "flops_profiler.enabled", "checkpoint.parallel_write.pipeline_stage")
 """Switches that DeepSpeed reads as numbers, of which it takes no other; check takes any number for one."""
-_FACTS = TrainingFacts(batch_size=1, grad_accum=1, num_gpus=1, precision="bf16", hidden_size=64, training_steps=10)
+_FACTS = TrainingFacts(num_gpus=1, batch_size=2, precision="bf16", hidden_size=128, training_steps=4)
+_CUDA = Placement(accelerator="cuda", nvme_path="/nvme")
 
 
-def disagreements(configs: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
-    """What DeepSpeed on one rank refuses and check does not, or the other way round."""
+def ask_deepspeed(configs: Sequence[dict[str, Any] | str], *arguments: str) -> list[Any]:
+    """What DeepSpeed reads in each configuration or file, or its error as text.
+
+    With the argument ``one-rank`` it checks the batch for a job of one rank.
+    """
+    for config in configs:
+        if isinstance(config, dict) and isinstance(config.get("aio"), dict):
+            config["aio"].pop("use_gds", None)  # refused on the CPU accelerator only
     done = subprocess.run(
-        [sys.executable, "-c", _ASK],
-        input=json.dumps([config for _, config in configs]),
+        [sys.executable, "-c", _ASK, *arguments],
+        input=json.dumps(configs),
         capture_output=True,
         text=True,
         timeout=300,
@@ -52,23 +69,19 @@ def disagreements(configs: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
         env={**os.environ, "DS_ACCELERATOR": "cpu"},
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    answers = json.loads(done.stdout.splitlines()[-1])
-    differing = []
-    for (name, config), refusal in zip(configs, answers, strict=True):
+    answers: list[Any] = json.loads(done.stdout.splitlines()[-1])
+    return answers
+
+
+def disagreements(configs: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
+    """What DeepSpeed refuses and check does not, or the other way round."""
+    differing, answers = [], ask_deepspeed([config for _, config in configs], "one-rank")
+    for (name, config), answer in zip(configs, answers, strict=True):
         found = lint.check_config(config, num_gpus=1)
         errors = [each.reason for each in found if each.level == "error" and not each.stops_when]
-        if bool(refusal) != bool(errors):
-            differing.append(f"{name}: DeepSpeed says {refusal}, check says {errors}")
+        if isinstance(answer, str) != bool(errors):
+            differing.append(f"{name}: DeepSpeed says {answer}, check says {errors}")
     return differing
-
-
-def test_on_public_configurations_once_auto_is_filled_in() -> None:
-    configs = []
-    for path in shared_files("real_configs", "*.json"):
-        filled = automatic_values.fill_in(located_json.parse(path.read_text(encoding="utf-8")), _FACTS).config
-        filled.get("aio", {}).pop("use_gds", None)  # refused on the CPU accelerator alone
-        configs.append((path.name, filled))
-    assert disagreements(configs) == []
 
 
 def test_key_by_key_on_values_of_every_type() -> None:
@@ -76,36 +89,92 @@ def test_key_by_key_on_values_of_every_type() -> None:
     for block, facts in deepspeed_keys.blocks().items():
         for key in facts["keys"]:
             path = f"{block}.{key}" if block else key
-            if path == "aio.use_gds":  # refused on the CPU accelerator alone
+            if path == "aio.use_gds":
                 continue
-            values = [value for value in _SAMPLES if path not in _ONLY_0_AND_1 or value not in (-1, 1.5, 5e8)]
-            configs += [(f"{path} = {value!r}", _with(path, value)) for value in values]
+            stage = {"zero_optimization": {"stage": 2}} if path.startswith("zero_optimization.") else {}
+            for value in _SAMPLES:
+                if path not in _ONLY_0_AND_1 or value not in (-1, 1.5, 5e8):
+                    config = deepspeed_config.merge({"train_batch_size": 1, **stage}, nested(path, value))
+                    configs.append((f"{path} = {value!r}", config))
     assert len(configs) > 3000
     assert disagreements(configs) == []
 
 
-_TORCH_ADAM = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+def test_on_public_configurations_once_auto_is_filled_in() -> None:
+    texts = {path.name: path.read_text(encoding="utf-8") for path in shared_files("real_configs", "*.json")}
+    filled = [(name, fill_in(located_json.parse(text), _FACTS).config) for name, text in texts.items()]
+    assert disagreements(filled) == []
+
+
+def published() -> tuple[list[ConfigurationFile], list[str]]:
+    """Every published file, and the names of the JSON files that some name and that are not there."""
+    files, absent = [], []
+    for path in shared_files("real_configs", "*"):
+        if path.suffix != ".csv":
+            try:
+                files.append(read_configuration_file(path))
+            except MissingFileError as error:
+                absent.append(error.reason.split()[1])
+    assert len(files) + len(absent) == 96
+    return files, absent
+
+
+def as_the_trainer_gives_it(file: ConfigurationFile) -> dict[str, Any]:
+    batch = {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+    return {**fill_in(file.config, _FACTS).config, **batch}
+
+
+def as_it_is_run(row: Configuration) -> dict[str, Any]:
+    work = row.applied_to(fakes.workload(batch_size=2))
+    return deepspeed_config.complete_config(row.deepspeed_config, work, _CUDA, torch_adam=False, largest_parameter=None)
+
+
+def test_only_what_deepspeed_refuses_is_refused_and_a_row_trains_what_deepspeed_reads_in_its_file() -> None:
+    files, absent = published()
+    rows = [FileRowMaker(facts=_FACTS).make(file) for file in files]
+    answers = ask_deepspeed([*map(as_the_trainer_gives_it, files), *map(as_it_is_run, rows), *absent])
+    assert all(isinstance(answer, str) for answer in answers[2 * len(files) :])
+    trained = 0
+    for file, row, theirs, ours in zip(files, rows, answers, answers[len(files) : 2 * len(files)], strict=False):
+        if validation.unsupported_reason(row, _CUDA) is not None:
+            assert isinstance(theirs, str) or TRAINING_STARTS in (row.refusal or ""), (file.name, theirs)
+            continue
+        assert isinstance(theirs, dict), (file.name, theirs)
+        if theirs["zero_config"]["stage"] != 3:
+            theirs["zero_config"]["offload_param"] = None  # read at stage 3 only
+        # What the file leaves open and a row fills in: optimizer, precision, the buffers of NVMe offload.
+        left_open = [] if theirs["optimizer_name"] is not None else ["optimizer_name", "optimizer_params"]
+        if not any(theirs[block]["enabled"] for block in ("bfloat16_config", "float16_config")):
+            written = [file.config.get(name, {}).get("enabled", "auto") for name in ("bf16", "fp16")]
+            left_open += ["bfloat16_config", "float16_config"] if "auto" in written else []
+        left_open += ["zero_config"] if "nvme" in json.dumps(theirs["zero_config"]) else []
+        decided = theirs.keys() - left_open
+        assert {name: ours[name] for name in decided} == {name: theirs[name] for name in decided}, file.name
+        trained += 1
+    assert trained == 76
 
 
 @pytest.mark.slow
 @pytest.mark.deepspeed
 @pytest.mark.usefixtures("built_ops")
 def test_deepspeed_stops_where_an_error_says_that_it_does_when_training_starts(tmp_path: Path) -> None:
-    stopping = {}
-    for rule, change in CASES:
-        config = deepspeed_config.overlay(CLEAN, change)
-        if any(finding.stops_when == TRAINING_STARTS for finding in lint.check_config(config)):
-            stopping[rule] = {**_TORCH_ADAM, **config}
+    adam = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    cases = [(rule, overlay(CLEAN, change)) for rule, change in CASES]
+    stopping = {
+        rule: {**adam, **config}
+        for rule, config in cases
+        if any(finding.stops_when == TRAINING_STARTS for finding in lint.check_config(config))
+    }
+    # fp16 is refused on this accelerator, which would hide what stops them elsewhere.
+    files = {
+        file.name: {**as_the_trainer_gives_it(file), "fp16": {"enabled": False}}
+        for file in published()[0]
+        if TRAINING_STARTS in (FileRowMaker(facts=_FACTS).make(file).refusal or "")
+    }
     assert len(stopping) > 14
-    clean, *errors = errors_at_start([_TORCH_ADAM | CLEAN, *stopping.values()], tmp_path)
+    assert len(files) == 4
+    clean, *errors = errors_at_start([adam | CLEAN, *stopping.values(), *files.values()], tmp_path)
     assert clean is None
-    assert [rule for rule, error in zip(stopping, errors, strict=True) if error is None] == []
-
-
-def _with(path: str, value: Any) -> dict[str, Any]:
-    for name in reversed(path.split(".")):
-        value = {name: value}
-    config = {"train_batch_size": 1, **value}
-    if path.startswith("zero_optimization."):
-        config["zero_optimization"] = {"stage": 2, **config["zero_optimization"]}
-    return config
+    assert [rule for rule, error in zip(stopping, errors, strict=False) if error is None] == []
+    known = ("'max_grad_norm' is not supported", "ZeroOneAdam is not a supported DeepSpeed Optimizer")
+    assert [error for error in errors[len(stopping) :] if not (error or "").startswith(known)] == []
