@@ -5,7 +5,9 @@ GB means 2**30 bytes everywhere (README.md). A missing value is ``None`` and is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from string import Formatter
+from typing import Any
 
 BYTES_PER_GB = 2**30
 BYTES_PER_MB = 2**20
@@ -140,3 +142,22 @@ def format_ratio(ratio: float | None) -> str:
 def format_percent(fraction: float | None, *, digits: int = 1) -> str:
     """A fraction as percent: 0.123 → ``12.3 %``."""
     return MISSING if fraction is None else f"{fraction * 100:.{digits}f} %"
+
+
+def format_template(template: str, values: Mapping[str, Any]) -> str:
+    """Fill a template of ``str.format`` that may name units: ``{size:bytes}``, ``{wait:ms}``, ``{share:percent0}``."""
+    return _Template().vformat(template, (), values)
+
+
+class _Template(Formatter):
+    def format_field(self, value: Any, format_spec: str) -> str:
+        match format_spec:
+            case "bytes":
+                return format_bytes(value)
+            case "gigabytes":
+                return format_gigabytes(value)
+            case "ms":
+                return format_ms(value)
+        if format_spec.startswith("percent"):
+            return format_percent(value, digits=int(format_spec.removeprefix("percent") or 1))
+        return format(value, format_spec)

@@ -22,7 +22,7 @@ NOT_STEADY = 0.05
 NEAR_CAPACITY = 0.95
 """Fraction of the GPU's memory above which a row is near running out."""
 _BUCKET_FRACTION = 0.5
-"""Fraction of the counted memory above which DeepSpeed's buffers are said to dominate."""
+"""Fraction of the counted memory above which DeepSpeed's buffers dominate."""
 _SMALL_BUCKET = 50_000_000
 """Elements; the size that the remedy asks for, so that a bucket of at most this size needs no advice."""
 _DEFAULT_BUCKET = 500_000_000
@@ -39,7 +39,7 @@ _MIN_EXCESS_OF_FIRST_LOSS = 2.0
 _MIN_OTHER_CORES = 0.5
 """Cores that other programs must use on average before a row counts as disturbed.
 
-An otherwise idle machine uses far fewer beside a trial; one busy loop beside two ranks on two cores gets about two
+An otherwise idle machine uses far fewer during a trial; one busy loop next to two ranks on two cores gets about two
 thirds of a core.
 """
 _MIN_OTHER_CORES_FRACTION = 0.05
@@ -53,7 +53,7 @@ _MIN_STEPS_FOR_OUTLIERS = 8
 _OUTLIER_FENCE = 3.0
 """Interquartile ranges above the third quartile: Tukey's outer fence ("Exploratory Data Analysis", 1977)."""
 _MIN_OUTLIER_RATIO = 1.25
-"""An outlier takes at least this many medians: if steps hardly vary, Tukey's fence alone would find every small one."""
+"""An outlier takes at least this many medians: where steps hardly vary, Tukey's fence would find every small one."""
 _MAX_NAMED_OUTLIERS = 3
 _OPTIMIZER_FAMILIES = ("muon", "adagrad", "adam", "lion", "lamb", "sgd")
 """Parts of the names of optimizers and their classes; the first that matches counts: ``MuonWithAuxAdam`` is a Muon."""
@@ -63,7 +63,7 @@ def gpu_fraction(record: TrialRecord) -> float | None:
     """Peak memory as a fraction of the GPU's, real or emulated, on the fullest rank; None without a GPU.
 
     Counted is what torch's allocator had reserved, which is nearest to what runs out (docs/reading.md), and what was in
-    use outside it: CUDA's context, NCCL, other processes. A limit that emulates a smaller GPU is the allocator's alone.
+    use outside it: CUDA's context, NCCL, other processes. A limit that emulates a smaller GPU is one of the allocator.
     """
     limit = record.trial.placement.gpu_memory_limit_bytes
     fractions = []
@@ -142,7 +142,7 @@ def _step_time_caveats(seconds: Sequence[float], std: float | None) -> Iterator[
     # Two steps in each half at least.
     if len(seconds) >= 4:
         half = len(seconds) // 2
-        # Medians, so that one slow step in a half is no drift.
+        # Medians, so that one slow step in a half does not count as drift.
         first, second = statistics.median(seconds[:half]), statistics.median(seconds[-half:])
         if abs(second / first - 1) > NOT_STEADY:
             yield Caveat(CaveatKind.NOT_STEADY)
@@ -284,5 +284,5 @@ def _optimizer_caveats(record: TrialRecord, rank: RankMeasurement) -> Iterator[C
 
 @cache
 def optimizer_family(name: str) -> str | None:
-    """``adam`` for Adam, AdamW and their implementations, likewise for the others; None for an unknown family."""
+    """``adam`` for Adam, AdamW and their implementations, ``lion``, …; None for an unknown family."""
     return next((family for family in _OPTIMIZER_FAMILIES if family in name.lower()), None)

@@ -15,7 +15,7 @@ from ..config.spec import Configuration, Placement, Precision
 from ..errors import UsageError
 from ..models import lookup
 from ..models.presets import ModelFacts
-from ..recommend import rules_of_thumb, strategy_guide
+from ..recommend import guide
 from ..system import invocation, terminal
 from ..units import format_millions
 
@@ -23,7 +23,7 @@ from ..units import format_millions
 def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int, configs: Sequence[Path] = ()) -> int:
     """Prints when to use each strategy, and what it saves and costs for this model. Returns 0; raises UsageError.
 
-    ``configs``: files and folders of configurations, of which the same is said in place of the strategies.
+    ``configs``: files and folders of configurations to explain in place of the strategies.
     """
     facts = _model_facts(model)
     title = f"{facts.name}, {format_millions(facts.parameters)} parameters, {precision}, {num_gpus} GPU(s); by formula"
@@ -39,22 +39,22 @@ def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int
         maker = FileRowMaker(facts=training)
         configurations = _of_files(maker, configs, Placement(accelerator="cuda", num_gpus=num_gpus, nvme_path="/nvme"))
     for configuration in configurations:
-        advice = strategy_guide.advise(
+        advice = guide.advise(
             configuration,
             parameters=facts.parameters,
             num_gpus=num_gpus,
             precision=configuration.workload_changes.get("precision", precision),
             grad_accum=grad_accum,
         )
-        terminal.print_text("\n".join(strategy_guide.advice_lines(advice)))
-    terminal.print_text("\n" + "\n".join(rules_of_thumb.general_lines(num_gpus)))
+        terminal.print_text("\n".join(guide.advice_lines(advice)))
+    terminal.print_text("\n" + "\n".join(guide.general_lines(num_gpus)))
     return 0
 
 
 def _of_files(maker: FileRowMaker, paths: Sequence[Path], placement: Placement) -> list[Configuration]:
     """The configurations of files, with what there is to say of each on standard error.
 
-    Raises UsageError where a file is no configuration, or all are refused.
+    Raises UsageError if a file is not a configuration, or all are refused.
     """
     files, lines = read_configuration_files(paths)
     made = [maker.make(file) for file in files]

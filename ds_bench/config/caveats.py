@@ -1,8 +1,8 @@
 """Caveats: what a reader must know about a row or a comparison. A kind and its numbers; the words are made here.
 
-``analysis/trial_caveats.py`` and ``analysis/loss_parity.py`` find those of one row, ``analysis/comparison_caveats.py``
-those of a whole comparison. The plan, the launcher and the ranks report what only they see: a ``Caveat``, or a plain
-text, which is a note.
+``analysis/trial_caveats.py`` and ``analysis/loss_parity.py`` find caveats of one row, and
+``analysis/comparison_caveats.py`` caveats of a whole comparison. The plan, the launcher and the ranks report what only
+they see: a ``Caveat``, or a plain text, which is a note.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from string import Formatter
-from typing import Any
 
 from ..system import invocation
-from ..units import format_bytes, format_ms, format_percent, format_ratio
+from ..units import format_template
 
 _UNSTABLE = "use more --num-steps, or a quieter machine"
 _LOSSES = (
@@ -256,29 +254,13 @@ LOSS_KINDS = frozenset(
 )
 
 
-class _Words(Formatter):
-    """``str.format`` with the units of this program: ``{size:bytes}``, ``{share:percent}``."""
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        match format_spec:
-            case "bytes":
-                return format_bytes(value)
-            case "ms":
-                return format_ms(value)
-            case "ratio":
-                return format_ratio(value)
-        if format_spec.startswith("percent"):
-            return format_percent(value, digits=int(format_spec.removeprefix("percent") or 1))
-        return format(value, format_spec)
-
-
 @dataclass(frozen=True, slots=True)
 class Caveat:
     """One caveat about one row or about the whole comparison, as files store it."""
 
     kind: CaveatKind
     values: Mapping[str, str | int | float] = field(default_factory=dict)
-    """What the kind's template names: seconds, bytes, fractions, labels."""
+    """Values for the names in the template: seconds, bytes, fractions, labels."""
 
     def __post_init__(self) -> None:
         try:
@@ -292,7 +274,7 @@ class Caveat:
     @property
     def text(self) -> str:
         """One line: the observation with its numbers."""
-        return _Words().vformat(self.kind.template, (), self.values)
+        return format_template(self.kind.template, self.values)
 
     @property
     def next_step(self) -> str | None:

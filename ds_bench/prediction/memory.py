@@ -8,7 +8,7 @@ that of a process for its libraries. What would make a trial fit is in ``what_if
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -53,25 +53,15 @@ UNCOUNTED = ("temporaries", "gathered_parameters", "logits_and_loss", "pinned_ro
 class Alternative:
     """Another configuration of the same work: the memory it leads to, whatever the machine has."""
 
-    text: str
+    settings: Mapping[str, Any]
+    """What changes (``what_if.Settings``)."""
     rank: int
     """Position in the order of cost, 0 for the change that costs least."""
     gpu_bytes: int
     host_bytes: int
     """Per node."""
-    stage: int
-    offload_optimizer: str
-    offload_param: str
-    strategy_alone: bool
-    """Whether the strategy is all that changes."""
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    """What changes besides the strategy: key path of the configuration, or field of the workload or placement → its new
-    value."""
-
-    @property
-    def layout(self) -> tuple[int, str, str]:
-        """Stage and both offload devices, as ``Configuration.layout``."""
-        return self.stage, self.offload_optimizer, self.offload_param
+    layout: tuple[int, str, str]
+    """Stage and both offload devices afterwards, as ``Configuration.layout``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

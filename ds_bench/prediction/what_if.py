@@ -48,7 +48,7 @@ class PlannedTrial:
 
     def config(self) -> deepspeed_config.Config:
         """Completes the DeepSpeed configuration that the trial would run with."""
-        # The three batch keys are set anew: a train_batch_size for the unchanged trial would contradict a changed one.
+        # The three batch keys are replaced: a train_batch_size for the unchanged trial would contradict a changed one.
         batch = {
             "train_batch_size": None,
             "train_micro_batch_size_per_gpu": self.workload.batch_size,
@@ -79,63 +79,75 @@ class PlannedTrial:
         return gpu_bytes_by_moment(self.profile, self.workload, self.placement, self.config(), engine=engine)
 
 
-_Changed = Iterator[tuple[str, PlannedTrial]]
-"""Text of each change, and the changed trial."""
+Settings = Mapping[str, Any]
+"""A change: ``strategy``, ``batch_size``, ``activation_checkpointing``, ``num_gpus`` or a key of the DeepSpeed
+configuration → its new value, in the order of naming."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """A change of a planned trial, with the memory that the changed trial takes."""
 
-    text: str
-    """What to change: ``activation checkpointing``, ``batch size 2``, ``16 GPUs``."""
+    settings: Settings
     prediction: Prediction
     trial: PlannedTrial
     """The configuration after the change."""
+
+    @property
+    def text(self) -> str:
+        """The settings in words."""
+        return settings_text(self.settings)
 
 
 def alternatives(planned: PlannedTrial) -> list[Alternative]:
     """Finds the changes that may help, with their memory, in the order of their cost; for advice after the run.
 
     A change is left out if it needs as much memory as the trial itself, or as a cheaper change does. Changes of the
-    strategy alone are compared only with the trial, as the run may show that cheaper ones fail or do not act on what
+    strategy only are compared just with the trial, as the run may show that cheaper ones fail or do not act on what
     ran out. Only halves of the micro-batch and doublings of the number of GPUs are tried.
     """
     unchanged = planned.predict()
     needs = [(unchanged.gpu_bytes, unchanged.host_bytes)]
     found = []
-    for rank, (text, changed) in enumerate(_combined(planned, _halves, _more_gpus)):
+    for rank, settings in enumerate(_combined(planned, _halves, _more_gpus)):
+        changed = with_settings(planned, settings)
         prediction = changed.predict()
-        strategy_alone = changed == replace(planned, configuration=changed.configuration)
+        strategy_alone = settings.keys() == {"strategy"}
         compared = needs[:1] if strategy_alone else needs
         if any(gpu <= prediction.gpu_bytes and host <= prediction.host_bytes for gpu, host in compared):
             continue
         if not strategy_alone:
             needs.append((prediction.gpu_bytes, prediction.host_bytes))
-        found.append(
-            Alternative(
-                text=text,
-                rank=rank,
-                gpu_bytes=prediction.gpu_bytes,
-                host_bytes=prediction.host_bytes,
-                stage=changed.configuration.stage,
-                offload_optimizer=changed.configuration.offload_optimizer,
-                offload_param=changed.configuration.offload_param,
-                strategy_alone=strategy_alone,
-                changes=dict(_values(changed).items() - _values(planned).items()),
-            )
-        )
+        sizes = {"gpu_bytes": prediction.gpu_bytes, "host_bytes": prediction.host_bytes}
+        found.append(Alternative(settings=settings, rank=rank, layout=changed.configuration.layout, **sizes))
     return found
 
 
-def _values(planned: PlannedTrial) -> dict[str, Any]:
-    """Return the values that the changes set besides the strategy, by the names that flags have for them."""
-    return {
-        "batch_size": planned.workload.batch_size,
-        "activation_checkpointing": planned.workload.activation_checkpointing,
-        "num_gpus": planned.placement.num_gpus,
-        BUCKET_KEY: planned.changes.get("zero_optimization", {}).get("reduce_bucket_size"),
+def with_settings(planned: PlannedTrial, settings: Settings) -> PlannedTrial:
+    """Returns the trial with a change."""
+    for name, value in settings.items():
+        if name == "strategy":
+            planned = _with_strategy(planned, strategies.named_strategy(value))
+        elif name == "num_gpus":
+            planned = _with_gpus(planned, value)
+        elif name == BUCKET_KEY:
+            block = {"zero_optimization": {"reduce_bucket_size": value}}
+            planned = replace(planned, changes=overlay(planned.changes, block))
+        else:
+            planned = replace(planned, workload=replace(planned.workload, **{name: value}))
+    return planned
+
+
+def settings_text(settings: Settings) -> str:
+    """``activation checkpointing, batch size 1, ZeRO-3``."""
+    texts: Mapping[str, Callable[[Any], str]] = {
+        "strategy": lambda name: strategies.named_strategy(name).label,
+        "num_gpus": lambda count: format_items(count, "GPU"),
+        "batch_size": lambda size: f"batch size {size}",
+        "activation_checkpointing": lambda _: "activation checkpointing",
+        BUCKET_KEY: lambda _: "reduce_bucket_size 5e7",
     }
+    return ", ".join(texts[name](value) for name, value in settings.items())
 
 
 def savings(planned: PlannedTrial) -> list[Saving]:
@@ -181,7 +193,7 @@ def _named_changes(planned: PlannedTrial) -> Iterator[tuple[str, dict[str, Any],
             replace(planned, changes=overlay(planned.changes, {"zero_optimization": block})),
         )
     if not planned.workload.activation_checkpointing:
-        yield "activation checkpointing", {"activation_checkpointing": True}, _checkpointed(planned)
+        yield "activation checkpointing", dict(_CHECKPOINTING), with_settings(planned, _CHECKPOINTING)
 
 
 def _halves(planned: PlannedTrial) -> Iterator[int]:
@@ -190,11 +202,9 @@ def _halves(planned: PlannedTrial) -> Iterator[int]:
         yield size
 
 
-def _more_gpus(planned: PlannedTrial) -> _Changed:
+def _more_gpus(planned: PlannedTrial) -> Iterator[int]:
     if planned.configuration.stage:
-        for factor in (2, 4, 8):
-            count = factor * planned.placement.num_gpus
-            yield format_items(count, "GPU"), _with_gpus(planned, count)
+        yield from (factor * planned.placement.num_gpus for factor in (2, 4, 8))
 
 
 def fits(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None = None) -> bool:
@@ -258,7 +268,7 @@ def max_batch(
     accepted = (FITS, TIGHT) if tight else (FITS,)
 
     def too_large(size: int) -> bool:
-        return _with_batch(planned, size).predict().verdict(gpu_bytes, host_bytes) not in accepted
+        return with_settings(planned, {"batch_size": size}).predict().verdict(gpu_bytes, host_bytes) not in accepted
 
     if too_large(1):
         return None
@@ -267,10 +277,6 @@ def max_batch(
         size *= 2
     # Memory grows with the micro-batch: between the last that fits and the first that does not, bisect.
     return size if size >= LARGEST_BATCH else size + bisect_left(range(size + 1, 2 * size), True, key=too_large)
-
-
-def _with_batch(planned: PlannedTrial, size: int) -> PlannedTrial:
-    return replace(planned, workload=replace(planned.workload, batch_size=size))
 
 
 def smallest_change(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None = None) -> Change | None:
@@ -286,10 +292,11 @@ def smallest_change(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | Non
     tight: Change | None = None
     smaller = partial(_smaller_batch, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
     others = partial(_on_others, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
-    for text, changed in _combined(planned, smaller, others):
+    for settings in _combined(planned, smaller, others):
+        changed = with_settings(planned, settings)
         prediction = changed.predict()
         verdict = prediction.verdict(gpu_bytes, host_bytes)
-        change = Change(text=text, prediction=prediction, trial=changed)
+        change = Change(settings=settings, prediction=prediction, trial=changed)
         if verdict == FITS:
             return change
         if verdict != DOES_NOT_FIT and tight is None:
@@ -297,50 +304,39 @@ def smallest_change(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | Non
     return tight
 
 
-def _combined(
-    planned: PlannedTrial, smaller: Callable[[PlannedTrial], Iterator[int]], others: Callable[[PlannedTrial], _Changed]
-) -> _Changed:
+_Numbers = Callable[[PlannedTrial], Iterator[int]]
+_CHECKPOINTING: Settings = {"activation_checkpointing": True}
+
+
+def _combined(planned: PlannedTrial, smaller: _Numbers, others: _Numbers) -> Iterator[Settings]:
     """All changes: each alone, then together with those that need no more hardware, then later stages on other GPUs.
 
-    ``smaller``: gives the micro-batches to try. ``others``: gives the trial on other numbers of GPUs.
+    ``smaller``: gives the micro-batches to try. ``others``: gives the numbers of GPUs.
     """
-    yield from _remedies(planned, smaller, others)
-    for text, base in _cheap_changes(planned):
-        yield text, base
-        yield from _on_top(text, _remedies(base, smaller, others))
-    for text, changed in _strategies_with_less_memory(planned):
-        yield from _on_top(text, others(changed))
-    for text, base in _cheap_changes(planned):
-        for other, changed in _strategies_with_less_memory(base):
-            yield from _on_top(f"{text}, {other}", others(changed))
-
-
-def _on_top(text: str, remedies: _Changed) -> _Changed:
-    return ((f"{text}, {other}", changed) for other, changed in remedies)
-
-
-def _cheap_changes(planned: PlannedTrial) -> _Changed:
-    text = ""
+    cheap: list[Settings] = []
     if not planned.workload.activation_checkpointing:
-        text, planned = "activation checkpointing", _checkpointed(planned)
-        yield text, planned
+        cheap.append(_CHECKPOINTING)
     if planned.workload.batch_size > 1:
-        yield f"{text}, batch size 1" if text else "batch size 1", _with_batch(planned, 1)
+        cheap.append({**(cheap[0] if cheap else {}), "batch_size": 1})
+    yield from _remedies(planned, smaller, others)
+    for settings in cheap:
+        yield settings
+        yield from ({**settings, **each} for each in _remedies(with_settings(planned, settings), smaller, others))
+    for settings in ({}, *cheap):
+        for strategy in _strategies_with_less_memory(planned):
+            both = {**settings, "strategy": strategy}
+            yield from ({**both, "num_gpus": count} for count in others(with_settings(planned, both)))
 
 
-def _remedies(
-    planned: PlannedTrial, smaller: Callable[[PlannedTrial], Iterator[int]], others: Callable[[PlannedTrial], _Changed]
-) -> _Changed:
-    workload = planned.workload
+def _remedies(planned: PlannedTrial, smaller: _Numbers, others: _Numbers) -> Iterator[Settings]:
+    """Single changes, in the order of their cost."""
     if planned.configuration.stage and not planned.configuration.is_reference:
-        bucket = {"zero_optimization": {"reduce_bucket_size": SMALL_BUCKET}}
-        yield "reduce_bucket_size 5e7", replace(planned, changes=overlay(planned.changes, bucket))
-    if not workload.activation_checkpointing:
-        yield "activation checkpointing", _checkpointed(planned)
-    for size in smaller(planned):
-        yield f"batch size {size}", _with_batch(planned, size)
-    yield from _strategies_with_less_memory(planned)
-    yield from others(planned)
+        yield {BUCKET_KEY: SMALL_BUCKET}
+    if not planned.workload.activation_checkpointing:
+        yield _CHECKPOINTING
+    yield from ({"batch_size": size} for size in smaller(planned))
+    yield from ({"strategy": strategy} for strategy in _strategies_with_less_memory(planned))
+    yield from ({"num_gpus": count} for count in others(planned))
 
 
 def _smaller_batch(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None) -> Iterator[int]:
@@ -350,30 +346,26 @@ def _smaller_batch(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None
         yield from filter(None, [size])
 
 
-def _on_others(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None) -> _Changed:
+def _on_others(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None) -> Iterator[int]:
     """Other numbers of GPUs: fewer if the node lacks memory, as every rank takes some of it; then more."""
     if host_bytes is not None and planned.predict().host_bytes > host_bytes:
         count = min(planned.placement.num_gpus, planned.ranks_per_node or planned.placement.num_gpus)
         while count := count // 2:
-            yield format_items(count, "GPU"), _with_gpus(planned, count)
+            yield count
     needed = min_gpus(planned, gpu_bytes, host_bytes)
     if needed is not None and needed > planned.placement.num_gpus:
-        yield format_items(needed, "GPU"), _with_gpus(planned, needed)
+        yield needed
 
 
-def _checkpointed(planned: PlannedTrial) -> PlannedTrial:
-    return replace(planned, workload=replace(planned.workload, activation_checkpointing=True))
-
-
-def _strategies_with_less_memory(planned: PlannedTrial) -> _Changed:
-    """The trial with strategies that keep less on the GPU, in the order of their cost, and the row's own settings."""
+def _strategies_with_less_memory(planned: PlannedTrial) -> Iterator[str]:
+    """Names of strategies that keep less on the GPU, in the order of their cost."""
     now = planned.configuration
     # A later stage without offload would move the optimizer states of a row that offloads back to the GPU.
-    later = [] if now.offloads_optimizer else [strategies.ZERO_STAGES[stage] for stage in range(now.stage + 1, 4)]
-    offloads = map(strategies.offload_strategy, ("cpu_optimizer", "cpu_full", "nvme"))
-    for strategy in (*later, *offloads):
+    later = [] if now.offloads_optimizer else [f"zero{stage}" for stage in range(now.stage + 1, 4)]
+    for name in (*later, "cpu_optimizer", "cpu_full", "nvme"):
+        strategy = strategies.named_strategy(name)
         if (strategy.stage, strategy.offload_optimizer, strategy.offload_param) != now.layout:
-            yield strategy.label, _with_strategy(planned, strategy)
+            yield name
 
 
 def _with_strategy(planned: PlannedTrial, strategy: Strategy) -> PlannedTrial:

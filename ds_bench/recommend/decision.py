@@ -1,30 +1,44 @@
-"""The rule by which a row is chosen, on plain numbers; ``docs/choosing.md`` describes it.
+"""The rule by which a row is chosen, on plain numbers, and which rows it may choose; ``docs/choosing.md`` describes it.
 
-Which rows are eligible is decided in ``recommendation``.
+Rows that do not compare with the others, or did not train as requested, are never chosen.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+from ..analysis.comparison import Comparison, ComparisonRow, ratio_between
 from ..analysis.intervals import FEWEST_RUNS, RatioInterval, normal_range_quantile
 from ..analysis.trial_caveats import NEAR_CAPACITY
+from ..config import deepspeed_config
+from ..config.caveats import CaveatKind
+from ..config.deepspeed_config import paths_of
 from ..config.options import GOALS
+from ..config.spec import DEVICES, SAME_TRAINING_FIELDS, SEARCH_ACCURACY, Trial, Workload
 from ..errors import UsageError
+from ..records import schema
+from .words import Fact
+
+RAN_OUT = (schema.OOM, schema.OOM_HOST, schema.OOM_DISK)
 
 COMFORTABLE_FRACTION = 0.60
 """Fraction of the memory below which the fastest row is kept."""
 MIN_SPEED_FRACTION = 0.90
-"""Fraction of the fastest row's throughput from which less memory is preferred to it."""
+"""Fraction of the fastest row's throughput at which the rule starts to prefer less memory."""
 NEGLIGIBLE = 0.03
 """A difference that is not worth anything, however certain it is: in speed between a row that offloads and one that
-offloads less, and in memory between any two rows. It is no estimate of noise."""
+offloads less, and in memory between any two rows. It does not estimate noise."""
 UNTESTED_NOISE = 0.05
 """Assumed standard deviation between the runs of a row, as a fraction, where too few runs show it."""
-_DEVICES = ("none", "cpu", "nvme")
-"""Offload devices from the simplest to the one that needs most."""
+
+
+def simplicity(layout: tuple[int, str, str]) -> tuple[int, int, int]:
+    """Sorts the simplest configuration first: no offload before offload, then lower stages."""
+    stage, *devices = layout
+    optimizer, params = (DEVICES.index(device) for device in devices)
+    return max(optimizer, params), optimizer + params, stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +66,7 @@ class Candidate:
     fills_memory: bool = False
     """The micro-batch or sequence was chosen to fill the memory, so how full that is says nothing about the row."""
     optimizer: str = ""
-    """Class of the optimizer, on the CPU accelerator alone: rows of different classes are not compared by speed."""
+    """Class of the optimizer on the CPU accelerator, else empty: different classes are not compared by speed."""
 
     @property
     def fits(self) -> bool:
@@ -70,8 +84,7 @@ class Candidate:
     @property
     def complexity(self) -> tuple[int, int, int, int]:
         """Sorts the simplest row first: no offload before offload, then lower stages, then fewer changed keys."""
-        optimizer, params = (_DEVICES.index(device) for device in self.offload_level)
-        return max(optimizer, params), optimizer + params, self.stage, self.changed_keys
+        return *simplicity((self.stage, *self.offload_level)), self.changed_keys
 
 
 IntervalOf = Callable[[Candidate, Candidate], RatioInterval | None]
@@ -124,11 +137,11 @@ class Speeds:
         return interval is None or interval.high > 1 + accepted or interval.low * (1 + accepted) < 1
 
     def with_optimizer_of(self, row: Candidate, rows: Sequence[Candidate] | None = None) -> list[Candidate]:
-        """Those of ``rows`` (None: of all) that used the optimizer of ``row``, with which it is compared by speed."""
+        """Return the ``rows`` (None: all) with the optimizer of ``row``: only these are compared with it by speed."""
         return [other for other in (self.candidates if rows is None else rows) if other.optimizer == row.optimizer]
 
     def tied(self, best: Candidate, rows: Sequence[Candidate]) -> list[Candidate]:
-        """Those of ``rows`` that cannot be told from ``best`` by speed, itself included if it is among them.
+        """Return the ``rows`` tied with ``best`` by speed, including itself if it is among them.
 
         Rows within ``NEGLIGIBLE`` of it that offload less and leave room count too: if device memory is not short, so
         small a lead is not worth host memory or a disk.
@@ -138,7 +151,7 @@ class Speeds:
             for row in rows
             if row == best
             or not self.differ(best, row)
-            # The first two parts of the complexity are the offload devices alone.
+            # The first two parts of the complexity are the offload devices.
             or (
                 row.complexity[:2] < best.complexity[:2]
                 and row.comfortable
@@ -149,7 +162,7 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The chosen row, and the rows whose speed cannot be told from the fastest."""
+    """The chosen row, and the rows tied with the fastest."""
 
     speeds: Speeds
     """Of the rows that fit."""
@@ -172,7 +185,7 @@ class Decision:
 def decide(
     candidates: Sequence[Candidate], goal: str = "balanced", interval_of: IntervalOf = no_interval
 ) -> Decision | None:
-    """The row to use and how certain that is; None if none fits.
+    """The row to use and how certain that is; None if no row fits.
 
     Raises UsageError for a goal that is none of ``GOALS``.
     """
@@ -218,12 +231,12 @@ def _simplest(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def decide_for_speed(speeds: Speeds, rows: Sequence[Candidate] | None = None) -> Decision:
-    """The simplest of ``rows`` (None: of all) that cannot be told from the fastest of them.
+    """The simplest of the ``rows`` (None: all) tied with the fastest of them.
 
     Rows with another optimizer than the simplest row take no part, as their speed is the optimizer's too.
     """
     rows = speeds.candidates if rows is None else rows
-    # Of the simplest row, not of the fastest: CPU Adam alone can make an offload row the fastest on CPU ranks.
+    # Of the simplest row, not of the fastest: CPU Adam by itself can make an offload row the fastest on CPU ranks.
     compared = speeds.with_optimizer_of(_simplest(rows), rows)
     best = fastest(compared)
     tied = speeds.tied(best, compared)
@@ -269,3 +282,127 @@ _RULES: Mapping[str, Callable[[Speeds], Decision]] = {
     "balanced": _decide_balanced,
     "memory": _decide_for_memory,
 }
+
+
+# ------------------------------------------------------------------ which rows may be chosen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTerms:
+    """Names of the memory that the rule compares, for sentences."""
+
+    memory: str = "device memory"
+    capacity: str = "the card"
+
+
+ON_DEVICE = MemoryTerms()
+ON_HOST = MemoryTerms(memory="host memory", capacity="the host's memory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EligibleRows:
+    """The rows with numbers, by what may be done with them."""
+
+    terms: MemoryTerms
+    candidates: Sequence[Candidate]
+    """Eligible rows, and rows that are too full, which the rule drops."""
+    references: Sequence[Candidate]
+    """Rows of torch's own engines: not a DeepSpeed configuration, so never chosen."""
+    incomparable: Sequence[ComparisonRow]
+    """Rows that do not compare with the others."""
+    left_out: Mapping[str, Fact]
+    """Key of a row that is left out → why."""
+    labels: Mapping[str, str]
+    """Key of every row → its label."""
+    too_full: frozenset[str]
+    """Keys of those that leave too little memory."""
+
+
+def eligible_rows(comparison: Comparison) -> EligibleRows:
+    """Split the rows into those that may be chosen and those that may not."""
+    terms = ON_HOST if on_cpu(comparison) else ON_DEVICE
+    candidates: list[Candidate] = []
+    references: list[Candidate] = []
+    incomparable: list[ComparisonRow] = []
+    left_out: dict[str, Fact] = {}
+    too_full = set()
+    for row in comparison.rows:
+        if not row.succeeded or row.tokens_per_second is None:
+            continue
+        if row.differences:
+            incomparable.append(row)
+        elif (reason := reason_not_eligible(row)) is not None:
+            left_out[row.key] = reason
+        elif row.configuration.is_reference:
+            references.append(candidate_of(row, comparison, terms))
+        else:
+            candidates.append(candidate := candidate_of(row, comparison, terms))
+            # It stays among the candidates, so that what it would give can be reported; the rule drops it.
+            if not candidate.fits:
+                left_out[row.key] = Fact("too_full", {"fraction": candidate.fraction, "capacity": terms.capacity})
+                too_full.add(row.key)
+    # Where the longest sequence was searched for, only rows that train it count, to the accuracy of the search.
+    # Without a search all lengths are 0, and no row is left out.
+    lengths = {each.key: comparison.row(each.key).longest_seq_length or 0 for each in candidates}
+    enough = max(lengths.values(), default=0) * (1 - SEARCH_ACCURACY)
+    short = {key: Fact("too_short", {"tokens": length}) for key, length in lengths.items() if length < enough}
+    return EligibleRows(
+        terms=terms,
+        candidates=[each for each in candidates if each.key not in short],
+        references=references,
+        incomparable=incomparable,
+        left_out={**left_out, **short},
+        labels={row.key: row.label for row in comparison.rows},
+        too_full=frozenset(too_full - short.keys()),
+    )
+
+
+def on_cpu(comparison: Comparison) -> bool:
+    """Whether every row ran on the CPU accelerator."""
+    return bool(comparison.rows) and all(row.on_cpu for row in comparison.rows)
+
+
+def reason_not_eligible(row: ComparisonRow) -> Fact | None:
+    """Return why a row with numbers cannot be chosen, whatever its memory and speed; None if nothing rules it out."""
+    if row.invalid_reason is not None:
+        return Fact("text", {"text": row.invalid_reason})
+    if count := sum(run.outcome.status in RAN_OUT for run in row.runs):
+        return Fact("ran_out", {"count": count, "runs": len(row.runs)})
+    other_training = (each.text for each in row.caveats if each.kind is CaveatKind.OTHER_TRAINING)
+    return next((Fact("text", {"text": text}) for text in other_training), None)
+
+
+def candidate_of(row: ComparisonRow, comparison: Comparison, terms: MemoryTerms) -> Candidate:
+    """The values of a row that trained, of the memory that ``terms`` names."""
+    on_host, capacity = terms is ON_HOST, comparison.host_capacity_bytes
+    host_fraction = row.host_peak_bytes / capacity if row.host_peak_bytes is not None and capacity else None
+    # Of the run that varied most, or between the runs if that is more.
+    spreads = [(row.step_seconds_std, row.mean_step_seconds)]
+    spreads += [(run.row.std_step_time_ms, run.row.avg_step_time_ms) for run in row.successes]
+    return Candidate(
+        label=row.label,
+        key=row.key,
+        tokens_per_second=row.tokens_per_second or 0.0,
+        memory_bytes=row.host_peak_bytes if on_host else row.gpu_peak_bytes,
+        fraction=host_fraction if on_host else row.gpu_fraction,
+        offload_level=row.configuration.layout[1:],
+        stage=row.configuration.stage,
+        changed_keys=_count_changes(row.trial),
+        runs=len(row.successes),
+        step_spread=max((std / mean for std, mean in spreads if std and mean), default=0.0),
+        fills_memory=row.fills_memory,
+        optimizer=row.optimizer or "" if on_host else "",
+    )
+
+
+def _count_changes(trial: Trial) -> int:
+    """Count changed keys, fields of the workload that change how a step is computed, and variables."""
+    changes = deepspeed_config.changes_of(trial.ds_config, trial.configuration, trial.workload, trial.placement)
+    defaults = {each.name: each.default for each in fields(Workload)}
+    changed = [name for name in SAME_TRAINING_FIELDS if getattr(trial.workload, name) != defaults[name]]
+    return len(list(paths_of(changes))) + len(changed) + len(trial.configuration.variables)
+
+
+def intervals(comparison: Comparison) -> IntervalOf:
+    """The intervals between the candidates of a comparison."""
+    return lambda row, other: ratio_between(comparison.row(row.key), comparison.row(other.key))

@@ -12,7 +12,7 @@ from ..analysis.comparison import Comparison, ComparisonRow
 from ..analysis.row_difference import ledger_of_row
 from ..analysis.step_costs import PARTS, step_parts
 from ..prediction.trial_predictions import stored_prediction
-from ..recommend.shortage import predicted_bytes
+from ..recommend.remedies import predicted_bytes
 from ..records.schema import OOM, OOM_DISK, OOM_HOST, SKIPPED, Tier, measured_values
 from ..units import BYTES_PER_GB, MISSING, format_significant, to_gb, to_ms
 from .table import Column, Table, make_table

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..config.spec import DEVICES, Configuration
+from ..config.spec import Configuration
 from ..prediction import what_if
 from ..prediction.memory import (
     CONTEXT_BYTES,
@@ -19,7 +19,8 @@ from ..prediction.memory import (
     Prediction,
 )
 from ..prediction.what_if import Change, PlannedTrial
-from ..recommend.short_answer import format_list
+from ..recommend.decision import simplicity
+from ..recommend.words import format_list
 from ..system.terminal import NO_BREAK, wrapped_lines
 from ..units import format_gigabytes, format_parameters, format_significant, to_gb
 from .table import Column, Table, make_table
@@ -95,7 +96,7 @@ def answer_text(plan: MemoryPlan) -> tuple[str, tuple[str, ...] | None]:
 
 
 def _answer_if_some_fit(plan: MemoryPlan, fitting: Sequence[PlanRow]) -> str:
-    best = min(fitting, key=lambda row: (row.verdict == TIGHT, _simplicity(row.configuration)))
+    best = min(fitting, key=lambda row: (row.verdict == TIGHT, simplicity(row.configuration.layout)))
     total = len(plan.rows)
     tightly = ""
     if best.verdict == TIGHT:
@@ -143,14 +144,8 @@ def _cost_of(plan: MemoryPlan, change: Change) -> tuple[object, ...]:
         _verdict(plan, change) == TIGHT,
         trial.configuration.offloads,
         len(_settings(plan, trial)),
-        _simplicity(trial.configuration),
+        simplicity(trial.configuration.layout),
     )
-
-
-def _simplicity(configuration: Configuration) -> tuple[int, int, int]:
-    """What costs the least speed first: less offload, then a lower stage."""
-    param, optimizer = DEVICES.index(configuration.offload_param), DEVICES.index(configuration.offload_optimizer)
-    return param, optimizer, configuration.stage
 
 
 def _shortage_of_host_memory(plan: MemoryPlan) -> str:

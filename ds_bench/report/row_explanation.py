@@ -19,8 +19,8 @@ from ..analysis.row_difference import (
     TimeDifference,
     explain,
 )
+from ..recommend.guide import traffic_text
 from ..recommend.remedies import failed_run
-from ..recommend.strategy_guide import traffic_text
 from ..system.terminal import wrapped_lines
 from ..units import MISSING, format_bytes, format_count, format_items, format_significant, to_ms
 from .comparison_report import ComparisonReport

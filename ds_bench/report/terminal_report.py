@@ -11,7 +11,7 @@ from ..analysis.comparison import Comparison, ComparisonRow
 from ..analysis.intervals import FEWEST_RUNS
 from ..config.caveats import UNSTABLE_KINDS, Caveat, CaveatKind
 from ..recommend.remedies import failed_run
-from ..recommend.short_answer import format_list
+from ..recommend.words import format_list
 from ..records.schema import status_text
 from ..system.terminal import can_encode, make_console, print_text, width_of
 from ..units import MISSING, format_items
@@ -153,8 +153,7 @@ def whole_report_lines(report: ComparisonReport, width: int, unicode: bool = Tru
 def render_markdown(report: ComparisonReport) -> str:
     """A block to paste into an issue: table, notes, recommendation, differences, machines, commands."""
     table = whole_table(report)
-    said = "\n".join((*table.numbered, *table.notes))  # what a note ends with is not a next step again
-    lines = [line for line in report.recommendation.lines if line.removeprefix("Next: ") not in said]
+    lines = report.recommendation.lines_beside_notes
     parts = [
         table.to_markdown(),
         *(each.to_markdown("#### ") for each in detail_tables(report.comparison)),
@@ -207,7 +206,7 @@ def _answer_lines(report: ComparisonReport, width: int, unicode: bool) -> Iterat
     mark = "?" if recommendation.undecided else "★" if recommendation.choice is not None else "✗"
     mark = printable(mark, unicode)
     indent = " " * (len(mark) + 1)
-    headline = printable(recommendation.headline or recommendation.lines[0], unicode)
+    headline = printable(recommendation.headline, unicode)
     yield from (Line(line, "bold") for line in wrap(f"{mark} {headline}", width, indent))
     if recommendation.provisional is not None:  # never shortened, since it ends with a command
         yield from (
@@ -241,29 +240,23 @@ def _last_lines(report: ComparisonReport, width: int, indent: str, unicode: bool
 def notes_that_matter(report: ComparisonReport) -> list[str]:
     """The notes that change how the table is read, most serious first, at most ``_MAX_NOTES``; each in a sentence.
 
-    What the headline or the alternative says is left out.
+    The row of the alternative is left out, which says what is wrong with it.
     """
-    recommendation = report.recommendation
-    said = f"{recommendation.headline} {recommendation.alternative or ''}"
-    notes = (
-        note for note in dict.fromkeys(_candidate_notes(report)) if note.partition(": ")[2].rstrip(".") not in said
-    )
-    return [note for note, _ in zip(notes, range(_MAX_NOTES), strict=False)]
+    return list(dict.fromkeys(_candidate_notes(report)))[:_MAX_NOTES]
 
 
 def _candidate_notes(report: ComparisonReport) -> Iterator[str]:
-    comparison, alternative = report.comparison, report.recommendation.alternative or ""
+    comparison, other_key = report.comparison, report.recommendation.other_key
     for row in comparison.rows:
         run = failed_run(row)
-        if row.succeeded and run is not None and not alternative.startswith(f"{row.label} is "):
+        if row.succeeded and run is not None and row.key != other_key:
             count = sum(not each.outcome.success for each in row.runs)
             yield f"{row.label}: {count} of {len(row.runs)} runs failed, {failure_text(run.outcome)}."
     for row in comparison.rows:
         if row.differences:
             yield f"{row.label}: no ratio, as rows differ in {'; '.join(row.differences)}."
-    yield from _notes_of_rows(
-        comparison, lambda caveat: caveat.disqualifying or caveat.kind is CaveatKind.OTHER_TRAINING
-    )
+    serious = lambda caveat: caveat.disqualifying or caveat.kind is CaveatKind.OTHER_TRAINING  # noqa: E731
+    yield from _notes_of_rows(comparison, serious, without=other_key)
     for caveat in comparison.caveats:
         if caveat.kind in _GENERAL_KINDS:
             yield f"{caveat.text[0].upper()}{caveat.text[1:]}."
@@ -275,10 +268,12 @@ def _candidate_notes(report: ComparisonReport) -> Iterator[str]:
     yield from _notes_of_rows(comparison, lambda caveat: caveat.kind in kinds)
 
 
-def _notes_of_rows(comparison: Comparison, matters: Callable[[Caveat], bool]) -> Iterator[str]:
-    """One note for each form of caveat, with the rows that have it."""
+def _notes_of_rows(
+    comparison: Comparison, matters: Callable[[Caveat], bool], *, without: str | None = None
+) -> Iterator[str]:
+    """One note for each kind of caveat, with the rows that have it but for the row of that key."""
     rows_by_kind: dict[CaveatKind | str, list[tuple[str, Caveat]]] = {}
-    for row in comparison.rows:
+    for row in (row for row in comparison.rows if row.key != without):
         for caveat in dict.fromkeys(filter(matters, row.caveats)):
             kind = caveat.text if caveat.kind is CaveatKind.NOTE else caveat.kind
             labelled = rows_by_kind.setdefault(kind, [])

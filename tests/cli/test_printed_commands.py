@@ -90,7 +90,7 @@ def test_commands_of_a_crashed_row(scripted: ScriptedRun, capsys: pytest.Capture
     scripted.run("--stages", "0", script=FakeLauncher("Crashed"))
     out = capsys.readouterr().out
     line = invocation.command("ops")
-    assert f"Try:    {line}, then this row alone" in out
+    assert f"rebuild the ops ({line})" in " ".join(out.split())
     assert line in (CaveatKind.OTHER_OPTIMIZER.remedy or "")
     # Not built here, which takes minutes.
     for command in (line, software.BUILD_COMMAND):

@@ -16,6 +16,7 @@ from syrupy.assertion import SnapshotAssertion
 from ds_bench.analysis.load_results import flat_run
 from ds_bench.config.caveats import Caveat, CaveatKind, note
 from ds_bench.errors import UsageError
+from ds_bench.recommend.words import Fact
 from ds_bench.report import html_report
 from ds_bench.report.html_report import round_numbers
 from ds_bench.system import environment
@@ -132,7 +133,7 @@ def test_text_from_users_models_and_machines_is_only_text(subtests: pytest.Subte
             report = samples.report(
                 comparison,
                 title=evil,
-                recommendation=samples.recommendation(choice=evil, reason=evil, next_steps=(evil,)),
+                recommendation=samples.recommendation(choice=evil, verdict=Fact("text", {"text": evil})),
                 notes=(evil,),
                 commands=(evil,),
                 environments=(fakes.environment(cpu_model=evil, packages={evil: evil}),),

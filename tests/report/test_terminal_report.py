@@ -214,5 +214,5 @@ def test_verbose_prints_the_full_table_and_a_terminal_gets_styles(monkeypatch: p
     assert re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue()) == text_of(of, 160)
     stream = Terminal()
     terminal_report.print_report(of, stream, verbose=True)
-    for word in ("Relative", "Why: ", "Next: ", "✅ Success", "1. "):
+    for word in ("Relative", "Recommendation", "Next: ", "✅ Success", "1. "):
         assert word in stream.getvalue()

@@ -13,6 +13,7 @@ from ds_bench.analysis.row import Run, make_run
 from ds_bench.config.caveats import Caveat, CaveatKind
 from ds_bench.config.spec import Configuration, Placement, Workload
 from ds_bench.recommend.recommendation import Recommendation
+from ds_bench.recommend.words import Fact
 from ds_bench.report.comparison_report import ComparisonReport
 from ds_bench.report.html_report import render_page
 from tests.support import fakes
@@ -187,10 +188,8 @@ def recommendation(**changes: Any) -> Recommendation:
     values: dict[str, Any] = {
         "goal": "balanced",
         "choice": "ZeRO-2",
-        "key": None,
-        "reason": "92 % of the fastest row's throughput in 28.4 GB",
-        "cost": None,
-        "next_steps": ("try --repeats 5",),
+        "verdict": Fact("use", {"choice": "ZeRO-2", "why": "92 % of the fastest row's throughput in 28.4 GB"}),
+        "steps": (((), Fact("try", settings={"repeats": 5})),),
     }
     return Recommendation(**{**values, **changes})
 

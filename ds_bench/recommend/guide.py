@@ -1,6 +1,7 @@
-"""When to use each strategy, what it moves where, and what it saves and costs for a model on a number of GPUs.
+"""When to use each strategy, what it saves and costs for a model on a number of GPUs, and rules of thumb for the stage.
 
-Bytes are computed by formula for AdamW (``prediction.model_states``), per rank and without activations.
+Bytes are computed by formula for AdamW (``prediction.model_states``), per rank and without activations. The rules hold
+for any model, by how full a card is; what is predicted for this one is in ``remedies``.
 """
 
 from __future__ import annotations
@@ -8,11 +9,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from ..analysis.comparison import Comparison
+from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..config.spec import Configuration, Precision
-from ..config.strategies import ZERO_STAGES, make_configuration
+from ..config.strategies import OFFLOAD_NAMES, ZERO_STAGES, make_configuration
 from ..prediction.communication import times_sent
 from ..prediction.model_states import FP32_BYTES, element_bytes, model_states
-from ..units import format_bytes
+from ..records.schema import OOM
+from ..units import format_bytes, format_percent
+from .decision import (
+    COMFORTABLE_FRACTION,
+    ON_DEVICE,
+    RAN_OUT,
+    Speeds,
+    candidate_of,
+    decide_for_speed,
+    intervals,
+    on_cpu,
+    reason_not_eligible,
+)  # fmt: skip
+from .remedies import failed_run
+from .words import Fact, format_list
+
+BARELY_FITS_FRACTION = 0.80
+"""A configuration that uses more than this fraction of the card barely fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +122,11 @@ class StrategyAdvice:
     use_when: str
     avoid_when: str
     moves: str
-    """What is partitioned, or moved where."""
+    """The tensors that are partitioned or moved, and where to."""
     cost: str
     """What to expect it to cost, with bytes moved per optimizer step."""
     saving: str
-    """The saving in words, with its number; that there is none, where there is none."""
+    """The saving in words, with its number."""
     device_bytes: int
     host_bytes: int
     nvme_bytes: int
@@ -120,7 +140,7 @@ def advise(
     """The advice for a configuration. ``parameters``: elements of the whole model."""
     offloads = configuration.layout[1:]
     stage = _REFERENCES[configuration.engine] if configuration.is_reference else _STAGES[configuration.stage]
-    # Files may also keep parameters alone on the disk, or one part there and one in host memory.
+    # Files may also keep only the parameters on the disk, or one part there and one in host memory.
     rare = "optimizer states {}; parameters {}".format(*(_PLACES[device] for device in offloads))
     guide = _OFFLOADS.get(offloads, replace(_OFFLOADS["nvme", "nvme"], moves=rare))
     guide = stage if offloads == ("none", "none") else guide
@@ -173,7 +193,7 @@ def traffic_text(
     grad_accum: int,
     trained: int | None = None,
 ) -> str:
-    """What a configuration moves per optimizer step, by formula: ``≈ 7.62 GB through each GPU's links …``.
+    """Return the traffic of a configuration per optimizer step, by formula: ``≈ 7.62 GB through each GPU's links …``.
 
     ``trained``: elements that are trained; None for all of them.
     """
@@ -197,3 +217,145 @@ def traffic_text(
         # Each state is read from the disk and written back.
         costs.append(f"{format_bytes(2 * states)} of optimizer states read and written per rank and step")
     return "; ".join(costs) or "no traffic: there is one GPU and nothing is offloaded"
+
+
+# ------------------------------------------------------------------ rules of thumb
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedRows:
+    """Outcomes of the rows that were tried, by stage without offload and by offload configuration."""
+
+    fastest_stage: int | None = None
+    """Stage of the fastest row that trained."""
+    fastest_label: str | None = None
+    """Label of that row; None: named by its stage."""
+    fraction: float | None = None
+    """Fraction of the GPU that this row used; None if unknown, or if its micro-batch fills the GPU on purpose."""
+    trained_stages: frozenset[int] = frozenset()
+    """Stages that trained with GPU memory left."""
+    out_of_memory_stages: frozenset[int] = frozenset()
+    """Stages that ran out of device memory; they are never suggested."""
+    full_stages: frozenset[int] = frozenset()
+    """Stages that trained but left too little GPU memory; they are never suggested."""
+    failed_offloads: frozenset[str] = frozenset()
+    """Names of offload strategies that ran out of memory or disk."""
+
+    @property
+    def failed(self) -> frozenset[int]:
+        """Stages without a row that trained."""
+        return self.out_of_memory_stages - self.trained_stages - {self.fastest_stage}
+
+    @property
+    def offloads(self) -> list[str]:
+        """Offload strategies that have not failed, the one that moves least first."""
+        return [name for name in OFFLOAD_NAMES[1:] if name not in self.failed_offloads]
+
+    def next_stage(self, above: int) -> int | None:
+        """Return the lowest higher stage that has not failed and is not too full."""
+        return next((stage for stage in range(above + 1, 4) if stage not in self.failed | self.full_stages), None)
+
+
+def rule_for(comparison: Comparison, goal: str) -> Fact | None:
+    """Return the rule of thumb for a comparison, if one applies; on the CPU accelerator none does."""
+    comparable = [row for row in comparison.rows if not row.differences and not row.configuration.is_reference]
+    without_offload = [row for row in comparable if not row.configuration.offloads_optimizer]
+    if not without_offload or on_cpu(comparison):
+        return None
+    trained = [row for row in without_offload if row.tokens_per_second is not None and reason_not_eligible(row) is None]
+    fitting = [row for row in trained if row.leaves_room]
+    # For speed the rule names a row to use, which must leave room; else it speaks of how full the fastest is.
+    rows = fitting if goal == "speed" else trained
+    fastest = None
+    if rows:
+        speeds = Speeds(
+            candidates=[candidate_of(row, comparison, ON_DEVICE) for row in rows], interval_of=intervals(comparison)
+        )
+        fastest = comparison.row(decide_for_speed(speeds).simplest_tied.key)
+    outcomes = [(row.configuration, run.outcome.status) for row in comparable if (run := failed_run(row))]
+    observed = ObservedRows(
+        fastest_stage=None if fastest is None else fastest.configuration.stage,
+        fastest_label=None if fastest is None else fastest.label,
+        fraction=None if fastest is None or fastest.fills_memory else fastest.gpu_fraction,
+        trained_stages=frozenset(row.configuration.stage for row in fitting),
+        out_of_memory_stages=frozenset(
+            strategy.stage for strategy, status in outcomes if status == OOM and not strategy.offloads_optimizer
+        ),
+        full_stages=frozenset(row.configuration.stage for row in trained)
+        - {row.configuration.stage for row in fitting},
+        failed_offloads=frozenset(
+            strategy.name for strategy, status in outcomes if status in RAN_OUT and strategy.offloads_optimizer
+        ),
+    )
+    text = rule_of_thumb(observed, goal=goal, num_gpus=without_offload[0].trial.placement.num_gpus)
+    return None if text is None else Fact("text", {"text": text})
+
+
+def rule_of_thumb(rows: ObservedRows, *, goal: str = "balanced", num_gpus: int = 1) -> str | None:
+    """Return the rule of thumb for these rows, if one applies."""
+    rules = {"speed": _rule_for_speed, "memory": _rule_for_memory}
+    text = rules[goal](rows) if goal in rules else _balanced_rule(rows, one_gpu=num_gpus == 1)
+    return f"{text} (on one GPU stages 1 to 3 partition nothing)" if text and num_gpus == 1 else text
+
+
+def _rule_for_speed(rows: ObservedRows) -> str:
+    fastest = rows.fastest_stage
+    if fastest is not None and any(stage < fastest for stage in rows.trained_stages):
+        # Not "the fastest": a higher stage may tie with it and have been ahead within the noise.
+        return f"speed is critical: stage {fastest}, the lowest that is tied with the fastest"
+    return "speed is critical: the lowest stage that fits"
+
+
+def _rule_for_memory(rows: ObservedRows) -> str | None:
+    if not rows.offloads:
+        return None
+    first, *later = rows.offloads
+    return f"memory is critical: stage 3 with offload, {first}{f' first, then {format_list(later)}' if later else ''}"
+
+
+def _balanced_rule(rows: ObservedRows, *, one_gpu: bool) -> str | None:
+    highest, fastest, fraction = max(rows.failed, default=None), rows.fastest_stage, rows.fraction
+    offload = f"offload, {rows.offloads[0]} first" if rows.offloads else None
+    if highest is not None and (fastest is None or (not one_gpu and 2 <= highest < fastest)):
+        stage = None if one_gpu else rows.next_stage(highest)
+        remedy = offload if stage is None else f"stage {stage}, or offload"
+        return f"stage {highest} ran out of memory: {remedy}" if remedy else None
+    if fastest is None or fraction is None or COMFORTABLE_FRACTION <= fraction < BARELY_FITS_FRACTION:
+        return None
+    row, share = rows.fastest_label or f"ZeRO-{fastest}", f"{format_percent(fraction)} of the card"
+    if fraction < COMFORTABLE_FRACTION:
+        if fastest == 0 and not one_gpu and 1 not in rows.failed:
+            return f"{row} fits comfortably ({share}): stage 0 or 1 is enough"
+        stage = 0 if one_gpu and 0 not in rows.failed else fastest
+        lower = [str(failed) for failed in sorted(rows.failed) if failed < stage]
+        reason = f"; stage{'s'[: len(lower) > 1]} {format_list(lower)} ran out of memory" if lower else ""
+        return f"{row} fits comfortably ({share}): stage {stage} is enough{reason}"
+    # Stage 2 at least, which docs/choosing.md names for a row that barely fits.
+    higher = rows.next_stage(max(fastest, 1))
+    remedy = offload if higher is None else f"stage {higher}"
+    if one_gpu:
+        *others, last = ["--activation-checkpointing", "a smaller micro-batch", *rows.offloads[:1]]
+        remedy = f"{', '.join(others)} or {last}"
+    verdict = "barely fits" if fraction <= NEAR_CAPACITY else "is about to run out of memory"
+    return f"{row} {verdict} ({share}): {remedy}" if remedy else None
+
+
+def general_lines(num_gpus: int) -> list[str]:
+    """The rules for any model, before anything was measured."""
+    comfortable, barely, near = (
+        format_percent(share, digits=0) for share in (COMFORTABLE_FRACTION, BARELY_FITS_FRACTION, NEAR_CAPACITY)
+    )
+    lines = [
+        "Rules of thumb, by what a measured run shows:",
+        f"  fits comfortably (under {comfortable} of the card): stage 0 or 1",
+        f"  barely fits ({barely} to {near}): stage 2",
+        "  out of memory at stage 2: stage 3, or offload",
+        "  speed is critical: the lowest stage that fits",
+        "  memory is critical: stage 3 with offload",
+    ]
+    if num_gpus == 1:
+        lines += [
+            "On one GPU stages 1 to 3 partition nothing: activation checkpointing, a smaller micro-batch or offload",
+            "take the place of a higher stage there.",
+        ]
+    return lines

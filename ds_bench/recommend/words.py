@@ -1,0 +1,165 @@
+"""The words of a recommendation: one template for each kind of fact, and settings as flags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..system import invocation
+from ..units import format_template
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One thing that a recommendation says: a kind, its values, and the settings to run with next."""
+
+    kind: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Values for the names in the template of the kind; a value may be another fact."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Option or key of the DeepSpeed configuration → value of the next run: ``{flags}`` in the template."""
+
+    def __str__(self) -> str:
+        return format_template(TEMPLATES[self.kind], {**self.values, "flags": flags(self.settings)})
+
+
+_SHARED_MEMORY = "give the container more shared memory: --shm-size=8g or --ipc=host (docker), or a larger /dev/shm"
+# fmt: off
+TEMPLATES: Mapping[str, str] = {
+    "text": "{text}",
+    # The headline and why.
+    "use": "Use {choice}: {why}.",
+    "use_longest": "Use {choice}: trains sequences of {tokens:,} tokens, the longest; {why}.",
+    "tie": "Too close to call{reason}. Start with {choice}, the simplest.",
+    "tie_for_memory": "Too close to call{reason}. Start with {choice}, which needs less memory.",
+    "provisional": "Provisional: after {runs}, a lead below {lead} may be chance. To decide: {command} {flags}",
+    "only": "the only {row} that trained and fits {capacity}",
+    "least_memory": "least {memory} of {count} {row}s",
+    "nearly_least_memory": "least {memory} of {count} {row}s, within 3 % of others",
+    "less_memory": "{share:percent0} of {best}'s speed with {saved:gigabytes} less of {memory}{runs}",
+    "offloads_less": "within 3 % of the fastest, {best}, and offloads less",
+    "simplest": "simplest of {count} {row}s that are tied by speed",
+    "only_with_optimizer": "the only {row}{with_optimizer}",
+    "fastest_with_room": "fastest {row}{with_optimizer} under 95 % of {capacity}{runs}",
+    "fastest": "fastest of {count} {row}s{with_optimizer}{runs}",
+    # Why there is no choice.
+    "other_pass": "These are passes of the model without training steps, which a choice of configuration needs.",
+    "no_rows": "No row to use: nothing was run.",
+    "none_compares": "No row to use: the rows do not compare with each other.",
+    "none_valid": "No row to use: see the reasons at the rows that trained.",
+    "none_trained": "No row trained: {which} ended with {status}.",
+    "none_trained_variously": "No row trained: {counts}.",
+    # Numbers and certainty.
+    "numbers": "{choice}: {speed} tokens/s with {memory}",
+    "lead": "its lead over {rival} ({difference:percent}) is more than the noise of {runs}",
+    "lead_in_noise": "its lead over {rival} ({difference:percent}) is inside the noise of {runs}",
+    "lead_untested": "its lead over {rival} ({difference:percent}) is not tested: {runs}, 3 are needed",
+    "lag": "its lag behind {rival} ({difference:percent}) is more than the noise of {runs}",
+    "lag_in_noise": "its lag behind {rival} ({difference:percent}) is inside the noise of {runs}",
+    "lag_untested": "its lag behind {rival} ({difference:percent}) is not tested: {runs}, 3 are needed",
+    "other_optimizers": "no choice is made by speed between {choice} and rows with another optimizer: {rows}",
+    "on_host": "these are CPU ranks: nothing here is a statement about GPUs",
+    # The other rows.
+    "leaner": "{row} needs {saved:gigabytes} less and is as fast within the noise.",
+    "faster_invalid": "{row} is {lead} faster but is no result: {reason}.",
+    "faster_left_out": "{row} is {lead} faster but is left out: {reason}.",
+    "faster_optimizer": "{row} is {lead} faster, with another optimizer ({optimizer}): not compared by speed.",
+    "faster_reference": "{row} is {lead} faster, but is torch's own engine, not a DeepSpeed configuration.",
+    "faster_too_full": "{row} is {lead} faster but reserves {fraction:percent}: a longer sequence may end it.",
+    "faster_takes_more": "{row} is {lead} faster but takes {more:gigabytes} more.",
+    "faster_offloads_more": "{row} is {lead} faster and offloads more.",
+    "not_comparable": "{row} does not compare with the others ({differences})",
+    "reference": "{row} is a reference, torch's own engine, not a DeepSpeed configuration to choose",
+    "left_out": "{row} is left out: {reason}",
+    "more_left_out": "{count} more left out",
+    "ran_out": "{count} of its {runs} runs ran out of memory or disk",
+    "too_full": "{fraction:percent} of {capacity}, above 95 %",
+    "too_short": "it trains sequences of {tokens:,} tokens at most",
+    "slower": "{share:percent} slower than {best}",
+    "slower_saves": "{share:percent} slower than {best}, saves {saved:bytes} of {memory}",
+    "slower_takes": "{share:percent} slower than {best}, takes {saved:bytes} more of {memory}",
+    "tied_saves": "saves {saved:bytes} of {memory} against {best}, which is tied with it",
+    "tied_takes": "takes {saved:bytes} more of {memory} against {best}, which is tied with it",
+    # What to try.
+    "decide": "{command} {flags}",
+    "try": "{flags}",
+    "try_gpu": "the same command where there is a GPU",
+    "caveat": "{remedy}",
+    "larger_batch": "there is room for more: try micro-batch {size} (about {share:percent0} of the card)",
+    "change": "{what} (predicted {sizes})",
+    "change_that_trained": "{what} (predicted {sizes}; it trained here)",
+    "smallest_change": "smallest change predicted to fit: {change}, starting from {row}",
+    "try_change": "try {change}",
+    "not_enough": "no change is predicted to be enough, the most is {change}; try it with {resorts}",
+    "try_resorts": "try {resorts}",
+    "resorts": "{resorts}: no other change is predicted to fit",
+    "no_prediction": "try a smaller micro-batch, --activation-checkpointing, a higher stage, offload, more GPUs, a "
+    "shorter --seq-length or a smaller model (what each would free is not known: the record carries no prediction)",
+    "over_limit": "{row} is {excess:bytes} over 95 % of the card: {change}",
+    "more_failures": "{count} more rows failed: the table has their causes",
+    # How rows failed, and what to do.
+    "short": "at least {missing:bytes} short",
+    "short_in_pieces": "{requested:bytes} asked with {free:bytes} free, but not in one piece",
+    "short_of_unknown": "{requested:bytes} asked, free bytes not known",
+    "short_unknown": "how much was missing is not known",
+    "oom": "{rows} ran out of {pool} memory{where}, {short}{host}: {action}",
+    "failed": "{rows} {how}{where} ({cause}): {action}",
+    "fragmented": "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or lower --batch-size",
+    "disk_full": "free space where it wrote",
+    "swap_disk_full": "free {need} on that disk, give another --nvme-path, or try cpu_full",
+    "timeout": "give fewer than its {steps} steps (--num-steps, --warmup-steps) or raise --timeout; if it hung, see "
+    "the stacks",
+    "timeout_at_start": "raise --timeout: it had not begun to train, so fewer steps do not help",
+    "timeout_at_start_of_hosts": "raise --timeout (it had not begun to train, so fewer steps do not help), or name the "
+    "interface between the hosts (export NCCL_SOCKET_IFNAME=…)",
+    "killed": "check what killed it (scheduler limits, dmesg), then run it again with --resume and --retry Killed",
+    "crashed": f"read the end of its log, rebuild the ops ({invocation.command('ops')}), then run only this row",
+    "unsupported": "take another configuration: this machine or these versions cannot run it",
+    "skipped": "try a smaller micro-batch, more GPUs, a shorter --seq-length or a smaller model",
+    "interrupted": "--resume with the run's folder: rows are missing",
+    "exception": "read the traceback in its log (--verbose names it)",
+    "nvme_exception": "read the traceback in its log; check that --nvme-path is a writable folder on a real disk with "
+    "{need} free",
+    "shared_memory": _SHARED_MEMORY,
+    "bus_error": f"most often /dev/shm is full; {_SHARED_MEMORY}",
+    "pinned_memory": "leave host memory unpinned: --axis pin_memory=false",
+    "memlock": "raise the limit of locked memory: ulimit -l unlimited (limits.conf; UsePAM yes for sshd)",
+    "peer_access": "set NCCL_P2P_DISABLE=1: these GPUs cannot access each other's memory",
+    "fabric_manager": "start the GPUs' fabric manager: systemctl start nvidia-fabricmanager",
+    "collective_timeout": "read what the late ranks did last in their logs; for a mixture of experts at ZeRO-3 name "
+    "its expert block in zero_optimization.leaf_module.classes",
+}
+# fmt: on
+
+
+def flags(settings: Mapping[str, Any]) -> str:
+    """Settings as flags: ``--batch-size 2 --stages 0 3``, ``--set KEY=VALUE``."""
+    parts = []
+    for name, value in settings.items():
+        flag = f"--set {name}=" if "." in name else f"--{name.replace('_', '-')}"
+        if "." in name:
+            parts.append(f"{flag}{value}")
+        elif value is True:
+            parts.append(flag)
+        else:
+            values = value if isinstance(value, list | tuple) else [value]
+            parts.append(" ".join([flag, *map(str, values)]))
+    return " ".join(parts)
+
+
+def format_list(labels: Sequence[str], most: int | None = None) -> str:
+    """``A, B and C``; of more than ``most`` the first ones and how many more there are."""
+    if most is not None and len(labels) > most:
+        labels = [*labels[: most - 1], f"{len(labels) - most + 1} more"]
+    return " and ".join([", ".join(labels[:-1]), labels[-1]]) if len(labels) > 1 else labels[0]
+
+
+def runs_of_each(count: int) -> str:
+    return "one run each" if count == 1 else f"{count} runs each"
+
+
+def two_digits(fraction: float) -> str:
+    """``0.4 %``, ``13 %``, ``340 %``."""
+    percent = float(f"{100 * fraction:.2g}")
+    return f"{percent:,.0f} %" if percent >= 10 else f"{percent:g} %"
