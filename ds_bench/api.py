@@ -161,7 +161,7 @@ class PlanKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a run measured, or several results together. ``print`` shows what ``report`` prints."""
+    """The measurements of a run, or of several results together. ``print`` shows the report."""
 
     reports: tuple[ComparisonReport, ...]
     """One for each workload on one machine: one, or those of a sweep."""
@@ -170,7 +170,7 @@ class Result:
 
     @property
     def comparison(self) -> Comparison:
-        """The rows held against a baseline row. Raises UsageError if there are several comparisons."""
+        """The rows compared with a baseline row. Raises UsageError if there are several comparisons."""
         return self._only_report().comparison
 
     @property
@@ -189,7 +189,7 @@ class Result:
         return data_frame(flat_rows_of(self.reports))
 
     def __str__(self) -> str:
-        """What the command ``report`` prints."""
+        """The report as text."""
         # The report asks the stream for its encoding, which an io.StringIO lacks: its signs would become ASCII.
         stream = io.TextIOWrapper(buffer := io.BytesIO(), encoding="utf-8")
         print_reports(self.reports, stream)
@@ -214,7 +214,7 @@ def load(path: PathText, *more: PathText) -> Result:
     """
     paths = [Path(each) for each in (path, *more)]
     reports = build_reports(paths)
-    # A flat JSON lies in a folder too: only run.json tells that the folder is that of a run.
+    # A flat JSON is in a folder too: only run.json shows that the folder belongs to a run.
     folder = paths[0] if paths[0].is_dir() else paths[0].parent
     is_run = not more and (folder / RUN_FILE).is_file()
     return Result(reports=tuple(reports), folder=folder if is_run else None)
@@ -228,9 +228,9 @@ def run(
 ) -> Result:
     """Compares what a recipe asks for, as the command ``run`` does, and returns what was measured.
 
-    ``recipe``: a YAML file, a dict of its sections, or None for keywords alone. ``keywords``: flags of the command,
+    ``recipe``: a YAML file, a dict of its sections, or None to use only keywords. ``keywords``: flags of the command,
     whose values replace the recipe's; a list for a value of ``model`` or ``training`` makes a sweep; sections of a
-    recipe as dicts. ``progress``: whether standard error tells what happens.
+    recipe as dicts. ``progress``: whether progress goes to standard error.
 
     A trial that fails is a row of the result. Raises UsageError and PreflightError before anything runs. Ctrl-C ends
     the run, keeps its rows and raises KeyboardInterrupt, whose text says how to go on.
@@ -365,9 +365,9 @@ def _run_in_process(arguments: Sequence[str], progress: bool) -> dict[str, Any]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
+        start_new_session=True,  # Ctrl-C reaches only this process, which passes it on
     )
-    # The parent's id: this process may end before the other one has asked the kernel to be told of that.
+    # The parent's id: this process may end before the other one has asked the kernel to signal it.
     request = {"arguments": list(arguments), "parent": os.getpid(), "progress": progress}
     watched = _WatchedProcess(process, progress)
     try:
@@ -415,7 +415,7 @@ class _WatchedProcess:
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         with selectors.DefaultSelector() as selector:
-            # Both are read while it runs: it would wait for ever to write what a pipe has no room for.
+            # Both are read while it runs: it would block forever on a full pipe.
             selector.register(self._process.stdout, selectors.EVENT_READ, self._keep)
             selector.register(self._process.stderr, selectors.EVENT_READ, self._show)
             while selector.get_map():
@@ -491,7 +491,7 @@ def run_arguments(arguments: Sequence[str], *, quiet: bool) -> dict[str, Any]:
             )
         command, values = commands.parse(["run", *arguments])
         values |= {"quiet": quiet, "begun": folders.append}
-        # Standard output is for the answer alone.
+        # Standard output is only for the answer.
         with Path(os.devnull).open("w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
             answer: dict[str, Any] = {"code": commands.function_of(command)(**values)}
     except DsBenchError as error:
@@ -561,7 +561,7 @@ class Plan:
         return pd.DataFrame(rows).astype(types)
 
     def __str__(self) -> str:
-        """What the command ``plan`` prints."""
+        """The plan as text."""
         return _plain("\n".join(memory_plan.plan_lines(self.memory_plan, WIDTH_OF_FILES, verbose=False)))
 
     def __repr__(self) -> str:

@@ -46,7 +46,7 @@ class BenchmarkFailedError(DsBenchError):
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkConfig:
-    """What a benchmark trains, on which device and for how long."""
+    """The model, device and duration of a benchmark."""
 
     name: str
     """Name of its baseline."""
@@ -157,7 +157,7 @@ def measure(config: BenchmarkConfig) -> BenchmarkResult:
         run = _run_comparison(config, [*config.flags(), "--quiet", "--format", "json", "--output-dir", str(folder)])
         loaded = load_results.load(run)
     except BaseException:
-        # The request was refused or the user has interrupted it. A run that fails is no exception: it is in the result.
+        # The request was refused or the user has interrupted it. A failed run raises nothing: the result has it.
         shutil.rmtree(folder)
         raise
     result = benchmark_result(loaded.runs, loaded.environment, config.name)
@@ -246,7 +246,7 @@ def _require_step_clock(benchmark: Any) -> None:
 
 
 def extra_info(result: BenchmarkResult) -> dict[str, Any]:
-    """Figures for pytest-benchmark's JSON beside the step times."""
+    """Figures for pytest-benchmark's JSON in addition to the step times."""
     names = (
         "throughput_tokens_per_sec", "samples_per_sec", "peak_memory_mb", "average_memory_mb", "memory",
         "step_variation", "device",

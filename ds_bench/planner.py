@@ -75,7 +75,7 @@ class Plan:
     model: ResolvedModel
     placement: Placement
     rows: Sequence[RequestedRow]
-    """What the user asked to compare, in order."""
+    """The requested rows, in order."""
     configurations: Sequence[Configuration]
     """The rows at their micro-batches, in order."""
     builder: ConfigurationBuilder
@@ -84,9 +84,9 @@ class Plan:
     """Environment variables of every process of every trial."""
     trials: Sequence[Trial]
     lines: Sequence[str] = ()
-    """What the user must know about the rows, one line each."""
+    """Notes on the rows for the user, one line each."""
     facts: RunFacts = field(default_factory=RunFacts)
-    """What was found since."""
+    """Later findings."""
 
     def with_facts(self, **found: Any) -> Plan:
         """The plan completed by further fields of ``facts``."""
@@ -147,7 +147,7 @@ class RunPlan:
 
     plans: Sequence[Plan]
     notes: Sequence[str] = ()
-    """What a reader of the result must know."""
+    """Notes for the reader of the result."""
 
     @classmethod
     def of(cls, plans: Sequence[Plan]) -> RunPlan:
@@ -180,8 +180,8 @@ class RunPlan:
                     raise UsageError(problem, remedy=f"{most}: rows of one point must be probed together")
                 where = f" of {plan.options.point_text}" if plan.options.point_text else ""
                 notes.append(
-                    f"shard {shard} has {len(own)} of the {len(plan.rows)} rows{where}: what it recommends is among "
-                    "these alone, and report reads all shards together"
+                    f"shard {shard} has {len(own)} of the {len(plan.rows)} rows{where}: it recommends only among "
+                    "these, and report reads all shards together"
                 )
         plans = [plan.with_rows(own) for plan, own in kept]
         return replace(self, plans=plans, notes=notes)
@@ -197,7 +197,7 @@ class RunPlan:
 
     @property
     def placement(self) -> Placement:
-        """That with the most ranks; points differ in number of ranks and limits of memory alone."""
+        """The one with the most ranks; points differ only in number of ranks and limits of memory."""
         return max((plan.placement for plan in self.plans), key=lambda placement: placement.num_gpus)
 
     @property
@@ -243,7 +243,7 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
     # Refuses before anything is looked up. The values of a point may decide which axes act in a row.
     rows = [requested_rows(each) for each in points]
     lines = [*first.file_lines, *axis_notes(first)]
-    # All points have the same axes: further notes would repeat those of the first point.
+    # All points have the same axes: further notes would repeat the first point's.
     for options in points[1:] if first.axes else ():
         axis_notes(options)  # refuses
 
@@ -286,7 +286,7 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
 
 
 def _profile_lines(options: Options, placement: Placement) -> list[str]:
-    """What the user must know of the profiles. Raises UsageError for a rank that there is not."""
+    """Notes on the profiles for the user. Raises UsageError for a rank that there is not."""
     ranks = placement.num_gpus
     if not options.profiles:
         return []
@@ -317,7 +317,7 @@ def _plan_of_point(
     if equal := _equal_rows(trials):
         rows = [row for row in rows if row.name not in equal]
         configurations = [each for each in configurations if each.name not in equal]
-        # Made anew, as numbers and order of trials depend on which rows there are.
+        # Made again, as numbers and order of trials depend on which rows there are.
         trials = make_trials(options, model, placement, configurations)
     # A file that DeepSpeed refuses is a row among the others; it is an error only where no row is left to run.
     refusals = [f"--configs {each.name}: {each.refusal}" for each in configurations if each.refusal is not None]
@@ -347,7 +347,7 @@ def _equal_rows(trials: Sequence[Trial]) -> dict[str, str]:
     """
     lines: dict[str, str] = {}
     first: list[tuple[str, object]] = []
-    """Label of each row that trains as none before it, with what it trains."""
+    """Label and work of each row that differs from all before it."""
     for trial in trials:
         row = trial.configuration
         # A refused row has a stand-in configuration, which other refused rows may have too.
@@ -389,7 +389,7 @@ def require_known_ids(options: Options, model: ResolvedModel) -> None:
 
 
 def _data_lines(options: Options, placement: Placement, seq_length: int) -> list[str]:
-    """What the user must know about the file of token ids."""
+    """Notes on the file of token ids for the user."""
     if options.token_file is None:
         return []
     lines = [] if options.token_file.note is None else [options.token_file.note]
@@ -426,8 +426,8 @@ def _accumulation(total: int, batch_size: int, ranks: int, label: str) -> int:
         return total // per_pass
     below, above = total // per_pass * per_pass, (total // per_pass + 1) * per_pass
     raise UsageError(
-        f"training.global_batch_size {total} is no multiple of {batch_size} sequences × {ranks} data-parallel ranks "
-        f"in {label}, so that accumulation is no whole number",
+        f"training.global_batch_size {total} is not a multiple of {batch_size} sequences × {ranks} data-parallel ranks "
+        f"in {label}, so that accumulation is not a whole number",
         remedy=f"give {f'{below} or {above}' if below else above}, or another local_batch_size",
     )
 
@@ -565,7 +565,7 @@ def with_row_names(options: Options) -> Options:
             raise UsageError(f"{options.say(name)} {text}: no such row", remedy=f"one of {known}")
         if name == "export" and row.engine != "deepspeed":
             problem = (
-                f"{options.say(name)} {text}: {row.label} is torch's own engine, there is no DeepSpeed configuration"
+                f"{options.say(name)} {text}: {row.label} is torch's own engine, it has no DeepSpeed configuration"
             )
             raise UsageError(problem, remedy="export a row that DeepSpeed trains")
         names[name] = row.name
@@ -585,8 +585,8 @@ def axis_notes(options: Options) -> list[str]:
 
 
 def _require_no_flag_of_workload(options: Options) -> None:
-    """Raises UsageError for an axis beside the flag of the same thing."""
-    # A flag that is given with its default value cannot be told from one that is not given.
+    """Raises UsageError for an axis and the flag of the same setting."""
+    # A flag given with its default value looks like one not given.
     given = {
         "batch_size": options.auto_batch or options.batch_size != DEFAULT_BATCH_SIZE,
         "grad_accum": options.grad_accum != 1,
@@ -625,7 +625,7 @@ def _rows_without_axes(options: Options) -> list[RequestedRow]:
     if "nvme" in names and options.nvme_path is None:
         problem = f"{options.say('strategies')} nvme needs a disk"
         raise UsageError(problem, remedy=f"add {options.say('nvme_path')} DIR, or leave nvme out")
-    # For the script of offload strategies --nvme-path alone asks for the row nvme.
+    # In the script of offload strategies --nvme-path is enough to ask for the row nvme.
     if options.family == "offload" and names and options.nvme_path is not None and "nvme" not in names:
         names.append("nvme")
     found = [strategies.ZERO_STAGES[stage] for stage in options.stages]
@@ -681,7 +681,7 @@ class ConfigurationBuilder:
         accumulation = _accumulation(total, micro, self.placement.num_gpus // sharing, configuration.label)
         if accumulation == given:
             return configuration
-        # A row that nobody gave another one has that of the options (with_accumulation).
+        # Without a value of its own, a row has the accumulation of the options (with_accumulation).
         if configuration.source == "catalogue" and given != self.options.grad_accum:
             problem = (
                 f"training.global_batch_size {total} with gradient_accumulation_steps {given} in {configuration.label}"
@@ -695,7 +695,7 @@ class ConfigurationBuilder:
 
     def _with_axes(self, row: RequestedRow, configuration: Configuration) -> Configuration:
         """The configuration with what its axes set, which no flag sets (``axis_notes``)."""
-        # A refused row has a stand-in configuration, in which axes would set nothing that is trained.
+        # A refused row has a stand-in configuration, where axes would change nothing that is trained.
         if configuration.refusal is not None:
             return replace(configuration, name=row.name, label=row.label)
         facts = self.model.facts
@@ -780,7 +780,7 @@ class ConfigurationBuilder:
 def _arithmetic_caveats(axis_values: Mapping[str, str]) -> list[str]:
     """Why the losses of a row are not compared with those of rows that compute in the usual way."""
     values = ", ".join(f"{name}={value}" for name, value in other_arithmetic(axis_values).items())
-    return [f"{values} changes the arithmetic: losses are compared among rows of this value alone"] if values else []
+    return [f"{values} changes the arithmetic: losses are compared only among rows of this value"] if values else []
 
 
 def make_trials(
@@ -874,7 +874,7 @@ def _missing_op(trial: Trial, states: Mapping[str, ops.OpState]) -> str | None:
         state = states.get(op)
         if state is not None and not state.ready:
             name = op.removesuffix("Builder")
-            return f"DeepSpeed's {name} op is not to be had here: {state.reason}; {ops.remedy_of(state.reason)}"
+            return f"DeepSpeed's {name} op is not available here: {state.reason}; {ops.remedy_of(state.reason)}"
     return None
 
 

@@ -75,16 +75,16 @@ def run_comparison(
 ) -> int:
     """Plans, checks, runs, saves and reports one comparison of each point. Returns the exit code.
 
-    ``points``: one, or those of a sweep. ``recipe``: what run.json keeps of the recipe; None for a script. ``begun``:
-    called with the run's folder as soon as there is one. Raises DsBenchError for whatever the user can mend, before any
-    work.
+    ``points``: one, or the points of a sweep. ``recipe``: what run.json keeps of the recipe; None for a script.
+    ``begun``: called with the run's folder as soon as there is one. Raises DsBenchError for whatever the user can mend,
+    before any work.
     """
     options = points[0]
     require_packages_of(options)
     with signals.handling_signals():
         try:
             with signals.raising_on_interrupt():
-                # What cannot be written is told before hours of trials, not after them.
+                # A file that cannot be written is reported before hours of trials, not after them.
                 if not (options.dry_run or options.resume):
                     files.require_writable(options.output_dir, "--output-dir", files.FIRST_FILES_BYTES)
                     require_writable_csv(options.csv)
@@ -198,7 +198,7 @@ def _require_resumable(plan: RunPlan) -> None:
         names = [f"shard {shard}" if shard else "no shard" for shard in shards]
         if names[0] != names[1]:
             raise UsageError(f"--resume {folder} is {names[0]}, not {names[1]}", remedy="leave --shard out")
-        # The stored trials have the sizes that a search found, those of this plan still have stand-ins for them.
+        # The stored trials have the sizes that a search found, this plan still has stand-ins for them.
         left_out = _FIELDS_SET_BY_SEARCH if any(each.options.searches_size for each in plan.plans) else ()
         require_same_workload(RunFolder.open(folder), plan.trials, left_out)
 
@@ -210,7 +210,7 @@ def require_writable_csv(path: Path | None) -> None:
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        # The folder is tried, since the file is replaced by renaming one beside it (system.files.write_text).
+        # The folder is tried, since the file is replaced by renaming one next to it (system.files.write_text).
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
@@ -361,7 +361,7 @@ def _check_room_for_checkpoints(plan: RunPlan) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
-    """What was typed, as run.json keeps it."""
+    """The typed arguments, as run.json keeps them."""
 
     arguments: Sequence[str]
     recipe: Mapping[str, Any] | None
@@ -447,7 +447,7 @@ def _run_plan(
 
 
 def _until_budget_is_used(remaining: list[Trial], minutes: float | None, say: Callable[[str], None]) -> Iterator[Trial]:
-    """Take the trials off the list in order until they have taken so many minutes; the rest is listed."""
+    """Take the trials off the list in order until they have taken that many minutes; list the rest."""
     begun = time.monotonic()
     while remaining:
         if minutes is not None and time.monotonic() - begun > minutes * 60:
@@ -708,7 +708,7 @@ def _print_places(options: Options, store: RunFolder, folders: Sequence[Path], r
 
 
 def _write_point(plan: Plan, report: ComparisonReport, store: RunFolder, environment: Environment) -> Path | None:
-    """Writes the recommended configuration of a point; that of a sweep's lies in a folder of the point's own."""
+    """Writes the recommended configuration of a point, in a sweep in the point's own folder."""
     name = "_".join(str(value) for _, value in plan.options.point)
     # At most 100 characters, since file systems take 255 bytes; no dot in front, which would hide it or name a parent.
     plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:100].lstrip(".")
@@ -719,7 +719,7 @@ def _write_point(plan: Plan, report: ComparisonReport, store: RunFolder, environ
 
 
 def _recommendation_values(reports: Sequence[tuple[Plan, ComparisonReport]]) -> dict[str, Any]:
-    """The recommendation of a run as JSON values; of a sweep, that of each point with the point's values."""
+    """The recommendation of a run as JSON values, in a sweep with the values of each point."""
     if len(reports) == 1 and not reports[0][0].options.point:
         return reports[0][1].recommendation.to_dict()
     return {

@@ -1,7 +1,7 @@
 """Searches each row's largest micro-batch, or its longest sequence, that trains, by probe trials that start at the
 predicted size.
 
-Probes are stored in the run folder beside the rows, so that a resumed run does not repeat them.
+Probes are stored in the run folder next to the rows, so that a resumed run does not repeat them.
 """
 
 from __future__ import annotations

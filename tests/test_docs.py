@@ -67,7 +67,7 @@ def test_the_readmes_table_is_what_report_prints_of_the_committed_rows() -> None
 
 
 EXAMPLES = {
-    "Checkpoint (": "comparison_20261122_160859.json",
+    "Checkpoint\n": "comparison_20261122_160859.json",
     "Model ": "comparison_20261122_161908.json",
     "Host memory by phase": "zero_comparison_20261122_160058.json",
     "ZeRO-3 + NVMe": "parts_of_a_step.txt",

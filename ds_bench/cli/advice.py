@@ -1,4 +1,4 @@
-"""The command ``advice``: each strategy explained for one model, by formula and without measuring."""
+"""The commands ``advice``, each strategy explained for one model by formula, and ``models``, the built-in models."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..config.configuration_files import explain_files, read_configuration_files
 from ..config.spec import Configuration, Placement, Precision
 from ..errors import UsageError
 from ..models import lookup
-from ..models.presets import ModelFacts
+from ..models.presets import ModelFacts, find_preset, preset_names, short_names
 from ..recommend import guide
 from ..system import invocation, terminal
-from ..units import format_millions
+from ..units import format_count, format_millions
 
 
 def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int, configs: Sequence[Path] = ()) -> int:
@@ -89,3 +89,19 @@ def _model_facts(model: str) -> ModelFacts:
             remedy=f"{invocation.command('models')} lists the architectures that can",
         )
     return facts
+
+
+def list_models() -> int:
+    """Prints every preset with the parameters counted from its architecture. Returns 0."""
+    shorter = short_names()
+    terminal.print_text(
+        f"{'preset':<30} {'architecture':<12} {'parameters':>16} {'':>9} "
+        f"{'layers':>6} {'hidden':>6} {'vocab':>8} {'positions':>9}  short name"
+    )
+    for facts in filter(None, map(find_preset, preset_names())):
+        terminal.print_text(
+            f"{facts.name:<30} {facts.model_type:<12} {format_count(facts.parameters):>16} "
+            f"{format_millions(facts.parameters):>9} {facts.layers:>6} {facts.hidden_size:>6} "
+            f"{facts.vocabulary_size:>8} {facts.max_positions or '':>9}  {shorter.get(facts.name, '')}".rstrip()
+        )
+    return 0

@@ -21,7 +21,7 @@ DEFAULT_ROWS: dict[Family, dict[str, Any]] = {
     "zero": {"stages": (0, 1, 2, 3)},
     "offload": {"strategies": ("none", "cpu_optimizer", "cpu_full")},
 }
-"""What is compared where no flag names a row."""
+"""The default rows of each script."""
 _USAGE = "%(prog)s [--model NAME] [--batch-size N] [{rows} ...] [options]"
 _ZERO_TEXT = """Compares ZeRO stages on one model: trains it for a few steps under each stage,
 every stage in a process tree of its own, and writes a table, JSON and CSV."""
@@ -63,7 +63,7 @@ def add_flags_over_recipe(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the scripts without defaults: one that is given replaces a value of the recipe."""
     before = len(parser._actions)
     _add_flags(parser, "recipe")
-    # Without a default, the attribute tells that the flag was typed; a default would replace the recipe's value.
+    # Without a default, the attribute shows that the flag was typed; a default would replace the recipe's value.
     for action in parser._actions[before:]:
         action.default = argparse.SUPPRESS
 
@@ -96,7 +96,7 @@ _GROUPS = {
 # fmt: on
 """Groups of ``--help``, with the flags of each in order."""
 _LACKING: dict[Family, tuple[str, ...]] = {"zero": ("stage",), "offload": ("stages",), "recipe": ("ds_config", "set")}
-"""Options for which a script, or the command ``run``, has no flag."""
+"""Options without a flag in a script or in the command ``run``."""
 _OWN_ARGUMENTS: dict[tuple[Family, str], dict[str, Any]] = {
     ("zero", "strategies"): {"choices": STRATEGY_NAMES, "help": "strategies, after the stages"},
     ("offload", "strategies"): {
@@ -105,7 +105,7 @@ _OWN_ARGUMENTS: dict[tuple[Family, str], dict[str, Any]] = {
     },
     ("offload", "nvme_path"): {"help": "folder on the NVMe disk; adds the nvme strategy when it is not named"},
 }
-"""What a script's flag has in place of what ``Options`` declares."""
+"""Per-script overrides of flag choices and help."""
 
 
 def _add_flags(parser: argparse.ArgumentParser, family: Family) -> None:
@@ -149,7 +149,7 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
         given[name] = tuple(given.get(name) or ())
     if not given["stages"] and not given["strategies"] and not given["configs"]:
         given |= DEFAULT_ROWS[family]
-    # Each once: rows are told apart by their names, and --resume types --env again.
+    # Each once: rows are identified by their names, and --resume types --env again.
     for name in ("stages", "strategies", "env"):
         given[name] = tuple(dict.fromkeys(given[name]))
     given["ds_config"] = deepspeed_config.read_changes(given["ds_config"])
@@ -198,7 +198,7 @@ class Parser(argparse.ArgumentParser):
         # argparse drops the value of --flag=-- and checks neither its type nor how many are left.
         if action.option_strings and "--" in arg_strings:
             self.error(f"{'/'.join(action.option_strings)} -- has no value")
-        # Split before argparse checks each word against the choices. A text of commas alone stays, to be refused there.
+        # Split before argparse checks each word against the choices. A text of only commas stays, to be refused there.
         if action.nargs == "+" and action.choices is not None:
             arg_strings = [part for text in arg_strings for part in text.split(",") if part] or arg_strings
         return super()._get_values(action, arg_strings)
@@ -211,7 +211,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _nearest(text: str, known: Iterable[str]) -> str | None:
-    """The one of ``known`` that ``text`` is most likely a misspelling of; None if none is near."""
+    """The one of ``known`` that ``text`` is most likely a misspelling of; None if there is no near one."""
     by_lower_case = {name.casefold(): name for name in known}
     near = difflib.get_close_matches(text.casefold(), by_lower_case, n=1, cutoff=0.7)
     return by_lower_case[near[0]] if near else None

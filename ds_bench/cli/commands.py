@@ -34,7 +34,7 @@ Flags = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """What a command is for, its flags, and the function that runs it."""
+    """Purpose and flags of a command, and the function that runs it."""
 
     purpose: str
     examples: Sequence[str]
@@ -109,7 +109,7 @@ def _add_commands(parser: argparse.ArgumentParser, kind: str, commands: Mapping[
 
 
 ALL_STRATEGIES = ("all",)
-"""``--strategies`` of ``plan`` where the flag is not typed, which a typed list is told from by identity."""
+"""Default of ``plan --strategies``; compared by identity, so that a typed ``all`` is not the default."""
 PREDICTED_STRATEGIES = (*(strategy.name for strategy in ZERO_STAGES.values()), *OFFLOAD_NAMES[1:])
 """Values of ``plan --strategies``, in the order of the table, without ``none``, which is the same as ``zero3``."""
 _RESULT = "a run folder, its records.jsonl, or its flat JSON, such as zero_comparison_*.json or comparison_*.json"
@@ -256,13 +256,13 @@ COMMANDS: Mapping[str, Command] = {
         function="run:run_command",
         flags={
             "recipe": {"nargs": "?", "type": path, "metavar": "RECIPE",
-                       "help": "YAML file (docs/recipes.md); without it flags alone"},
+                       "help": "YAML file (docs/recipes.md); optional, flags are enough"},
             "--config": {"type": path, "metavar": "RECIPE", "help": "the same file, as other programs spell it"},
             "--set": {"action": "append", "default": [], "metavar": "KEY.PATH=VALUE", "dest": "settings",
                       "help": "a value that replaces the recipe's, e.g. training.seq_len=2048, or DeepSpeed's, e.g. "
                               "zero_optimization.overlap_comm=false; a list [1024,2048] makes a sweep"},
             "--budget": {"type": _SECONDS, "metavar": "MINUTES",
-                         "help": "begin no further trial after so many minutes, and list what --resume runs"},
+                         "help": "begin no further trial after this many minutes, and list what --resume runs"},
             "--yes": {**_ON, "help": "plan a sweep of more than 10,000 trials"},
         },
     ),
@@ -302,7 +302,7 @@ COMMANDS: Mapping[str, Command] = {
         },
     ),
     "models": Command(
-        purpose="list the built-in models with their counted parameters", examples=("",), function="models:list_models"
+        purpose="list the built-in models with their counted parameters", examples=("",), function="advice:list_models"
     ),
     "ops": Command(
         purpose="build the DeepSpeed ops that comparisons use, ahead of time",
@@ -315,7 +315,7 @@ COMMANDS: Mapping[str, Command] = {
         function="explain:show_explanation",
         flags={
             "a": {"metavar": "A", "help": "a row: its name, label or stage, such as zero2 or cpu_optimizer"},
-            "b": {"metavar": "B", "help": "the row that is held against it"},
+            "b": {"metavar": "B", "help": "the row to compare it with"},
             **_RESULTS, **_JSON,
         },
     ),
@@ -323,7 +323,7 @@ COMMANDS: Mapping[str, Command] = {
         purpose="list the axes of --axis: values, what each sets and changes, and its source",
         examples=("", "overlap_comm", "--json"),
         function="axes:list_axes",
-        flags={"names": {"nargs": "*", "metavar": "NAME", "help": "these axes alone (default: all)"}, **_JSON},
+        flags={"names": {"nargs": "*", "metavar": "NAME", "help": "only these axes (default: all)"}, **_JSON},
     ),
     "check": Command(
         purpose="what is wrong, ineffective or left open in DeepSpeed configurations, without a GPU",

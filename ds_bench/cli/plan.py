@@ -69,7 +69,7 @@ class PlanOptions:
 
 
 def plan_options(*, strategies: Sequence[str], configs: Sequence[Path], **flags: Any) -> PlanOptions:
-    """The parsed flags of ``plan``: ``--configs`` alone means these files alone, without the strategies."""
+    """The parsed flags of ``plan``: with only ``--configs``, no strategies."""
     names = [] if configs and strategies is ALL_STRATEGIES else strategies
     names = PREDICTED_STRATEGIES if "all" in names else tuple(dict.fromkeys(names))
     return PlanOptions(strategies=names, configs=tuple(configs), **flags)
@@ -95,7 +95,7 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
 
     Raises UsageError.
     """
-    # Card and files first: what is wrong with them is told without waiting for the model.
+    # Card and files first: an error in them does not wait for the model.
     capacity = devices.memory_bytes(options.gpu)
     files, lines = read_configuration_files(options.configs)
     question, hidden_size = _planned_trial(options)
@@ -165,7 +165,7 @@ def _with_configuration(question: PlannedTrial, configuration: Configuration) ->
 
 
 def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None]:
-    """What is asked, without a configuration, and the model's hidden size."""
+    """The planned trial without a configuration, and the model's hidden size."""
     if options.batch_size * (options.seq_length or 1) > _MAX_TOKENS:
         raise UsageError(f"--batch-size {options.batch_size} is beyond any memory", remedy="give a smaller one")
     if options.num_gpus > _MAX_GPUS:
@@ -200,7 +200,7 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None]:
             nvme_path="/nvme",
             compute_capability=devices.compute_capability(options.gpu),
         ),
-        # _with_configuration puts that of each row in its place.
+        # _with_configuration replaces it with the configuration of each row.
         configuration=_configuration("zero0"),
         ranks_per_node=options.gpus_per_node or 8,
     )

@@ -130,7 +130,7 @@ def _write_rows(reports: Sequence[ComparisonReport], options: ReportOptions) -> 
     if options.output is not None:
         write_output("--output", options.output, content)
         terminal.print_text(f"rows {options.output}", sys.stderr)
-    # Bytes go past the text layer of standard output, which takes text alone.
+    # Bytes bypass the text layer of standard output.
     elif isinstance(content, bytes):
         sys.stdout.buffer.write(content)
     elif options.format == "json":
@@ -162,7 +162,7 @@ def build_reports(
 ) -> list[ComparisonReport]:
     """One report per workload and machine; repeats from several files are pooled. Raises UsageError.
 
-    If ``relative_to`` or ``goal`` is None, it is that of the run itself; of several runs, that of the first known.
+    If ``relative_to`` or ``goal`` is None, the run's own is used; of several runs, the first known one.
     ``tell``: called with each note on a result that is left out; every report has these notes too.
     """
     results, notes = _load_all(paths)
@@ -191,7 +191,7 @@ def build_reports(
 
 
 def _load_all(paths: Sequence[Path]) -> tuple[list[load_results.Result], list[str]]:
-    """The results, and a note for each of several runs of which no trial had finished. Raises UsageError."""
+    """The results, and a note for each run without a finished trial. Raises UsageError."""
     results, notes = [], []
     for path in paths:
         try:
@@ -202,14 +202,14 @@ def _load_all(paths: Sequence[Path]) -> tuple[list[load_results.Result], list[st
                 raise
             notes.append(f"{error.problem}: left out")
     if not results:
-        raise UsageError(notes[0].removesuffix(": left out"), remedy="give a result of which a trial had finished")
+        raise UsageError(notes[0].removesuffix(": left out"), remedy="give a result with a finished trial")
     return results, notes
 
 
 def _flags_of_run(group: ResultGroup) -> tuple[str | None, str | None, str | None]:
     """Goal and baseline row from the flags or the recipe of the run, and the command that goes on with it.
 
-    None for what the run does not tell; for the command unless all rows are those of one run folder.
+    None for what the run does not record; the command only if all rows come from one run folder.
     """
     folder = group.sources[0] if len(group.sources) == 1 and (group.sources[0] / RUN_FILE).is_file() else None
     if group.recipe:
@@ -278,7 +278,7 @@ def _row_to_export(reports: Sequence[ComparisonReport], name: str) -> tuple[Comp
                 terminal.print_text(problem, sys.stderr)
             return comparison_report, row
     raise UsageError(
-        f"--export {name}: a flat JSON does not tell the configuration that ran", remedy="give the run folder"
+        f"--export {name}: a flat JSON does not have the configuration that ran", remedy="give the run folder"
     )
 
 

@@ -35,7 +35,7 @@ def run_command(
     begun: Callable[[Path], None] = lambda _folder: None,
     **flags: Any,
 ) -> int:
-    """Runs a recipe and returns the exit code. ``flags``: those of the scripts that were typed.
+    """Runs a recipe and returns the exit code. ``flags``: flags of the scripts that were typed.
 
     ``typed``: the words of the command line. ``begun``: see ``runner.run_comparison``.
     """
@@ -85,7 +85,7 @@ def _points(
         recipe = check_recipe(text, asked.data_of(point))
         return recipe, options_of(recipe, text.folder, point=tuple(point.items()), **run_flags).checked()
 
-    # The first point is made alone and its rows are counted, so that too large a sweep is refused before all its
+    # The first point is made first and its rows are counted, so that too large a sweep is refused before all its
     # points are made.
     first, options = options_at(asked.first_point)
     from ..planner import requested_rows, with_files
@@ -101,7 +101,7 @@ def _points(
 
 
 def _given_values(settings: Sequence[str], flags: Mapping[str, Any]) -> list[tuple[recipe_file.KeyPath, Any]]:
-    """The key path and the value of every flag that replaces a value of the recipe, those of ``--set`` last."""
+    """The key path and the value of every flag that replaces a value of the recipe, ``--set`` last."""
     given: list[tuple[recipe_file.KeyPath, Any]] = []
     for name, path in PATHS.items():
         if name in flags:
@@ -119,7 +119,7 @@ def _given_values(settings: Sequence[str], flags: Mapping[str, Any]) -> list[tup
 
 
 def _from_current_folder(name: str, value: Any) -> Any:
-    """The value of a flag as a recipe has it. Files that a recipe names are relative to it, those of a flag are not."""
+    """The value of a flag as a recipe has it. Files in a recipe are relative to it, files in a flag are not."""
     if isinstance(value, tuple):
         return [_from_current_folder(name, item) for item in value]
     if isinstance(value, Path):
@@ -135,7 +135,7 @@ def _stored(text: RecipeText) -> Data:
     values = {section: keys for section, keys in text.data.items() if section != "output"}
     output = text.data.get("output")
     if isinstance(output, dict):
-        values["output"] = {key: value for key, value in output.items() if key != "dir"}  # the run's folder tells it
+        values["output"] = {key: value for key, value in output.items() if key != "dir"}  # the run's folder is it
     return {"name": text.name, "folder": str(text.folder.absolute()), "values": redacted_config(values)}
 
 
@@ -182,7 +182,7 @@ def _require_given_again(points: Sequence[Options], flags: Mapping[str, Any]) ->
         needed |= {name: words for name, words in flags_to_repeat(options).items() if name not in flags}
     if needed:
         raise UsageError(
-            f"--resume {flags['resume']}: a run folder alone does not start code or other machines: it asks for "
+            f"--resume {flags['resume']}: a run folder does not start code or other machines by itself: it asks for "
             f"{', '.join(map(shlex.join, needed.values()))}",
             remedy=f"if you trust it, give its recipe again: {_resume_command(flags['resume'])}",
         )

@@ -34,7 +34,7 @@ def report_error(prog: str, error: BaseException) -> int:
 
 def main(family: Family, make_config: MakeConfig, arguments: Sequence[str] | None = None) -> int:
     """Runs a comparison script and returns its exit code. ``make_config``: the script's ``create_deepspeed_config``."""
-    # A file's name may hold control characters, and this one stands in front of every error.
+    # A file's name may hold control characters, and this one begins every error.
     prog = terminal.escape_controls(Path(sys.argv[0]).name)
     typed_flags = list(sys.argv[1:] if arguments is None else arguments)
     # Before anything is opened: with a closed stream (>&-) the next file would get that stream's number.
@@ -71,7 +71,7 @@ def _with_resumed_flags(family: Family, prog: str, typed_flags: list[str]) -> tu
 
     On ``--resume`` the run keeps the flags it began with, and the typed flags override them this time only.
     """
-    # The typed flags alone come first: a mistake in them is told before the folder of the run is read.
+    # The typed flags come first: an error in them is reported before the folder of the run is read.
     options = parse(family, prog, typed_flags)
     if options.resume is None:
         return options, typed_flags
@@ -82,11 +82,11 @@ def _with_resumed_flags(family: Family, prog: str, typed_flags: list[str]) -> tu
         raise UsageError(f"--resume {options.resume} is of the other script", remedy="use the script that started it")
     flags = list(earlier.arguments)
     parser = build_parser(family, prog)
-    # A second time as a namespace, in which None tells that a flag was not typed.
+    # A second time as a namespace, where None means that a flag was not typed.
     typed = parser.parse_args(typed_flags)
     # The typed flags come last, since of several values the last one decides.
     values = parser.parse_args([*_kept_flags(flags, typed), *typed_flags])
-    for name in ("configs", "ds_config", "data", "nvme_path"):  # those of the run's flags lie where it began
+    for name in ("configs", "ds_config", "data", "nvme_path"):  # the run's own are relative to where it began
         kept = getattr(values, name)
         if kept and getattr(typed, name) is None:
             folder = Path(earlier.folder or "")
@@ -110,7 +110,7 @@ def _kept_flags(flags: list[str], typed: argparse.Namespace) -> list[str]:
                 f"--resume {typed.resume}: the value of {key} may be a credential and was not kept",
                 remedy=f"say it again: --set {key}=VALUE",
             )
-        # The flag of two words, whose value is left out: --set alone would be an error.
+        # The flag of two words, whose value is left out: a lone --set would be an error.
         if kept[-1:] == ["--set"]:
             kept.pop()
     return kept
@@ -128,6 +128,6 @@ def _require_given_again(resumed: Options, typed: Options) -> None:
     missing = [words for name, words in needed.items() if getattr(resumed, name) != getattr(typed, name)]
     if missing:
         raise UsageError(
-            f"--resume {resumed.resume}: a run folder alone does not start code or other machines",
+            f"--resume {resumed.resume}: a run folder does not start code or other machines by itself",
             remedy=f"if you trust it, say again: {' '.join(map(shlex.join, missing))}",
         )

@@ -54,11 +54,11 @@ FACTORY = r"^[^:]+:[^:]+$"
 """The form of ``--model-factory``."""
 ALL = "all"
 """Stands for every strategy."""
-EMPTY_PATH = "an empty text is no path; . is the current folder"
+EMPTY_PATH = "an empty text is not a path; . is the current folder"
 GOALS = ("speed", "balanced", "memory")
 """Aims of a recommendation (docs/choosing.md)."""
 ROW_FORMATS = ("json", "csv", "parquet")
-"""Forms in which ``report`` writes the flat rows of results."""
+"""Output forms of flat rows in ``report``."""
 FAIL_ON = ("regression", "missing", "unmatched", "noisy")
 """What ``baseline check`` may fail on: a regression; a row of the saved run that the result lacks; a row that trained
 and has no baseline; a row whose noise hides a regression."""
@@ -68,7 +68,7 @@ TRACKERS = ("tensorboard",)
 SEVERAL_NODES = (
     "hostfile", "include", "exclude", "host_command", "env", "master_addr", "master_port",
 )  # fmt: skip
-"""Fields of Options that reach other machines: a run folder alone does not give them."""
+"""Fields of Options that reach other machines: a run folder does not set them by itself."""
 _AMOUNT: Mapping[str, Any] = {"gt": 0, "le": MAX_NUMBER}
 _STEP: Mapping[str, Any] = {"ge": -1, "le": MAX_NUMBER}
 """Limits of the number of a step; -1 leaves it open."""
@@ -76,12 +76,12 @@ _STEP: Mapping[str, Any] = {"ge": -1, "le": MAX_NUMBER}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """What a user may say of one field of ``Options``, and how."""
+    """The values of one field of ``Options``, and the flag and key that set it."""
 
     kind: type
-    """bool, int, float, str or Path, or a class of which ``cli.arguments`` and ``config.recipe`` know the form."""
+    """bool, int, float, str or Path, or a class whose form ``cli.arguments`` and ``config.recipe`` know."""
     text: str
-    """What it is, for ``--help`` and the JSON Schema."""
+    """Description, for ``--help`` and the JSON Schema."""
     default: Any = None
     """None: the option may be left open."""
     without: str = ""
@@ -116,7 +116,7 @@ def option(kind: type, default: Any, text: str, *, flag: str | bool = True, **fa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the user requested. The fields are in the order of a recipe, and each has the name of its flag."""
+    """The user's request. The fields are in the order of a recipe, and each has the name of its flag."""
 
     family: Family
 
@@ -176,7 +176,7 @@ class Options:
     pass_type: PassType = option(
         str, "train",
         "what a step is: the model's forward pass, forward and backward, or with the optimizer's step; all but train "
-        "at stage 0 alone",
+        "only at stage 0",
         flag=False, key="training.pass_type", choices=PASS_TYPES,
     )
     synchronized: bool = option(
@@ -218,7 +218,7 @@ class Options:
         "a value that replaces every configuration's, e.g. zero_optimization.overlap_comm=false; may be repeated",
         key="configurations.deepspeed", metavar="KEY.PATH=VALUE", arguments={"action": "append", "default": []},
     )
-    """Each as ``{"zero_optimization": {"overlap_comm": False}}``; they come after those of ``ds_config``."""
+    """Each as ``{"zero_optimization": {"overlap_comm": False}}``; they come after ``ds_config``."""
     common_batch: bool = option(
         bool, False, "with --batch-size auto: also rows at the largest that all of them train",
         key="configurations.common_batch",
@@ -393,7 +393,7 @@ class Options:
         flag=False, key="output.csv",
     )
 
-    # flags alone
+    # flags without a key
     axes: tuple[AxisValues, ...] = option(
         str, (),
         "make a row of each value, in every row where it acts, e.g. overlap_comm=true,false; several make every "
@@ -402,7 +402,7 @@ class Options:
     )
     """The values of each axis."""
     ds_config: Mapping[str, Any] = option(
-        Path, None, "JSON file whose values replace those of every configuration", metavar="FILE"
+        Path, None, "JSON file of values to replace in every configuration", metavar="FILE"
     )
     """Content of the file."""
     resume: Path | None = option(
@@ -444,9 +444,9 @@ class Options:
     files: tuple[ConfigurationFile, ...] | None = None
     """The configurations of ``configs`` and ``inline``; None until they are read (``planner.with_files``)."""
     file_lines: tuple[str, ...] = ()
-    """What the user must know about them."""
+    """Notes on them for the user."""
     token_file: TokenFile | None = None
-    """What was read of ``data``; None until the plan is made."""
+    """The token file of ``data``; None until the plan is made."""
     typed: frozenset[str] | None = None
     """Options whose flags were typed over a recipe; None without the file of a recipe."""
 
@@ -470,7 +470,7 @@ class Options:
 
     def checked(self) -> Options:
         """Return the options with what follows from them. Raises UsageError where two contradict each other."""
-        # An axis may give rows a data loader, of which the options know nothing.
+        # An axis may give rows a data loader, which the options do not know.
         has_loader = self.data is not None or self.data_workers is not None or "data_workers" in self.axis_names
         auto = f"{self.say('batch_size')} auto"
         for name, other, other_text, remedy in (
@@ -528,7 +528,7 @@ class Options:
 
     @property
     def inspection(self) -> Inspection:
-        """What is observed of each trial besides its measured steps."""
+        """Profiles, checkpoint and monitor of each trial."""
         return Inspection(**{name: getattr(self, name) for name in INSPECTION_FIELDS})
 
     @property

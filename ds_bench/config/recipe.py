@@ -82,7 +82,7 @@ class _Section(BaseModel):
 
 
 def _section(name: str, purpose: str, **more_keys: Any) -> Any:
-    """A section of recipes and its default: a key for each option that it gives, then those of ``more_keys``."""
+    """A section of recipes and its default: a key for each option that it gives, then ``more_keys``."""
     keys: dict[str, Any] = {}
     for option in OPTIONS.values():
         if option.key is not None and option.key.startswith(f"{name}."):
@@ -114,7 +114,7 @@ Recipe: type[BaseModel] = create_model(
     ),
     dataset=_section(
         "dataset",
-        "What is trained on: random ids, or those of a file.",
+        "The data: random ids, or a file.",
         seq_len=(Annotated[int, Field(**COUNT)] | None, _LENGTH),
     ),
     dataloader=_section("dataloader", "How micro-batches come to the device."),
@@ -131,10 +131,10 @@ SWEPT_SECTIONS = ("model", "training", "dataset", "dataloader", "optimizer")
 _SWEPT_KEYS = ("launch.num_gpus", "launch.cpu_memory_limit", "launch.gpu_memory_limit")
 """Other values that may be lists."""
 _SWEPT_BLOCKS = ("optimizer.params", "configurations.deepspeed")
-"""Blocks of DeepSpeed's own keys, whose values may be swept too; of the second in the section ``sweep`` alone, as its
+"""Blocks of DeepSpeed's own keys, whose values may be swept too; of the second only in the section ``sweep``, as its
 lists are DeepSpeed's."""
 _WHOLE_SECTIONS = ("model", "training")
-"""Sections of which a printed recipe has every value."""
+"""Sections that a printed recipe has in full."""
 _LISTS_OF_DEEPSPEED = ("betas",)
 """Values of an optimizer that are lists themselves."""
 
@@ -169,7 +169,7 @@ def check_recipe(text: RecipeText, data: Data | None = None) -> Values:
     # A section without keys is one with defaults; an unknown name stays, to be refused.
     values = {name: keys for name, keys in values.items() if keys is not None or name not in Recipe.model_fields}
     try:
-        # As JSON, of which a strict model takes lists for tuples and texts for paths; of Python values it does not.
+        # As JSON: a strict model then takes lists for tuples and texts for paths.
         return _by_path(Recipe.model_validate_json(json.dumps(values)))
     except ValidationError as error:
         raise _usage_error(error, text) from None
@@ -448,7 +448,7 @@ def _json_value(value: Any) -> Any:
 def _edited_configurations(
     options: Options, make_config: MakeConfig, rows: list[Strategy]
 ) -> Iterator[tuple[str, Config]]:
-    """The configurations of a script whose function was edited, without the batch keys that it left alone."""
+    """The configurations of a script whose function was edited, without the batch keys that it did not change."""
     for strategy in rows:
         if strategy.engine != "deepspeed":  # torch's engines do not follow the function
             continue

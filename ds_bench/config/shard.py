@@ -26,7 +26,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         if not 1 <= self.number <= self.count <= MOST_SHARDS:
-            raise ValueError(f"{self} is no part I/N: I is from 1 to N, and N at most {MOST_SHARDS}")
+            raise ValueError(f"{self}: I must be from 1 to N, and N at most {MOST_SHARDS}")
 
     def __str__(self) -> str:
         return f"{self.number}/{self.count}"
@@ -37,7 +37,7 @@ class Shard:
         number, _, count = text.partition("/")
         # int() would take digits of other scripts too, and fail on thousands of digits.
         if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in (number, count)):
-            raise ValueError(f"{text!r} is no part I/N such as 3/8")
+            raise ValueError(f"expected I/N, for example 3/8; got {text!r}")
         return cls(number=int(number), count=int(count))
 
     @property

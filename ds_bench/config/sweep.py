@@ -62,7 +62,7 @@ class Sweep:
         return list(self._with_included(kept))
 
     def _with_included(self, points: list[Values]) -> Iterator[Values]:
-        """As in CI systems: an entry may add values to points, but not change those of the axes."""
+        """As in CI systems: an entry may add values to points, but not change the axes."""
         added: list[Values] = [{} for _ in points]
         alone = []
         for entry in self.include:
@@ -123,7 +123,7 @@ def _listed_axes(text: RecipeText, block: Data, place: KeyPath) -> Iterator[tupl
 
 
 def _require_swept(text: RecipeText, place: KeyPath, path: str) -> None:
-    """Raises UsageError for a key path of which a sweep cannot have several values."""
+    """Raises UsageError for a key path that cannot be swept."""
     if can_be_swept(path):
         return
     near = nearest_path(tuple(path.split(".")))
@@ -150,12 +150,12 @@ def _checked_values(text: RecipeText, place: KeyPath, values: Any) -> list[Any]:
 
 
 def _entries(text: RecipeText, name: str, value: Any, axes: Mapping[str, Sequence[Any]]) -> list[Values]:
-    """The entries of ``include`` or ``exclude``; those of the latter must name values of the axes."""
+    """The entries of ``include`` or ``exclude``; an entry of the latter must name values of axes."""
     place: KeyPath = ("sweep", name)
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(entry, dict) and entry for entry in value):
-        problem = f"{text.place(place)}sweep.{name} is no list of points"
+        problem = f"{text.place(place)}sweep.{name} is not a list of points"
         raise UsageError(problem, remedy="write - {training.seq_len: 512, model.name: gpt2}")
     for number, entry in enumerate(value):
         for path, wanted in entry.items():
@@ -163,7 +163,7 @@ def _entries(text: RecipeText, name: str, value: Any, axes: Mapping[str, Sequenc
             _require_swept(text, (*place, number, path), path)
             if name == "exclude" and path not in axes:
                 known = f"the axes are {', '.join(axes)}" if axes else "the recipe has no axes"
-                raise UsageError(f"{line}sweep.exclude names {path}, which is no axis", remedy=known)
+                raise UsageError(f"{line}sweep.exclude names {path}, which is not an axis", remedy=known)
             if name == "exclude" and wanted not in axes[path]:
                 known = ", ".join(map(str, axes[path]))
                 raise UsageError(f"{line}sweep.exclude: {path} has no value {wanted!r}", remedy=f"it has {known}")

@@ -222,7 +222,7 @@ def test_a_row_that_cannot_be_exported_is_refused_before_anything_is_printed_or_
     torch_only = fakes.write_run(tmp_path / "reference", [reference]).folder
     for folder, name, problem in (
         (result, "zero7", "--export zero7: no such row (one of zero0, zero1, zero2, zero3)"),
-        (flat_copy(result, tmp_path), "zero2", "a flat JSON does not tell the configuration"),
+        (flat_copy(result, tmp_path), "zero2", "a flat JSON does not have the configuration"),
         (torch_only, "ddp", "is torch's own engine"),
     ):
         with subtests.test(name=name, of=folder.name):

@@ -68,7 +68,7 @@ def test_a_terminal_of_ascii_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("path", ["", "  "])
 def test_an_empty_path_is_refused_as_in_every_other_flag(path: str) -> None:
-    with pytest.raises(UsageError, match="--nvme-path: an empty text is no path"):
+    with pytest.raises(UsageError, match="--nvme-path: an empty text is not a path"):
         commands.build_parser().parse_args(["doctor", "--nvme-path", path])
 
 

@@ -63,7 +63,7 @@ def test_every_size_and_pass_is_a_trial_of_its_own_and_a_row_of_every_table(
 
     page = tmp_path / "page.html"
     assert commands.main(["report", str(scripted.folder), "--html", str(page)]) == 0
-    assert capsys.readouterr().out.rstrip() == printed.rstrip()
+    assert capsys.readouterr().out.strip() == printed.strip()
     assert commands.main(["report", str(scripted.folder), "--markdown"]) == 0
     markdown = capsys.readouterr().out
     flat = next(scripted.output.glob("comparison_*.json"))
@@ -83,7 +83,7 @@ def test_times_without_synchronisation_are_labelled_wherever_they_are_shown(
     assert [trial.workload.synchronized for trial in scripted.launcher.launched] == [False]
     printed = capsys.readouterr().out
     assert printed.count("wrong on purpose") == 2  # in the title and as a note
-    assert "no warm-up" in printed.splitlines()[0]
+    assert "no warm-up" in printed.strip().splitlines()[0]
     (row,) = csv.DictReader(output.read_text().splitlines())
     assert row["synchronized"] == "False"
     assert "not synchronized (wrong on purpose)" in row["caveats"]

@@ -241,7 +241,7 @@ def test_a_global_batch_with_files_that_keep_their_batch(
     assert run(text.replace("steps: 4", "steps: 4, global_batch_size: 16"), "--num-gpus", "4") == 0
     assert {trial.ds_config["train_batch_size"] for trial in scripted.launcher.launched} == {16}
     assert run(text.replace("steps: 4", "steps: 4, global_batch_size: 10"), "--num-gpus", "4") == 2
-    assert "is no multiple of 2 sequences × 2 data-parallel ranks in mine" in capsys.readouterr().err
+    assert "is not a multiple of 2 sequences × 2 data-parallel ranks in mine" in capsys.readouterr().err
     # Ranks that a sequence cannot be split among make one row unsupported, and refuse no other.
     other = SMALL.replace("{stages: [0, 2]}", "{stages: [0], configs: [mine.json]}").replace(
         "batch_size: 2", "batch_size: 1"
@@ -261,7 +261,7 @@ def test_a_global_batch_need_be_whole_only_for_the_ranks_that_see_other_data(
 ) -> None:
     text = SMALL.replace("steps: 4", "steps: 4, global_batch_size: 2")
     assert run(text, "--num-gpus", "2") == 2
-    assert "no multiple of 2 sequences × 2 data-parallel ranks in ZeRO-0" in capsys.readouterr().err
+    assert "not a multiple of 2 sequences × 2 data-parallel ranks in ZeRO-0" in capsys.readouterr().err
     assert run(text + "axes: {sequence_parallel: [2]}", "--num-gpus", "2") == 0
     assert {trial.ds_config["train_batch_size"] for trial in scripted.launcher.launched} == {2}
 

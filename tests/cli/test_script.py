@@ -168,6 +168,6 @@ def test_shared_memory_that_cannot_be_written_is_told_before_any_work(tmp_path: 
         pytest.skip(f"no mounts of its own for this user: {done.stderr}")
     assert done.returncode == 2, done.stderr
     finding, end = done.stderr.splitlines()
-    assert "/dev/shm cannot be written" in finding
+    assert "/dev/shm is not writable" in finding
     assert "--tmpfs /dev/shm" in finding
     assert "not ready: 1 problem" in end

@@ -60,9 +60,7 @@ def test_rows_of_one_point_are_split_among_more_shards_and_the_table_says_so(
 ) -> None:
     assert run(ONE_POINT, "--shard", "2/2") == 0
     assert scripted.trials == [(16, "zero1", 0), (16, "zero2", 0)]
-    told = (
-        "shard 2/2 has 2 of the 3 rows: what it recommends is among these alone, and report reads all shards together"
-    )
+    told = "shard 2/2 has 2 of the 3 rows: it recommends only among these, and report reads all shards together"
     assert f"note: {told}" in capsys.readouterr().err
     assert told in json.loads((folders(scripted)[0] / "run.json").read_text())["notes"]
     assert run(ONE_POINT, "--shard", "1/2") == 0
@@ -112,7 +110,7 @@ def test_a_script_runs_a_shard_of_its_rows(scripted: ScriptedRun, capsys: pytest
 @pytest.mark.parametrize(
     ("text", "flags", "message"),
     [
-        (RECIPE, ("--shard", "4/3"), "4/3 is no part I/N: I is from 1 to N"),
+        (RECIPE, ("--shard", "4/3"), "4/3: I must be from 1 to N"),
         (RECIPE, ("--shard", "1/10"), "10 shards of a plan with 9 rows in all (give 9 or fewer)"),
         (RECIPE + "output: {csv: all.csv}", ("--shard", "1/3"), "output.csv with --shard: each shard would replace"),
         (

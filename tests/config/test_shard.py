@@ -53,5 +53,5 @@ def test_more_shards_than_rows_are_refused() -> None:
 
 def test_a_text_that_is_no_shard_is_refused(subtests: pytest.Subtests) -> None:
     for text in ("", "3", "0/4", "5/4", "1/0", "-1/4", "1/4/4", "a/b", "²/4", "1/99999999999", "1 /2"):
-        with subtests.test(text), pytest.raises(ValueError, match="is no part I/N"):
+        with subtests.test(text), pytest.raises(ValueError, match=r"I/N|I must be"):
             Shard.parse(text)
