@@ -83,7 +83,7 @@ def test_times_without_synchronisation_are_labelled_wherever_they_are_shown(
     assert [trial.workload.synchronized for trial in scripted.launcher.launched] == [False]
     printed = capsys.readouterr().out
     assert printed.count("wrong on purpose") == 2  # in the title and as a note
-    assert "no warm-up" in printed.strip().splitlines()[0]
+    assert "no warm-up" in " ".join(printed.split("\n\n")[0].split())
     (row,) = csv.DictReader(output.read_text().splitlines())
     assert row["synchronized"] == "False"
     assert "not synchronized (wrong on purpose)" in row["caveats"]
