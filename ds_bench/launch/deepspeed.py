@@ -92,7 +92,7 @@ def launch_command(placement: Placement, folder: Path, devices: Sequence[int] | 
     if placement.hosts:
         # For --dry-run, which asks no host; DeepSpeed's default port (constants.py, TORCH_DISTRIBUTED_DEFAULT_PORT).
         master = placement.master_addr or placement.hosts[0][0], placement.master_port or 29500
-        return node_command(placement, 0, master)
+        return [*node_command(placement, 0, master), str(folder)]
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_local_rank", "--master_port", str(free_port())]
     # An empty hostfile, since there may be one at the launcher's default path.
     command += ["--hostfile", os.devnull, "--master_addr", "127.0.0.1"]

@@ -142,9 +142,8 @@ class HostAgent:
         config: Mapping[str, Any],
         master: tuple[str, int],
         variables: Mapping[str, str],
-        ranks: int,
     ) -> None:
-        """Prepares a trial. ``trial``: its id. ``variables``: those that the user has set. ``ranks``: on this host."""
+        """Prepares a trial. ``trial``: its id. ``variables``: those that the user has set."""
         asked = Assignment.from_dict(assignment)
         placement, environ = asked.trial.placement, {**os.environ, **variables}
         address, port = master
@@ -155,8 +154,6 @@ class HostAgent:
             **interface_variables(address, environ),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
-            # DeepSpeed counts the devices of the CPU accelerator by it (accelerator/cpu_accelerator.py, device_count).
-            "LOCAL_SIZE": str(ranks),
         }
         self._trial = HostTrial(trial, self._send)
         own = {name: value for name, value in self._variables.items() if name != "PYTHONPATH"}

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,12 +20,12 @@ from typing import Any
 from ..records.rank_files import (
     CONFIG_FILE,
     EXITS_FILE,
+    HOST_FOLDER_PREFIX,
     LEADER_LOG,
     TRIAL_FILE,
     TRIAL_VARIABLE,
     Assignment,
     append_exit,
-    host_folders,
 )
 from ..system import files, processes
 from ..system.host_memory import read_oom_kill_count
@@ -59,7 +60,7 @@ class HostTrial:
 
     def __init__(self, scratch_id: str, send: Send = lambda _message: None) -> None:
         self.scratch_id, self._send = scratch_id, send
-        self._private = host_folders(scratch_id)[0]
+        self._private = Path(tempfile.gettempdir()) / f"{HOST_FOLDER_PREFIX}{os.getuid()}_{scratch_id}"
         self.folder: Path | None = None
         """Of the trial's files; None before :meth:`begin`."""
         self._assignment: Assignment | None = None
@@ -102,11 +103,10 @@ class HostTrial:
         self._assignment.save(self.folder, config)
 
     def start_ranks(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
-        """Runs a command that starts this host's ranks, as the child of a leader."""
+        """Runs a command that starts this host's ranks, as the child of a leader; its last word is the folder."""
         assert self.folder is not None
-        own = {name: value for name, value in variables.items() if name != "TMPDIR"}  # ranks find their folder there
-        environment = processes.child_environment({**own, TRIAL_VARIABLE: self.scratch_id})
-        self._leader = start_leader(self.folder, command, environment, Path("/"))
+        environment = processes.child_environment({**variables, TRIAL_VARIABLE: self.scratch_id})
+        self._leader = start_leader(self.folder, [*command, str(self.folder)], environment, Path("/"))
 
     @property
     def ranks_ended(self) -> bool:
@@ -210,10 +210,9 @@ class HostTrial:
         """Removes the private folder and what the ranks leave behind."""
         if self._assignment is not None:
             remove_scratch(self._assignment)
-        for folder in host_folders(self.scratch_id):
-            with contextlib.suppress(OSError):
-                if folder.lstat().st_uid == os.getuid():
-                    shutil.rmtree(folder)
+        with contextlib.suppress(OSError):
+            if self._private.lstat().st_uid == os.getuid():
+                shutil.rmtree(self._private)
 
 
 def find_trial_processes(*scratch_ids: str) -> set[int]:

@@ -69,8 +69,7 @@ def _run_forked_rank(folder: Path, rank: int, world_size: int, run_rank: Callabl
 def lead_command(folder: Path, command: list[str], working_folder: Path) -> int:
     """Cold launch: runs a launcher's command and waits. Returns the exit code."""
     _become_leader(folder)
-    # Where the variable is set, but empty, ranks are started on other hosts, where another process has this id.
-    environment = {processes.LEADER_VARIABLE: str(os.getpid()), **os.environ}
+    environment = {**os.environ, processes.LEADER_VARIABLE: str(os.getpid())}
     child = subprocess.Popen(
         command,
         # With several nodes the launcher puts its working folder first on PYTHONPATH (launcher/runner.py): in a user's

@@ -71,7 +71,6 @@ class RemoteTrial:
             self._begun.append(connection)
         self._hosts.request_all(
             "begin",
-            [{"ranks": ranks} for _, ranks in self._placement.hosts],
             timeout_seconds=_BEGIN_SECONDS,
             trial=self.scratch_id,
             folder="/".join(self._folder.resolve().parts[-2:]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -39,8 +38,6 @@ class Leader:
     """None where agents on other hosts start the ranks."""
     wait: Callable[[float], bool]
     """Waits at most the seconds given. Returns whether the process has ended."""
-    first_signal: int = signal.SIGTERM
-    """With which its session is ended."""
 
 
 Start = Callable[[Trial, Path, RemoteTrial | None], Leader]
@@ -161,7 +158,6 @@ def _end_trial(
         leader.pid if leader is not None else None,
         earlier=earlier,
         grace_seconds=grace_seconds,
-        first_signal=leader.first_signal if leader is not None else signal.SIGTERM,
     )
     if leader is not None:
         # Lets Popen or multiprocessing note that it has ended.

@@ -16,9 +16,7 @@ import json
 import math
 import os
 import re
-import stat
 import struct
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -44,29 +42,7 @@ _MOST_EXITS_BYTES = 2**22
 TRIAL_VARIABLE = "DS_BENCH_TRIAL"
 """On several hosts the ``scratch_id`` of the trial, in every process that belongs to it."""
 HOST_FOLDER_PREFIX = "ds_bench_trial_"
-
-
-def host_folders(scratch_id: str) -> list[Path]:
-    """Where a host's private folder of a trial may lie; the agent makes the first of them.
-
-    Ranks that were started another way than the agent may have another temporary folder.
-    """
-    name = f"{HOST_FOLDER_PREFIX}{os.getuid()}_{scratch_id}"
-    return [Path(folder) / name for folder in dict.fromkeys([tempfile.gettempdir(), "/tmp"])]
-
-
-def find_host_folder(scratch_id: str) -> Path:
-    """The folder of a trial's files on this host, within the private one, and named there as it is in the run's folder.
-
-    Raises RuntimeError if there is none that only this user can use.
-    """
-    for folder in host_folders(scratch_id):
-        with contextlib.suppress(OSError, StopIteration):
-            # /tmp is shared: another user may have made a folder or a link of this name, which lstat does not follow.
-            status = folder.lstat()
-            if status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077:
-                return next(folder.glob("*/*"))
-    raise RuntimeError(f"trial {scratch_id} has no folder on this host: it has ended, or its agent has")
+"""Of the private folder of a trial that each of several hosts makes in its temporary folder."""
 
 
 def rank_file(folder: Path, rank: int) -> Path:

@@ -1,10 +1,10 @@
 """A rank started by a launcher, or by hand for debugging: ``python -m ds_bench.worker TRIAL_FOLDER``.
 
-The launcher's RANK, LOCAL_RANK and WORLD_SIZE say which rank, or the variables of Open MPI, MPICH, Intel MPI or Slurm;
-without any it is rank 0 of 1. A failure is in the rank's file, and its message on standard error too.
+The launcher's RANK, LOCAL_RANK and WORLD_SIZE say which rank; without them it is rank 0 of 1. A failure is in the
+rank's file, and its message on standard error too.
 
-On several hosts there is no argument: DS_BENCH_TRIAL names the trial's private folder on the host. The rank
-is then a child of this process, which adds to ``exits.jsonl`` how it ended, as the leader does on one host.
+On several hosts, where DS_BENCH_TRIAL is set, the rank is a child of this process, which adds to ``exits.jsonl`` how it
+ended, as the leader does on one host.
 """
 
 from __future__ import annotations
@@ -14,39 +14,21 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
-from ..records.rank_files import TRIAL_VARIABLE, append_exit, find_host_folder, rank_file
+from ..records.rank_files import TRIAL_VARIABLE, append_exit, rank_file
 from ..system.processes import die_with_leader, die_with_parent
 from .rank import run
-
-_RANK_VARIABLES = {
-    "RANK": ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"),
-    "LOCAL_RANK": ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
-    "WORLD_SIZE": ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"),
-}
-"""Variable that DeepSpeed reads → those that launchers set, first match wins."""
-
-
-def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """RANK, LOCAL_RANK and WORLD_SIZE, each where a launcher has set one of its names for it."""
-    found = {name: [environ[each] for each in names if each in environ] for name, names in _RANK_VARIABLES.items()}
-    return {name: values[0] for name, values in found.items() if values}
 
 
 def main() -> int:
     die_with_parent()
-    trial = os.environ.get(TRIAL_VARIABLE)
-    if len(sys.argv) == 1 and trial is not None:
-        # Before RANK is read: launchers set other names, and DeepSpeed and the lines below read these.
-        os.environ.update(rank_variables(os.environ))
-        folder = find_host_folder(trial)
+    folder = Path(sys.argv[-1])
+    if TRIAL_VARIABLE in os.environ:
         # Here, before torch is imported: its threads and a use of CUDA would not survive the fork.
         watch_rank(folder, int(os.environ.get("RANK", "0")))
     else:
         die_with_leader()
-        folder = Path(sys.argv[-1])
     rank = int(os.environ.get("RANK", "0"))
     standard_error = os.dup(2)  # the rank sends its own to a log
     code = run(

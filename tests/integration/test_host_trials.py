@@ -22,13 +22,13 @@ from ds_bench.launch.hosts import Hosts
 from ds_bench.records.rank_files import Assignment, read_beat
 from ds_bench.records.schema import TrialRecord
 from tests.support.local_agents import local_agents, make_hosts_trial
-from tests.support.real_trials import SHORT, SUPPORT, make_trial
+from tests.support.real_trials import SHORT, SUPPORT
 
 RANK = """
 import os, sys, time
 from pathlib import Path
-from ds_bench.records.rank_files import HeartbeatWriter, find_host_folder
-folder = find_host_folder(os.environ["DS_BENCH_TRIAL"])
+from ds_bench.records.rank_files import HeartbeatWriter
+folder = Path(sys.argv[-1])
 HeartbeatWriter(folder, int(sys.argv[1])).beat("step", 3)
 (folder / f"rank{sys.argv[1]}.log").write_text("a" * 3_000_000)
 time.sleep(600)
@@ -95,33 +95,6 @@ def test_ranks_that_agents_start_train_together_and_their_files_come_back(hosts:
     assert marked(folder) == set()
 
 
-SHOW_VARIABLES = """
-import os, sys, time
-from ds_bench.records.rank_files import find_host_folder
-folder = find_host_folder(os.environ["DS_BENCH_TRIAL"])
-names = ("LOCAL_SIZE", "NCCL_DEBUG", "GLOO_TIMEOUT", "NCCL_TOKEN")
-(folder / f"rank{sys.argv[1]}.log").write_text(" ".join(os.environ.get(name, "-") for name in names))
-time.sleep(4)  # until both hosts have sent theirs
-"""
-
-
-def test_ranks_know_how_many_share_their_host_and_have_the_variables_of_communication(
-    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"NCCL_DEBUG": "INFO", "GLOO_TIMEOUT": "9", "NCCL_TOKEN": "hf_" + 30 * "x"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(
-        cold, "node_command", lambda _place, number, _master: [sys.executable, "-c", SHOW_VARIABLES, str(2 * number)]
-    )
-    trial = make_trial(launcher="deepspeed", hosts=(("a", 2), ("b", 1)), num_gpus=3, master_addr="127.0.0.1")
-    folder = tmp_path / "run" / "trials" / "t1"
-    folder.mkdir(parents=True)
-    variables = rank_environment.rank_environment(trial.placement, os.environ)
-    cold.DeepSpeedLauncher(variables, SHORT, hosts=hosts).launch(trial, folder, lambda _progress: None)
-    logs = [(folder / f"rank{first}.log").read_text() for first in (0, 2)]
-    assert logs == ["2 INFO 9 -", "1 INFO 9 -"]
-
-
 @pytest.mark.usefixtures("ranks_that_hang")
 def test_a_lost_host_is_a_timeout_that_names_it_and_the_next_trial_connects_again(hosts: Hosts, tmp_path: Path) -> None:
     for number, why in ((1, "b: the connection ended"), (2, "a: the connection ended")):
@@ -168,7 +141,6 @@ def test_an_agent_that_hears_nothing_more_ends_the_trial_on_its_host(tmp_path: P
         "config": {},
         "master": ["127.0.0.1", 1],
         "variables": {},
-        "ranks": 1,
     }
     # A large profile, which nobody receives any more, does not keep the agent from its end.
     rank = RANK.replace("time.sleep", '(folder / "large").touch(); os.truncate(folder / "large", 2**37); time.sleep')

@@ -13,7 +13,6 @@ import pytest
 from ds_bench.config.spec import Workload
 from ds_bench.records.rank_files import Assignment
 from ds_bench.system import host_memory
-from ds_bench.worker.__main__ import rank_variables
 from ds_bench.worker.rank import choose_cpus
 from tests.support import fakes
 
@@ -87,15 +86,3 @@ def test_numa_nodes_are_read_from_the_kernel(tmp_path: Path) -> None:
         (folder / "cpulist").write_text(text)
     assert host_memory.numa_cpus(tmp_path) == [[0, 1, 2, 3, 6], [8, 9]]
     assert len(host_memory.numa_cpus(tmp_path / "none")) == 1
-
-
-def test_a_rank_is_numbered_by_whatever_launcher_started_it() -> None:
-    """Open MPI, MPICH, Intel MPI and Slurm set none of the names that DeepSpeed reads."""
-    for environ in (
-        {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
-        {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"},
-        {"PMI_RANK": "3", "MPI_LOCALRANKID": "1", "PMI_SIZE": "4"},
-        {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4"},
-    ):
-        assert rank_variables(environ) == {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
-    assert rank_variables({"PATH": "/bin"}) == {}
