@@ -39,7 +39,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
     """Two hosts without a shared file system, whose own names stand for a loopback address."""
     folder = tmp_path_factory.mktemp("hosts")
     try:
-        with make_two_hosts(folder, shared_file_system=False, own_names_on_loopback=True) as both:
+        with make_two_hosts(folder) as both:
             yield both
     except NoHostsError as error:
         pytest.skip(f"no hosts can be made here: {error}")

@@ -152,7 +152,7 @@ class TwoHosts:
     a: Host
     b: Host
     folder: Path
-    """The folder for results, by its name on both hosts; one and the same where the file system is shared."""
+    """The folder for results, by its name on both hosts."""
     hostfile: Path
     """On host ``a``, with one slot for each host."""
     variables: dict[str, str] = field(default_factory=dict)
@@ -164,14 +164,11 @@ class TwoHosts:
 
 
 @contextlib.contextmanager
-def make_two_hosts(
-    folder: Path, *, shared_file_system: bool, own_names_on_loopback: bool = False
-) -> Iterator[TwoHosts]:
-    """Makes two hosts, and removes them. ``folder``: an empty folder; its subfolder ``work`` is what both hosts see.
+def make_two_hosts(folder: Path) -> Iterator[TwoHosts]:
+    """Makes two hosts, and removes them. ``folder``: an empty folder; each host has its own subfolder ``work``.
 
-    Without a shared file system, ``work`` is another folder on each host, under the same name.
-    ``own_names_on_loopback``: each host's own name stands for 127.0.1.1 there, as Debian's installer writes it.
-    Raises NoHostsError with the reason.
+    Each host's own name stands for 127.0.1.1 there, as Debian's installer writes it. Raises NoHostsError with the
+    reason.
     """
     missing = [name for name in TOOLS if shutil.which(name) is None]
     if missing:
@@ -181,13 +178,12 @@ def make_two_hosts(
     work = folder / "work"
     work.mkdir()
     ssh = _write_ssh_files(folder)
-    loopback = "127.0.1.1" if own_names_on_loopback else None
     with contextlib.ExitStack() as stack:
         hosts = []
         for name in NAMES:
-            source = folder / "shared" if shared_file_system else folder / f"work of {name}"
-            source.mkdir(exist_ok=True)
-            hosts.append(_make_host(name, {str(source): str(work)}, ssh[name], loopback))
+            source = folder / f"work of {name}"
+            source.mkdir()
+            hosts.append(_make_host(name, {str(source): str(work)}, ssh[name]))
             stack.callback(hosts[-1].kill)
         a, b = hosts
         _join(a, b)
@@ -208,10 +204,10 @@ def _variables(host: Host, work: Path) -> dict[str, str]:
     return {**kept, "COLUMNS": "160", "PYTHONPATH": str(ROOT / "tests" / "support")}
 
 
-def _make_host(name: str, folders: Mapping[str, str], ssh_folder: Path, own_address: str | None) -> Host:
+def _make_host(name: str, folders: Mapping[str, str], ssh_folder: Path) -> Host:
     # A checkout or an environment below /tmp stays visible there.
     kept = {str(path) for path in (ROOT, sys.prefix, sys.base_prefix) if Path(path).is_relative_to("/tmp")}
-    addresses = NAMES | ({name: own_address} if own_address else {})
+    addresses = NAMES | {name: "127.0.1.1"}
     hosts_file = "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in addresses.items())
     description = {
         "name": name,
