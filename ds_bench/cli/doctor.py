@@ -24,12 +24,12 @@ READY, NOT_READY = 0, 2
 def show_findings(
     nvme_path: Path | None, build: bool, as_json: bool, configs: Sequence[Path] = (), hostfile: Path | None = None
 ) -> int:
-    """Run all checks and print their findings. Return 2 if there is a problem, else 0; a warning is no problem.
+    """Run all checks and print their findings. Return 2 if there is a problem, else 0. Warnings do not count.
 
     ``build``: also build missing ops. ``configs``: files and folders of configurations to check. ``hostfile``: hosts
-    to check too. Raises UsageError for a file that is no configuration or no hostfile.
+    to check too. Raises UsageError for an invalid configuration or hostfile.
     """
-    # Read first: a file that is no configuration is refused before checks that may take minutes.
+    # Read first: an invalid file is refused before checks that may take minutes.
     files, file_lines = read_configuration_files(configs)
     groups = checks.run_all_checks(
         SystemAccess(), nvme_path=nvme_path, build=build, files=files, file_lines=file_lines, hostfile=hostfile

@@ -1,4 +1,4 @@
-"""Which checks of this machine run, and in which order: all of them, or those that a plan needs before its first trial.
+"""Runs the checks of this machine in order: all of them, or the ones a plan needs before its first trial.
 
 The other modules of this package hold the checks, one module per subject; ``cli/doctor.py`` prints them. Other hosts
 are checked only with ``hostfile`` (:mod:`.hosts`).

@@ -1,4 +1,4 @@
-"""What a check of this machine returns, and how it reads the machine.
+"""Results of checks of this machine, and their access to the machine.
 
 A check is a function that yields findings. It never raises because of the machine's state: see :func:`run_check`. It
 reads files, variables, programs and GPUs only through :class:`SystemAccess`, so that a test can make up a machine. No
@@ -97,7 +97,7 @@ def run_checks(checks: Mapping[str, Callable[[], Finding]]) -> Iterator[Finding]
 
 
 def find_program(name: str) -> str | None:
-    """Return the path of a program on PATH or beside the interpreter, whose environment need not be activated."""
+    """Return the path of a program on PATH or next to the interpreter, whose environment need not be activated."""
     beside = Path(sys.executable).with_name(name)
     return shutil.which(name) or (str(beside) if beside.is_file() and os.access(beside, os.X_OK) else None)
 

@@ -26,7 +26,7 @@ def has_amd_gpu(root: Path = ROOT) -> bool:
 def check(
     system: SystemAccess, inventory: GpuInventory, torch_cuda: str | None, slots: Collection[int] | None = None
 ) -> Iterator[Finding]:
-    """Yield findings for each GPU that ``CUDA_VISIBLE_DEVICES`` leaves, or why there is none.
+    """Yield findings for each GPU that ``CUDA_VISIBLE_DEVICES`` leaves, or why no GPU is visible.
 
     ``slots``: the numbers of those that are used; None for all.
     """

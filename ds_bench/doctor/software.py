@@ -181,8 +181,8 @@ def find_compiler(system: SystemAccess, variable: str) -> str | None:
 
 
 def _compiler_command(system: SystemAccess, variable: str) -> str:
-    # Without CXX torch takes c++ (get_cxx_compiler). Without CC setuptools, with which DeepSpeed looks for libaio,
-    # takes the compiler that built Python.
+    # Without CXX torch takes c++ (get_cxx_compiler). Without CC setuptools, which DeepSpeed uses to look for
+    # libaio, takes the compiler that built Python.
     default = "c++" if variable == "CXX" else sysconfig.get_config_var("CC") or "cc"
     return system.environ.get(variable) or str(default)
 
@@ -284,13 +284,13 @@ def _not_buildable(op: str, reason: str, level: Level) -> Finding:
 
 
 def _check_unbuilt(system: SystemAccess, op: str, accelerator: Accelerator, folder: Path, level: Level) -> Finding:
-    """What the cache and the installed programs show of an op, without building it."""
+    """The state of an op according to the cache and the installed programs, without building it."""
     name = _title(op)
     if ops.is_built(op, folder):
         return ok(name, "built")
     with contextlib.suppress(FileNotFoundError), ops.lock_file(op, folder).open() as file:
         try:
-            # Shared: a build holds this lock alone, and two doctors must not take each other for one.
+            # Shared: a build holds an exclusive lock, and two doctors must not take each other for a build.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return ok(name, "another run is building it")
@@ -304,7 +304,7 @@ def _check_unbuilt(system: SystemAccess, op: str, accelerator: Accelerator, fold
     if op in (ops.FUSED_ADAM, ops.ASYNC_IO) and accelerator == "cuda" and toolkit_release(system) is None:
         return _not_buildable(op, ops.NO_TOOLKIT, level)
     log = folder / f"{op}.log"
-    # The log of a build stays; as the op is not there, it is that of a build that failed.
+    # The log of a build stays. The op is not there, so that build failed.
     if log.exists():
         remedy = f"read it, then {BUILD_COMMAND}"
         return Finding(name=name, level=level, text=f"the last build failed: {log}", remedy=remedy)

@@ -91,7 +91,7 @@ def needed_ops(accelerator: Accelerator, configurations: Iterable[Configuration]
 
 
 def loaded_ops(accelerator: Accelerator, configurations: Sequence[Configuration]) -> list[str]:
-    """Return the needed ops and those of optimizers on a GPU, which torch's own optimizers can replace."""
+    """Return the needed ops and the ops of optimizers on a GPU, which torch's own optimizers can replace."""
     on_gpu = [each for each in configurations if not each.offloads_optimizer and not each.is_reference]
     kinds = [optimizer_kind(each.deepspeed_config) for each in on_gpu] if accelerator == "cuda" else []
     fused = map(_FUSED_OPTIMIZER_OPS.get, kinds)
@@ -101,7 +101,7 @@ def loaded_ops(accelerator: Accelerator, configurations: Sequence[Configuration]
 def cache_folder(accelerator: Accelerator, architectures: str | None = None) -> Path:
     """Return the folder of ops built for this Python, torch, DeepSpeed, accelerator, processor and CUDA architectures.
 
-    Loading an op writes beside it (a lock, ninja's log), so the folder is in the first writable one of
+    Loading an op writes next to it (a lock, ninja's log), so the folder is in the first writable one of
     :func:`cache_roots`.
     """
     parts = [sysconfig.get_python_version()]
@@ -247,7 +247,7 @@ def _build(
         # Only after the op was loaded: other runs trust this file.
         mark = folder / f"{name}.ready"
         write_json(mark, answer["libraries"])
-        # Sources may have a time in the future, as those of a file server whose clock is ahead.
+        # Sources may have a time in the future, for example on a file server whose clock is ahead.
         latest = max(mark.stat().st_mtime, _sources_time())
         os.utime(mark, (latest, latest))
         return OpState(op=name, ready=True, seconds=answer["seconds"])

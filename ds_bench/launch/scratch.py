@@ -59,7 +59,7 @@ def remove_abandoned(*folders: Path) -> list[Path]:
     removed = []
     for path, text in _owned_paths([_SHARED_MEMORY, Path(tempfile.gettempdir()), *folders]):
         match = ended_owner.search(text)
-        # The kernel gives process ids again, hence the start time.
+        # The kernel reuses process ids, so the start time is compared too.
         if match is None or (is_alive(int(match[1])) and start_ticks(int(match[1])) == int(match[2])):
             continue
         if _remove_own(path):
@@ -145,7 +145,7 @@ def new_scratch_id() -> str:
 
 
 def rendezvous_file(scratch_id: str) -> Path:
-    """Return the file through which the ranks of a trial find each other, in a folder whose path may stand in a URL.
+    """Return the file through which the ranks of a trial find each other, in a folder whose path is valid in a URL.
 
     Its name is also their MASTER_ADDR, so that the names of their shared memory hold the owner.
     """
@@ -207,7 +207,7 @@ def remove_stale_locks(folder: Path) -> list[Path]:
     """Remove and return the locks of killed programs in a folder of ops."""
     removed = []
     for lock in folder.glob("*/lock"):
-        # One by one: between the look and the removal nobody should take the lock anew.
+        # One by one: between the check and the removal no program should take the lock again.
         if not _is_open(lock):
             lock.unlink(missing_ok=True)
             removed.append(lock)

@@ -44,9 +44,9 @@ class ResolvedModel:
     max_positions: int | None = None
     """Longest sequence in tokens; None without a limit, and for a factory."""
     vocabulary_size: int | None = None
-    """Number of token ids; None for a factory, and where its config has none."""
+    """Number of token ids; None for a factory, and if its config has none."""
     hidden_size: int | None = None
-    """Width from which the Trainer computes "auto" values; None for a factory, and where its config has none."""
+    """Width from which the Trainer computes "auto" values; None for a factory, and if its config has none."""
 
 
 def resolve_model(
@@ -57,7 +57,7 @@ def resolve_model(
     environment: Mapping[str, str],
     offline_reason: str | None = None,
 ) -> ResolvedModel:
-    """Find the model with this name. Raise UsageError if there is none.
+    """Find the model with this name. Raise UsageError if it does not exist.
 
     ``environment``: variables of the child process. ``offline_reason``: why the Hub is not asked; None if it is.
     """

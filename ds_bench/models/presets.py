@@ -1,14 +1,14 @@
 """Built-in models, as architectures without weights, and their counts.
 
 Weights do not matter for speed, so a preset is only the arguments of ``AutoConfig.for_model(model_type, **config)``;
-the JSON files beside this module have them, one file per family. They differ from the published configs in one thing:
+the JSON files next to this module have them, one file per family. They differ from the published configs in one thing:
 ``use_cache`` is off, because training reads no key-value cache. Dropout is the family's own (0.1 for GPT-2 and OPT),
 since that is what a user trains with; ``--dropout`` changes it. The presets ``size-…`` are the sizes of the model-size
 benchmark, which no maker published: models like GPT-2, without dropout. Those that end in ``-text`` are the language
 model of a published model that also reads images.
 
-Their counts are in ``counts.json``: those of the models that Transformers 5 builds (``worker.model_counts``), kept so
-that no command has to build them. ``scripts/make_model_counts.py`` writes that file.
+Their counts are in ``counts.json``, counted on models built by Transformers 5 (``worker.model_counts``), so that no
+command has to build them. ``scripts/make_model_counts.py`` writes that file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PRESET_FILES = (
     "gpt2", "model_sizes", "opt", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3",
     "phi3", "deepseek_v2", "gpt_oss",
 )  # fmt: skip
-"""Names of the JSON files, in the order in which presets are listed; inside a file they go by release and size."""
+"""Names of the JSON files, in the order of the list of presets; inside a file they go by release and size."""
 _SUFFIXES = re.compile(r"-(hf|pt|v[0-9.]+)$")
 """Ends of names on the Hub that a short name leaves out."""
 
@@ -35,7 +35,7 @@ class ModelFacts:
     """A model's config and its counts: elements (not bytes) of the whole model, before any partitioning."""
 
     name: str
-    """What the user calls it: a preset's name, a path, or a name of the user's own."""
+    """The user's name for it: a preset's name, a path, or a name of the user's own."""
     model_type: str
     """The architecture family as Transformers calls it, such as ``gpt2`` or ``mixtral``."""
     config: Mapping[str, Any] = field(hash=False)
@@ -72,7 +72,7 @@ def preset_names() -> tuple[str, ...]:
 
 
 def find_preset(name: str) -> ModelFacts | None:
-    """The preset with this name or short name, in upper or lower case; None if there is none.
+    """The preset with this name or short name, in upper or lower case; None if no preset has it.
 
     A short name does not stand for a preset where a folder of that name is in the current folder.
     """

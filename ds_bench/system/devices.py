@@ -1,6 +1,6 @@
 """Memory and peak rates of accelerators, by the name of the device.
 
-``devices.json`` has three facts. ``compute_capability`` is that of NVIDIA's devices (developer.nvidia.com/cuda-gpus).
+``devices.json`` has three facts. ``compute_capability``: of NVIDIA's devices only (developer.nvidia.com/cuda-gpus).
 ``memory_gb``: the device's total as CUDA or HIP reports it (``torch.cuda.mem_get_info``), with ECC on if that is the
 default, in GB of 2**30 bytes, by the name that a user gives. It is less than the name says if the manufacturer counts
 in 10**9, or driver and ECC take a part: an "80 GB" H100 shows about 79.1, and drivers differ by some tenths.
@@ -30,7 +30,7 @@ _EXAMPLES = ["A100-80GB", "H100", "H200", "L40S", "MI300X", "RTX-4090"]
 
 
 def names() -> tuple[str, ...]:
-    """The names of all devices whose memory is known."""
+    """Return the names of all devices whose memory is known."""
     return tuple(_memory_gb())
 
 
@@ -56,7 +56,7 @@ def compute_capability(text: str) -> tuple[int, int] | None:
 
 
 def matching_names(text: str, names: Iterable[str]) -> list[str]:
-    """Those of ``names`` that ``text`` means: literally, else without what a driver adds to a device's name.
+    """Return the ``names`` that ``text`` means: literally, else without what a driver adds to a device's name.
 
     Form factor and memory type are left out first, then the size, then size and memory type, then all three. So
     "H100 PCIe 80GB" is the "H100 PCIe" if that exists, and never another device whose name begins the same.
@@ -74,7 +74,7 @@ def _without_form(text: str) -> str:
 
 
 def memory_bytes(text: str) -> int:
-    """Bytes of memory for a GPU's name, or for a size such as ``80GB``, ``24GiB`` or ``79.1`` in units of 2**30.
+    """Return the bytes of a GPU's name, or of a size such as ``80GB``, ``24GiB`` or ``79.1`` in units of 2**30.
 
     A name may also be one that nvidia-smi prints: ``NVIDIA H100 80GB HBM3``. A size is taken literally: ``80GB`` is
     80 × 2**30, more than an "80 GB" GPU shows. Raises UsageError with the most similar names for anything else.
@@ -93,7 +93,7 @@ def memory_bytes(text: str) -> int:
     if matching:
         problem, remedy = f"may be {' or '.join(matching)}", "name one"
     else:
-        problem = "is no card known here"
+        problem = "is not a known GPU"
         known = f"known are {', '.join(_EXAMPLES)} and {len(names()) - len(_EXAMPLES)} more"
         remedy = f"nearest: {', '.join(near)}" if near else known
     raise UsageError(f"--gpu {text!r} {problem}", remedy=f"{remedy}, or give its memory, such as --gpu 80GB")
@@ -110,7 +110,7 @@ def _checked_size(text: str, size_gb: float) -> int:
 def _devices_with_memory(text: str) -> list[str]:
     """Names of devices with known memory that ``text`` means; a size in it must agree with the device's memory.
 
-    If there is none, every name that is ``text`` followed by a size: ``A100`` fits two.
+    If no name matches, every name that is ``text`` followed by a size: ``A100`` fits two.
     """
     memory, sizes = _memory_gb(), _SIZE_IN_NAME.findall(_without_form(text))
     matching = matching_names(text, memory)

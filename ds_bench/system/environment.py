@@ -340,7 +340,7 @@ def recorded_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def cpu_model(root: Path = ROOT) -> str | None:
-    """``model name`` of the processor; on ARM, where there is none, the numbers of manufacturer and part."""
+    """``model name`` of the processor; on ARM, which has no name, the numbers of manufacturer and part."""
     lines = (line.partition(":") for line in (read_text(root / "proc/cpuinfo") or "").splitlines())
     facts = {name.strip(): value.strip() for name, _, value in lines}
     if "CPU part" in facts and "model name" not in facts:

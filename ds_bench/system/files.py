@@ -27,7 +27,7 @@ _BUFFER_BYTES = 2**20
 
 @contextmanager
 def opened(path: Path, most_bytes: int) -> Iterator[BinaryIO]:
-    """A regular file of ``most_bytes`` or less, open for reading.
+    """Open a regular file of ``most_bytes`` or less for reading.
 
     Raises OSError: EINVAL for a folder, pipe, socket or device; EILSEQ for a name with a null byte; EFBIG for a larger
     file.
@@ -52,7 +52,7 @@ def opened(path: Path, most_bytes: int) -> Iterator[BinaryIO]:
 
 
 def read_bytes(path: Path, most_bytes: int) -> bytes:
-    """The contents of a regular file. Raises OSError as :func:`opened` does, also if it grows past the limit."""
+    """Return the contents of a regular file. Raises OSError as :func:`opened` does, also if it grows past the limit."""
     with opened(path, most_bytes) as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
@@ -61,12 +61,12 @@ def read_bytes(path: Path, most_bytes: int) -> bytes:
 
 
 def read_text(path: Path, most_bytes: int) -> str:
-    """The contents of a regular file as UTF-8 text. Raises as :func:`read_bytes` does, and UnicodeDecodeError."""
+    """Return the contents of a regular file as UTF-8. Raises as :func:`read_bytes` does, and UnicodeDecodeError."""
     return read_bytes(path, most_bytes).decode("utf-8")
 
 
 def write_text(path: Path, text: str, mode: int = 0o666) -> None:
-    """Replaces a file at once: temporary name, fsync, rename. The target of a link is replaced, not the link; a device
+    """Replace a file at once: temporary name, fsync, rename. The target of a link is replaced, not the link; a device
     or pipe is written to.
 
     ``mode``: permissions, less what the umask takes. Raises OSError naming the file.
@@ -75,9 +75,9 @@ def write_text(path: Path, text: str, mode: int = 0o666) -> None:
 
 
 def write_texts(texts: Mapping[Path, str], mode: int = 0o666) -> None:
-    """Writes several files as :func:`write_text` writes one; none is replaced before all are on disk.
+    """Write several files as :func:`write_text` does; no file is replaced before all are on disk.
 
-    A full disk thus leaves all as they were; only a kill between two renames leaves some new and some old.
+    So a full disk changes nothing; only a kill between two renames leaves some new and some old.
     """
     renames: list[tuple[Path, Path]] = []
     target = Path()
@@ -93,7 +93,7 @@ def write_texts(texts: Mapping[Path, str], mode: int = 0o666) -> None:
             # Noted before it is made, so that it is removed whatever fails from here on.
             renames.append((temporary, target))
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
-            # backslashreplace: a file name that is no UTF-8 holds lone surrogates, which cannot be encoded.
+            # backslashreplace: a file name that is not UTF-8 holds lone surrogates, which cannot be encoded.
             with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
                 file.write(text)
                 file.flush()
@@ -137,7 +137,7 @@ def locked_file(path: Path, wait: Callable[[], None]) -> Iterator[int]:
 
 
 def remove_temporaries(folder: Path, name: str) -> None:
-    """Removes temporary files that killed writers of ``name`` (a pattern) left. No such file may be in use."""
+    """Remove temporary files that killed writers of ``name`` (a pattern) left. No such file may be in use."""
     for temporary in folder.glob(f".{name}.*.tmp"):
         # The part before "tmp" is the pid of the writer; other files that end so are left alone.
         if temporary.name.split(".")[-2].isdecimal() and temporary.is_file():
@@ -145,12 +145,12 @@ def remove_temporaries(folder: Path, name: str) -> None:
 
 
 def disk_is_full(folder: str | None) -> bool:
-    """Whether the file system of a folder, or the user's quota there, has no room for 8 MiB more; False for None."""
+    """Return whether a folder's file system, or the user's quota there, has less than 8 MiB left; False for None."""
     if folder is None:
         return False
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
-            # This takes blocks; statvfs(3) does not tell of a user's quota.
+            # This takes blocks; statvfs(3) does not show a user's quota.
             os.posix_fallocate(probe.fileno(), 0, FULL_DISK_BYTES)
     except OSError as error:
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -158,14 +158,14 @@ def disk_is_full(folder: str | None) -> bool:
 
 
 def nearest_existing(path: Path) -> Path:
-    """The path itself, or the nearest folder above it that exists."""
+    """Return the path itself, or the nearest folder above it that exists."""
     return next(each for each in (path, *path.parents) if each.exists())
 
 
 def require_writable(folder: Path, flag: str, file_bytes: int = 0) -> None:
     """Raise PreflightError if no file of ``file_bytes`` can be made in ``folder``, or in the nearest one above it.
 
-    ``flag``: that named it.
+    ``flag``: the one that named it.
     """
     try:
         # The folder may not be made yet, and is not made here: a run that is refused leaves nothing.
@@ -177,13 +177,13 @@ def require_writable(folder: Path, flag: str, file_bytes: int = 0) -> None:
 
 
 def not_writable(folder: Path, flag: str, error: OSError) -> PreflightError:
-    """What the user is told of a folder that cannot be written. ``flag``: that named it."""
+    """Return the error for a folder that cannot be written. ``flag``: the one that named it."""
     problem = f"{flag} {folder} cannot be written: {error.strerror or error}"
     return PreflightError(problem, remedy=remedy_of(error))
 
 
 def remedy_of(error: OSError) -> str:
-    """What to do about a file or folder that cannot be written."""
+    """Return what to do about a file or folder that cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "free space or inodes on that disk, or give a folder on another one"
     if error.errno == errno.ENOENT:  # of /proc, or of a folder that was removed
@@ -192,7 +192,7 @@ def remedy_of(error: OSError) -> str:
 
 
 def require_working_folder() -> None:
-    """Raises PreflightError if the current folder was removed: relative paths lead nowhere then."""
+    """Raise PreflightError if the current folder was removed: relative paths lead nowhere then."""
     try:
         Path.cwd()
     except FileNotFoundError:

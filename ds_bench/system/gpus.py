@@ -30,7 +30,7 @@ class GpuFacts:
     memory_used_bytes: int | None = None
     """Memory in use on the whole GPU, by every process."""
     sm_clock_mhz: int | None = None
-    """Clock of the multiprocessors at this moment; that of an idle GPU is low."""
+    """Clock of the multiprocessors at this moment; low on an idle GPU."""
     max_sm_clock_mhz: int | None = None
     """The highest clock of the multiprocessors."""
     memory_clock_mhz: int | None = None
@@ -44,7 +44,7 @@ class GpuFacts:
     persistence_mode: bool | None = None
     """Whether the driver stays loaded when no process uses the GPU. If not, each cold start loads it again."""
     throttle_reasons: tuple[str, ...] | None = None
-    """Why the clock is below its maximum now; empty if nothing lowers it. ``gpu_idle`` is no fault."""
+    """Why the clock is below its maximum now; empty if nothing lowers it. ``gpu_idle`` is not a fault."""
     other_processes: tuple[tuple[int, int | None], ...] | None = None
     """Process id and bytes on the GPU of all but this process. In a container the ids may be the host's, or hidden."""
     mig: bool | None = None
@@ -64,7 +64,7 @@ class GpuInventory:
 
 
 def read_gpus(library: Any = None) -> GpuInventory:
-    """Read every GPU from NVML, the library of NVIDIA's driver. Never raises: without a driver there are none.
+    """Read every GPU from NVML, the library of NVIDIA's driver. Never raises: without a driver the list is empty.
 
     ``library``: replaces the ``pynvml`` module in tests.
     """
@@ -114,7 +114,7 @@ def select_visible(environ: Mapping[str, str], gpus: tuple[GpuFacts, ...]) -> tu
 
 
 def _find_gpu(entry: str, gpus: tuple[GpuFacts, ...]) -> GpuFacts | None:
-    """The only GPU with this index, or with a UUID that begins so; ``None`` if there is none, or several."""
+    """The only GPU with this index, or with a UUID that begins so; ``None`` if no GPU or several match."""
     # Before driver 470 a MIG instance was named by its GPU: MIG-GPU-<uuid of the GPU>/<numbers>.
     uuid = entry.removeprefix("MIG-").partition("/")[0] if entry.startswith("MIG-GPU-") else entry
     matches = [

@@ -112,15 +112,15 @@ def parse_numbers(text: str | None) -> set[int]:
         first_text, _, last_text = part.partition("-")
         first, last = int(first_text), int(last_text or first_text)
         if not 0 <= first <= last <= _MAX_CPU_NUMBER:
-            raise ValueError(f"{part!r} is no range of numbers")
+            raise ValueError(f"expected a range of numbers such as 0-3; got {part!r}")
         numbers.update(range(first, last + 1))
     return numbers
 
 
 def cgroup_cpu_periods(root: Path = ROOT) -> tuple[int, int] | None:
-    """Periods in which a CPU quota was enforced so far, and the number of them in which it stopped the cgroup.
+    """Return the periods in which a CPU quota was enforced so far, and how many of them it throttled.
 
-    Those of the nearest cgroup with a quota; ``None`` without one.
+    They belong to the nearest cgroup with a quota; ``None`` without one.
     """
     for group in _cgroups(root, "cpu"):
         counts = read_table(group / "cpu.stat")

@@ -63,7 +63,7 @@ def to_ascii(text: str) -> str:
 
 
 def width_of(stream: IO[str]) -> int:
-    """Return the columns to print in: ``COLUMNS``, else those of the terminal, else 100 for a file."""
+    """Return the columns to print in: ``COLUMNS``, else the terminal's, else 100 for a file."""
     columns = os.environ.get("COLUMNS", "")
     # At most five digits: int() of a very long text raises, and no terminal is so wide.
     if columns.isdecimal() and 0 < len(columns) < 6 and int(columns):
@@ -215,7 +215,7 @@ class StatusLine:
         self._live: Any = None
 
     def say(self, text: str) -> None:
-        """Prints a line that stays."""
+        """Print a line that stays."""
         if not self.quiet:
             self.close()
             print_text(text, self.stream)
@@ -223,7 +223,7 @@ class StatusLine:
             self._shown_at = 0.0 if self._is_terminal else time.monotonic()
 
     def show(self, text: str) -> None:
-        """Redraws the last line, at most once a second."""
+        """Redraw the last line, at most once a second."""
         now = time.monotonic()
         wait_seconds = self._REDRAW_SECONDS if self._is_terminal else self._PLAIN_SECONDS
         if self.quiet or now - self._shown_at < wait_seconds:
@@ -250,7 +250,7 @@ class StatusLine:
         self.close()
 
     def close(self) -> None:
-        """Removes the redrawn line; the next one starts anew."""
+        """Remove the redrawn line; the next one starts again."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -268,7 +268,7 @@ def print_json(text: str) -> None:
 
 @contextmanager
 def ignoring_broken_pipe() -> Iterator[None]:
-    """Within this context a closed pipe (``| head``) is no error; any other failure to write standard output is."""
+    """Within this context ignore a closed pipe (``| head``), but no other failure to write standard output."""
     try:
         yield
         sys.stdout.flush()

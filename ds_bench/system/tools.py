@@ -28,7 +28,7 @@ _GRACE_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolReply:
-    """What a tool printed and how it ended."""
+    """The output of a tool and how it ended."""
 
     objects: tuple[dict[str, Any], ...]
     """The JSON objects on standard output, one per line; other lines are skipped."""
@@ -36,7 +36,7 @@ class ToolReply:
     """"took more than 300 s", or the exit code and the last line on standard error."""
 
     def last_object(self, program: str) -> dict[str, Any]:
-        """The last object. If there is none, an object whose ``error`` says how ``program`` ended."""
+        """Return the last object. Without one, return an object whose ``error`` says how ``program`` ended."""
         return self.objects[-1] if self.objects else {"error": f"{program} {self.ending}"}
 
 

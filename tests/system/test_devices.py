@@ -32,8 +32,8 @@ REFUSED = {
     "A100": "may be A100-40GB or A100-80GB",
     "A100-SXM4": "may be A100-40GB or A100-80GB",
     "MI300": "may be MI300X",
-    "H100-96GB": "no card known",  # there is one, but not the H100 of the table
-    "NVIDIA A100-SXM4-40GB MIG 1g.5gb": "no card known",  # a slice is not the card
+    "H100-96GB": "not a known GPU",  # there is one, but not the H100 of the table
+    "NVIDIA A100-SXM4-40GB MIG 1g.5gb": "not a known GPU",  # a slice is not the card
     "H300": "H200",
     "9" * 400: "10,000 GB",
     **dict.fromkeys(("nan", "", "-5GB", "0GB", "80TB", "80GB 80GB"), "80GB"),
