@@ -15,7 +15,6 @@ from ..analysis import provenance
 from ..analysis.comparison import ComparisonRow
 from ..records.schema import SUCCESS
 from ..system.environment import require_installed
-from ..units import format_significant
 from . import charts, profile_text, row_explanation, side_by_side
 from .chart_data import charts_of
 from .comparison_report import ComparisonReport, Note
@@ -67,7 +66,7 @@ def render_tables(reports: Sequence[ComparisonReport]) -> str:
             [
                 f"{'★ ' if row.key == report.recommendation.key else ''}{row.label}",
                 _status(row),
-                *(_short_text(column, *column.cell(row, report.comparison)) for column in columns),
+                *(column.cell(row, report.comparison)[0] for column in columns),
             ]
             for row in report.comparison.rows
         ]
@@ -154,7 +153,7 @@ def _row(
 ) -> dict[str, Any]:
     comparison = report.comparison
     notes = [note for note in report.row_notes[row.key] if report.labels_by_note[note]]
-    cells = [(column, *column.cell(row, comparison)) for column in columns]
+    cells = [column.cell(row, comparison) for column in columns]
     return {
         "label": row.label,
         "recommended": row.key == report.recommendation.key,
@@ -162,34 +161,11 @@ def _row(
         "status": _status(row),
         "succeeded": row.succeeded,
         # an empty key sorts last
-        "cells": [(_short_text(*cell), cell[1], "" if cell[2] is None else repr(cell[2])) for cell in cells],
+        "cells": [(text, "" if key is None else repr(key)) for text, key in cells],
         "runs": len(row.runs),
         "footnotes": sorted(numbers[note] for note in notes),
         "config": _config(row),
     }
-
-
-def _short_text(column: TableColumn, text: str, key: float | None) -> str:
-    """The text of a cell as the page shows it. ``key``: what the cell is sorted by."""
-    return round_numbers(text, None if key is None else key * column.scale)
-
-
-def round_numbers(text: str, exact: float | None = None) -> str:
-    """The text with every number of more than three significant digits rounded to three: ``1,240 to 1,260``.
-
-    ``exact`` is what a number in the text was rounded from, so that it is rounded once, as in the charts.
-    """
-
-    def rounded(number: re.Match[str]) -> str:
-        digits = number[0].replace(",", "")
-        if len(digits.replace(".", "").lstrip("0")) <= 3:
-            return number[0]
-        decimals = len(digits.partition(".")[2])
-        if exact is not None and number[0] == f"{abs(exact):,.{decimals}f}":
-            return format_significant(abs(exact))
-        return format_significant(float(digits))
-
-    return re.sub(r"\d[\d,]*(?:\.\d+)?", rounded, text)
 
 
 def _config(row: ComparisonRow) -> str | None:

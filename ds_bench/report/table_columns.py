@@ -16,7 +16,6 @@ from ..analysis.step_costs import PARTS, step_parts
 from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..records.schema import INTERRUPTED, Outcome, measured_values
 from ..units import (
-    BYTES_PER_GB,
     MISSING,
     format_bytes,
     format_count,
@@ -49,8 +48,6 @@ class TableColumn:
     """Unit and scope; the page shows it with the heading."""
     text: Cell
     sort_key: Callable[[ComparisonRow], float | None]
-    scale: float = 1.0
-    """Factor that makes the sort key the number in the text; of an interval, its lower end."""
     page_only: bool = False
     against_baseline: bool = False
     """A comparison with the baseline, which therefore has none itself."""
@@ -132,12 +129,11 @@ _CONVENTION_TEXTS = {
     flops.FORWARD_CONVENTION: "a third of the PaLM convention's FLOPs (forward passes)",
     flops.COUNTED_CONVENTION: "FLOPs counted on what ran forward and backward",
 }
-_GB = 1 / BYTES_PER_GB
 TABLE_COLUMNS: tuple[TableColumn, ...] = (
     TableColumn("Step ms", "milliseconds per optimizer step, slowest rank, geometric mean of the runs",
-                lambda row: format_ms(row.mean_step_seconds), lambda row: row.mean_step_seconds, 1000.0),
+                lambda row: format_ms(row.mean_step_seconds), lambda row: row.mean_step_seconds),
     TableColumn("± ms", "standard deviation between runs, or between the steps of a single run",
-                lambda row: format_ms(row.step_seconds_std), lambda row: row.step_seconds_std, 1000.0),
+                lambda row: format_ms(row.step_seconds_std), lambda row: row.step_seconds_std),
     TableColumn("Tokens/s", "throughput of the whole job, geometric mean of the runs",
                 lambda row: format_count(row.tokens_per_second), lambda row: row.tokens_per_second),
     TableColumn("Samples/s", "samples of the whole job, where a sample is not a sequence of the given length",
@@ -151,18 +147,18 @@ TABLE_COLUMNS: tuple[TableColumn, ...] = (
                 lambda row: None if row.ratio_interval is None else row.ratio_interval.low,
                 against_baseline=True, priority=1),
     TableColumn("GPU peak GB", "peak allocated device memory of the fullest rank, worst run",
-                lambda row: format_gb(row.gpu_peak_bytes), lambda row: row.gpu_peak_bytes, _GB),
+                lambda row: format_gb(row.gpu_peak_bytes), lambda row: row.gpu_peak_bytes),
     TableColumn("of card", "peak reserved device memory as a share of the card",
-                lambda row: format_percent(row.gpu_fraction, digits=0), lambda row: row.gpu_fraction, 100.0),
+                lambda row: format_percent(row.gpu_fraction, digits=0), lambda row: row.gpu_fraction),
     TableColumn("GPU less baseline", "peak device memory less the baseline's",
-                _signed_bytes, lambda row: row.gpu_difference_bytes, _GB, page_only=True, against_baseline=True),
+                _signed_bytes, lambda row: row.gpu_difference_bytes, page_only=True, against_baseline=True),
     TableColumn("Tok/s/GB", "tokens per second for each GB of peak device memory",
                 lambda row: format_count(row.tokens_per_second_per_gb), lambda row: row.tokens_per_second_per_gb,
                 priority=2),
     TableColumn("CPU GB", "peak resident host memory of a node's ranks, worst run",
-                lambda row: format_gb(row.host_peak_bytes), lambda row: row.host_peak_bytes, _GB),
+                lambda row: format_gb(row.host_peak_bytes), lambda row: row.host_peak_bytes),
     TableColumn("MFU", "model FLOPs utilisation, dense peak",
-                lambda row: format_percent(_mfu(row)), _mfu, 100.0, page_only=True),
+                lambda row: format_percent(_mfu(row)), _mfu, page_only=True),
     TableColumn("Final loss", "mean over ranks, last step", _final_loss_text, _final_loss, page_only=True),
     TableColumn("Predicted", "predicted peak memory as a multiple of the measured one",
                 lambda row: format_ratio(row.predicted_over_measured), lambda row: row.predicted_over_measured,

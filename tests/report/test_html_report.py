@@ -18,7 +18,6 @@ from ds_bench.config.caveats import Caveat, CaveatKind, note
 from ds_bench.errors import UsageError
 from ds_bench.recommend.words import Fact
 from ds_bench.report import html_report
-from ds_bench.report.html_report import round_numbers
 from ds_bench.system import environment
 from ds_bench.system.environment import Environment
 from ds_bench.system.gpus import GpuFacts
@@ -190,28 +189,6 @@ def test_charts_without_numbers_are_left_out_and_named() -> None:
     assert alt_texts(failed) == []
     assert "No row succeeded, so there is nothing to draw." in failed.text()
     assert "asked 2.00 GB" in failed.text()
-
-
-def test_cells_have_three_significant_digits_of_the_exact_number_behind_them() -> None:
-    rounded = {
-        "1,241.8": "1,240",
-        "16,626 to 19,966": "16,600 to 20,000",
-        "[0.98, 1.01]": "[0.98, 1.01]",
-        "−17.80 GB": "−17.8 GB",
-        "0.99x": "0.99x",
-        "100.4 %": "100 %",
-        "—": "—",
-    }
-    assert {text: round_numbers(text) for text in rounded} == rounded
-    assert (round_numbers("2,025", 2024.9), round_numbers("2,025", 2025.1)) == ("2,020", "2,030")
-    # 58.254 GB are 58.25 in the exact text and 58.3 in a chart; so are 123.46 ms 123.5 and 123.
-    whole = samples.zero_comparison()
-    size = int(58.254 * samples.GB)
-    row = replace(whole.rows[0], mean_step_seconds=0.12346, gpu_peak_bytes=size, gpu_difference_bytes=-size)
-    source = samples.page(samples.report(replace(whole, rows=(row,), baseline=None)))
-    shown = dict(re.findall(r'<td data-key="[^"]*" title="([^"]*)">([^<]*)</td>', source))
-    exact = {"123.5": "123", "58.25": "58.3", "−58.25 GB": "−58.3 GB"}
-    assert {text: shown.get(text) for text in exact} == exact
 
 
 def test_a_missing_value_is_a_dash_with_an_empty_sort_key() -> None:
