@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from ds_bench.analysis import comparison, load_results, merge_results
 from ds_bench.analysis.load_results import Result
 from ds_bench.analysis.merge_results import ResultGroup
-from ds_bench.analysis.row import Run
 from ds_bench.config.spec import Trial
 from ds_bench.records.schema import METHOD_VERSION, TrialRecord
 from ds_bench.system.environment import Environment
@@ -111,30 +110,12 @@ def test_rounds_of_two_results_are_rounds_of_their_own() -> None:
     assert [summary.round for summary in group.runs] == [0, 0, 1, 2, 2]
 
 
-def test_rows_with_other_configurations_are_numbered_by_themselves() -> None:
-    plain = run(2, 0.1)
-    config = {**plain.trial.ds_config, "gradient_clipping": 0.5}
-    other = replace(run(2, 0.2), trial=replace(plain.trial, ds_config=config))
-    (group,) = merge_results.merge([result(plain), result(other, name="b.json")])
-    assert [trial.repeat for trial in trials(group)] == [0, 0]
-
-
 def test_a_single_result_is_handed_on_as_it_is() -> None:
     one = result(run(1, 0.1), run(2, 0.2), arguments=("--model", "tiny"), notes=("cold launch",))
     (group,) = merge_results.merge([one])
     assert group.runs == one.runs
     assert group.commands == ("python zero_stage_comparison.py --model tiny",)
     assert (group.notes, group.environments) == (("cold launch",), (HOST,))
-
-
-def test_nothing_gives_no_group() -> None:
-    assert merge_results.merge([]) == ()
-
-
-def test_failed_runs_are_pooled_with_those_that_trained() -> None:
-    failed = replace(fakes.failure(run(1, 0.1).trial), wall_seconds=9.0)
-    (group,) = merge_results.merge([result(run(1, 0.1)), result(failed, name="b.json")])
-    assert [entry.outcome.status for entry in group.runs] == ["Success", "OOM"]
 
 
 def test_notes_and_commands_of_pooled_results_are_kept_with_their_sources() -> None:
@@ -146,17 +127,6 @@ def test_notes_and_commands_of_pooled_results_are_kept_with_their_sources() -> N
     )
     assert group.commands == ("python zero_stage_comparison.py --stages 1",)
     assert group.notes == ("a.json: cold launch", "b.json: cold launch")
-
-
-def test_the_same_arguments_of_both_scripts_are_two_commands() -> None:
-    typed = ("--model", "tiny")
-    first = result(run(1, 0.1), arguments=typed)
-    second = result(run(2, 0.2), arguments=typed, name="b.json", family="offload")
-    (group,) = merge_results.merge([first, second])
-    assert group.commands == (
-        "python zero_stage_comparison.py --model tiny",
-        "python offload_comparison.py --model tiny",
-    )
 
 
 def test_what_may_explain_a_spread_between_pooled_results_is_noted() -> None:
@@ -207,14 +177,6 @@ def test_results_of_environments_that_differ_are_not_pooled_and_their_titles_say
                 )
 
 
-def test_a_title_names_three_differences_and_counts_the_rest() -> None:
-    packages = {"torch": "2.11.0", "deepspeed": "0.18.0", "transformers": "4.0.0"}
-    other = replace(HOST, packages=packages, cpu_model="Xeon", logical_cores=2)
-    groups = merge_results.merge([result(run(1, 0.1)), result(run(1, 0.2), on=other, name="b.json")])
-    assert groups[1].title.endswith("2 more differences")
-    assert any("transformers 4.0.0 against 5.23.0" in note for note in groups[1].notes)
-
-
 def test_a_result_that_does_not_tell_its_environment_is_not_pooled_with_one_that_does() -> None:
     groups = merge_results.merge([result(run(1, 0.1)), result(run(1, 0.2), on=None, name="b.json")])
     assert sources(groups) == [("a.json",), ("b.json",)]
@@ -233,18 +195,6 @@ def test_results_that_do_not_tell_are_not_pooled_across_cards() -> None:
     elsewhere = fakes.success(run(1, 0.2).trial, step_seconds=[0.2] * 10, device_name="NVIDIA L4")
     groups = merge_results.merge([result(run(1, 0.1), on=None), result(elsewhere, on=None, name="b.json")])
     assert len(groups) == 2
-
-
-def test_a_third_result_joins_the_group_it_belongs_to() -> None:
-    old = replace(HOST, packages={"torch": "2.11.0"})
-    groups = merge_results.merge(
-        [
-            result(run(1, 0.1)),
-            result(run(1, 0.2), on=old, name="b.json"),
-            result(run(1, 0.3), on=replace(HOST, hostname="node-1"), name="c.json"),
-        ]
-    )
-    assert sources(groups) == [("a.json", "c.json"), ("b.json",)]
 
 
 # ------------------------------------------------------------------ once each
@@ -308,21 +258,3 @@ def test_whatever_is_merged_no_run_is_lost_and_none_counts_twice(files: list[lis
     assert seen == sorted({run for entries in files for run in entries})
     if len(group.sources) > 1:
         assert len({trial.key for trial in trials(group)}) == len(seen)
-
-
-def test_ten_results_of_a_thousand_rows_are_merged_in_little_time() -> None:
-    import time
-
-    results = []
-    for number in range(10):
-        entries = [run(number % 3, 0.1, repeat) for repeat in range(3)]
-        shared = load_results.make_runs(entries)
-        many: list[Run] = []
-        for copy in range(334):
-            for entry in shared:
-                record = replace(entry.record, wall_seconds=float(f"{number}.{copy:04d}"))
-                many.append(replace(entry, record=record))
-        results.append(replace(result(name=f"{number}.json"), runs=tuple(many)))
-    begun = time.process_time()
-    merge_results.merge(results)
-    assert time.process_time() - begun < 3
