@@ -76,7 +76,7 @@ def grown(count: int) -> Iterator[Json]:
 def _template(stage: int) -> Json:
     """The kept record of stage 0 or 2, as of that stage, its prediction added as a run does."""
     lines = (_KEPT / RECORDS_FILE).read_text(encoding="utf-8").splitlines()
-    entry: Json = parse_record(lines[0 if stage == 0 else 1].encode(), str(_KEPT), {}).to_dict()
+    entry: Json = parse_record(lines[0 if stage == 0 else 1].encode(), str(_KEPT)).to_dict()
     trial = entry["trial"] = json.loads(json.dumps(entry["trial"]))  # nothing shared with another part of it
     trial["configuration"] |= {"name": f"zero{stage}", "label": f"ZeRO-{stage}"}
     trial["configuration"]["deepspeed_config"]["zero_optimization"]["stage"] = stage

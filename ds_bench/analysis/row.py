@@ -144,6 +144,11 @@ class Measured:
     """One trial and the figures that several columns share, in seconds and bytes. None or empty if not measured."""
 
     record: TrialRecord
+    trial: Trial
+    ranks: Sequence[RankMeasurement]
+    rank: RankMeasurement | None
+    """The first, for what is equal on all."""
+    slowest: RankMeasurement | None
     environment: Environment | None
     run_id: str | None
     mean_step_seconds: float | None = None
@@ -163,27 +168,8 @@ class Measured:
     over_measured: float | None = None
     over_ledger: float | None = None
 
-    @property
-    def trial(self) -> Trial:
-        return self.record.trial
 
-    @property
-    def ranks(self) -> Sequence[RankMeasurement]:
-        return self.record.ranks
-
-    @property
-    def rank(self) -> RankMeasurement | None:
-        """The first rank, for what is equal on all."""
-        return self.ranks[0] if self.ranks else None
-
-    @property
-    def slowest(self) -> RankMeasurement | None:
-        return self.record.slowest_rank if self.ranks else None
-
-
-Source = str | Callable[[Measured], Any]
-"""Where a column's value comes from: attributes and keys of :class:`Measured` joined by dots, or a function. A step on
-the way that is None or missing gives None."""
+Source = Callable[[Measured], Any]
 _SCALES = {"ms": 1000.0, "GB": 1 / BYTES_PER_GB, "GB/s": 1 / BYTES_PER_GB, "GB/step": 1 / BYTES_PER_GB, "%": 100}
 """Unit of a column → its size in seconds, bytes or fractions, in which sources count."""
 
@@ -194,31 +180,45 @@ class Column:
 
     source: Source
     unit: str
+    scale: float | None
+    """Size of a second, a byte or a fraction of 1 in the unit; None for any other unit."""
 
     def __call__(self, schema: dict[str, Any]) -> None:
         schema["unit"] = self.unit
 
     def value(self, measured: Measured) -> Any:
         """Return the value in the column's unit; None if not measured."""
+        found = self.source(measured)
+        return found if found is None or self.scale is None else found * self.scale
+
+
+def column(meaning: str, source: str | Source, unit: str = "", default: Any = None, *, signed: bool = False) -> Any:
+    """Declare a column.
+
+    ``source``: a function, or attributes and keys of :class:`Measured` joined by dots; where one of them is None or
+    missing, so is the value. ``default``: ``...`` if every row has it. ``signed``: it may be negative.
+    """
+    read = _read(source) if isinstance(source, str) else source
+    return Field(
+        default, description=meaning, ge=None if signed else 0, json_schema_extra=Column(read, unit, _SCALES.get(unit))
+    )
+
+
+def _read(path: str) -> Source:
+    names = path.split(".")
+
+    def value(measured: Measured) -> Any:
         found: Any = measured
-        if callable(self.source):
-            found = self.source(measured)
-        else:
-            for name in self.source.split("."):
-                found = found.get(name) if isinstance(found, Mapping) else getattr(found, name)
-                if found is None:
-                    return None
-        scale = _SCALES.get(self.unit)
-        return found if found is None or scale is None else found * scale
+        for name in names:
+            found = found.get(name) if type(found) is dict else getattr(found, name)
+            if found is None:
+                return None
+        return found
+
+    return value
 
 
-def column(meaning: str, source: Source, unit: str = "", default: Any = None, *, signed: bool = False) -> Any:
-    """Declare a column. ``default``: ``...`` if every row has it. ``signed``: it may be negative."""
-    limit = None if signed else 0
-    return Field(default, description=meaning, ge=limit, json_schema_extra=Column(source, unit))
-
-
-def text(meaning: str, source: Source, default: Any = None) -> Any:
+def text(meaning: str, source: str | Source, default: Any = None) -> Any:
     """Declare a column of text, of true and false, or of a number without a lower limit."""
     return column(meaning, source, "", default, signed=True)
 
@@ -251,9 +251,12 @@ def _ledger(tier: str, category: str) -> Callable[[Measured], Any]:
     """One cell of the ledger on the fullest rank; None without a ledger, and for a tier that the trial does not use."""
 
     def value(m: Measured) -> int | None:
-        uses = {"gpu": m.trial.placement.accelerator != "cpu", "cpu": True, "nvme": m.trial.configuration.uses_nvme}
         ledgers = [rank.ledger for rank in m.ranks]
-        if not uses[tier] or not any(ledgers):
+        if tier == "gpu":
+            used = m.trial.placement.accelerator != "cpu"
+        else:
+            used = tier == "cpu" or m.trial.configuration.uses_nvme
+        if not any(ledgers) or not used:
             return None
         return max(ledger.get(tier, {}).get(category, 0) for ledger in ledgers)
 
@@ -630,7 +633,15 @@ def make_run(
     precision; None leaves out MFU.
     """
     ranks = record.ranks
-    measured = Measured(record=record, environment=environment, run_id=run_id)
+    measured = Measured(
+        record=record,
+        trial=record.trial,
+        ranks=ranks,
+        rank=ranks[0] if ranks else None,
+        slowest=record.slowest_rank if ranks else None,
+        environment=environment,
+        run_id=run_id,
+    )
     # A mapping as an ordered set: a caveat that was written with the record is not found twice.
     caveats = dict.fromkeys(map(as_caveat, record.caveats))
     if ranks:
