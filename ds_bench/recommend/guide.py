@@ -7,7 +7,7 @@ for any model, by how full a card is; what is predicted for this one is in ``rem
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..analysis.comparison import Comparison
 from ..analysis.trial_caveats import NEAR_CAPACITY
@@ -35,78 +35,71 @@ BARELY_FITS_FRACTION = 0.80
 """A configuration that uses more than this fraction of the card barely fits."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Guidance:
-    """Text about one strategy."""
-
-    use_when: str
-    avoid_when: str
-    moves: str
-
-
-_STAGES: Mapping[int, _Guidance] = {
-    0: _Guidance(
-        use_when="the whole model with its optimizer states fits on each GPU with room to spare",
-        avoid_when="model states fill the card: every GPU holds all of them",
-        moves="nothing is partitioned; gradients are all-reduced once per optimizer step",
+_Texts = tuple[str, str, str]
+"""When to use a strategy, when to avoid it, and what it moves where."""
+# fmt: off
+_STAGES: Mapping[int, _Texts] = {
+    0: (
+        "the whole model with its optimizer states fits on each GPU with room to spare",
+        "model states fill the card: every GPU holds all of them",
+        "nothing is partitioned; gradients are all-reduced once per optimizer step",
     ),
-    1: _Guidance(
-        use_when="there are two GPUs or more and optimizer states are what fills the card",
-        avoid_when="there is one GPU, or gradients and parameters alone do not fit",
-        moves="optimizer states are partitioned over the GPUs; parameters and gradients stay whole on each",
+    1: (
+        "there are two GPUs or more and optimizer states are what fills the card",
+        "there is one GPU, or gradients and parameters alone do not fit",
+        "optimizer states are partitioned over the GPUs; parameters and gradients stay whole on each",
     ),
-    2: _Guidance(
-        use_when="stage 1 barely fits or does not: gradients no longer need to be whole on each GPU",
-        avoid_when="there is one GPU, or accumulation is long on a slow link: each micro-batch reduces gradients",
-        moves="optimizer states and gradients are partitioned over the GPUs; parameters stay whole on each",
+    2: (
+        "stage 1 barely fits or does not: gradients no longer need to be whole on each GPU",
+        "there is one GPU, or accumulation is long on a slow link: each micro-batch reduces gradients",
+        "optimizer states and gradients are partitioned over the GPUs; parameters stay whole on each",
     ),
-    3: _Guidance(
-        use_when="the parameters in training precision do not fit on one GPU, or stage 2 runs out of memory",
-        avoid_when="a lower stage fits, or the link between the GPUs is slow: parameters are gathered for every pass",
-        moves="parameters, gradients and optimizer states are partitioned; each layer is gathered when it is needed",
+    3: (
+        "the parameters in training precision do not fit on one GPU, or stage 2 runs out of memory",
+        "a lower stage fits, or the link between the GPUs is slow: parameters are gathered for every pass",
+        "parameters, gradients and optimizer states are partitioned; each layer is gathered when it is needed",
     ),
 }
-_REFERENCES: Mapping[str, _Guidance] = {
-    "ddp": _Guidance(
-        use_when="you want to know what DeepSpeed's stage 0 costs or gains against plain torch",
-        avoid_when="model states fill the card: every GPU holds all of them",
-        moves="nothing is partitioned; fp32 gradients are all-reduced in buckets while backward runs",
+_REFERENCES: Mapping[str, _Texts] = {
+    "ddp": (
+        "you want to know what DeepSpeed's stage 0 costs or gains against plain torch",
+        "model states fill the card: every GPU holds all of them",
+        "nothing is partitioned; fp32 gradients are all-reduced in buckets while backward runs",
     ),
-    "fsdp2": _Guidance(
-        use_when="you choose between ZeRO-3 and torch's own sharding: a reference, no DeepSpeed configuration",
-        avoid_when="a lower stage fits, or offload is needed",
-        moves="fp32 parameters, gradients and optimizer states are partitioned; each block is gathered when needed",
-    ),
-}
-_OFFLOADS: Mapping[tuple[str, str], _Guidance] = {
-    ("cpu", "none"): _Guidance(
-        use_when="optimizer states are what does not fit, and the host has memory and cores to spare",
-        avoid_when="it fits without: the optimizer step waits for the CPU and for the link to the host",
-        moves="optimizer states live in host memory, where the CPU steps; gradients go there, parameters return",
-    ),
-    ("cpu", "cpu"): _Guidance(
-        use_when="not even the partitioned parameters fit, and the host has the memory",
-        avoid_when="cpu_optimizer fits: parameters cross the link to the host for every forward and backward pass",
-        moves="optimizer states and parameters live in host memory; layers come up when needed, gradients go down",
-    ),
-    ("none", "cpu"): _Guidance(
-        use_when="the partitioned parameters do not fit beside the optimizer states, and the host has the memory",
-        avoid_when="it fits without: parameters cross the link to the host for every forward and backward pass",
-        moves="parameters live in host memory and come up when needed; optimizer states stay on the GPUs",
-    ),
-    ("nvme", "none"): _Guidance(
-        use_when="host memory does not hold the optimizer states, and there is a fast local NVMe disk",
-        avoid_when="host memory suffices, or the disk is slow, shared or nearly full: it bounds every step",
-        moves="optimizer states live on the disk and pass through host memory; parameters stay on the GPUs",
-    ),
-    ("nvme", "nvme"): _Guidance(
-        use_when="host memory does not hold the model states either, and there is a fast local NVMe disk",
-        avoid_when="host memory suffices, or the disk is slow, shared or nearly full: it bounds every step",
-        moves="optimizer states and parameters live on the disk and pass through host memory",
+    "fsdp2": (
+        "you choose between ZeRO-3 and torch's own sharding: a reference, no DeepSpeed configuration",
+        "a lower stage fits, or offload is needed",
+        "fp32 parameters, gradients and optimizer states are partitioned; each block is gathered when needed",
     ),
 }
-
-
+_OFFLOADS: Mapping[tuple[str, str], _Texts] = {
+    ("cpu", "none"): (
+        "optimizer states are what does not fit, and the host has memory and cores to spare",
+        "it fits without: the optimizer step waits for the CPU and for the link to the host",
+        "optimizer states live in host memory, where the CPU steps; gradients go there, parameters return",
+    ),
+    ("cpu", "cpu"): (
+        "not even the partitioned parameters fit, and the host has the memory",
+        "cpu_optimizer fits: parameters cross the link to the host for every forward and backward pass",
+        "optimizer states and parameters live in host memory; layers come up when needed, gradients go down",
+    ),
+    ("none", "cpu"): (
+        "the partitioned parameters do not fit beside the optimizer states, and the host has the memory",
+        "it fits without: parameters cross the link to the host for every forward and backward pass",
+        "parameters live in host memory and come up when needed; optimizer states stay on the GPUs",
+    ),
+    ("nvme", "none"): (
+        "host memory does not hold the optimizer states, and there is a fast local NVMe disk",
+        "host memory suffices, or the disk is slow, shared or nearly full: it bounds every step",
+        "optimizer states live on the disk and pass through host memory; parameters stay on the GPUs",
+    ),
+    ("nvme", "nvme"): (
+        "host memory does not hold the model states either, and there is a fast local NVMe disk",
+        "host memory suffices, or the disk is slow, shared or nearly full: it bounds every step",
+        "optimizer states and parameters live on the disk and pass through host memory",
+    ),
+}
+# fmt: on
 _PLACES = {
     "none": "stay on the GPUs",
     "cpu": "live in host memory",
@@ -142,16 +135,19 @@ def advise(
     stage = _REFERENCES[configuration.engine] if configuration.is_reference else _STAGES[configuration.stage]
     # Files may also keep only the parameters on the disk, or one part there and one in host memory.
     rare = "optimizer states {}; parameters {}".format(*(_PLACES[device] for device in offloads))
-    guide = _OFFLOADS.get(offloads, replace(_OFFLOADS["nvme", "nvme"], moves=rare))
-    guide = stage if offloads == ("none", "none") else guide
+    use_when, avoid_when, moves = _OFFLOADS.get(offloads, (*_OFFLOADS["nvme", "nvme"][:2], rare))
+    if offloads == ("none", "none"):
+        use_when, avoid_when, moves = stage
+    else:
+        moves = f"{moves}; at this stage {stage[2]}"
     ledger = model_states(parameters, num_gpus, configuration, precision)
     bytes_by_tier = {tier: sum(ledger.get(tier, {}).values()) for tier in ("gpu", "cpu", "nvme")}
     whole = sum(model_states(parameters, num_gpus, make_configuration(ZERO_STAGES[0]), precision)["gpu"].values())
     return StrategyAdvice(
         configuration=configuration,
-        use_when=guide.use_when,
-        avoid_when=guide.avoid_when,
-        moves=guide.moves if guide is stage else f"{guide.moves}; at this stage {stage.moves}",
+        use_when=use_when,
+        avoid_when=avoid_when,
+        moves=moves,
         cost=traffic_text(configuration, parameters, num_gpus, precision, grad_accum),
         saving=_saving_text(configuration, whole, bytes_by_tier["gpu"], num_gpus),
         device_bytes=bytes_by_tier["gpu"],
@@ -178,7 +174,7 @@ def _saving_text(configuration: Configuration, whole: int, held: int, num_gpus: 
     if configuration.stage == 0:
         return f"nothing: {format_bytes(whole)} of model states {where}"
     if held == whole:
-        return f"nothing {where}: {format_bytes(0)} of {format_bytes(whole)}, as there is nobody to partition with"
+        return f"nothing {where}: {format_bytes(0)} of {format_bytes(whole)}; one GPU has nothing to partition"
     both = f"{format_bytes(held)} against {format_bytes(whole)} at ZeRO-0"
     if held > whole:
         return f"nothing, it needs {format_bytes(held - whole)} more {where}: {both}"
