@@ -93,8 +93,9 @@ class Recommendation:
 
     @property
     def reason(self) -> str:
-        """The facts in one line."""
-        return "; ".join(map(str, self.facts)) or self.headline
+        """Why the row was chosen, and the facts, in one line."""
+        why = [self.verdict.values["why"]] if "why" in self.verdict.values else []
+        return "; ".join(map(str, (*why, *self.facts))) or self.headline
 
     @property
     def cost(self) -> str | None:
