@@ -72,7 +72,7 @@ def test_every_size_and_pass_is_a_trial_of_its_own_and_a_row_of_every_table(
     for text in (markdown, page.read_text()):
         assert "Passes of 2 models" in text
         assert "forward + backward" in text
-        assert "These are passes of the model alone" in text  # no configuration is recommended by them
+        assert "These are passes of the model without training steps" in text  # no configuration is recommended by them
 
 
 def test_times_without_synchronisation_are_labelled_wherever_they_are_shown(
