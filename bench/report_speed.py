@@ -28,6 +28,7 @@ from typing import Any
 import harness
 from harness import BenchError
 
+from ds_bench.config.identity import work_key
 from ds_bench.config.spec import Trial
 from ds_bench.models import presets
 from ds_bench.prediction import memory
@@ -116,7 +117,7 @@ def write_result(folder: Path, count: int) -> None:
     with (folder / RECORDS_FILE).open("w", encoding="utf-8") as file:
         for entry in grown(count):
             file.write(json.dumps(entry) + "\n")
-            run["trials"].append({"key": json_files.build(Trial, entry["trial"]).key, **entry["trial"]})
+            run["trials"].append({"key": work_key(json_files.build(Trial, entry["trial"])), **entry["trial"]})
     write_json(folder / RUN_FILE, run)
 
 

@@ -21,6 +21,7 @@ from . import __version__, size_search
 from .analysis import flops, provenance
 from .analysis.comparison import rows_of
 from .config.deepspeed_config import MakeConfig
+from .config.identity import work_key
 from .config.options import Options
 from .config.spec import Trial, point_text
 from .doctor import checks as doctor
@@ -434,8 +435,8 @@ def _run_plan(
                         break
                     saved = _save_run(store, plan, plan.trials, machine, request, notes)
                     waiting = [*remaining, *remaining_trials(plan.trials, store.records(), retry=())]
-                    keys = {trial.key for trial in waiting}
-                    remaining[:] = [trial for trial in plan.trials if trial.key in keys]
+                    keys = {work_key(trial) for trial in waiting}
+                    remaining[:] = [trial for trial in plan.trials if work_key(trial) in keys]
                     results.replan(plan)
                     progress.replan(len(remaining))
         except OSError as error:  # such as a full disk: no trial can be kept from here on, but those before are shown
@@ -514,7 +515,7 @@ def _save_run(
         **({} if (shard := plan.options.shard) is None else {"shard": asdict(shard)}),
         "environment": machine.environment.to_dict(),
         "notes": list(notes),
-        "trials": [{"key": trial.key, **trial.to_dict()} for trial in trials],
+        "trials": [{"key": work_key(trial), **trial.to_dict()} for trial in trials],
     }
     store.save_run(values)
     return values
@@ -531,7 +532,7 @@ class ResultBuilder:
         gpus = environment.gpus if plan.placement.accelerator == "cuda" else ()
         self._gpu_name = gpus[0].name if gpus else None
         self._predictor = trial_predictions.ChangePredictor()
-        self._plan_of_key = {trial.key: each for each in plan.plans for trial in each.trials}
+        self._plan_of_key = {work_key(trial): each for each in plan.plans for trial in each.trials}
         self._run_of_key: dict[str, Run] = {}
 
     def add(self, record: TrialRecord) -> None:
@@ -540,13 +541,13 @@ class ResultBuilder:
 
         facts = self._plan_of(record.trial).model.facts
         peak_flops = self._peak_flops(flops.peak_precision(record))
-        self._run_of_key[record.trial.key] = make_run(record, facts, peak_flops, self.environment, self._run_id)
+        self._run_of_key[work_key(record.trial)] = make_run(record, facts, peak_flops, self.environment, self._run_id)
 
     def replan(self, plan: RunPlan) -> None:
         """Take a plan of the same points with other trials; earlier records stay with their points."""
         index = {id(each): number for number, each in enumerate(self._plan.plans)}
         self._plan_of_key = {key: plan.plans[index[id(each)]] for key, each in self._plan_of_key.items()}
-        self._plan_of_key |= {trial.key: each for each in plan.plans for trial in each.trials}
+        self._plan_of_key |= {work_key(trial): each for each in plan.plans for trial in each.trials}
         self._plan = plan
 
     @property
@@ -567,7 +568,7 @@ class ResultBuilder:
     def _plan_of(self, trial: Trial) -> Plan:
         """The plan of a trial; of one that an earlier run of the folder made and this one does not ask for, the plan
         of its workload, or the first."""
-        planned = self._plan_of_key.get(trial.key)
+        planned = self._plan_of_key.get(work_key(trial))
         if planned is not None:
             return planned
         same = (each for each in self._plan.plans if each.trials[0].workload == trial.workload)
@@ -584,7 +585,8 @@ class ResultBuilder:
         """The plan of each point that has records, and their numbers."""
         left = dict(self._run_of_key)
         of_plan = {
-            id(plan): [left.pop(trial.key) for trial in plan.trials if trial.key in left] for plan in self._plan.plans
+            id(plan): [left.pop(work_key(trial)) for trial in plan.trials if work_key(trial) in left]
+            for plan in self._plan.plans
         }
         for run in left.values():
             of_plan[id(self._plan_of(run.trial))].append(run)

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from ds_bench import planner, runner
 from ds_bench.config.caveats import Caveat, CaveatKind, as_caveat
 from ds_bench.config.deepspeed_config import MakeConfig
+from ds_bench.config.identity import work_key
 from ds_bench.config.options import Options
 from ds_bench.config.spec import Placement, Strategy, Trial
 from ds_bench.doctor import disk
@@ -109,7 +110,7 @@ def test_trial_ids_sort_in_the_order_of_running_and_are_unique() -> None:
 
 def test_no_two_trials_of_a_plan_share_a_key() -> None:
     made = trials(fakes.options("zero", "--repeats", "3"))
-    assert len({trial.key for trial in made}) == len(made)
+    assert len({work_key(trial) for trial in made}) == len(made)
 
 
 # ------------------------------------------------------------------ strategies
@@ -604,4 +605,4 @@ def test_rows_that_train_alike_are_one_and_a_line_says_so() -> None:
     assert planner._equal_rows([*made, twin]) == {"twin": f"twin trains exactly as {label} does and is left out"}
     other = replace(twin, configuration=replace(twin.configuration, variables={"DS_PIN_MEMORY_BACKEND": "native"}))
     assert planner._equal_rows([*made, other]) == {}
-    assert other.key != twin.key
+    assert work_key(other) != work_key(twin)

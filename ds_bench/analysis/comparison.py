@@ -11,21 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import strategies
 from ..config.caveats import CPU_KINDS, Caveat, CaveatKind, has_kind, note
+from ..config.identity import facts, flatten, format_fact
 from ..config.spec import Configuration, Trial
 from ..errors import UsageError
 from ..records.schema import measured_values
 from ..system.environment import Environment
 from ..units import BYTES_PER_GB
 from . import trial_caveats
-from .comparability import (
-    REQUESTED_AS,
-    differing,
-    format_value,
-    group_repeats,
-    incomparable_fields,
-    requested_facts,
-    run_facts,
-)
+from .comparability import REQUESTED_AS, group_repeats, incomparable_facts, run_facts
 from .comparison_caveats import comparison_caveats, device_capacity_bytes, host_capacity_bytes
 from .intervals import RatioInterval, RowRatios, RunMean, geometric_mean, mean_interval, ratio_interval, sample_std
 from .loss_parity import with_loss_caveats
@@ -318,7 +311,7 @@ def _relative_to_baseline(
     if reference is None:
         return
     first = reference.representative
-    forbidden = {row.key: tuple(incomparable_fields(first, row.representative)) for row in rows}
+    forbidden = {row.key: tuple(each.text for each in incomparable_facts(first, row.representative)) for row in rows}
     # Rows that do not compare take no part: all rows together tell the noise.
     ratios = RowRatios(
         _means([row for row in rows if not forbidden[row.key]]), None if baseline is None else baseline.key
@@ -471,26 +464,27 @@ def _number_equal_labels(labels: Sequence[str]) -> list[str]:
 
 
 def _distinguishing_facts(runs: Sequence[Run]) -> list[str]:
-    """The facts in which the runs differ, as text for each; DeepSpeed settings only if no other fact differs."""
-    columns = differing(_label_columns(runs))
-    if len({*zip(*(map(format_value, column) for column in columns.values()), strict=True)}) < len(runs):
-        columns |= differing({"": [run.trial.ds_config for run in runs]})
-    names = list(columns)[:_MOST_FACTS]
+    """Return the facts in which the runs differ, as text for each; DeepSpeed settings only if no other fact differs."""
+    columns = _differing_columns([_label_facts(run, measured=all(each.ranks for each in runs)) for run in runs])
+    if len({*zip(*(map(format_fact, column) for column in columns.values()), strict=True)}) < len(runs):
+        columns |= _differing_columns([flatten(run.trial.ds_config) for run in runs])
+    names = sorted(columns, key=lambda name: [*_LABEL_FACTS, name].index(name))[:_MOST_FACTS]
     formats = {name: _LABEL_FACTS.get(name, f"{name.rpartition('.')[2]} {{}}") for name in names}
     return [
-        ", ".join(formats[name].format(format_value(columns[name][index])) for name in names)
+        ", ".join(formats[name].format(format_fact(columns[name][index])) for name in names)
         for index in range(len(runs))
     ]
 
 
-def _label_columns(runs: Sequence[Run]) -> dict[str, Sequence[Any]]:
-    """Facts by name, one value per run, the best known facts first."""
-    trials = [run.trial for run in runs]
-    columns: dict[str, Sequence[Any]] = {
-        name: [getattr(trial.configuration, name) for trial in trials] for name in ("stage", "name")
-    }
-    columns |= requested_facts(trials)
-    if all(run.ranks for run in runs):  # a failed row would differ by facts that are not known of it
-        ran = [*map(run_facts, runs)]
-        columns |= {name: [facts[name] for facts in ran] for name in ran[0] if name not in REQUESTED_AS}
-    return {name: columns[name] for name in dict.fromkeys([*_LABEL_FACTS, *columns]) if name in columns}
+def _differing_columns(known: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Return the facts that are not equal in all rows: name → its value in each."""
+    names = dict.fromkeys(name for each in known for name in each)
+    columns = {name: [each.get(name) for each in known] for name in names}
+    return {name: column for name, column in columns.items() if column.count(column[0]) < len(column)}
+
+
+def _label_facts(run: Run, *, measured: bool) -> dict[str, Any]:
+    """Return the facts of a run by name. ``measured``: with those known only from runs, which failed rows lack."""
+    requested = facts(run.trial, leave_out=("config", "name", "repeat", "inspection"))
+    ran = {name: value for name, value in run_facts(run).items() if name not in REQUESTED_AS} if measured else {}
+    return {"stage": run.trial.configuration.stage, "name": run.trial.configuration.name, **flatten(requested), **ran}

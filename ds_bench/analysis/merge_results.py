@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..config.identity import Difference, differences, facts, row_key, work_key
 from ..system.environment import Environment, comparability_differences, setting_differences
 from . import provenance
-from .comparability import differing, format_value, requested_facts, varied_on_purpose
+from .comparability import varied_on_purpose
 from .load_results import Result, trial_identity
 
 if TYPE_CHECKING:
@@ -83,19 +84,13 @@ class _GroupBuilder:
         So may what a row of an axis is there to show.
         """
         ours, theirs = self.first.trial, other.first.trial
-        names = varied_on_purpose(self.first.trial) | varied_on_purpose(other.first.trial)
-        varied = {name: getattr(ours.workload, name) for name in names}
-        workloads = [
-            replace(
-                each,
-                batch_size=1 if each.batch_policy == "largest" else each.batch_size,
-                seq_length=1 if each.seq_policy == "longest" else each.seq_length,
-            )
-            for each in (ours.workload, replace(theirs.workload, **varied))
-        ]
-        same_settings = ours.common_settings == theirs.common_settings
-        same_placement = ours.placement.measured_facts == theirs.placement.measured_facts
-        return workloads[0] == workloads[1] and same_placement and same_settings
+        varied = varied_on_purpose(ours) | varied_on_purpose(theirs)
+        if ours.workload.batch_policy == theirs.workload.batch_policy == "largest":
+            varied.add("batch_size")
+        if ours.workload.seq_policy == theirs.workload.seq_policy == "longest":
+            varied.add("seq_length")
+        leave_out = ("ds_config", "name", "engine", "variables", "repeat", "inspection", *varied)
+        return work_key(ours, leave_out=leave_out) == work_key(theirs, leave_out=leave_out)
 
     def environment_differences(self, other: _GroupBuilder) -> list[str]:
         """Differences of hardware and versions. An environment that only one of the two knows is a difference."""
@@ -112,14 +107,12 @@ class _GroupBuilder:
     def differences(self, other: _GroupBuilder) -> Iterator[str]:
         """All differences, those of the environments first."""
         yield from self.environment_differences(other)
-        trials = self.first.trial, other.first.trial
-        facts = {
-            **requested_facts(trials),
-            "": [each.common_settings for each in trials],
-            "method of measurement": [self.first.row.method_version, other.first.row.method_version],
-        }
-        for name, values in differing(facts).items():
-            yield f"{name} {' against '.join(map(format_value, values))}"
+        leave_out = ("ds_config", "name", "engine", "variables", "repeat", "inspection")
+        found = differences(*(facts(each.first.trial, leave_out=leave_out) for each in (self, other)))
+        methods = [each.first.row.method_version for each in (self, other)]
+        if methods[0] != methods[1]:
+            found.append(Difference("method of measurement", *methods))
+        yield from (each.text for each in found)
 
     def build(self, facts: tuple[str, ...], notes: Iterable[str]) -> ResultGroup:
         """The finished group. ``notes`` follow those of the results."""
@@ -220,14 +213,14 @@ def _facts_of_groups(builders: Sequence[_GroupBuilder]) -> list[tuple[str, ...]]
     """The facts of each group; equal ones are followed by the differences from the first other group with them."""
     plain = [provenance.facts(builder.runs) for builder in builders]
     titles = []
-    for builder, facts in zip(builders, plain, strict=True):
-        same = (other for other, own in zip(builders, plain, strict=True) if own == facts and other is not builder)
+    for builder, title in zip(builders, plain, strict=True):
+        same = (other for other, own in zip(builders, plain, strict=True) if own == title and other is not builder)
         other = next(same, None)
         differences = list(builder.differences(other)) if other else []
         if len(differences) > _MAX_DIFFERENCES_IN_TITLE:
             more = len(differences) - _MAX_DIFFERENCES_IN_TITLE
             differences[_MAX_DIFFERENCES_IN_TITLE:] = [f"{more} more differences"]
-        titles.append((*facts, "; ".join(differences)) if differences else facts)
+        titles.append((*title, "; ".join(differences)) if differences else title)
     return titles
 
 
@@ -247,7 +240,7 @@ def _renumber(runs: Sequence[Run], rounds: Sequence[tuple[int, int]]) -> Iterato
     round_numbers = {each: number for number, each in enumerate(sorted(set(rounds)))}
     repeats: Counter[str] = Counter()
     for run, result_and_round in zip(runs, rounds, strict=True):
-        key = run.trial.row_key
+        key = row_key(run.trial)
         if repeats[key] != run.trial.repeat:
             trial, row = replace(run.trial, repeat=repeats[key]), run.with_row(repeat=repeats[key])
             run = replace(row, flat_trial=trial, record=run.record and replace(run.record, trial=trial))

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..config import deepspeed_keys
 from ..config.deepspeed_config import layout_config, paths_of
+from ..config.identity import differences, facts
 from ..config.spec import Configuration
 from ..prediction.memory import UNCOUNTED, Saving
 from ..prediction.trial_predictions import stored_prediction
 from ..records.schema import MEMORY_PHASES, RankMeasurement, Tier, measured_values
 from ..system import environment
 from ..units import BYTES_PER_GB
-from .comparability import differing, incomparable_fields, requested_facts
+from .comparability import incomparable_facts
 from .comparison import ComparisonRow, ratio_between
 from .intervals import RatioInterval
 
@@ -119,11 +120,6 @@ _NVME_KEYS = ("buffer_count", "buffer_size", "max_in_cpu")
 _LEFT_OUT_KEYS = ("train_batch_size", "steps_per_print", "nvme_path", "gradient_accumulation_steps")
 """Last parts of keys that are not compared: those that follow from other keys or change nothing that is measured.
 Accumulation is compared as a field of the workload."""
-_LEFT_OUT_FIELDS = (
-    "num_steps", "warmup_steps", "batch_policy", "seq_policy", "model_config",
-    "supported_precisions", "launcher", "hostfile", "nvme_path",
-)  # fmt: skip
-"""Fields of workload and placement that change nothing that is measured, or that other differences show."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -447,7 +443,7 @@ def _savings(row: ComparisonRow) -> Iterator[Saving]:
 
 def _time_difference(a: ComparisonRow, b: ComparisonRow) -> TimeDifference:
     runs = [row.representative for row in (a, b)]
-    reasons = [*incomparable_fields(*runs), *_hardware_differences(*runs)]
+    reasons = [*(each.text for each in incomparable_facts(*runs)), *_hardware_differences(*runs)]
     reasons += [f"{row.label}: {row.invalid_reason}" for row in (a, b) if row.invalid_reason is not None]
     first, second = _phase_seconds(a), _phase_seconds(b)
     rows = [[run.row for run in row.successes] for row in (a, b)]
@@ -515,15 +511,11 @@ def _key_differences(a: Run, b: Run) -> Iterator[KeyDifference]:
         yield KeyDifference(
             path="optimizer class", a=optimizers[0], b=optimizers[1], acts_on=("step",), from_layout=False
         )
-    facts: dict[str, Sequence[Any]] = {
-        "engine": [trial.configuration.engine for trial in trials],
-        "": [trial.configuration.variables for trial in trials],
-        **requested_facts(trials),
-    }
-    for name, values in differing(facts).items():
-        if name not in _LEFT_OUT_FIELDS:
-            acts_on = ACTS_ON.get(name, ())
-            yield KeyDifference(path=name, a=values[0], b=values[1], acts_on=acts_on, from_layout=False)
+    left_out = ("window", "policy", "place", "config", "name", "repeat", "inspection", "model_config")
+    for each in differences(*(facts(trial, leave_out=left_out) for trial in trials)):
+        acts_on = ACTS_ON.get(each.fact, ())
+        path = each.fact.removeprefix("variables.")
+        yield KeyDifference(path=path, a=each.a, b=each.b, acts_on=acts_on, from_layout=False)
 
 
 def _config_differences(a: Run, b: Run) -> Iterator[KeyDifference]:

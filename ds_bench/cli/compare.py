@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .. import units
 from ..analysis import load_results
-from ..analysis.before_after import ABSENT, BeforeAfter, RowChange, compare_before_after
+from ..analysis.before_after import BeforeAfter, RowChange, compare_before_after
 from ..analysis.comparison import ComparisonRow
 from ..analysis.intervals import RatioInterval
 from ..report.junit import TestCase, junit_text
@@ -86,11 +86,7 @@ def _remarks(row: RowChange, comparison: BeforeAfter) -> list[str]:
     if comparison.environment_unknown:  # said once for all rows, with the hardware
         reasons = tuple(reason for reason in reasons if reason not in comparison.hardware)
     remarks = [f"no ratio: {reason}" for reason in reasons] + [f"changed: {change}" for change in row.changes]
-    for caveat in row.caveats:
-        text = caveat.removeprefix("before: ").removeprefix("after: ")
-        both = {f"before: {text}", f"after: {text}"} <= set(row.caveats)
-        remarks.append(f"before and after: {text}" if both else caveat)
-    return list(dict.fromkeys(remarks))
+    return list(dict.fromkeys([*remarks, *row.caveats]))
 
 
 def _figures(row: RowChange) -> str:
@@ -106,7 +102,7 @@ def _figures(row: RowChange) -> str:
 
 def _throughput(row: ComparisonRow | None) -> str:
     if row is None:
-        return ABSENT
+        return "absent"
     if row.tokens_per_second is None:
         return row.runs[-1].outcome.status
     return f"{units.format_count(row.tokens_per_second)} tokens/s"

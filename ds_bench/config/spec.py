@@ -6,8 +6,6 @@ JSON values only, because the rank processes receive them as a file.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -361,12 +359,6 @@ class Configuration:
 _WORKLOAD_FIELDS = frozenset(each.name for each in fields(Workload))
 
 
-_FIRST_ADDED = [each.name for each in fields(Workload)].index("dropout") + 1
-ADDED_DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(Workload)[_FIRST_ADDED:]}
-"""Fields of the Workload that schema 2 did not have → their values that stand for it. With these values they are no
-part of a trial's key, so that the keys of trials begun before stay the same."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """The devices that a trial runs on."""
@@ -444,25 +436,6 @@ class Placement:
         return (
             f"{self.num_nodes} nodes × {self.ranks_per_node}" if alike else f"{self.num_nodes} nodes, {self.num_gpus}"
         )
-
-    @property
-    def measured_facts(self) -> dict[str, Any]:
-        """What decides a measurement: not where ranks meet, and of several hosts the number of ranks, not the name.
-
-        On one node these are the facts that keys of trials were made of before there were several.
-        """
-        facts = {each.name: getattr(self, each.name) for each in fields(self)}
-        # The formats and the name of the device tell what the capability does.
-        hosts = ("hosts", "include", "host_command", "forwarded_variables", "master_addr", "master_port")
-        for name in ("compute_capability", *hosts):
-            del facts[name]
-        if self.num_nodes > 1:
-            del facts["hostfile"]
-            facts |= {
-                "num_nodes": self.num_nodes,
-                "ranks_of_nodes": sorted((slots for _, slots in self.hosts), reverse=True),
-            }
-        return facts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -545,42 +518,6 @@ class Trial:
     def not_launched(self) -> bool:
         """Whether it is recorded without launching it."""
         return self.unsupported is not None or self.skipped is not None
-
-    @property
-    def key(self) -> str:
-        """Hash of everything that decides the measurement, without credentials; ``--resume`` matches trials by it."""
-        facts: dict[str, Any] = {"repeat": self.repeat}
-        if self.inspection != NO_INSPECTION:  # so that the keys of trials without stay the same
-            facts["inspection"] = {**asdict(self.inspection), "checkpoint_path": None}  # another disk is no other trial
-        return self._hash(facts)
-
-    @property
-    def row_key(self) -> str:
-        """The key of the trial as if it were repeat 0 and only measured, which all repeats of a row share."""
-        return self._hash({"repeat": 0})
-
-    def _hash(self, more: Mapping[str, Any]) -> str:
-        facts = {
-            **self.measured_facts,
-            "configuration": self.configuration.name,
-            "engine": self.configuration.engine,
-            "ds_config": redacted_config(self.ds_config),
-            **more,
-        }
-        text = json.dumps(facts, sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    @property
-    def measured_facts(self) -> dict[str, Any]:
-        """What decides the measurement besides the DeepSpeed configuration: JSON values, alike in all repeats."""
-        workload = {each.name: getattr(self.workload, each.name) for each in fields(self.workload)}
-        for name, default in ADDED_DEFAULTS.items():
-            if workload[name] == default:
-                del workload[name]
-        facts: dict[str, Any] = {"workload": workload, "placement": self.placement.measured_facts}
-        if self.configuration.variables:  # as above
-            facts["variables"] = dict(self.configuration.variables)
-        return facts
 
     def to_dict(self) -> dict[str, Any]:
         """Converts to JSON values; credentials in the configuration are redacted."""

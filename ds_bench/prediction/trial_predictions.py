@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..config.deepspeed_config import tensor_parallel_size
+from ..config.identity import row_key
 from ..config.spec import Accelerator, Placement, Trial
 from ..errors import DsBenchError, PreflightError, UsageError
 from ..models.lookup import ResolvedModel
@@ -197,7 +198,7 @@ class ChangePredictor:
         """The trial with them; as it is without a prediction. ``hidden_size``: see :func:`predict_changes`."""
         if trial.prediction is None or not isinstance(profile, ModelProfile):
             return trial
-        key = replace(trial, repeat=0).key  # repeats of a row have the same alternatives
+        key = row_key(trial)  # repeats of a row have the same alternatives
         if key not in self._changes:
             self._changes[key] = predict_changes(trial, profile, hidden_size)
         return replace(trial, prediction={**trial.prediction, **self._changes[key]})

@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..config.identity import placement_facts
 from ..config.shard import Shard
 from ..config.spec import Placement, Trial
 from ..errors import UsageError
@@ -156,4 +157,4 @@ def _identity(trial: Trial) -> tuple[object, ...]:
 @lru_cache(maxsize=1024)
 def _placement_text(placement: Placement) -> str:
     """What decides a measurement in a placement, as text; made once for each, as thousands of records have few."""
-    return json.dumps(placement.measured_facts, sort_keys=True)
+    return json.dumps(placement_facts(placement), sort_keys=True)

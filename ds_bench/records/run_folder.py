@@ -31,6 +31,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ..config.identity import placement_facts, work_key
 from ..config.spec import Trial
 from ..errors import UsageError
 from ..system import files
@@ -296,7 +297,7 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
     present = {
         # Thousands of trials share a few workloads: each is converted once.
         "workload": [asdict(each) for each in {id(trial.workload): trial.workload for trial in trials}.values()],
-        "placement": [trial.placement.measured_facts for trial in trials],
+        "placement": [placement_facts(trial.placement) for trial in trials],
     }
     own_changes = {field for trial in trials for field in trial.configuration.workload_changes}
     texts = {trial.configuration.name: trial.configuration.file_text for trial in trials}
@@ -323,7 +324,7 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
             )
         # A row may set fields of the workload itself, those that are stored as well as those that are added.
         left_out = frozenset({*leave_out, *own_changes, *configuration.workload_changes})
-        for name, part in (("workload", asdict(workload)), ("placement", stored.placement.measured_facts)):
+        for name, part in (("workload", asdict(workload)), ("placement", placement_facts(stored.placement))):
             # Kept for each set of fields, as a sweep has thousands of trials and few such sets.
             if (name, left_out) not in known:
                 known[name, left_out] = {_text_without(each, left_out) for each in present[name]}
@@ -340,8 +341,8 @@ def remaining_trials(trials: Sequence[Trial], done: Sequence[TrialRecord], retry
     """Returns the trials without a record, by ``Trial.key``. Interrupted ones, and those with a status in ``retry``,
     are run again."""
     repeated = {INTERRUPTED.lower(), *(status.lower() for status in retry)}
-    finished = {record.trial.key for record in done if record.outcome.status.lower() not in repeated}
-    return [trial for trial in trials if trial.key not in finished]
+    finished = {work_key(record.trial) for record in done if record.outcome.status.lower() not in repeated}
+    return [trial for trial in trials if work_key(trial) not in finished]
 
 
 def is_finished(folder: Path) -> bool:

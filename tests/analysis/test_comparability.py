@@ -14,6 +14,7 @@ from ds_bench.analysis.comparability import group_repeats
 from ds_bench.analysis.comparison import unique_labels
 from ds_bench.analysis.row import Run, make_run
 from ds_bench.config.axes import PARALLEL_AXES
+from ds_bench.config.identity import format_fact, row_key
 from ds_bench.config.spec import SAME_TRAINING_FIELDS, Placement, Trial, Workload
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
@@ -30,8 +31,8 @@ def summaries(*records: TrialRecord) -> list[Run]:
     return [make_run(each) for each in records]
 
 
-def incomparable_fields(*records: TrialRecord) -> list[str]:
-    return comparability.incomparable_fields(*summaries(*records))
+def incomparable_facts(*records: TrialRecord) -> list[str]:
+    return [each.text for each in comparability.incomparable_facts(*summaries(*records))]
 
 
 def labels(*records: TrialRecord) -> list[str]:
@@ -59,7 +60,7 @@ def test_the_key_is_that_of_the_trial_with_repeat_0(
 ) -> None:
     of = fakes.workload(model=model, model_config=model_config)
     trial = replace(gpu(), ds_config=config, workload=of, repeat=repeat)
-    assert trial.row_key == replace(trial, repeat=0).key
+    assert row_key(trial) == row_key(replace(trial, repeat=0))
 
 
 def test_interleaved_repeats_are_one_row_each_in_order_of_appearance() -> None:
@@ -67,7 +68,7 @@ def test_interleaved_repeats_are_one_row_each_in_order_of_appearance() -> None:
     groups = group_repeats(summaries(*records))
     assert [[run.trial.repeat for run in runs] for runs in groups.values()] == [[0, 1, 2]] * 2
     assert [runs[0].trial.configuration.stage for runs in groups.values()] == [3, 0]
-    assert list(groups) == [records[0].trial.row_key, records[1].trial.row_key]
+    assert list(groups) == [row_key(records[0].trial), row_key(records[1].trial)]
 
 
 def test_runs_of_one_row_on_other_cards_or_versions_are_never_mixed_into_a_median(subtests: pytest.Subtests) -> None:
@@ -76,7 +77,7 @@ def test_runs_of_one_row_on_other_cards_or_versions_are_never_mixed_into_a_media
             here, there = fakes.success(gpu()), fakes.success(gpu(repeat=1), **changes)
             failed = fakes.failure(gpu(repeat=2))
             groups = group_repeats(summaries(here, there, failed, here))
-            key = here.trial.row_key
+            key = row_key(here.trial)
             assert {name: len(runs) for name, runs in groups.items()} == {key: 3, f"{key}-2": 1}
 
 
@@ -89,12 +90,12 @@ def test_a_run_that_measured_nothing_does_not_make_a_row_of_its_own_by_coming_fi
 
 
 def between(a: Trial, b: Trial, **changes: Any) -> list[str]:
-    return incomparable_fields(fakes.success(a), fakes.success(b, **changes))
+    return incomparable_facts(fakes.success(a), fakes.success(b, **changes))
 
 
 def test_another_strategy_is_what_a_comparison_is_about() -> None:
     assert between(gpu(0), gpu(3)) == []
-    assert incomparable_fields(fakes.success(gpu(0)), fakes.failure(gpu(3))) == []
+    assert incomparable_facts(fakes.success(gpu(0)), fakes.failure(gpu(3))) == []
 
 
 OTHER_WORKLOADS: dict[str, Any] = {
@@ -139,6 +140,7 @@ NOT_MEASURED: dict[str, Any] = {
     "include": "a:0@b:0",
     "master_addr": "10.0.0.1",
     "master_port": 29501,
+    "hostfile": "/hosts",
     "host_command": "srun --nodelist={host}",
     "forwarded_variables": ("HTTPS_PROXY",),
     "hosts": (("c", 1), ("d", 1)),
@@ -147,7 +149,6 @@ OTHER_PLACEMENTS: dict[str, Any] = {
     "accelerator": "cpu",
     "num_gpus": 4,
     "launcher": "deepspeed",
-    "hostfile": "/hosts",
     "nvme_path": "/d",
     "cpu_memory_limit_bytes": 1,
     "gpu_memory_limit_bytes": 2,
@@ -166,7 +167,7 @@ def test_a_difference_of_the_workload_is_named_once_with_both_values(subtests: p
         with subtests.test(name):
             theirs = gpu(of=fakes.workload(**{name: OTHER_WORKLOADS[name]}))
             values = getattr(gpu().workload, name), OTHER_WORKLOADS[name]
-            ours, shown = ("none" if value is None else value for value in values)
+            ours, shown = map(format_fact, values)
             assert between(gpu(), theirs) == [f"{name} {ours} against {shown}"]
 
 
@@ -191,14 +192,14 @@ def test_a_difference_of_the_placement_is_named(subtests: pytest.Subtests) -> No
     for name in OTHER_PLACEMENTS:
         with subtests.test(name):
             theirs = gpu(on=replace(CUDA, **{name: OTHER_PLACEMENTS[name]}))
-            found = incomparable_fields(fakes.success(gpu()), fakes.failure(theirs))
+            found = incomparable_facts(fakes.success(gpu()), fakes.failure(theirs))
             assert [text.partition(" ")[0] for text in found] == [name]
 
 
 def test_of_several_nodes_their_number_and_ranks_count_and_not_their_names() -> None:
     def named(**changes: Any) -> list[str]:
         ours, theirs = (gpu(on=replace(CUDA, **TWO_NODES)), gpu(on=replace(CUDA, **{**TWO_NODES, **changes})))
-        return [text.partition(" ")[0] for text in incomparable_fields(fakes.success(ours), fakes.failure(theirs))]
+        return [text.partition(" ")[0] for text in incomparable_facts(fakes.success(ours), fakes.failure(theirs))]
 
     assert {name: named(**changes) for name, changes in OF_SEVERAL_NODES.items()} == {
         name: [name] for name in OF_SEVERAL_NODES
@@ -213,7 +214,7 @@ def test_of_two_models_only_the_facts_that_differ_are_named() -> None:
     assert between(gpu(of=ours), gpu(of=theirs)) == [
         "model_config.n_layer 2 against 4",
         "model_config.rope.theta 1 against 2",
-        "model_config.bias none against False",
+        "model_config.bias none against false",
     ]
 
 
@@ -237,9 +238,9 @@ def test_what_an_axis_sets_may_differ_and_nothing_else() -> None:
         micro_batch_size=8,
         grad_accum=2,
     )
-    assert incomparable_fields(fakes.success(gpu(2)), row) == []
+    assert incomparable_facts(fakes.success(gpu(2)), row) == []
     longer = fakes.success(fakes.trial(configuration, on=CUDA, of=fakes.workload(grad_accum=2, seq_length=8)))
-    assert len(incomparable_fields(fakes.success(gpu(2)), longer)) == 1
+    assert len(incomparable_facts(fakes.success(gpu(2)), longer)) == 1
 
 
 def test_the_batch_of_a_file_may_differ() -> None:
@@ -248,7 +249,7 @@ def test_the_batch_of_a_file_may_differ() -> None:
     configuration = replace(fakes.zero(2), name="mine", source="file", workload_changes=own)
     trial = fakes.trial(configuration, on=CUDA, of=fakes.workload(**own))
     row = fakes.success(trial, micro_batch_size=8, grad_accum=2)
-    assert incomparable_fields(fakes.success(gpu(2)), row) == []
+    assert incomparable_facts(fakes.success(gpu(2)), row) == []
 
 
 def test_ranks_of_a_file_that_share_their_data_may_be_fewer() -> None:
@@ -257,8 +258,8 @@ def test_ranks_of_a_file_that_share_their_data_may_be_fewer() -> None:
         configuration = replace(fakes.zero(2), name="mine", source="file", axis_values=values)
         trial = fakes.trial(configuration, on=CUDA)
         row = fakes.success(replace(trial, ds_config={**trial.ds_config, **keys}), data_parallel_size=1)
-        assert incomparable_fields(fakes.success(gpu(2)), row) == []
-    assert incomparable_fields(fakes.success(gpu(2)), fakes.success(gpu(2), data_parallel_size=1))
+        assert incomparable_facts(fakes.success(gpu(2)), row) == []
+    assert incomparable_facts(fakes.success(gpu(2)), fakes.success(gpu(2), data_parallel_size=1))
 
 
 def test_an_effective_batch_that_differs_on_purpose_is_a_difference_too() -> None:
@@ -273,8 +274,8 @@ def test_one_card_of_another_kind_among_many_is_seen_and_the_order_of_ranks_is_n
     first, second = entry.ranks
     mixed = replace(entry, ranks=(first, replace(second, device_name="NVIDIA A100")))
     turned = replace(entry, ranks=(replace(first, device_name="NVIDIA A100"), second))
-    assert incomparable_fields(mixed, turned) == []
-    (said,) = incomparable_fields(entry, mixed)
+    assert incomparable_facts(mixed, turned) == []
+    (said,) = incomparable_facts(entry, mixed)
     assert said.endswith("against 1 x NVIDIA A100, 1 x NVIDIA H100 80GB HBM3")
 
 
@@ -282,9 +283,9 @@ def test_another_method_or_launch_forbids_a_ratio_even_where_nothing_else_differ
     entry = fakes.success(gpu())
     newer = replace(entry, method_version=entry.method_version + 1)
     versions = f"method_version {entry.method_version} against {newer.method_version}"
-    assert incomparable_fields(entry, newer) == [versions]
-    assert incomparable_fields(fakes.failure(gpu()), newer) == [versions]
-    assert incomparable_fields(entry, replace(entry, launch="deepspeed")) == ["launch warm against deepspeed"]
+    assert incomparable_facts(entry, newer) == [versions]
+    assert incomparable_facts(fakes.failure(gpu()), newer) == [versions]
+    assert incomparable_facts(entry, replace(entry, launch="deepspeed")) == ["launch warm against deepspeed"]
 
 
 # ------------------------------------------------------------------ labels
@@ -312,8 +313,8 @@ def test_rows_that_differ_in_their_configuration_alone_are_told_apart_by_its_key
     zero = trial.ds_config["zero_optimization"]
     other = replace(trial, ds_config={**trial.ds_config, "zero_optimization": {**zero, "overlap_comm": True}})
     assert labels(fakes.success(trial), fakes.success(other)) == [
-        "ZeRO-1 (overlap_comm False)",
-        "ZeRO-1 (overlap_comm True)",
+        "ZeRO-1 (overlap_comm false)",
+        "ZeRO-1 (overlap_comm true)",
     ]
 
 
@@ -354,10 +355,10 @@ def test_a_dropout_that_was_asked_for_and_the_same_as_the_models_own_are_alike()
     """A flat row tells what ran and not whether a flag asked for it."""
     own = fakes.success(gpu(), dropout=0.1)
     asked = replace(gpu(), workload=fakes.workload(dropout=0.1))
-    assert incomparable_fields(own, fakes.success(asked, dropout=0.1)) == []
+    assert incomparable_facts(own, fakes.success(asked, dropout=0.1)) == []
     without = replace(gpu(), workload=fakes.workload(dropout=0.0))
-    assert incomparable_fields(own, fakes.success(without, dropout=0.0)) == ["dropout 0.1 against 0.0"]
-    assert incomparable_fields(own, fakes.failure(without)) == ["dropout none against 0.0"]
+    assert incomparable_facts(own, fakes.success(without, dropout=0.0)) == ["dropout 0.1 against 0.0"]
+    assert incomparable_facts(own, fakes.failure(without)) == ["dropout none against 0.0"]
 
 
 @pytest.mark.parametrize(("engine", "stage"), [("ddp", 0), ("fsdp2", 3)])
@@ -368,11 +369,11 @@ def test_a_reference_engine_is_never_one_row_with_the_stage_that_splits_alike(en
     rows = summaries(fakes.success(reference), fakes.success(same))
     assert len(group_repeats(rows)) == 2
     assert rows[0].row.config_hash != rows[1].row.config_hash
-    assert reference.row_key == replace(reference, repeat=0).key
+    assert row_key(reference) == row_key(replace(reference, repeat=1))
 
 
 def test_fp32_under_tf32_does_not_compare_with_fp32_and_other_formats_do_not_care() -> None:
-    for precision, told in (("fp32", ["tf32 True against False"]), ("bf16", [])):
+    for precision, told in (("fp32", ["tf32 true against false"]), ("bf16", [])):
         trial = fakes.trial(on=fakes.placement(accelerator="cuda"), of=fakes.workload(precision=precision))
         a, b = fakes.success(trial, tf32=True), fakes.success(trial, tf32=None)
-        assert incomparable_fields(a, b) == told
+        assert incomparable_facts(a, b) == told

@@ -15,6 +15,7 @@ from ds_bench.analysis.load_results import flat_run
 from ds_bench.analysis.loss_parity import with_loss_caveats
 from ds_bench.analysis.row import Run, make_run
 from ds_bench.config.caveats import Caveat, CaveatKind, note
+from ds_bench.config.identity import row_key
 from ds_bench.config.spec import Trial
 from ds_bench.errors import UsageError
 from ds_bench.records.schema import TrialRecord
@@ -57,7 +58,7 @@ def test_a_row_by_hand() -> None:
     Deviation of the step times: mean 0.2333, squares 0.01778, 0.00111, 0.02778 by 2: 0.02333, root 0.15275.
     """
     (row,) = rows(*runs(2, 0.1, 0.2, 0.4))
-    assert (row.label, row.key) == ("ZeRO-2", ran(2).trial.row_key)
+    assert (row.label, row.key) == ("ZeRO-2", row_key(ran(2).trial))
     assert row.tokens_per_second == pytest.approx(5120)
     assert row.mean_step_seconds == pytest.approx(0.2)
     assert row.step_seconds_std == pytest.approx(0.15275, abs=1e-5)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ds_bench.analysis import comparison, load_results, merge_results
 from ds_bench.analysis.load_results import Result
 from ds_bench.analysis.merge_results import ResultGroup
+from ds_bench.config.identity import work_key
 from ds_bench.config.spec import Trial
 from ds_bench.records.schema import METHOD_VERSION, TrialRecord
 from ds_bench.system.environment import Environment
@@ -90,7 +91,7 @@ def test_repeats_are_numbered_through_so_that_no_two_trials_have_one_key() -> No
     (group,) = merge_results.merge([first, second])
     found = [(trial.configuration.stage, trial.repeat) for trial in trials(group)]
     assert found == [(1, 0), (2, 0), (1, 1), (2, 1), (1, 2), (1, 3), (3, 0)]
-    assert len({trial.key for trial in trials(group)}) == 7
+    assert len({work_key(trial) for trial in trials(group)}) == 7
 
 
 def test_rounds_of_two_results_are_rounds_of_their_own() -> None:
@@ -257,4 +258,4 @@ def test_whatever_is_merged_no_run_is_lost_and_none_counts_twice(files: list[lis
     )
     assert seen == sorted({run for entries in files for run in entries})
     if len(group.sources) > 1:
-        assert len({trial.key for trial in trials(group)}) == len(seen)
+        assert len({work_key(trial) for trial in trials(group)}) == len(seen)

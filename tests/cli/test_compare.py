@@ -165,7 +165,7 @@ def test_results_that_do_not_tell_their_machine_have_no_ratio_and_one_line_says_
     assert found.environment_unknown
     assert found.rows[0].ratio is None
     (said,) = [line for line in lines(found) if "no ratio" in line]
-    assert "hardware and versions are not known of" in said
+    assert "hardware and versions of" in said
     assert not any("same hardware" in line for line in lines(found))
 
 
@@ -193,7 +193,7 @@ def test_flat_results_of_one_kind_of_card_have_a_ratio_and_no_changes_made_up(tm
 def test_flat_results_of_two_configurations_say_that_they_differ(tmp_path: Path) -> None:
     changed = [replace(r, trial=replace(r.trial, ds_config={**r.trial.ds_config, "x": 1})) for r in runs(2, 0.1)]
     found = compare_before_after(flat(tmp_path / "a", runs(2, 0.2)), flat(tmp_path / "b", changed))
-    assert found.rows[0].changes == ("the DeepSpeed configuration (its hash alone is known)",)
+    assert found.rows[0].changes == ("the DeepSpeed configuration (only its hash is known)",)
     assert list(lines(found))[-1] == "same hardware and versions"
 
 

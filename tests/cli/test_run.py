@@ -12,6 +12,7 @@ from ds_bench import runner
 from ds_bench.cli import arguments, commands
 from ds_bench.cli.report import build_reports
 from ds_bench.config import placement, recipe, recipe_file
+from ds_bench.config.identity import work_key
 from ds_bench.config.spec import Strategy, Trial
 from ds_bench.planner import make_run_plan, requested_rows
 from ds_bench.records.schema import TrialRecord
@@ -309,7 +310,7 @@ def test_the_recipe_of_a_script_makes_the_same_trials(
     again = recipe.options_of(read, text.folder)
     first = make_run_plan([options], make, fakes.machine())
     second = make_run_plan([again], recipe.config_maker(read), fakes.machine())
-    assert [trial.key for trial in first.trials] == [trial.key for trial in second.trials]
+    assert [work_key(trial) for trial in first.trials] == [work_key(trial) for trial in second.trials]
     assert [trial.trial_id for trial in first.trials] == [trial.trial_id for trial in second.trials]
     for name in ("goal", "relative_to", "timeout", "output_dir"):
         assert str(getattr(options, name)) in (str(getattr(again, name)), Path(str(getattr(again, name))).name)

@@ -12,6 +12,7 @@ from ds_bench.analysis import load_results
 from ds_bench.baselines.result import baseline_name
 from ds_bench.cli import commands
 from ds_bench.cli.report import build_reports
+from ds_bench.config.identity import work_key
 from tests.support.fakes import FakeLauncher
 from tests.support.scripted_run import Run, ScriptedRun
 
@@ -40,7 +41,7 @@ def test_points_may_differ_in_ranks_and_in_the_optimizer_and_are_reported_apart(
     assert made == [(n, lr, name) for n in (1, 2) for lr in (1e-4, 1e-3) for name in ("zero0", "zero2")]
     assert {trial.ds_config["train_batch_size"] for trial in launched} == {2, 4}
     assert {tuple(trial.ds_config["optimizer"]["params"]["betas"]) for trial in launched} == {(0.9, 0.95)}
-    assert len({trial.key for trial in launched}) == 8
+    assert len({work_key(trial) for trial in launched}) == 8
     shown = capsys.readouterr().out
     assert "4 points · tiny" in shown
     assert "1 CPU rank · lr 0.0001: " in shown

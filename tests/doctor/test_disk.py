@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ds_bench.config.identity import work_key
 from ds_bench.config.spec import Inspection, Trial
 from ds_bench.doctor import disk
 from ds_bench.doctor.findings import Finding, SystemAccess, run_check
@@ -181,7 +182,7 @@ def test_disk_without_room_for_a_checkpoint_is_refused_with_the_bytes_needed(
 
 def test_folder_of_a_checkpoint_makes_no_other_trial(tmp_path: Path) -> None:
     here, there = checkpointed(tmp_path, "none"), checkpointed(tmp_path / "elsewhere", "none")
-    assert here.key == there.key != replace(here, inspection=Inspection()).key
+    assert work_key(here) == work_key(there) != work_key(replace(here, inspection=Inspection()))
 
 
 def checkpointed(path: Path, name: str) -> Trial:

@@ -19,6 +19,7 @@ from ds_bench import planner
 from ds_bench.analysis.loss_parity import compare_losses
 from ds_bench.analysis.row import make_run
 from ds_bench.config.axes import AXES, other_arithmetic
+from ds_bench.config.identity import work_key
 from ds_bench.config.spec import Placement, Trial
 from ds_bench.launch import Limits
 from ds_bench.launch.warm import WarmLauncher
@@ -115,7 +116,7 @@ def train(server: Callable[[Limits], WarmLauncher], tmp_path_factory: pytest.Tem
 
     def go(trial: Trial) -> TrialRecord:
         assert trial.unsupported is None
-        key = replace(trial, configuration=replace(trial.configuration, name="any")).key
+        key = work_key(trial, leave_out=("name",))
         if key not in records:
             records[key] = server(SHORT).launch(trial, tmp_path_factory.mktemp("trial"), lambda _progress: None)
         record = replace(records[key], trial=trial)

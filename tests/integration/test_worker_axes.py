@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import pytest
 
-from ds_bench.analysis.comparability import incomparable_fields
+from ds_bench.analysis.comparability import incomparable_facts
 from ds_bench.analysis.loss_parity import compare_losses
 from ds_bench.analysis.row import make_run
 from ds_bench.config.spec import Configuration, Trial
@@ -59,7 +59,7 @@ def activations(record: TrialRecord) -> int:
 
 def assert_trains_the_same(usual: TrialRecord, record: TrialRecord) -> None:
     assert compare_losses([make_run(each) for each in (usual, record)]) == {}
-    assert incomparable_fields(usual, record) == []
+    assert incomparable_facts(make_run(usual), make_run(record)) == []
 
 
 @pytest.mark.parametrize(("loss", "stage"), [("chunked", 1), ("tiled", 2), ("tiled", 3)])

@@ -8,6 +8,7 @@ import pytest
 
 from ds_bench.analysis.row import make_run
 from ds_bench.config.caveats import CaveatKind, has_kind
+from ds_bench.config.identity import work_key
 from ds_bench.config.spec import Trial
 from ds_bench.errors import PreflightError
 from ds_bench.models.lookup import ResolvedModel
@@ -87,7 +88,7 @@ def test_a_trial_carries_its_prediction_and_its_key_stays() -> None:
     found = foreseen(trial, MemoryCapacity(gpu_bytes=80 * GB, host_bytes=None))
     assert found.prediction is not None
     assert found.skipped is None
-    assert found.key == trial.key
+    assert work_key(found) == work_key(trial)
     again = json_files.build(Trial, found.to_dict())
     assert replace(again, prediction=None) == replace(found, prediction=None)
     assert stored_prediction(again) == stored_prediction(found) is not None

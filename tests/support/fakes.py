@@ -14,6 +14,7 @@ from ds_bench.analysis.comparison import rows_of
 from ds_bench.analysis.load_results import make_runs
 from ds_bench.cli.arguments import parse
 from ds_bench.config import deepspeed_config, strategies
+from ds_bench.config.identity import work_key
 from ds_bench.config.options import Options
 from ds_bench.config.spec import Configuration, Placement, Strategy, Trial, Workload
 from ds_bench.launch import Progress, ProgressCallback
@@ -328,7 +329,7 @@ def write_run(
         "arguments": list(arguments),
         "environment": (on or environment()).to_dict(),
         "notes": list(notes),
-        "trials": [{"key": entry.trial.key, **entry.trial.to_dict()} for entry in records],
+        "trials": [{"key": work_key(entry.trial), **entry.trial.to_dict()} for entry in records],
     }
     store.save_run(facts)
     for entry in records:
