@@ -44,7 +44,7 @@ class Result:
     """The content of one result. None or empty where its files do not hold it."""
 
     source: Path
-    """What the user named; in a folder of one result, that result."""
+    """The path that the user named, or the only result inside that folder."""
     runs: tuple[Run, ...]
     """The last run of each trial, in the order of the plan."""
     environment: Environment | None
@@ -53,7 +53,7 @@ class Result:
     arguments: tuple[str, ...]
     """As they were typed, without the script."""
     notes: tuple[str, ...]
-    """Notes of the run, then those of reading it."""
+    """Notes of the run, then notes from reading it."""
     recipe: Mapping[str, Any] = field(default_factory=dict)
     """See ``reader.RunInfo``."""
 
@@ -64,7 +64,7 @@ class Result:
 
 
 class NoTrialsError(UsageError):
-    """A run of which no trial had finished."""
+    """No trial of the run had finished."""
 
 
 def load(path: Path) -> Result:
@@ -92,7 +92,7 @@ def make_runs(
     for record in records:
         workload = record.trial.workload
         facts = find_model(workload.model) if workload.model_source == "preset" else None
-        # A rate that the user gave counts on any device; the table is asked for GPUs alone.
+        # The user's rate applies to any device; the table only has GPUs.
         peak_flops = peak_tflops * 1e12 if peak_tflops else None
         if peak_flops is None and record.ranks and record.trial.placement.accelerator == "cuda":
             peak_flops = find_peak(record.ranks[0].device_name, flops.peak_precision(record))
@@ -101,7 +101,7 @@ def make_runs(
 
 
 def trial_identity(run: Run) -> tuple[Any, ...]:
-    """Return what is equal for the record and the flat row of one trial, and for no other trial that was launched."""
+    """Return an identity that a record and its flat row share, and two launched trials do not."""
     row, rate = run.row, run.row.throughput_tokens_per_sec
     # JSON of another writer may round the throughput.
     return (
@@ -122,17 +122,17 @@ def _load(path: Path) -> Result:
             return _load_run(path.parent, path)
     rows_path = path.with_name(path.name.replace("recommendation_", "comparison_", 1))
     if rows_path != path and _FLAT_NAME.match(rows_path.name) and rows_path.is_file():
-        path = rows_path  # the recommendation beside the rows, as in a list of all files of a folder
+        path = rows_path  # a list of all files of a folder also names the recommendation
     data = json_files.read_bytes(path)
     if path.suffix.lower() == ".csv" or data[:20].startswith((b"stage,strategy,", b"\xef\xbb\xbfstage,strategy,")):
         json_path = path.with_suffix(".json")
-        remedy = f"give {json_path}" if json_path.is_file() else "give the .json beside it"
+        remedy = f"give {json_path}" if json_path.is_file() else "give the .json next to it"
         raise UsageError(f"{path} is the CSV of a result", remedy=remedy)
     return _load_flat_json(path, data)
 
 
 def run_folder_of(path: Path) -> Path | None:
-    """The run folder that a result lies in or belongs to by its name; None for a flat JSON alone."""
+    """The run folder that holds a result or that its name refers to; None for a flat JSON without one."""
     if path.is_dir() or path.name in (RUN_FILE, RECORDS_FILE):
         return (path if path.is_dir() else path.parent).resolve()
     if (name := _FLAT_NAME.match(path.stem)) is None:
@@ -179,7 +179,7 @@ def _load_run(folder: Path, source: Path) -> Result:
 
 def _load_records(source: Path, run_info: RunInfo, file: Path, notes: list[str]) -> Result:
     records = reader.read_records(file, run_info.trials, notes)
-    # Without run.json the folder need not be that of a run.
+    # Without run.json this may not be a run's folder.
     run_id = file.resolve().parent.name if run_info.trials else None
     try:
         runs = make_runs(records, _peak_tflops(run_info), run_info.environment, run_id)
@@ -248,7 +248,7 @@ def _with_flops_of_flat_json(runs: tuple[Run, ...], folder: Path) -> tuple[Run, 
 
 
 def _load_flat_json(path: Path, data: bytes) -> Result:
-    """The run folder of a flat JSON, if it is there and holds the same trials; else the rows of the JSON alone."""
+    """The run folder of a flat JSON, if it is there and holds the same trials; else only the rows of the JSON."""
     notes: list[str] = []
     runs = []
     for number, row in enumerate(read_rows(path, data), 1):
@@ -263,7 +263,7 @@ def _load_flat_json(path: Path, data: bytes) -> Result:
         except UsageError as error:
             notes.append(f"its run folder cannot be used: {error}")
         else:
-            # The folder holds more, but the file may have been edited, or stand beside a folder of another run.
+            # The folder holds more, but the file may have been edited or may be next to another run's folder.
             if Counter(map(trial_identity, run.runs)) == Counter(map(trial_identity, runs)):
                 return run
             notes.append(f"{folder} holds other rows than {path.name}: the file is used")
@@ -325,7 +325,7 @@ def _trial(row: Row) -> Trial:
     }
     point = json.loads(row.point or "{}")
     if not isinstance(point, dict):
-        raise ValueError("point is no JSON object")
+        raise ValueError("point is not a JSON object")
     return Trial(
         trial_id=row.trial_id or f"{row.strategy}_r{row.repeat}",
         repeat=row.repeat,
@@ -385,7 +385,7 @@ def _emulated_bytes(row: Row) -> int | None:
 
 
 def _environment(row: Row) -> Environment | None:
-    """Return what decides whether results compare; None if the row does not hold it.
+    """Return the facts that make results comparable; None if the row lacks them.
 
     GPUs of several kinds become one kind with all their names: such a row compares only with rows of the same kinds.
     """

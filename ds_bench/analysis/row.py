@@ -131,7 +131,7 @@ def _checkpoint_cost(ranks: Sequence[RankMeasurement], name: str) -> CheckpointC
 
 
 def is_restored(parts: Sequence[object]) -> bool | None:
-    """Whether loading a checkpoint restored the saved state on all ranks, or in all runs; None if none can tell."""
+    """Whether loading a checkpoint restored the saved state on all ranks, or in all runs; None if not measured."""
     known = measured_values(parts, "checkpoint_restored")
     return all(known) if known else None
 
@@ -147,7 +147,7 @@ class Measured:
     trial: Trial
     ranks: Sequence[RankMeasurement]
     rank: RankMeasurement | None
-    """The first, for what is equal on all."""
+    """The first rank, for values that are equal on all ranks."""
     slowest: RankMeasurement | None
     environment: Environment | None
     run_id: str | None
@@ -267,7 +267,7 @@ def _nodes(m: Measured) -> int | None:
     placement = m.trial.placement
     if m.ranks:
         return len(m.host_peaks)
-    # Without its hosts, a hostfile that was not read does not tell.
+    # The number is unknown if the hostfile was never read.
     return placement.num_nodes if placement.hosts or placement.hostfile is None else None
 
 
@@ -536,7 +536,7 @@ class Row(BaseModel):
     grad_norm: float | None = column("The same after the measured window", "rank.grad_norm")
 
     caveat_list: tuple[Caveat, ...] = ()
-    """In JSON alone: those that were written with the record, then those that its numbers show."""
+    """Only in JSON: caveats from the record first, then caveats found from its numbers."""
 
     def values(self) -> dict[str, Any]:
         """Return the values by the names of their columns, in order, and ``caveat_list``."""
@@ -564,13 +564,13 @@ def column_type(name: str) -> type:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One trial: its row, and what only its record tells, which is empty for a row of a flat file."""
+    """One trial: its row, and series that only its record holds. They are empty for a row of a flat file."""
 
     row: Row
     record: TrialRecord | None = None
     """None if read from a flat file."""
     flat_trial: Trial | None = None
-    """Set without a record: the trial as far as the columns tell."""
+    """Set without a record: the trial, as far as the columns describe it."""
     environment: Environment | None = None
     """Hardware and versions of the host; None if the result does not hold them."""
     losses: tuple[float | None, ...] = ()
@@ -584,7 +584,7 @@ class Run:
 
     @property
     def trial(self) -> Trial:
-        """The trial; of a flat file as far as the columns tell."""
+        """The trial; for a flat file, as far as the columns describe it."""
         trial = self.flat_trial if self.record is None else self.record.trial
         assert trial is not None, "a run has a record or a flat trial"
         return trial
@@ -596,7 +596,7 @@ class Run:
 
     @property
     def outcome(self) -> Outcome:
-        """How the trial ended; of a flat file as far as the columns tell."""
+        """How the trial ended; for a flat file, as far as the columns describe it."""
         if self.record is not None:
             return self.record.outcome
         sign, _, rest = self.row.status.partition(" ")
@@ -719,7 +719,7 @@ def _counted_flops(rank: RankMeasurement, workload: Workload) -> dict[str, Any]:
     """FLOPs per token as they were counted on a rank; empty where they were not. Ranks that share data share them."""
     if not rank.forward_backward_flops:
         return {}
-    # The share of one rank, as the FLOPs are those of one rank.
+    # One rank's share, because the FLOPs were counted on one rank.
     tokens = rank.micro_batch_size * workload.seq_length * rank.data_parallel_size / rank.world_size
     executed = rank.forward_backward_flops + (rank.recomputed_flops or 0)
     return {
@@ -751,7 +751,7 @@ def _mean_losses(ranks: Sequence[RankMeasurement]) -> tuple[float | None, ...]:
 
 
 def _sum_of_sketches(sketches: Sequence[tuple[float, ...] | None]) -> tuple[float, ...] | None:
-    """The sketch of the whole model's change: that of a rank covers its own share of the weights.
+    """The sketch of the whole model's change; each rank's sketch covers its own share of the weights.
 
     None if a rank has none, or sizes differ. The sum is right because a count sketch is linear (Charikar, Chen and
     Farach-Colton, "Finding frequent items in data streams", ICALP 2002).

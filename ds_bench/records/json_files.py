@@ -57,8 +57,8 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def unreadable(path: Path, error: OSError, kind: str, remedy: str) -> UsageError:
-    """What the user is told of a file that cannot be read. ``kind``: of file; ``remedy``: for one of another kind."""
-    # files.opened tells a file that is too large, and one that is not regular, by these two numbers.
+    """Return the error for an unreadable file. ``kind``: its kind; ``remedy``: if the file is of another kind."""
+    # files.opened reports a file that is too large, or not regular, with these two numbers.
     if error.errno == errno.EFBIG:
         return UsageError(f"{path} is larger than any {kind}", remedy=remedy)
     if error.errno == errno.EINVAL:
@@ -175,7 +175,7 @@ def append_line(path: Path, data: object) -> None:
     Raises OSError naming the file if the disk does not take the whole line; the file is then as it was before.
     """
     line = json_line(data) + b"\n"
-    # O_NOFOLLOW: in a run folder of somebody else a link would redirect what is written.
+    # O_NOFOLLOW: a link in another user's run folder would redirect the write.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     try:
         start = os.fstat(descriptor).st_size

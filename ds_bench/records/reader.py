@@ -44,7 +44,7 @@ class RunInfo:
 class _RepeatedParts:
     """Parts that many records have in common, such as their configurations: equal ones become one object.
 
-    Thousands of records have few of them, which would take most of the memory; by ``id`` two are then told apart.
+    Thousands of records have few distinct ones; copies would take most of the memory. ``id`` then distinguishes two.
     """
 
     def __init__(self) -> None:
@@ -95,11 +95,11 @@ def read_records(path: Path, planned: Sequence[Trial], notes: list[str]) -> tupl
                 notes.append(f"{path.name} line {number} {error}: left out")
                 continue
             parts.share(record)
-            # A trial that was run again has several records, of which the last one counts.
+            # A trial that was run again has several records. The last one counts.
             latest[_identity(record.trial)] = record
     if not latest:
         raise UsageError(f"{path} has no rows: no line is a record", remedy="no trial had finished; run it again")
-    # _identity compares parts by id(): those of the plan must be the objects that the records have.
+    # _identity compares parts by id(), so the plan must share the objects of the records.
     for trial in planned:
         parts.share_trial(trial)
     identities = dict.fromkeys(map(_identity, planned))
