@@ -79,8 +79,8 @@ require_packages() {
     PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" - <<'PY' || exit 2
 import sys
 try:
-    from ds_bench.doctor.packages import check
-    findings = list(check())
+    from ds_bench.doctor.software import check_packages
+    findings = list(check_packages())
 except ModuleNotFoundError as error:
     sys.exit(f"gpu_check: {sys.executable} lacks {error.name}: name wheels with WHEELS (scripts/make_wheels.sh)")
 found = [finding for finding in findings if finding.level != "ok"]

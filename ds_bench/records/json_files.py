@@ -159,8 +159,8 @@ def write_json(path: Path, data: object, mode: int = 0o666) -> None:
 
 
 def json_text(data: object) -> str:
-    """Formats the text of a JSON file. Raises ValueError for NaN and infinities."""
-    return json.dumps(data, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+    """Formats the text of a JSON file; a dataclass as an object. Raises ValueError for NaN and infinities."""
+    return json.dumps(data, indent=1, allow_nan=False, ensure_ascii=False, default=asdict) + "\n"
 
 
 def json_line(data: object) -> bytes:

@@ -74,6 +74,7 @@ def test_a_documented_factory_is_predicted_labelled_and_trained_alike(
     trials = {name: _trial(ROWS[name], workload) for name in rows}
     profile = _profile(workload, list(trials.values()))
     records = {name: launch(trial) for name, trial in trials.items()}
+    assert records["zero1"].outcome.success, records["zero1"].outcome
     reference = records["zero1"].ranks[0]
     for name, record in records.items():
         check(trials[name], profile, record)

@@ -35,10 +35,10 @@ def test_profiled_rows_are_measured_as_others_and_compare_with_each_other(launch
     for ranks in zip(plain.ranks, first.ranks, strict=True):
         numbers = [(rank.losses, len(rank.step_seconds), len(rank.warmup_step_seconds)) for rank in ranks]
         assert numbers[0] == numbers[1]
-    summaries = [make_run(record) for record in (first, third)]
-    assert all(summary.weight_change and summary.repeated_loss for summary in summaries)
-    assert compare_losses(summaries) == {}
-    assert compare_losses([make_run(plain), summaries[0]]) == {}  # which took other further steps
+    runs = [make_run(record) for record in (first, third)]
+    assert all(run.weight_change and run.row.repeated_loss for run in runs)
+    assert compare_losses(runs) == {}
+    assert compare_losses([make_run(plain), runs[0]]) == {}  # which took other further steps
     for record, folder in ((first, "trial1"), (third, "trial2")):
         assert [len(rank.profiles) for rank in record.ranks] == [0, 2]
         assert [note for rank in record.ranks for note in rank.notes if "profile" in note] == []

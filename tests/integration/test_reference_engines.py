@@ -40,10 +40,10 @@ def train(server: Callable[[Limits], WarmLauncher], tmp_path: Path) -> Train:
 
 
 def rows_of(train: Train, workload: Workload) -> dict[str, Run]:
-    """Summaries by name of ZeRO-2 and both engines, with what is said of their losses."""
+    """ZeRO-2 and both engines by name, with the caveats about their losses."""
     records = [train(row, workload) for row in (fakes.zero(2), DDP, FSDP2)]
-    summaries = with_loss_caveats([make_run(record) for record in records])
-    return {each.trial.configuration.name: each for each in summaries}
+    runs = with_loss_caveats([make_run(record) for record in records])
+    return {each.trial.configuration.name: each for each in runs}
 
 
 def loss_caveats(rows: dict[str, Run]) -> list[str]:
@@ -58,13 +58,13 @@ def test_the_engines_train_what_deepspeed_trains(train: Train) -> None:
     rows = rows_of(train, replace(workload, dropout=0.1))
     assert loss_caveats(rows) == []
     for name in ("ddp", "fsdp2"):
-        row, zero = rows[name], rows["zero2"]
-        assert row.losses == pytest.approx(zero.losses, rel=1e-6)
-        assert row.repeated_loss == pytest.approx(zero.repeated_loss, rel=1e-5)
-        distance = math.dist(row.weight_change or (), zero.weight_change or ())
-        assert distance < 1e-3 * (zero.weight_change_norm or 0.0)
-        assert row.ranks[0].optimizer_settings == zero.ranks[0].optimizer_settings
-        assert (row.micro_batch_size, row.grad_accum, row.data_parallel_size) == (2, 2, 2)
+        run, zero = rows[name], rows["zero2"]
+        assert run.losses == pytest.approx(zero.losses, rel=1e-6)
+        assert run.row.repeated_loss == pytest.approx(zero.row.repeated_loss, rel=1e-5)
+        distance = math.dist(run.weight_change or (), zero.weight_change or ())
+        assert distance < 1e-3 * (zero.row.weight_change_norm or 0.0)
+        assert run.ranks[0].optimizer_settings == zero.ranks[0].optimizer_settings
+        assert (run.row.batch_size, run.row.grad_accum, run.row.data_parallel_size) == (2, 2, 2)
 
 
 @pytest.mark.slow

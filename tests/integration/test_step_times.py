@@ -84,7 +84,7 @@ def test_swapped_bytes_and_the_time_that_training_waits_for_them(launch: Launch,
     costs = step_costs(record)
     assert costs.disk_needed_bytes_per_second is not None
     assert costs.disk_measured_bytes_per_second is not None
-    wait = step_parts(record)["transfer"]
+    wait = step_parts(record.ranks)["transfer"]
     assert costs.disk_bound is (
         wait > statistics.fmean(sum(rank.phase_seconds.values()) - wait for rank in record.ranks)
     )

@@ -136,12 +136,13 @@ def test_two_ranks_of_one_group_train_what_one_rank_trains(
     changes = {"tensor_parallel": {"autotp_size": 2}} if key == "autotp" else {"sequence_parallel_size": 2}
     trial = make_trial(replace(fakes.zero(stage), name=key, label=key), workload=FAMILIES[family], changes=changes)
     alone, together = on_one_rank[family], train(trial)
-    rows = [make_run(record) for record in (alone, together)]
+    runs = [make_run(record) for record in (alone, together)]
+    rows = [run.row for run in runs]
     assert [row.data_parallel_size for row in rows] == [1, 1]
     for row in rows:
         tokens = WORKLOAD.batch_size * WORKLOAD.grad_accum * WORKLOAD.seq_length
-        assert (row.tokens_per_second or 0) * (row.mean_step_seconds or 0) == pytest.approx(tokens)
-    caveats = compare_losses(rows)
+        assert (row.throughput_tokens_per_sec or 0) * (row.avg_step_time_ms or 0) / 1000 == pytest.approx(tokens)
+    caveats = compare_losses(runs)
     unexpected = [caveat.text for caveat in caveats.values() if "quirk" not in caveat.text]
     if (key, stage) == ("ulysses", 3):
         # DeepSpeed 0.19.8 divides by all ranks of the group (runtime/comm/coalesced_collectives.py) and multiplies
@@ -152,10 +153,10 @@ def test_two_ranks_of_one_group_train_what_one_rank_trains(
         assert unexpected == []
         assert rows[1].grad_norm == pytest.approx(rows[0].grad_norm, rel=0.03)
     # The whole model's weights changed alike, put together from the parts of both ranks.
-    distance = math.dist(rows[0].weight_change or (), rows[1].weight_change or ())
+    distance = math.dist(runs[0].weight_change or (), runs[1].weight_change or ())
     assert distance < (0.3 if stage == 0 else 0.05) * (rows[0].weight_change_norm or 0.0)
-    assert rows[1].early_window is not None
-    assert rows[1].early_window.weight_change is not None
+    assert runs[1].early_window is not None
+    assert runs[1].early_window.weight_change is not None
     # Each rank holds a half of the layers, or of the activations.
     category = "parameters" if key == "autotp" else "activations"
     assert together.ranks[0].ledger["cpu"][category] < 0.75 * alone.ranks[0].ledger["cpu"][category]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ds_bench.config.caveats import Caveat, CaveatKind
 from ds_bench.records.json_files import append_line, write_json
 from ds_bench.records.rank_files import PHASES, Assignment, Heartbeat, HeartbeatWriter, RankExit, read_beat, read_exits
 from ds_bench.system.files import write_text
@@ -40,6 +41,15 @@ def test_what_json_cannot_hold_leaves_the_old_file_and_no_litter(tmp_path: Path,
         write_json(path, {"new": value})
     assert json.loads(path.read_text()) == {"old": 1}
     assert names(tmp_path) == ["a.json"]
+
+
+def test_a_dataclass_is_written_as_an_object_in_files_as_in_lines(tmp_path: Path) -> None:
+    """Notes of a rank are texts and caveats."""
+    caveat = Caveat(CaveatKind.OWN_BATCHES, {"seq_length": 8})
+    write_json(tmp_path / "a.json", [caveat])
+    append_line(tmp_path / "a.jsonl", [caveat])
+    for name in ("a.json", "a.jsonl"):
+        assert json.loads((tmp_path / name).read_text()) == [{"kind": "own_batches", "values": {"seq_length": 8}}]
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
