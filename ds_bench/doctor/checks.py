@@ -1,12 +1,13 @@
 """Runs the checks of this machine in order: all of them, or the ones a plan needs before its first trial.
 
 The other modules of this package hold the checks, one module per subject; ``cli/doctor.py`` prints them. Other hosts
-are checked only with ``hostfile`` (:mod:`.hosts`).
+are checked only with ``hostfile`` (:mod:`.hosts`): their agents start ``python -m ds_bench.doctor.checks``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from ..config.placement import SSH, default_placement, read_hostfile
 from ..config.spec import Configuration, Placement
 from ..errors import PreflightError
 from ..launch import ops, rank_environment
+from ..records import json_files
 from ..system import environment, terminal
 from . import disk, host, hosts, software
 from . import gpus as gpu_checks
@@ -183,3 +185,23 @@ def require_ready(
         for finding in shown:
             error.add_note(format_finding(finding, width).strip())
         raise error
+
+
+def main() -> None:
+    """Check this host as one of several.
+
+    Reads one JSON object from standard input: ``placement`` and ``configurations``; ``slots``, the numbers of the GPUs
+    that have ranks; ``need_host_bytes``, the predicted memory of this host or null. Prints one with the ``findings``.
+    """
+    asked = json.loads(sys.stdin.read())
+    findings = run_plan_checks(
+        json_files.build(Placement, asked["placement"]),
+        json_files.build(list[Configuration], asked["configurations"]),
+        need_host_bytes=asked["need_host_bytes"],
+        slots=asked["slots"],
+    )
+    terminal.print_json(json.dumps({"findings": [dataclasses.asdict(each) for each in findings]}))
+
+
+if __name__ == "__main__":
+    main()

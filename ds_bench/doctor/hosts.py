@@ -1,6 +1,6 @@
 """The hosts of a job on several: whether each can be reached, has what the others have, and is ready for the plan.
 
-Each host is checked by its agent (``launch.hosts``), which starts :mod:`.on_host` there.
+Each host is checked by its agent (``launch.hosts``), which starts :mod:`.checks` there.
 """
 
 from __future__ import annotations

@@ -1,46 +1,264 @@
 """The program on each host of a run on several: ``python -m ds_bench.launch.host_agent``, started by :mod:`hosts`.
 
 It answers requests on standard input, one JSON object a line: ``{"id": 1, "request": "environment", …}`` by
-``{"id": 1, "result": …}`` or ``{"id": 1, "error": "…"}``. When its input ends, or nothing has come for 15 s, it ends
-every process that belongs to the run on this host, removes what it has created, and ends itself.
+``{"id": 1, "result": …}`` or ``{"id": 1, "error": "…"}``. It starts the ranks of its host and sends their files to the
+run. When its input ends, or nothing has come for 15 s, it ends every process that belongs to the run on this host,
+removes what it has created, and ends itself.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import queue
+import re
+import shutil
 import signal
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ..config.spec import Configuration, Placement
 from ..errors import DsBenchError
 from ..records import json_files
-from ..records.rank_files import Assignment
-from ..system import device_locks, processes
+from ..records.rank_files import (
+    CONFIG_FILE,
+    EXITS_FILE,
+    HOST_FOLDER_PREFIX,
+    LEADER_LOG,
+    TRIAL_FILE,
+    TRIAL_VARIABLE,
+    Assignment,
+    append_exit,
+)
+from ..system import device_locks, files, processes
 from ..system.environment import read_environment
 from ..system.gpus import read_gpus, select_visible
+from ..system.host_memory import read_oom_kill_count
 from ..system.signals import ENDING_SIGNALS
 from ..system.tools import run_tool
 from . import rank_environment
-from .host_trial import HostEnd, HostTrial
+from .leader import start_leader
 from .message_stream import Message, MessageStream, code_digest
-from .monitor import STACKS_SECONDS
+from .monitor import STACKS_SECONDS, request_stacks
 from .ops import OpState
-from .scratch import remove_abandoned, temporary_folder_variables
+from .scratch import (
+    OWNER_FILE,
+    create_scratch,
+    owner,
+    remove_abandoned,
+    remove_scratch,
+    swap_folder,
+    temporary_folder_variables,
+)
 
 Say = Callable[[str], None]
 _SEND_SECONDS = 0.5
-"""How often the files of a running trial are looked at."""
+"""Interval at which the files of a running trial are checked for changes."""
 _CHECK_SECONDS = 100.0
-"""For the checks of this host, which take less than a second on a machine that is well."""
+"""Limit on the checks of this host, which take less than a second on a healthy machine."""
 _CLEAN_UP_SECONDS = 30.0
 """For the main thread to end processes and remove files."""
+_REPLACED = re.compile(r"rank\d+(\.measured)?\.json|rank\d+\.beat|rank\d+\.steps")
+"""Files that are sent whole when they have changed."""
+_GROWING = re.compile(rf"rank\d+\.(log|stacks)|{re.escape(EXITS_FILE)}|{re.escape(LEADER_LOG)}")
+"""Files of which only the new part is sent. All others are sent at the end of the trial."""
+_PART_BYTES = 2**18
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostEnd:
+    """A host's report on a trial that was ended there."""
+
+    left: tuple[int, ...]
+    """Processes that could not be ended."""
+    oom_killed: bool
+    """Whether the kernel killed a process for memory meanwhile."""
+    disk_full: bool
+    """Whether the disk of the swap folder was full."""
+
+
+class HostTrial:
+    """A trial on this host, from :meth:`begin` to :meth:`end`; to end one of an earlier agent, its id is enough."""
+
+    def __init__(self, scratch_id: str, send: Callable[[Message], None] = lambda _message: None) -> None:
+        self.scratch_id, self._send = scratch_id, send
+        self._private = Path(tempfile.gettempdir()) / f"{HOST_FOLDER_PREFIX}{os.getuid()}_{scratch_id}"
+        self._folder: Path | None = None
+        """Holds the trial's files; None before :meth:`begin`."""
+        self._assignment: Assignment | None = None
+        self._sent: dict[Path, Any] = {}
+        """What was sent of each file: the length of a growing one, the state of another."""
+        self._leader: subprocess.Popen[bytes] | None = None
+        self._leader_noted = False
+        self._oom_kills_before = read_oom_kill_count()
+
+    def begin(self, name: str, assignment: Assignment, config: Mapping[str, Any], variables: Mapping[str, str]) -> None:
+        """Create the private folder with the files of the trial. Raises OSError.
+
+        ``name``: last two parts of the folder's path on the run's host. ``assignment``: the run's, without folders of
+        this host. ``variables``: of this host's ranks.
+        """
+        trial = assignment.trial
+        self._private.mkdir(mode=0o700)
+        (self._private / OWNER_FILE).write_text(owner())
+        self._folder = self._private / name
+        self._folder.mkdir(parents=True)
+        # The run cannot see the disks of this host, so leftovers of killed runs are removed here.
+        if trial.placement.nvme_path is not None:
+            remove_abandoned(Path(trial.placement.nvme_path))
+        checkpoint = assignment.checkpoint_folder
+        # The folder that the run names may exist only on its own disk.
+        if checkpoint is not None and not Path(checkpoint).parent.is_dir():
+            checkpoint = str(self._folder / "checkpoint_files")
+        self._assignment = replace(
+            assignment,
+            # DeepSpeed puts both into the names of its shared memory (scratch.remove_scratch).
+            scratch_id=f"{variables['MASTER_ADDR']}_{variables['MASTER_PORT']}",
+            environment={**variables, **trial.configuration.variables},
+            swap_folder=swap_folder(trial, self.scratch_id),
+            checkpoint_folder=checkpoint,
+        )
+        create_scratch(self._assignment)
+        self._assignment.save(self._folder, config)
+
+    def start_ranks(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
+        """Run a command that starts this host's ranks, as the child of a leader. The folder is added as last word."""
+        assert self._folder is not None
+        environment = processes.child_environment({**variables, TRIAL_VARIABLE: self.scratch_id})
+        self._leader = start_leader(self._folder, [*command, str(self._folder)], environment, Path("/"))
+
+    @property
+    def ranks_ended(self) -> bool:
+        """Whether the leader of the ranks has ended. Notes the exit of one that was killed."""
+        if self._leader is None or (code := self._leader.poll()) is None:
+            return False
+        if code < 0 and self._folder is not None and not self._leader_noted:
+            self._leader_noted = True
+            append_exit(self._folder, None, self._leader.pid, -code)
+            self.send_changes()
+        return True
+
+    def members(self) -> set[int]:
+        """Living processes of the trial on this host."""
+        return find_trial_processes(self.scratch_id)
+
+    def request_stacks(self) -> None:
+        """Make every rank of this host write the stacks of its threads, and send them."""
+        if self._folder is not None:
+            request_stacks(self._folder, self.members())
+            # The ranks write them in signal handlers: the files are complete a moment later.
+            time.sleep(STACKS_SECONDS)
+            self.send_changes()
+
+    def send_changes(self, most_parts: int = 4) -> None:
+        """Send what has changed of the files that the run watches; ``most_parts`` of a growing one."""
+        for path in sorted(self._folder.iterdir()) if self._folder is not None else ():
+            with contextlib.suppress(OSError):  # it is being replaced
+                if _REPLACED.fullmatch(path.name):
+                    self._send_whole(path)
+                elif _GROWING.fullmatch(path.name):
+                    start = self._sent.get(path, 0)
+                    if path.stat().st_size > start:
+                        self._sent[path] = self._send_parts(path, start, most_parts, whole=False)
+
+    def _send_whole(self, path: Path) -> None:
+        facts = path.stat()
+        state: Any = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
+        if path.suffix == ".steps":  # a mapped file: stores do not change its time
+            with files.opened(path, sys.maxsize) as file:
+                state = zlib.crc32(file.read())
+        if state != self._sent.get(path):
+            self._sent[path] = state
+            self._send_parts(path, 0, sys.maxsize, whole=True)
+
+    def _send_parts(self, path: Path, start: int, most_parts: int, *, whole: bool) -> int:
+        """Send a file from ``start`` on. Return where it ends. The receiver puts a whole file in place at its last."""
+        assert self._folder is not None
+        name = path.relative_to(self._folder).as_posix()
+        with files.opened(path, sys.maxsize) as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(start)
+            while most_parts > 0:
+                data = file.read(_PART_BYTES)
+                last = start + len(data) >= size or not data
+                text = base64.b64encode(data).decode()
+                self._send({"file": name, "start": start, "data": text, "whole": whole, "last": last})
+                start += len(data)
+                most_parts = 0 if last else most_parts - 1
+        return start
+
+    def end(self, grace_seconds: float, *, send_files: bool = True) -> HostEnd:
+        """End every process of the trial here, send its last files and remove what it has created.
+
+        ``send_files``: False if nobody receives them; reading large ones would delay their removal.
+        """
+        left = processes.end_processes(self.members, grace_seconds=grace_seconds, first_signal=signal.SIGTERM)
+        if self._leader is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._leader.wait(1.0)
+        # Before anything is removed, which makes room on the disk again.
+        end = HostEnd(
+            left=tuple(sorted(left)),
+            oom_killed=read_oom_kill_count() > self._oom_kills_before,
+            disk_full=files.disk_is_full(self._assignment.swap_folder if self._assignment is not None else None),
+        )
+        if send_files and self._folder is not None:
+            self._send_rest(self._folder)
+        if self._assignment is not None:
+            remove_scratch(self._assignment)
+        with contextlib.suppress(OSError):
+            if self._private.lstat().st_uid == os.getuid():
+                shutil.rmtree(self._private)
+        return end
+
+    def _send_rest(self, folder: Path) -> None:
+        """Send the rest of every file, including profiles, but not the checkpoint."""
+        self.send_changes(sys.maxsize)
+        checkpoint = self._assignment.checkpoint_folder if self._assignment is not None else None
+        for path in sorted(folder.rglob("*")):
+            was_sent = path.parent == folder and (_REPLACED.fullmatch(path.name) or _GROWING.fullmatch(path.name))
+            # The run has written these itself, and holds its own version (FileReceiver refuses them).
+            is_own = path.name in (TRIAL_FILE, CONFIG_FILE) or path.name.startswith(".")
+            if not (was_sent or is_own or (checkpoint is not None and path.is_relative_to(checkpoint))):
+                with contextlib.suppress(OSError):  # a folder
+                    self._send_whole(path)
+
+
+def find_trial_processes(scratch_id: str) -> set[int]:
+    """Living processes of this user that belong to a trial.
+
+    These are the processes with the trial's id among their variables, their descendants, and the members of sessions
+    that one of them leads.
+    """
+    mark = f"{TRIAL_VARIABLE}={scratch_id}".encode()
+    members, parents, sessions = set(), {}, {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            pid = int(entry.name)
+            if entry.stat().st_uid != os.getuid() or not processes.is_alive(pid):
+                continue
+            # Before the variables, which may be unreadable: the process is then still found by its parent or session.
+            values = processes.stat_values(entry / "stat")  # state, parent, group, session
+            parents[pid], sessions[pid] = (int(values[1]), int(values[3])) if values else (0, 0)
+            if mark in (entry / "environ").read_bytes().split(b"\0"):
+                members.add(pid)
+    while True:
+        # Until none is added, as children of children count too.
+        related = {pid for pid in parents if parents[pid] in members or sessions[pid] in members}
+        if related <= members:
+            return members - {os.getpid()}
+        members |= related
 
 
 class HostAgent:
@@ -56,17 +274,19 @@ class HostAgent:
         self._listener: socket.socket | None = None
 
     def run(self) -> None:
-        """Answers until SystemExit is raised, by a signal or the end of the input."""
+        """Answer until SystemExit is raised, by a signal or the end of the input."""
         # A shell or launcher may end before the ranks that it has started: they stay descendants of this process.
         processes.adopt_orphans()
         self._stream.start()
-        self._stream.send(
-            {"agent": code_digest(), "hostname": socket.gethostname(), "address": own_address(os.environ)}
-        )
+        # The address that ssh has connected to (sshd(8): the client's address and port, then the server's). No other
+        # host reaches a loopback address.
+        words = os.environ.get("SSH_CONNECTION", "").split()
+        address = words[2] if len(words) == 4 and not words[2].startswith(("127.", "::1")) else None
+        self._stream.send({"agent": code_digest(), "hostname": socket.gethostname(), "address": address})
         try:
             while True:
                 with contextlib.suppress(queue.Empty):
-                    # The wait is also the interval at which the files of a trial are looked at.
+                    # The wait is also the interval at which the files of a trial are checked.
                     self._answer(self._requests.get(timeout=_SEND_SECONDS))
                 if self._trial is not None:
                     self._trial.send_changes()
@@ -80,7 +300,7 @@ class HostAgent:
             self._locks.close()
 
     def _answer(self, message: Message) -> None:
-        """Does what a request asks for with its values, and sends the result."""
+        """Do what a request asks for with its values, and send the result."""
         values = dict(message)
         request_id = values.pop("id", None)
 
@@ -94,15 +314,17 @@ class HostAgent:
             "doctor": _run_checks,
             "listen": self._listen,
             "stop_listening": self._stop_listening,
-            "connect": _connect,
+            "connect": lambda address, port, timeout_seconds: socket.create_connection(
+                (address, port), timeout=timeout_seconds
+            ).close(),
             "address": address_towards,
             "free_port": free_port,
             "begin": self._begin,
-            "launch": self._launch,
-            "activity": self._read_activity,
+            "launch": lambda command: self._begun.start_ranks(command, self._variables),
+            "activity": lambda: processes.read_activity(self._begun.members()),
             "clock": time.time,
             "gpus": lambda: select_visible(os.environ, read_gpus().gpus),
-            "stacks": self._request_stacks,
+            "stacks": lambda: self._begun.request_stacks(),
             "end": self._end,
         }
         try:
@@ -114,8 +336,13 @@ class HostAgent:
                 text = error.strerror
             self._stream.send({"id": request_id, "error": " ".join(text.split())[:500]})
 
+    @property
+    def _begun(self) -> HostTrial:
+        assert self._trial is not None, "no trial has begun"
+        return self._trial
+
     def _listen(self, address: str, port: int) -> int:
-        """Listens at an address and port of this host, 0 for a free one, until asked to stop. Returns the port.
+        """Listen at an address and port of this host, 0 for a free one, until asked to stop. Return the port.
 
         Nothing is accepted: the kernel completes a connection by itself.
         """
@@ -143,15 +370,15 @@ class HostAgent:
         master: tuple[str, int],
         variables: Mapping[str, str],
     ) -> None:
-        """Prepares a trial. ``trial``: its id. ``variables``: those that the user has set."""
+        """Prepare a trial. ``trial``: its id. ``variables``: those that the user has set."""
         asked = Assignment.from_dict(assignment)
         placement, environ = asked.trial.placement, {**os.environ, **variables}
         address, port = master
         self._variables = {
             **variables,
             **chosen_devices(placement, environ),
-            **host_variables(placement, environ),
-            **interface_variables(address, environ),
+            **_host_variables(placement, environ),
+            **_interface_variables(address, environ),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
         }
@@ -160,27 +387,12 @@ class HostAgent:
         self._trial.begin(folder, asked, config, own)
 
     def _lock_devices(self, say: Say, accelerator: str, slots: Sequence[int]) -> device_locks.DeviceLocks:
-        """Holds the locks of the devices in these slots of this host until the agent ends; waits for them."""
+        """Hold the locks of the devices in these slots of this host until the agent ends; wait for them."""
         names = device_locks.device_names(accelerator, read_environment().gpus, slots)
         return self._locks.enter_context(device_locks.locked_devices(names, say))
 
-    def _launch(self, command: Sequence[str]) -> None:
-        if self._trial is not None:
-            self._trial.start_ranks(command, self._variables)
-
-    def _read_activity(self) -> processes.Activity:
-        """Memory and disk traffic of the trial's processes here."""
-        return processes.read_activity(self._trial.members() if self._trial is not None else ())
-
-    def _request_stacks(self) -> None:
-        if self._trial is not None:
-            self._trial.request_stacks()
-            # The ranks write them in handlers of a signal: the files are complete a moment later.
-            time.sleep(STACKS_SECONDS)
-            self._trial.send_changes()
-
     def _end(self, trial: str, grace_seconds: float) -> HostEnd:
-        """Ends the trial of this id, which an earlier agent of this host may have begun."""
+        """End the trial of this id, which an earlier agent of this host may have begun."""
         own = self._trial
         end = (own if own is not None and own.scratch_id == trial else HostTrial(trial)).end(grace_seconds)
         self._trial = None
@@ -188,19 +400,12 @@ class HostAgent:
 
 
 def end_main_thread(_reason: str) -> None:
-    """Makes the main thread end the process; does so itself where that hangs."""
+    """Make the main thread end the process. If that hangs, end it here."""
     # Python runs handlers only in the main thread, and a signal to that thread ends a system call that blocks it.
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
     time.sleep(_CLEAN_UP_SECONDS)
     # Not sys.exit, which would only end this thread.
     os._exit(1)
-
-
-def own_address(environ: Mapping[str, str]) -> str | None:
-    """The address of this host that ssh has connected to; None without ssh, and for one that only this host has."""
-    words = environ.get("SSH_CONNECTION", "").split()  # the client's address and port, then the server's
-    address = words[2] if len(words) == 4 else None
-    return None if address is None or address.startswith(("127.", "::1")) else address
 
 
 def address_towards(towards: str) -> str:
@@ -212,23 +417,18 @@ def address_towards(towards: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def _connect(address: str, port: int, timeout_seconds: float) -> None:
-    """Connects to another host, and closes the connection."""
-    socket.create_connection((address, port), timeout=timeout_seconds).close()
-
-
 def free_port() -> int:
-    """A TCP port that nothing on this host listens on."""
+    """A TCP port of this host that is not in use."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
         return port
 
 
-def interface_variables(master: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The network interface of gloo and TensorPipe: the one that leads to the master. None that the user has named.
+def _interface_variables(master: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """The network interface for gloo and TensorPipe: the one that leads to the master, unless the user has set one.
 
-    By itself gloo listens at the address of this host's name, which on many systems only this host can reach.
+    By default gloo listens at the address of this host's name, which on many systems only this host can reach.
     """
     import psutil
 
@@ -240,13 +440,13 @@ def interface_variables(master: str, environ: Mapping[str, str]) -> dict[str, st
 
 
 def chosen_devices(placement: Placement, environ: Mapping[str, str]) -> dict[str, str]:
-    """The GPUs that Slurm or a launcher chose for this host's processes; DeepSpeed would take the first of all."""
+    """The GPUs that Slurm or a launcher chose for this host's processes; DeepSpeed would take the first ones."""
     if placement.hostfile is not None or placement.accelerator != "cuda":
         return {}
     return {name: value for name, value in environ.items() if name == "CUDA_VISIBLE_DEVICES"}
 
 
-def host_variables(placement: Placement, environ: Mapping[str, str]) -> dict[str, str]:
+def _host_variables(placement: Placement, environ: Mapping[str, str]) -> dict[str, str]:
     """Variables of every process of every trial on this host."""
     variables = rank_environment.rank_environment(placement, environ)
     return {**variables, **temporary_folder_variables(environ, variables["TORCH_EXTENSIONS_DIR"])[0]}
@@ -257,15 +457,17 @@ def _build_ops(
 ) -> dict[str, OpState]:
     here = json_files.build(Placement, placement)
     rows = json_files.build(list[Configuration], configurations)
-    return rank_environment.build_ops(here, rows, host_variables(here, os.environ), say, lambda _elapsed: None)
+    return rank_environment.build_ops(here, rows, _host_variables(here, os.environ), say, lambda _elapsed: None)
 
 
 def _run_checks(**values: Any) -> list[dict[str, Any]]:
-    """The findings of ``doctor.on_host``, a program of its own since its package imports this one."""
+    """Run ``doctor.checks`` as a program, since its package imports this one. Return its findings."""
     placement = json_files.build(Placement, values["placement"])
-    variables = host_variables(placement, os.environ)
     reply = run_tool(
-        "doctor.on_host", environment=variables, requests=[values], timeout_seconds=_CHECK_SECONDS
+        "doctor.checks",
+        environment=_host_variables(placement, os.environ),
+        requests=[values],
+        timeout_seconds=_CHECK_SECONDS,
     ).last_object("the checks")
     if "error" in reply:
         raise RuntimeError(reply["error"])
@@ -274,13 +476,13 @@ def _run_checks(**values: Any) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Runs the agent on standard input and output."""
+    """Run the agent on standard input and output."""
     os.chdir("/")  # the folder that ssh begins in may be unmounted while the run goes on
     # Under other numbers: what the agent starts inherits 0 and 1, and would read requests or write among messages.
     reader, writer = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    os.dup2(2, 1)  # whatever else prints must not get between the messages
+    os.dup2(2, 1)  # other output must not get between the messages
 
     def end(_number: int, _frame: object) -> None:
         for number in ENDING_SIGNALS:

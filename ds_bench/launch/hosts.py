@@ -1,7 +1,7 @@
 """The hosts of a run on several: connections to an agent on each, which ssh or another program starts there.
 
-An agent runs on every host of the placement, on this one too where it is among them: ranks that a remote shell starts
-are children of that shell's server and not of this process.
+An agent runs on every host of the placement, including this one if it is among them: a rank that a remote shell starts
+is a child of that shell's server, not of this process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..config.spec import Placement
 from ..records import json_files
 from ..system.device_locks import DeviceLocks
 from ..system.processes import die_with_parent, import_variables
-from .host_trial import HostEnd
+from .host_agent import HostEnd
 from .message_stream import SILENCE_SECONDS, Message, MessageStream, code_digest
 
 SSH_OPTIONS = (
@@ -48,12 +48,11 @@ _CLOSE_SECONDS = 20.0
 """For an agent to end what it has started."""
 _MOST_ERROR_BYTES = 2**16
 
-CommandOf = Callable[[str], list[str]]
 Say = Callable[[str], None]
 
 
 class HostError(Exception):
-    """A host cannot be used. ``str()`` is one line, its name and the reason."""
+    """A host cannot be used. ``str()`` is one line: its name and the reason."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name}: {reason}")
@@ -93,12 +92,12 @@ class HostConnection:
     """The agent of one host. It is lost at the end of its output, or after 15 s without a message."""
 
     def __init__(self, name: str, command: Sequence[str] = (), *, connected: socket.socket | None = None) -> None:
-        """``command`` starts the agent; ``connected``: to one that runs already, in place of a command."""
+        """``command`` starts the agent; ``connected`` leads to one that runs already."""
         self.name, self._command, self._socket = name, command, connected
         self.hostname = ""
-        """The name that the host has itself; empty until its agent has answered."""
+        """The host's own name; empty until its agent has answered."""
         self.address: str | None = None
-        """Under which ssh reached it; None without ssh."""
+        """Address at which ssh reached it; None without ssh."""
         self.problem: str | None = "not connected"
         """Why it cannot be used; None while it answers."""
         self.listen: Callable[[Message], None] = lambda _message: None
@@ -115,11 +114,11 @@ class HostConnection:
         self._ids = count(1)
 
     def start(self) -> None:
-        """Starts the agent, without waiting for it."""
+        """Start the agent, without waiting for it."""
         own = self._socket
         if own is None:
             own, other = socket.socketpair()
-            # A file and no pipe, which nobody would empty: ssh would wait once it is full.
+            # Not a pipe, which nobody would empty: ssh would wait once it is full.
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
             # Closed here, or the end of the agent would not be the end of the input.
             with other:
@@ -139,24 +138,24 @@ class HostConnection:
         self._stream.start()
 
     def wait_for_agent(self) -> None:
-        """Waits until the agent has answered. Raises HostError where it does not, or runs other code."""
+        """Wait until the agent has answered. Raises HostError if it does not, or if its code differs from ours."""
         digest = self.result_of(self._greeting, _CONNECT_SECONDS + 5.0)
         if digest != code_digest():
             self.close()
             self.problem = f"has other code of ds_bench ({digest}) than this host ({code_digest()})"
             raise HostError(self.name, self.problem)
 
-    def request(self, what: str, *, timeout_seconds: float = _REQUEST_SECONDS, kind: Any = Any, **values: Any) -> Any:
-        """The agent's answer to a request, a JSON value of this ``kind``. Raises HostError.
+    def request(self, what: str, *, kind: Any = Any, **values: Any) -> Any:
+        """Return the agent's answer to a request, a JSON value of this ``kind``. Raises HostError.
 
-        A host that gives another answer is lost.
+        A host whose answer is of another kind is lost.
         """
-        return self.result_of(self.send_request(what, kind=kind, **values), timeout_seconds)
+        return self.result_of(self.send_request(what, kind=kind, **values), _REQUEST_SECONDS)
 
     def send_request(self, what: str, say: Say = lambda _text: None, kind: Any = Any, **values: Any) -> Future[Any]:
-        """Sends a request without waiting; what :meth:`request` returns or raises is in the Future.
+        """Send a request without waiting. The Future has what :meth:`request` returns or raises.
 
-        ``say`` gets the agent's progress messages.
+        ``say`` receives the agent's progress messages.
         """
         future: Future[Any] = Future()
         number = next(self._ids)
@@ -169,9 +168,9 @@ class HostConnection:
         return future
 
     def result_of(self, future: Future[Any], timeout_seconds: float | None, began: float | None = None) -> Any:
-        """Waits for the answer to a request; None: for as long as the agent answers at all. Raises HostError.
+        """Wait for the answer to a request; None: for as long as the agent answers at all. Raises HostError.
 
-        ``began``: when the request was sent, by the monotonic clock, if the time counts from then and not from now.
+        ``began``: when the request was sent, by the monotonic clock, if the time counts from then.
         """
         waited = 0.0 if began is None else time.monotonic() - began
         try:
@@ -180,9 +179,9 @@ class HostConnection:
             raise HostLostError(self.name, f"took longer than {timeout_seconds:.0f} s to answer") from None
 
     def result_while_active(self, future: Future[Any], quiet_seconds: float, began: float) -> Any:
-        """Waits for the answer to a request for as long as the agent sends more than pings. Raises HostError.
+        """Wait for the answer to a request while the agent sends more than pings. Raises HostError.
 
-        The host is lost after ``quiet_seconds`` without: the agent's pings go on where a file system makes it hang.
+        The host is lost after ``quiet_seconds`` without: pings go on even if a file system makes the agent hang.
         ``began``: when the request was sent, by the monotonic clock.
         """
         while True:
@@ -221,10 +220,12 @@ class HostConnection:
     def _end(self, reason: str) -> None:
         # Closing ends a run; any other end is a fault, and ssh may print its cause to standard error.
         self._is_lost = self._is_lost or reason != "closed"
-        if self._process is not None and self._is_lost:
+        if self._process is not None and self._errors is not None and self._is_lost:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(1.0)  # for what it has to say
-            reason = self._last_error_line() or reason
+                self._process.wait(1.0)
+            self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - _MOST_ERROR_BYTES))
+            lines = self._errors.read().decode(errors="replace").strip().splitlines()
+            reason = lines[-1].strip()[:300] if lines else reason
         self.problem = self.problem or reason
         for future in [self._greeting, *(future for future, _, _ in self._replies.values())]:
             self._fail(future)
@@ -233,22 +234,15 @@ class HostConnection:
         with contextlib.suppress(Exception):  # it has its answer
             future.set_exception(HostLostError(self.name, self.problem or "lost"))
 
-    def _last_error_line(self) -> str | None:
-        if self._errors is None:
-            return None
-        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - _MOST_ERROR_BYTES))
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1].strip()[:300] if lines else None
-
     def close_input(self) -> None:
-        """Ends the agent's input, without waiting for its end."""
+        """End the agent's input, without waiting for its end."""
         if self._stream is not None:
             self._stream.close()
         if self._socket is not None:
             self._socket.close()
 
     def close(self) -> None:
-        """Ends the agent, which ends what it has started. Does nothing if that has happened."""
+        """End the agent, which ends what it has started. Does nothing if that has happened."""
         self.close_input()
         if self._process is not None:
             try:
@@ -267,11 +261,11 @@ class Hosts:
     def __init__(
         self,
         names: Sequence[str],
-        command_of: CommandOf,
+        command_of: Callable[[str], list[str]],
         *,
         connected: Mapping[str, socket.socket] = MappingProxyType({}),
     ) -> None:
-        """``connected``: connections to agents that run already, by the names of their hosts."""
+        """``command_of``: what starts the agent of a host. ``connected``: host → connection to a running agent."""
         self.names, self._command_of = tuple(names), command_of
         self._connected = frozenset(connected)
         self.connections = [
@@ -281,11 +275,11 @@ class Hosts:
             for name in names
         ]
         self._unproven: list[tuple[str, str]] = []
-        """Host and trial that was not seen to end there."""
+        """Pairs of a host and a trial that was not seen to end there."""
         self._gave_up = False
         """Whether the last trial could not begin because a host was lost."""
-        self._locked: Placement | None = None
-        """The placement whose devices are locked."""
+        self._locked: tuple[Placement, Say] | None = None
+        """The placement whose devices are locked, and who hears of waiting for them."""
 
     def __enter__(self) -> Hosts:
         return self
@@ -303,7 +297,7 @@ class Hosts:
             connection.close()
 
     def connect(self) -> list[HostError]:
-        """Connects to every host, all at a time. Returns what is wrong with each that cannot be used."""
+        """Connect to every host, all at a time. Return one error for each host that cannot be used."""
         for connection in self.connections:
             connection.start()
         problems = []
@@ -315,9 +309,9 @@ class Hosts:
         return problems
 
     def reconnect(self, wait_seconds: float) -> None:
-        """Connects again to hosts that were lost, and proves that their trials left no process there.
+        """Connect to lost hosts again, and prove that their trials left no process there.
 
-        Waits for them ``wait_seconds`` at most, after a failure not again. Raises HostError.
+        Waits at most ``wait_seconds`` for them, and not again after a failure. Raises HostError.
         """
         deadline = time.monotonic() + (0.0 if self._gave_up else wait_seconds)
         for number, connection in enumerate(self.connections):
@@ -331,34 +325,41 @@ class Hosts:
                 connection.start()
                 try:
                     connection.wait_for_agent()
-                    self._lock_again(connection, max(_REQUEST_SECONDS, deadline - time.monotonic()))
-                except HostError:
+                    # The locks of its devices were lost with its agent.
+                    self._lock(connection, max(_REQUEST_SECONDS, deadline - time.monotonic()))
+                except HostError as error:
+                    connection.problem = connection.problem or error.reason
                     # At least one attempt, whatever the time left.
                     if time.monotonic() > deadline:
                         self._gave_up = True
                         raise
                     time.sleep(_RETRY_SECONDS)
             # For hosts that answer too: only their agent can say that an earlier trial is gone from there.
-            self._end_unproven(connection)
+            for name, trial in [each for each in self._unproven if each[0] == connection.name]:
+                end = connection.request("end", kind=HostEnd, trial=trial, grace_seconds=0.0)
+                if end.left:
+                    # They would disturb what the next trial measures.
+                    raise HostError(name, f"processes {[*end.left]} of an earlier trial could not be ended")
+                self._unproven.remove((name, trial))
         self._gave_up = False
 
     def lock_devices(self, placement: Placement, say: Say) -> DeviceLocks:
-        """Holds on every host the locks of the devices that the ranks use, until its agent ends; waits for them.
+        """Hold on every host the locks of the devices that the ranks use, until its agent ends; wait for them.
 
-        One host after the other, in the order of the names that they have themselves, since two hostfiles may call
-        one by different names: so two runs never wait for each other. Raises HostError.
+        Hosts are locked one after the other, in the order of their own names, because two hostfiles may use different
+        names for one host: two runs never wait for each other. Raises HostError.
         """
-        locks = DeviceLocks()
+        locks, self._locked = DeviceLocks(), (placement, say)
         for connection in sorted(self.connections, key=lambda each: each.hostname):
-            own = self._lock(connection, placement, say)
+            own = self._lock(connection, None)
             locks.waited |= own.waited
             locks.notes += [f"{connection.name}: {note}" for note in own.notes]
-        self._locked = placement
         return locks
 
-    def _lock(
-        self, connection: HostConnection, placement: Placement, say: Say, timeout_seconds: float | None = None
-    ) -> DeviceLocks:
+    def _lock(self, connection: HostConnection, timeout_seconds: float | None) -> DeviceLocks:
+        if self._locked is None:
+            return DeviceLocks()
+        placement, say = self._locked
         answer = connection.send_request(
             "lock",
             lambda text: say(f"{connection.name}: {text}"),
@@ -369,43 +370,23 @@ class Hosts:
         locks: DeviceLocks = connection.result_of(answer, timeout_seconds)
         return locks
 
-    def _lock_again(self, connection: HostConnection, timeout_seconds: float) -> None:
-        """Locks the devices of a host whose agent was lost, and its locks with it. Raises HostLostError."""
-        if self._locked is None:
-            return
-        try:
-            self._lock(connection, self._locked, lambda _text: None, timeout_seconds)
-        except HostLostError:
-            what = f"another run has held its devices for {timeout_seconds:.0f} s since it was lost"
-            connection.problem = connection.problem or what
-            raise HostLostError(connection.name, connection.problem) from None
-
     def note_unproven(self, name: str, trial: str) -> None:
-        """Notes that a host was lost before it proved that a trial left no process there."""
+        """Note that a host was lost before it proved that a trial left no process there."""
         self._unproven.append((name, trial))
-
-    def _end_unproven(self, connection: HostConnection) -> None:
-        for name, trial in list(self._unproven):
-            if name == connection.name:
-                end = connection.request("end", kind=HostEnd, trial=trial, grace_seconds=0.0)
-                if end.left:
-                    # They would disturb what the next trial measures.
-                    raise HostError(name, f"processes {[*end.left]} of an earlier trial could not be ended")
-                self._unproven.remove((name, trial))
 
     def master_of(self, placement: Placement) -> tuple[str, int]:
         """Address and port at which the ranks of the next trial meet, on the first host. Raises HostError.
 
-        This is the address from which the first host reaches the second. Its name may stand for another one.
+        The address is the one from which the first host reaches the second: its name may stand for another one.
         """
         first, *others = self.connections
         address = placement.master_addr
         if address is None:
-            towards = [other.address or other.hostname for other in others[:1]]
-            known = first.address or "127.0.0.1"
-            address = first.request("address", kind=str, towards=towards[0]) if towards else known
-            if others and address.startswith(("127.", "::1")):
-                raise HostError(first.name, "no address is found at which other hosts reach it: give --master-addr")
+            address = first.address or "127.0.0.1"
+            if others:
+                address = first.request("address", kind=str, towards=others[0].address or others[0].hostname)
+                if address.startswith(("127.", "::1")):
+                    raise HostError(first.name, "no address is found at which other hosts reach it: give --master-addr")
         return address, placement.master_port or first.request("free_port", kind=int)
 
     def request_all(
@@ -418,7 +399,7 @@ class Hosts:
         kind: Any = Any,
         **values: Any,
     ) -> dict[str, Any]:
-        """The answer of every host, by its name, to a request that all work on at a time. Raises HostError.
+        """Return host → answer to a request that all hosts work on at a time. Raises HostError for the first without.
 
         ``each``: further values for each host, in their order. See ``HostConnection.request`` for the others.
         """

@@ -16,12 +16,12 @@ from typing import Any
 from ..records.rank_files import CONFIG_FILE, EXITS_FILE, LEADER_LOG, TRIAL_FILE, Assignment, shift_times
 from ..system.processes import KILL_SECONDS, Activity
 from ..system.redaction import looks_secret
-from .host_trial import HostEnd
+from .host_agent import HostEnd
 from .hosts import HostConnection, HostError, HostLostError, Hosts
 from .message_stream import SILENCE_SECONDS, Message
 
 _FORWARDED = ("NCCL_", "TORCH_NCCL_", "GLOO_", "TP_", "UCX_", "FI_", "HF_", "OMP_", "GOMP_", "KMP_", "MKL_")
-"""Beginnings of the variables that ranks on every host get: of networks, the Hugging Face libraries and threads."""
+"""Prefixes of the variables forwarded to every host: of networks, the Hugging Face libraries and threads."""
 # Relative, without a part that begins with a dot: no host can write outside the trial's folder.
 _FILE_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.@=+-]{0,200}/){0,3}[A-Za-z0-9_][A-Za-z0-9_.@=+-]{0,200}")
 _RANK_FILE = re.compile(r"rank([0-9]+)")
@@ -36,12 +36,12 @@ class RemoteEnd:
     """The hosts' reports on a trial that was ended there."""
 
     lost: HostLostError | None = None
-    """Of the first host that did not answer; None if all did."""
+    """The first host that did not answer; None if all did."""
     caveats: tuple[str, ...] = ()
     oom_killed: bool = False
-    """The kernel killed a process for memory on one of the hosts."""
+    """Whether the kernel killed a process for memory on one of the hosts."""
     disk_full: bool = False
-    """The disk of the swap folder was full on one of them."""
+    """Whether the disk of the swap folder was full on one of them."""
 
 
 class RemoteTrial:
@@ -49,7 +49,7 @@ class RemoteTrial:
 
     def __init__(self, hosts: Hosts, folder: Path, assignment: Assignment) -> None:
         self._hosts, self._folder, self._assignment = hosts, folder, assignment
-        self._placement, self.scratch_id = assignment.trial.placement, assignment.scratch_id
+        self._placement, self._scratch_id = assignment.trial.placement, assignment.scratch_id
         self.master: tuple[str, int] = ("", 0)
         """Address and port at which the ranks meet; known once the trial has begun."""
         ends = list(accumulate(ranks for _, ranks in self._placement.hosts))
@@ -60,7 +60,7 @@ class RemoteTrial:
         self._begun: list[HostConnection] = []
 
     def begin(self, wait_seconds: float) -> None:
-        """Prepares every host. Raises HostError if one cannot be used within ``wait_seconds``."""
+        """Prepare every host. Raises HostError if one cannot be used within ``wait_seconds``."""
         self._hosts.reconnect(wait_seconds)
         self.master = self._hosts.master_of(self._placement)
         for connection, receiver in zip(self._hosts.connections, self._receivers, strict=True):
@@ -72,7 +72,7 @@ class RemoteTrial:
         self._hosts.request_all(
             "begin",
             timeout_seconds=_BEGIN_SECONDS,
-            trial=self.scratch_id,
+            trial=self._scratch_id,
             folder="/".join(self._folder.resolve().parts[-2:]),
             assignment=self._assignment.to_dict(),
             config=dict(self._assignment.trial.ds_config),
@@ -81,17 +81,17 @@ class RemoteTrial:
         )
 
     def start_ranks(self, command_of: Callable[[int], list[str]]) -> None:
-        """Makes the agent of each host start its ranks by a command, which gets the host's number. Raises HostError."""
+        """Make the agent of each host start its ranks. ``command_of``: host number → command. Raises HostError."""
         commands = [{"command": command_of(number)} for number in range(self._placement.num_nodes)]
         self._hosts.request_all("launch", commands, timeout_seconds=_BEGIN_SECONDS)
 
     @property
     def ranks_ended(self) -> bool:
-        """Whether on every host what :meth:`start_ranks` began has ended."""
+        """Whether the ranks have ended on every host."""
         return all(receiver.ended for receiver in self._receivers)
 
     def ended_without_file(self, written: Collection[int]) -> bool:
-        """Whether all ranks of a host have ended, though not all of them are among ``written``."""
+        """Whether all ranks of a host have ended, but not all of them are among ``written``."""
         return any(receiver.ended and not receiver.ranks <= set(written) for receiver in self._receivers)
 
     @property
@@ -103,8 +103,9 @@ class RemoteTrial:
 
     def read_activity(self) -> Activity | None:
         """Sums over the trial's processes on every host; None if one did not answer."""
-        answers = self._ask_all("activity", _ACTIVITY_SECONDS, Activity)
-        if None in answers:
+        try:
+            answers = self._hosts.request_all("activity", timeout_seconds=_ACTIVITY_SECONDS, kind=Activity).values()
+        except HostError:
             return None
         return Activity(
             resident_bytes=sum(answer.resident_bytes for answer in answers),
@@ -112,25 +113,16 @@ class RemoteTrial:
         )
 
     def request_stacks(self) -> None:
-        """Makes the ranks of every host write the stacks of their threads."""
-        self._ask_all("stacks", _STACKS_SECONDS)
-
-    def _ask_all(self, what: str, seconds: float, kind: Any = Any) -> list[Any]:
-        """The answer of each host; None of one that does not give any."""
-        began = time.monotonic()
-        futures = [(each, each.send_request(what, kind=kind)) for each in self._hosts.connections]
-        answers: list[Any] = [None] * len(futures)
-        for number, (connection, future) in enumerate(futures):
-            with contextlib.suppress(HostError):
-                answers[number] = connection.result_of(future, seconds, began)
-        return answers
+        """Make the ranks of every host write the stacks of their threads. A host that is slow is not waited for."""
+        with contextlib.suppress(HostError):
+            self._hosts.request_all("stacks", timeout_seconds=_STACKS_SECONDS)
 
     def end(self, grace_seconds: float, quiet_seconds: float) -> RemoteEnd:
-        """Ends the trial's processes on every host where it has begun, and waits for their last files.
+        """End the trial's processes on every host where it has begun, and wait for their last files.
 
-        ``quiet_seconds``: after so long without a file of a host, besides the time that ending takes, it is lost.
+        ``quiet_seconds``: a host that sends no file for this long, in addition to the time that ending takes, is lost.
         """
-        values: dict[str, Any] = {"trial": self.scratch_id, "grace_seconds": grace_seconds}
+        values: dict[str, Any] = {"trial": self._scratch_id, "grace_seconds": grace_seconds}
         # All at a time, as each may take the whole grace.
         futures = [(each, each.send_request("end", kind=HostEnd, **values)) for each in self._begun]
         answers: list[HostEnd] = []
@@ -144,7 +136,7 @@ class RemoteTrial:
                     caveats.append(f"processes {[*left]} of host {connection.name} could not be ended")
             except HostError as error:
                 lost = lost or (error if isinstance(error, HostLostError) else None)
-                self._hosts.note_unproven(connection.name, self.scratch_id)
+                self._hosts.note_unproven(connection.name, self._scratch_id)
                 caveats.append(f"it is not proven that no process is left on a host: {error}")
             # What a host still sends, after it was lost for instance, belongs to no trial any more.
             connection.listen = lambda _message: None
@@ -161,25 +153,31 @@ class FileReceiver:
     """Writes the files of one host's ranks into the trial's folder here."""
 
     def __init__(self, folder: Path, number: int, ranks: range) -> None:
-        """``number``: of the host; ``ranks``: those that are on it, the only ones whose files it may send."""
+        """``number``: of the host; ``ranks``: those on it. It can send files of these ranks only."""
         self._folder, self._number, self.ranks = folder, number, frozenset(ranks)
         self.clock_ahead_seconds = 0.0
         """By how much the host's clock is ahead of this one's."""
         self._stopped = False
-        """Whether a file could not be written: the next could not either."""
+        """Whether a file could not be written, as the next could not either."""
         self.problem: str | None = None
-        """Why not all files are there; None if they are."""
+        """Why files are missing; None if they are all there."""
         self.ended = False
         """Whether the leader of the host's ranks has ended."""
 
     def receive(self, message: Message) -> None:
-        """Handles one message of the host's agent. A full disk ends the writing, not the trial."""
+        """Handle one message of the host's agent. A full disk ends the writing, not the trial."""
         if "leader_ended" in message:
             self.ended = True
         if "file" not in message or self._stopped:
             return
         name = str(message["file"])
-        if not self._is_allowed(name):
+        rank = _RANK_FILE.match(name)
+        # No file of the run's own, and none of a rank of another host.
+        if (
+            not _FILE_NAME.fullmatch(name)
+            or name in (TRIAL_FILE, CONFIG_FILE)
+            or (rank and int(rank[1]) not in self.ranks)
+        ):
             self.problem = self.problem or f"a file of another host has the name {name[:80]!r} and was left out"
             return
         try:
@@ -191,39 +189,25 @@ class FileReceiver:
             self._stopped = True
             self.problem = f"files of another host could not be written: {error.strerror or error}"
 
-    def _is_allowed(self, name: str) -> bool:
-        """Whether a host may write a file of this name: none of the run's own, and none of a rank of another host."""
-        rank = _RANK_FILE.match(name)
-        return (
-            _FILE_NAME.fullmatch(name) is not None
-            and name not in (TRIAL_FILE, CONFIG_FILE)
-            and (rank is None or int(rank[1]) in self.ranks)
-        )
-
     def _write(self, name: str, start: int, data: bytes, message: Message) -> None:
-        if name == LEADER_LOG:  # each host has one
-            name = f"leader.host{self._number}.log"
-        path = self._folder / name
+        # Each host has a leader's log.
+        path = self._folder / (f"leader.host{self._number}.log" if name == LEADER_LOG else name)
         path.parent.mkdir(parents=True, exist_ok=True)
         # Renamed when complete, since the monitor takes a rank's file for its result as soon as it exists.
         target = path.with_name(f".{path.name}.part") if message["whole"] else path
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         flags |= os.O_TRUNC if message["whole"] and start == 0 else 0
         flags |= os.O_APPEND if name == EXITS_FILE else 0  # each host adds to it
-        descriptor = os.open(target, flags, 0o644)
-        try:
+        with os.fdopen(os.open(target, flags, 0o644), "wb") as file:
             if name != EXITS_FILE:
-                os.lseek(descriptor, start, os.SEEK_SET)
-            with os.fdopen(descriptor, "wb", closefd=False) as file:
-                file.write(data)
-        finally:
-            os.close(descriptor)
+                file.seek(start)
+            file.write(data)
         if message["whole"] and message["last"]:
             target.replace(path)
 
 
 def forwarded_variables(environ: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
-    """The user's variables that the ranks of every host get: by prefix unless they may be credentials, and by name."""
+    """The user's variables for the ranks of every host: those in ``names``, and by prefix those without credentials."""
     return {
         name: value
         for name, value in environ.items()

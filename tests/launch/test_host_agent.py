@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from ds_bench.launch.host_trial import find_trial_processes
+from ds_bench.launch.host_agent import find_trial_processes
 from ds_bench.records.rank_files import TRIAL_VARIABLE
 from ds_bench.system import processes
 
