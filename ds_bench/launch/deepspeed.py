@@ -1,7 +1,7 @@
 """Cold launch: every trial through the ``deepspeed`` launcher.
 
 Ranks start as they do for a user and import everything again in each trial. On one host they meet through a file. On
-several hosts the agents start them, and they meet at MASTER_ADDR; each agent sends the files of its host here.
+several hosts the agents start them, and they meet at MASTER_ADDR; each agent sends its host's files here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WORKER = "ds_bench.worker"
 class DeepSpeedLauncher:
     """Runs ``deepspeed … --module ds_bench.worker FOLDER`` as the child of a leader of ours.
 
-    ``hosts``: of a placement on several; their agents start the ranks.
+    ``hosts``: on several hosts, whose agents start the ranks.
     """
 
     def __init__(
@@ -63,38 +63,38 @@ class DeepSpeedLauncher:
         )
 
     def _variables(self, trial: Trial) -> dict[str, str]:
-        """Of this trial: points of a sweep may have other numbers of ranks, and so of threads."""
+        # Per trial: the points of a sweep may differ in ranks per host, and so in threads per rank.
         return {**self._environment, **thread_variables(trial.placement, os.environ)}
 
     def _start(self, trial: Trial, folder: Path, remote: RemoteTrial | None) -> Leader:
         if remote is None:
             command = launch_command(trial.placement, folder.resolve(), self._devices)
             process = start_leader(folder, command, child_environment(self._variables(trial)), folder)
-            return Leader(process.pid, lambda seconds: _wait_for_process(process, seconds))
+
+            def wait_for_process(seconds: float) -> bool:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(seconds)
+                return process.poll() is not None
+
+            return Leader(process.pid, wait_for_process)
         remote.start_ranks(lambda number: node_command(trial.placement, number, remote.master))
-        return Leader(None, lambda seconds: _wait_for_ranks(remote, seconds))
 
+        def wait_for_ranks(seconds: float) -> bool:
+            if not remote.ranks_ended:
+                time.sleep(seconds)
+            return remote.ranks_ended
 
-def _wait_for_ranks(remote: RemoteTrial, seconds: float) -> bool:
-    if not remote.ranks_ended:
-        time.sleep(seconds)
-    return remote.ranks_ended
-
-
-def _wait_for_process(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(seconds)
-    return process.poll() is not None
+        return Leader(None, wait_for_ranks)
 
 
 def launch_command(placement: Placement, folder: Path, devices: Sequence[int] | None = None) -> list[str]:
     """The launcher's command line for one trial. ``devices``: indices of the GPUs to use on one node."""
     if placement.hosts:
-        # For --dry-run, which asks no host; DeepSpeed's default port (constants.py, TORCH_DISTRIBUTED_DEFAULT_PORT).
+        # Shown by --dry-run, with DeepSpeed's default port (constants.py, TORCH_DISTRIBUTED_DEFAULT_PORT).
         master = placement.master_addr or placement.hosts[0][0], placement.master_port or 29500
         return [*node_command(placement, 0, master), str(folder)]
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_local_rank", "--master_port", str(free_port())]
-    # An empty hostfile, since there may be one at the launcher's default path.
+    # An empty hostfile, since the launcher's default path may have one.
     command += ["--hostfile", os.devnull, "--master_addr", "127.0.0.1"]
     # With --num_gpus the launcher ignores CUDA_VISIBLE_DEVICES and takes the first GPUs (launcher/runner.py).
     included = "localhost:" + ",".join(map(str, devices[: placement.num_gpus])) if devices else None

@@ -1,24 +1,35 @@
-"""Watches a running trial through its files, with a few system calls every fifth of a second."""
+"""Watches a running trial through its files, with a few system calls every fifth of a second.
+
+``watch`` decides when a trial has ended. ``StepMonitor`` writes its steps to ``steps.jsonl`` and TensorBoard's files.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from ..config.spec import Trial
+from ..records.json_files import json_line
 from ..records.rank_files import Heartbeat, rank_file, read_beat, read_exits
+from ..records.schema import measured_values
+from ..records.step_series import STEPS_FILE, StepFileReader, StepSample, TrialStep
+from ..records.tensorboard_files import TensorBoardFile
 from ..system import files, processes
 
 Ending = Literal["ended", "hung_at_exit", "rank_failed", "timeout", "stalled", "host_lost"]
 _POLL_SECONDS = 0.2
 _GROWTH_BYTES = 16 * 2**20
-"""Growth of memory or I/O that shows that silent ranks are alive: more than that of a hung rank's log or caches."""
+"""Growth of memory or I/O that proves silent ranks alive: more than a hung rank's log or caches can grow."""
 _CHECKS_PER_STALL = 4
-"""How often the growth of silent ranks is measured within the stall timeout, if not every few seconds."""
+"""Measurements of growth within the stall timeout, unless that is longer than a few seconds."""
 _MAX_CHECK_INTERVAL_SECONDS = 5.0
 _EXIT_SECONDS_PER_GB = 0.3
 """Added to the grace at exit for each 10**9 bytes of resident memory: page-locked memory is given back slowly."""
@@ -33,8 +44,8 @@ class Limits:
     timeout_seconds: float = 3600.0
     """Whole trial."""
     stall_timeout_seconds: float = 600.0
-    """Without a sign of life from any rank: a heartbeat or, until each rank has done its first step, growth of its
-    memory or of what it has read and written."""
+    """Without a sign of life from any rank: a heartbeat or, until each rank has finished its first step, growth of its
+    memory or disk traffic."""
     failure_grace_seconds: float = 5.0
     """For the other ranks to report after one has failed."""
     exit_grace_seconds: float = 10.0
@@ -62,19 +73,19 @@ class OtherHosts(Protocol):
 
     @property
     def lost(self) -> str | None:
-        """A host that no longer answers, and why; None while all do."""
+        """The first host that no longer answers, and why; None while all do."""
         ...
 
     def ended_without_file(self, written: Collection[int]) -> bool:
-        """Whether all ranks of one of them have ended, but not all have written their files."""
+        """Whether all ranks of a host have ended, but not all of them are among ``written``."""
         ...
 
     def read_activity(self) -> processes.Activity | None:
-        """Sums over the trial's processes on them; None if one did not tell."""
+        """Sums over the trial's processes on every host; None if one did not answer."""
         ...
 
     def request_stacks(self) -> None:
-        """Makes their ranks write the stacks of their threads."""
+        """Make the ranks of every host write the stacks of their threads."""
         ...
 
 
@@ -86,27 +97,27 @@ def watch(
     listen: ProgressCallback,
     hosts: OtherHosts | None = None,
 ) -> tuple[Ending, float | None]:
-    """Waits for the end of a trial. Returns how it ended, and seconds from the start to the first warm-up step.
+    """Wait for the end of a trial. Return how it ended, and seconds from the start to the first warm-up step.
 
-    ``wait_leader`` waits at most the seconds given and returns whether the leader has ended. ``hosts``: of the ranks,
-    if they are no descendants of this process.
+    ``wait_leader`` waits at most this many seconds and returns whether the leader has ended. ``hosts``: of ranks that
+    are not descendants of this process.
     """
     watcher = _Watcher(folder, world_size, limits, hosts)
     while True:
         if wait_leader(_POLL_SECONDS):
-            # Once more: what the ranks wrote within the last interval is not seen yet.
+            # Once more: what the ranks wrote within the last interval has not been seen yet.
             watcher.check(listen)
             return "ended", watcher.start_seconds
         ending = watcher.check(listen)
         if ending is not None:
-            # In the other cases the cause is known already.
+            # In the other cases the cause is already known.
             if ending in ("timeout", "stalled"):
                 watcher.request_stacks()
             return ending, watcher.start_seconds
 
 
 class _Watcher:
-    """What was seen of a trial so far."""
+    """Observations of a trial so far."""
 
     def __init__(self, folder: Path, world_size: int, limits: Limits, hosts: OtherHosts | None = None) -> None:
         self._folder, self._limits, self._hosts = folder, limits, hosts
@@ -120,7 +131,7 @@ class _Watcher:
         self.start_seconds: float | None = None
 
     def check(self, listen: ProgressCallback) -> Ending | None:
-        """Reads the trial's files once. Returns how the trial ended; None while it runs."""
+        """Read the trial's files once. Return how the trial ended; None while it runs."""
         now = time.monotonic()
         self._read_heartbeats(now)
         if self._beats:
@@ -153,7 +164,7 @@ class _Watcher:
             self.start_seconds = now - self._start
 
     def _check_growth(self, now: float) -> None:
-        """Counts growth as a sign of life: libraries load, build or initialise for minutes without a heartbeat."""
+        """Count growth as a sign of life: libraries load, build or initialise for minutes without a heartbeat."""
         interval = min(self._limits.stall_timeout_seconds / _CHECKS_PER_STALL, _MAX_CHECK_INTERVAL_SECONDS)
         # Ranks that step send a heartbeat for each step, which is proof enough.
         stepping = len(self._beats) == len(self._ranks) and all(beat.step >= 1 for beat in self._beats.values())
@@ -161,7 +172,7 @@ class _Watcher:
             return
         self._growth_checked_at = now
         activity = self._read_activity()
-        if activity is None:  # a host that does not tell proves neither life nor a hang: the sums are not compared
+        if activity is None:  # a host that does not answer proves neither life nor a hang
             return
         lowest = self._lowest_activity or activity
         if (
@@ -176,10 +187,8 @@ class _Watcher:
             )
 
     def _read_activity(self) -> processes.Activity | None:
-        if self._hosts is not None:
-            return self._hosts.read_activity()
         # All descendants count: a compiler that a rank has started works for it.
-        return processes.read_activity(processes.descendants())
+        return self._hosts.read_activity() if self._hosts else processes.read_activity(processes.descendants())
 
     def _check_rank_files(self, now: float) -> Ending | None:
         written = [rank for rank in self._ranks if rank_file(self._folder, rank).exists()]
@@ -188,29 +197,24 @@ class _Watcher:
                 activity = self._read_activity()
                 resident_gb = 0.0 if activity is None else activity.resident_bytes / 1e9
                 self._exit_deadline = now + self._limits.exit_grace_seconds + _EXIT_SECONDS_PER_GB * resident_gb
-            # A rank that has written all may still hang while its libraries end; its result counts in any case.
+            # A rank may hang after its file, while its libraries end; its result counts in any case.
             return "hung_at_exit" if now > self._exit_deadline else None
-        if self._failed_at is None and (self._some_rank_died(written) or any(map(self._reports_failure, written))):
+        # A line without a rank is the launcher's; its end does not mean that a rank failed.
+        ended = any(entry.rank is not None and entry.rank not in written for entry in read_exits(self._folder))
+        ended = ended or (self._hosts is not None and self._hosts.ended_without_file(written))
+        if self._failed_at is None and (ended or any(map(self._reports_failure, written))):
             self._failed_at = now
         if self._failed_at is not None and now - self._failed_at > self._limits.failure_grace_seconds:
             return "rank_failed"
         return None
 
-    def _some_rank_died(self, written: list[int]) -> bool:
-        if self._hosts is not None and self._hosts.ended_without_file(written):
-            return True
-        # A line without a rank is the launcher's, whose end alone is no failure of a rank.
-        return any(entry.rank is not None and entry.rank not in written for entry in read_exits(self._folder))
-
     def _reports_failure(self, rank: int) -> bool:
-        try:  # the key is at the beginning; somebody else's file may have any size
-            with files.opened(rank_file(self._folder, rank), sys.maxsize) as file:
-                return b'"failure"' in file.read(64)
-        except OSError:
-            return False
+        with contextlib.suppress(OSError), files.opened(rank_file(self._folder, rank), sys.maxsize) as file:
+            return b'"failure"' in file.read(64)  # the first key; the file may have any size
+        return False
 
     def request_stacks(self) -> None:
-        """Makes every rank write the stacks of its threads (rank<N>.stacks)."""
+        """Make every rank write the stacks of its threads (rank<N>.stacks)."""
         if self._hosts is not None:
             self._hosts.request_stacks()
             return
@@ -219,9 +223,82 @@ class _Watcher:
 
 
 def request_stacks(folder: Path, members: Collection[int]) -> None:
-    """Makes the ranks with their files in ``folder`` write their stacks, if they are among these processes.
+    """Make the ranks with files in ``folder`` write their stacks, if they are among these processes.
 
-    What a file says is not enough: its process may have ended, and another may have its id by now.
+    A file is not enough: its process may have ended, and another may have its id by now.
     """
     beats = (read_beat(folder, int(path.stem.removeprefix("rank"))) for path in folder.glob("rank[0-9]*.beat"))
     processes.send_signal([beat.pid for beat in beats if beat is not None and beat.pid in members], signal.SIGUSR2)
+
+
+class StepMonitor:
+    """Writes a line for each step that every rank has finished, when :meth:`update` is called."""
+
+    def __init__(self, trial: Trial, folder: Path) -> None:
+        ranks = range(trial.placement.num_gpus)
+        self._readers = [StepFileReader(folder, rank) for rank in ranks]
+        self._unwritten: list[deque[tuple[int, StepSample]]] = [deque() for _ in ranks]
+        self._file = (folder / STEPS_FILE).open("ab")
+        self.problem: str | None = None
+        """Why steps are missing from the files; None if they are all there."""
+        self._event_file = TensorBoardFile(folder) if trial.inspection.monitor == "tensorboard" else None
+
+    def update(self) -> None:
+        """Write the steps finished since the last call. A full disk ends the monitor, not the trial."""
+        try:
+            if self.problem is None:
+                self._write_new_steps()
+        except OSError as error:
+            self.problem = f"--monitor could not write all steps: {error.strerror or error}"
+
+    def _write_new_steps(self) -> None:
+        for reader, samples in zip(self._readers, self._unwritten, strict=True):
+            # A rank's file keeps only its last steps, so they are read as they come.
+            samples.extend(reader.new_samples())
+        while all(self._unwritten):
+            number = max(samples[0][0] for samples in self._unwritten)
+            if any(samples[0][0] < number for samples in self._unwritten):  # another rank's was missed
+                for samples in self._unwritten:
+                    if samples[0][0] < number:
+                        samples.popleft()
+                continue
+            step = _trial_step(
+                number, [samples.popleft()[1] for samples in self._unwritten], self._readers[0].tokens_per_step
+            )
+            self._file.write(json_line(step) + b"\n")
+            if self._event_file is not None:
+                self._event_file.add_scalars(step.shown_values, step.step, step.time)
+        self._file.flush()
+        if self._event_file is not None:
+            self._event_file.flush()
+
+    def close(self) -> None:
+        """Write what is left, close the files, and remove the ranks' files."""
+        self.update()
+        for reader in self._readers:
+            reader.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._file.close()
+            if self._event_file is not None:
+                self._event_file.close()
+
+
+def _trial_step(number: int, samples: list[StepSample], tokens_per_step: int) -> TrialStep:
+    # The slowest rank ends the step for all.
+    seconds = max(sample.seconds for sample in samples)
+    losses = [sample.loss for sample in samples if sample.loss is not None]
+    return TrialStep(
+        step=number,
+        phase="measured" if samples[0].measured else "warmup",
+        time=max(sample.time for sample in samples),
+        seconds=seconds,
+        tokens_per_second=tokens_per_step / seconds if seconds > 0 else None,
+        # Each rank has the loss of its own part of the batch: the mean of only some would be another number.
+        loss=math.fsum(losses) / len(losses) if len(losses) == len(samples) else None,
+        **{
+            # The fullest GPU runs out first; the ranks of a host share its memory.
+            name: max(measured_values(samples, name), default=None)
+            for name in ("gpu_allocated_bytes", "gpu_reserved_bytes", "gpu_peak_bytes")
+        },
+        host_resident_bytes=sum(sample.host_resident_bytes or 0 for sample in samples) or None,
+    )

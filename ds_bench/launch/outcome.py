@@ -1,16 +1,17 @@
 """Determines how a trial ended: from the evidence in its files to one status (docs/metrics.md, "How a trial ends").
 
-Success means that the file of every rank is present, complete and valid. Of any other ending the cause is chosen by its
-class, then by its time, never by the number of the rank: the ranks that outlive a dead one fail in a collective, and
-their exceptions must not hide its end. What an exception means is told by the rank itself (``worker/failure.py``).
+Success means that the file of every rank is present, complete and valid. For any other ending the cause is chosen by
+its class, then by its time, never by the number of the rank: the ranks that outlive a dead one fail in a collective,
+and their exceptions must not hide its end. The rank itself says what an exception means (``worker/failure.py``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,28 +39,27 @@ _COLLECTIVE_TIMEOUT = re.compile(
     r"Watchdog caught collective operation timeout: \w+\(SeqNum=(\d+), (.+?), Timeout\(ms\)=\d+\) ran for (\d+)"
 )
 _MOST_LOG_BYTES = 2**20
-"""Of the end of a rank's log: below a watchdog's message are the stacks of its threads."""
+"""Read from the end of a rank's log: the stacks of its threads follow a watchdog's message."""
 _CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What is known of a trial once it has ended, besides the contents of its files."""
+    """Facts about an ended trial that its files do not hold."""
 
     folder: Path
     world_size: int
     ending: Ending | None
-    """None: interrupted by the user."""
+    """None if the user interrupted it."""
     limits: Limits
     host_ran_out: bool = False
-    """The kernel's count of processes killed for memory rose while the trial ran."""
+    """Whether the kernel's count of processes killed for memory rose while the trial ran."""
     disk_full: bool = False
-    """The file system of the swap folder had no room left when the trial ended."""
+    """Whether the file system of the swap folder had no room left when the trial ended."""
     host_error: HostError | None = None
-    """Of the host that did not answer while the trial ran or when it ended, or on which it could not begin; None where
-    all hosts did what they were asked."""
+    """Set if a host failed to start, answer or end the trial."""
     server_died: bool = False
-    """The preloaded server, with which its ranks die, was gone when the trial ended."""
+    """Whether the preloaded server, with which its ranks die, was gone when the trial ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,23 +73,27 @@ class TrialOutcome:
 
 
 def determine_outcome(evidence: Evidence) -> TrialOutcome:
-    """Reads the trial's files and determines its outcome."""
-    measurements, failures, problems = _read_rank_files(evidence)
+    """Read the trial's files and determine its outcome."""
+    measurements, failures, problems = _read_rank_files(evidence, rank_file)
     success = Outcome(status=schema.SUCCESS)
     if len(measurements) == evidence.world_size:
         return TrialOutcome(outcome=success, measurements=measurements, caveats=_exit_caveats(evidence))
     # The window had ended on every rank, so its numbers hold whatever failed in the inspection after it.
-    if evidence.ending is not None and not problems and (measurements := _read_partial_files(evidence)):
-        caveats = (_unfinished_caveat(failures),)
-        return TrialOutcome(outcome=success, measurements=measurements, failures=failures, caveats=caveats)
+    if evidence.ending is not None and not problems:
+        measurements, _, _ = _read_rank_files(evidence, partial_rank_file)
+        if len(measurements) == evidence.world_size:
+            cause = ""
+            for failure in [each for each in failures if each.kind != "peer_lost"][:1]:
+                message = " ".join(failure.message.split())[:_MOST_CAVEAT_LENGTH]
+                cause = f" ({failure.error_class} on rank {failure.rank}: {message})"
+            what = "what follows the measured window (ledger, phases, profiles, checkpoint)"
+            caveats = (f"{what} failed{cause}; the measured steps had finished",)
+            return TrialOutcome(outcome=success, measurements=measurements, failures=failures, caveats=caveats)
     outcome = (
-        # The first that applies. Each may cause those below it: what a rank tells of memory says most; a lost host, a
+        # The first that applies. Each may cause those below it: a rank's report about memory says most; a lost host, a
         # dead server or a full disk makes ranks die by signals and raise; a missing file explains nothing.
         _oom_outcome(failures, evidence)
-        or _interrupted_outcome(evidence)
-        or _host_outcome(evidence)
-        or _server_died_outcome(evidence)
-        or _disk_full_outcome(evidence)
+        or _outside_outcome(evidence)
         or _collective_timeout_outcome(failures, evidence)
         or _signal_outcome(failures, evidence)
         or _timeout_outcome(evidence)
@@ -100,12 +104,12 @@ def determine_outcome(evidence: Evidence) -> TrialOutcome:
 
 
 def _read_rank_files(
-    evidence: Evidence,
+    evidence: Evidence, file_of: Callable[[Path, int], Path]
 ) -> tuple[tuple[RankMeasurement, ...], tuple[RankFailure, ...], dict[int, str]]:
-    """Valid measurements, reported failures by time, and what is wrong with other files, by rank."""
+    """Valid measurements, reported failures by time, and rank → what is wrong with its file."""
     measurements, failures, problems = [], [], {}
     for rank in range(evidence.world_size):
-        path = rank_file(evidence.folder, rank)
+        path = file_of(evidence.folder, rank)
         if not path.exists():
             continue
         try:
@@ -120,47 +124,22 @@ def _read_rank_files(
     return tuple(measurements), tuple(sorted(failures, key=lambda failure: failure.time)), problems
 
 
-def _read_partial_files(evidence: Evidence) -> tuple[RankMeasurement, ...]:
-    """Every rank's measurement from before the inspection; empty unless all are there and valid."""
-    measurements = []
-    for rank in range(evidence.world_size):
-        try:
-            measurement = _read_rank_file(partial_rank_file(evidence.folder, rank), rank, evidence)
-        except _INVALID_FILE_ERRORS:
-            return ()
-        if isinstance(measurement, RankFailure):
-            return ()
-        measurements.append(measurement)
-    return tuple(measurements)
-
-
 def _read_rank_file(path: Path, rank: int, evidence: Evidence) -> RankMeasurement | RankFailure:
-    """Raises one of ``_INVALID_FILE_ERRORS`` where it is no report of this rank."""
+    """Read a rank's report. Raises one of ``_INVALID_FILE_ERRORS`` for anything else."""
     data = json_files.parse_json(files.read_bytes(path, _MAX_RANK_FILE_BYTES))
     if not isinstance(data, dict):
         raise TypeError("not an object")
     if "failure" in data:
         return json_files.build(RankFailure, data["failure"])
     measurement = json_files.build(RankMeasurement, data["measurement"])
-    # A file of another rank or of another number of ranks is no result of this trial.
+    # A file of another rank, or of another number of ranks, does not belong to this trial.
     if measurement.rank != rank or measurement.world_size != evidence.world_size:
         raise ValueError(f"is of rank {measurement.rank} of {measurement.world_size}")
     return measurement
 
 
-def _unfinished_caveat(failures: tuple[RankFailure, ...]) -> str:
-    """What is missing of a trial whose ranks failed, hung or were ended after their measured steps, and why."""
-    first = next((failure for failure in failures if failure.kind != "peer_lost"), None)
-    cause = ""
-    if first is not None:
-        message = " ".join(first.message.split())[:_MOST_CAVEAT_LENGTH]
-        cause = f" ({first.error_class} on rank {first.rank}: {message})"
-    what = "what follows the measured window (ledger, phases, profiles, checkpoint)"
-    return f"{what} failed{cause}; the measured steps had finished"
-
-
 def _exit_caveats(evidence: Evidence) -> tuple[str, ...]:
-    """What went wrong after the results were written."""
+    """Faults after the results were written."""
     if evidence.ending == "hung_at_exit":
         return (f"hung at exit: still there {evidence.limits.exit_grace_seconds:.0f} s after its results were written",)
     for entry in read_exits(evidence.folder):
@@ -173,7 +152,7 @@ def _exit_caveats(evidence: Evidence) -> tuple[str, ...]:
 def _fail(
     evidence: Evidence, status: str, rank: int | None, error: str, *, phase: str | None = None, **more: Any
 ) -> Outcome:
-    """The outcome of a failed trial. ``phase``: that of the rank's last heartbeat, unless it is given."""
+    """The outcome of a failed trial. ``phase``: by default the phase of the rank's last heartbeat."""
     if phase is None and rank is not None:
         phase = _read_phase(evidence, rank)
     details = [error, f"phase {phase}" if phase else None]
@@ -187,7 +166,7 @@ def _read_phase(evidence: Evidence, rank: int) -> str | None:
 
 
 def _oom_outcome(failures: tuple[RankFailure, ...], evidence: Evidence) -> Outcome | None:
-    """A rank itself reports that memory or disk ran out; the first to do so is the cause."""
+    """The first report of a rank that memory or disk ran out."""
     for failure in failures:
         if failure.kind in _STATUS_BY_KIND:
             asked = f", asked {format_bytes(failure.requested_bytes)}" if failure.requested_bytes else ""
@@ -205,47 +184,36 @@ def _oom_outcome(failures: tuple[RankFailure, ...], evidence: Evidence) -> Outco
     return None
 
 
-def _interrupted_outcome(evidence: Evidence) -> Outcome | None:
-    if evidence.ending is not None:
-        return None
-    return _fail(evidence, schema.INTERRUPTED, None, "interrupted while it ran", phase=_read_phase(evidence, 0))
-
-
-def _host_outcome(evidence: Evidence) -> Outcome | None:
-    """How the other ranks ended is then no evidence of its own: they wait for those of the lost host."""
-    if evidence.host_error is None:
-        return None
-    status = schema.TIMEOUT if isinstance(evidence.host_error, HostLostError) else schema.CRASHED
-    return _fail(evidence, status, None, f"host {evidence.host_error}")
-
-
-def _server_died_outcome(evidence: Evidence) -> Outcome | None:
-    """The ranks die with the preloaded server, so that how they ended is no evidence of its own."""
-    if not evidence.server_died:
-        return None
-    if evidence.host_ran_out:
-        status = schema.OOM_HOST
-        text = "the kernel killed the preloaded server or a rank for memory (its oom_kill count rose)"
-    else:
-        status = schema.KILLED
+def _outside_outcome(evidence: Evidence) -> Outcome | None:
+    """An end from outside. The way in which the ranks ended is then no evidence of its own."""
+    if evidence.ending is None:
+        return _fail(evidence, schema.INTERRUPTED, None, "interrupted while it ran", phase=_read_phase(evidence, 0))
+    if evidence.host_error is not None:
+        # The ranks of the other hosts wait for those of the lost host.
+        status = schema.TIMEOUT if isinstance(evidence.host_error, HostLostError) else schema.CRASHED
+        return _fail(evidence, status, None, f"host {evidence.host_error}")
+    if evidence.server_died:
+        status = schema.OOM_HOST if evidence.host_ran_out else schema.KILLED
         text = "the preloaded server, from which its ranks are forked, was ended from outside while it ran"
-    return _fail(evidence, status, None, text, phase=_read_phase(evidence, 0))
-
-
-def _disk_full_outcome(evidence: Evidence) -> Outcome | None:
-    """On a full disk DeepSpeed's I/O library aborts the rank by an assertion that names no cause."""
-    if not evidence.disk_full:
-        return None
-    first = min(read_exits(evidence.folder), key=lambda entry: entry.time, default=None)
-    rank = first.rank if first is not None else None
-    return _fail(evidence, schema.OOM_DISK, rank, "no space left in the swap folder")
+        if evidence.host_ran_out:
+            text = "the kernel killed the preloaded server or a rank for memory (its oom_kill count rose)"
+        return _fail(evidence, status, None, text, phase=_read_phase(evidence, 0))
+    if evidence.disk_full:
+        # DeepSpeed's I/O library then aborts the rank by an assertion that does not name the cause.
+        first = min(read_exits(evidence.folder), key=lambda entry: entry.time, default=None)
+        return _fail(evidence, schema.OOM_DISK, first.rank if first else None, "no space left in the swap folder")
+    return None
 
 
 def _collective_timeout_outcome(failures: tuple[RankFailure, ...], evidence: Evidence) -> Outcome | None:
-    """A collective that did not finish in time on some ranks. NCCL's watchdog says so in their logs and aborts them."""
+    """A collective that timed out on some ranks: NCCL's watchdog writes so to their logs and aborts them."""
     if any(failure.kind not in ("peer_lost", "collective_timeout") for failure in failures):
         return None
-    texts = {rank: _read_end(log_file(evidence.folder, rank)) for rank in range(evidence.world_size)}
+    texts = dict.fromkeys(range(evidence.world_size), "")
+    for rank in texts:
+        with contextlib.suppress(OSError), log_file(evidence.folder, rank).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _MOST_LOG_BYTES))
+            texts[rank] = file.read().decode(errors="replace")
     texts |= {failure.rank: texts[failure.rank] + failure.traceback for failure in failures}
     found = {rank: match for rank, text in texts.items() if (match := _COLLECTIVE_TIMEOUT.search(text))}
     if not found:
@@ -255,7 +223,7 @@ def _collective_timeout_outcome(failures: tuple[RankFailure, ...], evidence: Evi
         ranks_in.setdefault((int(match[1]), match[2]), []).append(rank)
     last, _ = max(ranks_in)
     late = [rank for rank in texts if rank not in found or int(found[rank][1]) < last]
-    # Of one number: that ranks have reached different numbers says only who is late.
+    # Compared within one number: different numbers only say who is late.
     differ = len({number for number, _ in ranks_in}) < len(ranks_in)
     head = "ranks ran different collectives" if differ else f"late: {_name_ranks(late)}" if late else "no rank was late"
     waits = [f"{_name_ranks(ranks)} in {what} (SeqNum {number})" for (number, what), ranks in ranks_in.items()]
@@ -268,17 +236,8 @@ def _name_ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _read_end(log: Path) -> str:
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _MOST_LOG_BYTES))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
-
-
 def _signal_outcome(failures: tuple[RankFailure, ...], evidence: Evidence) -> Outcome | None:
-    """The first rank that a signal ended, if neither we sent that signal nor an exception came before it."""
+    """The first rank that a signal ended, unless we sent the signal or an exception came before it."""
     if evidence.ending in ("timeout", "stalled"):
         return None
     exits = _read_exits_without_file(evidence)
@@ -286,7 +245,7 @@ def _signal_outcome(failures: tuple[RankFailure, ...], evidence: Evidence) -> Ou
     first_sign = min([failure.time for failure in failures] + [entry.time for entry in exits], default=0.0)
     first_of_ours = first_sign + evidence.limits.failure_grace_seconds
     first_exception = min((failure.time for failure in failures if failure.kind != "peer_lost"), default=first_of_ours)
-    # A launcher ends a while after the rank whose signal it passes on: an exception may lie in between.
+    # A launcher ends a while after the rank whose signal it passes on: another rank's exception may come in between.
     by_signal = [
         entry
         for entry in exits
@@ -297,14 +256,13 @@ def _signal_outcome(failures: tuple[RankFailure, ...], evidence: Evidence) -> Ou
         return None
     first = min(by_signal, key=lambda entry: entry.time)
     number = _find_signal(first)
-    if number == signal.SIGKILL and evidence.host_ran_out:
+    status, text = schema.KILLED, f"killed by {_name_signal(number)}"
+    if number in _CRASH_SIGNALS:
+        status, text = schema.CRASHED, f"crashed with {_name_signal(number)}"
+    elif number == signal.SIGKILL and evidence.host_ran_out:
         status, text = schema.OOM_HOST, "the kernel killed it for memory (its oom_kill count rose)"
     elif number == signal.SIGKILL:
-        status, text = schema.KILLED, f"killed by {_name_signal(number)}, with no sign of lack of memory"
-    elif number in _CRASH_SIGNALS:
-        status, text = schema.CRASHED, f"crashed with {_name_signal(number)}"
-    else:
-        status, text = schema.KILLED, f"killed by {_name_signal(number)}"
+        text += ", with no sign of lack of memory"
     return _fail(evidence, status, first.rank, text, kind="bus_error" if number == signal.SIGBUS else None)
 
 
@@ -314,13 +272,13 @@ def _missing_ranks(evidence: Evidence) -> list[int]:
 
 
 def _read_exits_without_file(evidence: Evidence) -> list[RankExit]:
-    """Processes that ended and left no file: ranks, and the launcher, which may hide how its ranks ended."""
+    """Exits of ranks without a file, and of the launcher, which may hide how its ranks ended."""
     missing = {None, *_missing_ranks(evidence)}
     return [entry for entry in read_exits(evidence.folder) if entry.rank in missing]
 
 
 def _find_signal(entry: RankExit) -> int | None:
-    """The signal behind an exit. The deepspeed launcher passes on that of a rank as exit code 256 - number."""
+    """The signal behind an exit. The deepspeed launcher passes a rank's signal on as exit code 256 - number."""
     if entry.signal is not None:
         return entry.signal or None
     # Linux has 64 signals. Smaller codes are exit codes that a rank chose itself.
@@ -357,9 +315,9 @@ def _timeout_outcome(evidence: Evidence) -> Outcome | None:
 def _exception_outcome(
     failures: tuple[RankFailure, ...], problems: Mapping[int, str], evidence: Evidence
 ) -> Outcome | None:
-    """The first exception. One about a lost peer counts only where nothing shows what became of the peer."""
+    """The first exception. One about a lost peer counts only if nothing shows what happened to the peer."""
     causes = [failure for failure in failures if failure.kind != "peer_lost"]
-    # A launcher ends without a file in any case: it is a sign of a lost peer only where a rank's file is missing.
+    # A launcher never has a file: its end is a sign of a lost peer only if a rank's file is missing.
     is_missing = bool(_missing_ranks(evidence))
     ended_silently = any(entry.rank is not None or is_missing for entry in _read_exits_without_file(evidence))
     if not causes and (ended_silently or problems):
@@ -378,7 +336,7 @@ def _missing_file_outcome(problems: Mapping[int, str], evidence: Evidence) -> Ou
         return _fail(evidence, schema.CRASHED, rank, problem)
     missing = _missing_ranks(evidence)
     exits = {entry.rank: entry for entry in read_exits(evidence.folder)}
-    # One whose end was seen says more than one that may never have started.
+    # An end that was seen says more than a rank that may never have started.
     rank = next((rank for rank in missing if rank in exits), missing[0])
     entry = exits.get(rank) or exits.get(None)
     code = f"exit code {entry.code}" if entry is not None and entry.code is not None else "no exit code seen"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from ..system.files import disk_is_full
 from ..system.host_memory import read_oom_kill_count
 from ..system.signals import raising_on_interrupt
 from .hosts import HostError, Hosts
-from .monitor import Ending, Limits, Progress, ProgressCallback, watch
+from .monitor import Ending, Limits, Progress, ProgressCallback, StepMonitor, watch
 from .outcome import Evidence, determine_outcome
 from .remote_trial import RemoteEnd, RemoteTrial
 from .scratch import (
@@ -27,7 +27,10 @@ from .scratch import (
     rendezvous_file,
     swap_folder,
 )
-from .step_monitor import StepMonitor
+
+_COLLECTIVE_MARGIN_SECONDS = 120.0
+"""Added to the limits of a trial: time for the parent to notice that one is exceeded and to request stacks."""
+_MAX_COLLECTIVE_SECONDS = 30 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +38,9 @@ class Leader:
     """The process that leads the session of a started trial."""
 
     pid: int | None
-    """None where agents on other hosts start the ranks."""
+    """None if agents on several hosts start the ranks."""
     wait: Callable[[float], bool]
-    """Waits at most the seconds given. Returns whether the process has ended."""
+    """Waits at most this many seconds. Returns whether the process has ended."""
 
 
 Start = Callable[[Trial, Path, RemoteTrial | None], Leader]
@@ -56,12 +59,11 @@ def run_trial(
     hosts: Hosts | None = None,
     server_is_alive: Callable[[], bool] = lambda: True,
 ) -> TrialRecord:
-    """Runs one trial through ``start`` and records how it ended.
+    """Run one trial through ``start`` and record how it ended.
 
-    ``hosts``: on which the ranks run, if on several; without them ranks meet through a file. ``server_is_alive``:
-    whether the process that the ranks are forked from, and die with, still runs. A KeyboardInterrupt becomes a record
-    with status Interrupted; any other exception but HostError is raised again. In all cases the processes are ended
-    first.
+    ``hosts``: several hosts for the ranks; without them ranks meet through a file. ``server_is_alive``: whether the
+    process that the ranks are forked from, and die with, still runs. A KeyboardInterrupt becomes a record with status
+    Interrupted; any other exception but HostError is raised again. In all cases the processes are ended first.
     """
     # Ranks outlive a launcher that is killed (DeepSpeed's launcher/launch.py ends none then). As adopted orphans
     # they stay descendants of this process, and are found when the trial is ended.
@@ -86,7 +88,15 @@ def run_trial(
 
     try:
         # Before any rank starts, which reads the trial's files at once.
-        _begin(assignment, folder, remote, limits, earlier)
+        if remote is None:
+            create_scratch(assignment)
+        assignment.save(folder, trial.ds_config)
+        try:
+            with raising_on_interrupt():
+                if remote is not None:
+                    remote.begin(limits.stall_timeout_seconds)
+        finally:
+            earlier |= processes.descendants()  # new connections serve later trials too
         if trial.inspection.monitor is not None:
             monitor = StepMonitor(trial, folder)
         leader = start(trial, folder, remote)
@@ -98,7 +108,12 @@ def run_trial(
         interruption = error
     # The user, or Slurm before a time limit, waits for the end of an interrupted run.
     grace_seconds = min(limits.kill_grace_seconds, 2.0 if interruption is not None else limits.kill_grace_seconds)
-    ended = _end_trial(leader, remote, earlier, grace_seconds, limits.stall_timeout_seconds)
+    # This host first: a launcher that goes on here could start ranks on a host that has ended its own.
+    left = processes.end_tree(leader.pid if leader is not None else None, earlier=earlier, grace_seconds=grace_seconds)
+    if leader is not None:
+        # Lets Popen or multiprocessing note that it has ended.
+        leader.wait(1.0)
+    ended = remote.end(grace_seconds, limits.stall_timeout_seconds) if remote is not None else RemoteEnd()
     if monitor is not None:
         # Only when the ranks have ended: it reads their last steps and removes their files.
         monitor.close()
@@ -121,6 +136,8 @@ def run_trial(
         )
     )
     caveats = (*trial.caveats, *result.caveats, *ended.caveats)
+    if left:
+        caveats += (f"processes {sorted(left)} could not be ended",)
     if monitor is not None and monitor.problem is not None:
         caveats += (monitor.problem,)
     return TrialRecord(
@@ -136,53 +153,16 @@ def run_trial(
     )
 
 
-def _begin(assignment: Assignment, folder: Path, remote: RemoteTrial | None, limits: Limits, earlier: set[int]) -> None:
-    """Creates the trial's files on every host, and adds new connections to the processes that are not the trial's."""
-    if remote is None:
-        create_scratch(assignment)
-    assignment.save(folder, assignment.trial.ds_config)
-    try:
-        with raising_on_interrupt():
-            if remote is not None:
-                remote.begin(limits.stall_timeout_seconds)
-    finally:
-        earlier |= processes.descendants()
-
-
-def _end_trial(
-    leader: Leader | None, remote: RemoteTrial | None, earlier: set[int], grace_seconds: float, quiet_seconds: float
-) -> RemoteEnd:
-    """Ends every process of the trial, on this host and on others. Returns what was seen of it."""
-    # This host first: a launcher that goes on here could start ranks on a host that has ended its own.
-    left = processes.end_tree(
-        leader.pid if leader is not None else None,
-        earlier=earlier,
-        grace_seconds=grace_seconds,
-    )
-    if leader is not None:
-        # Lets Popen or multiprocessing note that it has ended.
-        leader.wait(1.0)
-    ended = remote.end(grace_seconds, quiet_seconds) if remote is not None else RemoteEnd()
-    if left:
-        ended = replace(ended, caveats=(*ended.caveats, f"processes {sorted(left)} could not be ended"))
-    return ended
-
-
-_COLLECTIVE_MARGIN_SECONDS = 120.0
-"""Added to the limits of a trial: time for the parent to notice that one is exceeded and to request stacks."""
-_MAX_COLLECTIVE_SECONDS = 30 * 24 * 3600.0
-
-
 def _make_assignment(
     trial: Trial, folder: Path, environment: Mapping[str, str], limits: Limits, *, on_this_host: bool
 ) -> Assignment:
-    """``on_this_host``: else each of several hosts adds its own private folders, and ranks do not meet by a file."""
+    """``on_this_host``: if not, each host adds its own private folders, and ranks do not meet through a file."""
     scratch_id = new_scratch_id()
     return Assignment(
         trial=trial,
         rendezvous=f"file://{rendezvous_file(scratch_id)}" if on_this_host else None,
         scratch_id=scratch_id,
-        # The variables of the row last: they are what it compares.
+        # The row's variables last: they are what it compares.
         environment={**environment, **trial.configuration.variables},
         swap_folder=swap_folder(trial, scratch_id) if on_this_host else None,
         checkpoint_folder=checkpoint_folder(trial, folder, scratch_id),
