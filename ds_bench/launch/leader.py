@@ -1,6 +1,6 @@
 """The leader of a trial: first process of the trial's session, parent of its ranks or its launcher.
 
-It starts them, writes a line for each that ends, and ends when all have ended. When the program that started the trial
+It starts them, writes a line for each that ends, and ends when all have ended. If the program that started the trial
 dies, it kills every process of the trial and removes its scratch files, so that nothing is left on the GPU or the disk.
 """
 
@@ -22,7 +22,7 @@ from .scratch import remove_scratch
 def start_leader(
     folder: Path, command: Sequence[str], environment: Mapping[str, str], working_folder: Path
 ) -> subprocess.Popen[bytes]:
-    """Cold launch, in the program that starts the trial: runs a command in ``working_folder`` as the child of a leader.
+    """Cold launch, in the program that starts the trial: run a command in ``working_folder`` as the child of a leader.
 
     ``environment``: all variables of both.
     """
@@ -39,7 +39,7 @@ def start_leader(
 
 
 def lead_forked_ranks(folder: Path, world_size: int, run_rank: Callable[[Path, int, int], int]) -> None:
-    """Warm launch, in a process forked from the preloaded server: forks the ranks and waits. Never returns."""
+    """Warm launch, in a process forked from the preloaded server: fork the ranks and wait. Never returns."""
     # Ranks are in a session of their own, by which the run finds all of them (processes.end_tree).
     os.setsid()
     _become_leader(folder)
@@ -56,7 +56,7 @@ def lead_forked_ranks(folder: Path, world_size: int, run_rank: Callable[[Path, i
 def _run_forked_rank(folder: Path, rank: int, world_size: int, run_rank: Callable[[Path, int, int], int]) -> None:
     code = 1
     try:
-        # Handlers are inherited by a fork: SIGTERM must end a rank, and not make it act as the leader.
+        # A fork inherits handlers: SIGTERM must end a rank, and not make it act as the leader.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         # Again in each rank: a fork does not inherit it (prctl(2), PR_SET_PDEATHSIG).
@@ -67,7 +67,7 @@ def _run_forked_rank(folder: Path, rank: int, world_size: int, run_rank: Callabl
 
 
 def lead_command(folder: Path, command: list[str], working_folder: Path) -> int:
-    """Cold launch: runs a launcher's command and waits. Returns the exit code."""
+    """Cold launch: run a launcher's command and wait. Return the exit code."""
     _become_leader(folder)
     environment = {**os.environ, processes.LEADER_VARIABLE: str(os.getpid())}
     child = subprocess.Popen(
@@ -95,7 +95,11 @@ def _become_leader(folder: Path) -> None:
     def on_terminate(_number: int, _frame: object) -> None:
         # The parent ends a trial by a signal to the group and cleans up. Once it is dead, the leader must do so.
         if os.getppid() != parent:
-            _kill_and_clean_up(folder)
+            try:
+                processes.end_led(os.getpid())
+                remove_scratch(Assignment.load(folder))
+            finally:
+                os._exit(1)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, on_terminate)
@@ -103,17 +107,8 @@ def _become_leader(folder: Path) -> None:
     processes.die_with_parent(signal.SIGTERM)
 
 
-def _kill_and_clean_up(folder: Path) -> None:
-    """Kills what is left of the trial, removes its scratch files, and ends this process."""
-    try:
-        processes.end_led(os.getpid())
-        remove_scratch(Assignment.load(folder))
-    finally:
-        os._exit(1)
-
-
 def _wait_for_children(folder: Path, children: dict[int, int | None]) -> None:
-    """Waits until all ``children`` (rank by process id) have ended, and collects adopted orphans meanwhile."""
+    """Wait until all ``children`` (process id → rank) have ended, and collect adopted orphans meanwhile."""
     waiting = set(children)
     while waiting:
         try:

@@ -1,7 +1,7 @@
 """JSON objects both ways over two file descriptors, one a line: between a run and its agent on another host.
 
-A thread reads and writes, so that each side knows at any time whether the other still answers. Neither side waits for
-the other: what the network does not take yet is kept.
+A thread reads and writes, so that each side always knows whether the other still answers. Neither side waits for the
+other: what the network does not accept yet is kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from ..records.json_files import json_line
 
 SILENCE_SECONDS = 15.0
-"""Without a message for so long, the other side counts as lost."""
+"""Without a message for this long, the other side counts as lost."""
 PING_SECONDS = 1.0
 _POLL_SECONDS = 0.25
 _READ_BYTES = 2**18
@@ -71,7 +71,7 @@ class MessageStream:
         self._thread.start()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Queues a message. Nothing happens after the end of the stream."""
+        """Queue a message. Does nothing after the end of the stream."""
         if self._closed:
             return
         with self._lock:
@@ -81,17 +81,17 @@ class MessageStream:
             self._wake()
 
     def wait_for_room(self) -> None:
-        """Waits while much is queued, until the end of the stream: large files should not fill memory."""
+        """Wait while much is queued, until the end of the stream: large files must not fill memory."""
         while len(self._outgoing) > _MOST_QUEUED_BYTES and not self._closed:
             time.sleep(0.01)
 
     @property
     def closed(self) -> bool:
-        """Whether nothing is sent any more."""
+        """Whether sending has ended."""
         return self._closed
 
     def close(self) -> None:
-        """Ends the thread; ``ended`` is called with "closed"."""
+        """End the thread; ``ended`` is called with "closed"."""
         self._closed = True
         self._wake()
         if threading.current_thread() is not self._thread:
@@ -99,7 +99,7 @@ class MessageStream:
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
-            # A full pipe wakes as well, and a closed one has nobody left to wake.
+            # A full pipe wakes as well; a closed one has no thread to wake.
             os.write(self._wake_writer, b"\0")
 
     def _run(self) -> None:
@@ -112,10 +112,10 @@ class MessageStream:
             reason = f"no answer for {self.silence_seconds:.0f} s"
         except OSError as error:
             reason = str(error)
-        except Exception:  # such as a message without what belongs to its kind: nobody may wait for the next
+        except Exception:  # such as a message without a field of its kind
             reason = "it sent a message that cannot be read"
         self._closed = True
-        with self._lock:  # nobody wakes a closed pipe, whose number may be another file's by then
+        with self._lock:  # no thread may write to a closed pipe, whose number may belong to another file by then
             wakers, self._wake_writer = (self._wake_reader, self._wake_writer), -1
         for descriptor in wakers:
             os.close(descriptor)
@@ -135,7 +135,7 @@ class MessageStream:
             self._write_messages()
 
     def _wait_for_events(self) -> bool:
-        """Waits for something to do. Returns whether there is input."""
+        """Wait for something to do. Return whether there is input."""
         poll = select.poll()
         poll.register(self._reader, select.POLLIN)
         poll.register(self._wake_reader, select.POLLIN)
@@ -150,7 +150,7 @@ class MessageStream:
         return bool(events.get(self._reader, 0) & ~select.POLLOUT)
 
     def _read_messages(self, is_ready: bool) -> bool:
-        """Receives what has arrived. Returns whether anything has. Raises EOFError, OSError, what ``receive`` does."""
+        """Receive what has arrived. Return whether anything has. Raises EOFError, OSError, what ``receive`` does."""
         if not is_ready:
             return False
         try:
@@ -167,18 +167,12 @@ class MessageStream:
         if len(self._incoming) > _MOST_LINE_BYTES:
             raise OSError("a message is too long")
         for line in lines:
-            with contextlib.suppress(UnicodeDecodeError):
-                self._receive_line(line.decode())
+            message = None
+            with contextlib.suppress(ValueError, RecursionError):  # other text, such as a greeting of the login shell
+                message = json.loads(line.decode())
+            if isinstance(message, dict) and "ping" not in message:
+                self._receive(message)
         return True
-
-    def _receive_line(self, line: str) -> None:
-        """Passes on a message; other text, such as a greeting of the login shell, is left out."""
-        try:
-            message = json.loads(line)
-        except (ValueError, RecursionError):
-            return
-        if isinstance(message, dict) and "ping" not in message:
-            self._receive(message)
 
     def _write_messages(self) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""Builds DeepSpeed's compiled ops before the first trial, in a cache of ours.
+"""Builds DeepSpeed's compiled ops before the first trial, in our own cache.
 
 DeepSpeed compiles an op on first use. That takes minutes, which would be part of the measurement. So the ops that a
 plan needs are built here, with a timeout, each by one process at a time.
@@ -12,7 +12,6 @@ import importlib.metadata
 import json
 import os
 import re
-import stat
 import sys
 import sysconfig
 import tempfile
@@ -29,7 +28,7 @@ from ..system.environment import install_command, installed_version
 from ..system.host_memory import read_text
 from ..system.tools import run_tool
 from ..units import format_duration
-from .scratch import remove_stale_locks
+from .scratch import make_private, remove_stale_locks
 
 CPU_ADAM, FUSED_ADAM, ASYNC_IO, SHARED_MEMORY = (
     "CPUAdamBuilder",
@@ -126,28 +125,24 @@ def _short_hash(text: str) -> str:
 
 
 def cache_roots() -> list[Path]:
-    """Return where this user's caches may be: as configured, in the home folder, or else in the temporary folder.
+    """Return the folders that can hold this user's caches: as configured, at home, or else in the temporary folder.
 
-    The last is left out if another user owns it, because compiled code is loaded from it.
+    The last is left out if another user can write to it, because compiled code is loaded from it.
     """
     configured = [os.environ.get("DS_BENCH_OPS_CACHE"), os.environ.get("XDG_CACHE_HOME")]
     roots = [Path(name).absolute() for name in configured if name]
     with contextlib.suppress(RuntimeError):  # no HOME, and no entry for this user in the system's list
         roots.append(Path.home() / ".cache")
     own = Path(tempfile.gettempdir()) / f"ds_bench_cache_{os.getuid()}"
-    with contextlib.suppress(OSError):
-        if not any(map(_can_write, roots)):
-            own.mkdir(mode=0o700, exist_ok=True)
-        status = own.lstat()
-        if status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) == 0o700:
-            roots.append(own)
+    if (own.exists() or not any(map(_can_write, roots))) and make_private(own):
+        roots.append(own)
     if not roots:
         raise PreflightError(f"{own} belongs to another user", remedy="set DS_BENCH_OPS_CACHE to a folder of your own")
     return roots
 
 
 def _can_write(folder: Path) -> bool:
-    # No folder is made to try it: of several candidates only the chosen one is to exist.
+    # Not by creating it: of several candidates only the chosen one should exist.
     return os.access(files.nearest_existing(folder), os.W_OK | os.X_OK)
 
 

@@ -25,7 +25,7 @@ def build_ops(
     say: Callable[[str], None],
     show_elapsed: Callable[[str], None],
 ) -> dict[str, ops.OpState]:
-    """Builds every op that these configurations need, as ``ops.prepare_ops`` does. Returns the states."""
+    """Build every op that these configurations need. Return op → state. Raises what ``ops.prepare_ops`` does."""
     runnable = [each for each in configurations if validation.unsupported_reason(each, placement) is None]
     folder = Path(base_environment["TORCH_EXTENSIONS_DIR"])
     return ops.prepare_ops(
@@ -43,7 +43,7 @@ def rank_environment(
     variables = {
         "DS_ACCELERATOR": placement.accelerator,
         **import_variables(environ.get("PYTHONPATH", "")),
-        # For ninja, which lies beside the interpreter of a virtual environment that may not be activated.
+        # For ninja, which is next to the interpreter; the virtual environment need not be activated.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)]),
         # NVML's order, in which this program counts GPUs; CUDA's own puts the fastest first.
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
@@ -52,7 +52,11 @@ def rank_environment(
         # The library's threads do not survive a fork, and it warns where they were in use.
         "TOKENIZERS_PARALLELISM": "false",
     }
-    variables |= _name_and_home(environ)
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:  # a container's --user; libraries read the user's name and home on import
+        unknown = {"USER": f"uid{os.getuid()}", "HOME": str(ops.cache_roots()[-1])}
+        variables |= {name: value for name, value in unknown.items() if not environ.get(name)}
     if placement.accelerator == "cuda":
         variables |= cuda_environment(environ, inventory or gpus.read_gpus())
     architectures = variables.get("TORCH_CUDA_ARCH_LIST") or environ.get("TORCH_CUDA_ARCH_LIST")
@@ -69,34 +73,24 @@ def rank_environment(
 
 
 def preload_variables(architectures: Iterable[str]) -> dict[str, str]:
-    """Makes the preloaded server load the modules of these architectures, by their names in Transformers."""
+    """Variables that make the preloaded server load these architectures, named as in Transformers."""
     modules = [f"transformers.models.{name}.modeling_{name}" for name in architectures]
     return {"DS_BENCH_PRELOAD": ",".join(modules)} if modules else {}
 
 
 def thread_variables(placement: Placement, environ: Mapping[str, str], root: Path = host_memory.ROOT) -> dict[str, str]:
-    """The number of threads of each rank of a placement, as a variable; none where the user has set it."""
+    """The variable for the number of threads of each rank; empty if the user has set it."""
     if "OMP_NUM_THREADS" in environ:
         return {}
     # Without the variable each rank would take as many threads as the machine has cores.
     return {"OMP_NUM_THREADS": str(max(1, int(host_memory.usable_cores(root) / placement.ranks_per_node)))}
 
 
-def _name_and_home(environ: Mapping[str, str]) -> dict[str, str]:
-    """Name and home of a user unknown to the system (a container's ``--user``); libraries read both on import."""
-    try:
-        pwd.getpwuid(os.getuid())
-    except KeyError:
-        variables = {"USER": f"uid{os.getuid()}", "HOME": str(ops.cache_roots()[-1])}
-        return {name: value for name, value in variables.items() if not environ.get(name)}
-    return {}
-
-
 def cuda_environment(environ: Mapping[str, str], inventory: gpus.GpuInventory) -> dict[str, str]:
     """Variables for builds of CUDA ops and for DeepSpeed's NVML calls.
 
-    A value of the user's stays, except that the GPUs that it leaves become their numbers and that folders are added
-    to the paths of the compiler and the linker.
+    The user's values stay, except that selected GPUs become numbers and that folders are added to the paths of the
+    compiler and the linker.
     """
     visible = gpus.select_visible(environ, inventory.gpus)
     variables = {}
@@ -109,13 +103,9 @@ def cuda_environment(environ: Mapping[str, str], inventory: gpus.GpuInventory) -
     stubs = toolkit / "lib64" / "stubs"
     if stubs.is_dir():  # libcuda.so for the linker, which may not find the driver's
         variables["LIBRARY_PATH"] = os.pathsep.join(filter(None, [environ.get("LIBRARY_PATH"), str(stubs)]))
-    headers = _find_headers_of_wheels()
-    if headers is not None and not (toolkit / "include" / "cusparse.h").exists():
-        variables["CPATH"] = os.pathsep.join(filter(None, [environ.get("CPATH"), str(headers)]))
-    return variables
-
-
-def _find_headers_of_wheels() -> Path | None:
-    """CUDA's headers in the wheels that torch depends on, for toolkits without those of the math libraries."""
+    # The toolkit may lack the headers of the math libraries; the wheels that torch depends on have them.
     packages = [folder for folder in map(Path, sys.path) if folder.name == "site-packages"]
-    return next((path for folder in packages for path in sorted(folder.glob("nvidia/cu1*/include"))), None)
+    headers = [str(path) for folder in packages for path in sorted(folder.glob("nvidia/cu1*/include"))]
+    if headers and not (toolkit / "include" / "cusparse.h").exists():
+        variables["CPATH"] = os.pathsep.join(filter(None, [environ.get("CPATH"), headers[0]]))
+    return variables

@@ -1,7 +1,7 @@
 """Names and removes what a run creates for a time: swap files, checkpoints, shared memory, temporary files.
 
-A run that is killed removes nothing. So every name holds its owner: host, process id and start time. The next run of
-the same user on the same host removes what belongs to processes that have ended.
+A killed run removes nothing. So every name holds its owner: host, process id and start time. The next run of the same
+user on the same host removes what belongs to ended processes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -57,25 +57,19 @@ def remove_abandoned(*folders: Path) -> list[Path]:
     """
     ended_owner = re.compile(rf"{re.escape(_host())}\.(\d+)-(\d+)")
     removed = []
-    for path, text in _owned_paths([_SHARED_MEMORY, Path(tempfile.gettempdir()), *folders]):
-        match = ended_owner.search(text)
-        # The kernel reuses process ids, so the start time is compared too.
-        if match is None or (is_alive(int(match[1])) and start_ticks(int(match[1])) == int(match[2])):
-            continue
-        if _remove_own(path):
-            removed.append(path)
-    return removed
-
-
-def _owned_paths(folders: list[Path]) -> Iterator[tuple[Path, str]]:
-    """Paths that runs have created, each with a text that holds its owner."""
-    for folder in dict.fromkeys(folders):
+    for folder in dict.fromkeys([_SHARED_MEMORY, Path(tempfile.gettempdir()), *folders]):
         for path in list(folder.glob("*ds_bench_*")):
-            if not path.name.startswith(HOST_FOLDER_PREFIX):
-                yield path, path.name
+            text = path.name
+            if text.startswith(HOST_FOLDER_PREFIX):
+                with contextlib.suppress(OSError):
+                    text = (path / OWNER_FILE).read_text()
+            match = ended_owner.search(text)
+            # The kernel reuses process ids, so the start time is compared too.
+            if match is None or (is_alive(int(match[1])) and start_ticks(int(match[1])) == int(match[2])):
                 continue
-            with contextlib.suppress(OSError):
-                yield path, (path / OWNER_FILE).read_text()
+            if _remove_own(path):
+                removed.append(path)
+    return removed
 
 
 def _remove_own(path: Path) -> bool:
@@ -110,16 +104,16 @@ def temporary_folder_variables(environ: Mapping[str, str], ops_folder: str) -> t
     """
     asked = {name: Path(environ[name]).resolve() for name in _CODE_CACHES if environ.get(name)}
     variables = {"TMPDIR": temporary_folder()}
-    variables |= {name: str(folder) for name, folder in asked.items() if _make_private(folder)}
+    variables |= {name: str(folder) for name, folder in asked.items() if make_private(folder)}
     notes = [f"{name} is not used: another user can write to {asked[name]}" for name in asked.keys() - variables]
     ours = Path(ops_folder).parents[1] / f"compiled_{os.getuid()}"
-    folder = ours if _make_private(ours) else Path(variables["TMPDIR"])
+    folder = ours if make_private(ours) else Path(variables["TMPDIR"])
     for name in {"TORCHINDUCTOR_CACHE_DIR", *asked}:
         variables.setdefault(name, str(folder / name.partition("_")[0].lower()))
     return variables, notes
 
 
-def _make_private(folder: Path) -> bool:
+def make_private(folder: Path) -> bool:
     """Create a folder if it does not exist. Return whether this user owns it and no other user can replace it.
 
     The owner of a folder above it could, and so could everybody who may write there, unless it is sticky as /tmp is.
@@ -196,7 +190,7 @@ def remove_scratch(assignment: Assignment) -> None:
 
 
 def stale_locks(folder: Path) -> list[Path]:
-    """Return the locks of killed programs in a folder of ops; every later build and load would wait for them.
+    """Return the locks of killed programs in a folder of ops. Every later build and load would wait for them.
 
     torch creates an empty file ``lock`` to build or load an op, and removes it afterwards (torch/utils/file_baton.py).
     """
@@ -207,7 +201,7 @@ def remove_stale_locks(folder: Path) -> list[Path]:
     """Remove and return the locks of killed programs in a folder of ops."""
     removed = []
     for lock in folder.glob("*/lock"):
-        # One by one: between the check and the removal no program should take the lock again.
+        # One by one, so that hardly any time passes between the check and the removal.
         if not _is_open(lock):
             lock.unlink(missing_ok=True)
             removed.append(lock)
