@@ -1,7 +1,8 @@
 """Reads the configurations of ``--configs``: DeepSpeed JSON, Accelerate YAML, and a Trainer's arguments.
 
-What a file says is kept as it is, ``"auto"`` included (``automatic_values`` resolves it). Files may come from anywhere:
-they are read as data only, up to a size and depth.
+``"auto"`` is kept (``automatic_values`` resolves it). Files may come from anywhere: they are read as data only, up to a
+size and depth. JSON is read with hjson, as DeepSpeed reads it: comments, trailing commas and text without quotes are
+allowed, duplicate keys are not (``runtime/config_utils.py``).
 
 Sources: DeepSpeed 0.19.8, ``runtime/config.py``; Accelerate 1.15, ``utils/launch.py``, ``utils/dataclasses.py``
 (``DeepSpeedPlugin``); Transformers 5.23, ``training_args.py``.
@@ -12,14 +13,13 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import UsageError
 from ..system import files, invocation, redaction
-from . import located_json
 from .automatic_values import TRAINING_DEFAULTS
 from .deepspeed_config import AUTO, Config, json_values
 from .spec import Precision
@@ -32,7 +32,6 @@ MOST_BYTES = 2**18
 _MOST_VALUES = 10_000
 """Values in a YAML file; those behind an alias count wherever it is used."""
 _MOST_LEVELS = 32
-"""Blocks within blocks."""
 MOST_FILES = 500
 """Files of one folder."""
 _LONGEST_NAME = 120
@@ -41,7 +40,7 @@ _DEEPSPEED_MARKS = {
     *("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "fp16", "bf16"),
     *("steps_per_print", "wall_clock_breakdown", "zero_allow_untested_optimizer"),
 }
-"""Top-level keys of DeepSpeed: a configuration has at least one of them, any other file none."""
+"""Top-level keys of DeepSpeed: every configuration has at least one of them, and no other file does."""
 _ARGUMENTS = (*TRAINING_DEFAULTS, "max_steps")
 """TrainingArguments that "auto" stands for, except those of the workload."""
 _BATCH_ARGUMENTS = ("per_device_train_batch_size", "gradient_accumulation_steps")
@@ -52,10 +51,20 @@ _ACCELERATE_CONFLICTS = (
 """Keys that Accelerate refuses with ``deepspeed_config_file`` (``DeepSpeedPlugin._deepspeed_config_checks``)."""
 
 
+class ConfigSyntaxError(Exception):
+    """DeepSpeed cannot read the text; ``line`` counts from 1."""
+
+    def __init__(self, problem: str, line: int) -> None:
+        super().__init__(problem)
+        self.problem, self.line = problem, line
+
+
 class ConfigurationFileError(UsageError):
     """A file of ``--configs`` that cannot be used. ``reason`` does not name it."""
 
-    def __init__(self, path: Path, reason: str, *, remedy: str) -> None:
+    syntax_error: ConfigSyntaxError | None = None
+
+    def __init__(self, path: Path, reason: str, *, remedy: str = "correct the file") -> None:
         super().__init__(f"--configs {path}: {reason}", remedy=remedy)
         self.path, self.reason = path, reason
 
@@ -66,22 +75,22 @@ class MissingFileError(ConfigurationFileError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigurationFile:
-    """A configuration of the user's own, as its file says it."""
+    """A configuration of the user's own, as written in its file."""
 
     path: Path
     kind: FileKind
     name: str
-    """Name of its row, unique and machine readable: the name of the file without its suffix."""
+    """Name of its row: that of the file without its suffix, made unique and machine readable."""
     text: str
-    """Literal text of the file, followed by that of the DeepSpeed configuration that it names; credentials redacted."""
+    """Text of the file and of the DeepSpeed configuration that it names; credentials redacted."""
     config: Mapping[str, Any]
-    """The DeepSpeed configuration, with "auto" where the file says so."""
+    """The DeepSpeed configuration, "auto" included."""
     arguments: Mapping[str, float] = field(default_factory=dict)
     """TrainingArguments in the file that "auto" stands for, such as ``learning_rate``."""
     batch_arguments: Mapping[str, int] = field(default_factory=dict)
     """``per_device_train_batch_size`` and ``gradient_accumulation_steps`` of a Trainer's file."""
     precision: Precision | None = None
-    """Number format that a Trainer's or Accelerate's file asks for; None if it leaves it open."""
+    """Number format of a Trainer's or Accelerate's file; None if it names none."""
     activation_checkpointing: bool = False
     """Whether a Trainer's file turns ``gradient_checkpointing`` on."""
     zero_init: bool = True
@@ -89,7 +98,7 @@ class ConfigurationFile:
     deepspeed_file: Path | None = None
     """The file that an Accelerate or Trainer file names for its DeepSpeed configuration."""
     deepspeed_name: str = ""
-    """How it names that file."""
+    """That file's name in the text."""
     conflicts: tuple[str, ...] = ()
     """Keys that Accelerate refuses together with that file."""
     lax_line: int | None = None
@@ -97,7 +106,7 @@ class ConfigurationFile:
 
     @property
     def notes(self) -> list[str]:
-        """What the user must know about reading it, one line each, without the name of the file."""
+        """What the user must know, one line each, without the name of the file."""
         notes = [conflict_text(self.conflicts)] if self.conflicts else []
         notes += [f"its DeepSpeed configuration is {self.deepspeed_file}"] if self.deepspeed_file else []
         lax = f"not strict JSON at line {self.lax_line}: read as DeepSpeed reads it (hjson)"
@@ -117,21 +126,18 @@ def explain_files(paths: Sequence[Path]) -> str:
 def read_configuration_files(paths: Sequence[Path]) -> tuple[list[ConfigurationFile], list[str]]:
     """Read the files and folders of ``--configs``. Return the configurations, with lines for the user.
 
-    Raises UsageError for a file that is not a configuration; in a folder such a file is left out with a line. Files of
-    the same name get the names of their folders in front.
+    Raises UsageError for a file that is not a configuration; in a folder such a file is left out with a line.
     """
     found: dict[Path, ConfigurationFile] = {}
     lines: list[str] = []
     for path in paths:
-        read = _read_folder(path, lines) if path.is_dir() else [read_configuration_file(path)]
-        for file in read:
+        for file in _read_folder(path, lines) if path.is_dir() else [read_configuration_file(path)]:
             if file.path.resolve() in found:
                 lines.append(f"{file.path} is given twice and compared once")
             else:
                 found[file.path.resolve()] = file
     named = _with_unique_names(list(found.values()), lines)
-    lines += [f"{file.path}: {note}" for file in named for note in file.notes]
-    return named, lines
+    return named, lines + [f"{file.path}: {note}" for file in named for note in file.notes]
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -161,8 +167,7 @@ def _read_folder(folder: Path, lines: list[str]) -> list[ConfigurationFile]:
 
 def read_configuration_file(path: Path) -> ConfigurationFile:
     """Read one file. Raises ConfigurationFileError if it cannot be read or is not a configuration."""
-    text = _read_text(path)
-    data, line = _parse(path, text)
+    text, data, line = _read(path)
     kind = kind_of(data)
     if "deepspeed" in data and data["deepspeed"] is None:
         remedy = "give the DeepSpeed configuration itself, or the arguments of a run with it"
@@ -171,9 +176,7 @@ def read_configuration_file(path: Path) -> ConfigurationFile:
         reason = f"not a DeepSpeed configuration: it has {', '.join(map(str, list(data)[:4])) or 'no key'}"
         remedy = "give a DeepSpeed JSON, an Accelerate YAML, or a Trainer's arguments with a deepspeed key"
         raise ConfigurationFileError(path, reason, remedy=remedy)
-    file = ConfigurationFile(
-        path=path, kind=kind, name=_machine_name(path.stem), text=_redacted(text, data), config=data, lax_line=line
-    )
+    file = ConfigurationFile(path=path, kind=kind, name=_machine_name(path.stem), text=text, config=data, lax_line=line)
     if kind == "deepspeed":
         return file
     return _accelerate(file) if kind == "accelerate" else _trainer(file)
@@ -198,47 +201,36 @@ def _accelerate(file: ConfigurationFile) -> ConfigurationFile:
     asked = data.get("mixed_precision")
     known: dict[str, Precision] = {"no": "fp32", "False": "fp32", "bf16": "bf16", "fp16": "fp16"}  # YAML's no is false
     if asked is not None and str(asked) not in known:
-        raise ConfigurationFileError(
-            file.path, f"mixed_precision {asked} is not supported", remedy="use bf16, fp16 or no"
-        )
+        reason = f"mixed_precision {asked} is not supported"
+        raise ConfigurationFileError(file.path, reason, remedy="use bf16, fp16 or no")
     file = replace(
         file,
         precision=known.get(str(asked)),
         # A text or a truth value; Accelerate's default is true at stage 3, and it acts only there.
         zero_init=str(block.get("zero3_init_flag")).lower() != "false",
     )
-    other = block.get("deepspeed_config_file")
-    if other is None:
-        return replace(file, config=_accelerate_config(block))
-    conflicts = [key for key in _ACCELERATE_CONFLICTS if key in block]
-    conflicts += ["mixed_precision"] if "mixed_precision" in data else []
-    if conflicts:
-        file = replace(file, precision=None, conflicts=tuple(conflicts))
-    file = _with_deepspeed_file(file, other, "deepspeed_config_file")
-    return replace(file, config={"gradient_accumulation_steps": 1, **file.config})  # as DeepSpeedPlugin does
-
-
-def _accelerate_config(block: Mapping[str, Any]) -> Config:
-    """Return what ``DeepSpeedPlugin`` makes of Accelerate's own keys."""
-
-    def offload(kind: str) -> Config:
+    if (other := block.get("deepspeed_config_file")) is not None:
+        conflicts = [key for key in _ACCELERATE_CONFLICTS if key in block]
+        conflicts += ["mixed_precision"] if "mixed_precision" in data else []
+        if conflicts:
+            file = replace(file, precision=None, conflicts=tuple(conflicts))
+        file = _with_deepspeed_file(file, other, "deepspeed_config_file")
+        return replace(file, config={"gradient_accumulation_steps": 1, **file.config})  # as DeepSpeedPlugin does
+    # What DeepSpeedPlugin makes of Accelerate's own keys; its default stage is 2, unlike DeepSpeed's 0.
+    zero: Config = {"stage": block.get("zero_stage", 2)}
+    for kind in ("optimizer", "param"):
         device = str(block.get(f"offload_{kind}_device") or "none").lower()
-        path = block.get(f"offload_{kind}_nvme_path")
-        return {"device": device, **({"nvme_path": path} if device == "nvme" and path is not None else {})}
-
-    return {
+        folder = block.get(f"offload_{kind}_nvme_path") if device == "nvme" else None
+        zero[f"offload_{kind}"] = {"device": device} if folder is None else {"device": device, "nvme_path": folder}
+    zero["stage3_gather_16bit_weights_on_model_save"] = block.get("zero3_save_16bit_model", False)
+    config = {
         "train_batch_size": AUTO,
         "train_micro_batch_size_per_gpu": AUTO,
         "gradient_accumulation_steps": block.get("gradient_accumulation_steps", AUTO),
         "gradient_clipping": block.get("gradient_clipping", AUTO),
-        "zero_optimization": {
-            # Accelerate's own default, unlike DeepSpeed's 0 (DeepSpeedPlugin).
-            "stage": block.get("zero_stage", 2),
-            "offload_optimizer": offload("optimizer"),
-            "offload_param": offload("param"),
-            "stage3_gather_16bit_weights_on_model_save": block.get("zero3_save_16bit_model", False),
-        },
+        "zero_optimization": zero,
     }
+    return replace(file, config=config)
 
 
 def _trainer(file: ConfigurationFile) -> ConfigurationFile:
@@ -280,8 +272,10 @@ def _trainer(file: ConfigurationFile) -> ConfigurationFile:
 
 
 def _with_deepspeed_file(file: ConfigurationFile, name: object, key: str) -> ConfigurationFile:
-    """Return the file with the configuration of the file that it names: next to it, in the current folder, or below a
-    folder above it, where Accelerate or the Trainer may have been started.
+    """Return the file with the configuration of the file that it names.
+
+    That file may be next to it, in the current folder, or below a folder above it, where Accelerate or the Trainer may
+    have been started.
     """
     here, *above = file.path.absolute().parents
     folders = [file.path.parent, Path(), *above]
@@ -289,130 +283,18 @@ def _with_deepspeed_file(file: ConfigurationFile, name: object, key: str) -> Con
     if path is None:
         reason = f"{key} {name} is not below {here} or a folder above it, nor below the current folder {Path.cwd()}"
         raise MissingFileError(file.path, reason, remedy=f"correct the path of {key}, or give the JSON file itself")
-    text = _read_text(path)
-    config, line = _parse(path, text)
+    text, config, line = _read(path)
     if kind_of(config) != "deepspeed":  # a file may name itself
         reason = f"{key} {path} is not a DeepSpeed configuration"
         raise ConfigurationFileError(file.path, reason, remedy=f"correct the path of {key}")
     return replace(
         file,
         config=config,
-        text=f"{file.text.rstrip()}\n\n# {key}: {name}\n{_redacted(text, config)}",
+        text=f"{file.text.rstrip()}\n\n# {key}: {name}\n{text}",
         deepspeed_file=path,
         deepspeed_name=str(name),
         lax_line=line or file.lax_line,
     )
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return files.read_text(path, MOST_BYTES)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigurationFileError(path, reason, remedy="give a readable JSON or YAML file") from None
-    except UnicodeDecodeError:
-        raise ConfigurationFileError(path, "not UTF-8 text", remedy="give a JSON or YAML file") from None
-
-
-def _parse(path: Path, text: str) -> tuple[Config, int | None]:
-    """Return the values of a file, and the line where JSON is not strict. Raises ConfigurationFileError."""
-    try:
-        if is_yaml(path, text):
-            return json_values(_parse_yaml(text)), None
-        line = lax_line(text)
-        return json_values(require_bounded(located_json.parse(text))), line
-    except located_json.ConfigSyntaxError as error:
-        reason = f"not JSON or hjson, line {error.line}: {error.problem}"
-        raise ConfigurationFileError(path, reason, remedy="correct the file") from None
-    except FormError as error:
-        raise ConfigurationFileError(path, str(error), remedy="correct the file") from None
-    except UsageError as error:  # of json_values, which does not know the file: a date in YAML
-        raise ConfigurationFileError(path, error.problem, remedy=error.remedy) from None
-    except RecursionError:
-        reason = "nested too deeply"
-        raise ConfigurationFileError(path, reason, remedy="give a DeepSpeed configuration") from None
-
-
-def is_yaml(path: Path, text: str) -> bool:
-    """Return whether a file is YAML: by its suffix, unless it holds JSON, which Accelerate reads under any name."""
-    if path.suffix.lower() not in (".yaml", ".yml"):
-        return False
-    try:
-        json.loads(text)
-    except ValueError:
-        return True
-    return False
-
-
-class FormError(Exception):
-    """The file does not hold a JSON or YAML object of a configuration's size."""
-
-
-def lax_line(text: str) -> int | None:
-    """Return the line where a text is not strict JSON; None if it is. Raises FormError for NaN and Infinity."""
-    try:
-        json.loads(text, parse_constant=_refuse_constant)
-    except json.JSONDecodeError as error:
-        return error.lineno
-    except ValueError:  # Python reads no integer of more than 4,300 digits
-        raise FormError("a number has too many digits") from None
-    return None
-
-
-def _refuse_constant(name: str) -> Any:
-    # Python's json would read NaN and Infinity.
-    raise FormError(f"{name} is not a JSON number")
-
-
-def _parse_yaml(text: str) -> Config:
-    """Read a YAML mapping without objects, aliases counted wherever they are used. Raises FormError."""
-    import yaml
-
-    try:
-        # Nodes are counted before values are made, since merge keys (<<) copy what an alias stands for.
-        waiting, count = [yaml.compose(text, Loader=yaml.SafeLoader)], 0
-        while waiting:
-            node = waiting.pop()
-            count += 1
-            # The limit also ends the walk if an alias stands for a block around it.
-            if count > _MOST_VALUES:
-                raise FormError(f"more than {_MOST_VALUES:,} values, aliases counted wherever they are used")
-            if isinstance(node, yaml.MappingNode):
-                names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-                if twice := [name for name in names if names.count(name) > 1]:
-                    raise FormError(f"the key {twice[0]!r} appears twice in one block")
-                waiting += [part for pair in node.value for part in pair]
-            elif isinstance(node, yaml.SequenceNode):
-                waiting += node.value
-        return require_bounded(yaml.safe_load(text))
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
-        raise FormError(f"not YAML{place}") from None
-    except (ValueError, TypeError) as error:  # an impossible date, a list as key
-        raise FormError(f"cannot be read as YAML: {error}") from None
-
-
-def require_bounded(data: Any) -> Config:
-    """Return the data if they are an object of few enough levels. Raises FormError."""
-    if not isinstance(data, dict):
-        raise FormError("not a JSON object")
-    # Level by level: a recursive walk would fail on a file that is nested too deeply.
-    level: list[Any] = [data]
-    for _ in range(_MOST_LEVELS):
-        inner = [each for value in level for each in (value.values() if isinstance(value, dict) else value)]
-        level = [each for each in inner if isinstance(each, (dict, list))]
-        if not level:
-            return data
-    raise FormError(f"more than {_MOST_LEVELS} levels")
-
-
-def _redacted(text: str, data: Mapping[str, Any]) -> str:
-    """Return the text of a file without possible credentials in its values."""
-    secrets = redaction.secrets_of(data)
-    if all(secret in text for secret in secrets):
-        return redaction.without(text, secrets)
-    return json.dumps(redaction.redacted_config(data), indent=2)  # the file writes them escaped
 
 
 def _machine_name(stem: str) -> str:
@@ -421,10 +303,12 @@ def _machine_name(stem: str) -> str:
 
 
 def _with_unique_names(read: list[ConfigurationFile], lines: list[str]) -> list[ConfigurationFile]:
-    """Return the files with names that no other file and no strategy has, made unique by their folders' names."""
+    """Return the files with names that no other file and no strategy has.
+
+    Names of folders go in front, the nearest first, until no name is taken twice.
+    """
     names = [file.name for file in read]
     folders = [list(file.path.resolve().parts[1:-1]) for file in read]
-    # Names of folders go in front, the nearest first, until no name is taken twice.
     while clashing := [index for index, name in enumerate(names) if name in STRATEGY_NAMES or names.count(name) > 1]:
         for index in clashing:
             if not folders[index]:
@@ -436,3 +320,173 @@ def _with_unique_names(read: list[ConfigurationFile], lines: list[str]) -> list[
             other = "a strategy" if file.name in STRATEGY_NAMES else "another row"
             lines.append(f"{file.path} is the row {name}, since {file.name} is the name of {other}")
     return [replace(file, name=name) for file, name in zip(read, names, strict=True)]
+
+
+# Text
+
+
+def _read(path: Path) -> tuple[str, Config, int | None]:
+    """Return the text of a file without credentials, its values, and the line where it is not strict JSON."""
+    text = read_text(path)
+    data, line = parse(path, text)
+    try:
+        values = json_values(data)
+    except UsageError as error:  # a date in YAML
+        raise ConfigurationFileError(path, error.problem, remedy=error.remedy) from None
+    secrets = redaction.secrets_of(values)
+    if all(secret in text for secret in secrets):
+        return redaction.without(text, secrets), values, line
+    return json.dumps(redaction.redacted_config(values), indent=2), values, line  # the file writes them escaped
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file. Raises ConfigurationFileError."""
+    try:
+        return files.read_text(path, MOST_BYTES)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigurationFileError(path, reason, remedy="give a readable JSON or YAML file") from None
+    except UnicodeDecodeError:
+        raise ConfigurationFileError(path, "not UTF-8 text", remedy="give a JSON or YAML file") from None
+
+
+def parse(path: Path, text: str) -> tuple[Config, int | None]:
+    """Return the values of a file, and the line where it is not strict JSON; None if it is, and for YAML.
+
+    The objects of JSON are LocatedObjects. Raises ConfigurationFileError.
+    """
+
+    def refuse_constant(name: str) -> Any:  # Python's json would read NaN and Infinity
+        raise ConfigurationFileError(path, f"{name} is not a JSON number")
+
+    lax_line = None
+    try:
+        json.loads(text, parse_constant=refuse_constant)
+    except (ValueError, RecursionError) as error:
+        # Accelerate reads JSON under any name.
+        if path.suffix.lower() in (".yaml", ".yml") and not isinstance(error, RecursionError):
+            return _parse_yaml(path, text), None
+        if not isinstance(error, json.JSONDecodeError):  # Python reads no integer of more than 4,300 digits
+            reason = "a number has too many digits" if isinstance(error, ValueError) else "nested too deeply"
+            raise ConfigurationFileError(path, reason) from None
+        lax_line = error.lineno
+    try:
+        return _require_bounded(path, parse_hjson(text)), lax_line
+    except ConfigSyntaxError as error:
+        refusal = ConfigurationFileError(path, f"not JSON or hjson, line {error.line}: {error.problem}")
+        refusal.syntax_error = error
+        raise refusal from None
+    except RecursionError:
+        raise ConfigurationFileError(path, "nested too deeply") from None
+
+
+def _parse_yaml(path: Path, text: str) -> Config:
+    import yaml
+
+    try:
+        # Nodes are counted before values are made, since merge keys (<<) copy what an alias stands for.
+        waiting, count = [yaml.compose(text, Loader=yaml.SafeLoader)], 0
+        while waiting:
+            node = waiting.pop()
+            count += 1
+            # The limit also ends the walk if an alias stands for a block around it.
+            if count > _MOST_VALUES:
+                reason = f"more than {_MOST_VALUES:,} values, aliases counted wherever they are used"
+                raise ConfigurationFileError(path, reason)
+            if isinstance(node, yaml.MappingNode):
+                names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+                if twice := [name for name in names if names.count(name) > 1]:
+                    raise ConfigurationFileError(path, f"the key {twice[0]!r} appears twice in one block")
+                waiting += [part for pair in node.value for part in pair]
+            elif isinstance(node, yaml.SequenceNode):
+                waiting += node.value
+        return _require_bounded(path, yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        raise ConfigurationFileError(path, f"not YAML{place}") from None
+    except (ValueError, TypeError) as error:  # an impossible date, a list as key
+        raise ConfigurationFileError(path, f"cannot be read as YAML: {error}") from None
+    except RecursionError:
+        raise ConfigurationFileError(path, "nested too deeply") from None
+
+
+def _require_bounded(path: Path, data: Any) -> Config:
+    """Return the data if they are an object of few enough levels."""
+    if not isinstance(data, dict):
+        raise ConfigurationFileError(path, "not a JSON object")
+    # Level by level: a recursive walk would fail on a file that is nested too deeply.
+    level: list[Any] = [data]
+    for _ in range(_MOST_LEVELS):
+        inner = [each for value in level for each in (value.values() if isinstance(value, dict) else value)]
+        level = [each for each in inner if isinstance(each, (dict, list))]
+        if not level:
+            return data
+    raise ConfigurationFileError(path, f"more than {_MOST_LEVELS} levels")
+
+
+class LocatedObject(dict[str, Any]):
+    """A JSON object that knows where in the text the value of each key begins."""
+
+    offsets: dict[str, int]
+
+
+def parse_hjson(text: str) -> Any:
+    """Return the value of a text; its objects are LocatedObjects. Raises ConfigSyntaxError."""
+    import hjson
+    from hjson import decoder
+
+    def parse_object(state: Any, encoding: Any, strict: Any, scan: Callable[..., Any], *rest: Any) -> Any:
+        """hjson's own, which passes the hook below the pairs of an object; each value is scanned in their order."""
+        starts: list[int] = []
+
+        def scan_noting_start(string: str, start: int) -> Any:
+            starts.append(start)
+            return scan(string, start)
+
+        def located(pairs: list[tuple[str, Any]]) -> LocatedObject:
+            found = LocatedObject()
+            found.offsets = {}
+            for (name, value), start in zip(pairs, starts, strict=True):
+                if name in found:
+                    line = text.count("\n", 0, start) + 1
+                    raise ConfigSyntaxError(f"the key {name!r} appears twice in one block", line)
+                found[name], found.offsets[name] = value, start
+            return found
+
+        return decoder.JSONObject(state, encoding, strict, scan_noting_start, None, located, *rest[2:])
+
+    reader = decoder.HjsonDecoder()
+    reader.parse_object = parse_object
+    # After parse_object is set, since make_scanner keeps the function that it finds there.
+    reader.scan_once, reader.scan_object_once = decoder.make_scanner(reader)
+    try:
+        return reader.decode(text)
+    except hjson.HjsonDecodeError as error:
+        raise ConfigSyntaxError(error.msg.replace(" %r", "").removesuffix(" at"), error.lineno) from None
+    except (IndexError, OverflowError, ValueError) as error:  # an open comment, 1e999, a number of thousands of digits
+        raise ConfigSyntaxError(f"cannot be read: {error}", text.count("\n") + 1) from None
+
+
+def line_of(text: str, data: Any, path: str) -> int | None:
+    """Return the line of a key, or of the innermost block on the way to it; None if there is none.
+
+    ``data``: what :func:`parse` made of the text.
+    """
+    line = None
+    if isinstance(data, LocatedObject):
+        for name in path.split("."):
+            if not isinstance(data, LocatedObject) or name not in data:
+                break
+            line, data = text.count("\n", 0, data.offsets[name]) + 1, data[name]
+        return line
+    import yaml
+
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    for name in path.split("."):
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        found = [(key, value) for key, value in pairs if key.value == name]
+        if not found:
+            break
+        line, node = found[0][0].start_mark.line + 1, found[0][1]
+    return line

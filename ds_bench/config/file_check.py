@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import UsageError
-from ..system import files
-from . import configuration_files, deepspeed_keys, lint, located_json
-from .configuration_files import ConfigurationFileError, FormError, MissingFileError
+from . import configuration_files, deepspeed_keys, lint
+from .configuration_files import ConfigurationFileError, LocatedObject, MissingFileError
 from .lint import Finding
 from .rules import Level, ModelSize
 
 STANDARD_INPUT = Path("-")
+_CONFIG = "runtime/config.py"
 _ACCELERATE_KEYS = {
     "zero_optimization.stage": "zero_stage",
     "zero_optimization.offload_optimizer": "offload_optimizer_device",
@@ -57,90 +57,78 @@ def check_files(
     check = partial(lint.check_config, num_gpus=num_gpus, model=model, compute_capability=compute_capability)
     reports: list[FileReport] = []
     for path in paths:
-        reports += _check_folder(path, check) if path.is_dir() else _check_file(path, check)
+        if not path.is_dir():
+            reports += _check_file(path, check)
+            continue
+        checked = []
+        for file in configuration_files.files_in(path):
+            read = [report for report in _check_file(file, check) if report.problem is None]
+            # Nobody expects LICENSE or Makefile to be read.
+            if file.suffix or not any(found.rule == "syntax" for report in read for found in report.findings):
+                checked += read
+        if not checked:
+            raise UsageError(f"{path} has no DeepSpeed configuration", remedy="give a file, or a folder that has one")
+        reports += checked
     return reports
 
 
-def _check_folder(folder: Path, check: Check) -> list[FileReport]:
-    """Return the reports of the configurations in a folder, without those of other files."""
-    checked = []
-    for path in configuration_files.files_in(folder):
-        reports = [report for report in _check_file(path, check) if report.problem is None]
-        # Nobody expects LICENSE or Makefile to be read.
-        if path.suffix or not any(found.rule == "syntax" for report in reports for found in report.findings):
-            checked += reports
-    if not checked:
-        raise UsageError(f"{folder} has no DeepSpeed configuration", remedy="give a file, or a folder that has one")
-    return checked
-
-
 def _check_file(path: Path, check: Check) -> list[FileReport]:
-    """Return the reports of one file; one with a problem if it cannot be checked."""
+    """Return the reports of a file and of the JSON that it names; one with a problem if it cannot be checked."""
     try:
-        return _check_readable_file(path, check)
-    except located_json.ConfigSyntaxError as error:
-        reason = f"DeepSpeed cannot read it: {error.problem}"
-        found = Finding("syntax", "error", "", reason, "correct it", "runtime/config.py", error.line)
-        return [FileReport(path=path, findings=[found])]
+        text = _standard_input() if path == STANDARD_INPUT else configuration_files.read_text(path)
+        data, lax_line = configuration_files.parse(path, text)
+        line_of = partial(configuration_files.line_of, text, data)
+        if not isinstance(data, LocatedObject) or configuration_files.kind_of(data) in ("accelerate", "trainer"):
+            return _check_read_by_others(path, line_of, check)
     except ConfigurationFileError as error:
-        problem = error.reason
-    except OSError as error:
-        problem = error.strerror or str(error)
-    except FormError as error:
-        problem = str(error)
-    except UnicodeDecodeError:
-        problem = "not UTF-8 text"
-    except RecursionError:
-        problem = "nested too deeply"
-    return [FileReport(path=path, problem=problem)]
-
-
-def _check_readable_file(path: Path, check: Check) -> list[FileReport]:
-    text = _read(path)
-    if configuration_files.is_yaml(path, text):
-        return _check_read_by_others(path, partial(_line_in_yaml, text), check)
-    data = configuration_files.require_bounded(located_json.parse(text))
-    line_of = partial(located_json.line_of, text, data)
-    if configuration_files.kind_of(data) in ("accelerate", "trainer"):
-        return _check_read_by_others(path, line_of, check)
+        if error.syntax_error is None:
+            return [FileReport(path=path, problem=error.reason)]
+        reason, line = f"DeepSpeed cannot read it: {error.syntax_error.problem}", error.syntax_error.line
+        return [FileReport(path=path, findings=[Finding("syntax", "error", "", reason, "correct it", _CONFIG, line)])]
     known = deepspeed_keys.top_level_keys() | deepspeed_keys.removed_keys()
     # Similarity is slow, and other JSON may have thousands of keys.
     if not known & data.keys() and not any(deepspeed_keys.nearest_key(key, known, 0.85) for key in list(data)[:50]):
-        raise FormError(f"not a DeepSpeed configuration: it has {', '.join(list(data)[:4]) or 'no key'}")
+        problem = f"not a DeepSpeed configuration: it has {', '.join(list(data)[:4]) or 'no key'}"
+        return [FileReport(path=path, problem=problem)]
     found = check(data)
-    if lax_line := configuration_files.lax_line(text):
+    if lax_line:
         reason = "not strict JSON, which DeepSpeed reads and Trainer and Accelerate refuse"
         remedy = "correct it if one of them reads the file"
-        found.append(Finding("not-strict-json", "hint", "", reason, remedy, "runtime/config.py", lax_line))
+        found.append(Finding("not-strict-json", "hint", "", reason, remedy, _CONFIG, lax_line))
     return [FileReport(path=path, findings=_located(found, line_of))]
 
 
-def _read(path: Path) -> str:
-    most = configuration_files.MOST_BYTES
-    if path != STANDARD_INPUT:
-        return files.read_text(path, most)
-    data = sys.stdin.buffer.read(most + 1)  # one byte too many shows that the input is longer
-    if len(data) > most:
-        raise FormError(f"larger than {most} bytes")
-    return data.decode("utf-8")
+def _standard_input() -> str:
+    data = sys.stdin.buffer.read(configuration_files.MOST_BYTES + 1)  # one byte too many shows that it is longer
+    if len(data) > configuration_files.MOST_BYTES:
+        raise ConfigurationFileError(STANDARD_INPUT, f"larger than {configuration_files.MOST_BYTES} bytes")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ConfigurationFileError(STANDARD_INPUT, "not UTF-8 text") from None
 
 
 def _check_read_by_others(path: Path, line_of: LineOf, check: Check) -> list[FileReport]:
     """Return the reports of an Accelerate or Trainer file, and of the JSON that it names."""
-    try:  # before line_of, which raises for what is not YAML
+
+    def at_name(rule: str, level: Level, reason: str, remedy: str) -> Finding:
+        """Make a finding at the key that names the other file."""
+        key = "deepspeed" if line_of("deepspeed") else "deepspeed_config.deepspeed_config_file"
+        return Finding(rule, level, key, reason, remedy, "Accelerate, utils/dataclasses.py", line_of(key))
+
+    try:
         file = configuration_files.read_configuration_file(path)
     except MissingFileError as error:
-        found = [_about_named_file("missing-file", "error", error.reason, error.remedy, line_of)]
-        return [FileReport(path=path, findings=found)]
+        return [FileReport(path=path, findings=[at_name("missing-file", "error", error.reason, error.remedy)])]
     if file.deepspeed_file is not None:
         found = []
         if file.conflicts:
             reason, remedy = configuration_files.conflict_text(file.conflicts), "keep them in one of the two files"
-            found.append(_about_named_file("accelerate-conflict", "error", reason, remedy, line_of))
+            found.append(at_name("accelerate-conflict", "error", reason, remedy))
         if file.deepspeed_file.resolve() != Path(file.deepspeed_name).resolve():
             reason = f"found as {file.deepspeed_file}; the program that trains looks below the folder it is started in"
             remedy = "start it in the folder that the path is relative to, or write an absolute path"
-            found.append(_about_named_file("relative-file", "hint", reason, remedy, line_of))
+            found.append(at_name("relative-file", "hint", reason, remedy))
         return [FileReport(path=path, findings=found), *_check_file(file.deepspeed_file, check)]
 
     def line_in_block(key: str) -> int | None:
@@ -152,28 +140,8 @@ def _check_read_by_others(path: Path, line_of: LineOf, check: Check) -> list[Fil
     return [FileReport(path=path, findings=_located(found, line_in_block))]
 
 
-def _about_named_file(rule: str, level: Level, reason: str, remedy: str, line_of: LineOf) -> Finding:
-    """Return a finding at the key that names the file, in whichever form the file has."""
-    key = "deepspeed" if line_of("deepspeed") else "deepspeed_config.deepspeed_config_file"
-    return Finding(rule, level, key, reason, remedy, "Accelerate, utils/dataclasses.py", line_of(key))
-
-
 def _located(found: Iterable[Finding], line_of: LineOf) -> list[Finding]:
     """Return the findings with their lines, errors first, then by line."""
     located = [replace(finding, line=finding.line or line_of(finding.path)) for finding in found]
     order = ("error", "warning", "hint")
     return sorted(located, key=lambda finding: (order.index(finding.level), finding.line or 0))
-
-
-def _line_in_yaml(text: str, path: str) -> int | None:
-    """Return the line of a key in a YAML text, or of the innermost block above it."""
-    import yaml
-
-    node, line = yaml.compose(text, Loader=yaml.SafeLoader), None
-    for name in path.split("."):
-        pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        found = [(key, value) for key, value in pairs if key.value == name]
-        if not found:
-            break
-        line, node = found[0][0].start_mark.line + 1, found[0][1]
-    return line

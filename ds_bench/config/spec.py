@@ -1,7 +1,6 @@
 """What is requested: a Workload, trained with a Configuration, on a Placement, as one Trial.
 
-How a trial is run and what was measured is elsewhere (``launch``, ``records.schema``). All classes are frozen and hold
-JSON values only, because the rank processes receive them as a file.
+All classes are frozen and hold only JSON values, because rank processes receive them in a file.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from ..system.redaction import redacted_config
 from .caveats import Caveat
-from .token_file import TOKEN_TYPES, TokenType
+from .token_file import TokenType
 
 Device = Literal["none", "cpu", "nvme"]
 Accelerator = Literal["cuda", "cpu"]
@@ -21,70 +20,52 @@ Precision = Literal["bf16", "fp16", "fp32"]
 LauncherName = Literal["warm", "deepspeed"]
 BatchPolicy = Literal["given", "largest"]
 SequencePolicy = Literal["given", "longest"]
-SEARCH_ACCURACY = 1 / 32
-"""Fraction of a micro-batch or sequence length within which the search for the largest that trains ends."""
 ModelSource = Literal["preset", "local", "hub", "factory"]
 LossName = Literal["model", "chunked", "tiled", "liger"]
 CompileName = Literal["none", "torch"]
 CpuBinding = Literal["none", "cores", "numa"]
 Engine = Literal["deepspeed", "ddp", "fsdp2"]
 ConfigurationSource = Literal["catalogue", "file", "axis", "recipe"]
-ProfileName = Literal["torch", "memory", "nsys", "flops", "comms"]
+ProfileName = Literal["torch", "memory", "nsys"]
 Monitor = Literal["steps", "tensorboard"]
 PassType = Literal["forward", "forward_backward", "train"]
 
-PROFILES: tuple[ProfileName, ...] = ("torch", "memory", "nsys")
-MOST_PROFILE_STEPS = 50
-"""Steps that one profiler may observe: traces grow with each."""
+PROFILES: tuple[ProfileName, ...] = get_args(ProfileName)
 MONITORS: tuple[Monitor, ...] = get_args(Monitor)
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-_AMPERE = (8, 0)
-"""First compute capability with bf16 arithmetic."""
 CPU_BINDINGS: tuple[CpuBinding, ...] = get_args(CpuBinding)
-COMPILES: tuple[CompileName, ...] = get_args(CompileName)
 PASS_TYPES: tuple[PassType, ...] = get_args(PassType)
 LOSSES: tuple[LossName, ...] = get_args(LossName)
-ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-SAME_TRAINING_FIELDS = (
-    "activation_checkpointing",
-    "attention",
-    "loss",
-    "tiled_mlp",
-    "compile",
-    "data_workers",
-    "data_pin_memory",
-    "data_prefetch",
-    "cpu_binding",
-    "zero_init",
-)
-"""Fields of the Workload that change how a step is computed, but not what is learned but for rounding."""
 DEVICES: tuple[Device, ...] = get_args(Device)
+ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+MOST_PROFILE_STEPS = 50
+"""Steps that one profiler may observe: traces grow with each."""
+SEARCH_ACCURACY = 1 / 32
+"""Fraction of a micro-batch or sequence length at which the search for the largest that trains ends."""
+SAME_TRAINING_FIELDS = (
+    *("activation_checkpointing", "attention", "loss", "tiled_mlp", "compile"),
+    *("data_workers", "data_pin_memory", "data_prefetch", "cpu_binding", "zero_init"),
+)
+"""Fields of the Workload that change how a step is computed; what is learned stays the same except for rounding."""
 OFFLOAD_BLOCKS = ("offload_optimizer", "offload_param")
 """Blocks of ``zero_optimization`` that move model states off the accelerator."""
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-"""Keys of a DeepSpeed configuration that give the batch: the first is the product of the others and of the ranks."""
+"""Batch keys of a DeepSpeed configuration: the first is the product of the others and the number of ranks."""
 DEFAULT_PREFETCH = 2
 MAX_DATA_WORKERS, MAX_PREFETCH = 256, 1024
 
 
-_SHORT_NAMES = {"optimizer.type": "optimizer", "dataset.path": "data", "dataloader.workers": "data workers"}
-_NAMELESS = ("model.name", "model.factory")
-
-
-def point_name(path: str) -> str:
-    """The short name of a key path of a recipe; empty where the value says what it is."""
-    return "" if path in _NAMELESS else _SHORT_NAMES.get(path, path.rpartition(".")[2])
-
-
 def point_text(values: Mapping[str, Any]) -> str:
     """``gpt2, seq_len 1024``: key paths of a recipe and their values in one line."""
+    short = {"optimizer.type": "optimizer", "dataset.path": "data", "dataloader.workers": "data workers"}
+    short |= dict.fromkeys(("model.name", "model.factory"), "")
     words = {True: "on", False: "off", None: "none"}
     texts = []
     for path, value in values.items():
         # isinstance first, since 1 and 0 are equal to the keys True and False.
         shown = words[value] if isinstance(value, bool | None) else value
-        texts.append(f"{point_name(path)} {shown}".strip())
+        texts.append(f"{short.get(path, path.rpartition('.')[2])} {shown}".strip())
     return ", ".join(texts)
 
 
@@ -95,16 +76,15 @@ def _require(condition: bool, field_name: str, value: object, rule: str) -> None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is trained; the same for every row of a comparison but for its ``workload_changes``."""
+    """What is trained. Rows of a comparison share it, except for their ``workload_changes``."""
 
     model: str
-    """The name that the user gave: a preset, a local path, a Hub name or ``pkg.mod:function``."""
+    """Name that the user gave: a preset, a local path, a Hub name or ``pkg.mod:function``."""
     model_source: ModelSource
-    """Where the model comes from; a preset is built from ``model_config`` without any look-up."""
     model_type: str | None = None
     """Transformers' architecture name (``gpt2``); None for a factory."""
     model_config: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments for ``AutoConfig.for_model`` for a preset, ``path`` for a local model; else empty."""
+    """Arguments of ``AutoConfig.for_model`` for a preset, ``path`` for a local model; else empty."""
     batch_size: int = 4
     """Micro-batch: sequences per GPU in one forward pass."""
     batch_policy: BatchPolicy = "given"
@@ -114,9 +94,9 @@ class Workload:
     grad_accum: int = 1
     """Micro-batches per optimizer step."""
     num_steps: int = 20
-    """Optimizer steps that are measured."""
+    """Measured optimizer steps."""
     warmup_steps: int = 5
-    """Optimizer steps run first and left out of every statistic."""
+    """Optimizer steps that run first and enter no statistic."""
     precision: Precision = "bf16"
     """Number format of parameters and activations."""
     activation_checkpointing: bool = False
@@ -127,126 +107,99 @@ class Workload:
     """Run modelling code that comes with the model."""
     dropout: float | None = None
     """Probability of every dropout in the model, from 0 to below 1; None: the model's own."""
-    # Fields from here on are of schema 3 and later, each with the default that stands for what was done before.
     attention: str | None = None
     """Transformers' attention implementation (``eager``, ``sdpa``, ``flash_attention_2``); None: its own choice."""
     loss: LossName = "model"
-    """How the loss is computed of the last hidden states: ``model`` as the model's own code does; DeepSpeed's
-    ``chunked`` cross-entropy (runtime/chunked_cross_entropy.py) or ``tiled`` computation of logits and loss
-    (runtime/sequence_parallel/ulysses_sp.py); ``liger``, the fused kernel of Liger."""
+    """How the loss is computed from the last hidden states: ``model`` by the model's own code; ``chunked`` by
+    DeepSpeed's cross-entropy (runtime/chunked_cross_entropy.py); ``tiled`` by DeepSpeed's tiled logits and loss
+    (runtime/sequence_parallel/ulysses_sp.py); ``liger`` by Liger's fused kernel."""
     tiled_mlp: bool = False
-    """Compute the MLP of each layer for a part of the tokens at a time, and again in the backward pass: DeepSpeed's
-    TiledMLP (runtime/sequence_parallel/ulysses_sp.py)."""
+    """Compute each layer's MLP for some of the tokens at a time, and again in the backward pass: DeepSpeed's TiledMLP
+    (runtime/sequence_parallel/ulysses_sp.py)."""
     compile: CompileName = "none"
-    """``torch``: the model is compiled by ``engine.compile()``, as it also is where the DeepSpeed configuration enables
+    """``torch``: ``engine.compile()`` compiles the model, as it does if the DeepSpeed configuration enables
     ``compile.deepcompile``."""
     data_workers: int | None = None
-    """Worker processes of the DataLoader that micro-batches come through, 0 for one in the rank itself; None:
-    micro-batches lie on the device before training begins."""
+    """Worker processes of the DataLoader, 0 to load in the rank itself; None: micro-batches are on the device before
+    training begins."""
     data_pin_memory: bool = False
     """Whether the DataLoader copies micro-batches to page-locked memory first; only with ``data_workers``, on GPUs."""
     data_prefetch: int = DEFAULT_PREFETCH
     """Micro-batches that each worker process loads ahead."""
     cpu_binding: CpuBinding = "none"
-    """``cores``: each rank of a node runs on its own part of the processors, as DeepSpeed's launcher binds it with
-    ``--bind_cores_to_rank``; ``numa``: on the processors of one NUMA node, whose memory it then uses."""
+    """``cores``: each rank runs on its own share of the node's processors, like ``--bind_cores_to_rank`` of DeepSpeed's
+    launcher; ``numa``: on the processors of one NUMA node, whose memory it then uses."""
     pass_type: PassType = "train"
-    """What a measured step is: ``forward`` the forward pass with all that a backward pass would need,
-    ``forward_backward`` both, ``train`` both and the optimizer's step. Only ``train`` is done by DeepSpeed: the others
-    are those of the model alone, without optimizer (``worker.reference_engines``)."""
+    """What a measured step is: the ``forward`` pass with everything a backward pass would need, ``forward_backward``,
+    or ``train``, which adds the optimizer's step. DeepSpeed runs only ``train``; the others time the model without
+    optimizer (``worker.reference_engines``)."""
     synchronized: bool = True
-    """False, for teaching: the clock is read without waiting for the device, so that it shows how long it takes to
-    launch a step's work and not to do it."""
+    """False, for teaching: the clock is read without waiting for the device, so it times only the launch of a step."""
     zero_init: bool = True
-    """Whether the model is split among the ranks while it is built (``deepspeed.zero.Init``); else every rank builds it
-    whole in host memory, and ``deepspeed.initialize`` splits it. At stage 3 alone."""
+    """Stage 3 only. Whether the model is split among the ranks while it is built (``deepspeed.zero.Init``); otherwise
+    every rank builds it whole in host memory, and ``deepspeed.initialize`` splits it."""
     vocab_size: int | None = None
-    """Random ids are drawn below it, and those of a file must be; None: the model's number of ids."""
+    """Upper bound of random ids, and of a file's ids; None: the model's number of ids."""
     data_path: str | None = None
-    """File of token ids that is trained on; None: random ids."""
+    """File of token ids to train on; None: random ids."""
     data_dtype: TokenType | None = None
     """Type of the file's ids; None without a file."""
     data_tokens: int | None = None
     """Number of the file's ids, which every rank compares with its own file; None without a file."""
     data_digest: str | None = None
-    """Hash of the file's content, so that another content is another workload; None without a file."""
-
+    """Hash of the file's content, so that other content is another workload; None without a file."""
     seq_policy: SequencePolicy = "given"
     """``longest``: the row runs at its own longest sequence that trains, and is compared with other such rows."""
 
     @property
     def fills_memory(self) -> bool:
-        """Whether micro-batch or sequence is the largest that trains, which was searched for."""
+        """Whether the micro-batch or sequence is the largest that trains, found by search."""
         return self.batch_policy == "largest" or self.seq_policy == "longest"
 
     def __post_init__(self) -> None:
         _require(bool(self.model), "model", self.model, "must not be empty")
-        for name in ("batch_size", "seq_length", "grad_accum", "num_steps"):
+        for name in ("batch_size", "seq_length", "grad_accum", "num_steps", "vocab_size"):
             value = getattr(self, name)
-            _require(value >= 1, name, value, "must be 1 or more")
+            _require(value is None or value >= 1, name, value, "must be 1 or more")
         _require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "must be 0 or more")
-        for name, names in _NAMES.items():
-            _require(getattr(self, name) in names, name, getattr(self, name), f"must be one of {names}")
         known = self.attention is None or self.attention in ATTENTIONS
         _require(known, "attention", self.attention, f"must be one of {ATTENTIONS}")
-        workers = self.data_workers
-        few = workers is None or 0 <= workers <= MAX_DATA_WORKERS
-        _require(few, "data_workers", workers, f"must be from 0 to {MAX_DATA_WORKERS}")
-        few = 1 <= self.data_prefetch <= MAX_PREFETCH
-        _require(few, "data_prefetch", self.data_prefetch, f"must be from 1 to {MAX_PREFETCH}")
-        known = self.data_dtype in (*TOKEN_TYPES, None)
-        _require(known, "data_dtype", self.data_dtype, f"must be one of {TOKEN_TYPES}")
-        _require(self.vocab_size is None or self.vocab_size >= 1, "vocab_size", self.vocab_size, "must be 1 or more")
         _require(self.dropout is None or 0 <= self.dropout < 1, "dropout", self.dropout, "must be from 0 to below 1")
-
-
-_NAMES: dict[str, tuple[str, ...]] = {
-    "precision": PRECISIONS,
-    "loss": LOSSES,
-    "cpu_binding": CPU_BINDINGS,
-    "compile": COMPILES,
-    "pass_type": PASS_TYPES,
-}
-"""Fields of the Workload → the names that each takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """A named entry of the catalogue (``strategies``), of which configurations are made: a ZeRO stage with offloads, or
-    a reference engine of torch's, whose stage is the one that splits alike.
-    """
+    """A named entry of the catalogue (``strategies``): a ZeRO stage with offloads, or a reference engine of torch."""
 
     name: str
     """Stable name, as in ``--strategies``: ``zero2``, ``cpu_optimizer``."""
     label: str
     """Short text for tables: ``ZeRO-2``."""
     stage: int
-    """ZeRO stage, 0 to 3."""
+    """ZeRO stage, 0 to 3; for a reference engine the stage that partitions alike."""
     offload_optimizer: Device = "none"
-    """Where optimizer states and the optimizer step live when not on the accelerator."""
+    """Where optimizer states and the optimizer step live; ``none``: on the accelerator."""
     offload_param: Device = "none"
-    """Where parameters live between uses when not on the accelerator; stage 3 only."""
+    """Where parameters live between uses, at stage 3; ``none``: on the accelerator."""
     engine: Engine = "deepspeed"
-
-    def __post_init__(self) -> None:
-        _require(self.stage in (0, 1, 2, 3), "stage", self.stage, "must be 0, 1, 2 or 3")
 
 
 def gpu_precisions(capability: tuple[int, int] | None) -> tuple[Precision, ...]:
-    """The number formats that a GPU trains in, and so do all ranks of a job whose oldest it is."""
-    return ("fp16", "fp32") if capability is not None and capability < _AMPERE else ("bf16", "fp16", "fp32")
+    """Return the number formats of GPUs of which this is the lowest compute capability."""
+    has_bf16 = capability is None or capability >= (8, 0)  # Ampere
+    return ("bf16", "fp16", "fp32") if has_bf16 else ("fp16", "fp32")
 
 
 def block_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns a block of a DeepSpeed configuration; empty where there is none."""
+    """Return a block of a DeepSpeed configuration; empty if there is none."""
     value = config.get(name)
-    return value if isinstance(value, dict) else {}  # values of JSON, of which only dict is a mapping
+    return value if isinstance(value, dict) else {}
 
 
 def offload_device(config: Mapping[str, Any], block_name: str) -> str | None:
-    """Returns the device of an offload block of a DeepSpeed configuration: ``cpu``, ``nvme``; None without offload.
+    """Return the device of an offload block of a DeepSpeed configuration: ``cpu``, ``nvme``; None without offload.
 
-    ``block_name``: ``offload_optimizer`` or ``offload_param``.
+    ``block_name``: one of ``OFFLOAD_BLOCKS``.
     """
     device = block_of(block_of(config, "zero_optimization"), block_name).get("device", "none")
     return None if device in (None, "none") else str(device)
@@ -254,13 +207,13 @@ def offload_device(config: Mapping[str, Any], block_name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requirements:
-    """What a configuration needs that its DeepSpeed configuration does not show; by default nothing."""
+    """What a configuration needs that its DeepSpeed configuration does not show."""
 
     ops: tuple[str, ...] = ()
     """Builder classes of DeepSpeed ops."""
     accelerator: Accelerator | None = None
     reason: str = ""
-    """Why it needs that accelerator; empty if nothing more is to be said."""
+    """Why it needs that accelerator; may be empty."""
     min_ranks: int = 1
     min_nodes: int = 1
 
@@ -277,65 +230,57 @@ class Configuration:
     label: str
     """Short text for tables: ``ZeRO-2``."""
     deepspeed_config: Mapping[str, Any]
-    """As the catalogue, the user's function or file and the flags give it, before ``complete_config``.
-
-    Results of schema 1 and flat files do not hold it; ``Trial.ds_config`` then takes its place.
-    """
+    """What the catalogue, the user's function or file and the flags give, before ``complete_config``."""
     workload_changes: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the Workload that this row sets differently, with their values."""
+    """Fields of the Workload that this row sets, with their values."""
     engine: Engine = "deepspeed"
-    """What trains it: DeepSpeed, or as a reference torch's DistributedDataParallel or ``fully_shard``."""
+    """DeepSpeed, or for reference torch's DistributedDataParallel or ``fully_shard``."""
     source: ConfigurationSource = "catalogue"
     requires: Requirements = Requirements()
     file_text: str | None = None
-    """Literal text of the file that it was read from, credentials redacted; None without a file."""
+    """Literal text of its file, credentials redacted; None without a file."""
     resolved_values: Mapping[str, Any] = field(default_factory=dict)
-    """Path of each key whose value in the file was ``"auto"`` → the value that it got."""
+    """Path of each key that was ``"auto"`` in the file → the value it got."""
     axis_values: Mapping[str, str] = field(default_factory=dict)
-    """Name of each axis that made this row → its value as the user gave it."""
+    """Name of each axis of this row → its value as the user gave it."""
     caveats: tuple[str | Caveat, ...] = ()
-    """How the row differs from what its file says, one text each."""
+    """How the row differs from its file."""
     refusal: str | None = None
-    """Why DeepSpeed or this program refuses its file, with the remedy; such a row is not run."""
+    """Why DeepSpeed or this program refuses its file, with the remedy; None if neither does."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of this row's ranks, besides those of every row."""
 
     def __post_init__(self) -> None:
         _require(bool(self.name), "name", self.name, "must not be empty")
-        stage = self.stage
-        _require(type(stage) is int and 0 <= stage <= 3, "stage", stage, "must be 0, 1, 2 or 3")
-        _require(self.engine in ENGINES, "engine", self.engine, f"must be one of {ENGINES}")
+        _require(type(self.stage) is int and 0 <= self.stage <= 3, "stage", self.stage, "must be 0, 1, 2 or 3")
         for block_name in OFFLOAD_BLOCKS:
             device = offload_device(self.deepspeed_config, block_name) or "none"
-            if device not in DEVICES:
-                _require(False, f"{block_name}.device", device, f"must be one of {DEVICES}")
+            _require(device in DEVICES, f"{block_name}.device", device, f"must be one of {DEVICES}")
         unknown = self.workload_changes.keys() - _WORKLOAD_FIELDS
         _require(not unknown, "workload_changes", sorted(unknown), "must be fields of the workload")
 
     @property
     def stage(self) -> int:
-        """ZeRO stage, 0 to 3; 0 where the DeepSpeed configuration names none, as DeepSpeed reads it."""
+        """ZeRO stage, 0 to 3; 0 if the DeepSpeed configuration names none."""
         stage: int = block_of(self.deepspeed_config, "zero_optimization").get("stage", 0)
         return stage
 
     @property
     def offload_optimizer(self) -> Device:
-        """Where optimizer states and the optimizer step live when not on the accelerator."""
         return offload_device(self.deepspeed_config, "offload_optimizer") or "none"  # type: ignore[return-value]
 
     @property
     def offload_param(self) -> Device:
-        """Where parameters live between uses when not on the accelerator."""
         return offload_device(self.deepspeed_config, "offload_param") or "none"  # type: ignore[return-value]
 
     @property
     def layout(self) -> tuple[int, Device, Device]:
-        """Stage and both offload devices: what decides where model states live, whatever the row is called."""
+        """Stage and both offload devices, which decide where model states live."""
         return self.stage, self.offload_optimizer, self.offload_param
 
     @property
     def is_reference(self) -> bool:
-        """Whether torch's own engine trains it: never recommended, as it is no DeepSpeed configuration."""
+        """Whether torch's own engine trains it; such a row is never recommended."""
         return self.engine != "deepspeed"
 
     @property
@@ -348,11 +293,10 @@ class Configuration:
 
     @property
     def offloads(self) -> bool:
-        """Whether optimizer or parameters live elsewhere than on the accelerator."""
         return self.layout[1:] != ("none", "none")
 
     def applied_to(self, workload: Workload) -> Workload:
-        """The workload as this row trains it."""
+        """Return the workload as this row trains it."""
         return replace(workload, **self.workload_changes)
 
 
@@ -361,14 +305,13 @@ _WORKLOAD_FIELDS = frozenset(each.name for each in fields(Workload))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The devices that a trial runs on."""
+    """Where a trial runs."""
 
     accelerator: Accelerator
     """``cuda`` (ROCm included) or DeepSpeed's CPU accelerator."""
     num_gpus: int = 1
     """Ranks in the whole job: GPUs, or processes on the CPU accelerator."""
     launcher: LauncherName = "warm"
-    """How the ranks are started."""
     hostfile: str | None = None
     """DeepSpeed hostfile of a job on several nodes."""
     nvme_path: str | None = None
@@ -378,20 +321,20 @@ class Placement:
     gpu_memory_limit_bytes: int | None = None
     """Memory of a smaller GPU that torch's allocator emulates, per rank; None for the real GPU."""
     supported_precisions: tuple[Precision, ...] = PRECISIONS
-    """Number formats this accelerator trains in."""
+    """Number formats that this accelerator trains in."""
     compute_capability: tuple[int, int] | None = None
-    """Of the oldest GPU; None on the CPU accelerator, and where it is not known."""
+    """Of the oldest GPU; None on the CPU accelerator, or if unknown."""
     hosts: tuple[tuple[str, int], ...] = ()
-    """Name of each host and its number of ranks, which are numbered host by host in this order: those of ``hostfile``,
-    or the nodes of a job of Slurm or torchrun; empty where the job runs on this machine."""
+    """Each host of the hostfile, or of a Slurm or torchrun job, with its number of ranks, in the order of the ranks;
+    empty if the job runs on this machine."""
     include: str | None = None
-    """The slots of the hostfile that are used, as DeepSpeed's ``--include``; None: every slot of every host."""
+    """The slots of the hostfile to use, in the form of DeepSpeed's ``--include``; None: all."""
     host_command: str | None = None
-    """Command line that runs a program on ``{host}``; None on one host, and where a launcher has started the agents."""
+    """Command line that runs a program on ``{host}``; None on one host, or if a launcher has started the agents."""
     forwarded_variables: tuple[str, ...] = ()
-    """Names of further environment variables that the ranks of other hosts get."""
+    """Names of further environment variables for the ranks of other hosts."""
     master_addr: str | None = None
-    """Address of the first host at which the ranks meet; None: the one from which it reaches the second."""
+    """Address of the first host, where the ranks meet; None: the one from which it reaches the second."""
     master_port: int | None = None
     """Port of rank 0 at that address; None: a free one."""
 
@@ -400,21 +343,19 @@ class Placement:
 
     @property
     def is_on_this_host(self) -> bool:
-        """Whether all ranks run on the machine that starts them."""
         return self.hostfile is None and not self.hosts
 
     @property
     def num_nodes(self) -> int:
-        """Number of hosts; 1 without a hostfile."""
         return max(1, len(self.hosts))
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks on the host that has the most."""
+        """Ranks on the host with the most."""
         return max((slots for _, slots in self.hosts), default=self.num_gpus)
 
     def slots_of(self, host: str) -> list[int]:
-        """The slots of a host that have ranks: those that ``include`` names, else the first ones."""
+        """Return the slots of a host that have ranks: those that ``include`` names, otherwise the first."""
         for part in (self.include or "").split("@"):
             name, _, slots = part.rpartition(":")
             if name == host:
@@ -422,25 +363,23 @@ class Placement:
         return list(range(dict(self.hosts).get(host, 0)))
 
     def slots_of_node(self, number: int) -> list[int]:
-        """The numbers of the GPUs that have ranks on a node; none on the CPU accelerator, and of a node too many."""
+        """Return the GPUs that have ranks on a node; none on the CPU accelerator or beyond the last node."""
         if self.accelerator != "cuda" or number >= self.num_nodes:
             return []
         return self.slots_of(self.hosts[number][0]) if self.hosts else list(range(self.num_gpus))
 
     @property
     def ranks_text(self) -> str:
-        """``8``; of several nodes ``2 nodes × 8``, or ``2 nodes, 12`` where they have unlike numbers of ranks."""
+        """``8``; on several nodes ``2 nodes × 8``, or ``2 nodes, 12`` if their numbers of ranks differ."""
         if self.num_nodes == 1:
             return str(self.num_gpus)
         alike = self.num_gpus == self.num_nodes * self.ranks_per_node
-        return (
-            f"{self.num_nodes} nodes × {self.ranks_per_node}" if alike else f"{self.num_nodes} nodes, {self.num_gpus}"
-        )
+        return f"{self.num_nodes} nodes{f' × {self.ranks_per_node}' if alike else f', {self.num_gpus}'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """What is observed of a trial besides its measured steps; nothing of it happens within the measured window."""
+    """What is observed besides the measured steps, always outside the measured window."""
 
     profiles: tuple[ProfileName, ...] = ()
     """Profilers that observe further steps after the measured window."""
@@ -449,24 +388,23 @@ class Inspection:
     profile_ranks: tuple[int, ...] = (0,)
     """Ranks that write a profile."""
     nsys_start: int = -1
-    """First step of the window that nsys records; -1: the first that profilers observe. Steps are numbered from 0, the
-    first warm-up step."""
+    """First step that nsys records, 0 being the first warm-up step; -1: the first that profilers observe."""
     nsys_end: int = -1
-    """Last step of that window; -1: the last that profilers observe."""
+    """Last step that nsys records; -1: the last that profilers observe."""
     checkpoint: bool = False
     """Whether a checkpoint is saved, loaded and converted after the measured window."""
     checkpoint_path: str | None = None
-    """Folder in whose private sub-folder that is done; None: the folder of the trial."""
+    """Folder for checkpoints, in a private sub-folder; None: the folder of the trial."""
     monitor: Monitor | None = None
-    """``steps``: loss, memory and throughput of each step are written to steps.jsonl while the trial runs;
-    ``tensorboard``: to TensorBoard's files too. None: neither."""
+    """``steps``: write loss, memory and throughput of each step to steps.jsonl while the trial runs; ``tensorboard``:
+    to TensorBoard's files too."""
 
     def profiled_steps(self, steps_before: int) -> range:
-        """Numbers of the steps that a profiler observes. ``steps_before``: warm-up and measured steps."""
+        """Return the steps that a profiler observes. ``steps_before``: number of warm-up and measured steps."""
         return range(steps_before, steps_before + self.profile_steps)
 
     def nsys_window(self, steps_before: int) -> range:
-        """Numbers of the steps that nsys records."""
+        """Return the steps that nsys records."""
         observed = self.profiled_steps(steps_before)
         first = observed.start if self.nsys_start < 0 else self.nsys_start
         return range(first, observed.stop if self.nsys_end < 0 else self.nsys_end + 1)
@@ -491,19 +429,19 @@ class Trial:
     ds_config: Mapping[str, Any]
     """The DeepSpeed configuration as passed to ``deepspeed.initialize``, apart from the swap folder."""
     unsupported: str | None = None
-    """Why this cannot run here, with the remedy; such a trial is recorded without launching it."""
+    """Why this cannot run here, with the remedy; None if it can."""
     skipped: str | None = None
-    """Why it is left out as predicted not to fit; such a trial is recorded without launching it."""
+    """Why it is predicted not to fit and left out; None if it runs."""
     caveats: tuple[str | Caveat, ...] = ()
-    """Caveats that are known before it runs (an overlay file system, another optimizer)."""
+    """Caveats known before it runs."""
     prediction: Mapping[str, Any] | None = None
-    """The predicted memory, as ``prediction.memory.Prediction.to_dict`` gives it; None without a prediction."""
+    """Predicted memory (``prediction.memory.Prediction.to_dict``); None without a prediction."""
     round_position: int | None = None
-    """0-based position in its round; None in records that do not hold it."""
+    """0-based position in its round; None if unknown."""
     inspection: Inspection = NO_INSPECTION
     point: Mapping[str, Any] = field(default_factory=dict)
-    """Key paths of a recipe → their values at the point of its sweep that this trial belongs to; empty without a sweep.
-    No part of the key, since workload, placement and configuration follow from it."""
+    """Key paths of a recipe → their values at this trial's point of the sweep; empty without a sweep. Not part of the
+    work key, since workload, placement and configuration follow from it."""
 
     def __post_init__(self) -> None:
         is_name = self.trial_id not in ("", "..") and Path(self.trial_id).name == self.trial_id
@@ -511,16 +449,15 @@ class Trial:
 
     @property
     def common_settings(self) -> dict[str, Any]:
-        """The values of its point that every DeepSpeed configuration has: what workload and placement do not show."""
+        """The values of its point that are set in every DeepSpeed configuration."""
         return {path: value for path, value in self.point.items() if path.startswith(("optimizer.", "configurations."))}
 
     @property
     def not_launched(self) -> bool:
-        """Whether it is recorded without launching it."""
         return self.unsupported is not None or self.skipped is not None
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts to JSON values; credentials in the configuration are redacted."""
+        """Convert to JSON values, with credentials redacted."""
         values = asdict(self)
         values["ds_config"] = redacted_config(self.ds_config)
         values["configuration"]["deepspeed_config"] = redacted_config(self.configuration.deepspeed_config)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
-from ds_bench.config import located_json
+from ds_bench.config import configuration_files
 from ds_bench.config.configuration_files import (
+    ConfigSyntaxError,
     ConfigurationFileError,
     read_configuration_file,
     read_configuration_files,
 )
-from ds_bench.config.located_json import ConfigSyntaxError
 
 DEEPSPEED = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}
 
@@ -204,12 +204,12 @@ TEXT = """// comment {
 
 
 def test_a_key_has_its_line_and_a_missing_one_that_of_its_block() -> None:
-    data = located_json.parse(TEXT)
+    data = configuration_files.parse_hjson(TEXT)
     assert data["zero"] == {"stage": 3, "quoteless": {"device": "cpu"}, "list": [{"x": 1}, {"y": 2}]}
     lines = {"a": 3, "zero": 5, "zero.stage": 6, "zero.quoteless.device": 8, "zero.list": 10, "text": 13}
     lines |= {"zero.absent": 5}
-    assert {path: located_json.line_of(TEXT, data, path) for path in lines} == lines
-    assert located_json.line_of(TEXT, data, "absent") is None
+    assert {path: configuration_files.line_of(TEXT, data, path) for path in lines} == lines
+    assert configuration_files.line_of(TEXT, data, "absent") is None
 
 
 def test_what_deepspeed_cannot_read_is_an_error_with_its_line() -> None:
@@ -223,5 +223,5 @@ def test_what_deepspeed_cannot_read_is_an_error_with_its_line() -> None:
         ('{"a": ' + "9" * 5000 + "}", 1, "4300 digits"),
     ):
         with pytest.raises(ConfigSyntaxError, match=problem) as caught:
-            located_json.parse(text)
+            configuration_files.parse_hjson(text)
         assert caught.value.line == line

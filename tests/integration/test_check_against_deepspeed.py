@@ -12,10 +12,15 @@ from typing import Any
 
 import pytest
 
-from ds_bench.config import deepspeed_config, deepspeed_keys, lint, located_json, validation
+from ds_bench.config import deepspeed_config, deepspeed_keys, lint, validation
 from ds_bench.config.automatic_values import TrainingFacts, fill_in
 from ds_bench.config.configuration_file_rows import FileRowMaker
-from ds_bench.config.configuration_files import ConfigurationFile, MissingFileError, read_configuration_file
+from ds_bench.config.configuration_files import (
+    ConfigurationFile,
+    MissingFileError,
+    parse_hjson,
+    read_configuration_file,
+)
 from ds_bench.config.deepspeed_config import nested, overlay
 from ds_bench.config.rules import TRAINING_STARTS
 from ds_bench.config.spec import Configuration, Placement
@@ -102,7 +107,7 @@ def test_key_by_key_on_values_of_every_type() -> None:
 
 def test_on_public_configurations_once_auto_is_filled_in() -> None:
     texts = {path.name: path.read_text(encoding="utf-8") for path in shared_files("real_configs", "*.json")}
-    filled = [(name, fill_in(located_json.parse(text), _FACTS).config) for name, text in texts.items()]
+    filled = [(name, fill_in(parse_hjson(text), _FACTS).config) for name, text in texts.items()]
     assert disagreements(filled) == []
 
 
