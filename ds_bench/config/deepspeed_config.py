@@ -29,7 +29,6 @@ from .spec import (
     Placement,
     Precision,
     Strategy,
-    Trial,
     Workload,
     block_of,
     offload_device,
@@ -66,11 +65,10 @@ DEFAULT_SIZES = {
 _ZERO_ON_NVME = ("stage3_prefetch_bucket_size", "stage3_max_reuse_distance")
 """Sizes that are 0 if parameters live on NVMe.
 
-With the default reuse distance of 1e9 elements, a smaller model keeps every parameter gathered and its swap buffer
-taken, and the second step fails with "Not enough buffers" (partitioned_param_coordinator.py). Prefetching from the disk
-asks twice for a parameter whose next two uses are close together, such as the last layer's in forward and backward:
-"param 24 already assigned swap buffer id 1" (same file, __prefetch_nvme_param_partitions). Which models this stops
-depends on the sizes of all their tensors.
+With the default reuse distance a model of fewer than 1e9 elements keeps every parameter gathered and its swap buffer
+taken, and the second step fails with "Not enough buffers" (partitioned_param_coordinator.py). Prefetching asks the disk
+twice for a parameter whose next two uses are close together: "param 24 already assigned swap buffer id 1" (same file,
+__prefetch_nvme_param_partitions).
 """
 _LARGEST_FILE_BYTES = 2**22
 _MOST_LEVELS = 20
@@ -91,7 +89,7 @@ def base_config(strategy: Strategy | Configuration, batch_size: int, grad_accum:
 
 
 def zero_block(strategy: Strategy | Configuration) -> Config:
-    """Makes the ``zero_optimization`` block, with the defaults that affect memory or speed."""
+    """Make the ``zero_optimization`` block, with the defaults that affect memory or speed."""
     block: Config = {"stage": strategy.stage}
     # torch's engines read nothing else of this block (validation.ineffective_settings).
     if strategy.engine != "deepspeed":
@@ -139,16 +137,23 @@ def complete_config(
     torch_adam: bool,
     largest_parameter: int | None,
 ) -> Config:
-    """Completes a configuration for a run; keys that the user set are kept. Raises UsageError if it contradicts itself.
+    """Complete a configuration for a run; keys that the user set are kept. Raises UsageError if it contradicts itself.
 
-    ``torch_adam``: use torch's AdamW if the optimizer is not offloaded, because DeepSpeed's FusedAdam cannot be built
-    here. ``largest_parameter``: elements in the model's largest tensor, which decides the size of NVMe buffers.
+    ``torch_adam``: whether torch's AdamW replaces DeepSpeed's FusedAdam, which does not build here.
+    ``largest_parameter``: elements in the model's largest tensor, which decides the size of NVMe buffers.
     """
     config: Config = copy.deepcopy(dict(base))
     _complete_batch(config, placement.num_gpus)
     if workload.precision != "fp32" and not any(block in config for block in PRECISION_BLOCKS):
         config[workload.precision] = {"enabled": True}
-    _complete_optimizer(config, torch_adam)
+    if not isinstance(config.get("optimizer"), dict):
+        raise UsageError("the DeepSpeed config has no optimizer", remedy="keep its 'optimizer' block")
+    name = optimizer_kind(config)
+    if name in ("adam", "adamw") and torch_adam and not offload_device(config, "offload_optimizer"):
+        config["optimizer"].setdefault("params", {}).setdefault("torch_adam", True)
+    # DeepSpeed stops for an optimizer that it has not tested with ZeRO (runtime/engine.py), such as SGD.
+    if name not in ("adam", "adamw", "lion", "adagrad"):
+        config.setdefault("zero_allow_untested_optimizer", True)
     _complete_nvme(config, placement, largest_parameter)
     for key, value in MEASURING_KEYS.items():
         config.setdefault(key, copy.deepcopy(value))
@@ -156,9 +161,9 @@ def complete_config(
 
 
 def trained_precision(config: Mapping[str, Any], requested: Precision) -> Precision:
-    """Returns the number format that a DeepSpeed configuration trains in.
+    """Return the number format that a DeepSpeed configuration trains in.
 
-    ``requested``: what a configuration without a precision block is completed with, and under ``torch_autocast``.
+    ``requested``: the workload's, which holds without a precision block and under ``torch_autocast``.
     """
     if "torch_autocast" in config or not any(block in config for block in PRECISION_BLOCKS):
         return requested
@@ -187,20 +192,8 @@ def _complete_batch(config: Config, num_gpus: int) -> None:
     config["train_batch_size"] = micro * accum * num_gpus
 
 
-def _complete_optimizer(config: Config, torch_adam: bool) -> None:
-    optimizer = config.get("optimizer")
-    if not isinstance(optimizer, dict):
-        raise UsageError("the DeepSpeed config has no optimizer", remedy="keep its 'optimizer' block")
-    name = optimizer_kind(config)
-    if name in ("adam", "adamw") and torch_adam and not offload_device(config, "offload_optimizer"):
-        optimizer.setdefault("params", {}).setdefault("torch_adam", True)
-    # DeepSpeed stops for an optimizer that it has not tested with ZeRO (runtime/engine.py), such as SGD.
-    if name not in ("adam", "adamw", "lion", "adagrad"):
-        config.setdefault("zero_allow_untested_optimizer", True)
-
-
 def with_optimizer(config: Config, name: str) -> Config:
-    """Returns the configuration with another optimizer and the parameters that it takes."""
+    """Return the configuration with another optimizer and the parameters that it takes."""
     given = config.get("optimizer", {}).get("params", {})
     params: Config = {key: given.get(key, ADAMW_PARAMETERS[key]) for key in ("lr", "weight_decay")}
     if name.lower() in ("adam", "adamw"):
@@ -230,20 +223,12 @@ def _complete_nvme(config: Config, placement: Placement, largest_parameter: int 
         if largest_parameter is not None:
             param.setdefault("buffer_size", -(-largest_parameter // 2**20) * 2**20)
     # DeepSpeed's own defaults (runtime/swap_tensor/aio_config.py), so that the record shows them.
-    config.setdefault(
-        "aio",
-        {
-            "block_size": 1048576,
-            "queue_depth": 8,
-            "intra_op_parallelism": 1,
-            "single_submit": False,
-            "overlap_events": True,
-        },
-    )
+    aio = {"block_size": 1048576, "queue_depth": 8, "intra_op_parallelism": 1}
+    config.setdefault("aio", {**aio, "single_submit": False, "overlap_events": True})
 
 
 def with_swap_folder(config: Mapping[str, Any], folder: str) -> Config:
-    """Returns the configuration with every ``nvme_path`` replaced by the trial's private folder."""
+    """Return the configuration with every ``nvme_path`` replaced by the trial's private folder."""
     private = copy.deepcopy(dict(config))
     for key in OFFLOAD_BLOCKS:
         if offload_device(private, key) == "nvme":
@@ -256,8 +241,7 @@ def changes_of(
 ) -> Config:
     """Return the settings of ``config`` that do not follow from stage, offload devices and batch.
 
-    ``config``: of the configuration, completed or not. Merged into the configuration of another strategy
-    (:func:`overlay`), the result makes the same changes there.
+    :func:`overlay` makes the same changes to the configuration of another strategy.
     """
     changed = _difference(config, layout_config(config, configuration, workload, placement))
     for key in BATCH_KEYS:
@@ -277,7 +261,7 @@ def layout_config(
 
 
 def _difference(config: Mapping[str, Any], base: Mapping[str, Any]) -> Config:
-    """The values of ``config`` that ``base`` lacks or has otherwise, block by block."""
+    """Return the values of ``config`` that differ from ``base``, block by block."""
     different: Config = {}
     for key, value in config.items():
         base_value = base.get(key)
@@ -290,7 +274,7 @@ def _difference(config: Mapping[str, Any], base: Mapping[str, Any]) -> Config:
 
 
 def paths_of(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the dotted path of each value of a configuration, and the value."""
+    """Yield the dotted path of each value of a configuration, and the value."""
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from paths_of(value, f"{prefix}{key}.")
@@ -304,20 +288,16 @@ def paths_of_auto(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def minimal_config(strategy: Strategy | Configuration) -> dict[str, Any]:
-    """Make a configuration of only stage and offload devices: all that a flat file holds of a row's configuration.
-
-    It is the ``Trial.ds_config`` of such a row. It is not the configuration that ran and must not be shown, exported or
-    compared as such (:func:`is_full_config`).
-    """
+    """Make a configuration of only stage and offload devices, for a row whose whole configuration is unknown."""
     devices = {"offload_optimizer": strategy.offload_optimizer, "offload_param": strategy.offload_param}
     offloads = {name: {"device": device} for name, device in devices.items() if device != "none"}
     return {"zero_optimization": {"stage": strategy.stage, **offloads}}
 
 
 def hash_config(ds_config: Mapping[str, Any], engine: Engine = "deepspeed") -> str:
-    """Returns the first 12 hexadecimal digits of the SHA-256 of a DeepSpeed configuration without ``nvme_path``.
+    """Return 12 hexadecimal digits of the SHA-256 of a DeepSpeed configuration without ``nvme_path``.
 
-    A reference engine's has its name added: it is not the configuration of the stage that splits alike.
+    The name of a reference engine is part of it.
     """
     named = ds_config if engine == "deepspeed" else {**ds_config, "engine": engine}
     text = json.dumps(_without_folders(named), sort_keys=True, default=str)
@@ -331,17 +311,17 @@ def _without_folders(value: Any) -> Any:
 
 
 def optimizer_kind(config: Mapping[str, Any]) -> str:
-    """Name of the optimizer as DeepSpeed compares it, in lower case; empty where the configuration names none."""
+    """Return the optimizer's name in lower case; empty if the configuration has none."""
     return str(block_of(config, "optimizer").get("type", "")).lower()
 
 
 def tensor_parallel_size(config: Mapping[str, Any]) -> int:
-    """Ranks among which AutoTP splits every layer; 1 without it."""
+    """Return the number of ranks that share every layer (AutoTP); 1 without it."""
     return _size(block_of(config, "tensor_parallel").get("autotp_size"))
 
 
 def sequence_parallel_size(config: Mapping[str, Any]) -> int:
-    """Ranks among which Ulysses splits every sequence; 1 without it."""
+    """Return the number of ranks that share every sequence (Ulysses); 1 without it."""
     return _size(config.get("sequence_parallel_size"))
 
 
@@ -350,13 +330,7 @@ def _size(value: object) -> int:
 
 
 def is_deepcompiled(config: Mapping[str, Any]) -> bool:
-    """Whether a DeepSpeed configuration has DeepCompile compile the model."""
     return bool(block_of(config, "compile").get("deepcompile"))
-
-
-def is_full_config(trial: Trial) -> bool:
-    """Whether the trial's ``ds_config`` is the configuration that ran, which has a batch and an optimizer at least."""
-    return bool(trial.ds_config) and trial.ds_config != minimal_config(trial.configuration)
 
 
 # Changes

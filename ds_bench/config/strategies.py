@@ -1,11 +1,8 @@
-"""The catalogue of strategies, the configurations made of them, and which row a user's text means.
-
-Offload strategies exist at several stages (``--stage``): the table holds what is offloaded, :func:`offload_strategy`
-adds the stage.
-"""
+"""The catalogue of strategies, their configurations, and which row a user's text names."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -26,19 +23,14 @@ _OFFLOADS: dict[str, tuple[str, Device, Device]] = {
 }
 
 OFFLOAD_NAMES: tuple[str, ...] = tuple(_OFFLOADS)
-"""Strategies that exist at every stage that offloads (``--stage``)."""
+"""Strategies that exist at every stage (``--stage``)."""
 
 
 def offload_strategy(name: str, stage: int = 3) -> Strategy:
-    """Makes the offload strategy of that name at a ZeRO stage. Raises KeyError for an unknown name."""
-    offloaded, optimizer_device, param_device = _OFFLOADS[name]
-    return Strategy(
-        name=name,
-        label=f"ZeRO-{stage}{offloaded}",
-        stage=stage,
-        offload_optimizer=optimizer_device,
-        offload_param=param_device,
-    )
+    """Return the offload strategy of that name at a ZeRO stage. Raises KeyError for an unknown name."""
+    offloaded, optimizer, param = _OFFLOADS[name]
+    label = f"ZeRO-{stage}{offloaded}"
+    return Strategy(name=name, label=label, stage=stage, offload_optimizer=optimizer, offload_param=param)
 
 
 CATALOGUE: dict[str, Strategy] = {
@@ -51,16 +43,16 @@ ALIASES: dict[str, Strategy] = {
     "zero2_offload": replace(offload_strategy("cpu_optimizer", 2), name="zero2_offload"),
     "zero3_offload": replace(offload_strategy("cpu_full", 3), name="zero3_offload"),
 }
-"""Names that people know from other tools' example files (``ds_z3_offload_config.json``), each with one stage."""
+"""Names from other tools' example files (``ds_z3_offload_config.json``), each with one stage."""
 
 REFERENCES: dict[str, Strategy] = {
     "ddp": Strategy(name="ddp", label="DDP (torch)", stage=0, engine="ddp"),
     "fsdp2": Strategy(name="fsdp2", label="FSDP2 (torch)", stage=3, engine="fsdp2"),
 }
-"""torch's own engines beside DeepSpeed's: DistributedDataParallel and ``fully_shard``.
+"""torch's own engines: DistributedDataParallel and ``fully_shard``.
 
-A reference row has the DeepSpeed configuration of the ZeRO stage that splits alike. The engine reads batch, optimizer,
-clipping and number format from it, so that these are given and compared as for every row.
+A reference row has the DeepSpeed configuration of the ZeRO stage that partitions alike. The engine reads batch,
+optimizer, clipping and number format from it, so these are the same as in every row.
 """
 
 STRATEGY_NAMES: tuple[str, ...] = (
@@ -69,21 +61,18 @@ STRATEGY_NAMES: tuple[str, ...] = (
     *ALIASES,
     *REFERENCES,
 )
-"""What ``--strategies`` takes."""
+"""Values of ``--strategies``."""
 
 
 def named_strategy(name: str, stage: int = 3) -> Strategy:
-    """Returns the strategy of that name; ``stage`` is that of the offload strategies. Raises KeyError."""
+    """Return the strategy of that name, an offload strategy at that stage. Raises KeyError."""
     return offload_strategy(name, stage) if name in _OFFLOADS else (CATALOGUE | ALIASES | REFERENCES)[name]
 
 
 def find_strategy(name: str, stage: int) -> Strategy | None:
-    """Returns the strategy of that name at that stage; None if there is none."""
-    try:
-        strategy = named_strategy(name, stage)
-    except KeyError:
-        return None
-    return strategy if strategy.stage == stage else None
+    """Return the strategy of that name at that stage; None if there is none."""
+    strategy = named_strategy(name, stage) if name in STRATEGY_NAMES else None
+    return strategy if strategy is not None and strategy.stage == stage else None
 
 
 def make_configuration(
@@ -91,7 +80,7 @@ def make_configuration(
     deepspeed_config: Mapping[str, Any] | None = None,
     workload_changes: Mapping[str, Any] | None = None,
 ) -> Configuration:
-    """Makes a strategy's configuration. ``deepspeed_config``: None for the catalogue's, with one sequence per GPU."""
+    """Make a strategy's configuration. ``deepspeed_config``: None for the catalogue's, with one sequence per GPU."""
     return Configuration(
         name=strategy.name,
         label=strategy.label,
@@ -102,17 +91,14 @@ def make_configuration(
 
 
 def matches(row: Strategy | Configuration, text: str) -> bool:
-    """Whether a user's text (``zero2``, ``ZeRO-2``, ``stage 2``, ``2``, ``cpu_optimizer``) means this row.
+    """Return whether a user's text (``zero2``, ``ZeRO-2``, ``stage 2``, ``2``, ``cpu_optimizer``) names this row.
 
-    Case, spaces, hyphens and underscores do not count. A stage alone means only a row of the catalogue without
-    optimizer offload.
+    Case, spaces, hyphens and underscores do not count. A stage names only a row of the catalogue without optimizer
+    offload.
     """
     names = [row.name, row.label]
     other = isinstance(row, Configuration) and (row.source != "catalogue" or row.axis_values)
     if row.offload_optimizer == "none" and row.engine == "deepspeed" and not other:
         names += [f"zero{row.stage}", f"stage{row.stage}", str(row.stage)]
-    return _without_separators(text) in map(_without_separators, names)
-
-
-def _without_separators(name: str) -> str:
-    return "".join(letter for letter in name.casefold() if letter not in " -_")
+    text, *names = (re.sub("[ _-]", "", name.casefold()) for name in (text, *names))
+    return text in names
