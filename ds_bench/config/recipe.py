@@ -1,8 +1,8 @@
-"""Recipes: everything that a comparison is asked for, as sections of named values, read from YAML and checked whole.
+"""Recipes: a comparison as sections of named values, read from YAML and checked whole.
 
-A recipe becomes the same Options that the flags of the scripts become (:data:`PATHS`), and Options become a recipe
-again (:func:`recipe_of`), so that scripts and recipes run the same way. Lists of values and the section ``sweep`` are
-expanded by ``sweep`` beforehand: a :data:`Recipe` is one point.
+A recipe becomes the same Options as the flags of the scripts (:data:`PATHS`), and Options become a recipe again
+(:func:`recipe_of`). ``sweep`` expands lists of values and the section ``sweep`` beforehand: a :data:`Recipe` is one
+point.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import copy
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache, reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -34,32 +34,27 @@ Values: TypeAlias = Mapping[str, Any]
 
 
 def _listed(value: Any) -> Any:
-    """A list as pydantic and Options want it; one value stands for a list of it."""
+    """Return a list as pydantic and Options want it; one value stands for a list of it."""
     return tuple(value) if isinstance(value, list) else (value,)
 
 
 def _require_path(value: Any) -> Any:
-    if isinstance(value, str) and not value.strip():
+    if isinstance(value, str) and not value.strip():  # pydantic would take it for the current folder
         raise ValueError(EMPTY_PATH)
     return value
 
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,79}$"
 AxisValue: TypeAlias = bool | int | float | str
-_TYPES: Mapping[str, Any] = {
-    "configurations.inline": dict[Annotated[str, Field(pattern=_NAME)], dict[str, Any]],
-    "configurations.deepspeed": dict[str, Any],
-}
-"""Types of values that are blocks of keys themselves."""
 
 
 def _type_of(value: Option, path: str) -> Any:
-    """The type of an option's value, as pydantic takes it."""
+    """Return the type of an option's value, as pydantic takes it."""
     if value.kind is dict:
-        return _TYPES[path]
+        inline: Any = dict[Annotated[str, Field(pattern=_NAME)], dict[str, Any]]
+        return inline if path == "configurations.inline" else dict[str, Any]
     one: Any = value.kind
     if value.kind is Path:
-        # pydantic would take an empty text for the current folder.
         one = Annotated[Path, BeforeValidator(_require_path)]
     elif value.kind is int and value.choices:
         one = Annotated[int, Field(ge=min(value.choices), le=max(value.choices))]
@@ -82,7 +77,7 @@ class _Section(BaseModel):
 
 
 def _section(name: str, purpose: str, **more_keys: Any) -> Any:
-    """A section of recipes and its default: a key for each option that it gives, then ``more_keys``."""
+    """Make a section of recipes and its default: a key for each of its options, then ``more_keys``."""
     keys: dict[str, Any] = {}
     for option in OPTIONS.values():
         if option.key is not None and option.key.startswith(f"{name}."):
@@ -131,8 +126,8 @@ SWEPT_SECTIONS = ("model", "training", "dataset", "dataloader", "optimizer")
 _SWEPT_KEYS = ("launch.num_gpus", "launch.cpu_memory_limit", "launch.gpu_memory_limit")
 """Other values that may be lists."""
 _SWEPT_BLOCKS = ("optimizer.params", "configurations.deepspeed")
-"""Blocks of DeepSpeed's own keys, whose values may be swept too; of the second only in the section ``sweep``, as its
-lists are DeepSpeed's."""
+"""Blocks of DeepSpeed's own keys, whose values may be swept; those of the second only in the section ``sweep``, since
+its lists are DeepSpeed's."""
 _WHOLE_SECTIONS = ("model", "training")
 """Sections that a printed recipe has in full."""
 _LISTS_OF_DEEPSPEED = ("betas",)
@@ -161,9 +156,9 @@ PATHS: Mapping[str, str] = {
 
 
 def check_recipe(text: RecipeText, data: Data | None = None) -> Values:
-    """The checked values of a recipe. ``data``: one point of its sweep, in place of its own values.
+    """Return the checked values of a recipe. ``data``: one point of its sweep, in place of its own values.
 
-    Raises UsageError for the first value that cannot be used, with its line.
+    Raises UsageError for the first wrong value, with its line.
     """
     values = text.data if data is None else data
     # A section without keys is one with defaults; an unknown name stays, to be refused.
@@ -229,15 +224,13 @@ def _reason(error: Any) -> str:
 
 
 def _known_part(path: KeyPath) -> KeyPath:
-    """A place as pydantic gives it, without the names of the alternatives of a value."""
-    return tuple(step for step in path if not (isinstance(step, str) and ("[" in step or step in _ALTERNATIVES)))
-
-
-_ALTERNATIVES = ("constrained-int", "int", "str", "bool", "float", "nullable")
+    """Return a place in the recipe, without pydantic's names of the alternatives of a value."""
+    names = ("constrained-int", "int", "str", "bool", "float", "nullable")
+    return tuple(step for step in path if not (isinstance(step, str) and ("[" in step or step in names)))
 
 
 def can_be_swept(path: str) -> bool:
-    """Whether a sweep may have several values of a key path."""
+    """Return whether a sweep may have several values of a key path."""
     if path.startswith(tuple(f"{block}." for block in _SWEPT_BLOCKS)):
         return all(path.split("."))
     is_known = path in known_paths() and path not in _SWEPT_BLOCKS
@@ -245,7 +238,7 @@ def can_be_swept(path: str) -> bool:
 
 
 def is_swept_list(path: str, value: Any) -> bool:
-    """Whether a value in a recipe is a list of values of a sweep, not a list that is one value."""
+    """Return whether a value in a recipe is a list of values of a sweep, not a list that is one value."""
     if not isinstance(value, list) or path.startswith("configurations."):
         return False
     return path.rpartition(".")[2] not in _LISTS_OF_DEEPSPEED or any(isinstance(item, list) for item in value)
@@ -265,11 +258,11 @@ _OTHER_NAMES: Mapping[str, str] = {
     "train_batch_size": "training.global_batch_size",
     "set": "configurations.deepspeed",
 }
-"""What DeepSpeed, the Trainer or a flag call a value of a recipe, where the names have little in common."""
+"""Other programs' names of values, if they have little in common with ours."""
 
 
 def nearest_path(path: KeyPath) -> str | None:
-    """The key path that an unknown one most likely stands for: of the same section if one is near, else of another."""
+    """Return the key path that an unknown one most likely stands for, in its own section if possible."""
     *section, key = map(str, path)
     known = {**PATHS, **_OTHER_NAMES}
     if found := known.get(".".join([*section, key])) or known.get(key):
@@ -292,76 +285,63 @@ def nearest_path(path: KeyPath) -> str | None:
 
 
 def options_of(recipe: Values, folder: Path, **run_flags: Any) -> Options:
-    """The Options of one point. ``folder``: of the recipe, to which the files that it names are relative.
+    """Return the Options of one point.
 
-    ``run_flags``: fields of Options that no recipe holds: they say how this one command behaves.
-
-    Raises UsageError for values that contradict each other.
+    ``folder``: of the recipe, to which the files that it names are relative. ``run_flags``: fields of Options that no
+    recipe holds. Raises UsageError for values that contradict each other.
     """
     values = {name: recipe[path] for name, path in PATHS.items()}
-    _require_one_accumulation(values)
-    values["seq_length"] = _seq_length(recipe)
-    # 1 until the ranks are known, where the global batch is given (planner.with_accumulation).
+    if values["global_batch_size"] is not None and values["grad_accum"] is not None:
+        problem = "training.global_batch_size and training.grad_accum together"
+        raise UsageError(problem, remedy="give one of them: accumulation follows from the global batch")
+    if values["global_batch_size"] is not None and values["batch_size"] == "auto":
+        problem = "training.global_batch_size with local_batch_size auto"
+        raise UsageError(problem, remedy="give grad_accum, or a local_batch_size in sequences")
+    lengths = {path: recipe[path] for path in ("training.seq_len", "dataset.seq_len") if recipe[path] is not None}
+    if len(set(lengths.values())) > 1:
+        problem = " and ".join(f"{path} {length}" for path, length in lengths.items())
+        raise UsageError(f"{problem} contradict each other", remedy="keep one of them")
+    values["seq_length"] = next(iter(lengths.values()), None)
+    # 1 until the ranks are known, if the global batch is given (planner.with_accumulation).
     values["grad_accum"] = values["grad_accum"] or 1
+    inline = tuple(
+        ConfigurationFile(
+            path=Path(name), kind="deepspeed", name=name, text=json.dumps(config, indent=2), config=config
+        )
+        for name, config in recipe["configurations.inline"].items()
+        if name not in STRATEGY_NAMES
+    )
     values["strategies"] = _strategies(values["strategies"], values["stage"], values["nvme_path"] is not None)
-    inline = _inline_rows(recipe)
     if not values["stages"] and not values["strategies"] and not values["configs"] and not inline:
         values["stages"] = (0, 1, 2, 3)
-    stages = dict.fromkeys(values["stages"])
+    values["stages"] = tuple(dict.fromkeys(values["stages"]))
     # Stage 2 and the strategy zero2 are one row.
-    named = {strategies.ZERO_STAGES[stage].name for stage in stages}
-    values["stages"] = tuple(stages)
+    named = {strategies.ZERO_STAGES[stage].name for stage in values["stages"]}
     values["strategies"] = tuple(name for name in dict.fromkeys(values["strategies"]) if name not in named)
     values["configs"] = tuple(folder / path for path in values["configs"])
     for name in ("data", "hostfile"):
         if values[name] is not None:
             values[name] = folder / values[name]
+    changes = recipe["configurations.deepspeed"] | {
+        f"optimizer.params.{key}": value for key, value in recipe["optimizer.params"].items()
+    }
+    axes = {
+        name: [str(value).lower() if isinstance(value, bool) else str(value) for value in _listed(given)]
+        for name, given in recipe["axes"].items()
+    }
     return Options.of(
         family="recipe",
         **values,
         inline=inline,
-        axes=tuple(
-            axis_rows.read_values(name, [_axis_text(value) for value in _listed(values)])
-            for name, values in recipe["axes"].items()
-        ),
+        axes=tuple(axis_rows.read_values(name, texts) for name, texts in axes.items()),
         ds_config={},
-        set=(
-            *(deepspeed_config.nested(key, value) for key, value in recipe["configurations.deepspeed"].items()),
-            *(
-                deepspeed_config.nested(f"optimizer.params.{key}", value)
-                for key, value in recipe["optimizer.params"].items()
-            ),
-        ),
+        set=tuple(deepspeed_config.nested(path, value) for path, value in changes.items()),
         **run_flags,
     )
 
 
-def _seq_length(recipe: Values) -> int | Literal["auto"] | None:
-    given = {path: recipe[path] for path in ("training.seq_len", "dataset.seq_len")}
-    lengths = {length for length in given.values() if length is not None}
-    if len(lengths) > 1:
-        problem = " and ".join(f"{path} {length}" for path, length in given.items())
-        raise UsageError(f"{problem} contradict each other", remedy="keep one of them")
-    return next(iter(lengths), None)
-
-
-def _require_one_accumulation(values: Mapping[str, Any]) -> None:
-    if values["global_batch_size"] is None:
-        return
-    if values["grad_accum"] is not None:
-        raise UsageError(
-            "training.global_batch_size and training.grad_accum together",
-            remedy="give one of them: accumulation follows from the global batch",
-        )
-    if values["batch_size"] == "auto":
-        raise UsageError(
-            "training.global_batch_size with local_batch_size auto",
-            remedy="give grad_accum, or a local_batch_size in sequences",
-        )
-
-
 def _strategies(names: tuple[str, ...], stage: int, has_nvme: bool) -> tuple[str, ...]:
-    """The names, ``all`` replaced by every stage and offload strategy, each configuration once."""
+    """Return the names, ``all`` replaced by every stage and offload strategy, each configuration once."""
     if ALL not in names:
         return names
     by_label: dict[str, str] = {}
@@ -374,23 +354,8 @@ def _strategies(names: tuple[str, ...], stage: int, has_nvme: bool) -> tuple[str
     return tuple(by_label.values())
 
 
-def _axis_text(value: AxisValue) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _inline_rows(recipe: Values) -> tuple[ConfigurationFile, ...]:
-    """The recipe's own configurations, without those that stand for a strategy's."""
-    return tuple(
-        ConfigurationFile(
-            path=Path(name), kind="deepspeed", name=name, text=json.dumps(config, indent=2), config=config
-        )
-        for name, config in recipe["configurations.inline"].items()
-        if name not in STRATEGY_NAMES
-    )
-
-
 def config_maker(recipe: Values) -> MakeConfig:
-    """The function that makes each strategy's configuration: the recipe's own where it gives one, else the built-in."""
+    """Return the function that makes each strategy's configuration: the recipe's own if it has one, or the built-in."""
 
     def make(strategy: Strategy, batch_size: int, grad_accum: int) -> Config:
         config = base_config(strategy, batch_size, grad_accum)
@@ -405,16 +370,16 @@ def config_maker(recipe: Values) -> MakeConfig:
 
 
 def recipe_of(options: Options, make_config: MakeConfig, rows: list[Strategy]) -> Data:
-    """The values of the recipe that runs what these Options and this function of a script run.
+    """Return the recipe that runs what these Options and this function of a script run.
 
-    ``rows``: the strategies that the Options ask for. Sections that every reader wants to see are whole, of the others
-    only what differs from the defaults.
+    ``rows``: the strategies that the Options ask for. The usual sections are whole; the others have only what differs
+    from the defaults.
     """
     data: Data = {section: {} for section in Recipe.model_fields}
     for name, path in PATHS.items():
         section, _, key = path.partition(".")
         value = _json_value(getattr(options, name))
-        # What no flag gives is as a script has it anyway.
+        # Without a flag it has the script's value anyway.
         is_empty = value is None or value is False or value == [] or OPTIONS[name].flag is None
         if is_empty or (section not in _WHOLE_SECTIONS and value == _json_value(known_paths()[path])):
             continue
@@ -432,36 +397,30 @@ def recipe_of(options: Options, make_config: MakeConfig, rows: list[Strategy]) -
         data["training"]["seq_len"] = "auto"
     if options.family == "offload" and options.nvme_path is not None and "nvme" not in options.strategies:
         data["configurations"]["strategies"].append("nvme")
-    inline = dict(_edited_configurations(options, make_config, rows))
+    # The configurations of a script whose function was edited, without the batch keys that it did not change. torch's
+    # engines do not follow the function.
+    inline = {}
+    for strategy in (row for row in rows if row.engine == "deepspeed"):
+        built_in = base_config(strategy, options.batch_size, options.grad_accum)
+        config = make_config(strategy, options.batch_size, options.grad_accum)
+        if config != built_in:
+            same = [key for key in BATCH_KEYS if config.get(key) == built_in[key]]
+            written = deepspeed_config.json_values(config)
+            inline[strategy.name] = {key: value for key, value in written.items() if key not in same}
     changes = reduce(deepspeed_config.merge, options.config_changes)
     data["configurations"] |= {key: value for key, value in (("inline", inline), ("deepspeed", changes)) if value}
     return {section: values for section, values in data.items() if values}
 
 
 def _json_value(value: Any) -> Any:
-    """A value of Options as a recipe has it: paths are absolute, since the recipe may be anywhere."""
+    """Return a value of Options as a recipe has it; paths are absolute, since the recipe may be anywhere."""
     if isinstance(value, tuple):
         return [_json_value(item) for item in value]
     return str(value.absolute()) if isinstance(value, Path) else value
 
 
-def _edited_configurations(
-    options: Options, make_config: MakeConfig, rows: list[Strategy]
-) -> Iterator[tuple[str, Config]]:
-    """The configurations of a script whose function was edited, without the batch keys that it did not change."""
-    for strategy in rows:
-        if strategy.engine != "deepspeed":  # torch's engines do not follow the function
-            continue
-        built_in = base_config(strategy, options.batch_size, options.grad_accum)
-        config = make_config(strategy, options.batch_size, options.grad_accum)
-        if config != built_in:
-            config = deepspeed_config.json_values(config)
-            same = [key for key in BATCH_KEYS if config.get(key) == built_in[key]]
-            yield strategy.name, {key: value for key, value in config.items() if key not in same}
-
-
 def yaml_text(data: Data) -> str:
-    """A recipe as YAML that ``recipe_file.parse_recipe`` reads back to the same values."""
+    """Return a recipe as YAML that ``recipe_file.parse_recipe`` reads back to the same values."""
     return str(
         yaml.dump(data, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=100, allow_unicode=True)
     )
@@ -484,7 +443,7 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456
 
 
 def recipe_schema() -> Data:
-    """The JSON Schema of a recipe's file, for editors, with lists in the sections that may be swept, and ``sweep``."""
+    """Return the JSON Schema of a recipe's file, with lists in the sections that may be swept, and ``sweep``."""
     schema = Recipe.model_json_schema()
     for path in filter(can_be_swept, known_paths()):
         section, _, key = path.partition(".")

@@ -1,8 +1,8 @@
 """Reads the text of a recipe: YAML as plain values, with the line of each key.
 
-Of YAML only what a recipe needs is read. Anchors and aliases, tags, several documents and keys given twice are refused,
-as is a file that is too large or nested too deeply, so that a short file cannot become a huge value. Plain scalars are
-read as YAML 1.2 does: ``1e-4`` is a number, and ``no`` and ``on`` are texts.
+Of YAML only what a recipe needs is read, so that a short file cannot become a huge value: anchors and aliases, tags,
+several documents, keys given twice, and large or deeply nested files are refused. Plain scalars follow YAML 1.2:
+``1e-4`` is a number, and ``no`` and ``on`` are texts.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -35,10 +35,10 @@ Data = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeText:
-    """The values of a recipe as they were written, before any of them is checked."""
+    """The values of a recipe as written, before any of them is checked."""
 
     name: str
-    """The file, for messages; empty for a recipe without a file."""
+    """The file, for messages; empty without a file."""
     folder: Path
     """Its folder, to which paths in the recipe are relative."""
     data: Data
@@ -46,10 +46,7 @@ class RecipeText:
     """Path of each key and list item → its line, from 1."""
 
     def place(self, path: KeyPath) -> str:
-        """``recipe.yaml, line 4: `` for a key path, or for the nearest block around it; empty where no line is known.
-
-        Continues with the message of an error.
-        """
+        """``recipe.yaml, line 4: `` for a key path, or for the nearest block around it; empty if no line is known."""
         while path and path not in self.lines:
             path = path[:-1]
         line = f", line {self.lines[path]}" if path else ""
@@ -57,7 +54,7 @@ class RecipeText:
 
 
 def read_recipe(path: Path) -> RecipeText:
-    """Reads a recipe. Raises UsageError with the file and the line."""
+    """Read a recipe. Raises UsageError with the file and the line."""
     try:
         text = files.read_text(path, LARGEST_FILE_BYTES)
     except OSError as error:
@@ -68,10 +65,10 @@ def read_recipe(path: Path) -> RecipeText:
 
 
 def parse_recipe(text: str, name: str = "", folder: Path = Path()) -> RecipeText:
-    """Reads the text of a recipe. ``name``: for messages. Raises UsageError with the line."""
-    reader = _Reader(name)
+    """Read the text of a recipe. ``name``: for messages. Raises UsageError with the line."""
+    lines: dict[KeyPath, int] = {}
     try:
-        data = reader.read(text)
+        data = _read_yaml(text, name, lines)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark else ""
@@ -81,26 +78,26 @@ def parse_recipe(text: str, name: str = "", folder: Path = Path()) -> RecipeText
     if not isinstance(data, dict):
         what = "is empty" if data is None else "holds no keys"
         raise UsageError(f"{name} {what}", remedy=f"write sections such as model: and training:; {_REMEDY}")
-    return RecipeText(name=name, folder=folder, data=data, lines=reader.lines)
+    return RecipeText(name=name, folder=folder, data=data, lines=lines)
 
 
 def parse_setting(text: str) -> tuple[KeyPath, Any]:
-    """Reads ``training.seq_len=2048``: a key path and a value as a recipe has it. Raises UsageError."""
+    """Read ``training.seq_len=2048``: a key path and a value. Raises UsageError."""
     path, separator, value = text.partition("=")
     names = tuple(path.split("."))
     if not separator or not all(names) or len(names) > MOST_LEVELS:
         raise UsageError(f"--set {text[:60]!r} is not key.path=value", remedy="e.g. --set training.seq_len=2048")
     try:
-        return names, _Reader(f"--set {path}").read(value, names)
+        return names, _read_yaml(value, f"--set {path}", {}, names)
     except (yaml.YAMLError, RecursionError):
         remedy = "give a number, a text, true, false, null, or a list [1024, 2048]"
         raise UsageError(f"--set {text[:60]!r} has a value that is not YAML", remedy=remedy) from None
 
 
 def with_value(text: RecipeText, path: KeyPath, value: Any) -> RecipeText:
-    """The recipe with another value at a key path, which then has no line any more. Raises UsageError.
+    """Return the recipe with another value at a key path, in place of a list that the sweep has for it.
 
-    A list that the sweep has for this path is dropped.
+    Raises UsageError.
     """
     data = copy.deepcopy(text.data)
     block: Any = data
@@ -111,85 +108,71 @@ def with_value(text: RecipeText, path: KeyPath, value: Any) -> RecipeText:
         raise UsageError(problem, remedy=_REMEDY)
     block[path[-1]] = value
     sweep = data.get("sweep")
-    matrix = sweep.get("matrix") if isinstance(sweep, dict) else None
-    if isinstance(matrix, dict):
+    if isinstance(sweep, dict) and isinstance(matrix := sweep.get("matrix"), dict):
         matrix.pop(".".join(map(str, path)), None)
     return replace(text, data=data, lines={key: line for key, line in text.lines.items() if key[: len(path)] != path})
 
 
-class _Reader:
-    """Builds the values of one document from the events of the YAML parser."""
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Refuses what a recipe does not need at its event, before an alias multiplies anything."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self.lines: dict[KeyPath, int] = {}
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(text)
+        self._recipe, self._depth = name, 0
 
-    def read(self, text: str, path: KeyPath = ()) -> Any:
-        """The value of a document. ``path``: where the recipe has it."""
-        # Events and not values: they have lines, and an anchor is refused before an alias multiplies anything.
-        events = self._checked(yaml.parse(text, Loader=yaml.SafeLoader))
-        first = next(events, None)
-        value = None if first is None else self._value(first, events, path)
-        if next(events, None) is not None:
-            raise UsageError(f"{self._name} holds several documents (---)", remedy="keep one")
-        return value
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or event.anchor:
+            _refuse(self._recipe, event, "anchors and aliases (& and *) are not read", "write the value out")
+        if event.tag not in (None, "!"):
+            _refuse(self._recipe, event, f"the tag {event.tag} is not read", "write the value without it")
+        if self._depth == MOST_LEVELS and not isinstance(event, yaml.ScalarEvent):
+            _refuse(self._recipe, event, f"nested deeper than {MOST_LEVELS} levels", _REMEDY)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
-    def _checked(self, events: Iterator[Any]) -> Iterator[Any]:
-        """The events of nodes; refuses those of YAML's features that a recipe must not use."""
-        depth = 0
-        for event in events:
-            if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-                self._refuse(event, "anchors and aliases (& and *) are not read", "write the value out")
-            tag = getattr(event, "tag", None)
-            if tag not in (None, "!"):
-                self._refuse(event, f"the tag {tag} is not read", "write the value alone")
-            if isinstance(event, (yaml.CollectionStartEvent, yaml.CollectionEndEvent)):
-                depth += 1 if isinstance(event, yaml.CollectionStartEvent) else -1
-                if depth > MOST_LEVELS:
-                    self._refuse(event, f"nested deeper than {MOST_LEVELS} levels", _REMEDY)
-            if isinstance(event, (yaml.NodeEvent, yaml.CollectionEndEvent)):
-                yield event
 
-    def _refuse(self, event: Any, problem: str, remedy: str) -> None:
-        raise UsageError(f"{self._name}, line {event.start_mark.line + 1}: {problem}", remedy=remedy)
+def _refuse(name: str, place: Any, problem: str, remedy: str) -> NoReturn:
+    raise UsageError(f"{name}, line {place.start_mark.line + 1}: {problem}", remedy=remedy)
 
-    def _value(self, event: Any, events: Iterator[Any], path: KeyPath) -> Any:
-        if isinstance(event, yaml.ScalarEvent):
-            return self._scalar(event, path)
-        if isinstance(event, yaml.SequenceStartEvent):
-            return self._items(events, path)
-        return self._mapping(events, path)
 
-    def _items(self, events: Iterator[Any], path: KeyPath) -> list[Any]:
-        items: list[Any] = []
-        while not isinstance(event := next(events), yaml.SequenceEndEvent):
-            self.lines[*path, len(items)] = event.start_mark.line + 1
-            items.append(self._value(event, events, (*path, len(items))))
-        return items
+def _read_yaml(text: str, name: str, lines: dict[KeyPath, int], path: KeyPath = ()) -> Any:
+    """Return the value of a document, and fill in ``lines``. ``path``: its place in the recipe."""
 
-    def _mapping(self, events: Iterator[Any], path: KeyPath) -> Data:
+    def value_of(node: Any, path: KeyPath) -> Any:
+        if isinstance(node, yaml.ScalarNode):
+            return _scalar(name, node, path)
+        if isinstance(node, yaml.SequenceNode):
+            for number, item in enumerate(node.value):
+                lines[*path, number] = item.start_mark.line + 1
+            return [value_of(item, (*path, number)) for number, item in enumerate(node.value)]
         values: Data = {}
-        while not isinstance(event := next(events), yaml.MappingEndEvent):
-            if not isinstance(event, yaml.ScalarEvent):
-                self._refuse(event, "a key must be a word", _REMEDY)
-            key = event.value
-            if key in values:
-                first = self.lines[*path, key]
-                self._refuse(event, f"{key!r} is given twice, first in line {first}", "keep one of them")
-            self.lines[*path, key] = event.start_mark.line + 1
-            values[key] = self._value(next(events), events, (*path, key))
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                _refuse(name, key, "a key must be a word", _REMEDY)
+            if key.value in values:
+                first = lines[*path, key.value]
+                _refuse(name, key, f"{key.value!r} is given twice, first in line {first}", "keep one of them")
+            lines[*path, key.value] = key.start_mark.line + 1
+            values[key.value] = value_of(value, (*path, key.value))
         return values
 
-    def _scalar(self, event: Any, path: KeyPath) -> Any:
-        text: str = event.value
-        if event.style is not None:  # quoted, or a block of text
-            return text
-        if text.lower() in _WORDS:
-            return _WORDS[text.lower()]
-        if not FLOAT.fullmatch(text) and not _INTEGER.fullmatch(text):
-            return text
-        if len(text) > _MOST_DIGITS or not math.isfinite(number := float(text)):
-            self._refuse(event, f"{text[:20]}… is no number that a recipe can use", "give a smaller one")
-        if _INTEGER.fullmatch(text):
-            return int(text)
-        return text if path[:1] == ("axes",) else number  # rows of axes are named after the text: 1e8
+    node = yaml.compose(text, Loader=partial(_Loader, name))
+    return None if node is None else value_of(node, path)
+
+
+def _scalar(name: str, node: Any, path: KeyPath) -> Any:
+    text: str = node.value
+    if node.style is not None:  # quoted, or a block of text
+        return text
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    if not FLOAT.fullmatch(text) and not _INTEGER.fullmatch(text):
+        return text
+    if len(text) > _MOST_DIGITS or not math.isfinite(number := float(text)):
+        _refuse(name, node, f"{text[:20]}… is not a number that a recipe can use", "give a smaller one")
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    return text if path[:1] == ("axes",) else number  # rows of axes are named after the text: 1e8
