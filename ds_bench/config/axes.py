@@ -179,11 +179,11 @@ def small_sizes(hidden_size: int) -> dict[str, int]:
 
 
 def _buffers(value: Value, row: RowFacts) -> Setting:
-    sizes = DEFAULT_SIZES
-    if value != "default":
-        sizes_of = small_sizes if value == "small_buffers" else trainer_sizes
-        sizes = sizes_of(_known(row.hidden_size, "hidden size"))
-    return Setting(config={"zero_optimization": sizes_for(sizes, row.stage, row.offload_param)})
+    sizes = {"default": lambda _: DEFAULT_SIZES, "small_buffers": small_sizes, "trainer_auto": trainer_sizes}
+    hidden_size = 0 if value == "default" else _known(row.hidden_size, "hidden size")
+    return Setting(
+        config={"zero_optimization": sizes_for(sizes[str(value)](hidden_size), row.stage, row.offload_param)}
+    )
 
 
 def _size_or_auto(key: str) -> Compute:

@@ -25,9 +25,8 @@ MAX_ROWS = 64
 """Most rows of a comparison."""
 # float() would also take nan, inf and 1_000.
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
-# Only for remedies: other spellings of a switch are refused.
+# For remedies only: other spellings of a switch are refused.
 _TRUTHS = {"on": "true", "yes": "true", "1": "true", "off": "false", "no": "false", "0": "false"}
-_LIST = f"{invocation.command('axes')} lists them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,15 +57,15 @@ AxisValues = tuple[AxisValue, ...]
 
 def read_axes(texts: Sequence[str]) -> tuple[AxisValues, ...]:
     """Read the texts of ``--axis``, ``NAME=V1,V2…``: the values of each axis, in order. Raises UsageError."""
-    axes: dict[str, list[str]] = {}
+    axes: dict[str, AxisValues] = {}
     for text in texts:
-        name, separator, values = text.partition("=")
-        if not separator or not values.strip():
+        name, separator, values = (part.strip() for part in text.partition("="))
+        if not separator or not values:
             raise UsageError(f"--axis {text!r} is not NAME=V1,V2,…", remedy="e.g. --axis overlap_comm=true,false")
-        if name.strip() in axes:
-            raise UsageError(f"--axis {name.strip()} is given twice", remedy="give all its values in one --axis")
-        axes[name.strip()] = [value.strip() for value in values.split(",")]
-    return tuple(read_values(name, values) for name, values in axes.items())
+        if name in axes:
+            raise UsageError(f"--axis {name} is given twice", remedy="give all its values in one --axis")
+        axes[name] = read_values(name, [value.strip() for value in values.split(",")])
+    return tuple(axes.values())
 
 
 def read_values(name: str, texts: Sequence[str]) -> AxisValues:
@@ -91,21 +90,20 @@ def find_axis(name: str) -> Axis:
     by_spelling = {key.rpartition(".")[2]: axis.name for axis in AXES.values() for key in axis.keys if key != "bf16"}
     by_spelling |= {axis: axis for axis in AXES}
     near = difflib.get_close_matches(name, by_spelling, n=1)
-    raise UsageError(f"unknown axis {name!r}", remedy=f"did you mean {by_spelling[near[0]]}?" if near else _LIST)
+    remedy = f"did you mean {by_spelling[near[0]]}?" if near else f"{invocation.command('axes')} lists them"
+    raise UsageError(f"unknown axis {name!r}", remedy=remedy)
 
 
 def _read_value(axis: Axis, text: str) -> Value:
-    """Reads one value. Raises UsageError."""
     if axis.switch and text.lower() in ("true", "false"):
         return text.lower() == "true"
     if text in axis.values:
         return text
     if axis.numbers is not None and _NUMBER.fullmatch(text):
         number, bounds = float(text), axis.numbers
-        fits = bounds.least <= number <= bounds.most and not (bounds.whole and number != math.floor(number))
-        if fits:
-            return int(number) if bounds.whole else number
-        raise UsageError(f"--axis {axis.name}: {text} is out of range", remedy=f"give {describe_values(axis)}")
+        if not bounds.least <= number <= bounds.most or (bounds.whole and number != math.floor(number)):
+            raise UsageError(f"--axis {axis.name}: {text} is out of range", remedy=f"give {describe_values(axis)}")
+        return int(number) if bounds.whole else number
     near = [_TRUTHS[text.lower()]] if axis.switch and text.lower() in _TRUTHS else []
     near += difflib.get_close_matches(text.lower(), axis.values, n=1)
     remedy = f"did you mean {near[0]}?" if near else f"give {describe_values(axis)}"
@@ -118,20 +116,17 @@ def describe_values(axis: Axis) -> str:
     if axis.numbers is not None:
         kind = "a whole number" if axis.numbers.whole else "a number"
         parts.append(f"{kind} from {axis.numbers.least:g} to {axis.numbers.most:g}")
-    names = ", ".join(axis.values[:-1]) + (" or " if len(axis.values) > 1 else "") + "".join(axis.values[-1:])
-    return ", or ".join(filter(None, [*parts, names]))
+    if axis.values:
+        parts.append(" or ".join(filter(None, [", ".join(axis.values[:-1]), axis.values[-1]])))
+    return ", or ".join(parts)
 
 
 def acts(axis: Axis, layout: Layout) -> bool:
     """Return whether an axis changes anything in rows of this layout."""
-    devices = (layout.offload_optimizer, layout.offload_param)
-    needed = {
-        None: True,
-        "optimizer": layout.offload_optimizer is not None,
-        "optimizer or parameters": any(devices),
-        "nvme": layout.offload_optimizer == "nvme",
-    }[axis.offload]
-    return needed and layout.stage in axis.stages and layout.engine in axis.engines
+    optimizer, param = layout.offload_optimizer, layout.offload_param
+    needed = {"optimizer": optimizer, "optimizer or parameters": optimizer or param, "nvme": optimizer == "nvme"}
+    offloads = axis.offload is None or needed[axis.offload]
+    return bool(offloads) and layout.stage in axis.stages and layout.engine in axis.engines
 
 
 def describe_rows(axis: Axis) -> str:
@@ -152,8 +147,7 @@ def combinations(selected: Sequence[AxisValues], layout: Layout) -> list[AxisVal
 
     ``selected``: the values of each axis.
     """
-    acting = [values for values in selected if acts(values[0].axis, layout)]
-    return list(itertools.product(*acting))
+    return list(itertools.product(*(values for values in selected if acts(values[0].axis, layout))))
 
 
 def idle_axes(selected: Sequence[AxisValues], layouts: Mapping[str, Layout]) -> list[str]:
@@ -191,7 +185,7 @@ def row_label(base: str, values: AxisValues) -> str:
 
 
 def split_name(name: str) -> tuple[str, AxisValues]:
-    """The inverse of :func:`row_name`. Return a name that no axes made unchanged, without values."""
+    """The inverse of :func:`row_name`. Return a name without axes unchanged, and no values."""
     base, *parts = name.split("+")
     try:
         return base, tuple(read_values(axis, [value])[0] for axis, _, value in (part.partition("=") for part in parts))
@@ -208,29 +202,33 @@ def setting_of(values: AxisValues, facts: RowFacts) -> Setting:
     setters: list[tuple[str, Any, AxisValue]] = []
     for value in sorted(values, key=lambda each: list(AXES).index(each.axis_name)):
         setting = _setting(value, replace(facts, grad_accum=total.workload.get("grad_accum", facts.grad_accum)))
-        for path, set_to in (
-            *paths_of(setting.config),
-            *((f"workload {name}", field) for name, field in setting.workload.items()),
-            *((f"variable {name}", text) for name, text in setting.variables.items()),
-        ):
+        others = {"workload": setting.workload, "variable": setting.variables}
+        for path, set_to in paths_of({**setting.config, **{kind: each for kind, each in others.items() if each}}):
             for other_path, other_set_to, other in setters:
                 agree = other is value or (path, set_to) == (other_path, other_set_to)
                 if not agree and _overlap(path, other_path):
                     problem = f"--axis {other} and --axis {value} contradict each other"
                     raise UsageError(problem, remedy=f"both set {path}")
             setters.append((path, set_to, value))
+        first, second = total.requires, setting.requires
         total = Setting(
             # merge keeps None, which is to remove a key of the row's configuration; overlay would drop it.
             config=merge(total.config, setting.config),
             workload={**total.workload, **setting.workload},
             variables={**total.variables, **setting.variables},
-            requires=_both(total.requires, setting.requires),
+            requires=Requirements(
+                ops=tuple(dict.fromkeys((*first.ops, *second.ops))),
+                accelerator=first.accelerator or second.accelerator,
+                min_ranks=max(first.min_ranks, second.min_ranks),
+                min_nodes=max(first.min_nodes, second.min_nodes),
+                reason=first.reason or second.reason,
+            ),
         )
     return total
 
 
 def _setting(value: AxisValue, facts: RowFacts) -> Setting:
-    """What one value sets, with what it needs."""
+    """Return what one value sets, with what it needs."""
     axis = value.axis
     try:
         if axis.compute is not None:
@@ -238,8 +236,8 @@ def _setting(value: AxisValue, facts: RowFacts) -> Setting:
         elif isinstance(value.value, str) and value.value in axis.settings:
             setting = axis.settings[value.value]
         else:
-            # Keys of an offload block are set only where the row has it: get() gives "" for names of other blocks, and
-            # None for a block that the row lacks.
+            # Keys of an offload block are set only in rows that have it: get() returns "" for names of other blocks,
+            # and None for a block that the row lacks.
             blocks = {"offload_optimizer": facts.offload_optimizer, "offload_param": facts.offload_param}
             keys = [path for path in axis.keys if all(blocks.get(name, "") is not None for name in path.split("."))]
             setting = Setting(
@@ -249,20 +247,10 @@ def _setting(value: AxisValue, facts: RowFacts) -> Setting:
             )
     except NotForThisRowError as error:
         raise UsageError(f"--axis {value} {error}", remedy="leave this value out") from None
-    requires = axis.requires.get(value.text, Requirements())
+    requires = axis.requires.get(value.text, setting.requires)
     if axis.cuda_only and value.text != axis.default:
         requires = replace(requires, accelerator="cuda", reason=axis.cuda_only)
-    return replace(setting, requires=_both(setting.requires, requires))
-
-
-def _both(first: Requirements, second: Requirements) -> Requirements:
-    return Requirements(
-        ops=tuple(dict.fromkeys((*first.ops, *second.ops))),
-        accelerator=first.accelerator or second.accelerator,
-        min_ranks=max(first.min_ranks, second.min_ranks),
-        min_nodes=max(first.min_nodes, second.min_nodes),
-        reason=first.reason or second.reason,
-    )
+    return replace(setting, requires=requires)
 
 
 def _overlap(path: str, other: str) -> bool:
