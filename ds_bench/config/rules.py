@@ -14,9 +14,9 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 from . import deepspeed_keys
-from .axes import AXES, OPTIMIZER, PARAM, ZERO
+from .axes import AXES, OPTIMIZER, PARAM, ZERO, Axis
 from .deepspeed_config import AUTO, nested, overlay
-from .spec import Accelerator, Placement, Workload, gpu_precisions
+from .spec import Accelerator, Placement, Precision, Workload, gpu_precisions
 
 Level = Literal["error", "warning", "hint"]
 RowUse = Literal["refusal", "caveat", "ignored"]
@@ -74,7 +74,6 @@ class Case:
         return isinstance(self.value(path), Mapping)
 
     def block(self, path: str) -> Mapping[str, Any]:
-        """Return the block at a path; empty if there is none."""
         value = self.value(path)
         return value if isinstance(value, Mapping) else {}
 
@@ -85,7 +84,6 @@ class Case:
 
     @property
     def accelerator(self) -> Accelerator | None:
-        """Accelerator of the row; None if there is no row."""
         return None if self.placement is None else self.placement.accelerator
 
     @property
@@ -101,9 +99,9 @@ class Case:
 
     @property
     def has_cpu_optimizer(self) -> bool:
-        """Whether DeepSpeed replaces the optimizer by its CPU version where it is offloaded, at any stage.
+        """Whether DeepSpeed replaces an offloaded optimizer by its CPU version.
 
-        True too if the training script gives one, since Trainer and Accelerate then pass DeepSpeed's.
+        Also true if the training script gives one, since Trainer and Accelerate then pass DeepSpeed's.
         """
         return self.optimizer in ("", *_CPU_OPTIMIZERS) and not self.is_on("optimizer.params.torch_adam")
 
@@ -119,7 +117,6 @@ class Case:
 
     @property
     def ranks(self) -> int | None:
-        """Ranks of the job; None if unknown."""
         return self.placement.num_gpus if self.placement else self.num_gpus
 
 
@@ -153,7 +150,6 @@ class Rule:
     """What DeepSpeed reads in place of an ignored value; None: the key has no effect."""
 
     def reason_for(self, case: Case) -> str:
-        """Return the reason with the configuration's own values."""
         values = {name: getattr(case, name) for name in ("stage", "optimizer", "precision", "accelerator", "ranks")}
         return self.reason.format(**values)
 
@@ -201,17 +197,16 @@ def _deepcompiles(case: Case) -> bool:
     return case.is_on("compile.deepcompile")
 
 
-def _lacks_precision(precision: str) -> When:
-    def when(case: Case) -> bool:
-        here = case.placement
-        return here is not None and case.is_on(f"{precision}.enabled") and precision not in here.supported_precisions
+def _lacks_precision(precision: Precision) -> When:
+    return lambda case: (
+        case.placement is not None
+        and case.is_on(f"{precision}.enabled")
+        and precision not in case.placement.supported_precisions
+    )
 
-    return when
 
-
-def _is_for_gpus(name: str) -> When:
+def _is_for_gpus(axis: Axis) -> When:
     """On the CPU accelerator. A row of the axis itself is refused for its value, before this."""
-    axis = AXES[name]
     return lambda case: case.accelerator == "cpu" and case.is_on(axis.keys[0]) and case.stage in axis.stages
 
 
@@ -246,8 +241,7 @@ def _uses_zenflow(case: Case) -> bool:
 
 
 def _needs_gradient_norm(case: Case) -> bool:
-    clips = case.number("gradient_clipping", 1.0) > 0
-    needed = clips or case.offload("optimizer") is not None or _uses_zenflow(case)
+    needed = case.number("gradient_clipping", 1.0) > 0 or case.offload("optimizer") is not None or _uses_zenflow(case)
     return case.stage in (1, 2) and _skips_gradient_norm(case) and needed
 
 
@@ -268,16 +262,12 @@ def _has_wrong_intervals(case: Case) -> bool:
 
 
 def _not_in(path: str, *allowed: str) -> When:
-    def when(case: Case) -> bool:
-        value = case.value(path)
-        return isinstance(value, str) and value.lower() not in map(str.lower, allowed)
-
-    return when
+    known = [name.lower() for name in allowed]
+    return lambda case: isinstance(value := case.value(path), str) and value.lower() not in known
 
 
 def _has_wrong_patterns(case: Case) -> bool:
-    block = case.block("data_types")
-    value = block.get("keep_in_fp32_modules", AUTO)
+    value = case.block("data_types").get("keep_in_fp32_modules", AUTO)
     return value != AUTO and not (isinstance(value, list) and all(isinstance(each, str) for each in value))
 
 
@@ -285,20 +275,19 @@ def _not_a_count(path: str, least: float) -> When:
     return lambda case: isinstance(case.value(path), str) or case.number(path, least) < least
 
 
-def _wrong_in_dynamic_scaling(name: str) -> When:
-    def when(case: Case) -> bool:
-        is_dynamic = case.is_on("fp16.enabled") and case.number("fp16.loss_scale", 0) == 0
-        return isinstance(case.value(f"fp16.{name}"), bool) or (is_dynamic and case.number(f"fp16.{name}", 1) <= 0)
-
-    return when
+def _wrong_in_dynamic_scaling(path: str) -> When:
+    return lambda case: (
+        isinstance(case.value(path), bool)
+        or (case.is_on("fp16.enabled") and case.number("fp16.loss_scale", 0) == 0 and case.number(path, 1) <= 0)
+    )
 
 
 def _leaves_memory_open(kind: Literal["optimizer", "param"], *stages: int) -> When:
-    def when(case: Case) -> bool:
-        block = case.block(f"{ZERO}offload_{kind}")
-        return case.stage in stages and case.offload(kind) is not None and "pin_memory" not in block
-
-    return when
+    return lambda case: (
+        case.stage in stages
+        and case.offload(kind) is not None
+        and "pin_memory" not in case.block(f"{ZERO}offload_{kind}")
+    )
 
 
 def _parameters_on_nvme(case: Case) -> bool:
@@ -308,6 +297,7 @@ def _parameters_on_nvme(case: Case) -> bool:
 _CONFIG, _ENGINE, _STAGE_3 = "runtime/config.py", "runtime/engine.py", "runtime/zero/stage3.py"
 _ZENFLOW, _ZENFLOW_CONFIG = "runtime/zenflow/engine.py", "runtime/zenflow/zenflow_config.py"
 _WRITER, _PRECISION = "runtime/model_checkpointing/config.py", "runtime/precision_config.py"
+_IN_16_BIT: tuple[Precision, ...] = ("bf16", "fp16")
 _COMMS_LOGGER = "comms_logger: its mere presence makes every collective synchronous"
 _AUTOCAST_FORMATS = (
     *(prefix + name for name in ("float16", "float32", "bfloat16", "int8") for prefix in ("", "torch.")),
@@ -355,7 +345,7 @@ _REFUSED_IN_ROWS = (
     *(Rule(f"{precision}-unsupported", None, f"{precision}.enabled", row="refusal", when=_lacks_precision(precision),
            reason=f"{precision} is not supported on this {{accelerator}} device",
            remedy=f"use --precision fp32; for a file, --axis precision=fp32 or change its {precision} block")
-      for precision in ("bf16", "fp16")),
+      for precision in _IN_16_BIT),
     Rule("bf16-on-an-older-gpu", "warning", "bf16.enabled",
          when=lambda case: case.is_on("bf16.enabled") and "bf16" not in gpu_precisions(case.compute_capability),
          reason="this machine's GPUs are older than Ampere (A100, RTX 30) and have no bf16 units",
@@ -383,7 +373,7 @@ _REFUSED_IN_ROWS = (
          reason="sequence_parallel_size needs a model prepared for Ulysses",
          remedy="register the model with UlyssesSPAttentionHF, or let Trainer or Accelerate do it",
          source="runtime/sequence_parallel/ulysses_sp.py"),
-    *(Rule(f"{name}-without-cuda", None, AXES[name].keys[0], row="refusal", when=_is_for_gpus(name),
+    *(Rule(f"{name}-without-cuda", None, AXES[name].keys[0], row="refusal", when=_is_for_gpus(AXES[name]),
            reason=AXES[name].cuda_only, remedy="leave it out, or use GPUs")
       for name in ("qwz", "qgz", "superoffload")),
     Rule("expert-parallel-in-a-row", None, "expert_parallel", row="refusal",
@@ -524,7 +514,7 @@ _OF_FILES = (
          reason="without an update_interval ZenFlow sets gradient_accumulation_steps to 0; the loss became NaN "
                 "on two CPU ranks",
          remedy="give update_interval, with select_strategy and select_interval", source=_ZENFLOW),
-    *(Rule(f"fp16-{name.replace('_', '-')}", "error", f"fp16.{name}", when=_wrong_in_dynamic_scaling(name),
+    *(Rule(f"fp16-{name.replace('_', '-')}", "error", f"fp16.{name}", when=_wrong_in_dynamic_scaling(f"fp16.{name}"),
            reason="must be a whole number above 0 if the loss scale is dynamic", remedy="give one, or remove it",
            source=_PRECISION)
       for name in ("loss_scale_window", "min_loss_scale")),
