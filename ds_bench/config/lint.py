@@ -1,8 +1,8 @@
 """Finds what is wrong, ineffective or left open in a DeepSpeed configuration, without DeepSpeed, torch or a GPU.
 
-Keys, types and defaults are generated from DeepSpeed (``deepspeed_keys``); other facts come from ``rules``. An error
-is what DeepSpeed refuses, when it reads the configuration or later; a warning is what it ignores or does differently
-from what the file says; a hint is what the reader may want to know.
+Keys, types and defaults are generated from DeepSpeed (``deepspeed_keys``); other facts come from ``rules``. DeepSpeed
+refuses an error, when it reads the configuration or later. It ignores a warning, or does something other than the file
+says. A hint is worth knowing.
 """
 
 from __future__ import annotations
@@ -66,9 +66,14 @@ def check_config(
     written = Case(config=config)
     renamed = {**config, "bf16": config["bfloat16"]} if "bfloat16" in config and config.get("bf16") is None else config
     case = Case(config=renamed, num_gpus=num_gpus, model=model, compute_capability=compute_capability)
+    removed = "the feature was removed from DeepSpeed (0.19.7 or 0.19.8), which refuses the key"
     found = [
         *_unknown_top_level_keys(config),
-        *_removed_keys(written),
+        *(
+            Finding("removed-key", "error", path, removed, _REMOVED_REMEDIES.get(path, "remove it"), _CONFIG)
+            for path in sorted(deepspeed_keys.removed_keys())
+            if path.rpartition(".")[2] in (written.block(path.rpartition(".")[0]) if "." in path else config)
+        ),
         *_nested_findings(written),
         *_batch_findings(case),
         *_optimizer_findings(case),
@@ -80,15 +85,14 @@ def check_config(
     for rule in RULES:
         if rule.level and rule.path not in refused and rule.when(case):
             reason = rule.reason_for(case)
-            stops = rule.stops_when
-            found.append(Finding(rule.name, rule.level, rule.path, reason, rule.remedy, rule.source, stops_when=stops))
+            found.append(
+                Finding(rule.name, rule.level, rule.path, reason, rule.remedy, rule.source, None, rule.stops_when)
+            )
     found += [*_keys_without_reader(case), *_buffer_findings(case), *_automatic_values(config)]
-    reported = {finding.path for finding in found if finding.rule not in _UNKNOWN}
-    return [finding for finding in found if finding.rule not in _UNKNOWN or finding.path not in reported]
-
-
-_UNKNOWN = ("unknown-key", "ignored-key")
-"""Findings that say less than a rule about the same key."""
+    # Findings that say less than a rule about the same key are left out.
+    less = ("unknown-key", "ignored-key")
+    reported = {finding.path for finding in found if finding.rule not in less}
+    return [finding for finding in found if finding.rule not in less or finding.path not in reported]
 
 
 def refuse(config: Config, is_refused: Callable[[Finding], bool]) -> None:
@@ -102,7 +106,7 @@ def refuse(config: Config, is_refused: Callable[[Finding], bool]) -> None:
 
 
 _COMMON_NAMES = ("autotuning", "data_efficiency", "expert_parallel", "checkpoint.writer")
-"""Blocks with keys of such common names that a key of that name elsewhere was not meant for them."""
+"""Blocks whose keys have such common names that a misplaced key was not meant for them."""
 _MEANT = {
     "comms_config": "did you mean comms_logger?",
     "cuda_visible_devices": "set the environment variable CUDA_VISIBLE_DEVICES, or start with --include",
@@ -110,7 +114,7 @@ _MEANT = {
     "compile.backend": "give it to engine.compile()",
     "compile.disable": "remove it; nothing is compiled before engine.compile() is called",
 }
-"""What keys of public configurations were meant to do, if no key of DeepSpeed resembles them."""
+"""Intended settings of keys seen in public configurations that resemble no key of DeepSpeed."""
 _REMOVED_REMEDIES = {
     "amp": "use bf16, fp16 or torch_autocast",
     "curriculum_learning": "use data_efficiency.data_sampling.curriculum_learning",
@@ -121,7 +125,6 @@ _REMOVED_REMEDIES = {
 
 
 def _unknown_top_level_keys(config: Config) -> Iterator[Finding]:
-    """Keys that DeepSpeed ignores, those that resemble none of its keys in one finding."""
     strangers = []
     for key, value in config.items():
         if key in deepspeed_keys.top_level_keys() or key in deepspeed_keys.removed_keys():
@@ -158,16 +161,7 @@ def _blocks_with(key: str) -> list[str]:
     return [path for path in deepspeed_keys.blocks_with(key) if path not in _COMMON_NAMES]
 
 
-def _removed_keys(case: Case) -> Iterator[Finding]:
-    reason = "the feature was removed from DeepSpeed (0.19.7 or 0.19.8), which refuses the key"
-    for path in sorted(deepspeed_keys.removed_keys()):
-        parent, _, key = path.rpartition(".")
-        if key in (case.block(parent) if parent else case.config):
-            yield Finding("removed-key", "error", path, reason, _REMOVED_REMEDIES.get(path, "remove it"), _CONFIG)
-
-
 def _nested_findings(case: Case) -> Iterator[Finding]:
-    """Unknown keys, old names and wrong types, block by block."""
     for path, block in deepspeed_keys.blocks().items():
         values = case.block(path) if path else case.config
         source, known = block.get("source", _CONFIG), block["keys"]
@@ -182,7 +176,15 @@ def _nested_findings(case: Case) -> Iterator[Finding]:
             if value != AUTO and (problem := _type_problem(place, value, known[key])):
                 yield Finding("type", "error", place, *problem, source)
             elif "schema" not in known[key] and isinstance(value, str) and value != AUTO:
-                yield from _text_for_another_type(place, value, known[key]["default"], source)
+                default = known[key]["default"]
+                if isinstance(default, bool):
+                    reason = f"the text {_shown(value)} counts as true, since DeepSpeed does not convert it"
+                    remedy = "write true or false without quotes"
+                    yield Finding("text-as-switch", "warning", place, reason, remedy, source)
+                elif isinstance(default, (int, float)):
+                    reason = f"DeepSpeed does not convert the text {_shown(value)} to a number"
+                    remedy = "write the number without quotes"
+                    yield Finding("text-as-number", "warning", place, reason, remedy, source)
             if (same_as := known[key].get("same_as")) in values:
                 reason = f"DeepSpeed refuses {same_as} together with {key}, which is the same setting"
                 yield Finding("named-twice", "error", f"{path}.{same_as}", reason, "keep one", source)
@@ -227,13 +229,11 @@ def _old_name(
     return Finding("old-name", "warning", place, reason, f"write {example}", source)
 
 
-_JSON_TYPES: dict[type, str] = {bool: "boolean", int: "number", float: "number", str: "string", list: "list"}
-
-
 def _type_problem(place: str, value: object, entry: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Why DeepSpeed refuses the value for its type or limits, with the remedy; None if it takes it."""
+    """Return why DeepSpeed refuses the type or size of the value, with the remedy; None if it takes it."""
     if "accepts" in entry:
-        kind = "null" if value is None else _JSON_TYPES.get(type(value), "object")
+        names_of = {bool: "boolean", int: "number", float: "number", str: "string", list: "list", dict: "object"}
+        kind = names_of.get(type(value), "object" if isinstance(value, Mapping) else "null")
         if kind in entry["accepts"]:
             return None
         kinds = [each for each in entry["accepts"] if each != "boolean" or isinstance(entry["default"], bool)]
@@ -258,20 +258,11 @@ def _type_problem(place: str, value: object, entry: Mapping[str, Any]) -> tuple[
     return f"DeepSpeed refuses {_shown_without_secrets(place, value)}: {message[0].lower()}{message[1:]}", remedy
 
 
-def _text_for_another_type(place: str, value: str, default: object, source: str) -> Iterator[Finding]:
-    if isinstance(default, bool):
-        reason = f"the text {_shown(value)} counts as true, since DeepSpeed does not convert it"
-        yield Finding("text-as-switch", "warning", place, reason, "write true or false without quotes", source)
-    elif isinstance(default, (int, float)):
-        reason = f"DeepSpeed does not convert the text {_shown(value)} to a number"
-        yield Finding("text-as-number", "warning", place, reason, "write the number without quotes", source)
-
-
 # Batch sizes
 
 
 def _batch_findings(case: Case) -> Iterator[Finding]:
-    """Whether train_batch_size = micro-batch × accumulation × ranks can hold (``DeepSpeedConfig``)."""
+    """Check whether train_batch_size = micro-batch × accumulation × ranks can hold (``DeepSpeedConfig``)."""
     written = [case.config.get(key) for key in BATCH_KEYS]
     total, micro, accumulation = values = [case.value(key) for key in BATCH_KEYS]
     if not all(isinstance(value, (int, float, type(None))) for value in values):
@@ -309,10 +300,6 @@ def _batch_findings(case: Case) -> Iterator[Finding]:
 # Optimizer and scheduler
 
 
-_REMOVED_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam")
-_SUPPORTED_WITH_ZERO = ("adam", "adamw", "adagrad", "lion", "muon")
-
-
 def _stops(rule: str, path: str, reason: str, remedy: str, source: str = _ENGINE) -> Finding:
     return Finding(rule, "error", path, reason, remedy, source, stops_when=TRAINING_STARTS)
 
@@ -321,7 +308,7 @@ def _optimizer_findings(case: Case) -> Iterator[Finding]:
     name, known, path = case.value("optimizer.type"), deepspeed_keys.tables()["optimizers"], "optimizer.type"
     if not isinstance(name, str):
         return
-    if case.optimizer in _REMOVED_OPTIMIZERS:
+    if case.optimizer in ("onebitadam", "onebitlamb", "zerooneadam"):
         reason = f"{name} was removed in DeepSpeed 0.19.7"
         yield _stops("removed-optimizer", path, reason, "use AdamW, or DeepSpeed 0.19.6")
         return
@@ -332,8 +319,8 @@ def _optimizer_findings(case: Case) -> Iterator[Finding]:
         reason = f"neither DeepSpeed nor torch.optim has an optimizer {name!r}"
         yield _stops("unknown-optimizer", path, reason, f"did you mean {spellings[near]}?" if near else others)
         return
-    untested = case.stage in (1, 2, 3) and case.optimizer not in _SUPPORTED_WITH_ZERO
-    if untested and not case.is_on("zero_allow_untested_optimizer"):
+    tested = case.stage not in (1, 2, 3) or case.optimizer in ("adam", "adamw", "adagrad", "lion", "muon")
+    if not tested and not case.is_on("zero_allow_untested_optimizer"):
         remedy = "add zero_allow_untested_optimizer: true, or use AdamW"
         yield _stops("untested-optimizer", path, f"{name} is not tested with ZeRO", remedy)
     class_name, read_before = _optimizer_class(case, name)
@@ -343,14 +330,13 @@ def _optimizer_findings(case: Case) -> Iterator[Finding]:
 
 
 def _optimizer_class(case: Case, name: str) -> tuple[str | None, tuple[str, ...]]:
-    """The class that DeepSpeed makes (None if it takes any parameters), and the parameters that it reads itself."""
+    """Return the class that DeepSpeed makes (None if it takes any parameters), and the parameters it reads itself."""
     offloaded = case.offload("optimizer") is not None
     if case.optimizer in ("adam", "adamw"):
         on_cpu = "ZenFlowCPUAdam" if case.has_block(f"{ZERO}zenflow") else "DeepSpeedCPUAdam"
         own_adam = on_cpu if offloaded else "FusedAdam"
-        torch_adam = case.is_on("optimizer.params.torch_adam")
-        read_before = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
-        return "torch.optim.AdamW" if torch_adam else own_adam, read_before
+        used = "torch.optim.AdamW" if case.is_on("optimizer.params.torch_adam") else own_adam
+        return used, ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
     own = {
         "adagrad": "DeepSpeedCPUAdagrad" if offloaded else "torch.optim.Adagrad",
         "lion": "DeepSpeedCPULion" if offloaded else "FusedLion",
@@ -364,7 +350,6 @@ def _optimizer_class(case: Case, name: str) -> tuple[str | None, tuple[str, ...]
 def _argument_findings(
     block: str, maker: str, given: list[str], arguments: Mapping[str, Any], source: str
 ) -> Iterator[Finding]:
-    """Arguments that the class does not take, or needs."""
     takes = arguments["takes"]
     for key in given:
         if takes is not None and key not in takes:
@@ -398,34 +383,33 @@ def _scheduler_findings(case: Case) -> Iterator[Finding]:
 
 
 def _text_arguments(case: Case) -> Iterator[Finding]:
-    """Numbers given to the optimizer or the scheduler as text, which DeepSpeed passes on as it is."""
+    """Numbers of the optimizer or scheduler written as text, which DeepSpeed does not convert."""
+
+    def is_number(text: str) -> bool:
+        try:
+            float(text)
+        except ValueError:
+            return False
+        return True
+
     for block in ("optimizer", "scheduler"):
         for key, value in case.block(f"{block}.params").items():
             for text in value if isinstance(value, list) else [value]:
-                if isinstance(text, str) and text != AUTO and (key in ADAMW_PARAMETERS or _is_number(text)):
+                if isinstance(text, str) and text != AUTO and (key in ADAMW_PARAMETERS or is_number(text)):
                     reason, path = f"{_shown(text)} is text, not a number", f"{block}.params.{key}"
                     yield _stops("text-argument", path, reason, "write a number, without quotes")
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 # Settings that nothing reads, and buffers
 
 
-_DEAD_KEYS = ("disable_allgather", f"{ZERO}allgather_partitions")
 _TOLD_ELSEWHERE = ("stage", "offload_optimizer", "offload_param", "zenflow", "cpu_offload", "allgather_partitions")
-"""Keys of ``zero_optimization`` for which other findings say where they have no effect."""
+"""Keys of ``zero_optimization`` whose lack of effect other findings report."""
 
 
 def _keys_without_reader(case: Case) -> Iterator[Finding]:
     zero, stage = case.block("zero_optimization"), case.stage
-    for path in _DEAD_KEYS:
+    for path in ("disable_allgather", f"{ZERO}allgather_partitions"):
         if path in case.config or path.rpartition(".")[2] in zero:
             yield Finding("dead-key", "hint", path, "nothing in DeepSpeed 0.19.8 acts on it", "remove it", _ENGINE)
     known = deepspeed_keys.keys_of("zero_optimization").keys() - _TOLD_ELSEWHERE
@@ -440,7 +424,6 @@ def _keys_without_reader(case: Case) -> Iterator[Finding]:
 
 
 def _buffer_findings(case: Case) -> Iterator[Finding]:
-    """Buffers that are larger than the model."""
     model, stage = case.model, case.stage
     if model is None or stage is None or stage == 0:
         return
@@ -484,23 +467,26 @@ def _buffer_findings(case: Case) -> Iterator[Finding]:
 
 
 def _round_size(elements: float) -> str:
-    """A size of two digits at most, as a JSON number: ``120000000``."""
+    """Round a size down to two digits: ``120000000``."""
     digits = max(0, len(str(int(elements))) - 2)
     return str(int(elements) // 10**digits * 10**digits)
 
 
 # Automatic values
 
+_ANY_FACTS = TrainingFacts(num_gpus=1, precision="bf16", hidden_size=1)
+
 
 def _automatic_values(config: Config) -> Iterator[Finding]:
-    """What "auto" means to DeepSpeed, which does not know it."""
     automatic = []
     for path in paths_of_auto(config):
         parent, _, key = path.rpartition(".")
         block = deepspeed_keys.blocks().get(parent)
         if block is not None and block["keys"].get(key, {}).get("default") == AUTO:
             continue  # DeepSpeed's own value
-        if _is_unfilled(path):
+        read = parent not in deepspeed_keys.refusing_blocks() and (parent or key in deepspeed_keys.top_level_keys())
+        # The code that fills them in knows, so that one list of such keys is enough; any facts will do.
+        if read and any(paths_of_auto(fill_in(nested(path, AUTO), _ANY_FACTS).config)):
             reason = 'neither the Trainer nor Accelerate fills in "auto" here, and DeepSpeed takes it as text'
             yield Finding("unfilled-automatic-value", "warning", path, reason, "give a value", _CONFIG)
         else:
@@ -523,27 +509,16 @@ def _automatic_values(config: Config) -> Iterator[Finding]:
     yield Finding("automatic-value", "hint", automatic[0], reason, remedy, "runtime/config_utils.py")
 
 
-def _is_unfilled(path: str) -> bool:
-    """Whether nothing replaces an "auto" at this path: not the Trainer, and not DeepSpeed by its default."""
-    parent, _, key = path.rpartition(".")
-    if parent in deepspeed_keys.refusing_blocks() or (not parent and key not in deepspeed_keys.top_level_keys()):
-        return False
-    # The code that fills them in knows, so that one list of such keys is enough; any facts will do.
-    facts = TrainingFacts(num_gpus=1, precision="bf16", hidden_size=1)
-    return any(paths_of_auto(fill_in(nested(path, AUTO), facts).config))
-
-
 # Texts
 
 
 def _shown(value: object) -> str:
-    """A value as JSON, cut to a length that fits a line."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "…"
 
 
 def _shown_without_secrets(place: str, value: object) -> str:
-    """A value as JSON without possible credentials: findings go into logs and annotations that others read."""
+    """Return a value as JSON without credentials, since others read the findings in logs and annotations."""
     if isinstance(value, (int, float)):
         return REDACTED if looks_secret(place, str(value)) else _shown(value)
     return _shown(redacted_config({place: value})[place])
