@@ -44,28 +44,19 @@ class TrainingFacts:
     num_gpus: int
     precision: Precision
     hidden_size: int | None
-    """The model's, as the Trainer finds it (``hidden_size`` of its config); None if the config has none."""
+    """``hidden_size`` of the model's config; None if it has none."""
     training_steps: int = 1
     """Optimizer steps of the training, over which a scheduler runs."""
     arguments: Mapping[str, float] = field(default_factory=dict)
-    """TrainingArguments in the user's file; the others have :data:`TRAINING_DEFAULTS`."""
+    """TrainingArguments in the user's file, over :data:`TRAINING_DEFAULTS`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resolution:
-    """A configuration without "auto", and the values in its place."""
+def resolve(config: Mapping[str, Any], facts: TrainingFacts) -> tuple[Config, dict[str, Any]]:
+    """Replace every "auto" of a configuration. Raises UsageError for one that nothing replaces.
 
-    config: Config
-    values: dict[str, Any]
-    """Path of the key → value of the Trainer, in the order of its code."""
-    left_to_deepspeed: tuple[str, ...] = ()
-    """Paths of keys that the Trainer does not fill in, so that DeepSpeed takes its default; they are removed."""
-
-
-def resolve(config: Mapping[str, Any], facts: TrainingFacts) -> Resolution:
-    """Replace every "auto" of a configuration. Raises UsageError for one that nothing replaces."""
-    resolution = fill_in(config, facts)
-    resolved, left = resolution.config, []
+    Return the configuration, and path → value of each replaced key; None if DeepSpeed takes its default.
+    """
+    resolved, values = fill_in(config, facts)
     for path in list(paths_of_auto(resolved)):
         parent, _, key = path.rpartition(".")
         # In the blocks that it checks with pydantic DeepSpeed drops "auto" and takes its default
@@ -75,35 +66,31 @@ def resolve(config: Mapping[str, Any], facts: TrainingFacts) -> Resolution:
             raise UsageError(problem, remedy="give a value")
         if (block := _block_at(resolved, parent)) is not None:
             del block[key]
-            left.append(path)
+            values[path] = None
     # Enables the precision of a configuration whose "auto" named only the other 16-bit format, as Accelerate does:
     # {"fp16": {"enabled": "auto"}} alone would train fp32 if bf16 is asked for.
     automatic = any(block_of(config, name).get("enabled") == AUTO for name in ("bf16", "fp16"))
     if automatic and facts.precision != "fp32":
         resolved.setdefault(facts.precision, {"enabled": True})
-    return Resolution(config=resolved, values=resolution.values, left_to_deepspeed=tuple(left))
+    return resolved, values
 
 
-def fill_in(config: Mapping[str, Any], facts: TrainingFacts) -> Resolution:
+def fill_in(config: Mapping[str, Any], facts: TrainingFacts) -> tuple[Config, dict[str, Any]]:
     """Replace the "auto" that the Trainer replaces, and leave any other.
 
-    Raises UsageError if the model has no hidden size that the Trainer knows.
+    Return the configuration, and path → value of each replaced key, in the order of the Trainer's code. Raises
+    UsageError if the model has no hidden size that the Trainer knows.
     """
-    filled, values = copy.deepcopy(dict(config)), {}
-    for path, value in _trainer_values(filled, facts).items():
-        parent, _, key = path.rpartition(".")
-        block = _block_at(filled, parent)
-        if block is not None and block.get(key) == AUTO:
-            block[key] = values[path] = value
-    return Resolution(config=filled, values=values)
-
-
-def _trainer_values(config: Mapping[str, Any], facts: TrainingFacts) -> dict[str, Any]:
-    """Path → value for every key that the Trainer fills in, in the order of its code."""
+    zero, sizes = block_of(config, "zero_optimization"), trainer_sizes(facts.hidden_size or 0)
+    asked = [key for key in sizes if zero.get(key) == AUTO]
+    if asked and facts.hidden_size is None:
+        problem = f'zero_optimization.{asked[0]} is "auto", which the Trainer computes from the model\'s hidden_size'
+        remedy = f'give whole numbers instead of "auto" for {", ".join(asked)}'
+        raise UsageError(f"{problem}, and this model has none", remedy=remedy)
     arguments = {**TRAINING_DEFAULTS, **facts.arguments}
     rate, warmup = arguments["learning_rate"], arguments["warmup_steps"]
     steps = int(arguments.get("max_steps", 0)) or facts.training_steps
-    return {
+    trainer = {
         "train_micro_batch_size_per_gpu": facts.batch_size,
         "gradient_accumulation_steps": facts.grad_accum,
         "train_batch_size": facts.num_gpus * facts.batch_size * facts.grad_accum,
@@ -116,27 +103,20 @@ def _trainer_values(config: Mapping[str, Any], facts: TrainingFacts) -> dict[str
         "scheduler.params.warmup_max_lr": rate,
         "fp16.enabled": facts.precision == "fp16",
         "bf16.enabled": facts.precision == "bf16",
-        **_hidden_size_values(config, facts.hidden_size),
+        # The Trainer fills in the sizes of stage 3 only at stage 3, wherever the parameters are.
+        **{f"zero_optimization.{key}": size for key, size in sizes_for(sizes, zero.get("stage", 0), None).items()},
         "scheduler.params.total_num_steps": steps,
         # At least 1, as DeepSpeed's warm-up schedulers refuse 0 (runtime/lr_schedules.py).
         # A value below 1 is a fraction of the steps (TrainingArguments.get_warmup_steps).
         "scheduler.params.warmup_num_steps": max(1, int(warmup) if warmup >= 1 else math.ceil(steps * warmup)),
     }
-
-
-def _hidden_size_values(config: Mapping[str, Any], hidden_size: int | None) -> dict[str, int]:
-    zero = block_of(config, "zero_optimization")
-    sizes = trainer_sizes(hidden_size or 0)
-    asked = [key for key in sizes if zero.get(key) == AUTO]
-    if not asked:
-        return {}
-    if hidden_size is None:
-        problem = f'zero_optimization.{asked[0]} is "auto", which the Trainer computes from the model\'s hidden_size'
-        remedy = f'give whole numbers instead of "auto" for {", ".join(asked)}'
-        raise UsageError(f"{problem}, and this model has none", remedy=remedy)
-    # The Trainer fills in the sizes of stage 3 only at stage 3, wherever the parameters are.
-    acting = sizes_for(sizes, zero.get("stage", 0), None)
-    return {f"zero_optimization.{key}": size for key, size in acting.items()}
+    filled, values = copy.deepcopy(dict(config)), {}
+    for path, value in trainer.items():
+        parent, _, key = path.rpartition(".")
+        block = _block_at(filled, parent)
+        if block is not None and block.get(key) == AUTO:
+            block[key] = values[path] = value
+    return filled, values
 
 
 def trainer_sizes(hidden_size: int) -> dict[str, int]:

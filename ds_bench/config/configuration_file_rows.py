@@ -1,7 +1,7 @@
 """Makes the configuration of a row from a file of ``--configs``, at a micro-batch.
 
 The file decides everything but the batch: stage, offload, optimizer, scheduler and precision. What would reach beyond
-the comparison is not taken from a file: folders, and monitors that write or send data.
+the comparison is left out: folders, and monitors that write or send data.
 
 Sources: DeepSpeed 0.19.8, ``runtime/config.py``, ``runtime/zero/config.py``, ``monitor/config.py``.
 """
@@ -33,8 +33,7 @@ class FileRowMaker:
     """Makes the configurations of files for one workload on one placement."""
 
     facts: TrainingFacts
-    """Facts of the workload; a row that differs says so in its ``workload_changes``. A file without a precision is
-    trained in that of the facts."""
+    """Facts of the workload. A file without a precision is trained in theirs."""
     keep_batch: bool = False
     """Whether the batch keys of a file decide."""
     change: Callable[[Config], Config] = lambda config: config
@@ -93,7 +92,7 @@ class FileRowMaker:
     def _resolve(
         self, file: ConfigurationFile, micro: int, accumulation: int
     ) -> tuple[Config, dict[str, Any], list[str]]:
-        """The configuration with its "auto" resolved, the resolved values, and caveats. Raises UsageError."""
+        """Return the configuration with its "auto" resolved, the resolved values, and caveats. Raises UsageError."""
         written = json_values(self.change(copy.deepcopy(dict(file.config))))
         if written.get("optimizer") != file.config.get("optimizer"):  # the flags' optimizer, which may be any
             written.setdefault("zero_allow_untested_optimizer", True)
@@ -111,30 +110,38 @@ class FileRowMaker:
         facts = replace(
             self.facts, batch_size=micro, grad_accum=accumulation, precision=precision, arguments=file.arguments
         )
-        resolution = resolve({key: value for key, value in written.items() if key in known}, facts)
+        resolved, values = resolve({key: value for key, value in written.items() if key in known}, facts)
         # complete_config computes the total batch, for the number of ranks of the run.
-        config = {key: value for key, value in resolution.config.items() if key != "train_batch_size"}
+        config = {key: value for key, value in resolved.items() if key != "train_batch_size"}
         config |= {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation}
-        # After "auto" is resolved, as DeepSpeed sees it, and before spellings are replaced, since DeepSpeed refuses one
-        # setting under two names.
-        _check_values(config)
+        # What DeepSpeed refuses: after "auto" is resolved, as DeepSpeed sees it, and before spellings are replaced,
+        # since it refuses one setting under two names.
+        lint.refuse(config, lambda finding: finding.level == "error" and finding.rule not in _DECIDED_FOR_THE_ROW)
+        optimizer = config.get("optimizer", {"type": "AdamW"})
+        if not isinstance(optimizer.get("type"), str):
+            raise UsageError("optimizer has no type", remedy="correct the file")
+        if not isinstance(params := optimizer.get("params") or {}, dict):
+            raise UsageError(f"optimizer.params is {params!r}, not a block", remedy="correct the file")
         config = as_deepspeed_reads_it(config)
         left_out = [f"{format_names(unknown)}, which DeepSpeed does not know"] if unknown else []
         side_effects = _remove_side_effects(config)
         caveats = _complete_precision(config, file, facts.precision, self.facts.precision)
         if "optimizer" not in config:
-            config["optimizer"] = _missing_optimizer(file)
-            rate = config["optimizer"]["params"]["lr"]
-            caveats.append(f"its file has no optimizer: AdamW of learning rate {rate:g}")
+            params = dict(deepspeed_config.ADAMW_PARAMETERS)
+            if file.kind == "trainer":
+                given = {**TRAINING_DEFAULTS, **file.arguments}
+                params = {"lr": given["learning_rate"], "betas": [given["adam_beta1"], given["adam_beta2"]]}
+                params |= {"eps": given["adam_epsilon"], "weight_decay": given["weight_decay"]}
+            config["optimizer"] = {"type": "AdamW", "params": params}
+            caveats.append(f"its file has no optimizer: AdamW of learning rate {params['lr']:g}")
         config, ignored = without_ignored(config)  # of the completed one, as some rules ask for the optimizer
         if left_out := [*left_out, *ignored, *side_effects]:
             caveats.insert(0, f"left out of the copy that runs: {'; '.join(left_out)}")
-        return config, {**resolution.values, **dict.fromkeys(resolution.left_to_deepspeed)}, caveats
+        return config, values, caveats
 
 
 def batch_of_file(file: ConfigurationFile, num_gpus: int, batch_size: int, grad_accum: int) -> tuple[int, int]:
-    """Return the micro-batch and accumulation of a file as DeepSpeed computes them; the given ones if it has none, or
-    "auto".
+    """Return the micro-batch and accumulation of a file as DeepSpeed computes them, or else the given ones.
 
     Raises UsageError if its keys contradict each other or the number of GPUs.
     """
@@ -143,9 +150,8 @@ def batch_of_file(file: ConfigurationFile, num_gpus: int, batch_size: int, grad_
     total = _batch_value(file.config, BATCH_KEYS[0])
     if total not in (None, micro * accumulation * ranks):
         problem = f"train_batch_size {total} is not {micro} × {accumulation} × {ranks} data-parallel ranks"
-        raise UsageError(
-            f"{problem}, and DeepSpeed refuses that", remedy="use another --num-gpus, or leave --keep-batch out"
-        )
+        remedy = "use another --num-gpus, or leave --keep-batch out"
+        raise UsageError(f"{problem}, and DeepSpeed refuses that", remedy=remedy)
     return micro, accumulation
 
 
@@ -155,7 +161,7 @@ def gives_accumulation(file: ConfigurationFile, num_gpus: int) -> bool:
 
 
 def _own_batch(file: ConfigurationFile, num_gpus: int) -> tuple[int | None, int | None, int]:
-    """The micro-batch and the accumulation of a file (None or 0 if it has none), and the data-parallel ranks."""
+    """Return micro-batch and accumulation of a file (None or 0 if it has none), and the data-parallel ranks."""
     ranks = max(1, num_gpus // deepspeed_config.sequence_parallel_size(file.config))
     total, micro, accumulation = (_batch_value(file.config, key) for key in BATCH_KEYS)
     micro = micro or file.batch_arguments.get("per_device_train_batch_size")
@@ -183,21 +189,11 @@ def _batch_value(config: Mapping[str, Any], key: str) -> int | None:
 
 
 def has_other_batch(file: ConfigurationFile, num_gpus: int, batch_size: int, grad_accum: int) -> bool:
-    """Return whether the batch keys of a file ask for another batch than this one, or contradict it."""
+    """Return whether the batch keys of a file give another batch, or contradict each other."""
     try:
         return batch_of_file(file, num_gpus, batch_size, grad_accum) != (batch_size, grad_accum)
     except UsageError:
         return True
-
-
-def _check_values(config: Config) -> None:
-    """Raise UsageError for what DeepSpeed refuses (``lint``), and for an optimizer without a type or a block."""
-    lint.refuse(config, lambda finding: finding.level == "error" and finding.rule not in _DECIDED_FOR_THE_ROW)
-    optimizer = config.get("optimizer", {"type": "AdamW"})
-    if not isinstance(optimizer.get("type"), str):
-        raise UsageError("optimizer has no type", remedy="correct the file")
-    if not isinstance(params := optimizer.get("params") or {}, dict):
-        raise UsageError(f"optimizer.params is {params!r}, not a block", remedy="correct the file")
 
 
 def as_deepspeed_reads_it(config: Mapping[str, Any]) -> Config:
@@ -221,7 +217,7 @@ def as_deepspeed_reads_it(config: Mapping[str, Any]) -> Config:
 
 
 def _remove_side_effects(config: Config) -> list[str]:
-    """Remove what would write to folders that the file names, or send data. Return what was removed."""
+    """Remove what would write to other folders or send data. Return what was removed."""
     removed = []
     for name in _MONITORS:
         if isinstance(block := config.pop(name, None), Mapping) and block.get("enabled"):
@@ -251,13 +247,3 @@ def _complete_precision(config: Config, file: ConfigurationFile, wanted: str, us
     config[wanted] = {"enabled": True}
     unnamed = f"its file names no precision: trained in {wanted}, not in DeepSpeed's fp32"
     return [unnamed] if file.precision is None else []
-
-
-def _missing_optimizer(file: ConfigurationFile) -> Config:
-    """Return the AdamW of a file without optimizer: from the Trainer's arguments, else as in every other row."""
-    if file.kind != "trainer":
-        return {"type": "AdamW", "params": dict(deepspeed_config.ADAMW_PARAMETERS)}
-    given = {**TRAINING_DEFAULTS, **file.arguments}
-    betas = [given["adam_beta1"], given["adam_beta2"]]
-    rest = {"eps": given["adam_epsilon"], "weight_decay": given["weight_decay"]}
-    return {"type": "AdamW", "params": {"lr": given["learning_rate"], "betas": betas, **rest}}

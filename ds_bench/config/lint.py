@@ -486,7 +486,7 @@ def _automatic_values(config: Config) -> Iterator[Finding]:
             continue  # DeepSpeed's own value
         read = parent not in deepspeed_keys.refusing_blocks() and (parent or key in deepspeed_keys.top_level_keys())
         # The code that fills them in knows, so that one list of such keys is enough; any facts will do.
-        if read and any(paths_of_auto(fill_in(nested(path, AUTO), _ANY_FACTS).config)):
+        if read and any(paths_of_auto(fill_in(nested(path, AUTO), _ANY_FACTS)[0])):
             reason = 'neither the Trainer nor Accelerate fills in "auto" here, and DeepSpeed takes it as text'
             yield Finding("unfilled-automatic-value", "warning", path, reason, "give a value", _CONFIG)
         else:

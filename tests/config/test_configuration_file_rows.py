@@ -269,7 +269,7 @@ def test_auto_becomes_what_the_trainer_makes_of_it() -> None:
     ]
     *answers, refused = ask_trainer([*cases, (ALL_AUTO, without)])
     for (config, case), answer in zip(cases, answers, strict=True):
-        assert automatic_values.fill_in(config, case).config == answer
+        assert automatic_values.fill_in(config, case)[0] == answer
     assert "hidden_size" in refused["error"]
     with pytest.raises(UsageError, match="hidden_size"):
         automatic_values.resolve(ALL_AUTO, without)
@@ -277,11 +277,11 @@ def test_auto_becomes_what_the_trainer_makes_of_it() -> None:
 
 
 def test_nothing_is_left_of_auto_and_every_value_is_recorded() -> None:
-    resolution = automatic_values.resolve(STAGE_2, facts())
-    assert not list(paths_of_auto(resolution.config))
-    assert {*resolution.values, *resolution.left_to_deepspeed} == set(paths_of_auto(STAGE_2))
-    assert resolution.left_to_deepspeed[-1] == "zero_optimization.stage3_max_live_parameters"
-    assert automatic_values.resolve(ODD, facts()).config == ODD
+    config, values = automatic_values.resolve(STAGE_2, facts())
+    assert not list(paths_of_auto(config))
+    assert values.keys() == set(paths_of_auto(STAGE_2))
+    assert [path for path, value in values.items() if value is None][-1].endswith(".stage3_max_live_parameters")
+    assert automatic_values.resolve(ODD, facts())[0] == ODD
     for path in ("steps_per_print", "optimizer.params.momentum", "aio.block_size"):
         with pytest.raises(UsageError, match=path):
             automatic_values.resolve(nested(path, "auto"), facts())
@@ -295,7 +295,7 @@ def test_auto_never_means_fp32_silently() -> None:
         ({"fp16": {"enabled": "auto"}}, "fp32", set()),
         ({"fp16": {"enabled": False}}, "bf16", set()),
     ):
-        config = automatic_values.resolve(written, facts(precision)).config
+        config = automatic_values.resolve(written, facts(precision))[0]
         assert {name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled")} == trained
 
 

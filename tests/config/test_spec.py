@@ -18,43 +18,29 @@ from ds_bench.records.json_files import InvalidValueError
 from tests.support import fakes
 
 
-def test_a_workload_without_work_is_refused_by_the_name_of_its_field(subtests: pytest.Subtests) -> None:
-    for name, value in product(("batch_size", "seq_length", "grad_accum", "num_steps"), (0, -1)):
-        with subtests.test(name, value=value), pytest.raises(ValueError, match=f"{name} is {value}: must be 1 or more"):
+def test_impossible_values_are_refused_by_the_name_of_their_field(subtests: pytest.Subtests) -> None:
+    for name, value in (
+        *product(("batch_size", "seq_length", "grad_accum", "num_steps", "vocab_size"), (0, -1)),
+        *(("warmup_steps", -1), ("model", ""), ("dropout", 1.0), ("attention", "flash")),
+    ):
+        with subtests.test(name, value=value), pytest.raises(ValueError, match=f"{name} is {value!r}: must"):
             fakes.workload(**{name: value})
-
-
-def test_no_warm_up_is_allowed_and_less_than_none_is_not() -> None:
     assert fakes.workload(warmup_steps=0).warmup_steps == 0
-    with pytest.raises(ValueError, match="warmup_steps"):
-        fakes.workload(warmup_steps=-1)
+    with pytest.raises(ValueError, match="num_gpus is 0"):
+        Placement(accelerator="cpu", num_gpus=0)
 
 
-def test_a_precision_nobody_trains_in_is_refused() -> None:
-    with pytest.raises(ValueError, match="precision is 'fp8'"):
-        fakes.workload(precision="fp8")
-
-
-def test_a_model_without_a_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="model"):
-        fakes.workload(model="")
-
-
-@pytest.mark.parametrize("stage", [-1, 4])
-def test_a_stage_that_zero_does_not_have_is_refused(stage: int) -> None:
-    with pytest.raises(ValueError, match="stage"):
-        Strategy(name="x", label="X", stage=stage)
+def test_a_stored_name_that_a_field_does_not_have_is_refused(subtests: pytest.Subtests) -> None:
+    stored = everything().to_dict()
+    for part, name in (("workload", "precision"), ("workload", "loss"), ("placement", "accelerator")):
+        with subtests.test(name), pytest.raises(InvalidValueError, match=name):
+            json_files.build(Trial, {**stored, part: {**stored[part], name: "fp8"}})
 
 
 @pytest.mark.parametrize("name", ["", "..", "/tmp/elsewhere", "a/b"])
 def test_a_trial_is_named_like_a_folder_and_leads_nowhere_else(name: str) -> None:
     with pytest.raises(ValueError, match="trial_id"):
         dataclasses.replace(fakes.trial(), trial_id=name)
-
-
-def test_a_placement_on_no_device_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_gpus is 0"):
-        Placement(accelerator="cpu", num_gpus=0)
 
 
 def test_a_strategy_uses_nvme_when_either_of_the_two_lies_there(subtests: pytest.Subtests) -> None:

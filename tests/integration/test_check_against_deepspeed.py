@@ -107,7 +107,7 @@ def test_key_by_key_on_values_of_every_type() -> None:
 
 def test_on_public_configurations_once_auto_is_filled_in() -> None:
     texts = {path.name: path.read_text(encoding="utf-8") for path in shared_files("real_configs", "*.json")}
-    filled = [(name, fill_in(parse_hjson(text), _FACTS).config) for name, text in texts.items()]
+    filled = [(name, fill_in(parse_hjson(text), _FACTS)[0]) for name, text in texts.items()]
     assert disagreements(filled) == []
 
 
@@ -126,7 +126,7 @@ def published() -> tuple[list[ConfigurationFile], list[str]]:
 
 def as_the_trainer_gives_it(file: ConfigurationFile) -> dict[str, Any]:
     batch = {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
-    return {**fill_in(file.config, _FACTS).config, **batch}
+    return {**fill_in(file.config, _FACTS)[0], **batch}
 
 
 def as_it_is_run(row: Configuration) -> dict[str, Any]:
