@@ -1,4 +1,4 @@
-"""Makes the plan of a run: from Options, the model, the placement, the configurations and the trials in order."""
+"""Makes the plan of a run: from Options to model, placement, configurations, and the trials in order."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from .prediction import trial_predictions
 from .prediction.model_profile import ModelProfile
 from .prediction.trial_predictions import MemoryCapacity, Unpredicted
 from .system.environment import Machine
-from .units import format_names
+from .units import format_items, format_names
 
 DEFAULT_SEQ_LENGTH = 512
 SHORTEST_SEQ_LENGTH = 16
@@ -50,8 +50,12 @@ SHORTEST_SEQ_LENGTH = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What is found out after the trials of a plan are known, and completes them."""
+    """What completes trials that have been made: the model, the machine, and how predictions are used."""
 
+    largest_parameter: int | None = None
+    """Elements of the model's largest parameter."""
+    skip_predicted_oom: bool = False
+    force: bool = False
     nvme_caveat: str | Caveat | None = None
     """Why the folder for NVMe offload is not a local NVMe disk."""
     lack_of_space: str | None = None
@@ -64,11 +68,46 @@ class RunFacts:
     """State of DeepSpeed's ops that the configurations need; empty before they are built."""
 
 
+def complete(trials: Sequence[Trial], facts: RunFacts) -> list[Trial]:
+    """Return the trials with what the facts say of each; a trial that is already complete stays as it is."""
+    return [_complete_trial(trial, facts) for trial in trials]
+
+
+def _complete_trial(trial: Trial, facts: RunFacts) -> Trial:
+    config, caveats, unsupported = trial.ds_config, trial.caveats, trial.unsupported
+    if trial.configuration.uses_nvme:
+        caveats = caveats if facts.nvme_caveat is None else (facts.nvme_caveat, *caveats)
+        unsupported = unsupported or facts.lack_of_space
+    fused = facts.op_states.get(ops.FUSED_ADAM)
+    if fused is not None and not fused.ready and not trial.configuration.is_reference:
+        config = deepspeed_config.complete_config(
+            config, trial.workload, trial.placement, torch_adam=True, largest_parameter=facts.largest_parameter
+        )
+        # Unchanged for DeepSpeedCPUAdam (offload), for optimizers other than Adam, and for torch's own.
+        if config["optimizer"] != trial.ds_config["optimizer"]:
+            caveats = (*caveats, Caveat(CaveatKind.TORCH_ADAM, {"reason": str(fused.reason)}))
+    for op in ops.needed_ops(trial.placement.accelerator, [trial.configuration]):
+        state = facts.op_states.get(op)
+        if state is not None and not state.ready:
+            name, remedy = op.removesuffix("Builder"), ops.remedy_of(state.reason)
+            unsupported = unsupported or f"DeepSpeed's {name} op is not available here: {state.reason}; {remedy}"
+    completed = replace(trial, ds_config=config, caveats=tuple(dict.fromkeys(caveats)), unsupported=unsupported)
+    if unsupported:
+        return replace(completed, prediction=None, skipped=None)
+    # Predictions come last, since they read the completed configuration: once, and again for another optimizer.
+    if facts.profile is None or (trial.prediction is not None and config == trial.ds_config):
+        return completed
+    (predicted,) = trial_predictions.attach_predictions(
+        [completed], facts.profile, facts.memory, skip=facts.skip_predicted_oom, force=facts.force
+    )
+    return replace(predicted, caveats=tuple(dict.fromkeys(predicted.caveats)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a run compares: model, placement and configurations, and the trials made of them, in order.
+    """One point of a run: model, placement and configurations, and the trials made of them, in order.
 
-    :func:`make_run_plan` makes it once. Later ``facts`` complete its trials.
+    :func:`make_run_plan` makes it once. Later facts complete its trials.
     """
 
     options: Options
@@ -85,64 +124,24 @@ class Plan:
     trials: Sequence[Trial]
     lines: Sequence[str] = ()
     """Notes on the rows for the user, one line each."""
-    facts: RunFacts = field(default_factory=RunFacts)
-    """Later findings."""
+    facts: RunFacts
 
     def with_facts(self, **found: Any) -> Plan:
-        """The plan completed by further fields of ``facts``."""
-        plan = replace(self, facts=replace(self.facts, **found))
-        return replace(plan, trials=plan.complete(self.trials))
-
-    def complete(self, trials: Sequence[Trial]) -> list[Trial]:
-        """The trials with what the facts say of each; those that are complete stay as they are.
-
-        Predictions come last: they read the completed configuration and leave out trials that cannot run.
-        """
-        facts, done = self.facts, []
-        for trial in trials:
-            now = trial
-            if trial.configuration.uses_nvme:
-                known = () if facts.nvme_caveat is None else (facts.nvme_caveat,)
-                caveats = tuple(dict.fromkeys([*known, *trial.caveats]))
-                now = replace(trial, caveats=caveats, unsupported=trial.unsupported or facts.lack_of_space)
-            now = with_op_states(now, facts.op_states, self.model.largest_parameter)
-            if now.unsupported:
-                now = replace(now, prediction=None, skipped=None)
-            # Predicted once, and again if it turned out to need another optimizer.
-            elif facts.profile is not None and (now.prediction is None or now.ds_config != trial.ds_config):
-                (now,) = trial_predictions.attach_predictions(
-                    [now],
-                    facts.profile,
-                    facts.memory,
-                    skip=self.options.skip_predicted_oom,
-                    force=self.options.force,
-                )
-                now = replace(now, caveats=tuple(dict.fromkeys(now.caveats)))
-            done.append(now)
-        return done
+        """Return the plan with further facts, and its trials completed by them."""
+        facts = replace(self.facts, **found)
+        return replace(self, facts=facts, trials=complete(self.trials, facts))
 
     def trials_of(self, configurations: Sequence[Configuration], *, predicted: bool = True) -> list[Trial]:
-        """Makes the trials of other configurations than the plan's own, completed as the plan's are."""
-        plan = self if predicted else replace(self, facts=replace(self.facts, profile=None))
-        return plan.complete(make_trials(self.options, self.model, self.placement, configurations))
-
-    def with_rows(self, indices: range) -> Plan:
-        """The plan with some of its rows, by their places; its trials keep their names."""
-        configurations = self.configurations[indices.start : indices.stop]
-        names = {each.name for each in configurations}
-        return replace(
-            self,
-            rows=self.rows[indices.start : indices.stop],
-            configurations=configurations,
-            trials=[trial for trial in self.trials if trial.configuration.name in names],
-        )
+        """Make the trials of other configurations than the plan's own, completed like the plan's."""
+        facts = self.facts if predicted else replace(self.facts, profile=None)
+        return complete(make_trials(self.options, self.model, self.placement, configurations), facts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """What a run compares: the plan of each point of its sweep, or one plan, all on one kind of accelerator.
+    """The plan of each point of a run's sweep, all on one kind of accelerator; without a sweep, one plan.
 
-    :meth:`of` makes it. The trials of all points have numbers of one sequence.
+    :meth:`of` makes it. The trials of all points are numbered in one sequence.
     """
 
     plans: Sequence[Plan]
@@ -151,53 +150,59 @@ class RunPlan:
 
     @classmethod
     def of(cls, plans: Sequence[Plan]) -> RunPlan:
-        """Joins plans; numbers their trials in the order in which they run."""
+        """Join plans, and number their trials in the order in which they run."""
         if len(plans) == 1:
             return cls(plans=plans)
         digits = len(str(sum(len(plan.trials) for plan in plans)))
         numbered: list[list[Trial]] = [[] for _ in plans]
-        # A trial's own number is that within its plan.
+        # The number in a trial's own name counts within its plan.
         for number, (index, trial) in enumerate(_in_rounds(plans)):
             name = trial.trial_id.partition("_")[2]
             numbered[index].append(replace(trial, trial_id=f"{number:0{digits}d}_{name}"))
         return cls(plans=[replace(plan, trials=trials) for plan, trials in zip(plans, numbered, strict=True)])
 
     def part(self, shard: Shard) -> RunPlan:
-        """The points or rows of one shard (:func:`config.shard.rows_of_shard`); trials keep the numbers of the plan.
+        """Return the points or rows of one shard (:func:`config.shard.rows_of_shard`); trials keep their numbers.
 
-        Raises UsageError where there are fewer rows than shards, and where rows of one point would be separated that
-        are to run at the largest micro-batch of all of them.
+        Raises UsageError if there are fewer rows than shards, or if the shard separates rows of one point that run at
+        their common largest micro-batch.
         """
-        selected = rows_of_shard([len(plan.rows) for plan in self.plans], shard)
-        kept = [(plan, own) for plan, own in zip(self.plans, selected, strict=True) if own]
-        notes = []
-        for plan, own in kept:
+        plans, notes = [], []
+        for plan, own in zip(self.plans, rows_of_shard([len(plan.rows) for plan in self.plans], shard), strict=True):
+            if not own:
+                continue
             if len(own) < len(plan.rows):
                 if plan.options.common_batch:
                     name, parts = plan.options.say("common_batch"), f"{shard.count} of {len(self.plans)}"
-                    problem = f"{name} with more shards than points ({parts})"
                     most = f"give {len(self.plans)} shards or fewer" if len(self.plans) > 1 else "leave --shard out"
-                    raise UsageError(problem, remedy=f"{most}: rows of one point must be probed together")
+                    raise UsageError(
+                        f"{name} with more shards than points ({parts})",
+                        remedy=f"{most}: rows of one point must be probed together",
+                    )
                 where = f" of {plan.options.point_text}" if plan.options.point_text else ""
                 notes.append(
                     f"shard {shard} has {len(own)} of the {len(plan.rows)} rows{where}: it recommends only among "
                     "these, and report reads all shards together"
                 )
-        plans = [plan.with_rows(own) for plan, own in kept]
+            configurations = plan.configurations[own.start : own.stop]
+            names = {each.name for each in configurations}
+            trials = [trial for trial in plan.trials if trial.configuration.name in names]
+            rows = plan.rows[own.start : own.stop]
+            plans.append(replace(plan, rows=rows, configurations=configurations, trials=trials))
         return replace(self, plans=plans, notes=notes)
 
-    def map(self, complete: Callable[[Plan], Plan]) -> RunPlan:
-        """The run with every plan completed by a further fact."""
-        return replace(self, plans=[complete(plan) for plan in self.plans])
+    def map(self, change: Callable[[Plan], Plan]) -> RunPlan:
+        """Return the run with every plan changed."""
+        return replace(self, plans=[change(plan) for plan in self.plans])
 
     @property
     def options(self) -> Options:
-        """Of the first point; all points have the same rows and output."""
+        """Options of the first point; all points have the same rows and output."""
         return self.plans[0].options
 
     @property
     def placement(self) -> Placement:
-        """The one with the most ranks; points differ only in number of ranks and limits of memory."""
+        """The placement with the most ranks; points differ only in number of ranks and limits of memory."""
         return max((plan.placement for plan in self.plans), key=lambda placement: placement.num_gpus)
 
     @property
@@ -217,11 +222,11 @@ class RunPlan:
 
 
 def _in_rounds(plans: Sequence[Plan]) -> Iterator[tuple[int, Trial]]:
-    """The trials of all plans, each with the index of its plan. Rows of a point follow each other in every round."""
+    """Yield the trials of all plans, each with the index of its plan. In a round, rows of a point stay together."""
     # make_trials makes a plan's trials repeat by repeat, as groupby needs them.
     rounds = [[list(trials) for _, trials in groupby(plan.trials, lambda trial: trial.repeat)] for plan in plans]
     for number in range(max(map(len, rounds))):
-        # Points run backwards in every other round, so that drift favours none.
+        # Points run backwards in every other round, so that drift favors none.
         indices = range(len(plans))
         for index in reversed(indices) if number % 2 else indices:
             for trial in rounds[index][number] if number < len(rounds[index]) else ():
@@ -229,10 +234,10 @@ def _in_rounds(plans: Sequence[Plan]) -> Iterator[tuple[int, Trial]]:
 
 
 def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: Machine) -> RunPlan:
-    """Makes the plan of each point of a run on this machine, without running anything.
+    """Make the plan of each point of a run on this machine, without running anything.
 
-    ``points`` differ in model, workload, number of ranks, limits of memory, and values of every DeepSpeed configuration
-    alone. Raises UsageError for everything that is wrong with the request.
+    ``points`` may differ in model, workload, number of ranks, limits of memory, and values of every DeepSpeed
+    configuration. Raises UsageError for anything that is wrong with the request.
     """
     first = points[0]
     if first.output_dir.exists() and not first.output_dir.is_dir():
@@ -240,12 +245,11 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
     first = with_files(first)
     points = [with_row_names(replace(each, files=first.files)) for each in points]
     first = points[0]
-    # Refuses before anything is looked up. The values of a point may decide which axes act in a row.
+    # Refused before anything is looked up. The values of a point may decide which axes act in a row.
     rows = [requested_rows(each) for each in points]
     lines = [*first.file_lines, *axis_notes(first)]
-    # All points have the same axes: further notes would repeat the first point's.
     for options in points[1:] if first.axes else ():
-        axis_notes(options)  # refuses
+        axis_notes(options)  # may refuse; the notes themselves would repeat the first point's
 
     @cache
     def find_placement(num_gpus: int | None, cpu_limit: float | None, gpu_limit: float | None) -> Placement:
@@ -254,16 +258,21 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
 
     placements = [find_placement(each.num_gpus, each.cpu_memory_limit, each.gpu_memory_limit) for each in points]
     placement = placements[0]
-    # The ranks to profile must exist at the point that has the fewest.
-    lines += _profile_lines(first, min(placements, key=lambda each: each.num_gpus))
+    if first.profiles:
+        # The ranks to profile must exist at the point that has the fewest.
+        ranks, greatest = min(each.num_gpus for each in placements), max(first.profile_ranks)
+        if greatest >= ranks:
+            problem = f"{first.say('profile_ranks')} {greatest}: the job has {format_items(ranks, 'rank')}"
+            raise UsageError(problem, remedy=f"give ranks from 0 to {ranks - 1}" if ranks > 1 else "leave it out")
+        if "nsys" in first.profiles and placement.accelerator == "cpu":
+            name = first.say("profiles")
+            lines.append(f"{name} nsys records GPUs: on the CPU accelerator its steps run without a window")
     variables = rank_environment.rank_environment(placement, machine.variables, inventory=machine.gpus)
 
     @cache
     def find_model(name: str, factory: bool, trust_remote_code: bool) -> ResolvedModel:
         return resolve_model(name, factory=factory, trust_remote_code=trust_remote_code, environment=variables)
 
-    # Points may share a file, of which up to 1 GB is read.
-    find_tokens = cache(read_token_file)
     models = [find_model(each.model, each.model_factory is not None, each.trust_remote_code) for each in points]
     # Modelling code is imported once, in the process from which ranks are forked.
     types = dict.fromkeys(model.model_type for model in models if model.model_type is not None)
@@ -275,28 +284,16 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
         folders, notes = scratch.temporary_folder_variables(machine.variables, variables["TORCH_EXTENSIONS_DIR"])
         variables |= folders
         lines += notes
+    # Points may share a file, of which up to 1 GB is read.
+    find_tokens = cache(read_token_file)
     plans = []
     for options, own_rows, model, on in zip(points, rows, models, placements, strict=True):
         if options.data is not None:
             options = replace(options, token_file=find_tokens(options.data, options.data_dtype))
         plans.append(_plan_of_point(options, own_rows, lines, model, on, make_config, variables))
-    # A shard is taken of the whole plan, so that all shards share its numbers of trials.
+    # A shard is taken from the whole plan, so that all shards share its numbers of trials.
     whole = RunPlan.of(plans)
     return whole if first.shard is None else whole.part(first.shard)
-
-
-def _profile_lines(options: Options, placement: Placement) -> list[str]:
-    """Notes on the profiles for the user. Raises UsageError for a rank that there is not."""
-    ranks = placement.num_gpus
-    if not options.profiles:
-        return []
-    if (greatest := max(options.profile_ranks)) >= ranks:
-        problem = f"{options.say('profile_ranks')} {greatest}: the job has {ranks} rank{'' if ranks == 1 else 's'}"
-        raise UsageError(problem, remedy=f"give ranks from 0 to {ranks - 1}" if ranks > 1 else "leave it out")
-    if "nsys" in options.profiles and placement.accelerator == "cpu":
-        name = options.say("profiles")
-        return [f"{name} nsys records GPUs: on the CPU accelerator its steps run, and its window is not opened"]
-    return []
 
 
 def _plan_of_point(
@@ -319,10 +316,31 @@ def _plan_of_point(
         configurations = [each for each in configurations if each.name not in equal]
         # Made again, as numbers and order of trials depend on which rows there are.
         trials = make_trials(options, model, placement, configurations)
-    # A file that DeepSpeed refuses is a row among the others; it is an error only where no row is left to run.
+    # A file that DeepSpeed refuses is a row among the others; it is an error only if no row is left to run.
     refusals = [f"--configs {each.name}: {each.refusal}" for each in configurations if each.refusal is not None]
     if refusals and len(refusals) == len(configurations):
         raise UsageError("; ".join(refusals[:3]), remedy=explain_files(options.configs))
+    size, accumulation = options.batch_size, options.grad_accum
+    files = {row.origin.name: row.origin for row in rows if isinstance(row.origin, ConfigurationFile)}
+    others = [name for name, file in files.items() if has_other_batch(file, placement.num_gpus, size, accumulation)]
+    if others and not options.keep_batch:
+        micro = f"{options.say('batch_size')} {'auto' if options.auto_batch else size}"
+        lines = [
+            *lines,
+            f"the batch keys of {format_names(others, 3)} yield to {micro} and {options.say('grad_accum')} "
+            f"{accumulation}; {options.say('keep_batch')} lets them rule",
+        ]
+    if (file := options.token_file) is not None:
+        length = trials[0].workload.seq_length
+        sequences, steps = file.tokens // length, options.warmup_steps + options.num_steps
+        needed = steps * size * accumulation * placement.num_gpus
+        # With --batch-size auto the batch is not known yet.
+        again = (
+            f"{options.data} has {sequences:,} sequences of {length} tokens, and a run trains on {needed:,}: it is "
+            "read several times"
+        )
+        is_short = needed > sequences and not options.auto_batch
+        lines = [*lines, *filter(None, [file.note, again if is_short else None])]
     return Plan(
         options=options,
         model=model,
@@ -332,48 +350,32 @@ def _plan_of_point(
         builder=builder,
         variables=variables,
         trials=trials,
-        lines=(
-            *lines,
-            *_batch_lines(options, placement, rows),
-            *_data_lines(options, placement, resolve_seq_length(options, model)),
-            *equal.values(),
+        lines=(*lines, *equal.values()),
+        facts=RunFacts(
+            largest_parameter=model.largest_parameter,
+            skip_predicted_oom=options.skip_predicted_oom,
+            force=options.force,
         ),
     )
 
 
 def _equal_rows(trials: Sequence[Trial]) -> dict[str, str]:
-    """Names of the rows of files and axes that would train exactly as an earlier row does, each with a line for the
-    user.
-    """
+    """Name each row of a file or an axis that would train exactly as an earlier row does, with a line for the user."""
     lines: dict[str, str] = {}
-    first: list[tuple[str, object]] = []
+    different: list[tuple[str, object]] = []
     """Label and work of each row that differs from all before it."""
     for trial in trials:
         row = trial.configuration
         # A refused row has a stand-in configuration, which other refused rows may have too.
         if trial.repeat or row.refusal is not None:
             continue
-        trains = (trial.ds_config, trial.workload, row.engine, row.variables)
-        same = next((label for label, other in first if other == trains), None)
+        work = (trial.ds_config, trial.workload, row.engine, row.variables)
+        same = next((label for label, other in different if other == work), None)
         if same is None:
-            first.append((row.label, trains))
+            different.append((row.label, work))
         elif row.source == "file" or row.axis_values:
             lines[row.name] = f"{row.name} trains exactly as {same} does and is left out"
     return lines
-
-
-def _batch_lines(options: Options, placement: Placement, rows: Sequence[RequestedRow]) -> list[str]:
-    """A line that names the files whose own batch keys are not used."""
-    if options.keep_batch:
-        return []
-    size, accumulation = options.batch_size, options.grad_accum
-    files = {row.origin.name: row.origin for row in rows if isinstance(row.origin, ConfigurationFile)}
-    names = [name for name, file in files.items() if has_other_batch(file, placement.num_gpus, size, accumulation)]
-    if not names:
-        return []
-    micro = f"{options.say('batch_size')} {'auto' if options.auto_batch else size}"
-    flags = f"{micro} and {options.say('grad_accum')} {accumulation}"
-    return [f"the batch keys of {format_names(names, 3)} yield to {flags}; {options.say('keep_batch')} lets them rule"]
 
 
 def require_known_ids(options: Options, model: ResolvedModel) -> None:
@@ -384,31 +386,15 @@ def require_known_ids(options: Options, model: ResolvedModel) -> None:
         raise UsageError(problem, remedy=f"give {own} or less")
     if options.token_file is not None:
         owner = f"the model {model.name}" if limit is None else options.say("vocab_size")
-        length = SHORTEST_SEQ_LENGTH if options.auto_seq else resolve_seq_length(options, model)
+        requested = SHORTEST_SEQ_LENGTH if options.auto_seq else options.seq_length
+        length = resolve_seq_length(requested, model, options.say("seq_length"))
         options.token_file.require_usable(limit or own, owner, length)
 
 
-def _data_lines(options: Options, placement: Placement, seq_length: int) -> list[str]:
-    """Notes on the file of token ids for the user."""
-    if options.token_file is None:
-        return []
-    lines = [] if options.token_file.note is None else [options.token_file.note]
-    sequences = options.token_file.tokens // seq_length
-    steps = options.warmup_steps + options.num_steps
-    needed = steps * options.batch_size * options.grad_accum * placement.num_gpus
-    # With --batch-size auto the batch is not known yet.
-    if needed > sequences and not options.auto_batch:
-        lines.append(
-            f"{options.data} has {sequences:,} sequences of {seq_length} tokens, and a run trains on {needed:,}: it is "
-            "read several times"
-        )
-    return lines
-
-
 def with_accumulation(options: Options, placement: Placement) -> Options:
-    """The options with the accumulation that follows from the global batch where every rank sees other data.
+    """Return the options with the accumulation that follows from the global batch if every rank has its own data.
 
-    :class:`ConfigurationBuilder` has that of each row, and refuses one that is not whole.
+    :class:`ConfigurationBuilder` computes that of each row, and refuses one that is not whole.
     """
     total = options.global_batch_size
     if total is None:
@@ -417,19 +403,6 @@ def with_accumulation(options: Options, placement: Placement) -> Options:
         problem = "training.global_batch_size with the axis grad_accum: accumulation follows from the global batch"
         raise UsageError(problem, remedy="leave one of them out; the axis micro_batch changes accumulation with it")
     return replace(options, grad_accum=max(1, total // (options.batch_size * placement.num_gpus)))
-
-
-def _accumulation(total: int, batch_size: int, ranks: int, label: str) -> int:
-    """Micro-batches per optimizer step for a global batch. Raises UsageError unless they are a whole number."""
-    per_pass = batch_size * ranks
-    if total % per_pass == 0:
-        return total // per_pass
-    below, above = total // per_pass * per_pass, (total // per_pass + 1) * per_pass
-    raise UsageError(
-        f"training.global_batch_size {total} is not a multiple of {batch_size} sequences × {ranks} data-parallel ranks "
-        f"in {label}, so that accumulation is not a whole number",
-        remedy=f"give {f'{below} or {above}' if below else above}, or another local_batch_size",
-    )
 
 
 @contextlib.contextmanager
@@ -444,13 +417,11 @@ def _as_usage_error() -> Iterator[None]:
         raise UsageError(problem, remedy="check --ds-config, --set and create_deepspeed_config") from None
 
 
-def resolve_seq_length(options: Options, model: ResolvedModel) -> int:
-    """Returns the requested sequence length, or the default for this model. Raises UsageError if it is too long."""
-    return seq_length_of(options.seq_length, model, options.say("seq_length"))
+def resolve_seq_length(requested: int | None, model: ResolvedModel, name: str = "--seq-length") -> int:
+    """Return the requested sequence length, or the model's default. ``name``: what the user calls it.
 
-
-def seq_length_of(requested: int | None, model: ResolvedModel, name: str = "--seq-length") -> int:
-    """As :func:`resolve_seq_length`. ``name``: what the user calls it."""
+    Raises UsageError if it is too long for the model.
+    """
     positions = model.max_positions
     if requested is None:
         return min(DEFAULT_SEQ_LENGTH, positions or DEFAULT_SEQ_LENGTH)
@@ -461,14 +432,15 @@ def seq_length_of(requested: int | None, model: ResolvedModel, name: str = "--se
 
 
 def make_workload(options: Options, model: ResolvedModel, placement: Placement) -> Workload:
-    """Makes the workload that all trials share."""
+    """Make the workload that all trials share."""
+    file = options.token_file
     return Workload(
         model=model.name,
         model_source=model.source,
         model_type=model.model_type,
         model_config=model.config,
         batch_size=options.batch_size,
-        seq_length=resolve_seq_length(options, model),
+        seq_length=resolve_seq_length(options.seq_length, model, options.say("seq_length")),
         grad_accum=options.grad_accum,
         num_steps=options.num_steps,
         warmup_steps=options.warmup_steps,
@@ -481,10 +453,10 @@ def make_workload(options: Options, model: ResolvedModel, placement: Placement) 
         data_workers=0 if options.data is not None and options.data_workers is None else options.data_workers,
         data_pin_memory=options.data_pin_memory,
         data_prefetch=options.data_prefetch,
-        data_path=None if options.token_file is None else str(options.token_file.path.absolute()),
-        data_dtype=None if options.token_file is None else options.token_file.dtype,
-        data_tokens=None if options.token_file is None else options.token_file.tokens,
-        data_digest=None if options.token_file is None else options.token_file.digest,
+        data_path=None if file is None else str(file.path.absolute()),
+        data_dtype=None if file is None else file.dtype,
+        data_tokens=None if file is None else file.tokens,
+        data_digest=None if file is None else file.digest,
         pass_type=options.pass_type,
         synchronized=options.synchronized,
     )
@@ -519,7 +491,7 @@ class RequestedRow:
 
 
 def with_files(options: Options) -> Options:
-    """The options with the configurations of ``--configs`` and of the recipe itself, read once. Raises UsageError."""
+    """Return the options with the configurations of ``--configs`` and of the recipe, read once. Raises UsageError."""
     if options.files is not None:
         return options
     files, lines = read_configuration_files(options.configs)
@@ -531,7 +503,7 @@ def with_files(options: Options) -> Options:
 
 
 def requested_rows(options: Options) -> list[RequestedRow]:
-    """Returns the rows to compare, in order: stages, strategies, then the files that were read (:func:`with_files`).
+    """Return the rows to compare, in order: stages, strategies, then the files that were read (:func:`with_files`).
 
     Each comes with every combination of the axes' values.
 
@@ -543,81 +515,10 @@ def requested_rows(options: Options) -> list[RequestedRow]:
         for row in _rows_without_axes(options)
         for values in axis_rows.combinations(options.axes, _layout(row, options))
     ]
-    # Of a recipe the trials of all points are limited instead (sweep.MOST_TRIALS).
+    # For a recipe, the trials of all points are limited instead (sweep.MOST_TRIALS).
     if options.axes and options.family != "recipe":
         axis_rows.require_few(len(rows))
     return rows
-
-
-def with_row_names(options: Options) -> Options:
-    """The options with the names of the rows that the user's texts mean, such as a stage's number.
-
-    Raises UsageError for a text that means no row.
-    """
-    names: dict[str, Any] = {}
-    rows = requested_rows(options)
-    for name in ("relative_to", "export"):
-        text = getattr(options, name)
-        if text is None:
-            continue
-        if (row := next((row for row in rows if row.matches(text)), None)) is None:
-            known = ", ".join(row.name for row in rows)
-            raise UsageError(f"{options.say(name)} {text}: no such row", remedy=f"one of {known}")
-        if name == "export" and row.engine != "deepspeed":
-            problem = (
-                f"{options.say(name)} {text}: {row.label} is torch's own engine, it has no DeepSpeed configuration"
-            )
-            raise UsageError(problem, remedy="export a row that DeepSpeed trains")
-        names[name] = row.name
-    return replace(options, **names)
-
-
-def axis_notes(options: Options) -> list[str]:
-    """Returns a note for each axis that is not varied in some rows. Raises UsageError for an axis that acts in none,
-    and for one that sets what a flag sets.
-    """
-    axis_rows.require_no_override(options.axes, "--ds-config", options.ds_config)
-    for changes in options.set:
-        axis_rows.require_no_override(options.axes, "--set", changes)
-    _require_no_flag_of_workload(options)
-    rows = _rows_without_axes(options)
-    return axis_rows.idle_axes(options.axes, {row.label: _layout(row, options) for row in rows})
-
-
-def _require_no_flag_of_workload(options: Options) -> None:
-    """Raises UsageError for an axis and the flag of the same setting."""
-    # A flag given with its default value looks like one not given.
-    given = {
-        "batch_size": options.auto_batch or options.batch_size != DEFAULT_BATCH_SIZE,
-        "grad_accum": options.grad_accum != 1,
-        "precision": options.precision != "auto",
-        "activation_checkpointing": options.activation_checkpointing,
-        "optimizer": options.optimizer is not None,
-        "data_workers": options.data_workers is not None,
-        "data_pin_memory": options.data_pin_memory,
-        "data_prefetch": options.data_prefetch != DEFAULT_PREFETCH,
-    }
-    other_names = {"micro_batch": "batch_size", "torch_autocast": "precision", "bf16_states": "precision"}
-    for axis in options.axis_names:
-        name = other_names.get(axis, axis)
-        if given.get(name) and not (axis == "bf16_states" and options.precision == "bf16"):
-            axis_name = f"--axis {axis}" if options.say("axes") == "--axis" else f"axes.{axis}"
-            raise UsageError(f"{axis_name} and {options.say(name)} set the same", remedy="leave one of them out")
-
-
-def _layout(row: RequestedRow, options: Options) -> Layout:
-    """What decides which axes act in a row: its stage and offload devices, with the changes of the flags."""
-    own = deepspeed_config.minimal_config(row.origin) if isinstance(row.origin, Strategy) else row.origin.config
-    config = deepspeed_config.apply_changes(own, *options.config_changes)
-    zero = config.get("zero_optimization")
-    # true is the old form of stage 1, which DeepSpeed still reads (runtime/zero/config.py).
-    stage = zero.get("stage", 0) if isinstance(zero, dict) else int(zero is True)
-    return Layout(
-        stage=stage if isinstance(stage, int) else 0,
-        offload_optimizer=offload_device(config, "offload_optimizer"),
-        offload_param=offload_device(config, "offload_param"),
-        engine=row.engine,
-    )
 
 
 def _rows_without_axes(options: Options) -> list[RequestedRow]:
@@ -639,6 +540,74 @@ def _rows_without_axes(options: Options) -> list[RequestedRow]:
             raise UsageError(problem, remedy="leave one of them out")
     origins: list[Strategy | ConfigurationFile] = [*found, *(options.files or ())]
     return [RequestedRow(origin=each) for each in origins]
+
+
+def _layout(row: RequestedRow, options: Options) -> Layout:
+    """Return what decides which axes act in a row: stage and offload devices, with the changes of the flags."""
+    own = deepspeed_config.minimal_config(row.origin) if isinstance(row.origin, Strategy) else row.origin.config
+    config = deepspeed_config.apply_changes(own, *options.config_changes)
+    zero = config.get("zero_optimization")
+    # true is the old form of stage 1, which DeepSpeed still reads (runtime/zero/config.py).
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else int(zero is True)
+    return Layout(
+        stage=stage if isinstance(stage, int) else 0,
+        offload_optimizer=offload_device(config, "offload_optimizer"),
+        offload_param=offload_device(config, "offload_param"),
+        engine=row.engine,
+    )
+
+
+def with_row_names(options: Options) -> Options:
+    """Return the options with names of rows in place of the user's texts for them, such as a stage's number.
+
+    Raises UsageError for a text that means no row.
+    """
+    names: dict[str, Any] = {}
+    rows = requested_rows(options)
+    for name in ("relative_to", "export"):
+        text = getattr(options, name)
+        if text is None:
+            continue
+        said = f"{options.say(name)} {text}"
+        if (row := next((row for row in rows if row.matches(text)), None)) is None:
+            raise UsageError(f"{said}: no such row", remedy=f"one of {', '.join(row.name for row in rows)}")
+        if name == "export" and row.engine != "deepspeed":
+            problem = f"{said}: {row.label} is torch's own engine, it has no DeepSpeed configuration"
+            raise UsageError(problem, remedy="export a row that DeepSpeed trains")
+        names[name] = row.name
+    return replace(options, **names)
+
+
+_FLAG_OF_AXIS = {"micro_batch": "batch_size", "torch_autocast": "precision", "bf16_states": "precision"}
+"""Axis → the option that sets the same, where their names differ."""
+
+
+def axis_notes(options: Options) -> list[str]:
+    """Return a note for each axis that is not varied in some rows.
+
+    Raises UsageError for an axis that acts in no row, and for one that sets what a flag sets.
+    """
+    axis_rows.require_no_override(options.axes, "--ds-config", options.ds_config)
+    for changes in options.set:
+        axis_rows.require_no_override(options.axes, "--set", changes)
+    # A flag given with its default value looks like one not given.
+    given = {
+        "batch_size": options.auto_batch or options.batch_size != DEFAULT_BATCH_SIZE,
+        "grad_accum": options.grad_accum != 1,
+        "precision": options.precision != "auto",
+        "activation_checkpointing": options.activation_checkpointing,
+        "optimizer": options.optimizer is not None,
+        "data_workers": options.data_workers is not None,
+        "data_pin_memory": options.data_pin_memory,
+        "data_prefetch": options.data_prefetch != DEFAULT_PREFETCH,
+    }
+    for axis in options.axis_names:
+        name = _FLAG_OF_AXIS.get(axis, axis)
+        if given.get(name) and not (axis == "bf16_states" and options.precision == "bf16"):
+            axis_name = f"--axis {axis}" if options.say("axes") == "--axis" else f"axes.{axis}"
+            raise UsageError(f"{axis_name} and {options.say(name)} set the same", remedy="leave one of them out")
+    rows = _rows_without_axes(options)
+    return axis_rows.idle_axes(options.axes, {row.label: _layout(row, options) for row in rows})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -667,8 +636,8 @@ class ConfigurationBuilder:
         return replace(configuration, workload_changes={**configuration.workload_changes, **changes})
 
     def _with_global_batch(self, configuration: Configuration) -> Configuration:
-        """The configuration with the accumulation that follows from the global batch, from its own micro-batch and from
-        how many ranks share their data. Raises UsageError where it is not whole, or another one was given.
+        """Return the configuration with the accumulation that the global batch gives for its own micro-batch and its
+        number of data-parallel ranks. Raises UsageError if it is not whole, or another one was given.
         """
         total, config = self.options.global_batch_size, configuration.deepspeed_config
         if total is None or configuration.refusal is not None:
@@ -678,15 +647,24 @@ class ConfigurationBuilder:
         # Such rows are refused later, for these reasons.
         if not isinstance(micro, int) or self.placement.num_gpus % sharing:
             return configuration
-        accumulation = _accumulation(total, micro, self.placement.num_gpus // sharing, configuration.label)
+        ranks = self.placement.num_gpus // sharing
+        per_pass, said = micro * ranks, f"training.global_batch_size {total}"
+        if total % per_pass:
+            below, above = total // per_pass * per_pass, (total // per_pass + 1) * per_pass
+            raise UsageError(
+                f"{said} is not a multiple of {micro} sequences × {ranks} data-parallel ranks in "
+                f"{configuration.label}, so that accumulation is not a whole number",
+                remedy=f"give {f'{below} or {above}' if below else above}, or another local_batch_size",
+            )
+        accumulation = total // per_pass
         if accumulation == given:
             return configuration
         # Without a value of its own, a row has the accumulation of the options (with_accumulation).
         if configuration.source == "catalogue" and given != self.options.grad_accum:
-            problem = (
-                f"training.global_batch_size {total} with gradient_accumulation_steps {given} in {configuration.label}"
+            raise UsageError(
+                f"{said} with gradient_accumulation_steps {given} in {configuration.label}",
+                remedy=f"leave one of them out; this global batch needs {accumulation}",
             )
-            raise UsageError(problem, remedy=f"leave one of them out; this global batch needs {accumulation}")
         return replace(
             configuration,
             deepspeed_config=deepspeed_config.apply_changes(config, {"gradient_accumulation_steps": accumulation}),
@@ -694,7 +672,7 @@ class ConfigurationBuilder:
         )
 
     def _with_axes(self, row: RequestedRow, configuration: Configuration) -> Configuration:
-        """The configuration with what its axes set, which no flag sets (``axis_notes``)."""
+        """Return the configuration with what its axes set; no flag sets the same (``axis_notes``)."""
         # A refused row has a stand-in configuration, where axes would change nothing that is trained.
         if configuration.refusal is not None:
             return replace(configuration, name=row.name, label=row.label)
@@ -713,6 +691,9 @@ class ConfigurationBuilder:
         )
         config = deepspeed_config.apply_changes(configuration.deepspeed_config, setting.config)
         axis_values = {value.axis_name: value.text for value in row.axis_values}
+        caveats = list(configuration.caveats)
+        if other := ", ".join(f"{name}={value}" for name, value in other_arithmetic(axis_values).items()):
+            caveats.append(f"{other} changes the arithmetic: losses are compared only among rows of this value")
         return replace(
             configuration,
             name=row.name,
@@ -723,13 +704,22 @@ class ConfigurationBuilder:
             requires=setting.requires,
             source="axis" if configuration.source == "catalogue" else configuration.source,
             axis_values=axis_values,
-            caveats=(*configuration.caveats, *_arithmetic_caveats(axis_values)),
+            caveats=tuple(caveats),
         )
 
     def _build_without_axes(self, row: RequestedRow, batch_size: int, policy: BatchPolicy) -> Configuration:
-        if isinstance(row.origin, ConfigurationFile):
-            return self._file_row_maker().make(row.origin, batch_size, policy)
         options, strategy = self.options, row.origin
+        if isinstance(strategy, ConfigurationFile):
+            facts = TrainingFacts(
+                num_gpus=self.placement.num_gpus,
+                batch_size=options.batch_size,
+                grad_accum=options.grad_accum,
+                precision=choose_precision(options.precision, self.placement),
+                hidden_size=self.model.hidden_size,
+                training_steps=options.warmup_steps + options.num_steps,
+            )
+            maker = FileRowMaker(facts=facts, keep_batch=options.keep_batch, change=self._with_flags)
+            return maker.make(strategy, batch_size, policy)
         # The user's function is about DeepSpeed: what it changes there does not hold for torch's engines.
         make_config = self.make_config if strategy.engine == "deepspeed" else deepspeed_config.base_config
         config = make_config(strategy, batch_size, options.grad_accum)
@@ -758,35 +748,17 @@ class ConfigurationBuilder:
         return strategies.make_configuration(strategy, config, changes)
 
     def _with_flags(self, config: dict[str, Any]) -> dict[str, Any]:
-        """The configuration with the changes of ``--optimizer``, ``--ds-config`` and ``--set``."""
+        """Return the configuration with the changes of ``--optimizer``, ``--ds-config`` and ``--set``."""
         options = self.options
         if options.optimizer is not None:
             config = deepspeed_config.with_optimizer(config, options.optimizer)
         return deepspeed_config.json_values(deepspeed_config.apply_changes(config, *options.config_changes))
 
-    def _file_row_maker(self) -> FileRowMaker:
-        options = self.options
-        facts = TrainingFacts(
-            num_gpus=self.placement.num_gpus,
-            batch_size=options.batch_size,
-            grad_accum=options.grad_accum,
-            precision=choose_precision(options.precision, self.placement),
-            hidden_size=self.model.hidden_size,
-            training_steps=options.warmup_steps + options.num_steps,
-        )
-        return FileRowMaker(facts=facts, keep_batch=options.keep_batch, change=self._with_flags)
-
-
-def _arithmetic_caveats(axis_values: Mapping[str, str]) -> list[str]:
-    """Why the losses of a row are not compared with those of rows that compute in the usual way."""
-    values = ", ".join(f"{name}={value}" for name, value in other_arithmetic(axis_values).items())
-    return [f"{values} changes the arithmetic: losses are compared only among rows of this value"] if values else []
-
 
 def make_trials(
     options: Options, model: ResolvedModel, placement: Placement, configurations: Sequence[Configuration]
 ) -> list[Trial]:
-    """Makes the trials in the order in which they run; ops, disks and predictions are not considered yet."""
+    """Make the trials in the order in which they run. :func:`complete` adds ops, disks and predictions."""
     common = make_workload(options, model, placement)
     inspection = options.inspection
     # Checkpoints of a resumed run go to the folder that is resumed.
@@ -829,25 +801,6 @@ def make_trials(
     return trials
 
 
-def with_op_states(trial: Trial, states: Mapping[str, ops.OpState], largest_parameter: int | None) -> Trial:
-    """Completes a trial by the state of DeepSpeed's ops.
-
-    Without FusedAdam it runs with torch's AdamW; without another op that it needs it is unsupported.
-    """
-    config, caveats = trial.ds_config, trial.caveats
-    fused = states.get(ops.FUSED_ADAM)
-    if fused is not None and not fused.ready and not trial.configuration.is_reference:
-        # What is complete stays as it is: only the optimizer changes.
-        config = deepspeed_config.complete_config(
-            config, trial.workload, trial.placement, torch_adam=True, largest_parameter=largest_parameter
-        )
-        # Not for an offloaded optimizer, which is DeepSpeedCPUAdam, for another one than Adam, and for torch's own.
-        if config["optimizer"] != trial.ds_config["optimizer"]:
-            caveats = (*caveats, Caveat(CaveatKind.TORCH_ADAM, {"reason": str(fused.reason)}))
-    unsupported = trial.unsupported or _missing_op(trial, states)
-    return replace(trial, ds_config=config, caveats=caveats, unsupported=unsupported)
-
-
 def ordered_for_round(configurations: Sequence[Configuration], seed: int, number: int) -> list[Configuration]:
     """Return the configurations in the order of a round (``number``, from 0).
 
@@ -867,15 +820,6 @@ def ordered_for_round(configurations: Sequence[Configuration], seed: int, number
         shuffles = [shuffled(f"{seed} {later} {attempt}") for attempt in range(4)]
         rounds.append(min(shuffles, key=lambda order: sum(sum(map(operator.eq, order, earlier)) for earlier in rounds)))
     return [configurations[index] for index in rounds[number]]
-
-
-def _missing_op(trial: Trial, states: Mapping[str, ops.OpState]) -> str | None:
-    for op in ops.needed_ops(trial.placement.accelerator, [trial.configuration]):
-        state = states.get(op)
-        if state is not None and not state.ready:
-            name = op.removesuffix("Builder")
-            return f"DeepSpeed's {name} op is not available here: {state.reason}; {ops.remedy_of(state.reason)}"
-    return None
 
 
 def _differences_from_name(

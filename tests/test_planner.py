@@ -52,7 +52,7 @@ def trials(
     builder = planner.ConfigurationBuilder(options=options, make_config=make, model=choice, placement=on)
     rows = [builder.build(row, options.batch_size) for row in planner.requested_rows(options)]
     made = planner.make_trials(options, choice, on, rows)
-    return [planner.with_op_states(trial, states or {}, choice.largest_parameter) for trial in made]
+    return planner.complete(made, planner.RunFacts(op_states=states or {}, largest_parameter=choice.largest_parameter))
 
 
 def config_of(*arguments: str, make: MakeConfig = fakes.make_config) -> dict[str, Any]:
@@ -250,13 +250,13 @@ def test_a_sequence_beyond_the_models_positions_is_refused_with_what_is_allowed(
     with pytest.raises(
         UsageError, match=r"--seq-length 1025 is beyond the 1024 positions of gpt2 \(give 1024 or less\)"
     ):
-        planner.resolve_seq_length(options, fakes.resolved_model("gpt2"))
+        planner.make_workload(options, fakes.resolved_model("gpt2"), fakes.placement())
 
 
 def test_the_default_sequence_is_512_or_the_positions_where_there_are_fewer() -> None:
-    assert planner.seq_length_of(None, fakes.resolved_model("gpt2")) == 512
-    assert planner.seq_length_of(None, fakes.resolved_model(max_positions=64)) == 64
-    assert planner.seq_length_of(None, fakes.resolved_model(max_positions=None)) == 512
+    assert planner.resolve_seq_length(None, fakes.resolved_model("gpt2")) == 512
+    assert planner.resolve_seq_length(None, fakes.resolved_model(max_positions=64)) == 64
+    assert planner.resolve_seq_length(None, fakes.resolved_model(max_positions=None)) == 512
 
 
 # ------------------------------------------------------------------ --ds-config
@@ -538,13 +538,12 @@ def test_only_rows_that_would_train_with_fused_adam_are_said_to_train_without_it
     plan = planner.make_run_plan([options], fakes.make_config, fakes.machine()).plans[0]
     config = {**plan.trials[0].ds_config, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
     adamw = replace(plan.trials[0], ds_config=config)
-    missing = {ops.FUSED_ADAM: OpState(op=ops.FUSED_ADAM, ready=False, reason="no nvcc")}
-    changed = planner.with_op_states(adamw, missing, None)
+    missing = planner.RunFacts(op_states=BROKEN_FUSED)
+    (changed,) = planner.complete([adamw], missing)
     assert changed.ds_config["optimizer"]["params"]["torch_adam"] is True
     assert changed.caveats[-1] == Caveat(CaveatKind.TORCH_ADAM, {"reason": "no nvcc"})
     assert len(plan.trials) == 3
-    for trial in plan.trials:
-        assert planner.with_op_states(trial, missing, None).caveats == trial.caveats
+    assert planner.complete(plan.trials, missing) == plan.trials
 
 
 def axis_rows_of(*arguments: str) -> dict[str, Trial]:

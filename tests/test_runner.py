@@ -5,6 +5,7 @@ The last part runs the whole way from Options to exit code with that launcher, w
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -24,21 +25,15 @@ from ds_bench.cli import script as cli
 from ds_bench.cli.report import build_reports
 from ds_bench.config.spec import Trial
 from ds_bench.doctor import disk
-from ds_bench.launch import ProgressCallback
 from ds_bench.prediction import what_if
 from ds_bench.records import schema
 from ds_bench.records.run_folder import RunFolder, remaining_trials
 from ds_bench.records.schema import TrialRecord
-from ds_bench.runner import ResultBuilder, run_trials
+from ds_bench.runner import ResultBuilder
 from ds_bench.system import environment, gpus, signals
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher
 from tests.support.scripted_run import ScriptedRun
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> RunFolder:
-    return RunFolder.create(tmp_path, "zero")
 
 
 def trials(*stages: int, repeats: int = 1) -> list[Trial]:
@@ -49,10 +44,6 @@ def trials(*stages: int, repeats: int = 1) -> list[Trial]:
     ]
 
 
-def deaf(_trial: Trial) -> ProgressCallback:
-    return lambda _progress: None
-
-
 def statuses(records: list[TrialRecord]) -> list[str]:
     return [each.outcome.status for each in records]
 
@@ -60,53 +51,41 @@ def statuses(records: list[TrialRecord]) -> list[str]:
 # ------------------------------------------------------------------ the loop
 
 
-def test_every_record_is_on_disk_before_it_is_seen(store: RunFolder) -> None:
-    seen = []
-    for finished in run_trials(trials(0, 1, 2), FakeLauncher(), store, deaf):
-        seen.append(finished)
-        assert store.records() == seen
-    assert len(seen) == 3
+def test_every_record_is_saved_and_the_flat_files_are_whole_before_the_next_trial(scripted: ScriptedRun) -> None:
+    seen: list[tuple[int, int]] = []
 
+    def count(trial: Trial) -> TrialRecord:
+        rows = scripted.rows() if list(scripted.output.glob("*_comparison_*.json")) else []
+        seen.append((len(RunFolder.open(scripted.folder).records()), len(rows)))
+        return fakes.success(trial)
 
-def test_an_interruption_is_recorded_and_ends_the_run(store: RunFolder) -> None:
-    launcher = FakeLauncher("Success", schema.INTERRUPTED)
-    found = list(run_trials(trials(0, 1, 2, 3), launcher, store, deaf))
-    assert statuses(found) == ["Success", "Interrupted"]
-    assert store.records() == found
-    assert len(launcher.launched) == 2
+    scripted.run(script=FakeLauncher(*[count] * 4))
+    assert seen == [(0, 0), (1, 1), (2, 2), (3, 3)]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("a bug of ours")])
-def test_an_exception_of_the_launcher_passes_and_leaves_what_had_finished(
-    store: RunFolder, error: BaseException
-) -> None:
-    results = run_trials(trials(0, 1, 2), FakeLauncher("Success", error), store, deaf)
-    found = [next(results)]
-    with pytest.raises(type(error)):
-        next(results)
-    assert statuses(found) == ["Success"]
-    assert store.records() == found
+def test_an_exception_of_the_launcher_leaves_what_had_finished(scripted: ScriptedRun, error: BaseException) -> None:
+    ends = contextlib.nullcontext() if isinstance(error, KeyboardInterrupt) else pytest.raises(RuntimeError)
+    with ends:
+        assert scripted.run(script=FakeLauncher("Success", error)) == 130
+    assert statuses(RunFolder.open(scripted.folder).records()) == ["Success"]
 
 
-def test_an_unsupported_trial_is_never_launched_and_its_reason_is_kept(store: RunFolder) -> None:
-    refused, fine = trials(0, 1)
-    refused = replace(refused, unsupported="no libaio; install it", caveats=("known",))
-    launcher = FakeLauncher()
-    first, second = run_trials([refused, fine], launcher, store, deaf)
-    assert launcher.launched == [fine]
-    assert (first.outcome.status, first.outcome.error) == (schema.UNSUPPORTED, "no libaio; install it")
-    assert first.caveats == ("known",)
-    assert (first.ranks, first.launch, first.wall_seconds) == ((), None, None)
-    assert second.outcome.success
-    assert not (store.folder / "trials" / refused.trial_id).exists()
+def test_an_unsupported_trial_is_never_launched_and_its_reason_is_kept(scripted: ScriptedRun) -> None:
+    assert scripted.run("--stage", "2", family="offload") == 0
+    assert [trial.configuration.name for trial in scripted.launcher.launched] == ["none", "cpu_optimizer"]
+    refused = RunFolder.open(scripted.folder).records()[2]
+    assert (refused.outcome.status, refused.outcome.error) == (schema.UNSUPPORTED, refused.trial.unsupported)
+    assert (refused.ranks, refused.launch, refused.wall_seconds) == ((), None, None)
+    assert not (scripted.folder / "trials" / refused.trial.trial_id).exists()
 
 
-def test_every_trial_gets_a_fresh_folder_that_exists(store: RunFolder) -> None:
-    launcher = FakeLauncher()
-    list(run_trials(trials(0, 1), launcher, store, deaf))
-    list(run_trials(trials(0), launcher, store, deaf))
-    assert [folder.name for folder in launcher.folders] == ["0_0", "0_1", "0_0_attempt2"]
-    assert all(folder.is_dir() for folder in launcher.folders)
+def test_every_attempt_at_a_trial_gets_a_fresh_folder(scripted: ScriptedRun) -> None:
+    assert scripted.run("--stages", "0", "1", script=FakeLauncher("OOM", "Interrupted")) == 130
+    assert scripted.resume() == 0
+    (again,) = scripted.launcher.folders
+    assert again.is_dir()
+    assert again.name == "01_zero1_attempt2"
 
 
 # ------------------------------------------------------------------ resuming
@@ -192,20 +171,6 @@ def test_a_signal_where_we_clear_up_is_remembered_and_acts_at_the_next_wait(subt
                 pytest.fail("it went on")
 
 
-def test_an_interruption_during_a_trials_last_moments_stops_the_run_after_it_is_saved(tmp_path: Path) -> None:
-    class Interrupted(FakeLauncher):
-        def launch(self, *arguments: Any) -> TrialRecord:
-            os.kill(os.getpid(), signal.SIGINT)
-            return super().launch(*arguments)
-
-    store = RunFolder.create(tmp_path, "zero")
-    todo = [fakes.trial(fakes.zero(stage)) for stage in (1, 2)]
-    with signals.handling_signals():
-        finished = list(run_trials(todo, Interrupted(), store, lambda _trial: lambda _progress: None))
-    assert [entry.outcome.status for entry in finished] == ["Success"]
-    assert len(store.records()) == 1
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_that_is_ignored_stays_ignored(number: int) -> None:
     """As nohup and background jobs of a shell ask for."""
@@ -242,17 +207,6 @@ def test_afterwards_signals_mean_what_they_meant_before() -> None:
 )
 def test_the_exit_code_says_how_it_went(scripted: ScriptedRun, script: list[str], flags: list[str], code: int) -> None:
     assert scripted.run(*flags, script=FakeLauncher(*script)) == code
-
-
-def test_the_files_are_whole_after_every_trial(scripted: ScriptedRun) -> None:
-    counts: list[int] = []
-
-    def count(trial: Trial) -> TrialRecord:
-        counts.append(len(scripted.rows()) if list(scripted.output.glob("*_comparison_*.json")) else 0)
-        return fakes.success(trial)
-
-    scripted.run(script=FakeLauncher(*[count] * 4))
-    assert counts == [0, 1, 2, 3]
 
 
 def test_an_interrupted_run_keeps_its_rows_and_is_completed_by_resuming(scripted: ScriptedRun) -> None:

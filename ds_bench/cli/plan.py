@@ -185,7 +185,7 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None]:
         model_type=choice.model_type,
         model_config=choice.config,
         batch_size=options.batch_size,
-        seq_length=planner.seq_length_of(options.seq_length, choice),
+        seq_length=planner.resolve_seq_length(options.seq_length, choice),
         grad_accum=options.grad_accum,
         precision=options.precision,
         activation_checkpointing=options.activation_checkpointing,
@@ -208,7 +208,7 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None]:
 
 
 def _profile(choice: ResolvedModel, options: PlanOptions) -> ModelProfile:
-    length = planner.seq_length_of(options.seq_length, choice)
+    length = planner.resolve_seq_length(options.seq_length, choice)
     # DDP in bf16 runs under torch.autocast, which keeps other activations: a variant that is counted too.
     autocast = "ddp" in options.strategies and options.precision == "bf16"
     profile = trial_predictions.profile_model(
