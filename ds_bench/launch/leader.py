@@ -6,12 +6,14 @@ dies, it kills every process of the trial and removes its scratch files, so that
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..records.rank_files import LEADER_LOG, Assignment, append_exit
@@ -38,8 +40,9 @@ def start_leader(
         )
 
 
-def lead_forked_ranks(folder: Path, world_size: int, run_rank: Callable[[Path, int, int], int]) -> None:
+def lead_forked_ranks(folder: Path, world_size: int) -> None:
     """Warm launch, in a process forked from the preloaded server: fork the ranks and wait. Never returns."""
+    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on fork beside an idle BLAS thread
     # Ranks are in a session of their own, by which the run finds all of them (processes.end_tree).
     os.setsid()
     _become_leader(folder)
@@ -47,23 +50,20 @@ def lead_forked_ranks(folder: Path, world_size: int, run_rank: Callable[[Path, i
     for rank in range(world_size):
         pid = os.fork()
         if pid == 0:
-            _run_forked_rank(folder, rank, world_size, run_rank)
+            code = 1
+            try:
+                # A fork inherits handlers: SIGTERM must end a rank, and not make it act as the leader.
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+                # Again in each rank: a fork does not inherit it (prctl(2), PR_SET_PDEATHSIG).
+                processes.die_with_parent()
+                run_rank = importlib.import_module("ds_bench.worker.rank").run
+                code = run_rank(folder, rank=rank, local_rank=rank, world_size=world_size)
+            finally:
+                os._exit(code)  # a forked rank must not run the server's exit handlers
         ranks[pid] = rank
     _wait_for_children(folder, ranks)
     os._exit(0)
-
-
-def _run_forked_rank(folder: Path, rank: int, world_size: int, run_rank: Callable[[Path, int, int], int]) -> None:
-    code = 1
-    try:
-        # A fork inherits handlers: SIGTERM must end a rank, and not make it act as the leader.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        # Again in each rank: a fork does not inherit it (prctl(2), PR_SET_PDEATHSIG).
-        processes.die_with_parent()
-        code = run_rank(folder, rank, world_size)
-    finally:
-        os._exit(code)  # a forked rank must not run the server's exit handlers
 
 
 def lead_command(folder: Path, command: list[str], working_folder: Path) -> int:

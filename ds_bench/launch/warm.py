@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing import resource_tracker
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from . import Launcher
 from .deepspeed import DeepSpeedLauncher
 from .gpu_monitor import GpuMonitoringLauncher
 from .hosts import Hosts
+from .leader import lead_forked_ranks
 from .monitor import Limits, ProgressCallback
 from .rank_environment import thread_variables
 from .remote_trial import RemoteTrial
@@ -35,8 +35,6 @@ from .scratch import temporary_folder
 from .trial import Leader, run_trial
 
 _PRELOAD = "ds_bench.worker.preload"
-_LEADER = "ds_bench.launch.leader"
-_RANK = "ds_bench.worker.rank"
 _MAX_STARTS = 3
 """How often a trial is started where the server dies before the trial has begun."""
 
@@ -83,13 +81,14 @@ class WarmLauncher:
 
     def _probe_server(self, timeout_seconds: float) -> str | None:
         _ensure_tracker()
-        self._context.set_forkserver_preload([__name__, _LEADER, _PRELOAD])
+        self._context.set_forkserver_preload([__name__, _PRELOAD])
         result_file = Path(temporary_folder()) / "probe.json"
         # An earlier server's answer says nothing of this one.
         result_file.unlink(missing_ok=True)
         with _set_variables(self._environment):  # the server inherits them
             probe = self._context.Process(target=_write_probe_result, args=(str(result_file),), daemon=True)
-            _start_without_main(probe)
+            with _without_main():
+                probe.start()
         probe.join(timeout_seconds)
         if probe.is_alive():
             probe.kill()
@@ -138,11 +137,12 @@ class WarmLauncher:
 
     def _start(self, trial: Trial, folder: Path, _remote: RemoteTrial | None) -> Leader:
         # No daemon: multiprocessing lets neither a daemon nor the ranks forked from one start processes.
-        process = self._context.Process(target=_lead_trial, args=(str(folder), trial.placement.num_gpus), daemon=False)
+        process = self._context.Process(target=lead_forked_ranks, args=(folder, trial.placement.num_gpus), daemon=False)
         try:
             # Without a server multiprocessing would start one here: not probed, and as a part of the trial.
             if self._server_is_alive():
-                _start_without_main(process)
+                with _without_main():
+                    process.start()
         except (EOFError, OSError) as error:
             raise _ServerDiedError from error
         if not self._server_is_alive():
@@ -155,8 +155,9 @@ class WarmLauncher:
         return Leader(process.pid or 0, wait)
 
 
-def _start_without_main(process: BaseProcess) -> None:
-    """Starts a process that does not run the user's program again.
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Within this context a started process does not run the user's program again.
 
     multiprocessing imports the file of ``__main__`` in each process (multiprocessing/spawn.py, get_preparation_data). A
     program without the guard ``if __name__ == "__main__"`` would start its run anew there.
@@ -165,7 +166,7 @@ def _start_without_main(process: BaseProcess) -> None:
     hidden = {name: main[name] for name in main.keys() & {"__file__", "__spec__"}}
     main.update(dict.fromkeys(hidden))
     try:
-        process.start()
+        yield
     finally:
         main.update(hidden)
 
@@ -220,18 +221,6 @@ def _write_probe_result(result_file: str) -> None:
     elif os.environ.get("DS_ACCELERATOR") != "cpu" and importlib.import_module("torch").cuda._is_in_bad_fork():
         reason = "CUDA was initialised in it"
     Path(result_file).write_text(json.dumps({"reason": reason, "server": os.getppid()}))
-
-
-def _lead_trial(folder: str, world_size: int) -> None:
-    """Runs in a process forked from the server: becomes the leader of a trial."""
-    from .leader import lead_forked_ranks
-
-    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on fork beside an idle BLAS thread
-
-    def run_rank(path: Path, rank: int, size: int) -> int:
-        return int(importlib.import_module(_RANK).run(path, rank=rank, local_rank=rank, world_size=size))
-
-    lead_forked_ranks(Path(folder), world_size, run_rank)
 
 
 def choose_launcher(

@@ -49,7 +49,8 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
     try:
         assignment = Assignment.load(folder)
         emulated = assignment.trial.placement.gpu_memory_limit_bytes is not None
-        limited = assignment.trial.placement.cpu_memory_limit_bytes is not None
+        limit_bytes = assignment.trial.placement.cpu_memory_limit_bytes
+        limited = limit_bytes is not None
         threads_of_server = os.environ.get("OMP_NUM_THREADS")
         os.environ.update(rank_environment(assignment, rank, local_rank, world_size))
         if (threads := os.environ.get("OMP_NUM_THREADS")) is not None and threads != threads_of_server:
@@ -61,7 +62,29 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
             with contextlib.suppress(FileNotFoundError):  # of another node, which may lack it
                 os.chdir(assignment.working_folder)
         _check_all_ranks_are_started(assignment, world_size)
-        result = _measure(folder, assignment, heartbeat, started)
+        if limit_bytes is not None:
+            memory.limit_data_segment(limit_bytes)
+        heartbeat.beat("import")
+        from . import measure  # torch, DeepSpeed and Transformers, under the limit
+
+        own = {"hostname": socket.gethostname(), "pid": os.getpid(), "import_seconds": time.time() - started}
+        config = _read_config(folder)
+        if secrets := redaction.secrets_of(config):  # DeepSpeed logs its whole configuration at level INFO
+
+            def redact(message: logging.LogRecord) -> bool:
+                message.msg, message.args = redaction.without(message.getMessage(), secrets), None
+                return True
+
+            logging.getLogger("DeepSpeed").addFilter(redact)
+        # Python's own generator, for a factory's code; torch's is seeded where the model is built.
+        random.seed(assignment.trial.workload.seed)
+
+        def save_partial(measured: dict[str, Any]) -> None:
+            write_json(partial_rank_file(folder, measured["rank"]), {"measurement": {**measured, **own}})
+
+        measured = measure.measure(assignment, config, heartbeat, save_partial, folder)
+        heartbeat.beat("write")
+        result = {"measurement": {**measured, **own}}
         code = 0
     except BaseException as error:  # KeyboardInterrupt and SystemExit too: a rank always leaves its file
         failure = rank_failure(
@@ -157,35 +180,6 @@ def choose_cpus(
     if each == 0:
         raise ValueError(f"{local_size} ranks cannot be bound to {len(allowed)} processors, one each at least")
     return allowed[local_rank * each : (local_rank + 1) * each]
-
-
-def _measure(folder: Path, assignment: Assignment, heartbeat: HeartbeatWriter, started: float) -> dict[str, Any]:
-    limit_bytes = assignment.trial.placement.cpu_memory_limit_bytes
-    if limit_bytes is not None:
-        memory.limit_data_segment(limit_bytes)
-    heartbeat.beat("import")
-    from . import measure  # torch, DeepSpeed and Transformers, under the limit
-
-    imported = time.time()
-    config = _read_config(folder)
-    secrets = redaction.secrets_of(config)
-    if secrets:  # DeepSpeed logs its whole configuration at level INFO
-
-        def redact(message: logging.LogRecord) -> bool:
-            message.msg, message.args = redaction.without(message.getMessage(), secrets), None
-            return True
-
-        logging.getLogger("DeepSpeed").addFilter(redact)
-    # Python's own generator, for a factory's code; torch's is seeded where the model is built.
-    random.seed(assignment.trial.workload.seed)
-    own = {"hostname": socket.gethostname(), "pid": os.getpid(), "import_seconds": imported - started}
-
-    def save_partial(measured: dict[str, Any]) -> None:
-        write_json(partial_rank_file(folder, measured["rank"]), {"measurement": {**measured, **own}})
-
-    measured = measure.measure(assignment, config, heartbeat, save_partial, folder)
-    heartbeat.beat("write")
-    return {"measurement": {**measured, **own}}
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
