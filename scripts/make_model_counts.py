@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from ds_bench.models.presets import preset_entries  # noqa: E402
-from ds_bench.worker.model_counts import build_without_memory, count_model  # noqa: E402
+from ds_bench.worker.lookup_model import build_without_memory, count_model  # noqa: E402
 
 
 def counts_text() -> str:

@@ -38,7 +38,7 @@ class ResolvedModel:
     config: Mapping[str, Any]
     """Arguments of ``AutoConfig.for_model`` for a preset, ``path`` for a local model, else empty."""
     facts: presets.ModelFacts | None = None
-    """Counted sizes; None for a factory and for architectures that ``worker.model_counts`` does not know."""
+    """Counted sizes; None for a factory and for architectures that ``worker.lookup_model`` does not know."""
     largest_parameter: int | None = None
     """Elements of the largest tensor; None for a factory."""
     max_positions: int | None = None

@@ -7,7 +7,7 @@ since that is what a user trains with; ``--dropout`` changes it. The presets ``s
 benchmark, which no maker published: models like GPT-2, without dropout. Those that end in ``-text`` are the language
 model of a published model that also reads images.
 
-Their counts are in ``counts.json``, counted on models built by Transformers 5 (``worker.model_counts``), so that no
+Their counts are in ``counts.json``, counted on models built by Transformers 5 (``worker.lookup_model``), so that no
 command has to build them. ``scripts/make_model_counts.py`` writes that file.
 """
 

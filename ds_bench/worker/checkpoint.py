@@ -22,7 +22,7 @@ import torch.distributed
 
 from ..records.rank_files import HeartbeatWriter
 from ..system.files import disk_is_full
-from . import ledger, memory, phases, training_loop
+from . import ledger, memory, training_loop
 from .reference_engines import ReferenceEngine
 from .weight_change import WeightChange
 
@@ -44,8 +44,6 @@ _SMALL_STATES = (
 """Of DeepSpeed 0.19.8 (runtime/engine.py, load_checkpoint)."""
 _BEAT_SECONDS = 2.0
 _LONGEST_REASON = 200
-Action = Callable[[], str | None]
-"""Does something on all ranks. Returns why it could not be done; None if it was."""
 
 
 def measure_checkpoint(
@@ -65,16 +63,39 @@ def measure_checkpoint(
     meter = memory.PhaseMeter(trainer.accelerator)
     result: dict[str, Any] = {"checkpoint": {}, "notes": list(measured["notes"])}
 
-    def run(name: str, action: Action, files: Path | None) -> bool:
-        facts = _run(trainer, meter, name, action, folder, files if first else None)
-        result["checkpoint"][name] = facts
-        if facts["not_done"] is not None and first:
-            result["notes"].append(f"{_TITLES[name]} was not done: {facts['not_done']}")
-        save_partial({**measured, **result})
-        return facts["not_done"] is None
+    def run(name: str, action: Callable[[], str | None], files: Path | None) -> bool:
+        """Run an action on all ranks and record it. ``files``: the folder that it writes. Returns whether it was done.
 
-    # Before _change_weights takes an optimizer step, which changes them.
-    states = _state_norms(engine)
+        ``action`` returns why it could not be done; None if it was.
+        """
+        # Else the first rank would wait for the others inside the action, and the wait would count as its time.
+        torch.distributed.barrier()
+        meter.begin()
+        start = time.perf_counter()
+        with _heartbeat_during_io(trainer.heartbeat):
+            try:
+                not_done = action()
+            except _UNSUPPORTED as error:
+                not_done = f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST_REASON]}"
+            except (OSError, RuntimeError) as error:
+                if disk_is_full(str(folder)):  # torch's own message does not say so
+                    text = f"no space left for {_TITLES[name]}, in --checkpoint-path or the folder of the results"
+                    raise OSError(errno.ENOSPC, text) from error
+                raise
+            training_loop.synchronize(trainer.accelerator)
+        seconds = time.perf_counter() - start
+        meter.end(name)
+        torch.distributed.barrier()  # now every rank has written its files
+        facts: dict[str, Any] = {"seconds": None, "memory": {}, "written_bytes": None, "not_done": not_done}
+        if not_done is None:
+            facts |= {"seconds": seconds, "memory": meter.phases[name]}
+            if files is not None and first:
+                facts["written_bytes"] = sum(path.stat().st_size for path in files.rglob("*") if path.is_file())
+        elif first:
+            result["notes"].append(f"{_TITLES[name]} was not done: {not_done}")
+        result["checkpoint"][name] = facts
+        save_partial({**measured, **result})
+        return not_done is None
 
     def save() -> None:
         engine.save_checkpoint(str(checkpoint), tag=_TAG)
@@ -83,15 +104,14 @@ def measure_checkpoint(
         path, _ = engine.load_checkpoint(str(checkpoint), tag=_TAG)
         return None if path is not None else "no checkpoint was found"
 
+    # Before _change_weights takes an optimizer step, which changes them.
+    states = _state_norms(engine)
     if run("save", save, checkpoint):
         _change_weights(trainer)
         # Weights that did not change cannot show whether loading restores them: then nothing is claimed.
         changed = change.since_start() != measured["weight_change"]
         if run("load", load, None):
-            close = len(states) == len(now := _state_norms(engine)) and all(
-                math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-30) for a, b in zip(states, now, strict=True)
-            )
-            restored = _is_restored(trainer, change, measured) and close
+            restored = _is_restored(trainer, change, measured, states)
             result["checkpoint_restored"] = restored if changed else None
             if changed and not restored:
                 text = "a loaded checkpoint did not restore the weights and optimizer states that were saved"
@@ -102,51 +122,9 @@ def measure_checkpoint(
     return result
 
 
-def _run(
-    trainer: training_loop.Trainer,
-    meter: memory.PhaseMeter,
-    name: str,
-    action: Action,
-    folder: Path,
-    files: Path | None,
-) -> dict[str, Any]:
-    """Runs one action, which all ranks begin together. Returns the fields of a CheckpointAction.
-
-    ``folder``: the trial's private one. ``files``: that whose size counts; None on all ranks but the first.
-    """
-    # Else the first rank would wait for the others inside the action, and the wait would count as its time.
-    torch.distributed.barrier()
-    meter.begin()
-    start = time.perf_counter()
-    with _heartbeat_during_io(trainer.heartbeat):
-        try:
-            not_done = action()
-        except _UNSUPPORTED as error:
-            not_done = f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST_REASON]}"
-        except (OSError, RuntimeError) as error:
-            if disk_is_full(str(folder)):  # torch's own message does not say so
-                text = f"no space left for {_TITLES[name]}, in --checkpoint-path or the folder of the results"
-                raise OSError(errno.ENOSPC, text) from error
-            raise
-        training_loop.synchronize(trainer.accelerator)
-    seconds = time.perf_counter() - start
-    meter.end(name)
-    torch.distributed.barrier()  # now every rank has written its files
-    done, sizes = not_done is None, None
-    if done and files is not None:
-        sizes = sum(path.stat().st_size for path in files.rglob("*") if path.is_file())
-    return {
-        "seconds": seconds if done else None,
-        "memory": meter.phases[name] if done else {},
-        "written_bytes": sizes,
-        "not_done": not_done,
-    }
-
-
 def _change_weights(trainer: training_loop.Trainer) -> None:
     """Takes a further optimizer step, and halves the 16-bit weights, since a step may leave most of them unchanged."""
-    for _ in range(trainer.grad_accum):
-        phases.time_micro_step(trainer)
+    trainer.step()
     with torch.no_grad():
         for parameter in trainer.engine.module.parameters():
             values = getattr(parameter, "ds_tensor", parameter.detach())  # at stage 3 this rank's part
@@ -154,15 +132,23 @@ def _change_weights(trainer: training_loop.Trainer) -> None:
                 values.mul_(0.5)
 
 
-def _is_restored(trainer: training_loop.Trainer, change: WeightChange, measured: dict[str, Any]) -> bool:
-    """Whether this rank's weights, and the loss on its first batch, are what they were before saving."""
-    saved = measured["weight_change"]
-    same_weights = saved is None or change.since_start() == saved
+def _is_restored(
+    trainer: training_loop.Trainer, change: WeightChange, measured: dict[str, Any], states: list[float]
+) -> bool:
+    """Whether this rank's weights, optimizer states and loss on its first batch are what they were before saving."""
+    same = measured["weight_change"] in (None, change.since_start()) and _close(states, _state_norms(trainer.engine))
     if "repeated_loss" not in measured or trainer.is_compiled:  # on all ranks alike
-        return same_weights
-    before, after = measured["repeated_loss"], training_loop.repeated_loss(trainer)
-    same_loss = before == after if before is None or after is None else math.isclose(before, after, rel_tol=1e-6)
-    return same_weights and same_loss
+        return same
+    before, after = (
+        [] if each is None else [each] for each in (measured["repeated_loss"], training_loop.repeated_loss(trainer))
+    )
+    return same and _close(before, after)
+
+
+def _close(before: list[float], after: list[float]) -> bool:
+    return len(before) == len(after) and all(
+        math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-30) for a, b in zip(before, after, strict=True)
+    )
 
 
 def _swaps_optimizer(engine: Any) -> bool:
@@ -171,15 +157,18 @@ def _swaps_optimizer(engine: Any) -> bool:
 
 def _state_norms(engine: Any) -> list[float]:
     """The norm of each tensor of optimizer states on this rank, in any order; empty if they are on a disk."""
-    if _swaps_optimizer(engine):
-        return []
-    return sorted(_norm(tensor.detach().flatten()) for tensor in ledger.optimizer_states(engine))
+    return [] if _swaps_optimizer(engine) else sorted(map(_norm, ledger.optimizer_states(engine)))
 
 
 def _norm(values: torch.Tensor) -> float:
     """In float64, piece by piece: torch would make a float64 copy of the whole tensor."""
-    pieces = torch.split(values, _PIECE_ELEMENTS)
+    pieces = torch.split(values.detach().flatten(), _PIECE_ELEMENTS)
     return math.hypot(*(float(torch.linalg.vector_norm(piece, dtype=torch.float64)) for piece in pieces))
+
+
+def _remove(folder: Path) -> None:
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _save_model(engine: Any, folder: Path) -> str | None:
@@ -198,11 +187,6 @@ def _save_model(engine: Any, folder: Path) -> str | None:
         return None if engine.save_16bit_model(str(folder)) else "DeepSpeed saved no model"
     finally:
         zero.gather_16bit_weights_on_model_save = as_trained
-
-
-def _remove(folder: Path) -> None:
-    if torch.distributed.get_rank() == 0:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,9 @@
 Prints one JSON line: the model's type, config and counted sizes as Transformers gives them, or
 ``{"error": …}``. The model is built on the meta device, so that only its configuration is read or downloaded.
 A factory is imported and not called; for it an empty object is printed.
+
+The counts of built-in models are in ``models/counts.json``, which ``scripts/make_model_counts.py`` writes, so that no
+command needs torch for them.
 """
 
 from __future__ import annotations
@@ -17,12 +20,16 @@ from typing import Any
 
 from .failure import describe_error
 
+ARCHITECTURES = (
+    "gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3_text", "phi3",
+    "deepseek_v2", "gpt_oss",
+)  # fmt: skip
+"""Architectures, as Transformers calls them, whose modules that multiply a token are known."""
+
 
 def look_up(name: str, *, trust_remote_code: bool) -> dict[str, Any]:
     """Facts of a model in a local folder or on the Hub. Raises whatever Transformers raises."""
     from transformers import AutoConfig
-
-    from .model_counts import build_without_memory, count_model
 
     config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     declared = [str(each) for each in config.architectures or ()]  # read first: building the model writes it
@@ -39,6 +46,58 @@ def look_up(name: str, *, trust_remote_code: bool) -> dict[str, Any]:
         "hidden_size": hidden_size(config),
         "max_positions": getattr(text, "max_position_embeddings", None),
         "vocabulary_size": getattr(text, "vocab_size", None),
+    }
+
+
+def build_without_memory(config: Any, *, trust_remote_code: bool = False) -> Any:
+    """The causal language model of a Transformers config, on the meta device."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def count_model(model: Any) -> dict[str, Any] | None:
+    """The counted fields of ``models.presets.ModelFacts`` of a causal language model of Transformers.
+
+    None for an architecture that is not among :data:`ARCHITECTURES`, with cross-attention, which a causal language
+    model has no use for, and for code that came with the model: its modules may be others than those that are known.
+    """
+    config = model.config
+    if not type(model).__module__.startswith("transformers.models."):
+        return None
+    if config.model_type not in ARCHITECTURES or getattr(config, "add_cross_attention", False):
+        return None
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    # Elements of the weights that one token is multiplied with, found by the kind of module that holds them.
+    multiplied = 0
+    for module in model.modules():
+        kind = type(module).__name__
+        if isinstance(module, (torch.nn.Linear, Conv1D)) or kind.endswith(("TopKRouter", "TopkRouter")):
+            multiplied += module.weight.numel()
+        elif kind.endswith("Experts"):
+            # The experts of a layer are two fused tensors, and a token is multiplied with some of them.
+            weights = module.gate_up_proj.numel() + module.down_proj.numel()
+            multiplied += weights * config.num_experts_per_tok // module.num_experts
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if hasattr(config, "v_head_dim"):
+        # Queries are multiplied with keys of another width than the values: the mean has the FLOPs of both.
+        head_dim = (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) // 2
+    sizes = [parameter.numel() for parameter in model.parameters()]  # which yields a shared tensor once
+    return {
+        "parameters": sum(sizes),
+        "matmul_parameters": multiplied,
+        "layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "attention_heads": config.num_attention_heads,
+        "head_dim": head_dim,
+        "vocabulary_size": config.vocab_size,
+        "max_positions": getattr(config, "max_position_embeddings", None),
+        "largest_parameter": max(sizes),
+        "tied_embeddings": config.tie_word_embeddings,
     }
 
 

@@ -1,38 +1,40 @@
-"""Parts of a step's time, from further steps after the measured window that are synchronised between phases."""
+"""Parts of a step's time, from further steps after the measured window that are synchronised between phases.
+
+They are slower than the measured steps, since nothing overlaps, and never part of the headline numbers.
+"""
 
 from __future__ import annotations
 
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch.distributed
 
 from ..records.schema import OffloadTimes
 from . import training_loop
-from .communication import CommunicationTimer
-from .offload_times import OffloadTimer
+from .timers import CommunicationTimer, OffloadTimer
 
 _STEPS = 2
+_PHASES = ("forward", "backward", "step")
 
 
 def measure_phases(trainer: training_loop.Trainer) -> dict[str, Any]:
-    """The fields ``phase_seconds``, ``offload`` and ``step_parts`` of a RankMeasurement, from two steps.
+    """Return the fields ``phase_seconds``, ``offload`` and ``step_parts`` of a RankMeasurement, from two steps.
 
-    Nothing is made slower but by the synchronisation between phases.
+    Only the synchronisation between phases makes them slower.
     """
-    waited_before = trainer.data_wait_seconds
     with OffloadTimer(trainer.engine) as offload:
-        phases = phase_times(trainer, lambda: offload.disk.wait_seconds)
-    parts = dict(phases.own_seconds)
+        seconds, parts = _time_phases(trainer, lambda: offload.disk.wait_seconds)
     if offload.swaps:
         parts["transfer"] = offload.disk.wait_seconds / _STEPS
+    times = offload.times(_STEPS)
     return {
-        "phase_seconds": phases.seconds,
-        "offload": None if (times := offload.times(_STEPS)) == OffloadTimes() else asdict(times),
-        "step_parts": parts | _data_wait(trainer, waited_before),
+        "phase_seconds": seconds,
+        "offload": None if times == OffloadTimes() else asdict(times),
+        "step_parts": parts,
     }
 
 
@@ -47,67 +49,50 @@ def measure_communication(trainer: training_loop.Trainer) -> dict[str, Any]:
     trainer.heartbeat.beat("inspect")
     torch.distributed.barrier()  # else the first operation waits for a rank that still writes a profile
     synchronize = functools.partial(training_loop.synchronize, trainer.accelerator)
-    waited_before = trainer.data_wait_seconds
     offload = OffloadTimer(trainer.engine, synchronize if trainer.accelerator == "cuda" else None)
     with offload, CommunicationTimer(synchronize) as communication:
-        phases = phase_times(trainer, lambda: communication.seconds + offload.disk.wait_seconds + offload.copy_seconds)
-    parts = {**phases.own_seconds, "communication": communication.seconds / _STEPS}
+        seconds, parts = _time_phases(
+            trainer, lambda: communication.seconds + offload.disk.wait_seconds + offload.copy_seconds
+        )
+    parts["communication"] = communication.seconds / _STEPS
     if offload.swaps or offload.copy_seconds:
         # not the sum of all copies, which include copies of micro-batches to the device between steps
-        parts["transfer"] = max(0.0, sum(phases.seconds.values()) - sum(parts.values()))
-    return {
-        "communication": [asdict(each) for each in communication.operations(_STEPS, trainer.first_device)],
-        "step_parts": parts | _data_wait(trainer, waited_before),
-    }
+        accounted = sum(parts[name] for name in (*_PHASES, "communication"))
+        parts["transfer"] = max(0.0, sum(seconds.values()) - accounted)
+    operations = communication.operations(_STEPS, trainer.first_device)
+    return {"communication": [asdict(each) for each in operations], "step_parts": parts}
 
 
-def _data_wait(trainer: training_loop.Trainer, waited_before: float | None) -> dict[str, float]:
-    waited = trainer.data_wait_seconds
-    return {} if waited is None or waited_before is None else {"data_wait": (waited - waited_before) / _STEPS}
+def _time_phases(
+    trainer: training_loop.Trainer, other_seconds: Callable[[], float]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Train for ``_STEPS`` steps, synchronised around each phase, and return two sets of mean seconds per step.
 
-
-@dataclass(frozen=True, slots=True)
-class PhaseTimes:
-    """Seconds of ``forward``, ``backward`` and ``step``."""
-
-    seconds: dict[str, float]
-    own_seconds: dict[str, float]
-    """Without what is timed as a part of its own."""
-
-
-def phase_times(trainer: training_loop.Trainer, parts: Callable[[], float]) -> PhaseTimes:
-    """Mean seconds per optimizer step in forward, backward and step, synchronised around each.
-
-    Slower than the measured steps, since nothing overlaps; never part of the headline numbers. ``parts``: seconds so
-    far in what is timed as a part of its own.
+    First those of the phases; then their own parts, without what ``other_seconds`` counts, and the wait for a data
+    loader where there is one. ``other_seconds``: seconds so far in what is timed as a part of its own.
     """
-    micro_steps = [time_micro_step(trainer, parts) for _ in range(_STEPS * trainer.grad_accum)]
+    seconds, parts = (dict.fromkeys(_PHASES, 0.0) for _ in range(2))
+    waited_before = trainer.data_wait_seconds
+    for _ in range(_STEPS * trainer.grad_accum):
+        trainer.heartbeat.beat("inspect")
+        batch, marks = next(trainer.batches), list[tuple[float, float]]()
 
-    def mean(kind: list[dict[str, float]]) -> dict[str, float]:
-        return {phase: sum(each[phase] for each in kind) / _STEPS for phase in kind[0]}
+        def mark(marks: list[tuple[float, float]] = marks) -> None:
+            training_loop.synchronize(trainer.accelerator)
+            marks.append((time.perf_counter(), other_seconds()))
 
-    return PhaseTimes(mean([each.seconds for each in micro_steps]), mean([each.own_seconds for each in micro_steps]))
-
-
-def time_micro_step(trainer: training_loop.Trainer, parts: Callable[[], float] = lambda: 0.0) -> PhaseTimes:
-    """Trains on one micro-batch. Returns the seconds of its phases, with the device synchronised between them."""
-    trainer.heartbeat.beat("inspect")
-    engine, batch = trainer.engine, next(trainer.batches)
-    marks = list[tuple[float, float]]()
-
-    def mark() -> None:
-        training_loop.synchronize(trainer.accelerator)
-        marks.append((time.perf_counter(), parts()))
-
-    mark()
-    loss = trainer.compute_loss(batch)
-    mark()
-    engine.backward(loss)
-    mark()
-    engine.step()
-    mark()
-    seconds, own_seconds = dict[str, float](), dict[str, float]()
-    for phase, before, after in zip(("forward", "backward", "step"), marks, marks[1:], strict=False):
-        seconds[phase] = after[0] - before[0]
-        own_seconds[phase] = seconds[phase] - (after[1] - before[1])
-    return PhaseTimes(seconds, own_seconds)
+        mark()
+        loss = trainer.compute_loss(batch)
+        mark()
+        trainer.engine.backward(loss)
+        mark()
+        trainer.engine.step()
+        mark()
+        del loss  # its graph holds the activations where no backward pass freed them
+        for phase, before, after in zip(_PHASES, marks, marks[1:], strict=False):
+            seconds[phase] += (after[0] - before[0]) / _STEPS
+            parts[phase] += (after[0] - before[0] - (after[1] - before[1])) / _STEPS
+    waited = trainer.data_wait_seconds
+    if waited is not None and waited_before is not None:
+        parts["data_wait"] = (waited - waited_before) / _STEPS
+    return seconds, parts

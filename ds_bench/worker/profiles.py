@@ -1,63 +1,100 @@
-"""Profiles of further steps after the measured window: which profiler observes them, and what is kept of it.
+"""Profiles of further steps after the measured window: ``torch``, ``memory`` and ``nsys``.
 
 Every rank takes the same steps, whether it is observed or not, so that collectives meet and all rows train alike. A
 profiler that fails leaves a caveat; where a step of training fails, the rank does.
+
+``torch`` leaves a trace and a table of steps without stacks and shapes, which slow a step down, and the memory of each
+category over one more step, which needs both. ``memory`` shows who allocates. On GPUs torch's allocator records every
+allocation with its stack, for torch's memory viewer; the CPU has no such allocator, and there torch.profiler sees the
+bytes that each operator allocates and frees. ``nsys`` opens a window for Nsight Systems.
 """
 
 from __future__ import annotations
 
+import gzip
+import itertools
+import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]  # whose documentation names it
+from torch.autograd.profiler_util import EventList
+from torch.profiler import ProfilerActivity
 
 from ..config.caveats import Caveat
 from ..config.spec import ProfileName, Trial
 from ..records.schema import Profile
-from . import torch_profile, training_loop
-from .torch_profile import ProfiledSteps
+from . import memory, training_loop
 
 MOST_FILE_BYTES = 2**29
 """Files of a profile that are larger are removed."""
 _MOST_LINE_LENGTH = 200
+MOST_ROWS = 10
+"""Rows of a table that the record and the report hold; the file has more."""
+_MOST_EVENTS = 100_000
+"""Allocations that torch's allocator keeps, the last ones; each takes some KB."""
+_ROWS_IN_FILE = 100
+_STEP = "optimizer step"
+"""Marks each step in the trace. Its own time is that outside operators."""
+_OUTSIDE = "(Python and waiting, outside operators)"
+_NO_OPERATOR = "(kernels that no operator launched)"
+"""Kernels of DeepSpeed's own ops and of compiled code, among others."""
+_CATEGORIES = (
+    "parameters",
+    "optimizer states",
+    "inputs",
+    "temporary",
+    "activations",
+    "gradients",
+    "autograd",
+    "unknown",
+)
+"""Categories of memory in the order of torch's timeline (torch/profiler/_memory_profiler.py)."""
 
 
-def observe_nsys(steps: ProfiledSteps) -> Sequence[str]:
-    """Open and close a window of steps by CUDA's profiler API, for a run under Nsight Systems.
+class ProfiledSteps:
+    """The steps of one profiler on one rank, and the files that it writes."""
 
-    ``nsys profile --capture-range=cudaProfilerApi`` records what lies between the calls. Without nsys they do nothing;
-    on the CPU accelerator they are left out.
-    """
-    return take_window(steps, torch.cuda.profiler) if steps.on_cuda else ()
+    def __init__(self, name: str, trainer: training_loop.Trainer, trial: Trial, folder: Path, count: int) -> None:
+        """``folder``: of the trial. ``count``: steps that every rank takes."""
+        self.trainer = trainer
+        self.trial = trial
+        self.count = trial.inspection.profile_steps
+        """Steps to observe."""
+        self.rank = torch.distributed.get_rank()
+        self.left = count
+        """Steps that are still to be taken, further ones of the profiler included."""
+        self.is_training = False
+        """Whether a step is being taken: an exception then comes from training, not from the profiler."""
+        self.files: list[Path] = []
+        self.name = name
+        self._folder = folder / "profiles"
 
+    @property
+    def on_cuda(self) -> bool:
+        return self.trainer.accelerator == "cuda"
 
-def take_window(steps: ProfiledSteps, api: Any) -> Sequence[str]:
-    """Take the steps, with ``api.start()`` and ``api.stop()`` (as of ``torch.cuda.profiler``) around the window."""
-    workload, inspection = steps.trial.workload, steps.trial.inspection
-    steps_before = workload.warmup_steps + workload.num_steps
-    window = inspection.nsys_window(steps_before)
-    for number in inspection.profiled_steps(steps_before):
-        # Synchronised at both ends: kernels run later than they are launched, and would cross the window's bounds.
-        if number == window.start:
-            steps.synchronize()
-            api.start()
-        steps.step()
-        if number == window.stop - 1:
-            steps.synchronize()
-            api.stop()
-    return (f"the window for nsys held steps {window.start} to {window.stop - 1}",)
+    def step(self) -> None:
+        """Takes one optimizer step. Raises whatever training raises."""
+        self.left -= 1
+        # No finally: where the step raises, this stays True and says where the exception came from.
+        self.is_training = True
+        self.trainer.step()
+        self.is_training = False
 
+    def synchronize(self) -> None:
+        training_loop.synchronize(self.trainer.accelerator)
 
-Observe = Callable[[ProfiledSteps], Sequence[str]]
-"""Takes the steps under a profiler, on a rank that writes a profile. Returns lines for the report."""
-PROFILERS: Mapping[ProfileName, tuple[Observe, int]] = {
-    "torch": (torch_profile.observe_time, 1),
-    "memory": (torch_profile.observe_memory, 0),
-    "nsys": (observe_nsys, 0),
-}
-"""Profiler → how it observes, and its steps in addition to ``--profile-steps``."""
+    def file(self, ending: str) -> Path:
+        """A file to write, ``profiles/<profiler>_rank<N>.<ending>`` in the trial's folder."""
+        self._folder.mkdir(exist_ok=True)
+        path = self._folder / f"{self.name}_rank{self.rank}.{ending}"
+        self.files.append(path)
+        return path
 
 
 def take_profiles(
@@ -88,26 +125,189 @@ def take_profiles(
         while steps.left > 0:
             steps.step()
         steps.synchronize()
-        all_notes += _remove_large_files(steps)
-        if steps.files or lines:
-            files = tuple(path.relative_to(folder.parents[1]).as_posix() for path in steps.files)
+        files = []
+        for path in filter(Path.exists, steps.files):
+            if 0 < (size := path.stat().st_size) <= MOST_FILE_BYTES:
+                files.append(path.relative_to(folder.parents[1]).as_posix())
+                continue
+            path.unlink()
+            if size:
+                limit = f"{MOST_FILE_BYTES / 2**20:.0f} MB; fewer --profile-steps"
+                all_notes.append(f"the profile {name} was removed: {path.name} had more than {limit}")
+        if files or lines:
             kept = tuple(line[:_MOST_LINE_LENGTH] for line in lines)
-            profiles.append(asdict(Profile(name=name, files=files, lines=kept)))
+            profiles.append(asdict(Profile(name=name, files=tuple(files), lines=kept)))
     return {"profiles": profiles, "notes": list(dict.fromkeys(all_notes))}
 
 
-def _remove_large_files(steps: ProfiledSteps) -> list[str]:
-    """Removes files of more than ``MOST_FILE_BYTES``, and leaves out those that were not written. Returns notes."""
-    notes = []
-    for path in [*steps.files]:
-        size = path.stat().st_size if path.exists() else 0
-        if 0 < size <= MOST_FILE_BYTES:
-            continue
-        steps.files.remove(path)
-        path.unlink(missing_ok=True)
-        if size:
-            limit = f"{MOST_FILE_BYTES / 2**20:.0f} MB"
-            notes.append(
-                f"the profile {steps.name} was removed: {path.name} had more than {limit}; fewer --profile-steps"
-            )
-    return notes
+def observe_time(steps: ProfiledSteps) -> Sequence[str]:
+    """Takes the steps under torch.profiler, and one further step for the memory timeline."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if steps.on_cuda else [])]
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(steps.count):
+            with torch.profiler.record_function(_STEP):
+                steps.step()
+        steps.synchronize()
+    # A sign of life before the trace is written, which may take long.
+    steps.trainer.heartbeat.beat("inspect")
+    profiler.export_chrome_trace(str(steps.file("trace.json.gz")))
+    device = "device" if steps.on_cuda else "cpu"
+    averages = profiler.key_averages()
+    table = averages.table(
+        sort_by=f"self_{device}_time_total", row_limit=_ROWS_IN_FILE, max_name_column_width=80, max_src_column_width=80
+    )
+    steps.file("txt").write_text(table, encoding="utf-8")
+    lines = lines_by_time(averages, "device" if steps.on_cuda else "CPU", steps.count)
+    with profile_memory(activities) as profiler:
+        steps.step()
+        steps.synchronize()
+    return (*lines, export_timeline(profiler, steps))
+
+
+def profile_memory(activities: Any = None) -> torch.profiler.profile:
+    """A profiler that sees every allocation, and who makes it."""
+    return torch.profiler.profile(
+        activities=activities or [ProfilerActivity.CPU], record_shapes=True, profile_memory=True, with_stack=True
+    )
+
+
+def export_timeline(profiler: torch.profiler.profile, steps: ProfiledSteps) -> str:
+    """Writes the bytes of each category over time, as torch exports them. Returns a line about the peak.
+
+    torch refuses where operators write to one tensor twice, as at stage 3: then the bytes have no categories.
+    """
+    path = steps.file("memory_timeline.json.gz")
+    device = steps.trainer.first_device
+    try:
+        with warnings.catch_warnings():  # deprecated, and for the CPU without a successor
+            warnings.simplefilter("ignore", FutureWarning)
+            profiler.export_memory_timeline(str(path), str(device))
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            _, sizes = json.load(file)
+    except AssertionError:
+        # Microseconds, and bytes allocated less freed since the profiler began.
+        found: Any = profiler.profiler
+        events = [event for event in found.kineto_results.events() if event.name() == "[memory]"]
+        events = [event for event in events if event.device_type().name == device.type.upper()]
+        events.sort(key=lambda event: event.start_ns())
+        times = [event.start_ns() // 1000 for event in events]
+        totals = list(itertools.accumulate(event.nbytes() for event in events))
+        with gzip.open(path, "wt", encoding="utf-8") as file:
+            # In the form of torch's own file, with a single category.
+            json.dump([times, [[0, size] for size in totals]], file)
+        return f"peak of tensors above what there was before: {max(totals, default=0) / 2**20:,.1f} MB"
+    highest: list[int] = max(sizes, key=sum, default=[])
+    # The first number of each row is 0: categories begin with the second (_coalesce_timeline).
+    by_category = sorted(zip(_CATEGORIES, highest[1:], strict=False), key=lambda pair: -pair[1])
+    parts = ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in by_category if size >= 2**20 / 20)
+    return f"peak of tensors {sum(highest) / 2**20:,.1f} MB: {parts}"
+
+
+def lines_by_time(averages: Sequence[Any], device: str, step_count: int) -> tuple[str, ...]:
+    """The operators that take most time of their own: milliseconds per step, share, calls per step, name."""
+    on_device = device == "device"
+
+    def milliseconds(event: Any) -> float:
+        return float(event.self_device_time_total if on_device else event.self_cpu_time_total) / 1000
+
+    # A kernel is in the list by itself, and in the time of the operator that launched it; a mark is there with the time
+    # of all kernels within it (torch/autograd/profiler_util.py, _build_table).
+    operators = [event for event in averages if event.device_type == DeviceType.CPU]
+    kernels = [event for event in averages if event.device_type != DeviceType.CPU and not event.is_user_annotation]
+    rows = [
+        (milliseconds(event), f"{event.count / step_count:10,.0f}", _OUTSIDE if event.key == _STEP else event.key)
+        for event in operators
+        if milliseconds(event) or not on_device
+    ]
+    total = sum(own for own, _, _ in rows)
+    # The two sums differ by rounding where an operator launched every kernel.
+    if on_device and (further := sum(map(milliseconds, kernels)) - total) > 1e-6 * total:
+        rows.append((further, f"{'':10}", _NO_OPERATOR))
+        total += further
+    rows.sort(key=lambda row: row[0], reverse=True)
+    return (
+        f"{device} ms/step  share  calls/step  operator",
+        *(
+            f"{own / step_count:{len(device) + 8},.2f}  {own / (total or 1.0):5.1%}  {calls}  {name}"
+            for own, calls, name in rows[:MOST_ROWS]
+        ),
+    )
+
+
+def observe_memory(steps: ProfiledSteps) -> Sequence[str]:
+    """Takes the steps while allocations are recorded."""
+    if steps.on_cuda:
+        return _observe_gpu(steps)
+    memory.reset_host_peak()
+    with profile_memory() as profiler:
+        for _ in range(steps.count):
+            steps.step()
+    steps.trainer.heartbeat.beat("inspect")
+    resident = memory.peak_resident_bytes()
+    # Stacks make events of Python's functions, which the timeline needs and a table of operators does not.
+    operators = [event for event in profiler.key_averages() if ".py(" not in event.key]
+    event_list: Any = EventList  # torch does not type it
+    table = event_list(operators, profile_memory=True).table(
+        sort_by="self_cpu_memory_usage", row_limit=_ROWS_IN_FILE, max_name_column_width=80
+    )
+    steps.file("txt").write_text(table, encoding="utf-8")
+    lines = [export_timeline(profiler, steps)]
+    if resident is not None:
+        lines.append(f"peak of the process, with what the profiler itself keeps: {resident / 2**20:,.1f} MB resident")
+    lines.append("MB/step  calls/step  operator")
+    for event in sorted(operators, key=lambda event: event.self_cpu_memory_usage, reverse=True)[:MOST_ROWS]:
+        if event.self_cpu_memory_usage > 0:  # allocated and not freed by the operator itself
+            megabytes = event.self_cpu_memory_usage / 2**20 / steps.count
+            lines.append(f"{megabytes:7,.1f}  {event.count / steps.count:10,.0f}  {event.key}")
+    return lines
+
+
+def _observe_gpu(steps: ProfiledSteps) -> Sequence[str]:
+    lines = ["step  allocated MB  peak MB  reserved MB"]
+    torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS)
+    try:
+        for number in range(steps.count):
+            torch.cuda.reset_peak_memory_stats()
+            steps.step()
+            steps.synchronize()
+            allocated, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+            sizes = [size / 2**20 for size in (allocated, peak, torch.cuda.memory_reserved())]
+            lines.append(f"{number + 1:4}  {sizes[0]:12,.1f}  {sizes[1]:7,.1f}  {sizes[2]:11,.1f}")
+        steps.trainer.heartbeat.beat("inspect")
+        torch.cuda.memory._dump_snapshot(str(steps.file("snapshot.pickle")))  # type: ignore[no-untyped-call]
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    steps.file("txt").write_text("\n".join([*lines, "", torch.cuda.memory_summary()]), encoding="utf-8")
+    return lines
+
+
+def observe_nsys(steps: ProfiledSteps) -> Sequence[str]:
+    """Take the steps, and open and close a window of them by CUDA's profiler API, for a run under Nsight Systems.
+
+    ``nsys profile --capture-range=cudaProfilerApi`` records what is in the window. Without nsys the calls do nothing.
+    """
+    if not steps.on_cuda:
+        return ()
+    workload, inspection = steps.trial.workload, steps.trial.inspection
+    steps_before = workload.warmup_steps + workload.num_steps
+    window = inspection.nsys_window(steps_before)
+    for number in inspection.profiled_steps(steps_before):
+        # Synchronised at both ends: kernels run later than they are launched, and would cross the window's bounds.
+        if number == window.start:
+            steps.synchronize()
+            torch.cuda.profiler.start()
+        steps.step()
+        if number == window.stop - 1:
+            steps.synchronize()
+            torch.cuda.profiler.stop()
+    return (f"the window for nsys held steps {window.start} to {window.stop - 1}",)
+
+
+Observe = Callable[[ProfiledSteps], Sequence[str]]
+"""Takes the steps under a profiler, on a rank that writes a profile. Returns lines for the report."""
+PROFILERS: Mapping[ProfileName, tuple[Observe, int]] = {
+    "torch": (observe_time, 1),
+    "memory": (observe_memory, 0),
+    "nsys": (observe_nsys, 0),
+}
+"""Profiler → how it observes, and its steps in addition to ``--profile-steps``."""

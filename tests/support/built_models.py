@@ -12,14 +12,14 @@ def build(model_type: str, config: Mapping[str, Any]) -> Any:
     """The model: shapes without memory."""
     from transformers import AutoConfig
 
-    from ds_bench.worker.model_counts import build_without_memory
+    from ds_bench.worker.lookup_model import build_without_memory
 
     return build_without_memory(AutoConfig.for_model(model_type, **config))
 
 
 def facts_from_config(name: str, model_type: str, config: Mapping[str, Any]) -> ModelFacts:
     """The facts of a model that is no preset."""
-    from ds_bench.worker.model_counts import count_model
+    from ds_bench.worker.lookup_model import count_model
 
     counts = count_model(build(model_type, config))
     assert counts is not None

@@ -15,8 +15,8 @@ from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from ds_bench.config.spec import Inspection, ProfileName
 from ds_bench.records.rank_files import HeartbeatWriter
-from ds_bench.worker import profiles, torch_profile, training_loop
-from ds_bench.worker.torch_profile import ProfiledSteps
+from ds_bench.worker import profiles, training_loop
+from ds_bench.worker.profiles import ProfiledSteps
 from tests.support import fakes
 from tests.support.batches import batches
 
@@ -161,14 +161,14 @@ def test_the_time_of_a_kernel_counts_once_and_is_its_operators() -> None:
     found: Any = EventList(events, use_device="cuda")
     found._build_tree()
     averages = found.key_averages()
-    lines = torch_profile.lines_by_time(averages, "device", 2)
+    lines = profiles.lines_by_time(averages, "device", 2)
     assert [line.split(maxsplit=3) for line in lines[1:3]] == [
         ["3.00", "60.0%", "0", "aten::mm"],
         ["1.00", "20.0%", "0", "aten::copy_"],
     ]
     assert lines[3].split(maxsplit=2) == ["1.00", "20.0%", "(kernels that no operator launched)"]
     assert len(lines) == 4
-    on_cpu = torch_profile.lines_by_time(averages, "CPU", 2)
+    on_cpu = profiles.lines_by_time(averages, "CPU", 2)
     assert not any("gemm" in line or "kernels" in line for line in on_cpu)
 
 
@@ -199,20 +199,6 @@ def test_where_torch_cannot_tell_categories_apart_the_bytes_are_kept(
     assert any("aten::" in line for line in profile["lines"])
 
 
-class Calls:
-    """CUDA's profiler API, which notes how many steps were taken before each call."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.calls: list[tuple[str, int]] = []
-
-    def start(self) -> None:
-        self.calls.append(("start", self._engine.steps))
-
-    def stop(self) -> None:
-        self.calls.append(("stop", self._engine.steps))
-
-
 @pytest.mark.parametrize(
     ("asked", "calls"),
     [
@@ -222,14 +208,17 @@ class Calls:
     ],
 )
 def test_the_window_of_nsys_opens_before_its_first_step_and_closes_after_its_last(
-    folder: Path, asked: dict[str, int], calls: list[tuple[str, int]]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, int], calls: list[tuple[str, int]]
 ) -> None:
     """The trial has 2 warm-up and 10 measured steps, so that the first step after them has number 12."""
-    engine = Engine()
-    trainer = training_loop.Trainer(engine, batches(), "cpu", HeartbeatWriter(folder, 0))
-    trial = fakes.trial(inspection=Inspection(profiles=("nsys",), profile_steps=4, **asked))
-    api = Calls(engine)
-    profiles.take_window(ProfiledSteps("nsys", trainer, trial, folder, 4), api)
-    assert (api.calls, engine.steps) == (calls, 4)
-    measured = take(folder, "nsys", engine=Engine())  # on the CPU without the calls
-    assert (measured["profiles"], measured["notes"]) == ([], ["a note"])
+    engine, seen = Engine(), list[tuple[str, int]]()
+    for name in ("start", "stop"):
+        monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: seen.append((name, engine.steps)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for accelerator, expected in (("cpu", []), ("cuda", calls)):
+        engine.steps = 0
+        trainer = training_loop.Trainer(engine, batches(), accelerator, HeartbeatWriter(folder, 0))
+        trial = fakes.trial(inspection=Inspection(profiles=("nsys",), profile_steps=4, **asked))
+        measured = profiles.take_profiles(trainer, trial, folder, ["a note"])
+        assert (seen, engine.steps, measured["notes"]) == (expected, 4, ["a note"])
+        assert bool(measured["profiles"]) is (accelerator == "cuda")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ds_bench.models import presets
-from ds_bench.worker.model_counts import count_model
+from ds_bench.worker.lookup_model import count_model
 from tests.support.built_models import build, facts_from_config
 from tests.support.model_families import FAMILIES
 from tests.support.real_trials import ROOT

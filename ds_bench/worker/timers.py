@@ -1,26 +1,152 @@
-"""What offloading costs in a step: CPU Adam, waiting for the disk, copies between host and device.
+"""Timers of what a step spends outside computing: collectives, CPU Adam, the disk, copies between host and device.
 
-DeepSpeed's own code is observed, not replaced: while an :class:`OffloadTimer` is active, the methods through which it
-offloads are timed. Used only in steps after the measured window.
+DeepSpeed's own code is observed, not replaced: while a timer is active, the methods through which DeepSpeed
+communicates or offloads are timed. Used only in steps after the measured window.
+
+DeepSpeed's own communication logger (``deepspeed.comm.comms_logger``, 0.19.8) is not used. Its time of an operation is
+the sum of all so far of that name (``Timer.elapsed(reset=False)`` in comm/comm.py); it does not see
+``all_gather_coalesced``; it ends the process with exit code 0 at an operation that it does not know, such as
+``all_gather_object``; and on the CPU accelerator it times only the launch of an operation that overlaps with
+training, as at stage 3. Timed here is what passes through DeepSpeed's backend, below that logger.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any, Self
 from unittest import mock
 
+import deepspeed.comm.comm
 import torch
+import torch.distributed
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-from ..records.schema import OffloadTimes
+from ..records.schema import CommunicationOperation, OffloadTimes
 
+_COLLECTIVES = (
+    "all_reduce",
+    "inference_all_reduce",
+    "all_reduce_coalesced",
+    "reduce",
+    "broadcast",
+    "broadcast_object_list",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_base",
+    "all_gather_coalesced",
+    "all_gather_object",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
+    "gather",
+    "scatter",
+    "barrier",
+)
+"""Methods of DeepSpeed's backend (comm/torch.py). Sends and receives are left out: waiting for each would lock two
+ranks that send to each other."""
 _COPY_METHODS = ("copy_", "to", "cpu", "cuda")
 _READS = ("async_pread", "sync_pread", "pread")
 _WRITES = ("async_pwrite", "sync_pwrite", "pwrite")
+
+
+class CommunicationTimer:
+    """Times every collective operation of DeepSpeed while it is active.
+
+    Each is waited for, including operations that DeepSpeed overlaps with training, so that its time is its own and
+    nothing overlaps. ``synchronize`` waits for the device.
+    """
+
+    def __init__(self, synchronize: Callable[[], None]) -> None:
+        self._synchronize = synchronize
+        self._stack = ExitStack()
+        self._inside = False
+        self._calls: list[tuple[str, int, float]] = []  # name, bytes, seconds
+        self.seconds = 0.0
+
+    def __enter__(self) -> Self:
+        backend = deepspeed.comm.comm.cdb
+        for name in _COLLECTIVES:
+            if hasattr(backend, name):
+                timed = self._timed(name, getattr(backend, name))
+                self._stack.enter_context(mock.patch.object(backend, name, timed))
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._stack.close()
+
+    def _timed(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(operation)
+        def timed(*arguments: Any, **keywords: Any) -> Any:
+            if self._inside:
+                return operation(*arguments, **keywords)
+            self._inside = True
+            try:
+                # Until the device has finished what came before, which is not the operation's time.
+                self._synchronize()
+                start = time.perf_counter()
+                work = operation(*arguments, **keywords)
+                # Asynchronous operations return a handle, synchronous ones None.
+                if hasattr(work, "wait"):
+                    work.wait()
+                self._synchronize()
+                seconds = time.perf_counter() - start
+            finally:
+                self._inside = False
+            self.seconds += seconds
+            self._calls.append((name, operation_bytes(name, [*arguments, *keywords.values()]), seconds))
+            return work
+
+        return timed
+
+    def operations(self, steps: int, device: torch.device) -> tuple[CommunicationOperation, ...]:
+        """Return the mean of each kind of operation per step, the largest number of bytes first.
+
+        Every rank must call it. A rank waited for others as long as it took longer than the fastest rank, call by call;
+        that is unknown if ranks made different numbers of calls.
+        """
+        # One reduction gives both ends: the largest of the negated numbers is the smallest number. They add up to 0
+        # only if all ranks made equally many calls.
+        counts = torch.tensor([len(self._calls), -len(self._calls)], device=device)
+        torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX)
+        waits: list[float] | None = None
+        if counts.sum().item() == 0:
+            seconds = torch.tensor([seconds for _, _, seconds in self._calls], dtype=torch.float64, device=device)
+            fastest = seconds.clone()
+            torch.distributed.all_reduce(fastest, torch.distributed.ReduceOp.MIN)
+            waits = (seconds - fastest).tolist()
+        operations = []
+        for name in dict.fromkeys(name for name, _, _ in self._calls):
+            own = [index for index, call in enumerate(self._calls) if call[0] == name]
+            operations.append(
+                CommunicationOperation(
+                    name=name,
+                    count=len(own) / steps,
+                    bytes=sum(self._calls[index][1] for index in own) / steps,
+                    seconds=sum(self._calls[index][2] for index in own) / steps,
+                    wait_seconds=None if waits is None else sum(waits[index] for index in own) / steps,
+                )
+            )
+        return tuple(sorted(operations, key=lambda operation: operation.bytes, reverse=True))
+
+
+def operation_bytes(name: str, arguments: Iterable[Any]) -> int:
+    """Size of the whole tensor of an operation: all ranks' parts, the largest of its arguments.
+
+    An all-reduce counts twice, as a reduce-scatter and an all-gather of the same tensor (Rajbhandari et al., "ZeRO",
+    2020, section 7). 0 for objects and barriers.
+    """
+    whole = max(map(_size, arguments), default=0)
+    return 2 * whole if "all_reduce" in name else whole
+
+
+def _size(argument: Any) -> int:
+    if isinstance(argument, torch.Tensor):
+        return argument.nbytes
+    return sum(map(_size, argument)) if isinstance(argument, (list, tuple)) else 0
 
 
 class DiskUse:
@@ -41,15 +167,13 @@ class DiskUse:
             self._busy_since = now
         self._outstanding.add(handle)
 
-    def end(self, handle: int, now: float) -> None:
-        if handle in self._outstanding:
-            self._outstanding.remove(handle)
-            if not self._outstanding:
-                self.busy_seconds += now - self._busy_since
+    def end(self, handles: set[int], now: float) -> None:
+        if self._outstanding and self._outstanding <= handles:
+            self.busy_seconds += now - self._busy_since
+        self._outstanding -= handles
 
     def end_all(self, now: float) -> None:
-        for handle in list(self._outstanding):
-            self.end(handle, now)
+        self.end(set(self._outstanding), now)
 
 
 class TimedHandle:
@@ -76,7 +200,7 @@ class TimedHandle:
             end = time.perf_counter()
             # An asynchronous operation ends when its handle is waited for.
             if name == "wait" or name.startswith("sync"):
-                disk.end(id(self), end)
+                disk.end({id(self)}, end)
             disk.wait_seconds += end - start
             return result
 
