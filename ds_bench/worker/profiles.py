@@ -288,6 +288,7 @@ def observe_nsys(steps: ProfiledSteps) -> Sequence[str]:
     """
     if not steps.on_cuda:
         return ()
+    api: Any = torch.cuda.profiler
     workload, inspection = steps.trial.workload, steps.trial.inspection
     steps_before = workload.warmup_steps + workload.num_steps
     window = inspection.nsys_window(steps_before)
@@ -295,11 +296,11 @@ def observe_nsys(steps: ProfiledSteps) -> Sequence[str]:
         # Synchronised at both ends: kernels run later than they are launched, and would cross the window's bounds.
         if number == window.start:
             steps.synchronize()
-            torch.cuda.profiler.start()
+            api.start()
         steps.step()
         if number == window.stop - 1:
             steps.synchronize()
-            torch.cuda.profiler.stop()
+            api.stop()
     return (f"the window for nsys held steps {window.start} to {window.stop - 1}",)
 
 
