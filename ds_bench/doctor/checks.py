@@ -10,7 +10,7 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -26,7 +26,6 @@ from ..launch import ops, rank_environment
 from ..records import json_files
 from ..system import environment, terminal
 from . import disk, host, hosts, software
-from . import gpus as gpu_checks
 from .findings import Finding, Groups, SystemAccess, format_count, format_finding, ok, problem, run_check, warning
 
 _ANY_HIDDEN_SIZE = 1024
@@ -76,12 +75,24 @@ def run_all_checks(
             *run_check("GPU driver", lambda: software.check_driver(inventory.driver_version, torch_cuda)),
         ],
         "Tools": run_check("tools", lambda: software.check_programs(system, placement.accelerator, torch_cuda)),
-        "GPUs": run_check("GPUs", lambda: gpu_checks.check(system, inventory, torch_cuda)),
+        "GPUs": run_check("GPUs", lambda: host.check_gpus(system, inventory, torch_cuda)),
         "Host": run_check("host", lambda: host.check(system, placement)),
         # Before the disk, whose speed is measured with an op.
         "DeepSpeed ops": run_check("ops", check_ops),
     }
-    groups["NVMe"] = _check_nvme(system, nvme_path, variables)
+    if nvme_path is None:
+        unchecked = "--nvme-path DIR checks a folder for NVMe offload and its speed"
+        groups["NVMe"] = [ok("NVMe path", "not checked", unchecked)]
+    else:
+        nvme = run_check("NVMe path", lambda: disk.check_nvme(system, nvme_path), failed_level="problem")
+        folder = variables.get("TORCH_EXTENSIONS_DIR")  # missing if the check of the ops failed
+        if all(finding.level != "problem" for finding in nvme):
+            if folder is not None and ops.is_built(ops.ASYNC_IO, Path(folder)):
+                nvme += run_check("NVMe speed", lambda: disk.check_speed(nvme_path, variables))
+            else:
+                text = "not measured: DeepSpeed's AsyncIO op is not built"
+                nvme.append(warning("NVMe speed", text, software.BUILD_COMMAND))
+        groups["NVMe"] = nvme
     # What the user named must be usable: a check of it that breaks is a problem, not a warning.
     if files:
         groups["Your configurations"] = run_check("files", lambda: _check_files(own, placement), failed_level="problem")
@@ -97,19 +108,6 @@ def run_all_checks(
         local = environment.read_environment(system.environ, inventory)
         groups["Hosts"] = run_check("hosts", lambda: hosts.check_all(several, own, local), failed_level="problem")
     return groups
-
-
-def _check_nvme(system: SystemAccess, path: Path | None, variables: Mapping[str, str]) -> list[Finding]:
-    if path is None:
-        return [ok("NVMe path", "not checked", "--nvme-path DIR checks a folder for NVMe offload and its speed")]
-    findings = run_check("NVMe path", lambda: disk.check_nvme(system, path), failed_level="problem")
-    if any(finding.level == "problem" for finding in findings):
-        return findings
-    folder = variables.get("TORCH_EXTENSIONS_DIR")  # missing if the check of the ops failed
-    if folder is None or not ops.is_built(ops.ASYNC_IO, Path(folder)):
-        text = "not measured: DeepSpeed's AsyncIO op is not built"
-        return [*findings, warning("NVMe speed", text, software.BUILD_COMMAND)]
-    return [*findings, *run_check("NVMe speed", lambda: disk.check_speed(path, variables))]
 
 
 def _check_files(configurations: Sequence[Configuration], placement: Placement) -> Iterator[Finding]:
@@ -145,9 +143,9 @@ def run_plan_checks(
     findings = run_check("packages", software.check_packages)
     if placement.accelerator == "cuda":
         findings += run_check("GPU driver", lambda: software.check_driver(inventory.driver_version, torch_cuda))
-        findings += run_check("GPUs", lambda: gpu_checks.check(system, inventory, torch_cuda, slots))
-    elif not inventory.gpus and gpu_checks.has_amd_gpu(system.root):
-        text = f"{gpu_checks.NO_ROCM}: this runs on the CPU"
+        findings += run_check("GPUs", lambda: host.check_gpus(system, inventory, torch_cuda, slots))
+    elif not inventory.gpus and host.has_amd_gpu(system.root):
+        text = f"{host.NO_ROCM}: this runs on the CPU"
         findings.append(warning("GPUs", text, "run where there is an NVIDIA GPU"))
     need_ops = [bool(ops.needed_ops(placement.accelerator, [row])) for row in configurations]
     if any(need_ops) or placement.accelerator == "cuda":

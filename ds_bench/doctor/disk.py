@@ -149,25 +149,21 @@ def _check_device(system: SystemAccess, path: Path) -> Finding:
 def _check_direct_io(path: Path) -> Finding:
     """Whether files can be opened with O_DIRECT, as DeepSpeed opens every swap file (csrc/aio)."""
     try:
-        _write_directly(path)
+        # A page from mmap has the alignment that O_DIRECT asks of a buffer.
+        with tempfile.TemporaryFile(dir=path) as file, mmap.mmap(-1, _PAGE_BYTES) as page:
+            # The file has no name, so that nothing is left behind. As ``tempfile`` cannot create it with O_DIRECT, it
+            # is opened a second time through its descriptor.
+            descriptor = os.open(f"/proc/self/fd/{file.fileno()}", os.O_WRONLY | os.O_DIRECT)
+            try:
+                os.write(descriptor, page)
+            finally:
+                os.close(descriptor)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return problem("direct I/O", "not tried: the disk is full", "free some space, or give another disk")
         text = f"O_DIRECT does not work here ({error.strerror}); DeepSpeed requires it"
         return problem("direct I/O", text, "give a folder on a local disk with ext4 or xfs")
     return ok("direct I/O", "works")
-
-
-def _write_directly(path: Path) -> None:
-    # A page from mmap has the alignment that O_DIRECT asks of a buffer.
-    with tempfile.TemporaryFile(dir=path) as file, mmap.mmap(-1, _PAGE_BYTES) as page:
-        # The file has no name, so that nothing is left behind, but ``tempfile`` cannot create it with O_DIRECT: it is
-        # opened a second time through its descriptor.
-        descriptor = os.open(f"/proc/self/fd/{file.fileno()}", os.O_WRONLY | os.O_DIRECT)
-        try:
-            os.write(descriptor, page)
-        finally:
-            os.close(descriptor)
 
 
 def check_speed(path: Path, variables: Mapping[str, str]) -> Iterator[Finding]:

@@ -36,14 +36,14 @@ _SHOULD_AGREE: Facts = (
     ("host memory", lambda environment: format_bytes(environment.host_memory_bytes)),
     ("GPU driver", attrgetter("gpu_driver_version")),
 )
-"""What makes one host slower than the others, so that they wait for it."""
+"""Facts that can make one host slower than the others, which then wait for it."""
 
 
 @contextmanager
 def connected_hosts(placement: Placement) -> Iterator[Hosts]:
-    """Connections to all hosts of a placement, which are ended with the context.
+    """Connect to all hosts of a placement, until the context ends.
 
-    Raises PreflightError for a host that cannot be reached or used, in one line with what ssh said.
+    Raises PreflightError for a host that cannot be reached or used, in one line with ssh's message.
     """
     template = placement.host_command
     if template is not None and find_program(program := shlex.split(template)[0]) is None:
@@ -82,7 +82,7 @@ def _way_to_leave_out(what: str, placement: Placement) -> str:
 
 @contextmanager
 def naming_lost_host() -> Iterator[None]:
-    """Raises PreflightError for a host that is lost meanwhile."""
+    """Raise PreflightError for a host that is lost within this context."""
     try:
         yield
     except HostError as error:
@@ -90,7 +90,7 @@ def naming_lost_host() -> Iterator[None]:
 
 
 def environment_with_hosts(hosts: Hosts, placement: Placement, local: Environment) -> Environment:
-    """The environment of this host, which starts the ranks, with those of all hosts in the order of their ranks.
+    """Return the environment of this host, with the environments of all hosts in the order of their ranks.
 
     Raises PreflightError, in one line, if versions or GPUs differ, or a host has fewer GPUs than ranks.
     """
@@ -109,31 +109,22 @@ def environment_with_hosts(hosts: Hosts, placement: Placement, local: Environmen
         known["this host"] = local
     differences = _differences(_MUST_AGREE, known)
     if placement.accelerator == "cuda":
-        differences += _gpu_differences(environments, placement)
+        for name, ranks in placement.hosts:
+            slots, count = placement.slots_of(name), len(environments[name].gpus)
+            # Slots are numbers among all GPUs of the host: the highest must exist.
+            if count <= max(slots):
+                chosen = "" if placement.include is None else f" in slots {', '.join(map(str, slots))}"
+                differences.append(f"{name} has {count} GPUs for {ranks} ranks{chosen}")
+        kinds: Facts = (
+            ("GPU", lambda each: " and ".join(sorted({gpu.name or "unnamed" for gpu in each.gpus})) or None),
+        )
+        differences += _differences(kinds, environments)
     if differences:
         raise PreflightError(
             f"the hosts differ: {'; '.join(differences)}",
             remedy=f"give every host the same versions and GPUs, or {_way_to_leave_out('hosts', placement)}",
         )
     return replace(local, hosts=tuple(environments.values()))
-
-
-def _gpu_differences(environments: Mapping[str, Environment], placement: Placement) -> list[str]:
-    used = {
-        name: [f"{gpu.name or 'unnamed'} ({format_bytes(gpu.memory_total_bytes)})" for gpu in each.gpus]
-        for name, each in environments.items()
-    }
-    few = []
-    for name, ranks in placement.hosts:
-        slots = placement.slots_of(name)
-        # Slots are numbers among all GPUs of the host: the highest must exist.
-        if len(used[name]) <= max(slots):
-            chosen = "" if placement.include is None else f" in slots {', '.join(map(str, slots))}"
-            few.append(f"{name} has {len(used[name])} GPUs for {ranks} ranks{chosen}")
-    return few + _differences(
-        (("GPU", lambda each: " and ".join(sorted({gpu.name or "unnamed" for gpu in each.gpus})) or None),),
-        environments,
-    )
 
 
 def _differences(facts: Facts, environments: Mapping[str, Environment]) -> list[str]:
@@ -150,10 +141,10 @@ def _differences(facts: Facts, environments: Mapping[str, Environment]) -> list[
 
 
 def require_connections(hosts: Hosts, placement: Placement) -> None:
-    """Raises PreflightError where a firewall or a wrong address keeps ranks from meeting, which they would wait for.
+    """Raise PreflightError if a firewall or a wrong address keeps ranks from meeting; they would wait for each other.
 
-    Every host connects to the first where ranks are to meet, and the first to every other: ranks also exchange data
-    directly.
+    Every host connects to the first at the ranks' meeting point, and the first to every other: ranks also exchange
+    data directly.
     """
     first, *others = hosts.connections
     if not others:
@@ -164,7 +155,7 @@ def require_connections(hosts: Hosts, placement: Placement) -> None:
         addresses = [each.request("address", kind=str, towards=address) for each in others]
         _try_connections(first, others, address, port)
         for other, own in zip(others, addresses, strict=True):
-            # At any free port: the ranks choose theirs themselves.
+            # At any free port: the ranks choose their own.
             _try_connections(other, [first], own, 0)
 
 
@@ -192,7 +183,7 @@ def _try_connections(listener: HostConnection, others: Sequence[HostConnection],
 
 
 def check_all(placement: Placement, configurations: Sequence[Configuration], local: Environment) -> Iterator[Finding]:
-    """Every check of the hosts of a hostfile, for the doctor. Raises PreflightError for the first that all fail."""
+    """Run every check of the hosts of a hostfile, for the doctor. Raises PreflightError if they cannot be used."""
     with connected_hosts(placement) as hosts:
         environment = environment_with_hosts(hosts, placement, local)
         yield ok("hosts", f"{format_names(hosts.names, 5)}: reached, same versions")
@@ -208,7 +199,7 @@ def check_hosts(
     environment: Environment,
     need_host_bytes: int | None = None,
 ) -> list[Finding]:
-    """The findings of the checks on every host, equal ones of several hosts as one.
+    """Return the findings of the checks on every host; equal findings of several hosts become one.
 
     ``environment``: with its ``hosts``. ``need_host_bytes``: predicted for the host with the most ranks.
     """
@@ -245,8 +236,7 @@ def check_hosts(
 def build_ops(
     hosts: Hosts, placement: Placement, configurations: Sequence[Configuration], say: Callable[[str], None]
 ) -> dict[str, OpState]:
-    """Builds every op that these configurations need on every host, which each has a cache of its own unless they
-    share its folder. An op is ready where it is on all of them."""
+    """Build every op that these configurations need, on every host. An op is ready if it is ready on all of them."""
     with naming_lost_host():
         states_of = hosts.request_all(
             "build_ops",
@@ -262,6 +252,6 @@ def build_ops(
             if not state.ready:
                 state = replace(state, reason=f"on {name}: {state.reason}")
             before = merged.get(op, state)
-            # Of several hosts without the op the first one's reason stays.
+            # If several hosts lack the op, the first one's reason stays.
             merged[op] = before if not before.ready or state.ready else state
     return merged

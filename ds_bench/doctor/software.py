@@ -15,7 +15,6 @@ import sysconfig
 import tempfile
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -166,46 +165,37 @@ def check_programs(system: SystemAccess, accelerator: Accelerator, torch_cuda: s
     no_libaio = "DeepSpeed cannot look for libaio, nor Triton compile"
     yield from run_checks(
         {
-            "C++ compiler": lambda: _check_compiler(system, "C++ compiler", "CXX", "problem", _NO_OPS),
-            "C compiler": lambda: _check_compiler(system, "C compiler", "CC", "warning", no_libaio),
-            "ninja": lambda: _check_ninja(system),
+            "C++ compiler": lambda: _check_program(system, "C++ compiler", "problem", _NO_OPS, "CXX"),
+            "C compiler": lambda: _check_program(system, "C compiler", "warning", no_libaio, "CC"),
+            "ninja": lambda: _check_program(system, "ninja", "problem", _NO_OPS),
             "CUDA toolkit": lambda: _check_toolkit(system, accelerator, torch_cuda),
         }
     )
 
 
-def find_compiler(system: SystemAccess, variable: str) -> str | None:
-    """Return the path of the compiler that ``variable``, CC or CXX, or its default names; None if it does not exist."""
-    words = shlex.split(_compiler_command(system, variable))
-    return system.find_program(words[0]) if words else None
+def _check_program(
+    system: SystemAccess, name: str, level: Level, consequence: str, variable: str | None = None
+) -> Finding:
+    """``variable``: of a compiler, names it."""
+    command = name if variable is None else _compiler_command(system, variable)
+    if (path := system.find_program(shlex.split(command)[0])) is not None:
+        version = (system.run_program([path, "--version"], "") or "").strip().splitlines()
+        return ok(name, f"{path}: {version[0]}" if version else path)
+    remedy = "pip install ninja"
+    if variable is not None:
+        remedy = f"apt-get install g++, or dnf install gcc-c++; or name another with {variable}"
+        if system.environ.get(variable):
+            command += f" (from ${variable})"
+            remedy = f"unset {variable}, or name an installed compiler with it"
+    return Finding(name=name, level=level, text=f"{command} not found: {consequence}", remedy=remedy)
 
 
 def _compiler_command(system: SystemAccess, variable: str) -> str:
+    """The compiler that ``variable``, CC or CXX, names, or the default one."""
     # Without CXX torch takes c++ (get_cxx_compiler). Without CC setuptools, which DeepSpeed uses to look for
     # libaio, takes the compiler that built Python.
     default = "c++" if variable == "CXX" else sysconfig.get_config_var("CC") or "cc"
     return system.environ.get(variable) or str(default)
-
-
-def _check_compiler(system: SystemAccess, name: str, variable: str, level: Level, consequence: str) -> Finding:
-    if (path := find_compiler(system, variable)) is not None:
-        return ok(name, _path_and_version(system, path))
-    command = _compiler_command(system, variable)
-    remedy = f"apt-get install g++, or dnf install gcc-c++; or name another with {variable}"
-    if system.environ.get(variable):
-        command, remedy = f"{command} (from ${variable})", f"unset {variable}, or name an installed compiler with it"
-    return Finding(name=name, level=level, text=f"{command} not found: {consequence}", remedy=remedy)
-
-
-def _check_ninja(system: SystemAccess) -> Finding:
-    if (path := system.find_program("ninja")) is None:
-        return problem("ninja", f"not found: {_NO_OPS}", "pip install ninja")
-    return ok("ninja", _path_and_version(system, path))
-
-
-def _path_and_version(system: SystemAccess, path: str) -> str:
-    version = (system.run_program([path, "--version"], "") or "").strip().splitlines()
-    return f"{path}: {version[0]}" if version else path
 
 
 def _check_toolkit(system: SystemAccess, accelerator: Accelerator, torch_cuda: str | None) -> Finding:
@@ -221,8 +211,9 @@ def _check_toolkit(system: SystemAccess, accelerator: Accelerator, torch_cuda: s
     text = f"{release[0]}.{release[1]}, torch's CUDA is {torch_cuda}"
     # DeepSpeed's own rule (op_builder/builder.py, assert_no_cuda_mismatch).
     major, minor = (int(word) for word in torch_cuda.split(".")[:2])
-    compatible = COMPATIBLE_MINORS.get(major, ())
-    if release == (major, minor) or (release[0] == major and release[1] in compatible and minor in compatible):
+    if release == (major, minor) or (
+        release[0] == major and {release[1], minor} <= {*COMPATIBLE_MINORS.get(major, ())}
+    ):
         return ok(name, text)
     return warning(name, f"{text}: FusedAdam and NVMe offload may not build; CPU offload needs no toolkit", remedy)
 
@@ -260,60 +251,57 @@ def check_ops(
     own: Sequence[Configuration] = (),
     states: Mapping[str, ops.OpState] | None = None,
 ) -> Iterator[Finding]:
-    """Yield one finding per op. ``folder``: the cache of ops. ``states``: results of a build; None without one."""
-    runnable = sum(each.refusal is None for each in own)
+    """Yield one finding per op. ``folder``: the cache of ops. ``states``: results of a build, if there was one."""
+    every = len(strategies.ZERO_STAGES) + len(strategies.OFFLOAD_NAMES) + sum(each.refusal is None for each in own)
     for op, names in strategies_by_op(accelerator, own).items():
-        # Torch's AdamW can replace FusedAdam, and perhaps nobody wants NVMe offload.
+        # Torch's AdamW can replace FusedAdam, and NVMe offload may not be wanted.
         optional = op == ops.FUSED_ADAM or (op == ops.ASYNC_IO and not check_nvme)
         level: Level = "warning" if optional else "problem"
         state = None if states is None else states.get(op)
         if state is None:
-            finding = _check_unbuilt(system, op, accelerator, folder, level)
+            level, text, remedy = _check_unbuilt(system, op, accelerator, folder, level)
+        elif state.ready:
+            level, text, remedy = "ok", "built", None
         else:
-            finding = ok(_title(op), "built") if state.ready else _not_buildable(op, state.reason, level)
-        every = len(names) == len(strategies.ZERO_STAGES) + len(strategies.OFFLOAD_NAMES) + runnable
-        yield replace(finding, text=f"{finding.text} (for {'every strategy' if every else ', '.join(names)})")
+            text, remedy = f"cannot be built: {state.reason}", ops.remedy_of(state.reason)
+        text += f" (for {'every strategy' if len(names) == every else ', '.join(names)})"
+        yield Finding(name=f"{op.removesuffix('Builder')} op", level=level, text=text, remedy=remedy)
 
 
-def _title(op: str) -> str:
-    return f"{op.removesuffix('Builder')} op"
-
-
-def _not_buildable(op: str, reason: str, level: Level) -> Finding:
-    return Finding(name=_title(op), level=level, text=f"cannot be built: {reason}", remedy=ops.remedy_of(reason))
-
-
-def _check_unbuilt(system: SystemAccess, op: str, accelerator: Accelerator, folder: Path, level: Level) -> Finding:
-    """The state of an op according to the cache and the installed programs, without building it."""
-    name = _title(op)
+def _check_unbuilt(
+    system: SystemAccess, op: str, accelerator: Accelerator, folder: Path, level: Level
+) -> tuple[Level, str, str | None]:
+    """Level, text and remedy of an op according to the cache and the installed programs, without building it."""
     if ops.is_built(op, folder):
-        return ok(name, "built")
+        return "ok", "built", None
     with contextlib.suppress(FileNotFoundError), ops.lock_file(op, folder).open() as file:
         try:
             # Shared: a build holds an exclusive lock, and two doctors must not take each other for a build.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return ok(name, "another run is building it")
-    if find_compiler(system, "CXX") is None or system.find_program("ninja") is None:
-        text = "cannot be built: a C++ compiler or ninja is missing"
-        return Finding(name=name, level=level, text=text, remedy="see the tools above")
-    if op == ops.ASYNC_IO and not has_libaio(system):
-        return _not_buildable(op, ops.NO_LIBAIO, level)
+            return "ok", "another run is building it", None
+    compiler = shlex.split(_compiler_command(system, "CXX"))[0]
+    if system.find_program(compiler) is None or system.find_program("ninja") is None:
+        return level, "cannot be built: a C++ compiler or ninja is missing", "see the tools above"
+    missing = None
     # A toolkit of another version than torch's CUDA is left to the build: DeepSpeed compares the two only when it is
     # installed with ops built ahead (op_builder/builder.py, builder), not when it loads one (jit_load).
     if op in (ops.FUSED_ADAM, ops.ASYNC_IO) and accelerator == "cuda" and toolkit_release(system) is None:
-        return _not_buildable(op, ops.NO_TOOLKIT, level)
+        missing = ops.NO_TOOLKIT
+    if op == ops.ASYNC_IO and not has_libaio(system):
+        missing = ops.NO_LIBAIO
+    if missing is not None:
+        return level, f"cannot be built: {missing}", ops.remedy_of(missing)
     log = folder / f"{op}.log"
-    # The log of a build stays. The op is not there, so that build failed.
+    # The log of a build stays. The op is missing, so that build failed.
     if log.exists():
-        remedy = f"read it, then {BUILD_COMMAND}"
-        return Finding(name=name, level=level, text=f"the last build failed: {log}", remedy=remedy)
-    return ok(name, "not built yet, but can be", f"{BUILD_COMMAND} builds it now; else the first comparison does")
+        return level, f"the last build failed: {log}", f"read it, then {BUILD_COMMAND}"
+    return "ok", "not built yet, but can be", f"{BUILD_COMMAND} builds it now; else the first comparison does"
 
 
 def has_libaio(system: SystemAccess) -> bool:
     """Return whether a program that calls libaio compiles and links, with the flags the user has set."""
-    compiler = find_compiler(system, "CC")
+    compiler = system.find_program(shlex.split(_compiler_command(system, "CC"))[0])
     if compiler is None:
         return False
     compile_flags, link_flags = (shlex.split(system.environ.get(name, "")) for name in ("CFLAGS", "LDFLAGS"))

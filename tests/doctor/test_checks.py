@@ -150,10 +150,10 @@ def test_nvme_path_is_checked_only_for_rows_that_use_it(tmp_path: Path, monkeypa
     assert "NVMe path" not in planned(fakes.offload("cpu_full"), place=missing)
     assert planned(fakes.offload("nvme"), place=missing)["NVMe path"].level == "problem"
 
-    def no_space(_path: Path) -> None:
+    def no_space(*_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(disk, "_write_directly", no_space)
+    monkeypatch.setattr(disk.mmap, "mmap", no_space)
     place = Placement(accelerator="cpu", nvme_path=str(tmp_path))
     assert planned(fakes.offload("nvme"), place=place)["direct I/O"].level == "problem"
     # The plan has marked the rows that swap.

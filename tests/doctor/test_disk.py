@@ -82,10 +82,10 @@ def test_full_disk_is_a_finding_is_not_measured_and_stays_clean(small: Path) -> 
 
 
 def test_file_system_without_direct_io_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_path: Path) -> None:
+    def refuse(*_: int) -> None:
         raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr(disk, "_write_directly", refuse)
+    monkeypatch.setattr(disk.mmap, "mmap", refuse)
     found = looked(tmp_path)["direct I/O"]
     assert (found.level, "O_DIRECT" in found.text) == ("problem", True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ds_bench.doctor import gpus
+from ds_bench.doctor import host
 from ds_bench.doctor.findings import Finding, SystemAccess
 from ds_bench.system.gpus import GpuFacts, GpuInventory
 
@@ -33,7 +33,7 @@ def looked(
     *cards: GpuFacts, root: Path = Path("/nowhere"), torch_cuda: str | None = "12.8", **environ: str
 ) -> dict[str, Finding]:
     machine, inventory = SystemAccess(root=root, environ=environ), GpuInventory(driver_version="580.65", gpus=cards)
-    return {each.name: each for each in gpus.check(machine, inventory, torch_cuda)}
+    return {each.name: each for each in host.check_gpus(machine, inventory, torch_cuda)}
 
 
 def test_healthy_gpu_is_ok_and_a_silent_one_unreadable() -> None:
