@@ -66,7 +66,7 @@ def _check_memory(system: SystemAccess, need_bytes: int | None) -> Finding:
 
 
 def _check_swap(system: SystemAccess) -> Finding:
-    total, used = host_memory.swap_total_bytes(system.root), host_memory.swap_used_bytes(system.root)
+    total, used = host_memory.swap_bytes(system.root)
     if total is None or used is None:
         return unreadable("swap")
     if used:

@@ -83,7 +83,12 @@ def memory_bytes(text: str) -> int:
     if len(matching) == 1:
         return from_gb(_memory_gb()[matching[0]])
     if size := _SIZE.fullmatch(text.strip()):  # after the names, one of which is 4090
-        return _checked_size(text, float(size[1]))
+        size_gb = float(size[1])
+        if 0 < size_gb <= _MAX_GB:
+            return from_gb(size_gb)
+        why = "no memory" if size_gb <= 0 else f"beyond {_MAX_GB:,} GB"
+        shown = text if len(text) < 20 else f"{text[:20]}…"
+        raise UsageError(f"--gpu {shown!r} is {why}", remedy="give a card or its memory, such as --gpu 80GB")
     prefix = _normalise(_without_form(text))
     matching = matching or [name for name in names() if len(prefix) >= 4 and _normalise(name).startswith(prefix)]
     names_by_spelling = {_normalise(name): name for name in names()}
@@ -97,14 +102,6 @@ def memory_bytes(text: str) -> int:
         known = f"known are {', '.join(_EXAMPLES)} and {len(names()) - len(_EXAMPLES)} more"
         remedy = f"nearest: {', '.join(near)}" if near else known
     raise UsageError(f"--gpu {text!r} {problem}", remedy=f"{remedy}, or give its memory, such as --gpu 80GB")
-
-
-def _checked_size(text: str, size_gb: float) -> int:
-    if not 0 < size_gb <= _MAX_GB:
-        why = "no memory" if size_gb <= 0 else f"beyond {_MAX_GB:,} GB"
-        shown = text if len(text) < 20 else f"{text[:20]}…"
-        raise UsageError(f"--gpu {shown!r} is {why}", remedy="give a card or its memory, such as --gpu 80GB")
-    return from_gb(size_gb)
 
 
 def _devices_with_memory(text: str) -> list[str]:

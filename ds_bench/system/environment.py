@@ -138,6 +138,7 @@ def read_environment(
 
     environ = os.environ if environ is None else environ
     inventory = gpus.read_gpus() if inventory is None else inventory
+    swap_total, swap_used = host_memory.swap_bytes(root)
     system, allowed_cpus, nodes = os.uname(), os.sched_getaffinity(0), root / "sys/devices/system/node"
     operating_system, shm_bytes = None, None
     with contextlib.suppress(OSError):
@@ -157,8 +158,8 @@ def read_environment(
         cpu_quota_cores=host_memory.cgroup_cpu_cores(root),
         numa_nodes=sum(path.name[4:].isdecimal() for path in nodes.glob("node*")) or None,
         host_memory_bytes=host_memory.host_memory_bytes(root),
-        swap_total_bytes=host_memory.swap_total_bytes(root),
-        swap_used_bytes=host_memory.swap_used_bytes(root),
+        swap_total_bytes=swap_total,
+        swap_used_bytes=swap_used,
         cgroup_memory_limit_bytes=host_memory.cgroup_limit_bytes(root),
         cgroup_memory_peak_bytes=host_memory.cgroup_peak_bytes(root),
         shm_bytes=shm_bytes,

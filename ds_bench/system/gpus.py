@@ -106,23 +106,19 @@ def select_visible(environ: Mapping[str, str], gpus: tuple[GpuFacts, ...]) -> tu
         entries = [number[1] for number in numbers if number]
     named: list[GpuFacts] = []
     for entry in entries:
-        if (gpu := _find_gpu(entry, gpus)) is None:
+        # Before driver 470 a MIG instance was named by its GPU: MIG-GPU-<uuid of the GPU>/<numbers>.
+        uuid = entry.removeprefix("MIG-").partition("/")[0] if entry.startswith("MIG-GPU-") else entry
+        # The beginning of a UUID is enough if no other has it.
+        matches = [
+            gpu
+            for gpu in gpus
+            if entry == str(gpu.index) or any(known.startswith(uuid) for known in (gpu.uuid or "", *gpu.mig_uuids))
+        ]
+        if len(matches) != 1:
             break
-        named.append(gpu)
+        named += matches
     named_twice = len(set(entries)) < len(entries) or len({gpu.index for gpu in named}) < len(named)
     return () if named_twice else tuple(named)
-
-
-def _find_gpu(entry: str, gpus: tuple[GpuFacts, ...]) -> GpuFacts | None:
-    """The only GPU with this index, or with a UUID that begins so; ``None`` if no GPU or several match."""
-    # Before driver 470 a MIG instance was named by its GPU: MIG-GPU-<uuid of the GPU>/<numbers>.
-    uuid = entry.removeprefix("MIG-").partition("/")[0] if entry.startswith("MIG-GPU-") else entry
-    matches = [
-        gpu
-        for gpu in gpus
-        if entry == str(gpu.index) or any(known.startswith(uuid) for known in (gpu.uuid or "", *gpu.mig_uuids))
-    ]
-    return matches[0] if len(matches) == 1 else None
 
 
 def _call(nvml: Any, function: str, *arguments: Any) -> Any:
@@ -164,7 +160,7 @@ _HARMLESS_REASONS = frozenset({"gpu_idle", "applications_clocks_setting", "sync_
 
 
 def _read_gpu(nvml: Any, index: int) -> GpuFacts:
-    """All facts of one GPU. One that gives none is still counted."""
+    """All facts of one GPU. A GPU without any is still counted."""
     handle = _call(nvml, "nvmlDeviceGetHandleByIndex", index)
     if handle is None:
         return GpuFacts(index=index)
@@ -177,6 +173,11 @@ def _read_gpu(nvml: Any, index: int) -> GpuFacts:
     capability, mig_modes = get("CudaComputeCapability"), get("MigMode")
     limit_milliwatts, default_milliwatts = get("EnforcedPowerLimit"), get("PowerManagementDefaultLimit")
     persistence_mode = get("PersistenceMode")
+    lists = [get("ComputeRunningProcesses"), get("GraphicsRunningProcesses")]
+    used_bytes = {process.pid: process.usedGpuMemory for processes in lists for process in processes or ()}
+    mig_count = (get("MaxMigDeviceCount") or 0) if mig_modes and mig_modes[0] else 0
+    instances = [get("MigDeviceHandleByIndex", number) for number in range(mig_count)]
+    mig_uuids = [_text(_call(nvml, "nvmlDeviceGetUUID", instance)) for instance in instances if instance is not None]
     # Two calls have newer names, which old drivers and modules do not know.
     temperature = get("TemperatureV", _SENSOR_CHIP)
     throttle_bits = get("CurrentClocksEventReasons")
@@ -203,31 +204,18 @@ def _read_gpu(nvml: Any, index: int) -> GpuFacts:
             for place in range(throttle_bits.bit_length())
             if throttle_bits >> place & 1
         ),
-        other_processes=_other_processes(get("ComputeRunningProcesses"), get("GraphicsRunningProcesses")),
+        other_processes=None
+        if lists == [None, None]
+        else tuple((pid, used_bytes[pid]) for pid in sorted(used_bytes) if pid != os.getpid()),
         mig=None if mig_modes is None else bool(mig_modes[0]),
-        mig_uuids=_mig_uuids(nvml, handle) if mig_modes and mig_modes[0] else (),
+        mig_uuids=tuple(filter(None, mig_uuids)),
     )
 
 
-def _other_processes(*lists: Any) -> tuple[tuple[int, int | None], ...] | None:
-    """Every process of NVML's lists but this one; ``None`` if none of the lists can be read."""
-    if all(processes is None for processes in lists):
-        return None
-    used_bytes = {process.pid: process.usedGpuMemory for processes in lists for process in processes or ()}
-    return tuple((pid, used_bytes[pid]) for pid in sorted(used_bytes) if pid != os.getpid())
-
-
-def _mig_uuids(nvml: Any, handle: Any) -> tuple[str, ...]:
-    count = _call(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0
-    instances = (_call(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, number) for number in range(count))
-    uuids = (_text(_call(nvml, "nvmlDeviceGetUUID", instance)) for instance in instances if instance is not None)
-    return tuple(uuid for uuid in uuids if uuid)
-
-
 def throttle_faults(gpu: GpuFacts) -> tuple[str, ...]:
-    """Return the reasons for a low clock that are a fault; idleness and a clock that a user set are none.
+    """Return the faults among the reasons for a low clock, without idleness and clocks that a user has set.
 
-    ``sw_power_cap`` is how an H100 or H200 runs under load; it is a fault only if the power limit was lowered.
+    An H100 or H200 runs with ``sw_power_cap`` under load: it is a fault only if the power limit was lowered.
     """
     limit, default = gpu.power_limit_watts, gpu.default_power_limit_watts
     lowered = limit is not None and default is not None and limit < default

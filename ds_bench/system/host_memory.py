@@ -3,15 +3,15 @@
 Every figure comes from small files under ``/proc`` and ``/sys``; a figure that the kernel does not give is ``None``.
 Each function takes the root of the file system, so that a test can make one up.
 
-Any cgroup from the process's own to the top of the mounted hierarchy may have a limit, and the lowest applies. Cgroups
-above that, outside a container, are not visible. Of version 1 only limits and usage are read.
+Any cgroup from the process's own to the top of the mounted hierarchy can have a limit, and the lowest applies. Cgroups
+above that, outside a container, are not visible. Version 1 gives only limits and usage.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from pathlib import Path, PurePosixPath
 
 ROOT = Path("/")
@@ -25,17 +25,11 @@ def host_memory_bytes(root: Path = ROOT) -> int | None:
     return read_table(root / "proc/meminfo").get("MemTotal")
 
 
-def swap_total_bytes(root: Path = ROOT) -> int | None:
-    """Return the swap space of the whole machine."""
-    return read_table(root / "proc/meminfo").get("SwapTotal")
-
-
-def swap_used_bytes(root: Path = ROOT) -> int | None:
-    """Return the swap space in use by every process of the machine."""
+def swap_bytes(root: Path = ROOT) -> tuple[int | None, int | None]:
+    """Return the swap space of the machine: its size, and how much of it is in use by all processes."""
     table = read_table(root / "proc/meminfo")
-    if "SwapTotal" not in table or "SwapFree" not in table:
-        return None
-    return table["SwapTotal"] - table["SwapFree"]
+    total, free = table.get("SwapTotal"), table.get("SwapFree")
+    return total, None if total is None or free is None else total - free
 
 
 def available_host_bytes(root: Path = ROOT) -> int | None:
@@ -60,25 +54,25 @@ def cgroup_limit_bytes(root: Path = ROOT) -> int | None:
 
 
 def cgroup_peak_bytes(root: Path = ROOT) -> int | None:
-    """Return peak memory of the cgroup with the lowest limit, or of the process's own cgroup without one.
+    """Return the peak memory of the cgroup with the lowest limit, or without a limit of the process's own cgroup.
 
-    Counts every process in that cgroup and page cache, since the cgroup was made: near the limit it shows that memory
-    was short, but it is not the use of one trial. ``None`` before Linux 5.19 and in version 1.
+    It counts every process and the page cache since the cgroup was created: near the limit it shows that memory was
+    short, but it is not the use of one trial. ``None`` before Linux 5.19 and in version 1.
     """
     lowest = min(_memory_limits(root), key=lambda pair: pair[1], default=None)
     groups = _cgroups(root, "memory") if lowest is None else [lowest[0]]
     return next((peak for group in groups if (peak := _read_number(group / "memory.peak")) is not None), None)
 
 
-def cgroup_oom_kill_count(root: Path = ROOT) -> int | None:
-    """Return how many processes of this cgroup and those below the kernel has killed for memory; None in version 1."""
-    counts = (read_table(group / "memory.events").get("oom_kill") for group in _cgroups(root, "memory"))
-    return next((count for count in counts if count is not None), None)
+def read_oom_kill_count(root: Path = ROOT) -> int:
+    """Return how many processes the kernel has killed for memory so far. Only a rise of the number means anything.
 
-
-def host_oom_kill_count(root: Path = ROOT) -> int | None:
-    """How many processes the kernel of this host has killed for memory since it started (/proc/vmstat, oom_kill)."""
-    return read_table(root / "proc/vmstat").get("oom_kill")
+    Sums the count of the nearest cgroup with one (version 2, with the cgroups below it) and the host's since its start
+    (/proc/vmstat). A kill may count in both, and either file may be missing.
+    """
+    counts = [read_table(group / "memory.events").get("oom_kill") for group in _cgroups(root, "memory")]
+    in_cgroup = next((count for count in counts if count is not None), 0)
+    return in_cgroup + read_table(root / "proc/vmstat").get("oom_kill", 0)
 
 
 def cgroup_cpu_cores(root: Path = ROOT) -> float | None:
@@ -170,24 +164,19 @@ def _cgroups(root: Path, controller: str) -> list[Path]:
     # A hybrid machine mounts both versions. A controller that version 1 names is there; version 2 has an empty name.
     version, own = (1, paths[controller]) if controller in paths else (2, paths.get("", ""))
     # The last mount covers earlier ones at the same place.
-    for mounted_path, mount_point in reversed(list(_mounts(root, version, controller))):
-        path = PurePosixPath(own)
+    for line in reversed((read_text(root / "proc/self/mountinfo") or "").splitlines()):
+        mount, _, file_system = line.partition(" - ")
+        fields, kind = mount.split(), file_system.split()
+        if len(fields) < 5 or len(kind) < 3:
+            continue
+        if not (kind[0] == "cgroup2" if version == 2 else kind[0] == "cgroup" and controller in kind[2].split(",")):
+            continue
+        path, mounted_path, mount_point = PurePosixPath(own), fields[3], fields[4]
         # "/../other" is how a cgroup namespace shows a process that lives outside it.
         if own and ".." not in path.parts and path.is_relative_to(mounted_path):
             inner = path.relative_to(mounted_path)
             return [root / mount_point.lstrip("/") / level for level in (inner, *inner.parents)]
     return []
-
-
-def _mounts(root: Path, version: int, controller: str) -> Iterator[tuple[str, str]]:
-    """Mounted cgroup hierarchies: the path inside the hierarchy that is mounted, and the mount point."""
-    for line in (read_text(root / "proc/self/mountinfo") or "").splitlines():
-        mount, _, file_system = line.partition(" - ")
-        fields, kind = mount.split(), file_system.split()
-        if len(fields) < 5 or len(kind) < 3:
-            continue
-        if kind[0] == "cgroup2" if version == 2 else kind[0] == "cgroup" and controller in kind[2].split(","):
-            yield fields[3], fields[4]
 
 
 def read_table(path: Path) -> dict[str, int]:
@@ -212,9 +201,3 @@ def read_text(path: Path) -> str | None:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-
-
-def read_oom_kill_count() -> int:
-    """How many processes the kernel has killed for memory so far, in this cgroup and on this host."""
-    # A kill may count in both. Only a rise of the sum is looked at, and either file may be missing.
-    return (cgroup_oom_kill_count() or 0) + (host_oom_kill_count() or 0)

@@ -1,7 +1,7 @@
 """The job that this process is part of, if a launcher, Open MPI, MPICH or Slurm's srun started it as one of several.
 
 One of these processes runs the comparison and starts the ranks itself; the others end at once. Sources: torchrun's
-environment variables, ``mpirun(1)`` of Open MPI, "Output environment variables" of ``srun(1)`` and ``sbatch(1)``.
+environment variables, Open MPI's ``mpirun(1)``, "Output environment variables" in ``srun(1)`` and ``sbatch(1)``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..errors import UsageError
 _TASKS = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
 _SCONTROL_SECONDS = 30.0
 _NO_STEP = 0xFFFFFFF0
-"""Numbers from here on are not of srun's steps, but of a batch script or of salloc's shell (slurm.h)."""
+"""Numbers from here on belong to a batch script or to salloc's shell, not to a step of srun (slurm.h)."""
 _OF_A_LAUNCHER = (
     "RANK", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CROSS_RANK", "CROSS_SIZE",
     "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE",
@@ -90,22 +90,34 @@ def tasks_of_nodes(environ: Mapping[str, str]) -> dict[str, int]:
 
 
 def take_over_job(environ: MutableMapping[str, str], *, has_hosts: bool = False) -> None:
-    """Makes the first process of a job the one that starts the ranks.
+    """Make the first process of a job the one that starts the ranks.
 
-    The number of processes stays, as WORLD_SIZE, the requested number of ranks. Variables that make a library take
-    this process, or one that it starts, for a rank or a task are removed from ``environ``; Slurm's allocation
-    stays. Raises UsageError where processes were started on several nodes, unless the hosts are known: from a hostfile
-    (``has_hosts``) or from Slurm.
+    The number of processes becomes WORLD_SIZE, the requested number of ranks. Variables that make a library take this
+    process, or one that it starts, for a rank or a task are removed from ``environ``; Slurm's allocation stays. Raises
+    UsageError for processes on several nodes, unless a hostfile (``has_hosts``) or Slurm names the hosts.
     """
     if not has_hosts and "SLURM_JOB_ID" not in environ:
-        _require_one_node(environ)
+        for total, here, what in (
+            ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "torchrun"),
+            ("WORLD_SIZE", "LOCAL_SIZE", "deepspeed"),
+            ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "mpirun"),
+        ):
+            if total in environ and here in environ and environ[total] != environ[here]:
+                raise UsageError(
+                    f"{what} started processes on several nodes; this one cannot start ranks on the others",
+                    remedy=f"start one process, without {what}, with --hostfile FILE",
+                )
     launched, task = "RANK" in environ or "LOCAL_RANK" in environ, is_task_of_slurm(environ)
     size = environ.pop("WORLD_SIZE", None)
     has_local_rank = any(name in environ for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"))
     if launched and not has_local_rank and environ.get("PET_NNODES", size) == size:
         size = None  # one process in each pod, which has all GPUs there
     if not launched:
-        size = _size_of_mpi(environ) or (environ.get("SLURM_NTASKS") if task else environ.get("PMI_SIZE"))
+        size = environ.get("OMPI_COMM_WORLD_SIZE")
+        if size not in (None, "1"):
+            # mpirun binds each process to a core or a socket of its own; this one starts the ranks of all of them.
+            os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
+        size = size or (environ.get("SLURM_NTASKS") if task else environ.get("PMI_SIZE"))
         if task and size == environ.get("SLURM_STEP_NUM_NODES", "1"):
             size = None  # one task of Slurm on a node is the usual way to have all of its GPUs
     if size:
@@ -121,26 +133,3 @@ def take_over_job(environ: MutableMapping[str, str], *, has_hosts: bool = False)
         of_user = name.startswith(_SET_BY_USERS) and not (by_mpirun and name.startswith(_SET_BY_MPIRUN))
         if name in _OF_A_LAUNCHER or name.startswith(_OF_A_TASK) or (name.startswith(_OF_MPI) and not of_user):
             del environ[name]
-
-
-def _require_one_node(environ: Mapping[str, str]) -> None:
-    for total, here, what in (
-        ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "torchrun"),
-        ("WORLD_SIZE", "LOCAL_SIZE", "deepspeed"),
-        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "mpirun"),
-    ):
-        if total in environ and here in environ and environ[total] != environ[here]:
-            raise UsageError(
-                f"{what} started processes on several nodes; this one cannot start ranks on the others",
-                remedy=f"start one process, without {what}, with --hostfile FILE",
-            )
-
-
-def _size_of_mpi(environ: Mapping[str, str]) -> str | None:
-    """The number of processes that Open MPI started; None if it did not start this one."""
-    size = environ.get("OMPI_COMM_WORLD_SIZE")
-    if size is None or size == "1":
-        return size
-    # mpirun binds each process to a core or a socket of its own; this one starts the ranks of all of them.
-    os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
-    return size

@@ -72,31 +72,29 @@ LEADER_VARIABLE = "DS_BENCH_LEADER"
 
 
 def die_with_leader() -> None:
-    """Kills this process when the leader of its trial dies, also if other processes are between the two.
+    """Kill this process when the leader of its trial dies, also if other processes are between the two.
 
     Otherwise a launcher could go on training after its parents have died. If no leader is named, as on other nodes, the
-    leader of this session is used if it lives. A thread waits in the kernel for that (pidfd_open(2)), and takes no
+    leader of this session is used if it lives. A thread waits for that in the kernel (pidfd_open(2)), which takes no
     time from the trial.
     """
     named = os.environ.get(LEADER_VARIABLE)
     leader = int(named) if named else os.getsid(0)
     if named and not is_alive(leader):
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def wait_for_leader() -> None:
+        try:
+            ended = select.poll()
+            ended.register(os.pidfd_open(leader), select.POLLIN)
+            ended.poll()
+        except OSError:  # an old kernel, a sandbox, or the leader has ended already
+            while is_alive(leader):
+                time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
     if leader != os.getpid() and is_alive(leader):
-        threading.Thread(
-            target=_kill_self_after, args=(leader,), name="waits for the end of the leader", daemon=True
-        ).start()
-
-
-def _kill_self_after(leader: int) -> None:
-    try:
-        ended = select.poll()
-        ended.register(os.pidfd_open(leader), select.POLLIN)
-        ended.poll()
-    except OSError:  # an old kernel, a sandbox, or the leader has ended already
-        while is_alive(leader):
-            time.sleep(1.0)
-    os.kill(os.getpid(), signal.SIGKILL)
+        threading.Thread(target=wait_for_leader, name="waits for the end of the leader", daemon=True).start()
 
 
 def adopt_orphans() -> None:

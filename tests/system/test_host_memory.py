@@ -54,7 +54,7 @@ def test_without_a_limit_the_peak_is_the_own_cgroups_and_without_a_peak_none(roo
 def test_oom_kills_are_read_from_the_nearest_cgroup_that_accounts_memory(root: Path) -> None:
     place(root, "0::/job/step")
     write(root / "sys/fs/cgroup/job/memory.events", "low 0\nhigh 0\nmax 12\noom 3\noom_kill 2\noom_group_kill 0")
-    assert host_memory.cgroup_oom_kill_count(root) == 2
+    assert host_memory.read_oom_kill_count(root) == 2
 
 
 def test_version_1_is_read_where_it_holds_the_memory_controller_of_a_hybrid_machine(root: Path) -> None:
@@ -115,10 +115,9 @@ def test_cpu_quota_is_in_cores(root: Path) -> None:
 
 
 def test_swap_is_none_where_the_kernel_does_not_tell_and_not_zero(root: Path) -> None:
-    assert host_memory.swap_used_bytes(root) is None
+    assert host_memory.swap_bytes(root) == (None, None)
     write(root / "proc/meminfo", "SwapTotal: 100 kB\nSwapFree: 40 kB\n")
-    assert host_memory.swap_total_bytes(root) == 100 * 1024
-    assert host_memory.swap_used_bytes(root) == 60 * 1024
+    assert host_memory.swap_bytes(root) == (100 * 1024, 60 * 1024)
 
 
 def test_missing_torn_and_foreign_files_give_none(tmp_path: Path) -> None:
@@ -129,8 +128,7 @@ def test_missing_torn_and_foreign_files_give_none(tmp_path: Path) -> None:
     for name in ("torn", "empty"):
         readers = (
             host_memory.available_host_bytes, host_memory.cgroup_cpu_cores, host_memory.cgroup_limit_bytes,
-            host_memory.cgroup_oom_kill_count, host_memory.cgroup_peak_bytes, host_memory.host_memory_bytes,
-            host_memory.swap_total_bytes, host_memory.swap_used_bytes,
+            host_memory.cgroup_peak_bytes, host_memory.host_memory_bytes,
         )  # fmt: skip
         assert [reader.__name__ for reader in readers if reader(tmp_path / name) is not None] == []
 
