@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from ds_bench.system import device_locks
 from ds_bench.system.device_locks import device_names, locked_devices
 from ds_bench.system.gpus import GpuFacts
 from tests.support.real_trials import ROOT
@@ -100,9 +99,3 @@ def test_lock_that_cannot_be_taken_is_a_note_and_no_link_is_followed(folder: Pat
         assert not locks.waited
     assert [str(path) in note for note in locks.notes] == [True]
     assert not (folder / "target").exists()
-
-
-def test_all_users_share_one_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DS_BENCH_LOCK_DIR")
-    monkeypatch.setenv("TMPDIR", "/elsewhere")
-    assert device_locks.lock_folder() in (Path("/dev/shm"), Path("/tmp"))

@@ -17,7 +17,7 @@ from ds_bench.cli.commands import main
 from ds_bench.config.spec import Trial
 from ds_bench.launch.monitor import Limits, watch
 from ds_bench.launch.outcome import Evidence, determine_outcome
-from ds_bench.records.json_files import append_line, write_json
+from ds_bench.records.json_files import append_line
 from ds_bench.records.rank_files import HeartbeatWriter, read_beat, read_exits
 from ds_bench.records.schema import TrialRecord
 from ds_bench.system.files import disk_is_full
@@ -34,14 +34,9 @@ PARENT_SECONDS = 20
 # ------------------------------------------------------------------ a disk that is full
 
 
-def free_bytes(folder: Path) -> int:
-    facts = os.statvfs(folder)
-    return facts.f_bavail * facts.f_frsize
-
-
 def fill(folder: Path, leave_bytes: int) -> Path:
-    filler = folder / "filler"
-    filler.write_bytes(b"x" * (free_bytes(folder) - leave_bytes))
+    facts, filler = os.statvfs(folder), folder / "filler"
+    filler.write_bytes(b"x" * (facts.f_bavail * facts.f_frsize - leave_bytes))
     return filler
 
 
@@ -65,20 +60,14 @@ EXIT_LINES = (
     '{"rank": 0, "pid": 1, "code": 0, "signal": null, "time": "noon"}',
     '{"rank": "0", "pid": 1, "code": 0, "signal": null, "time": 1.0}',
     '{"rank": 0, "pid": 1, "code": 0, "signal": null, "time": NaN}',
-    '{"rank": 0, "pid": 1, "code": 0, "signal": null, "time": 1e999}',
-    '{"rank": 0, "pid": 1, "code": [], "signal": {}, "time": 1.0}',
-    f'{{"rank": {DEEP}',
-    "9" * 5000,
-    *("null", "[]", "[1]", "3", "{}", '{"rank": 1}', '{"colour": "red"}', "", "\0"),
-)
+    f'{{"rank": {DEEP}', "9" * 5000, "null", "[1]", "{}", '{"rank": 1}', '{"colour": "red"}', "", "\0",
+)  # fmt: skip
 
 
 def test_lines_of_exits_that_no_leader_wrote_are_left_out(tmp_path: Path) -> None:
     good = '{"rank": 1, "pid": 7, "code": 3, "signal": null, "time": 5.0}'
     (tmp_path / "exits.jsonl").write_text("\n".join([*EXIT_LINES, good, *EXIT_LINES]))
     assert [entry.pid for entry in read_exits(tmp_path)] == [7]
-    evidence = Evidence(folder=tmp_path, world_size=2, ending="ended", limits=Limits())
-    assert determine_outcome(evidence).outcome.status == "Crashed"
 
 
 def test_a_beat_that_no_rank_wrote_is_none(tmp_path: Path) -> None:
@@ -123,15 +112,6 @@ def test_files_of_a_rank_that_are_none_end_in_a_row_in_time(tmp_path: Path, kind
     outcome = determine_outcome(Evidence(folder=tmp_path, world_size=2, ending=ending, limits=limits)).outcome
     assert outcome.status in ("Crashed", "Timeout")
     assert time.monotonic() - start < PARENT_SECONDS
-
-
-def test_a_measurement_with_a_text_for_bytes_is_no_measurement(tmp_path: Path) -> None:
-    trial = fakes.trial(on=fakes.placement(num_gpus=1))
-    data = fakes.measured_file(fakes.measurement(trial))
-    write_json(tmp_path / "rank0.json", {"measurement": {**data["measurement"], "host_peak_bytes": "much"}})
-    found = determine_outcome(Evidence(folder=tmp_path, world_size=1, ending="ended", limits=Limits()))
-    assert found.outcome.status == "Crashed"
-    assert 'host_peak_bytes is "much"' in (found.outcome.error or "")
 
 
 # ------------------------------------------------------------------ what a user gives
