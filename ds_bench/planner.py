@@ -19,9 +19,8 @@ from .config.caveats import Caveat, CaveatKind
 from .config.configuration_file_rows import FileRowMaker, gives_accumulation, has_other_batch
 from .config.configuration_files import ConfigurationFile, explain_files, read_configuration_files
 from .config.deepspeed_config import MakeConfig
-from .config.options import DEFAULT_BATCH_SIZE, Options
+from .config.options import DEFAULT_BATCH_SIZE, Options, Shard
 from .config.placement import choose_precision, resolve_placement
-from .config.shard import Shard, rows_of_shard
 from .config.spec import (
     DEFAULT_PREFETCH,
     BatchPolicy,
@@ -162,13 +161,13 @@ class RunPlan:
         return cls(plans=[replace(plan, trials=trials) for plan, trials in zip(plans, numbered, strict=True)])
 
     def part(self, shard: Shard) -> RunPlan:
-        """Return the points or rows of one shard (:func:`config.shard.rows_of_shard`); trials keep their numbers.
+        """Return the points or rows of one shard (``Shard.rows_of``); trials keep their numbers.
 
         Raises UsageError if there are fewer rows than shards, or if the shard separates rows of one point that run at
         their common largest micro-batch.
         """
         plans, notes = [], []
-        for plan, own in zip(self.plans, rows_of_shard([len(plan.rows) for plan in self.plans], shard), strict=True):
+        for plan, own in zip(self.plans, shard.rows_of([len(plan.rows) for plan in self.plans]), strict=True):
             if not own:
                 continue
             if len(own) < len(plan.rows):

@@ -1,7 +1,7 @@
-"""The request: every option of a run, declared once with its values, its help, its flag and its key of a recipe.
+"""The request: every option of a run, declared once with its values, its help, its flag and its recipe key.
 
-``cli.arguments`` makes the parsers of the flags from these declarations, ``config.recipe`` the model of recipes and
-its JSON Schema. Both make an :class:`Options`.
+``cli.arguments`` makes the flags from these declarations, ``config.recipe`` the model of recipes and its JSON Schema.
+Both make an :class:`Options`.
 """
 # ruff: noqa: RUF009 - option() makes a field, as dataclasses.field() does
 
@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import UsageError
-from ..units import from_gb
+from ..units import format_items, from_gb
 from .deepspeed_config import OPTIMIZERS
-from .shard import Shard
 from .spec import (
     DEFAULT_PREFETCH,
     INSPECTION_FIELDS,
@@ -44,8 +43,9 @@ if TYPE_CHECKING:
 Family = Literal["zero", "offload", "recipe"]
 """What asked for a comparison: one of the scripts, or a recipe."""
 MAX_NUMBER = 10**9
-"""More than any batch, step count, time in seconds or memory in GB; with more, clocks and kernel limits overflow."""
+"""Upper bound of batches, steps, seconds and GB; clocks and kernel limits overflow above it."""
 MAX_RANKS = 2**16
+MOST_SHARDS = 10_000
 MAX_REPEATS = 1000
 MAX_PORT = 2**16 - 1
 COUNT: Mapping[str, Any] = {"ge": 1, "le": MAX_NUMBER}
@@ -60,18 +60,76 @@ GOALS = ("speed", "balanced", "memory")
 ROW_FORMATS = ("json", "csv", "parquet")
 """Output forms of flat rows in ``report``."""
 FAIL_ON = ("regression", "missing", "unmatched", "noisy")
-"""What ``baseline check`` may fail on: a regression; a row of the saved run that the result lacks; a row that trained
-and has no baseline; a row whose noise hides a regression."""
+"""Reasons for ``baseline check`` to fail: a regression; a row of the saved run that the result lacks; a trained row
+without a baseline; a row whose noise could hide a regression."""
 FAIL_ON_DEFAULT = ("regression", "missing", "unmatched")
 TRACKERS = ("tensorboard",)
-"""Programs that show runs; each is a package of this name."""
+"""Programs that show runs, and their packages."""
 SEVERAL_NODES = (
     "hostfile", "include", "exclude", "host_command", "env", "master_addr", "master_port",
 )  # fmt: skip
-"""Fields of Options that reach other machines: a run folder does not set them by itself."""
+"""Options that reach other machines; ``--resume`` does not take them from a run folder."""
 _AMOUNT: Mapping[str, Any] = {"gt": 0, "le": MAX_NUMBER}
 _STEP: Mapping[str, Any] = {"ge": -1, "le": MAX_NUMBER}
 """Limits of the number of a step; -1 leaves it open."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """Part of a plan that runs by itself, on this or another machine.
+
+    Rows that are compared with each other stay together if possible. The repeats of a row are never separated.
+    """
+
+    number: int
+    """From 1."""
+    count: int
+    """Number of parts of the plan."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.number <= self.count <= MOST_SHARDS:
+            raise ValueError(f"{self}: I must be from 1 to N, and N at most {MOST_SHARDS}")
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """Read ``3/8``. Raises ValueError."""
+        number, _, count = text.partition("/")
+        # int() would take digits of other scripts too, and fail on thousands of digits.
+        if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in (number, count)):
+            raise ValueError(f"expected I/N, for example 3/8; got {text!r}")
+        return cls(number=int(number), count=int(count))
+
+    @property
+    def file_suffix(self) -> str:
+        """``_shard03of12``: the end of the names of its files, which sort by number."""
+        return f"_shard{self.number:0{len(str(self.count))}d}of{self.count}"
+
+    def rows_of(self, rows_per_point: Sequence[int]) -> list[range]:
+        """Return the indices of the rows of each point that it runs; an empty range for a point that it leaves out.
+
+        ``rows_per_point``: in the order of the plan. Points are assigned in turn, every other turn backwards, because
+        the points of a plan become longer along each axis. With fewer points than shards each shard has consecutive
+        rows. Raises UsageError for fewer rows than shards.
+        """
+        points, total = len(rows_per_point), sum(rows_per_point)
+        if self.count > total:
+            problem = f"{self.count} shards of a plan with {format_items(total, 'row')} in all"
+            raise UsageError(problem, remedy=f"give {total} or fewer" if total > 1 else "run it as a whole")
+        selected, before = [], 0
+        if self.count <= points:
+            for point, rows in enumerate(rows_per_point):
+                turn, position = divmod(point, self.count)
+                number = self.count - position if turn % 2 else position + 1
+                selected.append(range(rows if number == self.number else 0))
+            return selected
+        begin, end = (total * number // self.count for number in (self.number - 1, self.number))
+        for rows in rows_per_point:
+            selected.append(range(min(max(begin - before, 0), rows), min(max(end - before, 0), rows)))
+            before += rows
+        return selected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,38 +137,37 @@ class Option:
     """The values of one field of ``Options``, and the flag and key that set it."""
 
     kind: type
-    """bool, int, float, str or Path, or a class whose form ``cli.arguments`` and ``config.recipe`` know."""
+    """bool, int, float, str or Path, or a class that ``cli.arguments`` and ``config.recipe`` can read."""
     text: str
     """Description, for ``--help`` and the JSON Schema."""
     default: Any = None
     """None: the option may be left open."""
     without: str = ""
-    """What holds if it is left open; empty where the default says so."""
+    """Text for the default, if it does not speak for itself."""
     limits: Mapping[str, Any] = field(default_factory=dict)
     """As pydantic names them: ``ge``, ``gt``, ``le``, ``lt`` of a number, ``min_length``, ``pattern`` of a text."""
     choices: Sequence[Any] = ()
-    """All that it may be; empty where the limits say so."""
+    """All its values; empty if the limits say so."""
     auto: bool = False
     """Whether ``auto`` is allowed too."""
     many: bool = False
-    """Whether it is a list; one with a default that is not empty cannot be empty."""
+    """Whether it is a list; one with a non-empty default cannot be empty."""
     key: str | None = None
-    """Key path in a recipe, ``training.steps``; None if only a flag gives it."""
+    """Key path in a recipe, ``training.steps``; None if only a flag sets it."""
     flag: str | None = None
-    """``--num-steps``; None if only a recipe gives it."""
+    """``--num-steps``; None if only a recipe sets it."""
     metavar: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of ``add_argument`` that do not follow from the others."""
 
     @property
     def help(self) -> str:
-        """The text with what holds if the option is left open."""
         left_open = self.without or (str(self.default) if self.default or type(self.default) is int else "")
         return f"{self.text} (default: {left_open})" if left_open and self.default is not True else self.text
 
 
 def option(kind: type, default: Any, text: str, *, flag: str | bool = True, **facts: Any) -> Any:
-    """Declare a field of ``Options``. ``flag``: its name where it is not the field's; False if it has none."""
+    """Declare a field of ``Options``. ``flag``: True to name it after the field, False for none."""
     return field(default=default, metadata={"kind": kind, "default": default, "text": text, "flag": flag, **facts})
 
 
@@ -122,313 +179,195 @@ class Options:
 
     # fmt: off
     # model
-    model: str = option(
-        str, "gpt2", "preset, local path or Hub name", key="model.name", metavar="NAME", limits={"min_length": 1}
-    )
-    model_factory: str | None = option(
-        str, None, "function that returns your own model",
-        key="model.factory", metavar="PKG.MOD:FN", limits={"pattern": FACTORY},
-    )
-    trust_remote_code: bool = option(
-        bool, False, "run modelling code that comes with the model", key="model.trust_remote_code"
-    )
+    model: str = option(str, "gpt2", "preset, local path or Hub name", key="model.name", metavar="NAME",
+        limits={"min_length": 1})
+    model_factory: str | None = option(str, None, "function that returns your own model", key="model.factory",
+        metavar="PKG.MOD:FN", limits={"pattern": FACTORY})
+    trust_remote_code: bool = option(bool, False, "run modelling code that comes with the model",
+        key="model.trust_remote_code")
 
     # training
-    seq_length: int | None = option(
-        int, None, "tokens per sequence; auto: the longest that trains, for each row by itself",
-        without="512, or the model's positions where it has fewer", key="training.seq_len", limits=COUNT, auto=True,
-    )
+    seq_length: int | None = option(int, None,
+        "tokens per sequence; auto: the longest that trains, for each row by itself",
+        without="512, or the model's positions where it has fewer", key="training.seq_len", limits=COUNT, auto=True)
     """None, also while it is searched for: 512, or the model's positions if it has fewer."""
-    batch_size: int = option(
-        int, DEFAULT_BATCH_SIZE,
+    batch_size: int = option(int, DEFAULT_BATCH_SIZE,
         "micro-batch per GPU, in sequences; auto: the largest that trains, for each row by itself",
-        key="training.local_batch_size", limits=COUNT, auto=True,
-    )
+        key="training.local_batch_size", limits=COUNT, auto=True)
     """1 if it is searched for."""
-    global_batch_size: int | None = option(
-        int, None,
+    global_batch_size: int | None = option(int, None,
         "sequences per optimizer step on all GPUs; accumulation follows from it: global_batch_size / "
-        "(local_batch_size × data-parallel ranks)",
-        flag=False, key="training.global_batch_size", limits=COUNT,
-    )
-    grad_accum: int = option(
-        int, None, "micro-batches per optimizer step",
-        without="1", key="training.grad_accum", limits=COUNT, arguments={"default": 1},
-    )
+        "(local_batch_size × data-parallel ranks)", flag=False, key="training.global_batch_size", limits=COUNT)
+    grad_accum: int = option(int, None, "micro-batches per optimizer step", without="1", key="training.grad_accum",
+        limits=COUNT, arguments={"default": 1})
     """1 until the number of ranks is known, if it follows from the global batch."""
     num_steps: int = option(int, 20, "measured optimizer steps", key="training.steps", limits=COUNT)
-    warmup_steps: int = option(
-        int, 5, "steps run first and left out of every statistic",
-        key="training.warmup_steps", limits={"ge": 0, "le": MAX_NUMBER},
-    )
-    precision: Precision | Literal["auto"] = option(
-        str, "auto", "number format",
-        without="auto = bf16 where the device has it", key="training.precision", choices=("auto", *PRECISIONS),
-    )
-    activation_checkpointing: bool = option(
-        bool, False, "recompute activations in the backward pass", key="training.activation_checkpointing"
-    )
+    warmup_steps: int = option(int, 5, "steps run first and left out of every statistic", key="training.warmup_steps",
+        limits={"ge": 0, "le": MAX_NUMBER})
+    precision: Precision | Literal["auto"] = option(str, "auto", "number format",
+        without="auto = bf16 where the device has it", key="training.precision", choices=("auto", *PRECISIONS))
+    activation_checkpointing: bool = option(bool, False, "recompute activations in the backward pass",
+        key="training.activation_checkpointing")
     seed: int = option(int, 42, "seed of weights and data", key="training.seed", limits={"ge": 0, "le": 2**32 - 1})
-    dropout: float | None = option(
-        float, None, "probability of every dropout in the model, from 0 to below 1",
-        without="the model's own", key="training.dropout", metavar="P", limits={"ge": 0, "lt": 1},
-    )
-    pass_type: PassType = option(
-        str, "train",
+    dropout: float | None = option(float, None, "probability of every dropout in the model, from 0 to below 1",
+        without="the model's own", key="training.dropout", metavar="P", limits={"ge": 0, "lt": 1})
+    pass_type: PassType = option(str, "train",
         "what a step is: the model's forward pass, forward and backward, or with the optimizer's step; all but train "
-        "only at stage 0",
-        flag=False, key="training.pass_type", choices=PASS_TYPES,
-    )
-    synchronized: bool = option(
-        bool, True, "false is wrong on purpose: the clock is read without waiting for the device",
-        flag=False, key="training.synchronized",
-    )
+        "only at stage 0", flag=False, key="training.pass_type", choices=PASS_TYPES)
+    synchronized: bool = option(bool, True,
+        "false is wrong on purpose: the clock is read without waiting for the device", flag=False,
+        key="training.synchronized")
 
     # configurations
-    stages: tuple[int, ...] = option(
-        int, (), "ZeRO stages, in this order",
-        without="0 1 2 3, without --strategies", key="configurations.stages", choices=(0, 1, 2, 3), many=True,
-        arguments={"default": None},
-    )
-    strategies: tuple[str, ...] = option(
-        str, (), "strategies, after the stages; all: every stage and offload strategy in one table",
-        key="configurations.strategies", choices=(ALL, *STRATEGY_NAMES), many=True, arguments={"default": None},
-    )
-    stage: int = option(
-        int, 3, "ZeRO stage of the offload strategies", key="configurations.stage", choices=(1, 2, 3)
-    )
-    configs: tuple[Path, ...] = option(
-        Path, (),
+    stages: tuple[int, ...] = option(int, (), "ZeRO stages, in this order", without="0 1 2 3, without --strategies",
+        key="configurations.stages", choices=(0, 1, 2, 3), many=True, arguments={"default": None})
+    strategies: tuple[str, ...] = option(str, (),
+        "strategies, after the stages; all: every stage and offload strategy in one table",
+        key="configurations.strategies", choices=(ALL, *STRATEGY_NAMES), many=True, arguments={"default": None})
+    stage: int = option(int, 3, "ZeRO stage of the offload strategies", key="configurations.stage", choices=(1, 2, 3))
+    configs: tuple[Path, ...] = option(Path, (),
         "configurations of your own, each file one row: DeepSpeed JSON, Accelerate YAML, a Trainer's arguments",
-        key="configurations.configs", many=True, metavar="FILE_OR_DIR", arguments={"default": None},
-    )
-    keep_batch: bool = option(
-        bool, False, "the batch keys of each file of --configs rule, not --batch-size and --grad-accum",
-        key="configurations.keep_batch",
-    )
-    inline: tuple[ConfigurationFile, ...] = option(
-        dict, (),
+        key="configurations.configs", many=True, metavar="FILE_OR_DIR", arguments={"default": None})
+    keep_batch: bool = option(bool, False,
+        "the batch keys of each file of --configs rule, not --batch-size and --grad-accum",
+        key="configurations.keep_batch")
+    inline: tuple[ConfigurationFile, ...] = option(dict, (),
         'DeepSpeed configurations by name, each one row, "auto" resolved as the Trainer does; under the name of a '
-        "strategy it stands for that strategy's",
-        flag=False, key="configurations.inline",
-    )
+        "strategy it stands for that strategy's", flag=False, key="configurations.inline")
     """As if each were read from a file."""
-    set: tuple[Mapping[str, Any], ...] = option(
-        dict, (),
+    set: tuple[Mapping[str, Any], ...] = option(dict, (),
         "a value that replaces every configuration's, e.g. zero_optimization.overlap_comm=false; may be repeated",
-        key="configurations.deepspeed", metavar="KEY.PATH=VALUE", arguments={"action": "append", "default": []},
-    )
+        key="configurations.deepspeed", metavar="KEY.PATH=VALUE", arguments={"action": "append", "default": []})
     """Each as ``{"zero_optimization": {"overlap_comm": False}}``; they come after ``ds_config``."""
-    common_batch: bool = option(
-        bool, False, "with --batch-size auto: also rows at the largest that all of them train",
-        key="configurations.common_batch",
-    )
-    relative_to: str | None = option(
-        str, None, "row that ratios refer to",
-        without="the first good one", key="configurations.relative_to", metavar="STRATEGY",
-    )
+    common_batch: bool = option(bool, False, "with --batch-size auto: also rows at the largest that all of them train",
+        key="configurations.common_batch")
+    relative_to: str | None = option(str, None, "row that ratios refer to", without="the first good one",
+        key="configurations.relative_to", metavar="STRATEGY")
 
     # dataset
-    data: Path | None = option(
-        Path, None, "train on the token ids of this file, through a data loader",
-        without="random ids", key="dataset.path", metavar="FILE",
-    )
-    data_dtype: TokenType | None = option(
-        str, None, "type of the file's ids",
-        without="as its suffix says, .uint16 or .uint32", key="dataset.dtype", choices=TOKEN_TYPES,
-    )
-    vocab_size: int | None = option(
-        int, None, "draw random ids below N, and refuse a file that has others",
-        without="the model's number of ids", key="dataset.vocab_size", limits=COUNT,
-    )
+    data: Path | None = option(Path, None, "train on the token ids of this file, through a data loader",
+        without="random ids", key="dataset.path", metavar="FILE")
+    data_dtype: TokenType | None = option(str, None, "type of the file's ids",
+        without="as its suffix says, .uint16 or .uint32", key="dataset.dtype", choices=TOKEN_TYPES)
+    vocab_size: int | None = option(int, None, "draw random ids below N, and refuse a file that has others",
+        without="the model's number of ids", key="dataset.vocab_size", limits=COUNT)
 
     # dataloader
-    data_workers: int | None = option(
-        int, None, "worker processes of the data loader, 0: the rank itself",
+    data_workers: int | None = option(int, None, "worker processes of the data loader, 0: the rank itself",
         without="0 with --data, else no data loader", key="dataloader.workers",
-        limits={"ge": 0, "le": MAX_DATA_WORKERS},
-    )
-    data_pin_memory: bool = option(
-        bool, False, "the data loader copies micro-batches to page-locked memory", key="dataloader.pin_memory"
-    )
-    data_prefetch: int = option(
-        int, DEFAULT_PREFETCH, "micro-batches that each worker process loads ahead",
-        key="dataloader.prefetch", limits={"ge": 1, "le": MAX_PREFETCH},
-    )
+        limits={"ge": 0, "le": MAX_DATA_WORKERS})
+    data_pin_memory: bool = option(bool, False, "the data loader copies micro-batches to page-locked memory",
+        key="dataloader.pin_memory")
+    data_prefetch: int = option(int, DEFAULT_PREFETCH, "micro-batches that each worker process loads ahead",
+        key="dataloader.prefetch", limits={"ge": 1, "le": MAX_PREFETCH})
 
     # optimizer
-    optimizer: str | None = option(
-        str, None, "optimizer of every row", without="AdamW", key="optimizer.type", choices=OPTIMIZERS
-    )
+    optimizer: str | None = option(str, None, "optimizer of every row", without="AdamW", key="optimizer.type",
+        choices=OPTIMIZERS)
 
     # profiling
-    profiles: tuple[ProfileName, ...] = option(
-        str, (), "torch: trace and table of operators; memory: what allocates it; nsys: a window for Nsight Systems",
-        flag="--profile", key="profiling.profiles", choices=PROFILES, many=True,
-    )
-    profile_steps: int = option(
-        int, NO_INSPECTION.profile_steps, "steps that each profiler observes",
-        key="profiling.steps", limits={"ge": 1, "le": MOST_PROFILE_STEPS},
-    )
-    profile_ranks: tuple[int, ...] = option(
-        int, NO_INSPECTION.profile_ranks, "ranks that write a profile",
-        without="0", key="profiling.ranks", metavar="RANK", limits={"ge": 0, "le": MAX_RANKS}, many=True,
-    )
-    nsys_start: int = option(
-        int, -1, "first step that nsys records, numbered from 0, the first warm-up step; adds --profile nsys",
-        without="-1, the first after the measured ones", key="profiling.nsys_start", metavar="STEP", limits=_STEP,
-    )
-    nsys_end: int = option(
-        int, -1, "last step that nsys records",
-        without="-1, the last that --profile-steps gives", key="profiling.nsys_end", metavar="STEP", limits=_STEP,
-    )
+    profiles: tuple[ProfileName, ...] = option(str, (),
+        "torch: trace and table of operators; memory: what allocates it; nsys: a window for Nsight Systems",
+        flag="--profile", key="profiling.profiles", choices=PROFILES, many=True)
+    profile_steps: int = option(int, NO_INSPECTION.profile_steps, "steps that each profiler observes",
+        key="profiling.steps", limits={"ge": 1, "le": MOST_PROFILE_STEPS})
+    profile_ranks: tuple[int, ...] = option(int, NO_INSPECTION.profile_ranks, "ranks that write a profile", without="0",
+        key="profiling.ranks", metavar="RANK", limits={"ge": 0, "le": MAX_RANKS}, many=True)
+    nsys_start: int = option(int, -1,
+        "first step that nsys records, numbered from 0, the first warm-up step; adds --profile nsys",
+        without="-1, the first after the measured ones", key="profiling.nsys_start", metavar="STEP", limits=_STEP)
+    nsys_end: int = option(int, -1, "last step that nsys records", without="-1, the last that --profile-steps gives",
+        key="profiling.nsys_end", metavar="STEP", limits=_STEP)
 
     # launch
-    num_gpus: int | None = option(
-        int, None, "GPUs, or CPU ranks",
-        without="all GPUs, or 1 rank", key="launch.num_gpus", limits={"ge": 1, "le": MAX_RANKS},
-    )
-    accelerator: str = option(
-        str, "auto", "device type", key="launch.accelerator", choices=("auto", "cuda", "cpu")
-    )
-    launcher: str = option(
-        str, "auto", "warm: ranks forked from one preloaded process; deepspeed: its launcher for every trial",
-        key="launch.launcher", choices=("auto", "warm", "deepspeed"),
-    )
-    hostfile: Path | None = option(
-        Path, None, "DeepSpeed hostfile: the hosts of every trial, reached by ssh (docs/many_nodes.md)",
-        key="launch.hostfile", metavar="FILE",
-    )
-    include: str | None = option(
-        str, None, "hosts and slots of the hostfile to use, e.g. a@b:0,1",
-        key="launch.include", metavar="HOST[:SLOTS]@...",
-    )
-    exclude: str | None = option(
-        str, None, "hosts and slots of the hostfile to leave out, e.g. a@b:0,1",
-        key="launch.exclude", metavar="HOST[:SLOTS]@...",
-    )
-    host_command: str | None = option(
-        str, None, "runs a program on {host}, e.g. 'kubectl exec -i {host} --'",
-        without="ssh {host}; in a Slurm job srun", key="launch.host_command", metavar="COMMAND",
-    )
-    env: tuple[str, ...] = option(
-        str, (), "variable for the ranks of every host, besides NCCL_*, HF_* … (docs/many_nodes.md); may be repeated",
+    num_gpus: int | None = option(int, None, "GPUs, or CPU ranks", without="all GPUs, or 1 rank", key="launch.num_gpus",
+        limits={"ge": 1, "le": MAX_RANKS})
+    accelerator: str = option(str, "auto", "device type", key="launch.accelerator", choices=("auto", "cuda", "cpu"))
+    launcher: str = option(str, "auto",
+        "warm: ranks forked from one preloaded process; deepspeed: its launcher for every trial", key="launch.launcher",
+        choices=("auto", "warm", "deepspeed"))
+    hostfile: Path | None = option(Path, None,
+        "DeepSpeed hostfile: the hosts of every trial, reached by ssh (docs/many_nodes.md)", key="launch.hostfile",
+        metavar="FILE")
+    include: str | None = option(str, None, "hosts and slots of the hostfile to use, e.g. a@b:0,1",
+        key="launch.include", metavar="HOST[:SLOTS]@...")
+    exclude: str | None = option(str, None, "hosts and slots of the hostfile to leave out, e.g. a@b:0,1",
+        key="launch.exclude", metavar="HOST[:SLOTS]@...")
+    host_command: str | None = option(str, None, "runs a program on {host}, e.g. 'kubectl exec -i {host} --'",
+        without="ssh {host}; in a Slurm job srun", key="launch.host_command", metavar="COMMAND")
+    env: tuple[str, ...] = option(str, (),
+        "variable for the ranks of every host, besides NCCL_*, HF_* … (docs/many_nodes.md); may be repeated",
         key="launch.env", metavar="NAME[=VALUE]", many=True,
-        arguments={"action": "append", "nargs": None, "default": []},
-    )
-    master_addr: str | None = option(
-        str, None, "address of the first host that all others reach",
-        without="its first", key="launch.master_addr", metavar="ADDR",
-    )
-    master_port: int | None = option(
-        int, None, "port of it",
-        without="a free one", key="launch.master_port", metavar="PORT", limits={"ge": 1, "le": MAX_PORT},
-    )
-    nvme_path: Path | None = option(
-        Path, None, "folder on the NVMe disk", key="launch.nvme_path", metavar="DIR"
-    )
-    cpu_memory_limit: float | None = option(
-        float, None, "limit of each rank's data, enforced by the kernel, in GB (2^30)",
-        key="launch.cpu_memory_limit", metavar="GB", limits=_AMOUNT,
-    )
-    gpu_memory_limit: float | None = option(
-        float, None, "emulate a GPU of this memory, in GB (2^30)",
-        key="launch.gpu_memory_limit", metavar="GB", limits=_AMOUNT,
-    )
-    peak_tflops: float | None = option(
-        float, None, "dense peak of one GPU in TFLOP/s, for MFU",
-        without="known GPUs", key="launch.peak_tflops", metavar="T", limits=_AMOUNT,
-    )
-    timeout: float = option(
-        float, 3600.0, "end a trial that takes longer",
-        without="3600", key="launch.timeout", metavar="SECONDS", limits=_AMOUNT,
-    )
-    stall_timeout: float = option(
-        float, 600.0,
-        "end a trial without a sign of life for so long; until the first step, growth of memory and disk I/O are signs "
-        "too",
-        without="600", key="launch.stall_timeout", metavar="SECONDS", limits=_AMOUNT,
-    )
-    skip_predicted_oom: bool = option(
-        bool, False, "leave out rows that are predicted not to fit; never one that may",
-        key="launch.skip_predicted_oom",
-    )
-    force: bool = option(
-        bool, False, "run also what is predicted to need more than 1.5 times the host memory there is",
-        key="launch.force",
-    )
+        arguments={"action": "append", "nargs": None, "default": []})
+    master_addr: str | None = option(str, None, "address of the first host that all others reach", without="its first",
+        key="launch.master_addr", metavar="ADDR")
+    master_port: int | None = option(int, None, "port of it", without="a free one", key="launch.master_port",
+        metavar="PORT", limits={"ge": 1, "le": MAX_PORT})
+    nvme_path: Path | None = option(Path, None, "folder on the NVMe disk", key="launch.nvme_path", metavar="DIR")
+    cpu_memory_limit: float | None = option(float, None,
+        "limit of each rank's data, enforced by the kernel, in GB (2^30)", key="launch.cpu_memory_limit", metavar="GB",
+        limits=_AMOUNT)
+    gpu_memory_limit: float | None = option(float, None, "emulate a GPU of this memory, in GB (2^30)",
+        key="launch.gpu_memory_limit", metavar="GB", limits=_AMOUNT)
+    peak_tflops: float | None = option(float, None, "dense peak of one GPU in TFLOP/s, for MFU", without="known GPUs",
+        key="launch.peak_tflops", metavar="T", limits=_AMOUNT)
+    timeout: float = option(float, 3600.0, "end a trial that takes longer", without="3600", key="launch.timeout",
+        metavar="SECONDS", limits=_AMOUNT)
+    stall_timeout: float = option(float, 600.0,
+        "end a trial without a sign of life for so long; until the first step, growth of memory and disk I/O are "
+        "signs too", without="600", key="launch.stall_timeout", metavar="SECONDS", limits=_AMOUNT)
+    skip_predicted_oom: bool = option(bool, False, "leave out rows that are predicted not to fit; never one that may",
+        key="launch.skip_predicted_oom")
+    force: bool = option(bool, False, "run also what is predicted to need more than 1.5 times the host memory there is",
+        key="launch.force")
 
     # output
-    output_dir: Path = option(
-        Path, Path("results"), "folder of the results, created when missing", key="output.dir", metavar="DIR"
-    )
-    repeats: int = option(
-        int, 1, "runs of every row, in rounds whose order is rotated and reversed; 3 or more give intervals",
-        key="output.repeats", metavar="R", limits={"ge": 1, "le": MAX_REPEATS},
-    )
-    goal: str = option(
-        str, "balanced", "what the recommendation is for: the fastest row, the least memory, or both",
-        key="output.goal", choices=GOALS,
-    )
-    export: str | None = option(
-        str, None, "write this row's configuration for DeepSpeed, Trainer and Accelerate",
-        without="the recommended row's", key="output.export", metavar="STRATEGY",
-    )
-    monitor: Monitor | None = option(
-        str, None,
+    output_dir: Path = option(Path, Path("results"), "folder of the results, created when missing", key="output.dir",
+        metavar="DIR")
+    repeats: int = option(int, 1,
+        "runs of every row, in rounds whose order is rotated and reversed; 3 or more give intervals",
+        key="output.repeats", metavar="R", limits={"ge": 1, "le": MAX_REPEATS})
+    goal: str = option(str, "balanced", "what the recommendation is for: the fastest row, the least memory, or both",
+        key="output.goal", choices=GOALS)
+    export: str | None = option(str, None, "write this row's configuration for DeepSpeed, Trainer and Accelerate",
+        without="the recommended row's", key="output.export", metavar="STRATEGY")
+    monitor: Monitor | None = option(str, None,
         "write loss, memory and throughput of each step to steps.jsonl in the trial's folder while it runs; "
-        "tensorboard: to TensorBoard's files too; without a value: steps",
-        key="output.monitor", choices=MONITORS, arguments={"nargs": "?", "const": "steps"},
-    )
-    checkpoint: bool = option(
-        bool, False, "save, convert and load a checkpoint of every row, and time it; its files are removed afterwards",
-        key="output.checkpoint",
-    )
-    checkpoint_path: str | None = option(
-        str, None, "folder on the disk to save to; adds --checkpoint",
-        without="the folder of the results", key="output.checkpoint_path", metavar="DIR",
-    )
-    csv: Path | None = option(
-        Path, None, "file for the flat rows as CSV, besides that in dir; in the current folder, replaced",
-        flag=False, key="output.csv",
-    )
+        "tensorboard: to TensorBoard's files too; without a value: steps", key="output.monitor", choices=MONITORS,
+        arguments={"nargs": "?", "const": "steps"})
+    checkpoint: bool = option(bool, False,
+        "save, convert and load a checkpoint of every row, and time it; its files are removed afterwards",
+        key="output.checkpoint")
+    checkpoint_path: str | None = option(str, None, "folder on the disk to save to; adds --checkpoint",
+        without="the folder of the results", key="output.checkpoint_path", metavar="DIR")
+    csv: Path | None = option(Path, None,
+        "file for the flat rows as CSV, besides that in dir; in the current folder, replaced", flag=False,
+        key="output.csv")
 
     # flags without a key
-    axes: tuple[AxisValues, ...] = option(
-        str, (),
+    axes: tuple[AxisValues, ...] = option(str, (),
         "make a row of each value, in every row where it acts, e.g. overlap_comm=true,false; several make every "
-        "combination (the command axes lists them)",
-        flag="--axis", metavar="NAME=V1,V2,...", arguments={"action": "append", "default": []},
-    )
+        "combination (the command axes lists them)", flag="--axis", metavar="NAME=V1,V2,...",
+        arguments={"action": "append", "default": []})
     """The values of each axis."""
-    ds_config: Mapping[str, Any] = option(
-        Path, None, "JSON file of values to replace in every configuration", metavar="FILE"
-    )
+    ds_config: Mapping[str, Any] = option(Path, None, "JSON file of values to replace in every configuration",
+        metavar="FILE")
     """Content of the file."""
-    resume: Path | None = option(
-        Path, None,
-        "run what is missing of an earlier run on the same machine, with its flags; flags that run code or reach other "
-        "machines, and values that may be credentials, must be given again",
-        metavar="RUN_DIR",
-    )
-    retry: tuple[str, ...] = option(
-        str, (), "with --resume: also rows with this outcome, e.g. Timeout,OOM",
-        metavar="CLASS,...", arguments={"default": ""},
-    )
-    shard: Shard | None = option(
-        Shard, None,
+    resume: Path | None = option(Path, None,
+        "run what is missing of an earlier run on the same machine, with its flags; flags that run code or reach "
+        "other machines, and values that may be credentials, must be given again", metavar="RUN_DIR")
+    retry: tuple[str, ...] = option(str, (), "with --resume: also rows with this outcome, e.g. Timeout,OOM",
+        metavar="CLASS,...", arguments={"default": ""})
+    shard: Shard | None = option(Shard, None,
         "run the I-th of N parts of the plan's trials; report reads the results of all parts together "
-        "(docs/recipes.md)",
-        metavar="I/N",
-    )
+        "(docs/recipes.md)", metavar="I/N")
     """The part of the plan that this run has; None for all of it."""
     dry_run: bool = option(bool, False, "print each trial's configuration and command, run nothing")
     print_recipe: bool = option(bool, False, "print the recipe that makes the same comparison, run nothing")
     format: str = option(str, "table", "form of the summary", choices=("table", "markdown", "json"))
     quiet: bool = option(bool, False, "print the summary only")
-    verbose: bool = option(
-        bool, False, "print the table with all columns and notes, and each trial's caveats and files as they come"
-    )
+    verbose: bool = option(bool, False,
+        "print the table with all columns and notes, and each trial's caveats and files as they come")
     strict: bool = option(bool, False, "exit 1 when any row failed")
 
     # fmt: on
@@ -452,7 +391,7 @@ class Options:
 
     @classmethod
     def of(cls, **values: Any) -> Options:
-        """Makes Options of the values of flags or of a recipe, where ``auto`` is a size that is searched for."""
+        """Make Options from the values of flags or of a recipe, where ``auto`` is a size to search for."""
         auto_batch, auto_seq = values["batch_size"] == "auto", values["seq_length"] == "auto"
         if auto_batch:
             values["batch_size"] = 1
@@ -560,17 +499,10 @@ class Options:
 
 
 OPTIONS: Mapping[str, Option] = {
-    each.name: Option(
-        **{
-            **each.metadata,
-            "flag": f"--{each.name.replace('_', '-')}"
-            if each.metadata["flag"] is True
-            else each.metadata["flag"] or None,
-        }
-    )
+    each.name: Option(**{**each.metadata, "flag": f"--{each.name.replace('_', '-')}" if flag is True else flag or None})
     for each in fields(Options)
-    if each.metadata
+    if (flag := each.metadata.get("flag")) is not None
 }
 """Every option, by the name of its field."""
 FLAGS: Mapping[str, str] = {option.flag: name for name, option in OPTIONS.items() if option.flag is not None}
-"""Flag → the name of the field that it gives."""
+"""Flag → name of the field that it sets."""

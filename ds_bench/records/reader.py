@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..config.identity import placement_facts
-from ..config.shard import Shard
+from ..config.options import Shard
 from ..config.spec import Placement, Trial
 from ..errors import UsageError
 from ..system.environment import Environment

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_bench.config.shard import Shard, rows_of_shard
+from ds_bench.config.options import Shard
 from ds_bench.errors import UsageError
 
 
 def split(rows_per_point: list[int], count: int) -> list[list[tuple[int, int]]]:
     """The rows of each shard as pairs of a point and a row of it."""
-    shards = [rows_of_shard(rows_per_point, Shard(number=number, count=count)) for number in range(1, count + 1)]
+    shards = [Shard(number=number, count=count).rows_of(rows_per_point) for number in range(1, count + 1)]
     return [[(point, row) for point, rows in enumerate(selected) for row in rows] for selected in shards]
 
 
