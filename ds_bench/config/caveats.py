@@ -52,191 +52,120 @@ class CaveatKind(StrEnum):
     """A text that the plan, the launcher or a rank wrote."""
 
     # The times of a row.
-    UNSTABLE_RUNS = (
-        "unstable_runs", "unstable: the means of {runs} runs vary by {variation:percent}",
-        "use more --repeats, or a quieter machine",
-    )
+    UNSTABLE_RUNS = ("unstable_runs", "unstable: the means of {runs} runs vary by {variation:percent}",
+        "use more --repeats, or a quieter machine")
     UNSTABLE_STEPS = "unstable_steps", "unstable: step times vary by more than 5 %", _UNSTABLE
-    NOT_STEADY = (
-        "not_steady", "not steady: the halves of the window differ by more than 5 %", "use more --warmup-steps",
-    )
+    NOT_STEADY = ("not_steady", "not steady: the halves of the window differ by more than 5 %",
+        "use more --warmup-steps")
     OUTLIERS = "outliers", "outliers: {count} of {steps} measured steps took far longer: {slowest}; all are counted"
-    NO_WARM_UP = (
-        "no_warm_up", "no warm-up: the first step, with its one-time costs, is in the window", "use --warmup-steps",
-    )
+    NO_WARM_UP = ("no_warm_up", "no warm-up: the first step, with its one-time costs, is in the window",
+        "use --warmup-steps")
     ONE_STEP = "one_step", "one measured step: its spread is unknown", "use more --num-steps"
-    NOT_SYNCHRONIZED = (
-        "not_synchronized", "not synchronized (wrong on purpose): {meaning}", "leave out --no-sync", True,
-    )
-    DATA_WAIT = (
-        "data_wait", "steps wait for data: {wait:ms} of the {step:ms} ms of a step",
-        "use more --data-workers, or a faster disk",
-    )
-    DISK_BOUND = (
-        "disk_bound", "disk-bound: a step waits {wait:ms} ms for the disk; everything else takes {other:ms} ms",
-        "use a faster disk or several as RAID 0, or keep in host memory what fits there",
-    )
-    CPU_BUSY = (
-        "cpu_busy", "the CPU was busy: other programs used {other:.1f} of {cores:g} cores while this row ran", _CPU,
-        True,
-    )
-    CPU_QUOTA = (
-        "cpu_quota",
+    NOT_SYNCHRONIZED = ("not_synchronized", "not synchronized (wrong on purpose): {meaning}", "leave out --no-sync",
+        True)
+    DATA_WAIT = ("data_wait", "steps wait for data: {wait:ms} of the {step:ms} ms of a step",
+        "use more --data-workers, or a faster disk")
+    DISK_BOUND = ("disk_bound",
+        "disk-bound: a step waits {wait:ms} ms for the disk; everything else takes {other:ms} ms",
+        "use a faster disk or several as RAID 0, or keep in host memory what fits there")
+    CPU_BUSY = ("cpu_busy", "the CPU was busy: other programs used {other:.1f} of {cores:g} cores while this row ran",
+        _CPU, True)
+    CPU_QUOTA = ("cpu_quota",
         "the CPU was busy: the container's CPU quota stopped this row in {fraction:percent0} of its periods", _CPU,
-        True,
-    )
+        True)
     CLOCKS_THROTTLED = "clocks_throttled", "GPU {gpu} was throttled while this ran: {reasons}", _THROTTLED
     MFU_ABOVE_1 = "mfu_above_1", "MFU of {mfu:percent0} is an accounting error (wrong peak?)"
 
     # What a row trained.
     BATCH_MISMATCH = "batch_mismatch", "ran micro-batch {ran}, as the DeepSpeed config says, not the flags' {asked}"
-    OTHER_OFFLOAD = (
-        "other_offload", "ran {part} offload {used}, as the DeepSpeed config says, not this row's {named}", None, True,
-    )
-    TORCH_ADAM = (
-        "torch_adam",
-        "torch's AdamW instead of DeepSpeed's FusedAdam, which does not build here (stage 0 in 16 bit then also "
-        "has another wrapper): {reason}", f"see why the op does not build: {invocation.command('ops')}",
-    )
-    OTHER_OPTIMIZER = (
-        "other_optimizer", "{used} stepped, not the {asked} that the DeepSpeed config asks for",
-        f"see why the op does not build: {invocation.command('ops')}", True,
-    )
-    OTHER_ADAM = (
-        "other_adam", "{used} steps here, {other} in {row}: part of a difference in speed is theirs",
-        "--set optimizer.params.torch_adam=true compares all rows with torch's AdamW",
-    )
-    OWN_BATCHES = (
-        "own_batches", "the factory makes its own batches: a sample counts as {seq_length} tokens, whatever it holds",
-    )
-    STEPS_SKIPPED = (
-        "steps_skipped", "{count} measured steps were skipped by the optimizer (overflow or NaN in gradients)",
-    )
-    ALL_STEPS_SKIPPED = (
-        "all_steps_skipped",
-        "{count} measured steps were skipped by the optimizer (overflow or NaN in gradients): all of them", None, True,
-    )
-    DOES_NOT_TRAIN = (
-        "does_not_train", "does not train: no weight changed in the whole trial",
-        "check the learning rate and the optimizer in the row's ds_config.json", True,
-    )
-    FROZEN_WEIGHTS_CHANGED = (
-        "frozen_weights_changed", "the frozen weights changed in training",
+    OTHER_OFFLOAD = ("other_offload", "ran {part} offload {used}, as the DeepSpeed config says, not this row's {named}",
+        None, True)
+    TORCH_ADAM = ("torch_adam",
+        "torch's AdamW instead of DeepSpeed's FusedAdam, which does not build here (stage 0 in 16 bit then also has "
+        "another wrapper): {reason}", f"see why the op does not build: {invocation.command('ops')}")
+    OTHER_OPTIMIZER = ("other_optimizer", "{used} stepped, not the {asked} that the DeepSpeed config asks for",
+        f"see why the op does not build: {invocation.command('ops')}", True)
+    OTHER_ADAM = ("other_adam", "{used} steps here, {other} in {row}: part of a difference in speed is theirs",
+        "--set optimizer.params.torch_adam=true compares all rows with torch's AdamW")
+    OWN_BATCHES = ("own_batches",
+        "the factory makes its own batches: a sample counts as {seq_length} tokens, whatever it holds")
+    STEPS_SKIPPED = ("steps_skipped",
+        "{count} measured steps were skipped by the optimizer (overflow or NaN in gradients)")
+    ALL_STEPS_SKIPPED = ("all_steps_skipped",
+        "{count} measured steps were skipped by the optimizer (overflow or NaN in gradients): all of them", None, True)
+    DOES_NOT_TRAIN = ("does_not_train", "does not train: no weight changed in the whole trial",
+        "check the learning rate and the optimizer in the row's ds_config.json", True)
+    FROZEN_WEIGHTS_CHANGED = ("frozen_weights_changed", "the frozen weights changed in training",
         "compare the row's ds_config.json with another row's: parameters whose requires_grad is False must not train",
-        True,
-    )
-    FIRST_LOSS = (
-        "first_loss",
+        True)
+    FIRST_LOSS = ("first_loss",
         "the first loss is {loss:.1f}, where ln(vocabulary) is {expected:.1f}: the initial weights are too large",
-        _FIRST_LOSS,
-    )
-    FIRST_LOSS_FAR = (
-        "first_loss_far",
+        _FIRST_LOSS)
+    FIRST_LOSS_FAR = ("first_loss_far",
         "the first loss is {loss:.1f}, where ln(vocabulary) is {expected:.1f}: the initial weights are far too large",
-        _FIRST_LOSS, True,
-    )
+        _FIRST_LOSS, True)
     LOSS_NOT_FINITE = "loss_not_finite", "loss is not finite (NaN or infinity)", _LOSSES, True
-    LOSS_DIFFERS = (
-        "loss_differs",
+    LOSS_DIFFERS = ("loss_differs",
         f"loss differs by {{difference:percent2}} from {{row}}'s: more than rounding explains; {_NOT_TO_USE}", _LOSSES,
-        True,
-    )
-    LOSS_OF_FORMAT_DIFFERS = (
-        "loss_of_format_differs",
+        True)
+    LOSS_OF_FORMAT_DIFFERS = ("loss_of_format_differs",
         f"loss differs by {{difference:percent2}} from {{row}}'s: more than the number format explains; {_NOT_TO_USE}",
-        _LOSSES, True,
-    )
-    TRAINED_DIFFERENTLY = (
-        "trained_differently", f"trained differently from {{row}}: {{how}}; {_NOT_TO_USE}", _LOSSES, True,
-    )
+        _LOSSES, True)
+    TRAINED_DIFFERENTLY = ("trained_differently", f"trained differently from {{row}}: {{how}}; {_NOT_TO_USE}", _LOSSES,
+        True)
     LOSS_QUIRK = "loss_quirk", f"loss differs by {{difference:percent3}}: {_QUIRK}"
     WEIGHTS_QUIRK = "weights_quirk", f"trained differently from {{row}}: {{how}}, {_QUIRK}"
-    OTHER_TRAINING = (
-        "other_training", "trains differently on purpose: {how}",
-        "compare what both rows learn in a whole training before you choose by speed",
-    )
+    OTHER_TRAINING = ("other_training", "trains differently on purpose: {how}",
+        "compare what both rows learn in a whole training before you choose by speed")
     """Never recommended for its speed (``recommend/decision.py``)."""
     STAGE_3_ALONE = "stage_3_alone", "loss parity was checked among rows of stage 3 only, not against another stage"
 
     # The memory of a row.
-    NEAR_CAPACITY = (
-        "near_capacity", "near capacity: {fraction:percent} of the card was in use at the peak",
-        "leave room for longer sequences and fragmentation: a smaller --batch-size, --activation-checkpointing, or"
-        " a strategy that keeps less on the card",
-    )
-    ALLOCATOR_RETRIED = (
-        "allocator_retried", "the allocator retried near the memory limit, which slows the row down",
-        "lower --batch-size, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and measure again",
-    )
-    BUCKET_DOMINATES = (
-        "bucket_dominates",
-        "DeepSpeed's buffers are most of the counted memory (reduce_bucket_size is {elements:,.0f} elements "
-        "whatever the model); a smaller one saves it", "try --set zero_optimization.reduce_bucket_size=50000000",
-    )
-    BUCKET_NOT_RESIDENT = (
-        "bucket_not_resident",
-        "DeepSpeed's buffers are most of the counted memory (reduce_bucket_size is {elements:,.0f} elements "
-        "whatever the model); on the CPU hardly any of it became resident, on a GPU all of it would be held",
-    )
-    MEMORY_PREDICTION_MISSED = (
-        "memory_prediction_missed", "memory was predicted as {ratio:.2f} of the measured peak", _PREDICTION,
-    )
-    TENSOR_PREDICTION_MISSED = (
-        "tensor_prediction_missed", "tensor bytes were predicted as {ratio:.2f} of those that the ledger counted",
-        _PREDICTION,
-    )
+    NEAR_CAPACITY = ("near_capacity", "near capacity: {fraction:percent} of the card was in use at the peak",
+        "leave room for longer sequences and fragmentation: a smaller --batch-size, --activation-checkpointing, or a "
+        "strategy that keeps less on the card")
+    ALLOCATOR_RETRIED = ("allocator_retried", "the allocator retried near the memory limit, which slows the row down",
+        "lower --batch-size, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and measure again")
+    BUCKET_DOMINATES = ("bucket_dominates",
+        "DeepSpeed's buffers are most of the counted memory (reduce_bucket_size is {elements:,.0f} elements whatever "
+        "the model); a smaller one saves it", "try --set zero_optimization.reduce_bucket_size=50000000")
+    BUCKET_NOT_RESIDENT = ("bucket_not_resident",
+        "DeepSpeed's buffers are most of the counted memory (reduce_bucket_size is {elements:,.0f} elements whatever "
+        "the model); on the CPU hardly any of it became resident, on a GPU all of it would be held")
+    MEMORY_PREDICTION_MISSED = ("memory_prediction_missed", "memory was predicted as {ratio:.2f} of the measured peak",
+        _PREDICTION)
+    TENSOR_PREDICTION_MISSED = ("tensor_prediction_missed",
+        "tensor bytes were predicted as {ratio:.2f} of those that the ledger counted", _PREDICTION)
     LONGEST_POSSIBLE = "longest_possible", "no longer sequence was tried: {tokens:,} tokens are all {limit}"
     NVME_IN_MEMORY = "nvme_in_memory", "--nvme-path is memory ({file_system}), not an NVMe disk", None, True
-    NOTHING_SWAPPED = (
-        "nothing_swapped",
+    NOTHING_SWAPPED = ("nothing_swapped",
         "nothing was swapped: DeepSpeed keeps tensors under {block} bytes in memory; this row is not NVMe offload",
-        None, True,
-    )
-    PARAMETERS_NOT_SWAPPED = (
-        "parameters_not_swapped",
-        "the parameters stayed in memory: each partition is under {block} bytes; only the optimizer swaps",
-    )
-    NOTHING_REACHED_DISK = (
-        "nothing_reached_disk",
-        "no bytes reached the disk in the measured steps: the path is memory or cache, not NVMe", None, True,
-    )
+        None, True)
+    PARAMETERS_NOT_SWAPPED = ("parameters_not_swapped",
+        "the parameters stayed in memory: each partition is under {block} bytes; only the optimizer swaps")
+    NOTHING_REACHED_DISK = ("nothing_reached_disk",
+        "no bytes reached the disk in the measured steps: the path is memory or cache, not NVMe", None, True)
 
     # A whole comparison.
-    TOO_FEW_REPEATS = (
-        "too_few_repeats",
+    TOO_FEW_REPEATS = ("too_few_repeats",
         "{few} of {rows} rows have fewer than {needed} successful runs: differences from run to run are not tested",
-        "use --repeats 3 or more",
-    )
-    SHORT_WINDOW = (
-        "short_window",
-        "the shortest measured window is {seconds:.2f} s: below 2 s a card's clock is still moving, and one pause "
-        "of the host weighs heavily", "use more --num-steps",
-    )
-    ONE_GPU = (
-        "one_gpu", "with one GPU or rank, ZeRO 1–3 shard nothing and save no model states",
-        "use two GPUs or more to see what stages 1 to 3 save",
-    )
-    CPU_ACCELERATOR = (
-        "cpu_accelerator", "CPU accelerator: these figures say nothing about GPUs",
-        "run the same command where there is a GPU",
-    )
-    ENVIRONMENT_DIFFERS = (
-        "environment_differs", "environments differ: {differences}",
-        "measure both again on one machine with the same versions",
-    )
-    MEASURED_APART = (
-        "measured_apart", "rows were measured {where}: {runs}",
-        "where a difference is small, measure these rows in one run",
-    )
-    OTHER_PROCESS = (
-        "other_process", "{gpu} is also used by {processes} other process(es), which slows the rows down",
-        "stop the other process, or choose a free card with CUDA_VISIBLE_DEVICES",
-    )
+        "use --repeats 3 or more")
+    SHORT_WINDOW = ("short_window",
+        "the shortest measured window is {seconds:.2f} s: below 2 s a card's clock is still moving, and one pause of "
+        "the host weighs heavily", "use more --num-steps")
+    ONE_GPU = ("one_gpu", "with one GPU or rank, ZeRO 1–3 shard nothing and save no model states",
+        "use two GPUs or more to see what stages 1 to 3 save")
+    CPU_ACCELERATOR = ("cpu_accelerator", "CPU accelerator: these figures say nothing about GPUs",
+        "run the same command where there is a GPU")
+    ENVIRONMENT_DIFFERS = ("environment_differs", "environments differ: {differences}",
+        "measure both again on one machine with the same versions")
+    MEASURED_APART = ("measured_apart", "rows were measured {where}: {runs}",
+        "where a difference is small, measure these rows in one run")
+    OTHER_PROCESS = ("other_process", "{gpu} is also used by {processes} other process(es), which slows the rows down",
+        "stop the other process, or choose a free card with CUDA_VISIBLE_DEVICES")
     THROTTLED_BEFORE = "throttled_before", "{gpu} was throttled before the first trial: {reasons}", _THROTTLED
-    SWAP_USED = (
-        "swap_used", "{host} has {swapped:bytes} swapped out",
-        "free host memory before measuring, above all for offload rows",
-    )
+    SWAP_USED = ("swap_used", "{host} has {swapped:bytes} swapped out",
+        "free host memory before measuring, above all for offload rows")
     # fmt: on
 
 
