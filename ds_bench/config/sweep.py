@@ -1,7 +1,7 @@
-"""Sweeps: the points of a recipe whose values are lists, or that has a section ``sweep``, as CI systems have a matrix.
+"""Sweeps: the points of a recipe with lists of values or a section ``sweep``, like the matrix of a CI system.
 
-Every combination of the axes is a point, but for those that an entry of ``exclude`` matches. An entry of ``include``
-adds its other values to each point that has its values of the axes; where there is none it is a point of its own.
+Every combination of the axes is a point, except those that an entry of ``exclude`` matches. An entry of ``include``
+adds its other values to each point that has its values of the axes; if there is none it is a point of its own.
 """
 
 from __future__ import annotations
@@ -41,42 +41,35 @@ class Sweep:
 
     @property
     def most_points(self) -> int:
-        """Number of points where nothing is excluded; counted without expanding them."""
+        """Number of points if none is excluded; counted without expanding them."""
         return math.prod(len(values) for values in self.axes.values()) + (len(self.include) if self.axes else 0)
 
     @property
     def first_point(self) -> Values:
-        """The first value of every axis."""
         return {path: values[0] for path, values in self.axes.items()}
 
     def points(self) -> list[Values]:
-        """The values of each point, in order: the last axis changes first. One empty point without axes.
+        """Return the points in order: the last axis changes first. One empty point without axes.
 
         Raises UsageError if every point is excluded.
         """
-        combinations = itertools.product(*self.axes.values())
-        products = [dict(zip(self.axes, values, strict=True)) for values in combinations]
-        kept = [point for point in products if not any(_matches(point, entry) for entry in self.exclude)]
-        if not kept and not self.include:
+        products = [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
+        points = [point for point in products if not any(_matches(point, entry) for entry in self.exclude)]
+        if not points and not self.include:
             raise UsageError("sweep.exclude leaves no point of the sweep", remedy="leave some of its entries out")
-        return list(self._with_included(kept))
-
-    def _with_included(self, points: list[Values]) -> Iterator[Values]:
-        """As in CI systems: an entry may add values to points, but not change the axes."""
+        # As in CI systems: an entry may add values to points, but not change the axes.
         added: list[Values] = [{} for _ in points]
-        alone = []
+        others = []
         for entry in self.include:
             on_axes = {path: value for path, value in entry.items() if path in self.axes}
             matching = [number for number, point in enumerate(points) if _matches(point, on_axes)]
             for number in matching:
                 added[number] |= entry
             if not matching:
-                alone.append(dict(entry))
-        yield from (point | more for point, more in zip(points, added, strict=True))
-        yield from alone
+                others.append(dict(entry))
+        return [*(point | more for point, more in zip(points, added, strict=True)), *others]
 
     def data_of(self, point: Values) -> Data:
-        """The values of the recipe at a point."""
         return reduce(merge, (nested(path, value) for path, value in point.items()), self.base)
 
 
@@ -85,7 +78,7 @@ def _matches(point: Values, entry: Values) -> bool:
 
 
 def find_sweep(text: RecipeText) -> Sweep:
-    """The sweep of a recipe. Raises UsageError for axes that cannot be used or contradict each other."""
+    """Return the sweep of a recipe. Raises UsageError for unusable axes, and for axes that contradict each other."""
     base = copy.deepcopy(text.data)
     block = base.pop("sweep", None) or {}
     axes = dict(_listed_axes(text, base, ()))
@@ -113,7 +106,7 @@ def find_sweep(text: RecipeText) -> Sweep:
 
 
 def _listed_axes(text: RecipeText, block: Data, place: KeyPath) -> Iterator[tuple[str, list[Any]]]:
-    """The lists of values of what may be swept, in a block and within; removes them from it."""
+    """Take the lists of swept values out of a block and the blocks in it, and yield them."""
     for key, value in list(block.items()):
         path = format_place((*place, key))
         if isinstance(value, dict):
@@ -123,7 +116,7 @@ def _listed_axes(text: RecipeText, block: Data, place: KeyPath) -> Iterator[tupl
 
 
 def _require_swept(text: RecipeText, place: KeyPath, path: str) -> None:
-    """Raises UsageError for a key path that cannot be swept."""
+    """Raise UsageError for a key path that cannot be swept."""
     if can_be_swept(path):
         return
     near = nearest_path(tuple(path.split(".")))
@@ -134,7 +127,7 @@ def _require_swept(text: RecipeText, place: KeyPath, path: str) -> None:
 
 
 def _checked_values(text: RecipeText, place: KeyPath, values: Any) -> list[Any]:
-    """The values of an axis: one at least, each a scalar, none twice."""
+    """Return the values of an axis: at least one, each a scalar, none twice."""
     name = format_place(place).removeprefix("sweep.matrix.")
     if not isinstance(values, list) or not values:
         raise UsageError(f"{text.place(place)}{name} has no list of values", remedy="write [VALUE, …]")
@@ -150,7 +143,7 @@ def _checked_values(text: RecipeText, place: KeyPath, values: Any) -> list[Any]:
 
 
 def _entries(text: RecipeText, name: str, value: Any, axes: Mapping[str, Sequence[Any]]) -> list[Values]:
-    """The entries of ``include`` or ``exclude``; an entry of the latter must name values of axes."""
+    """Return the entries of ``include`` or ``exclude``; an entry of the latter must name values of axes."""
     place: KeyPath = ("sweep", name)
     if value is None:
         return []

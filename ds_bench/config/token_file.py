@@ -1,7 +1,7 @@
-"""Files of token ids: whole numbers of 16 or 32 bits, one after the other and nothing else, little-endian.
+"""Files of token ids: whole numbers of 16 or 32 bits, little-endian, without a header.
 
-``numpy.ndarray.tofile`` writes them so, as nanoGPT and Megatron do. Ranks read them through a memory map
-(``worker.batches``), so that they may be larger than memory.
+``numpy.ndarray.tofile`` writes this form; nanoGPT and Megatron use it. Ranks read the files through a memory map
+(``worker.batches``), so a file may be larger than memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TOKEN_TYPES: tuple[TokenType, ...] = get_args(TokenType)
 NUMPY_TYPES: dict[TokenType, str] = {"uint16": "<u2", "uint32": "<u4"}
 _SUFFIXES: dict[str, TokenType] = {".uint16": "uint16", ".u16": "uint16", ".uint32": "uint32", ".u32": "uint32"}
 _LARGEST_READ_WHOLE = 2**30
-"""Bytes; of a larger file parts of this size in all are read, which takes a second or two, and the note says so."""
+"""Bytes; of a larger file only parts with this total size are read, which takes a second or two."""
 _PART_BYTES = 2**22
 _LARGEST_FILE_BYTES = 2**60
 _NUMPY_MAGIC = b"\x93NUMPY"
@@ -28,35 +28,35 @@ _NUMPY_MAGIC = b"\x93NUMPY"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFile:
-    """What was read of a file of token ids."""
+    """A file of token ids."""
 
     path: Path
     """As the user gave it."""
     dtype: TokenType
     tokens: int
     digest: str
-    """Hash of size and content; of a file that is not read whole, of the parts that are, and of its time of change."""
+    """Hash of size and content; if only parts are read, of these and the time of the last change."""
     largest_id: int
     largest_at: int
-    """Number of the token that has it, from 0."""
+    """Its position in the file, from 0."""
     read_tokens: int
-    """Tokens that were read; the ids of the others are not known yet."""
+    """Number of tokens that were read."""
 
     @property
     def note(self) -> str | None:
-        """What was left out of the check; None if all ids were read."""
+        """The limits of the check; None if all ids were read."""
         if self.read_tokens == self.tokens:
             return None
         whole, read = (format_bytes(count * item_bytes(self.dtype)) for count in (self.tokens, self.read_tokens))
         return (
-            f"{self.path} has {whole}, of which {read} in evenly spaced parts were read to check its ids; every rank "
-            "checks those that it trains on"
+            f"{self.path} has {whole}; {read} in evenly spaced parts were read to check its ids, and every rank checks "
+            "those that it trains on"
         )
 
     def require_usable(self, vocabulary: int | None, owner: str, seq_length: int) -> None:
-        """Raises UsageError for an id that the vocabulary lacks, and for less than one sequence.
+        """Raise UsageError for an id outside the vocabulary, and for less than one sequence.
 
-        ``vocabulary``: number of ids; None if it is not known. ``owner``: what has so many ids, for the message.
+        ``vocabulary``: number of ids; None if unknown. ``owner``: its model, for the message.
         """
         if vocabulary is not None and self.largest_id >= vocabulary:
             raise UsageError(
@@ -72,45 +72,36 @@ class TokenFile:
 
 
 def item_bytes(dtype: TokenType) -> int:
-    """Bytes of one id."""
-    # The digit of "<u2" and "<u4" is the number of bytes.
-    return int(NUMPY_TYPES[dtype][-1])
-
-
-def token_type(path: Path, requested: TokenType | None) -> TokenType:
-    """The type of a file's ids: as requested, else as its suffix says. Raises UsageError if neither says it, and for a
-    folder."""
-    if path.is_dir():
-        raise UsageError(f"--data {path} is a folder", remedy="give a file of token ids")
-    found = requested or _SUFFIXES.get(path.suffix.lower())
-    if found is None:
-        problem = f"--data {path}: its name does not say how long its ids are"
-        raise UsageError(problem, remedy="add --data-dtype uint16, or uint32")
-    return found
+    return int(NUMPY_TYPES[dtype][-1])  # "<u2" has two bytes
 
 
 def read_token_file(path: Path, requested: TokenType | None) -> TokenFile:
-    """Reads size, ids and hash of a file, whole up to 1 GB and else in evenly spaced parts.
+    """Read size, ids and hash of a file: all of it up to 1 GB, otherwise evenly spaced parts. Raises UsageError.
 
-    Raises UsageError for what is no such file.
+    ``requested``: type of the ids; None if the suffix says it.
     """
-    dtype = token_type(path, requested)
+    if path.is_dir():
+        raise UsageError(f"--data {path} is a folder", remedy="give a file of token ids")
+    dtype = requested or _SUFFIXES.get(path.suffix.lower())
+    if dtype is None:
+        problem = f"--data {path}: its name does not say how long its ids are"
+        raise UsageError(problem, remedy="add --data-dtype uint16, or uint32")
     try:
         with files.opened(path, _LARGEST_FILE_BYTES) as file:
             status = path.stat()
             if file.read(len(_NUMPY_MAGIC)) == _NUMPY_MAGIC:
                 problem = f"--data {path} is a NumPy file, whose header would be read as ids"
-                raise UsageError(problem, remedy="write the ids alone: array.tofile(FILE)")
+                raise UsageError(problem, remedy="write only the ids: array.tofile(FILE)")
             tokens, rest = divmod(status.st_size, item_bytes(dtype))
             if rest:
-                problem = f"--data {path} has {status.st_size:,} bytes, which is no whole number of {dtype} ids"
+                problem = f"--data {path} has {status.st_size:,} bytes, which is not a whole number of {dtype} ids"
                 raise UsageError(problem, remedy="it is cut off, or its ids have another type: --data-dtype")
             if not tokens:
                 raise UsageError(f"--data {path} is empty", remedy="give a file of token ids")
             return _read_ids(path, dtype, tokens, file, status.st_mtime_ns)
     except OSError as error:
         problem = f"--data {path}: {error.strerror or error}"
-        raise UsageError(problem, remedy="give a file of token ids that you may read") from None
+        raise UsageError(problem, remedy="give a readable file of token ids") from None
 
 
 def _read_ids(path: Path, dtype: TokenType, tokens: int, file: BinaryIO, changed_ns: int) -> TokenFile:

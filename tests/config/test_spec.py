@@ -1,18 +1,15 @@
-"""What is asked: refused when impossible, whole after a round trip, and named by a key that misses nothing."""
+"""What is requested: impossible values are refused, JSON keeps everything, and the work key misses nothing."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
-from typing import Any
 
 import pytest
 
 from ds_bench.config.identity import work_key
-from ds_bench.config.spec import Configuration, Placement, Strategy, Trial, Workload
-from ds_bench.config.strategies import make_configuration
+from ds_bench.config.spec import Configuration, Placement, Trial, Workload
 from ds_bench.records import json_files
 from ds_bench.records.json_files import InvalidValueError
 from tests.support import fakes
@@ -35,28 +32,31 @@ def test_a_stored_name_that_a_field_does_not_have_is_refused(subtests: pytest.Su
     for part, name in (("workload", "precision"), ("workload", "loss"), ("placement", "accelerator")):
         with subtests.test(name), pytest.raises(InvalidValueError, match=name):
             json_files.build(Trial, {**stored, part: {**stored[part], name: "fp8"}})
+    with pytest.raises(InvalidValueError, match="colour"):
+        json_files.build(Trial, {**stored, "colour": "red"})
 
 
-@pytest.mark.parametrize("name", ["", "..", "/tmp/elsewhere", "a/b"])
-def test_a_trial_is_named_like_a_folder_and_leads_nowhere_else(name: str) -> None:
-    with pytest.raises(ValueError, match="trial_id"):
-        dataclasses.replace(fakes.trial(), trial_id=name)
-
-
-def test_a_strategy_uses_nvme_when_either_of_the_two_lies_there(subtests: pytest.Subtests) -> None:
-    for optimizer, param, uses in (("nvme", "none", True), ("cpu", "nvme", True), ("cpu", "cpu", False)):
-        with subtests.test(optimizer=optimizer, param=param, uses=uses):
-            strategy = Strategy(name="x", label="X", stage=3, offload_optimizer=optimizer, offload_param=param)
-            assert make_configuration(strategy).uses_nvme is uses
+def test_a_trial_is_named_like_a_folder(subtests: pytest.Subtests) -> None:
+    for name in ("", "..", "/tmp/elsewhere", "a/b"):
+        with subtests.test(name), pytest.raises(ValueError, match="trial_id"):
+            replace(fakes.trial(), trial_id=name)
 
 
 def test_stage_and_devices_are_those_of_the_deepspeed_configuration() -> None:
-    block = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "nvme"}}
-    row = Configuration(name="mine", label="mine.json", deepspeed_config={"zero_optimization": block})
-    assert row.layout == (3, "cpu", "nvme")
-    assert (row.offloads_optimizer, row.uses_nvme) == (True, True)
+    for stage, optimizer, param, nvme in (
+        (3, "cpu", "nvme", True),
+        (2, "nvme", "none", True),
+        (1, "cpu", "none", False),
+    ):
+        block = {"stage": stage, "offload_optimizer": {"device": optimizer}, "offload_param": {"device": param}}
+        row = Configuration(name="mine", label="mine.json", deepspeed_config={"zero_optimization": block})
+        assert row.layout == (stage, optimizer, param)
+        assert (row.offloads_optimizer, row.offloads, row.uses_nvme) == (True, True, nvme)
     plain = replace(row, deepspeed_config={})
     assert (plain.layout, plain.offloads_optimizer, plain.uses_nvme) == ((0, "none", "none"), False, False)
+    common = fakes.workload()
+    changed = replace(row, workload_changes={"batch_size": 9, "activation_checkpointing": True}).applied_to(common)
+    assert changed == replace(common, batch_size=9, activation_checkpointing=True)
 
 
 def test_a_configuration_that_would_mislead_is_refused(subtests: pytest.Subtests) -> None:
@@ -69,12 +69,6 @@ def test_a_configuration_that_would_mislead_is_refused(subtests: pytest.Subtests
     ):
         with subtests.test(changes=changes), pytest.raises(ValueError, match=message):
             Configuration(**{"name": "mine", "label": "mine", "deepspeed_config": {}, **changes})
-
-
-def test_a_row_changes_the_workload_as_it_says() -> None:
-    row = replace(fakes.zero(1), workload_changes={"batch_size": 9, "activation_checkpointing": True})
-    common = fakes.workload()
-    assert row.applied_to(common) == replace(common, batch_size=9, activation_checkpointing=True)
 
 
 def everything() -> Trial:
@@ -113,11 +107,6 @@ def test_a_trial_survives_json_whole() -> None:
     assert work_key(again) == work_key(trial)
 
 
-def test_a_trial_with_a_field_of_another_program_is_no_trial() -> None:
-    with pytest.raises(InvalidValueError, match="colour"):
-        json_files.build(Trial, {**everything().to_dict(), "colour": "red"})
-
-
 def _variants() -> list[Trial]:
     trial = everything()
     workloads = [
@@ -146,31 +135,21 @@ def _variants() -> list[Trial]:
     ]
 
 
-def test_anything_that_decides_the_measurement_changes_the_key() -> None:
-    keys = [work_key(trial) for trial in [everything(), *_variants()]]
+def test_the_key_follows_everything_that_decides_the_measurement_and_nothing_else() -> None:
+    trial = everything()
+    keys = [work_key(each) for each in [trial, *_variants()]]
     assert len(set(keys)) == len(keys)
-
-
-def test_what_does_not_decide_the_measurement_leaves_the_key() -> None:
-    trial = everything()
-    other = replace(trial, trial_id="07_nvme", caveats=(), unsupported=None)
-    assert work_key(other) == work_key(trial)
     elsewhere = {"hosts": (("c", 2), ("d", 2)), "include": None, "master_addr": None, "master_port": None}
-    assert work_key(replace(trial, placement=replace(trial.placement, **elsewhere))) == work_key(trial)
-
-
-def test_the_key_does_not_depend_on_the_order_of_a_config() -> None:
-    trial = everything()
     turned = dict(reversed(list(trial.ds_config.items())))
     assert list(turned) != list(trial.ds_config)
-    assert work_key(replace(trial, ds_config=turned)) == work_key(trial)
-
-
-def test_the_variants_above_change_every_field_of_a_workload() -> None:
-    """So that a new field cannot be forgotten in the test of the key."""
-    changed = {name for variant in _variants() for name in _differences(variant.workload, everything().workload)}
-    assert changed == {field.name for field in dataclasses.fields(Workload)}
-
-
-def _differences(a: Any, b: Any) -> set[str]:
-    return {field.name for field in dataclasses.fields(a) if getattr(a, field.name) != getattr(b, field.name)}
+    for same in (
+        replace(trial, trial_id="07_nvme", caveats=(), unsupported=None),
+        replace(trial, placement=replace(trial.placement, **elsewhere)),
+        replace(trial, ds_config=turned),
+    ):
+        assert work_key(same) == work_key(trial)
+    # So that a new field of the workload cannot be forgotten here.
+    names = [field.name for field in fields(Workload)]
+    workloads = [variant.workload for variant in _variants()]
+    changed = {name for each in workloads for name in names if getattr(each, name) != getattr(trial.workload, name)}
+    assert changed == set(names)

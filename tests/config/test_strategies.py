@@ -1,72 +1,37 @@
-"""The catalogue: names people type, stages that are meant, labels that tell rows apart."""
+"""The catalogue of strategies, and which row a user's text names."""
 
 from __future__ import annotations
 
 import pytest
 
-from ds_bench.config.strategies import OFFLOAD_NAMES, ZERO_STAGES, matches, offload_strategy
+from ds_bench.config.strategies import CATALOGUE, OFFLOAD_NAMES, ZERO_STAGES, matches, named_strategy, offload_strategy
 from tests.support import fakes
 
 
-def test_the_zero_script_knows_stages_0_to_3_in_order() -> None:
-    assert [(key, strategy.stage, strategy.name) for key, strategy in ZERO_STAGES.items()] == [
-        (0, 0, "zero0"),
-        (1, 1, "zero1"),
-        (2, 2, "zero2"),
-        (3, 3, "zero3"),
-    ]
-
-
-def test_no_zero_stage_offloads_anything() -> None:
-    assert {(s.offload_optimizer, s.offload_param) for s in ZERO_STAGES.values()} == {("none", "none")}
-
-
-def test_the_offload_strategies_and_their_order() -> None:
-    assert OFFLOAD_NAMES == ("none", "cpu_optimizer", "cpu_full", "nvme")
-
-
-def test_an_offload_strategy_moves_what_its_name_says(subtests: pytest.Subtests) -> None:
-    for name, optimizer, param in (
-        ("none", "none", "none"),
-        ("cpu_optimizer", "cpu", "none"),
-        ("cpu_full", "cpu", "cpu"),
-        ("nvme", "nvme", "nvme"),
-    ):
-        with subtests.test(name):
-            strategy = offload_strategy(name)
-            assert (strategy.offload_optimizer, strategy.offload_param) == (optimizer, param)
-
-
-def test_offload_is_at_stage_3_unless_asked() -> None:
-    assert {offload_strategy(name).stage for name in OFFLOAD_NAMES} == {3}
-    assert offload_strategy("cpu_optimizer", 1).stage == 1
-
-
-def test_a_label_names_the_stage() -> None:
-    assert offload_strategy("cpu_optimizer", 2).label == "ZeRO-2 + CPU optimizer"
-    assert offload_strategy("none").label == "ZeRO-3"
-
-
-def test_no_two_rows_of_a_comparison_share_a_label_or_a_name() -> None:
-    for strategies in (list(ZERO_STAGES.values()), [offload_strategy(name) for name in OFFLOAD_NAMES]):
-        assert len({strategy.label for strategy in strategies}) == len({s.name for s in strategies}) == len(strategies)
-
-
-def test_an_unknown_offload_is_no_strategy() -> None:
+def test_the_catalogue_is_the_stages_and_the_offload_strategies() -> None:
+    rows = {
+        name: (each.label, each.stage, each.offload_optimizer, each.offload_param) for name, each in CATALOGUE.items()
+    }
+    assert rows == {
+        **{f"zero{stage}": (f"ZeRO-{stage}", stage, "none", "none") for stage in (0, 1, 2, 3)},
+        "none": ("ZeRO-3", 3, "none", "none"),
+        "cpu_optimizer": ("ZeRO-3 + CPU optimizer", 3, "cpu", "none"),
+        "cpu_full": ("ZeRO-3 + CPU optimizer and parameters", 3, "cpu", "cpu"),
+        "nvme": ("ZeRO-3 + NVMe optimizer and parameters", 3, "nvme", "nvme"),
+    }
+    assert (tuple(ZERO_STAGES), OFFLOAD_NAMES) == ((0, 1, 2, 3), ("none", "cpu_optimizer", "cpu_full", "nvme"))
+    assert named_strategy("cpu_optimizer", 2).label == "ZeRO-2 + CPU optimizer"
+    assert [named_strategy(name, 1).stage for name in ("zero2", "zero2_offload", "fsdp2", "nvme")] == [2, 2, 3, 1]
     with pytest.raises(KeyError):
         offload_strategy("gpu")
 
 
-def test_a_strategy_is_meant_by_its_name_its_label_or_its_stage(subtests: pytest.Subtests) -> None:
-    for strategy, name, meant in (
-        (fakes.zero(3), "zero3", True),
-        (fakes.offload("cpu_optimizer"), "cpu_optimizer", True),
-        (fakes.offload("cpu_optimizer"), "cpu-optimizer", True),
-        (fakes.offload("cpu_optimizer"), "zero3", False),
-        (fakes.offload("none"), "none", True),
-        (fakes.offload("none"), "stage 3", True),
-        (fakes.zero(3), "3", True),
-        (fakes.zero(3), "", False),
+def test_a_row_is_named_by_its_name_its_label_or_its_stage() -> None:
+    for row, names in (
+        (fakes.zero(3), {"zero3": True, "ZeRO-3": True, "3": True, "stage 3": True, "zero2": False, "": False}),
+        (fakes.offload("cpu_optimizer"), {"cpu_optimizer": True, "cpu-optimizer": True, "zero3": False, "3": False}),
+        (fakes.offload("none"), {"none": True, "stage 3": True}),
+        # A stage never names a reference engine.
+        (fakes.reference("fsdp2"), {"zero3": False, "3": False, "stage 3": False, "FSDP2": True}),
     ):
-        with subtests.test(name):
-            assert matches(strategy, name) is meant
+        assert {name: matches(row, name) for name in names} == names, row.name
