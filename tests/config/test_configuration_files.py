@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from ds_bench.config import configuration_files
 from ds_bench.config.configuration_files import (
     ConfigSyntaxError,
     ConfigurationFileError,
+    line_of,
+    parse_hjson,
     read_configuration_file,
     read_configuration_files,
 )
@@ -27,35 +28,41 @@ def write(folder: Path, name: str, content: Any) -> Path:
     return path
 
 
-def test_a_deepspeed_file_is_kept_word_for_word(tmp_path: Path) -> None:
+def as_text(values: Any, suffix: str) -> str:
+    """The values in JSON, or in YAML without quotes, where no is false."""
+    return json.dumps(values) if suffix == "json" else yaml.safe_dump(values).replace("'", "")
+
+
+def test_a_deepspeed_file_is_kept_word_for_word_and_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
     text = json.dumps(DEEPSPEED, indent=3) + "\n"
     file = read_configuration_file(write(tmp_path, "my config (1).json", text))
     assert (file.kind, file.name, file.text, file.config) == ("deepspeed", "my_config_1", text, DEEPSPEED)
     assert not file.notes
-
-
-def test_comments_and_trailing_commas_are_read_as_deepspeed_reads_them(tmp_path: Path) -> None:
-    text = '{\n  // small buckets\n  "zero_optimization": {"stage": 3,},\n  "train_batch_size": 8,\n}\n'
-    (file,), lines = read_configuration_files([write(tmp_path, "commented.json", text)])
+    lax = '{\n  // small buckets\n  "zero_optimization": {"stage": 3,},\n  "train_batch_size": 8,\n}\n'
+    (file,), lines = read_configuration_files([write(tmp_path, "commented.json", lax)])
     assert file.config == {"zero_optimization": {"stage": 3}, "train_batch_size": 8}
     assert (file.lax_line, len(lines)) == (2, 1)
 
 
-@pytest.mark.parametrize("suffix", ["yaml", "json"])
-def test_accelerates_own_keys_become_the_configuration_that_accelerate_makes_of_them(
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+def test_accelerates_and_a_trainers_own_keys_become_the_configuration_that_they_make(
     tmp_path: Path, suffix: str
 ) -> None:
     block = {"zero_stage": 3, "offload_optimizer_device": "cpu", "gradient_accumulation_steps": 4}
     values = {"distributed_type": "DEEPSPEED", "mixed_precision": "no", "deepspeed_config": block}
-    # In YAML no is false.
-    text = json.dumps(values) if suffix == "json" else yaml.safe_dump(values).replace("'no'", "no")
-    file = read_configuration_file(write(tmp_path, f"a.{suffix}", text))
+    file = read_configuration_file(write(tmp_path, f"a.{suffix}", as_text(values, suffix)))
     assert (file.kind, file.precision, file.config["gradient_accumulation_steps"]) == ("accelerate", "fp32", 4)
     assert file.config["zero_optimization"]["stage"] == 3
     assert file.config["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+    values = {"deepspeed": DEEPSPEED, "bf16": True, "learning_rate": "2e-5", "warmup_ratio": 0.1, "max_steps": -1}
+    values |= {"per_device_train_batch_size": 2, "gradient_checkpointing": True, "model_name_or_path": "x"}
+    file = read_configuration_file(write(tmp_path, f"args.{suffix}", as_text(values, suffix)))
+    assert (file.kind, file.precision, file.activation_checkpointing) == ("trainer", "bf16", True)
+    assert file.arguments == {"learning_rate": 2e-5, "warmup_steps": 0.1}
+    assert (file.batch_arguments, file.config) == ({"per_device_train_batch_size": 2}, DEEPSPEED)
 
 
-def test_an_accelerate_file_names_a_deepspeed_file_next_to_it(tmp_path: Path) -> None:
+def test_a_deepspeed_file_that_is_named_is_read_from_next_to_it_or_below_a_folder_above(tmp_path: Path) -> None:
     path = write(tmp_path, "sub/ds.json", DEEPSPEED)
     block = {"deepspeed_config_file": "ds.json", "zero_stage": 1}
     text = yaml.safe_dump({"mixed_precision": "bf16", "deepspeed_config": block})
@@ -65,6 +72,9 @@ def test_an_accelerate_file_names_a_deepspeed_file_next_to_it(tmp_path: Path) ->
     assert json.dumps(DEEPSPEED) in file.text
     assert "deepspeed_config_file: ds.json" in file.text
     assert len(lines) == 2
+    # Accelerate takes the path from the folder that it is started in, which may be any of them.
+    launch = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: sub/ds.json}"
+    assert read_configuration_file(write(tmp_path, "examples/train/a.yaml", launch)).deepspeed_file == path
 
 
 def test_accumulation_that_accelerate_leaves_open_is_the_scripts_or_1_with_a_deepspeed_file(tmp_path: Path) -> None:
@@ -75,18 +85,6 @@ def test_accumulation_that_accelerate_leaves_open_is_the_scripts_or_1_with_a_dee
     paths = [write(tmp_path, f"{number}.yaml", {"deepspeed_config": block}) for number, block in enumerate(blocks)]
     accumulation = [read_configuration_file(path).config["gradient_accumulation_steps"] for path in paths]
     assert accumulation == ["auto", 1, "auto"]
-
-
-@pytest.mark.parametrize("suffix", ["json", "yaml"])
-def test_a_trainers_arguments_give_what_auto_stands_for(tmp_path: Path, suffix: str) -> None:
-    values = {"deepspeed": DEEPSPEED, "bf16": True, "learning_rate": "2e-5", "warmup_ratio": 0.1, "max_steps": -1}
-    values |= {"per_device_train_batch_size": 2, "gradient_checkpointing": True, "model_name_or_path": "x"}
-    text = json.dumps(values) if suffix == "json" else yaml.safe_dump(values).replace("'", "")
-    file = read_configuration_file(write(tmp_path, f"args.{suffix}", text))
-    assert (file.kind, file.precision, file.activation_checkpointing) == ("trainer", "bf16", True)
-    assert file.arguments == {"learning_rate": 2e-5, "warmup_steps": 0.1}
-    assert file.batch_arguments == {"per_device_train_batch_size": 2}
-    assert file.config == DEEPSPEED
 
 
 def test_a_folder_gives_its_configurations_and_names_the_other_files(tmp_path: Path) -> None:
@@ -104,86 +102,65 @@ def test_a_folder_gives_its_configurations_and_names_the_other_files(tmp_path: P
     assert str(tmp_path / "a.yaml") in twice
 
 
-def test_a_named_file_is_looked_for_below_the_folders_above(tmp_path: Path) -> None:
-    """Accelerate takes its path from the folder that it is started in, which may be any of them."""
-    write(tmp_path, "configs/zero2.json", DEEPSPEED)
-    launch = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: configs/zero2.json}"
-    file = read_configuration_file(write(tmp_path, "examples/train/accelerate.yaml", launch))
-    assert file.deepspeed_file == tmp_path / "configs" / "zero2.json"
-
-
 def test_files_of_one_name_and_of_a_strategys_name_get_the_names_of_their_folders(tmp_path: Path) -> None:
-    names = {
-        "a/ds.json": "a_ds",
-        "b/ds.json": "b_ds",
-        "b/zero3.json": "b_zero3",
-        "a/x/ds.json": "x_ds",
-        "b/ddp.json": "b_ddp",
-        "b/設定 1.json": "設定_1",
-        "b/設定2.json": "設定2",
-    }
+    names = {"a/ds.json": "a_ds", "b/ds.json": "b_ds", "b/zero3.json": "b_zero3", "a/x/ds.json": "x_ds"}
+    names |= {"b/ddp.json": "b_ddp", "b/設定 1.json": "設定_1", "b/設定2.json": "設定2"}
     read, lines = read_configuration_files([write(tmp_path, name, DEEPSPEED) for name in names])
     assert [file.name for file in read] == list(names.values())
     assert len(lines) == 5
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        ("package.json", {"name": "x", "version": "1"}, "it has name, version"),
-        ("list.json", [1], "not a JSON object"),
-        ("words.json", "no JSON at all", "not "),
-        ("open.json", '{"zero_optimization": {', "line 1"),
-        ("twice.json", '{"train_batch_size": 1, "train_batch_size": 2}', "the key 'train_batch_size' appears twice"),
-        ("nan.json", '{"gradient_clipping": NaN}', "NaN is not a JSON number"),
-        ("large_number.json", '{"gradient_clipping": 1e400}', "infinity"),
-        ("day.yaml", "gradient_clipping: 2026-01-01", "cannot be written as JSON"),
-        ("digits.json", '{"fp16": ' + "9" * 6000 + "}", "too many digits"),
-        ("deep.json", '{"fp16": ' * 40 + "1" + "}" * 40, "more than 32 levels"),
-        ("deeper.json", '{"fp16": ' * 9000 + "1" + "}" * 9000, "nested too deeply"),
-        ("large.json", '{"fp16": "' + "x" * 300_000 + '"}', "larger than 262144 bytes"),
-        ("tag.yaml", "fp16: !!python/object/apply:os.system [true]", "not YAML, line 1, column 7"),
-        ("twice.yaml", "fp16: 1\nfp16: 2\n", "the key 'fp16' appears twice"),
-        ("loop.yaml", "fp16: &a [*a]", "more than 10,000 values"),
-        ("open.yaml", "fp16: [", "not YAML, line 1"),
-        ("date.yaml", "fp16: 2026-99-99", "cannot be read as YAML"),
-        ("gone.yaml", "deepspeed: nowhere.json", "or a folder above it, nor below the current folder /"),
-        ("itself.yaml", "deepspeed: itself.yaml\nbf16: true", "itself.yaml is not a DeepSpeed configuration"),
-        ("other.yaml", "deepspeed: package.json", "package.json is not a DeepSpeed configuration"),
-        ("rate.yaml", "deepspeed: {fp16: {}}\nlearning_rate: fast", "learning_rate is 'fast'"),
-        ("both.yaml", "deepspeed: {fp16: {}}\nbf16: true\nfp16: true", "bf16 and fp16 are both true"),
-        ("null.json", {"deepspeed": None, "bf16": True}, "deepspeed is null"),
-        ("fp8.yaml", "mixed_precision: fp8\ndeepspeed_config: {zero_stage: 2}", "mixed_precision fp8"),
-    ],
-)
-def test_a_file_that_is_not_a_configuration_is_an_error_with_a_remedy(
-    tmp_path: Path, name: str, content: Any, reason: str
-) -> None:
-    write(tmp_path, "package.json", {"name": "x", "version": "1"})
-    path = write(tmp_path, name, content)
-    with pytest.raises(ConfigurationFileError) as caught:
-        read_configuration_files([path])
-    assert reason in caught.value.reason
-    assert caught.value.path == path
-    assert caught.value.remedy
+REFUSED = {
+    "package.json": ('{"name": "x", "version": "1"}', "it has name, version"),
+    "list.json": ("[1]", "not a JSON object"),
+    "words.json": ("no JSON at all", "not "),
+    "open.json": ('{"zero_optimization": {', "line 1"),
+    "twice.json": ('{"train_batch_size": 1, "train_batch_size": 2}', "the key 'train_batch_size' appears twice"),
+    "nan.json": ('{"gradient_clipping": NaN}', "NaN is not a JSON number"),
+    "large_number.json": ('{"gradient_clipping": 1e400}', "infinity"),
+    "day.yaml": ("gradient_clipping: 2026-01-01", "cannot be written as JSON"),
+    "digits.json": ('{"fp16": ' + "9" * 6000 + "}", "too many digits"),
+    "deep.json": ('{"fp16": ' * 40 + "1" + "}" * 40, "more than 32 levels"),
+    "deeper.json": ('{"fp16": ' * 9000 + "1" + "}" * 9000, "nested too deeply"),
+    "large.json": ('{"fp16": "' + "x" * 300_000 + '"}', "larger than 262144 bytes"),
+    "tag.yaml": ("fp16: !!python/object/apply:os.system [true]", "not YAML, line 1, column 7"),
+    "twice.yaml": ("fp16: 1\nfp16: 2\n", "the key 'fp16' appears twice"),
+    "loop.yaml": ("fp16: &a [*a]", "more than 10,000 values"),
+    "open.yaml": ("fp16: [", "not YAML, line 1"),
+    "date.yaml": ("fp16: 2026-99-99", "cannot be read as YAML"),
+    "gone.yaml": ("deepspeed: nowhere.json", "or a folder above it, nor below the current folder /"),
+    "itself.yaml": ("deepspeed: itself.yaml\nbf16: true", "itself.yaml is not a DeepSpeed configuration"),
+    "other.yaml": ("deepspeed: package.json", "package.json is not a DeepSpeed configuration"),
+    "rate.yaml": ("deepspeed: {fp16: {}}\nlearning_rate: fast", "learning_rate is 'fast'"),
+    "both.yaml": ("deepspeed: {fp16: {}}\nbf16: true\nfp16: true", "bf16 and fp16 are both true"),
+    "null.json": ('{"deepspeed": null, "bf16": true}', "deepspeed is null"),
+    "fp8.yaml": ("mixed_precision: fp8\ndeepspeed_config: {zero_stage: 2}", "mixed_precision fp8"),
+    # Aliases and merge keys that explode.
+    "bomb.yaml": (
+        "\n".join(["a0: &a0 [1]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12))]),
+        "aliases counted",
+    ),
+    "merges.yaml": (
+        "\n".join(
+            ["m0: &m0 {a: 1}", *(f"m{n}: &m{n} {{<<: [{', '.join([f'*m{n - 1}'] * 10)}]}}" for n in range(1, 12))]
+        ),
+        "aliases counted",
+    ),
+}
 
 
-def test_yaml_aliases_that_explode_are_refused_at_once(tmp_path: Path) -> None:
-    levels = [f"k{n}: &k{n} [{', '.join([f'*k{n - 1}'] * 10)}]" for n in range(1, 12)]
-    merges = [f"m{n}: &m{n} {{<<: [{', '.join([f'*m{n - 1}'] * 10)}]}}" for n in range(1, 12)]
-    for lines in (["k0: &k0 [1]", *levels], ["m0: &m0 {a: 1}", *merges]):
-        path = write(tmp_path, "bomb.yaml", "\n".join(["zero_optimization: {stage: 2}", *lines]))
-        with pytest.raises(ConfigurationFileError, match="aliases counted"):
-            read_configuration_files([path])
-
-
-def test_a_missing_file_and_a_device_are_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_configuration_is_refused_with_a_remedy(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for name, (content, reason) in REFUSED.items():
+        path = write(tmp_path, name, content)
+        with subtests.test(name):
+            with pytest.raises(ConfigurationFileError) as caught:
+                read_configuration_files([path])
+            assert reason in caught.value.reason
+            assert caught.value.path == path
+            assert caught.value.remedy
     for path in (tmp_path / "missing.json", Path("/dev/zero")):
         with pytest.raises(ConfigurationFileError, match=str(path)):
             read_configuration_files([path])
-
-
-# JSON with the lines of its keys
 
 
 TEXT = """// comment {
@@ -204,12 +181,12 @@ TEXT = """// comment {
 
 
 def test_a_key_has_its_line_and_a_missing_one_that_of_its_block() -> None:
-    data = configuration_files.parse_hjson(TEXT)
+    data = parse_hjson(TEXT)
     assert data["zero"] == {"stage": 3, "quoteless": {"device": "cpu"}, "list": [{"x": 1}, {"y": 2}]}
     lines = {"a": 3, "zero": 5, "zero.stage": 6, "zero.quoteless.device": 8, "zero.list": 10, "text": 13}
     lines |= {"zero.absent": 5}
-    assert {path: configuration_files.line_of(TEXT, data, path) for path in lines} == lines
-    assert configuration_files.line_of(TEXT, data, "absent") is None
+    assert {path: line_of(TEXT, data, path) for path in lines} == lines
+    assert line_of(TEXT, data, "absent") is None
 
 
 def test_what_deepspeed_cannot_read_is_an_error_with_its_line() -> None:
@@ -223,5 +200,5 @@ def test_what_deepspeed_cannot_read_is_an_error_with_its_line() -> None:
         ('{"a": ' + "9" * 5000 + "}", 1, "4300 digits"),
     ):
         with pytest.raises(ConfigSyntaxError, match=problem) as caught:
-            configuration_files.parse_hjson(text)
+            parse_hjson(text)
         assert caught.value.line == line
