@@ -1,4 +1,4 @@
-"""What a row of a file trains, what its reader is told, and what "auto" becomes."""
+"""The rows of files: what they train, their caveats, and what "auto" becomes."""
 
 from __future__ import annotations
 
@@ -91,12 +91,8 @@ def test_what_deepspeed_ignores_is_left_out_and_named_in_one_note(tmp_path: Path
     assert row.deepspeed_config.keys() == {"bf16", "optimizer", "zero_optimization", *BATCH_KEYS[1:]}
     assert row.deepspeed_config["zero_optimization"] == {"stage": 0}
     (note,) = row.caveats
-    left_out = (
-        *blocks,
-        "offload_optimizer",
-        "offload_param",
-        "gradient_cliping (did you mean gradient_clipping?), log",
-    )
+    unknown = "gradient_cliping (did you mean gradient_clipping?), log"
+    left_out = (*blocks, "offload_optimizer", "offload_param", unknown)
     assert [name for name in left_out if name not in note] == []
     for accelerator in ("cpu", "cuda"):
         assert validation.unsupported_reason(row, Placement(accelerator=accelerator)) is None  # type: ignore[arg-type]
@@ -122,20 +118,6 @@ def test_a_file_names_no_folder_and_sends_nothing(tmp_path: Path) -> None:
     assert row.deepspeed_config.keys() & {"tensorboard", "csv_monitor", "wandb"} == set()
     (note,) = row.caveats
     assert [name for name in ("tensorboard", "wandb", "flops_profiler.output_file") if name not in note] == []
-
-
-def test_a_trainers_arguments_decide_what_its_configuration_leaves_open(tmp_path: Path) -> None:
-    content = {
-        "deepspeed": {"zero_optimization": {"stage": 2}, "fp16": {"enabled": "auto"}},
-        "fp16": True,
-        "learning_rate": 3e-4,
-        "gradient_checkpointing": True,
-        "per_device_train_batch_size": 8,
-    }
-    row = row_of(tmp_path, content)
-    assert row.deepspeed_config["optimizer"]["params"]["lr"] == 3e-4
-    assert row.workload_changes == {"precision": "fp16", "activation_checkpointing": True}
-    assert row_of(tmp_path, content, keep_batch=True).workload_changes["batch_size"] == 8
 
 
 def test_kept_batch_keys_are_completed_as_deepspeed_does(tmp_path: Path) -> None:
@@ -188,7 +170,18 @@ def test_what_deepspeed_refuses_is_a_row_with_the_reason(tmp_path: Path, subtest
             assert row.stage == (3 if "offload_param" in named else 0)
 
 
-def test_a_model_is_built_as_accelerates_flag_says_at_stage_3(tmp_path: Path) -> None:
+def test_a_trainers_arguments_and_accelerates_flags_decide_what_the_configuration_leaves_open(tmp_path: Path) -> None:
+    content = {
+        "deepspeed": {"zero_optimization": {"stage": 2}, "fp16": {"enabled": "auto"}},
+        "fp16": True,
+        "learning_rate": 3e-4,
+        "gradient_checkpointing": True,
+        "per_device_train_batch_size": 8,
+    }
+    row = row_of(tmp_path, content)
+    assert row.deepspeed_config["optimizer"]["params"]["lr"] == 3e-4
+    assert row.workload_changes == {"precision": "fp16", "activation_checkpointing": True}
+    assert row_of(tmp_path, content, keep_batch=True).workload_changes["batch_size"] == 8
     for stage, flag, changes in ((3, False, {"zero_init": False}), (3, True, {}), (2, False, {}), (3, None, {})):
         block = {"zero_stage": stage, **({} if flag is None else {"zero3_init_flag": flag})}
         content = {"distributed_type": "DEEPSPEED", "mixed_precision": "bf16", "deepspeed_config": block}
@@ -216,11 +209,8 @@ ALL_AUTO: dict[str, Any] = {
     **dict.fromkeys(("gradient_accumulation_steps", "gradient_clipping", *BATCH_KEYS[:2]), "auto"),
 }
 STAGE_2 = {**ALL_AUTO, "zero_optimization": {**ALL_AUTO["zero_optimization"], "stage": 2}}
-LITERAL = {
-    "zero_optimization": {"stage": 1},
-    "train_batch_size": 32,
-    "optimizer": {"type": "Lion", "params": {"lr": 1}},
-}
+LION = {"type": "Lion", "params": {"lr": 1}}
+LITERAL = {"zero_optimization": {"stage": 1}, "train_batch_size": 32, "optimizer": LION}
 ODD = {"zero_optimization": None, "scheduler": {"type": "WarmupLR"}, "optimizer": {"params": None}, "bf16": {}}
 TUNED = {"learning_rate": 2e-4, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6, "weight_decay": 0.1}
 TUNED |= {"max_grad_norm": 0.5, "warmup_steps": 0.3}
@@ -246,10 +236,8 @@ def ask_trainer(cases: list[tuple[dict[str, Any], TrainingFacts]]) -> list[dict[
                 "training_steps": case.training_steps,
             }
         )
-    child = Path(__file__).parents[1] / "support" / "trainer_values.py"
-    done = subprocess.run(
-        [sys.executable, str(child)], input=json.dumps(asked), capture_output=True, text=True, timeout=300, check=True
-    )
+    command = [sys.executable, str(Path(__file__).parents[1] / "support" / "trainer_values.py")]
+    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=300, check=True)
     answers: list[dict[str, Any]] = json.loads(done.stdout)
     return answers
 

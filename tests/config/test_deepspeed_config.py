@@ -46,12 +46,9 @@ def test_the_total_batch_is_micro_batch_times_accumulation_times_gpus(micro: int
     assert batch(complete(base, on=on)) == (micro * gpus, micro, 1)
 
 
-def test_ranks_that_share_a_sequence_count_once_in_the_batch() -> None:
+def test_ranks_that_share_a_sequence_count_once_and_a_wrong_batch_is_refused() -> None:
     config = {**base_config(fakes.zero(2), 4), "sequence_parallel_size": 2, "tensor_parallel": {"autotp_size": 2}}
     assert batch(complete(config, on=fakes.placement(num_gpus=4))) == (8, 4, 1)
-
-
-def test_a_batch_that_contradicts_itself_or_is_not_a_whole_number_is_refused() -> None:
     wrong = [{"train_batch_size": 17}, *({key: value} for key, value in product(BATCH[1:], (0, 2.0, "4", None, True)))]
     for change in wrong:
         with pytest.raises(UsageError, match=next(iter(change))):
@@ -148,15 +145,11 @@ def test_another_optimizer_has_its_own_parameters_and_the_users_learning_rate() 
     assert with_optimizer(overlay(base, {"optimizer": None}), "Adagrad")["optimizer"]["type"] == "Adagrad"
 
 
-@given(elements=st.integers(1, 2**34))
-def test_a_parameter_buffer_holds_the_largest_parameter_and_not_much_more(elements: int) -> None:
-    config = complete(base_config(fakes.offload("nvme"), 4), largest_parameter=elements)
-    size = config["zero_optimization"]["offload_param"]["buffer_size"]
-    assert elements <= size < elements + 2**20
-    assert size % 2**20 == 0
-
-
 def test_nvme_offload_moves_every_parameter_to_a_private_folder() -> None:
+    for elements in (1, 2**20 - 1, 2**20, 2**20 + 1, 2**33 + 5):
+        sized = complete(base_config(fakes.offload("nvme"), 4), largest_parameter=elements)
+        size = sized["zero_optimization"]["offload_param"]["buffer_size"]
+        assert (elements <= size < elements + 2**20, size % 2**20) == (True, 0)
     config = complete(base_config(fakes.offload("nvme"), 4), largest_parameter=None)
     zero = config["zero_optimization"]
     assert "buffer_size" not in zero["offload_param"]  # no guess for a model of unknown sizes
@@ -171,9 +164,6 @@ def test_nvme_offload_moves_every_parameter_to_a_private_folder() -> None:
         assert "aio" not in other
         assert "nvme" not in json.dumps(other)
         assert deepspeed_config.with_swap_folder(other, "/x") == other
-
-
-def test_no_offload_is_none_however_it_is_written() -> None:
     blocks = (None, {"device": "none"}, {"device": None}, {})
     configs = [{}, {"zero_optimization": None}, *({"zero_optimization": {"offload_param": block}} for block in blocks)]
     assert {deepspeed_config.offload_device(config, "offload_param") for config in configs} == {None}
@@ -199,13 +189,10 @@ def test_an_overlay_is_idempotent_and_leaves_its_inputs(config: dict[str, Any], 
     assert (config, changes) == before
 
 
-def test_a_null_removes_a_key_and_never_enters_a_block() -> None:
+def test_a_null_removes_a_key_and_a_changed_batch_its_total() -> None:
     assert overlay({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": None}, "d": None}) == {"a": {"c": 2}}
     assert overlay({"a": 1}, {"aio": {"block_size": None}, "a": {"x": None}}) == {"aio": {}, "a": {}}
     assert deepspeed_config.merge({"a": {"b": 1}}, {"a": {"c": None}}) == {"a": {"b": 1, "c": None}}
-
-
-def test_changes_of_the_batch_drop_a_total_that_they_do_not_name() -> None:
     base = {"train_batch_size": 8, "gradient_accumulation_steps": 2}
     steps = {"gradient_accumulation_steps": 4}
     assert deepspeed_config.apply_changes(base, steps) == steps
@@ -214,22 +201,19 @@ def test_changes_of_the_batch_drop_a_total_that_they_do_not_name() -> None:
 
 
 def test_a_setting_is_json_or_else_text() -> None:
-    for text, value in (
-        ("a.b=false", {"a": {"b": False}}),
-        ("a=1e6", {"a": 1e6}),
-        ("a=12", {"a": 12}),
-        ("a=null", {"a": None}),
-        ('a={"b": [1, 2]}', {"a": {"b": [1, 2]}}),
-        ("a=AdamW", {"a": "AdamW"}),
-        ('a="12"', {"a": "12"}),
-        ("a=", {"a": ""}),
-        ("a=b=c", {"a": "b=c"}),
-        ("a.b.c=x.y", {"a": {"b": {"c": "x.y"}}}),
-    ):
+    for text, value in {
+        "a.b=false": {"a": {"b": False}},
+        "a=1e6": {"a": 1e6},
+        "a=12": {"a": 12},
+        "a=null": {"a": None},
+        'a={"b": [1, 2]}': {"a": {"b": [1, 2]}},
+        "a=AdamW": {"a": "AdamW"},
+        'a="12"': {"a": "12"},
+        "a=": {"a": ""},
+        "a=b=c": {"a": "b=c"},
+        "a.b.c=x.y": {"a": {"b": {"c": "x.y"}}},
+    }.items():
         assert json.dumps(deepspeed_config.parse_set(text)) == json.dumps(value)  # 1 and True are equal to Python
-
-
-def test_a_setting_without_name_or_value_or_with_thousands_of_levels_is_one_line() -> None:
     for text in ("", "a", "=1", ".a=1", "a.=1", "a..b=1", ".", f"{'a.' * 3000}a=1", f"a={'[' * 3000}"):
         with pytest.raises(UsageError, match=r"--set|levels") as caught:
             deepspeed_config.parse_set(text)
