@@ -1,7 +1,8 @@
 """The functions of ``import ds_bench``: run a comparison, load a result, predict memory (docs/python.md).
 
 They take what the commands ``run``, ``report`` and ``plan`` take, by the same names, and print nothing. What those
-commands say in one line and exit with 2 is an exception here: UsageError or PreflightError.
+commands say in one line and exit with 2 is an exception here: UsageError or PreflightError. ``keywords.pyi`` has the
+types of their keywords for type checkers; ``scripts/make_keywords.py`` makes it from the flags.
 """
 
 from __future__ import annotations
@@ -10,20 +11,20 @@ import contextlib
 import io
 import json
 import os
-import selectors
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import IO, TYPE_CHECKING, Any, Unpack
 
 from .analysis.comparison import Comparison
 from .cli import commands
 from .cli.plan import WIDTH_OF_FILES, plan_options, predict_plan
 from .cli.report import build_reports, flat_rows_of
-from .config.options import FLAGS
+from .config.options import FLAGS, OPTIONS
 from .config.recipe import PATHS, Recipe, can_be_swept, nearest_path
 from .errors import DsBenchError, PreflightError, UsageError
 from .prediction.memory import FITS, TIGHT
@@ -32,7 +33,7 @@ from .records.run_folder import RUN_FILE, is_finished
 from .report import html_report, memory_plan
 from .report.comparison_report import ComparisonReport
 from .report.data_frame import data_frame
-from .report.memory_plan import MemoryPlan, PlanRow
+from .report.memory_plan import MemoryPlan
 from .report.terminal_report import print_reports
 from .system import job, launched_nodes, processes, terminal
 from .units import to_gb
@@ -40,120 +41,15 @@ from .units import to_gb
 if TYPE_CHECKING:
     import pandas
 
+    from .keywords import PlanKeywords, RunKeywords
+
 PathText = str | os.PathLike[str]
-# What a shell reports of a program that SIGINT ended: 128 + 2.
 _INTERRUPTED = 130
-# Children may hold the pipe of a process that has ended, so its end is also asked for at this interval.
-_ENDED_POLL_SECONDS = 0.2
-_MOST_ANSWER_BYTES = 2**20
-"""More than an exit code, a folder and the text of an error."""
+"""Exit code of a run that Ctrl-C ended: 128 + SIGINT, as a shell reports it."""
+_POLL_SECONDS = 0.1
 _ERRORS: Mapping[str, type[DsBenchError]] = {"UsageError": UsageError, "PreflightError": PreflightError}
-
-
-class RunKeywords(TypedDict, total=False):
-    """Keywords of :func:`run`: flags of the command ``run`` (docs/flags.md), and sections of a recipe as dicts."""
-
-    model: str | Sequence[str] | Mapping[str, Any]
-    model_factory: str
-    trust_remote_code: bool
-    seq_length: int | Literal["auto"] | Sequence[int] | None
-    batch_size: int | Literal["auto"] | Sequence[int]
-    global_batch_size: int | Sequence[int] | None
-    grad_accum: int | Sequence[int] | None
-    num_steps: int | Sequence[int]
-    warmup_steps: int | Sequence[int]
-    pass_type: str | Sequence[str]
-    synchronized: bool | Sequence[bool]
-    precision: str | Sequence[str]
-    activation_checkpointing: bool | Sequence[bool]
-    seed: int | Sequence[int]
-    dropout: float | Sequence[float] | None
-    vocab_size: int | Sequence[int] | None
-    data: PathText | Sequence[PathText] | None
-    data_dtype: str | None
-    data_workers: int | Sequence[int] | None
-    data_pin_memory: bool | Sequence[bool]
-    data_prefetch: int | Sequence[int]
-    stages: int | Sequence[int]
-    strategies: str | Sequence[str]
-    stage: int
-    configs: PathText | Sequence[PathText]
-    keep_batch: bool
-    common_batch: bool
-    relative_to: str | int | None
-    optimizer: str | Mapping[str, Any] | None
-    profile: str | Sequence[str]
-    profile_steps: int
-    profile_ranks: int | Sequence[int]
-    nsys_start: int
-    nsys_end: int
-    monitor: str | bool | None
-    checkpoint: bool
-    checkpoint_path: PathText | None
-    num_gpus: int | Sequence[int] | None
-    accelerator: str
-    launcher: str
-    hostfile: PathText | None
-    include: str | None
-    exclude: str | None
-    host_command: str | None
-    env: str | Sequence[str]
-    master_addr: str | None
-    master_port: int | None
-    nvme_path: PathText | None
-    cpu_memory_limit: float | Sequence[float] | None
-    gpu_memory_limit: float | Sequence[float] | None
-    peak_tflops: float | None
-    timeout: float
-    stall_timeout: float
-    skip_predicted_oom: bool
-    force: bool
-    output_dir: PathText
-    csv: PathText | None
-    repeats: int
-    goal: str
-    export: str | None
-    resume: PathText
-    shard: str
-    retry: str | Sequence[str]
-    budget: float
-    yes: bool
-    training: Mapping[str, Any]
-    configurations: Mapping[str, Any]
-    axes: Mapping[str, Any]
-    dataset: Mapping[str, Any]
-    dataloader: Mapping[str, Any]
-    profiling: Mapping[str, Any]
-    launch: Mapping[str, Any]
-    output: Mapping[str, Any]
-    sweep: Mapping[str, Any]
-
-
 RUN_ONLY = ("resume", "shard", "retry", "budget", "yes")
-"""Keywords of :func:`run` that are flags of its command and no values of a recipe."""
-
-
-class PlanKeywords(TypedDict, total=False):
-    """Keywords of :func:`plan`: flags of the command ``plan`` (docs/flags.md)."""
-
-    model: str
-    model_factory: str | None
-    num_gpus: int
-    gpus_per_node: int | None
-    gpu: str
-    host_memory: float | None
-    batch_size: int
-    seq_length: int | None
-    grad_accum: int
-    precision: str
-    activation_checkpointing: bool
-    strategies: str | Sequence[str]
-    configs: PathText | Sequence[PathText]
-    keep_batch: bool
-    min_gpus: bool
-    max_batch: bool
-    online: bool
-    trust_remote_code: bool
+"""Keywords of :func:`run` that are flags of its command but not values of a recipe."""
 
 
 # ------------------------------------------------------------------ results
@@ -226,7 +122,7 @@ def load(path: PathText, *more: PathText) -> Result:
 def run(
     recipe: PathText | Mapping[str, Any] | None = None, *, progress: bool = False, **keywords: Unpack[RunKeywords]
 ) -> Result:
-    """Compares what a recipe asks for, as the command ``run`` does, and returns what was measured.
+    """Compare what a recipe asks for, as the command ``run`` does, and return what was measured.
 
     ``recipe``: a YAML file, a dict of its sections, or None to use only keywords. ``keywords``: flags of the command,
     whose values replace the recipe's; a list for a value of ``model`` or ``training`` makes a sweep; sections of a
@@ -235,9 +131,16 @@ def run(
     A trial that fails is a row of the result. Raises UsageError and PreflightError before anything runs. Ctrl-C ends
     the run, keeps its rows and raises KeyboardInterrupt, whose text says how to go on.
     """
-    answer = _run_in_process(_run_arguments(recipe, keywords), progress)
+    if isinstance(recipe, Mapping):
+        arguments = [each for name, section in recipe.items() for each in _section_arguments(name, section)]
+    else:
+        # argparse would take a file name that begins with a dash for a flag.
+        path = "" if recipe is None else os.fspath(recipe)
+        arguments = [os.path.join(".", path) if path.startswith("-") else path] if path else []  # noqa: PTH118
+    for keyword, value in keywords.items():
+        arguments += _keyword_arguments(keyword, value)
+    answer = _run_in_process(arguments, progress)
     folder = answer.get("folder")
-    # An error crosses from the other process by the name of its class; of an unknown one the base class is made.
     if (error := answer.get("error")) is not None:
         made = _ERRORS.get(error["kind"], DsBenchError)(error["problem"], remedy=error["remedy"])
         for line in error["notes"]:
@@ -257,23 +160,6 @@ def _how_to_go_on(folder: str | None) -> str:
     return f"go on with ds_bench.run(resume={folder!r})"
 
 
-def _run_arguments(recipe: PathText | Mapping[str, Any] | None, keywords: Mapping[str, Any]) -> list[str]:
-    """The arguments of the command ``run``. Raises UsageError for a keyword that there is not."""
-    if isinstance(recipe, Mapping):
-        arguments = [each for name, section in recipe.items() for each in _section_arguments(name, section)]
-    else:
-        arguments = [] if recipe is None else [_path_text(recipe)]
-    for name, value in keywords.items():
-        arguments += _keyword_arguments(name, value)
-    return arguments
-
-
-def _path_text(path: PathText) -> str:
-    text = os.fspath(path)
-    # argparse would take a file name that begins with a dash for a flag.
-    return os.path.join(".", text) if text.startswith("-") else text  # noqa: PTH118 - Path drops the dot
-
-
 def _section_arguments(name: str, section: object) -> Iterator[str]:
     if not isinstance(section, Mapping):
         yield from _setting(name, section)
@@ -286,15 +172,14 @@ def _setting(path: str, value: object) -> list[str]:
     try:
         # JSON is YAML, which --set reads, and keeps the type of each value: 1 is a number, "1" a text.
         return ["--set", f"{path}={json.dumps(value, default=_json_value, ensure_ascii=False)}"]
-    except (TypeError, ValueError):
-        # TypeError: JSON has no such type; ValueError: a list that holds itself.
+    except (TypeError, ValueError):  # no type of JSON, or a list that holds itself
         raise UsageError(
             f"{path} is {value!r:.60}", remedy="give a number, a text, True, False, None or a list"
         ) from None
 
 
 def _json_value(value: object) -> object:
-    """Paths as texts, and the numbers of numpy and pandas as Python's."""
+    """Return a path as text, and a number of numpy or pandas as Python's."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if callable(item := getattr(value, "item", None)):
@@ -302,184 +187,138 @@ def _json_value(value: object) -> object:
     raise TypeError
 
 
-def _keyword_arguments(name: str, value: object) -> Iterator[str]:
+def keyword_of(name: str) -> str:
+    """Return the keyword that gives a field of Options: its flag's name, or the field's if it has no flag."""
+    return (OPTIONS[name].flag or name).removeprefix("--").replace("-", "_")
+
+
+def _keyword_arguments(keyword: str, value: object) -> Iterator[str]:
     # model and optimizer are names of a flag and of a section: a dict means the section.
-    if isinstance(value, Mapping) and name in (*Recipe.model_fields, "sweep"):
-        yield from _section_arguments(name, value)
+    if isinstance(value, Mapping) and keyword in (*Recipe.model_fields, "sweep"):
+        yield from _section_arguments(keyword, value)
         return
-    path = _path_of(name)
-    if path is None and name not in RUN_ONLY:
-        raise _unknown_keyword(name)
+    flag = f"--{keyword.replace('_', '-')}"
+    path = PATHS.get(FLAGS.get(flag, keyword))
+    if path is None and keyword not in RUN_ONLY:
+        near = nearest_path((keyword,))
+        same = next((keyword_of(name) for name, other in PATHS.items() if other == near), None)
+        hint = f"did you mean {same}?" if same else "a flag of the command run, or a section of a recipe as a dict"
+        raise UsageError(f"ds_bench.run has no keyword {keyword}", remedy=hint)
     swept = isinstance(value, (list, tuple)) and path is not None and can_be_swept(path)
-    if path is not None and (_flag_name(name) not in FLAGS or value is None or value is False or swept):
+    if path is not None and (flag not in FLAGS or value is None or value is False or swept):
         yield from _setting(path, value)  # no flag can say it
-    # --retry takes one text; other flags with a list take several words.
-    elif name == "retry" and isinstance(value, (list, tuple)):
-        yield from _flag(name, ",".join(map(str, value)))
+    elif keyword == "retry" and isinstance(value, (list, tuple)):  # one text, where other flags take several words
+        yield from _flag(flag, ",".join(map(str, value)))
     else:
-        yield from _flag(name, value)
+        yield from _flag(flag, value)
 
 
-def _flag(name: str, value: object) -> list[str]:
-    """A keyword as a flag; none for one that is off. A list becomes several values of one flag."""
-    flag = _flag_name(name)
+def _flag(flag: str, value: object) -> list[str]:
+    """Return the words of a flag; none for one that is off. A list becomes several values of one flag."""
     if value is None or value is False:
         return []
     if value is True:
         return [flag]
-    if isinstance(value, (list, tuple)):
-        return [flag, *map(_flag_text, value)]
     # With = a value that begins with a dash is not taken for a flag.
-    return [f"{flag}={_flag_text(value)}"]
+    return [flag, *map(_text, value)] if isinstance(value, (list, tuple)) else [f"{flag}={_text(value)}"]
 
 
-def _flag_name(keyword: str) -> str:
-    return f"--{keyword.replace('_', '-')}"
-
-
-def _flag_text(value: object) -> str:
+def _text(value: object) -> str:
     return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
 
 
-def _path_of(keyword: str) -> str | None:
-    """The key path of a recipe that a keyword gives; None for one that gives none."""
-    return PATHS.get(FLAGS.get(_flag_name(keyword), keyword))
-
-
-def _unknown_keyword(name: str) -> UsageError:
-    near = nearest_path((name,))
-    same = next((keyword for keyword in RunKeywords.__annotations__ if near and _path_of(keyword) == near), None)
-    hint = f"did you mean {same}?" if same else "a flag of the command run, or a section of a recipe as a dict"
-    return UsageError(f"ds_bench.run has no keyword {name}", remedy=hint)
-
-
 def _run_in_process(arguments: Sequence[str], progress: bool) -> dict[str, Any]:
-    """Runs :func:`main` in a process of its own and returns its answer.
+    """Run :func:`main` in a process of its own and return its answer.
 
-    Raises KeyboardInterrupt after that process has saved its rows and ended, and DsBenchError if it was killed.
+    So threads, signal handlers, children and GPU memory of this process stay untouched. Raises KeyboardInterrupt after
+    that process has saved its rows and ended, and DsBenchError if it was killed.
     """
-    # A process of its own, so that threads, signal handlers, children and GPU memory of this one stay untouched.
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ds_bench.api"],
-        env=processes.child_environment({}),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C reaches only this process, which passes it on
-    )
-    # The parent's id: this process may end before the other one has asked the kernel to signal it.
-    request = {"arguments": list(arguments), "parent": os.getpid(), "progress": progress}
-    watched = _WatchedProcess(process, progress)
-    try:
+    # Files, not pipes: a pipe can be full, and children may hold it after the process has ended.
+    with tempfile.TemporaryFile() as request, tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as log:
+        # The parent's id: this process may end before the other one has asked the kernel to signal it.
+        asked = {"arguments": list(arguments), "parent": os.getpid(), "progress": progress}
+        request.write(json.dumps(asked).encode())
+        request.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ds_bench.api"],
+            env=processes.child_environment({}),
+            stdin=request,
+            stdout=answer,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C reaches only this process, which passes it on
+        )
         try:
-            watched.send(json.dumps(request).encode())
-            watched.wait()
-        except KeyboardInterrupt:
-            # As Ctrl-C on a terminal would: the run ends its trial, saves its rows and then answers.
-            process.send_signal(signal.SIGINT)
-            watched.wait()
-            raise KeyboardInterrupt(_how_to_go_on(watched.answer().get("folder"))) from None
-        answer = watched.answer()
-    finally:
-        if process.poll() is None:  # a second Ctrl-C, or an error of this process
-            # SIGTERM ends a run as Ctrl-C does: it ends its ranks and saves its rows first.
-            process.terminate()
-            process.wait()
-        watched.close()
+            interrupted, last_line = _follow(process, log, progress)
+        finally:
+            if process.poll() is None:  # a second Ctrl-C, or an error of this process
+                # SIGTERM ends a run as Ctrl-C does: it ends its ranks and saves its rows first.
+                process.terminate()
+                process.wait()
+        answer.seek(0)
+        answered: dict[str, Any] = {}
+        with contextlib.suppress(ValueError):  # nothing or half a line, from a process that was killed
+            answered = json.loads(answer.read())
+    if interrupted:
+        raise KeyboardInterrupt(_how_to_go_on(answered.get("folder")))
     # Errors of the user and of the system are answers: only a process that was killed or that crashed gives none.
-    if not answer:
+    if not answered:
         raise DsBenchError(
-            f"the process of the run ended with code {process.returncode}: {watched.last_line}",
+            f"the process of the run ended with code {process.returncode}: {last_line}",
             remedy="its folder below output_dir has what was measured: ds_bench.run(resume=FOLDER)",
         )
-    return answer
+    return answered
 
 
-class _WatchedProcess:
-    """A process whose standard error is passed on and whose answer is kept while it runs."""
+def _follow(process: subprocess.Popen[bytes], log: IO[bytes], progress: bool) -> tuple[bool, str]:
+    """Wait for the end of a process, passing on Ctrl-C and, for ``progress``, the lines of its log.
 
-    def __init__(self, process: subprocess.Popen[bytes], progress: bool) -> None:
-        self._process, self._progress = process, progress
-        self._started_line = b""
-        self._output = b""
-        self.last_line = ""
-
-    def send(self, request: bytes) -> None:
-        assert self._process.stdin is not None
-        # A process that ended before it read the request has said why on standard error.
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
-            stdin.write(request)
-
-    def wait(self) -> None:
-        """Returns when the process has ended; its children may still hold its pipes."""
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        with selectors.DefaultSelector() as selector:
-            # Both are read while it runs: it would block forever on a full pipe.
-            selector.register(self._process.stdout, selectors.EVENT_READ, self._keep)
-            selector.register(self._process.stderr, selectors.EVENT_READ, self._show)
-            while selector.get_map():
-                # Asked before the pipes are read, so that what was written before the end is in them by then.
-                ended = self._process.poll() is not None
-                ready = selector.select(0 if ended else _ENDED_POLL_SECONDS)
-                for key, _ in ready:
-                    if chunk := os.read(key.fd, 65536):
-                        key.data(chunk)
-                    else:
-                        selector.unregister(key.fileobj)
-                if ended and not ready:
-                    return
-        # End of both files: nobody holds the pipes, but the process itself may not have ended yet.
-        self._process.wait()
-
-    def _keep(self, chunk: bytes) -> None:
-        # One byte more than is taken shows that there was more.
-        self._output += chunk[: _MOST_ANSWER_BYTES + 1 - len(self._output)]
-
-    def _show(self, chunk: bytes) -> None:
-        # A chunk may end within a line, whose beginning waits for the rest.
-        *lines, self._started_line = (self._started_line + chunk).split(b"\n")
-        for line in lines:
-            self.last_line = line.decode(errors="replace")
-            if self._progress:
-                terminal.print_text(self.last_line, sys.stderr)
-
-    def answer(self) -> dict[str, Any]:
-        """The answer of a process that has ended; empty if it gave none, or one that is too long."""
-        # ValueError: nothing or half a line, from a process that was killed.
-        with contextlib.suppress(ValueError):
-            return dict(json.loads(self._output)) if len(self._output) <= _MOST_ANSWER_BYTES else {}
-        return {}
-
-    def close(self) -> None:
-        for pipe in (self._process.stdout, self._process.stderr):
-            if pipe is not None:
-                pipe.close()
+    Return whether Ctrl-C came, and the last line. Raises KeyboardInterrupt for a second Ctrl-C.
+    """
+    position, unfinished, last_line, interrupted = 0, b"", "", False
+    while True:
+        try:
+            # Asked first: what it wrote before its end is in the file by then.
+            ended = process.poll() is not None
+            # At a position of its own: both processes share the file's.
+            chunk = os.pread(log.fileno(), 65536, position)
+            position += len(chunk)
+            *lines, unfinished = (unfinished + chunk).split(b"\n")
+            for line in lines:
+                last_line = line.decode(errors="replace")
+                if progress:
+                    terminal.print_text(last_line, sys.stderr)
+            if ended and not chunk:
+                return interrupted, last_line
+            if not chunk:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_POLL_SECONDS)
+        except KeyboardInterrupt:
+            if interrupted:
+                raise
+            interrupted = True
+            # As Ctrl-C on a terminal would: the run ends its trial, saves its rows and then answers.
+            process.send_signal(signal.SIGINT)
 
 
 def main() -> None:
-    """The other side of :func:`run`: reads the request, runs it and writes the answer.
+    """Do the other side of :func:`run`: read the request, run it, write the answer.
 
     The request on standard input has the arguments of the command ``run``, the process id of the program that asks, and
-    whether to say on standard error what happens. The answer is one line of JSON on standard output.
+    whether to report progress on standard error. The answer is one line of JSON on standard output.
     """
-    # The request ends with the end of file, so the other program closes its side after it.
     request = json.load(sys.stdin)
     # SIGTERM rather than SIGKILL: on it a run ends its ranks and saves its rows.
     processes.die_with_parent(signal.SIGTERM)
     if os.getppid() != request["parent"]:  # it ended before this line
         return
-    answer = run_arguments(request["arguments"], quiet=not request["progress"])
-    # The program that asked may be gone by now; the rows are in the run's folder.
-    with contextlib.suppress(BrokenPipeError):
-        terminal.print_json(json.dumps(answer))
-        sys.stdout.flush()
+    terminal.print_json(json.dumps(run_arguments(request["arguments"], quiet=not request["progress"])))
+    sys.stdout.flush()
 
 
 def run_arguments(arguments: Sequence[str], *, quiet: bool) -> dict[str, Any]:
-    """Runs the command ``run`` without its report.
+    """Run the command ``run`` without its report.
 
-    Returns its exit ``code`` and the run's ``folder``, or the ``error`` that it raised.
+    Return its exit ``code`` and the run's ``folder``, or the ``error`` that it raised.
     """
     folders: list[Path] = []
     try:
@@ -501,7 +340,7 @@ def run_arguments(arguments: Sequence[str], *, quiet: bool) -> dict[str, Any]:
     except OSError as error:  # such as a full disk; what was written before stays
         answer = {"error": {"kind": "DsBenchError", "problem": str(error), "remedy": "", "notes": []}}
     except KeyboardInterrupt:
-        answer = {"code": 130}
+        answer = {"code": _INTERRUPTED}
     return {**answer, "folder": str(folders[0].absolute()) if folders else None}
 
 
@@ -574,17 +413,32 @@ class Plan:
 
 
 def plan(**keywords: Unpack[PlanKeywords]) -> Plan:
-    """Predicts the memory of each strategy as the command ``plan`` does; runs nothing and needs no GPU.
+    """Predict the memory of each strategy as the command ``plan`` does; run nothing and need no GPU.
 
     ``keywords``: flags of the command. Raises UsageError.
     """
     # Through the parser, so that values are checked and defaults taken as on the command line.
-    arguments = [each for name, value in keywords.items() for each in _flag(name, value)]
+    arguments = [each for name, value in keywords.items() for each in _flag(f"--{name.replace('_', '-')}", value)]
     _, flags = commands.parse(["plan", *arguments])
     predicted, notes = predict_plan(plan_options(**flags))
+    rows = (
+        PlannedRow(
+            strategy=row.configuration.name,
+            label=row.label,
+            stage=row.configuration.stage,
+            verdict=row.verdict,
+            gpu_bytes=row.prediction.gpu_bytes,
+            host_bytes=row.prediction.host_bytes,
+            nvme_bytes=row.prediction.nvme_bytes,
+            smallest_change=row.change.text if row.change else None,
+            min_gpus=row.min_gpus,
+            max_batch=row.max_batch,
+        )
+        for row in predicted.rows
+    )
     return Plan(
         answer=_plain(memory_plan.answer_text(predicted)[0]),
-        rows=tuple(map(_planned_row, predicted.rows)),
+        rows=tuple(rows),
         notes=tuple(notes),
         memory_plan=predicted,
     )
@@ -592,21 +446,6 @@ def plan(**keywords: Unpack[PlanKeywords]) -> Plan:
 
 def _plain(text: str) -> str:
     return text.replace(terminal.NO_BREAK, " ")
-
-
-def _planned_row(row: PlanRow) -> PlannedRow:
-    return PlannedRow(
-        strategy=row.configuration.name,
-        label=row.label,
-        stage=row.configuration.stage,
-        verdict=row.verdict,
-        gpu_bytes=row.prediction.gpu_bytes,
-        host_bytes=row.prediction.host_bytes,
-        nvme_bytes=row.prediction.nvme_bytes,
-        smallest_change=row.change.text if row.change else None,
-        min_gpus=row.min_gpus,
-        max_batch=row.max_batch,
-    )
 
 
 if __name__ == "__main__":

@@ -15,14 +15,17 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 
 
-def test_the_flags_page_is_what_the_parsers_say() -> None:
-    page = runpy.run_path(str(ROOT / "scripts" / "make_flags_page.py"))["flags_page"]()
-    assert (ROOT / "docs" / "flags.md").read_text(encoding="utf-8") == page, "run scripts/make_flags_page.py"
-
-
-def test_the_axes_page_is_what_the_table_says() -> None:
-    page = runpy.run_path(str(ROOT / "scripts" / "make_axes_page.py"))["axes_page"]()
-    assert (ROOT / "docs" / "axes.md").read_text(encoding="utf-8") == page, "run scripts/make_axes_page.py"
+@pytest.mark.parametrize(
+    ("script", "function", "page"),
+    [
+        ("make_flags_page.py", "flags_page", "docs/flags.md"),
+        ("make_axes_page.py", "axes_page", "docs/axes.md"),
+        ("make_keywords.py", "keywords_stub", "ds_bench/keywords.pyi"),
+    ],
+)
+def test_generated_files_are_up_to_date(script: str, function: str, page: str) -> None:
+    made = runpy.run_path(str(ROOT / "scripts" / script))[function]()
+    assert (ROOT / page).read_text(encoding="utf-8") == made, f"run scripts/{script}"
 
 
 def test_every_command_of_readme_and_docs_parses() -> None:
