@@ -1,4 +1,4 @@
-"""``python -m ds_bench.model_size``: the command ``model-size`` under a name of its own (``cli/model_size.py``)."""
+"""``python -m ds_bench.model_size``: the command ``model-size`` under a name of its own (``cli/run.py``)."""
 
 import sys
 

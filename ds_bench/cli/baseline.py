@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from .. import units
 from ..analysis import comparison, intervals, load_results, merge_results
@@ -25,19 +25,27 @@ OK, REGRESSION = 0, 3
 
 
 def save_command(results: Sequence[Path], file: Path, tolerance: float | None) -> int:
-    """Saves every valid row as the baseline of its name. Returns 0; raises UsageError if no row is valid.
+    """Save every valid row as the baseline of its name. Return 0; raises UsageError if no row is valid.
 
     ``tolerance``: None keeps that of an earlier entry, else 0.05. A row that is not valid, for example because its
     loss is not finite, is not saved, and a line says why.
     """
     benchmark_results = _read_results(results)
-    _require_distinct_names(benchmark_results)
+    for name, count in Counter(result.name for result in benchmark_results).items():
+        if count > 1:  # such as a strategy with two DeepSpeed configurations
+            problem = f"two rows are called {name}: they differ in steps, machine or DeepSpeed configuration"
+            raise UsageError(problem, remedy="save one result at a time, to a file each (--baselines)")
     valid = [result for result in benchmark_results if _invalid_reason(result) is None]
     # Without a valid row the file of baselines is not written at all.
     saved = check.save_results(valid, file, tolerance) if valid else []
     with terminal.ignoring_broken_pipe():
         for entry in saved:
-            terminal.print_text(terminal.escape_controls(f"saved {entry.name}: {_figures(entry)}"))
+            rate = f"{units.format_count(entry.throughput_tokens_per_sec)} tokens/s"
+            memory = None if entry.peak_memory_mb is None else entry.peak_memory_mb * units.BYTES_PER_MB
+            kind = "CPU" if entry.memory == "host" else "GPU"
+            figures = f"{rate}, peak {kind} memory {units.format_bytes(memory)}"
+            text = f"saved {entry.name}: {figures}, tolerance {units.format_percent(entry.tolerance)}"
+            terminal.print_text(terminal.escape_controls(text))
         for result in benchmark_results:
             if (reason := _invalid_reason(result)) is not None:
                 terminal.print_text(terminal.escape_controls(f"not saved {result.name}: {reason}"))
@@ -45,19 +53,14 @@ def save_command(results: Sequence[Path], file: Path, tolerance: float | None) -
     if not saved:
         raise UsageError("nothing was saved: no row can be a baseline", remedy="the lines above say why")
     for entry in saved:
-        for text in _variation_warnings(entry):
-            terminal.print_text(f"warning: {entry.name}: {text}", sys.stderr)
+        for what, runs in (("tokens/s", entry.tokens_per_sec_runs), ("peak memory", entry.peak_memory_mb_runs)):
+            deviation = intervals.sample_std(runs)
+            if deviation is not None and (variation := deviation * len(runs) / sum(runs)) > UNSTABLE_CV:
+                text = f"{what} of its {len(runs)} runs varies by {units.format_percent(variation)}"
+                remedy = "measure again on a quieter machine, or with more --repeats"
+                terminal.print_text(f"warning: {entry.name}: {text}, which hides smaller changes; {remedy}", sys.stderr)
     terminal.print_text(f"baselines {file}", sys.stderr)
     return OK
-
-
-def _variation_warnings(entry: store.BaselineEntry) -> Iterator[str]:
-    """Warnings that this baseline varies too much for small changes to be seen."""
-    for what, runs in (("tokens/s", entry.tokens_per_sec_runs), ("peak memory", entry.peak_memory_mb_runs)):
-        deviation = intervals.sample_std(runs)
-        if deviation is not None and (variation := deviation * len(runs) / sum(runs)) > UNSTABLE_CV:
-            text = f"{what} of its {len(runs)} runs varies by {units.format_percent(variation)}"
-            yield f"{text}, which hides smaller changes; measure again on a quieter machine, or with more --repeats"
 
 
 def check_command(
@@ -67,9 +70,9 @@ def check_command(
     fail_on: Collection[str] = FAIL_ON_DEFAULT,
     junit: Path | None = None,
 ) -> int:
-    """Compares every row with its baseline. Returns 3 if a reason in ``fail_on`` holds for any of them, else 0.
+    """Compare every row with its baseline. Return 3 if a reason in ``fail_on`` holds for any of them, else 0.
 
-    ``junit``: file that gets a test for each row.
+    ``junit``: file that gets a test for each row: failed is what exits 3, skipped is what was not judged.
 
     Raises UsageError, which is exit code 2, if the file of baselines is missing or bad, and, after the lines are
     printed, if no row could be compared: such a check must not pass.
@@ -81,7 +84,12 @@ def check_command(
     if store.read(file) is None:
         raise UsageError(f"--baselines {file}: no such file", remedy="make it with: baseline save RESULT")
     verdicts = [check.compare_to_baseline(result, path=file) for result in benchmark_results]
-    verdicts += [_missing_verdict(entry) for entry in check.missing_baselines(benchmark_results, file)]
+    for entry in check.missing_baselines(benchmark_results, file):
+        text = "missing: the result has no such row, which the saved run had"
+        verdicts.append(
+            BaselineComparison(name=entry.name, passed=False, message=text, baseline=entry, regressions=("missing",))
+        )
+    failed = [verdict for verdict in verdicts if _reasons(verdict) & set(fail_on)]
     with terminal.ignoring_broken_pipe():
         if as_json:
             terminal.print_json(json.dumps(as_data(verdicts, fail_on), indent=1, ensure_ascii=True, allow_nan=False))
@@ -89,34 +97,35 @@ def check_command(
             _print_verdicts(verdicts)
     # Written before the exit code is decided, since CI shows the tests of a check that fails.
     if junit is not None:
-        cases = [_test_case(verdict, fail_on) for verdict in verdicts]
+        cases = [
+            TestCase(
+                name=verdict.name,
+                outcome="failure" if verdict in failed else "passed" if _was_judged(verdict) else "skipped",
+                message=verdict.message,
+            )
+            for verdict in verdicts
+        ]
         write_output("--junit", junit, junit_text("ds_bench baseline", cases))
     # A regression in one row goes before the error that no other row could be judged.
-    if any(_reasons(verdict) & set(fail_on) for verdict in verdicts):
+    if failed:
         return REGRESSION
-    _require_decided(verdicts)
+    if not any(map(_was_judged, verdicts)):
+        _refuse_undecided(verdicts)
     return OK
 
 
-def _test_case(verdict: BaselineComparison, fail_on: Collection[str]) -> TestCase:
-    """Failed is what exits 3; skipped is what was not judged: not comparable, too noisy, without a baseline."""
-    judged = verdict.comparable and verdict.baseline is not None and not verdict.noisy
-    outcome: Literal["passed", "skipped"] = "passed" if judged else "skipped"
-    failed = bool(_reasons(verdict) & set(fail_on))
-    return TestCase(name=verdict.name, outcome="failure" if failed else outcome, message=verdict.message)
-
-
-def _missing_verdict(entry: store.BaselineEntry) -> BaselineComparison:
-    text = "missing: the result has no such row, which the saved run had"
-    return BaselineComparison(name=entry.name, passed=False, message=text, baseline=entry, regressions=("missing",))
+def _was_judged(verdict: BaselineComparison) -> bool:
+    """Whether a row was compared with its baseline, and noise did not hide the answer."""
+    return verdict.comparable and verdict.baseline is not None and not verdict.noisy
 
 
 def _reasons(verdict: BaselineComparison) -> set[str]:
-    """The reasons of ``FAIL_ON`` that hold for a row."""
+    """Return the reasons of ``FAIL_ON`` that hold for a row."""
     # The verdict of a missing row is failed too; it must not count under both reasons.
+    missing = "missing" in verdict.regressions
     holds_by_reason = {
-        "missing": "missing" in verdict.regressions,
-        "regression": verdict.failed and "missing" not in verdict.regressions,
+        "missing": missing,
+        "regression": verdict.failed and not missing,
         "unmatched": verdict.unmatched,
         "noisy": verdict.noisy,
     }
@@ -124,7 +133,7 @@ def _reasons(verdict: BaselineComparison) -> set[str]:
 
 
 def _read_results(paths: Sequence[Path]) -> list[BenchmarkResult]:
-    """One result per row of the files, with repeats pooled. Raises UsageError."""
+    """Return one result per row of the files, with repeats pooled. Raises UsageError."""
     benchmark_results = []
     for group in merge_results.merge([load_results.load(path) for path in paths]):
         environment = group.environments[0] if group.environments else None  # all environments of a group are alike
@@ -133,16 +142,8 @@ def _read_results(paths: Sequence[Path]) -> list[BenchmarkResult]:
     return benchmark_results
 
 
-def _require_distinct_names(benchmark_results: Sequence[BenchmarkResult]) -> None:
-    """Raises UsageError if two rows have one name, such as a strategy with two DeepSpeed configurations."""
-    for name, count in Counter(result.name for result in benchmark_results).items():
-        if count > 1:
-            problem = f"two rows are called {name}: they differ in steps, machine or DeepSpeed configuration"
-            raise UsageError(problem, remedy="save one result at a time, to a file each (--baselines)")
-
-
 def _invalid_reason(result: BenchmarkResult) -> str | None:
-    """Why a result cannot be a baseline; None if it can."""
+    """Return why a result cannot be a baseline; None if it can."""
     if not result.succeeded:
         return f"{result.status}{f': {result.error}' if result.error else ''}"
     if result.environment is None:
@@ -159,19 +160,12 @@ def _figures(entry: store.BaselineEntry) -> str:
 
 
 def _print_verdicts(verdicts: Sequence[BaselineComparison]) -> None:
+    """Print a line per row, then ``3 compared, 1 regressed; 1 too noisy to judge; 1 without a baseline``."""
     for verdict in verdicts:
-        terminal.print_text(terminal.escape_controls(f"{_verdict_sign(verdict)} {verdict.name}: {verdict.message}"))
-    terminal.print_text(_summary(verdicts))
-
-
-def _verdict_sign(verdict: BaselineComparison) -> str:
-    if verdict.failed or verdict.noisy:
-        return "❌" if verdict.failed else "noisy:"
-    return "✅" if verdict.comparable and verdict.baseline else "—"
-
-
-def _summary(verdicts: Sequence[BaselineComparison]) -> str:
-    """``3 compared, 1 regressed; 1 too noisy to judge; 1 not comparable; 1 without a baseline``."""
+        sign = "✅" if verdict.comparable and verdict.baseline else "—"
+        if verdict.failed or verdict.noisy:
+            sign = "❌" if verdict.failed else "noisy:"
+        terminal.print_text(terminal.escape_controls(f"{sign} {verdict.name}: {verdict.message}"))
     # Missing rows are comparable and failed as verdicts, but no figures of theirs were compared.
     missing = sum("missing" in verdict.regressions for verdict in verdicts)
     compared = sum(verdict.comparable and verdict.baseline is not None for verdict in verdicts) - missing
@@ -183,43 +177,37 @@ def _summary(verdicts: Sequence[BaselineComparison]) -> str:
         "without a baseline": sum(verdict.comparable and verdict.baseline is None for verdict in verdicts),
     }
     counts = [f"{count} {text}" for text, count in optional.items() if count]
-    return "; ".join([f"{compared} compared, {regressed} regressed", *counts])
+    terminal.print_text("; ".join([f"{compared} compared, {regressed} regressed", *counts]))
 
 
 def as_data(verdicts: Sequence[BaselineComparison], fail_on: Collection[str] = FAIL_ON_DEFAULT) -> dict[str, Any]:
-    """The verdicts for JSON. ``failed``: names of the rows for which a reason in ``fail_on`` holds."""
-    return {
-        "failed": [verdict.name for verdict in verdicts if _reasons(verdict) & set(fail_on)],
-        "not_comparable": [verdict.name for verdict in verdicts if not verdict.comparable],
-        "entries": [_entry(verdict, fail_on) for verdict in verdicts],
-    }
+    """Return the verdicts for JSON. ``failed``: names of the rows for which a reason in ``fail_on`` holds."""
+    failed = [verdict.name for verdict in verdicts if _reasons(verdict) & set(fail_on)]
+    entries = [
+        {
+            "name": verdict.name,
+            "failed": bool(_reasons(verdict) & set(fail_on)),
+            "passed": verdict.passed,
+            "comparable": verdict.comparable,
+            "has_baseline": verdict.baseline is not None,
+            "regressions": list(verdict.regressions),
+            "noisy": verdict.noisy,
+            "throughput_ratio": verdict.throughput_ratio,
+            "memory_ratio": verdict.memory_ratio,
+            "message": verdict.message,
+        }
+        for verdict in verdicts
+    ]
+    not_comparable = [verdict.name for verdict in verdicts if not verdict.comparable]
+    return {"failed": failed, "not_comparable": not_comparable, "entries": entries}
 
 
-def _entry(verdict: BaselineComparison, fail_on: Collection[str]) -> dict[str, Any]:
-    return {
-        "name": verdict.name,
-        "failed": bool(_reasons(verdict) & set(fail_on)),
-        "passed": verdict.passed,
-        "comparable": verdict.comparable,
-        "has_baseline": verdict.baseline is not None,
-        "regressions": list(verdict.regressions),
-        "noisy": verdict.noisy,
-        "throughput_ratio": verdict.throughput_ratio,
-        "memory_ratio": verdict.memory_ratio,
-        "message": verdict.message,
-    }
-
-
-def _require_decided(verdicts: Sequence[BaselineComparison]) -> None:
-    """Raises UsageError if rows have baselines and not one of them could be compared."""
-    incomparable = [verdict for verdict in verdicts if not verdict.comparable]
-    noisy = [verdict for verdict in verdicts if verdict.noisy]
-    if any(verdict.comparable and verdict.baseline is not None and not verdict.noisy for verdict in verdicts):
-        return
-    if incomparable:
+def _refuse_undecided(verdicts: Sequence[BaselineComparison]) -> None:
+    """Raises UsageError if rows have baselines and none of them could be compared."""
+    if incomparable := [verdict for verdict in verdicts if not verdict.comparable]:
         problem = f"{incomparable[0].name} is {incomparable[0].message}"
         remedy = "measure both on one machine with the same versions, or save new baselines"
-    elif noisy:
+    elif noisy := [verdict for verdict in verdicts if verdict.noisy]:
         problem = f"noise hides a regression in every row, {noisy[0].name} among them"
         remedy = "measure both again with more --repeats, or on a quieter machine"
     else:

@@ -22,7 +22,6 @@ try:
     from ..config.strategies import ALIASES, OFFLOAD_NAMES, REFERENCES, ZERO_STAGES
     from ..system import files, invocation, terminal
     from .arguments import Parser, add_flags_over_recipe, flag_of, names_from, number, path
-    from .model_size import SIZES
     from .script import ENDINGS, report_error
 except KeyboardInterrupt:  # Ctrl-C while these modules are loaded
     print("interrupted", file=sys.stderr)
@@ -110,6 +109,8 @@ def _add_commands(parser: argparse.ArgumentParser, kind: str, commands: Mapping[
 
 ALL_STRATEGIES = ("all",)
 """Default of ``plan --strategies``; compared by identity, so that a typed ``all`` is not the default."""
+SIZES = ("small", "medium", "large", "xl", "2.7B")
+"""Values of ``model-size --model-sizes``; the presets are ``size-small`` to ``size-2.7b``."""
 PREDICTED_STRATEGIES = (*(strategy.name for strategy in ZERO_STAGES.values()), *OFFLOAD_NAMES[1:])
 """Values of ``plan --strategies``, in the order of the table, without ``none``, which is the same as ``zero3``."""
 _RESULT = "a run folder, its records.jsonl, or its flat JSON, such as zero_comparison_*.json or comparison_*.json"
@@ -191,7 +192,7 @@ COMMANDS: Mapping[str, Command] = {
             **_RESULTS,
             "--html": {**_FILE, "help": "write one self-contained page"},
             "--markdown": {**_ON, "help": "print a Markdown block instead of the table"},
-            "--format": {"choices": ("table", "markdown", *ROW_FORMATS), "default": "table",
+            "--format": {"choices": ("table", "markdown", *ROW_FORMATS), "default": "table", "dest": "output_format",
                          "help": "what to print: the table, or one row per trial with every column (default: table)"},
             "--output": {**_FILE, "help": "write the rows of --format json, csv or parquet to this file"},
             "--plots": {**_FOLDER, "help": "write the charts as PNG and SVG"},
@@ -271,7 +272,7 @@ COMMANDS: Mapping[str, Command] = {
         examples=("--model-size small",
                   "--model-sizes small medium large xl 2.7B --pass-type forward train --output sizes.csv"),
         usage="%(prog)s [--model-sizes SIZE ...] [--pass-type PASS ...] [options]",
-        function="model_size:time_sizes",
+        function="run:time_sizes",
         flags={
             "--model-size": {"nargs": 1, "choices": SIZES, "help": "one size (default: small)"},
             "--model-sizes": {"nargs": "+", "choices": SIZES, "metavar": "SIZE",
@@ -312,7 +313,7 @@ COMMANDS: Mapping[str, Command] = {
     "explain": Command(
         purpose="why one row needs more memory or time than another",
         examples=(f"zero2 zero3 {_RUN}", "none cpu_optimizer RUN --json"),
-        function="explain:show_explanation",
+        function="compare:show_explanation",
         flags={
             "a": {"metavar": "A", "help": "a row: its name, label or stage, such as zero2 or cpu_optimizer"},
             "b": {"metavar": "B", "help": "the row to compare it with"},

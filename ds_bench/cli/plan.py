@@ -22,10 +22,10 @@ from ..config.configuration_files import ConfigurationFile, explain_files, read_
 from ..config.deepspeed_config import tensor_parallel_size
 from ..config.spec import Configuration, Placement, Precision, Workload, block_of, gpu_precisions
 from ..errors import UsageError
-from ..models.lookup import ResolvedModel, resolve_model
+from ..models.lookup import resolve_model
 from ..prediction import trial_predictions, what_if
 from ..prediction.memory import DOES_NOT_FIT
-from ..prediction.model_profile import ModelProfile, Variant
+from ..prediction.model_profile import Variant
 from ..prediction.what_if import PlannedTrial
 from ..report.memory_plan import MemoryPlan, PlanRow, plan_lines
 from ..system import devices, terminal
@@ -69,14 +69,14 @@ class PlanOptions:
 
 
 def plan_options(*, strategies: Sequence[str], configs: Sequence[Path], **flags: Any) -> PlanOptions:
-    """The parsed flags of ``plan``: with only ``--configs``, no strategies."""
+    """Return the parsed flags of ``plan``: with only ``--configs``, no strategies."""
     names = [] if configs and strategies is ALL_STRATEGIES else strategies
     names = PREDICTED_STRATEGIES if "all" in names else tuple(dict.fromkeys(names))
     return PlanOptions(strategies=names, configs=tuple(configs), **flags)
 
 
 def plan_command(**flags: Any) -> int:
-    """Prints the answer and the table. Returns 0, or 1 if nothing fits; raises UsageError."""
+    """Print the answer and the table. Return 0, or 1 if nothing fits; raises UsageError."""
     options = plan_options(**flags)
     predicted, lines = predict_plan(options)
     for line in lines:
@@ -91,7 +91,7 @@ def plan_command(**flags: Any) -> int:
 
 
 def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
-    """The predictions that the flags ask for, and what the user must know about the files of ``--configs``.
+    """Return the predictions that the flags ask for, and notes for the user on the files of ``--configs``.
 
     Raises UsageError.
     """
@@ -99,28 +99,37 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
     capacity = devices.memory_bytes(options.gpu)
     files, lines = read_configuration_files(options.configs)
     question, hidden_size = _planned_trial(options)
-    configurations = [
-        *map(_configuration, options.strategies),
-        *_of_files(options, question, files, hidden_size, lines),
-    ]
-    predicted = MemoryPlan(
-        asked=question,
-        gpu_bytes=capacity,
-        host_bytes=_host_capacity(options),
-        rows=[_row(options, _with_configuration(question, each), capacity) for each in configurations],
-        shows_min_gpus=options.min_gpus,
-        shows_max_batch=options.max_batch,
-    )
+    host = None if options.host_memory is None else units.from_gb(options.host_memory)
+    configurations = [strategies.make_configuration(strategies.named_strategy(name)) for name in options.strategies]
+    rows = []
+    for configuration in [*configurations, *_of_files(options, question, files, hidden_size, lines)]:
+        planned = replace(question, configuration=configuration, workload=configuration.applied_to(question.workload))
+        prediction = planned.predict()
+        rows.append(
+            PlanRow(
+                trial=planned,
+                prediction=prediction,
+                verdict=prediction.verdict(capacity, host),
+                change=what_if.smallest_change(planned, capacity, host),
+                decisive_tiers=prediction.decisive_tiers(capacity, host),
+                min_gpus=what_if.min_gpus(planned, capacity, host) if options.min_gpus else None,
+                max_batch=what_if.max_batch(planned, capacity, host) if options.max_batch else None,
+            )
+        )
     if "bf16" not in gpu_precisions(question.placement.compute_capability):
-        in_bf16 = [row.label for row in predicted.rows if block_of(row.trial.config(), "bf16").get("enabled")]
+        in_bf16 = [row.label for row in rows if block_of(row.trial.config(), "bf16").get("enabled")]
         if in_bf16:
             remedy = "--precision fp16, or fp16 in its file"
             lines.append(f"{options.gpu} has no bf16 units and will not train {format_names(in_bf16, 4)} ({remedy})")
+    predicted = MemoryPlan(
+        asked=question,
+        gpu_bytes=capacity,
+        host_bytes=host,
+        rows=rows,
+        shows_min_gpus=options.min_gpus,
+        shows_max_batch=options.max_batch,
+    )
     return predicted, lines
-
-
-def _configuration(name: str) -> Configuration:
-    return strategies.make_configuration(strategies.named_strategy(name))
 
 
 def _of_files(
@@ -130,7 +139,7 @@ def _of_files(
     hidden_size: int | None,
     lines: list[str],
 ) -> list[Configuration]:
-    """The configurations of files that can be predicted; ``lines`` get their caveats, and why the others cannot.
+    """Return the configurations of files that can be predicted. ``lines`` get their caveats, and why others cannot.
 
     Raises UsageError if there is nothing to predict.
     """
@@ -146,31 +155,26 @@ def _of_files(
     for file in files:
         configuration = maker.make(file)
         reason = validation.unsupported_reason(configuration, question.placement)
-        if reason is None and tensor_parallel_size(configuration.deepspeed_config) > 1:
-            lines.append(f"not predicted: {file.name}: AutoTP splits layers, which the formulas do not know; run it")
-            continue
         if reason is not None:
             refusals.append(f"{file.name}: {reason}")
-            continue
-        made.append(configuration)
-        lines += [f"{file.name}: {caveat}" for caveat in configuration.caveats]
+        elif tensor_parallel_size(configuration.deepspeed_config) > 1:
+            lines.append(f"not predicted: {file.name}: AutoTP splits layers, which the formulas do not know; run it")
+        else:
+            made.append(configuration)
+            lines += [f"{file.name}: {caveat}" for caveat in configuration.caveats]
     if refusals and not made and not options.strategies:
         raise UsageError(f"--configs {'; '.join(refusals)}", remedy=explain_files(options.configs))
     lines += [f"not predicted: {refusal}" for refusal in refusals]
     return made
 
 
-def _with_configuration(question: PlannedTrial, configuration: Configuration) -> PlannedTrial:
-    return replace(question, configuration=configuration, workload=configuration.applied_to(question.workload))
-
-
 def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None]:
-    """The planned trial without a configuration, and the model's hidden size."""
+    """Return the planned trial, with a stand-in for the configuration, and the model's hidden size."""
     if options.batch_size * (options.seq_length or 1) > _MAX_TOKENS:
         raise UsageError(f"--batch-size {options.batch_size} is beyond any memory", remedy="give a smaller one")
     if options.num_gpus > _MAX_GPUS:
         raise UsageError(f"--num-gpus {options.num_gpus} is beyond any job", remedy=f"give {_MAX_GPUS} or fewer")
-    choice = resolve_model(
+    model = resolve_model(
         options.model_factory or options.model,
         factory=options.model_factory is not None,
         trust_remote_code=options.trust_remote_code,
@@ -178,14 +182,25 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None]:
         environment={} if options.online else {"HF_HUB_OFFLINE": "1"},
         offline_reason=None if options.online else "plan asks the Hub only with --online",
     )
-    profile = _profile(choice, options)
+    length = planner.resolve_seq_length(options.seq_length, model)
+    # DDP in bf16 runs under torch.autocast, which keeps other activations: a variant that is counted too.
+    autocast = "ddp" in options.strategies and options.precision == "bf16"
+    profile = trial_predictions.profile_model(
+        model,
+        length,
+        "cuda",
+        variants=[Variant(autocast=True)] if autocast else [],
+        trust_remote_code=options.trust_remote_code,
+    )
+    if isinstance(profile, trial_predictions.Unpredicted):
+        raise UsageError(f"--model {model.name}: {profile.reason}", remedy="measure it with the command run")
     workload = Workload(
-        model=choice.name,
-        model_source=choice.source,
-        model_type=choice.model_type,
-        model_config=choice.config,
+        model=model.name,
+        model_source=model.source,
+        model_type=model.model_type,
+        model_config=model.config,
         batch_size=options.batch_size,
-        seq_length=planner.resolve_seq_length(options.seq_length, choice),
+        seq_length=length,
         grad_accum=options.grad_accum,
         precision=options.precision,
         activation_checkpointing=options.activation_checkpointing,
@@ -200,49 +215,14 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None]:
             nvme_path="/nvme",
             compute_capability=devices.compute_capability(options.gpu),
         ),
-        # _with_configuration replaces it with the configuration of each row.
-        configuration=_configuration("zero0"),
+        configuration=strategies.make_configuration(strategies.named_strategy("zero0")),
         ranks_per_node=options.gpus_per_node or 8,
     )
-    return planned, choice.hidden_size
-
-
-def _profile(choice: ResolvedModel, options: PlanOptions) -> ModelProfile:
-    length = planner.resolve_seq_length(options.seq_length, choice)
-    # DDP in bf16 runs under torch.autocast, which keeps other activations: a variant that is counted too.
-    autocast = "ddp" in options.strategies and options.precision == "bf16"
-    profile = trial_predictions.profile_model(
-        choice,
-        length,
-        "cuda",
-        variants=[Variant(autocast=True)] if autocast else [],
-        trust_remote_code=options.trust_remote_code,
-    )
-    if isinstance(profile, trial_predictions.Unpredicted):
-        raise UsageError(f"--model {choice.name}: {profile.reason}", remedy="measure it with the command run")
-    return profile
-
-
-def _host_capacity(options: PlanOptions) -> int | None:
-    return None if options.host_memory is None else units.from_gb(options.host_memory)
-
-
-def _row(options: PlanOptions, question: PlannedTrial, capacity: int) -> PlanRow:
-    host = _host_capacity(options)
-    prediction = question.predict()
-    return PlanRow(
-        trial=question,
-        prediction=prediction,
-        verdict=prediction.verdict(capacity, host),
-        change=what_if.smallest_change(question, capacity, host),
-        decisive_tiers=prediction.decisive_tiers(capacity, host),
-        min_gpus=what_if.min_gpus(question, capacity, host) if options.min_gpus else None,
-        max_batch=what_if.max_batch(question, capacity, host) if options.max_batch else None,
-    )
+    return planned, model.hidden_size
 
 
 def _json_entry(row: PlanRow) -> dict[str, Any]:
-    """The row for ``--json``: bytes, not rounded."""
+    """Return the row for ``--json``: bytes, not rounded."""
     change = row.change
     return {
         "strategy": row.configuration.name,

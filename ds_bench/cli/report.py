@@ -6,10 +6,9 @@ import contextlib
 import io
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import __version__
 from ..analysis import load_results, merge_results, provenance
@@ -29,59 +28,69 @@ from ..system.environment import require_installed
 from ..system.files import write_text
 from . import arguments
 
-if TYPE_CHECKING:
-    from ..analysis.row import Run
 
+def report(
+    *,
+    results: Sequence[Path],
+    html: Path | None = None,
+    markdown: bool = False,
+    output_format: str = "table",
+    output: Path | None = None,
+    plots: Path | None = None,
+    relative_to: str | None = None,
+    goal: str | None = None,
+    export: str | None = None,
+    verbose: bool = False,
+    to: str | None = None,
+) -> int:
+    """Print the results and write the files that the flags name. Return 0; raises UsageError.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportOptions:
-    """Flags of ``report``; the fields have the flags' names."""
-
-    results: tuple[Path, ...]
-    html: Path | None = None
-    format: str = "table"
-    """``table``, ``markdown``, or the flat rows: ``json``, ``csv``, ``parquet``."""
-    output: Path | None = None
-    """File of the flat rows; None: standard output."""
-    plots: Path | None = None
-    relative_to: str | None = None
-    """None: the row that the run itself referred to, else the first."""
-    goal: str | None = None
-    """None: the run's own, else balanced."""
-    export: str | None = None
-    verbose: bool = False
-    to: str | None = None
-    """Tracker that gets the runs: one of ``options.TRACKERS``."""
-
-
-def report(*, markdown: bool = False, **flags: Any) -> int:
-    """Prints the results and writes the files that the flags name. Returns 0; raises UsageError."""
-    options = ReportOptions(**flags)
+    ``output_format``: ``table``, ``markdown``, or flat rows, which go to ``output`` or standard output.
+    ``relative_to`` and ``goal``: see :func:`build_reports`. ``to``: the tracker that gets the runs.
+    """
     if markdown:
-        if options.format not in ("table", "markdown"):
-            raise UsageError(f"--markdown and --format {options.format} together", remedy="give one of them")
-        options = replace(options, format="markdown")
-    _check_targets(options)
+        if output_format not in ("table", "markdown"):
+            raise UsageError(f"--markdown and --format {output_format} together", remedy="give one of them")
+        output_format = "markdown"
+    # Paths that cannot be written are refused before anything is read.
+    if output is not None and output_format not in ROW_FORMATS:
+        raise UsageError("--output is a file of rows", remedy=f"add --format, one of {', '.join(ROW_FORMATS)}")
+    if output_format == "parquet" and output is None and sys.stdout.isatty():
+        raise UsageError("--format parquet writes no text", remedy="give --output FILE")
+    if to is not None:
+        require_installed(to, f"--to {to}")
+    for flag, path in (("--output", output), ("--html", html)):
+        if path is not None:
+            check_output(flag, path)
+    if plots is not None and plots.exists() and not plots.is_dir():
+        raise UsageError(f"--plots {plots} is not a folder", remedy="give a folder")
 
-    def tell(line: str) -> None:
-        terminal.print_text(f"note: {terminal.escape_controls(line)}", sys.stderr)
-
-    reports = build_reports(options.results, options.relative_to, options.goal, tell)
+    reports = build_reports(
+        results,
+        relative_to,
+        goal,
+        lambda line: terminal.print_text(f"note: {terminal.escape_controls(line)}", sys.stderr),
+    )
     # Before anything is printed: a whole table would hide why there is no configuration.
-    exported = None if options.export is None else _row_to_export(reports, options.export)
-    # The results are printed before any file is written: a disk that is full does not hide the answer.
-    if options.format in ROW_FORMATS:
-        _write_rows(reports, options)
+    exported = None if export is None else _row_to_export(reports, export)
+    # The results are printed before any file is written: a full disk does not hide the answer.
+    if output_format in ROW_FORMATS:
+        _write_rows(reports, output_format, output)
     else:
-        print_reports(reports, sys.stdout, as_markdown=options.format == "markdown", verbose=options.verbose)
-    if options.html is not None:
-        _write_html(reports, options.html)
-    if options.plots is not None:
-        _write_charts(reports, options.plots)
+        print_reports(reports, sys.stdout, as_markdown=output_format == "markdown", verbose=verbose)
+    if html is not None:
+        page = html_report.render_page(reports, f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, ds_bench {__version__}")
+        write_output("--html", html, page)
+        terminal.print_text(f"HTML {html}", sys.stderr)
+    if plots is not None:
+        _write_charts(reports, plots)
     if exported is not None:
         _export(*exported)
-    if options.to is not None:
-        _write_tensorboard(options.results)
+    if to is not None:
+        from ..report import trackers
+
+        line = trackers.write_tensorboard(trackers.tracked_runs([load_results.load(path) for path in results]))
+        terminal.print_text(terminal.escape_controls(line), sys.stderr)
     return 0
 
 
@@ -107,51 +116,38 @@ def write_output(flag: str, path: Path, content: str | bytes) -> None:
 
 
 def flat_rows_of(reports: Sequence[ComparisonReport]) -> list[dict[str, Any]]:
-    """The flat row of every trial, row by row of each report."""
+    """Return the flat row of every trial, row by row of each report."""
     return [run.row.values() for each in reports for row in each.comparison.rows for run in row.runs]
 
 
-def _write_rows(reports: Sequence[ComparisonReport], options: ReportOptions) -> None:
-    """Writes the flat rows to the file of ``--output``, else to standard output. Raises UsageError.
+def _write_rows(reports: Sequence[ComparisonReport], output_format: str, output: Path | None) -> None:
+    """Write the flat rows to a file, else to standard output. Raises UsageError.
 
     In JSON each row has the recommendation of its comparison too.
     """
-    if options.format == "json":
-        rows = [
-            {**row, "recommendation": each.recommendation.to_dict()} for each in reports for row in flat_rows_of([each])
-        ]
-    else:
-        rows = flat_rows_of(reports)
+    rows = flat_rows_of(reports)
     content: str | bytes
-    if options.format == "parquet":
+    if output_format == "parquet":
         content = parquet_bytes(rows)
+    elif output_format == "csv":
+        content = csv_text(rows)
     else:
-        content = json_text(rows) if options.format == "json" else csv_text(rows)
-    if options.output is not None:
-        write_output("--output", options.output, content)
-        terminal.print_text(f"rows {options.output}", sys.stderr)
+        content = json_text(
+            [
+                {**row, "recommendation": each.recommendation.to_dict()}
+                for each in reports
+                for row in flat_rows_of([each])
+            ]
+        )
+    if output is not None:
+        write_output("--output", output, content)
+        terminal.print_text(f"rows {output}", sys.stderr)
     # Bytes bypass the text layer of standard output.
     elif isinstance(content, bytes):
         sys.stdout.buffer.write(content)
-    elif options.format == "json":
-        terminal.print_json(content.removesuffix("\n"))
     else:
-        terminal.print_text(content.removesuffix("\n"))
-
-
-def _check_targets(options: ReportOptions) -> None:
-    """Raises UsageError for a path that cannot be written, before anything is read."""
-    if options.output is not None and options.format not in ROW_FORMATS:
-        raise UsageError("--output is a file of rows", remedy=f"add --format, one of {', '.join(ROW_FORMATS)}")
-    if options.format == "parquet" and options.output is None and sys.stdout.isatty():
-        raise UsageError("--format parquet writes no text", remedy="give --output FILE")
-    if options.to is not None:
-        require_installed(options.to, f"--to {options.to}")
-    for flag, path in (("--output", options.output), ("--html", options.html)):
-        if path is not None:
-            check_output(flag, path)
-    if options.plots is not None and options.plots.exists() and not options.plots.is_dir():
-        raise UsageError(f"--plots {options.plots} is not a folder", remedy="give a folder")
+        show = terminal.print_json if output_format == "json" else terminal.print_text
+        show(content.removesuffix("\n"))
 
 
 def build_reports(
@@ -160,16 +156,30 @@ def build_reports(
     goal: str | None = None,
     tell: Callable[[str], None] = lambda _line: None,
 ) -> list[ComparisonReport]:
-    """One report per workload and machine; repeats from several files are pooled. Raises UsageError.
+    """Return one report per workload and machine, with repeats from several files pooled. Raises UsageError.
 
     If ``relative_to`` or ``goal`` is None, the run's own is used; of several runs, the first known one.
     ``tell``: called with each note on a result that is left out; every report has these notes too.
     """
-    results, notes = _load_all(paths)
-    groups = merge_results.merge(results)
+    results, notes = [], []
+    for path in paths:
+        try:
+            results.append(load_results.load(path))
+        except load_results.NoTrialsError as error:
+            # A single result without trials is an error; among several, as of results/runs/*, the others are shown.
+            if len(paths) == 1:
+                raise
+            notes.append(f"{error.problem}: left out")
+    if not results:
+        raise UsageError(notes[0].removesuffix(": left out"), remedy="give a result with a finished trial")
     for line in notes:
         tell(line)
-    nowhere = relative_to is not None and not any(_has_row(group.runs, relative_to) for group in groups)
+    groups = merge_results.merge(results)
+
+    def has_row(group: ResultGroup, name: str | None) -> bool:
+        return name is not None and any(strategies.matches(run.trial.configuration, name) for run in group.runs)
+
+    nowhere = relative_to is not None and not any(has_row(group, relative_to) for group in groups)
     reports = []
     for group in groups:
         own_goal, own_row, resume = _flags_of_run(group)
@@ -178,7 +188,7 @@ def build_reports(
             build_report(
                 group.runs,
                 goal=goal or own_goal or "balanced",
-                relative_to=row if nowhere or _has_row(group.runs, row) else None,  # a row found nowhere raises
+                relative_to=row if nowhere or has_row(group, row) else None,  # a row found nowhere raises
                 notes=[*notes, *group.notes],
                 commands=group.commands,
                 environments=group.environments,
@@ -188,22 +198,6 @@ def build_reports(
             )
         )
     return reports
-
-
-def _load_all(paths: Sequence[Path]) -> tuple[list[load_results.Result], list[str]]:
-    """The results, and a note for each run without a finished trial. Raises UsageError."""
-    results, notes = [], []
-    for path in paths:
-        try:
-            results.append(load_results.load(path))
-        except load_results.NoTrialsError as error:
-            # Alone a result without trials is an error; among several, as of results/runs/*, the others are shown.
-            if len(paths) == 1:
-                raise
-            notes.append(f"{error.problem}: left out")
-    if not results:
-        raise UsageError(notes[0].removesuffix(": left out"), remedy="give a result with a finished trial")
-    return results, notes
 
 
 def _flags_of_run(group: ResultGroup) -> tuple[str | None, str | None, str | None]:
@@ -223,24 +217,6 @@ def _flags_of_run(group: ResultGroup) -> tuple[str | None, str | None, str | Non
     except (UsageError, ValueError, SystemExit):  # of another version, or edited by hand
         return None, None, None
     return options.goal, options.relative_to, None if folder is None else provenance.resume_command(options, folder)
-
-
-def _has_row(runs: Sequence[Run], name: str | None) -> bool:
-    return name is not None and any(strategies.matches(run.trial.configuration, name) for run in runs)
-
-
-def _write_html(reports: Sequence[ComparisonReport], path: Path) -> None:
-    """Raises UsageError where the page cannot be written."""
-    page = html_report.render_page(reports, f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, ds_bench {__version__}")
-    write_output("--html", path, page)
-    terminal.print_text(f"HTML {path}", sys.stderr)
-
-
-def _write_tensorboard(paths: Sequence[Path]) -> None:
-    from ..report import trackers
-
-    line = trackers.write_tensorboard(trackers.tracked_runs([load_results.load(path) for path in paths]))
-    terminal.print_text(terminal.escape_controls(line), sys.stderr)
 
 
 def _write_charts(reports: Sequence[ComparisonReport], folder: Path) -> None:
@@ -264,42 +240,36 @@ def _write_charts(reports: Sequence[ComparisonReport], folder: Path) -> None:
 
 
 def _row_to_export(reports: Sequence[ComparisonReport], name: str) -> tuple[ComparisonReport, ComparisonRow]:
-    """The row of that name, in the first report that holds its configuration.
+    """Return the row of that name, from the first report that holds its configuration.
 
-    Says on standard error which one it is, if several rows are called that. Raises UsageError if none can be exported.
+    Says on standard error which one it is, if several rows match the name. Raises UsageError if none can be exported.
     """
-    rows = _rows_called(reports, name)
-    for comparison_report, row in rows:
+    rows = [row for each in reports for row in each.comparison.rows]
+    # Over all reports together, so that an exact name in one goes before a similar name in another; by identity,
+    # since reports may have equal rows.
+    called = {id(row) for row in rows_called(rows, name)}
+    matching = [(each, row) for each in reports for row in each.comparison.rows if id(row) in called]
+    if not matching:
+        names = dict.fromkeys(row.configuration.name for row in rows)
+        raise UsageError(f"--export {name}: no such row", remedy=f"one of {', '.join(names)}")
+    for each, row in matching:
         if row.last_run.record is not None:
             configuration_export.require_deepspeed(row.configuration)
-            if len(rows) > 1:
-                origin = f"{row.label} of {comparison_report.title} ({', '.join(comparison_report.sources)})"
-                problem = f"--export {name}: {len(rows)} rows are called that; taken from {origin}"
-                terminal.print_text(problem, sys.stderr)
-            return comparison_report, row
+            if len(matching) > 1:
+                origin = f"{row.label} of {each.title} ({', '.join(each.sources)})"
+                text = f"--export {name}: {len(matching)} rows match that name; taken from {origin}"
+                terminal.print_text(text, sys.stderr)
+            return each, row
     raise UsageError(
         f"--export {name}: a flat JSON does not have the configuration that ran", remedy="give the run folder"
     )
 
 
 def _export(comparison_report: ComparisonReport, row: ComparisonRow) -> None:
-    """Writes the configuration of the row. Raises UsageError."""
+    """Write the configuration of the row. Raises UsageError."""
     folder = Path(configuration_export.folder_name(row.configuration.name))
     # The last run that trained; a row without any is exported as it was tried, and its README says so.
     environment = next(iter(comparison_report.environments), None)
     assert row.last_run.record is not None, "_row_to_export chose a row with a record"
     for path in configuration_export.write_exports(row.last_run.record, folder, environment):
         terminal.print_text(f"config {path}", sys.stderr)
-
-
-def _rows_called(reports: Sequence[ComparisonReport], name: str) -> list[tuple[ComparisonReport, ComparisonRow]]:
-    """The rows that the text means (``comparison.rows_called``). Raises UsageError if there are none."""
-    rows = [row for report in reports for row in report.comparison.rows]
-    # Over all reports together, so that an exact name in one goes before a similar name in another; by identity,
-    # since reports may have equal rows.
-    called = {id(row) for row in rows_called(rows, name)}
-    matching = [(report, row) for report in reports for row in report.comparison.rows if id(row) in called]
-    if not matching:
-        names = dict.fromkeys(row.configuration.name for row in rows)
-        raise UsageError(f"--export {name}: no such row", remedy=f"one of {', '.join(names)}")
-    return matching

@@ -1,10 +1,11 @@
-"""The command ``run``: compares what a recipe asks for, at every point of its sweep.
+"""The commands ``run``, which compares what a recipe asks for at every point of its sweep, and ``model-size``.
 
 Flags replace values of the recipe, so that a recipe is not needed: ``run --model tiny --strategies all``.
 """
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from ..records.run_folder import RunFolder
 from ..system import invocation, terminal
 from ..system.redaction import REDACTED, redacted_arguments, redacted_config
 from .arguments import split_names
+from .commands import SIZES
 
 _RUN_FLAGS = ("resume", "shard", "dry_run", "format", "quiet", "verbose", "strict")
 
@@ -186,3 +188,45 @@ def _require_given_again(points: Sequence[Options], flags: Mapping[str, Any]) ->
             f"{', '.join(map(shlex.join, needed.values()))}",
             remedy=f"if you trust it, give its recipe again: {_resume_command(flags['resume'])}",
         )
+
+
+# ------------------------------------------------------------------ model-size
+
+_KEYS_OF_SIZES = {
+    "context_length": "training.seq_len",
+    "batch_size": "training.local_batch_size",
+    "measure_steps": "training.steps",
+    "warmup_steps": "training.warmup_steps",
+    "precision": "training.precision",
+    "device": "launch.accelerator",
+    "timeout": "launch.timeout",
+    "output_dir": "output.dir",
+    "output": "output.csv",
+}
+"""Flag of ``model-size`` → key of the recipe that it stands for."""
+
+
+def time_sizes(
+    *, model_size: Sequence[str] | None, model_sizes: Sequence[str] | None, pass_type: Sequence[str], dry_run: bool,
+    **flags: Any,
+) -> int:  # fmt: skip
+    """Run the recipe that the flags of ``model-size`` stand for. Return the exit code.
+
+    Every size and pass type is a point of a sweep, with one trial.
+    """
+    names = [f"size-{size.lower()}" for size in dict.fromkeys(model_size or model_sizes or SIZES[:1])]
+    passes = list(dict.fromkeys(pass_type))
+    values: dict[str, Any] = {
+        "model.name": names if len(names) > 1 else names[0],
+        "training.pass_type": passes if len(passes) > 1 else passes[0],
+        # One row on one rank at stage 0, where nothing is partitioned or sent.
+        "configurations.stages": [0],
+        "launch.num_gpus": 1,
+        **({"training.synchronized": False} if flags["no_sync"] else {}),
+        **({"launch.force": True} if flags["force"] else {}),
+        **{key: flags[flag] for flag, key in _KEYS_OF_SIZES.items() if flags[flag] is not None},
+    }
+    settings = [f"{key}={json.dumps(value, default=str)}" for key, value in values.items()]
+    typed = [word for setting in settings for word in ("--set", setting)]
+    run_flags: dict[str, Any] = {"dry_run": True} if dry_run else {}
+    return run_command(settings=settings, typed=typed, yes=True, **run_flags)

@@ -198,7 +198,7 @@ def test_export_says_which_of_several_results_it_was_taken_from(
     assert main(["report", one, other, "--export", "0"]) == 0
     said = [line for line in capsys.readouterr().err.splitlines() if "taken from" in line]
     assert len(said) == 1
-    assert said[0].startswith("--export 0: 2 rows are called that; taken from ZeRO-0 of tiny")
+    assert said[0].startswith("--export 0: 2 rows match that name; taken from ZeRO-0 of tiny")
     assert said[0].endswith(f"({one})")
 
 
