@@ -1,6 +1,7 @@
 """The command ``check``: what is wrong, ineffective or left open in DeepSpeed configurations, each with its line.
 
-Needs no GPU, asks the driver for those that are here, and loads neither torch nor DeepSpeed.
+A DeepSpeed JSON is read as DeepSpeed reads it; an Accelerate YAML, or a Trainer's arguments, as ``--configs`` reads
+them. Needs no GPU, asks the driver for those that are here, and loads neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from ..config.file_check import FileReport, check_files
+from ..config import configuration_files, deepspeed_keys, lint
+from ..config.configuration_files import ConfigurationFileError, LocatedObject, MissingFileError
 from ..config.lint import Finding
 from ..config.placement import default_placement
-from ..config.rules import ModelSize
+from ..config.rules import Level, ModelSize
 from ..errors import UsageError
 from ..models import presets
 from ..system import invocation, terminal
@@ -25,6 +28,15 @@ from ..units import format_items
 
 _REMEDY = "give a DeepSpeed JSON, an Accelerate YAML, or a Trainer's arguments"
 _GITHUB_LEVELS = {"error": "error", "warning": "warning", "hint": "notice"}
+STANDARD_INPUT = Path("-")
+_CONFIG = "runtime/config.py"
+_ACCELERATE_KEYS = {
+    "zero_optimization.stage": "zero_stage",
+    "zero_optimization.offload_optimizer": "offload_optimizer_device",
+    "zero_optimization.offload_param": "offload_param_device",
+    "zero_optimization": "zero_stage",
+}
+"""Keys of DeepSpeed → keys of Accelerate's ``deepspeed_config`` that set them, if the names differ."""
 
 
 def show_findings(
@@ -33,7 +45,8 @@ def show_findings(
     """Print the findings. Return 0 without errors and warnings, 1 with any, 2 if a file could not be checked."""
     capability = default_placement(os.environ, read_gpus()).compute_capability
     size = None if model is None else _model_size(model)
-    reports = check_files(paths, num_gpus=num_gpus, model=size, compute_capability=capability)
+    check = partial(lint.check_config, num_gpus=num_gpus, model=size, compute_capability=capability)
+    reports = check_files(paths, check)
     findings = [finding for report in reports for finding in report.findings]
     if as_json:
         terminal.print_json(json.dumps([_json_entry(report) for report in reports], indent=1))
@@ -91,3 +104,117 @@ def _json_entry(report: FileReport) -> dict[str, object]:
     for finding in findings:
         del finding["stops_when"]  # said by the reason
     return {"file": str(report.path), "problem": report.problem, "findings": findings}
+
+
+# Files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileReport:
+    """The findings in one file."""
+
+    path: Path
+    findings: Sequence[Finding] = ()
+    problem: str | None = None
+    """Why the file could not be checked; None if it was."""
+
+
+Check = Callable[[lint.Config], list[Finding]]
+LineOf = Callable[[str], int | None]
+
+
+def check_files(paths: Sequence[Path], check: Check) -> list[FileReport]:
+    """Check files, the configurations directly inside folders, and standard input for ``-``.
+
+    Raises UsageError for a folder without a configuration.
+    """
+    reports: list[FileReport] = []
+    for path in paths:
+        if not path.is_dir():
+            reports += _check_file(path, check)
+            continue
+        checked = []
+        for file in configuration_files.files_in(path):
+            read = [report for report in _check_file(file, check) if report.problem is None]
+            # Nobody expects LICENSE or Makefile to be read.
+            if file.suffix or not any(found.rule == "syntax" for report in read for found in report.findings):
+                checked += read
+        if not checked:
+            raise UsageError(f"{path} has no DeepSpeed configuration", remedy="give a file, or a folder that has one")
+        reports += checked
+    return reports
+
+
+def _check_file(path: Path, check: Check) -> list[FileReport]:
+    """Return the reports of a file and of the JSON that it names; one with a problem if it cannot be checked."""
+    try:
+        text = _standard_input() if path == STANDARD_INPUT else configuration_files.read_text(path)
+        data, lax_line = configuration_files.parse(path, text)
+        line_of = partial(configuration_files.line_of, text, data)
+        if not isinstance(data, LocatedObject) or configuration_files.kind_of(data) in ("accelerate", "trainer"):
+            return _check_read_by_others(path, line_of, check)
+    except ConfigurationFileError as error:
+        if error.syntax_error is None:
+            return [FileReport(path=path, problem=error.reason)]
+        reason, line = f"DeepSpeed cannot read it: {error.syntax_error.problem}", error.syntax_error.line
+        return [FileReport(path=path, findings=[Finding("syntax", "error", "", reason, "correct it", _CONFIG, line)])]
+    known = deepspeed_keys.top_level_keys() | deepspeed_keys.removed_keys()
+    # Similarity is slow, and other JSON may have thousands of keys.
+    if not known & data.keys() and not any(deepspeed_keys.nearest_key(key, known, 0.85) for key in list(data)[:50]):
+        problem = f"not a DeepSpeed configuration: it has {', '.join(list(data)[:4]) or 'no key'}"
+        return [FileReport(path=path, problem=problem)]
+    found = check(data)
+    if lax_line:
+        reason = "not strict JSON, which DeepSpeed reads and Trainer and Accelerate refuse"
+        remedy = "correct it if one of them reads the file"
+        found.append(Finding("not-strict-json", "hint", "", reason, remedy, _CONFIG, lax_line))
+    return [FileReport(path=path, findings=_located(found, line_of))]
+
+
+def _standard_input() -> str:
+    data = sys.stdin.buffer.read(configuration_files.MOST_BYTES + 1)  # one byte too many shows that it is longer
+    if len(data) > configuration_files.MOST_BYTES:
+        raise ConfigurationFileError(STANDARD_INPUT, f"larger than {configuration_files.MOST_BYTES} bytes")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ConfigurationFileError(STANDARD_INPUT, "not UTF-8 text") from None
+
+
+def _check_read_by_others(path: Path, line_of: LineOf, check: Check) -> list[FileReport]:
+    """Return the reports of an Accelerate or Trainer file, and of the JSON that it names."""
+
+    def at_name(rule: str, level: Level, reason: str, remedy: str) -> Finding:
+        """Make a finding at the key that names the other file."""
+        key = "deepspeed" if line_of("deepspeed") else "deepspeed_config.deepspeed_config_file"
+        return Finding(rule, level, key, reason, remedy, "Accelerate, utils/dataclasses.py", line_of(key))
+
+    try:
+        file = configuration_files.read_configuration_file(path)
+    except MissingFileError as error:
+        return [FileReport(path=path, findings=[at_name("missing-file", "error", error.reason, error.remedy)])]
+    if file.deepspeed_file is not None:
+        found = []
+        if file.conflicts:
+            reason, remedy = configuration_files.conflict_text(file.conflicts), "keep them in one of the two files"
+            found.append(at_name("accelerate-conflict", "error", reason, remedy))
+        if file.deepspeed_file.resolve() != Path(file.deepspeed_name).resolve():
+            reason = f"found as {file.deepspeed_file}; the program that trains looks below the folder it is started in"
+            remedy = "start it in the folder that the path is relative to, or write an absolute path"
+            found.append(at_name("relative-file", "hint", reason, remedy))
+        return [FileReport(path=path, findings=found), *_check_file(file.deepspeed_file, check)]
+
+    def line_in_block(key: str) -> int | None:
+        if file.kind == "trainer":
+            return line_of(f"deepspeed.{key}".rstrip("."))
+        return line_of(f"deepspeed_config.{_ACCELERATE_KEYS.get(key, key.rpartition('.')[2])}".rstrip("."))
+
+    found = [finding for finding in check(file.config) if finding.rule != "automatic-value"]  # they fill it in
+    return [FileReport(path=path, findings=_located(found, line_in_block))]
+
+
+def _located(found: Iterable[Finding], line_of: LineOf) -> list[Finding]:
+    """Return the findings with their lines, errors first, then by line."""
+    located = [replace(finding, line=finding.line or line_of(finding.path)) for finding in found]
+    order = ("error", "warning", "hint")
+    return sorted(located, key=lambda finding: (order.index(finding.level), finding.line or 0))
