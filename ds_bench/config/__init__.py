@@ -1,1 +1,1 @@
-"""What is asked: workload, configuration, placement, and the flags as one value."""
+"""The request: options, workload, configurations and placement."""

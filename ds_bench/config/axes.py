@@ -34,7 +34,7 @@ CHANGES = {
     "build": "memory while the model is built and initialised",
     "nothing": "nothing in this version",
 }
-"""What an axis may change, with its meaning."""
+"""Effects of axes, and their meaning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFacts(Layout):
-    """What the settings of a value may depend on: the row that they are made for."""
+    """Facts of a row that the settings of a value may depend on."""
 
     grad_accum: int
     ranks: int
@@ -62,7 +62,7 @@ class RowFacts(Layout):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What one value of an axis sets in a row."""
+    """The settings of one value of an axis in a row."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
     """Merged into the DeepSpeed configuration, block by block; None removes a key."""
@@ -101,7 +101,7 @@ class Axis:
     """Heading in the list of axes."""
     _: KW_ONLY
     meaning: str
-    """What it is, in a sentence without its full stop."""
+    """Its meaning, in a sentence without its full stop."""
     label: str = ""
     """Short text for tables, before the value; empty: the name."""
     keys: tuple[str, ...] = ()
@@ -118,16 +118,16 @@ class Axis:
     settings: Mapping[str, Setting] = field(default_factory=dict)
     """Named value → what it sets. Every other value is set itself in all keys, fields and variables."""
     compute: Compute | None = None
-    """What a value sets, if that depends on the row."""
+    """Returns the settings of a value, if they depend on the row."""
     default: str = ""
-    """What a row without it has."""
+    """The value of a row without it."""
     stages: tuple[int, ...] = (0, 1, 2, 3)
     """ZeRO stages where it acts."""
     offload: Literal["optimizer", "optimizer or parameters", "nvme"] | None = None
-    """What a row must offload for it to act; None: nothing."""
+    """Offloads that a row must have for it to act; None: any row."""
     engines: tuple[str, ...] = ("deepspeed",)
     changes: tuple[str, ...]
-    """What it is expected to change, besides the configuration: keys of :data:`CHANGES`. With ``losses`` it changes the
+    """Expected effects, besides the configuration: keys of :data:`CHANGES`. With ``losses`` it changes the
     arithmetic, and a row is compared only with rows of the same value."""
     same_losses: tuple[str, ...] = ()
     """With ``losses``: the values that leave the arithmetic as it is without the axis."""
@@ -551,7 +551,7 @@ _TABLE = (
 # fmt: on
 
 AXES = {axis.name: axis for axis in _TABLE}
-"""Every axis by name, in the order in which they are listed and applied."""
+"""Every axis by name. They are listed and applied in this order."""
 PARALLEL_AXES = ("autotp", "sequence_parallel")
 """Axes whose ranks share data, so that fewer see different data; rows are compared by tokens per second."""
 

@@ -23,7 +23,7 @@ from .rules import RULES, Case, without_ignored
 from .spec import BATCH_KEYS, OFFLOAD_BLOCKS, BatchPolicy, Configuration
 
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
-"""Blocks with which DeepSpeed writes or sends values of every step."""
+"""Blocks that make DeepSpeed write or send values of every step."""
 _DECIDED_FOR_THE_ROW = frozenset(rule.name for rule in RULES if rule.row == "refusal")
 """Rules that ``validation.unsupported_reason`` applies with the flags and the machine, such as ``--nvme-path``."""
 
@@ -97,7 +97,7 @@ class FileRowMaker:
         if written.get("optimizer") != file.config.get("optimizer"):  # the flags' optimizer, which may be any
             written.setdefault("zero_allow_untested_optimizer", True)
         # What DeepSpeed still reads and this program does not, before "auto" is resolved: the Trainer fills in bf16.
-        if "bfloat16" in written:  # read only if there is no bf16
+        if "bfloat16" in written:  # ignored next to bf16
             written.setdefault("bf16", written.pop("bfloat16"))
         if isinstance(zero := written.get("zero_optimization"), bool):
             written["zero_optimization"] = {"stage": int(zero)}

@@ -42,7 +42,7 @@ _DEEPSPEED_MARKS = {
 }
 """Top-level keys of DeepSpeed: every configuration has at least one of them, and no other file does."""
 _ARGUMENTS = (*TRAINING_DEFAULTS, "max_steps")
-"""TrainingArguments that "auto" stands for, except those of the workload."""
+"""TrainingArguments that replace "auto", except those of the workload."""
 _BATCH_ARGUMENTS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _ACCELERATE_CONFLICTS = (
     *("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device"),
@@ -80,7 +80,7 @@ class ConfigurationFile:
     path: Path
     kind: FileKind
     name: str
-    """Name of its row: that of the file without its suffix, made unique and machine readable."""
+    """Name of its row: the file name without its suffix, made unique and machine readable."""
     text: str
     """Text of the file and of the DeepSpeed configuration that it names; credentials redacted."""
     config: Mapping[str, Any]
@@ -106,7 +106,7 @@ class ConfigurationFile:
 
     @property
     def notes(self) -> list[str]:
-        """What the user must know, one line each, without the name of the file."""
+        """Notes for the user, one line each, without the name of the file."""
         notes = [conflict_text(self.conflicts)] if self.conflicts else []
         notes += [f"its DeepSpeed configuration is {self.deepspeed_file}"] if self.deepspeed_file else []
         lax = f"not strict JSON at line {self.lax_line}: read as DeepSpeed reads it (hjson)"
@@ -147,7 +147,7 @@ def files_in(folder: Path) -> list[Path]:
     if len(names) > MOST_FILES:
         raise UsageError(f"{folder} has {len(names)} files", remedy=f"give {MOST_FILES} files or fewer")
     bare = [path for path in paths if not path.suffix and not path.is_dir()]
-    return sorted(names + bare) if len(names + bare) <= MOST_FILES else names  # so many are data
+    return sorted(names + bare) if len(names + bare) <= MOST_FILES else names  # a folder of data
 
 
 def _read_folder(folder: Path, lines: list[str]) -> list[ConfigurationFile]:
@@ -469,7 +469,7 @@ def parse_hjson(text: str) -> Any:
 
 
 def line_of(text: str, data: Any, path: str) -> int | None:
-    """Return the line of a key, or of the innermost block on the way to it; None if there is none.
+    """Return the line of a key, or of the innermost block around it; None without either.
 
     ``data``: what :func:`parse` made of the text.
     """

@@ -136,7 +136,7 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
-    """Return the facts that differ, those of nested mappings by their paths; a missing fact counts as None."""
+    """Return the facts that differ, nested ones by their paths; a missing fact counts as None."""
     left, right = flatten(a), flatten(b)
     pairs = [(name, left.get(name), right.get(name)) for name in dict.fromkeys([*left, *right])]
     return [Difference(name, *values) for name, *values in pairs if values[0] != values[1]]

@@ -108,8 +108,7 @@ def _cpu_has_fp16() -> bool:
         words = Path("/proc/cpuinfo").read_text().split()
     except OSError:
         return False
-    # The instructions that oneDNN needs, by which DeepSpeed decides (accelerator/cpu_accelerator.py,
-    # is_fp16_supported), read here without torch.
+    # DeepSpeed checks for the instructions that oneDNN needs (accelerator/cpu_accelerator.py, is_fp16_supported).
     return "avx512_fp16" in words or "amx_fp16" in words
 
 
@@ -137,7 +136,7 @@ def _ranks(options: Options, environ: Mapping[str, str], accelerator: Accelerato
 
 
 def _world_size(environ: Mapping[str, str]) -> int | None:
-    """Return the number of ranks for which a launcher has started this program; None without one."""
+    """Return the number of ranks of the launcher that started this program; None without a launcher."""
     text = environ.get("WORLD_SIZE", "")
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
@@ -211,7 +210,7 @@ def _slots_of_job(options: Options, environ: Mapping[str, str], visible: int | N
 def select_slots(slots: Slots, include: str | None, exclude: str | None) -> Slots:
     """Return the slots that DeepSpeed's ``--include`` or ``--exclude`` leaves, hosts in their order.
 
-    The syntax is that of launcher/runner.py: ``host@host:0,2``; a host without slots stands for all of its slots.
+    The syntax is that of launcher/runner.py: ``host@host:0,2``; a host without slots means all of its slots.
     Raises UsageError for other syntax, an unknown host or slot, and if no slot is left.
     """
     if include is not None and exclude is not None:

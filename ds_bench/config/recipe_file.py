@@ -40,7 +40,7 @@ class RecipeText:
     name: str
     """The file, for messages; empty without a file."""
     folder: Path
-    """Its folder, to which paths in the recipe are relative."""
+    """Its folder; paths in the recipe are relative to it."""
     data: Data
     lines: dict[KeyPath, int] = field(default_factory=dict)
     """Path of each key and list item → its line, from 1."""
@@ -104,7 +104,7 @@ def with_value(text: RecipeText, path: KeyPath, value: Any) -> RecipeText:
     for step in path[:-1]:
         block = block.setdefault(step, {}) if isinstance(block, dict) else None
     if not isinstance(block, dict):
-        problem = f"{'.'.join(map(str, path))} cannot be set: {'.'.join(map(str, path[:-1]))} is no section"
+        problem = f"{'.'.join(map(str, path))} cannot be set: {'.'.join(map(str, path[:-1]))} is not a section"
         raise UsageError(problem, remedy=_REMEDY)
     block[path[-1]] = value
     sweep = data.get("sweep")

@@ -1,4 +1,4 @@
-"""What is requested: a Workload, trained with a Configuration, on a Placement, as one Trial.
+"""The parts of a request: a Workload, trained with a Configuration, on a Placement, as one Trial.
 
 All classes are frozen and hold only JSON values, because rank processes receive them in a file.
 """
@@ -76,7 +76,7 @@ def _require(condition: bool, field_name: str, value: object, rule: str) -> None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is trained. Rows of a comparison share it, except for their ``workload_changes``."""
+    """A model and its training. Rows of a comparison share it, except for their ``workload_changes``."""
 
     model: str
     """Name that the user gave: a preset, a local path, a Hub name or ``pkg.mod:function``."""
@@ -130,7 +130,7 @@ class Workload:
     """``cores``: each rank runs on its own share of the node's processors, like ``--bind_cores_to_rank`` of DeepSpeed's
     launcher; ``numa``: on the processors of one NUMA node, whose memory it then uses."""
     pass_type: PassType = "train"
-    """What a measured step is: the ``forward`` pass with everything a backward pass would need, ``forward_backward``,
+    """Extent of a measured step: the ``forward`` pass with everything a backward pass would need, ``forward_backward``,
     or ``train``, which adds the optimizer's step. DeepSpeed runs only ``train``; the others time the model without
     optimizer (``worker.reference_engines``)."""
     synchronized: bool = True
@@ -185,13 +185,13 @@ class Strategy:
 
 
 def gpu_precisions(capability: tuple[int, int] | None) -> tuple[Precision, ...]:
-    """Return the number formats of GPUs of which this is the lowest compute capability."""
+    """Return the number formats of GPUs with this compute capability, the lowest of a job."""
     has_bf16 = capability is None or capability >= (8, 0)  # Ampere
     return ("bf16", "fp16", "fp32") if has_bf16 else ("fp16", "fp32")
 
 
 def block_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a block of a DeepSpeed configuration; empty if there is none."""
+    """Return a block of a DeepSpeed configuration; empty if it is missing."""
     value = config.get(name)
     return value if isinstance(value, dict) else {}
 
@@ -207,7 +207,7 @@ def offload_device(config: Mapping[str, Any], block_name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requirements:
-    """What a configuration needs that its DeepSpeed configuration does not show."""
+    """Needs of a configuration that its DeepSpeed configuration does not show."""
 
     ops: tuple[str, ...] = ()
     """Builder classes of DeepSpeed ops."""
@@ -230,7 +230,7 @@ class Configuration:
     label: str
     """Short text for tables: ``ZeRO-2``."""
     deepspeed_config: Mapping[str, Any]
-    """What the catalogue, the user's function or file and the flags give, before ``complete_config``."""
+    """From the catalogue, the user's function or file, and the flags, before ``complete_config``."""
     workload_changes: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the Workload that this row sets, with their values."""
     engine: Engine = "deepspeed"
@@ -248,7 +248,7 @@ class Configuration:
     refusal: str | None = None
     """Why DeepSpeed or this program refuses its file, with the remedy; None if neither does."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of this row's ranks, besides those of every row."""
+    """Environment variables of this row's ranks only."""
 
     def __post_init__(self) -> None:
         _require(bool(self.name), "name", self.name, "must not be empty")
@@ -334,7 +334,7 @@ class Placement:
     forwarded_variables: tuple[str, ...] = ()
     """Names of further environment variables for the ranks of other hosts."""
     master_addr: str | None = None
-    """Address of the first host, where the ranks meet; None: the one from which it reaches the second."""
+    """Address of the first host, where the ranks meet; None: its address on the way to the second."""
     master_port: int | None = None
     """Port of rank 0 at that address; None: a free one."""
 
@@ -379,7 +379,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """What is observed besides the measured steps, always outside the measured window."""
+    """Observations besides the measured steps, always outside the measured window."""
 
     profiles: tuple[ProfileName, ...] = ()
     """Profilers that observe further steps after the measured window."""

@@ -1,7 +1,7 @@
 """Sweeps: the points of a recipe with lists of values or a section ``sweep``, like the matrix of a CI system.
 
 Every combination of the axes is a point, except those that an entry of ``exclude`` matches. An entry of ``include``
-adds its other values to each point that has its values of the axes; if there is none it is a point of its own.
+adds its other values to each point that has its values of the axes; without such a point it is a point of its own.
 """
 
 from __future__ import annotations

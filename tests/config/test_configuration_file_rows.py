@@ -121,7 +121,7 @@ def test_a_file_names_no_folder_and_sends_nothing(tmp_path: Path) -> None:
 
 
 def test_kept_batch_keys_are_completed_as_deepspeed_does(tmp_path: Path) -> None:
-    """Ranks that share a sequence count once (runtime/config.py), those of autotp_size do not."""
+    """Ranks that share a sequence count once, but tensor-parallel ranks do not (runtime/config.py)."""
     for keys, batch in (
         ((32, None, None), (16, 1)),
         ((32, 2, None), (2, 8)),
@@ -222,7 +222,7 @@ def facts(precision: Any = "bf16", num_gpus: int = 4, **changes: Any) -> Trainin
 
 
 def ask_trainer(cases: list[tuple[dict[str, Any], TrainingFacts]]) -> list[dict[str, Any]]:
-    """What the installed Trainer makes of each configuration."""
+    """Return each configuration as the installed Trainer completes it."""
     asked = []
     for config, case in cases:
         arguments = {"per_device_train_batch_size": case.batch_size, "gradient_accumulation_steps": case.grad_accum}

@@ -183,7 +183,7 @@ def test_a_value_set_by_a_flag_replaces_its_list() -> None:
     found = sweep.find_sweep(read)
     assert found.points() == [{}]
     assert found.base["training"] == {"seq_len": 32, "steps": 3}
-    with pytest.raises(UsageError, match=r"training\.steps is no section"):
+    with pytest.raises(UsageError, match=r"training\.steps is not a section"):
         recipe_file.with_value(read, ("training", "steps", "more"), 1)
 
 

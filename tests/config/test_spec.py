@@ -1,4 +1,4 @@
-"""What is requested: impossible values are refused, JSON keeps everything, and the work key misses nothing."""
+"""The request: impossible values are refused, JSON keeps everything, and the work key misses nothing."""
 
 from __future__ import annotations
 

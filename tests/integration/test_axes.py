@@ -1,7 +1,7 @@
 """Every axis that acts on the CPU accelerator is shown by two real ranks to change what it says, and to train the same.
 
-Evidence is read from the records: the configuration that DeepSpeed resolved, the ledger (of which the predicted one
-must agree, cell by cell), the class of the optimizer, and the losses.
+The records show it: the configuration that DeepSpeed resolved, the ledger, which must agree with the predicted one
+cell by cell, the class of the optimizer, and the losses.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def resolved_differences(a: TrialRecord, b: TrialRecord) -> set[str]:
-    """Paths in which the configurations differ that DeepSpeed resolved."""
+    """Return the paths where the resolved configurations differ."""
     first, second = (dict(leaves(record.ranks[0].resolved_config)) for record in (a, b))
     return {path for path in first.keys() | second.keys() if first.get(path) != second.get(path)}
 

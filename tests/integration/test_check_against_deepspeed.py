@@ -51,7 +51,7 @@ print(json.dumps([read(config) for config in json.load(sys.stdin)], default=str)
 """
 _SAMPLES = (None, True, 1, -1, 1.5, 5e8, "text", "5", ["text"], {})
 _ONLY_0_AND_1 = ("wall_clock_breakdown", "flops_profiler.enabled", "checkpoint.parallel_write.pipeline_stage")
-"""Switches that DeepSpeed reads as numbers, of which it takes no other; check takes any number for one."""
+"""Switches that DeepSpeed reads as the numbers 0 and 1; check accepts any number."""
 _FACTS = TrainingFacts(num_gpus=1, batch_size=2, precision="bf16", hidden_size=128, training_steps=4)
 _CUDA = Placement(accelerator="cuda", nvme_path="/nvme")
 

@@ -94,7 +94,7 @@ def test_every_file_trains_as_it_says(trained: dict[str, TrialRecord]) -> None:
 
 
 def test_a_scheduler_is_stepped_once_per_optimizer_step(trained: dict[str, TrialRecord]) -> None:
-    """After the four steps of the run it stands at its iteration 3 (from 0), of 102 with 2 of warm-up."""
+    """Four steps leave it at iteration 3 (from 0) of 102, the first 2 being its warm-up."""
     rank = trained["scheduler"].ranks[0]
     assert rank.optimizer_settings[0]["lr"] == pytest.approx(1e-2 * (102 - 3) / (102 - 2))
 
