@@ -189,38 +189,18 @@ def _usage_error(error: ValidationError, text: RecipeText) -> UsageError:
     return UsageError(f"{place}{shown} is {value}", remedy=" or ".join(dict.fromkeys(reasons)))
 
 
-_RULES = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "a text",
-    "model_type": "a block of keys",
-    "dict_type": "a block of keys",
-    "tuple_type": "a list",
-    "greater_than_equal": "{ge} or more",
-    "less_than_equal": "{le} or less",
-    "greater_than": "above {gt}",
-    "less_than": "below {lt}",
-    "literal_error": "{expected}",
-    FACTORY: "package.module:function",
-    _NAME: "a name of letters, digits, dots, dashes and underscores",
-}
-"""Kind of a pydantic error, or the pattern of a text → what the value must be."""
-
-
 def _reason(error: Any) -> str:
     context = error.get("ctx", {})
-    rule = _RULES.get(context.get("pattern", error["type"]))
-    if rule is None:
-        return str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "literal_error" and isinstance(error["input"], str):
         names = {name.casefold(): name for name in re.findall("'([^']+)'", context["expected"])}
         for near in difflib.get_close_matches(given := error["input"].casefold(), names, n=1, cutoff=0.65):
             if near[0] != given[0]:  # as gpu and cpu, which mean different things
                 break
             return f"did you mean {names[near]}?"
-    return "it must be " + rule.format(**context)
+    forms = {FACTORY: "package.module:function", _NAME: "a name of letters, digits, dots, dashes and underscores"}
+    if (form := forms.get(context.get("pattern"))) is not None:
+        return f"it must be {form}"
+    return str(error["msg"]).removeprefix("Value error, ").replace("Input should", "it must")
 
 
 def _known_part(path: KeyPath) -> KeyPath:
