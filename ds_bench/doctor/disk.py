@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import deepspeed_config, strategies
+from ..config.caveats import Caveat, CaveatKind, note
 from ..config.spec import Placement, Trial, Workload
 from ..errors import PreflightError
 from ..launch.scratch import remove_abandoned
@@ -31,7 +32,7 @@ _CHECKPOINT_BYTES = 14
 """Per parameter of a checkpoint: the 16-bit weight, its fp32 master and Adam's two moments."""
 _SWAPPED_BYTES = 12
 """Added if the optimizer is on a disk: DeepSpeed copies its swap files into the checkpoint."""
-_NOT_A_DISK = {"tmpfs": "memory", "ramfs": "memory", "overlay": "a container's overlay"}
+_IN_MEMORY = ("tmpfs", "ramfs")
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "fuse", "ceph", "9p", "virtiofs")
 _SLOW_BYTES_PER_SECOND = from_gb(5.0)
 _MIN_TEST_BYTES, _MAX_TEST_BYTES = 64 * 2**20, 2**30
@@ -46,7 +47,7 @@ class NvmeFolder:
 
     file_system: str | None
     """Type of the file system; None if the kernel does not show it."""
-    caveat: str | None
+    caveat: Caveat | None
     """Why it is not a local NVMe disk; None if the type of the file system does not show that."""
 
 
@@ -63,10 +64,12 @@ def check_nvme_folder(path: Path) -> NvmeFolder:
     remove_abandoned(path)
     kind = file_system(path)
     caveat = None
-    if kind in _NOT_A_DISK:
-        caveat = f"--nvme-path is {_NOT_A_DISK[kind]} ({kind}), not an NVMe disk"
+    if kind in _IN_MEMORY:
+        caveat = Caveat(CaveatKind.NVME_IN_MEMORY, {"file_system": kind})
+    elif kind == "overlay":
+        caveat = note("--nvme-path is a container's overlay (overlay), not an NVMe disk")
     elif kind is not None and kind.startswith(_NETWORK):
-        caveat = f"--nvme-path is on a network or shared file system ({kind}), not a local NVMe disk"
+        caveat = note(f"--nvme-path is on a network or shared file system ({kind}), not a local NVMe disk")
     return NvmeFolder(file_system=kind, caveat=caveat)
 
 
@@ -103,7 +106,7 @@ def check_nvme(system: SystemAccess, path: Path, folder: NvmeFolder | None = Non
     """
     folder = check_nvme_folder(path) if folder is None else folder
     if folder.caveat is not None:
-        yield warning("NVMe path", folder.caveat, "give a folder on a local NVMe disk")
+        yield warning("NVMe path", folder.caveat.text, "give a folder on a local NVMe disk")
     elif folder.file_system is None:
         yield unreadable("NVMe path", "the kernel does not show the file system")
     else:

@@ -50,9 +50,12 @@ def test_folder_that_cannot_be_used_is_one_problem(tmp_path: Path) -> None:
     assert found.remedy == "give a folder on the NVMe disk"  # to create one there would fail
 
 
-def test_memory_passed_off_as_a_disk_is_a_warning() -> None:
+def test_memory_in_place_of_a_disk_is_a_warning_and_disqualifies_a_row() -> None:
     found = looked(Path("/dev/shm"))["NVMe path"]
     assert (found.level, "tmpfs" in found.text) == ("warning", True)
+    caveat = disk.check_nvme_folder(Path("/dev/shm")).caveat
+    assert caveat is not None
+    assert caveat.disqualifying
 
 
 def test_full_disk_is_a_finding_is_not_measured_and_stays_clean(small_disk: Path) -> None:
