@@ -254,7 +254,7 @@ def check_ops(
     """Yield one finding per op. ``folder``: the cache of ops. ``states``: results of a build, if there was one."""
     every = len(strategies.ZERO_STAGES) + len(strategies.OFFLOAD_NAMES) + sum(each.refusal is None for each in own)
     for op, names in strategies_by_op(accelerator, own).items():
-        # Torch's AdamW can replace FusedAdam, and NVMe offload may not be wanted.
+        # Torch's AdamW can replace FusedAdam, and perhaps nobody wants NVMe offload.
         optional = op == ops.FUSED_ADAM or (op == ops.ASYNC_IO and not check_nvme)
         level: Level = "warning" if optional else "problem"
         state = None if states is None else states.get(op)

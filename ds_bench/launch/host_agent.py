@@ -72,7 +72,7 @@ _CLEAN_UP_SECONDS = 30.0
 _REPLACED = re.compile(r"rank\d+(\.measured)?\.json|rank\d+\.beat|rank\d+\.steps")
 """Files that are sent whole when they have changed."""
 _GROWING = re.compile(rf"rank\d+\.(log|stacks)|{re.escape(EXITS_FILE)}|{re.escape(LEADER_LOG)}")
-"""Files of which only the new part is sent. All others are sent at the end of the trial."""
+"""Files whose new part is sent. All others are sent at the end of the trial."""
 _PART_BYTES = 2**18
 
 

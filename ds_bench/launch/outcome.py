@@ -59,7 +59,7 @@ class Evidence:
     host_error: HostError | None = None
     """Set if a host failed to start, answer or end the trial."""
     server_died: bool = False
-    """Whether the preloaded server, with which its ranks die, was gone when the trial ended."""
+    """Whether the preloaded server was gone when the trial ended. Its ranks die with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,16 +185,16 @@ def _oom_outcome(failures: tuple[RankFailure, ...], evidence: Evidence) -> Outco
 
 
 def _outside_outcome(evidence: Evidence) -> Outcome | None:
-    """An end from outside. The way in which the ranks ended is then no evidence of its own."""
+    """An end from outside, which also explains how the ranks ended."""
     if evidence.ending is None:
         return _fail(evidence, schema.INTERRUPTED, None, "interrupted while it ran", phase=_read_phase(evidence, 0))
     if evidence.host_error is not None:
-        # The ranks of the other hosts wait for those of the lost host.
+        # The ranks of the other hosts wait for the lost ones.
         status = schema.TIMEOUT if isinstance(evidence.host_error, HostLostError) else schema.CRASHED
         return _fail(evidence, status, None, f"host {evidence.host_error}")
     if evidence.server_died:
         status = schema.OOM_HOST if evidence.host_ran_out else schema.KILLED
-        text = "the preloaded server, from which its ranks are forked, was ended from outside while it ran"
+        text = "the preloaded server, the parent of its ranks, was ended from outside while it ran"
         if evidence.host_ran_out:
             text = "the kernel killed the preloaded server or a rank for memory (its oom_kill count rose)"
         return _fail(evidence, status, None, text, phase=_read_phase(evidence, 0))

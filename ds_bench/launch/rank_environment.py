@@ -45,7 +45,7 @@ def rank_environment(
         **import_variables(environ.get("PYTHONPATH", "")),
         # For ninja, which is next to the interpreter; the virtual environment need not be activated.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)]),
-        # NVML's order, in which this program counts GPUs; CUDA's own puts the fastest first.
+        # NVML's order, which this program uses; CUDA's own order starts with the fastest GPU.
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         # torch.cuda.is_available() would otherwise start CUDA, which processes forked later could not use.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
@@ -101,7 +101,7 @@ def cuda_environment(environ: Mapping[str, str], inventory: gpus.GpuInventory) -
         variables["TORCH_CUDA_ARCH_LIST"] = ";".join(f"{major}.{minor}" for major, minor in capabilities)
     toolkit = Path(environ.get("CUDA_HOME", "/usr/local/cuda"))
     stubs = toolkit / "lib64" / "stubs"
-    if stubs.is_dir():  # libcuda.so for the linker, which may not find the driver's
+    if stubs.is_dir():  # a libcuda.so for the linker, in case it does not find the driver's
         variables["LIBRARY_PATH"] = os.pathsep.join(filter(None, [environ.get("LIBRARY_PATH"), str(stubs)]))
     # The toolkit may lack the headers of the math libraries; the wheels that torch depends on have them.
     packages = [folder for folder in map(Path, sys.path) if folder.name == "site-packages"]

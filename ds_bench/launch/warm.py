@@ -36,7 +36,7 @@ from .trial import Leader, run_trial
 
 _PRELOAD = "ds_bench.worker.preload"
 _MAX_STARTS = 3
-"""How often a trial is started where the server dies before the trial has begun."""
+"""How often a trial is started if the server dies before the trial has begun."""
 
 
 class _ServerDiedError(Exception):
@@ -44,9 +44,9 @@ class _ServerDiedError(Exception):
 
 
 class WarmLauncher:
-    """Launches trials on a single node. ``environment`` holds for the life of the server, whose libraries read it once.
+    """Launches trials on a single node. ``environment`` is set for the life of the server; libraries read it once.
 
-    A server that was killed is started and probed again before the next trial. Where that fails, trials go through
+    A server that was killed is started and probed again before the next trial. If that fails, trials go through
     ``otherwise``, with a caveat; without it they are Crashed.
     """
 
@@ -61,9 +61,9 @@ class WarmLauncher:
         warnings.filterwarnings("ignore", "resource_tracker: process died unexpectedly", UserWarning)
 
     def prepare(self, timeout_seconds: float = 300.0) -> str | None:
-        """Starts the server, a second time if it dies while it loads.
+        """Start the server, a second time if it dies while it loads.
 
-        Returns None if ranks may be forked from it, else the reason why not.
+        Return None if ranks can be forked from it, else the reason why not.
         """
         earlier = processes.descendants()
         try:
@@ -83,7 +83,7 @@ class WarmLauncher:
         _ensure_tracker()
         self._context.set_forkserver_preload([__name__, _PRELOAD])
         result_file = Path(temporary_folder()) / "probe.json"
-        # An earlier server's answer says nothing of this one.
+        # The answer of an earlier server does not count.
         result_file.unlink(missing_ok=True)
         with _set_variables(self._environment):  # the server inherits them
             probe = self._context.Process(target=_write_probe_result, args=(str(result_file),), daemon=True)
@@ -125,7 +125,7 @@ class WarmLauncher:
             except _ServerDiedError:
                 for file in folder.iterdir():  # of a leader that was forked before the server died
                     file.unlink()
-        reason = f"the preloaded server may not be forked, {reason}"
+        reason = f"the preloaded server cannot be forked: {reason}"
         if self._otherwise is not None:
             record = self._otherwise.launch(trial, folder, listen)
             return replace(record, caveats=(*record.caveats, f"cold launch: {reason}"))
@@ -172,14 +172,14 @@ def _without_main() -> Iterator[None]:
 
 
 def _ensure_tracker() -> None:
-    """Starts multiprocessing's helper process that removes the semaphores of killed ranks, without a word about it."""
+    """Start multiprocessing's helper process, which removes the semaphores of killed ranks, without its warning."""
     with _set_variables({"PYTHONWARNINGS": "ignore::UserWarning"}):
         resource_tracker.ensure_running()
 
 
 @contextlib.contextmanager
 def _set_variables(environment: Mapping[str, str]) -> Iterator[None]:
-    """Sets these variables within this context."""
+    """Set these variables within this context."""
     before = os.environ.copy()
     os.environ.update(environment)
     try:
@@ -191,10 +191,10 @@ def _set_variables(environment: Mapping[str, str]) -> Iterator[None]:
 
 
 def _forget_server() -> None:
-    """Makes the standard library start its server again.
+    """Make the standard library start its server again.
 
-    It asks by waitpid whether its server lives, and raises from then on where somebody else has collected the dead
-    server, as the ending of a trial does with the orphans it adopts (multiprocessing/forkserver.py, ensure_running).
+    It asks by waitpid whether its server lives, and raises from then on if the dead server was collected elsewhere, as
+    the end of a trial does with the orphans that it adopts (multiprocessing/forkserver.py, ensure_running).
     """
     server: Any = importlib.import_module("multiprocessing.forkserver")._forkserver
     with contextlib.suppress(OSError, TypeError):
@@ -203,7 +203,7 @@ def _forget_server() -> None:
 
 
 def _write_probe_result(result_file: str) -> None:
-    """Runs in a process forked from the server: writes why ranks may not be forked from it, or None."""
+    """Write why no rank can be forked from the server, or None. Runs in a process forked from it."""
     reason = None
     is_preloaded = _PRELOAD in sys.modules
     preload = importlib.import_module(_PRELOAD)
@@ -233,10 +233,10 @@ def choose_launcher(
     say: Callable[[str], None],
     hosts: Hosts | None = None,
 ) -> tuple[Launcher, str | None]:
-    """The launcher for these trials, and a note where ranks may not be forked warm and ``requested`` leaves it open.
+    """Return the launcher for these trials, and a note if ``auto`` falls back to cold launch.
 
-    ``requested``: ``auto``, ``warm`` or ``deepspeed``. ``gpu_indices``: NVML's, of the visible GPUs. ``hosts``: of a
-    placement on several. Raises UsageError where ``warm`` is requested and not safe.
+    ``requested``: ``auto``, ``warm`` or ``deepspeed``. ``gpu_indices``: NVML's indices of the visible GPUs. ``hosts``:
+    for a placement on several. Raises UsageError if ``warm`` is requested and not safe.
     """
     on_gpus = placement.accelerator == "cuda"
     devices = gpu_indices if on_gpus else None
@@ -251,7 +251,7 @@ def choose_launcher(
         elif requested == "warm":
             raise UsageError(f"--launcher warm is not safe here: {reason}", remedy="use --launcher deepspeed")
         else:
-            note = f"cold launch: the preloaded server may not be forked, {reason}"
+            note = f"cold launch: the preloaded server cannot be forked: {reason}"
     if on_gpus:
         launcher = GpuMonitoringLauncher(
             launcher, gpus.read_gpus, gpu_indices, hosts=hosts

@@ -1,1 +1,1 @@
-"""What this machine has: facts only, no judgement."""
+"""Facts about this machine, without judging them."""

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from operator import attrgetter
@@ -140,6 +140,9 @@ def read_environment(
     inventory = gpus.read_gpus() if inventory is None else inventory
     swap_total, swap_used = host_memory.swap_bytes(root)
     system, allowed_cpus, nodes = os.uname(), os.sched_getaffinity(0), root / "sys/devices/system/node"
+    # Threads of one core list the same siblings.
+    topology = root / "sys/devices/system/cpu"
+    cores = {read_text(topology / f"cpu{cpu}/topology/thread_siblings_list") for cpu in allowed_cpus}
     operating_system, shm_bytes = None, None
     with contextlib.suppress(OSError):
         operating_system = platform.freedesktop_os_release().get("PRETTY_NAME")
@@ -154,7 +157,7 @@ def read_environment(
         python_version=sys.version.split()[0],
         cpu_model=cpu_model(root),
         logical_cores=len(allowed_cpus),
-        physical_cores=_physical_cores(allowed_cpus, root),
+        physical_cores=None if None in cores else len(cores),
         cpu_quota_cores=host_memory.cgroup_cpu_cores(root),
         numa_nodes=sum(path.name[4:].isdecimal() for path in nodes.glob("node*")) or None,
         host_memory_bytes=host_memory.host_memory_bytes(root),
@@ -209,7 +212,7 @@ def setting_differences(a: Environment, b: Environment) -> list[str]:
     facts = (
         *_SETTINGS,
         *((name, _package(name)) for name in names),
-        *((name, _variable(name)) for name in variables),
+        *((name, lambda each, name=name: each.variables.get(name)) for name in variables),
     )
     return _differences(facts, a, b)
 
@@ -224,10 +227,6 @@ def _differences(facts: Facts, a: Environment, b: Environment) -> list[str]:
 
 def _package(name: str) -> Callable[[Environment], object]:
     return lambda environment: environment.packages.get(name)
-
-
-def _variable(name: str) -> Callable[[Environment], object]:
-    return lambda environment: environment.variables.get(name)
 
 
 def _describe_gpus(environment: Environment) -> str:
@@ -347,9 +346,3 @@ def cpu_model(root: Path = ROOT) -> str | None:
     if "CPU part" in facts and "model name" not in facts:
         return f"ARM implementer {facts.get('CPU implementer', '?')} part {facts['CPU part']}"
     return facts.get("model name") or None
-
-
-def _physical_cores(allowed: Iterable[int], root: Path) -> int | None:
-    # Threads of one core list the same siblings.
-    cores = {read_text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in allowed}
-    return None if None in cores else len(cores)

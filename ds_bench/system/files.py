@@ -1,7 +1,6 @@
-"""Reads files that another program may have written: regular files only, up to a size, without waiting for a writer.
-Writes files whole or not at all.
+"""Reads files of other programs: regular files only, up to a size, without waiting for a writer.
 
-Also checks that a folder can be written and that its disk is not full.
+Writes files whole or not at all. Checks that a folder can be written and that its disk is not full.
 """
 
 from __future__ import annotations
@@ -116,9 +115,9 @@ def locked_file(path: Path, wait: Callable[[], None]) -> Iterator[int]:
     The kernel releases the lock when every process that has the descriptor has ended. The file is created if missing
     and stays. Raises OSError if it cannot be opened or locked.
     """
-    # Read-only, since a file of another user may not be opened for writing; the folder is open to everybody, so no link
-    # is followed. With O_CREAT the kernel may refuse another user's file in a sticky folder (fs.protected_regular in
-    # Documentation/admin-guide/sysctl/fs.rst), hence two steps.
+    # Read-only, since another user's file cannot be opened for writing. The folder is open to every user, so no link is
+    # followed. In two steps: with O_CREAT the kernel may refuse another user's file in a sticky folder
+    # (fs.protected_regular in Documentation/admin-guide/sysctl/fs.rst).
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with suppress(FileExistsError):
         made = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644)
@@ -139,7 +138,7 @@ def locked_file(path: Path, wait: Callable[[], None]) -> Iterator[int]:
 def remove_temporaries(folder: Path, name: str) -> None:
     """Remove temporary files that killed writers of ``name`` (a pattern) left. No such file may be in use."""
     for temporary in folder.glob(f".{name}.*.tmp"):
-        # The part before "tmp" is the pid of the writer; other files that end so are left alone.
+        # The part before "tmp" is the writer's pid; other files are left alone.
         if temporary.name.split(".")[-2].isdecimal() and temporary.is_file():
             temporary.unlink(missing_ok=True)
 
@@ -163,12 +162,12 @@ def nearest_existing(path: Path) -> Path:
 
 
 def require_writable(folder: Path, flag: str, file_bytes: int = 0) -> None:
-    """Raise PreflightError if no file of ``file_bytes`` can be made in ``folder``, or in the nearest one above it.
+    """Raise PreflightError if no file of ``file_bytes`` can be created in ``folder`` or the nearest one above it.
 
-    ``flag``: the one that named it.
+    ``flag``: the flag that named it.
     """
     try:
-        # The folder may not be made yet, and is not made here: a run that is refused leaves nothing.
+        # The folder may be missing, and is not created here: a refused run leaves nothing behind.
         with tempfile.TemporaryFile(dir=nearest_existing(folder)) as probe:
             probe.write(bytes(file_bytes))
             probe.flush()
@@ -177,7 +176,7 @@ def require_writable(folder: Path, flag: str, file_bytes: int = 0) -> None:
 
 
 def not_writable(folder: Path, flag: str, error: OSError) -> PreflightError:
-    """Return the error for a folder that cannot be written. ``flag``: the one that named it."""
+    """Return the error for a folder that cannot be written. ``flag``: the flag that named it."""
     problem = f"{flag} {folder} cannot be written: {error.strerror or error}"
     return PreflightError(problem, remedy=remedy_of(error))
 

@@ -100,7 +100,9 @@ def find_nodes(environ: Mapping[str, str]) -> LaunchedNodes | None:
     launcher, texts = _launcher_and_facts(environ)
     address, port_text = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "29500")
     if launcher == "srun":
-        address = address or _first_node(environ.get("SLURM_STEP_NODELIST", ""))
+        # The first name of a list in Slurm's form: node01 of node[01-03,7],other.
+        first = re.match(r"([^,\[]*)(?:\[([0-9]+)[^\]]*\]([^,\[]*))?", environ.get("SLURM_STEP_NODELIST", ""))
+        address = address or "".join(filter(None, first.groups() if first else ()))
     if not all(text.isdecimal() for text in (*texts, port_text)):
         return None
     number, count, ranks_here, local_rank, ranks = map(int, texts)
@@ -155,12 +157,6 @@ def _launcher_and_facts(environ: Mapping[str, str]) -> tuple[str, list[str]]:
     if not (nodes.isdecimal() and size.isdecimal() and int(nodes) and int(size) % int(nodes) == 0):
         return "", [""]
     return "job", [environ.get("PET_NODE_RANK", rank), nodes, str(int(size) // int(nodes)), "0", size]
-
-
-def _first_node(nodes: str) -> str:
-    """The first name of a list in Slurm's form: ``node01`` of ``node[01-03,7],other``."""
-    found = re.match(r"([^,\[]*)(?:\[([0-9]+)[^\]]*\]([^,\[]*))?", nodes)
-    return "".join(filter(None, found.groups())) if found else ""
 
 
 def _require_secret(nodes: LaunchedNodes) -> None:

@@ -31,7 +31,7 @@ def _prctl(option: int, value: int) -> bool:
 
 
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """Variables of a Python child process: those of this process, the changes, and :func:`import_variables`."""
+    """Variables of a Python child process: this process's, the changes, and :func:`import_variables`."""
     variables = {**os.environ, **changes}
     # Last, so that no change takes this package off the child's path.
     return {**variables, **import_variables(variables.get("PYTHONPATH", ""))}
@@ -40,7 +40,7 @@ def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
 def import_variables(python_path: str) -> dict[str, str]:
     """Variables that make a Python process find this package and ``python_path``, but not the current folder.
 
-    A ``random.py`` in the current folder would otherwise run in every process.
+    Otherwise a ``random.py`` in the current folder would run in every process.
     """
     package = str(Path(__file__).resolve().parent.parent.parent)
     path = dict.fromkeys([package, *filter(None, python_path.split(os.pathsep))])  # an empty part is the current folder
@@ -48,7 +48,7 @@ def import_variables(python_path: str) -> dict[str, str]:
 
 
 def redirect_streams(path: Path) -> None:
-    """Appends to a file what this process and its children print from now on; their standard input is empty."""
+    """Append the output of this process and its children to a file from now on; their standard input is empty."""
     sys.stdout.flush()
     sys.stderr.flush()
     output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -60,7 +60,7 @@ def redirect_streams(path: Path) -> None:
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Makes the kernel send signal ``number`` to this process when its parent dies (prctl(2), PR_SET_PDEATHSIG)."""
+    """Make the kernel send signal ``number`` to this process when its parent dies (prctl(2), PR_SET_PDEATHSIG)."""
     parent = os.getppid()
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it died before the call
@@ -98,14 +98,14 @@ def die_with_leader() -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes descendants whose parent dies children of this process (PR_SET_CHILD_SUBREAPER)."""
+    """Make descendants whose parent dies children of this process (PR_SET_CHILD_SUBREAPER)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def open_gpu_files(process: Path = Path("/proc/self")) -> list[str]:
     """Device files for computing on a GPU that a process has open. A process forked from it could not use the GPU.
 
-    Those of NVML (``/dev/nvidiactl``, ``/dev/nvidia0``) do not count, because NVML makes no CUDA context.
+    NVML's files (``/dev/nvidiactl``, ``/dev/nvidia0``) do not count, because NVML creates no CUDA context.
     """
     device_files = set()
     for link in process.glob("fd/*"):
@@ -154,7 +154,7 @@ def session_members(session: int) -> set[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether any thread of the process lives. If only the first has ended, the process itself is shown as a zombie."""
+    """Whether any thread of the process lives. After its first thread has ended, the process looks like a zombie."""
     process = Path(f"/proc/{pid}")
     try:
         threads = map(stat_values, chain([process / "stat"], process.glob("task/*/stat")))
@@ -174,7 +174,7 @@ def stat_values(stat: Path) -> list[str]:
 def start_ticks(pid: int) -> int | None:
     """When the process started, in clock ticks since the machine started; None if it does not exist.
 
-    Tells apart processes that had the same id one after the other (proc_pid_stat(5), starttime).
+    Distinguishes processes that had the same id one after the other (proc_pid_stat(5), starttime).
     """
     values = stat_values(Path(f"/proc/{pid}/stat"))
     # Field 22 in proc_pid_stat(5); the values begin with field 3.
@@ -183,7 +183,7 @@ def start_ticks(pid: int) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    """Memory and disk traffic of processes. CPU time is no sign of progress, since a hung process may spin."""
+    """Memory and disk traffic of processes. CPU time would prove nothing, since a hung process may spin."""
 
     resident_bytes: int
     """Sum of resident memory at this moment."""
@@ -207,14 +207,14 @@ def read_activity(pids: Iterable[int]) -> Activity:
 
 
 def send_signal(pids: Iterable[int], number: int) -> None:
-    """Sends a signal to each process that still exists."""
+    """Send a signal to each process that still exists."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
 
 def reap(pids: Iterable[int]) -> None:
-    """Collects the exit status of children that have ended, so that no zombies are left."""
+    """Collect the exit status of children that have ended, so that no zombies are left."""
     for pid in pids:
         with contextlib.suppress(ChildProcessError, ProcessLookupError):
             os.waitpid(pid, os.WNOHANG)
@@ -228,9 +228,9 @@ _POLL_SECONDS = 0.02
 def end_processes(
     find: Callable[[], set[int]], *, grace_seconds: float = 0.0, first_signal: int = signal.SIGKILL
 ) -> set[int]:
-    """Ends processes: ``first_signal``, grace, SIGKILL until none is left. Returns those that could not be ended.
+    """End processes: ``first_signal``, grace, SIGKILL until none is left. Return those that could not be ended.
 
-    ``find``: those that live now. It is asked again and again, since they may start others.
+    ``find``: returns the living ones. It is called repeatedly, since they may start others.
     """
     left = find()
     send_signal(left, first_signal)
@@ -246,7 +246,7 @@ def end_processes(
 
 
 def end_led(leader: int, *, grace_seconds: float = 0.0, first_signal: int = signal.SIGKILL) -> None:
-    """Ends what descends from a leader or is in its session, as :func:`end_processes` does, but not the leader."""
+    """End the descendants of a leader and its session, but not the leader, as :func:`end_processes` does."""
     end_processes(
         lambda: (descendants(leader) | session_members(leader)) - {leader},
         grace_seconds=grace_seconds,
@@ -257,10 +257,10 @@ def end_led(leader: int, *, grace_seconds: float = 0.0, first_signal: int = sign
 def end_tree(
     leader: int | None, *, earlier: set[int], grace_seconds: float, first_signal: int = signal.SIGTERM
 ) -> set[int]:
-    """Ends a trial's process tree as :func:`end_processes` does. Returns what is left, which is nothing without a bug.
+    """End a trial's process tree as :func:`end_processes` does. Return what is left: nothing, without a bug.
 
-    ``leader``: of the trial's session; None if none was started. ``earlier``: descendants of this process from before
-    the trial, which are left alone. All others belong to the trial, since orphans are adopted.
+    ``leader``: of the trial's session; None if it was not started. ``earlier``: descendants of this process from before
+    the trial, which are left alone. All other descendants belong to the trial, since orphans are adopted.
     """
 
     def members() -> set[int]:

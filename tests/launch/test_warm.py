@@ -24,8 +24,8 @@ def test_a_server_that_is_killed_costs_the_trial_that_runs_and_no_later_one(tmp_
     assert done.returncode == 0, done.stderr
     *ended, why = json.loads(done.stdout)
     assert ended == ["Success", "Killed", "Killed", "Success", "Success", "Success", "Crashed"]
-    beginning, _, reason = why.partition(", ")
-    assert beginning == "the preloaded server may not be forked"
+    beginning, _, reason = why.partition(": ")
+    assert beginning == "the preloaded server cannot be forked"
     # Killed before or after it answered: each is a true reason.
     assert reason.startswith(("it died as often as it was started", "the preloaded server did not start"))
     assert done.stderr == ""

@@ -1,4 +1,4 @@
-"""Which processes live, and what makes a process one that may not be forked: real children, a driver of our own."""
+"""Which processes live, and what forbids forking a process: real children, a driver of our own."""
 
 from __future__ import annotations
 
