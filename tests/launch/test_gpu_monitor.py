@@ -1,10 +1,10 @@
-"""Clocks are looked at while a trial runs, once, and only what is a fault is told; memory before it begins."""
+"""The GPUs' clocks are read once while a trial runs, their memory before it begins."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -20,9 +20,11 @@ from ds_bench.system import signals
 from ds_bench.system.gpus import GpuFacts, GpuInventory
 from tests.support import fakes
 
+GB = fakes.GB
+
 
 class Steps:
-    """A launcher that tells of every step."""
+    """A launcher that reports every step."""
 
     def launch(self, trial: Trial, folder: Path, listen: ProgressCallback) -> TrialRecord:  # noqa: ARG002
         for step in range(-1, trial.workload.warmup_steps + trial.workload.num_steps):
@@ -30,116 +32,83 @@ class Steps:
         return fakes.success(trial)
 
 
-class Cards:
-    """Two cards, the second held back; counts how often it is asked."""
+def caveats(*reasons: str, indices: tuple[int, ...] = (0, 1), **facts: float) -> tuple[object, ...]:
+    """Caveats of a trial on two cards, the second of which is throttled for these reasons."""
+    reads = []
 
-    def __init__(self, *reasons: str, **facts: float) -> None:
-        self.asked = 0
-        cool = fakes.inventory(cards=2).gpus
-        self.inventory = GpuInventory(
-            driver_version="580.65", gpus=(cool[0], replace(cool[1], throttle_reasons=reasons, **facts))
-        )
+    def read() -> GpuInventory:
+        reads.append(1)
+        first, second = fakes.inventory(cards=2).gpus
+        return GpuInventory(gpus=(first, replace(second, throttle_reasons=reasons, **facts)))
 
-    def read(self) -> GpuInventory:
-        self.asked += 1
-        return self.inventory
-
-
-def launch(cards: Cards, indices: tuple[int, ...] = (0, 1)) -> TrialRecord:
     trial = fakes.trial(on=fakes.placement(accelerator="cuda", num_gpus=2))
-    return GpuMonitoringLauncher(Steps(), cards.read, indices).launch(trial, Path("unused"), lambda _progress: None)
+    record = GpuMonitoringLauncher(Steps(), read, indices).launch(trial, Path("unused"), lambda _progress: None)
+    assert len(reads) == 2, "before the trial, and once in the middle"
+    return record.caveats
 
 
-def test_a_card_that_is_held_back_is_told_and_asked_for_once() -> None:
-    cards = Cards("hw_slowdown", "gpu_idle")
-    assert launch(cards).caveats == (Caveat(CaveatKind.CLOCKS_THROTTLED, {"gpu": 1, "reasons": "hw_slowdown"}),)
-    assert cards.asked == 2  # before it, and in the middle
+def test_a_throttled_card_that_the_job_uses_is_a_caveat() -> None:
+    told = (Caveat(CaveatKind.CLOCKS_THROTTLED, {"gpu": 1, "reasons": "hw_slowdown"}),)
+    assert caveats("hw_slowdown", "gpu_idle") == told
+    assert caveats("hw_slowdown", indices=(0,)) == ()
+    for limit, count in ((700.0, 0), (500.0, 1)):  # at the default limit a loaded card runs so
+        assert len(caveats("sw_power_cap", power_limit_watts=limit, default_power_limit_watts=700.0)) == count
+    assert caveats("gpu_idle") == caveats("applications_clocks_setting") == caveats() == ()
 
 
-@pytest.mark.parametrize(("limit", "told"), [(700.0, False), (500.0, True)])
-def test_the_power_cap_of_a_loaded_card_is_told_only_below_the_default_limit(limit: float, told: bool) -> None:
-    cards = Cards("sw_power_cap", power_limit_watts=limit, default_power_limit_watts=700.0)
-    assert bool(launch(cards).caveats) is told
+def start_in_turn(used_gb: list[float], trials: int, wait_seconds: float) -> list[TrialRecord]:
+    """Trials on a card whose used memory is read from a list, the last entry without end."""
 
+    def read() -> GpuInventory:
+        used = used_gb.pop(0) if len(used_gb) > 1 else used_gb[0]
+        return GpuInventory(gpus=(replace(fakes.inventory(cards=1).gpus[0], memory_used_bytes=int(used * GB)),))
 
-class Memory:
-    """A card whose used memory is answered from a list, the last entry for ever."""
-
-    def __init__(self, *used_gb: float) -> None:
-        self.used_gb = list(used_gb)
-
-    def read(self) -> GpuInventory:
-        used = self.used_gb.pop(0) if len(self.used_gb) > 1 else self.used_gb[0]
-        card = fakes.inventory(cards=1).gpus[0]
-        return GpuInventory(gpus=(replace(card, memory_used_bytes=int(used * fakes.GB)),))
-
-
-def free_at_start(memory: Memory, trials: int, wait_seconds: float) -> list[TrialRecord]:
-    watcher = GpuMonitoringLauncher(Quiet(), memory.read, (0,), wait_seconds=wait_seconds)
+    launcher = GpuMonitoringLauncher(fakes.FakeLauncher("Success"), read, (0,), wait_seconds=wait_seconds)
     trial = fakes.trial(on=fakes.placement(accelerator="cuda"))
-    return [watcher.launch(trial, Path("unused"), lambda _progress: None) for _ in range(trials)]
-
-
-class Quiet:
-    """A launcher that tells of nothing."""
-
-    def launch(self, trial: Trial, folder: Path, listen: ProgressCallback) -> TrialRecord:  # noqa: ARG002
-        return fakes.success(trial)
+    return [launcher.launch(trial, Path("unused"), lambda _progress: None) for _ in range(trials)]
 
 
 def test_the_next_trial_waits_until_the_card_is_given_back_and_its_free_memory_is_kept() -> None:
-    first, second = free_at_start(Memory(1, 60, 30, 1), trials=2, wait_seconds=10)
-    assert (first.gpu_free_start_bytes, second.gpu_free_start_bytes) == (79 * fakes.GB, 79 * fakes.GB)
+    first, second = start_in_turn([1, 60, 30, 1], trials=2, wait_seconds=10)
+    assert (first.gpu_free_start_bytes, second.gpu_free_start_bytes) == (79 * GB, 79 * GB)
     assert second.caveats == ()
 
 
-def test_memory_that_somebody_else_keeps_is_waited_for_once_and_told() -> None:
-    records = free_at_start(Memory(1, 21), trials=3, wait_seconds=0.3)
-    assert [record.gpu_free_start_bytes for record in records] == [size * fakes.GB for size in (79, 59, 59)]
+def test_memory_that_another_program_keeps_is_waited_for_once_and_is_a_caveat() -> None:
+    records = start_in_turn([1, 21], trials=3, wait_seconds=0.3)
+    assert [record.gpu_free_start_bytes for record in records] == [size * GB for size in (79, 59, 59)]
     assert [len(record.caveats) for record in records] == [0, 1, 0]
     assert "20.00 GB less of the card was free" in records[1].caveats[0]
 
 
-def test_the_row_after_an_offload_row_waits_until_host_memory_is_given_back() -> None:
-    left = [100, 100, 40, 70, 99, 50]
-    asked = iter(left)
-    watcher = GpuMonitoringLauncher(
-        Quiet(), Memory(1).read, (0,), wait_seconds=10, read_host_bytes=lambda: next(asked) * fakes.GB
-    )
-    plain = fakes.trial(on=fakes.placement(accelerator="cuda"))
-    offload = fakes.trial(fakes.offload("cpu_full"), on=fakes.placement(accelerator="cuda"))
-    for trial in (plain, offload, plain):
-        watcher.launch(trial, Path("unused"), lambda _progress: None)
-    assert next(asked) == 50, "the third row began before the memory was there, or waited for more"
-
-
 def test_ctrl_c_ends_the_wait_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "interrupt_requested", lambda: True)
-    first, second = free_at_start(Memory(1, 60), trials=2, wait_seconds=60)
-    assert (first.gpu_free_start_bytes, second.gpu_free_start_bytes) == (79 * fakes.GB, 20 * fakes.GB)
+    first, second = start_in_turn([1, 60], trials=2, wait_seconds=60)
+    assert (first.gpu_free_start_bytes, second.gpu_free_start_bytes) == (79 * GB, 20 * GB)
     assert second.caveats == ()
 
 
-def test_a_clock_that_somebody_set_or_an_idle_card_is_no_fault(subtests: pytest.Subtests) -> None:
-    for reasons in ((), ("gpu_idle",), ("applications_clocks_setting",)):
-        with subtests.test(reasons=reasons):
-            assert launch(Cards(*reasons)).caveats == ()
+def test_the_row_after_an_offload_row_waits_until_host_memory_is_given_back() -> None:
+    asked = iter([100, 100, 40, 70, 99, 50])
+    launcher = GpuMonitoringLauncher(
+        fakes.FakeLauncher("Success"), GpuInventory, (0,), wait_seconds=10, read_host_bytes=lambda: next(asked) * GB
+    )
+    on = fakes.placement(accelerator="cuda")
+    for trial in (fakes.trial(on=on), fakes.trial(fakes.offload("cpu_full"), on=on), fakes.trial(on=on)):
+        launcher.launch(trial, Path("unused"), lambda _progress: None)
+    assert next(asked) == 50, "the third row began before the memory was there, or waited for more"
 
 
-def test_a_card_that_the_job_does_not_use_is_left_out() -> None:
-    assert launch(Cards("hw_slowdown"), indices=(0,)).caveats == ()
-
-
-def test_the_cards_of_every_host_are_read_by_its_agent_and_named_with_it(tmp_path: Path) -> None:
+def test_the_agents_of_several_hosts_read_the_cards_which_are_named_with_their_host(tmp_path: Path) -> None:
     cards = tuple(
-        replace(card, memory_used_bytes=fakes.GB * (1 + card.index), throttle_reasons=("hw_slowdown",) * card.index)
+        replace(card, memory_used_bytes=GB * (1 + card.index), throttle_reasons=("hw_slowdown",) * card.index)
         for card in fakes.inventory(cards=2).gpus
     )
 
     class TwoHosts:
         lost = False
 
-        def request_all(self, what: str, **_: object) -> dict[str, tuple[GpuFacts, ...]]:
+        def request_all(self, what: str, **_: Any) -> dict[str, tuple[GpuFacts, ...]]:
             if self.lost:
                 raise HostLostError("b", "the connection ended")
             assert what == "gpus"
@@ -147,12 +116,12 @@ def test_the_cards_of_every_host_are_read_by_its_agent_and_named_with_it(tmp_pat
 
     hosts = TwoHosts()
     place = fakes.placement(accelerator="cuda", num_gpus=2, hosts=(("a", 1), ("b", 1)), include="a:0@b:1")
-    watcher = GpuMonitoringLauncher(Steps(), pytest.fail, (), hosts=cast(Hosts, hosts))
-    record = watcher.launch(fakes.trial(on=place), tmp_path, lambda _progress: None)
+    launcher = GpuMonitoringLauncher(Steps(), pytest.fail, (), hosts=cast(Hosts, hosts))
+    record = launcher.launch(fakes.trial(on=place), tmp_path, lambda _progress: None)
     assert record.caveats == (Caveat(CaveatKind.CLOCKS_THROTTLED, {"gpu": "1 of b", "reasons": "hw_slowdown"}),)
-    assert record.gpu_free_start_bytes == 78 * fakes.GB
+    assert record.gpu_free_start_bytes == 78 * GB
     hosts.lost = True  # the launcher below makes the row of it
-    assert watcher.launch(fakes.trial(on=place), tmp_path, lambda _progress: None).gpu_free_start_bytes is None
+    assert launcher.launch(fakes.trial(on=place), tmp_path, lambda _progress: None).gpu_free_start_bytes is None
 
 
 def test_every_visible_gpu_is_watched_though_the_first_plan_of_a_sweep_uses_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import socket
 import subprocess
@@ -15,10 +16,11 @@ import pytest
 from ds_bench.config import strategies
 from ds_bench.config.spec import Placement
 from ds_bench.launch import host_agent, hosts, remote_trial
-from ds_bench.launch.host_agent import HostEnd
+from ds_bench.launch.host_agent import HostEnd, find_trial_processes
 from ds_bench.launch.message_stream import code_digest
 from ds_bench.launch.ops import OpState
-from ds_bench.records.rank_files import Assignment
+from ds_bench.records.rank_files import TRIAL_VARIABLE, Assignment
+from ds_bench.system import processes
 from ds_bench.system.device_locks import DeviceLocks
 from ds_bench.system.environment import Environment, read_environment
 from tests.support.local_agents import make_hosts_trial
@@ -28,7 +30,7 @@ def local_agent(_host: str) -> list[str]:
     return hosts.agent_words()
 
 
-def test_agents_on_two_hosts_tell_their_environments_and_ops_and_leave_nothing(tmp_path: Path) -> None:
+def test_agents_on_two_hosts_report_their_environments_and_ops_and_leave_nothing() -> None:
     row = strategies.make_configuration(strategies.ZERO_STAGES[1])
     with hosts.Hosts(["a", "b"], local_agent) as both:
         both.connect()
@@ -43,10 +45,8 @@ def test_agents_on_two_hosts_tell_their_environments_and_ops_and_leave_nothing(t
     assert [agent and agent.returncode for agent in agents] == [0, 0]
 
 
-def test_locks_are_taken_machine_by_machine_in_one_order_whatever_hostfiles_call_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Else two runs could each hold what the other waits for."""
+def test_hosts_are_locked_in_the_order_of_their_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise two runs with two hostfiles could each hold what the other waits for."""
 
     def order(machines: dict[str, str]) -> list[str]:
         run, locked = hosts.Hosts(list(machines), local_agent), []
@@ -64,9 +64,19 @@ def test_locks_are_taken_machine_by_machine_in_one_order_whatever_hostfiles_call
     assert order({"a": "node1", "b": "node2"}) == order({"192.0.2.1": "node2", "192.0.2.2": "node1"})
 
 
-def test_a_run_holds_the_devices_of_its_slots_on_each_host_until_it_ends_also_where_a_host_was_lost(
+def lose(run: hosts.Hosts) -> None:
+    """Kill the agent of the first host, and wait until the run has noticed."""
+    (lost, *_) = run.connections
+    assert lost._process is not None
+    lost._process.kill()
+    while lost.problem is None:
+        time.sleep(0.05)
+
+
+def test_a_run_holds_the_devices_of_each_host_until_it_ends_also_after_a_host_was_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(hosts, "_REQUEST_SECONDS", 1.0)
     placement = Placement(accelerator="cpu", num_gpus=3, hosts=(("b", 2), ("a", 1)), include="b:1,3@a:0")
     assert [placement.slots_of(name) for name in "abc"] == [[0], [1, 3], []]
     assert replace(placement, include=None).slots_of("b") == [0, 1]
@@ -79,56 +89,31 @@ def test_a_run_holds_the_devices_of_its_slots_on_each_host_until_it_ends_also_wh
         return [subprocess.run(["flock", "--nonblock", lock, "true"], check=False).returncode for lock in locks]
 
     said: list[str] = []
+    waiting = "waiting: another run is using the CPU …"
     with hosts.Hosts(["b", "a"], agent) as first, hosts.Hosts(["a", "b"], agent) as second:
         first.connect()
         second.connect()
-        assert not first.lock_devices(placement, pytest.fail).waited
+        assert not first.lock_devices(placement, said.append).waited
         assert held() == [1, 1]
-        lost = first.connections[0]
-        assert lost._process is not None
-        lost._process.kill()
-        lost._process.wait()
-        while lost.problem is None:
-            time.sleep(0.05)
+        lose(first)
         first.reconnect(10.0)
+        assert held() == [1, 1]
 
-        def let_go(text: str) -> None:
+        def end_first(text: str) -> None:
             said.append(text)
             first.__exit__(None, None, None)
 
-        assert second.lock_devices(placement, let_go).waited
-        assert said == ["a: waiting: another run is using the CPU …"]
+        assert second.lock_devices(placement, end_first).waited
+        assert said == [f"a: {waiting}"]
         assert held() == [1, 1]
+        with hosts.Hosts(["b", "a"], agent) as third:
+            third.connect()
+            third._locked = placement, said.append
+            lose(third)
+            with pytest.raises(hosts.HostLostError, match=r"^b: took longer than 1 s to answer$"):
+                third.reconnect(0.0)
+            assert said[1:] == [f"b: {waiting}"], "another run has taken its devices"
     assert held() == [0, 0]
-
-
-def test_a_lost_host_whose_devices_another_run_has_taken_is_not_waited_for_without_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hosts, "_REQUEST_SECONDS", 1.0)
-    placement = Placement(accelerator="cpu", num_gpus=1, hosts=(("a", 1),))
-
-    def agent(_host: str) -> list[str]:
-        return ["env", f"DS_BENCH_LOCK_DIR={tmp_path}", *hosts.agent_words()]
-
-    said: list[str] = []
-    with hosts.Hosts(["a"], agent) as first:
-        first.connect()
-        first.lock_devices(placement, said.append)
-        with hosts.Hosts(["a"], agent) as second:
-            second.connect()
-            lost = first.connections[0]._process
-            assert lost is not None
-            lost.kill()
-            lost.wait()
-            while first.connections[0].problem is None:
-                time.sleep(0.05)
-            second.lock_devices(placement, lambda _text: None)
-            with pytest.raises(hosts.HostLostError, match=r"^a: took longer than 1 s to answer$"):
-                first.reconnect(0.0)
-            assert said == ["a: waiting: another run is using the CPU …"]
-        first.reconnect(10.0)
-        assert first.connections[0].problem is None
 
 
 def test_a_host_that_cannot_be_used_is_named_in_one_line() -> None:
@@ -141,10 +126,10 @@ def test_a_host_that_cannot_be_used_is_named_in_one_line() -> None:
     assert refused_line == "refused: b: Permission denied (publickey)."
 
 
-def test_ssh_is_given_no_name_that_it_could_take_for_something_else(subtests: pytest.Subtests) -> None:
-    for name in ("-oProxyCommand=touch x", "a b", "a;b", "a\nb", "", "$(x)", "a'b", "-l", "a@b", "a\n"):
-        with subtests.test(name), pytest.raises(ValueError, match="is not a host name"):
-            hosts.command_on_host("ssh {host}", name, ["true"])
+@pytest.mark.parametrize("name", ["-oProxyCommand=touch x", "a b", "a;b", "a\nb", "", "$(x)", "a'b", "-l", "a@b"])
+def test_ssh_is_given_no_name_that_it_could_take_for_something_else(name: str) -> None:
+    with pytest.raises(ValueError, match="is not a host name"):
+        hosts.command_on_host("ssh {host}", name, ["true"])
 
 
 def test_the_words_of_the_remote_command_reach_the_login_shell_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,16 +158,12 @@ def test_an_agent_that_a_launcher_has_started_is_not_started_again() -> None:
             one.reconnect(60.0)
 
 
-def test_gpus_that_a_launcher_has_chosen_stay_chosen(subtests: pytest.Subtests) -> None:
-    for changes, devices in (
-        ({}, {"CUDA_VISIBLE_DEVICES": "2,3"}),
-        ({"hostfile": "h"}, {}),
-        ({"accelerator": "cpu"}, {}),
-    ):
-        with subtests.test(changes=changes, devices=devices):
-            placement = replace(Placement(accelerator="cuda", num_gpus=2, hosts=(("a", 1), ("b", 1))), **changes)  # type: ignore[arg-type]
-            assert host_agent.chosen_devices(placement, {"CUDA_VISIBLE_DEVICES": "2,3"}) == devices
-            assert host_agent.chosen_devices(placement, {}) == {}
+def test_gpus_that_a_launcher_has_chosen_stay_chosen() -> None:
+    place = Placement(accelerator="cuda", num_gpus=2, hosts=(("a", 1), ("b", 1)))
+    environ = {"CUDA_VISIBLE_DEVICES": "2,3", "OTHER": "1"}
+    assert host_agent.chosen_devices(place, environ) == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert host_agent.chosen_devices(replace(place, hostfile="h"), environ) == {}
+    assert host_agent.chosen_devices(replace(place, accelerator="cpu"), environ) == {}
 
 
 MADE_UP_AGENT = """
@@ -257,3 +238,34 @@ def test_many_hosts_that_do_not_answer_are_waited_for_together(tmp_path: Path, m
         began = time.monotonic()
         assert remote.read_activity() is None
         assert time.monotonic() - began < 2
+
+
+# ------------------------------------------------------------------ processes of a trial on one host
+
+# A rank that starts a process without any variable, and that one another one.
+RANK = """
+import subprocess, sys
+inner = "import subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); sys.stdin.read()"
+child = subprocess.Popen([sys.executable, "-c", inner], env={}, stdout=subprocess.PIPE, text=True)
+print(child.pid, child.stdout.readline(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_children_without_the_trials_variable_belong_to_the_trial(tmp_path: Path) -> None:
+    mark = str(time.time_ns())
+    rank = subprocess.Popen(
+        [sys.executable, "-c", RANK],
+        env={**os.environ, TRIAL_VARIABLE: mark},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert rank.stdout is not None
+    with rank, rank.stdout:
+        started = {rank.pid, *map(int, rank.stdout.readline().split())}
+        found = find_trial_processes(mark)
+        processes.end_processes(lambda: {pid for pid in started if processes.is_alive(pid)})
+    assert len(started) == 3
+    assert found == started

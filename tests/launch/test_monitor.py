@@ -1,4 +1,4 @@
-"""Watching a trial whose clock and leader are fake: who ends it, when, and who is told."""
+"""Watching a trial whose clock and leader are fake: who ends it and when, and the progress that is reported."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class World:
         writer = self._writers.get(rank) or self._writers.setdefault(rank, HeartbeatWriter(self.folder, rank))
         writer.beat(phase, step, last)
 
-    def beats_forever(self, *ranks: int) -> None:
+    def keeps_beating(self, *ranks: int) -> None:
         for second in range(1, 400):
             for rank in ranks:
                 self.at(second, lambda rank=rank, second=second: self.beat(rank, "step", second))
@@ -112,10 +112,10 @@ def both_measured(world: World) -> None:
 
 
 def living(*ranks: int, second: float, event: Events, leader_ends: float | None = None) -> Events:
-    """Ranks that beat for ever, something that happens, and perhaps the end of the leader."""
+    """Ranks that beat without end, an event, and perhaps the end of the leader."""
 
     def act(world: World) -> None:
-        world.beats_forever(*ranks)
+        world.keeps_beating(*ranks)
         world.at(second, lambda: event(world))
         if leader_ends is not None:
             world.leader_ends(leader_ends)
@@ -141,7 +141,7 @@ ENDINGS: dict[str, tuple[Events, Ending, float]] = {
         living(0, 1, second=2, event=lambda w: w.exited(None, code=1), leader_ends=30), "ended", 30),
     "the word failure in a good file": (
         living(1, second=2, event=lambda w: w.measured(0, 'a "failure" was avoided'), leader_ends=15), "ended", 15),
-    "over its time though it lives": (lambda w: w.beats_forever(0, 1), "timeout", 100),
+    "over its time though it lives": (lambda w: w.keeps_beating(0, 1), "timeout", 100),
     "no sign of life": (lambda w: w.heard, "stalled", 20),
     "quiet after a while": (
         lambda w: [w.at(s, lambda s=s: w.beat(0, "step", s)) for s in range(1, 30)], "stalled", 49),
@@ -180,7 +180,7 @@ def test_a_host_whose_ranks_have_all_ended_or_that_is_lost_ends_the_trial(world:
         def request_stacks(self) -> None: ...
 
     hosts = Hosts()
-    world.beats_forever(0)
+    world.keeps_beating(0)
     world.at(2, lambda: setattr(hosts, "ended", True))
     ending, _, took = world.run(hosts=hosts)
     assert (ending, 7 <= took < 8) == ("rank_failed", True), "not at the timeout"
@@ -248,7 +248,7 @@ while time.monotonic() - start < 3:
     assert ending == ("stalled" if does == "spins" else "ended")
 
 
-def test_a_rank_that_has_done_a_step_lives_by_its_beats_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_its_first_step_a_rank_lives_only_by_its_beats(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     grown = itertools.count(step=2**30)
     growing = lambda _pids: processes.Activity(resident_bytes=next(grown), disk_bytes=0)  # noqa: E731
     monkeypatch.setattr(module.processes, "read_activity", growing)
@@ -266,7 +266,7 @@ def test_a_process_that_is_not_ours_is_never_signalled(world: World, monkeypatch
     assert world.killed == []
 
 
-# ------------------------------------------------------------------ what is told
+# ------------------------------------------------------------------ progress
 
 
 def test_progress_is_the_slowest_ranks_and_begins_with_the_first_hello(world: World) -> None:

@@ -23,6 +23,7 @@ from ds_bench.config.strategies import make_configuration
 from ds_bench.errors import PreflightError
 from ds_bench.launch import ops, rank_environment
 from ds_bench.system import processes
+from ds_bench.system.tools import ToolReply
 from tests.support import fakes
 
 # ------------------------------------------------------------------ needed ops
@@ -99,25 +100,19 @@ def test_op_older_than_its_sources_is_not_built(monkeypatch: pytest.MonkeyPatch,
         assert ops.is_built(ops.CPU_ADAM, tmp_path) == built
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
-@pytest.mark.parametrize(("owner", "mode", "used"), [(0, 0o777, False), (54321, 0o700, True), (54321, 0o777, False)])
-def test_no_op_is_loaded_from_a_folder_in_tmp_that_another_user_can_write_to(owner: int, mode: int, used: bool) -> None:
+def test_no_op_is_loaded_from_a_temporary_folder_that_another_user_can_write_to(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A user without a home folder has no other place for a cache."""
-    program = (
-        "import os; from ds_bench.launch import ops; from ds_bench.errors import PreflightError\n"
-        "os.setgroups([]); os.setgid(54321); os.setuid(54321)\n"
-        "try: print(*ops.cache_roots())\n"
-        "except PreflightError as error: print(error.remedy)"
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o1777)
-        cache = Path(folder) / "ds_bench_cache_54321"
-        cache.mkdir()
-        os.chown(cache, owner, owner)
-        cache.chmod(mode)
-        environment = {**processes.import_variables(""), "TMPDIR": folder, "PATH": os.defpath}
-        told = subprocess.check_output([sys.executable, "-c", program], env=environment, text=True)
-    assert told.strip() == (str(cache) if used else "set DS_BENCH_OPS_CACHE to a folder of your own")
+    for name in ("DS_BENCH_OPS_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = tmp_path / f"ds_bench_cache_{os.getuid()}"
+    assert ops.cache_roots() == [own]
+    own.chmod(0o777)
+    with pytest.raises(PreflightError, match="set DS_BENCH_OPS_CACHE to a folder of your own"):
+        ops.cache_roots()
 
 
 # ------------------------------------------------------------------ builds, by a fake builder
@@ -263,24 +258,17 @@ def test_build_that_hangs_is_ended_with_its_compilers_and_its_lock(workshop: Wor
     assert list(workshop.cache.glob("*/lock")) == []
 
 
-def test_next_build_begins_only_when_the_compilers_of_a_killed_run_have_ended(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = (
-        f"import sys; sys.executable = {str(workshop.interpreter)!r}; import pathlib; from ds_bench.launch import ops;"
-        f"ops.prepare_ops(['AOpBuilder'], pathlib.Path({str(workshop.cache)!r}), {{'FAKE_BUILD': 'hang'}}, say=print)"
-    )
-    monkeypatch.undo()  # the real interpreter
-    run = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
-    compiler = workshop.cache / "compiler"
-    wait_for(lambda: compiler.exists() and bool(compiler.read_text()))
-    time.sleep(1)  # for it to ignore SIGTERM
-    assert processes.is_alive(int(compiler.read_text()))
-    run.kill()
-    run.wait()
-    with ops.lock_file("AOpBuilder", workshop.cache).open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert not processes.is_alive(int(compiler.read_text()))
+def test_compilers_keep_the_lock_of_their_op(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the next build begins only when those of a killed run have ended."""
+    kept: list[os.stat_result] = []
+
+    def run(*_: object, kept_open: list[int], **__: object) -> ToolReply:
+        kept.extend(map(os.fstat, kept_open))
+        return ToolReply(objects=(), ending="ended with code 0")
+
+    monkeypatch.setattr(ops, "run_tool", run)
+    workshop.build("AOpBuilder")
+    assert [os.path.samestat(each, ops.lock_file("AOpBuilder", workshop.cache).stat()) for each in kept] == [True]
 
 
 def test_one_run_builds_an_op_and_only_those_that_need_it_wait(workshop: Workshop) -> None:

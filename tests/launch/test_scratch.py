@@ -31,12 +31,6 @@ def dead_owner() -> str:
     return child.communicate()[0].strip()
 
 
-def test_scratch_ids_pass_for_a_port_and_differ() -> None:
-    ids = {new_scratch_id() for _ in range(200)}
-    assert len(ids) == 200
-    assert all(each.isdecimal() and len(each) == 9 for each in ids)
-
-
 def test_only_a_trial_that_swaps_has_a_swap_folder_of_its_own(tmp_path: Path) -> None:
     assert swap_folder(swapping(tmp_path), "123456789") == str(tmp_path / f"ds_bench_swap.{owner()}.123456789")
     on = fakes.placement(nvme_path=str(tmp_path))
@@ -49,6 +43,8 @@ def test_only_a_trial_that_swaps_has_a_swap_folder_of_its_own(tmp_path: Path) ->
 
 def test_trial_removes_what_it_has_created_and_locks_that_its_ranks_left(tmp_path: Path) -> None:
     number, other = new_scratch_id(), new_scratch_id()
+    assert number != other
+    assert number.isdecimal(), "it passes for a port"
     meeting, ops = tmp_path / "meet", tmp_path / "ops"
     swap, checkpoint = tmp_path / "swap", tmp_path / "checkpoint"
     assignment = Assignment(
