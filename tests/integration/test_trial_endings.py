@@ -37,30 +37,29 @@ def test_a_trial_that_works_is_success_with_a_file_of_every_rank(launch: Launch)
     assert all(len(rank.step_seconds) == 3 and len(rank.warmup_step_seconds) == 1 for rank in record.ranks)
 
 
-def test_device_oom_on_one_rank_is_oom_with_phase_and_bytes_while_the_other_waits(launch: Launch) -> None:
-    outcome = launch(fault="device_oom_on_rank_1").outcome
-    assert (outcome.status, outcome.rank, outcome.phase) == ("OOM", 1, "forward")
-    assert (outcome.requested_bytes, outcome.free_bytes) == (2 * 2**30, int(1.5 * 2**30))
-    assert outcome.details is not None
-    assert "rank1.log" in outcome.details
+STALL = dataclasses.replace(SHORT, stall_timeout_seconds=3)
+ENDINGS: dict[str, tuple[Limits, dict[str, object], str, int | None, str]] = {  # → status, rank, words of the error
+    "device_oom_on_rank_0_after_lost_peer": (SHORT, {}, "OOM", 1, "asked 2.00 GB, free 1.50 GB"),
+    "host_allocation_beyond_limit": (SHORT, {"cpu_memory_limit_bytes": 4 * 2**30}, "OOM (host)", None, "64.00 GB"),
+    "killed": (SHORT, {}, "Killed", 0, "SIGKILL"),
+    "segfault": (SHORT, {}, "Crashed", None, "SIGSEGV"),
+    "raises_value_error": (SHORT, {}, "ValueError", None, "the model does not like this batch"),
+    "hangs_ignoring_sigterm": (dataclasses.replace(SHORT, timeout_seconds=3), {}, "Timeout", None, "--timeout"),
+    "becomes_another_program": (STALL, {}, "Timeout", None, "--stall-timeout"),
+    "stops_the_whole_trial": (STALL, {}, "Timeout", None, "--stall-timeout"),
+}
 
 
-def test_oom_is_the_cause_even_when_the_survivor_reports_its_broken_collective_first(launch: Launch) -> None:
-    record = launch(fault="device_oom_on_rank_0_after_lost_peer")
-    assert record.failures[0].rank == 0
-    assert (record.outcome.status, record.outcome.rank) == ("OOM", 1)
-
-
-def test_an_allocation_the_kernel_refuses_is_host_oom(launch: Launch) -> None:
-    outcome = launch(fault="host_allocation_beyond_limit", cpu_memory_limit_bytes=4 * 2**30).outcome
-    assert outcome.status == "OOM (host)"
-    assert outcome.requested_bytes == 64 * 2**30
-
-
-def test_a_rank_killed_without_sign_of_lack_of_memory_is_killed_with_the_signal_named(launch: Launch) -> None:
-    outcome = launch(fault="killed").outcome
-    assert (outcome.status, outcome.rank) == ("Killed", 0)
-    assert "SIGKILL" in (outcome.error or "")
+@pytest.mark.parametrize("fault", ENDINGS)
+def test_the_cause_of_an_ending_is_its_row_and_no_process_is_left(launch: Launch, fault: str, tmp_path: Path) -> None:
+    limits, more, status, rank, said = ENDINGS[fault]
+    outcome = launch(fault=fault, limits=limits, **more).outcome  # asserts that none is left
+    assert outcome.status == status, outcome
+    assert rank in (None, outcome.rank)
+    assert said in (outcome.error or "")
+    log = tmp_path / "trial" / f"rank{outcome.rank}.log"
+    assert str(log) in (outcome.details or "")
+    assert "Traceback" in log.read_text() or status != "ValueError"
 
 
 def test_a_row_that_changes_a_frozen_weight_says_so(launch: Launch) -> None:
@@ -71,42 +70,12 @@ def test_a_row_that_changes_a_frozen_weight_says_so(launch: Launch) -> None:
         assert (CaveatKind.FROZEN_WEIGHTS_CHANGED in kinds) is changed
 
 
-def test_a_segmentation_fault_is_crashed(launch: Launch) -> None:
-    outcome = launch(fault="segfault").outcome
-    assert outcome.status == "Crashed"
-    assert "SIGSEGV" in (outcome.error or "")
-
-
-def test_an_exception_gives_its_class_as_status_and_its_traceback_in_the_log(launch: Launch, tmp_path: Path) -> None:
-    outcome = launch(fault="raises_value_error").outcome
-    assert outcome.status == "ValueError"
-    assert "the model does not like this batch" in (outcome.error or "")
-    assert "Traceback" in (tmp_path / "trial" / f"rank{outcome.rank}.log").read_text()
-
-
-def test_a_rank_that_leaves_with_code_zero_and_no_file_is_crashed(launch: Launch) -> None:
-    assert launch(fault="leaves_quietly").outcome.status == "Crashed"
-
-
 def test_a_hang_is_timeout_after_the_stall_time_with_the_stacks_of_every_rank(launch: Launch, tmp_path: Path) -> None:
-    outcome = launch(fault="hangs", limits=dataclasses.replace(SHORT, stall_timeout_seconds=3)).outcome
+    outcome = launch(fault="hangs", limits=STALL).outcome
     assert (outcome.status, outcome.rank) == ("Timeout", 0)
     assert "--stall-timeout" in (outcome.error or "")
     assert "faults.py" in (tmp_path / "trial" / "rank0.stacks").read_text()
     assert "most recent call first" in (tmp_path / "trial" / "rank1.stacks").read_text()
-
-
-@pytest.mark.slow
-def test_a_hang_that_ignores_sigterm_ends_at_the_timeout(launch: Launch) -> None:
-    outcome = launch(fault="hangs_ignoring_sigterm", limits=dataclasses.replace(SHORT, timeout_seconds=3)).outcome
-    assert outcome.status == "Timeout"
-    assert "--timeout" in (outcome.error or "")
-
-
-@pytest.mark.parametrize("fault", ["becomes_another_program", "stops_the_whole_trial"])
-def test_ranks_that_exec_or_stop_are_ended_with_their_trial(launch: Launch, fault: str) -> None:
-    record = launch(fault=fault, limits=dataclasses.replace(SHORT, stall_timeout_seconds=3))  # asserts none is left
-    assert record.outcome.status == "Timeout", record.outcome
 
 
 def test_a_hang_at_exit_after_the_result_was_written_is_success_with_a_caveat(launch: Launch) -> None:
@@ -115,17 +84,11 @@ def test_a_hang_at_exit_after_the_result_was_written_is_success_with_a_caveat(la
     assert any("hung at exit" in caveat for caveat in record.caveats)
 
 
-def test_a_rank_file_that_is_not_valid_is_crashed(launch: Launch) -> None:
-    outcome = launch(fault="writes_half_a_file").outcome
-    assert outcome.status == "Crashed"
-    assert "not a valid rank file" in (outcome.error or "")
-
-
 def test_a_grandchild_in_its_own_session_that_ignores_sigterm_is_ended(launch: Launch) -> None:
     assert launch(fault="leaves_a_stubborn_grandchild").outcome.status == "Success"  # launch asserts none is left
 
 
-def test_nan_loss_is_measured_and_said_to_be_no_result(launch: Launch) -> None:
+def test_nan_loss_is_measured_and_reported(launch: Launch) -> None:
     record = launch(fault="loses_its_loss")
     assert record.ranks[0].losses == (None,) * 4
     caveats = make_run(record).caveats
@@ -218,7 +181,7 @@ def test_a_deepspeed_launcher_that_is_killed_is_a_row_and_leaves_no_rank(tmp_pat
     assert processes.descendants() <= before
 
 
-def test_a_rank_that_dies_before_hello_is_crashed_and_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_dies_before_hello_is_crashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cold, "launch_command", lambda *_: [sys.executable, "-c", "raise SystemExit(3)"])
     outcome = cold_launcher().launch(make_trial(), tmp_path, lambda _progress: None).outcome
     assert outcome.status == "Crashed"
@@ -249,22 +212,11 @@ def test_a_full_swap_disk_is_oom_disk_and_nothing_stays_on_it(launch: Launch, sm
     config = {**tiny.config, "n_embd": 512, "vocab_size": 10_000}
     facts = facts_from_config("wide", "gpt2", config)
     work = Workload(
-        model="wide",
-        model_source="preset",
-        model_type="gpt2",
-        model_config=config,
-        batch_size=1,
-        seq_length=32,
+        model="wide", model_source="preset", model_type="gpt2", model_config=config, batch_size=1, seq_length=32,
         num_steps=2,
-    )
-    record = launch(
-        make_trial(
-            fakes.offload("nvme"),
-            workload=work,
-            nvme_path=str(small_disk),
-            largest_parameter=facts.largest_parameter,
-        )
-    )
+    )  # fmt: skip
+    nvme, largest = fakes.offload("nvme"), facts.largest_parameter
+    record = launch(make_trial(nvme, workload=work, nvme_path=str(small_disk), largest_parameter=largest))
     assert record.outcome.status == "OOM (disk)", record.outcome.details
     assert list(small_disk.iterdir()) == []
 

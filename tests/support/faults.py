@@ -69,28 +69,18 @@ def keeps_frozen_weights() -> Tiny:
     return model
 
 
-def device_oom_on_rank_1() -> Tiny:
-    """Rank 1 runs out of device memory in step 2 while rank 0 waits for it in a collective."""
-
-    def act(step: int) -> None:
-        if _rank() == 1 and step == 2:
-            raise torch.OutOfMemoryError(
-                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB "
-                "of which 1.50 GiB is free."
-            )
-
-    return Tiny(act)
-
-
 def device_oom_on_rank_0_after_lost_peer() -> Tiny:
-    """Rank 0 says first that its peer is gone; rank 1 says a little later that memory ran out."""
+    """Rank 0 reports first that its peer is gone, rank 1 a little later that memory ran out."""
 
     def act(step: int) -> None:
         if _rank() == 0 and step == 2:
             raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
         if _rank() == 1 and step == 2:
             time.sleep(0.5)
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB "
+                "of which 1.50 GiB is free."
+            )
 
     return Tiny(act)
 
@@ -135,16 +125,6 @@ def raises_value_error() -> Tiny:
     return Tiny(act)
 
 
-def leaves_quietly() -> Tiny:
-    """Ends with code 0 in the middle, without a word."""
-
-    def act(step: int) -> None:
-        if step == 2:
-            os._exit(0)
-
-    return Tiny(act)
-
-
 def hangs() -> Tiny:
     def act(step: int) -> None:
         if _rank() == 0 and step == 2:
@@ -161,13 +141,6 @@ def hangs_ignoring_sigterm() -> Tiny:
 def hangs_at_exit() -> Tiny:
     """Writes its result, then never ends."""
     os._exit = lambda _code: time.sleep(10_000)  # type: ignore[assignment]
-    return Tiny()
-
-
-def writes_half_a_file() -> Tiny:
-    from ds_bench.worker import rank
-
-    rank.write_json = lambda path, _data: path.write_text('{"measurement": {"rank": 0, ')  # type: ignore[assignment]
     return Tiny()
 
 
