@@ -1,4 +1,4 @@
-"""Which checks run and in which order: all of them, and those that a plan needs."""
+"""The order of all checks, and the checks that a plan needs."""
 
 from __future__ import annotations
 

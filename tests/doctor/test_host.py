@@ -57,7 +57,7 @@ def test_memory_is_compared_with_the_cgroup_and_with_the_plans_need(root: Path) 
     assert (found.level, found.text) == (
         "ok", "30.00 GB of 64.00 GB available; the cgroup allows this job 32.00 GB",
     )  # fmt: skip
-    cgroup(root, memory_max=8 * GB, memory_current=0)  # 8 of 64 GB, but all that was granted
+    cgroup(root, memory_max=8 * GB, memory_current=0)  # 8 of 64 GB, but everything that was granted
     assert looked(root)["host memory"].level == "ok"
     (root / "proc/self/cgroup").unlink()
     assert [looked(root, need=need * GB)["host memory"].level for need in (60, 70)] == ["ok", "warning"]

@@ -96,7 +96,7 @@ def test_gpus_are_of_one_kind_and_as_many_as_ranks() -> None:
 
 
 def test_gpus_are_those_of_the_slots_that_have_ranks() -> None:
-    """Two cards of each host of six: only they are checked, count for memory and are told of."""
+    """Two of the six cards of each host: only these are checked, reported and counted for memory."""
     six = tuple(replace(H100, index=number, uuid=f"GPU-{number}") for number in range(6))
     busy = [replace(six[0], memory_total_bytes=2**30, other_processes=((7, None),)), *six[1:5]]
     last = replace(six[5], other_processes=((9, None),))

@@ -94,7 +94,7 @@ def test_without_a_compiler_or_ninja_no_op_can_be_used_and_a_variable_that_names
 def test_toolkit_fits_torch_by_deepspeeds_own_rule() -> None:
     levels = {
         ("12.8", "12.8"): "ok", ("12.4", "12.8"): "ok", ("13.0", "13.0"): "ok",
-        ("12.7", "12.8"): "warning", ("12.8", "12.7"): "warning",  # there was no 12.7; DeepSpeed's table has none
+        ("12.7", "12.8"): "warning", ("12.8", "12.7"): "warning",  # 12.7 does not exist, nor is it in DeepSpeed's table
         ("11.8", "12.8"): "warning", ("13.1", "13.0"): "warning", ("12.10", "12.8"): "warning",
     }  # fmt: skip
     for (release, cuda), level in levels.items():

@@ -120,7 +120,7 @@ def test_a_killed_server_costs_the_row_that_ran_and_is_started_anew_for_the_next
     server: Callable[[Limits], WarmLauncher], tmp_path: Path
 ) -> None:
     launcher = server(SHORT)
-    for attempt, fault in enumerate(("hangs", "hangs", "fine")):  # the server that was started anew is killed too
+    for attempt, fault in enumerate(("hangs", "hangs", "fine")):  # the new server is killed too
         folder = tmp_path / str(attempt)
         folder.mkdir()
         killer = threading.Thread(

@@ -316,7 +316,7 @@ def changed_file(host: Host, folder: Path, original: Path, pattern: str, replace
 
 
 def refusal(hosts: TwoHosts, hostfile: Path) -> str:
-    """The line with which a run is refused; nothing else happens."""
+    """The line that refuses a run; nothing else happens."""
     run = start(hosts, "zero_stage_comparison.py", *TINY, "--hostfile", hostfile, output="refused")
     code, output, errors = run.finish(60)
     assert (code, output) == (2, ""), errors

@@ -33,7 +33,7 @@ class Steps:
 
 
 def caveats(*reasons: str, indices: tuple[int, ...] = (0, 1), **facts: float) -> tuple[object, ...]:
-    """Caveats of a trial on two cards, the second of which is throttled for these reasons."""
+    """Caveats of a trial on two cards if the second is throttled for these reasons."""
     reads = []
 
     def read() -> GpuInventory:

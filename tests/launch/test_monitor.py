@@ -145,7 +145,7 @@ ENDINGS: dict[str, tuple[Events, Ending, float]] = {
     "no sign of life": (lambda w: w.heard, "stalled", 20),
     "quiet after a while": (
         lambda w: [w.at(s, lambda s=s: w.beat(0, "step", s)) for s in range(1, 30)], "stalled", 49),
-    "one living rank, for which the others wait": (
+    "the others wait for one living rank": (
         living(0, second=1, event=lambda w: w.beat(1, "forward", 0), leader_ends=60), "ended", 60),
     "a long import beats without news": (
         lambda w: [*(w.at(s, lambda: w.beat(0, "import")) for s in range(1, 60, 5)), w.leader_ends(60)], "ended", 60),

@@ -154,7 +154,7 @@ else:
 
 
 class Workshop:
-    """A cache folder, and a builder that does what it is told."""
+    """A cache folder, and a builder whose behaviour a test chooses."""
 
     def __init__(self, root: Path) -> None:
         self.cache = root / "cache"
@@ -259,7 +259,7 @@ def test_build_that_hangs_is_ended_with_its_compilers_and_its_lock(workshop: Wor
 
 
 def test_compilers_keep_the_lock_of_their_op(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the next build begins only when those of a killed run have ended."""
+    """So the next build begins only after the compilers of a killed run have ended."""
     kept: list[os.stat_result] = []
 
     def run(*_: object, kept_open: list[int], **__: object) -> ToolReply:

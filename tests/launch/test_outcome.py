@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ds_bench.launch.hosts import HostError, HostLostError
 from ds_bench.launch.monitor import Ending, Limits
 from ds_bench.launch.outcome import Evidence, TrialOutcome, determine_outcome
 from ds_bench.records import schema
@@ -245,7 +246,7 @@ CAUSES: dict[str, tuple[Build, Ending, str, int | None, str]] = {  # → status,
     "a signal of ours hides no exception": (
         lambda s: s.failed(1, error_class="ValueError", time=100.0).ended(0, by=KILL, at=105.5).ended(1, code=1),
         "rank_failed", "ValueError", 1, ""),
-    "a signal of ours is no cause of a lost peer": (
+    "a signal of ours does not explain a lost peer": (
         lambda s: s.failed(0, kind="peer_lost", time=100.0).ended(0, code=1, at=100.1).ended(1, by=KILL, at=106.0),
         "rank_failed", "Crashed", 1, ""),
     "killed long after another finished": (
@@ -259,7 +260,7 @@ CAUSES: dict[str, tuple[Build, Ending, str, int | None, str]] = {  # → status,
         lambda s: s.failed(0, error_class="RuntimeError", time=100.0).ended(None, code=247, at=101.0),
         "ended", "Killed", None, ""),
     "an ordinary code of the launcher": (lambda s: s.ended(None, code=191), "ended", "Crashed", 0, "exit code 191"),
-    "a rank's own code is no signal": (lambda s: s.ended(1, code=247), "ended", "Crashed", 1, "exit code 247"),
+    "a rank's own code does not stand for a signal": (lambda s: s.ended(1, code=247), "ended", "Crashed", 1, "exit code 247"),
     "an exception behind the launcher": (
         lambda s: s.failed(1, error_class="ValueError").ended(None, code=1), "ended", "ValueError", 1, ""),
     "an exception before the collective that waited": (
@@ -334,6 +335,23 @@ def test_what_the_kernel_and_the_disk_say_explains_a_signal(scene: Scene) -> Non
     assert scene.outcome("rank_failed").status == "Killed"
     (scene.folder / "exits.jsonl").unlink()
     assert scene.ended(None, code=247).outcome(host_ran_out=True).status == "OOM (host)", "the launcher's code"
+
+
+def test_an_end_from_outside_explains_the_ranks_unless_memory_ran_out(scene: Scene) -> None:
+    scene.ended(0, by=KILL).failed(1, kind="peer_lost")
+    lost, refused = HostLostError("b", "no answer for 15 s"), HostError("b", "OSError: x")
+    for facts, status, error in (
+        ({"host_error": lost}, "Timeout", "host b: no answer for 15 s"),
+        ({"host_error": refused}, "Crashed", "host b: OSError: x"),
+        ({"server_died": True}, "Killed", "the preloaded server, the parent of its ranks, was ended from outside"),
+        ({"server_died": True, "host_ran_out": True}, "OOM (host)", "the kernel killed the preloaded server or a rank"),
+        ({"disk_full": True}, "OOM (disk)", "no space left in the swap folder"),
+    ):
+        outcome = scene.outcome("host_lost", **facts)
+        assert outcome.status == status
+        assert (outcome.error or "").startswith(error)
+    scene.failed(1, kind="device_oom")
+    assert scene.outcome("host_lost", host_error=lost).status == "OOM"
 
 
 def test_an_interruption_is_reported_as_one_whatever_the_ranks_say_while_dying(scene: Scene) -> None:

@@ -1,4 +1,4 @@
-"""The lines that the parent writes of a running trial, and TensorBoard's files beside them."""
+"""The lines that the parent writes for each step of a running trial, and TensorBoard's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The preloaded server of warm launch is killed at every moment of a trial's life; ranks without torch stand in."""
+"""The preloaded server of warm launch is killed at every moment of a trial. Its ranks do without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Locks on GPUs and processors, held by real processes."""
+"""Locks on GPUs and processors. Real processes hold them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Full disks, and files that somebody else wrote: nothing finished is lost, nothing waits for ever, no traceback."""
+"""Full disks and files of other programs: nothing finished is lost, nothing hangs, no traceback."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ for line in json.load(sys.stdin):
 
 
 def refused(lines: list[list[str]], cwd: Path) -> list[tuple[list[str], object, str]]:
-    """(arguments, exit code, standard error) of each, run one after the other in one process that may not hang."""
+    """(arguments, exit code, standard error) of each, run one after the other in one process, with a time limit."""
     done = subprocess.run(
         [sys.executable, "-c", REFUSED_FLAGS],
         input=json.dumps(lines),

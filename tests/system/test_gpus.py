@@ -164,7 +164,7 @@ def test_mig_instances_are_listed_although_some_slots_are_empty() -> None:
 
 
 def test_memory_is_what_programs_can_use_without_the_drivers_part() -> None:
-    """An H100 of which the first version of the call counts 0.56 GiB of the driver as total and as used."""
+    """On an H100 the first version of the call counts the driver's 0.56 GiB as total and as used."""
     total, reserved = int(79.65 * GB), int(0.56 * GB)
     second = SimpleNamespace(total=total, reserved=reserved, used=1 * GB)
     first = SimpleNamespace(total=total, used=1 * GB + reserved)

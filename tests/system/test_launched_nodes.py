@@ -1,4 +1,4 @@
-"""Nodes of a launcher: what the launcher tells their processes, and which connections are accepted."""
+"""Nodes of a launcher: how its variables are read, and which connections are accepted."""
 
 from __future__ import annotations
 

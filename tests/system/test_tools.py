@@ -32,7 +32,7 @@ print("began", flush=True)
 
 @pytest.fixture(autouse=True)
 def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """The mark of the processes of this test, whose temporary files lie in its folder."""
+    """The mark of this test's processes, whose temporary files go to its folder."""
     monkeypatch.setenv(MARK, tmp_path.name)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     return tmp_path.name  # pytest itself is not marked: /proc shows the variables that a process began with
