@@ -260,7 +260,7 @@ CAUSES: dict[str, tuple[Build, Ending, str, int | None, str]] = {  # → status,
         lambda s: s.failed(0, error_class="RuntimeError", time=100.0).ended(None, code=247, at=101.0),
         "ended", "Killed", None, ""),
     "an ordinary code of the launcher": (lambda s: s.ended(None, code=191), "ended", "Crashed", 0, "exit code 191"),
-    "a rank's own code does not stand for a signal": (lambda s: s.ended(1, code=247), "ended", "Crashed", 1, "exit code 247"),
+    "a rank's own code is not a signal": (lambda s: s.ended(1, code=247), "ended", "Crashed", 1, "exit code 247"),
     "an exception behind the launcher": (
         lambda s: s.failed(1, error_class="ValueError").ended(None, code=1), "ended", "ValueError", 1, ""),
     "an exception before the collective that waited": (
