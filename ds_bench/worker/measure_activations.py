@@ -78,51 +78,76 @@ def measure(request: Mapping[str, Any], report_partial: Callable[[Answer], None]
     """
     is_whole = request.get("config") is None or bool(request.get("whole"))
     kernels = _CudaKernelMode() if request.get("accelerator", "cuda") == "cuda" else contextlib.nullcontext()
-    sequences = tuple(request.get("sequences") or SEQUENCES)
     answer: Answer = {}
     autocast = bool(request.get("autocast"))
     for precision in request["precisions"]:
         if autocast and answer:  # the same whatever the weights' number format would be without it
             answer["formats"][precision] = next(iter(answer["formats"].values()))
             continue
-        model, make_batch = build_fake_model(request, torch.float32 if autocast else _FORMATS[precision])
-        blocks = build.find_blocks(model, _MIN_PARAMETER_FRACTION if is_whole else 0.0)
-        if not answer:
-            answer = _count_tensors(model, len(blocks)) if is_whole else {"tensors": _split_by_layer(model, blocks)}
-            answer["formats"] = {}
-            if is_whole:
-                report_partial(answer)
-        with kernels:
-            fits = _fit_model(model, make_batch, blocks, sequences, request)
-        if not is_whole:  # its layers are alike
-            del fits["largest_layer"]
-        answer["formats"][precision] = fits
         # Where weights are frozen, stage 3 keeps more than other stages (_linear_of_stage_3). The model is built again,
-        # since fitting has changed the first one.
-        if answer.get("frozen") and not autocast:
-            model, make_batch = build_fake_model(request, _FORMATS[precision])
-            blocks = build.find_blocks(model, _MIN_PARAMETER_FRACTION)
-            with kernels, _linear_of_stage_3():
-                fits = _fit_model(model, make_batch, blocks, sequences, request)
-            answer.setdefault("stage_3_formats", {})[precision] = fits
+        # since fitting changes it.
+        for key, linear in (("formats", contextlib.nullcontext()), ("stage_3_formats", _linear_of_stage_3())):
+            if key == "stage_3_formats" and (autocast or not answer.get("frozen")):
+                continue
+            model, make_batch = build_fake_model(request, torch.float32 if autocast else _FORMATS[precision])
+            blocks = build.find_blocks(model, _MIN_PARAMETER_FRACTION if is_whole else 0.0)
+            if not answer:
+                answer = _count_tensors(model, len(blocks)) if is_whole else {"tensors": _split_by_layer(model, blocks)}
+                answer["formats"] = {}
+                if is_whole:
+                    report_partial(answer)
+            with kernels, linear:
+                fits = _fit_activations(model, make_batch, blocks, request)
+            if not is_whole:  # its layers are alike
+                del fits["largest_layer"]
+            answer.setdefault(key, {})[precision] = fits
     return answer
 
 
-def _fit_model(
-    model: torch.nn.Module,
+def _fit_activations(
+    whole: torch.nn.Module,
     make_batch: build.MakeBatch | None,
     blocks: list[torch.nn.Module],
-    sequences: tuple[int, ...],
     request: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The polynomials of a model in its number format. Changes the model."""
-    losses.install_loss(model, request.get("loss", "model"))
+    name, on_cuda = request.get("loss", "model"), request.get("accelerator", "cuda") == "cuda"
+    losses.install_loss(whole, name)
     if request.get("tiled_mlp"):
-        losses.install_tiled_mlp(model)
-    if request.get("loss") == "tiled":
+        losses.install_tiled_mlp(whole)
+    if name == "tiled":
         _adapt_tiled_loss()
-    shortened = _ShortenedModel(model, make_batch, blocks, autocast=bool(request.get("autocast")))
-    return _fit_activations(shortened, sequences, request)
+    model = _ShortenedModel(whole, make_batch, blocks, autocast=bool(request.get("autocast")))
+    sequences = tuple(request.get("sequences") or SEQUENCES)
+    sizes = [(batch_size, sequence) for batch_size in BATCHES for sequence in sequences]
+    plain = _SavedBytes.measure(model, sizes)
+
+    def fit_peak(batches: tuple[int, int]) -> dict[str, Any]:
+        large = [(batch_size, sequence) for batch_size in batches for sequence in sequences]
+        peak = _fit(large, [model.loss_peak_bytes(*size, of_loss_alone=name != "model") for size in large])
+        # Of the peak what is not kept for the backward pass anyway.
+        return plain.by_layer(model.layers, peak - plain.measured)
+
+    with _loss_in_parts(name, of_fixed_size=name == "chunked" and on_cuda):
+        fits: dict[str, Any] = {
+            "plain": plain.by_layer(model.layers),
+            "loss": fit_peak(LOSS_BATCHES),
+            "largest_layer": {"fixed": _name_terms(plain.largest_block), "per_layer": {}},
+        }
+    if name == "tiled" or (name == "chunked" and not on_cuda):
+        with _loss_in_parts(name, of_fixed_size=True):
+            fits["loss_limit"] = fit_peak(LIMIT_BATCHES)
+    if name == "chunked" and not on_cuda:
+        from deepspeed.runtime import chunked_cross_entropy
+
+        # Measured as on CUDA, whose parts take no memory: two fp32 temporaries of one part on the CPU are added.
+        fixed = fits["loss_limit"]["fixed"]
+        fixed["1"] = fixed.get("1", 0) + 2 * 4 * int(chunked_cross_entropy._BLOCK_ELEMENTS)
+    # Last, since it changes the model.
+    with contextlib.suppress(Exception):  # not every model can; a run that asks for it says so
+        build.enable_checkpointing(whole)
+        fits["checkpointed"] = _SavedBytes.measure(model, sizes).by_layer(model.layers)
+    return fits
 
 
 @contextlib.contextmanager
@@ -362,20 +387,12 @@ class _ShortenedModel:
         """Token ids, or what the model's factory makes for it."""
         if self._make_batch is None:
             return make_fake_tokens(batch_size, sequence)
-        return make_batches(
-            self._make_batch,
-            batch_size=batch_size,
-            seq_length=sequence,
-            seed=0,
-            rank=0,
-            count=1,
-            device=torch.device("cpu"),
-            dtype=next(self.model.parameters()).dtype,
-        )[0]
+        dtype = next(self.model.parameters()).dtype
+        sizes, of_rank = {"batch_size": batch_size, "seq_length": sequence}, {"seed": 0, "rank": 0, "count": 1}
+        return make_batches(self._make_batch, **sizes, **of_rank, device=torch.device("cpu"), dtype=dtype)[0]
 
 
 def make_fake_tokens(batch_size: int, sequence: int) -> dict[str, torch.Tensor]:
-    """One micro-batch for a language model."""
     ids = torch.zeros((batch_size, sequence), dtype=torch.long)
     return {"input_ids": ids, "labels": ids}
 
@@ -400,12 +417,15 @@ def _remove_alike_blocks(
         return blocks, [1] * len(blocks)
     layer_types = getattr(config, "layer_types", None)
     numbers_by_kind: dict[Any, list[int]] = {}
-    trained_before = _trained_before(model, blocks)
+    numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+    first_trained = min((numbers[id(each)] for each in model.parameters() if each.requires_grad), default=len(numbers))
     for number, block in enumerate(blocks):
-        kind = layer_types[number] if layer_types else None, trained_before[number], _describe_kind(block)
+        # Without trained parameters before it no gradient of its input is computed.
+        trained_before = any(numbers[id(parameter)] > first_trained for parameter in block.parameters())
+        kind = layer_types[number] if layer_types else None, trained_before, _describe_kind(block)
         numbers_by_kind.setdefault(kind, []).append(number)
-    left = sorted(number for numbers in numbers_by_kind.values() for number in numbers[:2])
-    weights = {numbers[:2][-1]: len(numbers) for numbers in numbers_by_kind.values()}
+    left = sorted(number for alike in numbers_by_kind.values() for number in alike[:2])
+    weights = {alike[:2][-1]: len(alike) for alike in numbers_by_kind.values()}
     # From the end, so that the numbers of the blocks before stay right.
     for number in sorted(set(range(len(blocks))) - set(left), reverse=True):
         del lists[0][number]
@@ -413,14 +433,6 @@ def _remove_alike_blocks(
     with contextlib.suppress(AttributeError):  # some configs derive it from the depth
         config.layer_types = [layer_types[number] for number in left] if layer_types else layer_types
     return [blocks[number] for number in left], [weights.get(number, 0) for number in left]
-
-
-def _trained_before(model: torch.nn.Module, blocks: list[torch.nn.Module]) -> list[bool]:
-    """For each block, whether parameters before it are trained: else no gradient of its input is computed."""
-    parameters = list(model.parameters())
-    first = next((number for number, each in enumerate(parameters) if each.requires_grad), len(parameters))
-    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-    return [any(numbers[id(parameter)] > first for parameter in block.parameters()) for block in blocks]
 
 
 def _describe_kind(block: torch.nn.Module) -> Any:
@@ -435,38 +447,6 @@ def _describe_kind(block: torch.nn.Module) -> Any:
         modules.append((type(module).__name__, settings))
     tensors = tuple((name, tuple(each.shape), each.requires_grad) for name, each in block.named_parameters())
     return tuple(modules), tensors
-
-
-def _fit_activations(model: _ShortenedModel, sequences: tuple[int, ...], request: Mapping[str, Any]) -> dict[str, Any]:
-    """The polynomials of one number format."""
-    sizes = [(batch_size, sequence) for batch_size in BATCHES for sequence in sequences]
-    plain = _SavedBytes.measure(model, sizes)
-    name, on_cuda = request.get("loss", "model"), request.get("accelerator", "cuda") == "cuda"
-
-    def fit_peak(batches: tuple[int, int]) -> dict[str, Any]:
-        large = [(batch_size, sequence) for batch_size in batches for sequence in sequences]
-        peak = _fit(large, [model.loss_peak_bytes(*size, of_loss_alone=name != "model") for size in large])
-        # Of the peak what is not kept for the backward pass anyway.
-        return plain.by_layer(model.layers, peak - plain.measured)
-
-    with _loss_in_parts(name, of_fixed_size=name == "chunked" and on_cuda):
-        fits: dict[str, Any] = {
-            "plain": plain.by_layer(model.layers),
-            "loss": fit_peak(LOSS_BATCHES),
-            "largest_layer": {"fixed": _name_terms(plain.largest_block), "per_layer": {}},
-        }
-    if name == "tiled" or (name == "chunked" and not on_cuda):
-        with _loss_in_parts(name, of_fixed_size=True):
-            fits["loss_limit"] = fit_peak(LIMIT_BATCHES)
-    if name == "chunked" and not on_cuda:
-        # Measured as on CUDA, whose parts take no memory: the temporaries of the CPU's are added.
-        fixed = fits["loss_limit"]["fixed"]
-        fixed["1"] = fixed.get("1", 0) + _chunk_bytes()
-    # Last, since it changes the model.
-    with contextlib.suppress(Exception):  # not every model can; a run that asks for it says so
-        model.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
-        fits["checkpointed"] = _SavedBytes.measure(model, sizes).by_layer(model.layers)
-    return fits
 
 
 @contextlib.contextmanager
@@ -498,13 +478,6 @@ class _NoKernel:
 
     def __getitem__(self, _grid: object) -> Callable[..., None]:
         return lambda *_args, **_kwargs: None
-
-
-def _chunk_bytes() -> int:
-    """Bytes of the two fp32 temporaries of one part of DeepSpeed's chunked cross-entropy on the CPU."""
-    from deepspeed.runtime import chunked_cross_entropy
-
-    return 2 * 4 * int(chunked_cross_entropy._BLOCK_ELEMENTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -554,11 +527,15 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Views and operations in place return a storage that is there already.
-        inputs = {_storage_id(item) for item in tree_flatten((args, kwargs))[0] if isinstance(item, torch.Tensor)}
+        inputs = {identity for identity, _ in _storages((args, kwargs))}
         result = function(*args, **(kwargs or {}))
-        for item in tree_flatten(result)[0]:
-            if isinstance(item, torch.Tensor) and _storage_id(item) not in inputs:
-                self._add(item.untyped_storage())
+        for identity, storage in _storages(result):
+            if identity not in inputs and identity not in self._known:
+                size = storage.nbytes()
+                self._known.add(identity)
+                self.now += size
+                # No allocator counts fake tensors: a storage is freed when its Python object ends.
+                weakref.finalize(storage, self._remove, identity, size)
         self.peak = max(self.peak, self.now)
         return result
 
@@ -566,22 +543,16 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Start the peak again from what is alive now."""
         self.peak = self.now
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        identity, size = storage._cdata, storage.nbytes()
-        if identity in self._known:
-            return
-        self._known.add(identity)
-        self.now += size
-        # No allocator counts fake tensors: a storage is freed when its Python object ends.
-        weakref.finalize(storage, self._remove, identity, size)
-
     def _remove(self, identity: int, size: int) -> None:
         self._known.discard(identity)
         self.now -= size
 
 
-def _storage_id(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def _storages(values: Any) -> Iterator[tuple[int, torch.UntypedStorage]]:
+    for item in tree_flatten(values)[0]:
+        if isinstance(item, torch.Tensor):
+            storage = item.untyped_storage()
+            yield int(storage._cdata), storage
 
 
 def _fit(sizes: list[tuple[int, int]], values: list[int]) -> Any:
