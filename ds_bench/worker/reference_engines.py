@@ -12,7 +12,6 @@ residual stream and gradients stay in fp32.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,7 +28,7 @@ BUCKET_MB = 25
 _OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 
-class ReferenceEngine(abc.ABC):
+class ReferenceEngine:
     """One rank's model, optimizer and gradient synchronisation, with the interface of a DeepSpeed engine.
 
     ``config``: the row's DeepSpeed configuration, for batch, optimizer, clipping and number format.
@@ -39,6 +38,8 @@ class ReferenceEngine(abc.ABC):
     """The ZeRO stage that splits the same among the ranks."""
     skipped_steps = 0
     is_compiled = False
+    engine_params: Mapping[str, Any]
+    """Arguments of torch's engine that are not its defaults, or that decide memory."""
 
     def __init__(self, model: torch.nn.Module, config: Mapping[str, Any], device: torch.device) -> None:
         self.module = model
@@ -57,19 +58,14 @@ class ReferenceEngine(abc.ABC):
     def _create_optimizer(self, config: Mapping[str, Any]) -> torch.optim.Optimizer | None:
         return _create_optimizer(self._trained, config["optimizer"], self._device)
 
-    @property
-    @abc.abstractmethod
-    def engine_params(self) -> Mapping[str, Any]:
-        """Arguments of torch's engine that are not its defaults, or that decide memory."""
-
-    @abc.abstractmethod
     def __call__(self, **batch: torch.Tensor) -> Any:
         """Runs the forward pass."""
+        return self.module(**batch)
 
-    @abc.abstractmethod
     def weight_fragments(self) -> Iterator[tuple[str, int, torch.Tensor]]:
         """Yield for each trained tensor that this rank holds a part of: name, index of the first value, and the values,
         flat; the parts of all ranks make up the model, each weight once."""
+        yield from ()
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -107,15 +103,9 @@ class ReferenceEngine(abc.ABC):
     def tensors_by_category(self) -> Iterator[tuple[str, Iterable[torch.Tensor | None]]]:
         """The ledger's categories with the tensors of each."""
         yield "parameters", self.parameter_tensors()
-        yield (
-            "optimizer_states",
-            (
-                value
-                for state in (self.optimizer.state.values() if self.optimizer else ())
-                for value in state.values()
-                if isinstance(value, torch.Tensor)
-            ),
-        )
+        states = self.optimizer.state.values() if self.optimizer else ()
+        held = (value for state in states for value in state.values())
+        yield "optimizer_states", (value for value in held if isinstance(value, torch.Tensor))
         yield "gradients", (parameter.grad for parameter in self.module.parameters())
 
     def parameter_tensors(self) -> Iterator[torch.Tensor]:
@@ -197,11 +187,8 @@ class DdpEngine(ReferenceEngine):
             gradient_as_bucket_view=True,
         )
         self._buckets: list[torch.Tensor] = []
-
-    @property
-    def engine_params(self) -> Mapping[str, Any]:
         autocast = None if self._dtype is torch.float32 else str(self._dtype)
-        return {"bucket_cap_mb": BUCKET_MB, "gradient_as_bucket_view": True, "autocast_dtype": autocast}
+        self.engine_params = {"bucket_cap_mb": BUCKET_MB, "gradient_as_bucket_view": True, "autocast_dtype": autocast}
 
     def __call__(self, **batch: torch.Tensor) -> Any:
         # Only around the forward pass: there DDP decides whether the backward pass reduces gradients.
@@ -254,7 +241,13 @@ class Fsdp2Engine(ReferenceEngine):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
-        self._blocks = [block for block in find_blocks(model) if _can_be_split(block)]
+        # A block is gathered before its forward pass, which it must have, as well as parameters.
+        without_forward = (torch.nn.ModuleList, torch.nn.ModuleDict)
+        self._blocks = [
+            block
+            for block in find_blocks(model)
+            if not isinstance(block, without_forward) and next(block.parameters(), None) is not None
+        ]
         # Blocks first: of the model fully_shard then takes the parameters that are in no block.
         for group in (*self._blocks, model):
             report_progress()
@@ -262,18 +255,12 @@ class Fsdp2Engine(ReferenceEngine):
             fully_shard(group, mesh=mesh, mp_policy=policy)
         # Last: the optimizer takes the split parameters, which fully_shard puts in the place of the whole ones.
         super().__init__(model, config, device)
-
-    @property
-    def engine_params(self) -> Mapping[str, Any]:
-        return {
-            "param_dtype": str(self._dtype),
-            "reduce_dtype": str(self._dtype),
+        self.engine_params = {
+            "param_dtype": str(dtype),
+            "reduce_dtype": str(dtype),
             "sharded_blocks": len(self._blocks),
             "reshard_after_forward": "blocks",
         }
-
-    def __call__(self, **batch: torch.Tensor) -> Any:
-        return self.module(**batch)
 
     def backward(self, loss: torch.Tensor) -> None:
         root: Any = self.module
@@ -307,12 +294,6 @@ class Fsdp2Engine(ReferenceEngine):
                 _, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
                 # Split by rows: a rank's part is one stretch of the flat tensor.
                 yield name, offset[0] * math.prod(shape[1:]), part.to_local().detach().flatten()
-
-
-def _can_be_split(block: torch.nn.Module) -> bool:
-    """Whether a block has parameters and a forward pass, before which they can be gathered."""
-    has_forward = not isinstance(block, (torch.nn.ModuleList, torch.nn.ModuleDict))
-    return has_forward and next(block.parameters(), None) is not None
 
 
 def _materialise(
@@ -374,16 +355,10 @@ class PassEngine(ReferenceEngine):
     ) -> None:
         super().__init__(model, config, device)
         self._with_backward = with_backward
+        self.engine_params = {"with_backward": with_backward}
 
     def _create_optimizer(self, config: Mapping[str, Any]) -> None:
         """Makes none: the weights never change."""
-
-    @property
-    def engine_params(self) -> Mapping[str, Any]:
-        return {"with_backward": self._with_backward}
-
-    def __call__(self, **batch: torch.Tensor) -> Any:
-        return self.module(**batch)
 
     def backward(self, loss: torch.Tensor) -> None:
         if self._with_backward:
@@ -394,6 +369,3 @@ class PassEngine(ReferenceEngine):
         if self._with_backward and self.at_accumulation_boundary:
             self.module.zero_grad(set_to_none=True)
         self._micro_steps += 1
-
-    def weight_fragments(self) -> Iterator[tuple[str, int, torch.Tensor]]:
-        yield from ()

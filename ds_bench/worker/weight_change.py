@@ -13,7 +13,6 @@ DeepSpeed's own buffers, one sub-group after another.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import time
 import zlib
@@ -118,24 +117,17 @@ class FrozenWeights:
         deadline = time.monotonic() + MAX_SECONDS
         sums: dict[str, list[int]] = {}
         for name, parameter in self._engine.module.named_parameters():
-            held = None if parameter.requires_grad else _held_part(parameter)
-            if held is not None and time.monotonic() < deadline:
+            if parameter.requires_grad or time.monotonic() > deadline:
+                continue
+            split: Any = getattr(parameter, "ds_tensor", None)  # at stage 3, perhaps on a disk
+            held = getattr(parameter, "_local_tensor", parameter) if split is None else split
+            on_disk = split is not None and split.status.name != "AVAILABLE"
+            if not on_disk and held.numel() and held.element_size() in _BITS:
                 bits = held.detach().contiguous().flatten().view(_BITS[held.element_size()])
                 pieces = (bits[start : start + _PIECE_ELEMENTS] for start in range(0, len(bits), _PIECE_ELEMENTS))
                 sums[name] = [int(piece.sum(dtype=torch.int64)) for piece in pieces]
                 self._heartbeat.beat(self._heartbeat.phase)
         return sums
-
-
-def _held_part(parameter: Any) -> torch.Tensor | None:
-    """This rank's part of a parameter, split or not; None for a part on a disk or of a format without bits."""
-    part = getattr(parameter, "ds_tensor", None)  # at stage 3
-    if part is None:
-        part = getattr(parameter, "_local_tensor", parameter)  # of FSDP2
-    elif part.status.name != "AVAILABLE":
-        return None
-    held: torch.Tensor = part
-    return held if held.numel() and held.element_size() in _BITS else None
 
 
 def sketch(fragments: Iterator[Fragment], heartbeat: HeartbeatWriter | None = None) -> torch.Tensor:
@@ -250,8 +242,13 @@ def _own_fragments(engine: Any) -> Iterator[Fragment]:
     wrapper = engine.optimizer
     if engine.zero_optimization_stage() == 3:
         yield from _stage3_fragments(wrapper, names)
+    elif engine.zero_optimization_stage() > 0 and getattr(wrapper, "round_robin_gradients", False):
+        yield from _reordered_fragments(wrapper, names)
     elif engine.zero_optimization_stage() > 0:
-        yield from _stage1_and_2_fragments(engine, names)
+        # The part of each parameter in this rank's partition (utils/tensor_fragment.py).
+        for parameter in engine.module.parameters():
+            if id(parameter) in names and (mapping := parameter._hp_mapping) is not None:
+                yield names[id(parameter)], mapping.lp_fragment_address.start, mapping.get_hp_fragment().detach()
     elif torch.distributed.get_rank(engine.seq_data_parallel_group) == 0:  # every rank holds all of them
         for parameter, master in _stage0_masters(wrapper):
             yield names[id(parameter)], 0, master.detach().flatten()
@@ -270,19 +267,9 @@ def _stage0_masters(wrapper: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
             yield from ((parameter, parameter) for parameter in group["params"] if parameter.requires_grad)
 
 
-def _stage1_and_2_fragments(engine: Any, names: dict[int, str]) -> Iterator[Fragment]:
-    """The part of each parameter in this rank's partition (utils/tensor_fragment.py)."""
-    if getattr(engine.optimizer, "round_robin_gradients", False):
-        yield from _reordered_fragments(engine.optimizer, names)
-        return
-    for parameter in engine.module.parameters():
-        if id(parameter) in names and (mapping := parameter._hp_mapping) is not None:
-            yield names[id(parameter)], mapping.lp_fragment_address.start, mapping.get_hp_fragment().detach()
-
-
 def _reordered_fragments(wrapper: Any, names: dict[int, str]) -> Iterator[Fragment]:
-    """The same where ``round_robin_gradients`` reorders the parameters: DeepSpeed's own mapping to the partitions
-    follows the old order then (zero/stage_1_and_2.py, link_hp_params)."""
+    """This rank's parts at stages 1 and 2 where ``round_robin_gradients`` reorders the parameters: DeepSpeed's own
+    mapping to the partitions follows the old order then (zero/stage_1_and_2.py, link_hp_params)."""
     for index, flat in enumerate(wrapper.single_partition_of_fp32_groups):
         begin = torch.distributed.get_rank(wrapper.real_dp_process_group[index]) * flat.numel()
         offsets = wrapper.round_robin_bit16_offsets[index]
@@ -293,9 +280,13 @@ def _reordered_fragments(wrapper: Any, names: dict[int, str]) -> Iterator[Fragme
 
 
 def _stage3_fragments(wrapper: Any, names: dict[int, str]) -> Iterator[Fragment]:
-    """This rank's slice of each parameter, sub-group by sub-group."""
+    """This rank's slice of each parameter, sub-group by sub-group; one on a disk is held in memory meanwhile."""
     for index, (group, flat) in enumerate(zip(wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat, strict=True)):
-        with _swapped_in(wrapper, index, flat):
+        swapped = wrapper._swappable_optimizer_subgroup(index)
+        if swapped:
+            # No next sub-group is read ahead: where the pass ends before that one, training would find the wrong one.
+            wrapper.optimizer_swapper.swap_in_optimizer_state(parameter=flat, async_parameter=None)
+        try:
             offset = 0
             for parameter in group:
                 size = parameter.partition_numel()
@@ -303,17 +294,6 @@ def _stage3_fragments(wrapper: Any, names: dict[int, str]) -> Iterator[Fragment]
                 used = max(0, min(size, parameter.ds_numel - start))  # the last slices are padded
                 yield names[id(parameter)], start, flat.detach()[offset : offset + used]
                 offset += size
-
-
-@contextlib.contextmanager
-def _swapped_in(wrapper: Any, index: int, flat: torch.Tensor) -> Iterator[None]:
-    """Holds a sub-group whose optimizer state is on a disk in memory within this context."""
-    if not wrapper._swappable_optimizer_subgroup(index):
-        yield
-        return
-    # No next sub-group is read ahead: where the pass ends before that one, training would find the wrong one.
-    wrapper.optimizer_swapper.swap_in_optimizer_state(parameter=flat, async_parameter=None)
-    try:
-        yield
-    finally:
-        wrapper._release_swap_buffers(index)
+        finally:
+            if swapped:
+                wrapper._release_swap_buffers(index)
