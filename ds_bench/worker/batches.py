@@ -115,7 +115,7 @@ def random_tokens(vocabulary: int) -> build.MakeBatch:
     return make_batch
 
 
-def in_order(batch_at: Callable[[int], Batch]) -> build.MakeBatch:
+def in_order(batch_at: BatchAt) -> build.MakeBatch:
     """A function that makes the batches of a reader one after the other, which draws nothing."""
     numbers = itertools.count()
     return lambda _batch_size, _seq_length, _generator: batch_at(next(numbers))
@@ -150,7 +150,11 @@ def make_batches(
             raise TypeError("the factory's make_batch must return a dict of tensors, the arguments of the model")
         if not any(value.shape[:1] == (batch_size,) for value in batch.values()):
             raise ValueError(f"the factory's make_batch returned no tensor of {batch_size} samples, as it was asked to")
-        batches.append(_move_to_device(batch, device, dtype))
+        moved = {  # one copy of each tensor, however many names it has
+            id(value): value.to(device=device, dtype=dtype if value.is_floating_point() else value.dtype)
+            for value in batch.values()
+        }
+        batches.append({name: moved[id(value)] for name, value in batch.items()})
         held_bytes += sum(value.nbytes for value in batches[-1].values())
     return batches
 
@@ -159,15 +163,6 @@ def has_token_per_position(batch: Batch, batch_size: int, seq_length: int) -> bo
     """Whether every sample of a micro-batch is a sequence of ``seq_length`` tokens and nothing else but a class."""
     shapes = {tuple(value.shape[:2]) for value in batch.values()} - {(batch_size,)}
     return all(value.dtype in _TOKENS for value in batch.values()) and shapes == {(batch_size, seq_length)}
-
-
-def _move_to_device(batch: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype) -> Batch:
-    """One copy of each tensor, however many names it has."""
-    moved = {
-        id(value): value.to(device=device, dtype=dtype if value.is_floating_point() else value.dtype)
-        for value in batch.values()
-    }
-    return {name: moved[id(value)] for name, value in batch.items()}
 
 
 class _MicroBatches(IterableDataset[Batch]):

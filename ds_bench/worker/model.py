@@ -102,13 +102,15 @@ def build_model(
     notes: tuple[str, ...] = ()
     if workload.model_source == "factory":
         module, make_batch = call_factory(workload.model)
-        notes = tuple(_note_of_formats(module, dtype))
+        formats = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+        if len(formats) > 1:
+            names = " and ".join(sorted(map(str, formats)))
+            text = f"the factory's parameters are in {names}, and all of them were trained in {dtype}"
+            notes = (text.replace("torch.", ""),)
         module.to(dtype=dtype)
         if split:
             _partition(module, config, dtype, device)
-        elif at_stage3:
-            pass  # left in host memory
-        elif engine != "fsdp2":  # which moves it part by part
+        elif not at_stage3 and engine != "fsdp2":  # which move it part by part
             module.to(device=device)
     elif engine == "fsdp2":
         with matrices_on_meta():
@@ -129,14 +131,6 @@ def build_model(
     if workload.activation_checkpointing:
         enable_checkpointing(module)
     return BuiltModel(module=module, make_batch=make_batch, stage3=stage3, notes=notes)
-
-
-def _note_of_formats(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[str]:
-    """Says so of a factory's model that keeps parameters in several number formats, while training uses only one."""
-    formats = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    if len(formats) > 1:
-        names = " and ".join(sorted(str(each).removeprefix("torch.") for each in formats))
-        yield f"the factory's parameters are in {names}, and all of them were trained in {dtype}".replace("torch.", "")
 
 
 def _build_from_config(workload: Workload, dtype: torch.dtype, device: torch.device, stage3: bool) -> torch.nn.Module:
@@ -312,11 +306,6 @@ def enable_checkpointing(model: torch.nn.Module) -> None:
     enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def attention_of(model: torch.nn.Module) -> str | None:
-    """Name of Transformers' attention implementation that the model uses; None for a model of another library."""
-    return getattr(getattr(model, "config", None), "_attn_implementation", None)
-
-
 def parameter_sizes(model: torch.nn.Module, *, trained: bool = False) -> list[int]:
     """Elements of every parameter of the whole model, tied ones once, partitioned or not. ``trained``: only of those
     that are trained."""
@@ -349,10 +338,10 @@ def position_ids(model: torch.nn.Module, batch_size: int, seq_length: int) -> to
     from transformers import PreTrainedModel
 
     # Of the class: another way to compute the loss replaces the method of the model.
-    takes = isinstance(model, PreTrainedModel) and "position_ids" in inspect.signature(type(model).forward).parameters
-    if not takes:
+    if (
+        not isinstance(model, PreTrainedModel)
+        or "position_ids" not in inspect.signature(type(model).forward).parameters
+    ):
         return None
-    positions = torch.arange(seq_length).unsqueeze(0)
-    if getattr(model.config, "model_type", None) in _POSITIONS_OF_EACH_SAMPLE:
-        return positions.repeat(batch_size, 1)
-    return positions
+    of_each_sample = getattr(model.config, "model_type", None) in _POSITIONS_OF_EACH_SAMPLE
+    return torch.arange(seq_length).repeat(batch_size if of_each_sample else 1, 1)
