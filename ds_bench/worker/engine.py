@@ -34,19 +34,15 @@ def select_device(placement: Placement) -> torch.device:
     if placement.gpu_memory_limit_bytes is not None:
         total = torch.cuda.get_device_properties(local_rank).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, placement.gpu_memory_limit_bytes / total))
-        _apply_memory_limit_to_deepspeed(placement.gpu_memory_limit_bytes)
+        # DeepSpeed must see the free memory of the emulated GPU: it flattens parameters on the GPU where they fit.
+        limit, device = placement.gpu_memory_limit_bytes, deepspeed.accelerator.get_accelerator()
+        original = device.available_memory
+
+        def available_memory(device_index: int | None = None) -> int:
+            return min(int(original(device_index)), max(0, limit - torch.cuda.memory_allocated(device_index)))
+
+        device.available_memory = available_memory
     return torch.device("cuda", local_rank)
-
-
-def _apply_memory_limit_to_deepspeed(limit_bytes: int) -> None:
-    """Makes DeepSpeed see the free memory of the emulated GPU: it flattens parameters on the GPU where they fit."""
-    device = deepspeed.accelerator.get_accelerator()
-    original = device.available_memory
-
-    def available_memory(device_index: int | None = None) -> int:
-        return min(int(original(device_index)), max(0, limit_bytes - torch.cuda.memory_allocated(device_index)))
-
-    device.available_memory = available_memory
 
 
 def create_engine(
@@ -70,34 +66,27 @@ def create_engine(
 
 
 def engine_facts(engine: Any) -> dict[str, Any]:
+    """Return the fields of a RankMeasurement that say how the engine was set up.
+
+    ``resolved_config``: every public value of DeepSpeed's ``engine._config`` (runtime/config.py), or of a reference
+    engine's settings, credentials redacted.
+    """
     wrapper = engine.optimizer
+    groups = getattr(wrapper, "param_groups", None) or []
+    settings = engine.settings if isinstance(engine, ReferenceEngine) else vars(engine._config)
     return {
         "micro_batch_size": int(engine.train_micro_batch_size_per_gpu()),
         "grad_accum": int(engine.gradient_accumulation_steps()),
-        "optimizer_settings": _optimizer_settings(wrapper),
+        "optimizer_settings": [
+            {name: _to_json_value(group[name]) for name in _OPTIMIZER_SETTINGS if group.get(name) is not None}
+            for group in groups
+        ],
         "optimizer_class": "none" if wrapper is None else type(getattr(wrapper, "optimizer", wrapper)).__name__,
         "engine_optimizer_class": "none" if wrapper is None else type(wrapper).__name__,
-        "resolved_config": _resolved_config(engine),
+        "resolved_config": redacted_config(
+            {name: _to_json_value(value) for name, value in sorted(settings.items()) if not name.startswith("_")}
+        ),
     }
-
-
-def _optimizer_settings(optimizer: Any) -> list[dict[str, Any]]:
-    """Learning rate, betas and the like of each parameter group, as the optimizer has them; empty without groups."""
-    groups = getattr(optimizer, "param_groups", None) or []
-    return [
-        {name: _to_json_value(group[name]) for name in _OPTIMIZER_SETTINGS if group.get(name) is not None}
-        for group in groups
-    ]
-
-
-def _resolved_config(engine: Any) -> dict[str, Any]:
-    """Every public value of DeepSpeed's ``engine._config`` (runtime/config.py), or of a reference engine's settings.
-
-    Plain JSON values, credentials redacted.
-    """
-    settings = engine.settings if isinstance(engine, ReferenceEngine) else vars(engine._config)
-    values = {name: value for name, value in settings.items() if not name.startswith("_")}
-    return redacted_config({name: _to_json_value(value) for name, value in sorted(values.items())})
 
 
 def _to_json_value(value: Any, depth: int = 8) -> Any:

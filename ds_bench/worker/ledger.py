@@ -57,19 +57,17 @@ def find_tensors(value: object, depth: int = 6) -> Iterator[torch.Tensor]:
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
             yield item
-        else:
-            queue.extend((child, level + 1) for child in _children(item))
-
-
-def _children(item: object) -> Iterable[object]:
-    if isinstance(item, dict):
-        return list(item.values())
-    if isinstance(item, (list, tuple, set, frozenset, deque)):
-        return list(item)
-    # Modules hold parameters, which are claimed as such; objects of other packages could lead to all of the process.
-    if isinstance(item, torch.nn.Module) or not type(item).__module__.startswith("deepspeed"):
-        return ()
-    return list(getattr(item, "__dict__", {}).values())
+            continue
+        children: Iterable[object] = ()
+        if isinstance(item, dict):
+            children = item.values()
+        elif isinstance(item, (list, tuple, set, frozenset, deque)):
+            children = item
+        # Modules hold parameters, which are claimed as such; objects of other packages could lead to all of the
+        # process.
+        elif type(item).__module__.startswith("deepspeed") and not isinstance(item, torch.nn.Module):
+            children = getattr(item, "__dict__", {}).values()
+        queue.extend((child, level + 1) for child in list(children))
 
 
 class StorageCounter:
@@ -131,8 +129,11 @@ def _deepspeed_tensors(engine: Any) -> Iterator[tuple[str, Iterable[torch.Tensor
     yield "parameters", parameters
     yield "parameters", (getattr(parameter, "ds_tensor", None) for parameter in parameters)
     yield "parameters", (getattr(parameter, "ds_secondary_tensor", None) for parameter in parameters)  # of hpZ
-    # After the parameters: without fp32 master weights, the optimizer updates the parameters themselves.
-    masters = list(_masters(wrapper, base))
+    # What the optimizer updates: the fp32 master weights. After the parameters, which it updates itself without such.
+    groups = getattr(base, "param_groups", ())
+    masters = [each for group in groups for each in group["params"] if isinstance(each, torch.Tensor)]
+    for name in _STATE_NAMES:
+        masters += find_tensors(getattr(wrapper, name, None))
     yield "optimizer_states", masters
     yield "optimizer_states", optimizer_states(engine)
     # Before the gradients, which are views into the bucket while backward runs.
@@ -150,14 +151,6 @@ def _own_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor that is split among the ranks (FSDP2's DTensor), else the tensor itself."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
-
-
-def _masters(wrapper: Any, base: Any) -> Iterator[torch.Tensor]:
-    """Tensors that the optimizer updates: the fp32 master weights if there are any, else the parameters."""
-    for group in getattr(base, "param_groups", ()):
-        yield from (parameter for parameter in group["params"] if isinstance(parameter, torch.Tensor))
-    for name in _STATE_NAMES:
-        yield from find_tensors(getattr(wrapper, name, None))
 
 
 @contextlib.contextmanager

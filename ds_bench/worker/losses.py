@@ -43,8 +43,19 @@ def install_loss(model: Any, name: LossName) -> None:
         from deepspeed.runtime.chunked_cross_entropy import install_chunked_causal_lm_loss
 
         install_chunked_causal_lm_loss(model)
-    elif name != "model":
-        _replace_head(model, _tiled_loss if name == "tiled" else _liger_loss)
+    elif name == "tiled":
+
+        def tiled_loss(head: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = _TiledLoss.apply(hidden, head.weight, head.bias, targets)  # type: ignore[no-untyped-call]
+            return loss
+
+        _replace_head(model, tiled_loss)
+    elif name == "liger":
+        # Makes logits and gradients of one part of the tokens at a time.
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # type: ignore[import-not-found]
+
+        compute = LigerFusedLinearCrossEntropyLoss(ignore_index=_IGNORED)
+        _replace_head(model, lambda head, hidden, targets: compute(head.weight, hidden, targets, head.bias))
 
 
 def _replace_head(model: Any, compute_loss: ComputeLoss) -> None:
@@ -73,21 +84,6 @@ def _replace_head(model: Any, compute_loss: ComputeLoss) -> None:
         return loss
 
     head.forward, model.forward = head_forward, model_forward
-
-
-def _liger_loss(head: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Liger's fused linear cross-entropy, which makes logits and gradients of one part of the tokens at a time."""
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # type: ignore[import-not-found]
-
-    loss: torch.Tensor = LigerFusedLinearCrossEntropyLoss(ignore_index=_IGNORED)(
-        head.weight, hidden, targets, head.bias
-    )
-    return loss
-
-
-def _tiled_loss(head: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = _TiledLoss.apply(hidden, head.weight, head.bias, targets)  # type: ignore[no-untyped-call]
-    return loss
 
 
 def count_tiles(tokens: int) -> int:
@@ -143,23 +139,21 @@ def count_mlp_tiles(seq_length: int, hidden_size: int) -> int:
 
 def install_tiled_mlp(model: torch.nn.Module) -> None:
     """Replaces the forward pass of every MLP of a Transformers model. Raises TypeError if the model has no MLP."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+    def forward_of_tile(block: Any, tile: torch.Tensor) -> Any:
+        # The class keeps its own forward pass.
+        return type(block).forward(block, tile.contiguous())  # GPT-2 views it as a matrix
+
+    def tiled_forward(block: Any, hidden: torch.Tensor) -> torch.Tensor:
+        # Equal in all ranks, whose sequences have one length: else ranks of stage 3 would deadlock.
+        tiles = count_mlp_tiles(hidden.shape[-2], hidden.shape[-1])
+        # The parameters: DeepSpeed takes their gradients only with the last part (ds_grad_is_ready).
+        output: torch.Tensor = TiledMLP.apply(forward_of_tile, block, hidden, tiles, list(block.parameters()))
+        return output
+
     blocks = [module for module in model.modules() if type(module).__name__.endswith("MLP")]
     if not blocks:
         raise TypeError(f"{type(model).__name__} has no module whose class is named as an MLP")
     for block in blocks:
-        # An attribute of the object: the class keeps its own forward pass, which computes the parts.
-        block.forward = types.MethodType(_tiled_forward, block)
-
-
-def _tiled_forward(block: Any, hidden: torch.Tensor) -> torch.Tensor:
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
-
-    # Equal in all ranks, whose sequences have one length: else ranks of stage 3 would deadlock.
-    tiles = count_mlp_tiles(hidden.shape[-2], hidden.shape[-1])
-    # The parameters: DeepSpeed takes their gradients only with the last part (ds_grad_is_ready).
-    output: torch.Tensor = TiledMLP.apply(_forward_of_tile, block, hidden, tiles, list(block.parameters()))
-    return output
-
-
-def _forward_of_tile(block: Any, tile: torch.Tensor) -> Any:
-    return type(block).forward(block, tile.contiguous())  # GPT-2 views it as a matrix
+        block.forward = types.MethodType(tiled_forward, block)

@@ -56,48 +56,33 @@ MODULES = (
 )
 
 
-def _import_modules(names: tuple[str, ...]) -> list[str]:
-    """Imports each module. Returns the names of those that cannot be imported."""
-    missing = []
-    for name in names:
-        try:
-            importlib.import_module(name)
-        except BaseException:  # optional parts among them; the rank imports them again and shows the error
-            missing.append(name)
-    return missing
-
-
-def _load_ops(names: tuple[str, ...]) -> None:
-    from deepspeed.accelerator import get_accelerator
-
-    with contextlib.suppress(Exception):
-        # DeepSpeed asks as each rank connects (comm/torch.py, build_shm_op), and then compiles and links a program.
-        importlib.import_module("deepspeed.ops").__compatible_ops__  # noqa: B018
-    for name in names:
-        # What fails here fails again in the rank that needs the op, which reports it.
-        with contextlib.suppress(Exception):
-            get_accelerator().create_op_builder(name).load(verbose=False)
-
-
-def _close_nvml() -> None:
-    """Closes NVML, which DeepSpeed and torch open on import; ranks open it again themselves."""
-    with contextlib.suppress(Exception):
-        import pynvml
-
-        for _ in range(256):  # counts how often it was opened; one call too many does no harm
-            pynvml.nvmlShutdown()
-
-
 gc.disable()
 die_with_parent()
 if os.environ.get("DS_BENCH_PARENT") not in (None, str(os.getppid())):  # the parent died before this line
     os._exit(1)
-MISSING = _import_modules(MODULES + tuple(filter(None, os.environ.get("DS_BENCH_PRELOAD", "").split(","))))
-# CUDA's ops are left out: a process that has used CUDA cannot be forked into ranks.
+MISSING: list[str] = []
+"""Modules that cannot be imported, optional ones among them; a rank imports them again and shows the error."""
+for name in filter(None, (*MODULES, *os.environ.get("DS_BENCH_PRELOAD", "").split(","))):
+    try:
+        importlib.import_module(name)
+    except BaseException:
+        MISSING.append(name)
 if os.environ.get("DS_ACCELERATOR") == "cpu":
-    _load_ops(tuple(filter(None, os.environ.get("DS_BENCH_PRELOAD_OPS", "").split(","))))
+    with contextlib.suppress(Exception):
+        # DeepSpeed asks as each rank connects (comm/torch.py, build_shm_op), and then compiles and links a program.
+        importlib.import_module("deepspeed.ops").__compatible_ops__  # noqa: B018
+    for name in filter(None, os.environ.get("DS_BENCH_PRELOAD_OPS", "").split(",")):
+        # What fails here fails again in the rank that needs the op, which reports it.
+        with contextlib.suppress(Exception):
+            accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+            accelerator.create_op_builder(name).load(verbose=False)
 else:
-    _close_nvml()
+    # CUDA's ops are left out: a process that has used CUDA cannot be forked into ranks. NVML, which DeepSpeed and torch
+    # open on import, is closed; ranks open it again themselves.
+    with contextlib.suppress(Exception):
+        nvml = importlib.import_module("pynvml")
+        for _ in range(256):  # counts how often it was opened; one call too many does no harm
+            nvml.nvmlShutdown()
 # pydantic builds its reader of an assignment here once instead of in every rank.
 json_files.adapter(Assignment)
 GPU_FILES = open_gpu_files()

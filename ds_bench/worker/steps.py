@@ -32,36 +32,31 @@ class StepClock:
 
     def __init__(self, accelerator: str, *, synchronized: bool = True) -> None:
         self._cuda = accelerator == "cuda" and synchronized
-        self._marks: list[Any] = []
+        self.marks: list[Any] = []
+        """From the first step's begin on; the last one ends the last step."""
 
     def mark(self) -> None:
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
-            self._marks.append(event)
+            self.marks.append(event)
         else:
-            self._marks.append(time.perf_counter())
-
-    @property
-    def last_mark(self) -> int:
-        """Number of the last mark, from 0."""
-        return len(self._marks) - 1
+            self.marks.append(time.perf_counter())
 
     def has_passed(self, mark: int) -> bool:
         """Whether the device has reached a mark; does not wait for it."""
-        return bool(self._marks[mark].query()) if self._cuda else True
+        return bool(self.marks[mark].query()) if self._cuda else True
 
     def seconds_before(self, mark: int) -> float:
         """Seconds from the mark before to this one, which the device has reached."""
-        a, b = self._marks[mark - 1], self._marks[mark]
+        a, b = self.marks[mark - 1], self.marks[mark]
         return float(a.elapsed_time(b)) / 1000.0 if self._cuda else float(b - a)
 
     def seconds(self) -> list[float]:
         """Seconds from each mark to the next; synchronises the device first on CUDA."""
         if self._cuda:
             torch.cuda.synchronize()
-            return [a.elapsed_time(b) / 1000.0 for a, b in zip(self._marks, self._marks[1:], strict=False)]
-        return [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
+        return [self.seconds_before(mark) for mark in range(1, len(self.marks))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +103,7 @@ class StepRecorder:
 
     def end_step(self, clock: StepClock, measured: bool) -> None:
         """Notes the step that the clock's last mark ends, and reports the steps that the device has finished."""
-        step = _PendingStep(clock, clock.last_mark, self._losses, time.time(), measured, self._memory())
+        step = _PendingStep(clock, len(clock.marks) - 1, self._losses, time.time(), measured, self._memory())
         self._pending.append(step)
         self.report()
 
