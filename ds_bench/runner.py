@@ -78,6 +78,9 @@ def run_comparison(
     user can mend, before any work.
     """
     options = points[0]
+    for name in (*arguments, str(Path.cwd())):
+        if any("\ud800" <= sign <= "\udfff" for sign in name):  # how Python keeps bytes that are not UTF-8
+            raise UsageError(f"{name} is not text in UTF-8, as results must be", remedy="rename the file or folder")
     if not options.dry_run:
         require_packages("a run")
     if options.inspection.monitor == "tensorboard":

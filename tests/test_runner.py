@@ -290,7 +290,13 @@ def test_repeats_run_in_the_planned_order_to_the_end(scripted: ScriptedRun) -> N
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--seq-length", "0"], ["--set", "x"], ["--num-gpus", "2", "--accelerator", "cuda"]]
+    "arguments",
+    [
+        ["--seq-length", "0"],
+        ["--set", "x"],
+        ["--num-gpus", "2", "--accelerator", "cuda"],
+        ["--nvme-path", "/tmp/\udcff"],
+    ],
 )
 def test_a_mistake_ends_with_2_one_line_and_no_files(
     scripted: ScriptedRun, capsys: pytest.CaptureFixture[str], arguments: list[str]
