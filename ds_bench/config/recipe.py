@@ -88,37 +88,32 @@ def _section(name: str, purpose: str, **more_keys: Any) -> Any:
     return model, model()
 
 
-_LENGTH: Any = Field(default=None, description="Tokens per sequence, where training.seq_len does not say.")
-_PARAMETERS: Any = Field(
-    default={}, description="Its parameters, such as lr and weight_decay, as DeepSpeed takes them."
+_LENGTH = "Tokens per sequence, where training.seq_len does not say."
+_PARAMETERS = "Its parameters, such as lr and weight_decay, as DeepSpeed takes them."
+_AXES = (
+    "Name of an axis → its values: a row of each, in every row where it acts; several axes make every combination (the "
+    "command axes lists them)."
 )
-_AXES: Any = Field(
-    default={},
-    description="Name of an axis → its values: a row of each, in every row where it acts; several axes make every "
-    "combination (the command axes lists them).",
-)
+_ROWS = "The rows of the comparison. Without stages, strategies, configs and inline: stages 0, 1, 2 and 3."
+# fmt: off
 Recipe: type[BaseModel] = create_model(
     "Recipe",
     __base__=_Section,
     __doc__="One comparison: a model, how it is trained, which configurations, and where.",
     model=_section("model", "The model that is trained, with random weights."),
     training=_section("training", "How it is trained."),
-    configurations=_section(
-        "configurations",
-        "The rows of the comparison. Without stages, strategies, configs and inline: stages 0, 1, 2 and 3.",
-    ),
-    dataset=_section(
-        "dataset",
-        "The data: random ids, or a file.",
-        seq_len=(Annotated[int, Field(**COUNT)] | None, _LENGTH),
-    ),
+    configurations=_section("configurations", _ROWS),
+    dataset=_section("dataset", "The data: random ids, or a file.",
+                     seq_len=(Annotated[int, Field(**COUNT)] | None, Field(default=None, description=_LENGTH))),
     dataloader=_section("dataloader", "How micro-batches come to the device."),
-    optimizer=_section("optimizer", "The optimizer of every row.", params=(dict[str, Any], _PARAMETERS)),
-    axes=(dict[str, AxisValue | list[AxisValue]], _AXES),
+    optimizer=_section("optimizer", "The optimizer of every row.",
+                       params=(dict[str, Any], Field(default={}, description=_PARAMETERS))),
+    axes=(dict[str, AxisValue | list[AxisValue]], Field(default={}, description=_AXES)),
     profiling=_section("profiling", "Profilers that observe further steps after the measured ones."),
     launch=_section("launch", "The devices, and how trials are started and ended."),
     output=_section("output", "Where results go, how often rows run, and what the recommendation is for."),
 )
+# fmt: on
 """The form of a recipe at one point of its sweep."""
 
 SWEPT_SECTIONS = ("model", "training", "dataset", "dataloader", "optimizer")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from ds_bench import planner
 from ds_bench.analysis.loss_parity import compare_losses
 from ds_bench.analysis.row import make_run
 from ds_bench.config.axes import AXES, other_arithmetic
+from ds_bench.config.deepspeed_config import paths_of
 from ds_bench.config.identity import work_key
 from ds_bench.config.spec import Placement, Trial
 from ds_bench.launch import Limits
@@ -62,9 +63,7 @@ CASES: Mapping[str, list[list[str]]] = {
     "leaf_modules": [["--stages", "3", "--axis", "leaf_modules=default,off"]],
     "hpz": [["--stages", "3", "--axis", "hpz=1,2"]],
     "offload_ratio": [["--strategies", "cpu_optimizer", "--axis", "offload_ratio=0.5,1"]],
-    "optimizer": [
-        ["--stages", "2", "--axis", "optimizer=adamw,torch_fused_adamw,adam,adagrad"],
-    ],
+    "optimizer": [["--stages", "2", "--axis", "optimizer=adamw,torch_fused_adamw,adam,adagrad"]],
     "nvme_pipeline": [["--strategies", "nvme", "--axis", "nvme_pipeline=off,both"]],
     "aio_block_size": [["--strategies", "nvme", "--axis", "aio_block_size=65536,1048576"]],
     "aio_queue_depth": [["--strategies", "nvme", "--axis", "aio_queue_depth=4,8"]],
@@ -86,16 +85,9 @@ def swapped_model() -> ResolvedModel:
     sizes = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     facts = facts_from_config("swapped", "llama", {**sizes, **heads, "tie_word_embeddings": True, "use_cache": False})
-    return replace(
-        fakes.resolved_model(),
-        name="swapped",
-        model_type="llama",
-        config=facts.config,
-        facts=facts,
-        largest_parameter=facts.largest_parameter,
-        max_positions=facts.max_positions,
-        hidden_size=facts.hidden_size,
-    )
+    same = ("config", "largest_parameter", "max_positions", "hidden_size")
+    model = replace(fakes.resolved_model(), name="swapped", model_type="llama", facts=facts)
+    return replace(model, **{name: getattr(facts, name) for name in same})
 
 
 def trials_of(flags: list[str], folder: Path) -> list[Trial]:
@@ -126,17 +118,9 @@ def train(server: Callable[[Limits], WarmLauncher], tmp_path_factory: pytest.Tem
     return go
 
 
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from leaves(inner, f"{path}.{key}")
-    else:
-        yield path, value
-
-
 def resolved_differences(a: TrialRecord, b: TrialRecord) -> set[str]:
     """Return the paths where the resolved configurations differ."""
-    first, second = (dict(leaves(record.ranks[0].resolved_config)) for record in (a, b))
+    first, second = (dict(paths_of(record.ranks[0].resolved_config)) for record in (a, b))
     return {path for path in first.keys() | second.keys() if first.get(path) != second.get(path)}
 
 
@@ -147,9 +131,7 @@ def ledger(record: TrialRecord) -> Mapping[str, int]:
 
 
 def assert_predicted(trial: Trial, record: TrialRecord, axis: str) -> None:
-    """Of the categories that the formulas know: within 2 %, activations within 5 %. Gradients at stage 1 are counted
-    half-way through.
-    """
+    """The predicted categories agree within 2 %, activations within 5 %; gradients of stage 1 are counted half-way."""
     facts = fakes.resolved_model().facts
     if trial.workload.model != "tiny" or facts is None or axis in NOT_PREDICTED:
         return
@@ -181,19 +163,15 @@ def test_an_axis_changes_what_it_says_and_trains_the_same(
                 changed |= {name for name in LEDGER if ledger(first).get(name) != ledger(second).get(name)}
                 same_class = first.ranks[0].optimizer_class == second.ranks[0].optimizer_class
                 changed |= set() if same_class else {"optimizer"}
-        assert_losses([record for _, record in rows])
+        # Rows of the same arithmetic train the same; others start at the same loss and stay finite.
+        assert compare_losses([make_run(record) for _, record in rows]) == {}
+        for trial, record in rows:
+            losses = record.ranks[0].losses
+            assert None not in losses
+            if other_arithmetic(trial.configuration.axis_values):
+                assert math.isclose(losses[0] or 0.0, math.log(1000), rel_tol=0.05)
     shown = {change for change in AXES[axis].changes if change in (*LEDGER, "optimizer")}
     assert axis in SAME_ON_CPU or changed & shown or not shown, f"of {shown} nothing changed, but {changed}"
-
-
-def assert_losses(records: list[TrialRecord]) -> None:
-    """Rows of the same arithmetic train the same; others start at the same loss and stay finite."""
-    assert compare_losses([make_run(record) for record in records]) == {}
-    for record in records:
-        losses = record.ranks[0].losses
-        assert None not in losses
-        if other_arithmetic(record.trial.configuration.axis_values):
-            assert math.isclose(losses[0] or 0.0, math.log(1000), rel_tol=0.05)
 
 
 def test_every_axis_is_shown_here_or_unsupported_on_the_cpu_with_a_reason() -> None:

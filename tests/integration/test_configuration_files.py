@@ -18,6 +18,8 @@ pytestmark = [pytest.mark.deepspeed, pytest.mark.slow, pytest.mark.usefixtures("
 AUTO = {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}, "train_batch_size": "auto"}
 ADAMW = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
 CPU = {"device": "cpu", "pin_memory": True}
+RATES = {"warmup_min_lr": 0, "warmup_max_lr": 1e-2, "warmup_num_steps": 2, "total_num_steps": 102}
+SCHEDULER = {"type": "WarmupDecayLR", "params": {**RATES, "warmup_type": "linear"}}
 
 
 def zero(stage: int, **keys: Any) -> dict[str, Any]:
@@ -31,21 +33,7 @@ FILES: dict[str, Any] = {
     "stage3.json": {**AUTO, "optimizer": ADAMW, **zero(3, stage3_prefetch_bucket_size="auto", sub_group_size=1e9)},
     "offload_optimizer.json": {**AUTO, "optimizer": ADAMW, **zero(2, cpu_offload=True)},
     "full_offload.json": {**AUTO, "optimizer": ADAMW, **zero(3, offload_optimizer=CPU, offload_param=CPU)},
-    "scheduler.json": {
-        **AUTO,
-        "optimizer": ADAMW,
-        "scheduler": {
-            "type": "WarmupDecayLR",
-            "params": {
-                "warmup_min_lr": 0,
-                "warmup_max_lr": 1e-2,
-                "warmup_num_steps": 2,
-                "total_num_steps": 102,
-                "warmup_type": "linear",
-            },
-        },
-        **zero(2),
-    },
+    "scheduler.json": {**AUTO, "optimizer": ADAMW, "scheduler": SCHEDULER, **zero(2)},
     "half.json": {"fp16": {"enabled": True}, "optimizer": ADAMW, **zero(2)},
     "batch.json": {"bf16": {"enabled": True}, "train_batch_size": 12, "gradient_accumulation_steps": 2, **zero(1)},
     "comments.json": '{//\n"zero_optimization": {"stage": 2, "sub_group_size": 5e7,}, "bf16": {"enabled": true}}',
@@ -92,14 +80,9 @@ def test_every_file_trains_as_it_says(trained: dict[str, TrialRecord]) -> None:
     assert trained["trainer"].trial.workload.activation_checkpointing
     assert (trained["batch"].ranks[0].micro_batch_size, trained["batch"].ranks[0].grad_accum) == (3, 2)
 
-
-def test_a_scheduler_is_stepped_once_per_optimizer_step(trained: dict[str, TrialRecord]) -> None:
-    """Four steps leave it at iteration 3 (from 0) of 102, the first 2 being its warm-up."""
-    rank = trained["scheduler"].ranks[0]
-    assert rank.optimizer_settings[0]["lr"] == pytest.approx(1e-2 * (102 - 3) / (102 - 2))
-
-
-def test_the_text_of_a_file_and_what_auto_became_are_kept(trained: dict[str, TrialRecord]) -> None:
+    # Four steps leave the scheduler at iteration 3 (from 0) of 102, the first 2 being its warm-up.
+    rate = trained["scheduler"].ranks[0].optimizer_settings[0]["lr"]
+    assert rate == pytest.approx(1e-2 * (102 - 3) / (102 - 2))
     configuration = trained["stage3"].trial.configuration
     assert json.loads(configuration.file_text or "") == FILES["stage3.json"]
     assert configuration.resolved_values["zero_optimization.stage3_prefetch_bucket_size"] == int(0.9 * 128 * 128)

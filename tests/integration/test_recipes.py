@@ -23,12 +23,12 @@ def test_the_small_recipe_trains_every_row_of_a_sweep_and_is_resumed(tmp_path: P
     recipe = (
         "run",
         "recipes/tiny_cpu.yaml",
-        "--output-dir",
-        tmp_path,
         "--stages",
         "0",
         "--strategies",
         "cpu_optimizer",
+        "--output-dir",
+        tmp_path,
     )
     begun = run(*recipe, "--set", "training.seq_len=[16, 32]", "--budget", "0.001")
     assert begun.returncode == 0, begun.stderr
