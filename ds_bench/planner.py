@@ -13,7 +13,7 @@ from typing import Any
 
 from .config import axis_rows, deepspeed_config, lint, strategies, validation
 from .config.automatic_values import TrainingFacts
-from .config.axes import Layout, RowFacts, other_arithmetic
+from .config.axes import RowFacts, other_arithmetic
 from .config.axis_rows import AxisValues
 from .config.caveats import Caveat, CaveatKind
 from .config.configuration_file_rows import FileRowMaker, gives_accumulation, has_other_batch
@@ -541,14 +541,14 @@ def _rows_without_axes(options: Options) -> list[RequestedRow]:
     return [RequestedRow(origin=each) for each in origins]
 
 
-def _layout(row: RequestedRow, options: Options) -> Layout:
+def _layout(row: RequestedRow, options: Options) -> RowFacts:
     """Return what decides which axes act in a row: stage and offload devices, with the changes of the flags."""
     own = deepspeed_config.minimal_config(row.origin) if isinstance(row.origin, Strategy) else row.origin.config
     config = deepspeed_config.apply_changes(own, *options.config_changes)
     zero = config.get("zero_optimization")
     # true is the old form of stage 1, which DeepSpeed still reads (runtime/zero/config.py).
     stage = zero.get("stage", 0) if isinstance(zero, dict) else int(zero is True)
-    return Layout(
+    return RowFacts(
         stage=stage if isinstance(stage, int) else 0,
         offload_optimizer=offload_device(config, "offload_optimizer"),
         offload_param=offload_device(config, "offload_param"),

@@ -38,22 +38,16 @@ CHANGES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """What decides whether an axis acts in a row."""
+class RowFacts:
+    """Facts of a row: the first four decide whether an axis acts, all of them what a value sets."""
 
     stage: int
     offload_optimizer: str | None = None
     """``cpu``, ``nvme`` or None."""
     offload_param: str | None = None
     engine: str = "deepspeed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowFacts(Layout):
-    """Facts of a row that the settings of a value may depend on."""
-
-    grad_accum: int
-    ranks: int
+    grad_accum: int = 1
+    ranks: int = 1
     hidden_size: int | None = None
     """None if the model has none or it is unknown."""
     parameters: int | None = None
@@ -179,11 +173,11 @@ def small_sizes(hidden_size: int) -> dict[str, int]:
 
 
 def _buffers(value: Value, row: RowFacts) -> Setting:
-    sizes = {"default": lambda _: DEFAULT_SIZES, "small_buffers": small_sizes, "trainer_auto": trainer_sizes}
+    sizes = {"default": lambda _: DEFAULT_SIZES, "small_buffers": small_sizes, "trainer_auto": trainer_sizes}[
+        str(value)
+    ]
     hidden_size = 0 if value == "default" else _known(row.hidden_size, "hidden size")
-    return Setting(
-        config={"zero_optimization": sizes_for(sizes[str(value)](hidden_size), row.stage, row.offload_param)}
-    )
+    return Setting(config={"zero_optimization": sizes_for(sizes(hidden_size), row.stage, row.offload_param)})
 
 
 def _size_or_auto(key: str) -> Compute:
@@ -212,15 +206,8 @@ def _zenflow(value: Value, row: RowFacts) -> Setting:
     if value == "off":
         return Setting(config={"zero_optimization": {"zenflow": None}})
     # DeepSpeed uses update_interval as the accumulation, and reads its "auto" as 0 (runtime/zenflow/engine.py).
-    interval = row.grad_accum
-    block = {
-        "topk_ratio": 0.1,
-        "select_strategy": "step",
-        "select_interval": interval,
-        "update_interval": interval,
-        "full_warm_up_rounds": 0,
-        "overlap_step": value == "overlap",
-    }
+    intervals = {"select_interval": row.grad_accum, "update_interval": row.grad_accum, "full_warm_up_rounds": 0}
+    block = {"topk_ratio": 0.1, "select_strategy": "step", **intervals, "overlap_step": value == "overlap"}
     return Setting(config={"zero_optimization": {"zenflow": block}})
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import UsageError
 from ..system import invocation
-from .axes import AXES, Axis, Layout, NotForThisRowError, RowFacts, Setting, Value
+from .axes import AXES, Axis, NotForThisRowError, RowFacts, Setting, Value
 from .deepspeed_config import merge, nested, paths_of
 from .spec import Requirements
 
@@ -121,12 +121,12 @@ def describe_values(axis: Axis) -> str:
     return ", or ".join(parts)
 
 
-def acts(axis: Axis, layout: Layout) -> bool:
-    """Return whether an axis changes anything in rows of this layout."""
-    optimizer, param = layout.offload_optimizer, layout.offload_param
+def acts(axis: Axis, row: RowFacts) -> bool:
+    """Return whether an axis changes anything in rows of this row."""
+    optimizer, param = row.offload_optimizer, row.offload_param
     needed = {"optimizer": optimizer, "optimizer or parameters": optimizer or param, "nvme": optimizer == "nvme"}
     offloads = axis.offload is None or needed[axis.offload]
-    return bool(offloads) and layout.stage in axis.stages and layout.engine in axis.engines
+    return bool(offloads) and row.stage in axis.stages and row.engine in axis.engines
 
 
 def describe_rows(axis: Axis) -> str:
@@ -142,24 +142,24 @@ def describe_rows(axis: Axis) -> str:
     return " ".join(["rows", *parts]) if parts else "all rows"
 
 
-def combinations(selected: Sequence[AxisValues], layout: Layout) -> list[AxisValues]:
+def combinations(selected: Sequence[AxisValues], row: RowFacts) -> list[AxisValues]:
     """Return the combinations of values of the axes that act in a row; one empty combination if none acts.
 
     ``selected``: the values of each axis.
     """
-    return list(itertools.product(*(values for values in selected if acts(values[0].axis, layout))))
+    return list(itertools.product(*(values for values in selected if acts(values[0].axis, row))))
 
 
-def idle_axes(selected: Sequence[AxisValues], layouts: Mapping[str, Layout]) -> list[str]:
-    """Return a note for each axis that does not act in some rows. ``layouts``: label of each row → its layout.
+def idle_axes(selected: Sequence[AxisValues], rows: Mapping[str, RowFacts]) -> list[str]:
+    """Return a note for each axis that does not act in some rows. ``rows``: by label.
 
     Raises UsageError for an axis that acts in no row.
     """
     notes = []
     for values in selected:
         axis = values[0].axis
-        idle = [label for label, layout in layouts.items() if not acts(axis, layout)]
-        if len(idle) == len(layouts):
+        idle = [label for label, row in rows.items() if not acts(axis, row)]
+        if len(idle) == len(rows):
             problem = f"--axis {axis.name} acts only in {describe_rows(axis)}, and no such row is compared"
             raise UsageError(problem, remedy="leave it out, or compare such a row")
         if idle:

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 
 from ds_bench.config import axis_rows, deepspeed_keys, validation
-from ds_bench.config.axes import AXES, CHANGES, Axis, Layout, RowFacts, Setting
+from ds_bench.config.axes import AXES, CHANGES, Axis, RowFacts, Setting
 from ds_bench.config.deepspeed_config import base_config, overlay, paths_of
 from ds_bench.config.spec import Strategy, Workload
 from ds_bench.errors import UsageError
@@ -121,7 +121,7 @@ def test_a_wrong_axis_is_an_error_with_the_nearest(subtests: pytest.Subtests) ->
 def test_rows_are_every_combination_of_the_axes_that_act_there() -> None:
     selected = axis_rows.read_axes(["overlap_comm=true,false", "prefetch=0,5e7", "pin_memory=true,false"])
     names = {
-        stage: [axis_rows.row_name("z", values) for values in axis_rows.combinations(selected, Layout(stage=stage))]
+        stage: [axis_rows.row_name("z", values) for values in axis_rows.combinations(selected, RowFacts(stage=stage))]
         for stage in (0, 2, 3)
     }
     assert names == {
@@ -144,7 +144,7 @@ def test_an_axis_acts_where_the_row_offloads_what_it_needs() -> None:
             (stage, device)
             for stage in (0, 2, 3)
             for device in (None, "cpu", "nvme")
-            if axis_rows.acts(AXES[name], Layout(stage=stage, offload_optimizer=device))
+            if axis_rows.acts(AXES[name], RowFacts(stage=stage, offload_optimizer=device))
         ]
         for name in ("offload_ratio", "aio_block_size", "zenflow", "reduce_scatter")
     }
@@ -154,10 +154,10 @@ def test_an_axis_acts_where_the_row_offloads_what_it_needs() -> None:
         "zenflow": [(2, "cpu"), (2, "nvme")],
         "reduce_scatter": [(2, None), (2, "cpu"), (2, "nvme"), (3, None), (3, "cpu"), (3, "nvme")],
     }
-    parameters = Layout(stage=3, offload_param="cpu")
+    parameters = RowFacts(stage=3, offload_param="cpu")
     assert axis_rows.acts(AXES["pin_memory"], parameters)
     assert not axis_rows.acts(AXES["offload_ratio"], parameters)
-    assert not axis_rows.acts(AXES["overlap_comm"], Layout(stage=3, engine="fsdp2"))
+    assert not axis_rows.acts(AXES["overlap_comm"], RowFacts(stage=3, engine="fsdp2"))
 
 
 def test_the_name_of_a_row_gives_its_values_back_and_other_names_stay() -> None:
@@ -171,10 +171,10 @@ def test_the_name_of_a_row_gives_its_values_back_and_other_names_stay() -> None:
 
 def test_an_axis_that_acts_in_some_rows_is_noted_and_one_that_acts_in_none_is_refused() -> None:
     selected = axis_rows.read_axes(["prefetch=0,5e7"])
-    (note,) = axis_rows.idle_axes(selected, {"ZeRO-2": Layout(stage=2), "ZeRO-3": Layout(stage=3)})
+    (note,) = axis_rows.idle_axes(selected, {"ZeRO-2": RowFacts(stage=2), "ZeRO-3": RowFacts(stage=3)})
     assert note == "prefetch acts only in rows of stage 3: not varied in ZeRO-2"
     with pytest.raises(UsageError):
-        axis_rows.idle_axes(selected, {"ZeRO-2": Layout(stage=2)})
+        axis_rows.idle_axes(selected, {"ZeRO-2": RowFacts(stage=2)})
 
 
 def test_axes_that_set_one_thing_differently_contradict_each_other() -> None:
