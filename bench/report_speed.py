@@ -3,9 +3,10 @@
     python bench/report_speed.py                       ten thousand records, five times
     python bench/report_speed.py --records 1000
 
-Writes a run folder as a comparison leaves it, its records grown from the kept one of ``tests/data/zero_run``: four
-strategies, two ranks, other numbers in each. The command runs as a user runs it. CPU seconds (user and system) say what
-it costs; beside them a bare ``json.loads`` of the same lines, which takes the machine's own speed out of the figure.
+Writes a run folder and its flat JSON as a comparison leaves them. The records are grown from the kept one of
+``tests/data/zero_run``: four strategies, two ranks, other numbers in each. The command runs as a
+user runs it. CPU seconds (user and system) say what it costs; beside them a bare ``json.loads`` of the same lines,
+which takes the machine's own speed out of the figure.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from typing import Any
 import harness
 from harness import BenchError
 
+from ds_bench.analysis import load_results
+from ds_bench.analysis.comparison import rows_of
 from ds_bench.config.identity import work_key
 from ds_bench.config.spec import Trial
 from ds_bench.models import presets
@@ -36,7 +39,7 @@ from ds_bench.prediction.model_profile import find_profile
 from ds_bench.records import json_files
 from ds_bench.records.json_files import write_json
 from ds_bench.records.reader import parse_record
-from ds_bench.records.run_folder import RECORDS_FILE, RUN_FILE
+from ds_bench.records.run_folder import RECORDS_FILE, RUN_FILE, flat_json_path
 from ds_bench.records.schema import SCHEMA_VERSION
 
 Json = dict[str, Any]
@@ -111,7 +114,8 @@ def _vary(rank: Json, numbers: random.Random) -> None:
 
 
 def write_result(folder: Path, count: int) -> None:
-    """A run folder with that many records, and their trials in run.json."""
+    """A run folder with that many records, their trials in run.json, and the flat JSON beside ``runs``."""
+    folder.mkdir(parents=True)
     run = json.loads((_KEPT / RUN_FILE).read_text(encoding="utf-8"))
     run |= {"schema_version": SCHEMA_VERSION, "trials": []}
     with (folder / RECORDS_FILE).open("w", encoding="utf-8") as file:
@@ -119,6 +123,7 @@ def write_result(folder: Path, count: int) -> None:
             file.write(json.dumps(entry) + "\n")
             run["trials"].append({"key": work_key(json_files.build(Trial, entry["trial"])), **entry["trial"]})
     write_json(folder / RUN_FILE, run)
+    write_json(flat_json_path(folder), rows_of(load_results.load(folder).runs))
 
 
 def report(folder: Path) -> Cost:
@@ -160,7 +165,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     with tempfile.TemporaryDirectory(prefix="ds_bench_report_") as scratch:
-        folder = Path(scratch)
+        folder = Path(scratch) / "runs" / "zero_20261121_093000"
         write_result(folder, args.records)
         sizes = {name: (folder / name).stat().st_size for name in (RECORDS_FILE, RUN_FILE)}
         held = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in sizes.items())

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..config.caveats import Caveat
 from ..config.identity import Difference, differences
+from ..records.schema import TrialRecord
 from ..system import environment
 from . import comparison
 from .comparability import incomparable_facts
@@ -145,7 +146,7 @@ def _pair(before: ComparisonRow, after: ComparisonRow, hardware: Sequence[str], 
 def _differences(before: ComparisonRow, after: ComparisonRow) -> list[Difference]:
     """Return differences of workload, placement and run; of a flat row only its columns are compared."""
     runs = before.representative, after.representative
-    if any(run.record is None for run in runs):
+    if not all(run.has_record for run in runs):
         runs = flat_run(runs[0].row), flat_run(runs[1].row)
     return [each for each in incomparable_facts(*runs) if each.field not in _IRRELEVANT]
 
@@ -155,14 +156,14 @@ def _loss_caveat(before: ComparisonRow, after: ComparisonRow) -> Caveat | None:
     runs = [before.representative, after.representative]
     wrappers = {rank.engine_optimizer_class for run in runs for rank in run.ranks}
     for index, run in enumerate(runs):
-        if run.record is None:
+        if not isinstance(run.stored, TrialRecord):
             continue
         ranks = run.ranks
         if len(wrappers) == 1:  # the known effect of a wrapper on the loss is then the same in both rows
             ranks = tuple(replace(rank, engine_optimizer_class="") for rank in ranks)
         # compare_losses groups rows by workload: with one for both, another number of steps does not part them.
         trial = replace(run.trial, workload=runs[0].trial.workload)
-        runs[index] = replace(run, record=replace(run.record, trial=trial, ranks=ranks))
+        runs[index] = replace(run, stored=replace(run.stored, trial=trial, ranks=ranks))
     return next(iter(compare_losses(runs).values()), None)
 
 
@@ -170,7 +171,7 @@ def _config_changes(a: Run, b: Run) -> Iterator[str]:
     """Return differences of the optimizers, and of each configuration key as written and as DeepSpeed resolved it."""
     if None not in (a.row.optimizer, b.row.optimizer):
         yield from (each.text for each in differences({"optimizer": a.row.optimizer}, {"optimizer": b.row.optimizer}))
-    if a.record is None or b.record is None:
+    if not (a.has_record and b.has_record):
         if None not in (a.row.config_hash, b.row.config_hash) and a.row.config_hash != b.row.config_hash:
             yield "the DeepSpeed configuration (only its hash is known)"
         return

@@ -10,6 +10,7 @@ from ..config.axes import PARALLEL_AXES, workload_fields
 from ..config.deepspeed_config import sequence_parallel_size, tensor_parallel_size
 from ..config.identity import Difference, differences, facts, row_key, work_key
 from ..config.spec import SAME_TRAINING_FIELDS, Trial
+from ..records.schema import TrialRecord
 
 if TYPE_CHECKING:
     from .row import Run
@@ -55,7 +56,7 @@ def _is_measured(run: Run) -> bool:
 def _work(run: Run) -> str:
     """Return what identifies a row: not the configuration's name, unless the DeepSpeed configuration is unknown."""
     # The name of a flat row may contain values of axes that no column holds.
-    if run.row.config_hash is None or run.record is None:
+    if run.row.config_hash is None or not run.has_record:
         return row_key(run.trial)
     # The hash leaves out folders, which the configuration holds.
     return run.row.config_hash + work_key(run.trial, leave_out=("config", "name", "engine", "repeat", "inspection"))
@@ -108,8 +109,9 @@ def varied_on_purpose(trial: Trial) -> set[str]:
 
 def run_facts(run: Run) -> dict[str, Any]:
     """Return the facts that decide a measurement and are known only from the run, by name."""
-    row, rank = run.row, next(iter(run.ranks), None)
-    names = [each.device_name for each in run.ranks] or [row.device or row.accelerator] * row.num_gpus
+    row, ranks = run.row, run.stored.ranks if isinstance(run.stored, TrialRecord) else ()
+    names = [each.device_name for each in ranks] or [row.device or row.accelerator] * row.num_gpus
+    rank = next(iter(ranks), None)
     return {
         "micro_batch_size": row.batch_size,
         "grad_accum": row.grad_accum,

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from .row import Row, Run
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ComparisonRow:
     """One row: a configuration with its repeats. Figures are of the whole job unless noted; None if not measured."""
 
@@ -72,9 +73,9 @@ class ComparisonRow:
     ratios: RowRatios | None = field(default=None, compare=False, repr=False)
     """Ratios between the rows that compare with the baseline, one object for all; None if this row does not compare."""
 
-    @property
+    @cached_property
     def successes(self) -> tuple[Run, ...]:
-        return tuple(run for run in self.runs if run.outcome.success)
+        return tuple(run for run in self.runs if run.row.success)
 
     @property
     def nearest_to_mean(self) -> list[Run]:
@@ -220,12 +221,12 @@ def compare(
 
 def _representative_run(runs: Sequence[Run]) -> Run:
     """See ``ComparisonRow.representative``."""
-    return next((run for run in runs if run.outcome.success), runs[0])
+    return next((run for run in runs if run.row.success), runs[0])
 
 
 def _row(key: str, label: str, runs: Sequence[Run]) -> ComparisonRow:
     """The row by itself, without ratios."""
-    measured = [run.row for run in runs if run.outcome.success]
+    measured = [run.row for run in runs if run.row.success]
 
     def values(name: str, size: float = 1) -> list[Any]:
         """The figures of the runs, in units of which a column's unit has ``size``."""
@@ -270,7 +271,7 @@ def _row_caveats(runs: Sequence[Run], rates: Sequence[float]) -> tuple[Caveat, .
     ]
     _, busiest = max(busy, key=lambda pair: pair[0], default=(0.0, None))
     caveats = [caveat for run in runs for caveat in run.caveats if caveat.kind not in CPU_KINDS or caveat == busiest]
-    failed = sum(not run.outcome.success for run in runs)
+    failed = sum(not run.row.success for run in runs)
     if 0 < failed < len(runs):
         caveats.append(note(f"{failed} of {len(runs)} runs failed"))
     _, *others = dict.fromkeys(run.trial.configuration.name for run in runs)
@@ -465,7 +466,7 @@ def _number_equal_labels(labels: Sequence[str]) -> list[str]:
 
 def _distinguishing_facts(runs: Sequence[Run]) -> list[str]:
     """Return the facts in which the runs differ, as text for each; DeepSpeed settings only if no other fact differs."""
-    columns = _differing_columns([_label_facts(run, measured=all(each.ranks for each in runs)) for run in runs])
+    columns = _differing_columns([_label_facts(run, measured=all(each.row.device for each in runs)) for run in runs])
     if len({*zip(*(map(format_fact, column) for column in columns.values()), strict=True)}) < len(runs):
         columns |= _differing_columns([flatten(run.trial.ds_config) for run in runs])
     names = sorted(columns, key=lambda name: [*_LABEL_FACTS, name].index(name))[:_MOST_FACTS]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..config.caveats import Caveat, CaveatKind
 from ..config.deepspeed_config import sequence_parallel_size, tensor_parallel_size
+from ..records.schema import TrialRecord
 from ..system.environment import Environment, comparability_differences
 from ..system.gpus import throttle_faults
 from ..units import BYTES_PER_GB, format_names
@@ -40,8 +41,8 @@ def comparison_caveats(rows: Sequence[Sequence[Run]], environments: Sequence[Env
 
 def _apart_caveats(rows: Sequence[Sequence[Run]]) -> Iterator[Caveat]:
     """Where no run has every row, ratios also hold what changed from one run, or one host, to another."""
-    trained = [row for row in rows if any(each.outcome.success for each in row)]
-    summaries = [(number, each) for number, row in enumerate(trained) for each in row if each.outcome.success]
+    trained = [row for row in rows if any(each.row.success for each in row)]
+    summaries = [(number, each) for number, row in enumerate(trained) for each in row if each.row.success]
     labels: dict[str | None, dict[int, str]] = {}
     hosts: dict[str | None, str] = {}
     for number, summary in summaries:
@@ -89,7 +90,7 @@ def _window_caveats(summaries: Iterable[Run]) -> Iterator[Caveat]:
 
 def _repeat_caveats(rows: Sequence[Sequence[Run]]) -> Iterator[Caveat]:
     """Nothing unless two rows have numbers: without a second row there is no difference to test."""
-    counts = [count for row in rows if (count := sum(summary.outcome.success for summary in row))]
+    counts = [count for row in rows if (count := sum(summary.row.success for summary in row))]
     few = sum(count < FEWEST_RUNS for count in counts)
     if len(counts) < 2 or not few:
         return
@@ -119,8 +120,11 @@ def device_capacity_bytes(runs: Sequence[Run], environments: Sequence[Environmen
     None on the CPU accelerator.
     """
     on_gpus = [run for run in runs if run.row.accelerator == "cuda"]
-    sizes = [rank.gpu_total_bytes for run in on_gpus for rank in run.ranks]
-    sizes += [round(run.row.gpu_total_gb * BYTES_PER_GB) for run in on_gpus if run.row.gpu_total_gb and not run.ranks]
+    read = [run.stored for run in on_gpus if isinstance(run.stored, TrialRecord)]
+    sizes = [rank.gpu_total_bytes for record in read for rank in record.ranks]
+    # Of a record that was not read, all cards are alike.
+    others = [run.row.gpu_total_gb for run in on_gpus if not isinstance(run.stored, TrialRecord)]
+    sizes += [round(size * BYTES_PER_GB) for size in others if size]
     if on_gpus and not any(sizes):
         sizes = [
             gpu.memory_total_bytes

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -19,11 +18,12 @@ from typing import Any
 
 from ..config import axis_rows, strategies
 from ..config.deepspeed_config import minimal_config
+from ..config.identity import work_key
 from ..config.spec import Configuration, Placement, Strategy, Trial, Workload
 from ..errors import UsageError
 from ..models.presets import find_preset
 from ..records import json_files, reader
-from ..records.reader import RunInfo
+from ..records.reader import RunInfo, StoredRecord
 from ..records.run_folder import RECORDS_FILE, RUN_FILE, flat_json_path
 from ..records.schema import SUCCESS, TrialRecord
 from ..system.environment import Environment
@@ -60,20 +60,21 @@ class Result:
     @property
     def has_records(self) -> bool:
         """Whether it was read from a run folder, not from flat rows."""
-        return all(run.record is not None for run in self.runs)
+        return all(run.has_record for run in self.runs)
 
 
 class NoTrialsError(UsageError):
     """No trial of the run had finished."""
 
 
-def load(path: Path) -> Result:
-    """Reads a run folder, its run.json or records.jsonl, a flat JSON, or a folder that holds one such result.
+def load(path: Path, *, whole: bool = True) -> Result:
+    """Read a run folder, its run.json or records.jsonl, a flat JSON, or a folder that holds one such result.
 
-    Raises UsageError.
+    ``whole``: read every record, as comparing the result with another one needs; else a record is read when something
+    is needed that its flat row does not hold. Raises UsageError.
     """
     try:
-        return _load(Path(path))
+        return _load(Path(path), whole)
     except RecursionError:
         raise UsageError(f"{path} is nested too deeply", remedy="give a result as ds_bench wrote it") from None
     except OSError as error:
@@ -100,26 +101,25 @@ def make_runs(
     return tuple(with_loss_caveats(runs))
 
 
-def trial_identity(run: Run) -> tuple[Any, ...]:
-    """Return an identity that a record and its flat row share, and two launched trials do not."""
-    row, rate = run.row, run.row.throughput_tokens_per_sec
-    # JSON of another writer may round the throughput.
-    return (
-        row.model, row.strategy, row.stage, row.repeat, row.num_gpus, row.status, row.started_at, row.wall_seconds,
-        None if rate is None else f"{rate:.9g}",
-    )  # fmt: skip
-
-
-def _load(path: Path) -> Result:
+def _load(path: Path, whole: bool) -> Result:
     if path.is_dir():
         if _holds_run(path):
-            return _load_run(path, path)
-        if len(results := _results_in(path)) == 1:
-            return _load(results[0])
-        raise _no_run_error(path, results)
+            return _load_run(path, path, whole)
+        results = [
+            entry
+            for entry in sorted(path.iterdir())
+            if (entry.is_dir() and _holds_run(entry)) or (entry.suffix == ".json" and _FLAT_NAME.match(entry.name))
+        ]
+        if len(results) == 1:
+            return _load(results[0], whole)
+        remedy = "give <output-dir>/runs/<run> or a result's .json"
+        if results:
+            remedy = f"give one result, such as {results[-1]}"
+        kind = NoTrialsError if path.resolve().parent.name == "runs" and not results else UsageError
+        raise kind(f"{path} holds no {RUN_FILE} and no {RECORDS_FILE}", remedy=remedy)
     if path.name in (RUN_FILE, RECORDS_FILE):
         with json_files.opened(path):  # raises UsageError unless it exists and is a file
-            return _load_run(path.parent, path)
+            return _load_run(path.parent, path, whole)
     rows_path = path.with_name(path.name.replace("recommendation_", "comparison_", 1))
     if rows_path != path and _FLAT_NAME.match(rows_path.name) and rows_path.is_file():
         path = rows_path  # a list of all files of a folder also names the recommendation
@@ -128,7 +128,7 @@ def _load(path: Path) -> Result:
         json_path = path.with_suffix(".json")
         remedy = f"give {json_path}" if json_path.is_file() else "give the .json next to it"
         raise UsageError(f"{path} is the CSV of a result", remedy=remedy)
-    return _load_flat_json(path, data)
+    return _load_flat_json(path, data, whole)
 
 
 def run_folder_of(path: Path) -> Path | None:
@@ -145,47 +145,34 @@ def _holds_run(folder: Path) -> bool:
     return (folder / RUN_FILE).is_file() or (folder / RECORDS_FILE).is_file()
 
 
-def _results_in(folder: Path) -> list[Path]:
-    """The run folders and flat JSONs directly inside, sorted."""
-    return [
-        entry
-        for entry in sorted(folder.iterdir())
-        if (entry.is_dir() and _holds_run(entry)) or (entry.suffix == ".json" and _FLAT_NAME.match(entry.name))
-    ]
-
-
-def _no_run_error(folder: Path, results: Sequence[Path]) -> UsageError:
-    """The error for a folder without a run of its own. ``results``: those inside, of which the remedy names one."""
-    remedy = (
-        f"give one result, such as {results[-1]}" if results else "give <output-dir>/runs/<run> or a result's .json"
-    )
-    ended_early = folder.resolve().parent.name == "runs" and not results
-    kind = NoTrialsError if ended_early else UsageError
-    return kind(f"{folder} holds no {RUN_FILE} and no {RECORDS_FILE}", remedy=remedy)
-
-
 # ------------------------------------------------------------------ a run folder
 
 
-def _load_run(folder: Path, source: Path) -> Result:
+def _load_run(folder: Path, source: Path, whole: bool, rows: Sequence[Row] | None = None) -> Result:
+    """``rows``: of its flat JSON, if they were read already."""
     notes: list[str] = []
-    run_info = reader.read_run(folder / RUN_FILE, notes)
-    file = folder / RECORDS_FILE
+    run_info, file = reader.read_run(folder / RUN_FILE, notes), folder / RECORDS_FILE
     if not file.exists():
         raise NoTrialsError(f"{folder} has no {RECORDS_FILE}: no trial had finished", remedy="give another result")
-    result = _load_records(source, run_info, file, notes)
-    return replace(result, runs=_with_flops_of_flat_json(result.runs, folder))
-
-
-def _load_records(source: Path, run_info: RunInfo, file: Path, notes: list[str]) -> Result:
-    records = reader.read_records(file, run_info.trials, notes)
-    # Without run.json this may not be a run's folder.
-    run_id = file.resolve().parent.name if run_info.trials else None
-    try:
-        runs = make_runs(records, _peak_tflops(run_info), run_info.environment, run_id)
-    except _VALUE_ERRORS as error:
-        problem = f"{source} holds impossible figures or an impossible configuration: {type(error).__name__}: {error}"
-        raise UsageError(" ".join(problem.split()), remedy="give a result as ds_bench wrote it") from error
+    if rows is None:
+        flat_path = flat_json_path(folder.resolve())
+        with contextlib.suppress(UsageError):
+            rows = read_rows(flat_path, json_files.read_bytes(flat_path))
+    runs = _runs_of_rows(rows or (), file, run_info.environment, whole)
+    if not runs or len(runs) < len(run_info.trials):
+        planned = reader.read_trials(folder / RUN_FILE)
+        if not runs:
+            records = reader.read_records(file, planned, notes)
+            # Without run.json this may not be a run's folder.
+            run_id = file.resolve().parent.name if planned else None
+            try:
+                runs = make_runs(records, _peak_tflops(run_info), run_info.environment, run_id)
+            except _VALUE_ERRORS as error:
+                problem = f"{source} holds impossible figures or settings: {type(error).__name__}: {error}"
+                raise UsageError(" ".join(problem.split()), remedy="give a result as ds_bench wrote it") from error
+        keys = set(map(work_key, planned))
+        if missing := len(keys - {work_key(run.trial) for run in runs}):
+            notes.append(f"{missing} of the {len(planned)} planned trials have no record: the run did not end")
     return Result(
         source=source,
         runs=runs,
@@ -195,6 +182,31 @@ def _load_records(source: Path, run_info: RunInfo, file: Path, notes: list[str])
         notes=(*run_info.notes, *notes),
         recipe=run_info.recipe,
     )
+
+
+def _runs_of_rows(rows: Sequence[Row], file: Path, environment: Environment | None, whole: bool) -> tuple[Run, ...]:
+    """Return a run for each row with its record; none if the rows are not exactly those of the records."""
+    if not rows:
+        return ()
+    stored = reader.index_records(file)
+    keys = [reader.record_key(row.trial_id, row.repeat, row.started_at, row.wall_seconds) for row in rows]
+    if len(set(keys)) < len(keys) or stored.keys() != set(keys):
+        return ()
+    hosts = () if environment is None else environment.hosts or (environment,)
+    # A row has the name of one card only.
+    whole = whole or len({(gpu.name, gpu.memory_total_bytes) for host in hosts for gpu in host.gpus}) > 1
+    runs = []
+    for row, key in zip(rows, keys, strict=True):
+        entry = stored[key]
+        numbers: dict[str, Any] = {"trial_id": row.trial_id, "repeat": row.repeat, "round_position": row.round_position}
+        try:
+            _check(row)
+            found = (entry.record if whole else None) or entry
+        except (ValueError, UsageError):
+            return ()  # the error is named where the file is read without the other
+        run = Run(row=row, stored=replace(found, trial=replace(entry.trial, **numbers)), environment=environment)
+        runs.append(run)
+    return tuple(runs)
 
 
 def recipe_value(recipe: Mapping[str, Any], section: str, key: str) -> Any:
@@ -217,58 +229,31 @@ def _peak_tflops(run_info: RunInfo) -> float | None:
     return float(value) if possible else None
 
 
-_EFFICIENCY = (
-    "model_flops_per_token", "causal_flops_per_token", "hardware_flops_per_token", "model_tflops_per_gpu", "mfu",
-    "flops_convention",
-)  # fmt: skip
-"""Columns that need the model's shape."""
-
-
-def _with_flops_of_flat_json(runs: tuple[Run, ...], folder: Path) -> tuple[Run, ...]:
-    """Fills in the FLOPs of a model that is not a preset: only the run knew its shape, and wrote them to its JSON."""
-    if all(run.row.flops_convention == flops.MODEL_CONVENTION or not run.ranks for run in runs):
-        return runs
-    path = flat_json_path(folder.resolve())
-    try:
-        rows = read_rows(path, json_files.read_bytes(path))
-    except UsageError:
-        return runs
-    # By id and repeat, as rows and records need not be in one order.
-    row_of = {(row.trial_id, row.repeat): row for row in rows}
-    complete = []
-    for run in runs:
-        row = row_of.get((run.trial.trial_id, run.trial.repeat))
-        if row and row.model_flops_per_token and run.row.flops_convention != flops.MODEL_CONVENTION:
-            run = run.with_row(**{name: getattr(row, name) for name in _EFFICIENCY})
-        complete.append(run)
-    return tuple(complete)
-
-
 # ------------------------------------------------------------------ a flat JSON
 
 
-def _load_flat_json(path: Path, data: bytes) -> Result:
+def _load_flat_json(path: Path, data: bytes, whole: bool) -> Result:
     """The run folder of a flat JSON, if it is there and holds the same trials; else only the rows of the JSON."""
     notes: list[str] = []
+    rows = read_rows(path, data)
+    if (folder := run_folder_of(path)) is not None:
+        try:
+            run = _load_run(folder, path, whole, rows)
+        except UsageError as error:
+            notes.append(f"its run folder cannot be used: {error}")
+        else:
+            # The file may have been edited, or may be next to another run's folder.
+            if [each.row for each in run.runs] == rows:
+                return run
+            notes.append(f"{folder} holds other rows than {path.name}: the file is used")
     runs = []
-    for number, row in enumerate(read_rows(path, data), 1):
+    for number, row in enumerate(rows, 1):
         try:
             runs.append(flat_run(row))
         except ValueError as error:
             raise UsageError(f"{path}: row {number} is not usable: {error}", remedy="correct or remove it") from None
-    name, folder = _FLAT_NAME.match(path.stem), run_folder_of(path)
-    if folder is not None:
-        try:
-            run = _load_run(folder, path)
-        except UsageError as error:
-            notes.append(f"its run folder cannot be used: {error}")
-        else:
-            # The folder holds more, but the file may have been edited or may be next to another run's folder.
-            if Counter(map(trial_identity, run.runs)) == Counter(map(trial_identity, runs)):
-                return run
-            notes.append(f"{folder} holds other rows than {path.name}: the file is used")
     notes.append("flat rows only: no series of steps and no DeepSpeed configurations are known")
-    environment = runs[0].environment
+    environment, name = runs[0].environment, _FLAT_NAME.match(path.stem)
     return Result(
         source=path,
         runs=tuple(runs),
@@ -305,12 +290,16 @@ _preset = cache(find_preset)
 
 def flat_run(row: Row) -> Run:
     """Make the run of a row without its record. Raises ValueError if the values contradict each other."""
-    run = Run(row=row, flat_trial=_trial(row), environment=_environment(row))
-    if (run.outcome.status == SUCCESS) != row.success:
+    _check(row)
+    return Run(row=row, stored=StoredRecord(trial=_trial(row)), environment=_environment(row))
+
+
+def _check(row: Row) -> None:
+    """Raise ValueError if status, success and figures contradict each other."""
+    if (row.status.removeprefix("✅ ") == SUCCESS) != row.success:
         raise ValueError(f"success is {str(row.success).lower()} and status is {row.status}")
     if row.success and not (row.avg_step_time_ms and row.throughput_tokens_per_sec):
         raise ValueError("a row that succeeded has a step time and a throughput")
-    return run
 
 
 def _trial(row: Row) -> Trial:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..config.axes import other_arithmetic
 from ..config.caveats import LOSS_KINDS, Caveat, CaveatKind, has_kind, note
 from ..config.spec import SAME_TRAINING_FIELDS, Configuration, Workload
+from ..records.schema import TrialRecord
 from ..units import format_ratio
 from .trial_caveats import optimizer_family
 
@@ -74,6 +75,9 @@ def with_loss_caveats(summaries: Sequence[Run]) -> list[Run]:
     A summary that has a caveat about its loss gets no second one.
     """
     compared = list(summaries)
+    # Flat rows hold no losses, and the run that wrote them has compared those of its trials.
+    if not any(isinstance(summary.stored, TrialRecord) for summary in summaries):
+        return compared
     for index, caveat in _other_training(summaries).items():
         if caveat not in summaries[index].caveats:
             compared[index] = summaries[index].with_row(caveats=(*summaries[index].caveats, caveat))

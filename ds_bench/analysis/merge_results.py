@@ -16,10 +16,10 @@ from ..config.identity import Difference, differences, facts, row_key, work_key
 from ..system.environment import Environment, comparability_differences, setting_differences
 from . import provenance
 from .comparability import varied_on_purpose
-from .load_results import Result, trial_identity
+from .load_results import Result
 
 if TYPE_CHECKING:
-    from .row import Run
+    from .row import Row, Run
 
 _MAX_DIFFERENCES_IN_TITLE = 3
 """A note names all of them."""
@@ -177,7 +177,7 @@ def _drop_duplicates(results: Sequence[Result]) -> tuple[list[list[Run]], list[s
 
     The first result keeps the run, but a record is preferred to its flat row.
     """
-    identities = [[(*trial_identity(run), run.trial.trial_id) for run in result.runs] for result in results]
+    identities = [[_identity(run.row) for run in result.runs] for result in results]
     owners: dict[object, int] = {}
     # Results with records first, and in the order given among equals.
     for number in sorted(range(len(results)), key=lambda number: not results[number].has_records):
@@ -192,6 +192,14 @@ def _drop_duplicates(results: Sequence[Result]) -> tuple[list[list[Run]], list[s
                 rows = "1 row is" if count == 1 else f"{count} rows are"
                 notes.append(f"{result.source}: {rows} already in {results[owner].source}: counted once")
     return kept, notes
+
+
+def _identity(row: Row) -> tuple[Any, ...]:
+    """Return an identity that a record and its flat row share, and two launched trials do not."""
+    # JSON of another writer may round the throughput.
+    rate = row.throughput_tokens_per_sec and f"{row.throughput_tokens_per_sec:.9g}"
+    trial = row.model, row.strategy, row.stage, row.num_gpus, row.trial_id, row.repeat
+    return *trial, row.status, row.started_at, row.wall_seconds, rate
 
 
 def _find_group(builders: list[_GroupBuilder], run: Run, result: Result) -> _GroupBuilder:
@@ -242,7 +250,7 @@ def _renumber(runs: Sequence[Run], rounds: Sequence[tuple[int, int]]) -> Iterato
     for run, result_and_round in zip(runs, rounds, strict=True):
         key = row_key(run.trial)
         if repeats[key] != run.trial.repeat:
-            trial, row = replace(run.trial, repeat=repeats[key]), run.with_row(repeat=repeats[key])
-            run = replace(row, flat_trial=trial, record=run.record and replace(run.record, trial=trial))
+            trial = replace(run.trial, repeat=repeats[key])
+            run = replace(run.with_row(repeat=repeats[key]), stored=replace(run.stored, trial=trial))
         repeats[key] += 1
         yield replace(run, round=round_numbers[result_and_round])

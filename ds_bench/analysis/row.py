@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -20,6 +21,7 @@ from ..config.deepspeed_config import hash_config
 from ..config.spec import Trial, Workload
 from ..models.presets import ModelFacts
 from ..prediction import trial_predictions
+from ..records.reader import StoredRecord
 from ..records.schema import (
     CHECKPOINT_ACTIONS,
     MEMORY_PHASES,
@@ -562,43 +564,46 @@ def column_type(name: str) -> type:
 # ------------------------------------------------------------------ a run: a row with its record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
-    """One trial: its row, and series that only its record holds. They are empty for a row of a flat file."""
+    """One trial: its row, and what only its record holds, which is empty for a row of a flat file."""
 
     row: Row
-    record: TrialRecord | None = None
-    """None if read from a flat file."""
-    flat_trial: Trial | None = None
-    """Set without a record: the trial, as far as the columns describe it."""
+    stored: TrialRecord | StoredRecord
+    """The record, or where it is. Two runs whose records were not read are of one run folder: their cards and versions
+    are the same, and their losses have been compared."""
     environment: Environment | None = None
     """Hardware and versions of the host; None if the result does not hold them."""
-    losses: tuple[float | None, ...] = ()
-    """Mean over ranks, warm-up steps first."""
-    weight_change: tuple[float, ...] | None = None
-    """Count sketch of the weights' change by training (worker/weight_change.py)."""
-    early_window: EarlyWindow | None = None
-    """The weights' change over the first steps; None without warm-up steps."""
     round: int | None = None
     """Number of the round in which it ran, set where several results are merged; None: the trial's ``repeat``."""
 
     @property
     def trial(self) -> Trial:
         """The trial; for a flat file, as far as the columns describe it."""
-        trial = self.flat_trial if self.record is None else self.record.trial
-        assert trial is not None, "a run has a record or a flat trial"
-        return trial
+        return self.stored.trial
+
+    @property
+    def record(self) -> TrialRecord | None:
+        """The record, read if necessary; None for a row of a flat file."""
+        return self.stored.record if isinstance(self.stored, StoredRecord) else self.stored
+
+    @property
+    def has_record(self) -> bool:
+        """Whether there is a record, read or not."""
+        return not isinstance(self.stored, StoredRecord) or self.stored.path is not None
 
     @property
     def ranks(self) -> tuple[RankMeasurement, ...]:
         """Measurements of the ranks; empty for a failed trial, and for a row of a flat file."""
-        return () if self.record is None else self.record.ranks
+        record = self.record
+        return () if record is None else record.ranks
 
     @property
     def outcome(self) -> Outcome:
         """How the trial ended; for a flat file, as far as the columns describe it."""
-        if self.record is not None:
-            return self.record.outcome
+        record = None if self.row.success else self.record
+        if record is not None:
+            return record.outcome
         sign, _, rest = self.row.status.partition(" ")
         # A status may have two words without a sign: "OOM (host)".
         status = self.row.status if sign[:1].isalnum() else rest
@@ -612,6 +617,24 @@ class Run:
     def phase_memory(self) -> dict[str, NodePhaseMemory]:
         """Memory by phase; empty for a row of a flat file, whose columns hold the host's part of it."""
         return node_phase_memory(self.ranks)
+
+    @cached_property
+    def losses(self) -> tuple[float | None, ...]:
+        """The mean over ranks of each step's loss, warm-up steps first; None where a rank's is not finite."""
+        return _mean_losses(self.ranks)
+
+    @cached_property
+    def weight_change(self) -> tuple[float, ...] | None:
+        """Count sketch of the weights' change by training (worker/weight_change.py)."""
+        return _sum_of_sketches([rank.weight_change for rank in self.ranks])
+
+    @cached_property
+    def early_window(self) -> EarlyWindow | None:
+        """The weights' change over the first steps; None without warm-up steps."""
+        windows: list[EarlyWindow] = measured_values(self.ranks, "early_window")
+        if not windows or len(windows) < len(self.ranks):
+            return None
+        return replace(windows[0], weight_change=_sum_of_sketches([each.weight_change for each in windows]))
 
     def with_row(self, *, caveats: Sequence[Caveat] | None = None, **changes: Any) -> Run:
         """Return the run with other values in its row."""
@@ -652,17 +675,8 @@ def make_run(
                 record, measured.step_seconds_std, mfu, measured.over_measured, measured.over_ledger
             )
         )
-    windows = measured_values(ranks, "early_window")
-    run = Run(
-        row=Row(**{name: each.value(measured) for name, each in COLUMNS.items()}),
-        record=record,
-        environment=environment,
-        losses=tuple(measured.losses),
-        weight_change=None if measured.weight_change is None else tuple(measured.weight_change),
-        early_window=replace(windows[0], weight_change=_sum_of_sketches([each.weight_change for each in windows]))
-        if ranks and len(windows) == len(ranks)
-        else None,
-    )
+    row = Row(**{name: each.value(measured) for name, each in COLUMNS.items()})
+    run = Run(row=row, stored=record, environment=environment)
     return run.with_row(caveats=tuple(caveats)) if caveats else run
 
 
@@ -744,8 +758,6 @@ def _with_rates(
 
 def _mean_losses(ranks: Sequence[RankMeasurement]) -> tuple[float | None, ...]:
     """The mean over ranks of each step's loss; None where a rank's is not finite."""
-    if len(ranks) == 1:
-        return ranks[0].losses
     count, steps = len(ranks), zip(*(rank.losses for rank in ranks), strict=False)
     return tuple(None if None in step else math.fsum(filter(None, step)) / count for step in steps)
 

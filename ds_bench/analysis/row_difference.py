@@ -381,7 +381,7 @@ def _scope(a: ComparisonRow, b: ComparisonRow, tier: Tier) -> Scope:
 
 def _has_all_ranks(row: ComparisonRow) -> bool:
     """Whether every rank's measurement is there; a flat file has the largest of the ranks alone."""
-    return all(len(run.ranks) == run.row.num_gpus for run in row.successes)
+    return all(run.has_record for run in row.successes)
 
 
 def _measured_total(row: ComparisonRow, tier: Tier, moment: Moment) -> int | None:
@@ -504,7 +504,7 @@ def _environment_differences(a: ComparisonRow, b: ComparisonRow) -> list[str]:
 def _key_differences(a: Run, b: Run) -> Iterator[KeyDifference]:
     """Keys of the DeepSpeed configurations, as resolved where that is known; then fields of workload and placement."""
     trials = a.trial, b.trial
-    if (a.record is None) == (b.record is None):  # of flat rows stage and devices
+    if a.has_record == b.has_record:  # of flat rows stage and devices
         yield from _config_differences(a, b)
     optimizers = [run.row.optimizer for run in (a, b)]
     if None not in optimizers and optimizers[0] != optimizers[1]:
@@ -592,7 +592,7 @@ def _effective_value(path: str, written: Mapping[str, Any], resolved: Mapping[st
 
 def _unknown(a: ComparisonRow, b: ComparisonRow, memory: Sequence[TierDifference]) -> Iterator[str]:
     trials = [row.representative.trial for row in (a, b)]
-    if any(row.representative.record is None for row in (a, b)):
+    if not all(row.representative.has_record for row in (a, b)):
         yield "the DeepSpeed configurations"
     if None in map(stored_prediction, trials):
         yield "predictions"

@@ -164,7 +164,7 @@ def build_reports(
     results, notes = [], []
     for path in paths:
         try:
-            results.append(load_results.load(path))
+            results.append(load_results.load(path, whole=len(paths) > 1))
         except load_results.NoTrialsError as error:
             # A single result without trials is an error; among several, as of results/runs/*, the others are shown.
             if len(paths) == 1:
@@ -253,7 +253,7 @@ def _row_to_export(reports: Sequence[ComparisonReport], name: str) -> tuple[Comp
         names = dict.fromkeys(row.configuration.name for row in rows)
         raise UsageError(f"--export {name}: no such row", remedy=f"one of {', '.join(names)}")
     for each, row in matching:
-        if row.last_run.record is not None:
+        if row.last_run.has_record:
             configuration_export.require_deepspeed(row.configuration)
             if len(matching) > 1:
                 origin = f"{row.label} of {each.title} ({', '.join(each.sources)})"

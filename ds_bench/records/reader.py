@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-import json
+import mmap
+import os
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..config.identity import placement_facts
+from ..config.identity import work_key
 from ..config.options import Shard
-from ..config.spec import Placement, Trial
+from ..config.spec import Trial
 from ..errors import UsageError
 from ..system.environment import Environment
 from . import json_files
 from .json_files import InvalidJsonError, InvalidValueError
-from .schema import SCHEMA_VERSION, RankMeasurement, TrialRecord
+from .schema import SCHEMA_VERSION, TrialRecord
 
 _REMEDY = "give a result as ds_bench wrote it"
-_Document = TypeVar("_Document", "RunInfo", TrialRecord)
+_HEAD = re.compile(rb'\{"trial": \{("trial_id": "[^"\\]+", "repeat": \d+, )')
+_TAIL = re.compile(rb'"started_at": (?:null|"[^"\\]*"), "wall_seconds": [^,]+, ')
+_ROUND = re.compile(rb'"round_position": (?:null|\d+), ')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PlannedTrial:
+    """A trial of which only the existence counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """The contents of run.json; the defaults stand for a run without one."""
+    """The contents of run.json but for the trials; the defaults stand for a run without one."""
 
     family: str | None = None
     arguments: tuple[str, ...] = ()
@@ -32,8 +41,8 @@ class RunInfo:
     """In which it was started: paths among its arguments are relative to it."""
     environment: Environment | None = None
     notes: tuple[str, ...] = ()
-    trials: tuple[Trial, ...] = ()
-    """As planned, in order."""
+    trials: tuple[_PlannedTrial, ...] = ()
+    """One for each planned trial; ``read_trials`` reads them."""
     recipe: Mapping[str, Any] = field(default_factory=dict)
     """``values``: the sections of the recipe that was run; empty for a script's run."""
     shard: Shard | None = None
@@ -41,33 +50,36 @@ class RunInfo:
     schema_version: int = SCHEMA_VERSION
 
 
-class _RepeatedParts:
-    """Parts that many records have in common, such as their configurations: equal ones become one object.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trials:
+    """The trials of run.json."""
 
-    Thousands of records have few distinct ones; copies would take most of the memory. ``id`` then distinguishes two.
-    """
+    trials: tuple[Trial, ...] = ()
+    schema_version: int = SCHEMA_VERSION
 
-    def __init__(self) -> None:
-        self._by_json: dict[tuple[type, bytes], Any] = {}
 
-    def share(self, record: TrialRecord) -> None:
-        """Replaces parts of a record that was just read by equal ones of earlier records."""
-        self.share_trial(record.trial)
-        for rank in record.ranks:
-            self._share(rank, "resolved_config")
+_Document = TypeVar("_Document", RunInfo, _Trials, TrialRecord)
 
-    def share_trial(self, trial: Trial) -> None:
-        """Replaces parts of a trial likewise."""
-        for name in ("configuration", "workload", "placement", "ds_config", "prediction"):
-            self._share(trial, name)
 
-    def _share(self, holder: Trial | RankMeasurement, name: str) -> None:
-        from pydantic_core import to_json
+@dataclass(frozen=True, kw_only=True)
+class StoredRecord:
+    """A trial whose record is read when it is needed."""
 
-        part = getattr(holder, name)
-        # By their text: equal values are not enough, as 1 equals true. Nothing else refers to the holder yet, so that
-        # it may be changed although it is frozen: a copy takes as long as reading it.
-        object.__setattr__(holder, name, self._by_json.setdefault((type(part), to_json(part)), part))
+    trial: Trial
+    path: Path | None = None
+    """The file of its record; None if there is only a flat row."""
+    start: int = 0
+    size: int = 0
+    """Bytes of its line, from ``start``."""
+
+    @cached_property
+    def record(self) -> TrialRecord | None:
+        """The record; None if there is only a flat row. Raises UsageError if it is damaged."""
+        if self.path is None:
+            return None
+        with json_files.opened(self.path) as file:
+            file.seek(self.start)
+            return parse_record(file.read(self.size), f"{self.path}: byte {self.start}")
 
 
 def read_run(path: Path, notes: list[str]) -> RunInfo:
@@ -78,13 +90,58 @@ def read_run(path: Path, notes: list[str]) -> RunInfo:
     return _read(RunInfo, json_files.read_bytes(path), str(path))
 
 
+def read_trials(path: Path) -> tuple[Trial, ...]:
+    """Read the planned trials of run.json, in order; none without the file. Raises UsageError if it is damaged."""
+    return _read(_Trials, json_files.read_bytes(path), str(path)).trials if path.exists() else ()
+
+
+def index_records(path: Path) -> dict[bytes, StoredRecord]:
+    """Return the last record of each trial by ``record_key``, without reading repeats of the same trial.
+
+    Empty if a line is not as ``run_folder`` writes it: ``read_records`` reads such a file, or says what is wrong.
+    """
+    with json_files.opened(path) as file:
+        if not file.seek(0, os.SEEK_END):
+            return {}
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    trials: dict[int, Trial] = {}
+    latest: dict[tuple[int, bytes], tuple[bytes, StoredRecord]] = {}
+    start = 0
+    while start < len(data):
+        end, outcome = data.find(b"\n", start), data.find(b'}, "outcome": {', start)
+        if not start < outcome < end:
+            return {}
+        head = _HEAD.match(data, start)
+        position = _ROUND.match(data, data.rfind(b'"round_position": ', start, outcome))
+        tail = _TAIL.match(data, data.rfind(b'"started_at": ', outcome, end))
+        if head is None or position is None or tail is None:
+            return {}
+        # Repeats have the same text, apart from their numbers: thousands of records have few different trials.
+        text = hash((data[head.end() : position.start()], data[position.end() : outcome]))
+        if text not in trials:
+            try:
+                trials[text] = parse_record(data[start:end], str(path)).trial
+            except (InvalidJsonError, UsageError):
+                return {}
+        # A trial that was run again has several records.
+        record = StoredRecord(trial=trials[text], path=path, start=start, size=end - start)
+        latest[text, head[1]] = head[1] + tail[0], record
+        start = end + 1
+    return dict(latest.values())
+
+
+def record_key(trial_id: str | None, repeat: int, started_at: str | None, wall_seconds: float | None) -> bytes:
+    """Return what identifies a record among those of a file; its flat row has the same values."""
+    values = {"trial_id": trial_id, "repeat": repeat, "started_at": started_at, "wall_seconds": wall_seconds}
+    return json_files.json_line(values)[1:-1] + b", "
+
+
 def read_records(path: Path, planned: Sequence[Trial], notes: list[str]) -> tuple[TrialRecord, ...]:
     """Read the last record of each trial, in the order of the plan. Raises UsageError.
 
     A line that is not JSON, as a crash may leave it, is left out with a note; other JSON than a record is refused.
     """
-    parts = _RepeatedParts()
-    latest: dict[Any, TrialRecord] = {}
+    latest: dict[str, TrialRecord] = {}
     with json_files.opened(path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -94,21 +151,13 @@ def read_records(path: Path, planned: Sequence[Trial], notes: list[str]) -> tupl
             except InvalidJsonError as error:
                 notes.append(f"{path.name} line {number} {error}: left out")
                 continue
-            parts.share(record)
             # A trial that was run again has several records. The last one counts.
-            latest[_identity(record.trial)] = record
+            latest[work_key(record.trial)] = record
     if not latest:
         raise UsageError(f"{path} has no rows: no line is a record", remedy="no trial had finished; run it again")
-    # _identity compares parts by id(), so the plan must share the objects of the records.
-    for trial in planned:
-        parts.share_trial(trial)
-    identities = dict.fromkeys(map(_identity, planned))
-    ordered = [latest.pop(each) for each in identities if each in latest]
-    if len(ordered) < len(identities):
-        missing = len(identities) - len(ordered)
-        notes.append(f"{missing} of the {len(planned)} planned trials have no record: the run did not end")
+    keys = [key for key in dict.fromkeys(map(work_key, planned)) if key in latest]
     # Last come trials that were not planned: all of them, where run.json is missing.
-    return (*ordered, *latest.values())
+    return tuple(latest[key] for key in dict.fromkeys([*keys, *latest]))
 
 
 def parse_record(line: bytes, where: str) -> TrialRecord:
@@ -142,19 +191,3 @@ def _require_version(document: Any, where: str) -> None:
             f"{where}: schema_version is {version}, and this version of ds_bench reads {SCHEMA_VERSION}",
             remedy="read it with the version that wrote it, or measure again",
         )
-
-
-def _identity(trial: Trial) -> tuple[object, ...]:
-    """Identifies a trial as ``Trial.key`` does, among trials that share equal parts; several times cheaper."""
-    parts = id(trial.workload), _placement_text(trial.placement), id(trial.ds_config)
-    inspection = trial.inspection
-    # A resumed run may write its checkpoints elsewhere: the trial is the same.
-    if inspection.checkpoint_path is not None:
-        inspection = replace(inspection, checkpoint_path=None)
-    return trial.repeat, trial.configuration.name, trial.configuration.engine, inspection, *parts
-
-
-@lru_cache(maxsize=1024)
-def _placement_text(placement: Placement) -> str:
-    """What decides a measurement in a placement, as text; made once for each, as thousands of records have few."""
-    return json.dumps(placement_facts(placement), sort_keys=True)

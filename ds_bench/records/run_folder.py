@@ -304,7 +304,7 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
     digests = {trial.workload.data_path: trial.workload.data_digest for trial in trials}
     inspections = {replace(trial.inspection, checkpoint_path=None) for trial in trials}  # the run may have been moved
     known: dict[tuple[str, frozenset[str]], set[str]] = {}
-    for stored in store.load_run().trials:
+    for stored in reader.read_trials(store.folder / RUN_FILE):
         configuration, workload = stored.configuration, stored.workload
         # A row that is not requested this time is compared with itself; None is a row of no file.
         if configuration.file_text not in (None, texts.get(configuration.name, configuration.file_text)):
@@ -347,5 +347,5 @@ def remaining_trials(trials: Sequence[Trial], done: Sequence[TrialRecord], retry
 
 def is_finished(folder: Path) -> bool:
     """Whether every trial that a run has planned has ended by itself; False before it has planned any."""
-    planned = reader.read_run(folder / RUN_FILE, []).trials
+    planned = reader.read_trials(folder / RUN_FILE)
     return bool(planned) and not remaining_trials(planned, RunFolder.open(folder).records(), retry=())

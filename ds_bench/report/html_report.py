@@ -170,6 +170,6 @@ def _row(
 
 def _config(row: ComparisonRow) -> str | None:
     """The DeepSpeed configuration as JSON; None if the result does not hold all of it, as a flat JSON does not."""
-    if row.runs[-1].record is None:
+    if not row.runs[-1].has_record:
         return None
     return json.dumps(row.runs[-1].trial.ds_config, indent=2, ensure_ascii=False, default=str)

@@ -90,6 +90,40 @@ def test_every_name_of_a_run_gives_its_records_environment_and_arguments(
     assert rows_of(result.runs) == json.loads(run.json_path.read_text())
 
 
+def test_a_report_reads_rows_and_only_the_records_that_it_needs(tmp_path: Path) -> None:
+    """Of repeats the first record gives the trial of all; a failed row still has its whole outcome."""
+    trials = [fakes.trial(fakes.zero(stage), repeat=repeat) for repeat in (0, 1) for stage in (0, 2)]
+    failed = fakes.failure(fakes.trial(fakes.zero(3)), requested_bytes=5)
+    # Attempts at one trial: the last one counts.
+    again = [replace(fakes.success(trials[0]), started_at=f"2026-01-01T00:00:0{n}+00:00") for n in (1, 2)]
+    stored = save(tmp_path, again[1], *map(fakes.success, trials[1:]), failed)
+    put_lines(stored, json.dumps(again[0].to_dict()), *lines(stored))
+    whole, rows = load_results.load(stored.folder), load_results.load(stored.folder, whole=False)
+    assert [each.row for each in rows.runs] == [each.row for each in whole.runs]
+    assert [each.trial for each in rows.runs] == [*trials, failed.trial]
+    assert not any("record" in vars(each.stored) for each in rows.runs)
+    assert rows.runs[-1].outcome.requested_bytes == 5
+    assert [each.record for each in rows.runs] == [each.record for each in whole.runs]
+    assert rows.runs[0].losses == again[1].ranks[0].losses
+
+
+@pytest.mark.parametrize("change", ["a row less", "another start", "no file", "other figures in a record"])
+def test_rows_that_are_not_those_of_the_records_are_not_used(run: RunFolder, change: str) -> None:
+    rows = json.loads(run.json_path.read_text())
+    expected = [each.row for each in load_results.load(run.folder).runs]
+    if change == "a row less":
+        run.json_path.write_text(json.dumps(rows[:2]))
+    elif change == "another start":
+        run.json_path.write_text(json.dumps([rows[0] | {"started_at": "2020-01-01T00:00:00+00:00"}, *rows[1:]]))
+    elif change == "no file":
+        run.json_path.unlink()
+    else:
+        put_lines(run, *[line.replace('"wall_seconds": 1', '"wall_seconds": 9') for line in lines(run)])
+        expected = [row.model_copy(update={"wall_seconds": 92.5 if row.success else 3.0}) for row in expected]
+    for whole in (True, False):
+        assert [each.row for each in load_results.load(run.folder, whole=whole).runs] == expected
+
+
 def test_a_flat_json_without_its_run_folder_gives_its_rows(run: RunFolder, tmp_path: Path) -> None:
     alone = tmp_path / "elsewhere.json"
     alone.write_bytes(run.json_path.read_bytes())
@@ -135,6 +169,7 @@ def test_a_run_that_did_not_end_says_how_many_trials_are_missing(run: RunFolder)
 
 def test_a_peak_rate_that_the_user_gave_is_used_again(tmp_path: Path) -> None:
     stored = save(tmp_path, fakes.success(), arguments=("--peak-tflops", "2"))
+    stored.json_path.unlink()
     (row,) = (run.row for run in load_results.load(stored.folder).runs)
     assert row.model_tflops_per_gpu
     assert row.mfu == pytest.approx(row.model_tflops_per_gpu / 2)

@@ -47,7 +47,7 @@ def test_points_of_a_sweep_that_train_otherwise_on_purpose_are_not_compared() ->
     def at(rate: float, stage: int, loss: float) -> Run:
         row = losing(stage, 7.0, loss)
         trial = replace(row.trial, point={"optimizer.params.lr": rate, "launch.num_gpus": 2})
-        return replace(row, record=replace(row.record, trial=trial))
+        return replace(row, stored=replace(row.stored, trial=trial))
 
     rows = [at(rate, stage, loss) for rate, loss in ((1e-4, 6.9), (1e-2, 5.0)) for stage in (0, 1)]
     assert compare_losses(rows) == {}

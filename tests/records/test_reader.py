@@ -39,23 +39,6 @@ def read(tmp_path: Path, *lines: dict[str, Any] | str) -> tuple[TrialRecord, ...
     return reader.read_records(path, [], [])
 
 
-def test_repeated_parts_are_one_object_and_records_are_as_if_read_alone(tmp_path: Path) -> None:
-    lines = [line_of(repeat) for repeat in range(3)]
-    records = read(tmp_path, *lines)
-    assert records == tuple(record for line in lines for record in read(tmp_path, line))
-    assert len({id(rank.resolved_config) for record in records for rank in record.ranks}) == 1
-    assert len({id(record.trial.ds_config) for record in records}) == 1
-
-
-def test_equal_parts_of_other_types_are_not_taken_for_each_other(tmp_path: Path) -> None:
-    lines = [line_of(repeat) for repeat in range(2)]
-    for line, flag in zip(lines, (1, True), strict=True):
-        line["ranks"] = [{**rank, "resolved_config": {**CONFIG, "flag": flag}} for rank in line["ranks"]]
-    first, second = read(tmp_path, *lines)
-    assert (first.ranks[0].resolved_config["flag"], second.ranks[0].resolved_config["flag"]) == (1, True)
-    assert type(second.ranks[0].resolved_config["flag"]) is bool
-
-
 @pytest.mark.parametrize("version", [0, SCHEMA_VERSION + 1, "1", None])
 def test_another_version_is_one_line(tmp_path: Path, version: object) -> None:
     with pytest.raises(UsageError, match="line 2: schema_version is") as caught:

@@ -33,7 +33,7 @@ def test_the_device_ledger_is_the_fullest_ranks_and_the_host_ledger_the_fullest_
         replace(rank, hostname=node, ledger={"gpu": {"gradients": gpu * GB}, "cpu": {"parameters": int(cpu * GB)}})
         for rank, (node, gpu, cpu) in zip(one.ranks, held, strict=True)
     )
-    of = samples.comparison(samples.row("ZeRO-2", replace(one, record=replace(one.record, ranks=ranks))))
+    of = samples.comparison(samples.row("ZeRO-2", replace(one, stored=replace(one.stored, ranks=ranks))))
     device, host = chart(of, "ledger-gpu"), chart(of, "ledger-cpu")
     assert isinstance(device, StackChart)
     assert isinstance(host, StackChart)
@@ -48,7 +48,7 @@ def test_step_times_are_the_slowest_ranks_with_warm_up_first() -> None:
     one = samples.run(fakes.zero(1), 0.1, of=work, on=place)
     fast, slow = one.ranks
     slow = replace(slow, step_seconds=(0.1, 0.2), warmup_step_seconds=(0.5,), window_seconds=0.3)
-    changed = replace(one, record=replace(one.record, ranks=(replace(fast, window_seconds=0.2), slow)))
+    changed = replace(one, stored=replace(one.stored, ranks=(replace(fast, window_seconds=0.2), slow)))
     steps = chart(samples.comparison(samples.row("ZeRO-1", changed)), "steps")
     assert isinstance(steps, LineChart)
     assert steps.lines[0].points == ((1, 500), (2, pytest.approx(100)), (3, 200))
@@ -64,7 +64,8 @@ def test_a_slow_warm_up_does_not_flatten_what_was_measured_and_its_height_is_tol
 
 def test_a_loss_that_is_not_finite_leaves_a_gap_and_no_nan() -> None:
     one = samples.run(fakes.zero(0), 0.1)
-    holed = replace(one, losses=(7.0, None, 6.0, None))
+    ranks = tuple(replace(rank, losses=(7.0, None, 6.0, None)) for rank in one.ranks)
+    holed = replace(one, stored=replace(one.stored, ranks=ranks))
     losses = chart(samples.comparison(samples.row("ZeRO-0", holed)), "losses")
     assert isinstance(losses, LineChart)
     assert losses.lines[0].points == ((1, 7.0), (3, 6.0))
@@ -85,7 +86,7 @@ def out_of_memory(status: str = schema.OOM, gpu: float | None = 95, **changes: A
     failed = samples.failed(fakes.zero(2), status=status, **changes)
     sizes = {tier: {"x": int(size * GB)} for tier, size in (("gpu", gpu), ("host", 70), ("nvme", 900)) if size}
     trial = replace(failed.trial, prediction=fakes.prediction(**sizes) if gpu else None)
-    return replace(failed, record=replace(failed.record, trial=trial))
+    return replace(failed, stored=replace(failed.stored, trial=trial))
 
 
 def test_a_row_out_of_memory_is_drawn_in_that_tier_at_what_it_asked_for(subtests: pytest.Subtests) -> None:
@@ -140,7 +141,7 @@ def test_the_prediction_of_a_gpu_leaves_out_what_the_allocator_does_not_see() ->
 
     def predicted(on: Placement, **changes: Any) -> list[float | None]:
         run = samples.run(fakes.zero(2), 0.1, on=on)
-        run = replace(run, record=replace(run.record, trial=replace(run.trial, prediction=prediction | changes)))
+        run = replace(run, stored=replace(run.stored, trial=replace(run.trial, prediction=prediction | changes)))
         drawn = charts_of(samples.comparison(samples.row("ZeRO-2", run))).charts
         return [stack.predicted for one in drawn if one.name.startswith("ledger") for stack in one.stacks]  # type: ignore[attr-defined]
 

@@ -179,7 +179,7 @@ def flat_comparison() -> Comparison:
         step = (rank.window_seconds / len(rank.step_seconds),)
         without = {"warmup_step_seconds": (), "losses": (), "ledger": {}, "phase_seconds": {}}
         known = replace(rank, step_seconds=step, window_seconds=step[0], **without)
-        bare = replace(full, record=replace(full.record, ranks=(known,)), losses=())
+        bare = replace(full, stored=replace(full.stored, ranks=(known,)))
         rows.append(row(f"ZeRO-{stage}", bare))
     return comparison(*rows)
 
