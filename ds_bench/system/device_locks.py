@@ -19,8 +19,6 @@ from pathlib import Path
 from .files import locked_file
 from .gpus import GpuFacts
 
-FOLDER_VARIABLE = "DS_BENCH_LOCK_DIR"
-
 
 @dataclass(slots=True)
 class DeviceLocks:
@@ -47,20 +45,15 @@ def device_names(accelerator: str, gpus: Sequence[GpuFacts], slots: Iterable[int
     return {f"processors_{key}": "the CPU"}
 
 
-def lock_folder() -> Path:
-    """Return the folder of the locks, one for all users of this machine."""
-    if given := os.environ.get(FOLDER_VARIABLE):
-        return Path(given)
-    return next((folder for folder in map(Path, ("/dev/shm", "/tmp")) if os.access(folder, os.W_OK)), Path("/tmp"))
-
-
 @contextmanager
 def locked_devices(names: Mapping[str, str], say: Callable[[str], None]) -> Iterator[DeviceLocks]:
     """Hold the locks of these devices. Wait for those that another run holds, and ``say`` so once each.
 
     Locks are taken in the order of their names, so that two runs never wait for each other.
     """
-    locks, folder = DeviceLocks(), lock_folder()
+    # One folder for all users of this machine.
+    shared = next((path for path in ("/dev/shm", "/tmp") if os.access(path, os.W_OK)), "/tmp")
+    locks, folder = DeviceLocks(), Path(os.environ.get("DS_BENCH_LOCK_DIR") or shared)
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
 

@@ -166,7 +166,7 @@ def read_environment(
         cgroup_memory_limit_bytes=host_memory.cgroup_limit_bytes(root),
         cgroup_memory_peak_bytes=host_memory.cgroup_peak_bytes(root),
         shm_bytes=shm_bytes,
-        packages=package_versions(),
+        packages={name: version for name in PACKAGES if (version := installed_version(name)) is not None},
         torch_cuda_version=torch_cuda_version(),
         gpu_driver_version=inventory.driver_version,
         gpus=gpus.select_visible(environ, inventory.gpus),
@@ -303,11 +303,6 @@ def require_installed(package: str, asked_by: str) -> None:
     """Raise UsageError if a package is missing. ``asked_by``: the flag and value that need it."""
     if missing_packages([package]):
         raise UsageError(f"{asked_by}: the package {package} is not installed", remedy=f"pip install {package}")
-
-
-def package_versions() -> dict[str, str]:
-    """Versions of the installed packages among :data:`PACKAGES`."""
-    return {name: version for name in PACKAGES if (version := installed_version(name)) is not None}
 
 
 def torch_cuda_version() -> str | None:

@@ -1,8 +1,8 @@
-"""Nodes where an engine has started this command on each, and how the first process reaches the others.
+"""Nodes on each of which an engine has started this command, and how the first process reaches the others.
 
 torchrun, DeepSpeed's launcher, a PyTorchJob or Volcano job, and ``srun`` inside a container do so. The first process
 listens at MASTER_ADDR. The first process of every other node connects to it and is then replaced by the agent of its
-node (``launch.host_agent``), which reads requests from that connection. The other processes leave.
+node (``launch.host_agent``), which reads requests from that connection. The other processes exit.
 
 Both sides prove that they know the job's secret, torchrun's ``--rdzv-id`` or DS_BENCH_SECRET, without sending it.
 """
@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from ..errors import PreflightError, UsageError
 from ..units import format_names
@@ -34,7 +34,7 @@ from . import job, terminal
 WAIT_SECONDS = 120.0
 """For the processes of all nodes to start and to find each other."""
 _QUIET_SECONDS = 5.0
-"""Time after which a line says what is waited for."""
+"""After this long a line says what is waited for."""
 _RETRY_SECONDS = 0.5
 _GREETING_SECONDS = 10
 _MOST_GREETING_BYTES = 1024
@@ -53,12 +53,12 @@ class LaunchedNodes:
     launcher: str
     """``torchrun``, ``deepspeed``, ``srun``, or ``job`` of an engine that sets RANK and WORLD_SIZE for each node."""
     address: str
-    """MASTER_ADDR: of the first node."""
+    """MASTER_ADDR: the first node's."""
     port: int
-    """At which the first process listens."""
+    """The first process listens here."""
     count: int
     number: int
-    """Of this process's node, from 0."""
+    """Number of this process's node, from 0."""
     ranks_here: int
     ranks: int
     """Of all nodes."""
@@ -72,37 +72,36 @@ class LaunchedNodes:
 
     @property
     def key(self) -> bytes:
-        """What both sides of a connection prove to know (multiprocessing's HMAC of a random challenge)."""
+        """The key that both sides of a connection prove to know (multiprocessing's HMAC of a random challenge)."""
         return b"ds_bench" + self.secret.encode()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ConnectedNode:
+class _Node(NamedTuple):
     name: str
     ranks: int
     connection: Connection | None = None
-    """None for this node itself, and where no node was asked."""
+    """None for this node itself, and if no node was asked."""
 
 
-_connected_nodes: dict[int, _ConnectedNode] = {}
-"""By the number of the node, this one too; empty where :func:`connect_nodes` was not called."""
+_connected_nodes: dict[int, _Node] = {}
+"""By the number of the node, including this one; empty before :func:`connect_nodes`."""
 _addresses: list[str] = []
 """The address at which the other nodes have reached this process."""
 
 
 def find_nodes(environ: Mapping[str, str]) -> LaunchedNodes | None:
-    """The nodes of a job on several; None elsewhere, and where srun reaches the nodes of a Slurm job.
+    """Return the nodes of a job on several; None elsewhere, and if srun reaches the nodes of a Slurm job.
 
-    Raises UsageError where an engine's variables leave open how many processes run on this node.
+    Raises UsageError if an engine's variables leave open how many processes run on this node.
     """
     if "SLURM_JOB_ID" in environ and shutil.which("srun") and shutil.which("scontrol"):
         return None
     launcher, texts = _launcher_and_facts(environ)
     address, port_text = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "29500")
-    if launcher == "srun":
+    if launcher == "srun" and not address:
         # The first name of a list in Slurm's form: node01 of node[01-03,7],other.
         first = re.match(r"([^,\[]*)(?:\[([0-9]+)[^\]]*\]([^,\[]*))?", environ.get("SLURM_STEP_NODELIST", ""))
-        address = address or "".join(filter(None, first.groups() if first else ()))
+        address = "".join(filter(None, first.groups() if first else ()))
     if not all(text.isdecimal() for text in (*texts, port_text)):
         return None
     number, count, ranks_here, local_rank, ranks = map(int, texts)
@@ -112,10 +111,9 @@ def find_nodes(environ: Mapping[str, str]) -> LaunchedNodes | None:
         raise UsageError(
             f"this is one of {count} processes, but MASTER_ADDR is not set", remedy="set it to the first node's address"
         )
-    port = int(port_text)
+    port, run_id = int(port_text), environ.get("TORCHELASTIC_RUN_ID", "")
     if launcher == "torchrun":  # its own store listens at MASTER_PORT
         port += 1 if port < 65535 else -1
-    run_id = environ.get("TORCHELASTIC_RUN_ID", "")
     return LaunchedNodes(
         launcher=launcher,
         address=address,
@@ -160,7 +158,7 @@ def _launcher_and_facts(environ: Mapping[str, str]) -> tuple[str, list[str]]:
 
 
 def _require_secret(nodes: LaunchedNodes) -> None:
-    """Raises PreflightError if others than the processes of this job could take part."""
+    """Raise PreflightError if strangers could take part in the job."""
     if nodes.secret:
         return
     with contextlib.suppress(OSError, ValueError):
@@ -181,17 +179,17 @@ def _is_loopback(address: str) -> bool:
 
 
 def ranks_of_hosts() -> dict[str, int]:
-    """Host → number of ranks that the launcher gave it, in the order of the nodes; empty where none is connected."""
-    return {_connected_nodes[number].name: _connected_nodes[number].ranks for number in sorted(_connected_nodes)}
+    """Host → number of ranks that the launcher gave it, in the order of the nodes; empty if none is connected."""
+    return {node.name: node.ranks for _, node in sorted(_connected_nodes.items())}
 
 
 def master_address() -> str | None:
-    """The address of this host that the other nodes have reached; None where none is connected."""
+    """The address of this host that the other nodes have reached; None if none is connected."""
     return _addresses[0] if _addresses else None
 
 
 def accept_nodes() -> dict[str, socket.socket]:
-    """Makes the process of every other node the agent there. Returns host → connection to it, without this host."""
+    """Make the process of every other node the agent there. Return host → connection to it, without this host."""
     connections = {}
     for node in _connected_nodes.values():
         if node.connection is not None:
@@ -202,76 +200,83 @@ def accept_nodes() -> dict[str, socket.socket]:
 
 
 def assume_nodes(nodes: LaunchedNodes) -> None:
-    """What :func:`connect_nodes` would find out, without asking any node: for ``--dry-run``."""
+    """Assume what :func:`connect_nodes` would find out, without asking any node: for ``--dry-run``."""
     # Only the sum is known of the other nodes: it is spread evenly.
     share, more = divmod(nodes.ranks - nodes.ranks_here, nodes.count - 1)
-    ranks = {number: share + (number <= more) for number in range(1, nodes.count)}
-    _keep(nodes, {number: _ConnectedNode(name=f"node-{number}", ranks=each) for number, each in ranks.items()})
+    _keep(
+        nodes,
+        {number: _Node(name=f"node-{number}", ranks=share + (number <= more)) for number in range(1, nodes.count)},
+    )
 
 
 def connect_nodes(nodes: LaunchedNodes) -> None:
-    """Waits until every other node has connected. Raises PreflightError if one has not within the limit."""
+    """Wait until every other node has connected. Raises PreflightError if one has not within the limit."""
     _require_secret(nodes)
-    began, said = time.monotonic(), False
-    found: dict[int, _ConnectedNode] = {}
-    with _listen(nodes, began + WAIT_SECONDS) as listener:
+    found: dict[int, _Node] = {}
+    with _listen(nodes) as listener:
         listener.settimeout(_RETRY_SECONDS)
+        patience = _Patience()
         while missing := [number for number in range(1, nodes.count) if number not in found]:
             with contextlib.suppress(TimeoutError):
                 connection, _ = listener.accept()
                 # A thread for each: another program that connects and stays silent must not hold up the nodes.
                 threading.Thread(target=_receive_node, args=(nodes, connection, found), daemon=True).start()
-            waited, who = time.monotonic() - began, f"node{'s'[: len(missing) > 1]} {format_names(missing)}"
-            if waited > _QUIET_SECONDS and not said:
-                said = True
-                terminal.print_text(f"waiting at {nodes.where} for {who} of {nodes.launcher}", sys.stderr)
-            if waited > WAIT_SECONDS:
+            who = f"node{'s'[: len(missing) > 1]} {format_names(missing)} of {nodes.launcher}"
+            if not patience.lasts(f"waiting at {nodes.where} for {who}"):
                 only = f", which only this machine reaches ({_addresses[0]})," if _is_loopback(_addresses[0]) else ""
                 raise PreflightError(
-                    f"{who} of {nodes.launcher} did not connect to {nodes.where}{only}, within {WAIT_SECONDS:.0f} s",
+                    f"{who} did not connect to {nodes.where}{only}, within {WAIT_SECONDS:.0f} s",
                     remedy="start the same command on every node and open this port between them, or start one process "
                     "with --hostfile FILE",
                 )
     _keep(nodes, found)
-    names = [node.name for node in _connected_nodes.values()]
+    names = sorted(node.name for node in _connected_nodes.values())
     # Results and connections are kept by host name from here on.
     if len(set(names)) < len(names):
         raise PreflightError(
-            f"the nodes call themselves {', '.join(sorted(names))}: they are one machine, or look like one",
+            f"the nodes call themselves {', '.join(names)}: they are one machine, or look like one",
             remedy="give each machine a host name of its own; on one machine start one process",
         )
 
 
-def _keep(nodes: LaunchedNodes, others: Mapping[int, _ConnectedNode]) -> None:
+class _Patience:
+    """Says after a while what is waited for, and ends after the limit."""
+
+    def __init__(self) -> None:
+        self._began, self._said = time.monotonic(), False
+
+    def lasts(self, what: str) -> bool:
+        waited = time.monotonic() - self._began
+        if waited > _QUIET_SECONDS and not self._said:
+            self._said = True
+            terminal.print_text(what, sys.stderr)
+        return waited <= WAIT_SECONDS
+
+
+def _keep(nodes: LaunchedNodes, others: Mapping[int, _Node]) -> None:
     _connected_nodes.clear()
-    _connected_nodes[0] = _ConnectedNode(name=socket.gethostname(), ranks=nodes.ranks_here)
-    _connected_nodes.update(others)
+    _connected_nodes.update({0: _Node(name=socket.gethostname(), ranks=nodes.ranks_here), **others})
 
 
-def _listen(nodes: LaunchedNodes, deadline: float) -> socket.socket:
-    """Listens only at the first node's address. Raises PreflightError if it cannot before the deadline."""
-    remedy = "set MASTER_ADDR to an address of the first node that the others reach (torchrun and deepspeed: "
-    remedy += "--master-addr; with a c10d rendezvous --local-addr)"
-    while True:
-        try:
-            family, _, _, _, target = socket.getaddrinfo(nodes.address, nodes.port, type=socket.SOCK_STREAM)[0]
-            # Only at this address, so that no other network of the host reaches the port.
-            listener = socket.create_server((str(target[0]), nodes.port), family=family, backlog=128)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                if time.monotonic() < deadline:
-                    time.sleep(_RETRY_SECONDS)
-                    continue
-                remedy = "end what listens there, or give the launcher another port for its master"
-            raise PreflightError(
-                f"cannot listen for the other nodes at {nodes.where}: {error.strerror}", remedy=remedy
-            ) from None
-        _addresses[:] = [str(target[0])]
-        return listener
+def _listen(nodes: LaunchedNodes) -> socket.socket:
+    try:
+        family, _, _, _, target = socket.getaddrinfo(nodes.address, nodes.port, type=socket.SOCK_STREAM)[0]
+        # Only at this address, so that no other network of the host reaches the port.
+        listener = socket.create_server((str(target[0]), nodes.port), family=family, backlog=128)
+    except OSError as error:
+        remedy = "set MASTER_ADDR to an address of the first node that the others reach (torchrun and deepspeed: "
+        remedy += "--master-addr; with a c10d rendezvous --local-addr)"
+        if error.errno == errno.EADDRINUSE:
+            remedy = "end what listens there, or give the launcher another port for its master"
+        raise PreflightError(
+            f"cannot listen for the other nodes at {nodes.where}: {error.strerror}", remedy=remedy
+        ) from None
+    _addresses[:] = [str(target[0])]
+    return listener
 
 
-def _receive_node(nodes: LaunchedNodes, accepted: socket.socket, found: dict[int, _ConnectedNode]) -> None:
-    """Keeps a connection from a node that proves to know the secret, and drops any other."""
+def _receive_node(nodes: LaunchedNodes, accepted: socket.socket, found: dict[int, _Node]) -> None:
+    """Keep a connection from a node that proves to know the secret, and drop any other."""
     connection = _connection(accepted)
     try:
         deliver_challenge(connection, nodes.key)
@@ -281,7 +286,7 @@ def _receive_node(nodes: LaunchedNodes, accepted: socket.socket, found: dict[int
         if not (_HOST.fullmatch(name) and 0 < number < nodes.count and 0 < ranks < nodes.ranks):
             raise ValueError
         # Threads may race for one number: setdefault lets the first have it.
-        node = _ConnectedNode(name=name, ranks=ranks, connection=connection)
+        node = _Node(name=name, ranks=ranks, connection=connection)
         if found.setdefault(number, node) is not node:
             raise ValueError
         _limit_silence(connection, 0)
@@ -301,7 +306,7 @@ def _connection(connected: socket.socket) -> Connection:
 
 
 def _limit_silence(connection: Connection, seconds: int) -> None:
-    """Makes reading fail after so long without a byte; 0: never."""
+    """Make reading fail after this long without a byte; 0: never."""
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
@@ -310,22 +315,21 @@ def _limit_silence(connection: Connection, seconds: int) -> None:
 
 
 def join_first_node(nodes: LaunchedNodes, agent: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Connects to the first node, and becomes the agent of this one: ``agent`` is its command line.
+    """Connect to the first node, and become the agent of this one: ``agent`` is its command line.
 
-    Returns if the comparison ended before it needed ranks. Raises PreflightError where the first node does not answer.
+    Returns if the comparison ended before it needed ranks. Raises PreflightError if the first node does not answer.
     """
     _require_secret(nodes)
     with _greet_first_node(nodes) as connection:
-        try:
-            accepted = connection.recv_bytes(_MOST_GREETING_BYTES) == _ACCEPTED
-        except (OSError, EOFError):
-            accepted = False
-        if accepted:
+        answer = b""
+        with contextlib.suppress(OSError, EOFError):
+            answer = connection.recv_bytes(_MOST_GREETING_BYTES)
+        if answer == _ACCEPTED:
             _replace_process(agent, connection, environ)
 
 
 def _replace_process(agent: Sequence[str], connection: Connection, environ: Mapping[str, str]) -> NoReturn:
-    """Replaces this process, so that the launcher's signals reach the agent, and its exit code the launcher."""
+    """Replace this process, so that the launcher's signals reach the agent, and its exit code the launcher."""
     sys.stdout.flush()
     sys.stderr.flush()
     # The agent reads requests from its standard input and answers on its standard output.
@@ -336,7 +340,7 @@ def _replace_process(agent: Sequence[str], connection: Connection, environ: Mapp
 
 def _greet_first_node(nodes: LaunchedNodes) -> Connection:
     greeting = {"host": socket.gethostname(), "node": nodes.number, "ranks": nodes.ranks_here}
-    began, said = time.monotonic(), False
+    patience = _Patience()
     while True:
         connection = None
         try:
@@ -348,20 +352,16 @@ def _greet_first_node(nodes: LaunchedNodes) -> Connection:
             return connection
         except AuthenticationError:
             raise PreflightError(
-                f"what listens at {nodes.where} is not the comparison of this job, or has another secret",
+                f"the program that listens at {nodes.where} is not the comparison of this job, or has another secret",
                 remedy=f"give every node the same {_SECRET} or --rdzv-id, or the job another port",
             ) from None
-        except Exception as error:  # a program that sends anything else may listen there
-            why = (isinstance(error, OSError) and error.strerror) or "something else listens there"
+        except Exception as error:  # another program that sends anything else may listen there
+            why = (isinstance(error, OSError) and error.strerror) or "another program listens there"
             if connection is not None:
                 connection.close()
-        waited = time.monotonic() - began
-        if waited > WAIT_SECONDS:
+        if not patience.lasts(f"waiting for the first node at {nodes.where}: {why}"):
             raise PreflightError(
                 f"the first node does not answer at {nodes.where}: {why}",
                 remedy="start the same command on every node and open this port between them",
             )
-        if waited > _QUIET_SECONDS and not said:
-            said = True
-            terminal.print_text(f"waiting for the first node at {nodes.where}: {why}", sys.stderr)
         time.sleep(_RETRY_SECONDS)

@@ -213,13 +213,6 @@ def send_signal(pids: Iterable[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def reap(pids: Iterable[int]) -> None:
-    """Collect the exit status of children that have ended, so that no zombies are left."""
-    for pid in pids:
-        with contextlib.suppress(ChildProcessError, ProcessLookupError):
-            os.waitpid(pid, os.WNOHANG)
-
-
 KILL_SECONDS = 10.0
 """For processes to end after SIGKILL."""
 _POLL_SECONDS = 0.02
@@ -240,7 +233,9 @@ def end_processes(
             send_signal(left, signal.SIGKILL)
         time.sleep(_POLL_SECONDS)
         # Killed children stay zombies, and their ids in use, until they are collected.
-        reap(left)
+        for pid in left:
+            with contextlib.suppress(ChildProcessError, ProcessLookupError):
+                os.waitpid(pid, os.WNOHANG)
         left = find()
     return left
 

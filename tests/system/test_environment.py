@@ -20,7 +20,6 @@ from ds_bench.system.environment import (
     comparability_differences,
     cpu_model,
     hardware_differences,
-    package_versions,
     read_environment,
     recorded_variables,
     setting_differences,
@@ -153,7 +152,7 @@ def test_torchs_cuda_version_is_read_as_text(tmp_path: Path, monkeypatch: pytest
         found[line] = torch_cuda_version()
     assert found == expected
     monkeypatch.setattr(sys, "path", [])
-    assert (torch_cuda_version(), package_versions()) == (None, {})
+    assert (torch_cuda_version(), read_environment({}, GpuInventory()).packages) == (None, {})
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_a_stranger_is_dropped(
     nodes: LaunchedNodes, act: Callable[[Connection, bytes], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launched_nodes, "_GREETING_SECONDS", 1)
-    found: dict[int, launched_nodes._ConnectedNode] = {}
+    found: dict[int, launched_nodes._Node] = {}
     with socket.create_server(("127.0.0.1", 0)) as server, Client(server.getsockname()) as other:
         thread = threading.Thread(target=launched_nodes._receive_node, args=(nodes, server.accept()[0], found))
         thread.start()
@@ -178,7 +178,7 @@ def test_a_node_that_does_not_come_and_a_first_node_that_is_another_program_are_
     with pytest.raises(PreflightError, match=r"the first node does not answer at .*: Connection refused"):
         launched_nodes.join_first_node(nodes, [], {})
     assert "waiting for the first node" in capfd.readouterr().err
-    with launched_nodes._listen(nodes, 0.0) as listener:
+    with launched_nodes._listen(nodes) as listener:
         false = threading.Thread(target=lambda: _challenge(listener))
         false.start()
         with pytest.raises(PreflightError, match="is not the comparison of this job, or has another secret"):
