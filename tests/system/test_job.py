@@ -115,20 +115,11 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
 
 
-@pytest.mark.parametrize(
-    ("changes", "counts"),
-    [
-        ({}, [1, 1, 1]),
-        ({"SLURM_TASKS_PER_NODE": "2(x3)"}, [2, 2, 2]),
-        ({"SLURM_TASKS_PER_NODE": "8,2(x2)"}, [8, 2, 2]),
-        ({"SLURM_TASKS_PER_NODE": "4"}, [1, 1, 1]),  # of a step on fewer nodes
-    ],
-)
-def test_every_node_has_its_tasks(changes: dict[str, str], counts: list[int], scontrol: None) -> None:
-    assert tasks_of_nodes(JOB | changes) == dict(zip(["node1", "node2", "node3"], counts, strict=True))
-
-
-def test_one_node_or_no_job_is_no_job_of_several_nodes() -> None:
+@pytest.mark.usefixtures("scontrol")
+def test_every_node_has_its_tasks() -> None:
+    for tasks, counts in (("", [1, 1, 1]), ("2(x3)", [2, 2, 2]), ("8,2(x2)", [8, 2, 2]), ("4", [1, 1, 1])):
+        names = {**JOB, "SLURM_TASKS_PER_NODE": tasks}
+        assert tasks_of_nodes(names) == dict(zip(["node1", "node2", "node3"], counts, strict=True))
     assert tasks_of_nodes({}) == tasks_of_nodes({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node7"}) == {}
 
 

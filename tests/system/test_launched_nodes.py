@@ -74,31 +74,32 @@ def test_every_engine_tells_the_nodes(subtests: pytest.Subtests) -> None:
 
 
 def test_nodes_that_the_variables_leave_open_are_refused() -> None:
-    with pytest.raises(UsageError, match="MASTER_ADDR is not set"):
-        find_nodes({"RANK": "0", "WORLD_SIZE": "2"})
-    with pytest.raises(UsageError, match="not LOCAL_WORLD_SIZE: the nodes are not known"):
-        find_nodes({**PYTORCH_JOB, "LOCAL_RANK": "0"})
+    for environ, said in (
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
+        ({**PYTORCH_JOB, "LOCAL_RANK": "0"}, "not LOCAL_WORLD_SIZE: the nodes are not known"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            find_nodes(environ)
 
 
-def test_where_srun_reaches_the_nodes_they_are_slurms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launched_nodes.shutil, "which", lambda name: name)
-    assert find_nodes({**SRUN, **TORCHRUN}) is None
-    monkeypatch.setattr(launched_nodes.shutil, "which", lambda name: name if name == "srun" else None)
-    assert find_nodes({**SRUN, **TORCHRUN}) is not None
+def test_only_with_both_srun_and_scontrol_the_nodes_are_slurms(monkeypatch: pytest.MonkeyPatch) -> None:
+    for there, is_slurms in ((("srun", "scontrol"), True), (("srun",), False), (("scontrol",), False)):
+        monkeypatch.setattr(launched_nodes.shutil, "which", lambda name, there=there: name if name in there else None)
+        assert (find_nodes(SRUN) is None) is is_slurms
 
 
-def test_a_secret_is_rdzv_id_or_the_jobs_and_without_one_nothing_is_reached(subtests: pytest.Subtests) -> None:
-    secrets = {environ.get("TORCHELASTIC_RUN_ID"): find_nodes(environ) for environ in (TORCHRUN, PYTORCH_JOB)}
-    assert [found.secret for found in secrets.values() if found] == ["id of the job", "s"]
+def test_a_secret_is_rdzv_id_or_the_jobs_and_without_one_nothing_is_reached() -> None:
+    found = [find_nodes(environ) for environ in (TORCHRUN, PYTORCH_JOB)]
+    assert [each.secret for each in found if each] == ["id of the job", "s"]
     for environ, said in (
         ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}, "export DS_BENCH_SECRET=.*or give torchrun --rdzv-id"),
         (DEEPSPEED, r"export DS_BENCH_SECRET=.*on every node\)$"),
     ):
-        found = find_nodes(environ)
-        assert found is not None
+        nodes = find_nodes(environ)
+        assert nodes is not None
         for use in (launched_nodes.connect_nodes, lambda each: launched_nodes.join_first_node(each, [], {})):
-            with subtests.test(said), pytest.raises(PreflightError, match=said):
-                use(found)
+            with pytest.raises(PreflightError, match=said):
+                use(nodes)
     assert launched_nodes.ranks_of_hosts() == {}
 
 
