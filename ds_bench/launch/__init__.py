@@ -19,5 +19,5 @@ class Launcher(Protocol):
     """Runs a trial to its end; a failure of the trial is a record, not an exception."""
 
     def launch(self, trial: Trial, folder: Path, listen: ProgressCallback) -> TrialRecord:
-        """Runs ``trial`` with its files in ``folder``, which exists; ``listen`` is called with the progress."""
+        """Run ``trial`` with its files in the existing ``folder``; ``listen`` is called with the progress."""
         ...

@@ -171,7 +171,7 @@ class _DroppingStream:
 
 
 def _discard_writes(stream: TextIO) -> None:
-    """Sends buffered and later text of the stream to /dev/null; otherwise it would fail again at exit."""
+    """Send buffered and later text of the stream to /dev/null; otherwise it would fail again at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)

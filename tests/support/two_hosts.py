@@ -110,12 +110,6 @@ class Host:
             assert time.monotonic() < deadline, path.read_text()
             time.sleep(0.02)
 
-    def stop_sshd(self) -> None:
-        """Ends sshd; connections that are open stay open."""
-        assert self.sshd is not None
-        send_signal(self.sshd, signal.SIGTERM)
-        self.sshd.wait(10)
-
     def kill(self) -> None:
         """Ends the host, like a loss of power."""
         with contextlib.suppress(ProcessLookupError):
