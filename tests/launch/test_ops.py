@@ -1,16 +1,15 @@
-"""Which ops a plan needs, where they are cached, and builds that hang, die or answer nonsense (a fake builder)."""
+"""The ops that a plan needs, their cache, and builds that fail."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from ds_bench.config.spec import Configuration, Placement, Strategy
 from ds_bench.config.strategies import make_configuration
 from ds_bench.errors import PreflightError
 from ds_bench.launch import ops, rank_environment
-from ds_bench.system import processes
 from ds_bench.system.tools import ToolReply
 from tests.support import fakes
 
@@ -115,101 +113,86 @@ def test_no_op_is_loaded_from_a_temporary_folder_that_another_user_can_write_to(
         ops.cache_roots()
 
 
-# ------------------------------------------------------------------ builds, by a fake builder
-
-BUILDER = """
-import json, os, pathlib, signal, subprocess, sys, time
-name = sys.argv[1]
-cache = pathlib.Path(os.environ["TORCH_EXTENSIONS_DIR"])
-(cache / "calls").open("a").write(name + "\\n")
-print("compiling", name, file=sys.stderr)
-library = f"{name}/{name}.so"
-answer = {"op": name, "state": "ready", "seconds": 1.5, "reason": "", "libraries": [library]}
-mode = os.environ["FAKE_BUILD"]
-if mode == "hang":
-    (cache / name).mkdir()
-    held = open(cache / name / "lock", "w")
-    program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
-    compiler = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
-    (cache / "compiler").write_text(str(compiler.pid))
-    time.sleep(60)
-elif mode == "killed":
-    (cache / name).mkdir()
-    held = open(cache / name / "lock", "w")
-    os.kill(os.getpid(), signal.SIGKILL)
-elif mode == "noisy":
-    (cache / name).mkdir(exist_ok=True)
-    (cache / library).touch()
-    print("ninja: build stopped")
-    print(json.dumps(answer))
-elif mode == "failed":
-    print(json.dumps({**answer, "state": "failed", "reason": "CalledProcessError: no g++"}))
-elif mode == "ready":
-    (cache / name).mkdir(exist_ok=True)
-    (cache / library).touch()
-    print(json.dumps(answer))
-else:
-    print(mode)
-"""
+# ------------------------------------------------------------------ builds, by a made-up tool
 
 
-class Workshop:
-    """A cache folder, and a builder whose behaviour a test chooses."""
+class Builder:
+    """Stands for the tool ``worker.build_op``. Each build takes the next reply, and succeeds without one."""
 
-    def __init__(self, root: Path) -> None:
-        self.cache = root / "cache"
-        self.said: list[str] = []
-        self.elapsed: list[str] = []
-        (root / "builder.py").write_text(BUILDER)
-        self.interpreter = root / "python"
-        """Called as ``python -m ds_bench.worker.build_op NAME``, and as the leader of that."""
-        self.interpreter.write_text(
-            f'#!/bin/sh\n[ "$2" = ds_bench.system.tools ] && exec {sys.executable} "$@"\n'
-            f'exec {sys.executable} {root / "builder.py"} "$3"\n'
-        )
-        self.interpreter.chmod(0o755)
+    def __init__(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cache, self.said, self.elapsed = cache, list[str](), list[str]()
+        self.replies: list[ToolReply] = []
+        self.built: list[str] = []
+        monkeypatch.setattr(ops, "run_tool", self._run_tool)
 
-    def build(self, *names: str, mode: str = "ready", timeout: float = 60) -> dict[str, ops.OpState]:
-        variables = {"FAKE_BUILD": mode, "PYTHONPATH": ""}
-        say, show = self.said.append, self.elapsed.append
-        return ops.prepare_ops(names, self.cache, variables, timeout_seconds=timeout, say=say, show_elapsed=show)
+    def _run_tool(self, module: str, name: str, *, listen: Callable[[float], None], **how: Any) -> ToolReply:
+        assert (module, how["environment"]["TORCH_EXTENSIONS_DIR"]) == ("worker.build_op", str(self.cache))
+        (lock,) = how["kept_open"]  # until the last compiler has ended, so that no other run builds here before
+        assert os.path.samestat(os.fstat(lock), ops.lock_file(name, self.cache).stat())
+        listen(1.0)
+        how["errors"].write(b"compiling")
+        self.built.append(name)
+        (self.cache / name).mkdir(exist_ok=True)
+        (self.cache / name / "lock").touch()  # of a build that was killed
+        if self.replies:
+            return self.replies.pop(0)
+        (self.cache / name / "lock").unlink()
+        (self.cache / name / "op.so").touch()
+        return ToolReply(objects=({"state": "ready", "seconds": 1.5, "libraries": [f"{name}/op.so"]},), ending="")
+
+    def build(self, *names: str) -> dict[str, ops.OpState]:
+        return ops.prepare_ops(names, self.cache, {}, say=self.said.append, show_elapsed=self.elapsed.append)
 
 
 @pytest.fixture
-def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workshop]:
-    made = Workshop(tmp_path)
-    monkeypatch.setattr(sys, "executable", str(made.interpreter))
-    before = processes.descendants()
-    yield made
-    assert processes.descendants() <= before, "a builder is left"
+def builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Builder:
+    return Builder(tmp_path / "cache", monkeypatch)
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def test_op_is_built_once_and_again_if_its_library_is_gone(workshop: Workshop) -> None:
-    built = workshop.build("AOpBuilder", "BOpBuilder")
+def test_op_is_built_once_and_again_if_its_library_is_gone(builder: Builder) -> None:
+    built = builder.build("AOpBuilder", "BOpBuilder")
     assert built["BOpBuilder"] == ops.OpState(op="BOpBuilder", ready=True, seconds=1.5)
-    assert all(state.ready for state in workshop.build("AOpBuilder", "BOpBuilder", mode="failed").values())
-    (workshop.cache / "AOpBuilder" / "AOpBuilder.so").unlink()
-    assert not workshop.build("AOpBuilder", mode="failed")["AOpBuilder"].ready
-    assert workshop.build("AOpBuilder", mode="noisy")["AOpBuilder"].ready
-    assert (workshop.cache / "calls").read_text().split() == ["AOpBuilder", "BOpBuilder", "AOpBuilder", "AOpBuilder"]
+    assert builder.elapsed == ["building AOp … 1.0 s", "building BOp … 1.0 s"]
+    assert all(state.ready for state in builder.build("AOpBuilder", "BOpBuilder").values())
+    (builder.cache / "AOpBuilder" / "op.so").unlink()
+    builder.build("AOpBuilder", "BOpBuilder")
+    assert builder.built == ["AOpBuilder", "BOpBuilder", "AOpBuilder"]
 
 
-def test_failed_build_has_a_reason_and_a_log_and_the_next_run_tries_again(workshop: Workshop) -> None:
-    log = workshop.cache / "AOpBuilder.log"
-    for mode in ("", "not json", "3", "null", "{}"):
-        state = workshop.build("AOpBuilder", mode=mode)["AOpBuilder"]
-        assert (state.ready, state.reason) == (False, f"the build ended with code 0; log {log}")
-    state = workshop.build("AOpBuilder", mode="failed")["AOpBuilder"]
-    assert (state.ready, state.reason) == (False, f"CalledProcessError: no g++; log {log}")
-    assert "compiling AOpBuilder" in log.read_text()
-    assert workshop.build("AOpBuilder")["AOpBuilder"].ready
+def test_failed_build_has_a_reason_and_a_log_leaves_no_lock_and_the_next_run_tries_again(builder: Builder) -> None:
+    log = builder.cache / "AOpBuilder.log"
+    failed = {"state": "failed", "reason": "CalledProcessError: no g++", "seconds": 2.0}
+    for reply, reason in (
+        (ToolReply(objects=(), ending="took more than 2 s"), "the build took more than 2 s"),
+        (ToolReply(objects=({},), ending="ended with code 0"), "the build ended with code 0"),
+        (ToolReply(objects=(failed,), ending="ended with code 0"), "CalledProcessError: no g++"),
+    ):
+        builder.replies = [reply]
+        state = builder.build("AOpBuilder")["AOpBuilder"]
+        assert (state.ready, state.reason) == (False, f"{reason}; log {log}")
+        assert list(builder.cache.glob("*/lock")) == []
+    assert log.read_bytes() == b"compiling"
+    assert builder.build("AOpBuilder")["AOpBuilder"].ready
+
+
+def test_one_run_builds_an_op_and_only_those_that_need_it_wait(builder: Builder) -> None:
+    (builder.cache / "cpu_adam").mkdir(parents=True)
+    (builder.cache / "cpu_adam" / "lock").touch()
+    with ops.lock_file(ops.CPU_ADAM, builder.cache).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert builder.build(ops.ASYNC_IO)[ops.ASYNC_IO].ready
+        assert builder.said[0].partition(":")[0] == "removed a stale build lock"
+        builder.said.clear()
+        waiting = threading.Thread(target=builder.build, args=(ops.CPU_ADAM,))
+        waiting.start()
+        deadline = time.monotonic() + 60
+        while not builder.said and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert builder.said == ["waiting for another run that builds CPUAdam …"]
+        assert waiting.is_alive()
+        fcntl.flock(file, fcntl.LOCK_UN)
+        waiting.join(10)
+    assert not waiting.is_alive()
 
 
 NO_TOOLKIT = """
@@ -239,51 +222,3 @@ def test_missing_cuda_toolkit_is_named_where_deepspeed_raises_type_error(tmp_pat
     assert "NoneType" in done.stderr
     remedy = ops.remedy_of(done.stdout.splitlines()[-1])
     assert remedy == "install the CUDA toolkit of torch's CUDA version and set CUDA_HOME"
-
-
-def test_killed_build_leaves_no_lock(workshop: Workshop) -> None:
-    state = workshop.build("AOpBuilder", mode="killed")["AOpBuilder"]
-    assert not state.ready
-    assert f"code {128 + signal.SIGKILL}" in state.reason
-    assert list(workshop.cache.glob("*/lock")) == []
-
-
-def test_build_that_hangs_is_ended_with_its_compilers_and_its_lock(workshop: Workshop) -> None:
-    start = time.monotonic()
-    state = workshop.build("AOpBuilder", mode="hang", timeout=2.0)["AOpBuilder"]
-    assert time.monotonic() - start < 20
-    assert "the build took more than 2 s" in state.reason
-    assert len(workshop.elapsed) == 1
-    assert not processes.is_alive(int((workshop.cache / "compiler").read_text()))
-    assert list(workshop.cache.glob("*/lock")) == []
-
-
-def test_compilers_keep_the_lock_of_their_op(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the next build begins only after the compilers of a killed run have ended."""
-    kept: list[os.stat_result] = []
-
-    def run(*_: object, kept_open: list[int], **__: object) -> ToolReply:
-        kept.extend(map(os.fstat, kept_open))
-        return ToolReply(objects=(), ending="ended with code 0")
-
-    monkeypatch.setattr(ops, "run_tool", run)
-    workshop.build("AOpBuilder")
-    assert [os.path.samestat(each, ops.lock_file("AOpBuilder", workshop.cache).stat()) for each in kept] == [True]
-
-
-def test_one_run_builds_an_op_and_only_those_that_need_it_wait(workshop: Workshop) -> None:
-    (workshop.cache / "cpu_adam").mkdir(parents=True)
-    (workshop.cache / "cpu_adam" / "lock").touch()
-    with ops.lock_file(ops.CPU_ADAM, workshop.cache).open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert workshop.build(ops.ASYNC_IO)[ops.ASYNC_IO].ready
-        assert workshop.said[0].partition(":")[0] == "removed a stale build lock"
-        workshop.said.clear()
-        waiting = threading.Thread(target=workshop.build, args=(ops.CPU_ADAM,))
-        waiting.start()
-        wait_for(lambda: bool(workshop.said))
-        assert workshop.said == ["waiting for another run that builds CPUAdam …"]
-        assert waiting.is_alive()
-        fcntl.flock(file, fcntl.LOCK_UN)
-        waiting.join(10)
-    assert not waiting.is_alive()

@@ -124,3 +124,20 @@ def test_a_program_runs_without_a_folder_for_temporary_files_and_has_the_exit_co
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == f"b'ran\\n' {128 + signal.SIGKILL}\n"
+
+
+def test_the_objects_that_a_tool_prints_are_its_reply_and_other_lines_are_skipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for output, errors, objects, ending in (
+        (b'ninja: stopped\n3\nnull\n{"a": 1}\n{"b": 2}\n{"cut', b"", ({"a": 1}, {"b": 2}), "ended with code 5"),
+        (b"", b"Traceback\nValueError: x\n", (), "ended with code 5: ValueError: x"),
+    ):
+        done = subprocess.CompletedProcess([], 5, output, errors)
+        monkeypatch.setattr(tools, "run_program", lambda *_, done=done, **__: done)
+        reply = tools.run_tool("worker.any", environment={})
+        assert (reply.objects, reply.ending) == (objects, ending)
+        assert reply.last_object("it") == (objects[-1] if objects else {"error": f"it {ending}"})
+    late = subprocess.TimeoutExpired([], 2, output=b"{}")
+    monkeypatch.setattr(tools, "run_program", lambda *_, **__: (_ for _ in ()).throw(late))
+    assert tools.run_tool("worker.any", environment={}, timeout_seconds=2).ending == "took more than 2 s"
