@@ -1,21 +1,22 @@
-"""Processors that others use as well: how ranks wait, how many threads they get, and what makes a row no result."""
+"""Processors that others use as well: how ranks wait, how many threads they get, and when a row is disqualified."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ds_bench.analysis import comparison
 from ds_bench.analysis.row import make_run
-from ds_bench.config.caveats import CPU_KINDS, Caveat
+from ds_bench.config.caveats import CPU_KINDS
 from ds_bench.config.spec import Placement
 from ds_bench.launch import rank_environment
+from ds_bench.records.schema import TrialRecord
 from ds_bench.system import host_memory
 from ds_bench.worker.cpu_load import CpuReading, load_between, own_cpu_seconds
 from tests.support import fakes
@@ -24,57 +25,28 @@ from tests.support.real_trials import Launch
 
 CPUS = frozenset(os.sched_getaffinity(0))
 TWO_RANKS = Placement(accelerator="cpu", num_gpus=2)
-THREE_MS_BETWEEN_PARALLEL_REGIONS = """
-import json, time, torch
-values = torch.ones(2**20)
-for _ in range(20): values.add_(1.0)
-process, main = time.process_time(), time.thread_time()
-for _ in range(100):
-    values.add_(1.0)
-    end = time.perf_counter() + 0.003
-    while time.perf_counter() < end: pass
-main = time.thread_time() - main
-print(json.dumps([main, time.process_time() - process - main]))
-"""
-
-
-def test_idle_threads_of_a_cpu_rank_do_not_spin() -> None:
-    """Measured here: 0.06 of the main thread's time with the variable, 1.03 without it (torch's wheel has libgomp)."""
-    variables = rank_environment.rank_environment(TWO_RANKS, {}) | {"OMP_NUM_THREADS": "2"}
-    command = [sys.executable, "-c", THREE_MS_BETWEEN_PARALLEL_REGIONS]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True, timeout=120)
-    main, others = json.loads(done.stdout)
-    assert others < 0.3 * main
 
 
 def test_threads_follow_the_cpu_quota_and_the_user(tmp_path: Path) -> None:
     assert rank_environment.rank_environment(TWO_RANKS, {})["OMP_WAIT_POLICY"] == "passive"
-    for said in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
-        assert "OMP_WAIT_POLICY" not in rank_environment.rank_environment(TWO_RANKS, {said: "1"})
-
-    def threads(quota: str, ranks: int) -> int:
+    for own in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        assert "OMP_WAIT_POLICY" not in rank_environment.rank_environment(TWO_RANKS, {own: "1"})
+    assert "OMP_NUM_THREADS" not in rank_environment.rank_environment(TWO_RANKS, {"OMP_NUM_THREADS": "5"}, tmp_path)
+    for quota, ranks, threads in (("max 100000", 1, len(CPUS)), ("100000 100000", 1, 1), ("50000 100000", 2, 1)):
         place(tmp_path, "0::/job")
         write(tmp_path / "sys/fs/cgroup/job/cpu.max", quota)
-        on = Placement(accelerator="cpu", num_gpus=ranks)
-        return int(rank_environment.rank_environment(on, {}, tmp_path)["OMP_NUM_THREADS"])
-
-    assert threads("max 100000", 1) == len(CPUS)
-    assert threads("100000 100000", 1) == 1
-    assert threads("50000 100000", 2) == 1
-    assert "OMP_NUM_THREADS" not in rank_environment.rank_environment(TWO_RANKS, {"OMP_NUM_THREADS": "5"}, tmp_path)
+        found = rank_environment.rank_environment(Placement(accelerator="cpu", num_gpus=ranks), {}, tmp_path)
+        assert found["OMP_NUM_THREADS"] == str(threads)
 
 
-def test_busy_time_is_of_the_named_processors_with_what_a_hypervisor_withheld(tmp_path: Path) -> None:
+def test_busy_and_throttled_time_are_of_our_processors_and_the_cgroup_with_the_quota(tmp_path: Path) -> None:
     tick = 1 / os.sysconf("SC_CLK_TCK")
     lines = ["cpu  9 9 9 9 9 9 9 9 9 9", "cpu0 1 2 4 800 900 8 16 32 5 5", "cpu1 100 0 0 0 0 0 0 0 0 0", "intr 5"]
     write(tmp_path / "proc/stat", "\n".join(lines))
-    assert host_memory.busy_cpu_seconds({0}, tmp_path) == pytest.approx(63 * tick)
+    assert host_memory.busy_cpu_seconds({0}, tmp_path) == pytest.approx(63 * tick)  # with what a hypervisor withheld
     assert host_memory.busy_cpu_seconds({0, 1}, tmp_path) == pytest.approx(163 * tick)
     assert host_memory.busy_cpu_seconds({0, 7}, tmp_path) is None
     assert host_memory.busy_cpu_seconds({0}, tmp_path / "absent") is None
-
-
-def test_throttled_periods_are_of_the_cgroup_with_the_quota(tmp_path: Path) -> None:
     place(tmp_path, "0::/job/step")
     write(tmp_path / "sys/fs/cgroup/job/step/cpu.stat", "nr_periods 5\nnr_throttled 5")
     assert host_memory.cgroup_cpu_periods(tmp_path) is None
@@ -84,7 +56,7 @@ def test_throttled_periods_are_of_the_cgroup_with_the_quota(tmp_path: Path) -> N
     assert host_memory.usable_cores(tmp_path) == min(1.5, len(CPUS))
 
 
-def test_the_time_of_children_and_of_the_programs_above_is_our_own() -> None:
+def test_time_of_ended_children_is_our_own() -> None:
     before = own_cpu_seconds(CPUS)
     burn = "import time\nwhile time.process_time() < 0.5: pass"
     subprocess.run([sys.executable, "-c", burn], check=True, timeout=60)
@@ -119,75 +91,76 @@ def test_the_time_of_a_rank_that_is_bound_elsewhere_is_not_spent_on_our_processo
     assert apart >= 0.5
 
 
-def reading(at: float, *, busy: float | None, own: float, periods: tuple[int, int] | None = None) -> CpuReading:
-    return CpuReading(monotonic_seconds=at, cpus=CPUS, busy_seconds=busy, own_seconds=own, periods=periods)
-
-
 def test_other_programs_use_what_is_busy_and_not_our_own() -> None:
-    found = load_between(reading(10, busy=100, own=50, periods=(10, 1)), reading(14, busy=107, own=53, periods=(50, 3)))
-    assert (found["cpu_own_cores"], found["cpu_other_cores"]) == (0.75, 1.0)
-    assert found["cpu_throttled_fraction"] == pytest.approx(0.05)
-    assert load_between(reading(0, busy=1, own=1), reading(9, busy=1, own=5))["cpu_other_cores"] == 0.0
-    assert "cpu_other_cores" not in load_between(reading(0, busy=1, own=1), reading(0.1, busy=2, own=1))
-    assert "cpu_other_cores" not in load_between(reading(0, busy=None, own=1), reading(9, busy=None, own=1))
+    def load(seconds: float, busy: float | None, own: float, throttled: int = 0) -> dict[str, Any]:
+        start = CpuReading(monotonic_seconds=10, cpus=CPUS, busy_seconds=busy and 100, own_seconds=50, periods=(10, 1))
+        end = replace(start, monotonic_seconds=10 + seconds, own_seconds=50 + own, periods=(50, 1 + throttled))
+        return load_between(start, replace(end, busy_seconds=busy and 100 + busy))
+
+    found = load(4, 7, 3, throttled=2)
+    assert (found["cpu_other_cores"], found["cpu_own_cores"], found["cpu_throttled_fraction"]) == (1.0, 0.75, 0.05)
+    assert load(9, 1e-9, 4)["cpu_other_cores"] == 0.0
+    assert "cpu_other_cores" not in load(0.1, 1, 0)
+    assert "cpu_other_cores" not in load(9, None, 0)
 
 
-def busy(accelerator: str = "cpu", **changes: object) -> list[Caveat]:
-    on = Placement(accelerator=accelerator, num_gpus=2)  # type: ignore[arg-type]
-    values = {"cpu_cores": 2.0, "cpu_threads": 1, "cpu_own_cores": 1.2, "cpu_other_cores": 0.0, **changes}
-    caveats = make_run(fakes.success(fakes.trial(on=on), **values), None, None).caveats
-    return [caveat for caveat in caveats if caveat.kind in CPU_KINDS]
+def cpu_caveats(record: TrialRecord) -> list[tuple[bool, str]]:
+    caveats = make_run(record).caveats
+    return [(caveat.disqualifying, caveat.text) for caveat in caveats if caveat.kind in CPU_KINDS]
 
 
-def test_a_row_that_shared_its_processors_is_no_result() -> None:
-    assert busy(cpu_other_cores=0.4) == []
-    (caveat,) = busy(cpu_other_cores=0.8)
-    assert caveat.disqualifying
-    assert "other programs used 0.8 of 2 cores" in caveat.text
-    assert busy(cpu_cores=64.0, cpu_threads=32, cpu_other_cores=3.0) == []
-    assert busy(cpu_cores=64.0, cpu_threads=32, cpu_other_cores=6.0)
-    assert busy(cpu_cores=64.0, cpu_threads=4, cpu_other_cores=40.0) == []  # there was room for all
-    assert busy("cuda", cpu_cores=16.0, cpu_threads=8, cpu_own_cores=2.0, cpu_other_cores=6.0) == []
-    assert busy("cuda", cpu_cores=16.0, cpu_threads=8, cpu_own_cores=12.0, cpu_other_cores=6.0)
-    assert busy(cpu_other_cores=None, cpu_own_cores=None) == []
+BIG = {"cpu_cores": 64.0, "cpu_threads": 32}
+CARD = {"accelerator": "cuda", "cpu_cores": 16.0, "cpu_threads": 8, "cpu_other_cores": 6.0}
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"cpu_other_cores": 0.4}, None),
+        ({"cpu_other_cores": 0.8}, "the CPU was busy: other programs used 0.8 of 2 cores while this row ran"),
+        ({"cpu_other_cores": None, "cpu_own_cores": None}, None),
+        ({**BIG, "cpu_other_cores": 3.0}, None),
+        ({**BIG, "cpu_other_cores": 6.0}, "6.0 of 64 cores"),
+        ({**BIG, "cpu_threads": 4, "cpu_other_cores": 40.0}, None),  # there was room for all
+        ({**CARD, "cpu_own_cores": 2.0}, None),
+        ({**CARD, "cpu_own_cores": 12.0}, "6.0 of 16 cores"),
+        ({"cpu_throttled_fraction": 0.05}, None),
+        ({"cpu_throttled_fraction": 0.31}, "31 % of its periods"),
+    ],
+)
+def test_a_row_that_shared_its_processors_or_was_throttled_is_disqualified(
+    values: dict[str, Any], said: str | None
+) -> None:
+    usual = {"accelerator": "cpu", "cpu_cores": 2.0, "cpu_threads": 1, "cpu_own_cores": 1.2, "cpu_other_cores": 0.0}
+    measured = {**usual, **values}
+    on = Placement(accelerator=measured.pop("accelerator"), num_gpus=2)
+    found = cpu_caveats(fakes.success(fakes.trial(on=on), **measured))
+    assert [disqualifying for disqualifying, _ in found] == [True] * (said is not None)
+    assert all(str(said) in text for _, text in found)
 
 
 def test_the_processors_of_every_bound_rank_must_be_free() -> None:
-    record = fakes.success(fakes.trial(on=Placement(accelerator="cpu", num_gpus=2)), cpu_cores=4.0, cpu_threads=2)
-    found = []
-    # Two threads of four processors: with 1.5 others there is room for all.
-    for other in (2.5, 1.5):
+    record = fakes.success(fakes.trial(on=TWO_RANKS), cpu_cores=4.0, cpu_threads=2)
+    for other, is_busy in ((2.5, True), (1.5, False)):  # two threads of four processors: there is room for 1.5 others
         ranks = [
             replace(rank, cpus_allowed=cpus, cpu_own_cores=2.0, cpu_other_cores=cores)
             for rank, cpus, cores in zip(record.ranks, ((0, 1, 2, 3), (4, 5, 6, 7)), (0.0, other), strict=True)
         ]
-        caveats = make_run(replace(record, ranks=ranks), None, None).caveats
-        found.append([caveat.text for caveat in caveats if caveat.kind in CPU_KINDS])
-    assert found == [["the CPU was busy: other programs used 2.5 of 4 cores while this row ran"], []]
+        assert bool(cpu_caveats(replace(record, ranks=ranks))) is is_busy
 
 
 def test_several_busy_runs_of_a_row_are_one_caveat_with_the_busiest() -> None:
-    values = {"cpu_cores": 2.0, "cpu_threads": 2}
     runs = [
-        fakes.success(fakes.trial(repeat=repeat), **values, cpu_other_cores=other)
+        fakes.success(fakes.trial(repeat=repeat), cpu_cores=2.0, cpu_threads=2, cpu_other_cores=other)
         for repeat, other in enumerate((0.9, 1.4, 1.1))
     ]
     (row,) = comparison.compare([make_run(run) for run in runs]).rows
-    assert [caveat.text for caveat in row.caveats if caveat.kind in CPU_KINDS] == [
-        "the CPU was busy: other programs used 1.4 of 2 cores while this row ran"
-    ]
-
-
-def test_a_row_that_a_quota_stopped_is_no_result() -> None:
-    assert busy(cpu_throttled_fraction=0.05) == []
-    (caveat,) = busy(cpu_throttled_fraction=0.31)
-    assert caveat.disqualifying
-    assert "31 % of its periods" in caveat.text
+    assert [caveat.values["other"] for caveat in row.caveats if caveat.kind in CPU_KINDS] == [1.4]
 
 
 @pytest.mark.deepspeed
 @pytest.mark.usefixtures("built_ops")
-def test_a_trial_beside_busy_programs_is_no_result(launch: Launch) -> None:
+def test_a_trial_beside_busy_programs_is_disqualified(launch: Launch) -> None:
     command = [sys.executable, "-c", "while True: pass"]
     others = [subprocess.Popen(command, start_new_session=True) for _ in CPUS]
     try:
@@ -197,8 +170,6 @@ def test_a_trial_beside_busy_programs_is_no_result(launch: Launch) -> None:
             program.kill()
             program.wait()
     assert record.outcome.success, record.outcome
-    caveats = make_run(record).caveats
-    assert [caveat.disqualifying for caveat in caveats if caveat.kind in CPU_KINDS] == [True]
-    assert [(rank.omp_wait_policy, rank.cpu_threads) for rank in record.ranks] == [
-        ("passive", max(1, len(CPUS) // 2))
-    ] * 2
+    assert [disqualifying for disqualifying, _ in cpu_caveats(record)] == [True]
+    threads = max(1, len(CPUS) // 2)
+    assert [(rank.omp_wait_policy, rank.cpu_threads) for rank in record.ranks] == [("passive", threads)] * 2
