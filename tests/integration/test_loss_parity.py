@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ds_bench.analysis.loss_parity import compare_losses, with_loss_caveats
 from ds_bench.analysis.row import Run, make_run
@@ -19,7 +17,6 @@ from ds_bench.config.spec import Configuration, Trial
 from ds_bench.launch import Limits
 from ds_bench.launch.warm import WarmLauncher
 from ds_bench.records.schema import EarlyWindow, TrialRecord
-from ds_bench.worker import weight_change
 from tests.support import fakes
 from tests.support.real_trials import SHORT, Launch, make_trial
 
@@ -32,7 +29,6 @@ HONEST = {
 MISTAKES: Mapping[str, dict[str, Any]] = {
     "learning rate 0": {"params": {"lr": 0.0}},
     "learning rate doubled": {"params": {"lr": 2e-4}},
-    "another weight decay": {"params": {"weight_decay": 0.1}},
     "SGD for AdamW": {"type": "SGD", "params": {"lr": 1e-4, "weight_decay": 0.01}},
     "no clipping": {"params": {}},
 }
@@ -119,7 +115,7 @@ def without_settings(record: TrialRecord) -> TrialRecord:
 
 @pytest.mark.slow
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("mistake", sorted(set(MISTAKES) - {"another weight decay", "no clipping"}))
+@pytest.mark.parametrize("mistake", sorted(set(MISTAKES) - {"no clipping"}))
 def test_the_weights_alone_show_it_whatever_the_optimizer_says_of_itself(trained: Trained, mistake: str) -> None:
     wrong = without_settings(trained[mistake])
     wrong = replace(wrong, ranks=tuple(replace(rank, optimizer_class="AdamW") for rank in wrong.ranks))
@@ -196,23 +192,6 @@ def test_what_lies_on_nvme_trains_exactly_like_what_is_offloaded_to_memory(
             assert rank.grad_norms == pytest.approx(other.grad_norms, rel=1e-6)
 
 
-def test_a_sketch_is_of_the_tensors_and_not_of_how_ranks_hold_them() -> None:
-    values = torch.randn(700_000, generator=torch.Generator().manual_seed(1))
-    whole = weight_change.sketch(iter([("a", 0, values), ("b", 0, values[:5])]))
-    parts = [
-        ("a", 0, values[:13]),
-        ("a", 13, values[13:300_001]),
-        ("a", 300_001, values[300_001:]),
-        ("b", 0, values[:5]),
-    ]
-    split = sum(weight_change.sketch(iter([part])) for part in reversed(parts))
-    assert torch.allclose(whole, split, rtol=0, atol=1e-9)  # type: ignore[arg-type]
-    norm = float(torch.cat([values, values[:5]]).norm())
-    assert float(whole.norm()) == pytest.approx(norm, rel=0.3)
-    other = weight_change.sketch(iter([("c", 0, values), ("b", 0, values[:5])]))
-    assert abs(float(whole @ other)) < 0.3 * norm**2
-
-
 def row(
     stage: int,
     change: tuple[float, ...] | None,
@@ -272,18 +251,3 @@ def test_a_first_loss_far_above_that_of_a_model_that_knows_nothing_is_named(firs
     assert [each.disqualifying for each in caveats] == ([] if said is None else [said])
     unknown = fakes.success(fakes.trial(of=WORKLOAD), losses=(first, first))
     assert not any(each.kind in FIRST_LOSS for each in make_run(unknown).caveats)
-
-
-def test_a_change_too_slow_to_read_is_given_up_with_a_note(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from ds_bench.records.rank_files import HeartbeatWriter
-
-    weights = torch.zeros(10)
-    monkeypatch.setattr(weight_change, "read_fragments", lambda _engine: iter([("a", 0, weights)]))
-    change = weight_change.WeightChange(None, HeartbeatWriter(tmp_path, 0))
-    weights += 3.0
-    found = change.since_start()
-    assert found is not None
-    assert math.hypot(*found) > 0
-    monkeypatch.setattr(weight_change, "MAX_SECONDS", -1.0)
-    assert change.since_start() is None
-    assert "took longer" in (change.note or "")

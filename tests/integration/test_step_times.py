@@ -59,14 +59,6 @@ def test_cpu_adam_moves_28_bytes_for_each_parameter_in_fp32(launch: Launch) -> N
     assert 1e8 < speed < 1e12
 
 
-def test_without_offloading_nothing_of_it_is_recorded(launch: Launch) -> None:
-    record = trained(launch(wide_trial(fakes.zero(1))))
-    for rank in record.ranks:
-        assert rank.offload is None
-        assert rank.step_parts.keys() == {*rank.phase_seconds, "communication"}
-    assert step_costs(record).disk_bound is None
-
-
 @pytest.mark.nvme
 def test_swapped_bytes_and_the_time_that_training_waits_for_them(launch: Launch, tmp_path: Path) -> None:
     """The bytes asked for are those that the kernel counted in the measured steps."""
@@ -117,8 +109,11 @@ def test_communication_has_the_volume_of_the_stages_formula(launch: Launch) -> N
         volume = of_all * wide().parameters + of_embedding * shared
         for rank in record.ranks:
             assert rank.communication
+            assert rank.offload is None
+            assert rank.step_parts.keys() == {*rank.phase_seconds, "communication"}
             assert rank.step_parts["communication"] == pytest.approx(sum(each.seconds for each in rank.communication))
             for each in rank.communication:
                 assert each.wait_seconds is not None
                 assert 0 <= each.wait_seconds < each.seconds
+        assert costs.disk_bound is None
         assert costs.communication_bytes == pytest.approx(2 * volume, rel=0.02), stage

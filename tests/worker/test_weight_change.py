@@ -49,6 +49,31 @@ def test_only_what_changes_within_the_window_is_in_its_sketch(monkeypatch: pytes
         assert change.since_start() != change.early_window["weight_change"]
 
 
+def test_a_sketch_is_of_the_tensors_and_not_of_how_ranks_hold_them() -> None:
+    from ds_bench.worker.weight_change import sketch
+
+    values = torch.randn(700_000, generator=torch.Generator().manual_seed(1))
+    whole = sketch(iter([("a", 0, values), ("b", 0, values[:5])]))
+    parts = [("a", 0, values[:13]), ("a", 13, values[13:300_001]), ("a", 300_001, values[300_001:])]
+    split = sum(sketch(iter([part])) for part in reversed([*parts, ("b", 0, values[:5])]))
+    assert torch.allclose(whole, split, rtol=0, atol=1e-9)
+    norm = float(torch.cat([values, values[:5]]).norm())
+    assert float(whole.norm()) == pytest.approx(norm, rel=0.3)
+    other = sketch(iter([("c", 0, values), ("b", 0, values[:5])]))
+    assert abs(float(whole @ other)) < 0.3 * norm**2
+
+
+def test_a_change_too_slow_to_read_is_given_up_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ds_bench.worker import weight_change
+
+    monkeypatch.setattr(weight_change, "read_fragments", lambda _engine: iter([("a", 0, torch.ones(10))]))
+    change = weight_change.WeightChange(None, _Heartbeat())  # type: ignore[arg-type]
+    assert change.since_start() == [0.0] * weight_change.DIMENSIONS
+    monkeypatch.setattr(weight_change, "MAX_SECONDS", -1.0)
+    assert change.since_start() is None
+    assert "took longer" in (change.note or "")
+
+
 def test_one_changed_value_of_a_frozen_weight_is_seen_and_none_of_a_trained_one(subtests: pytest.Subtests) -> None:
     pytest.importorskip("deepspeed")
     from ds_bench.worker.weight_change import FrozenWeights
