@@ -11,12 +11,8 @@ from ds_bench.worker import memory
 def test_gpu_fields_come_from_the_allocator_and_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30, 100))
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_alloc_retries": 5})
-    for name, value in {
-        "max_memory_allocated": 40,
-        "max_memory_reserved": 50,
-        "memory_allocated": 20,
-        "memory_reserved": 45,
-    }.items():
+    sizes = {"max_memory_allocated": 40, "max_memory_reserved": 50, "memory_allocated": 20, "memory_reserved": 45}
+    for name, value in sizes.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     facts = memory.device_facts("cuda", retries_before=3, limit_bytes=60)
     assert facts == {
