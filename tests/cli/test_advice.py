@@ -29,3 +29,13 @@ def test_a_model_in_a_folder_is_counted_where_its_architecture_is_known(
     assert f"{(3 * (12 * 512**2 + 13 * 512) + 4064 * 512 + 1024) / 1e6:.1f}" in capsys.readouterr().out
     assert commands.main(["advice", "--model", folder_of(tmp_path / "other", "gpt_neox", FAMILIES["gpt_neox"])]) == 2
     assert "its parameters cannot be counted without building it" in capsys.readouterr().err
+
+
+def test_files_are_explained_in_place_of_strategies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}}
+    (tmp_path / "mine.json").write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": True}}))
+    assert commands.main(["advice", "--model", "gpt2", "--num-gpus", "4", "--configs", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert "mine (stage 3)\n  use when: the partitioned parameters" in captured.out
+    assert "ZeRO-1" not in captured.out
+    assert "note: mine: its file has no optimizer" in captured.err

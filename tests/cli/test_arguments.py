@@ -18,12 +18,6 @@ from ds_bench.errors import UsageError
 from ds_bench.planner import with_row_names
 
 
-def test_each_script_has_its_own_rows_where_no_flag_names_one() -> None:
-    assert (zero("").stages, zero("").strategies) == ((0, 1, 2, 3), ())
-    assert (offload("").stages, offload("").strategies) == ((), ("none", "cpu_optimizer", "cpu_full"))
-    assert (zero("--strategies zero3_offload").stages, zero("--stages 2").strategies) == ((), ())
-
-
 def zero(line: str) -> Options:
     return parse("zero", "zero_stage_comparison.py", shlex.split(line))
 
@@ -32,105 +26,67 @@ def offload(line: str) -> Options:
     return parse("offload", "offload_comparison.py", shlex.split(line))
 
 
-# ------------------------------------------------------------------ flags by meaning
+MODEL = "meta-llama/Llama-2-7b-hf"
+MEANINGS: list[tuple[Options, dict[str, object]]] = [
+    (zero(""), {"stages": (0, 1, 2, 3), "strategies": (), "cpu_memory_limit_bytes": None}),
+    (offload(""), {"stages": (), "strategies": ("none", "cpu_optimizer", "cpu_full"), "stage": 3}),
+    (zero("--strategies zero3_offload"), {"stages": (), "strategies": ("zero3_offload",)}),
+    (zero("--stages 2 0 2 0 1"), {"stages": (2, 0, 1), "strategies": ()}),  # each once
+    (zero("--stages 1,2 3"), {"stages": (1, 2, 3)}),
+    (zero(f"--model {MODEL} --batch-size 8 --seq-length 512 --num-steps 50 --warmup-steps 10 --stages 0 3"),
+     {"model": MODEL, "batch_size": 8, "seq_length": 512, "num_steps": 50, "warmup_steps": 10, "stages": (0, 3)}),
+    (offload("--batch-size 2 --nvme-path DIR --strategies none,cpu_full nvme cpu_full"),
+     {"batch_size": 2, "nvme_path": Path("DIR"), "strategies": ("none", "cpu_full", "nvme")}),
+    (zero("--set a=1 --set a=2 --set a=1"), {"set": ({"a": 1}, {"a": 2}, {"a": 1})}),  # the last one decides
+    (zero("--resume r --retry 'Timeout, OOM (host),,'"), {"retry": ("Timeout", "OOM (host)")}),
+    (zero("--cpu-memory-limit 1.5 --gpu-memory-limit 40"),
+     {"cpu_memory_limit_bytes": 1.5 * 2**30, "gpu_memory_limit_bytes": 40 * 2**30}),
+    (zero("--model-factory my.models:build"), {"model": "my.models:build", "model_factory": "my.models:build"}),
+    (zero("--local_rank=3"), {"num_gpus": None}),  # which launchers add
+    (zero("--local-rank 3"), {"num_gpus": None}),
+]  # fmt: skip
 
 
-def test_lines_that_people_type_mean_what_they_say() -> None:
-    model = "meta-llama/Llama-2-7b-hf"
-    for options, facts in (
-        (zero("--model gpt2 --batch-size 4"), {"model": "gpt2", "batch_size": 4, "stages": (0, 1, 2, 3)}),
-        (zero(f"--model {model} --batch-size 8 --seq-length 512 --num-steps 50 --warmup-steps 10 --stages 0 3"),
-         {"model": model, "batch_size": 8, "seq_length": 512, "num_steps": 50, "warmup_steps": 10, "stages": (0, 3)}),
-        (offload("--batch-size 2 --nvme-path DIR --strategies none cpu_full nvme"),
-         {"batch_size": 2, "nvme_path": Path("DIR"), "strategies": ("none", "cpu_full", "nvme"), "stage": 3}),
-    ):  # fmt: skip
+def test_flags_become_options() -> None:
+    for options, facts in MEANINGS:
         assert {name: getattr(options, name) for name in facts} == facts
 
 
-def test_help_ends_well_and_shows_defaults_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_exits_0_and_shows_defaults_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         zero("--help")
     text = capsys.readouterr().out
     assert (caught.value.code, "local_rank" in text) == (0, False)
-    assert all(words in text for words in ("default: 20", "130 interrupted", "SECONDS", "process tree"))
+    assert all(words in text for words in ("default: 20", "130 interrupted"))
 
 
-def test_a_strategy_or_stage_named_twice_is_run_once_in_the_order_named() -> None:
-    assert zero("--stages 2 0 2 0 1").stages == (2, 0, 1)
-    assert offload("--strategies cpu_full none cpu_full").strategies == ("cpu_full", "none")
-
-
-def test_settings_keep_their_order_and_repetition_since_the_last_one_decides() -> None:
-    assert zero("--set a=1 --set a=2 --set a=1").set == ({"a": 1}, {"a": 2}, {"a": 1})
-
-
-def test_a_retry_list_is_split_at_commas_and_trimmed() -> None:
-    assert zero("--resume r --retry 'Timeout, OOM (host),,'").retry == ("Timeout", "OOM (host)")
-
-
-def test_limits_in_gb_are_powers_of_two() -> None:
-    options = zero("--cpu-memory-limit 1.5 --gpu-memory-limit 40")
-    assert options.cpu_memory_limit_bytes == 1.5 * 2**30
-    assert options.gpu_memory_limit_bytes == 40 * 2**30
-    assert zero("").cpu_memory_limit_bytes is None
-
-
-def test_a_model_of_ones_own_goes_under_its_own_name() -> None:
-    options = zero("--model-factory my.models:build")
-    assert (options.model, options.model_factory) == ("my.models:build", "my.models:build")
-
-
-@pytest.mark.parametrize("flag", ["--local_rank=3", "--local-rank 3"])
-def test_the_flag_a_launcher_adds_is_accepted_and_means_nothing(flag: str) -> None:
-    assert zero(flag) == zero("")
-
-
-# ------------------------------------------------------------------ what cannot be meant
+# ------------------------------------------------------------------ refused
 
 
 def test_a_bad_value_is_one_line_with_flag_value_and_remedy(subtests: pytest.Subtests) -> None:
     for line, flag, value in (
-        ("--batch-size 0", "--batch-size", "'0'"),
         ("--batch-size -4", "--batch-size", "'-4'"),
         ("--batch-size 2.5", "--batch-size", "'2.5'"),
-        ("--batch-size many", "--batch-size", "'many'"),
         ("--batch-size ''", "--batch-size", "''"),
-        ("--seq-length 0", "--seq-length", "'0'"),
-        ("--num-steps 0", "--num-steps", "'0'"),
         ("--warmup-steps -1", "--warmup-steps", "'-1'"),
-        ("--grad-accum 0", "--grad-accum", "'0'"),
         ("--repeats 0", "--repeats", "'0'"),
-        ("--num-gpus 0", "--num-gpus", "'0'"),
         ("--seed -1", "--seed", "'-1'"),
         ("--dropout 1", "--dropout", "'1'"),
-        ("--stages 4", "--stages", "4"),
-        ("--stages two", "--stages", "two"),
+        ("--stages 1,7", "--stages", "7"),
         ("--stages", "--stages", ""),
-        ("--precision fp8", "--precision", "fp8"),
-        ("--optimizer adamw", "--optimizer", "adamw"),
-        ("--accelerator tpu", "--accelerator", "tpu"),
-        ("--launcher slurm", "--launcher", "slurm"),
+        ("--precision bf61", "--precision", "did you mean bf16?"),
+        ("--optimizer adamw", "--optimizer", "did you mean AdamW?"),
         ("--timeout 0", "--timeout", "'0'"),
         ("--timeout nan", "--timeout", "'nan'"),
         ("--timeout inf", "--timeout", "'inf'"),
-        ("--stall-timeout soon", "--stall-timeout", "'soon'"),
-        ("--cpu-memory-limit -1", "--cpu-memory-limit", "'-1'"),
-        ("--gpu-memory-limit 0", "--gpu-memory-limit", "'0'"),
-        ("--peak-tflops x", "--peak-tflops", "'x'"),
-        ("--profile trace", "--profile", "trace"),
         ("--profile-steps 51", "--profile-steps", "'51'"),
-        ("--profile-ranks -1", "--profile-ranks", "'-1'"),
         ("--model-factory models.build", "--model-factory", "'models.build'"),
         ("--model-factory :build", "--model-factory", "':build'"),
-        ("--format csv", "--format", "csv"),
-        ("--nvme-path ''", "--nvme-path", "an empty text is not a path"),
         ("--output-dir ''", "--output-dir", "an empty text is not a path"),
         ("--configs a.json ''", "--configs", "an empty text is not a path"),
-        ("--checkpoint-path ' '", "--checkpoint-path", "an empty text is not a path"),
         ("--model", "--model", ""),
-        ("--batch_size 4", "--batch_size", "4"),
-        ("--batch 4", "--batch", "4"),
-        ("--strategies cpu", "--strategies", "cpu"),
+        ("--bach-size 2", "--bach-size", "did you mean --batch-size?"),
+        ("--stage 2", "--stage", "did you mean --stages?"),
         ("gpt2", "gpt2", ""),
     ):
         with subtests.test(line):
@@ -166,14 +122,10 @@ def test_two_flags_that_contradict_each_other_are_refused_with_the_way_out(subte
             assert remedy in caught.value.remedy
 
 
-def test_a_row_may_be_named_by_its_strategy_or_its_stage() -> None:
+def test_a_row_is_named_by_its_strategy_or_stage_and_must_be_compared(subtests: pytest.Subtests) -> None:
     for text in ("2", "zero2", "ZeRO-2", "stage 2"):
         options = with_row_names(zero(f"--relative-to '{text}' --export '{text}'"))
         assert (options.relative_to, options.export) == ("zero2", "zero2")
-    assert with_row_names(offload("--relative-to cpu_full")).relative_to == "cpu_full"
-
-
-def test_a_row_that_is_not_compared_is_refused_with_those_that_are(subtests: pytest.Subtests) -> None:
     for options, rows in (
         (zero("--stages 1 2 --relative-to 0"), "one of zero1, zero2"),
         (zero("--export fastest"), "one of zero0, zero1, zero2, zero3"),
@@ -184,31 +136,10 @@ def test_a_row_that_is_not_compared_is_refused_with_those_that_are(subtests: pyt
             with_row_names(options)
 
 
-def test_a_misspelling_is_answered_with_what_was_meant(subtests: pytest.Subtests) -> None:
-    for line, meant in (
-        ("--bach-size 2", "--batch-size"),
-        ("--stage 2", "--stages"),
-        ("--precision bf61", "bf16"),
-        ("--optimizer adamw", "AdamW"),
-        ("--goal balance", "balanced"),
-    ):
-        with subtests.test(line):
-            with pytest.raises(UsageError) as caught:
-                parse("zero", "zero_stage_comparison.py", line.split())
-            assert caught.value.remedy == f"did you mean {meant}? see zero_stage_comparison.py --help"
-
-
 def test_a_window_for_nsys_adds_its_profiler_and_may_be_among_the_steps_after_the_measured_ones() -> None:
     asked = zero("--profile torch,torch --profile-steps 4 --nsys-start 26 --nsys-end 27").inspection
     assert (asked.profiles, list(asked.nsys_window(25))) == (("torch", "nsys"), [26, 27])
     assert list(zero("--profile nsys").inspection.nsys_window(25)) == [25, 26]
-
-
-def test_values_of_a_list_may_be_separated_by_commas() -> None:
-    assert parse("zero", "z", ["--stages", "1,2", "3"]).stages == (1, 2, 3)
-    assert parse("offload", "o", ["--strategies", "none,cpu_full"]).strategies == ("none", "cpu_full")
-    with pytest.raises(UsageError, match="--stages 7 is none of 0, 1, 2, 3"):
-        parse("zero", "z", ["--stages", "1,7"])
 
 
 # ------------------------------------------------------------------ every flag of every parser

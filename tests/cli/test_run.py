@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from ds_bench import runner
+from ds_bench.analysis import load_results
+from ds_bench.baselines.result import baseline_name
 from ds_bench.cli import arguments, commands
 from ds_bench.cli.report import build_reports
 from ds_bench.config import placement, recipe, recipe_file
 from ds_bench.config.identity import work_key
-from ds_bench.config.spec import Strategy, Trial
+from ds_bench.config.spec import Strategy
 from ds_bench.planner import make_run_plan, requested_rows
-from ds_bench.records.schema import TrialRecord
 from ds_bench.system import gpus
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher
@@ -61,14 +64,6 @@ def test_configurations_in_the_recipe_are_rows_or_stand_for_a_strategy(run: Run,
     assert mine.ds_config["zero_optimization"]["reduce_bucket_size"] == 128 * 128  # as the Trainer resolves "auto"
 
 
-def test_axes_of_a_recipe_and_of_flags_make_rows(run: Run, scripted: ScriptedRun) -> None:
-    text = SMALL + "axes: {overlap_comm: [true, false], reduce_bucket_size: 1000000}"
-    assert run(text, "--axis", "overlap_comm=false", "--stages", "2") == 0
-    assert [trial.configuration.name for trial in scripted.launcher.launched] == [
-        "zero2+overlap_comm=false+reduce_bucket_size=1000000"
-    ]
-
-
 def test_points_of_a_sweep_run_round_by_round_in_one_result(
     run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,29 +84,19 @@ def test_points_of_a_sweep_run_round_by_round_in_one_result(
     assert "micro-batch 2 × 32 tokens" in capsys.readouterr().out
 
 
-def test_a_report_keeps_the_goal_and_the_reference_row_of_the_recipe(
-    run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
+def test_axes_of_a_recipe_and_of_flags_make_rows_and_a_report_keeps_goal_and_baseline(
+    run: Run, scripted: ScriptedRun
 ) -> None:
-    assert run(SMALL, "--relative-to", "2", "--goal", "memory") == 0
-    reports = build_reports([scripted.folder])
-    assert reports[0].recommendation.goal == "memory"
-    baseline = reports[0].comparison.baseline
-    assert baseline is not None
-    assert baseline.configuration.name == "zero2"
-    assert reports[0].commands[0].startswith("python -m ds_bench run ")
-
-
-def test_each_point_finds_its_own_largest_micro_batch(run: Run, scripted: ScriptedRun) -> None:
-    def fits(trial: Trial) -> TrialRecord:
-        tokens = trial.workload.batch_size * trial.workload.seq_length
-        return fakes.success(trial) if tokens <= 128 else fakes.failure(trial)
-
-    text = SWEEP.replace("local_batch_size: 2", "local_batch_size: auto")
-    assert run(text, "--stages", "2", script=FakeLauncher(by_strategy={"zero2": fits})) == 0
-    assert [(row["seq_length"], row["batch_size"], row["success"]) for row in scripted.rows()] == [
-        (16, 8, True),
-        (32, 4, True),
-    ]
+    text = SMALL + "axes: {overlap_comm: [true, false], reduce_bucket_size: 1000000}"
+    name = "zero2+overlap_comm=false+reduce_bucket_size=1000000"
+    flags = ("--axis", "overlap_comm=false", "--stages", "1", "2", "--relative-to", name, "--goal", "memory")
+    assert run(text, *flags) == 0
+    assert [trial.configuration.name for trial in scripted.launcher.launched] == [name.replace("2", "1", 1), name]
+    (report,) = build_reports([scripted.folder])
+    assert report.recommendation.goal == "memory"
+    assert report.comparison.baseline is not None
+    assert report.comparison.baseline.configuration.name == name
+    assert report.commands[0].startswith("python -m ds_bench run ")
 
 
 def test_an_interrupted_sweep_goes_on_from_its_folder_alone(
@@ -124,91 +109,6 @@ def test_an_interrupted_sweep_goes_on_from_its_folder_alone(
     assert commands.main(["run", "--resume", str(folder)]) == 0
     assert scripted.trials == [(32, "zero0", 0), (32, "zero2", 0)]
     assert len(scripted.rows()) == 4
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [("model: {name: tiny, trust_remote_code: true}", "asks for --trust-remote-code")],
-)
-def test_a_run_folder_alone_starts_no_code(
-    run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str], text: str, named: str
-) -> None:
-    recipe_text = SMALL.replace("model: {name: tiny}", text)
-    assert run(recipe_text, script=FakeLauncher("Interrupted")) == 130
-    scripted.launcher = FakeLauncher()
-    capsys.readouterr()
-    assert commands.main(["run", "--resume", str(scripted.folder)]) == 2
-    assert named in capsys.readouterr().err
-    assert run(recipe_text, "--resume", str(scripted.folder)) == 0
-    assert len(scripted.launcher.launched) == 2
-
-
-def test_a_value_that_may_be_a_credential_is_not_kept(
-    run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    secret = "hf_" + "Ab1" * 12
-    text = SMALL.replace("{stages: [0, 2]}", f"{{stages: [0], deepspeed: {{wandb: {{project: {secret}}}}}}}")
-    run(text, script=FakeLauncher("Interrupted"))
-    folder = scripted.folder
-    assert secret not in (folder / "run.json").read_text()
-    capsys.readouterr()
-    assert commands.main(["run", "--resume", str(folder)]) == 2
-    assert "not kept" in capsys.readouterr().err
-
-
-REFUSED = {
-    "training: {seq_len: 4096}\nmodel: {name: gpt2}": "training.seq_len 4096 is beyond the 1024 positions",
-    "training: {global_batch_size: 6, local_batch_size: 4}": "give 4 or 8, or another local_batch_size",
-    "configurations: {strategies: nvme}": "configurations.strategies nvme needs a disk (add launch.nvme_path DIR",
-    "configurations: {relative_to: zero9}": "configurations.relative_to zero9: no such row",
-    "configurations: {deepspeed: {zero_optimisation: {}}}": "did you mean zero_optimization",
-    "training: {steps: [1, 2, 3]}\nmodel: {name: no-such-model}": "--model no-such-model is no preset",
-    "axes: {micro_batch: [1, 2]}\ntraining: {local_batch_size: 2}": "axes.micro_batch and training.local_batch_size",
-    "model: {name: tiny}\ndataset: {vocab_size: 2000}": "dataset.vocab_size 2000 is beyond the 1000 ids of tiny",
-    "dataset: {path: none.uint16}": "none.uint16: No such file or directory",
-    "dataset: {dtype: uint16}": "dataset.dtype without dataset.path",
-    "dataloader: {prefetch: 4}": "dataloader.prefetch 4 without worker processes (add dataloader.workers 1 or more)",
-    "profiling: {steps: 4}": "profiling.steps or profiling.ranks without profiling.profiles (add profiling.profiles",
-}
-
-
-@pytest.mark.parametrize("text", REFUSED)
-def test_what_cannot_be_run_is_refused_before_anything_starts(
-    run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str], text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert run(text) == 2
-    error = capsys.readouterr().err
-    assert REFUSED[text] in error
-    assert error.count("\n") == 1
-    assert not scripted.output.exists()
-
-
-def test_a_sweep_of_a_million_trials_asks_first(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    lists = {name: f"{list(range(1, 101))}" for name in ("seq_len", "steps", "grad_accum")}
-    text = "training: {" + ", ".join(f"{name}: {values}" for name, values in lists.items()) + "}"
-    assert run(text) == 2
-    assert "makes 4,000,000 trials" in capsys.readouterr().err
-
-
-def test_accumulation_follows_from_the_global_batch_and_the_ranks(run: Run, scripted: ScriptedRun) -> None:
-    assert run(SMALL.replace("steps: 4", "steps: 4, global_batch_size: 12"), "--num-gpus", "3", "--stages", "0") == 0
-    (trial,) = scripted.launcher.launched
-    assert (trial.workload.grad_accum, trial.ds_config["train_batch_size"]) == (2, 12)
-
-
-def test_rows_whose_axes_change_what_a_rank_computes_keep_the_global_batch(run: Run, scripted: ScriptedRun) -> None:
-    text = SMALL.replace("local_batch_size: 2", "global_batch_size: 16") + "axes: {micro_batch: [1, 4]}"
-    assert run(text, "--num-gpus", "2", "--stages", "2") == 0
-    batches = [
-        (trial.workload.batch_size, trial.workload.grad_accum, trial.ds_config["train_batch_size"])
-        for trial in scripted.launcher.launched
-    ]
-    assert batches == [(1, 8, 16), (4, 2, 16)]
-    launched = len(scripted.launcher.launched)
-    assert run(text.replace("[1, 4]", "[1, 3]"), "--num-gpus", "2", "--stages", "2") == 2
-    assert run(SMALL + "axes: {grad_accum: [1, 2]}", "--set", "training.global_batch_size=8") == 2
-    assert len(scripted.launcher.launched) in (0, launched)
 
 
 def test_rows_whose_own_configuration_shares_data_among_ranks_keep_the_global_batch(
@@ -232,39 +132,109 @@ def test_rows_whose_own_configuration_shares_data_among_ranks_keep_the_global_ba
             assert {trial.ds_config["gradient_accumulation_steps"] for trial in plan.trials} == {*accumulation.values()}
 
 
-def test_a_global_batch_with_files_that_keep_their_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A file that gives no accumulation keeps none: it follows from the global batch, and is checked."""
-    monkeypatch.chdir(tmp_path)
-    Path("mine.json").write_text(json.dumps({"sequence_parallel_size": 2, "zero_optimization": {"stage": 2}}))
-    text = SMALL.replace("{stages: [0, 2]}", "{configs: [mine.json], keep_batch: true}")
-    assert run(text.replace("steps: 4", "steps: 4, global_batch_size: 16"), "--num-gpus", "4") == 0
-    assert {trial.ds_config["train_batch_size"] for trial in scripted.launcher.launched} == {16}
-    assert run(text.replace("steps: 4", "steps: 4, global_batch_size: 10"), "--num-gpus", "4") == 2
-    assert "is not a multiple of 2 sequences × 2 data-parallel ranks in mine" in capsys.readouterr().err
-    # Ranks that a sequence cannot be split among make one row unsupported, and refuse no other.
-    other = SMALL.replace("{stages: [0, 2]}", "{stages: [0], configs: [mine.json]}").replace(
-        "batch_size: 2", "batch_size: 1"
-    )
-    assert run(other.replace("steps: 4", "steps: 4, global_batch_size: 3"), "--num-gpus", "3") == 0
-    assert "does not divide the 3 ranks" in capsys.readouterr().out
-
-
-def test_accumulation_given_beside_a_global_batch_is_refused(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    text = SMALL.replace("steps: 4", "steps: 4, global_batch_size: 16")
-    assert run(text.replace("{stages: [0, 2]}", "{stages: [0], deepspeed: {gradient_accumulation_steps: 7}}")) == 2
-    assert "gradient_accumulation_steps 7 in ZeRO-0" in capsys.readouterr().err
-
-
-def test_a_global_batch_need_be_whole_only_for_the_ranks_that_see_other_data(
+def test_a_run_folder_starts_no_code_and_keeps_no_credential(
     run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = SMALL.replace("steps: 4", "steps: 4, global_batch_size: 2")
-    assert run(text, "--num-gpus", "2") == 2
-    assert "not a multiple of 2 sequences × 2 data-parallel ranks in ZeRO-0" in capsys.readouterr().err
-    assert run(text + "axes: {sequence_parallel: [2]}", "--num-gpus", "2") == 0
-    assert {trial.ds_config["train_batch_size"] for trial in scripted.launcher.launched} == {2}
+    secret = "hf_" + "Ab1" * 12
+    own_code = SMALL.replace("{name: tiny}", "{name: tiny, trust_remote_code: true}")
+    with_secret = SMALL.replace("{stages: [0, 2]}", f"{{stages: [0, 2], deepspeed: {{wandb: {{project: {secret}}}}}}}")
+    for text, problem in ((own_code, "asks for --trust-remote-code"), (with_secret, "not kept")):
+        assert run(text, script=FakeLauncher("Interrupted")) == 130
+        folder = scripted.folder
+        assert secret not in (folder / "run.json").read_text()
+        capsys.readouterr()
+        assert commands.main(["run", "--resume", str(folder)]) == 2
+        assert problem in capsys.readouterr().err
+        assert run(text, "--resume", str(folder)) == 0
+        assert len(scripted.launcher.launched) == 2
+        shutil.rmtree(scripted.output)
+
+
+HUNDRED = list(range(1, 101))
+REFUSED = {
+    "training: {seq_len: 4096}\nmodel: {name: gpt2}": "training.seq_len 4096 is beyond the 1024 positions",
+    "configurations: {strategies: nvme}": "configurations.strategies nvme needs a disk (add launch.nvme_path DIR",
+    "configurations: {relative_to: zero9}": "configurations.relative_to zero9: no such row",
+    "training: {steps: [1, 2, 3]}\nmodel: {name: no-such-model}": "--model no-such-model is no preset",
+    "axes: {micro_batch: [1, 2]}\ntraining: {local_batch_size: 2}": "axes.micro_batch and training.local_batch_size",
+    "model: {name: tiny}\ndataset: {vocab_size: 2000}": "dataset.vocab_size 2000 is beyond the 1000 ids of tiny",
+    "dataset: {dtype: uint16}": "dataset.dtype without dataset.path",
+    "dataloader: {prefetch: 4}": "dataloader.prefetch 4 without worker processes (add dataloader.workers 1 or more)",
+    "dataset: {path: none.uint16}": "none.uint16: No such file or directory",
+    "dataset: {path: ids.uint16}\nmodel: {name: tiny}": "holds the id 2000",
+    "dataset: {path: ids.uint16, vocab_size: 100}": "the id 2000 (token 2,048), beyond the 100 ids of dataset.voc",
+    "dataset: {path: short.uint16}\nmodel: {name: tiny}": "8 tokens, fewer than one sequence of 256 (give a longer",
+    "dataset: {path: ids.bin}": "its name does not say how long its ids are",
+    f"training: {{seq_len: {HUNDRED}, steps: {HUNDRED}, grad_accum: {HUNDRED}}}": "makes 4,000,000 trials",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED, ids=lambda text: text[:40])
+def test_a_recipe_that_cannot_run_is_refused_before_anything_starts(
+    text: str,
+    run: Run,
+    scripted: ScriptedRun,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("ids.uint16", "ids.bin"):
+        write_ids(tmp_path / name, largest=2000)
+    write_ids(tmp_path / "short.uint16", 8, 9)
+    assert run(text) == 2
+    error = capsys.readouterr().err
+    assert REFUSED[text] in error
+    assert error.count("\n") == 1
+    assert not scripted.output.exists()
+
+
+GLOBAL_BATCHES: list[tuple[str, int, int, list[tuple[int, int, int]] | str]] = [
+    # rows, ranks, global batch, and micro-batch, accumulation and train_batch_size of each row, or the error
+    ("{stages: [0]}", 3, 12, [(2, 2, 12)]),
+    ("{stages: [0]}", 2, 6, "give 4 or 8, or another local_batch_size"),
+    ("{stages: [2]}\naxes: {sequence_parallel: [2]}", 2, 2, [(2, 1, 2)]),  # whole for the ranks with other data
+    ("{stages: [2]}", 2, 2, "not a multiple of 2 sequences × 2 data-parallel ranks in ZeRO-2"),
+    ("{stages: [2]}\naxes: {micro_batch: [1, 4]}", 2, 16, [(1, 8, 16), (4, 2, 16)]),
+    ("{stages: [2]}\naxes: {micro_batch: [1, 3]}", 2, 16, "is not a multiple of 3 sequences"),
+    ("{stages: [2]}\naxes: {grad_accum: [1, 2]}", 2, 16, "accumulation follows from the global batch"),
+    ("{stages: [0], deepspeed: {gradient_accumulation_steps: 7}}", 2, 16, "gradient_accumulation_steps 7 in ZeRO-0"),
+    # A file that gives no accumulation keeps none: it follows from the global batch, and is checked.
+    ("{configs: [mine.json], keep_batch: true}", 4, 16, [(2, 4, 16)]),
+    (
+        "{configs: [mine.json], keep_batch: true}",
+        4,
+        10,
+        "is not a multiple of 2 sequences × 2 data-parallel ranks in mi",
+    ),
+    # Ranks that a sequence cannot be split among make one row unsupported, and refuse no other.
+    ("{stages: [0], configs: [mine.json]}", 3, 6, [(2, 1, 6)]),
+]
+
+
+@pytest.mark.parametrize(("rows", "ranks", "total", "expected"), GLOBAL_BATCHES)
+def test_accumulation_follows_from_the_global_batch(
+    rows: str,
+    ranks: int,
+    total: int,
+    expected: list[tuple[int, int, int]] | str,
+    run: Run,
+    scripted: ScriptedRun,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "mine.json").write_text(json.dumps({"sequence_parallel_size": 2, "zero_optimization": {"stage": 2}}))
+    text = SMALL.replace("{stages: [0, 2]}", rows).replace("steps: 4", f"steps: 4, global_batch_size: {total}")
+    if "micro_batch" in rows:
+        text = text.replace("local_batch_size: 2, ", "")
+    assert run(text, "--num-gpus", str(ranks)) == (2 if isinstance(expected, str) else 0)
+    if isinstance(expected, str):
+        assert expected in capsys.readouterr().err
+    else:
+        assert expected == [
+            (trial.workload.batch_size, trial.workload.grad_accum, trial.ds_config["train_batch_size"])
+            for trial in scripted.launcher.launched
+        ]
 
 
 # ------------------------------------------------------------------ scripts as recipes
@@ -294,11 +264,11 @@ FLAGS = [
 ]
 
 
-@pytest.mark.parametrize("make", [fakes.make_config, edited])
 @pytest.mark.parametrize(("family", "flags"), FLAGS)
 def test_the_recipe_of_a_script_makes_the_same_trials(
-    family: Any, flags: str, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: Any, flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    make = edited
     monkeypatch.chdir(tmp_path)
     Path("changes.json").write_text('{"zero_optimization": {"reduce_bucket_size": 1000}, "gradient_clipping": 1.5}')
     Path("ids.bin").write_bytes(b"\x07\0" * 512)
@@ -383,3 +353,129 @@ def test_a_plan_says_of_no_row_that_it_fits_whose_memory_is_not_known(
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("ZeRO-2")]
     assert ["?" in row for row in rows] == [False, True]
     assert "≥" in rows[1]
+
+
+# ------------------------------------------------------------------ points of other kinds
+
+
+RANKS_AND_RATES = SMALL.replace("accelerator: cpu", "accelerator: cpu, num_gpus: [1, 2]") + (
+    "optimizer: {params: {lr: [1e-4, 1e-3], betas: [0.9, 0.95]}}\n"
+)
+
+
+def test_points_may_differ_in_ranks_and_in_the_optimizer_and_are_reported_apart(
+    run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(RANKS_AND_RATES) == 0
+    launched = scripted.launcher.launched
+    made = [
+        (trial.placement.num_gpus, trial.ds_config["optimizer"]["params"]["lr"], trial.configuration.name)
+        for trial in launched
+    ]
+    assert made == [(n, lr, name) for n in (1, 2) for lr in (1e-4, 1e-3) for name in ("zero0", "zero2")]
+    assert {trial.ds_config["train_batch_size"] for trial in launched} == {2, 4}
+    assert {tuple(trial.ds_config["optimizer"]["params"]["betas"]) for trial in launched} == {(0.9, 0.95)}
+    assert len({work_key(trial) for trial in launched}) == 8
+    shown = capsys.readouterr().out
+    assert "4 points · tiny" in shown
+    assert "1 CPU rank · lr 0.0001: " in shown
+    flat = scripted.output / f"{scripted.folder.name}.json"
+    for source in (scripted.folder, flat):
+        reports = build_reports([source])
+        assert [len(report.comparison.rows) for report in reports] == [2] * 4
+        assert len({report.title for report in reports}) == 4
+        assert all(row.label in ("ZeRO-0", "ZeRO-2") for report in reports for row in report.comparison.rows)
+    names = {baseline_name(summary) for summary in load_results.load(flat).runs}
+    assert "tiny/zero2/batch2-seq16-2ranks-lr_0.001" in names
+    assert len(names) == 8
+    (scripted.folder / "run.json").unlink()
+    (scripted.folder / "records.jsonl").unlink()
+    assert len(build_reports([flat])) == 4  # from the columns alone
+
+
+def test_a_sweep_of_ranks_is_resumed_and_planned_with_the_memory_of_each_point(
+    run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(RANKS_AND_RATES, "--dry-run") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("4 points × 2 rows = 8 trials")
+    assert lines[3].startswith("num_gpus 1, lr 0.0001")
+    assert run(RANKS_AND_RATES, script=FakeLauncher(*["Success"] * 5, "Interrupted")) == 130
+    scripted.launcher = FakeLauncher()
+    assert commands.main(["run", "--resume", str(scripted.folder)]) == 0
+    assert len(scripted.launcher.launched) == 3
+    assert len(scripted.rows()) == 8
+
+
+def test_any_value_of_every_deepspeed_configuration_may_be_swept_in_the_matrix(run: Run, scripted: ScriptedRun) -> None:
+    matrix = (
+        "optimizer.params.betas: [[0.9, 0.95], [0.9, 0.99]], configurations.deepspeed.gradient_clipping: [0.5, 1.0]"
+    )
+    included = "{optimizer.type: Adagrad, launch.num_gpus: 2, configurations.deepspeed.gradient_clipping: 2.0}"
+    assert run(SMALL + f"sweep: {{matrix: {{{matrix}}}, include: [{included}]}}", "--stages", "0") == 0
+    made = [(t.ds_config["optimizer"], t.ds_config["gradient_clipping"]) for t in scripted.launcher.launched]
+    assert [(o["params"].get("betas"), clip) for o, clip in made[:4]] == [
+        ([0.9, second], clip) for second in (0.95, 0.99) for clip in (0.5, 1.0)
+    ]
+    assert (made[4][0]["type"], made[4][1]) == ("Adagrad", 2.0)
+
+
+# ------------------------------------------------------------------ files of token ids
+
+
+def write_ids(path: Path, count: int = 4096, largest: int = 999) -> Path:
+    ids = numpy.arange(count, dtype="<u2") % largest
+    ids[count // 2] = largest
+    ids.tofile(path)
+    return path
+
+
+WITH_FILE = SMALL + "dataset: {path: my ids.uint16, seq_len: 16}\ndataloader: {workers: [0, 2]}\n"
+
+
+def test_a_recipe_names_a_file_beside_it_and_its_loader(
+    run: Run, scripted: ScriptedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_ids(tmp_path / "my ids.uint16")
+    assert run(WITH_FILE.replace("seq_len: 16, local", "local")) == 0
+    works = [trial.workload for trial in scripted.launcher.launched]
+    assert [work.data_workers for work in works] == [0, 0, 2, 2]
+    assert {(work.data_path, work.data_dtype, work.data_tokens, work.seq_length) for work in works} == {
+        (str(path), "uint16", 4096, 16)
+    }
+    assert "data my ids.uint16" in capsys.readouterr().out
+    assert {row["data_file"] for row in scripted.rows()} == {str(path)}
+
+
+def test_a_changed_file_is_another_trial_and_is_not_resumed(
+    run: Run, scripted: ScriptedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_ids(tmp_path / "my ids.uint16")
+    assert run(WITH_FILE, script=FakeLauncher("Interrupted")) == 130
+    write_ids(path, largest=998)
+    capsys.readouterr()
+    scripted.launcher = FakeLauncher()
+    for dry in ([], ["--dry-run"]):
+        assert commands.main(["run", "--resume", str(scripted.folder), *dry]) == 2
+        assert f"the file {path} has changed since the run began (put it back as it was" in capsys.readouterr().err
+    write_ids(path)
+    assert commands.main(["run", "--resume", str(scripted.folder)]) == 0
+    assert len(scripted.launcher.launched) == 4
+
+
+def test_a_script_takes_a_file_and_goes_on_from_another_folder(
+    scripted: ScriptedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_ids(tmp_path / "ids.bin")
+    Path("mine.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    flags = ["--data", "ids.bin", "--data-dtype", "uint16", "--configs", "mine.json", "--relative-to", "mine"]
+    assert scripted.run(*flags, script=FakeLauncher("Interrupted")) == 130
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert scripted.resume("--dry-run") == 0
+    assert scripted.resume() == 0
+    (trial,) = scripted.launcher.launched
+    assert (trial.workload.data_path, trial.configuration.name) == (str(tmp_path / "ids.bin"), "mine")
+    assert trial.workload.data_workers == 0
