@@ -96,26 +96,23 @@ def test_times_without_synchronisation_are_labelled_wherever_they_are_shown(
     assert "NOT SYNCHRONISED (wrong on purpose)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("flags", "problem"),
-    [
-        (["--model-size", "tiny"], "--model-size tiny is none of small, medium, large, xl, 2.7B"),
-        (["--model-sizes", "small", "2.7b"], "did you mean 2.7B?"),
-        (["--model-size", "small", "--model-sizes", "xl"], "not allowed with argument"),
-        (["--pass-type", "backward"], "--pass-type backward is none of forward, forward_backward, train"),
-        (["--context-length", "4096"], "beyond the 2048 positions of size-small"),
-        (["--warmup-steps", "-1"], "not a whole number of 0 or more"),
-        (["--output", "no/such/folder/o.csv"], "the rows cannot be written to no/such/folder/o.csv"),
-        (["--output", "."], "Is a directory"),
-    ],
-)
 def test_a_mistake_is_one_line_and_starts_nothing(
-    flags: list[str], problem: str, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
+    scripted: ScriptedRun, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
-    assert run(scripted, *flags) == 2
-    shown = capsys.readouterr()
-    assert problem in shown.err
-    assert len(shown.err.strip().splitlines()) == 1
+    for line, problem in (
+        ("--model-size tiny", "--model-size tiny is none of small, medium, large, xl, 2.7B"),
+        ("--model-sizes small 2.7b", "did you mean 2.7B?"),
+        ("--model-size small --model-sizes xl", "not allowed with argument"),
+        ("--pass-type backward", "--pass-type backward is none of forward, forward_backward, train"),
+        ("--context-length 4096", "beyond the 2048 positions of size-small"),
+        ("--output no/such/folder/o.csv", "the rows cannot be written to no/such/folder/o.csv"),
+        ("--output .", "Is a directory"),
+    ):
+        with subtests.test(line):
+            assert run(scripted, *line.split()) == 2
+            error = capsys.readouterr().err
+            assert problem in error
+            assert error.count("\n") == 1
     assert not scripted.launcher.launched
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,8 +22,6 @@ from tests.support import fakes
 from tests.support.fakes import FakeLauncher
 from tests.support.real_trials import ROOT
 from tests.support.scripted_run import Run, ScriptedRun
-
-"""Module, function of ``invocation`` and command → the test that runs what it prints."""
 
 
 def run_line(line: str, *more: str, codes: tuple[int, ...] = (0,), variables: Mapping[str, str] | None = None) -> str:
@@ -127,45 +126,40 @@ def test_flags_to_try_are_taken_by_the_command_that_printed_them(
 
 
 @pytest.mark.parametrize("family", ["zero", "offload", "recipe"])
-def test_commands_after_a_run(
-    family: str,
+def test_commands_at_the_end_of_a_run(
+    family: Any,
     scripted: ScriptedRun,
     run: Run,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """The report, the resumption, and the command that decides a provisional answer, which a later report has too."""
     monkeypatch.chdir(tmp_path)
-    launcher = FakeLauncher("Success", "Interrupted")
+    scripted.launcher = FakeLauncher("Success", "Interrupted")
     if family == "recipe":
-        assert run("model: {name: tiny}\ntraining: {seq_len: 16}", script=launcher) == 130
+        text = "model: {name: tiny}\ntraining: {seq_len: 16}\nconfigurations: {strategies: [zero1, zero3]}"
+        assert run(text, script=scripted.launcher) == 130
     else:
-        scripted.launcher = launcher
-        words = ["--model", "tiny", "--seq-length", "16", "--output-dir", "out"]
-        assert script.main(family, fakes.make_config, words) == 130  # type: ignore[arg-type]
+        words = ["--model", "tiny", "--seq-length", "16", "--strategies", "zero1", "zero3"]
+        assert script.main(family, fakes.make_config, [*words, "--output-dir", str(scripted.output)]) == 130
     shown = capsys.readouterr().err
     (report,) = re.findall(r"^  Report: (.*)$", shown, re.MULTILINE)
     (resume,) = re.findall(r"go on with: (.*)$", shown, re.MULTILINE)
     run_line(report)
     assert (tmp_path / "r.html").is_file()
     run_line(resume, "--dry-run")
-
-
-@pytest.mark.parametrize("family", ["zero", "offload", "recipe"])
-def test_command_that_decides_a_provisional_answer(
-    family: str, scripted: ScriptedRun, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At the end of the run and of a later report."""
-    monkeypatch.chdir(tmp_path)
+    scripted.launcher = FakeLauncher()
+    _, *resumed = shlex.split(resume)
     if family == "recipe":
-        assert run("model: {name: tiny}\ntraining: {seq_len: 16}") == 0
+        assert commands.main(resumed[2:]) == 0
     else:
-        scripted.run("--strategies", "zero1", "zero3", family=family)
+        assert script.main(family, fakes.make_config, resumed[1:]) == 0
     ended = json.loads((scripted.folder / "recommendation.json").read_text(encoding="utf-8"))
-    (report,) = build_reports([scripted.folder])
-    for command in {ended["try_next"], report.recommendation.try_next or ""}:
-        assert command.endswith(" --repeats 3")
-        run_line(command, "--dry-run")
+    (again,) = build_reports([scripted.folder])
+    assert ended["try_next"] == again.recommendation.try_next
+    assert ended["try_next"].endswith(" --repeats 3")
+    run_line(ended["try_next"], "--dry-run")
 
 
 # ------------------------------------------------------------------ folders and ways to start

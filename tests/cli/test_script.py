@@ -130,3 +130,18 @@ def test_read_only_shared_memory_is_reported_before_any_work(tmp_path: Path) -> 
     assert "/dev/shm is not writable" in finding
     assert "--tmpfs /dev/shm" in finding
     assert "not ready: 1 problem" in end
+
+
+def test_variables_of_env_hold_for_the_ranks_and_are_given_again_on_resume(
+    scripted: ScriptedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MINE", "old")
+    given = ("--env", "MINE=a=b", "--env", "ONLY_NAMED")
+    assert scripted.run("--stages", "0", *given) == 0
+    assert os.environ["MINE"] == "a=b"
+    assert "ONLY_NAMED" not in os.environ
+    (trial,) = scripted.launcher.launched
+    assert trial.placement.forwarded_variables == ("MINE", "ONLY_NAMED")
+    assert scripted.resume() == 2
+    assert "say again: --env MINE=a=b --env ONLY_NAMED" in capsys.readouterr().err
+    assert scripted.resume(*given) == 0

@@ -86,7 +86,13 @@ def test_an_interrupted_shard_is_resumed_alone(
     assert "is shard 3/3, not shard 2/3 (leave --shard out)" in capsys.readouterr().err
 
 
-def test_a_shard_that_died_before_its_first_trial_does_not_keep_the_others_from_being_read(
+def test_a_script_runs_a_shard_of_its_rows(scripted: ScriptedRun) -> None:
+    assert scripted.run("--stages", "0", "1", "2", "--shard", "1/2", script=FakeLauncher("Interrupted")) == 130
+    assert scripted.resume() == 0
+    assert [t.configuration.name for t in scripted.launcher.launched] == ["zero0"]
+
+
+def test_a_shard_that_died_before_its_first_trial_is_left_out(
     run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for shard in ("1/2", "2/2"):
@@ -99,32 +105,17 @@ def test_a_shard_that_died_before_its_first_trial_does_not_keep_the_others_from_
     assert commands.main(["report", str(first)]) == 2
 
 
-def test_a_script_runs_a_shard_of_its_rows(scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]) -> None:
-    assert scripted.run("--stages", "0", "1", "2", "--shard", "1/2", script=FakeLauncher("Interrupted")) == 130
-    assert scripted.resume() == 0
-    assert [t.configuration.name for t in scripted.launcher.launched] == ["zero0"]
-    assert scripted.run("--shard", "1/9") == 2
-    assert "9 shards of a plan with 4 rows in all (give 4 or fewer)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "flags", "message"),
-    [
-        (RECIPE, ("--shard", "4/3"), "4/3: I must be from 1 to N"),
-        (RECIPE, ("--shard", "1/10"), "10 shards of a plan with 9 rows in all (give 9 or fewer)"),
-        (RECIPE + "output: {csv: all.csv}", ("--shard", "1/3"), "output.csv with --shard: each shard would replace"),
-        (
-            ONE_POINT,
-            ("--shard", "1/2", "--batch-size", "auto", "--common-batch"),
-            "more shards than points (2 of 1) (leave --shard out",
-        ),
-    ],
-)
-def test_a_shard_that_cannot_be_is_refused(
-    text: str, flags: tuple[str, ...], message: str, run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
+def test_a_shard_that_the_plan_does_not_have_is_refused(
+    run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(text, *flags) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    for text, flags, message in (
+        (RECIPE, ["--shard", "4/3"], "4/3: I must be from 1 to N"),
+        (RECIPE, ["--shard", "1/10"], "10 shards of a plan with 9 rows in all (give 9 or fewer)"),
+        (RECIPE + "output: {csv: all.csv}", ["--shard", "1/3"], "output.csv with --shard: each shard would replace"),
+        (ONE_POINT, ["--shard", "1/2", "--batch-size", "auto", "--common-batch"], "more shards than points (2 of 1)"),
+    ):
+        assert run(text, *flags) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
     assert not scripted.launcher.launched
