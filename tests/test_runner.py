@@ -36,14 +36,6 @@ from tests.support.fakes import FakeLauncher
 from tests.support.scripted_run import ScriptedRun
 
 
-def trials(*stages: int, repeats: int = 1) -> list[Trial]:
-    return [
-        fakes.trial(fakes.zero(stage), repeat=repeat, trial_id=f"{repeat}_{stage}")
-        for repeat in range(repeats)
-        for stage in stages
-    ]
-
-
 def statuses(records: list[TrialRecord]) -> list[str]:
     return [each.outcome.status for each in records]
 
@@ -91,104 +83,122 @@ def test_every_attempt_at_a_trial_gets_a_fresh_folder(scripted: ScriptedRun) -> 
 # ------------------------------------------------------------------ resuming
 
 
-def test_only_trials_without_a_record_are_missing() -> None:
-    plan = trials(0, 1, 2)
-    assert remaining_trials(plan, [fakes.success(plan[1])], ()) == [plan[0], plan[2]]
-    assert remaining_trials(plan, [], ()) == plan
-
-
-def test_a_failure_counts_as_done_unless_its_class_is_retried() -> None:
-    plan = trials(0, 1, 2)
+def test_a_trial_is_left_without_a_record_that_counts() -> None:
+    plan = [fakes.trial(fakes.zero(stage), trial_id=f"0_{stage}") for stage in (0, 1, 2)]
     done = [fakes.failure(plan[0], "OOM"), fakes.failure(plan[1], "Timeout"), fakes.success(plan[2])]
-    assert remaining_trials(plan, done, ()) == []
-    assert remaining_trials(plan, done, ("Timeout",)) == [plan[1]]
-    assert remaining_trials(plan, done, ("timeout", "oom")) == plan[:2]
+    clipped = replace(plan[2], ds_config={**plan[2].ds_config, "gradient_clipping": 0.5})
+    for records, retry, left in (
+        ([], (), plan),
+        (done[1:2], (), [plan[0], plan[2]]),
+        (done, (), []),
+        (done, ("timeout",), [plan[1]]),
+        (done, ("Timeout", "OOM"), plan[:2]),
+        ([fakes.failure(each, schema.INTERRUPTED) for each in plan], (), plan),
+        ([*done[:2], fakes.success(clipped)], (), [plan[2]]),
+    ):
+        assert remaining_trials(plan, records, retry) == left
 
 
-def test_an_interrupted_trial_is_always_missing() -> None:
-    plan = trials(0)
-    assert remaining_trials(plan, [fakes.failure(plan[0], schema.INTERRUPTED)], ()) == plan
+def test_results_are_in_the_order_of_the_plan_with_the_latest_record_of_each_trial() -> None:
+    """A record of no trial of the plan follows and is not lost."""
+    options = fakes.options("zero", "--model", "tiny", "--seq-length", "16", "--stages", "0", "1")
+    plan = planner.make_run_plan([options], fakes.make_config, fakes.machine())
+    results = ResultBuilder(plan, fakes.environment(), "run")
+    first, second = plan.trials
+    stranger = fakes.success(fakes.trial(fakes.zero(3)))
+    for record in (stranger, fakes.success(second), fakes.failure(first), then := fakes.success(first)):
+        results.add(record)
+    assert [run.record for run in results.runs] == [then, fakes.success(second), stranger]
 
 
-def test_a_record_of_another_configuration_does_not_count() -> None:
-    plan = trials(0)
-    other = replace(plan[0], ds_config={**plan[0].ds_config, "gradient_clipping": 0.5})
-    assert remaining_trials(plan, [fakes.success(other)], ()) == plan
+def test_an_interrupted_run_keeps_its_rows_and_is_completed_by_resuming(
+    scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert scripted.run("--num-steps", "7", script=FakeLauncher("Timeout", "Interrupted")) == 130
+    assert [row["stage"] for row in scripted.rows()] == [0, 1]
+    assert scripted.resume() == 0
+    assert [trial.configuration.stage for trial in scripted.launcher.launched] == [1, 2, 3]
+    capsys.readouterr()
+    assert scripted.resume() == 0
+    assert scripted.launcher.launched == []
+    assert "ZeRO-2" in capsys.readouterr().out
+    assert scripted.resume("--retry", "timeout") == 0
+    assert [(trial.configuration.stage, trial.workload.num_steps) for trial in scripted.launcher.launched] == [(0, 7)]
+    assert [(row["stage"], row["success"]) for row in scripted.rows()] == [(s, True) for s in (0, 1, 2, 3)]
 
 
-def run_plan() -> planner.RunPlan:
-    """A run of stages 0 and 1."""
-    flags = ("--model", "tiny", "--seq-length", "16", "--stages", "0", "1")
-    return planner.make_run_plan([fakes.options("zero", *flags)], fakes.make_config, fakes.machine())
-
-
-def in_results(*records: TrialRecord) -> list[TrialRecord]:
-    """The records in the order of that run's results."""
-    results = ResultBuilder(run_plan(), fakes.environment(), "run")
-    for each in records:
-        results.add(each)
-    return [summary.record for summary in results.runs]
-
-
-def test_the_latest_record_of_each_trial_counts_in_the_order_of_the_plan() -> None:
-    first, second = run_plan().trials
-    failed, then, other = fakes.failure(first), fakes.success(first), fakes.success(second)
-    assert in_results(other, failed, then) == [then, other]
-
-
-def test_records_of_no_trial_of_the_plan_follow_and_are_not_lost() -> None:
-    stranger, planned = fakes.success(fakes.trial(fakes.zero(3))), fakes.success(run_plan().trials[1])
-    assert in_results(stranger, planned) == [planned, stranger]
+def test_a_run_is_resumed_only_as_it_began(
+    scripted: ScriptedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine.json"
+    text = json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto"}, "train_batch_size": 8})
+    mine.write_text(text)
+    flags = ("--stages", "0", "--configs", str(mine), "--profile", "torch")
+    assert scripted.run(*flags, script=FakeLauncher("Success", "Interrupted")) == 130
+    mine.write_text(text.replace("8", "12"))
+    for family, more, problem in (
+        ("offload", [], "is of the other script"),
+        ("zero", ["--profile", "memory"], "other --profile, --checkpoint or --monitor flags than it began with"),
+        ("zero", ["--profile", "torch"], "the file of mine has changed since the run began"),
+    ):
+        mine.write_text(text.replace("8", "12") if "mine" in problem else text)
+        assert scripted.resume(*more, family=family) == 2
+        assert problem in capsys.readouterr().err
+    mine.write_text(text)
+    assert scripted.resume() == 0
+    assert [trial.inspection.profiles for trial in scripted.launcher.launched] == [("torch",)]
+    assert [row["success"] for row in scripted.rows()] == [True, True]
 
 
 # ------------------------------------------------------------------ signals
 
 
-def _signal_myself(number: int) -> bool:
-    os.kill(os.getpid(), number)
-    return True
-
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def test_a_signal_acts_where_we_wait(subtests: pytest.Subtests) -> None:
-    for number in SIGNALS:
-        with subtests.test(number=number):
-            went_on = False
-            with signals.handling_signals(), pytest.raises(KeyboardInterrupt), signals.raising_on_interrupt():
-                went_on = _signal_myself(number)
-            assert not went_on
-
-
-def test_a_signal_where_we_clear_up_is_remembered_and_acts_at_the_next_wait(subtests: pytest.Subtests) -> None:
-    for number in SIGNALS:
-        with subtests.test(number=number), signals.handling_signals():
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_acts_only_while_waiting(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with signals.handling_signals():
+        assert signal.getsignal(number) != before
+        with pytest.raises(KeyboardInterrupt), signals.raising_on_interrupt():
             os.kill(os.getpid(), number)
-            os.kill(os.getpid(), number)
-            assert signals.interrupt_requested()
-            with pytest.raises(KeyboardInterrupt), signals.raising_on_interrupt():
-                pytest.fail("it went on")
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_signal_that_is_ignored_stays_ignored(number: int) -> None:
-    """As nohup and background jobs of a shell ask for."""
-    before = signal.signal(number, signal.SIG_IGN)
+    with signals.handling_signals():
+        os.kill(os.getpid(), number)  # while clearing up: remembered until the next wait
+        os.kill(os.getpid(), number)
+        assert signals.interrupt_requested()
+        with pytest.raises(KeyboardInterrupt), signals.raising_on_interrupt():
+            pytest.fail("it went on")
+    assert signal.getsignal(number) == before
+    # One that is ignored stays ignored, as nohup and background jobs of a shell ask for.
+    signal.signal(number, signal.SIG_IGN)
     try:
         with signals.handling_signals(), signals.raising_on_interrupt():
             os.kill(os.getpid(), number)
-        assert not signals.interrupt_requested()
-        assert signal.getsignal(number) is signal.SIG_IGN
+            assert not signals.interrupt_requested()
     finally:
         signal.signal(number, before)
 
 
-def test_afterwards_signals_mean_what_they_meant_before() -> None:
-    before = [signal.getsignal(number) for number in SIGNALS]
-    with signals.handling_signals():
-        assert [signal.getsignal(number) for number in SIGNALS] != before
-    assert [signal.getsignal(number) for number in SIGNALS] == before
+def test_an_interruption_says_how_to_go_on(
+    scripted: ScriptedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless quiet; a signal that comes as the last trial ends leaves nothing to go on with."""
+
+    def succeed_and_interrupt(trial: Trial) -> TrialRecord:
+        os.kill(os.getpid(), signal.SIGINT)
+        return fakes.success(trial)
+
+    assert scripted.run(script=FakeLauncher("Success", "Interrupted")) == 130
+    assert capsys.readouterr().err == ""
+    for name, script, last in (
+        ("a", FakeLauncher("Success", "Interrupted"), "go on with: python zero_stage_comparison.py --resume "),
+        ("b", FakeLauncher("Success", succeed_and_interrupt), "every trial had finished"),
+        ("c", FakeLauncher(succeed_and_interrupt), "go on with: python zero_stage_comparison.py --resume "),
+    ):
+        scripted.launcher = script
+        flags = ["--model", "tiny", "--seq-length", "16", "--output-dir", str(tmp_path / name), "--stages", "0", "1"]
+        assert cli.main("zero", fakes.make_config, flags) == 130
+        (folder,) = tmp_path.glob(f"{name}/runs/*")
+        assert capsys.readouterr().err.splitlines()[-1] == f"interrupted; {last}{folder if 'go' in last else ''}"
+        assert len(RunFolder.open(folder).records()) == (1 if name == "c" else 2)
 
 
 # ------------------------------------------------------------------ the whole way, from flags to exit code
@@ -209,58 +219,6 @@ def test_the_exit_code_says_how_it_went(scripted: ScriptedRun, script: list[str]
     assert scripted.run(*flags, script=FakeLauncher(*script)) == code
 
 
-def test_an_interrupted_run_keeps_its_rows_and_is_completed_by_resuming(scripted: ScriptedRun) -> None:
-    assert scripted.run("--num-steps", "7", script=FakeLauncher("Success", "Interrupted")) == 130
-    assert [row["stage"] for row in scripted.rows()] == [0, 1]
-    assert scripted.resume() == 0
-    assert [trial.configuration.stage for trial in scripted.launcher.launched] == [1, 2, 3]
-    assert [(row["stage"], row["success"]) for row in scripted.rows()] == [(s, True) for s in (0, 1, 2, 3)]
-
-
-def test_an_interruption_prints_the_command_that_goes_on_unless_quiet(
-    scripted: ScriptedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert scripted.run(script=FakeLauncher("Success", "Interrupted")) == 130
-    assert capsys.readouterr().err == ""
-    scripted.launcher = FakeLauncher("Success", "Interrupted")
-    flags = ["--model", "tiny", "--seq-length", "16", "--output-dir", str(tmp_path / "o")]
-    assert cli.main("zero", fakes.make_config, flags) == 130
-    (folder,) = tmp_path.glob("o/runs/*")
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last == f"interrupted; go on with: python zero_stage_comparison.py --resume {folder}"
-    assert cli.main("zero", fakes.make_config, [*last.split()[-2:], "--quiet"]) == 0
-
-
-def test_an_interruption_after_the_last_trial_names_nothing_to_go_on_with(
-    tmp_path: Path, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def succeed_and_interrupt(trial: Trial) -> TrialRecord:
-        os.kill(os.getpid(), signal.SIGINT)
-        return fakes.success(trial)
-
-    flags = ["--model", "tiny", "--seq-length", "16", "--output-dir", str(tmp_path / "o"), "--stages", "0", "1"]
-    scripted.launcher = FakeLauncher("Success", succeed_and_interrupt)
-    assert cli.main("zero", fakes.make_config, flags) == 130
-    assert capsys.readouterr().err.splitlines()[-1] == "interrupted; every trial had finished"
-
-
-def test_resuming_a_finished_run_launches_nothing_and_shows_it_again(
-    scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    scripted.run()
-    capsys.readouterr()
-    assert scripted.resume() == 0
-    assert scripted.launcher.launched == []
-    assert "ZeRO-2" in capsys.readouterr().out
-
-
-def test_resuming_with_retry_runs_the_class_named_again(scripted: ScriptedRun) -> None:
-    scripted.run(script=FakeLauncher("Timeout", "OOM"))
-    assert scripted.resume("--retry", "Timeout") == 0
-    assert [trial.configuration.stage for trial in scripted.launcher.launched] == [0]
-    assert [row["status"] for row in scripted.rows()][:2] == ["✅ Success", "❌ OOM"]
-
-
 def test_a_trial_that_runs_again_on_other_hosts_is_the_same_row(scripted: ScriptedRun) -> None:
     """As in the next allocation of a cluster."""
     assert scripted.run("--stages", "0", "1", script=FakeLauncher("Success", "Timeout")) == 0
@@ -275,58 +233,44 @@ def test_a_trial_that_runs_again_on_other_hosts_is_the_same_row(scripted: Script
     assert result.notes == ()
 
 
-def test_a_run_of_one_script_is_not_resumed_by_the_other(
-    scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    scripted.run(family="offload")
-    assert scripted.resume() == 2
-    assert "is of the other script" in capsys.readouterr().err
-
-
-def test_repeats_run_in_the_planned_order_to_the_end(scripted: ScriptedRun) -> None:
+def test_repeats_run_in_the_planned_order(scripted: ScriptedRun) -> None:
     scripted.run("--repeats", "2", "--stages", "1", "2")
     assert [trial.configuration.stage for trial in scripted.launcher.launched] == [1, 2, 2, 1]
     assert [(row["stage"], row["repeat"]) for row in scripted.rows()] == [(1, 0), (2, 0), (2, 1), (1, 1)]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def test_a_mistake_ends_with_2_one_line_and_no_files(
+    scripted: ScriptedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.json").write_text(json.dumps({"zero_optimization": {"stage": 7}}))
+    bad_file = ("--configs", str(tmp_path / "mine.json"))
+    no_text = ("--nvme-path", "/tmp/\udcff")  # not UTF-8: its record could not be read back
+    for flags in (
         ["--seq-length", "0"],
         ["--set", "x"],
         ["--num-gpus", "2", "--accelerator", "cuda"],
-        ["--nvme-path", "/tmp/\udcff"],
-    ],
-)
-def test_a_mistake_ends_with_2_one_line_and_no_files(
-    scripted: ScriptedRun, capsys: pytest.CaptureFixture[str], arguments: list[str]
+        no_text,
+        bad_file,
+    ):
+        assert scripted.run(*flags) == 2
+        captured = capsys.readouterr()
+        assert (captured.out, len(captured.err.splitlines())) == ("", 1)
+        assert not scripted.output.exists()
+        assert scripted.launcher.launched == []
+    assert scripted.run("--stages", "1", *bad_file) == 0
+    assert [row["status"] for row in scripted.rows()] == ["✅ Success", "❌ Unsupported"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_first_rank_of_a_launcher_runs(
+    rank: int, scripted: ScriptedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert scripted.run(*arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert len(captured.err.splitlines()) == 1
-    assert not scripted.output.exists()
-    assert scripted.launcher.launched == []
-
-
-def test_every_rank_but_the_first_of_a_launcher_leaves_quietly(
-    scripted: ScriptedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    assert scripted.run() == 0
-    assert capsys.readouterr() == ("", "")
-    assert scripted.launcher.launched == []
-
-
-def test_the_first_rank_of_a_launcher_runs_with_its_world_size(
-    scripted: ScriptedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
     assert scripted.run("--stages", "1") == 0
-    assert [trial.placement.num_gpus for trial in scripted.launcher.launched] == [2]
-    assert scripted.rows()[0]["num_gpus"] == 2
+    assert [trial.placement.num_gpus for trial in scripted.launcher.launched] == [2] * (rank == 0)
+    if rank:
+        assert capsys.readouterr() == ("", "")
 
 
 def test_a_dry_run_prints_every_config_and_writes_nothing(
@@ -348,18 +292,6 @@ def test_a_dry_run_refuses_a_folder_for_checkpoints_as_the_run_would(
     assert scripted.run("--dry-run", "--checkpoint") == 0
     assert "# whether there is room for a checkpoint is checked when this is run" in capsys.readouterr().out
     assert not scripted.output.exists()
-
-
-def test_a_run_goes_on_with_the_profiles_it_began_with(
-    scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert (
-        scripted.run("--stages", "0", "1", "--profile", "torch", script=FakeLauncher("Success", "Interrupted")) == 130
-    )
-    assert scripted.resume("--profile", "memory") == 2
-    assert "other --profile, --checkpoint or --monitor flags than it began with" in capsys.readouterr().err
-    assert scripted.resume() == 0
-    assert [trial.inspection.profiles for trial in scripted.launcher.launched] == [("torch",)]
 
 
 @pytest.mark.parametrize("again", ["", "resumed"])
@@ -449,18 +381,21 @@ def test_the_command_of_a_provisional_answer_adds_the_runs_that_decide(
     assert "Provisional" not in capsys.readouterr().out
 
 
-def test_another_row_can_be_exported(scripted: ScriptedRun) -> None:
-    assert scripted.run("--export", "3") == 0
-    (folder,) = (scripted.output / "runs").glob("*/export_zero3")
-    config = json.loads((folder / "ds_config.json").read_text(encoding="utf-8"))
-    assert config["zero_optimization"]["stage"] == 3
-
-
-def test_ratios_refer_to_the_row_asked_for(scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_are_rows_that_can_be_exported_and_compared_with(
+    scripted: ScriptedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without other rows, they are the only ones; a kept batch is the row's own."""
+    mine = tmp_path / "mine.json"
+    mine.write_text(json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto"}, "train_batch_size": 8}))
+    flags = ("--configs", str(mine), "--keep-batch", "--num-gpus", "2", "--grad-accum", "2")
+    assert scripted.run(*flags, "--export", "mine") == 0
+    assert [(row["strategy"], row["batch_size"], row["grad_accum"]) for row in scripted.rows()] == [("mine", 4, 1)]
+    assert json.loads((scripted.folder / "export_mine" / "ds_config.json").read_text())["train_batch_size"] == 8
+    stored = json.loads((scripted.folder / "run.json").read_text())["trials"][0]["configuration"]
+    assert stored["file_text"] == mine.read_text()
     slow = FakeLauncher(by_strategy={"zero3": lambda trial: fakes.success(trial, step_seconds=(0.2,) * 20)})
     assert scripted.run("--stages", "1", "3", "--relative-to", "3", "--format", "markdown", script=slow) == 0
-    out = capsys.readouterr().out
-    assert "2.00x" in out
+    assert "2.00x" in capsys.readouterr().out
 
 
 def test_a_run_in_which_all_failed_recommends_no_row_and_leaves_no_configuration(
@@ -519,51 +454,3 @@ def test_a_disk_that_is_full_costs_no_row_that_had_finished_and_no_table(
             assert scripted.resume() == 0
             assert len(scripted.rows()) == 2
             shutil.rmtree(scripted.output)
-
-
-# ------------------------------------------------------------------ configurations from files
-
-
-@pytest.fixture
-def mine(tmp_path: Path) -> Path:
-    """A configuration of the user's own."""
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto"}, "train_batch_size": 8}))
-    return path
-
-
-def test_files_are_the_only_rows_unless_others_are_asked_for(scripted: ScriptedRun, mine: Path) -> None:
-    assert scripted.run("--configs", str(mine), "--export", "mine") == 0
-    assert [(row["strategy"], row["stage"]) for row in scripted.rows()] == [("mine", 1)]
-    folder = scripted.folder
-    assert json.loads((folder / "export_mine" / "ds_config.json").read_text())["train_batch_size"] == 4
-    stored = json.loads((folder / "run.json").read_text())["trials"][0]["configuration"]
-    assert stored["file_text"] == mine.read_text()
-
-
-def test_a_kept_batch_is_the_rows_own(scripted: ScriptedRun, mine: Path) -> None:
-    assert scripted.run("--configs", str(mine), "--keep-batch", "--num-gpus", "2", "--grad-accum", "2") == 0
-    assert [(row["batch_size"], row["grad_accum"]) for row in scripted.rows()] == [(4, 1)]
-
-
-def test_a_run_is_resumed_with_its_files_as_they_were(
-    scripted: ScriptedRun, mine: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = mine.read_text()
-    assert scripted.run("--stages", "0", "--configs", str(mine), script=FakeLauncher("Success", "Interrupted")) == 130
-    mine.write_text(text.replace("8", "12"))
-    assert scripted.resume() == 2
-    assert "the file of mine has changed since the run began" in capsys.readouterr().err
-    mine.write_text(text)
-    assert scripted.resume() == 0
-    assert [row["success"] for row in scripted.rows()] == [True, True]
-
-
-def test_nothing_is_run_where_every_file_is_refused(
-    scripted: ScriptedRun, mine: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mine.write_text(json.dumps({"zero_optimization": {"stage": 7}}))
-    assert scripted.run("--configs", str(mine)) == 2
-    assert "stage: DeepSpeed refuses 7" in capsys.readouterr().err
-    assert scripted.run("--stages", "1", "--configs", str(mine)) == 0
-    assert [row["status"] for row in scripted.rows()] == ["✅ Success", "❌ Unsupported"]
