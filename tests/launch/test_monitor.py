@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -201,51 +198,26 @@ def test_the_grace_at_exit_grows_with_the_memory_that_is_to_be_given_back(
     assert 41 <= took < 42
 
 
-SILENT = {
-    # one step each 0.05 s; the process never beats
-    "allocates": "kept.append(bytearray(b'1') * (8 * 2**20))",
-    "allocates and frees": "kept[:] = [] if len(kept) > 24 else [*kept, bytearray(b'1') * (12 * 2**20)]",
-    "writes": "file.write(b'1' * (8 * 2**20)); file.flush(); os.fsync(file.fileno())",
-    "spins": "",
-}
+def activity(mib: float = 0, disk_mib: float = 0) -> processes.Activity:
+    return processes.Activity(resident_bytes=int(mib * 2**20), disk_bytes=int(disk_mib * 2**20))
 
 
-def counts_writes(folder: Path) -> bool:
-    before = processes.read_activity([os.getpid()]).disk_bytes
-    with (folder / "probe").open("wb") as file:
-        file.write(b"1" * 2**20)
-        file.flush()
-        os.fsync(file.fileno())
-    return processes.read_activity([os.getpid()]).disk_bytes >= before + 2**20
-
-
-@pytest.mark.parametrize("does", SILENT)
-def test_silent_ranks_live_while_they_fill_memory_or_move_bytes_but_not_by_spinning(does: str, tmp_path: Path) -> None:
-    if does == "writes" and not counts_writes(tmp_path):
-        pytest.skip("the file system of temporary folders is in memory, or its I/O is not counted")
-    program = f"""
-import os, time
-kept, file = [], open({str(tmp_path / "written")!r}, "wb")
-start = time.monotonic()
-while time.monotonic() - start < 3:
-    {SILENT[does]}
-    until = time.monotonic() + 0.05
-    while time.monotonic() < until: pass
-"""
-    child = subprocess.Popen([sys.executable, "-c", program])
-    limits = Limits(timeout_seconds=60, stall_timeout_seconds=1.2)
-
-    def wait(seconds: float) -> bool:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(seconds)
-        return child.poll() is not None
-
-    try:
-        ending, _ = watch(tmp_path, 1, limits, wait, lambda _progress: None)
-    finally:
-        child.kill()
-        child.wait()
-    assert ending == ("stalled" if does == "spins" else "ended")
+@pytest.mark.parametrize(
+    ("of_second", "expected"),
+    [
+        (lambda second: activity(mib=8 * second), "ended"),
+        (lambda second: activity(disk_mib=8 * second), "ended"),
+        (lambda second: activity(mib=24 * (second // 5 % 2)), "ended"),  # freed, and grown again
+        (lambda second: activity(mib=second // 5), "stalled"),  # a log, or caches
+        (lambda _second: activity(mib=900), "stalled"),
+    ],
+)
+def test_silent_ranks_live_while_they_fill_memory_or_move_bytes(
+    world: World, monkeypatch: pytest.MonkeyPatch, of_second: Callable[[float], processes.Activity], expected: Ending
+) -> None:
+    monkeypatch.setattr(processes, "read_activity", lambda _pids: of_second(world.now - world.start))
+    world.leader_ends(60)
+    assert world.run(1)[0] == expected
 
 
 def test_after_its_first_step_a_rank_lives_only_by_its_beats(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

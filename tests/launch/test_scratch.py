@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -120,37 +120,12 @@ def test_owner_in_another_process_namespace_is_not_taken_for_dead() -> None:
     assert other.partition(".")[0] != owner().partition(".")[0]
 
 
-COMPILER = """
-import os, subprocess, sys, time
-from ds_bench.launch import scratch
-program = "import tempfile, time; print(tempfile.mkdtemp(), flush=True); time.sleep(100)"
-environment = {**os.environ, **scratch.temporary_folder_variables({}, sys.argv[1])[0]}
-child = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
-import multiprocessing.util
-print(child.pid, child.stdout.readline().strip(), environment["TORCHINDUCTOR_CACHE_DIR"],
-      multiprocessing.util.get_temp_dir(), flush=True)
-time.sleep(100)
-"""
-
-
-def test_temporary_files_of_a_killed_run_are_removed_and_compiled_code_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = [sys.executable, "-c", COMPILER, str(tmp_path / "cache" / "ops" / "key")]
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-    assert run.stdout is not None
-    with run.stdout:
-        compiler, temporary, cache, sockets = run.stdout.readline().split()
-    for pid in (run.pid, int(compiler)):
-        os.kill(pid, signal.SIGKILL)
-    run.wait()
-    assert Path(temporary).is_dir()
-    assert Path(temporary).parent == Path(sockets)
-    remove_abandoned(tmp_path)
-    kept = tmp_path / "cache" / f"compiled_{os.getuid()}"
-    assert [*tmp_path.iterdir(), *(tmp_path / "cache").iterdir()] == [tmp_path / "cache", kept]
-    assert Path(cache).parent == kept
+def test_temporary_files_of_children_go_to_a_folder_of_their_owner_and_compiled_code_is_kept(tmp_path: Path) -> None:
+    variables, _ = scratch.temporary_folder_variables({}, str(tmp_path / "cache" / "ops" / "key"))
+    temporary = Path(variables["TMPDIR"])
+    assert temporary.name.startswith(f"ds_bench_tmp.{owner()}.")
+    assert multiprocessing.util.get_temp_dir() == str(temporary), "sockets of multiprocessing"
+    assert Path(variables["TORCHINDUCTOR_CACHE_DIR"]).parent == tmp_path / "cache" / f"compiled_{os.getuid()}"
 
 
 # ------------------------------------------------------------------ locks of ops
@@ -159,17 +134,10 @@ def test_temporary_files_of_a_killed_run_are_removed_and_compiled_code_is_kept(
 def test_lock_of_an_op_is_stale_once_no_process_has_it_open(tmp_path: Path) -> None:
     lock = tmp_path / "cpu_adam" / "lock"
     lock.parent.mkdir()
-    program = f"import time; held = open({str(lock)!r}, 'x'); print('held', flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"held\n"
-        assert stale_locks(tmp_path) == []
-        holder.kill()
-    assert stale_locks(tmp_path) == [lock]
-    with lock.open():  # by this process, which a new namespace does not show
-        imports = "from pathlib import Path; from ds_bench.launch.scratch import stale_locks"
-        script = f"{sys.executable} -c \"{imports}; print(stale_locks(Path('{tmp_path}')))\""
-        assert in_namespace("--pid", "--mount-proc", script=script) == "[]"
+    for mode in ("w", "r"):
+        with lock.open(mode):
+            assert stale_locks(tmp_path) == []
+        assert stale_locks(tmp_path) == [lock]
 
 
 def test_where_the_kernel_grants_no_lease_an_old_lock_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

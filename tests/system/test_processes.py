@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -74,3 +75,18 @@ def test_nvmls_device_files_do_not_forbid_a_fork_and_those_of_computing_do(tmp_p
     for number, name in enumerate(("nvidiactl", "nvidia0", "nvidia-uvm", "null")):
         (links / str(number)).symlink_to(f"/dev/{name}")
     assert processes.open_gpu_files(tmp_path) == ["/dev/nvidia-uvm"]
+
+
+def test_activity_is_memory_and_disk_traffic_of_processes_that_live(tmp_path: Path) -> None:
+    def traffic() -> int:
+        counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return int(counts["read_bytes"]) + int(counts["write_bytes"])
+
+    before = processes.read_activity([os.getpid(), 2**22])  # the second does not exist
+    kept = bytearray(b"1") * (32 * 2**20)
+    with (tmp_path / "file").open("wb") as file:
+        file.write(kept)
+        os.fsync(file.fileno())
+    after = processes.read_activity([os.getpid()])
+    assert after.resident_bytes >= before.resident_bytes + 24 * 2**20
+    assert abs(after.disk_bytes - traffic()) < 2**20
