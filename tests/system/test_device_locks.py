@@ -1,23 +1,19 @@
-"""Locks on GPUs and processors. Real processes hold them."""
+"""Locks on GPUs and processors."""
 
 from __future__ import annotations
 
+import fcntl
 import os
-import subprocess
-import sys
-import textwrap
-from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from ds_bench.system.device_locks import device_names, locked_devices
 from ds_bench.system.gpus import GpuFacts
-from tests.support.real_trials import ROOT
 
 GPUS = [GpuFacts(index=0, uuid="GPU-a/../b"), GpuFacts(index=3, uuid="GPU-b"), GpuFacts(index=4)]
 NAMES = device_names("cuda", GPUS, range(3))
-Hold = Callable[[str], subprocess.Popen[str]]
 
 
 @pytest.fixture(autouse=True)
@@ -26,58 +22,34 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def hold() -> Iterator[Hold]:
-    """Starts a process that holds a lock until it is killed."""
-    program = """
-        import sys
-        from ds_bench.system.device_locks import locked_devices
-        with locked_devices({sys.argv[1]: "x"}, print):
-            print("held", flush=True)
-            sys.stdin.read()
-    """
-    started = []
-
-    def start(name: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", textwrap.dedent(program), name]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        started.append(process)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+def hold(path: Path) -> IO[bytes]:
+    """Take the lock as another run would: each opening of a file counts by itself. Raises BlockingIOError."""
+    file = path.open("ab")
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return file
 
 
-def test_run_waits_for_the_run_on_one_of_its_gpus_however_that_ends(hold: Hold, folder: Path) -> None:
-    hold("GPU-c")  # of another run
-    holder = hold("GPU-b")
-    said: list[str] = []
+def test_run_waits_for_the_run_on_one_of_its_gpus(folder: Path) -> None:
+    path, said = folder / "ds_bench_lock_GPU-b", list[str]()
+    with hold(path) as other, hold(folder / "ds_bench_lock_GPU-c"):
 
-    def say(text: str) -> None:
-        said.append(text)
-        holder.kill()
+        def end_other(text: str) -> None:
+            said.append(text)
+            other.close()
 
-    with locked_devices(NAMES, say) as locks:
-        assert (locks.waited, locks.notes) == (True, [])
-        assert said == ["waiting: another run is using GPU 3 …"]
-        names = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
-        # Other users can open them too, whatever the umask.
-        assert names == {f"ds_bench_lock_{name}": 0o644 for name in ("GPU-a____b", "GPU-b", "GPU-c", "gpu4")}
-        assert hold_would_wait(folder / "ds_bench_lock_GPU-b")
-    assert not hold_would_wait(folder / "ds_bench_lock_GPU-b")
-
-
-def hold_would_wait(path: Path) -> bool:
-    return subprocess.run(["flock", "--nonblock", path, "true"], check=False).returncode != 0
+        with locked_devices({**NAMES, **device_names("cpu", [], [0])}, end_other) as locks:
+            assert (locks.waited, locks.notes, said) == (True, [], ["waiting: another run is using GPU 3 …"])
+            names = {each.name: each.stat().st_mode & 0o777 for each in folder.glob("*GPU-a*")}
+            assert names == {"ds_bench_lock_GPU-a____b": 0o644}, "other users can open it, whatever the umask"
+            with pytest.raises(BlockingIOError):
+                hold(path)
+    hold(path).close()
 
 
 def test_run_locks_the_gpus_in_its_slots_or_on_the_cpu_accelerator_its_processors() -> None:
     gpus = [GpuFacts(index=index, uuid=f"GPU-{index}") for index in (4, 5, 6)]
     assert device_names("cuda", gpus, [0, 2, 3]) == {"GPU-4": "GPU 4", "GPU-6": "GPU 6"}
+    assert device_names("cuda", GPUS, [2]) == {"gpu4": "GPU 4"}
     before, all_cpus = device_names("cpu", gpus, [0]), os.sched_getaffinity(0)
     assert list(before.values()) == ["the CPU"]
     os.sched_setaffinity(0, {min(all_cpus)})
