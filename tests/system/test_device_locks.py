@@ -25,7 +25,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def hold(path: Path) -> IO[bytes]:
     """Take the lock as another run would: each opening of a file counts by itself. Raises BlockingIOError."""
     file = path.open("ab")
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise
     return file
 
 
