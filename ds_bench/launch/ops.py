@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import os
 import re
@@ -196,25 +195,12 @@ def lock_file(name: str, folder: Path) -> Path:
 
 
 def is_built(name: str, folder: Path) -> bool:
-    """Return whether an earlier run built this op and the libraries that it loaded from this folder are still there.
-
-    If DeepSpeed was installed later, ninja would build the op again in the first trial: then it is not built.
-    """
-    mark = folder / f"{name}.ready"
+    """Return whether an earlier run built this op and the libraries that it loaded from this folder are still there."""
     try:
-        libraries = json.loads(mark.read_text())
-        return mark.stat().st_mtime >= _sources_time() and all((folder / library).is_file() for library in libraries)
+        libraries = json.loads((folder / f"{name}.ready").read_text())
+        return all((folder / library).is_file() for library in libraries)
     except (OSError, ValueError):
         return False
-
-
-def _sources_time() -> float:
-    """When DeepSpeed's sources of ops were written; 0 if that is not known."""
-    # Not as an import would find them: python -m looks into the current folder first, which child processes do not.
-    with contextlib.suppress(OSError, importlib.metadata.PackageNotFoundError):
-        source = importlib.metadata.distribution("deepspeed").locate_file("deepspeed/ops/csrc/adam/cpu_adam.cpp")
-        return Path(str(source)).stat().st_mtime
-    return 0.0
 
 
 def _build(
@@ -240,11 +226,7 @@ def _build(
     answer = reply.last_object("the build")
     if answer.get("state") == "ready":
         # Only after the op was loaded: other runs trust this file.
-        mark = folder / f"{name}.ready"
-        write_json(mark, answer["libraries"])
-        # Sources may have a time in the future, for example on a file server whose clock is ahead.
-        latest = max(mark.stat().st_mtime, _sources_time())
-        os.utime(mark, (latest, latest))
+        write_json(folder / f"{name}.ready", answer["libraries"])
         return OpState(op=name, ready=True, seconds=answer["seconds"])
     reason = answer.get("reason") or f"the build {reply.ending}"
     return OpState(op=name, ready=False, reason=f"{reason}; log {log}", seconds=answer.get("seconds", 0.0))

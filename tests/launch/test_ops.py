@@ -88,16 +88,6 @@ def test_cache_folder_names_everything_that_a_build_depends_on(monkeypatch: pyte
         ops.cache_folder("cpu")
 
 
-def test_op_older_than_its_sources_is_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert ops._sources_time() > 0
-    mark = tmp_path / f"{ops.CPU_ADAM}.ready"
-    mark.write_text("[]")
-    monkeypatch.setattr(ops, "_sources_time", lambda: 1000)
-    for seconds, built in ((1001, True), (999, False)):
-        os.utime(mark, (seconds, seconds))
-        assert ops.is_built(ops.CPU_ADAM, tmp_path) == built
-
-
 def test_no_op_is_loaded_from_a_temporary_folder_that_another_user_can_write_to(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
