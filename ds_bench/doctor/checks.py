@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from ..config.spec import Configuration, Placement
 from ..errors import PreflightError
 from ..launch import ops, rank_environment
 from ..records import json_files
-from ..system import environment, terminal
+from ..system import environment, invocation, terminal
 from . import disk, host, hosts, software
 from .findings import Finding, Groups, SystemAccess, format_count, format_finding, ok, problem, run_check, warning
 
@@ -178,8 +177,8 @@ def require_ready(
         terminal.print_text(format_finding(finding, width), stream)
     if any(finding.level == "problem" for finding in shown):
         what, words = ("this machine is", []) if hostfile is None else ("the hosts are", ["--hostfile", hostfile])
-        command = shlex.join(["python", "-m", "ds_bench", "doctor", *words])
-        error = PreflightError(f"{what} not ready: {format_count(shown, 'problem')}", remedy=f"run {command}")
+        remedy = f"run {invocation.command('doctor', *words)}"
+        error = PreflightError(f"{what} not ready: {format_count(shown, 'problem')}", remedy=remedy)
         for finding in shown:
             error.add_note(format_finding(finding, width).strip())
         raise error

@@ -49,7 +49,6 @@ HOST = Environment(
     gpus=(H200, replace(H200, index=1, uuid="GPU-2")),
     variables={"OMP_NUM_THREADS": "8"},
 )
-LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 # ------------------------------------------------------------------ variables
 
@@ -63,11 +62,10 @@ def test_value_under_a_secret_name_is_not_stored(name: str) -> None:
 
 @given(
     st.sampled_from(["hf_", "sk-proj-", "ghp_", "github_pat_", "glpat-", "xoxb-", "AKIA", "AIza", "eyJhbGciOi."]),
-    st.text(alphabet=LETTERS + "-_.", min_size=8, max_size=60),
     st.sampled_from(["{}", "a=1,b={}", "first {} last", "x:{}", '"{}"', "Bearer {}", "--header={};v=2"]),
 )
-def test_token_with_an_issuers_prefix_is_not_stored_under_any_name(prefix: str, token: str, around: str) -> None:
-    assert recorded_variables({"DS_NOTE": around.format(prefix + token)}) == {"DS_NOTE": REDACTED}
+def test_token_with_an_issuers_prefix_is_not_stored_under_any_name(prefix: str, around: str) -> None:
+    assert recorded_variables({"DS_NOTE": around.format(f"{prefix}Ab-_.09")}) == {"DS_NOTE": REDACTED}
 
 
 def test_settings_stay_readable_and_other_forms_of_credentials_do_not() -> None:
@@ -108,16 +106,13 @@ def test_this_machine_is_read_and_survives_json() -> None:
     assert json_files.build(Environment, HOST.to_dict()) == HOST
 
 
-def test_visible_gpus_are_kept_in_their_order() -> None:
+def test_visible_gpus_are_kept_in_their_order_and_unreadable_facts_are_none(tmp_path: Path) -> None:
     gpus = tuple(replace(H200, index=index, uuid=f"GPU-{index}") for index in range(4))
-    environment = read_environment({"CUDA_VISIBLE_DEVICES": "2,0"}, GpuInventory(driver_version="580", gpus=gpus))
+    inventory = GpuInventory(driver_version="580", gpus=gpus)
+    environment = read_environment({"CUDA_VISIBLE_DEVICES": "2,0"}, inventory, root=tmp_path)
     assert [gpu.index for gpu in environment.gpus] == [2, 0]
     assert environment.gpu_driver_version == "580"
     assert environment.variables == {"CUDA_VISIBLE_DEVICES": "2,0"}
-
-
-def test_unreadable_facts_are_none(tmp_path: Path) -> None:
-    environment = read_environment({}, GpuInventory(), root=tmp_path)
     gaps = ("cpu_model", "physical_cores", "numa_nodes", "host_memory_bytes", "shm_bytes", "cgroup_memory_limit_bytes")
     assert [name for name in gaps if getattr(environment, name) is not None] == []
 

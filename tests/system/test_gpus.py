@@ -25,24 +25,18 @@ class FakeNvml:
         self.failing = failing
         self.sessions = 0
         process = SimpleNamespace
+        running = [process(pid=77, usedGpuMemory=3 * GB), process(pid=os.getpid(), usedGpuMemory=1)]
+        facts = {
+            "Name": "NVIDIA H200", "MemoryInfo": SimpleNamespace(total=140 * GB, used=1 * GB),
+            "CudaComputeCapability": (9, 0), "MaxClockInfo": 1980, "TemperatureV": 41, "EnforcedPowerLimit": 700_000,
+            "PowerManagementDefaultLimit": 700_000, "PersistenceMode": 1, "CurrentClocksEventReasons": 0,
+            "ComputeRunningProcesses": running, "MigMode": [0, 0],
+            "GraphicsRunningProcesses": [process(pid=12, usedGpuMemory=None)],
+        }  # fmt: skip
         self.answers: dict[str, Any] = {
             "nvmlSystemGetDriverVersion": "580.65.06",
             "nvmlDeviceGetCount": cards,
-            "nvmlDeviceGetName": "NVIDIA H200",
-            "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=140 * GB, used=1 * GB),
-            "nvmlDeviceGetCudaComputeCapability": (9, 0),
-            "nvmlDeviceGetMaxClockInfo": 1980,
-            "nvmlDeviceGetTemperatureV": 41,
-            "nvmlDeviceGetEnforcedPowerLimit": 700_000,
-            "nvmlDeviceGetPowerManagementDefaultLimit": 700_000,
-            "nvmlDeviceGetPersistenceMode": 1,
-            "nvmlDeviceGetCurrentClocksEventReasons": 0,
-            "nvmlDeviceGetComputeRunningProcesses": [
-                process(pid=77, usedGpuMemory=3 * GB),
-                process(pid=os.getpid(), usedGpuMemory=1),
-            ],
-            "nvmlDeviceGetGraphicsRunningProcesses": [process(pid=12, usedGpuMemory=None)],
-            "nvmlDeviceGetMigMode": [0, 0],
+            **{f"nvmlDeviceGet{name}": value for name, value in facts.items()},
             **answers,
         }
         self.by_arguments = {
@@ -84,23 +78,11 @@ def test_each_fact_has_the_unit_of_its_name() -> None:
     inventory = read_gpus(FakeNvml())
     assert inventory.driver_version == "580.65.06"
     assert inventory.gpus[1] == GpuFacts(
-        index=1,
-        name="NVIDIA H200",
-        uuid="GPU-11111111",
-        compute_capability=(9, 0),
-        memory_total_bytes=140 * GB,
-        memory_used_bytes=1 * GB,
-        sm_clock_mhz=345,
-        max_sm_clock_mhz=1980,
-        memory_clock_mhz=3201,
-        temperature_celsius=41,
-        power_limit_watts=700.0,
-        persistence_mode=True,
-        default_power_limit_watts=700.0,
-        throttle_reasons=(),
-        other_processes=((12, None), (77, 3 * GB)),
-        mig=False,
-    )
+        index=1, name="NVIDIA H200", uuid="GPU-11111111", compute_capability=(9, 0), memory_total_bytes=140 * GB,
+        memory_used_bytes=1 * GB, sm_clock_mhz=345, max_sm_clock_mhz=1980, memory_clock_mhz=3201,
+        temperature_celsius=41, power_limit_watts=700.0, persistence_mode=True, default_power_limit_watts=700.0,
+        throttle_reasons=(), other_processes=((12, None), (77, 3 * GB)), mig=False,
+    )  # fmt: skip
 
 
 def test_one_failing_call_costs_only_its_own_fact() -> None:
