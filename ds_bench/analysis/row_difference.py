@@ -1,8 +1,11 @@
-"""Explains why one row needs more or less memory and time than another: by category, by phase, by configuration key.
+"""Explains why one row needs more or less memory and time than another, and compares two results row by row.
 
-Categories of memory sum to the difference of the totals. What was measured is taken first; a prediction takes its place
+``explain``: categories of memory sum to the difference of the totals. Measured values come first; predictions stand in
 only where a row measured nothing, for both rows and marked so. What a change of the configuration would save was
 predicted when the trial was planned (``prediction.what_if.savings``).
+
+``compare_before_after``: a ratio is given only if hardware, workload and method agree and neither row has a
+disqualifying caveat. Versions may differ, since the change may be an upgrade; they are reported.
 """
 
 from __future__ import annotations
@@ -10,28 +13,31 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..config import deepspeed_keys
+from ..config.caveats import Caveat
 from ..config.deepspeed_config import layout_config, paths_of
-from ..config.identity import differences, facts
+from ..config.identity import Difference, differences, facts
 from ..config.spec import Configuration
 from ..prediction.memory import UNCOUNTED, Saving
 from ..prediction.trial_predictions import stored_prediction
-from ..records.schema import MEMORY_PHASES, RankMeasurement, Tier, measured_values
+from ..records.schema import MEMORY_PHASES, RankMeasurement, Tier, TrialRecord, measured_values
 from ..system import environment
 from ..units import BYTES_PER_GB
 from .comparability import incomparable_facts
-from .comparison import ComparisonRow, ratio_between
+from .comparison import ComparisonRow, compare, ratio_between
 from .intervals import RatioInterval
+from .load_results import Result, flat_run
+from .loss_parity import compare_losses
 
 if TYPE_CHECKING:
     from .row import Run
 
 REST = "rest"
-"""Category of what is in the total and in no tensor that the ledger counted; negative where categories, each at its own
-largest, sum to more than the total."""
+"""Category for the part of the total that is in no counted tensor; negative where categories, each at its own largest,
+sum to more than the total."""
 TOTAL = "total"
 """The only category where a row has no ledger."""
 PHASES = ("forward", "backward", "step")
@@ -116,9 +122,9 @@ _RESOLVED_KEYS = {
     "data_types.grad_accum_dtype": "grad_accum_dtype",
 }
 _NVME_KEYS = ("buffer_count", "buffer_size", "max_in_cpu")
-"""Keys of the offload blocks that are read with the device ``nvme`` alone."""
+"""Keys of the offload blocks that only the device ``nvme`` reads."""
 _LEFT_OUT_KEYS = ("train_batch_size", "steps_per_print", "nvme_path", "gradient_accumulation_steps")
-"""Last parts of keys that are not compared: those that follow from other keys or change nothing that is measured.
+"""Last parts of keys that are not compared: they follow from other keys or change nothing that is measured.
 Accumulation is compared as a field of the workload."""
 
 
@@ -149,8 +155,8 @@ class TierDifference:
     predicted: bool = False
     """Whether both rows are predicted, at their fullest moment, because one of them measured nothing."""
     uncounted: tuple[CategoryDifference, ...] = ()
-    """Predicted categories that no ledger counts, at the fullest moment: what ``rest`` is likely to consist of. Empty
-    without predictions of both rows."""
+    """Predicted categories that no ledger counts, at the fullest moment: the likely content of ``rest``. Empty without
+    predictions of both rows."""
 
     @property
     def a_bytes(self) -> int:
@@ -190,9 +196,9 @@ class TimeDifference:
     incomparable_reasons: tuple[str, ...]
     """Why there is no ratio; empty if there is one."""
     phase_seconds: Mapping[str, Pair]
-    """``forward``, ``backward`` and ``step``: measured apart from the window, with the device synchronised between
-    phases, on the slowest rank of the run nearest to the row's mean, which the chart of phases shows too. Empty where a
-    row has none. Within them ``communication`` and ``transfer``, where both rows have them."""
+    """``forward``, ``backward`` and ``step``, then ``communication`` and ``transfer`` within them: from synchronised
+    steps after the window, on the slowest rank of the run nearest to the row's mean, as in the chart of phases. Those
+    that both rows measured."""
     nvme_read_bytes: Pair
     """Per step."""
     nvme_written_bytes: Pair
@@ -214,7 +220,7 @@ class KeyDifference:
     """None: not set, or not read at this row's stage."""
     acts_on: tuple[str, ...]
     """Categories of memory and phases of a step; empty if not known."""
-    from_layout: bool
+    from_layout: bool = False
     """Whether both values follow from stage and offload devices alone."""
 
 
@@ -225,11 +231,12 @@ class RowDifference:
     a: ComparisonRow
     b: ComparisonRow
     memory: tuple[TierDifference, ...]
+    """First the peak of the memory that the rows train in: of the GPU, or of the host on the CPU accelerator."""
     resident_bytes: Pair
-    """On the CPU accelerator the peak resident size of a node's ranks, which counts libraries but no page of a tensor
-    that nobody wrote; elsewhere it is the total of host memory, and None here."""
+    """On the CPU accelerator the peak resident size of a node's ranks, which counts libraries and leaves out pages that
+    were never written; elsewhere it is the total of host memory, and None here."""
     phase_peaks: Mapping[str, Pair]
-    """Phase → peak of host memory of the fullest node in it, worst run; empty where a row did not measure it."""
+    """Phase → peak of host memory of the fullest node in it, worst run; of phases that both rows measured."""
     time: TimeDifference | None
     """None unless both rows trained."""
     keys: tuple[KeyDifference, ...]
@@ -240,36 +247,46 @@ class RowDifference:
     savings: tuple[Saving, ...]
     """Predicted for ``larger``, the greatest first, at most two of at least 5 % of its memory."""
     unknown: tuple[str, ...]
-    """What the results do not hold, so that nothing is said of it."""
+    """What the results do not contain."""
 
     @property
     def main(self) -> TierDifference | None:
-        """The peak of the memory that the rows train in: of the GPU, or of the host on the CPU accelerator."""
+        """The peak of the memory that the rows train in."""
         peaks = [each for each in self.memory if each.moment == "peak"]
         return next((each for each in peaks if each.tier == "gpu"), next(iter(peaks), None))
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts to JSON values; sizes in bytes, times in seconds."""
+        """Convert to JSON values; sizes in bytes, times in seconds."""
 
-        def category(each: CategoryDifference) -> dict[str, Any]:
-            return {**asdict(each), "difference_bytes": each.difference_bytes}
+        def row(of: ComparisonRow) -> dict[str, Any]:
+            outcome = asdict(of.representative.outcome)
+            return {"name": of.configuration.name, "label": of.label, "runs": len(of.runs), "outcome": outcome}
+
+        def categories(of: Sequence[CategoryDifference]) -> list[dict[str, Any]]:
+            return [{**asdict(each), "difference_bytes": each.difference_bytes} for each in of]
+
+        def finite(value: Any) -> Any:
+            """None for the infinite ends that an interval may have."""
+            if isinstance(value, dict):
+                return {key: finite(inner) for key, inner in value.items()}
+            return None if isinstance(value, float) and not math.isfinite(value) else value
 
         memory = [
             {
                 **asdict(tier),
-                "categories": [*map(category, tier.categories)],
-                "uncounted": [*map(category, tier.uncounted)],
+                "categories": categories(tier.categories),
+                "uncounted": categories(tier.uncounted),
                 **{name: getattr(tier, name) for name in ("a_bytes", "b_bytes", "difference_bytes")},
             }
             for tier in self.memory
         ]
         return {
-            "a": _row_facts(self.a),
-            "b": _row_facts(self.b),
+            "a": row(self.a),
+            "b": row(self.b),
             "memory": memory,
             "resident_bytes": asdict(self.resident_bytes),
             "phase_peaks": {phase: asdict(pair) for phase, pair in self.phase_peaks.items()},
-            "time": None if self.time is None else _finite(asdict(self.time)),
+            "time": None if self.time is None else finite(asdict(self.time)),
             "keys": [asdict(each) for each in self.keys],
             "environment_differences": list(self.environment_differences),
             "savings_of": self.larger.configuration.name,
@@ -278,54 +295,53 @@ class RowDifference:
         }
 
 
-def _finite(value: Any) -> Any:
-    """The value with None in place of the infinite ends that an interval may have."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _row_facts(row: ComparisonRow) -> dict[str, Any]:
-    outcome = row.representative.outcome
-    return {"name": row.configuration.name, "label": row.label, "runs": len(row.runs), "outcome": asdict(outcome)}
-
-
 def explain(a: ComparisonRow, b: ComparisonRow) -> RowDifference:
-    """Explains how row ``b`` differs from row ``a`` in memory and time."""
+    """Explain how row ``b`` differs from row ``a`` in memory and time."""
     memory = tuple(_memory_differences(a, b))
-    on_cpu = a.on_cpu and b.on_cpu
+    trained = a.succeeded and b.succeeded
+    time = _time_difference(a, b) if trained else None
     peaks = [each for each in memory if each.moment == "peak"]
-    # The first peak is of the memory that the rows train in (_memory_differences).
     larger = a if peaks and peaks[0].difference_bytes < 0 else b
+
+    def phase_peak(row: ComparisonRow, phase: str) -> int | None:
+        phases = [run.phase_memory[phase] for run in row.successes if phase in run.phase_memory]
+        return max(measured_values(phases, "host_peak_bytes"), default=None)
+
+    phase_peaks = {phase: Pair(phase_peak(a, phase), phase_peak(b, phase)) for phase in MEMORY_PHASES}
+    first, second = (row.representative.environment for row in (a, b))
+    machines: list[str] = []
+    if first is not None and second is not None:
+        compared = environment.comparability_differences(first, second)
+        machines = [*compared, *environment.setting_differences(first, second)]
+    representatives = [row.representative for row in (a, b)]
+    missing = {
+        "the DeepSpeed configurations": not all(run.has_record for run in representatives),
+        "predictions": None in [stored_prediction(run.trial) for run in representatives],
+        "memory by category": trained and not any(each.categories[0].category != TOTAL for each in peaks),
+        "memory between steps": trained and not any(each.moment == "after_step" for each in memory),
+        "the phases of a step": time is not None and "forward" not in time.phase_seconds,
+    }
     return RowDifference(
         a=a,
         b=b,
         memory=memory,
-        resident_bytes=Pair(a.host_peak_bytes, b.host_peak_bytes) if on_cpu else Pair(None, None),
-        phase_peaks=_phase_peaks(a, b),
-        time=_time_difference(a, b) if a.succeeded and b.succeeded else None,
-        keys=tuple(_key_differences(a.representative, b.representative)),
-        environment_differences=tuple(_environment_differences(a, b)),
+        resident_bytes=Pair(a.host_peak_bytes, b.host_peak_bytes) if a.on_cpu and b.on_cpu else Pair(None, None),
+        phase_peaks={phase: pair for phase, pair in phase_peaks.items() if pair.difference is not None},
+        time=time,
+        keys=tuple(_key_differences(*representatives)),
+        environment_differences=tuple(machines),
         larger=larger,
         savings=tuple(_savings(larger)),
-        unknown=tuple(_unknown(a, b, memory)),
+        unknown=tuple(name for name, is_missing in missing.items() if is_missing),
     )
-
-
-def _phase_peaks(a: ComparisonRow, b: ComparisonRow) -> dict[str, Pair]:
-    def peak(row: ComparisonRow, phase: str) -> int | None:
-        phases = [run.phase_memory[phase] for run in row.successes if phase in run.phase_memory]
-        return max(measured_values(phases, "host_peak_bytes"), default=None)
-
-    pairs = {phase: Pair(peak(a, phase), peak(b, phase)) for phase in MEMORY_PHASES}
-    return {phase: pair for phase, pair in pairs.items() if pair.difference is not None}
 
 
 # ------------------------------------------------------------------ memory
 
 
 def ledger_of_tier(ranks: Sequence[RankMeasurement], tier: str, moment: Moment = "peak") -> Counter[str]:
-    """Bytes by category of the fullest rank on a GPU; elsewhere of the fullest node, whose ranks share the memory."""
+    """Return the bytes by category of the fullest rank on a GPU; elsewhere of the fullest node, whose ranks share the
+    memory."""
     totals: dict[str | int, Counter[str]] = {}
     for rank in ranks:
         ledger = rank.ledger if moment == "peak" else rank.ledger_after_step
@@ -334,32 +350,53 @@ def ledger_of_tier(ranks: Sequence[RankMeasurement], tier: str, moment: Moment =
 
 
 def ledger_of_row(row: ComparisonRow, tier: str, moment: Moment = "peak") -> Counter[str] | None:
-    """That of the run with most bytes; None if no run counted any tensor."""
+    """Return the ledger of the run with the most bytes; None if no run counted any tensor."""
     attribute = "ledger" if moment == "peak" else "ledger_after_step"
     counted = [run.ranks for run in row.successes if any(getattr(rank, attribute) for rank in run.ranks)]
     return max((ledger_of_tier(ranks, tier, moment) for ranks in counted), key=Counter.total, default=None)
 
 
 def _memory_differences(a: ComparisonRow, b: ComparisonRow) -> Iterator[TierDifference]:
-    """The tiers that either row uses: first the peak of that which the rows train in."""
+    """The tiers that either row uses: first the peak of the one that the rows train in."""
     device: Tier = "cpu" if a.on_cpu and b.on_cpu else "gpu"
     moments: list[tuple[Tier, Moment]] = [(device, "peak"), (device, "after_step")]
     moments += [(tier, "peak") for tier in ("cpu", "nvme") if tier != device]
     for tier, moment in moments:
+        predicted = _predicted_difference(a, b, tier) if moment == "peak" else None
         difference = _measured_difference(a, b, tier, moment)
-        if difference is None and moment == "peak":
-            difference = _predicted_difference(a, b, tier)
+        if difference is None:
+            difference = predicted
+        elif predicted is not None and tier != "nvme":
+            # The allocator's peak has no memory outside the allocator.
+            uncounted = tuple(
+                each
+                for each in predicted.categories
+                if each.category in UNCOUNTED and (tier, each.category) != ("gpu", "overhead")
+            )
+            difference = replace(difference, uncounted=uncounted)
         if difference is not None and (difference.a_bytes or difference.b_bytes):
             yield difference
 
 
 def _measured_difference(a: ComparisonRow, b: ComparisonRow, tier: Tier, moment: Moment) -> TierDifference | None:
     """None if a row measured neither a total nor a ledger."""
-    totals = [_measured_total(row, tier, moment) for row in (a, b)]
+    # A flat file has the largest of the ranks only.
+    has_all_ranks = all(run.has_record for row in (a, b) for run in row.successes)
+
+    def total(row: ComparisonRow) -> int | None:
+        """The total that the categories and ``rest`` sum to; None where only the ledger counts."""
+        if tier == "gpu":
+            allocated = measured_values([run.row for run in row.successes], "gpu_allocated_gb")
+            return (
+                row.gpu_peak_bytes if moment == "peak" else round(max(allocated) * BYTES_PER_GB) if allocated else None
+            )
+        # The resident size of CPU ranks counts libraries and leaves out pages that were never written.
+        return row.host_peak_bytes if tier == "cpu" and not row.on_cpu and has_all_ranks else None
+
+    totals = [total(row) for row in (a, b)]
     ledgers = [ledger_of_row(row, tier, moment) for row in (a, b)]
     if None in ledgers and None in totals:
         return None
-    scope = _scope(a, b, tier)
     if None in ledgers:
         # Categories of one row alone explain no difference.
         sides = [{TOTAL: total or 0} for total in totals]
@@ -367,32 +404,10 @@ def _measured_difference(a: ComparisonRow, b: ComparisonRow, tier: Tier, moment:
         sides = [dict(ledger or {}) for ledger in ledgers]
         if None not in totals:
             # Of both rows or of none: a rest against nothing would look like a difference.
-            for side, total in zip(sides, totals, strict=True):
-                side[REST] = (total or 0) - sum(side.values())
-    uncounted = _uncounted(a, b, tier) if moment == "peak" else ()
-    return TierDifference(tier=tier, moment=moment, scope=scope, categories=_categories(*sides), uncounted=uncounted)
-
-
-def _scope(a: ComparisonRow, b: ComparisonRow, tier: Tier) -> Scope:
-    if tier == "gpu":
-        return "fullest rank"
-    return "fullest node" if _has_all_ranks(a) and _has_all_ranks(b) else "one rank"
-
-
-def _has_all_ranks(row: ComparisonRow) -> bool:
-    """Whether every rank's measurement is there; a flat file has the largest of the ranks alone."""
-    return all(run.has_record for run in row.successes)
-
-
-def _measured_total(row: ComparisonRow, tier: Tier, moment: Moment) -> int | None:
-    """The total that the categories and ``rest`` sum to; None where only the ledger tells."""
-    if tier == "gpu":
-        allocated = measured_values([run.row for run in row.successes], "gpu_allocated_gb")
-        return row.gpu_peak_bytes if moment == "peak" else round(max(allocated) * BYTES_PER_GB) if allocated else None
-    # On CPU ranks the resident size has libraries too and lacks pages that nobody wrote: the ledger alone tells.
-    if tier == "cpu" and not row.on_cpu and _has_all_ranks(row):
-        return row.host_peak_bytes
-    return None
+            for side, whole in zip(sides, totals, strict=True):
+                side[REST] = (whole or 0) - sum(side.values())
+    scope: Scope = "fullest rank" if tier == "gpu" else "fullest node" if has_all_ranks else "one rank"
+    return TierDifference(tier=tier, moment=moment, scope=scope, categories=_categories(*sides))
 
 
 def _predicted_difference(a: ComparisonRow, b: ComparisonRow, tier: Tier) -> TierDifference | None:
@@ -405,37 +420,25 @@ def _predicted_difference(a: ComparisonRow, b: ComparisonRow, tier: Tier) -> Tie
     return TierDifference(tier=tier, moment="peak", scope=scope, categories=_categories(*sides), predicted=True)
 
 
-def _uncounted(a: ComparisonRow, b: ComparisonRow, tier: Tier) -> tuple[CategoryDifference, ...]:
-    predicted = _predicted_difference(a, b, tier)
-    if predicted is None or tier == "nvme":
-        return ()
-    outside = ("overhead",) if tier == "gpu" else ()  # the allocator's peak has no memory outside the allocator
-    return tuple(each for each in predicted.categories if each.category in UNCOUNTED and each.category not in outside)
-
-
 def _categories(a: Mapping[str, int], b: Mapping[str, int]) -> tuple[CategoryDifference, ...]:
     found = [
         CategoryDifference(category=name, a_bytes=a.get(name, 0), b_bytes=b.get(name, 0))
         for name in dict.fromkeys([*a, *b])
+        if a.get(name) or b.get(name)
     ]
-    return tuple(
-        sorted((each for each in found if each.a_bytes or each.b_bytes), key=lambda each: -abs(each.difference_bytes))
-    )
+    return tuple(sorted(found, key=lambda each: -abs(each.difference_bytes)))
 
 
-def _savings(row: ComparisonRow) -> Iterator[Saving]:
+def _savings(row: ComparisonRow) -> list[Saving]:
     """The greatest savings of the memory that the row trains in, as they were predicted with it."""
     prediction = stored_prediction(row.representative.trial)
     if prediction is None:
-        return
+        return []
     on_gpu = bool(prediction.gpu)
     whole = prediction.gpu_bytes if on_gpu else prediction.host_bytes
-
-    def saved(saving: Saving) -> int:
-        return saving.gpu_bytes if on_gpu else saving.host_bytes
-
-    enough = [each for each in prediction.savings if saved(each) >= _LEAST_SAVING * whole]
-    yield from sorted(enough, key=saved, reverse=True)[:_MOST_SAVINGS]
+    saved = {each.name: each.gpu_bytes if on_gpu else each.host_bytes for each in prediction.savings}
+    enough = [each for each in prediction.savings if saved[each.name] >= _LEAST_SAVING * whole]
+    return sorted(enough, key=lambda each: saved[each.name], reverse=True)[:_MOST_SAVINGS]
 
 
 # ------------------------------------------------------------------ time
@@ -443,59 +446,40 @@ def _savings(row: ComparisonRow) -> Iterator[Saving]:
 
 def _time_difference(a: ComparisonRow, b: ComparisonRow) -> TimeDifference:
     runs = [row.representative for row in (a, b)]
-    reasons = [*(each.text for each in incomparable_facts(*runs)), *_hardware_differences(*runs)]
+    reasons = [each.text for each in incomparable_facts(*runs)]
+    first, second = (run.environment for run in runs)
+    if first is not None and second is not None:
+        reasons += environment.hardware_differences(first, second)
     reasons += [f"{row.label}: {row.invalid_reason}" for row in (a, b) if row.invalid_reason is not None]
-    first, second = _phase_seconds(a), _phase_seconds(b)
-    rows = [[run.row for run in row.successes] for row in (a, b)]
 
-    def most(name: str, measured: Sequence[Sequence[object]], size: float = 1) -> Pair:
-        largest = (max(measured_values(of_row, name), default=None) for of_row in measured)
-        return Pair(*(None if value is None else value * size for value in largest))
+    def most(name: str, size: float = 1) -> Pair:
+        figures = [measured_values([run.row for run in row.successes], name) for row in (a, b)]
+        return Pair(*(max(values) * size if values else None for values in figures))
 
+    def tokens_per_step(run: Run) -> int:
+        row = run.row
+        return row.batch_size * row.grad_accum * (row.data_parallel_size or row.num_gpus) * row.seq_length
+
+    def phases(row: ComparisonRow) -> dict[str, float]:
+        for run in row.nearest_to_mean:
+            known = {name: getattr(run.row, f"phase_{name}_ms") for name in (*PHASES, "communication", "transfer")}
+            if any(known[phase] is not None for phase in PHASES):
+                return {name: each / 1000 for name, each in known.items() if each is not None}
+        return {}
+
+    ours, theirs = phases(a), phases(b)
     return TimeDifference(
         step_seconds=Pair(a.mean_step_seconds, b.mean_step_seconds),
         tokens_per_second=Pair(a.tokens_per_second, b.tokens_per_second),
-        same_tokens=len({_tokens_per_step(run) for run in runs}) == 1,
+        same_tokens=len(set(map(tokens_per_step, runs))) == 1,
         interval=None if reasons else ratio_between(b, a),
         incomparable_reasons=tuple(reasons),
-        phase_seconds={name: Pair(first[name], second[name]) for name in first if name in second},
-        nvme_read_bytes=most("nvme_read_gb_per_step", rows, BYTES_PER_GB),
-        nvme_written_bytes=most("nvme_written_gb_per_step", rows, BYTES_PER_GB),
-        skipped_steps=most("skipped_steps", rows),
-        allocator_retries=most("gpu_alloc_retries", rows),
+        phase_seconds={name: Pair(ours[name], theirs[name]) for name in ours if name in theirs},
+        nvme_read_bytes=most("nvme_read_gb_per_step", BYTES_PER_GB),
+        nvme_written_bytes=most("nvme_written_gb_per_step", BYTES_PER_GB),
+        skipped_steps=most("skipped_steps"),
+        allocator_retries=most("gpu_alloc_retries"),
     )
-
-
-def _tokens_per_step(run: Run) -> int:
-    row = run.row
-    return row.batch_size * row.grad_accum * (row.data_parallel_size or row.num_gpus) * row.seq_length
-
-
-def _phase_seconds(row: ComparisonRow) -> dict[str, float]:
-    """See ``TimeDifference.phase_seconds``; without those that were not measured, empty without any phase."""
-    for run in row.nearest_to_mean:
-        measured = {phase: getattr(run.row, f"phase_{phase}_ms") for phase in PHASES}
-        phases = {phase: each / 1000 for phase, each in measured.items() if each is not None}
-        if phases:
-            within = {"communication": run.row.phase_communication_ms, "transfer": run.row.phase_transfer_ms}
-            return phases | {name: each / 1000 for name, each in within.items() if each is not None}
-    return {}
-
-
-def _hardware_differences(a: Run, b: Run) -> list[str]:
-    if a.environment is None or b.environment is None:
-        return []
-    return environment.hardware_differences(a.environment, b.environment)
-
-
-def _environment_differences(a: ComparisonRow, b: ComparisonRow) -> list[str]:
-    first, second = (row.representative.environment for row in (a, b))
-    if first is None or second is None:
-        return []
-    return [
-        *environment.comparability_differences(first, second),
-        *environment.setting_differences(first, second),
-    ]
 
 
 # ------------------------------------------------------------------ configuration
@@ -503,59 +487,47 @@ def _environment_differences(a: ComparisonRow, b: ComparisonRow) -> list[str]:
 
 def _key_differences(a: Run, b: Run) -> Iterator[KeyDifference]:
     """Keys of the DeepSpeed configurations, as resolved where that is known; then fields of workload and placement."""
-    trials = a.trial, b.trial
     if a.has_record == b.has_record:  # of flat rows stage and devices
         yield from _config_differences(a, b)
     optimizers = [run.row.optimizer for run in (a, b)]
     if None not in optimizers and optimizers[0] != optimizers[1]:
-        yield KeyDifference(
-            path="optimizer class", a=optimizers[0], b=optimizers[1], acts_on=("step",), from_layout=False
-        )
+        yield KeyDifference(path="optimizer class", a=optimizers[0], b=optimizers[1], acts_on=("step",))
     left_out = ("window", "policy", "place", "config", "name", "repeat", "inspection", "model_config")
-    for each in differences(*(facts(trial, leave_out=left_out) for trial in trials)):
+    for each in differences(*(facts(run.trial, leave_out=left_out) for run in (a, b))):
         acts_on = ACTS_ON.get(each.fact, ())
-        path = each.fact.removeprefix("variables.")
-        yield KeyDifference(path=path, a=each.a, b=each.b, acts_on=acts_on, from_layout=False)
+        yield KeyDifference(path=each.fact.removeprefix("variables."), a=each.a, b=each.b, acts_on=acts_on)
 
 
 def _config_differences(a: Run, b: Run) -> Iterator[KeyDifference]:
-    runs = a, b
-    configurations = [run.trial.configuration for run in runs]
-    written = [dict(paths_of(run.trial.ds_config)) for run in runs]
-    resolved = [dict(paths_of(run.ranks[0].resolved_config)) if run.ranks else {} for run in runs]
+    trials = [run.trial for run in (a, b)]
+    written = [dict(paths_of(trial.ds_config)) for trial in trials]
+    resolved = [dict(paths_of(run.ranks[0].resolved_config)) if run.ranks else {} for run in (a, b)]
     defaults = [
         dict(paths_of(layout_config(each.ds_config, each.configuration, each.workload, each.placement)))
-        for each in (a.trial, b.trial)
+        for each in trials
     ]
     # Known keys first, though nobody wrote them: what DeepSpeed resolved them to may differ.
-    paths = dict.fromkeys([*ACTS_ON, *written[0], *written[1]])
-    for path in paths:
+    for path in dict.fromkeys([*ACTS_ON, *written[0], *written[1]]):
         if path.rpartition(".")[2] in _LEFT_OUT_KEYS:
             continue
         known = [_effective_value(path, *each) for each in zip(written, resolved, strict=True)]
         values = [
-            value if _is_read(path, configuration) else None
-            for value, configuration in zip(known, configurations, strict=True)
+            value if _is_read(path, trial.configuration) else None for value, trial in zip(known, trials, strict=True)
         ]
-        # What stages 1 and 2 alone read is no further difference to a row of stage 3 in which it is set alike.
-        if values[0] == values[1] or (known[0] == known[1] and _is_of_lower_stages(path)):
+        block, _, key = path.partition(".")
+        of_lower_stages = block == "zero_optimization" and not deepspeed_keys.is_read_at_stage(key.partition(".")[0], 3)
+        # What only stages 1 and 2 read is no further difference to a row of stage 3 in which it is set alike.
+        if values[0] == values[1] or (known[0] == known[1] and of_lower_stages):
             continue
         from_layout = all(
             path not in own or own[path] == default.get(path) for own, default in zip(written, defaults, strict=True)
         )
         acts_on = ACTS_ON.get(path, ())
         if path.endswith(".overlap_comm") and not any(
-            value is True and configuration.stage < 3
-            for value, configuration in zip(values, configurations, strict=True)
+            value is True and trial.configuration.stage < 3 for value, trial in zip(values, trials, strict=True)
         ):
             acts_on = tuple(name for name in acts_on if name != "deepspeed_buffers")  # a second bucket: stages 1 and 2
         yield KeyDifference(path=path, a=values[0], b=values[1], acts_on=acts_on, from_layout=from_layout)
-
-
-def _is_of_lower_stages(path: str) -> bool:
-    """Whether it is a key of ``zero_optimization`` that is read at stages 1 and 2 and not at stage 3."""
-    block, _, key = path.partition(".")
-    return block == "zero_optimization" and not deepspeed_keys.is_read_at_stage(key.partition(".")[0], 3)
 
 
 def _is_read(path: str, configuration: Configuration) -> bool:
@@ -587,19 +559,164 @@ def _effective_value(path: str, written: Mapping[str, Any], resolved: Mapping[st
     return value.lower() if path == "optimizer.type" and isinstance(value, str) else value
 
 
-# ------------------------------------------------------------------ what is not known
+# ------------------------------------------------------------------ two results, before and after a change
+
+_CHANGES = ("num_steps", "warmup_steps", "launch", "torch", "deepspeed")
+"""Facts in which the change itself may consist: they do not forbid a ratio."""
+_IRRELEVANT = ("launcher", "nvme_path", "supported_precisions")
+"""Facts that do not change what runs, or whose effect ``launch`` or the configuration shows."""
 
 
-def _unknown(a: ComparisonRow, b: ComparisonRow, memory: Sequence[TierDifference]) -> Iterator[str]:
-    trials = [row.representative.trial for row in (a, b)]
-    if not all(row.representative.has_record for row in (a, b)):
-        yield "the DeepSpeed configurations"
-    if None in map(stored_prediction, trials):
-        yield "predictions"
-    if a.succeeded and b.succeeded:
-        if not any(each.moment == "peak" and each.categories[0].category != TOTAL for each in memory):
-            yield "memory by category"
-        if not any(each.moment == "after_step" for each in memory):
-            yield "memory between steps"
-        if any("forward" not in _phase_seconds(row) for row in (a, b)):
-            yield "the phases of a step"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowChange:
+    """One row of both results."""
+
+    label: str
+    before: ComparisonRow | None
+    after: ComparisonRow | None
+    ratio: float | None = None
+    """Throughput after divided by before; None if the rows do not compare or one has no numbers."""
+    interval: RatioInterval | None = None
+    """95 % interval of ``ratio``, from per-run means; None below three runs of either row."""
+    incomparable_reasons: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
+    """Differences that may explain a change of speed: versions, steps, the DeepSpeed configuration."""
+    caveats: tuple[str, ...] = ()
+    """Caveats that disqualify nothing, with the side they hold for."""
+    same_settings: bool = False
+    """Whether both results have the row, with equal workload, placement and configuration."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeforeAfter:
+    """Two results side by side."""
+
+    rows: tuple[RowChange, ...]
+    hardware: tuple[str, ...]
+    """Differences of the hosts, or one line if the host of a result is unknown: they forbid every ratio."""
+    software: tuple[str, ...]
+    settings: tuple[str, ...]
+    """Other differences of the environments."""
+    environment_unknown: bool
+    configs_unknown: bool
+    """Whether a row has no DeepSpeed configuration, so that changes of it are unknown."""
+
+
+def compare_before_after(before: Result, after: Result) -> BeforeAfter:
+    """Compare every row of either result, and the environments."""
+    a, b = before.environment, after.environment
+    if a is None or b is None:
+        unknown = " and ".join(str(result.source) for result in (before, after) if result.environment is None)
+        hardware = [f"hardware and versions of {unknown} are unknown; give the run folder"]
+        software, settings = list[str](), list[str]()
+    else:
+        hardware, software = environment.hardware_differences(a, b), environment.software_differences(a, b)
+        settings = environment.setting_differences(a, b)
+    rows = tuple(_pair_rows(before.runs, after.runs, hardware, versions_known=None not in (a, b)))
+    pairs = [(row.before, row.after) for row in rows if row.before and row.after]
+    return BeforeAfter(
+        rows=rows,
+        hardware=tuple(hardware),
+        software=tuple(software),
+        settings=tuple(settings),
+        environment_unknown=None in (a, b),
+        configs_unknown=any(side.representative.row.config_hash is None for pair in pairs for side in pair),
+    )
+
+
+def _pair_rows(
+    before: Sequence[Run], after: Sequence[Run], hardware: Sequence[str], *, versions_known: bool
+) -> Iterator[RowChange]:
+    """Pair rows by model and strategy, in the order of ``before``; then the rows that only ``after`` has."""
+
+    def name(row: ComparisonRow) -> tuple[object, ...]:
+        return row.configuration.name, row.configuration.stage, row.trial.workload.model
+
+    unpaired = list(compare(after).rows)
+    for row in compare(before).rows:
+        same_name = [other for other in unpaired if name(other) == name(row)]
+        # Of several rows of one name, as with other batches, the one that differs least.
+        partner = min(same_name, key=lambda other: len(_differences(row, other)), default=None)
+        if partner is None:
+            yield RowChange(label=row.label, before=row, after=None, incomparable_reasons=("after: no such row",))
+        else:
+            unpaired.remove(partner)
+            yield _pair(row, partner, hardware, versions_known=versions_known)
+    for row in unpaired:
+        yield RowChange(label=row.label, before=None, after=row, incomparable_reasons=("before: no such row",))
+
+
+def _pair(before: ComparisonRow, after: ComparisonRow, hardware: Sequence[str], *, versions_known: bool) -> RowChange:
+    found = _differences(before, after)
+    reasons = [*hardware, *(each.text for each in found if each.field not in _CHANGES)]
+    shared = [caveat for caveat in before.caveats if caveat in after.caveats]
+    caveats = [
+        *(("before and after", caveat) for caveat in shared),
+        *(("before", caveat) for caveat in before.caveats if caveat not in shared),
+        *(("after", caveat) for caveat in after.caveats if caveat not in shared),
+    ]
+    # Rows that do not compare have other losses for that reason.
+    if not reasons and (loss_caveat := _loss_caveat(before, after)):
+        caveats.append(("after against before", loss_caveat))
+    reasons += [f"{side}: {caveat.text}" for side, caveat in caveats if caveat.disqualifying]
+    config_changes = list(_config_changes(before.representative, after.representative))
+    # Versions are reported once for both results (BeforeAfter.software).
+    told = ("torch", "deepspeed") if versions_known else ()
+    changes = [each.text for each in found if each.field in _CHANGES and each.field not in told]
+    ratio, interval = None, None
+    if not reasons and before.tokens_per_second and after.tokens_per_second:
+        ratio = after.tokens_per_second / before.tokens_per_second
+        interval = ratio_between(after, before)
+    return RowChange(
+        label=before.label,
+        before=before,
+        after=after,
+        ratio=ratio,
+        interval=interval,
+        incomparable_reasons=tuple(reasons),
+        changes=(*changes, *config_changes),
+        caveats=tuple(f"{side}: {caveat.line}" for side, caveat in caveats if not caveat.disqualifying),
+        same_settings=not (found or config_changes),
+    )
+
+
+def _differences(before: ComparisonRow, after: ComparisonRow) -> list[Difference]:
+    """Return differences of workload, placement and run; of a flat row only its columns are compared."""
+    runs = before.representative, after.representative
+    if not all(run.has_record for run in runs):
+        runs = flat_run(runs[0].row), flat_run(runs[1].row)
+    return [each for each in incomparable_facts(*runs) if each.field not in _IRRELEVANT]
+
+
+def _loss_caveat(before: ComparisonRow, after: ComparisonRow) -> Caveat | None:
+    """Return the caveat on the losses of two rows that differ at most in the number of steps; None if they agree."""
+    runs = [before.representative, after.representative]
+    wrappers = {rank.engine_optimizer_class for run in runs for rank in run.ranks}
+    for index, run in enumerate(runs):
+        if not isinstance(run.stored, TrialRecord):
+            continue
+        ranks = run.ranks
+        if len(wrappers) == 1:  # the known effect of a wrapper on the loss is then the same in both rows
+            ranks = tuple(replace(rank, engine_optimizer_class="") for rank in ranks)
+        # compare_losses groups rows by workload: with one for both, another number of steps does not part them.
+        trial = replace(run.trial, workload=runs[0].trial.workload)
+        runs[index] = replace(run, stored=replace(run.stored, trial=trial, ranks=ranks))
+    return next(iter(compare_losses(runs).values()), None)
+
+
+def _config_changes(a: Run, b: Run) -> Iterator[str]:
+    """Return differences of the optimizers, and of each configuration key as written and as DeepSpeed resolved it."""
+    if None not in (a.row.optimizer, b.row.optimizer):
+        yield from (each.text for each in differences({"optimizer": a.row.optimizer}, {"optimizer": b.row.optimizer}))
+    if not (a.has_record and b.has_record):
+        if None not in (a.row.config_hash, b.row.config_hash) and a.row.config_hash != b.row.config_hash:
+            yield "the DeepSpeed configuration (only its hash is known)"
+        return
+    written = differences(a.trial.ds_config, b.trial.ds_config)
+    yield from (each.text for each in written)
+    if a.ranks and b.ranks:
+        known = {each.fact for each in written}
+        # The rest are defaults that differ, as between versions.
+        for each in differences(a.ranks[0].resolved_config, b.ranks[0].resolved_config):
+            if each.fact not in known:
+                yield f"{each.text} (as DeepSpeed resolved it)"

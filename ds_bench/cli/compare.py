@@ -9,10 +9,9 @@ from pathlib import Path
 
 from .. import units
 from ..analysis import load_results, provenance
-from ..analysis.before_after import BeforeAfter, RowChange, compare_before_after
 from ..analysis.comparison import ComparisonRow, rows_called
 from ..analysis.intervals import RatioInterval
-from ..analysis.row_difference import RowDifference, explain
+from ..analysis.row_difference import BeforeAfter, RowChange, RowDifference, compare_before_after, explain
 from ..errors import UsageError
 from ..report.comparison_report import ComparisonReport
 from ..report.junit import TestCase, junit_text
