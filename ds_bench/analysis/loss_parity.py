@@ -69,45 +69,50 @@ _Group = dict[int, "Run"]
 """Summaries of equal batches by their indices in the sequence that was given."""
 
 
-def with_loss_caveats(summaries: Sequence[Run]) -> list[Run]:
-    """The summaries, with the caveats and cosines that a comparison with the other rows gives.
+def with_loss_caveats(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs with the caveats and cosines that comparing them gives.
 
-    A summary that has a caveat about its loss gets no second one.
+    A run that has a caveat about its loss gets no second one.
     """
-    compared = list(summaries)
+    compared = list(runs)
     # Flat rows hold no losses, and the run that wrote them has compared those of its trials.
-    if not any(isinstance(summary.stored, TrialRecord) for summary in summaries):
+    if not any(isinstance(run.stored, TrialRecord) for run in runs):
         return compared
-    for index, caveat in _other_training(summaries).items():
-        if caveat not in summaries[index].caveats:
-            compared[index] = summaries[index].with_row(caveats=(*summaries[index].caveats, caveat))
+    for index, caveat in _other_training(runs).items():
+        if caveat not in runs[index].caveats:
+            compared[index] = runs[index].with_row(caveats=(*runs[index].caveats, caveat))
     for group in _group_equal_batches(compared):
         reference = _reference_row(group)
         if reference is None:
             continue
         first = next(iter(group))
-        stage_3_alone = _stage_3_alone(group)
+        strategies = [run.trial.configuration for run in group.values()]
+        several = len({strategy.name for strategy in strategies}) > 1
         differences = _differences(reference, group)
-        for index, summary in group.items():
-            once = [stage_3_alone] if index == first else []
-            caveats = [*once, _other_adam_implementation(group[first], summary)]
-            if not has_kind(summary.caveats, *LOSS_KINDS):
+        for index, run in group.items():
+            caveats = [_other_adam_implementation(group[first], run)]
+            if index == first and several and all(map(_is_stage_3, strategies)):
+                caveats.insert(0, Caveat(CaveatKind.STAGE_3_ALONE))
+            if not has_kind(run.caveats, *LOSS_KINDS):
                 caveats.append(differences.get(index))
-            added = [caveat for caveat in caveats if caveat is not None and caveat not in summary.caveats]
-            cosine = _weight_change_cosine(reference, summary)
-            if added or cosine != summary.row.weight_change_cosine:  # copying every row would cost more than the rest
-                compared[index] = summary.with_row(weight_change_cosine=cosine, caveats=(*summary.caveats, *added))
+            added = [caveat for caveat in caveats if caveat is not None and caveat not in run.caveats]
+            cosine = run.row.weight_change_cosine
+            known, change = reference.weight_change, run.weight_change
+            if known and change and len(known) == len(change) and _took_equal_steps(reference, run):
+                cosine = _cosine(known, change)
+            if added or cosine != run.row.weight_change_cosine:  # copying every row would cost more than the rest
+                compared[index] = run.with_row(weight_change_cosine=cosine, caveats=(*run.caveats, *added))
     return compared
 
 
-def compare_losses(summaries: Sequence[Run]) -> dict[int, Caveat]:
-    """Caveats by index, for rows that did not train as the reference row of their workload did.
+def compare_losses(runs: Sequence[Run]) -> dict[int, Caveat]:
+    """Return caveats by index, for rows that did not train as the reference row of their workload did.
 
     The reference is the row with which most other strategies agree; among equals one that is not of stage 3, then the
     first. A row with the known quirk of stage 0 is never the reference.
     """
     caveats = dict[int, Caveat]()
-    for group in _group_equal_batches(summaries):
+    for group in _group_equal_batches(runs):
         if (reference := _reference_row(group)) is not None:
             caveats |= _differences(reference, group)
     return caveats
@@ -115,32 +120,31 @@ def compare_losses(summaries: Sequence[Run]) -> dict[int, Caveat]:
 
 def _differences(reference: Run, group: _Group) -> dict[int, Caveat]:
     """Caveats by index of the rows that differ from the reference early in the run, then of those that do so later."""
-    early = {index: _early_difference(reference, summary) for index, summary in group.items()}
-    honest = {index: summary for index, summary in group.items() if early[index] is None}
+    early = {index: _early_difference(reference, run) for index, run in group.items()}
+    honest = {index: run for index, run in group.items() if early[index] is None}
     found = {index: caveat for index, caveat in early.items() if caveat is not None}
     return found | _late_differences(reference, honest)
 
 
-def _group_equal_batches(summaries: Sequence[Run]) -> list[_Group]:
-    """Groups rows that were to train alike, on the same batches; rows without finite losses are in no group."""
-    groups: list[_Group] = []
-    batches: list[tuple[object, ...]] = []
-    # By id: thousands of records have few workloads, which are one object each (records.reader), and a copy is checked.
+def _group_equal_batches(runs: Sequence[Run]) -> list[_Group]:
+    """Group rows that were to train alike, on the same batches; rows without finite losses are in no group."""
+    groups: list[tuple[tuple[object, ...], _Group]] = []
+    # By id: thousands of records share few workloads, and a copy is checked.
     common: dict[int, Workload] = {}
-    for index, summary in enumerate(summaries):
-        if not summary.losses or None in summary.losses:
+    for index, run in enumerate(runs):
+        if not run.losses or None in run.losses:
             continue
-        workload = summary.trial.workload
-        if id(workload) not in common:
-            common[id(workload)] = replace(workload, **_COMMON_VALUES)
-        other = other_arithmetic(summary.trial.configuration.axis_values), summary.trial.common_settings
-        row = summary.row
-        batch = row.batch_size, row.grad_accum, row.data_parallel_size, common[id(workload)], other
-        if batch not in batches:  # a workload holds mappings, so that it is no key of a dictionary
-            batches.append(batch)
-            groups.append({})
-        groups[batches.index(batch)][index] = summary
-    return [part for group in groups for part in _split_by_settings(group, _is_of_file)]
+        row, trial = run.row, run.trial
+        if id(trial.workload) not in common:
+            common[id(trial.workload)] = replace(trial.workload, **_COMMON_VALUES)
+        other = other_arithmetic(trial.configuration.axis_values), trial.common_settings
+        batch = row.batch_size, row.grad_accum, row.data_parallel_size, common[id(trial.workload)], other
+        # A workload holds mappings, so that it cannot be a key of a dictionary.
+        group = next((group for known, group in groups if known == batch), None)
+        if group is None:
+            groups.append((batch, group := {}))
+        group[index] = run
+    return [part for _, group in groups for part in _split_by_settings(group, _is_of_file)]
 
 
 def _split_by_settings(group: _Group, is_free: Callable[[Run], bool]) -> list[_Group]:
@@ -148,20 +152,20 @@ def _split_by_settings(group: _Group, is_free: Callable[[Run], bool]) -> list[_G
 
     Other settings in any other row are a mistake that the comparison is to find: it stays with the others.
     """
-    bound = [summary for summary in group.values() if not is_free(summary)]
+    bound = [run for run in group.values() if not is_free(run)]
     common = next(filter(_trained_as_asked, bound), bound[0] if bound else None)
     parts: list[tuple[Run, _Group]] = []
-    for index, summary in group.items():
-        asked = summary if common is None or is_free(summary) else common
+    for index, run in group.items():
+        asked = run if common is None or is_free(run) else common
         part = next((part for known, part in parts if _asked_difference(known, asked) is None), None)
         if part is None:
             parts.append((asked, part := {}))
-        part[index] = summary
+        part[index] = run
     return [part for _, part in parts]
 
 
-def _is_of_file(summary: Run) -> bool:
-    return summary.trial.configuration.source == "file"
+def _is_of_file(run: Run) -> bool:
+    return run.trial.configuration.source == "file"
 
 
 def _asked_difference(a: Run, b: Run, *, learning: bool = False) -> str | None:
@@ -177,36 +181,33 @@ def _asked_difference(a: Run, b: Run, *, learning: bool = False) -> str | None:
     names = [name for name in own if own[name] != theirs[name] and (name in _LEARNING or not learning)]
     if known and theirs["optimizer"][0] == own["optimizer"][0]:
         names = [name for name in names if name != "optimizer"]
-    if "gradient_clipping" in names and _clipping_known(a, b):  # it counts where it acts
-        names.remove("gradient_clipping")
-    other = [f"its {name} is {_short(own[name])}, not {_short(theirs[name])}" for name in names]
+    read_back = all("gradient_clipping" in each.ranks[0].resolved_config for each in (a, b))
+    if "gradient_clipping" in names and read_back and (_known_norms(a) or _known_norms(b)):
+        names.remove("gradient_clipping")  # it counts only where it acted
+
+    def short(value: Any) -> str:
+        text = str(value[0] if isinstance(value, tuple) else value)  # of an optimizer its kind
+        return text if len(text) <= 60 else f"{text[:57]}…"
+
+    other = [f"its {name} is {short(own[name])}, not {short(theirs[name])}" for name in names]
     return next(filter(None, [_differing_setting(a, b), _differing_clipping(a, b), *other]), None)
-
-
-def _short(value: Any) -> str:
-    """Return a setting as text for a sentence; of an optimizer its kind."""
-    text = str(value[0] if isinstance(value, tuple) else value)
-    return text if len(text) <= 60 else f"{text[:57]}…"
 
 
 def _arithmetic_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a DeepSpeed configuration says about arithmetic, besides batch and precision."""
     optimizer, zero, bf16 = (config.get(name) or {} for name in ("optimizer", "zero_optimization", "bf16"))
-    params = {key: value for key, value in (optimizer.get("params") or {}).items() if key not in _IMPLEMENTATION}
+    kind, params = str(optimizer.get("type")).lower(), optimizer.get("params") or {}
+    # DeepSpeed makes AdamW of Adam unless ``adam_w_mode`` is off (engine.py).
+    if kind == "adam" and params.get("adam_w_mode", True):
+        kind = "adamw"
     return {
-        "optimizer": (_optimizer_kind(optimizer), params),
+        "optimizer": (kind, {key: value for key, value in params.items() if key not in _IMPLEMENTATION}),
         # 1.0 is DeepSpeed's default since 0.19.3.
         "gradient_clipping": config.get("gradient_clipping", 1.0),
         "bf16": {key: value for key, value in bf16.items() if key.startswith(("bf16", "immediate")) and value},
         **{key: config.get(key) or None for key in _ARITHMETIC},
         **{key: zero.get(key) or None for key in _ZERO_ARITHMETIC},
     }
-
-
-def _optimizer_kind(optimizer: Mapping[str, Any]) -> str:
-    """Return the optimizer's type: DeepSpeed makes AdamW of Adam unless ``adam_w_mode`` is off (engine.py)."""
-    kind = str(optimizer.get("type")).lower()
-    return "adamw" if kind == "adam" and (optimizer.get("params") or {}).get("adam_w_mode", True) else kind
 
 
 _IMPLEMENTATION = ("torch_adam", "foreach", "fused", "adam_w_mode", "fp32_optimizer_states")
@@ -216,17 +217,17 @@ _ARITHMETIC = ("scheduler", "torch_autocast", "communication_data_type", "data_t
 _ZERO_ARITHMETIC = ("zenflow", "zero_quantized_weights", "zero_quantized_gradients")
 
 
-def _other_training(summaries: Sequence[Run]) -> dict[int, Caveat]:
+def _other_training(runs: Sequence[Run]) -> dict[int, Caveat]:
     """Caveats by index of rows that were asked to train otherwise than usual: files, and optimizers of axes.
 
     Rows of no file train as usual; without any, the largest group of files that ask for the same does. Where two
     groups are equally large, no row does.
     """
     points: dict[str, _Group] = {}
-    if any(map(_may_train_otherwise, summaries)):  # rare, and the rest takes time with thousands of records
-        for index, summary in enumerate(summaries):
-            if summary.losses and summary.row.weight_change_norm != 0.0:
-                points.setdefault(str(summary.trial.common_settings), {})[index] = summary
+    if any(map(_may_train_otherwise, runs)):  # rare, and the rest takes time with thousands of records
+        for index, run in enumerate(runs):
+            if run.losses and run.row.weight_change_norm != 0.0:
+                points.setdefault(str(run.trial.common_settings), {})[index] = run
     caveats = dict[int, Caveat]()
     for group in points.values():
         parts = _split_by_settings(group, _may_train_otherwise)
@@ -237,32 +238,24 @@ def _other_training(summaries: Sequence[Run]) -> dict[int, Caveat]:
             if part is not usual:
                 other = usual or next(each for each in parts if each is not part)
                 known = next(iter(other.values()))
-                caveats |= {index: _other_training_caveat(known, summary) for index, summary in part.items()}
+                caveats |= {index: _other_training_caveat(known, run) for index, run in part.items()}
     return caveats
 
 
-def _other_training_caveat(known: Run, summary: Run) -> Caveat:
+def _other_training_caveat(known: Run, run: Run) -> Caveat:
     """Return what to say about a row that was asked for other training than ``known``: learning, or formats only."""
-    if difference := _asked_difference(known, summary, learning=True):
+    if difference := _asked_difference(known, run, learning=True):
         return Caveat(CaveatKind.OTHER_TRAINING, {"how": difference})
-    apart = _greatest_difference(known.losses, summary.losses)
+    apart = _greatest_difference(known.losses, run.losses)
     if apart > _OTHER_FORMAT_TOLERANCE:
         label = known.trial.configuration.label
         return Caveat(CaveatKind.LOSS_OF_FORMAT_DIFFERS, {"difference": apart, "row": label})
-    return note(f"its losses are compared only with rows that train alike: {_asked_difference(known, summary)}")
+    return note(f"its losses are compared only with rows that train alike: {_asked_difference(known, run)}")
 
 
-def _may_train_otherwise(summary: Run) -> bool:
-    other = other_arithmetic(summary.trial.configuration.axis_values)
-    return _is_of_file(summary) or "optimizer" in other
-
-
-def _stage_3_alone(group: _Group) -> Caveat | None:
-    """The caveat that a group of several strategies, all of stage 3, was not held against another stage."""
-    strategies = [summary.trial.configuration for summary in group.values()]
-    if len({strategy.name for strategy in strategies}) < 2 or not all(map(_is_stage_3, strategies)):
-        return None
-    return Caveat(CaveatKind.STAGE_3_ALONE)
+def _may_train_otherwise(run: Run) -> bool:
+    other = other_arithmetic(run.trial.configuration.axis_values)
+    return _is_of_file(run) or "optimizer" in other
 
 
 def _is_stage_3(configuration: Configuration) -> bool:
@@ -270,12 +263,12 @@ def _is_stage_3(configuration: Configuration) -> bool:
     return configuration.stage == 3 and not configuration.is_reference
 
 
-def _other_adam_implementation(first: Run, summary: Run) -> Caveat | None:
+def _other_adam_implementation(first: Run, run: Run) -> Caveat | None:
     """The caveat of a row on the CPU accelerator that uses another implementation of Adam than the first row.
 
     On the CPU accelerator offload moves nothing, and the implementation of Adam alone can make a row faster.
     """
-    theirs, own = (each.ranks[0].optimizer_class for each in (first, summary))
+    theirs, own = (each.ranks[0].optimizer_class for each in (first, run))
     if first.trial.placement.accelerator != "cpu" or own == theirs:
         return None
     if not optimizer_family(own) == optimizer_family(theirs) == "adam":
@@ -289,155 +282,154 @@ def _reference_row(group: _Group) -> Run | None:
 
     A row that did not train, or not with the settings that it was asked for, is the reference only if all are so.
     """
-    runs: dict[str, list[Run]] = {}
-    for summary in group.values():
-        # Held against it, every right row would look wrong.
-        if not _has_stage0_quirk(summary):
-            runs.setdefault(summary.trial.configuration.name, []).append(summary)
-    # More runs of a row say nothing new, and the comparison of all with all would take long.
-    runs = {name: of_row[:3] for name, of_row in runs.items()}
-    rows = [summary for of_row in runs.values() for summary in of_row]
-    rows = [row for row in rows if row.row.weight_change_norm != 0.0 and _trained_as_asked(row)] or rows
-    if len(rows) < 2:
-        return rows[0] if rows else None
+    rows: dict[str, list[Run]] = {}
+    for run in group.values():
+        # Compared with it, every right row would look wrong.
+        if not _has_stage0_quirk(run):
+            rows.setdefault(run.trial.configuration.name, []).append(run)
+    # More runs of a row say nothing new, and comparing all with all would take long.
+    rows = {name: own[:3] for name, own in rows.items()}
+    candidates = [run for own in rows.values() for run in own]
+    right = [run for run in candidates if run.row.weight_change_norm != 0.0 and _trained_as_asked(run)]
+    candidates = right or candidates
+    if len(candidates) < 2:
+        return next(iter(candidates), None)
 
-    def rank(row: Run) -> tuple[float, int, bool]:
+    def rank(run: Run) -> tuple[float, int, bool]:
         votes, both_known = 0.0, 0
-        for of_row in runs.values():  # each row has one voice, however often it was run
-            others = [other for other in of_row if other is not row]
-            agreeing = [other for other in others if _early_difference(row, other) is None]
+        for own in rows.values():  # each row has one vote, however often it was run
+            others = [other for other in own if other is not run]
+            agreeing = [other for other in others if _early_difference(run, other) is None]
             votes += len(agreeing) / len(others) if others else 1.0
-            # Rows without a gradient norm agree with any norm, so that they count less.
-            norms_known = any(None not in (row.row.first_grad_norm, other.row.first_grad_norm) for other in agreeing)
-            both_known += norms_known and len(others) == len(of_row)
-        return votes + both_known, both_known, not _is_stage_3(row.trial.configuration)
+            # Rows without a gradient norm agree with any norm, so they count less.
+            norms_known = any(None not in (run.row.first_grad_norm, other.row.first_grad_norm) for other in agreeing)
+            both_known += norms_known and len(others) == len(own)
+        return votes + both_known, both_known, not _is_stage_3(run.trial.configuration)
 
-    return max(rows, key=rank)
+    return max(candidates, key=rank)
 
 
-def _trained_as_asked(summary: Run) -> bool:
+def _trained_as_asked(run: Run) -> bool:
     """Whether the optimizer's settings that were read back are those of the configuration, as far as both are known."""
-    config = summary.trial.ds_config
+    config = run.trial.ds_config
     asked = (config.get("optimizer") or {}).get("params") or {}
     changing = {"lr"} if config.get("scheduler") else set()
     return all(
         _same_setting(asked[name], settings[name])
-        for settings in summary.ranks[0].optimizer_settings or ()
+        for settings in run.ranks[0].optimizer_settings or ()
         for name in (asked.keys() & settings.keys()) - changing
     )
 
 
-def _early_difference(reference: Run, summary: Run) -> Caveat | None:
+def _early_difference(reference: Run, run: Run) -> Caveat | None:
     """How a row trained differently from the reference in its first steps; None if rounding explains it."""
-    if summary is reference:
+    if run is reference:
         return None
-    quirk = _has_stage0_quirk(summary)
-    theirs, own = (each.trial.workload.precision for each in (reference, summary))
+    quirk = _has_stage0_quirk(run)
+    theirs, own = (each.trial.workload.precision for each in (reference, run))
     # The coarser of the two precisions.
     precision = max(theirs, own, key=_LOSS_TOLERANCE.__getitem__)
     label = reference.trial.configuration.label
     # First, as a setting that differs says why all else does.
-    setting = _differing_setting(reference, summary) or _differing_clipping(reference, summary)
+    setting = _differing_setting(reference, run) or _differing_clipping(reference, run)
     if setting is not None:
         return Caveat(CaveatKind.TRAINED_DIFFERENTLY, {"row": label, "how": setting})
-    difference = _greatest_difference(reference.losses, summary.losses)
+    difference = _greatest_difference(reference.losses, run.losses)
     if difference > (_QUIRK_LOSS_TOLERANCE if quirk else _LOSS_TOLERANCE[precision]):
         return Caveat(CaveatKind.LOSS_DIFFERS, {"difference": difference, "row": label})
-    norm = _greatest_difference(*(each.ranks[0].grad_norms for each in (reference, summary)))
+    norm = _greatest_difference(*(each.ranks[0].grad_norms for each in (reference, run)))
     if norm > (_QUIRK_LOSS_TOLERANCE if quirk else _GRAD_NORM_TOLERANCE[precision]):
         how = f"the norm of its gradients differs by {norm:.2%}, more than rounding explains"
         return Caveat(CaveatKind.TRAINED_DIFFERENTLY, {"row": label, "how": how})
     # In another precision other small gradients are lost, of which Adam makes updates as large as of any.
-    distance = _weight_distance(reference, summary) if theirs == own else 0.0
-    window = summary.early_window
+    distance = _weight_distance(reference, run) if theirs == own else 0.0
+    window = run.early_window
     # The signs of small gradients, which rounding decides, weigh more in a shorter window.
     weight_tolerance = _WEIGHT_TOLERANCE[precision] * (_WINDOW_STEPS / window.steps if window else 1.0)
     if distance > (_QUIRK_WEIGHT_TOLERANCE if quirk else weight_tolerance):
-        how = f"{_moved(reference, summary)}; rounding does not explain it"
+        how = f"{_moved(reference, run)}; rounding does not explain it"
         return Caveat(CaveatKind.TRAINED_DIFFERENTLY, {"row": label, "how": how})
     if quirk and difference > _QUIRK_MIN_DIFFERENCE:
         return Caveat(CaveatKind.LOSS_QUIRK, {"difference": difference})
     if quirk and distance > weight_tolerance:
-        return Caveat(CaveatKind.WEIGHTS_QUIRK, {"row": label, "how": _moved(reference, summary)})
+        return Caveat(CaveatKind.WEIGHTS_QUIRK, {"row": label, "how": _moved(reference, run)})
     return None
 
 
 def _late_differences(reference: Run, honest: _Group) -> dict[int, Caveat]:
-    """Caveats by index of rows that trained alike in the first steps, and parted further than such rows do.
+    """Caveats by index of rows that trained alike in the first steps and then drifted further apart than such rows do.
 
-    Rows are held against the one with which most others agree over the whole run, the reference among equals. How far
-    honest rows part is the median over the others, each by the mean of its runs: its repeats are as wrong as a row is.
+    Rows are compared with the one that most others agree with over the whole run, the reference among equals. The usual
+    drift is the median over the other rows, each by the mean of its runs: its repeats are as wrong as a row is.
     """
     rows: dict[str, list[int]] = {}
     # Over a long run the one step too many of the quirk, or another precision, leads to other weights.
     precision = reference.trial.workload.precision
-    for index, summary in honest.items():
-        alike = summary.trial.workload.precision == precision and _took_equal_steps(reference, summary)
-        if alike and not _has_stage0_quirk(summary):
-            rows.setdefault(summary.trial.configuration.name, []).append(index)
-    runs = {index: _late_figures(honest[index]) for own in rows.values() for index in own}
-    means = {name: _mean_figures([runs[index] for index in own]) for name, own in rows.items()}
-    first = reference.trial.configuration.name
+    for index, run in honest.items():
+        alike = run.trial.workload.precision == precision and _took_equal_steps(reference, run)
+        if alike and not _has_stage0_quirk(run):
+            rows.setdefault(run.trial.configuration.name, []).append(index)
+    if len(rows) < 2:
+        return {}
+    figures = {index: _late_figures(honest[index]) for own in rows.values() for index in own}
+    means: dict[str, _Figures] = {}
+    for name, own in rows.items():
+        first, *others = (figures[index] for index in own)
+        means[name] = {
+            figure: tuple(map(statistics.fmean, zip(*(each[figure] for each in (first, *others)), strict=True)))
+            for figure in first
+            if all(figure in each for each in others)
+        }
     tolerance = _LATE_TOLERANCE[precision]
 
     def agreeing(name: str) -> tuple[int, bool]:
         distances = (_late_distances(means[name], means[other]) for other in means)
-        return sum(max(each.values(), default=0.0) <= tolerance for each in distances), name == first
+        is_reference = name == reference.trial.configuration.name
+        return sum(max(each.values(), default=0.0) <= tolerance for each in distances), is_reference
 
-    if len(rows) < 2:
-        return {}
     usual = max(means, key=agreeing)
     label = honest[rows[usual][0]].trial.configuration.label
-    of_rows = {name: _late_distances(means[usual], figures) for name, figures in means.items() if name != usual}
+    of_rows = {name: _late_distances(means[usual], own) for name, own in means.items() if name != usual}
     caveats = dict[int, Caveat]()
     for name, own in rows.items():
         for index in own:
-            for figure, distance in _late_distances(means[usual], runs[index]).items():
-                others = [each[figure] for other, each in of_rows.items() if other != name and figure in each]
-                spread = statistics.median_low(others) if others else 0.0
+            for figure, distance in _late_distances(means[usual], figures[index]).items():
+                other_rows = [each[figure] for other, each in of_rows.items() if other != name and figure in each]
+                spread = statistics.median_low(other_rows) if elsewhere else 0.0
                 if distance > max(tolerance, _SPREADS * spread):
                     how = f"{figure} differs by {distance:.1%}, where rows that train alike differ by {spread:.1%}"
                     caveats[index] = Caveat(CaveatKind.TRAINED_DIFFERENTLY, {"row": label, "how": how})
     return caveats
 
 
-_Figures = dict[str, tuple[float, float]]
+_Figures = dict[str, tuple[float, ...]]
 """A figure of the whole run → its value, and the value that differences are relative to."""
 
 
-def _late_figures(summary: Run) -> _Figures:
+def _late_figures(run: Run) -> _Figures:
     """Return the figures of the whole run; those that training may bring near 0 are relative to the first step's."""
-    norms = [norm for norm in (summary.row.first_grad_norm, summary.row.grad_norm) if norm is not None]
-    later = [loss for loss in summary.losses[_EARLY_STEPS:] if loss is not None]
-    mean, moved = statistics.fmean(later) if later else None, summary.row.weight_change_norm
+    norms = [norm for norm in (run.row.first_grad_norm, run.row.grad_norm) if norm is not None]
+    later = [loss for loss in run.losses[_EARLY_STEPS:] if loss is not None]
+    mean, moved = statistics.fmean(later) if later else None, run.row.weight_change_norm
     figures = {
         "its mean loss after the first ten steps": (mean, mean),
-        "its loss on the first batch at the end": (summary.row.repeated_loss, summary.losses[0]),
+        "its loss on the first batch at the end": (run.row.repeated_loss, run.losses[0]),
         "the distance that its weights moved": (moved, moved),
-        "the norm of its gradients at the end": (summary.row.grad_norm, max(norms, default=None)),
+        "the norm of its gradients at the end": (run.row.grad_norm, max(norms, default=None)),
     }
-    return {name: (value, of) for name, (value, of) in figures.items() if value is not None and of is not None}
-
-
-def _mean_figures(runs: Sequence[_Figures]) -> _Figures:
-    """Return the means over the runs of a row, of the figures that all of them have."""
-    names = [name for name in runs[0] if all(name in run for run in runs)]
-    return {
-        name: (statistics.fmean(run[name][0] for run in runs), statistics.fmean(run[name][1] for run in runs))
-        for name in names
-    }
+    return {name: (value, scale) for name, (value, scale) in figures.items() if value is not None and scale is not None}
 
 
 def _late_distances(known: _Figures, figures: _Figures) -> dict[str, float]:
     """Return how far each figure that both have is from the known one."""
-    return {name: _relative(figures[name][0], known[name][0], known[name][1]) for name in known if name in figures}
+    return {name: _relative(figures[name][0], *known[name]) for name in known if name in figures}
 
 
-def _has_stage0_quirk(summary: Run) -> bool:
+def _has_stage0_quirk(run: Run) -> bool:
     """True for Adam at stage 0 in a wrapper of DeepSpeed's that has the quirk (``CaveatKind.LOSS_QUIRK``)."""
-    rank = summary.ranks[0]
+    rank = run.ranks[0]
     return (
-        summary.trial.configuration.stage == 0
+        run.trial.configuration.stage == 0
         and "adam" in rank.optimizer_class.lower()
         and rank.engine_optimizer_class in _STAGE0_WRAPPERS
     )
@@ -458,9 +450,9 @@ def _took_equal_steps(a: Run, b: Run) -> bool:
     return len(a.losses) == len(b.losses) and a.trial.inspection == b.trial.inspection
 
 
-def _differing_setting(reference: Run, summary: Run) -> str | None:
+def _differing_setting(reference: Run, run: Run) -> str | None:
     """The first setting of the optimizer that differs from the reference's; None if none is known to differ."""
-    theirs, own = (each.ranks[0] for each in (reference, summary))
+    theirs, own = (each.ranks[0] for each in (reference, run))
     families = [optimizer_family(rank.optimizer_class) for rank in (theirs, own)]
     if None not in families and families[0] != families[1]:
         return f"{own.optimizer_class} stepped, not {theirs.optimizer_class}"
@@ -468,7 +460,7 @@ def _differing_setting(reference: Run, summary: Run) -> str | None:
     if len(groups_before) != len(groups):
         return None
     # After another number of steps a scheduler may have set another learning rate.
-    changing = {"lr"} if len(reference.losses) != len(summary.losses) else set()
+    changing = {"lr"} if len(reference.losses) != len(run.losses) else set()
     for before, now in zip(groups_before, groups, strict=True):
         for name in (before.keys() & now.keys()) - changing:
             if not _same_setting(before[name], now[name]):
@@ -476,24 +468,18 @@ def _differing_setting(reference: Run, summary: Run) -> str | None:
     return None
 
 
-def _differing_clipping(reference: Run, summary: Run) -> str | None:
+def _differing_clipping(reference: Run, run: Run) -> str | None:
     """Another clipping of gradients than the reference's, if one of both acted; None if they are alike or not known."""
-    theirs, own = (each.ranks[0].resolved_config.get("gradient_clipping") for each in (reference, summary))
+    theirs, own = (each.ranks[0].resolved_config.get("gradient_clipping") for each in (reference, run))
     limits = [limit for limit in (theirs, own) if limit]
-    norms = _known_norms(reference) + _known_norms(summary)
+    norms = _known_norms(reference) + _known_norms(run)
     if theirs is None or own is None or _same_setting(theirs, own) or max(norms, default=0.0) <= min(limits):
         return None
     return f"it clips gradients at {own}, not {theirs}"
 
 
-def _clipping_known(a: Run, b: Run) -> bool:
-    """Whether both rows say at what they clipped, and one of them how large its gradients were."""
-    read_back = all("gradient_clipping" in each.ranks[0].resolved_config for each in (a, b))
-    return read_back and bool(_known_norms(a) or _known_norms(b))
-
-
-def _known_norms(summary: Run) -> list[float]:
-    return [norm for norm in summary.ranks[0].grad_norms if norm is not None]
+def _known_norms(run: Run) -> list[float]:
+    return [norm for norm in run.ranks[0].grad_norms if norm is not None]
 
 
 def _same_setting(a: Any, b: Any) -> bool:
@@ -530,27 +516,16 @@ def _weight_distance(a: Run, b: Run) -> float:
     return distance / norm if norm else math.inf if distance else 0.0
 
 
-def _moved(reference: Run, summary: Run) -> str:
+def _moved(reference: Run, run: Run) -> str:
     """How far the weights of a row moved in the early steps, compared with the reference's, and in what direction."""
     label = reference.trial.configuration.label
-    known, change = _compared_changes(reference, summary) or ((), ())
+    known, change = _compared_changes(reference, run) or ((), ())
     before, norm = math.hypot(*known), math.hypot(*change)
     if before == 0.0:
         return f"its weights moved, and those of {label} did not"
     cosine = _cosine(known, change)
     direction = "" if cosine is None else f" (the cosine of the two changes is {cosine:.4f})"
     return f"its weights moved {format_ratio(norm / before)} as far{direction}"
-
-
-def _weight_change_cosine(reference: Run, summary: Run) -> float | None:
-    """Cosine of the angle between the two changes of the weights; None if either is unknown or zero.
-
-    If they cannot be compared here, the cosine that ``summary`` has already, as one read from a flat row.
-    """
-    a, b = reference.weight_change, summary.weight_change
-    if a is None or b is None or len(a) != len(b) or not _took_equal_steps(reference, summary):
-        return summary.row.weight_change_cosine
-    return _cosine(a, b)
 
 
 def _cosine(a: Sequence[float], b: Sequence[float]) -> float | None:
