@@ -1,4 +1,4 @@
-"""Which runs are repeats of one row, and which facts forbid a ratio between two rows."""
+"""Which runs are repeats of one row, which facts forbid a ratio between two rows, and which ones label a row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.axes import PARALLEL_AXES, workload_fields
 from ..config.deepspeed_config import sequence_parallel_size, tensor_parallel_size
-from ..config.identity import Difference, differences, facts, row_key, work_key
+from ..config.identity import Difference, differences, facts, flatten, format_fact, row_key, work_key
 from ..config.spec import SAME_TRAINING_FIELDS, Trial
 from ..records.schema import TrialRecord
 
@@ -34,7 +34,13 @@ def group_repeats(runs: Sequence[Run]) -> dict[str, list[Run]]:
     for run in runs:
         part_ids = tuple(map(id, _parts(run.trial)))  # shared by repeats that were read from one file
         if part_ids not in keys:
-            keys[part_ids] = key_of_work.setdefault(_work(run), row_key(run.trial))
+            work = row_key(run.trial)
+            # The name of a flat row may contain values of axes that no column holds; elsewhere it does not count, and
+            # neither do the folders in the configuration, which the hash leaves out.
+            if run.row.config_hash is not None and run.has_record:
+                leave_out = ("config", "name", "engine", "repeat", "inspection")
+                work = run.row.config_hash + work_key(run.trial, leave_out=leave_out)
+            keys[part_ids] = key_of_work.setdefault(work, row_key(run.trial))
         key = keys[part_ids]
         # A run that measured nothing has no facts to differ by.
         if _is_measured(run):
@@ -51,15 +57,6 @@ def group_repeats(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 def _is_measured(run: Run) -> bool:
     return run.row.avg_step_time_ms is not None
-
-
-def _work(run: Run) -> str:
-    """Return what identifies a row: not the configuration's name, unless the DeepSpeed configuration is unknown."""
-    # The name of a flat row may contain values of axes that no column holds.
-    if run.row.config_hash is None or not run.has_record:
-        return row_key(run.trial)
-    # The hash leaves out folders, which the configuration holds.
-    return run.row.config_hash + work_key(run.trial, leave_out=("config", "name", "engine", "repeat", "inspection"))
 
 
 def incomparable_facts(a: Run, b: Run) -> list[Difference]:
@@ -125,3 +122,72 @@ def run_facts(run: Run) -> dict[str, Any]:
         "dropout": row.dropout,
         "tf32": row.precision == "fp32" and bool(rank and rank.tf32),
     }
+
+
+# ------------------------------------------------------------------ labels
+
+_LABEL_FACTS = {
+    "model": "{}",
+    "batch_size": "micro-batch {}",
+    "seq_length": "{} tokens",
+    "grad_accum": "{} accumulated",
+    "precision": "{}",
+    "dropout": "dropout {}",
+    "num_gpus": "{} ranks",
+    "num_nodes": "{} nodes",
+    "stage": "stage {}",
+    "device": "{}",
+    "torch": "torch {}",
+    "deepspeed": "DeepSpeed {}",
+}
+_MOST_FACTS = 3
+"""Largest number of facts in a label; labels that are still equal are numbered."""
+
+
+def unique_labels(runs: Sequence[Run]) -> list[str]:
+    """Return a unique label for each row: the configuration's, with the facts in which rows of equal labels differ."""
+    labels = [run.trial.configuration.label for run in runs]
+    indices: dict[str, list[int]] = {}
+    for index, label in enumerate(labels):
+        indices.setdefault(label, []).append(index)
+    for label, shared in indices.items():
+        if len(shared) > 1:
+            for index, known in zip(shared, _distinguishing_facts([runs[i] for i in shared]), strict=True):
+                labels[index] = f"{label} ({known})" if known else label
+    unique: list[str] = []
+    for label in labels:
+        text, number = label, 1
+        # Another row may have this label already.
+        while text in unique:
+            number += 1
+            text = f"{label} #{number}"
+        unique.append(text)
+    return unique
+
+
+def _distinguishing_facts(runs: Sequence[Run]) -> list[str]:
+    """Return the facts in which the runs differ, as text for each; DeepSpeed settings only if no other fact differs."""
+    measured = all(run.row.device for run in runs)  # a failed row lacks the facts of a run
+    known = []
+    for run in runs:
+        requested = facts(run.trial, leave_out=("config", "name", "repeat", "inspection"))
+        ran = {name: value for name, value in run_facts(run).items() if name not in REQUESTED_AS} if measured else {}
+        names = {"stage": run.trial.configuration.stage, "name": run.trial.configuration.name}
+        known.append({**names, **flatten(requested), **ran})
+    columns = _differing_columns(known)
+    if len({*zip(*(map(format_fact, column) for column in columns.values()), strict=True)}) < len(runs):
+        columns |= _differing_columns([flatten(run.trial.ds_config) for run in runs])
+    shown = sorted(columns, key=lambda name: [*_LABEL_FACTS, name].index(name))[:_MOST_FACTS]
+    formats = {name: _LABEL_FACTS.get(name, f"{name.rpartition('.')[2]} {{}}") for name in shown}
+    return [
+        ", ".join(formats[name].format(format_fact(columns[name][index])) for name in shown)
+        for index in range(len(runs))
+    ]
+
+
+def _differing_columns(known: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Return the facts that are not equal in all rows: name → its value in each."""
+    columns = {
+        name: [each.get(name) for each in known] for name in dict.fromkeys(name for each in known for name in each)
+    }
+    return {name: column for name, column in columns.items() if column.count(column[0]) < len(column)}

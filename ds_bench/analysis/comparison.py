@@ -12,20 +12,32 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import strategies
 from ..config.caveats import CPU_KINDS, Caveat, CaveatKind, has_kind, note
-from ..config.identity import facts, flatten, format_fact
+from ..config.deepspeed_config import sequence_parallel_size, tensor_parallel_size
 from ..config.spec import Configuration, Trial
 from ..errors import UsageError
-from ..records.schema import measured_values
-from ..system.environment import Environment
-from ..units import BYTES_PER_GB
+from ..records.schema import TrialRecord, measured_values
+from ..system.environment import Environment, comparability_differences
+from ..system.gpus import throttle_faults
+from ..units import BYTES_PER_GB, format_names
 from . import trial_caveats
-from .comparability import REQUESTED_AS, group_repeats, incomparable_facts, run_facts
-from .comparison_caveats import comparison_caveats, device_capacity_bytes, host_capacity_bytes
-from .intervals import RatioInterval, RowRatios, RunMean, geometric_mean, mean_interval, ratio_interval, sample_std
+from .comparability import group_repeats, incomparable_facts, unique_labels
+from .intervals import (
+    FEWEST_RUNS,
+    RatioInterval,
+    RowRatios,
+    RunMean,
+    geometric_mean,
+    mean_interval,
+    ratio_interval,
+    sample_std,
+)
 from .loss_parity import with_loss_caveats
 
 if TYPE_CHECKING:
-    from .row import Row, Run
+    from .row import Run
+
+_SHORT_WINDOW_SECONDS = 2.0
+"""Duration of the measured window below which clocks and single pauses change a mean noticeably."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +102,7 @@ class ComparisonRow:
     @property
     def representative(self) -> Run:
         """Its first run that succeeded; if none did, its first run."""
-        return _representative_run(self.runs)
+        return (self.successes or self.runs)[0]
 
     @property
     def last_run(self) -> Run:
@@ -194,10 +206,13 @@ def compare(
     """
     # Rows of several results meet here for the first time; what their own results found out is not found twice.
     groups = group_repeats(with_loss_caveats(runs))
-    labels = unique_labels([_representative_run(group) for group in groups.values()])
+    labels = unique_labels([next((run for run in group if run.row.success), group[0]) for group in groups.values()])
     rows = [_row(key, label, group) for (key, group), label in zip(groups.items(), labels, strict=True)]
     # chosen: what ratios are to refer to. reference: what decides which rows compare, where chosen has no numbers.
-    requested = _requested_baseline(rows, relative_to)
+    requested = next(iter(rows if relative_to is None else rows_called(rows, relative_to)), None)
+    if requested is None and rows:
+        choices = ", ".join(dict.fromkeys(row.configuration.name for row in rows))
+        raise UsageError(f"--relative-to {relative_to}: no such row", remedy=f"one of {choices}")
     chosen = _first_valid_row(rows, requested) if relative_to is None else requested
     reference = chosen if chosen is None or chosen.succeeded else _first_valid_row(rows, chosen)
     baseline = chosen if chosen is not None and chosen.succeeded else None
@@ -219,11 +234,6 @@ def compare(
     )
 
 
-def _representative_run(runs: Sequence[Run]) -> Run:
-    """See ``ComparisonRow.representative``."""
-    return next((run for run in runs if run.row.success), runs[0])
-
-
 def _row(key: str, label: str, runs: Sequence[Run]) -> ComparisonRow:
     """The row by itself, without ratios."""
     measured = [run.row for run in runs if run.row.success]
@@ -232,8 +242,12 @@ def _row(key: str, label: str, runs: Sequence[Run]) -> ComparisonRow:
         """The figures of the runs, in units of which a column's unit has ``size``."""
         return [value * size for value in measured_values(measured, name)]
 
+    def most_bytes(name: str) -> int | None:
+        sizes = values(name)
+        return round(max(sizes) * BYTES_PER_GB) if sizes else None
+
     rates, step_seconds = values("throughput_tokens_per_sec"), values("avg_step_time_ms", 1 / 1000)
-    rate, gpu_peak_bytes = geometric_mean(rates), _most_bytes(measured, "gpu_peak_gb")
+    rate, gpu_peak_bytes = geometric_mean(rates), most_bytes("gpu_peak_gb")
     predictions = values("predicted_over_measured")
     return ComparisonRow(
         key=key,
@@ -251,16 +265,10 @@ def _row(key: str, label: str, runs: Sequence[Run]) -> ComparisonRow:
         else None,
         gpu_peak_bytes=gpu_peak_bytes,
         gpu_fraction=max(values("gpu_percent", 1 / 100), default=None),
-        host_peak_bytes=_most_bytes(measured, "cpu_used_gb"),
+        host_peak_bytes=most_bytes("cpu_used_gb"),
         predicted_over_measured=statistics.median(predictions) if predictions else None,
         caveats=_row_caveats(runs, rates),
     )
-
-
-def _most_bytes(rows: Sequence[Row], name: str) -> int | None:
-    """The highest of the rows in a column of GB, in bytes."""
-    sizes = measured_values(rows, name)
-    return round(max(sizes) * BYTES_PER_GB) if sizes else None
 
 
 def _row_caveats(runs: Sequence[Run], rates: Sequence[float]) -> tuple[Caveat, ...]:
@@ -282,17 +290,6 @@ def _row_caveats(runs: Sequence[Run], rates: Sequence[float]) -> tuple[Caveat, .
     return tuple(dict.fromkeys([*caveats, *([unstable] if unstable else [])]))
 
 
-def _requested_baseline(rows: Sequence[ComparisonRow], relative_to: str | None) -> ComparisonRow | None:
-    """The row of that label, key or strategy; without a request the first row. Raises UsageError if there is none."""
-    if relative_to is None or not rows:
-        return next(iter(rows), None)
-    row = next(iter(rows_called(rows, relative_to)), None)
-    if row is None:
-        choices = ", ".join(dict.fromkeys(row.configuration.name for row in rows))
-        raise UsageError(f"--relative-to {relative_to}: no row is called that", remedy=f"one of {choices}")
-    return row
-
-
 def rows_called(rows: Sequence[ComparisonRow], text: str) -> list[ComparisonRow]:
     """The rows of exactly that label, name or key, else those that a user may mean by the text; empty if none."""
     exact = [row for row in rows if text in (row.label, row.key, row.configuration.name)]
@@ -311,6 +308,10 @@ def _relative_to_baseline(
     """The rows with ratios to the baseline; without a baseline only with the fields that forbid a ratio."""
     if reference is None:
         return
+
+    def difference(a: int | None, b: int | None) -> int | None:
+        return a - b if a is not None and b is not None else None
+
     first = reference.representative
     forbidden = {row.key: tuple(each.text for each in incomparable_facts(first, row.representative)) for row in rows}
     # Rows that do not compare take no part: all rows together tell the noise.
@@ -329,13 +330,9 @@ def _relative_to_baseline(
                 ratios=ratios,
                 ratio=rate / baseline_rate if rate is not None and baseline_rate else None,
                 ratio_interval=_mark_if_too_wide(ratios.between(row.key, baseline.key), row),
-                gpu_difference_bytes=_difference(row.gpu_peak_bytes, baseline.gpu_peak_bytes),
-                host_difference_bytes=_difference(row.host_peak_bytes, baseline.host_peak_bytes),
+                gpu_difference_bytes=difference(row.gpu_peak_bytes, baseline.gpu_peak_bytes),
+                host_difference_bytes=difference(row.host_peak_bytes, baseline.host_peak_bytes),
             )
-
-
-def _difference(a: int | None, b: int | None) -> int | None:
-    return a - b if a is not None and b is not None else None
 
 
 def _means(rows: Sequence[ComparisonRow]) -> dict[str, list[RunMean]]:
@@ -416,76 +413,109 @@ def _baseline_caveats(
     return []
 
 
-# ------------------------------------------------------------------ labels
-
-_LABEL_FACTS = {
-    "model": "{}",
-    "batch_size": "micro-batch {}",
-    "seq_length": "{} tokens",
-    "grad_accum": "{} accumulated",
-    "precision": "{}",
-    "dropout": "dropout {}",
-    "num_gpus": "{} ranks",
-    "num_nodes": "{} nodes",
-    "stage": "stage {}",
-    "device": "{}",
-    "torch": "torch {}",
-    "deepspeed": "DeepSpeed {}",
-}
-_MOST_FACTS = 3
-"""Largest number of facts in a label; labels that are still equal are numbered."""
+# ------------------------------------------------------------------ the comparison as a whole
 
 
-def unique_labels(runs: Sequence[Run]) -> list[str]:
-    """Returns a unique label for each row: the configuration's, with the facts in which rows of equal labels differ."""
-    labels = [run.trial.configuration.label for run in runs]
-    indices: dict[str, list[int]] = {}
-    for index, label in enumerate(labels):
-        indices.setdefault(label, []).append(index)
-    for label, shared in indices.items():
-        if len(shared) > 1:
-            for index, facts in zip(shared, _distinguishing_facts([runs[i] for i in shared]), strict=True):
-                labels[index] = f"{label} ({facts})" if facts else label
-    return _number_equal_labels(labels)
+def comparison_caveats(rows: Sequence[Sequence[Run]], environments: Sequence[Environment]) -> list[Caveat]:
+    """Return the caveats of the whole comparison, each once. ``rows``: the runs of each row."""
+    placements = [run.trial.placement for row in rows for run in row]
+    caveats = list(_run_caveats(rows))
+    for environment in environments[1:]:
+        if differences := comparability_differences(environments[0], environment):
+            caveats.append(Caveat(CaveatKind.ENVIRONMENT_DIFFERS, {"differences": "; ".join(differences)}))
+    caveats += _apart_caveats(rows)
+    for environment in environments:
+        for number, host in enumerate(environment.hosts or (environment,)):
+            slots = {slot for each in placements for slot in each.slots_of_node(number)}
+            caveats += _machine_caveats(host, slots, f" on {host.hostname}" if environment.hosts else "")
+    return list(dict.fromkeys(caveats))
 
 
-def _number_equal_labels(labels: Sequence[str]) -> list[str]:
-    taken: set[str] = set()
-    counts: dict[str, int] = {}
-    unique = []
-    for label in labels:
-        text = label
-        # Another row may be called like that by itself.
-        while text in taken:
-            counts[label] = counts.get(label, 1) + 1
-            text = f"{label} #{counts[label]}"
-        taken.add(text)
-        unique.append(text)
-    return unique
-
-
-def _distinguishing_facts(runs: Sequence[Run]) -> list[str]:
-    """Return the facts in which the runs differ, as text for each; DeepSpeed settings only if no other fact differs."""
-    columns = _differing_columns([_label_facts(run, measured=all(each.row.device for each in runs)) for run in runs])
-    if len({*zip(*(map(format_fact, column) for column in columns.values()), strict=True)}) < len(runs):
-        columns |= _differing_columns([flatten(run.trial.ds_config) for run in runs])
-    names = sorted(columns, key=lambda name: [*_LABEL_FACTS, name].index(name))[:_MOST_FACTS]
-    formats = {name: _LABEL_FACTS.get(name, f"{name.rpartition('.')[2]} {{}}") for name in names}
-    return [
-        ", ".join(formats[name].format(format_fact(columns[name][index])) for name in names)
-        for index in range(len(runs))
+def _run_caveats(rows: Sequence[Sequence[Run]]) -> Iterator[Caveat]:
+    """Caveats about the accelerator, the number of ranks, the length of the window and the number of runs."""
+    runs = [run for row in rows for run in row]
+    if any(run.row.accelerator == "cpu" for run in runs):
+        yield Caveat(CaveatKind.CPU_ACCELERATOR)
+    # ZeRO also partitions among the ranks of a sequence-parallel group (utils/groups.py).
+    partitions = [
+        run.row.data_parallel_size * sequence_parallel_size(run.trial.ds_config)
+        if run.row.data_parallel_size
+        else run.row.num_gpus
+        for run in runs
+        if run.row.stage > 0 and tensor_parallel_size(run.trial.ds_config) == 1
     ]
+    if 1 in partitions:
+        yield Caveat(CaveatKind.ONE_GPU)
+    # Only the clock of a GPU moves under load.
+    on_gpus = [run.row for run in runs if run.trial.placement.accelerator == "cuda"]
+    windows = [row.avg_step_time_ms / 1000 * row.num_steps for row in on_gpus if row.avg_step_time_ms is not None]
+    if windows and min(windows) < _SHORT_WINDOW_SECONDS:
+        yield Caveat(CaveatKind.SHORT_WINDOW, {"seconds": min(windows)})
+    counts = [count for row in rows if (count := sum(run.row.success for run in row))]
+    few = sum(count < FEWEST_RUNS for count in counts)
+    # Without a second row there is no difference to test.
+    if len(counts) > 1 and few:
+        yield Caveat(CaveatKind.TOO_FEW_REPEATS, {"few": few, "rows": len(counts), "needed": FEWEST_RUNS})
 
 
-def _differing_columns(known: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Return the facts that are not equal in all rows: name → its value in each."""
-    names = dict.fromkeys(name for each in known for name in each)
-    columns = {name: [each.get(name) for each in known] for name in names}
-    return {name: column for name, column in columns.items() if column.count(column[0]) < len(column)}
+def _apart_caveats(rows: Sequence[Sequence[Run]]) -> Iterator[Caveat]:
+    """Where no run has every row, ratios also contain what changed from one run, or one host, to another."""
+    trained = [successes for row in rows if (successes := [run for run in row if run.row.success])]
+    labels: dict[str | None, dict[int, str]] = {}
+    hosts: dict[str | None, str] = {}
+    for number, row in enumerate(trained):
+        for run in row:
+            labels.setdefault(run.row.run_id, {})[number] = run.trial.configuration.label
+            hosts[run.row.run_id] = run.environment.hostname if run.environment else ""
+    # Nothing to say if one run has every row, or if a result does not name its run.
+    if None in labels or max(map(len, labels.values()), default=0) == len(trained):
+        return
+    texts = [
+        f"{format_names(own.values(), 3)} in {run_id}" + (f" on {hosts[run_id]}" if hosts[run_id] else "")
+        for run_id, own in list(labels.items())[:4]
+    ]
+    if len(labels) > 4:
+        texts.append(f"and {len(labels) - 4} more runs")
+    where = "on different hosts" if len(set(hosts.values())) > 1 else "in different runs"
+    yield Caveat(CaveatKind.MEASURED_APART, {"where": where, "runs": "; ".join(texts)})
 
 
-def _label_facts(run: Run, *, measured: bool) -> dict[str, Any]:
-    """Return the facts of a run by name. ``measured``: with those known only from runs, which failed rows lack."""
-    requested = facts(run.trial, leave_out=("config", "name", "repeat", "inspection"))
-    ran = {name: value for name, value in run_facts(run).items() if name not in REQUESTED_AS} if measured else {}
-    return {"stage": run.trial.configuration.stage, "name": run.trial.configuration.name, **flatten(requested), **ran}
+def _machine_caveats(environment: Environment, slots: set[int], where: str) -> Iterator[Caveat]:
+    """State of the host, and of the GPUs in the slots that the job used. ``where``: `` on HOST`` for one of several."""
+    for gpu in (gpu for slot, gpu in enumerate(environment.gpus) if slot in slots):
+        name = f"GPU {gpu.index}{where}"
+        if gpu.other_processes:
+            yield Caveat(CaveatKind.OTHER_PROCESS, {"gpu": name, "processes": len(gpu.other_processes)})
+        if reasons := throttle_faults(gpu):
+            yield Caveat(CaveatKind.THROTTLED_BEFORE, {"gpu": name, "reasons": ", ".join(reasons)})
+    if environment.swap_used_bytes:
+        host = f"the host {environment.hostname}" if where else "the host"
+        yield Caveat(CaveatKind.SWAP_USED, {"host": host, "swapped": environment.swap_used_bytes})
+
+
+def device_capacity_bytes(runs: Sequence[Run], environments: Sequence[Environment]) -> int | None:
+    """Memory of the smallest GPU, real or emulated, that a rank reported; if no rank did, of the environments.
+
+    None on the CPU accelerator.
+    """
+    on_gpus = [run for run in runs if run.row.accelerator == "cuda"]
+    read = [run.stored for run in on_gpus if isinstance(run.stored, TrialRecord)]
+    sizes = [rank.gpu_total_bytes for record in read for rank in record.ranks]
+    # Of a record that was not read, all cards are alike.
+    others = [run.row.gpu_total_gb for run in on_gpus if not isinstance(run.stored, TrialRecord)]
+    sizes += [round(size * BYTES_PER_GB) for size in others if size]
+    if on_gpus and not any(sizes):
+        sizes = [
+            gpu.memory_total_bytes
+            for environment in environments
+            for host in environment.hosts or (environment,)
+            for gpu in host.gpus
+        ]
+    limits = [run.trial.placement.gpu_memory_limit_bytes for run in on_gpus]
+    return min((size for size in [*sizes, *limits] if size), default=None)
+
+
+def host_capacity_bytes(environments: Sequence[Environment]) -> int | None:
+    """Memory of the host or of its cgroup, whichever is less; None if no environment is known."""
+    sizes = [(each.host_memory_bytes, each.cgroup_memory_limit_bytes) for each in environments]
+    return min((size for pair in sizes for size in pair if size), default=None)

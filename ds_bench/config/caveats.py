@@ -1,7 +1,7 @@
 """Caveats: what a reader must know about a row or a comparison. A kind and its numbers; the words are made here.
 
 ``analysis/trial_caveats.py`` and ``analysis/loss_parity.py`` find caveats of one row, and
-``analysis/comparison_caveats.py`` caveats of a whole comparison. The plan, the launcher and the ranks report what only
+``analysis/comparison.py`` caveats of a whole comparison. The plan, the launcher and the ranks report what only
 they see: a ``Caveat``, or a plain text, which is a note.
 """
 

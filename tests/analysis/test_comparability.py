@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_bench.analysis import comparability
-from ds_bench.analysis.comparability import group_repeats
-from ds_bench.analysis.comparison import unique_labels
+from ds_bench.analysis.comparability import group_repeats, unique_labels
 from ds_bench.analysis.row import Run, make_run
 from ds_bench.config.axes import PARALLEL_AXES
 from ds_bench.config.identity import format_fact, row_key

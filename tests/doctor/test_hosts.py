@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from ds_bench.analysis.comparison_caveats import comparison_caveats
+from ds_bench.analysis.comparison import comparison_caveats
 from ds_bench.analysis.row import make_run
 from ds_bench.config.caveats import CaveatKind
 from ds_bench.config.placement import SRUN, SSH
