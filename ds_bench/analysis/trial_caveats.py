@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 from ..config.caveats import Caveat, CaveatKind, as_caveat
-from ..config.spec import Trial, Workload
 from ..prediction.trial_predictions import is_gpu_miss, is_miss, outside_allocator_bytes
 from ..records.schema import RankMeasurement, TrialRecord, measured_values
 from ..units import format_ratio
@@ -86,28 +85,40 @@ def trial_caveats(
 
     ``step_seconds_std``: standard deviation of the step times of the slowest rank.
     """
-    slowest = record.slowest_rank
-    yield from _synchronization_caveats(record.trial)
+    trial, ranks, slowest = record.trial, record.ranks, record.slowest_rank
+    if not trial.workload.synchronized:
+        meaning = "these are the times of launching the work; throughput, TFLOP/s and MFU are wrong with them"
+        if trial.placement.accelerator == "cpu":
+            meaning = "harmless here, as a CPU is done when a function returns; on a GPU these would be launch times"
+        yield Caveat(CaveatKind.NOT_SYNCHRONIZED, {"meaning": meaning})
     yield from _step_time_caveats(slowest.step_seconds, step_seconds_std)
-    yield from _batch_caveats(record.trial.workload, slowest)
-    yield from _data_caveats(record.ranks)
-    if record.trial.configuration.uses_nvme:
+    ran, asked = (slowest.micro_batch_size, slowest.grad_accum), (trial.workload.batch_size, trial.workload.grad_accum)
+    if ran != asked:
+        values = {"ran": "{} × accumulation {}".format(*ran), "asked": "{} × {}".format(*asked)}
+        yield Caveat(CaveatKind.BATCH_MISMATCH, values)
+    longest = max(ranks, key=lambda rank: rank.data_wait_seconds or 0.0)
+    wait, step = longest.data_wait_seconds or 0.0, statistics.fmean(longest.step_seconds)
+    if wait > _MAX_DATA_WAIT * step:
+        yield Caveat(CaveatKind.DATA_WAIT, {"wait": wait, "step": step})
+    if trial.configuration.uses_nvme:
         yield from _nvme_caveats(record)
-    if slowest.skipped_steps:
-        took_none = slowest.skipped_steps >= len(slowest.step_seconds)
-        kind = CaveatKind.ALL_STEPS_SKIPPED if took_none else CaveatKind.STEPS_SKIPPED
-        yield Caveat(kind, {"count": slowest.skipped_steps})
-    yield from _loss_caveats(record)
-    changes = [rank.weight_change for rank in record.ranks]
-    if None not in changes and not any(any(change or ()) for change in changes):
-        yield Caveat(CaveatKind.DOES_NOT_TRAIN)
-    if any(rank.frozen_weights_changed for rank in record.ranks):
-        yield Caveat(CaveatKind.FROZEN_WEIGHTS_CHANGED)
+    yield from _training_caveats(record)
     yield from _cpu_caveats(record)
     yield from _bucket_caveats(record)
-    yield from _window_caveats(record.trial.workload)
-    yield from _gpu_memory_caveats(record)
-    yield from _optimizer_caveats(record, slowest)
+    if trial.workload.warmup_steps == 0:
+        yield Caveat(CaveatKind.NO_WARM_UP)
+    elif trial.workload.num_steps == 1:
+        yield Caveat(CaveatKind.ONE_STEP)
+    fraction = gpu_fraction(record)
+    if fraction is not None and fraction > NEAR_CAPACITY:
+        yield Caveat(CaveatKind.NEAR_CAPACITY, {"fraction": fraction})
+    if any(rank.gpu_alloc_retries for rank in ranks):
+        yield Caveat(CaveatKind.ALLOCATOR_RETRIED)
+    # Its implementation may differ from the configuration's, its family must not.
+    requested = str(trial.ds_config.get("optimizer", {}).get("type", ""))
+    families = optimizer_family(requested), optimizer_family(slowest.optimizer_class)
+    if None not in families and families[0] != families[1]:
+        yield Caveat(CaveatKind.OTHER_OPTIMIZER, {"used": slowest.optimizer_class, "asked": requested})
     if predicted_over_measured is not None:
         if is_gpu_miss(predicted_over_measured, record):
             yield Caveat(CaveatKind.MEMORY_PREDICTION_MISSED, {"ratio": predicted_over_measured})
@@ -115,25 +126,7 @@ def trial_caveats(
         yield Caveat(CaveatKind.TENSOR_PREDICTION_MISSED, {"ratio": predicted_over_ledger})
     if mfu is not None and mfu > 1:
         yield Caveat(CaveatKind.MFU_ABOVE_1, {"mfu": mfu})
-    yield from map(as_caveat, dict.fromkeys(each for rank in record.ranks for each in rank.notes))
-
-
-def _data_caveats(ranks: Sequence[RankMeasurement]) -> Iterator[Caveat]:
-    longest = max(ranks, key=lambda rank: rank.data_wait_seconds or 0.0)
-    wait, step = longest.data_wait_seconds or 0.0, statistics.fmean(longest.step_seconds)
-    if wait > _MAX_DATA_WAIT * step:
-        yield Caveat(CaveatKind.DATA_WAIT, {"wait": wait, "step": step})
-
-
-def _synchronization_caveats(trial: Trial) -> Iterator[Caveat]:
-    """Reports times that were taken wrongly on purpose, to show what the right way is for."""
-    if trial.workload.synchronized:
-        return
-    if trial.placement.accelerator == "cpu":
-        meaning = "harmless here, as a CPU is done when a function returns; on a GPU these would be launch times"
-    else:
-        meaning = "these are the times of launching the work; throughput, TFLOP/s and MFU are wrong with them"
-    yield Caveat(CaveatKind.NOT_SYNCHRONIZED, {"meaning": meaning})
+    yield from map(as_caveat, dict.fromkeys(each for rank in ranks for each in rank.notes))
 
 
 def _step_time_caveats(seconds: Sequence[float], std: float | None) -> Iterator[Caveat]:
@@ -146,41 +139,26 @@ def _step_time_caveats(seconds: Sequence[float], std: float | None) -> Iterator[
         first, second = statistics.median(seconds[:half]), statistics.median(seconds[-half:])
         if abs(second / first - 1) > NOT_STEADY:
             yield Caveat(CaveatKind.NOT_STEADY)
-    if len(seconds) >= _MIN_STEPS_FOR_OUTLIERS:
-        yield from _outlier_caveats(seconds)
-
-
-def _outlier_caveats(seconds: Sequence[float]) -> Iterator[Caveat]:
-    """Reports steps that took far longer than the others; they stay in every statistic."""
+    if len(seconds) < _MIN_STEPS_FOR_OUTLIERS:
+        return
+    # Steps that took far longer than the others; they stay in every statistic.
     first, median, third = statistics.quantiles(seconds, n=4, method="inclusive")
     fence = max(third + _OUTLIER_FENCE * (third - first), _MIN_OUTLIER_RATIO * median)
-    if max(seconds) <= fence:
-        return
     slow = sorted((step for step in range(len(seconds)) if seconds[step] > fence), key=lambda step: -seconds[step])
-    parts = [f"step {step + 1} ({format_ratio(seconds[step] / median)} the median)" for step in slow]
-    if len(slow) > _MAX_NAMED_OUTLIERS:
-        parts[_MAX_NAMED_OUTLIERS:] = [f"{len(slow) - _MAX_NAMED_OUTLIERS} more"]
-    yield Caveat(CaveatKind.OUTLIERS, {"count": len(slow), "steps": len(seconds), "slowest": ", ".join(parts)})
+    if slow:
+        parts = [f"step {step + 1} ({format_ratio(seconds[step] / median)} the median)" for step in slow]
+        if len(slow) > _MAX_NAMED_OUTLIERS:
+            parts[_MAX_NAMED_OUTLIERS:] = [f"{len(slow) - _MAX_NAMED_OUTLIERS} more"]
+        yield Caveat(CaveatKind.OUTLIERS, {"count": len(slow), "steps": len(seconds), "slowest": ", ".join(parts)})
 
 
 def unstable_between_runs(means: Sequence[float]) -> Caveat | None:
     """The caveat of a row whose runs vary too much, or None. ``means``: one per successful run, in any unit."""
     std = sample_std(means)
-    if std is None:
-        return None
-    variation = std / (math.fsum(means) / len(means))
+    variation = 0.0 if std is None else std / (math.fsum(means) / len(means))
     if variation <= UNSTABLE_CV:
         return None
     return Caveat(CaveatKind.UNSTABLE_RUNS, {"runs": len(means), "variation": variation})
-
-
-def _batch_caveats(workload: Workload, rank: RankMeasurement) -> Iterator[Caveat]:
-    if (rank.micro_batch_size, rank.grad_accum) != (workload.batch_size, workload.grad_accum):
-        ran, asked = (
-            f"{rank.micro_batch_size} × accumulation {rank.grad_accum}",
-            (workload.batch_size, workload.grad_accum),
-        )
-        yield Caveat(CaveatKind.BATCH_MISMATCH, {"ran": ran, "asked": "{} × {}".format(*asked)})
 
 
 def _nvme_caveats(record: TrialRecord) -> Iterator[Caveat]:
@@ -200,24 +178,33 @@ def _nvme_caveats(record: TrialRecord) -> Iterator[Caveat]:
         yield Caveat(CaveatKind.DISK_BOUND, {"wait": wait.wait_seconds, "other": wait.other_seconds})
 
 
-def _loss_caveats(record: TrialRecord) -> Iterator[Caveat]:
-    """Reports losses that are not finite, and a first loss far above ln(V).
+def _training_caveats(record: TrialRecord) -> Iterator[Caveat]:
+    """Reports skipped steps, losses that are not finite or too high at first, and weights that did not train.
 
     ln(V), with V the size of the vocabulary, is the loss of an untrained model on random tokens; a first loss far above
     it shows wrong initial weights.
     """
+    slowest = record.slowest_rank
+    if slowest.skipped_steps:
+        took_none = slowest.skipped_steps >= len(slowest.step_seconds)
+        kind = CaveatKind.ALL_STEPS_SKIPPED if took_none else CaveatKind.STEPS_SKIPPED
+        yield Caveat(kind, {"count": slowest.skipped_steps})
     if any(None in rank.losses for rank in record.ranks):
         yield Caveat(CaveatKind.LOSS_NOT_FINITE)
     first_losses = [loss for rank in record.ranks for loss in rank.losses[:1] if loss is not None]
     vocabulary_size = min((rank.vocabulary_size for rank in record.ranks if rank.vocabulary_size), default=0)
-    if not first_losses or vocabulary_size < 2:
-        return
-    first, expected = math.fsum(first_losses) / len(first_losses), math.log(vocabulary_size)
-    allowed_excess = max(_EXCESS_OF_FIRST_LOSS * expected, _MIN_EXCESS_OF_FIRST_LOSS)
-    if first - expected > allowed_excess:
-        far = first - expected > 2 * allowed_excess
-        kind = CaveatKind.FIRST_LOSS_FAR if far else CaveatKind.FIRST_LOSS
-        yield Caveat(kind, {"loss": first, "expected": expected})
+    if first_losses and vocabulary_size > 1:
+        first, expected = math.fsum(first_losses) / len(first_losses), math.log(vocabulary_size)
+        allowed_excess = max(_EXCESS_OF_FIRST_LOSS * expected, _MIN_EXCESS_OF_FIRST_LOSS)
+        if first - expected > allowed_excess:
+            far = first - expected > 2 * allowed_excess
+            kind = CaveatKind.FIRST_LOSS_FAR if far else CaveatKind.FIRST_LOSS
+            yield Caveat(kind, {"loss": first, "expected": expected})
+    changes = [rank.weight_change for rank in record.ranks]
+    if None not in changes and not any(any(change or ()) for change in changes):
+        yield Caveat(CaveatKind.DOES_NOT_TRAIN)
+    if any(rank.frozen_weights_changed for rank in record.ranks):
+        yield Caveat(CaveatKind.FROZEN_WEIGHTS_CHANGED)
 
 
 def _cpu_caveats(record: TrialRecord) -> Iterator[Caveat]:
@@ -247,13 +234,6 @@ def _cpu_caveats(record: TrialRecord) -> Iterator[Caveat]:
         yield Caveat(CaveatKind.CPU_QUOTA, {"fraction": throttled})
 
 
-def _window_caveats(workload: Workload) -> Iterator[Caveat]:
-    if workload.warmup_steps == 0:
-        yield Caveat(CaveatKind.NO_WARM_UP)
-    elif workload.num_steps == 1:
-        yield Caveat(CaveatKind.ONE_STEP)
-
-
 def _bucket_caveats(record: TrialRecord) -> Iterator[Caveat]:
     """Reports buckets that take most of the memory: DeepSpeed's default size is meant for large models."""
     size = record.trial.ds_config.get("zero_optimization", {}).get("reduce_bucket_size", _DEFAULT_BUCKET)
@@ -264,22 +244,6 @@ def _bucket_caveats(record: TrialRecord) -> Iterator[Caveat]:
         return
     resident = tier == "gpu" or counted_bytes <= max(measured_values(record.ranks, "host_peak_bytes"), default=0)
     yield Caveat(CaveatKind.BUCKET_DOMINATES if resident else CaveatKind.BUCKET_NOT_RESIDENT, {"elements": size})
-
-
-def _gpu_memory_caveats(record: TrialRecord) -> Iterator[Caveat]:
-    fraction = gpu_fraction(record)
-    if fraction is not None and fraction > NEAR_CAPACITY:
-        yield Caveat(CaveatKind.NEAR_CAPACITY, {"fraction": fraction})
-    if any(rank.gpu_alloc_retries for rank in record.ranks):
-        yield Caveat(CaveatKind.ALLOCATOR_RETRIED)
-
-
-def _optimizer_caveats(record: TrialRecord, rank: RankMeasurement) -> Iterator[Caveat]:
-    """Reports an optimizer of another family than the one in the configuration; its implementation may differ."""
-    requested = str(record.trial.ds_config.get("optimizer", {}).get("type", ""))
-    families = optimizer_family(requested), optimizer_family(rank.optimizer_class)
-    if None not in families and families[0] != families[1]:
-        yield Caveat(CaveatKind.OTHER_OPTIMIZER, {"used": rank.optimizer_class, "asked": requested})
 
 
 @cache
