@@ -11,7 +11,8 @@ from .. import units
 from ..analysis import load_results, provenance
 from ..analysis.comparison import ComparisonRow, rows_called
 from ..analysis.intervals import RatioInterval
-from ..analysis.row_difference import BeforeAfter, RowChange, RowDifference, compare_before_after, explain
+from ..analysis.merge_results import BeforeAfter, RowChange, compare_before_after
+from ..analysis.row_difference import RowDifference, explain
 from ..errors import UsageError
 from ..report.comparison_report import ComparisonReport
 from ..report.junit import TestCase, junit_text
