@@ -222,15 +222,15 @@ def _flags_of_run(group: ResultGroup) -> tuple[str | None, str | None, str | Non
 def _write_charts(reports: Sequence[ComparisonReport], folder: Path) -> None:
     """Raises UsageError where the charts cannot be written."""
     from ..report.charts import save_charts
+    from ..report.comparison_charts import charts_of
 
     try:
         paths = []
         for number, comparison_report in enumerate(reports, 1):
             paths += save_charts(
                 comparison_report.title,
-                comparison_report.comparison,
+                charts_of(comparison_report.comparison, comparison_report.recommendation.key)[0],
                 folder if len(reports) == 1 else folder / f"{number:02d}",
-                recommended=comparison_report.recommendation.key,
             )
     except OSError as error:
         problem = f"--plots {folder}: {error.strerror or error}"

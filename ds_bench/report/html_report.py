@@ -16,7 +16,7 @@ from ..analysis.comparison import ComparisonRow
 from ..records.schema import SUCCESS
 from ..system.environment import require_installed
 from . import charts, profile_text, row_explanation, side_by_side
-from .chart_data import charts_of
+from .comparison_charts import charts_of
 from .comparison_report import ComparisonReport, Note
 from .memory_plan import MemoryPlan, answer_text, plan_table
 from .table import Column, Table
@@ -123,11 +123,11 @@ def _machines(report: ComparisonReport) -> list[dict[str, str]]:
 
 def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
     """Variables of the template for one report. ``uid``: prefix of all its ids."""
-    drawable = charts_of(report.comparison, report.recommendation.key)
+    drawable, left_out = charts_of(report.comparison, report.recommendation.key)
     numbers = {note: number for number, note in enumerate(report.labels_by_note, 1)}
     columns = measured_columns(report.comparison)
     sections: dict[str, list[dict[str, Any]]] = {"Speed": [], "Memory": [], "Steps": []}
-    for chart in drawable.charts:
+    for chart in drawable:
         heading = {"throughput": "Speed", "pareto": "Speed", "ledger": "Memory"}.get(
             chart.name.partition("-")[0], "Steps"
         )
@@ -144,7 +144,7 @@ def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
         "details": detail_tables(report.comparison),
         "footnotes": list(report.labels_by_note.items()),
         "chart_sections": [(heading, drawn) for heading, drawn in sections.items() if drawn],
-        "left_out": drawable.missing,
+        "left_out": left_out,
     }
 
 
