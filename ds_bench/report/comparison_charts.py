@@ -196,11 +196,11 @@ def _stacked_chart(
     def part(index: int) -> Callable[[_Bar], str]:
         return lambda bar: format_value(bar.parts[index]) if bar.parts else MISSING
 
-    columns: list[tuple[Column, Callable[[_Bar], str]]] = [
-        (Column(heading="Strategy"), lambda bar: bar.label),
-        *((Column(heading=category), part(index)) for index, category in enumerate(categories)),
-        (Column(heading="predicted"), lambda bar: format_value(bar.predicted)),
-        (Column(heading=text_heading), lambda bar: bar.text),
+    columns: list[Column[_Bar]] = [
+        Column("Strategy", lambda bar: bar.label),
+        *(Column(category, part(index)) for index, category in enumerate(categories)),
+        Column("predicted", lambda bar: format_value(bar.predicted)),
+        Column(text_heading, lambda bar: bar.text),
     ]
 
     def draw(axes: Any, width: int) -> Drawing:

@@ -103,6 +103,18 @@ class ComparisonReport:
         """The notes on the whole comparison and on the run."""
         return tuple(dict.fromkeys([*(note.line for note in self.general_notes), *self.run_notes]))
 
+    @property
+    def profiles(self) -> list[tuple[str, str]]:
+        """A heading and a text of several lines for each profile, of the run of a row that stands for it."""
+        texts = []
+        for row in self.comparison.rows:
+            profiled = (
+                [(rank.rank, each) for rank in run.ranks for each in rank.profiles] for run in row.nearest_to_mean
+            )
+            for rank, profile in next(filter(None, profiled), []):
+                texts.append((f"{row.label}: {profile.name}, rank {rank}", "\n".join([*profile.lines, *profile.files])))
+        return texts
+
     @cached_property
     def run_notes(self) -> tuple[str, ...]:
         """Those of ``notes`` that no caveat states already."""

@@ -24,7 +24,7 @@ from ..config.spec import Placement, Trial, block_of, offload_device
 from ..records.schema import TrialRecord
 from ..system.environment import Environment
 from ..system.redaction import REDACTED, redacted_keys
-from .markdown import escape, escape_unprintable, inline_code, shell_block
+from .table import code_block, escape, escape_unprintable, inline_code
 
 Config = Mapping[str, Any]
 
@@ -117,7 +117,7 @@ def _launcher(placement: Placement) -> list[str]:
 def _command(words: list[str]) -> str:
     """A shell block inside a list."""
     text = " ".join(word if word.startswith("DS_ACCELERATOR=") else _shell(word) for word in words)
-    return shell_block(text, indent="  ")
+    return "\n".join(f"  {line}" for line in code_block(text, "sh").splitlines())
 
 
 def _shell(word: str) -> str:

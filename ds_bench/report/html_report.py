@@ -15,7 +15,7 @@ from ..analysis import provenance
 from ..analysis.comparison import ComparisonRow
 from ..records.schema import SUCCESS
 from ..system.environment import require_installed
-from . import charts, profile_text, row_explanation, side_by_side
+from . import charts, row_explanation, side_by_side
 from .comparison_charts import charts_of
 from .comparison_report import ComparisonReport, Note
 from .memory_plan import MemoryPlan, answer_text, plan_table
@@ -66,13 +66,13 @@ def render_tables(reports: Sequence[ComparisonReport]) -> str:
             [
                 f"{'★ ' if row.key == report.recommendation.key else ''}{row.label}",
                 _status(row),
-                *(column.cell(row, report.comparison)[0] for column in columns),
+                *(column.cell(row) for column in columns),
             ]
             for row in report.comparison.rows
         ]
         headings = ["Configuration", "Status", *(column.heading for column in columns)]
         answer = [report.recommendation.headline, report.recommendation.provisional]
-        table = Table(columns=[Column(heading=heading) for heading in headings], rows=rows)
+        table = Table(columns=[Column(heading) for heading in headings], rows=rows)
         parts.append(
             {
                 "title": report.title,
@@ -85,7 +85,7 @@ def render_tables(reports: Sequence[ComparisonReport]) -> str:
 
 def render_plan(plan: MemoryPlan) -> str:
     """The answer of a plan and its table, as part of another page: a notebook's."""
-    return _render_tables([{"title": answer_text(plan)[0], "table": plan_table(plan), "lines": []}])
+    return _render_tables([{"title": answer_text(plan), "table": plan_table(plan), "lines": []}])
 
 
 def _render_tables(parts: Sequence[Mapping[str, Any]]) -> str:
@@ -139,8 +139,7 @@ def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
         "rows": [_row(row, report, columns, numbers) for row in report.comparison.rows],
         "explanations": row_explanation.report_paragraphs(report),
         "explanations_heading": row_explanation.HEADING,
-        "profiles_heading": profile_text.HEADING,
-        "profiles": profile_text.report_profiles(report),
+        "profiles": report.profiles,
         "details": detail_tables(report.comparison),
         "footnotes": list(report.labels_by_note.items()),
         "chart_sections": [(heading, drawn) for heading, drawn in sections.items() if drawn],
@@ -151,17 +150,16 @@ def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
 def _row(
     row: ComparisonRow, report: ComparisonReport, columns: Sequence[TableColumn], numbers: Mapping[Note, int]
 ) -> dict[str, Any]:
-    comparison = report.comparison
+    baseline = report.comparison.baseline
     notes = [note for note in report.row_notes[row.key] if report.labels_by_note[note]]
-    cells = [column.cell(row, comparison) for column in columns]
     return {
         "label": row.label,
         "recommended": row.key == report.recommendation.key,
-        "baseline": comparison.baseline is not None and row.key == comparison.baseline.key,
+        "baseline": baseline is not None and row.key == baseline.key,
         "status": _status(row),
         "succeeded": row.succeeded,
         # an empty key sorts last
-        "cells": [(text, "" if key is None else repr(key)) for text, key in cells],
+        "cells": [(each.cell(row), "" if (key := each.value(row)) is None else repr(key)) for each in columns],
         "runs": len(row.runs),
         "footnotes": sorted(numbers[note] for note in notes),
         "config": _config(row),

@@ -1,22 +1,30 @@
-"""Progress of a run: a line as each trial ends, and on a terminal a live line about the current one."""
+"""What a run prints: its plan before it starts, a line as each trial ends, and where its profiles are.
+
+On a terminal a live line follows the current trial.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..analysis.provenance import STEP_NAMES
 from ..config.caveats import CaveatKind, as_caveat, has_kind
 from ..config.spec import Trial
 from ..launch import Progress, ProgressCallback
+from ..planner import Plan, RunPlan
+from ..prediction.memory import DOES_NOT_FIT, UNKNOWN
+from ..prediction.trial_predictions import stored_prediction
 from ..records.schema import INTERRUPTED, TrialRecord
+from ..system import invocation
 from ..system.terminal import StatusLine
-from ..units import format_duration, format_significant
-from .profile_text import profiles_of
+from ..units import format_bytes, format_duration, format_items, format_significant
+from .table import Column, Table
 from .table_columns import failure_text
 
-
-def ignore_progress(_progress: Progress) -> None:
-    """A callback that shows no progress."""
+if TYPE_CHECKING:
+    from ..analysis.row import Run
 
 
 class ProgressReporter:
@@ -55,11 +63,25 @@ class ProgressReporter:
             self._line.say(f"{head} …")
         # A log would get a line for every step.
         if self._line.quiet or not self._line.stream.isatty():
-            return ignore_progress
-        total = trial.workload.warmup_steps + trial.workload.num_steps
-        return lambda progress: self._line.show(
-            f"{head} · {self._describe_step(progress, trial, total)}{self._time_left_with(progress, total)}"
-        )
+            return lambda _progress: None
+        warmup, steps = trial.workload.warmup_steps, trial.workload.num_steps
+
+        def show(progress: Progress) -> None:
+            text = progress.phase
+            if progress.step >= 0:
+                done = progress.step - warmup
+                step = f"warm-up {progress.step}/{warmup}" if done < 0 else f"step {min(done, steps)}/{steps}"
+                text = f"{step} ({progress.phase})"
+            if progress.last_step_seconds:
+                # The rest of this trial by its last step, later trials by the mean of those done.
+                rest = max(0, warmup + steps - progress.step) * progress.last_step_seconds
+                # Until a trial has ended, this one's time stands for those to come.
+                mean_seconds = self._mean_wall_seconds() or progress.elapsed_seconds + rest
+                left = format_duration(rest + mean_seconds * (self._total - self._number))
+                text += f", last step {format_duration(progress.last_step_seconds)}, about {left} left"
+            self._line.show(f"{head} · {text}")
+
+        return show
 
     def _head(self, trial: Trial) -> str:
         """``[2/24] ZeRO-1 run 1/3``; without the run where there is one of each row; in a sweep with the point."""
@@ -69,26 +91,6 @@ class ProgressReporter:
         if pass_type != "train" and trial.configuration.name == "zero0":
             what = STEP_NAMES[pass_type]  # without DeepSpeed
         return f"[{self._number}/{self._total}] {point}{what}{run}"
-
-    def _describe_step(self, progress: Progress, trial: Trial, total: int) -> str:
-        if progress.step < 0:
-            return progress.phase
-        warmup = trial.workload.warmup_steps
-        if progress.step < warmup:
-            step = f"warm-up {progress.step}/{warmup}"
-        else:
-            step = f"step {min(progress.step, total) - warmup}/{total - warmup}"
-        speed = f", last step {format_duration(progress.last_step_seconds)}" if progress.last_step_seconds else ""
-        return f"{step} ({progress.phase}){speed}"
-
-    def _time_left_with(self, progress: Progress, total: int) -> str:
-        """Estimate for the whole comparison: this trial by its last step, later ones by the mean of those done."""
-        if not progress.last_step_seconds:
-            return ""
-        rest = max(0, total - progress.step) * progress.last_step_seconds
-        # Until a trial has ended, this one's time stands for those to come.
-        mean_seconds = self._mean_wall_seconds() or progress.elapsed_seconds + rest
-        return f", about {format_duration(rest + mean_seconds * (self._total - self._number))} left"
 
     def _mean_wall_seconds(self) -> float | None:
         """Mean duration of the trials that have ended; None before the first."""
@@ -107,7 +109,7 @@ class ProgressReporter:
         if self._verbose:
             for text in (*(as_caveat(each).text for each in record.caveats), *filter(None, [record.outcome.details])):
                 self._line.say(f"      {text}")
-            for rank, profile in profiles_of(record.ranks):
+            for rank, profile in ((rank.rank, profile) for rank in record.ranks for profile in rank.profiles):
                 self._line.say(f"      profile {profile.name}, rank {rank}: {', '.join(profile.files) or 'no file'}")
 
 
@@ -127,3 +129,98 @@ def _result_text(record: TrialRecord) -> str:
     if row.cpu_used_gb is not None:
         return f"{speed} {format_significant(row.cpu_used_gb)} GB of host memory"
     return speed
+
+
+# ------------------------------------------------------------------ the plan
+
+
+def count_line(plan: RunPlan) -> str:
+    """``4 points × 3 rows × 2 runs = 24 trials``."""
+    trials, runs, points = plan.trials, plan.options.repeats, len(plan.plans)
+    rows = {len(each.configurations) for each in plan.plans}
+    count, most = f"{len(trials):,} trial{'s' if len(trials) != 1 else ''}", max(rows)
+    if len(rows) == 1 and len(trials) == points * most * runs:
+        factors = ((points, "point"), (most, "row"), (runs, "run"))
+        named = [f"{number:,} {name}{'s' if number > 1 else ''}" for number, name in factors if number > 1]
+        count = " × ".join(named) + f" = {count}" if len(named) > 1 else count
+    idle = sum(trial.not_launched for trial in trials)
+    return f"{count}, {idle:,} of them predicted not to fit or unsupported" if idle else count
+
+
+def run_plan_lines(plan: RunPlan, most: int) -> list[str]:
+    """The plan as a table: of a sweep a line for each point, else for each row; ``most`` lines, and how many more."""
+    on_gpus = plan.placement.accelerator == "cuda"
+    if len(plan.plans) > 1:
+        headings, cells = ("Point", "fit"), [_point_cells(each) for each in plan.plans]
+    else:
+        names = dict.fromkeys(trial.configuration.name for trial in plan.trials)
+        headings, cells = ("Configuration", "fits"), [_row_cells(plan.plans[0], name) for name in names]
+    head = [headings[0], "trials", "GPU memory" if on_gpus else "host memory", headings[1]]
+    table = Table(columns=[Column[str](heading) for heading in head], rows=cells[:most])
+    left = [f"and {len(cells) - most:,} more"] if len(cells) > most else []
+    return [count_line(plan), "", *(line.text for line in table.to_terminal(1000)), *left]
+
+
+def _point_cells(plan: Plan) -> list[str]:
+    sizes = [size for trial in plan.trials if (size := _predicted_bytes(trial)) is not None]
+    memory = "" if not sizes else format_bytes(min(sizes))
+    if sizes and max(sizes) > min(sizes):
+        memory = f"{memory} – {format_bytes(max(sizes))}"
+    verdicts = {trial.configuration.name: _fit_text(plan, trial) for trial in plan.trials}
+    fitting, unknown = (list(verdicts.values()).count(text) for text in ("yes", "?"))
+    fits = f"{fitting} of {len(verdicts)}" + (f", {unknown} ?" if unknown else "")
+    return [plan.options.point_text, str(len(plan.trials)), memory, fits]
+
+
+def _row_cells(plan: Plan, name: str) -> list[str]:
+    first, *others = (trial for trial in plan.trials if trial.configuration.name == name)
+    fits = "unsupported" if first.unsupported else _fit_text(plan, first)
+    prediction = stored_prediction(first)
+    least = "≥ " if prediction is not None and prediction.unknown else ""
+    return [first.configuration.label, str(1 + len(others)), least + format_bytes(_predicted_bytes(first)), fits]
+
+
+def _predicted_bytes(trial: Trial) -> int | None:
+    """Predicted memory of one GPU, on the CPU accelerator of the host; None without a prediction."""
+    prediction = stored_prediction(trial)
+    if prediction is None:
+        return None
+    return prediction.gpu_bytes if trial.placement.accelerator == "cuda" else prediction.host_bytes
+
+
+def _fit_text(plan: Plan, trial: Trial) -> str:
+    """``yes``, ``no``, or ``?`` if a part of its memory is not predicted and the rest would fit."""
+    if trial.not_launched:
+        return "no"
+    prediction = stored_prediction(trial)
+    if prediction is None:
+        return "?"
+    verdict = prediction.verdict(plan.facts.memory.gpu_bytes, plan.facts.memory.host_bytes)
+    return {DOES_NOT_FIT: "no", UNKNOWN: "?"}.get(verdict, "yes")
+
+
+# ------------------------------------------------------------------ profiles
+
+
+def profile_files_line(runs: Sequence[Run], folder: Path) -> str | None:
+    """``Profiles: 6 files, 4.31 MB, in <run>/trials/*/profiles``; None without any. ``folder``: of the run."""
+    profiles = [profile for run in runs for rank in run.ranks for profile in rank.profiles]
+    # Files of profiles may have been deleted since the run.
+    paths = [path for profile in profiles for name in profile.files if (path := folder / name).is_file()]
+    size = format_bytes(sum(path.stat().st_size for path in paths))
+    return f"Profiles: {format_items(len(paths), 'file')}, {size}, in {folder}/trials/*/profiles" if paths else None
+
+
+def nsys_command(family: str, arguments: Sequence[str], environ: Mapping[str, str]) -> str | None:
+    """The command that repeats a run under nsys, to record its windows; None if it runs under nsys already.
+
+    Ranks are started cold, as nsys records no process that was forked without an exec. Each window becomes a file.
+    """
+    if environ.get("NSYS_PROFILING_SESSION_ID"):  # nsys sets it in the processes that it records
+        return None
+    launcher = [] if "--launcher" in arguments else ["--launcher", "deepspeed"]
+    flags = "--trace=cuda,nvtx,cublas --sample=none --capture-range=cudaProfilerApi --capture-range-end=repeat"
+    # A dry run prints this command too, which is meant to run.
+    asked = [argument for argument in arguments if argument != "--dry-run"]
+    command = invocation.comparison(family, [*asked, *launcher])
+    return f"nsys profile {flags} --output=nsys_window {command}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from ..analysis.comparison import ComparisonRow
@@ -21,74 +20,57 @@ from ..analysis.row_difference import (
 )
 from ..recommend.guide import traffic_text
 from ..recommend.remedies import failed_run
-from ..system.terminal import wrapped_lines
 from ..units import MISSING, format_bytes, format_count, format_items, format_significant, to_ms
 from .comparison_report import ComparisonReport
 from .memory_plan import category_text
-from .table_columns import failure_text
+from .table import Column, Table, wrap
+from .table_columns import failure_text, signed_bytes
 
 HEADING = "What changes between rows"
 _SAME_FRACTION = 0.01
 """Changes of a total below this fraction count as none; categories that change less are not listed."""
 _MOST_PAIRS = 8
+_WIDEST = 200
+"""Columns of a table; what a setting acts on may be long."""
 _TIERS = {"gpu": "GPU memory", "cpu": "Host memory", "nvme": "NVMe swap files"}
-_SAVING_TEXTS = {"small_buffers": "smaller buffers (--axis buffers=small_buffers)"}
+
+Row = tuple[str, str, str, str]
+"""What changed, its value in both rows, and the change or what it acts on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One line of a table: what changed, its value in both rows, and the change or what it acts on."""
-
-    what: str
-    a: str
-    b: str
-    change: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A table under a heading, with sentences below it."""
-
-    heading: str
-    lines: tuple[Line, ...]
-    notes: tuple[str, ...] = ()
-
-
-def sections(difference: RowDifference) -> list[Section]:
-    """Return the tables of the whole explanation; sections without content are left out."""
-    failures = tuple(_failures(difference))
-    unknown = (f"The result does not contain {', '.join(difference.unknown)}.",) if difference.unknown else ()
-    environment = tuple(f"The machines differ: {text}." for text in difference.environment_differences)
-    everything = [
-        Section("Memory", tuple(_memory_lines(difference)), failures),
-        Section("Time", *_time(difference)),
-        Section("Settings", tuple(map(_key_line, _shown_keys(difference))), environment),
-        Section("Predicted savings", tuple(_saving_lines(difference)), unknown),
-    ]
-    return [section for section in everything if section.lines or section.notes]
+def explanation_tables(difference: RowDifference) -> list[Table]:
+    """Return the tables of the whole explanation; those without content are left out."""
+    a, b = difference.a.label, difference.b.label
+    traffic = [_traffic(row) for row in (difference.a, difference.b)]
+    sent = None not in traffic and traffic[0] != traffic[1] and difference.time is not None
+    sections = {
+        "Memory": (_memory_rows(difference), _failures(difference)),
+        "Time": (_time_rows(difference), [f"By formula, {a}: {traffic[0]}. {b}: {traffic[1]}."] if sent else []),
+        "Settings": (
+            map(_key_row, _shown_keys(difference)),
+            [f"The machines differ: {text}." for text in difference.environment_differences],
+        ),
+        "Predicted savings": (
+            _saving_rows(difference),
+            [f"The result does not contain {', '.join(difference.unknown)}."] if difference.unknown else [],
+        ),
+    }
+    tables = []
+    for heading, (rows, notes) in sections.items():
+        last = Column[Row]("acts on" if heading == "Settings" else "change", left=True)
+        columns = [Column[Row](heading), Column[Row](a), Column[Row](b), last]
+        tables.append(Table(columns=columns, rows=list(rows), notes=list(notes)))
+    return [table for table in tables if table.rows or table.notes]
 
 
 def explanation_lines(difference: RowDifference, title: str, width: int) -> Iterator[str]:
-    """Format the whole explanation as text. Only settings may be wider than ``width`` characters."""
-    a, b = difference.a.label, difference.b.label
-    yield from wrapped_lines(f"{b} compared with {a} · {title}", width)
+    """Format the whole explanation as text. Only tables may be wider than ``width`` characters."""
+    yield from wrap(f"{difference.b.label} compared with {difference.a.label} · {title}", width)
     if sentence := largest_change(difference):
-        yield from wrapped_lines(sentence, width)
-    everything = sections(difference)
-    head = Line("", a, b)
-    widths = [
-        max(len(getattr(line, name)) for section in everything for line in (head, *section.lines))
-        for name in ("what", "a", "b")
-    ]
-    for section in everything:
+        yield from wrap(sentence, width)
+    for table in explanation_tables(difference):
         yield ""
-        for line in (Line(section.heading, a, b, "acts on" if section.heading == "Settings" else "change"),) * bool(
-            section.lines
-        ) + section.lines:
-            cells = f"{line.what:<{widths[0]}}  {line.a:>{widths[1]}}  {line.b:>{widths[2]}}  {line.change}"
-            yield cells.rstrip()
-        for note in section.notes:
-            yield from wrapped_lines(note, width)
+        yield from (line.text for line in table.to_terminal(_WIDEST))
 
 
 def largest_change(difference: RowDifference) -> str:
@@ -100,17 +82,17 @@ def largest_change(difference: RowDifference) -> str:
     tier = difference.main
     if tier is not None:
         where = f"{'Predicted ' if tier.predicted else ''}{_TIERS[tier.tier]} per {tier.scope.split()[-1]}"
-        text = f"{where}: {size_text(tier.a_bytes)} → {size_text(tier.b_bytes)}"
+        text = f"{where}: {format_bytes(tier.a_bytes)} → {format_bytes(tier.b_bytes)}"
         largest = tier.categories[0] if tier.categories else None
-        if abs(tier.difference_bytes) <= _SAME_FRACTION * max(tier.a_bytes, tier.b_bytes):
+        if _is_same(tier.a_bytes, tier.b_bytes):
             text += ", no change"
         elif largest is not None and largest.category != TOTAL:
-            text += f", mostly {_category(largest.category, tier)} ({signed_size(largest.difference_bytes)})"
+            text += f", mostly {_category(largest.category, tier)} ({signed_bytes(largest.difference_bytes)})"
         parts.append(f"{text}.")
     time = difference.time
     if time is not None:
         text = _speed_text(time)
-        # A phase is named only where the step times differ beyond the noise.
+        # A phase is named only if the step times differ beyond the noise.
         if time.interval is not None and time.interval.distinguishable and time.phase_seconds:
             changes = {phase: pair.difference or 0.0 for phase, pair in time.phase_seconds.items() if phase in PHASES}
             phase = max(changes, key=lambda name: abs(changes[name]))
@@ -127,12 +109,14 @@ def report_paragraphs(report: ComparisonReport) -> list[tuple[str, str]]:
     """
     rows, chosen = report.comparison.rows, report.recommended_row
     baseline = report.comparison.baseline or next(iter(rows), None)
+    if baseline is None:
+        return []
     pairs: list[tuple[ComparisonRow, ComparisonRow]] = []
-    if chosen is not None and baseline is not None:
+    if chosen is not None:
         others = [row for row in rows if row.valid and row.key != chosen.key]
-        runner_up = max(others, key=lambda row: row.tokens_per_second or 0.0, default=None)
-        pairs = [(baseline, chosen), *([] if runner_up is None else [(runner_up, chosen)])]
-    pairs += [(baseline, row) for row in rows if baseline is not None]
+        pairs.append((baseline, chosen))
+        pairs += [(max(others, key=lambda row: row.tokens_per_second or 0.0), chosen)] if others else []
+    pairs += [(baseline, row) for row in rows]
     # A pair may occur twice, in either order: keep the first.
     unique: dict[frozenset[str], tuple[ComparisonRow, ComparisonRow]] = {}
     for a, b in pairs:
@@ -149,9 +133,6 @@ def report_paragraphs(report: ComparisonReport) -> list[tuple[str, str]]:
     return paragraphs
 
 
-# ------------------------------------------------------------------ memory
-
-
 def _failures(difference: RowDifference) -> Iterator[str]:
     for row in (difference.a, difference.b):
         run = failed_run(row)
@@ -161,29 +142,33 @@ def _failures(difference: RowDifference) -> Iterator[str]:
             yield f"{row.label} did not train{some}: {failure_text(run.outcome)}."
 
 
-def _memory_lines(difference: RowDifference) -> Iterator[Line]:
+# ------------------------------------------------------------------ memory
+
+
+def _memory_rows(difference: RowDifference) -> Iterator[Row]:
     for tier in difference.memory:
         moment = "predicted peak" if tier.predicted else "between steps" if tier.moment == "after_step" else "peak"
-        yield _size_line(f"{_TIERS[tier.tier]}, {moment}, {tier.scope}", tier.a_bytes, tier.b_bytes)
+        yield _size_row(f"{_TIERS[tier.tier]}, {moment}, {tier.scope}", tier.a_bytes, tier.b_bytes)
         least = max(_SAME_FRACTION * max(tier.a_bytes, tier.b_bytes), 1)
-        if tier.categories and tier.categories[0].category != TOTAL:
-            for each in tier.categories:
+        counted = [each for each in tier.categories if each.category != TOTAL]
+        for indent, what, categories in (("  ", "", counted), ("    ", ", predicted", tier.uncounted)):
+            for each in categories:
                 if abs(each.difference_bytes) >= least:
-                    yield _size_line(f"  {_category(each.category, tier)}", each.a_bytes, each.b_bytes)
-        for each in tier.uncounted:
-            if abs(each.difference_bytes) >= least:
-                yield _size_line(f"    {_category(each.category, tier)}, predicted", each.a_bytes, each.b_bytes)
+                    yield _size_row(f"{indent}{_category(each.category, tier)}{what}", each.a_bytes, each.b_bytes)
     resident = difference.resident_bytes
     if resident.a is not None and resident.b is not None:
-        yield _size_line("Resident memory, peak, fullest node", resident.a, resident.b)
+        yield _size_row("Resident memory, peak, fullest node", resident.a, resident.b)
     for phase, pair in difference.phase_peaks.items():
         if abs(pair.difference or 0) > 0.05 * max(pair.a or 0, pair.b or 0):
-            yield _size_line(f"  {phase.replace('_', ' ')}", pair.a or 0, pair.b or 0)
+            yield _size_row(f"  {phase.replace('_', ' ')}", pair.a or 0, pair.b or 0)
 
 
-def _size_line(what: str, a: float, b: float) -> Line:
-    same = abs(b - a) <= _SAME_FRACTION * max(a, b)
-    return Line(what, size_text(a), size_text(b), "same" if same else signed_size(b - a))
+def _size_row(what: str, a: float, b: float) -> Row:
+    return what, format_bytes(a), format_bytes(b), "same" if _is_same(a, b) else signed_bytes(b - a)
+
+
+def _is_same(a: float, b: float) -> bool:
+    return abs(b - a) <= _SAME_FRACTION * max(a, b)
 
 
 def _category(name: str, tier: TierDifference) -> str:
@@ -195,41 +180,33 @@ def _category(name: str, tier: TierDifference) -> str:
 # ------------------------------------------------------------------ time
 
 
-def _time(difference: RowDifference) -> tuple[tuple[Line, ...], tuple[str, ...]]:
+def _time_rows(difference: RowDifference) -> Iterator[Row]:
     time = difference.time
     if time is None:
-        return (), ()
-    lines = [_milliseconds("Step", time.step_seconds)]
+        return
+
+    def milliseconds(what: str, pair: Pair) -> Row:
+        a, b = (f"{format_significant(to_ms(each))} ms" for each in (pair.a, pair.b))
+        return what, a, b, "" if pair.difference is None else f"{to_ms(pair.difference):+.3g} ms"
+
+    def counts(what: str, pair: Pair) -> Row:
+        return what, format_count(pair.a), format_count(pair.b), ""
+
+    yield milliseconds("Step", time.step_seconds)
     if not time.same_tokens:
-        lines.append(_counts("Tokens/s", time.tokens_per_second))
-    lines += [_milliseconds(f"  {phase}, timed apart", pair) for phase, pair in time.phase_seconds.items()]
-    for what, pair in (
-        ("NVMe read per step", time.nvme_read_bytes),
-        ("NVMe written per step", time.nvme_written_bytes),
-    ):
+        yield counts("Tokens/s", time.tokens_per_second)
+    for phase, pair in time.phase_seconds.items():
+        yield milliseconds(f"  {phase}, timed apart", pair)
+    for what, pair in (("read", time.nvme_read_bytes), ("written", time.nvme_written_bytes)):
         if pair.a or pair.b:
-            lines.append(_size_line(what, pair.a or 0, pair.b or 0))
+            yield _size_row(f"NVMe {what} per step", pair.a or 0, pair.b or 0)
     for what, pair in (("Skipped steps", time.skipped_steps), ("Allocator retries", time.allocator_retries)):
         if pair.a or pair.b:
-            lines.append(_counts(what, pair))
-    notes = []
-    traffic = [_traffic(row) for row in (difference.a, difference.b)]
-    if None not in traffic and traffic[0] != traffic[1]:
-        notes.append(f"By formula, {difference.a.label}: {traffic[0]}. {difference.b.label}: {traffic[1]}.")
-    return tuple(lines), tuple(notes)
-
-
-def _milliseconds(what: str, pair: Pair) -> Line:
-    a, b = (f"{format_significant(to_ms(each))} ms" for each in (pair.a, pair.b))
-    return Line(what, a, b, "" if pair.difference is None else f"{to_ms(pair.difference):+.3g} ms")
-
-
-def _counts(what: str, pair: Pair) -> Line:
-    return Line(what, format_count(pair.a), format_count(pair.b))
+            yield counts(what, pair)
 
 
 def _speed_text(time: TimeDifference) -> str:
-    """Return the ratio of the step times, or of the throughputs where steps train different numbers of tokens."""
+    """Return the ratio of the step times, or of the throughputs if steps train different numbers of tokens."""
     pair, what, meaning = time.step_seconds, "Step time", "times as long"
     interval = None if time.interval is None else time.interval.inverse
     if not time.same_tokens:
@@ -265,62 +242,46 @@ def _traffic(row: ComparisonRow) -> str | None:
 # ------------------------------------------------------------------ settings and savings
 
 
-def _shown_keys(difference: RowDifference) -> list[KeyDifference]:
-    """Return the keys that were set differently, and those that follow from them and act on memory that changed."""
+def _shown_keys(difference: RowDifference) -> Iterator[KeyDifference]:
+    """Yield the keys that were set differently, and those that follow from them and act on memory that changed."""
     changed = {
         each.category
         for tier in difference.memory
         for each in (*tier.categories, *tier.uncounted)
         if abs(each.difference_bytes) > _SAME_FRACTION * max(tier.a_bytes, tier.b_bytes)
     }
-    # A key that one row switches off and the other does not read changes nothing.
-    keys = [key for key in difference.keys if {key.a, key.b} != {None, False}]
-    return [
-        key
-        for key in keys
-        if not key.from_layout or key.path.endswith((".stage", ".device")) or changed.intersection(key.acts_on)
-    ]
+    for key in difference.keys:
+        # A key that one row switches off and the other does not read changes nothing.
+        if {key.a, key.b} != {None, False} and (
+            not key.from_layout or key.path.endswith((".stage", ".device")) or changed.intersection(key.acts_on)
+        ):
+            yield key
 
 
-def _key_line(key: KeyDifference) -> Line:
+def _key_row(key: KeyDifference) -> Row:
     acts_on = [
         f"{name} time" if name in PHASES else "memory of model build" if name == "build" else category_text(name, "gpu")
         for name in key.acts_on
     ]
-    return Line(key.path.removeprefix("zero_optimization."), _value(key.a), _value(key.b), ", ".join(acts_on))
+    return key.path.removeprefix("zero_optimization."), _value(key.a), _value(key.b), ", ".join(acts_on)
 
 
 def _value(value: Any) -> str:
-    if value is None:
-        return MISSING
-    if isinstance(value, bool):
-        return str(value).lower()
+    if value is None or isinstance(value, bool):
+        return MISSING if value is None else str(value).lower()
     # Large round numbers as DeepSpeed's documentation writes them: 5e8.
     if isinstance(value, int) and value >= 100_000 and not str(value)[1:].strip("0"):
         return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _saving_lines(difference: RowDifference) -> Iterator[Line]:
+def _saving_rows(difference: RowDifference) -> Iterator[Row]:
     for saving in difference.savings:
         on_gpu = saving.gpu_bytes > 0
-        saved = f"{signed_size(-(saving.gpu_bytes if on_gpu else saving.host_bytes))} per {'GPU' if on_gpu else 'node'}"
+        saved = (
+            f"{signed_bytes(-(saving.gpu_bytes if on_gpu else saving.host_bytes))} per {'GPU' if on_gpu else 'node'}"
+        )
         if on_gpu and saving.host_bytes < 0:
-            saved += f", {signed_size(-saving.host_bytes)} of host memory per node"
-        what = f"{_SAVING_TEXTS.get(saving.name, saving.name)} on {difference.larger.label}"
-        yield Line(what, "", "", saved)
-
-
-def size_text(count_bytes: float | None) -> str:
-    """Format bytes with three significant digits in powers of 1024: ``45.5 GB``, ``6.40 MB``."""
-    if count_bytes is None:
-        return format_bytes(None)
-    for unit, name in ((2**30, "GB"), (2**20, "MB"), (2**10, "KB")):
-        if abs(count_bytes) >= 0.1 * unit:
-            return f"{format_significant(count_bytes / unit)} {name}"
-    return f"{count_bytes:.0f} B"
-
-
-def signed_size(count_bytes: float) -> str:
-    """``+1.86 GB``, ``−2.24 GB``."""
-    return f"{'+' if count_bytes > 0 else '−'}{size_text(abs(count_bytes))}" if count_bytes else "0"
+            saved += f", {signed_bytes(-saving.host_bytes)} of host memory per node"
+        name = "smaller buffers (--axis buffers=small_buffers)" if saving.name == "small_buffers" else saving.name
+        yield f"{name} on {difference.larger.label}", "", "", saved

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from ..analysis.comparison import ComparisonRow
 from ..analysis.provenance import STEP_NAMES
 from ..analysis.trial_caveats import UNSTABLE_CV
-from ..config.spec import PASS_TYPES, Workload, point_text
+from ..config.spec import PASS_TYPES, Workload
 from ..records.schema import measured_values
 from ..system import environment
 from ..units import (
@@ -27,13 +29,17 @@ from .table_columns import failure_text
 SIZE_PREFIX = "size-"
 """Beginning of the names of the models of the model-size benchmark."""
 _INVALID = "*"
-_POINT_SECTIONS = ("dataset.path", "dataset.vocab_size", "dataloader.", "optimizer.", "configurations.")
-"""Beginnings of the key paths of a sweep that no other fact of a row's name shows."""
 
 
 def common_facts(reports: Sequence[ComparisonReport]) -> tuple[str, ...]:
     """The facts of all comparisons, such as ``tiny``, ``2 CPU ranks``, ``bf16``."""
     return tuple(fact for fact in reports[0].facts if all(fact in report.facts for report in reports))
+
+
+def _name(report: ComparisonReport, common: Sequence[str]) -> str:
+    """The model, with what else of the report's facts is not common to all, but for the number and kind of steps."""
+    model, *others = report.facts
+    return " · ".join([model, *(f for f in others if f not in common and not f.endswith(tuple(STEP_NAMES.values())))])
 
 
 def summary_lines(reports: Sequence[ComparisonReport]) -> list[str]:
@@ -64,7 +70,7 @@ def model_tables(reports: Sequence[ComparisonReport]) -> list[Table]:
 
 def _same_machine(a: ComparisonReport, b: ComparisonReport) -> bool:
     """Whether accelerator, device and environment agree; a report without a measured device agrees with any device."""
-    if len({report.first_trial.placement.accelerator for report in (a, b)}) > 1:
+    if a.first_trial.placement.accelerator != b.first_trial.placement.accelerator:
         return False
     if len({_device(a), _device(b)} - {None}) > 1:
         return False
@@ -82,14 +88,18 @@ def _device(report: ComparisonReport) -> str | None:
 def _model_table(group: Sequence[ComparisonReport]) -> Table:
     labels = list(dict.fromkeys(row.label for report in group for row in report.comparison.rows))
     device = next(filter(None, map(_device, group)), group[0].first_trial.placement.accelerator)
+    common = common_facts(group)
+    names = [_name(report, common) for report in group]
+    if len(set(names)) < len(names):
+        names = [report.title for report in group]
     rows = []
-    for name, report in zip(_row_names(group), group, strict=True):
+    for name, report in zip(names, group, strict=True):
         cells = {row.label: _throughput(row) for row in report.comparison.rows}
         rows.append([name, *(cells.get(label, "") for label in labels)])
     invalid = any(cell.endswith(_INVALID) for row in rows for cell in row[1:])
     return Table(
         title=(f"Tokens/s of the whole job, models side by side ({device})",),
-        columns=[Column(heading=heading) for heading in ("Model", *labels)],
+        columns=[Column(heading) for heading in ("Model", *labels)],
         rows=rows,
         notes=[f"Rows with {_INVALID} are disqualified: their own table says why."] if invalid else [],
     )
@@ -100,36 +110,6 @@ def _throughput(row: ComparisonRow) -> str:
     if row.tokens_per_second is None:
         return row.last_run.outcome.status
     return format_count(row.tokens_per_second) + ("" if row.invalid_reason is None else _INVALID)
-
-
-def _row_names(group: Sequence[ComparisonReport]) -> list[str]:
-    """The models, with what else the reports differ in; whole titles if that does not distinguish them all."""
-    trials = [report.first_trial for report in group]
-    facts = []
-    paths = dict.fromkeys(path for trial in trials for path in trial.point if path.startswith(_POINT_SECTIONS))
-    for trial in trials:
-        work, placement = trial.workload, trial.placement
-        largest = work.batch_policy == "largest"
-        facts.append(
-            (
-                "largest micro-batch" if largest else f"micro-batch {work.batch_size}",
-                "longest sequence" if work.seq_policy == "longest" else f"{work.seq_length} tokens",
-                f"{work.grad_accum} accumulated",
-                work.precision,
-                f"checkpointing {'on' if work.activation_checkpointing else 'off'}",
-                f"dropout {'of the model' if work.dropout is None else work.dropout}",
-                f"{work.warmup_steps} + {work.num_steps} steps",
-                f"seed {work.seed}",
-                f"{placement.ranks_text} {'GPU' if placement.accelerator == 'cuda' else 'CPU rank'}(s)",
-                *(point_text({path: trial.point[path]}) if path in trial.point else "" for path in paths),
-            )
-        )
-    differing = [index for index, values in enumerate(zip(*facts, strict=True)) if len(set(values)) > 1]
-    names = [
-        ", ".join([trial.workload.model, *(own[index] for index in differing if own[index])])
-        for trial, own in zip(trials, facts, strict=True)
-    ]
-    return names if len(set(names)) == len(names) else [report.title for report in group]
 
 
 # ------------------------------------------------------------------ models by pass type
@@ -150,6 +130,56 @@ _NOT_SYNCHRONIZED = (
 )
 
 
+class _NamedRow(NamedTuple):
+    """A row with the name of its model."""
+
+    name: str
+    row: ComparisonRow
+
+    @property
+    def pass_text(self) -> str:
+        return _PASS_TEXTS[self.row.trial.workload.pass_type]
+
+    @property
+    def mean_ms(self) -> str:
+        """The mean time, or how the row failed."""
+        failed = f"✗ {self.row.runs[-1].outcome.status}"
+        return failed if self.row.mean_step_seconds is None else format_ms(self.row.mean_step_seconds)
+
+    @property
+    def variation(self) -> float | None:
+        """Standard deviation as a fraction of the mean."""
+        std, mean = self.row.step_seconds_std, self.row.mean_step_seconds
+        return None if std is None or mean is None else std / mean
+
+    @property
+    def peak_gb(self) -> str:
+        size = self.row.host_peak_bytes if self.row.on_cpu else self.row.gpu_peak_bytes
+        return format_gb(size) + (" host" if self.row.on_cpu and size is not None else "")
+
+
+_PASS_COLUMNS: tuple[Column[_NamedRow], ...] = (
+    Column("Model", lambda named: named.name),
+    Column("Pass", lambda named: named.pass_text, left=True),
+    Column("mean ms", lambda named: named.mean_ms),
+    Column("mean s", lambda named: f"{named.row.mean_step_seconds or 0:.5f}" if named.row.succeeded else MISSING, 3),
+    Column("std ms", lambda named: format_ms(named.row.step_seconds_std), 2),
+    Column("CV", lambda named: format_percent(named.variation, digits=2), 1),
+    Column("under 5 %", lambda named: {None: MISSING, True: "stable", False: "unstable"}[_is_stable(named)]),
+    Column("tok/s", lambda named: format_count(named.row.tokens_per_second)),
+    Column("TFLOP/s", lambda named: format_significant(_tflops(named.row))),
+    Column("peak GB", lambda named: named.peak_gb),
+)
+
+
+def _is_stable(named: _NamedRow) -> bool | None:
+    return None if named.variation is None else named.variation < UNSTABLE_CV
+
+
+def _tflops(row: ComparisonRow) -> float | None:
+    return next((run.row.model_tflops_per_gpu for run in row.successes if run.row.model_tflops_per_gpu), None)
+
+
 def has_passes(reports: Sequence[ComparisonReport]) -> bool:
     """Whether passes other than training steps were timed, or models of the model-size benchmark trained."""
     workloads = [report.first_trial.workload for report in reports if report.comparison.rows]
@@ -164,7 +194,7 @@ def pass_tables(reports: Sequence[ComparisonReport]) -> list[Table]:
     """
     reports = [report for report in reports if report.comparison.rows]
     common = common_facts(reports)
-    names = [_model_name(report, common) for report in reports]
+    names = [_name(report, common) for report in reports]
     order = list(dict.fromkeys(names))
     by_pass = sorted(
         zip(names, reports, strict=True),
@@ -172,86 +202,31 @@ def pass_tables(reports: Sequence[ComparisonReport]) -> list[Table]:
     )
     several = len({row.label for report in reports for row in report.comparison.rows}) > 1
     rows = [
-        (f"{name}, {row.label}" if several else name, row) for name, report in by_pass for row in report.comparison.rows
+        _NamedRow(f"{name}, {row.label}" if several else name, row)
+        for name, report in by_pass
+        for row in report.comparison.rows
     ]
     title = (f"Passes of {format_items(len(order), 'model')}", *common)
-    models = [*dict.fromkeys(map(_model_line, reports))]
-    columns = [(Column(heading="Model"), _cell(lambda name, _: name)), *_PASS_COLUMNS]
-    times = make_table(columns, rows, always=len(columns))
-    overview = [_overview(rows)] if len({row.trial.workload.pass_type for _, row in rows}) > 1 else []
-    notes = [*_failures(rows), *_pass_notes(reports)]
-    tables = [Table(title=title, notes=models), times, *overview]
-    return [*tables[:-1], Table(columns=tables[-1].columns, rows=tables[-1].rows, notes=notes)]
-
-
-NamedRow = tuple[str, ComparisonRow]
-
-
-def _cell(text: Callable[[str, ComparisonRow], str]) -> Callable[[NamedRow], str]:
-    return lambda named: text(*named)
-
-
-def _measured(text: Callable[[ComparisonRow], str]) -> Callable[[NamedRow], str]:
-    return lambda named: MISSING if named[1].mean_step_seconds is None else text(named[1])
-
-
-def _variation(row: ComparisonRow) -> float | None:
-    if row.step_seconds_std is None or row.mean_step_seconds is None:
-        return None
-    return row.step_seconds_std / row.mean_step_seconds
-
-
-def _stable(row: ComparisonRow) -> str:
-    variation = _variation(row)
-    return MISSING if variation is None else "stable" if variation < UNSTABLE_CV else "unstable"
-
-
-def _mean_ms(row: ComparisonRow) -> str:
-    failed = f"✗ {row.runs[-1].outcome.status}"
-    return failed if row.mean_step_seconds is None else format_ms(row.mean_step_seconds)
-
-
-def _tflops(row: ComparisonRow) -> str:
-    return format_significant(
-        next((run.row.model_tflops_per_gpu for run in row.successes if run.row.model_tflops_per_gpu), None)
-    )
-
-
-_PASS_COLUMNS: tuple[tuple[Column, Callable[[NamedRow], str]], ...] = (
-    (Column(heading="Pass", left=True), _cell(lambda _, row: _PASS_TEXTS[row.trial.workload.pass_type])),
-    (Column(heading="mean ms"), _cell(lambda _, row: _mean_ms(row))),
-    (Column(heading="mean s", priority=3), _measured(lambda row: f"{row.mean_step_seconds:.5f}")),
-    (Column(heading="std ms", priority=2), _measured(lambda row: format_ms(row.step_seconds_std))),
-    (Column(heading="CV", priority=1), _measured(lambda row: format_percent(_variation(row), digits=2))),
-    (Column(heading="under 5 %"), _measured(_stable)),
-    (Column(heading="tok/s"), _measured(lambda row: format_count(row.tokens_per_second))),
-    (Column(heading="TFLOP/s"), _measured(_tflops)),
-    (
-        Column(heading="peak GB"),
-        _measured(
-            lambda row: f"{format_gb(row.host_peak_bytes)} host" if row.on_cpu else format_gb(row.gpu_peak_bytes)
-        ),
-    ),
-)
-
-
-def _overview(rows: Sequence[NamedRow]) -> Table:
-    """Mean milliseconds, models down and pass types across."""
-    times: dict[str, dict[str, str]] = {}
-    for name, row in rows:
-        unit = "" if row.mean_step_seconds is None else " ms"
-        times.setdefault(name, {})[row.trial.workload.pass_type] = _mean_ms(row) + unit
-    shown = [each for each in PASS_TYPES if any(each in own for own in times.values())]
-    return Table(
-        columns=[Column(heading=heading) for heading in ("Model", *(_PASS_TEXTS[each] for each in shown))],
-        rows=[(name, *(own.get(each, MISSING) for each in shown)) for name, own in times.items()],
-    )
-
-
-def _model_name(report: ComparisonReport, common: Sequence[str]) -> str:
-    """The model, with what else of its facts is not common to all, but for the number and kind of steps."""
-    model, *others = report.facts
-    return " · ".join([model, *(f for f in others if f not in common and not f.endswith(tuple(STEP_NAMES.values())))])
+    tables = [
+        Table(title=title, notes=[*dict.fromkeys(map(_model_line, reports))]),
+        make_table(_PASS_COLUMNS, rows, always=len(_PASS_COLUMNS)),
+    ]
+    shown = [each for each in PASS_TYPES if any(named.row.trial.workload.pass_type == each for named in rows)]
+    if len(shown) > 1:
+        # Mean milliseconds, models down and pass types across.
+        times: dict[str, dict[str, str]] = {}
+        for named in rows:
+            unit = " ms" if named.row.succeeded else ""
+            times.setdefault(named.name, {})[named.row.trial.workload.pass_type] = named.mean_ms + unit
+        columns = [Column[str](heading) for heading in ("Model", *(_PASS_TEXTS[each] for each in shown))]
+        cells = [(name, *(own.get(each, MISSING) for each in shown)) for name, own in times.items()]
+        tables.append(Table(columns=columns, rows=cells))
+    notes = [
+        f"{named.name}, {named.pass_text}: {failure_text(named.row.runs[-1].outcome)}."
+        for named in rows
+        if not named.row.succeeded
+    ]
+    return [*tables[:-1], replace(tables[-1], notes=[*notes, *_pass_notes(reports)])]
 
 
 def _model_line(report: ComparisonReport) -> str:
@@ -269,16 +244,9 @@ def _shape(workload: Workload) -> Mapping[str, int]:
     sizes = {}
     for name, keys in _SHAPE_KEYS.items():
         size = next((workload.model_config[key] for key in keys if key in workload.model_config), None)
-        if isinstance(size, int):  # None where the model derives it, such as n_inner of GPT-2
+        if isinstance(size, int):  # None if the model derives it, such as n_inner of GPT-2
             sizes[name] = size
     return sizes
-
-
-def _failures(rows: Sequence[NamedRow]) -> Iterator[str]:
-    for name, row in rows:
-        if not row.succeeded:
-            run = row.runs[-1]
-            yield f"{name}, {_PASS_TEXTS[run.trial.workload.pass_type]}: {failure_text(run.outcome)}."
 
 
 def _pass_notes(reports: Sequence[ComparisonReport]) -> Iterator[str]:

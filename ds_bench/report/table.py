@@ -1,20 +1,25 @@
-"""One table for terminals, Markdown and HTML."""
+"""One table for terminals, Markdown and HTML, and text that stays text in each of them."""
 
 from __future__ import annotations
 
 import html
+import json
+import re
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
-from ..system.terminal import NO_BREAK, escape_controls, to_ascii
+from ..system.terminal import escape_controls, to_ascii
 from ..units import MISSING
-from .markdown import escape
 
 MAX_TEXT_WIDTH = 120
 """Columns of a sentence; a table may be wider."""
 _MIN_LABEL_WIDTH = 12
+_MARKUP = re.compile(r"[\\|*`~]|(?<=\])\(|(?<![^\W_])_|_(?![^\W_])|&(?=#?\w+;)|^[#>]")
+"""Characters that open a cell, a span, a link, an entity or a block. An underscore between letters opens nothing."""
+_NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=(?:GB|MB|KB|B|ms|%|GPUs?)(?!\w))")
+_NO_BREAK = "\N{NO-BREAK SPACE}"
 R = TypeVar("R")
 
 
@@ -26,11 +31,12 @@ class Line:
     style: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
-    """A heading, and how its cells are shown. The first column of a table has the labels of the rows."""
+@dataclass(frozen=True, slots=True)
+class Column(Generic[R]):
+    """A heading, and the text of a row's cell. The first column of a table has the labels of the rows."""
 
     heading: str
+    cell: Callable[[R], str] = str
     priority: int = 0
     """Narrow terminals drop the column with the highest number first; 0: never dropped."""
     left: bool = False
@@ -43,7 +49,7 @@ class Table:
 
     title: tuple[str, ...] = ()
     """Facts, each a few words."""
-    columns: Sequence[Column] = ()
+    columns: Sequence[Column[Any]] = ()
     rows: Sequence[Sequence[str]] = ()
     """Cells. The last cell of a row shorter than the columns runs to the end of the line."""
     styles: Sequence[str] = ()
@@ -60,8 +66,7 @@ class Table:
 
     def to_markdown(self, heading: str = "### ") -> str:
         """The table as Markdown. ``heading``: what precedes the title."""
-        rows = [[*map(escape, row)] for row in self.rows]
-        rows = [[*row, *[""] * (len(self.columns) - len(row))] for row in rows]
+        rows = [[*map(escape, row), *[""] * (len(self.columns) - len(row))] for row in self.rows]
         lines = [[*map(escape, self.headings)], ["---"] * len(self.columns), *rows]
         parts = [
             f"{heading}{escape(' · '.join(self.title))}" if self.title else "",
@@ -86,7 +91,7 @@ class Table:
         return f"<table>\n<thead>{row('th', self.headings)}</thead>\n<tbody>\n{body}\n</tbody></table>"
 
     def to_terminal(self, width: int, *, unicode: bool = True) -> list[Line]:
-        """The table as lines of at most ``width`` columns where words and numbers leave that room.
+        """The table as lines of at most ``width`` columns if words and numbers leave that room.
 
         A terminal too narrow for it gets headings of two lines, then fewer columns, and last wrapped labels.
         ``unicode``: else ASCII only.
@@ -98,25 +103,19 @@ class Table:
         text_width = min(width, MAX_TEXT_WIDTH)
         lines = [Line(line) for line in wrap_facts([*map(shown, self.title)], text_width, shown(" · "))]
         lines += [Line(line) for line in wrap(shown(self.meaning), text_width) if self.meaning]
-        left_out: list[str] = []
-        if self.rows:
-            layout = _Layout(self.columns, [[*map(shown, row)] for row in self.rows], shown, width)
-            left_out = layout.left_out
-            lines += [Line("")] if lines else []
-            lines += map(Line, layout.heading_lines())
-            styles = self.styles or [""] * len(self.rows)
-            for row, style in zip(layout.rows, styles, strict=True):
-                lines += [Line(line, style) for line in layout.row_lines(row)]
         notes = [f"{number}. {note}" for number, note in enumerate(self.numbered, 1)] + [f"* {n}" for n in self.notes]
-        if left_out:
-            notes.append(f"* no room for {', '.join(left_out)}: a wider terminal shows them")
+        if self.rows:
+            body, left_out = _lay_out(self, shown, width)
+            lines += [*([Line("")] if lines else []), *body]
+            if left_out:
+                notes.append(f"* no room for {', '.join(left_out)}: a wider terminal shows them")
         if notes and lines:
             lines.append(Line(""))
         return [*lines, *(Line(line) for note in notes for line in wrap(f"  {shown(note)}", text_width, "     "))]
 
 
 def make_table(
-    columns: Sequence[tuple[Column, Callable[[R], str]]],
+    columns: Sequence[Column[R]],
     rows: Sequence[R],
     *,
     title: tuple[str, ...] = (),
@@ -129,12 +128,64 @@ def make_table(
     ``drop_empty_rows``: rows that have nothing but their label are left out too.
     """
     empty = ("", MISSING)
-    cells = [[cell(row) for row in rows] for _, cell in columns]
+    cells = [[column.cell(row) for row in rows] for column in columns]
     shown = [i for i, column in enumerate(cells) if i < always or any(cell not in empty for cell in column)]
     lines = [*zip(*(cells[i] for i in shown), strict=True)]
     if drop_empty_rows:
         lines = [line for line in lines if any(cell not in empty for cell in line[1:])]
-    return Table(title=title, meaning=meaning, columns=[columns[i][0] for i in shown], rows=lines)
+    return Table(title=title, meaning=meaning, columns=[columns[i] for i in shown], rows=lines)
+
+
+def _lay_out(table: Table, shown: Callable[[str], str], width: int) -> tuple[list[Line], list[str]]:
+    """Lines of the headings and rows, and the headings of columns that do not fit."""
+    from rich.cells import cell_len
+
+    rows = [[*map(shown, row)] for row in table.rows]
+    headings = [[shown(column.heading)] for column in table.columns]
+    full = [row for row in rows if len(row) == len(headings)]  # the others have a label and one text
+    kept, gap = list(range(len(headings))) if full else [0], 2
+    widest = [max((cell_len(row[i]) for row in full), default=0) for i in range(len(headings))]
+    widest[0] = max([widest[0], *(cell_len(row[0]) for row in rows)])
+
+    def width_of(i: int) -> int:
+        return max(widest[i], *map(cell_len, headings[i]))
+
+    def room() -> int:
+        """Columns left for labels."""
+        return width - sum(width_of(i) + gap for i in kept[1:])
+
+    if room() < width_of(0):
+        for i in kept[1:]:
+            if cell_len(headings[i][0]) > widest[i]:
+                headings[i] = headings[i][0].rsplit(" ", 1)
+    least = min(width_of(0), max(_MIN_LABEL_WIDTH, cell_len(headings[0][0])))
+    while room() < least and any(table.columns[i].priority for i in kept):
+        kept.remove(max(kept, key=lambda i: table.columns[i].priority))
+    gap = 1 if room() < least else gap
+    widths = {i: width_of(i) for i in kept}
+    widths[0] = min(widths[0], max(room(), least))
+
+    def pad(text: str, i: int) -> str:
+        padding = " " * (widths[i] - cell_len(text))
+        return text + padding if i == 0 or table.columns[i].left else padding + text
+
+    def join(cells: Sequence[str]) -> str:
+        return (" " * gap).join(map(pad, cells, kept)).rstrip()
+
+    lines = []
+    height = max(len(headings[i]) for i in kept) if full else 0
+    for above in range(height, 0, -1):  # headings of one line are at the bottom
+        lines.append(Line(join([headings[i][-above] if above <= len(headings[i]) else "" for i in kept])))
+    for row, style in zip(rows, table.styles or [""] * len(rows), strict=True):
+        if len(row) == len(headings):
+            indent = " " * (len(row[0]) - len(row[0].lstrip()) + 2)
+            label = textwrap.wrap(row[0], widths[0], subsequent_indent=indent, break_on_hyphens=False) or [""]
+            lines += [Line(join([label[0], *(row[i] for i in kept[1:])]), style), *(Line(s, style) for s in label[1:])]
+            continue
+        texts = [f"{pad(row[0], 0)}  {row[1]}", f"{row[0]}  {row[1]}"]
+        fitting = [text for text in texts if cell_len(text) <= width]
+        lines += [Line(s, style) for s in fitting[:1] or wrap(": ".join(row), width, "    ", max_lines=2)]
+    return lines, [shown(column.heading) for i, column in enumerate(table.columns) if i not in kept and full]
 
 
 def printable(text: str, unicode: bool = True) -> str:
@@ -145,10 +196,10 @@ def printable(text: str, unicode: bool = True) -> str:
 def wrap(text: str, width: int, indent: str = "", *, max_lines: int | None = None) -> list[str]:
     """The text in lines that break between words; those after the first are indented. A longer word stays whole.
 
-    Words with ``NO_BREAK`` between them stay together.
+    A number and its unit stay together.
     """
     lines = textwrap.wrap(
-        text,
+        _NUMBER_AND_UNIT.sub(_NO_BREAK, text),
         max(width, 20),
         subsequent_indent=indent,
         break_long_words=False,
@@ -156,11 +207,11 @@ def wrap(text: str, width: int, indent: str = "", *, max_lines: int | None = Non
         max_lines=max_lines,
         placeholder=" …",
     )
-    return [line.replace(NO_BREAK, " ") for line in lines] or [""]
+    return [line.replace(_NO_BREAK, " ") for line in lines] or [""]
 
 
 def wrap_facts(facts: Sequence[str], width: int, separator: str = " · ") -> list[str]:
-    """The facts in lines that break between facts where they can."""
+    """The facts in lines that break between facts if possible."""
     lines: list[str] = []
     for fact in facts:
         if lines and len(lines[-1]) + len(separator) + len(fact) <= width:
@@ -172,72 +223,34 @@ def wrap_facts(facts: Sequence[str], width: int, separator: str = " · ") -> lis
     return lines
 
 
-class _Layout:
-    """Which columns fit a terminal, and their widths. Texts are printable already."""
+# ------------------------------------------------------------------ Markdown
 
-    def __init__(
-        self, columns: Sequence[Column], rows: Sequence[Sequence[str]], printable: Callable[[str], str], width: int
-    ) -> None:
-        from rich.cells import cell_len
 
-        self._length, self._width, self._gap = cell_len, width, 2
-        count = len(columns)
-        self._headings = [printable(column.heading).split("\n") for column in columns]
-        self._full = [row for row in rows if len(row) == count]  # the others have a label and one text
-        cells = [max((cell_len(row[i]) for row in self._full), default=0) for i in range(count)]
-        cells[0] = max([cells[0], *(cell_len(row[0]) for row in rows)])
-        shown = list(range(count)) if self._full else [0]
-        self._widths = [max(widest, self._heading_width(i)) for i, widest in enumerate(cells)]
-        if self._room(shown) < self._widths[0]:
-            for i in shown[1:]:
-                if self._heading_width(i) > cells[i]:
-                    self._headings[i] = printable(columns[i].heading).rsplit(" ", 1)
-                    self._widths[i] = max(cells[i], self._heading_width(i))
-        least = min(self._widths[0], max(_MIN_LABEL_WIDTH, self._heading_width(0) if self._full else 0))
-        while self._room(shown) < least and any(columns[i].priority for i in shown):
-            shown.remove(max(shown, key=lambda i: columns[i].priority))
-        if self._room(shown) < least:
-            self._gap = 1
-        self._widths[0] = min(self._widths[0], max(self._room(shown), least))
-        self._shown, self._left = shown, [i == 0 or column.left for i, column in enumerate(columns)]
-        self.left_out = [printable(columns[i].heading) for i in range(count) if i not in shown] if self._full else []
-        self.rows = rows
+def escape(text: str) -> str:
+    """One line of Markdown that shows the text and opens no cell, tag, link or emphasis."""
+    line = escape_unprintable(escape_controls(" ".join(text.split())))
+    return _MARKUP.sub(r"\\\g<0>", line).replace("<", "&lt;")
 
-    def _heading_width(self, column: int) -> int:
-        return max(map(self._length, self._headings[column]))
 
-    def _room(self, shown: Sequence[int]) -> int:
-        """Columns left for labels."""
-        return self._width - sum(self._widths[i] + self._gap for i in shown[1:])
+def escape_unprintable(text: str) -> str:
+    """Control and other invisible characters, line breaks included, as JSON spells them."""
+    return "".join(character if character.isprintable() else json.dumps(character)[1:-1] for character in text)
 
-    def heading_lines(self) -> Iterator[str]:
-        """One line, or two where a heading is broken; none if no row has the columns."""
-        if self._full:
-            height = max(len(self._headings[i]) for i in self._shown)
-            for line in range(height):
-                yield self._line(
-                    [(["" for _ in range(height)] + self._headings[i])[line - height :][0] for i in self._shown]
-                )
 
-    def row_lines(self, row: Sequence[str]) -> Iterator[str]:
-        """One line, or more if the label is wrapped or a failed row's text is long."""
-        indent = " " * (len(row[0]) - len(row[0].lstrip()) + 2)
-        if len(row) == len(self._left):
-            first, *more = textwrap.wrap(row[0], self._widths[0], subsequent_indent=indent, break_on_hyphens=False) or [
-                ""
-            ]
-            yield self._line([first, *(row[i] for i in self._shown[1:])])
-            yield from more
-            return
-        text = f"{self._pad(row[0], 0)}  {row[1]}"
-        if self._length(text) > self._width:
-            text = f"{row[0]}  {row[1]}"
-        lines = [text] if self._length(text) <= self._width else wrap(": ".join(row), self._width, "    ", max_lines=2)
-        yield from lines
+def inline_code(text: str) -> str:
+    """A code span on one line: nothing in it is markup, and no text can close it."""
+    line = escape_unprintable(text)
+    fence = _fence(line, 1)
+    pad = " " if line.startswith("`") or line.endswith("`") else ""
+    return f"{fence}{pad}{line}{pad}{fence}"
 
-    def _pad(self, text: str, column: int) -> str:
-        padding = " " * (self._widths[column] - self._length(text))
-        return text + padding if self._left[column] else padding + text
 
-    def _line(self, cells: Sequence[str]) -> str:
-        return (" " * self._gap).join(map(self._pad, cells, self._shown)).rstrip()
+def code_block(text: str, language: str) -> str:
+    """A code block that no text can close."""
+    fence = _fence(text, 3)
+    return "\n".join((f"{fence}{language}", *map(escape_unprintable, text.splitlines()), fence))
+
+
+def _fence(text: str, shortest: int) -> str:
+    """More backticks than the longest run of them in the text."""
+    return "`" * max(shortest, *(len(run) + 1 for run in re.findall("`+", text)), 0)

@@ -6,9 +6,9 @@ The columns of the JSON and CSV files are ``analysis.row``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..analysis import flops
 from ..analysis.comparison import Comparison, ComparisonRow, ratio_between
@@ -37,28 +37,32 @@ if TYPE_CHECKING:
 
 NOT_TESTED = "not tested"
 Cell = Callable[[ComparisonRow], str]
+Value = Callable[[ComparisonRow], float | None]
 
 
-@dataclass(frozen=True, slots=True)
-class TableColumn:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableColumn(Column[ComparisonRow]):
     """One measured or derived column of the whole table."""
 
-    heading: str
     meaning: str
     """Unit and scope; the page shows it with the heading."""
-    text: Cell
-    sort_key: Callable[[ComparisonRow], float | None]
+    value: Value
+    """What the column is sorted by; None sorts last."""
     page_only: bool = False
     against_baseline: bool = False
-    """A comparison with the baseline, which therefore has none itself."""
-    priority: int = 0
-    """As of ``table.Column``."""
+    """Whether it compares with the baseline, which therefore has none itself."""
 
-    def cell(self, row: ComparisonRow, comparison: Comparison) -> tuple[str, float | None]:
-        """The text, and the number that the column is sorted by; None sorts last."""
-        if self.against_baseline and comparison.baseline is not None and comparison.baseline.key == row.key:
-            return MISSING, None
-        return self.text(row), self.sort_key(row)
+    def for_comparison(self, comparison: Comparison) -> TableColumn:
+        """The column with a dash for the baseline if it would compare the baseline with itself."""
+        baseline, cell, value = comparison.baseline, self.cell, self.value
+        if not self.against_baseline or baseline is None:
+            return self
+        key = baseline.key
+        return replace(
+            self,
+            cell=lambda row: MISSING if row.key == key else cell(row),
+            value=lambda row: None if row.key == key else value(row),
+        )
 
 
 def row_status(row: ComparisonRow, with_sign: Callable[[str], str]) -> str:
@@ -86,6 +90,12 @@ def failure_text(outcome: Outcome) -> str:
     return f"{outcome.status}{where}{': ' if cause else ''}{cause}"
 
 
+def signed_bytes(count_bytes: float | None) -> str:
+    """``+1.86 GB``, ``−2.24 GB``, ``0 B``."""
+    sign = "+" if (count_bytes or 0) > 0 else "−" if (count_bytes or 0) < 0 else ""
+    return MISSING if count_bytes is None else f"{sign}{format_bytes(abs(count_bytes))}"
+
+
 # ------------------------------------------------------------------ the whole table
 
 
@@ -104,24 +114,19 @@ def _ratio_interval(row: ComparisonRow) -> str:
     return f"[{interval.low:.2f}, {interval.high:.2f}]{' too wide' if interval.too_wide else ''}"
 
 
-def _signed_bytes(row: ComparisonRow) -> str:
-    size = row.gpu_difference_bytes
-    return MISSING if size is None else f"{'+' if size > 0 else '−' if size < 0 else ''}{format_bytes(abs(size))}"
+def _first(column: str) -> Value:
+    """The flat column of the first successful run that measured it."""
+    return lambda row: next(iter(measured_values([run.row for run in row.successes], column)), None)
 
 
-def _final_loss(row: ComparisonRow) -> float | None:
-    """Of the first successful run that recorded losses."""
-    return next(iter(measured_values([run.row for run in row.successes], "final_loss")), None)
+def _most(row: ComparisonRow, column: str) -> float | None:
+    """The largest value of the runs that measured it."""
+    return max(measured_values([run.row for run in row.successes], column), default=None)
 
 
-def _final_loss_text(row: ComparisonRow) -> str:
-    loss = _final_loss(row)
-    return MISSING if loss is None else f"{loss:.4f}"
-
-
-def _mfu(row: ComparisonRow) -> float | None:
-    """Of the first successful run that has one."""
-    return next(iter(measured_values([run.row for run in row.successes], "mfu")), None)
+def _number(heading: str, meaning: str, value: Value, text: Callable[[float | None], str], **more: Any) -> TableColumn:
+    """A column of formatted numbers."""
+    return TableColumn(heading=heading, meaning=meaning, value=value, cell=lambda row: text(value(row)), **more)
 
 
 _CONVENTION_TEXTS = {
@@ -129,41 +134,39 @@ _CONVENTION_TEXTS = {
     flops.FORWARD_CONVENTION: "a third of the PaLM convention's FLOPs (forward passes)",
     flops.COUNTED_CONVENTION: "FLOPs counted on what ran forward and backward",
 }
+# fmt: off
 TABLE_COLUMNS: tuple[TableColumn, ...] = (
-    TableColumn("Step ms", "milliseconds per optimizer step, slowest rank, geometric mean of the runs",
-                lambda row: format_ms(row.mean_step_seconds), lambda row: row.mean_step_seconds),
-    TableColumn("± ms", "standard deviation between runs, or between the steps of a single run",
-                lambda row: format_ms(row.step_seconds_std), lambda row: row.step_seconds_std),
-    TableColumn("Tokens/s", "throughput of the whole job, geometric mean of the runs",
-                lambda row: format_count(row.tokens_per_second), lambda row: row.tokens_per_second),
-    TableColumn("Samples/s", "samples of the whole job, where a sample is not a sequence of the given length",
-                lambda row: format_significant(row.samples_per_second), lambda row: row.samples_per_second,
-                page_only=True),
-    TableColumn("Tokens/s, 95 %", "95 % confidence interval of the mean tokens/s, from three runs on",
-                _throughput_interval, lambda row: None if row.interval is None else row.interval[0], page_only=True),
-    TableColumn("Relative", "throughput as a multiple of the baseline row's",
-                lambda row: format_ratio(row.ratio), lambda row: row.ratio),
-    TableColumn("95 % interval", "95 % confidence interval of the multiple, from three runs on", _ratio_interval,
-                lambda row: None if row.ratio_interval is None else row.ratio_interval.low,
+    _number("Step ms", "milliseconds per optimizer step, slowest rank, geometric mean of the runs",
+            lambda row: row.mean_step_seconds, format_ms),
+    _number("± ms", "standard deviation between runs, or between the steps of a single run",
+            lambda row: row.step_seconds_std, format_ms),
+    _number("Tokens/s", "throughput of the whole job, geometric mean of the runs",
+            lambda row: row.tokens_per_second, format_count),
+    _number("Samples/s", "samples of the whole job, where a sample is not a sequence of the given length",
+            lambda row: row.samples_per_second, format_significant, page_only=True),
+    TableColumn(heading="Tokens/s, 95 %", meaning="95 % confidence interval of the mean tokens/s, from three runs on",
+                cell=_throughput_interval, value=lambda row: row.interval and row.interval[0], page_only=True),
+    _number("Relative", "throughput as a multiple of the baseline row's", lambda row: row.ratio, format_ratio),
+    TableColumn(heading="95 % interval", meaning="95 % confidence interval of the multiple, from three runs on",
+                cell=_ratio_interval, value=lambda row: row.ratio_interval and row.ratio_interval.low,
                 against_baseline=True, priority=1),
-    TableColumn("GPU peak GB", "peak allocated device memory of the fullest rank, worst run",
-                lambda row: format_gb(row.gpu_peak_bytes), lambda row: row.gpu_peak_bytes),
-    TableColumn("of card", "peak reserved device memory as a share of the card",
-                lambda row: format_percent(row.gpu_fraction, digits=0), lambda row: row.gpu_fraction),
-    TableColumn("GPU less baseline", "peak device memory less the baseline's",
-                _signed_bytes, lambda row: row.gpu_difference_bytes, page_only=True, against_baseline=True),
-    TableColumn("Tok/s/GB", "tokens per second for each GB of peak device memory",
-                lambda row: format_count(row.tokens_per_second_per_gb), lambda row: row.tokens_per_second_per_gb,
-                priority=2),
-    TableColumn("CPU GB", "peak resident host memory of a node's ranks, worst run",
-                lambda row: format_gb(row.host_peak_bytes), lambda row: row.host_peak_bytes),
-    TableColumn("MFU", "model FLOPs utilisation, dense peak",
-                lambda row: format_percent(_mfu(row)), _mfu, page_only=True),
-    TableColumn("Final loss", "mean over ranks, last step", _final_loss_text, _final_loss, page_only=True),
-    TableColumn("Predicted", "predicted peak memory as a multiple of the measured one",
-                lambda row: format_ratio(row.predicted_over_measured), lambda row: row.predicted_over_measured,
-                priority=3),
-)  # fmt: skip
+    _number("GPU peak GB", "peak allocated device memory of the fullest rank, worst run",
+            lambda row: row.gpu_peak_bytes, format_gb),
+    _number("of card", "peak reserved device memory as a share of the card",
+            lambda row: row.gpu_fraction, lambda fraction: format_percent(fraction, digits=0)),
+    _number("GPU less baseline", "peak device memory less the baseline's",
+            lambda row: row.gpu_difference_bytes, signed_bytes, page_only=True, against_baseline=True),
+    _number("Tok/s/GB", "tokens per second for each GB of peak device memory",
+            lambda row: row.tokens_per_second_per_gb, format_count, priority=2),
+    _number("CPU GB", "peak resident host memory of a node's ranks, worst run",
+            lambda row: row.host_peak_bytes, format_gb),
+    _number("MFU", "model FLOPs utilisation, dense peak", _first("mfu"), format_percent, page_only=True),
+    _number("Final loss", "mean over ranks, last step", _first("final_loss"),
+            lambda loss: MISSING if loss is None else f"{loss:.4f}", page_only=True),
+    _number("Predicted", "predicted peak memory as a multiple of the measured one",
+            lambda row: row.predicted_over_measured, format_ratio, priority=3),
+)
+# fmt: on
 
 
 def measured_columns(comparison: Comparison) -> tuple[TableColumn, ...]:
@@ -173,40 +176,39 @@ def measured_columns(comparison: Comparison) -> tuple[TableColumn, ...]:
     how = " or ".join(text for convention, text in _CONVENTION_TEXTS.items() if convention in conventions)
     return tuple(
         replace(column, meaning=f"{column.meaning}; {how}") if column.heading == "MFU" and how else column
-        for column in TABLE_COLUMNS
-        if column.heading == "Tokens/s" or any(column.text(row) not in empty for row in comparison.rows)
+        for column in (each.for_comparison(comparison) for each in TABLE_COLUMNS)
+        if column.heading == "Tokens/s" or any(column.cell(row) not in empty for row in comparison.rows)
     )
 
 
 # ------------------------------------------------------------------ the short table
 
 
-def short_columns(report: ComparisonReport) -> list[tuple[Column, Cell]]:
+def short_columns(report: ComparisonReport) -> list[Column[ComparisonRow]]:
     """Columns of the table that ends a run. A run on GPUs and one on CPU ranks have different ones."""
     rows, chosen = report.comparison.rows, report.recommended_row
+    speed = Column[ComparisonRow]("tok/s", lambda row: format_significant(row.tokens_per_second))
     if any(row.samples_per_second is not None for row in rows):
-        speed = (Column(heading="samples/s"), lambda row: format_significant(row.samples_per_second))
-    else:
-        speed = (Column(heading="tok/s"), lambda row: format_significant(row.tokens_per_second))
-    columns: list[tuple[Column, Cell]] = [
-        (Column(heading="batch"), lambda row: _searched(row, "batch_policy", "batch_size")),
-        (Column(heading="sequence"), lambda row: _searched(row, "seq_policy", "seq_length")),
-        speed,
-        (Column(heading="±95 %", priority=4), _relative_margin),
-    ]
-    if chosen is not None:
-        columns.append((Column(heading="vs ★"), lambda row: _against(row, chosen)))
-    host = (Column(heading="host GB", priority=3), lambda row: format_significant(to_gb(row.host_peak_bytes)))
+        speed = Column("samples/s", lambda row: format_significant(row.samples_per_second))
+    host = Column[ComparisonRow]("host GB", lambda row: format_significant(to_gb(row.host_peak_bytes)), priority=3)
     if all(row.gpu_peak_bytes is None for row in rows):
         capacity = report.comparison.host_capacity_bytes
-        columns += [host, (Column(heading="of host", priority=1), lambda row: _host_share(row, capacity))]
+        memory = [host, Column("of host", lambda row: _host_share(row, capacity), priority=1)]
     else:
-        columns += [
-            (Column(heading="GPU GB", priority=2), lambda row: format_significant(to_gb(row.gpu_peak_bytes))),
-            (Column(heading="of card"), lambda row: _share(row.gpu_fraction, warns=not row.fills_memory)),
+        memory = [
+            Column("GPU GB", lambda row: format_significant(to_gb(row.gpu_peak_bytes)), priority=2),
+            Column("of card", lambda row: _share(row.gpu_fraction, warns=not row.fills_memory)),
             host,
         ]
-    return [*columns, (Column(heading="NVMe GB", priority=1), _nvme_gigabytes)]
+    return [
+        Column("batch", lambda row: _searched(row, "batch_policy", "batch_size")),
+        Column("sequence", lambda row: _searched(row, "seq_policy", "seq_length")),
+        speed,
+        Column("±95 %", _relative_margin, priority=4),
+        *([] if chosen is None else [Column[ComparisonRow]("vs ★", lambda row: _against(row, chosen))]),
+        *memory,
+        Column("NVMe GB", lambda row: format_significant(_most(row, "nvme_stored_gb") or None), priority=1),
+    ]
 
 
 def _searched(row: ComparisonRow, policy: str, size: str) -> str:
@@ -250,10 +252,6 @@ def _host_share(row: ComparisonRow, capacity: int | None) -> str:
     return _share(fraction, warns=True)
 
 
-def _nvme_gigabytes(row: ComparisonRow) -> str:
-    return format_significant(max((run.row.nvme_stored_gb or 0 for run in row.successes), default=0) or None)
-
-
 # ------------------------------------------------------------------ tables of details
 
 
@@ -266,92 +264,78 @@ _PHASES = {
 }
 _ACTIONS = {"save": "Save", "load": "Load", "model_16bit": "16-bit model"}
 _PART_HEADINGS = {"step": "optimizer step", "data_wait": "waiting for data"}
-_LABEL: tuple[Column, Cell] = (Column(heading="Strategy"), lambda row: row.label)
+_LABEL: Column[ComparisonRow] = Column("Strategy", lambda row: row.label)
 
 
 def detail_tables(comparison: Comparison) -> list[Table]:
     """Small tables, each about one thing that was observed; rows, columns and tables without values are left out."""
     rows = [row for row in comparison.rows if row.succeeded]
-    tables = (*_phase_memory_tables(rows), _checkpoint_table(rows), _step_table(rows))
+    tables = (_host_memory_table(rows), _gpu_memory_table(rows), _checkpoint_table(rows), _step_table(rows))
     return [table for table in tables if table.rows]
 
 
-def _most(row: ComparisonRow, column: str) -> float | None:
-    """The largest value of the runs that measured it."""
-    return max(measured_values([run.row for run in row.successes], column), default=None)
+def _columns(headings: Mapping[str, str], cell: Callable[[ComparisonRow, str], str]) -> list[Column[ComparisonRow]]:
+    """The label and a column for each key of ``headings``, whose cells get the key."""
+
+    def of_key(key: str) -> Cell:
+        return lambda row: cell(row, key)
+
+    return [_LABEL, *(Column(heading, of_key(key)) for key, heading in headings.items())]
 
 
-def _phase_memory_tables(rows: Sequence[ComparisonRow]) -> Iterator[Table]:
-    def host(row: ComparisonRow, phase: str) -> str:
+def _host_memory_table(rows: Sequence[ComparisonRow]) -> Table:
+    def cell(row: ComparisonRow, phase: str) -> str:
         peak, end = (_most(row, f"cpu_{phase}_{moment}_gb") for moment in ("peak", "end"))
         return MISSING if peak is end is None else f"{format_significant(peak)} → {format_significant(end)}"
 
-    def gpu(row: ComparisonRow, phase: str) -> str:
+    meaning = "GB of the fullest node: peak within the phase → at its end; pages that ranks share count once"
+    columns = _columns(_PHASES, cell)
+    return make_table(columns, rows, title=("Host memory by phase",), meaning=meaning, drop_empty_rows=True)
+
+
+def _gpu_memory_table(rows: Sequence[ComparisonRow]) -> Table:
+    def cell(row: ComparisonRow, phase: str) -> str:
         phases = [run.phase_memory[phase] for run in row.successes if phase in run.phase_memory]
         return format_significant(to_gb(max(measured_values(phases, "gpu_peak_bytes"), default=None)))
 
-    def of_phase(phase: str, text: Callable[[ComparisonRow, str], str]) -> Cell:
-        return lambda row: text(row, phase)
-
-    for title, meaning, text in (
-        (
-            "Host memory by phase",
-            "GB of the fullest node: peak within the phase → at its end; pages that ranks share count once",
-            host,
-        ),
-        ("GPU memory by phase", "GB, peak allocated within the phase on the fullest GPU", gpu),
-    ):
-        columns = [(Column(heading=heading), of_phase(phase, text)) for phase, heading in _PHASES.items()]
-        yield make_table([_LABEL, *columns], rows, title=(title,), meaning=meaning, drop_empty_rows=True)
+    meaning = "GB, peak allocated within the phase on the fullest GPU"
+    columns = _columns(_PHASES, cell)
+    return make_table(columns, rows, title=("GPU memory by phase",), meaning=meaning, drop_empty_rows=True)
 
 
 def _checkpoint_table(rows: Sequence[ComparisonRow]) -> Table:
-    def of_action(action: str) -> Cell:
-        def cell(row: ComparisonRow) -> str:
-            names = ("seconds", "gb", "cpu_peak_gb") if action != "load" else ("seconds", "cpu_peak_gb")
-            seconds, *size, memory = (_most(row, f"checkpoint_{action}_{name}") for name in names)
-            if seconds is None:
-                return MISSING
-            written = "" if not size or size[0] is None else f", {format_significant(size[0])} GB"
-            return f"{format_significant(seconds)} s{written} ({format_significant(memory)})"
-
-        return cell
+    def cell(row: ComparisonRow, action: str) -> str:
+        seconds, memory = (_most(row, f"checkpoint_{action}_{name}") for name in ("seconds", "cpu_peak_gb"))
+        size = None if action == "load" else _most(row, f"checkpoint_{action}_gb")
+        written = "" if size is None else f", {format_significant(size)} GB"
+        return (
+            MISSING if seconds is None else f"{format_significant(seconds)} s{written} ({format_significant(memory)})"
+        )
 
     def restored(row: ComparisonRow) -> str:
         known = measured_values([run.row for run in row.successes], "checkpoint_restored")
         return MISSING if not known else "yes" if all(known) else "NO"
 
-    return make_table(
-        [
-            _LABEL,
-            *((Column(heading=heading), of_action(action)) for action, heading in _ACTIONS.items()),
-            (Column(heading="Restored"), restored),
-        ],
-        rows,
-        title=("Checkpoint",),
-        meaning="seconds on the slowest rank, GB of files, in brackets peak GB of host memory on the fullest node",
-        drop_empty_rows=True,
-    )
-
-
-def _has_costs(run: Run) -> bool:
-    row = run.row
-    known = (row.phase_communication_ms, row.phase_transfer_ms, row.cpu_adam_gb_per_sec, row.disk_bound)
-    return any(value is not None for value in known)
+    meaning = "seconds on the slowest rank, GB of files, in brackets peak GB of host memory on the fullest node"
+    columns = [*_columns(_ACTIONS, cell), Column("Restored", restored)]
+    return make_table(columns, rows, title=("Checkpoint",), meaning=meaning, drop_empty_rows=True)
 
 
 def _step_table(rows: Sequence[ComparisonRow]) -> Table:
     """Parts and costs of a step of rows that measured more than the phases, which a chart shows."""
-    runs = {row.key: next(filter(_has_costs, row.nearest_to_mean), None) for row in rows}
+
+    def has_costs(run: Run) -> bool:
+        row = run.row
+        known = (row.phase_communication_ms, row.phase_transfer_ms, row.cpu_adam_gb_per_sec, row.disk_bound)
+        return any(value is not None for value in known)
+
+    runs = {row.key: next(filter(has_costs, row.nearest_to_mean), None) for row in rows}
     parts = {key: {} if run is None else step_parts(run.ranks) for key, run in runs.items()}
     totals = {key: sum(own.values()) if len(own) > 3 else 0.0 for key, own in parts.items()}
 
-    def share(part: str) -> Cell:
-        def cell(row: ComparisonRow) -> str:
-            total, seconds = totals[row.key], parts[row.key].get(part)
-            return format_percent(seconds / total, digits=0) if total and seconds is not None else MISSING
-
-        return cell
+    def share(row: ComparisonRow, part: str) -> str:
+        total, seconds = totals[row.key], parts[row.key].get(part)
+        return format_percent(seconds / total, digits=0) if total and seconds is not None else MISSING
 
     def of_costs(text: Callable[[Row], str]) -> Cell:
         return lambda row: MISSING if (run := runs[row.key]) is None else text(run.row)
@@ -366,15 +350,10 @@ def _step_table(rows: Sequence[ComparisonRow]) -> Table:
         "needed /s": lambda row: format_bytes(in_bytes(row.nvme_needed_gb_per_sec)),
         "disk-bound": lambda row: {None: MISSING, True: "yes", False: "no"}[row.disk_bound],
     }
-    return make_table(
-        [
-            _LABEL,
-            *((Column(heading=_PART_HEADINGS.get(part, part)), share(part)) for part in PARTS),
-            (Column(heading="step ms"), lambda row: format_ms(totals[row.key] or None)),
-            *((Column(heading=heading), of_costs(text)) for heading, text in costs.items()),
-        ],
-        rows,
-        title=("Where the time of a step goes",),
-        meaning="parts of a synchronised step and their costs, of the run nearest to the row's mean",
-        drop_empty_rows=True,
-    )
+    columns = [
+        *_columns({part: _PART_HEADINGS.get(part, part) for part in PARTS}, share),
+        Column("step ms", lambda row: format_ms(totals[row.key] or None)),
+        *(Column(heading, of_costs(text)) for heading, text in costs.items()),
+    ]
+    meaning = "parts of a synchronised step and their costs, of the run nearest to the row's mean"
+    return make_table(columns, rows, title=("Where the time of a step goes",), meaning=meaning, drop_empty_rows=True)

@@ -13,13 +13,11 @@ from ..config.caveats import UNSTABLE_KINDS, Caveat, CaveatKind
 from ..recommend.remedies import failed_run
 from ..recommend.words import format_list
 from ..records.schema import status_text
-from ..system.terminal import can_encode, make_console, print_text, width_of
+from ..system.terminal import can_encode, escape_controls, make_console, print_text, width_of
 from ..units import MISSING, format_items
 from . import row_explanation, side_by_side
 from .comparison_report import ComparisonReport
-from .markdown import escape, shell_block, text_block
-from .profile_text import report_profiles
-from .table import MAX_TEXT_WIDTH, Column, Line, Table, make_table, printable, wrap
+from .table import MAX_TEXT_WIDTH, Column, Line, Table, code_block, escape, make_table, printable, wrap
 from .table_columns import TABLE_COLUMNS, detail_tables, failure_text, row_status, short_columns
 
 _SIGNS = "★✗×±·…—✅❌→"
@@ -113,17 +111,13 @@ def whole_table(report: ComparisonReport) -> Table:
         lines = dict.fromkeys(note.line for note in report.row_notes[row.key] if not note.page_only)
         return " ".join(numbers[line] for line in lines)
 
-    def cell(column: int) -> Callable[[ComparisonRow], str]:
-        return lambda row: TABLE_COLUMNS[column].cell(row, comparison)[0]
-
-    shown = [i for i, column in enumerate(TABLE_COLUMNS) if not column.page_only]
-    columns: list[tuple[Column, Callable[[ComparisonRow], str]]] = [
-        (Column(heading="Strategy"), lambda row: row.label),
-        (Column(heading="Status", left=True), lambda row: row_status(row, status_text)),
-        *((Column(heading=TABLE_COLUMNS[i].heading, priority=TABLE_COLUMNS[i].priority), cell(i)) for i in shown),
-        (Column(heading="Notes", left=True), notes),
+    columns: list[Column[ComparisonRow]] = [
+        Column("Strategy", lambda row: row.label),
+        Column("Status", lambda row: row_status(row, status_text), left=True),
+        *(column.for_comparison(comparison) for column in TABLE_COLUMNS if not column.page_only),
+        Column("Notes", notes, left=True),
     ]
-    always = 1 + next(i for i, (column, _) in enumerate(columns) if column.heading == "Relative")
+    always = 1 + [column.heading for column in columns].index("Relative")
     return replace(
         make_table(columns, comparison.rows, title=report.facts, always=always),
         styles=["" if row.succeeded else "red" for row in comparison.rows],
@@ -143,7 +137,7 @@ def whole_report_lines(report: ComparisonReport, width: int, unicode: bool = Tru
     for table in detail_tables(report.comparison):
         lines += [Line(""), *table.to_terminal(width, unicode=unicode)]
     texts = ["", *report.recommendation.lines]
-    for heading, text in report_profiles(report):
+    for heading, text in report.profiles:
         texts += ["", heading, *(f"  {line}".rstrip() for line in text.splitlines())]
     explanations = _explanations(report).to_terminal(width, unicode=unicode)
     lines += [Line(printable(text, unicode)) for text in texts]
@@ -160,9 +154,9 @@ def render_markdown(report: ComparisonReport) -> str:
         "**Recommendation**",
         "\n".join(f"- {escape(line)}" for line in lines),
         _explanations(report).to_markdown("#### "),
-        *(f"**{escape(heading)}**\n\n{text_block(text)}" for heading, text in report_profiles(report)),
+        *(f"**{escape(heading)}**\n\n{code_block(text, 'text')}" for heading, text in report.profiles),
         *(f"**Set-up** {escape(provenance.one_line(environment))}" for environment in report.environments),
-        *(f"**Command**\n\n{shell_block(command)}" for command in report.commands),
+        *(f"**Command**\n\n{code_block(escape_controls(command), 'sh')}" for command in report.commands),
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -187,7 +181,7 @@ def short_table(report: ComparisonReport) -> Table:
         return f"{sign} {row.label}"
 
     runs = max((len(row.runs) for row in rows), default=0)
-    table = make_table([(Column(heading="  Configuration"), label), *short_columns(report)], trained)
+    table = make_table([Column("  Configuration", label), *short_columns(report)], trained)
     cells = iter(table.rows)
     causes = [None if row.succeeded else failed_run(row) for row in rows]
     return replace(

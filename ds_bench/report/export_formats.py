@@ -1,0 +1,194 @@
+"""Results in the formats of other tools: pandas and Parquet, TensorBoard, and JUnit XML, which CI systems read."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from xml.etree import ElementTree
+
+from ..analysis.load_results import Result, run_folder_of
+from ..analysis.loss_parity import with_loss_caveats
+from ..analysis.row import COLUMNS, column_type
+from ..records.run_folder import last_trial_folder
+from ..records.step_series import TrialStep, read_steps
+from ..records.tensorboard_files import TensorBoardFile
+from ..system.environment import require_installed, require_packages
+from .table import escape_unprintable
+
+if TYPE_CHECKING:
+    import pandas
+
+    from ..analysis.row import Run
+
+# ------------------------------------------------------------------ pandas
+
+
+_DTYPES: Mapping[Any, str] = {str: "string", bool: "boolean", int: "Int64", float: "float64"}
+"""Type of a column → pandas' type for it, which has a missing value: a column has one type, whatever a result holds."""
+
+
+def data_frame(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
+    """One row per trial with all flat columns (docs/metrics.md), in their order.
+
+    Missing values are pandas' own; ``started_at`` is a time in UTC, and missing if its text is not a time.
+    """
+    require_installed("pandas", "a data frame")
+    import pandas as pd
+
+    columns = {}
+    for name in COLUMNS:
+        values = [row.get(name) for row in rows]
+        if name == "started_at":
+            times = pd.Series(pd.to_datetime(values, utc=True, errors="coerce", format="ISO8601"))
+            columns[name] = times.astype("datetime64[us, UTC]")
+        else:
+            columns[name] = pd.Series(values, dtype=_DTYPES[column_type(name)])
+    return pd.DataFrame(columns)
+
+
+def parquet_bytes(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """The rows as a Parquet file. Raises PreflightError if pyarrow is not installed."""
+    require_packages("Parquet", ("pyarrow",), "parquet")
+    buffer = io.BytesIO()
+    data_frame(rows).to_parquet(buffer, engine="pyarrow", index=False)
+    return buffer.getvalue()
+
+
+# ------------------------------------------------------------------ TensorBoard
+
+
+TENSORBOARD_FOLDER = Path("tensorboard")
+_SETTINGS = (
+    "model", "strategy", "stage", "engine", "batch_size", "seq_length", "grad_accum", "precision", "optimizer",
+    "activation_checkpointing", "dropout", "num_steps", "warmup_steps", "repeat", "accelerator", "device", "num_gpus",
+    "num_nodes", "data_parallel_size", "parameter_count", "launch", "method_version", "config_hash", "torch_version",
+    "deepspeed_version", "transformers_version", "cuda_version", "gpu_driver_version", "run_id", "trial_id",
+)  # fmt: skip
+"""Columns of the flat files that say what ran; the others are its results."""
+
+TrackedRuns = Mapping[tuple[str, str], "tuple[Run, list[TrialStep]]"]
+"""Run folder (or file, if a flat JSON does not name it) and trial → the run with its steps."""
+
+
+def tracked_runs(results: Sequence[Result]) -> TrackedRuns:
+    """Every trial once; of a trial that several results hold, the one with its steps."""
+    # A flat JSON of a run has no steps, but its run folder may be among the results.
+    folders = {folder.name: folder for result in results if (folder := run_folder_of(result.source)) is not None}
+    # Files of the same name in two folders would otherwise be one group.
+    names = Counter(result.source.stem for result in results)
+    runs = {}
+    # Results with records last: they replace the same trials of a flat JSON, which hold no steps.
+    for result in sorted(results, key=lambda result: result.has_records):
+        source, folder = result.source, run_folder_of(result.source)
+        name = source.stem if names[source.stem] == 1 else str(source.with_suffix(""))
+        for run in with_loss_caveats(result.runs):
+            group = run.row.run_id or (name if folder is None else folder.name)
+            runs[group, run.trial.trial_id] = run, _steps(run, folders.get(run.row.run_id or ""))
+    return runs
+
+
+def write_tensorboard(runs: TrackedRuns) -> str:
+    """Write the runs below ``tensorboard/``, replacing earlier copies. Return a line that says how to look at them."""
+    from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+
+    for (group, name), (run, steps) in runs.items():
+        folder = TENSORBOARD_FOLDER / _plain(group) / _plain(name)
+        # Only files of this package: others may write to this folder too.
+        for old in folder.glob("events.out.tfevents.*.ds_bench"):
+            old.unlink()
+        row = run.row.values()
+        numbers = {
+            f"summary/{key}": value
+            for key, value in row.items()
+            if key not in _SETTINGS and isinstance(value, (int, float)) and not isinstance(value, bool)
+        }
+        started_at = run.row.started_at
+        begun = 0.0 if started_at is None else datetime.fromisoformat(started_at).timestamp()
+        last_step, last_time = (steps[-1].step, steps[-1].time) if steps else (0, begun)
+        file = TensorBoardFile(folder)
+        settings = {key: row[key] for key in _SETTINGS if row[key] is not None}
+        file.add_summary(hparams_pb(settings, f"{group}/{name}", last_time), last_time)
+        for step in steps:
+            file.add_scalars(step.shown_values, step.step, step.time)
+        # TensorBoard has no summary: the figures of a run are values of its last step.
+        file.add_scalars(numbers, last_step, last_time)
+        file.close()
+    look = f"tensorboard --logdir {TENSORBOARD_FOLDER}"
+    return f"tensorboard: {len(runs)} runs in {TENSORBOARD_FOLDER}; look at them: {look}"
+
+
+def _plain(name: str) -> str:
+    """The name with only the characters that a folder may have."""
+    return re.sub(r"[^\w.+=-]", "-", name).lstrip(".") or "run"
+
+
+def _steps(run: Run, run_folder: Path | None) -> list[TrialStep]:
+    """The steps in ``steps.jsonl``, which has memory too, else those of the record.
+
+    Empty for a trial without either, such as a flat row or one that failed without ``--monitor``.
+    """
+    if run_folder is not None and (monitored := read_steps(last_trial_folder(run_folder, run.trial.trial_id))):
+        return monitored
+    return [*_steps_of_record(run)]
+
+
+def _steps_of_record(run: Run) -> Iterator[TrialStep]:
+    record, row = run.record, run.row
+    if record is None or not (record.ranks and row.throughput_tokens_per_sec and row.avg_step_time_ms):
+        return
+    tokens_per_step = row.throughput_tokens_per_sec * row.avg_step_time_ms / 1000
+    slowest = record.slowest_rank
+    seconds = [*slowest.warmup_step_seconds, *slowest.step_seconds]
+    begun = 0.0 if record.started_at is None else datetime.fromisoformat(record.started_at).timestamp()
+    ends = accumulate(seconds, initial=begun + (record.start_seconds or 0.0))
+    # The first is where the first step begins.
+    next(ends)
+    for number, (end, duration) in enumerate(zip(ends, seconds, strict=True)):
+        yield TrialStep(
+            step=number,
+            phase="warmup" if number < len(slowest.warmup_step_seconds) else "measured",
+            time=end,
+            seconds=duration,
+            tokens_per_second=tokens_per_step / duration if duration > 0 else None,
+            loss=run.losses[number] if number < len(run.losses) else None,
+        )
+
+
+# ------------------------------------------------------------------ JUnit XML
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestCase:
+    """The verdict on one row."""
+
+    __test__ = False  # pytest takes classes of this name for tests
+
+    name: str
+    outcome: Literal["passed", "failure", "skipped"]
+    message: str
+
+
+def junit_text(suite: str, cases: Sequence[TestCase]) -> str:
+    """An XML document with one test suite, whose tests are the rows."""
+    counts = Counter(case.outcome for case in cases)
+    totals = {"tests": len(cases), "failures": counts["failure"], "errors": 0, "skipped": counts["skipped"]}
+    root = ElementTree.Element("testsuites")
+    facts = {"name": suite, **{name: str(count) for name, count in totals.items()}}
+    parent = ElementTree.SubElement(root, "testsuite", facts)
+    for case in cases:
+        # XML 1.0 has no control characters, but ElementTree would write them.
+        name, message = escape_unprintable(case.name), escape_unprintable(case.message)
+        element = ElementTree.SubElement(parent, "testcase", {"classname": suite, "name": name})
+        if case.outcome == "passed":
+            ElementTree.SubElement(element, "system-out").text = message
+        else:
+            ElementTree.SubElement(element, case.outcome, {"message": message})
+    ElementTree.indent(root, " ")
+    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
