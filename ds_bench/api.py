@@ -32,7 +32,7 @@ from .recommend.recommendation import Recommendation
 from .records.run_folder import RUN_FILE, is_finished
 from .report import html_report, memory_plan
 from .report.comparison_report import ComparisonReport
-from .report.data_frame import data_frame
+from .report.export_formats import data_frame
 from .report.memory_plan import MemoryPlan
 from .report.terminal_report import print_reports
 from .system import job, launched_nodes, processes, terminal
@@ -401,7 +401,7 @@ class Plan:
 
     def __str__(self) -> str:
         """The plan as text."""
-        return _plain("\n".join(memory_plan.plan_lines(self.memory_plan, WIDTH_OF_FILES, verbose=False)))
+        return "\n".join(memory_plan.plan_lines(self.memory_plan, WIDTH_OF_FILES, verbose=False))
 
     def __repr__(self) -> str:
         fitting = sum(row.verdict in (FITS, TIGHT) for row in self.rows)
@@ -437,15 +437,11 @@ def plan(**keywords: Unpack[PlanKeywords]) -> Plan:
         for row in predicted.rows
     )
     return Plan(
-        answer=_plain(memory_plan.answer_text(predicted)[0]),
+        answer=memory_plan.answer_text(predicted),
         rows=tuple(rows),
         notes=tuple(notes),
         memory_plan=predicted,
     )
-
-
-def _plain(text: str) -> str:
-    return text.replace(terminal.NO_BREAK, " ")
 
 
 if __name__ == "__main__":

@@ -48,9 +48,9 @@ from .records.run_folder import (
     require_same_workload,
 )
 from .records.schema import Outcome, TrialRecord
-from .report import configuration_export, profile_text, run_plan
+from .report import configuration_export
 from .report.comparison_report import ComparisonReport, build_report
-from .report.progress import ProgressReporter
+from .report.progress import ProgressReporter, nsys_command, profile_files_line, run_plan_lines
 from .report.terminal_report import print_reports
 from .system import device_locks, files, invocation, signals, terminal
 from .system.environment import Environment, Machine, read_machine, require_installed, require_packages
@@ -111,9 +111,9 @@ def run_comparison(
                     hosts, machine = stack.enter_context(connected_hosts(plan, machine))
                     plan = with_predictions(plan, machine)
                     if recipe is not None and options.dry_run:
-                        terminal.print_text("\n".join(run_plan.plan_lines(plan, most=1000)))
+                        terminal.print_text("\n".join(run_plan_lines(plan, most=1000)))
                     elif recipe is not None and len(plan.plans) > 1 and not options.quiet:
-                        terminal.print_text("\n".join(run_plan.plan_lines(plan, most=20)), sys.stderr)
+                        terminal.print_text("\n".join(run_plan_lines(plan, most=20)), sys.stderr)
                     if options.dry_run:
                         _check_room_for_checkpoints(plan)
                         return print_dry_run(plan) if options.verbose else OK
@@ -243,7 +243,7 @@ def print_notes(plan: RunPlan, arguments: Sequence[str]) -> None:
         for text in dict.fromkeys(texts):  # points of a sweep may resolve alike
             terminal.print_text(terminal.escape_controls(text), sys.stderr)
     if "nsys" in options.inspection.profiles and (plan.placement.accelerator == "cuda" or options.dry_run):
-        command = profile_text.nsys_command(options.family, arguments, os.environ)
+        command = nsys_command(options.family, arguments, os.environ)
         if command is not None:
             terminal.print_text(f"note: to record the steps of --profile nsys:\n  {command}", sys.stderr)
 
@@ -574,7 +574,7 @@ class ComparisonRun:
         report_command = f"{invocation.program()} report {shown} --html r.html"
         also = "" if options.csv is None else f", {options.csv}"
         terminal.print_text(f"  Report: {report_command}\n  Files:  {store.json_path} and .csv{also}", sys.stderr)
-        if line := profile_text.files_line(runs, store.folder):
+        if line := profile_files_line(runs, store.folder):
             terminal.print_text(f"  {line}", sys.stderr)
 
 

@@ -15,7 +15,7 @@ from ..analysis.merge_results import BeforeAfter, RowChange, compare_before_afte
 from ..analysis.row_difference import RowDifference, explain
 from ..errors import UsageError
 from ..report.comparison_report import ComparisonReport
-from ..report.junit import TestCase, junit_text
+from ..report.export_formats import TestCase, junit_text
 from ..report.row_explanation import explanation_lines
 from ..system import terminal
 from .report import build_reports, check_output, write_output

@@ -21,7 +21,7 @@ from ..records.json_files import json_text
 from ..records.run_folder import RUN_FILE, csv_text
 from ..report import configuration_export, html_report
 from ..report.comparison_report import ComparisonReport, build_report
-from ..report.data_frame import parquet_bytes
+from ..report.export_formats import parquet_bytes, tracked_runs, write_tensorboard
 from ..report.terminal_report import print_reports
 from ..system import invocation, terminal
 from ..system.environment import require_installed
@@ -87,9 +87,7 @@ def report(
     if exported is not None:
         _export(*exported)
     if to is not None:
-        from ..report import trackers
-
-        line = trackers.write_tensorboard(trackers.tracked_runs([load_results.load(path) for path in results]))
+        line = write_tensorboard(tracked_runs([load_results.load(path) for path in results]))
         terminal.print_text(terminal.escape_controls(line), sys.stderr)
     return 0
 

@@ -151,7 +151,7 @@ def _cost_of(plan: MemoryPlan, change: Change) -> tuple[object, ...]:
 
 
 def _without_offload(plan: MemoryPlan, trial: PlannedTrial) -> str:
-    """A clause with the GPUs needed without the offload of ``trial``; empty if it has none or they are there already."""
+    """A clause with the GPUs needed without the offload of ``trial``; empty if it has none, or they are there."""
     if not trial.configuration.offloads:
         return ""
     count = what_if.min_gpus_without_offload(trial, plan.gpu_bytes, plan.host_bytes)

@@ -109,8 +109,10 @@ class ProgressReporter:
         if self._verbose:
             for text in (*(as_caveat(each).text for each in record.caveats), *filter(None, [record.outcome.details])):
                 self._line.say(f"      {text}")
-            for rank, profile in ((rank.rank, profile) for rank in record.ranks for profile in rank.profiles):
-                self._line.say(f"      profile {profile.name}, rank {rank}: {', '.join(profile.files) or 'no file'}")
+            for rank in record.ranks:
+                for profile in rank.profiles:
+                    files = ", ".join(profile.files) or "no file"
+                    self._line.say(f"      profile {profile.name}, rank {rank.rank}: {files}")
 
 
 def _result_text(record: TrialRecord) -> str:

@@ -15,7 +15,8 @@ from ..units import MISSING
 
 MAX_TEXT_WIDTH = 120
 """Columns of a sentence; a table may be wider."""
-_MIN_LABEL_WIDTH = 12
+_LABEL_WIDTH, _MIN_LABEL_WIDTH = 16, 12
+"""Columns that labels keep while other columns can be dropped, and in any case."""
 _MARKUP = re.compile(r"[\\|*`~]|(?<=\])\(|(?<![^\W_])_|_(?![^\W_])|&(?=#?\w+;)|^[#>]")
 """Characters that open a cell, a span, a link, an entity or a block. An underscore between letters opens nothing."""
 _NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=(?:GB|MB|KB|B|ms|%|GPUs?)(?!\w))")
@@ -31,7 +32,7 @@ class Line:
     style: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Column(Generic[R]):
     """A heading, and the text of a row's cell. The first column of a table has the labels of the rows."""
 
@@ -158,8 +159,8 @@ def _lay_out(table: Table, shown: Callable[[str], str], width: int) -> tuple[lis
         for i in kept[1:]:
             if cell_len(headings[i][0]) > widest[i]:
                 headings[i] = headings[i][0].rsplit(" ", 1)
-    least = min(width_of(0), max(_MIN_LABEL_WIDTH, cell_len(headings[0][0])))
-    while room() < least and any(table.columns[i].priority for i in kept):
+    wanted, least = (min(width_of(0), max(size, cell_len(headings[0][0]))) for size in (_LABEL_WIDTH, _MIN_LABEL_WIDTH))
+    while room() < wanted and any(table.columns[i].priority for i in kept):
         kept.remove(max(kept, key=lambda i: table.columns[i].priority))
     gap = 1 if room() < least else gap
     widths = {i: width_of(i) for i in kept}
@@ -213,12 +214,13 @@ def wrap(text: str, width: int, indent: str = "", *, max_lines: int | None = Non
 def wrap_facts(facts: Sequence[str], width: int, separator: str = " · ") -> list[str]:
     """The facts in lines that break between facts if possible."""
     lines: list[str] = []
+    end = separator.rstrip()
     for fact in facts:
-        if lines and len(lines[-1]) + len(separator) + len(fact) <= width:
+        if lines and len(lines[-1]) + len(separator) + len(fact) + len(end) <= width:
             lines[-1] += separator + fact
         else:
             if lines:
-                lines[-1] += separator.rstrip()
+                lines[-1] += end
             lines += wrap(fact, width)
     return lines
 

@@ -40,7 +40,7 @@ Cell = Callable[[ComparisonRow], str]
 Value = Callable[[ComparisonRow], float | None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TableColumn(Column[ComparisonRow]):
     """One measured or derived column of the whole table."""
 
@@ -145,10 +145,11 @@ TABLE_COLUMNS: tuple[TableColumn, ...] = (
     _number("Samples/s", "samples of the whole job, where a sample is not a sequence of the given length",
             lambda row: row.samples_per_second, format_significant, page_only=True),
     TableColumn(heading="Tokens/s, 95 %", meaning="95 % confidence interval of the mean tokens/s, from three runs on",
-                cell=_throughput_interval, value=lambda row: row.interval and row.interval[0], page_only=True),
+                cell=_throughput_interval, value=lambda row: None if row.interval is None else row.interval[0],
+                page_only=True),
     _number("Relative", "throughput as a multiple of the baseline row's", lambda row: row.ratio, format_ratio),
     TableColumn(heading="95 % interval", meaning="95 % confidence interval of the multiple, from three runs on",
-                cell=_ratio_interval, value=lambda row: row.ratio_interval and row.ratio_interval.low,
+                cell=_ratio_interval, value=lambda row: None if row.ratio_interval is None else row.ratio_interval.low,
                 against_baseline=True, priority=1),
     _number("GPU peak GB", "peak allocated device memory of the fullest rank, worst run",
             lambda row: row.gpu_peak_bytes, format_gb),

@@ -10,21 +10,16 @@ import codecs
 import errno
 import json
 import os
-import re
 import sys
-import textwrap
 import time
 import unicodedata
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-NO_BREAK = "\N{NO-BREAK SPACE}"
-"""A space at which no line is broken; printed as an ordinary one."""
-_NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=(?:GB|MB|KB|B|ms|%)\b|%)")
 _ASCII = {
     "✅": "[ok]", "❌": "[failed]", "⏹": "[stopped]", "⏭": "[skipped]", "\ufe0f": "", "—": "-", "−": "-", "→": "->",
     "×": "x", "±": "+/-", "…": "...", "≈": "~", "≥": ">=", "·": "|", "★": "*", "✓": "ok", "✗": "x",
@@ -101,39 +96,6 @@ def ensure_streams() -> None:
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
             setattr(sys, name, open(descriptor, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
-
-
-def aligned_lines(rows: Sequence[Sequence[str]], left: Collection[int] = (0,), space: int = 2) -> Iterator[str]:
-    """Yield the rows as lines with ``space`` between columns; columns in ``left`` are aligned left, others right.
-
-    Control characters in a cell are escaped, so that it can neither end its line nor hide its width.
-    """
-    from rich.cells import cell_len
-
-    rows = [[*map(escape_controls, row)] for row in rows]
-    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = []
-        for number, (cell, width) in enumerate(zip(row, widths, strict=True)):
-            padding = " " * (width - cell_len(cell))
-            cells.append(cell + padding if number in left else padding + cell)
-        yield (" " * space).join(cells).rstrip()
-
-
-def wrapped_lines(text: str, width: int, indent: str = "") -> list[str]:
-    """Return the text in lines; with an indent, the second and later ones are indented by two more.
-
-    A number and its unit stay together, and so do words with ``NO_BREAK`` between them.
-    """
-    lines = textwrap.wrap(
-        _NUMBER_AND_UNIT.sub(NO_BREAK, text),
-        max(width, 20),
-        initial_indent=indent,
-        subsequent_indent=indent + ("  " if indent else ""),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return [line.replace(NO_BREAK, " ") for line in lines]
 
 
 @contextmanager

@@ -76,7 +76,7 @@ def test_a_comparison_as_junit_fails_rows_that_no_longer_train(tmp_path: Path) -
 
 
 def test_a_name_that_xml_cannot_hold_is_spelled_out(tmp_path: Path) -> None:
-    from ds_bench.report.junit import TestCase, junit_text
+    from ds_bench.report.export_formats import TestCase, junit_text
 
     text = junit_text("s", [TestCase(name="a\x00<b>\x1b", outcome="failure", message='"&\ud800\n')])
     (case,) = ElementTree.fromstring(text.encode())[0]

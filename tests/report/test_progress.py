@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 import re
+import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from ds_bench.analysis.row import make_run
 from ds_bench.config.spec import Trial
 from ds_bench.launch import Progress
-from ds_bench.report.progress import ProgressReporter
+from ds_bench.records.schema import Profile
+from ds_bench.report.progress import ProgressReporter, nsys_command, profile_files_line
 from ds_bench.system import terminal as module
 from ds_bench.system.terminal import StatusLine
 from tests.support import fakes
@@ -238,3 +242,28 @@ def test_the_terminal_is_redrawn_at_most_once_a_second(terminal: Stream, monkeyp
         drawn += [step] if terminal.getvalue() != before else []
     line.close()
     assert 3 <= len(drawn) <= 4
+
+
+# ------------------------------------------------------------------ profiles
+
+
+def test_the_line_at_the_end_of_a_run_counts_the_files_of_profiles_that_are_there(tmp_path: Path) -> None:
+    profile = Profile(name="torch", files=("trials/00_zero1/profiles/torch_rank0.txt", "deleted.txt"))
+    run = make_run(fakes.success(profiles=(profile,)))
+    assert profile_files_line([run], tmp_path) is None
+    path = tmp_path / profile.files[0]
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"x" * 2048)
+    assert profile_files_line([run], tmp_path) == f"Profiles: 1 file, 2.00 KB, in {tmp_path}/trials/*/profiles"
+
+
+def test_the_command_for_nsys_repeats_the_run_with_ranks_that_it_can_record() -> None:
+    arguments = ["--model", "gpt2", "--set", "a=b c", "--profile", "nsys"]
+    command = nsys_command("zero", arguments, {})
+    assert command is not None
+    words = shlex.split(command)
+    assert words[:2] == ["nsys", "profile"]
+    assert "--capture-range=cudaProfilerApi" in words
+    run = ["python", "zero_stage_comparison.py", *arguments, "--launcher", "deepspeed"]
+    assert words[words.index("python") :] == run
+    assert nsys_command("zero", arguments, {"NSYS_PROFILING_SESSION_ID": "1"}) is None

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
+from ds_bench.analysis.comparison import ComparisonRow
 from ds_bench.analysis.row import make_run
-from ds_bench.analysis.row_difference import explain
+from ds_bench.analysis.row_difference import RowDifference, explain
 from ds_bench.config.spec import Configuration
 from ds_bench.prediction import trial_predictions
 from ds_bench.prediction.model_profile import find_profile
@@ -18,9 +19,10 @@ from ds_bench.records.schema import TrialRecord
 from ds_bench.report import row_explanation
 from ds_bench.report.comparison_report import ComparisonReport, build_report
 from ds_bench.report.html_report import render_page
-from ds_bench.report.row_explanation import explanation_lines, largest_change, report_paragraphs, signed_size, size_text
+from ds_bench.report.row_explanation import explanation_lines, explanation_tables, largest_change, report_paragraphs
 from ds_bench.report.terminal_report import render_markdown
 from tests.support import fakes
+from tests.support import sample_reports as samples
 from tests.support.fakes import preset
 
 GB = fakes.GB
@@ -78,13 +80,6 @@ def test_a_higher_stage_that_takes_more_at_the_peak(stages: ComparisonReport, sn
     assert "\n".join(explanation_lines(explain(*stages.comparison.rows), stages.title, 80)) == snapshot
 
 
-def test_sizes_have_a_sign_and_a_fitting_unit() -> None:
-    assert [size_text(size) for size in (45.5 * GB, 0.1 * GB, 6.4 * 2**20, 17, 0, None)] == [
-        "45.5 GB", "0.100 GB", "6.40 MB", "17 B", "0 B", "—",
-    ]  # fmt: skip
-    assert [signed_size(size) for size in (GB, -GB, 0)] == ["+1.00 GB", "−1.00 GB", "0"]
-
-
 def test_a_failed_row_is_explained_by_the_predictions_of_both(snapshot: SnapshotAssertion) -> None:
     failed = fakes.failure(runs(fakes.zero(0), 0.3)[0].trial, requested_bytes=2 * GB, free_bytes=GB)
     both = report(failed, *runs(fakes.zero(3), 0.43))
@@ -118,3 +113,39 @@ def test_nothing_is_explained_without_a_second_row_or_a_measurement() -> None:
     trials = [fakes.trial(fakes.zero(stage), on=CARDS) for stage in (0, 1)]
     for records in (runs(fakes.zero(2), 0.3), map(fakes.failure, trials)):
         assert report_paragraphs(report(*records)) == []
+
+
+def timed(difference: RowDifference) -> dict[str, tuple[str, str]]:
+    """Part of a step → what ``explain`` shows of both rows."""
+    (time,) = [table for table in explanation_tables(difference) if table.headings[0] == "Time"]
+    return {row[0].split(",")[0].strip(): (row[1], row[2]) for row in time.rows if "timed apart" in row[0]}
+
+
+def test_phases_are_those_of_the_run_nearest_to_the_mean() -> None:
+    shares = {"forward": 0.2, "backward": 0.3, "step": 0.5}
+
+    def row(stage: int, label: str) -> ComparisonRow:
+        """Of the second run, which is nearest to the mean, the phases take as long as a step; of the others longer."""
+        times = (0.3 + stage / 10, 3.0), (0.2 + stage / 10, 1.0), (0.1 + stage / 10, 2.0)
+        of_run = [{phase: factor * seconds * share for phase, share in shares.items()} for seconds, factor in times]
+        runs = (
+            samples.run(fakes.zero(stage), seconds, repeat=repeat, phase_seconds=phases)
+            for repeat, ((seconds, _), phases) in enumerate(zip(times, of_run, strict=True))
+        )
+        return samples.row(label, *runs)
+
+    assert timed(explain(row(0, "a"), row(2, "b"))) == {
+        "forward": ("40.0 ms", "80.0 ms"),
+        "backward": ("60.0 ms", "120 ms"),
+        "step": ("100 ms", "200 ms"),
+    }
+
+
+def test_communication_is_named_if_both_rows_have_it() -> None:
+    def row(label: str, seconds: float) -> ComparisonRow:
+        parts = {"forward": 0.02, "backward": 0.03, "step": 0.05, "communication": seconds}
+        return samples.row(label, samples.run(fakes.zero(1), 0.1, step_parts=parts))
+
+    assert timed(explain(row("a", 0.005), row("b", 0.02)))["communication"] == ("5.00 ms", "20.0 ms")
+    without = samples.row("c", samples.run(fakes.zero(2), 0.1))
+    assert "communication" not in timed(explain(row("a", 0.005), without))

@@ -16,12 +16,12 @@ NASTY = "\x1b[31mred\x07\x9b2J\u202egnp.exe\ud800\r\n\u2028end"
 WIDE = Table(
     title=("gpt2", "2 CPU ranks", "bf16"),
     columns=[
-        Column(heading="Strategy"),
-        Column(heading="Status", left=True),
-        Column(heading="Tokens/s"),
-        Column(heading="GPU peak GB"),
-        Column(heading="95 % interval", priority=1),
-        Column(heading="Predicted", priority=2),
+        Column("Strategy"),
+        Column("Status", left=True),
+        Column("Tokens/s"),
+        Column("GPU peak GB"),
+        Column("95 % interval", priority=1),
+        Column("Predicted", priority=2),
     ],
     rows=[
         ("ZeRO-3 + CPU optimizer and parameters", "ok", "1,240", "8.00", "[0.98, 1.01]", "0.98x"),
@@ -88,7 +88,7 @@ def test_wide_signs_keep_the_columns() -> None:
 
 
 def test_columns_and_rows_without_values_are_left_out() -> None:
-    columns = [(Column(heading=heading), lambda row, i=i: row[i]) for i, heading in enumerate("abcd")]
+    columns = [Column(heading, lambda row, i=i: row[i]) for i, heading in enumerate("abcd")]
     rows = [("x", "—", "1", "—"), ("y", "—", "—", "")]
     assert make_table(columns, rows).headings == ["a", "c"]
     assert make_table(columns, rows, always=2).headings == ["a", "b", "c"]

@@ -10,7 +10,9 @@ from ds_bench.analysis import flops
 from ds_bench.analysis.comparison import ComparisonRow
 from ds_bench.analysis.intervals import RatioInterval
 from ds_bench.config.caveats import Caveat, CaveatKind
-from ds_bench.report.table_columns import NOT_TESTED, TABLE_COLUMNS, measured_columns, row_status
+from ds_bench.records.schema import CommunicationOperation, OffloadTimes, Profile
+from ds_bench.report.comparison_charts import charts_of
+from ds_bench.report.table_columns import NOT_TESTED, TABLE_COLUMNS, detail_tables, measured_columns, row_status
 from ds_bench.units import MISSING, format_significant
 from tests.support import fakes
 from tests.support import sample_reports as samples
@@ -36,8 +38,7 @@ MEASURED = samples.row(
 
 
 def cells(row: ComparisonRow) -> dict[str, tuple[str, float | None]]:
-    comparison = samples.comparison(row)
-    return {column.heading: column.cell(row, replace(comparison, baseline=None)) for column in TABLE_COLUMNS}
+    return {column.heading: (column.cell(row), column.value(row)) for column in TABLE_COLUMNS}
 
 
 def test_the_text_and_the_sort_key_of_every_column_by_hand() -> None:
@@ -73,15 +74,17 @@ def test_below_three_runs_intervals_are_not_tested_and_sort_last() -> None:
 
 def test_the_baseline_is_not_compared_with_itself() -> None:
     comparison = samples.comparison(MEASURED)
-    against = [column for column in TABLE_COLUMNS if column.against_baseline]
+    against = [column.for_comparison(comparison) for column in TABLE_COLUMNS if column.against_baseline]
     assert [column.heading for column in against] == ["95 % interval", "GPU less baseline"]
-    assert {column.cell(comparison.rows[0], comparison) for column in against} == {(MISSING, None)}
+    row = comparison.rows[0]
+    assert {(column.cell(row), column.value(row)) for column in against} == {(MISSING, None)}
 
 
 def test_the_page_shows_throughput_and_every_column_that_some_row_has_a_value_for() -> None:
     failed = samples.row("ZeRO-0", samples.failed(fakes.zero(0)))
     assert [column.heading for column in measured_columns(samples.comparison(failed))] == ["Tokens/s"]
-    assert measured_columns(replace(samples.comparison(failed), rows=(failed, MEASURED))) == TABLE_COLUMNS
+    both = replace(samples.comparison(failed), rows=(failed, MEASURED), baseline=None)
+    assert measured_columns(both) == TABLE_COLUMNS
 
 
 def test_mfu_is_told_with_how_the_flops_were_had() -> None:
@@ -108,3 +111,81 @@ def test_a_status_is_that_of_a_failed_run_with_how_many_failed(subtests: pytest.
                 "ZeRO-1", *(samples.run(strategy, 0.1) if good else samples.failed(strategy) for good in runs)
             )
             assert row_status(row, lambda status: f"! {status}") == text
+
+
+# ------------------------------------------------------------------ parts and costs of a step
+
+
+PHASES = {"forward": 0.02, "backward": 0.03, "step": 0.05}
+SWAPPED = OffloadTimes(
+    cpu_adam_seconds=0.01,
+    cpu_adam_bytes=2**27,
+    disk_read_bytes=2**27,
+    disk_written_bytes=2**27,
+    disk_wait_seconds=0.04,
+    disk_busy_seconds=0.04,
+)
+REDUCED = CommunicationOperation(name="all_reduce", count=3, bytes=2**20, seconds=0.005, wait_seconds=0.001)
+
+
+def tables_of_steps(*rows: ComparisonRow) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """The only row of the table of details, and the rows of the chart's table; cells by heading."""
+    comparison = samples.comparison(*rows)
+    (table,) = [each for each in detail_tables(comparison) if each.title == ("Where the time of a step goes",)]
+    (chart,) = [each for each in charts_of(comparison)[0] if each.name == "phases"]
+    assert chart.table is not None
+    ((details,), charted) = (
+        [dict(zip(each.headings, row, strict=True)) for row in each.rows] for each in (table, chart.table)
+    )
+    return details, charted
+
+
+def test_parts_and_costs_of_a_step_are_in_a_table_and_in_the_chart_of_phases() -> None:
+    """Parts of 100 ms; 1 MB in 5 ms; 2**27 B in 10 ms are 12.5 GB/s; the disk moves 2**28 B in 40 ms, of 60 ms."""
+    parts = {"forward": 0.02, "backward": 0.025, "step": 0.01, "communication": 0.005, "transfer": 0.04}
+    costs = {"phase_seconds": PHASES, "step_parts": parts, "offload": SWAPPED, "communication": (REDUCED,)}
+    plain = samples.run(fakes.zero(0), 0.1, phase_seconds=PHASES)
+    swapping = samples.run(fakes.offload("nvme"), 0.09, **costs)
+    details, charted = tables_of_steps(samples.row("ZeRO-0", plain), samples.row("NVMe", swapping))
+    assert details == {
+        "Strategy": "NVMe",
+        "forward": "20 %",
+        "backward": "25 %",
+        "optimizer step": "10 %",
+        "communication": "5 %",
+        "transfer": "40 %",
+        "step ms": "100.0",
+        "communication ms": "5.00",
+        "of it waiting": "1.00",
+        "sent": "1.00 MB",
+        "transfers ms": "40.0",
+        "CPU Adam /s": "12.50 GB",
+        "disk /s": "6.25 GB",
+        "needed /s": "4.17 GB",
+        "disk-bound": "no",
+    }
+    assert [[*row.values()] for row in charted] == [
+        ["ZeRO-0", "20.0", "30.0", "50.0", "0", "0", "100 ms"],
+        ["NVMe", "20.0", "25.0", "10.0", "5.00", "40.0", "100 ms"],
+    ]
+
+
+def test_text_chart_and_profiles_show_the_same_run_of_several() -> None:
+    """The second run is nearest to the mean."""
+    runs = [
+        samples.run(
+            fakes.zero(1),
+            seconds,
+            repeat=repeat,
+            phase_seconds=PHASES,
+            step_parts={**PHASES, "communication": communication},
+            communication=(REDUCED,),
+            profiles=(Profile(name="comms", files=(f"run{repeat}.csv",)),),
+        )
+        for repeat, (seconds, communication) in enumerate(((0.3, 0.9), (0.2, 0.1), (0.1, 0.4)))
+    ]
+    row = samples.row("ZeRO-1", *runs)
+    details, (charted,) = tables_of_steps(row)
+    assert (details["communication"], details["step ms"]) == ("50 %", "200.0")
+    assert charted["communication"] == "50.0"
+    assert samples.report(samples.comparison(row)).profiles == [("ZeRO-1: comms, rank 0", "run1.csv")]

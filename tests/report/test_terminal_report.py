@@ -14,7 +14,7 @@ from syrupy.assertion import SnapshotAssertion
 from ds_bench.analysis.row import make_run
 from ds_bench.config.spec import Configuration
 from ds_bench.records import schema
-from ds_bench.records.schema import TrialRecord
+from ds_bench.records.schema import Profile, TrialRecord
 from ds_bench.report import terminal_report
 from ds_bench.report.comparison_report import ComparisonReport, build_report
 from ds_bench.report.html_report import render_page, render_tables
@@ -216,3 +216,18 @@ def test_verbose_prints_the_full_table_and_a_terminal_gets_styles(monkeypatch: p
     terminal_report.print_report(of, stream, verbose=True)
     for word in ("Relative", "Recommendation", "Next: ", "✅ Success", "1. "):
         assert word in stream.getvalue()
+
+
+def test_every_form_of_a_report_has_the_profiles_of_one_run_and_escapes_them() -> None:
+    evil = "<b>aten::mm</b> ```\x1b[31m"
+    profile = Profile(name="torch", files=("trials/00_zero1/profiles/torch_rank0.txt",), lines=("CPU ms/step", evil))
+    of = report(runs(ZERO(1), 1000, 8, count=2, profiles=(profile,)), runs(ZERO(2), 900, 8))
+    long = io.StringIO()
+    terminal_report.print_report(of, long, verbose=True)
+    forms = {"table": long.getvalue(), "markdown": render_markdown(of), "page": render_page([of], "")}
+    for name, text in forms.items():
+        assert text.count("ZeRO-1: torch, rank 0") == 1, name
+        assert text.count(profile.files[0]) == 2, name  # of two ranks
+        assert "\x1b" not in text, name
+    assert "<b>aten" not in forms["page"]
+    assert f"````text\nCPU ms/step\n{evil[:-5]}" in forms["markdown"]  # longer than any fence in the text
