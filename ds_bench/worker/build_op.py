@@ -18,7 +18,9 @@ from typing import Any
 
 def build(name: str) -> dict[str, Any]:
     """Compiles and loads one op; see the module for the answer."""
+    import torch.utils.cpp_extension
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 
     start = time.monotonic()
     builder = get_accelerator().create_op_builder(name)
@@ -37,29 +39,18 @@ def build(name: str) -> dict[str, Any]:
         # The text holds all that ninja and the compiler have printed; the reason is the line with the cause.
         causes = [line for line in text.splitlines() if re.search(r"error:|cannot find -l|CUDA_HOME", line)]
         reason = f"{type(error).__name__}: {(causes or text.splitlines() or [''])[0].strip()[:300]}"
-        if _lacks_toolkit(builder):  # DeepSpeed then raises TypeError: it joins paths to CUDA_HOME, which is None
+        against_cuda = isinstance(builder, CUDAOpBuilder) and not builder.build_for_cpu
+        # DeepSpeed then raises TypeError: it joins paths to CUDA_HOME, which is None (op_builder/builder.py).
+        if against_cuda and torch.utils.cpp_extension.CUDA_HOME is None:
             reason = "there is no CUDA toolkit: CUDA_HOME is not set, and no nvcc is found"
         return {"op": name, "state": "failed", "seconds": time.monotonic() - start, "reason": reason}
     seconds = time.monotonic() - start
-    return {"op": name, "state": "ready", "seconds": seconds, "reason": "", "libraries": _list_loaded_libraries()}
-
-
-def _list_loaded_libraries() -> list[str]:
-    """The shared libraries of this process that lie in the folder of built ops."""
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"]).resolve()
     # The path is the sixth field, which anonymous memory lacks; it may contain spaces (proc_pid_maps(5)).
     mapped = (line.split(maxsplit=5)[5:] for line in Path("/proc/self/maps").read_text().splitlines())
-    libraries = {Path(path[0]) for path in mapped if path and path[0].endswith(".so")}
-    return sorted(str(each.relative_to(folder)) for each in libraries if each.is_relative_to(folder))
-
-
-def _lacks_toolkit(builder: Any) -> bool:
-    """Whether the op needs CUDA's toolkit and there is none (op_builder/builder.py)."""
-    import torch.utils.cpp_extension
-    from deepspeed.ops.op_builder.builder import CUDAOpBuilder
-
-    against_cuda = isinstance(builder, CUDAOpBuilder) and not builder.build_for_cpu
-    return against_cuda and torch.utils.cpp_extension.CUDA_HOME is None
+    loaded = {Path(path[0]) for path in mapped if path and path[0].endswith(".so")}
+    libraries = sorted(str(each.relative_to(folder)) for each in loaded if each.is_relative_to(folder))
+    return {"op": name, "state": "ready", "seconds": seconds, "reason": "", "libraries": libraries}
 
 
 if __name__ == "__main__":

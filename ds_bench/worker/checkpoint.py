@@ -22,6 +22,7 @@ import torch.distributed
 
 from ..records.rank_files import HeartbeatWriter
 from ..system.files import disk_is_full
+from ..system.host_memory import read_table
 from . import ledger, memory, training_loop
 from .reference_engines import ReferenceEngine
 from .weight_change import WeightChange
@@ -195,11 +196,14 @@ def _heartbeat_during_io(heartbeat: HeartbeatWriter) -> Iterator[None]:
     ended = threading.Event()
 
     def watch() -> None:
-        before = memory.transferred_bytes()
+        before = None
         while not ended.wait(_BEAT_SECONDS):
-            if (now := memory.transferred_bytes()) != before:
+            counters = read_table(Path("/proc/self/io"))
+            # Bytes that this process has read and written by system calls, cached ones too.
+            now = [counters.get(name) for name in ("rchar", "wchar")]
+            if before not in (None, now):
                 heartbeat.beat(heartbeat.phase)
-                before = now
+            before = now
 
     # A thread: the calls that save and load do not return in between.
     watcher = threading.Thread(target=watch, daemon=True)

@@ -6,6 +6,7 @@ processes and of those that started it. Not the load average, which still contai
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Collection
@@ -80,8 +81,10 @@ def own_cpu_seconds(cpus: Collection[int]) -> float:
             pid = int(entry.name)
             parents[pid] = int(values[1])
             ticks[pid] = int(values[11]) + int(values[12]), int(values[13]) + int(values[14])
-            if int(values[3]) == session and _may_run_on(pid, cpus):
-                in_session.add(pid)
+            if int(values[3]) == session:
+                with contextlib.suppress(ProcessLookupError):  # it has ended
+                    if not os.sched_getaffinity(pid).isdisjoint(cpus):
+                        in_session.add(pid)
     # Including ended children (cutime), which have no entry of their own.
     total = sum(sum(ticks[pid]) for pid in in_session)
     ancestor = parents.get(own, 0)
@@ -90,10 +93,3 @@ def own_cpu_seconds(cpus: Collection[int]) -> float:
         total += ticks[ancestor][0] if ancestor not in in_session else 0
         ancestor = parents[ancestor]
     return total / os.sysconf("SC_CLK_TCK")
-
-
-def _may_run_on(pid: int, cpus: Collection[int]) -> bool:
-    try:
-        return not os.sched_getaffinity(pid).isdisjoint(cpus)
-    except ProcessLookupError:  # it has ended
-        return False

@@ -30,11 +30,6 @@ def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     return 2 * batch * heads * length * key.shape[-2] * (size + value.shape[-1])
 
 
-def _attention_backward_flops(_gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Twice the forward pass: torch's table adds the scores that a fused kernel computes again."""
-    return 2 * _attention_flops(query, key, value)
-
-
 _FUSED_ATTENTION = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
@@ -44,7 +39,11 @@ _FUSED_ATTENTION = (
 _FORMULAS: Mapping[Any, Callable[..., int]] = {
     **flop_registry,
     **{getattr(_aten, name): _attention_flops for name in _FUSED_ATTENTION},
-    **{getattr(_aten, f"{name}_backward"): _attention_backward_flops for name in _FUSED_ATTENTION},
+    # Twice the forward pass: torch's table adds the scores that a fused kernel computes again.
+    **{
+        getattr(_aten, f"{name}_backward"): lambda _gradient, *of_forward, **_: 2 * _attention_flops(*of_forward)
+        for name in _FUSED_ATTENTION
+    },
 }
 
 

@@ -116,7 +116,13 @@ def _fit_activations(
     if request.get("tiled_mlp"):
         losses.install_tiled_mlp(whole)
     if name == "tiled":
-        _adapt_tiled_loss()
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
+
+        def backward(ctx: Any, *_gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            return None, None, ctx.saved_tensors[0], None, None, None, None, None
+
+        # DeepSpeed's own reads the value of a gradient, which is 1, and which a fake tensor does not have.
+        TiledFusedLogitsLoss.backward = staticmethod(backward)
     model = _ShortenedModel(whole, make_batch, blocks, autocast=bool(request.get("autocast")))
     sequences = tuple(request.get("sequences") or SEQUENCES)
     sizes = [(batch_size, sequence) for batch_size in BATCHES for sequence in sequences]
@@ -196,25 +202,20 @@ def build_fake_model(
     make_batch = None
     with FakeTensorMode():
         if request.get("factory"):
-            model, make_batch = _call_factory(request["factory"], dtype)
+            from transformers import PreTrainedModel
+            from transformers.initialization import no_init_weights
+
+            with no_init_weights(), _converting_fake_parameters():
+                model, make_batch = build.call_factory(request["factory"])
+                for module in model.modules():
+                    if isinstance(module, PreTrainedModel):
+                        module.tie_weights()  # left out by its constructor, which counts it as initialisation
+                model = model.to(dtype=dtype)
         else:
             model = _build_from_config(request, dtype, layers)
     if request.get("dropout") is not None:
         build.set_dropouts(model, request["dropout"])
     return model.train(), make_batch
-
-
-def _call_factory(name: str, dtype: torch.dtype) -> tuple[torch.nn.Module, build.MakeBatch | None]:
-    """The factory's model, in number format ``dtype`` and without initial values, and its function for batches."""
-    from transformers import PreTrainedModel
-    from transformers.initialization import no_init_weights
-
-    with no_init_weights(), _converting_fake_parameters():
-        model, make_batch = build.call_factory(name)
-        for module in model.modules():
-            if isinstance(module, PreTrainedModel):
-                module.tie_weights()  # left out by its constructor, which counts it as initialisation
-        return model.to(dtype=dtype), make_batch
 
 
 @contextlib.contextmanager
@@ -278,16 +279,6 @@ def _adapt_transformers() -> None:
         return given.dtype is not torch.float32 and bool(original(given, *args, **kwargs))
 
     moe._can_use_grouped_mm = can_use_grouped_mm
-
-
-def _adapt_tiled_loss() -> None:
-    """Replaces the backward pass of DeepSpeed's tiled loss, which reads the value of a gradient, that is 1."""
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
-
-    def backward(ctx: Any, *_gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, None, ctx.saved_tensors[0], None, None, None, None, None
-
-    TiledFusedLogitsLoss.backward = staticmethod(backward)
 
 
 def _split_by_layer(model: torch.nn.Module, layers: list[torch.nn.Module]) -> dict[str, list[int]]:

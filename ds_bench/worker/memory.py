@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import resource
+import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,26 +82,10 @@ class PhaseMeter:
         return max((size for size in measured if size is not None), default=None)
 
 
-def proportional_bytes(pids: Iterable[int | None]) -> int:
-    """Memory of processes, each shared page divided by the processes that map it; those that have ended count 0."""
-    return sum(read_table(Path(f"/proc/{pid}/smaps_rollup")).get("Pss", 0) for pid in pids)
-
-
-def transferred_bytes() -> int | None:
-    """Bytes that this process has read and written by system calls, cached ones too; None where unreadable."""
-    counters = read_table(_PROCESS / "io")
-    return counters["rchar"] + counters["wchar"] if "wchar" in counters else None
-
-
 def io_bytes() -> tuple[int, int] | None:
     """(read, written) bytes of this process that reached block devices; None where unreadable."""
     counters = read_table(_PROCESS / "io")
     return (counters["read_bytes"], counters["write_bytes"]) if "write_bytes" in counters else None
-
-
-def limit_data_segment(limit_bytes: int) -> None:
-    """Limits the private writable memory of this process (setrlimit(2), RLIMIT_DATA)."""
-    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
 
 
 def device_free_bytes() -> int | None:
@@ -154,10 +138,10 @@ def device_facts(accelerator: str, retries_before: int, limit_bytes: int | None)
 
 
 def _proportional_bytes() -> int | None:
-    """Proportional set size of this rank and of its data loader's worker processes, which share its pages."""
-    own = read_table(_PROCESS / "smaps_rollup").get("Pss")
-    children = proportional_bytes(child.pid for child in multiprocessing.active_children())
-    return None if own is None else own + children
+    """Memory of this rank and of its data loader's worker processes, each shared page divided by those that map it."""
+    pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
+    own, *others = (read_table(Path(f"/proc/{pid}/smaps_rollup")).get("Pss") for pid in pids)
+    return None if own is None else own + sum(size or 0 for size in others)
 
 
 def host_facts(meter: PhaseMeter) -> Mapping[str, Any]:

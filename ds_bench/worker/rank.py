@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import random
+import resource
 import signal
 import socket
 import sys
@@ -63,7 +64,8 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
                 os.chdir(assignment.working_folder)
         _check_all_ranks_are_started(assignment, world_size)
         if limit_bytes is not None:
-            memory.limit_data_segment(limit_bytes)
+            # The private writable memory of this process (setrlimit(2)).
+            resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
         heartbeat.beat("import")
         from . import measure  # torch, DeepSpeed and Transformers, under the limit
 

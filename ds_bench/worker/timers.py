@@ -167,13 +167,12 @@ class DiskUse:
             self._busy_since = now
         self._outstanding.add(handle)
 
-    def end(self, handles: set[int], now: float) -> None:
-        if self._outstanding and self._outstanding <= handles:
+    def end(self, handle: int | None, now: float) -> None:
+        """Ends what a handle has begun; None: what any has."""
+        left = self._outstanding - {handle} if handle is not None else set[int]()
+        if self._outstanding and not left:
             self.busy_seconds += now - self._busy_since
-        self._outstanding -= handles
-
-    def end_all(self, now: float) -> None:
-        self.end(set(self._outstanding), now)
+        self._outstanding = left
 
 
 class TimedHandle:
@@ -200,7 +199,7 @@ class TimedHandle:
             end = time.perf_counter()
             # An asynchronous operation ends when its handle is waited for.
             if name == "wait" or name.startswith("sync"):
-                disk.end({id(self)}, end)
+                disk.end(id(self), end)
             disk.wait_seconds += end - start
             return result
 
@@ -249,23 +248,12 @@ class OffloadTimer:
     def __exit__(self, *_error: object) -> None:
         self._stack.close()
         # Operations that nobody has waited for yet count until here.
-        self.disk.end_all(time.perf_counter())
-
-    def times(self, steps: int) -> OffloadTimes:
-        """Return the mean of each of ``steps`` steps."""
-        disk, found = self.disk, dict[str, float]()
-        if self.cpu_adam_bytes:
-            found |= {"cpu_adam_seconds": self.cpu_adam_seconds, "cpu_adam_bytes": self.cpu_adam_bytes}
-        if self.swaps:
-            found |= {"disk_read_bytes": disk.read_bytes, "disk_written_bytes": disk.written_bytes}
-            found |= {"disk_wait_seconds": disk.wait_seconds, "disk_busy_seconds": disk.busy_seconds}
-        return OffloadTimes(**{name: value / steps for name, value in found.items()})
+        self.disk.end(None, time.perf_counter())
 
     def _timed_adam(self, optimizer: DeepSpeedCPUAdam, step: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(step)
         def timed(*arguments: Any, **keywords: Any) -> Any:
-            size = cpu_adam_bytes(optimizer)
-            start = time.perf_counter()
+            size, start = cpu_adam_bytes(optimizer), time.perf_counter()
             result = step(*arguments, **keywords)
             self.cpu_adam_seconds += time.perf_counter() - start
             self.cpu_adam_bytes += size
@@ -286,6 +274,16 @@ class OffloadTimer:
             return result
 
         return timed
+
+    def times(self, steps: int) -> OffloadTimes:
+        """Return the mean of each of ``steps`` steps."""
+        disk, found = self.disk, dict[str, float]()
+        if self.cpu_adam_bytes:
+            found |= {"cpu_adam_seconds": self.cpu_adam_seconds, "cpu_adam_bytes": self.cpu_adam_bytes}
+        if self.swaps:
+            found |= {"disk_read_bytes": disk.read_bytes, "disk_written_bytes": disk.written_bytes}
+            found |= {"disk_wait_seconds": disk.wait_seconds, "disk_busy_seconds": disk.busy_seconds}
+        return OffloadTimes(**{name: value / steps for name, value in found.items()})
 
 
 def cpu_adam_bytes(optimizer: DeepSpeedCPUAdam) -> int:
