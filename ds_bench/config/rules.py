@@ -188,11 +188,6 @@ def _offloads_at_stage_0(case: Case) -> bool:
     return case.stage == 0 and case.offload("optimizer") is not None
 
 
-def _splits_ranks_unevenly(case: Case) -> bool:
-    size, ranks = case.value(f"{ZERO}zero_hpz_partition_size", 1), case.ranks
-    return case.stage == 3 and type(size) is int and ranks is not None and size > 1 and ranks % min(size, ranks) != 0
-
-
 def _deepcompiles(case: Case) -> bool:
     return case.is_on("compile.deepcompile")
 
@@ -215,21 +210,10 @@ def _is_enabled(path: str, *stages: int) -> When:
     return lambda case: case.is_on(path) and (not stages or case.stage in stages)
 
 
-def _scales_before_reducing(case: Case) -> bool:
-    zero = case.stage in (2, 3) and case.is_on(f"{ZERO}reduce_scatter", default=True)
-    return zero and (case.is_on("prescale_gradients") or case.number("gradient_predivide_factor", 1.0) != 1.0)
-
-
 def _accumulates_in_another_format(case: Case) -> bool:
     accumulated = case.value("data_types.grad_accum_dtype")
     names = {"fp16": ("fp16", "float16", "half"), "bf16": ("bf16", "bfloat16"), "fp32": ("fp32", "float32", "float")}
     return case.stage == 0 and isinstance(accumulated, str) and accumulated not in names[case.precision]
-
-
-def _has_master_weights_on_device(case: Case) -> bool:
-    in_16_bit = case.is_on("bf16.bf16_master_weights_and_grads") and not case.is_on("bf16.bf16_optimizer_states")
-    in_16_bit = in_16_bit or case.is_on("fp16.fp16_master_weights_and_grads")
-    return in_16_bit and case.stage in (1, 2, 3) and case.offload("optimizer") is None
 
 
 def _skips_gradient_norm(case: Case) -> bool:
@@ -238,17 +222,6 @@ def _skips_gradient_norm(case: Case) -> bool:
 
 def _uses_zenflow(case: Case) -> bool:
     return case.has_block(f"{ZERO}zenflow")
-
-
-def _needs_gradient_norm(case: Case) -> bool:
-    needed = case.number("gradient_clipping", 1.0) > 0 or case.offload("optimizer") is not None or _uses_zenflow(case)
-    return case.stage in (1, 2) and _skips_gradient_norm(case) and needed
-
-
-def _replaces_accumulation(case: Case) -> bool:
-    interval = case.value(f"{ZERO}zenflow.update_interval")
-    accumulation = case.value("gradient_accumulation_steps", interval)
-    return _uses_zenflow(case) and interval is not None and accumulation != interval
 
 
 def _has_wrong_intervals(case: Case) -> bool:
@@ -264,11 +237,6 @@ def _has_wrong_intervals(case: Case) -> bool:
 def _not_in(path: str, *allowed: str) -> When:
     known = [name.lower() for name in allowed]
     return lambda case: isinstance(value := case.value(path), str) and value.lower() not in known
-
-
-def _has_wrong_patterns(case: Case) -> bool:
-    value = case.block("data_types").get("keep_in_fp32_modules", AUTO)
-    return value != AUTO and not (isinstance(value, list) and all(isinstance(each, str) for each in value))
 
 
 def _not_a_count(path: str, least: float) -> When:
@@ -391,8 +359,9 @@ _REFUSED_IN_ROWS = (
          remedy="build the model as one, or remove the block, which DeepSpeed then does not read",
          source="runtime/pipe/engine.py"),
     Rule("hpz-partition-size", "error", "zero_optimization.zero_hpz_partition_size", row="refusal",
-         when=_splits_ranks_unevenly, stops_when=TRAINING_STARTS,
-         reason="zero_hpz_partition_size does not divide the {ranks} ranks",
+         when=lambda case: (case.stage == 3 and type(size := case.value(f"{ZERO}zero_hpz_partition_size", 1)) is int
+                            and case.ranks is not None and size > 1 and case.ranks % min(size, case.ranks) != 0),
+         stops_when=TRAINING_STARTS, reason="zero_hpz_partition_size does not divide the {ranks} ranks",
          remedy="give a divisor of the number of ranks, such as the GPUs of one node", source="utils/groups.py"),
 )
 
@@ -478,7 +447,9 @@ _OF_FILES = (
          when=lambda case: case.number("sequence_parallel_size", 1) < 1,
          reason="DeepSpeed divides the number of ranks by sequence_parallel_size", remedy="give 1 or more",
          source=_CONFIG),
-    Rule("patterns-not-text", "error", "data_types.keep_in_fp32_modules", when=_has_wrong_patterns,
+    Rule("patterns-not-text", "error", "data_types.keep_in_fp32_modules",
+         when=lambda case: ((value := case.block("data_types").get("keep_in_fp32_modules", AUTO)) != AUTO and not (
+             isinstance(value, list) and all(isinstance(each, str) for each in value))),
          reason='DeepSpeed takes "auto" or a list of name patterns', remedy="give a list of text", source=_CONFIG),
     Rule("ratio-below-stage-3", "error", f"{OPTIMIZER}ratio",
          when=lambda case: case.stage in (0, 1, 2) and case.number(f"{OPTIMIZER}ratio", 1.0) < 1.0,
@@ -489,7 +460,9 @@ _OF_FILES = (
          reason="false is refused at stage {stage}", remedy="use stage 1 or 2, or remove it",
          source="runtime/zero/config.py"),
     Rule("no-gradient-norm-to-clip", "error", f"{ZERO}compute_grad_norm", stops_when=TRAINING_STARTS,
-         when=_needs_gradient_norm, reason="false needs gradient_clipping 0, no optimizer offload and no ZenFlow",
+         when=lambda case: (case.stage in (1, 2) and _skips_gradient_norm(case) and (_uses_zenflow(case) or (
+             case.number("gradient_clipping", 1.0) > 0 or case.offload("optimizer") is not None))),
+         reason="false needs gradient_clipping 0, no optimizer offload and no ZenFlow",
          remedy="set gradient_clipping to 0 and leave the others out, or remove compute_grad_norm",
          source="runtime/zero/stage_1_and_2.py"),
     Rule("unknown-select-strategy", "error", f"{ZERO}zenflow.select_strategy",
@@ -506,7 +479,10 @@ _OF_FILES = (
          reason="ZenFlow takes a select_interval only with a select_strategy, and then one that is not below "
                 "update_interval",
          remedy="give select_strategy and select_interval together, or neither", source=_ZENFLOW),
-    Rule("zenflow-replaces-accumulation", "warning", "gradient_accumulation_steps", when=_replaces_accumulation,
+    Rule("zenflow-replaces-accumulation", "warning", "gradient_accumulation_steps",
+         when=lambda case: (_uses_zenflow(case) and None not in (
+             interval := case.value(f"{ZERO}zenflow.update_interval"),
+             accumulation := case.value("gradient_accumulation_steps")) and accumulation != interval),
          reason="ZenFlow replaces gradient_accumulation_steps by its update_interval",
          remedy="give both the same value", source=_ZENFLOW),
     Rule("zenflow-without-interval", "warning", f"{ZERO}zenflow",
@@ -522,14 +498,19 @@ _OF_FILES = (
          when=lambda case: isinstance(case.value("fp16.loss_scale"), bool) or case.number("fp16.loss_scale", 0) < 0,
          reason="must be a number of 0 or more", remedy="use 0 for dynamic loss scaling", source=_PRECISION),
     # What deepspeed.initialize raises an exception for.
-    Rule("scaling-before-reduce-scatter", "error", f"{ZERO}reduce_scatter", when=_scales_before_reducing,
+    Rule("scaling-before-reduce-scatter", "error", f"{ZERO}reduce_scatter",
+         when=lambda case: (case.stage in (2, 3) and case.is_on(f"{ZERO}reduce_scatter", default=True) and (
+             case.is_on("prescale_gradients") or case.number("gradient_predivide_factor", 1.0) != 1.0)),
          reason="reduce_scatter at stage {stage} forbids prescale_gradients and gradient_predivide_factor",
          remedy="remove them, or set reduce_scatter to false", source=_STAGE_3, stops_when=TRAINING_STARTS),
     Rule("accumulation-format-at-stage-0", "error", "data_types.grad_accum_dtype", when=_accumulates_in_another_format,
          reason="stage 0 accumulates gradients in the model's format ({precision}) only",
          remedy="set zero_optimization.stage to 1 or more, or remove it", source=_ENGINE, stops_when=TRAINING_STARTS),
     Rule("master-weights-without-offload", "error", f"{ZERO}offload_optimizer", row="refusal",
-         when=_has_master_weights_on_device, stops_when=TRAINING_STARTS,
+         when=lambda case: (case.stage in (1, 2, 3) and case.offload("optimizer") is None and (
+             case.is_on("fp16.fp16_master_weights_and_grads") or (case.is_on("bf16.bf16_master_weights_and_grads")
+                                                                  and not case.is_on("bf16.bf16_optimizer_states")))),
+         stops_when=TRAINING_STARTS,
          reason="16-bit master weights with 32-bit optimizer states need the optimizer offloaded to DeepSpeedCPUAdam",
          remedy="offload the optimizer to cpu, or with bf16 set bf16_optimizer_states too",
          source="runtime/base_optimizer.py"),
