@@ -19,7 +19,7 @@ from typing import Any
 
 from ..errors import UsageError
 from .deepspeed_config import AUTO, Config, paths_of_auto, sizes_for
-from .deepspeed_keys import refusing_blocks
+from .deepspeed_keys import refuses_unknown
 from .spec import Precision, block_of
 
 TRAINING_DEFAULTS: Mapping[str, float] = {
@@ -61,7 +61,7 @@ def resolve(config: Mapping[str, Any], facts: TrainingFacts) -> tuple[Config, di
         parent, _, key = path.rpartition(".")
         # In the blocks that it checks with pydantic DeepSpeed drops "auto" and takes its default
         # (runtime/config_utils.py); elsewhere it would take the text.
-        if parent not in refusing_blocks():
+        if not refuses_unknown(parent):
             problem = f'{path} is "auto", which neither the Trainer nor DeepSpeed fills in'
             raise UsageError(problem, remedy="give a value")
         if (block := _block_at(resolved, parent)) is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,14 @@ def tables() -> Mapping[str, Any]:
 
 
 def blocks() -> Mapping[str, Mapping[str, Any]]:
-    """Path of a block (empty: the top level) → ``unknown`` (ignored or refused), ``keys``, ``source``."""
+    """Return path of a block (empty: the top level) → ``unknown`` (ignored or refused), ``keys``, ``source``."""
     known: Mapping[str, Mapping[str, Any]] = tables()["blocks"]
     return known
 
 
 def keys_of(block_path: str) -> Mapping[str, Mapping[str, Any]]:
-    """Key → its ``default``, and as far as known ``schema`` (of pydantic-core), ``accepts`` (JSON types),
-    ``same_as`` (name of the field it is an alias of), ``deprecated``.
+    """Return key → its ``default``, and if known ``schema`` (of pydantic-core), ``accepts`` (JSON types),
+    ``same_as`` (the field it is an alias of), ``deprecated``.
     """
     keys: Mapping[str, Mapping[str, Any]] = blocks()[block_path]["keys"]
     return keys
@@ -42,10 +42,9 @@ def top_level_keys() -> frozenset[str]:
     return frozenset(keys_of(""))
 
 
-@cache
-def refusing_blocks() -> dict[str, frozenset[str]]:
-    """Return path → keys of the blocks where DeepSpeed refuses other keys (its pydantic models)."""
-    return {path: frozenset(block["keys"]) for path, block in blocks().items() if block["unknown"] == "refused"}
+def refuses_unknown(block_path: str) -> bool:
+    """Return whether DeepSpeed refuses other keys in a block, as its pydantic models do."""
+    return block_path in blocks() and blocks()[block_path]["unknown"] == "refused"
 
 
 def removed_keys() -> frozenset[str]:
@@ -57,11 +56,6 @@ def nearest_key(key: str, known: Collection[str], least_similarity: float = 0.6)
     """Return the key that ``key`` probably misspells; None if nothing is close. Similarity goes from 0 to 1."""
     near = difflib.get_close_matches(key, known, n=1, cutoff=least_similarity)
     return near[0] if near else None
-
-
-def blocks_with(key: str) -> Iterator[str]:
-    """Yield the paths of the blocks below the top level that have this key."""
-    return (path for path, block in blocks().items() if path and key in block["keys"])
 
 
 _STAGE_3_KEYS = {

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import UsageError
 from ..system.redaction import REDACTED, looks_secret, redacted_config
-from ..units import format_bytes, format_count, format_names
+from ..units import format_bytes, format_count, format_items, format_names
 from . import deepspeed_keys
 from .automatic_values import TrainingFacts, fill_in
 from .axes import ZERO
@@ -136,12 +136,10 @@ def _unknown_top_level_keys(config: Config) -> Iterator[Finding]:
             yield Finding("ignored-key", "warning", key, "DeepSpeed ignores it at the top level", remedy, _CONFIG)
         else:
             strangers.append(key)
-    if len(strangers) == 1:
-        reason = "DeepSpeed ignores this top-level key, which it does not know"
-        yield Finding("ignored-key", "warning", strangers[0], reason, "remove it", _CONFIG)
-    elif strangers:
-        reason = f"DeepSpeed ignores {len(strangers)} top-level keys that it does not know: {format_names(strangers)}"
-        yield Finding("ignored-key", "warning", strangers[0], reason, "remove them", _CONFIG)
+    if strangers:
+        count, them = format_items(len(strangers), "top-level key"), "it" if len(strangers) == 1 else "them"
+        reason = f"DeepSpeed ignores {count} that it does not know: {format_names(strangers)}"
+        yield Finding("ignored-key", "warning", strangers[0], reason, f"remove {them}", _CONFIG)
 
 
 def _place_of(key: str, value: object) -> str | None:
@@ -158,7 +156,8 @@ def _place_of(key: str, value: object) -> str | None:
 
 
 def _blocks_with(key: str) -> list[str]:
-    return [path for path in deepspeed_keys.blocks_with(key) if path not in _COMMON_NAMES]
+    blocks = deepspeed_keys.blocks().items()
+    return [path for path, block in blocks if path and key in block["keys"] and path not in _COMMON_NAMES]
 
 
 def _nested_findings(case: Case) -> Iterator[Finding]:
@@ -484,7 +483,7 @@ def _automatic_values(config: Config) -> Iterator[Finding]:
         block = deepspeed_keys.blocks().get(parent)
         if block is not None and block["keys"].get(key, {}).get("default") == AUTO:
             continue  # DeepSpeed's own value
-        read = parent not in deepspeed_keys.refusing_blocks() and (parent or key in deepspeed_keys.top_level_keys())
+        read = not deepspeed_keys.refuses_unknown(parent) and (parent or key in deepspeed_keys.top_level_keys())
         # The code that fills them in knows, so that one list of such keys is enough; any facts will do.
         if read and any(paths_of_auto(fill_in(nested(path, AUTO), _ANY_FACTS)[0])):
             reason = 'neither the Trainer nor Accelerate fills in "auto" here, and DeepSpeed takes it as text'
@@ -494,7 +493,7 @@ def _automatic_values(config: Config) -> Iterator[Finding]:
     if not automatic:
         return
     case = Case(config=config)
-    dropped = [path for path in automatic if path.rpartition(".")[0] in deepspeed_keys.refusing_blocks()]
+    dropped = [path for path in automatic if deepspeed_keys.refuses_unknown(path.rpartition(".")[0])]
     as_text = [path for path in automatic if path not in dropped]
     in_fp32 = case.precision == "fp32" and not case.is_on("torch_autocast.enabled")
     effects = [
