@@ -77,14 +77,16 @@ def test_a_deepspeed_file_that_is_named_is_read_from_next_to_it_or_below_a_folde
     assert read_configuration_file(write(tmp_path, "examples/train/a.yaml", launch)).deepspeed_file == path
 
 
-def test_accumulation_that_accelerate_leaves_open_is_the_scripts_or_1_with_a_deepspeed_file(tmp_path: Path) -> None:
-    """DeepSpeedPlugin: "auto" without deepspeed_config_file, 1 if that file has none (utils/dataclasses.py)."""
+def test_what_an_accelerate_file_leaves_open_has_accelerates_defaults(tmp_path: Path) -> None:
+    """Accumulation is "auto" without deepspeed_config_file, 1 if that file has none (utils/dataclasses.py)."""
     write(tmp_path, "own.json", DEEPSPEED | {"gradient_accumulation_steps": "auto"})
     write(tmp_path, "none.json", DEEPSPEED)
     blocks = ({"zero_stage": 2}, {"deepspeed_config_file": "none.json"}, {"deepspeed_config_file": "own.json"})
     paths = [write(tmp_path, f"{number}.yaml", {"deepspeed_config": block}) for number, block in enumerate(blocks)]
     accumulation = [read_configuration_file(path).config["gradient_accumulation_steps"] for path in paths]
     assert accumulation == ["auto", 1, "auto"]
+    open_stage = write(tmp_path, "open.yaml", {"deepspeed_config": {"gradient_clipping": 1.0}})
+    assert read_configuration_file(open_stage).config["zero_optimization"]["stage"] == 2  # not DeepSpeed's 0
 
 
 def test_a_folder_gives_its_configurations_and_names_the_other_files(tmp_path: Path) -> None:
