@@ -46,7 +46,7 @@ def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int
             precision=configuration.workload_changes.get("precision", precision),
             grad_accum=grad_accum,
         )
-        terminal.print_text("\n".join(guide.advice_lines(advice)))
+        terminal.print_text("\n".join(advice.lines))
     terminal.print_text("\n" + "\n".join(guide.general_lines(num_gpus)))
     return 0
 

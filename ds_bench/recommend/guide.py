@@ -1,7 +1,7 @@
 """When to use each strategy, what it saves and costs for a model on a number of GPUs, and rules of thumb for the stage.
 
-Bytes are computed by formula for AdamW (``prediction.model_states``), per rank and without activations. The rules hold
-for any model, by how full a card is; what is predicted for this one is in ``remedies``.
+Bytes are computed by formula for AdamW (``prediction.model_states``), per rank and without activations. The rules of
+thumb hold for any model, by how full a card is; ``remedies`` has what is predicted for one.
 """
 
 from __future__ import annotations
@@ -13,21 +13,11 @@ from ..analysis.comparison import Comparison
 from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..config.spec import Configuration, Precision
 from ..config.strategies import OFFLOAD_NAMES, ZERO_STAGES, make_configuration
-from ..prediction.communication import times_sent
+from ..prediction.inputs import times_sent
 from ..prediction.model_states import FP32_BYTES, element_bytes, model_states
 from ..records.schema import OOM
 from ..units import format_bytes, format_percent
-from .decision import (
-    COMFORTABLE_FRACTION,
-    ON_DEVICE,
-    RAN_OUT,
-    Speeds,
-    candidate_of,
-    decide_for_speed,
-    intervals,
-    on_cpu,
-    reason_not_eligible,
-)  # fmt: skip
+from .decision import COMFORTABLE_FRACTION, ON_HOST, RAN_OUT, EligibleRows, Speeds, decide_for_speed, intervals
 from .remedies import failed_run
 from .words import Fact, format_list
 
@@ -109,76 +99,71 @@ _PLACES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyAdvice:
-    """About one strategy, for one model on so many GPUs. Bytes are per rank, model states only, by formula."""
+    """Advice on one strategy, for one model on a number of GPUs. Bytes are model states of one rank, by formula."""
 
-    configuration: Configuration
+    label: str
     use_when: str
     avoid_when: str
     moves: str
     """The tensors that are partitioned or moved, and where to."""
-    cost: str
-    """What to expect it to cost, with bytes moved per optimizer step."""
     saving: str
-    """The saving in words, with its number."""
-    device_bytes: int
-    host_bytes: int
-    nvme_bytes: int
+    """Memory saved against ZeRO-0 on as many GPUs."""
+    cost: str
+    """Bytes moved per optimizer step."""
+    bytes_by_tier: Mapping[str, int]
+    """``gpu``, ``cpu`` and ``nvme`` → bytes."""
     saving_bytes: int
-    """On the device against ZeRO-0 on as many GPUs; negative where it needs more."""
+    """GPU memory saved against ZeRO-0; negative if it needs more."""
+
+    @property
+    def lines(self) -> list[str]:
+        """For a console: the strategy, then one line for each thing to know."""
+        return [
+            self.label,
+            f"  use when: {self.use_when}",
+            f"  avoid when: {self.avoid_when}",
+            f"  moves: {self.moves}",
+            f"  saves: {self.saving}",
+            f"  costs: {self.cost}",
+        ]
 
 
 def advise(
     configuration: Configuration, *, parameters: int, num_gpus: int, precision: Precision, grad_accum: int = 1
 ) -> StrategyAdvice:
-    """The advice for a configuration. ``parameters``: elements of the whole model."""
+    """Return the advice on a configuration. ``parameters``: elements of the whole model."""
     offloads = configuration.layout[1:]
     stage = _REFERENCES[configuration.engine] if configuration.is_reference else _STAGES[configuration.stage]
-    # Files may also keep only the parameters on the disk, or one part there and one in host memory.
-    rare = "optimizer states {}; parameters {}".format(*(_PLACES[device] for device in offloads))
-    use_when, avoid_when, moves = _OFFLOADS.get(offloads, (*_OFFLOADS["nvme", "nvme"][:2], rare))
     if offloads == ("none", "none"):
         use_when, avoid_when, moves = stage
     else:
+        # Files may also keep only the parameters on the disk, or one part there and one in host memory.
+        rare = "optimizer states {}; parameters {}".format(*(_PLACES[device] for device in offloads))
+        use_when, avoid_when, moves = _OFFLOADS.get(offloads, (*_OFFLOADS["nvme", "nvme"][:2], rare))
         moves = f"{moves}; at this stage {stage[2]}"
     ledger = model_states(parameters, num_gpus, configuration, precision)
     bytes_by_tier = {tier: sum(ledger.get(tier, {}).values()) for tier in ("gpu", "cpu", "nvme")}
+    held = bytes_by_tier["gpu"]
     whole = sum(model_states(parameters, num_gpus, make_configuration(ZERO_STAGES[0]), precision)["gpu"].values())
+    where = "on one GPU" if num_gpus == 1 else f"on each of {num_gpus} GPUs"
+    both = f"{where}: {format_bytes(held)} against {format_bytes(whole)} at ZeRO-0"
+    if configuration.stage == 0:
+        saving = f"nothing: {format_bytes(whole)} of model states {where}"
+    elif held == whole:
+        saving = f"nothing {where}: {format_bytes(0)} of {format_bytes(whole)}; one GPU has nothing to partition"
+    else:
+        extra = f"nothing, it needs {format_bytes(held - whole)} more" if held > whole else format_bytes(whole - held)
+        saving = f"{extra} {both}"
     return StrategyAdvice(
-        configuration=configuration,
+        label=configuration.label,
         use_when=use_when,
         avoid_when=avoid_when,
         moves=moves,
+        saving=saving,
         cost=traffic_text(configuration, parameters, num_gpus, precision, grad_accum),
-        saving=_saving_text(configuration, whole, bytes_by_tier["gpu"], num_gpus),
-        device_bytes=bytes_by_tier["gpu"],
-        host_bytes=bytes_by_tier["cpu"],
-        nvme_bytes=bytes_by_tier["nvme"],
-        saving_bytes=whole - bytes_by_tier["gpu"],
+        bytes_by_tier=bytes_by_tier,
+        saving_bytes=whole - held,
     )
-
-
-def advice_lines(advice: StrategyAdvice) -> list[str]:
-    """For a console: the strategy, then one line for each thing to know."""
-    return [
-        advice.configuration.label,
-        f"  use when: {advice.use_when}",
-        f"  avoid when: {advice.avoid_when}",
-        f"  moves: {advice.moves}",
-        f"  saves: {advice.saving}",
-        f"  costs: {advice.cost}",
-    ]
-
-
-def _saving_text(configuration: Configuration, whole: int, held: int, num_gpus: int) -> str:
-    where = "on one GPU" if num_gpus == 1 else f"on each of {num_gpus} GPUs"
-    if configuration.stage == 0:
-        return f"nothing: {format_bytes(whole)} of model states {where}"
-    if held == whole:
-        return f"nothing {where}: {format_bytes(0)} of {format_bytes(whole)}; one GPU has nothing to partition"
-    both = f"{format_bytes(held)} against {format_bytes(whole)} at ZeRO-0"
-    if held > whole:
-        return f"nothing, it needs {format_bytes(held - whole)} more {where}: {both}"
-    return f"{format_bytes(whole - held)} {where}: {both}"
 
 
 def traffic_text(
@@ -219,28 +204,28 @@ def traffic_text(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ObservedRows:
-    """Outcomes of the rows that were tried, by stage without offload and by offload configuration."""
+class ObservedStages:
+    """How the rows without offload ended, by stage, and which offload strategies failed."""
 
-    fastest_stage: int | None = None
-    """Stage of the fastest row that trained."""
-    fastest_label: str | None = None
-    """Label of that row; None: named by its stage."""
+    fastest: int | None = None
+    """Stage of the fastest row that trained; None if no row trained."""
+    label: str | None = None
+    """Label of that row; None names it by its stage."""
     fraction: float | None = None
-    """Fraction of the GPU that this row used; None if unknown, or if its micro-batch fills the GPU on purpose."""
-    trained_stages: frozenset[int] = frozenset()
+    """Fraction of the GPU that it used; None if unknown, or if its micro-batch fills the GPU on purpose."""
+    trained: frozenset[int] = frozenset()
     """Stages that trained with GPU memory left."""
-    out_of_memory_stages: frozenset[int] = frozenset()
-    """Stages that ran out of device memory; they are never suggested."""
-    full_stages: frozenset[int] = frozenset()
-    """Stages that trained but left too little GPU memory; they are never suggested."""
+    full: frozenset[int] = frozenset()
+    """Stages that trained but left too little GPU memory; never suggested."""
+    out_of_memory: frozenset[int] = frozenset()
+    """Stages that ran out of device memory; never suggested unless another row of the stage trained."""
     failed_offloads: frozenset[str] = frozenset()
-    """Names of offload strategies that ran out of memory or disk."""
+    """Offload strategies that ran out of memory or disk."""
 
     @property
     def failed(self) -> frozenset[int]:
         """Stages without a row that trained."""
-        return self.out_of_memory_stages - self.trained_stages - {self.fastest_stage}
+        return self.out_of_memory - self.trained - {self.fastest}
 
     @property
     def offloads(self) -> list[str]:
@@ -249,88 +234,75 @@ class ObservedRows:
 
     def next_stage(self, above: int) -> int | None:
         """Return the lowest higher stage that has not failed and is not too full."""
-        return next((stage for stage in range(above + 1, 4) if stage not in self.failed | self.full_stages), None)
+        return next((stage for stage in range(above + 1, 4) if stage not in self.failed | self.full), None)
 
 
-def rule_for(comparison: Comparison, goal: str) -> Fact | None:
-    """Return the rule of thumb for a comparison, if one applies; on the CPU accelerator none does."""
-    comparable = [row for row in comparison.rows if not row.differences and not row.configuration.is_reference]
-    without_offload = [row for row in comparable if not row.configuration.offloads_optimizer]
-    if not without_offload or on_cpu(comparison):
+def rule_for(comparison: Comparison, eligible: EligibleRows, goal: str) -> Fact | None:
+    """Return the rule of thumb for a comparison; None if none applies, as on the CPU accelerator."""
+    rows = [row for row in comparison.rows if not row.differences and not row.configuration.is_reference]
+    without_offload = [row for row in rows if not row.configuration.offloads_optimizer]
+    if not without_offload or eligible.terms is ON_HOST:
         return None
-    trained = [row for row in without_offload if row.tokens_per_second is not None and reason_not_eligible(row) is None]
-    fitting = [row for row in trained if row.leaves_room]
-    # For speed the rule names a row to use, which must leave room; else it speaks of how full the fastest is.
-    rows = fitting if goal == "speed" else trained
-    fastest = None
-    if rows:
-        speeds = Speeds(
-            candidates=[candidate_of(row, comparison, ON_DEVICE) for row in rows], interval_of=intervals(comparison)
-        )
-        fastest = comparison.row(decide_for_speed(speeds).simplest_tied.key)
-    outcomes = [(row.configuration, run.outcome.status) for row in comparable if (run := failed_run(row))]
-    observed = ObservedRows(
-        fastest_stage=None if fastest is None else fastest.configuration.stage,
-        fastest_label=None if fastest is None else fastest.label,
-        fraction=None if fastest is None or fastest.fills_memory else fastest.gpu_fraction,
-        trained_stages=frozenset(row.configuration.stage for row in fitting),
-        out_of_memory_stages=frozenset(
-            strategy.stage for strategy, status in outcomes if status == OOM and not strategy.offloads_optimizer
-        ),
-        full_stages=frozenset(row.configuration.stage for row in trained)
-        - {row.configuration.stage for row in fitting},
+    candidates = [each for each in eligible.candidates if each.offload_level[0] == "none"]
+    # For speed the rule names a row to use, which must leave room; otherwise it says how full the fastest is.
+    compared = [each for each in candidates if each.fits] if goal == "speed" else candidates
+    best = None
+    if compared:
+        best = decide_for_speed(Speeds(candidates=compared, interval_of=intervals(comparison))).simplest_tied
+    trained = frozenset(each.stage for each in candidates if each.fits)
+    failed = [(row.configuration, run.outcome.status) for row in rows if (run := failed_run(row))]
+    observed = ObservedStages(
+        fastest=None if best is None else best.stage,
+        label=None if best is None else best.label,
+        fraction=None if best is None or best.fills_memory else best.fraction,
+        trained=trained,
+        full=frozenset(each.stage for each in candidates) - trained,
+        out_of_memory=frozenset(each.stage for each, status in failed if status == OOM and not each.offloads_optimizer),
         failed_offloads=frozenset(
-            strategy.name for strategy, status in outcomes if status in RAN_OUT and strategy.offloads_optimizer
+            each.name for each, status in failed if status in RAN_OUT and each.offloads_optimizer
         ),
     )
     text = rule_of_thumb(observed, goal=goal, num_gpus=without_offload[0].trial.placement.num_gpus)
-    return None if text is None else Fact("text", {"text": text})
+    return None if text is None else Fact("rule", {"text": text})
 
 
-def rule_of_thumb(rows: ObservedRows, *, goal: str = "balanced", num_gpus: int = 1) -> str | None:
-    """Return the rule of thumb for these rows, if one applies."""
-    rules = {"speed": _rule_for_speed, "memory": _rule_for_memory}
-    text = rules[goal](rows) if goal in rules else _balanced_rule(rows, one_gpu=num_gpus == 1)
+def rule_of_thumb(stages: ObservedStages, *, goal: str = "balanced", num_gpus: int = 1) -> str | None:
+    """Return the rule of thumb that applies, if one does."""
+    if goal == "speed":
+        text: str | None = "speed is critical: the lowest stage that fits"
+        if stages.fastest is not None and any(stage < stages.fastest for stage in stages.trained):
+            # Not "the fastest": a higher stage may tie with it and have been ahead within the noise.
+            text = f"speed is critical: stage {stages.fastest}, the lowest that is tied with the fastest"
+    elif goal == "memory":
+        then = f" first, then {format_list(stages.offloads[1:])}" if stages.offloads[1:] else ""
+        text = f"memory is critical: stage 3 with offload, {stages.offloads[0]}{then}" if stages.offloads else None
+    else:
+        text = _balanced_rule(stages, one_gpu=num_gpus == 1)
     return f"{text} (on one GPU stages 1 to 3 partition nothing)" if text and num_gpus == 1 else text
 
 
-def _rule_for_speed(rows: ObservedRows) -> str:
-    fastest = rows.fastest_stage
-    if fastest is not None and any(stage < fastest for stage in rows.trained_stages):
-        # Not "the fastest": a higher stage may tie with it and have been ahead within the noise.
-        return f"speed is critical: stage {fastest}, the lowest that is tied with the fastest"
-    return "speed is critical: the lowest stage that fits"
-
-
-def _rule_for_memory(rows: ObservedRows) -> str | None:
-    if not rows.offloads:
-        return None
-    first, *later = rows.offloads
-    return f"memory is critical: stage 3 with offload, {first}{f' first, then {format_list(later)}' if later else ''}"
-
-
-def _balanced_rule(rows: ObservedRows, *, one_gpu: bool) -> str | None:
-    highest, fastest, fraction = max(rows.failed, default=None), rows.fastest_stage, rows.fraction
-    offload = f"offload, {rows.offloads[0]} first" if rows.offloads else None
+def _balanced_rule(stages: ObservedStages, *, one_gpu: bool) -> str | None:
+    highest, fastest, fraction = max(stages.failed, default=None), stages.fastest, stages.fraction
+    offload = f"offload, {stages.offloads[0]} first" if stages.offloads else None
     if highest is not None and (fastest is None or (not one_gpu and 2 <= highest < fastest)):
-        stage = None if one_gpu else rows.next_stage(highest)
+        stage = None if one_gpu else stages.next_stage(highest)
         remedy = offload if stage is None else f"stage {stage}, or offload"
         return f"stage {highest} ran out of memory: {remedy}" if remedy else None
     if fastest is None or fraction is None or COMFORTABLE_FRACTION <= fraction < BARELY_FITS_FRACTION:
         return None
-    row, share = rows.fastest_label or f"ZeRO-{fastest}", f"{format_percent(fraction)} of the card"
+    row, share = stages.label or f"ZeRO-{fastest}", f"{format_percent(fraction)} of the card"
     if fraction < COMFORTABLE_FRACTION:
-        if fastest == 0 and not one_gpu and 1 not in rows.failed:
+        if fastest == 0 and not one_gpu and 1 not in stages.failed:
             return f"{row} fits comfortably ({share}): stage 0 or 1 is enough"
-        stage = 0 if one_gpu and 0 not in rows.failed else fastest
-        lower = [str(failed) for failed in sorted(rows.failed) if failed < stage]
+        stage = 0 if one_gpu and 0 not in stages.failed else fastest
+        lower = [str(failed) for failed in sorted(stages.failed) if failed < stage]
         reason = f"; stage{'s'[: len(lower) > 1]} {format_list(lower)} ran out of memory" if lower else ""
         return f"{row} fits comfortably ({share}): stage {stage} is enough{reason}"
     # Stage 2 at least, which docs/choosing.md names for a row that barely fits.
-    higher = rows.next_stage(max(fastest, 1))
+    higher = stages.next_stage(max(fastest, 1))
     remedy = offload if higher is None else f"stage {higher}"
     if one_gpu:
-        *others, last = ["--activation-checkpointing", "a smaller micro-batch", *rows.offloads[:1]]
+        *others, last = ["--activation-checkpointing", "a smaller micro-batch", *stages.offloads[:1]]
         remedy = f"{', '.join(others)} or {last}"
     verdict = "barely fits" if fraction <= NEAR_CAPACITY else "is about to run out of memory"
     return f"{row} {verdict} ({share}): {remedy}" if remedy else None
@@ -351,7 +323,7 @@ def general_lines(num_gpus: int) -> list[str]:
     ]
     if num_gpus == 1:
         lines += [
-            "On one GPU stages 1 to 3 partition nothing: activation checkpointing, a smaller micro-batch or offload",
-            "take the place of a higher stage there.",
+            "On one GPU stages 1 to 3 partition nothing: instead of a higher stage use activation checkpointing, a",
+            "smaller micro-batch or offload.",
         ]
     return lines

@@ -16,18 +16,18 @@ class Fact:
 
     kind: str
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Values for the names in the template of the kind; a value may be another fact."""
+    """Values for the names in the template of the kind; a value may be another fact, or a list of labels."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Option or key of the DeepSpeed configuration → value of the next run: ``{flags}`` in the template."""
 
     def __str__(self) -> str:
-        return format_template(TEMPLATES[self.kind], {**self.values, "flags": flags(self.settings)})
+        lists = {name: format_list(value) for name, value in self.values.items() if isinstance(value, list)}
+        return format_template(TEMPLATES[self.kind], {**self.values, **lists, "flags": flags(self.settings)})
 
 
 _SHARED_MEMORY = "give the container more shared memory: --shm-size=8g or --ipc=host (docker), or a larger /dev/shm"
 # fmt: off
 TEMPLATES: Mapping[str, str] = {
-    "text": "{text}",
     # The headline and why.
     "use": "Use {choice}: {why}.",
     "use_longest": "Use {choice}: trains sequences of {tokens:,} tokens, the longest; {why}.",
@@ -48,8 +48,7 @@ TEMPLATES: Mapping[str, str] = {
     "no_rows": "No row to use: nothing was run.",
     "none_compares": "No row to use: the rows do not compare with each other.",
     "none_valid": "No row to use: see the reasons at the rows that trained.",
-    "none_trained": "No row trained: {which} ended with {status}.",
-    "none_trained_variously": "No row trained: {counts}.",
+    "none_trained": "No row trained: {counts}.",
     # Numbers and certainty.
     "numbers": "{choice}: {speed} tokens/s with {memory}",
     "lead": "its lead over {rival} ({difference:percent}) is more than the noise of {runs}",
@@ -62,17 +61,18 @@ TEMPLATES: Mapping[str, str] = {
     "on_host": "these are CPU ranks: nothing here is a statement about GPUs",
     # The other rows.
     "leaner": "{row} needs {saved:gigabytes} less and is as fast within the noise.",
-    "faster_invalid": "{row} is {lead} faster but is no result: {reason}.",
     "faster_left_out": "{row} is {lead} faster but is left out: {reason}.",
     "faster_optimizer": "{row} is {lead} faster, with another optimizer ({optimizer}): not compared by speed.",
     "faster_reference": "{row} is {lead} faster, but is torch's own engine, not a DeepSpeed configuration.",
     "faster_too_full": "{row} is {lead} faster but reserves {fraction:percent}: a longer sequence may end it.",
     "faster_takes_more": "{row} is {lead} faster but takes {more:gigabytes} more.",
     "faster_offloads_more": "{row} is {lead} faster and offloads more.",
-    "not_comparable": "{row} does not compare with the others ({differences})",
-    "reference": "{row} is a reference, torch's own engine, not a DeepSpeed configuration to choose",
     "left_out": "{row} is left out: {reason}",
     "more_left_out": "{count} more left out",
+    "not_comparable": "it does not compare with the others ({differences})",
+    "reference": "it is torch's own engine, a reference and not a DeepSpeed configuration",
+    "invalid": "{text}",
+    "other_training": "{text}",
     "ran_out": "{count} of its {runs} runs ran out of memory or disk",
     "too_full": "{fraction:percent} of {capacity}, above 95 %",
     "too_short": "it trains sequences of {tokens:,} tokens at most",
@@ -87,6 +87,8 @@ TEMPLATES: Mapping[str, str] = {
     "try_gpu": "the same command where there is a GPU",
     "caveat": "{remedy}",
     "larger_batch": "there is room for more: try micro-batch {size} (about {share:percent0} of the card)",
+    "rule": "{text}",
+    "offload_or": "offload, {resorts}",
     "change": "{what} (predicted {sizes})",
     "change_that_trained": "{what} (predicted {sizes}; it trained here)",
     "smallest_change": "smallest change predicted to fit: {change}, starting from {row}",
@@ -103,8 +105,8 @@ TEMPLATES: Mapping[str, str] = {
     "short_in_pieces": "{requested:bytes} asked with {free:bytes} free, but not in one piece",
     "short_of_unknown": "{requested:bytes} asked, free bytes not known",
     "short_unknown": "how much was missing is not known",
-    "oom": "{rows} ran out of {pool} memory{where}, {short}{host}: {action}",
-    "failed": "{rows} {how}{where} ({cause}): {action}",
+    "oom": "{rows}: out of {pool} memory{where}, {short}{host}; {action}",
+    "failed": "{rows}: {how}{where} ({cause}); {action}",
     "fragmented": "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or lower --batch-size",
     "disk_full": "free space where it wrote",
     "swap_disk_full": "free {need} on that disk, give another --nvme-path, or try cpu_full",

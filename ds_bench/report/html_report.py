@@ -77,7 +77,7 @@ def render_tables(reports: Sequence[ComparisonReport]) -> str:
             {
                 "title": report.title,
                 "table": table,
-                "lines": [*filter(None, answer), *notes_that_matter(report)],
+                "lines": [*map(str, filter(None, answer)), *notes_that_matter(report)],
             }
         )
     return _render_tables(parts)

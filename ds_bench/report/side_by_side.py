@@ -49,7 +49,7 @@ def summary_lines(reports: Sequence[ComparisonReport]) -> list[str]:
     for report in reports:
         own = " · ".join(fact for fact in report.facts if fact not in common) or report.title
         lines.append(f"{'★' if report.recommendation.decided else '?'} {own}: {report.recommendation.headline}")
-    provisional = [report.recommendation.try_next for report in reports if report.recommendation.provisional]
+    provisional = [str(report.recommendation.try_next) for report in reports if report.recommendation.provisional]
     return lines + [f"  To decide: {command}" for command in dict.fromkeys(provisional)]
 
 

@@ -147,7 +147,7 @@ def whole_report_lines(report: ComparisonReport, width: int, unicode: bool = Tru
 def render_markdown(report: ComparisonReport) -> str:
     """A block to paste into an issue: table, notes, recommendation, differences, machines, commands."""
     table = whole_table(report)
-    lines = report.recommendation.lines_beside_notes
+    lines = report.recommendation.lines
     parts = [
         table.to_markdown(),
         *(each.to_markdown("#### ") for each in detail_tables(report.comparison)),
@@ -200,13 +200,14 @@ def _answer_lines(report: ComparisonReport, width: int, unicode: bool) -> Iterat
     mark = "?" if recommendation.undecided else "★" if recommendation.choice is not None else "✗"
     mark = printable(mark, unicode)
     indent = " " * (len(mark) + 1)
-    headline = printable(recommendation.headline, unicode)
+    headline = printable(str(recommendation.headline), unicode)
     yield from (Line(line, "bold") for line in wrap(f"{mark} {headline}", width, indent))
     if recommendation.provisional is not None:  # never shortened, since it ends with a command
         yield from (
-            Line(indent + line) for line in wrap(printable(recommendation.provisional, unicode), width - len(indent))
+            Line(indent + line)
+            for line in wrap(printable(str(recommendation.provisional), unicode), width - len(indent))
         )
-    shown = [] if recommendation.alternative is None else [recommendation.alternative]
+    shown = [] if recommendation.alternative is None else [str(recommendation.alternative)]
     shown += notes_that_matter(report)
     shown += _notes_of_rows(report.comparison, lambda caveat: caveat.kind is CaveatKind.LONGEST_POSSIBLE)
     if any(caveat.kind is CaveatKind.CPU_ACCELERATOR for caveat in report.comparison.caveats):
@@ -240,7 +241,7 @@ def notes_that_matter(report: ComparisonReport) -> list[str]:
 
 
 def _candidate_notes(report: ComparisonReport) -> Iterator[str]:
-    comparison, other_key = report.comparison, report.recommendation.other_key
+    comparison, other_key = report.comparison, report.recommendation.alternative_key
     for row in comparison.rows:
         run = failed_run(row)
         if row.succeeded and run is not None and row.key != other_key:

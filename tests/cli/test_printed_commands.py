@@ -157,7 +157,7 @@ def test_commands_at_the_end_of_a_run(
         assert script.main(family, fakes.make_config, resumed[1:]) == 0
     ended = json.loads((scripted.folder / "recommendation.json").read_text(encoding="utf-8"))
     (again,) = build_reports([scripted.folder])
-    assert ended["try_next"] == again.recommendation.try_next
+    assert ended["try_next"] == str(again.recommendation.try_next)
     assert ended["try_next"].endswith(" --repeats 3")
     run_line(ended["try_next"], "--dry-run")
 

@@ -74,17 +74,13 @@ def test_worked_examples(subtests: pytest.Subtests) -> None:
     assert choose([candidate("full", 76.1, 1000)]) is None
 
 
-def test_unknown_capacity_or_memory() -> None:
+def test_unknown_capacity_memory_or_goal() -> None:
     fast = replace(candidate("fast", 70, 1000), fraction=None)
     assert choose([candidate("lean", 10, 960), fast]) == fast
     unknown = replace(candidate("unknown", 1, 500), memory_bytes=None)
     assert choose([unknown, candidate("known", 40, 100)], "memory") == candidate("known", 40, 100)
-
-
-def test_an_unknown_goal_is_the_users_mistake_in_one_line() -> None:
     with pytest.raises(UsageError, match="goal 'cheap' is not known"):
         choose([candidate("a", 1, 1)], "cheap")
-    assert GOALS == ("speed", "balanced", "memory")
 
 
 # ------------------------------------------------------------------ laws
@@ -107,7 +103,7 @@ TIE = 1.03 * (1 + 1e-12)
 
 @quick
 @given(candidates, st.sampled_from(GOALS))
-def test_the_choice_trained_and_fits_and_is_missing_only_when_no_row_does(rows: list[Candidate], goal: str) -> None:
+def test_choice_trained_and_fits_and_is_missing_only_if_no_row_does(rows: list[Candidate], goal: str) -> None:
     found = choose(rows, goal)
     able = [c for c in rows if c.fraction is None or c.fraction <= 0.95]
     assert found in able if able else found is None
@@ -136,7 +132,7 @@ def test_balanced_never_gives_up_more_than_a_tenth_of_the_speed_nor_takes_more_m
 
 @quick
 @given(candidates, st.randoms(use_true_random=False), st.sampled_from(GOALS))
-def test_the_order_of_rows_decides_nothing_but_exact_ties(rows: list[Candidate], chance: Any, goal: str) -> None:
+def test_order_of_rows_decides_only_exact_ties(rows: list[Candidate], chance: Any, goal: str) -> None:
     shuffled = list(rows)
     chance.shuffle(shuffled)
     one, other = choose(rows, goal), choose(shuffled, goal)
@@ -148,24 +144,15 @@ def test_the_order_of_rows_decides_nothing_but_exact_ties(rows: list[Candidate],
 # ------------------------------------------------------------------ from records
 
 
-def test_the_examples_come_out_alike_from_records() -> None:
-    zero, offload = fakes.zero, fakes.offload
+def test_worked_example_from_records() -> None:
     swapped = {"nvme_stored_bytes": GB, "nvme_read_bytes": GB}
-    examples = {
-        "ZeRO-2": [
-            row(zero(stage), gb, speed, cards=4)
-            for stage, gb, speed in ((0, 52, 11_400), (1, 38, 11_000), (2, 28, 10_500), (3, 18, 8_700))
-        ],
-        "ZeRO-3": [
-            out_of_memory(zero(2), 8),
-            row(zero(3), 72, 3_000, cards=8),
-            row(offload("cpu_optimizer"), 58, 2_850, cards=8),
-            row(offload("nvme"), 35, 1_700, cards=8, **swapped),
-        ],
-    }
-    assert {label: answer(*records).choice for label, records in examples.items()} == {
-        label: label for label in examples
-    }
+    found = answer(
+        out_of_memory(fakes.zero(2), 8),
+        row(fakes.zero(3), 72, 3_000, cards=8),
+        row(fakes.offload("cpu_optimizer"), 58, 2_850, cards=8),
+        row(fakes.offload("nvme"), 35, 1_700, cards=8, **swapped),
+    )
+    assert found.choice == "ZeRO-3"
 
 
 @pytest.mark.parametrize(
@@ -190,42 +177,38 @@ def test_fewer_than_three_runs_decide_by_a_lead_beyond_chance(rows: int, runs: i
     assert above.provisional is None
 
 
+def again(like: TrialRecord, mean: float, chance: random.Random, step_noise: float = 0.0) -> TrialRecord:
+    """The record with other times: ``mean`` seconds per step, with relative noise from step to step."""
+    steps = tuple(mean * math.exp(chance.gauss(0, step_noise)) for _ in range(10))
+    return replace(like, ranks=(replace(like.ranks[0], step_seconds=steps, window_seconds=sum(steps)),))
+
+
 @pytest.mark.parametrize("runs", [1, 2])
 def test_equal_rows_are_not_called_decided_by_fewer_than_three_runs(runs: int) -> None:
     """5 % between runs. Of 300 tables of equal rows 5 % are 15; 26 would be three standard errors more."""
     chance = random.Random(20261123)
     made = [row(fakes.zero(stage), 8, 1000, repeat=repeat) for stage in (0, 1) for repeat in range(runs)]
-
-    def again(like: TrialRecord) -> TrialRecord:
-        factor = math.exp(chance.gauss(0, 0.05))
-        steps = tuple(step * factor for step in like.ranks[0].step_seconds)
-        return replace(like, ranks=(replace(like.ranks[0], step_seconds=steps, window_seconds=sum(steps)),))
-
-    answers = [answer(*map(again, made)) for _ in range(300)]
+    answers = [answer(*(again(each, math.exp(chance.gauss(0, 0.05)), chance) for each in made)) for _ in range(300)]
     assert sum(each.decided for each in answers) <= 26
     assert sum(each.choice == "ZeRO-0" for each in answers) >= 300 - 26
 
 
 @pytest.mark.parametrize("runs", [1, 3, 5])
-def test_of_rows_that_are_equal_but_for_noise_the_same_is_chosen_in_95_percent_of_repetitions(runs: int) -> None:
-    """Run to run 2 % (none with one run, of which nothing tells it) and 20 % from step to step, in any goal."""
+def test_the_same_of_equal_rows_is_chosen_in_95_percent_of_repetitions(runs: int) -> None:
+    """Run to run 2 % (none with one run, which does not show it) and 20 % from step to step, for any goal."""
     chance = random.Random(20261121)
     strategies = [*(fakes.zero(stage) for stage in (0, 1, 2)), *map(fakes.offload, ("cpu_optimizer", "cpu_full"))]
     made = [[row(strategy, 8, 5120, repeat=repeat) for repeat in range(runs)] for strategy in strategies]
-
-    def again(like: TrialRecord) -> TrialRecord:
-        mean = 0.1 * math.exp(chance.gauss(0, 0.02 if runs > 1 else 0))
-        steps = tuple(mean * math.exp(chance.gauss(0, 0.2)) for _ in range(10))
-        return replace(like, ranks=(replace(like.ranks[0], step_seconds=steps, window_seconds=sum(steps)),))
-
+    between = 0.02 if runs > 1 else 0
     chosen: Counter[str | None] = Counter()
     for _ in range(100):
-        records = [again(each) for row_runs in made[: chance.choice((2, 3, 5))] for each in row_runs]
+        like = [each for runs_of_row in made[: chance.choice((2, 3, 5))] for each in runs_of_row]
+        records = [again(each, 0.1 * math.exp(chance.gauss(0, between)), chance, 0.2) for each in like]
         chosen[answer(*records, goal=chance.choice(GOALS)).choice] += 1
     assert chosen["ZeRO-0"] >= 95, chosen
 
 
-def test_offload_ties_with_none_where_the_interval_holds_1_or_the_lead_is_below_3_percent() -> None:
+def test_offload_ties_with_none_if_the_interval_holds_1_or_the_lead_is_below_3_percent() -> None:
     def runs(offload: str, speeds: Sequence[float], gigabytes: float = 8) -> list[TrialRecord]:
         strategy = fakes.offload(offload)
         return [row(strategy, gigabytes, speed, repeat=number) for number, speed in enumerate(speeds)]
@@ -236,7 +219,7 @@ def test_offload_ties_with_none_where_the_interval_holds_1_or_the_lead_is_below_
     assert (equal.choice, equal.decided, len(equal.tied)) == ("ZeRO-3", True, 2)
     near = answer(*runs("none", [1000, 1000.1, 1000.2]), *runs("cpu_optimizer", [1020, 1020.1, 1020.2]))
     assert (near.choice, near.decided, len(near.tied)) == ("ZeRO-3", True, 2)
-    assert near.verdict.values["why"].kind == "offloads_less"
+    assert near.headline.values["why"].kind == "offloads_less"
     # The faster row, where device memory is short.
     full = answer(*runs("none", [1000, 1000.1, 1000.2], 70), *runs("cpu_optimizer", [1020, 1020.1, 1020.2], 30))
     assert full.choice == "ZeRO-3 + CPU optimizer"
@@ -250,7 +233,7 @@ def test_stages_that_may_differ_by_more_than_memory_is_worth_are_undecided() -> 
     assert found.undecided == ("ZeRO-0", "ZeRO-1")
 
 
-def test_of_tied_rows_that_offload_alike_at_one_stage_the_one_with_fewer_keys_changed_is_taken() -> None:
+def test_fewer_changed_keys_break_a_tie_at_one_stage() -> None:
     plain = row(fakes.zero(1), 8, 1000)
     zero = {**plain.trial.ds_config["zero_optimization"], "overlap_comm": True}
     edited = replace(plain, trial=replace(plain.trial, ds_config={**plain.trial.ds_config, "zero_optimization": zero}))

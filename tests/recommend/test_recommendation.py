@@ -1,9 +1,8 @@
-"""What is recommended of a comparison: who may be chosen, what is said of the choice, and what to try next."""
+"""What a recommendation says: who may be chosen, the facts about the choice, and what to try next."""
 
 from __future__ import annotations
 
 import itertools
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +10,7 @@ import pytest
 
 from ds_bench.config.options import GOALS
 from ds_bench.config.spec import Configuration
-from ds_bench.recommend import recommendation
-from ds_bench.recommend.recommendation import Recommendation
+from ds_bench.recommend.recommendation import Recommendation, recommend
 from ds_bench.recommend.words import Fact
 from ds_bench.records import schema
 from ds_bench.records.schema import TrialRecord
@@ -31,7 +29,7 @@ def values(found: Recommendation, kind: str) -> list[Any]:
 
 
 def on_cpu(strategy: Configuration, host_gb: float, tokens_per_second: float, repeat: int = 0) -> TrialRecord:
-    """With the optimizer that DeepSpeed takes there."""
+    """A success on the CPU accelerator, with the optimizer that DeepSpeed takes there."""
     return fakes.success(
         fakes.trial(strategy, repeat=repeat),
         step_seconds=[512 / tokens_per_second] * 10,
@@ -43,39 +41,39 @@ def on_cpu(strategy: Configuration, host_gb: float, tokens_per_second: float, re
 # ------------------------------------------------------------------ too few runs
 
 
-def test_a_provisional_answer_names_the_command_that_decides_it() -> None:
+def test_provisional_answer_names_the_command_that_decides_it() -> None:
     records = row(fakes.zero(0), 8, 1000), row(fakes.zero(1), 8, 1006)
     found = answer(*records, resume="python zero_stage_comparison.py --resume RUN")
-    assert found.headline == "Too close to call after one run each. Start with ZeRO-0, the simplest."
-    assert found.provisional == (
+    assert str(found.headline) == "Too close to call after one run each. Start with ZeRO-0, the simplest."
+    assert str(found.provisional) == (
         "Provisional: after one run each, a lead below 15 % may be chance. "
         "To decide: python zero_stage_comparison.py --resume RUN --repeats 3"
     )
-    assert found.try_next == "python zero_stage_comparison.py --resume RUN --repeats 3"
-    assert answer(*records).try_next == "the same command with --repeats 3"
+    assert str(found.try_next) == "python zero_stage_comparison.py --resume RUN --repeats 3"
+    assert str(answer(*records).try_next) == "the same command with --repeats 3"
     assert found.to_dict()["decided"] is False
 
 
-def test_a_disk_that_was_faster_within_the_spread_of_its_steps_is_not_recommended() -> None:
-    """172.6 ± 134.5 ms against 250 ms, one run each: 45 % faster, and nothing is known by it."""
+def test_lead_within_the_spread_of_steps_is_not_decided() -> None:
+    """172.6 ± 134.5 ms against 250 ms, one run each: 45 % faster, but the steps vary by 82 %."""
     on, moves = fakes.placement(accelerator="cuda", num_gpus=1), {"nvme_stored_bytes": GB, "nvme_read_bytes": GB}
     disk = fakes.success(fakes.trial(fakes.offload("nvme"), on=on), step_seconds=[0.0381, 0.3071] * 5, **moves)
     found = answer(fakes.success(fakes.trial(fakes.offload("none"), on=on), step_seconds=[0.25] * 10), disk)
     assert found.undecided == found.tied == ("ZeRO-3", "ZeRO-3 + NVMe optimizer and parameters")
-    # Its steps vary by 82 %, more than the 15 % that two equal rows may show.
-    assert "a lead below 82 % may be chance" in (found.provisional or "")
+    assert found.provisional is not None
+    assert found.provisional.values["lead"] == "82 %"
 
 
-def test_a_run_that_failed_is_made_up_for_by_one_more_round() -> None:
+def test_failed_run_is_made_up_for_by_one_more_round() -> None:
     """Three rounds in which ZeRO-1 trained once: two more runs of it are needed, in rounds 4 and 5."""
     on = fakes.placement(accelerator="cuda", num_gpus=1)
     failed = [fakes.failure(fakes.trial(fakes.zero(1), on=on, repeat=each), schema.TIMEOUT) for each in (1, 2)]
     found = answer(*repeated(0, 8, [1000, 1001, 1002]), row(fakes.zero(1), 8, 1006), *failed)
-    assert found.too_few_runs is not None
-    assert found.too_few_runs.settings == {"repeats": 5}
+    assert found.provisional is not None
+    assert found.provisional.settings == {"repeats": 5}
 
 
-# ------------------------------------------------------------------ what is said of the choice
+# ------------------------------------------------------------------ facts about the choice
 
 
 def test_headline_and_cost_hold_the_numbers_of_the_rule(subtests: pytest.Subtests) -> None:
@@ -83,22 +81,22 @@ def test_headline_and_cost_hold_the_numbers_of_the_rule(subtests: pytest.Subtest
     pair = [*repeated(0, 52, [11_400] * 3), *repeated(2, 28, [10_500] * 3)]
     cost = "7.9 % slower than ZeRO-0, saves 24.00 GB of device memory"
     slow = [*repeated(0, 8, [1000] * 2), *repeated(1, 8, [700] * 2)]
+    tied = [*repeated(0, 70, [1000]), *repeated(3, 40, [950])]
     for records, goal, headline, expected in (
         (pair, "balanced", "Use ZeRO-2: 92 % of ZeRO-0's speed with 24.0 GB less of device memory.", cost),
-        (pair, "speed", "Use ZeRO-0: fastest of 2 rows.", None),
+        (pair, "speed", "Use ZeRO-0: fastest of 2 rows.", "None"),
         (pair, "memory", "Use ZeRO-2: least device memory of 2 rows.", cost),
-        (slow, "balanced", "Use ZeRO-0: fastest of 2 rows, by 2 runs each.", None),
-        (pair[:1], "balanced", "Use ZeRO-0: the only row that trained and fits the card.", None),
-        ([*repeated(0, 70, [1000]), *repeated(3, 40, [950])], "balanced", None, None),
-    ):
+        (slow, "balanced", "Use ZeRO-0: fastest of 2 rows, by 2 runs each.", "None"),
+        (pair[:1], "balanced", "Use ZeRO-0: the only row that trained and fits the card.", "None"),
+        (tied, "balanced", "Too close to call after one run each. Start with ZeRO-3, which needs less memory.",
+         "saves 30.00 GB of device memory against ZeRO-0, which is tied with it"),
+    ):  # fmt: skip
         with subtests.test(goal=goal, headline=headline):
             found = answer(*records, goal=goal)
-            fewest = "Too close to call after one run each. Start with ZeRO-3, which needs less memory."
-            assert found.headline == (headline or fewest)
-            assert found.cost == expected or headline is None
+            assert (str(found.headline), str(found.cost)) == (headline, expected)
 
 
-def test_a_lead_is_held_against_the_noise(subtests: pytest.Subtests) -> None:
+def test_lead_is_compared_with_the_noise(subtests: pytest.Subtests) -> None:
     """Geometric means 1004.1 and 997.0 give 0.7 %; medians would say 0.0 %, means 1.1 %."""
     for records, kind, percent in (
         ([*repeated(0, 8, [1000]), *repeated(1, 8, [990])], "lead_untested", 1.0),
@@ -111,162 +109,146 @@ def test_a_lead_is_held_against_the_noise(subtests: pytest.Subtests) -> None:
             assert round(100 * found["difference"], 1) == percent
 
 
-def test_an_equally_fast_row_with_less_memory_is_named() -> None:
+def test_equally_fast_row_with_less_memory_is_the_alternative() -> None:
     """Means 1003.3 and 1000 with spreads of 20: no test tells them apart. 8.0 − 6.5 GB = 1.5 GB."""
     found = answer(*repeated(0, 8, [985, 1005, 1020]), *repeated(2, 6.5, [980, 1000, 1020]))
     assert found.choice == "ZeRO-0"
-    assert found.other_row is not None
-    assert (found.other_row.kind, found.other_row.values) == ("leaner", {"row": "ZeRO-2", "saved": 3 * GB // 2})
-    assert answer(*repeated(0, 8, [999, 1000, 1001]), *repeated(2, 6.5, [899, 900, 901])).other_row is None
+    assert found.alternative == Fact("leaner", {"row": "ZeRO-2", "saved": 3 * GB // 2})
+    assert answer(*repeated(0, 8, [999, 1000, 1001]), *repeated(2, 6.5, [899, 900, 901])).alternative is None
 
 
-def test_a_row_that_is_no_result_is_not_called_faster_where_the_table_says_within_noise() -> None:
-    """1,010 against 1,000 with spreads of 20, then 1,500."""
-    sound = repeated(0, 8, [980, 1020, 1000])
-    assert answer(*sound, *repeated(1, 8, [1030, 990, 1010], **NO_LOSS)).alternative is None
-    beyond = answer(*sound, *repeated(1, 8, [1520, 1480, 1500], **NO_LOSS))
-    assert (beyond.alternative or "").startswith("ZeRO-1 is 50 % faster but is no result: loss is not finite")
-    assert "left_out" not in kinds(beyond)
+def test_faster_row_that_was_not_chosen_is_the_alternative(subtests: pytest.Subtests) -> None:
+    """Spreads of 20 around 1,000: 1,010 is noise and 1,500 is not. 78 of 80 GB are too full."""
+    sound, full = repeated(0, 8, [980, 1020, 1000]), row(fakes.zero(0), 78, 1250)
+    four = [row(fakes.zero(2), 28, 10_500, cards=4), row(fakes.zero(3), 18, 8_700, cards=4)]
+    offload = [row(fakes.offload("cpu_optimizer"), 20, 1020, repeat=each) for each in range(3)]
+    for records, choice, expected in (
+        ([*sound, *repeated(1, 8, [1030, 990, 1010], **NO_LOSS)], "ZeRO-0", None),
+        ([*sound, *repeated(1, 8, [1520, 1480, 1500], **NO_LOSS)], "ZeRO-0", ("faster_left_out", "50 %")),
+        ([full, row(fakes.zero(2), 40, 1000)], "ZeRO-2", ("faster_too_full", "25 %")),
+        ([row(fakes.zero(0), 78, 1010), row(fakes.zero(2), 40, 1000)], "ZeRO-2", None),
+        ([*four, row(fakes.reference("fsdp2"), 20, 15_000, cards=4)], "ZeRO-2", ("faster_reference", "43 %")),
+        ([*repeated(3, 10, [1000] * 3), *offload], "ZeRO-3", ("faster_takes_more", "2 %")),
+    ):
+        with subtests.test(expected=expected):
+            found = answer(*records)
+            assert found.choice == choice
+            fact = found.alternative
+            assert (fact and (fact.kind, fact.values["lead"])) == expected
+            # It is named once.
+            assert fact is None or fact.values["row"] not in [each["row"] for each in values(found, "left_out")]
 
 
 def test_every_text_is_one_line() -> None:
     broken = fakes.failure(fakes.trial(fakes.zero(3)), "ValueError", error="one\ntwo\n\tthree")
     found = answer(on_cpu(fakes.zero(0), 1, 100), broken)
     assert all("\n" not in line for line in found.lines)
-    assert any("one two three" in step for step in found.next_steps)
+    assert any("one two three" in str(step) for step in found.next_steps)
     assert found.lines[0] == "Recommendation (balanced): ZeRO-0"
-    assert [line for line in found.lines if line.startswith("Next: ")] == [f"Next: {step}" for step in found.next_steps]
-    assert set(found.lines_beside_notes) < set(found.lines)
-    assert answer().lines[0] == "Recommendation (balanced): none"
+    assert answer().lines == ["Recommendation (balanced): none", "No row to use: nothing was run."]
 
 
 # ------------------------------------------------------------------ who may be chosen
 
 
-def test_rows_that_may_not_be_chosen_are_named_with_the_reason(subtests: pytest.Subtests) -> None:
+def test_rows_that_may_not_be_chosen_have_a_reason(subtests: pytest.Subtests) -> None:
     zero0, zero1 = row(fakes.zero(0), 8, 45_000), row(fakes.zero(1), 8, 44_000)
     other_torch = row(fakes.zero(2), 6, 99_000, torch_version="2.12.0")
-    wrong = row(fakes.zero(2), 6, 9_000, **NO_LOSS)
+    wrong, full = row(fakes.zero(2), 6, 9_000, **NO_LOSS), row(fakes.zero(2), 78, 1_000)
     once = replace(out_of_memory(fakes.zero(2)), trial=replace(row(fakes.zero(2), 7, 1).trial, repeat=2, trial_id="x"))
-    for records, choice, kind in (
+    for records, choice, reason in (
         ((zero0, other_torch), None, "not_comparable"),
         ((zero0, zero1, other_torch), "ZeRO-0", "not_comparable"),
-        ((zero0, wrong), "ZeRO-0", "left_out"),
-        ((wrong,), None, "left_out"),
-        ((zero0, *repeated(2, 7, [9_000, 9_000]), once), "ZeRO-0", "left_out"),
-        ((zero0, row(fakes.zero(2), 78, 1_000)), "ZeRO-0", "left_out"),
-        ((row(fakes.zero(2), 78, 1_000),), None, "left_out"),
+        ((zero0, wrong), "ZeRO-0", "invalid"),
+        ((wrong,), None, "invalid"),
+        ((zero0, *repeated(2, 7, [9_000, 9_000]), once), "ZeRO-0", "ran_out"),
+        ((zero0, full), "ZeRO-0", "too_full"),
+        ((full,), None, "too_full"),
+        ((row(fakes.reference("fsdp2"), 7, 1_000),), None, "reference"),
     ):
-        with subtests.test(kind=kind, choice=choice, rows=len(records)):
+        with subtests.test(reason=reason, choice=choice, rows=len(records)):
             found = answer(*records)
             assert found.choice == choice
-            assert [each["row"] for each in values(found, kind)] == ["ZeRO-2"]
-    assert "--precision fp32" in (answer(wrong).try_next or "")
-
-
-def test_a_faster_row_that_is_too_full_is_named_and_the_excess_is_told() -> None:
-    """78 of 80 GB are 97.5 %; 95 % are 76, so 2 GB over."""
-    full = row(fakes.zero(0), 78, 1250)
-    found = answer(full, row(fakes.zero(2), 40, 1000))
-    assert found.alternative == "ZeRO-0 is 25 % faster but reserves 97.5 %: a longer sequence may end it."
-    assert found.headline == "Use ZeRO-2: the only row that trained and fits the card."
-    assert answer(full).next_steps[0].startswith("ZeRO-0 is 2.00 GB over 95 % of the card")
-    # Its lead of 1 % is none.
-    assert answer(row(fakes.zero(0), 78, 1010), row(fakes.zero(2), 40, 1000)).alternative is None
+            assert [each["reason"].kind for each in values(found, "left_out")] == [reason]
+    assert "--precision fp32" in str(answer(wrong).try_next)
+    # 78 of 80 GB are 97.5 %; 95 % are 76, so 2 GB over.
+    assert str(answer(full).next_steps[0]).startswith("ZeRO-2 is 2.00 GB over 95 % of the card")
 
 
 def test_without_a_choice_the_headline_counts_how_rows_ended() -> None:
     timeout = fakes.failure(out_of_memory(fakes.zero(1)).trial, schema.TIMEOUT)
-    assert answer().headline == "No row to use: nothing was run."
-    assert answer(out_of_memory(fakes.zero(0)), timeout).headline == "No row trained: 1 OOM, 1 Timeout."
-    both = answer(out_of_memory(fakes.zero(0)), out_of_memory(fakes.zero(1)))
-    assert both.headline == "No row trained: both ended with OOM."
+    found = answer(out_of_memory(fakes.zero(0)), timeout)
+    assert str(found.headline) == "No row trained: 1 OOM and 1 Timeout."
 
 
-def test_many_rows_are_counted_and_not_listed() -> None:
+def test_many_rows_are_counted_instead_of_named() -> None:
     others = [row(fakes.zero(1), 8, 900, torch_version=f"2.{number}.0") for number in range(9)]
     found = answer(row(fakes.zero(0), 8, 1000), row(fakes.zero(2), 8, 1100), *others)
-    assert kinds(found).count("not_comparable") == 6
+    assert kinds(found).count("left_out") == 6
     assert values(found, "more_left_out") == [{"count": 3}]
     base = out_of_memory(fakes.zero(2)).trial
     trials = [replace(base, ds_config={**base.ds_config, "number": number}) for number in range(12)]
-    failed = answer(row(fakes.zero(0), 8, 1000), *(fakes.failure(trial, schema.KILLED) for trial in trials))
-    (killed,) = [step for step in failed.next_steps if "were killed" in step]
-    assert killed.count("ZeRO-2") == 6
-    assert "6 more rows failed: the table has their causes" in failed.next_steps
-
-
-def test_a_faster_reference_is_named_and_never_chosen() -> None:
-    fsdp2 = row(fakes.reference("fsdp2"), 20, 15_000, cards=4)
-    found = answer(row(fakes.zero(2), 28, 10_500, cards=4), row(fakes.zero(3), 18, 8_700, cards=4), fsdp2)
-    assert found.choice == "ZeRO-2"
-    assert found.alternative == (
-        "FSDP2 (torch) is 43 % faster, but is torch's own engine, not a DeepSpeed configuration."
-    )
-    assert found.headline == "Use ZeRO-2: fastest of 2 DeepSpeed rows, by one run each."
-    alone = answer(fsdp2)
-    assert alone.choice is None
-    assert values(alone, "reference") == [{"row": "FSDP2 (torch)"}]
+    steps = answer(row(fakes.zero(0), 8, 1000), *(fakes.failure(each, schema.KILLED) for each in trials)).next_steps
+    assert [len(step.values["rows"]) for step in steps if "rows" in step.values] == [6]
+    assert Fact("more_failures", {"count": 6}) in steps
 
 
 @pytest.mark.parametrize("goal", GOALS)
-def test_the_headline_names_the_row_that_the_table_stars_and_never_a_reference(goal: str) -> None:
-    """Rows that fit, are too full or failed, beside faster and slower references; one run and three."""
+def test_headline_names_the_chosen_row_and_never_a_reference(goal: str) -> None:
+    """Rows that fit or are too full, beside faster and slower references; one run and three."""
     zero2, zero3 = fakes.zero(2), fakes.zero(3)
     for reference, runs, speed, full in itertools.product(("ddp", "fsdp2"), (1, 3), (5_000, 15_000), (28, 78)):
         own = [row(zero2, full, 10_500, cards=4, repeat=each) for each in range(runs)]
         own += [row(zero3, 18, 8_700, cards=4, repeat=each) for each in range(runs)]
         others = [row(fakes.reference(reference), 20, speed, cards=4, repeat=each) for each in range(runs)]
         comparison = compared(*own, *others)
-        found = recommendation.recommend(comparison, goal)
-        (starred,) = [each for each in comparison.rows if each.key == found.key]
+        found = recommend(comparison, goal)
+        starred = comparison.row(found.key or "")
         assert not starred.configuration.is_reference
-        assert re.search(r"^Use ([^:]+):|Start with ([^,]+),", found.headline)
-        assert starred.label == found.choice == found.verdict.values["choice"]
-        assert "torch" not in found.headline
+        assert starred.label == found.choice == found.headline.values["choice"]
+        assert "torch" not in str(found.headline)
 
 
 # ------------------------------------------------------------------ CPU ranks
 
 
-def test_on_the_cpu_accelerator_host_memory_is_weighed_and_gpus_are_not_spoken_of() -> None:
+def test_cpu_accelerator_weighs_host_memory_and_does_not_mention_gpus() -> None:
     """3 of 4 GB are 75 %; the slower row keeps 95 % of the speed with 1 GB less."""
     comparison = compared(on_cpu(fakes.zero(0), 3, 1000), on_cpu(fakes.zero(2), 2, 950))
-    unknown = recommendation.recommend(comparison)
-    assert unknown.choice == "ZeRO-0"
-    assert kinds(unknown)[-1] == "on_host"
+    unknown = recommend(comparison)
+    assert (unknown.choice, kinds(unknown)[-1]) == ("ZeRO-0", "on_host")
     assert "the card" not in " ".join(unknown.lines)
-    found = recommendation.recommend(replace(comparison, host_capacity_bytes=4 * GB))
+    found = recommend(replace(comparison, host_capacity_bytes=4 * GB))
     assert found.choice == "ZeRO-2"
-    assert "1.00 GB of host memory" in (found.cost or "")
-    assert recommendation.recommend(replace(comparison, host_capacity_bytes=100 * GB)).choice == "ZeRO-0"
+    assert "1.00 GB of host memory" in str(found.cost)
+    assert recommend(replace(comparison, host_capacity_bytes=100 * GB)).choice == "ZeRO-0"
 
 
 @pytest.mark.parametrize("goal", GOALS)
-def test_on_the_cpu_accelerator_no_choice_is_made_between_optimizers_by_speed(goal: str) -> None:
+def test_cpu_rows_with_different_optimizers_are_not_compared_by_speed(goal: str) -> None:
     """Three quiet runs each: offload four times as fast, as its optimizer is another program."""
     speeds = [(fakes.zero(0), 900.0), (fakes.zero(3), 1000.0), (fakes.offload("cpu_optimizer"), 4000.0)]
     runs = [on_cpu(each, 2, speed * (1 + 0.001 * repeat), repeat) for each, speed in speeds for repeat in range(3)]
     found = answer(*runs, goal=goal)
     assert (found.choice, found.decided, found.tied, found.cost) == ("ZeRO-3", True, (), None)
-    assert values(found, "other_optimizers") == [{"choice": "ZeRO-3", "rows": "ZeRO-3 + CPU optimizer"}]
+    assert values(found, "other_optimizers") == [{"choice": "ZeRO-3", "rows": ["ZeRO-3 + CPU optimizer"]}]
+    assert found.alternative is not None
+    assert found.alternative.kind == "faster_optimizer"
     assert answer(*runs[6:], goal=goal).choice == "ZeRO-3 + CPU optimizer"  # nothing else to choose from
-
-
-def test_on_a_gpu_the_optimizer_of_an_offloaded_row_is_part_of_its_speed() -> None:
+    # On a GPU the optimizer of an offloaded row is part of its speed.
     fast = row(fakes.offload("cpu_optimizer"), 8, 4000, optimizer_class="DeepSpeedCPUAdam")
-    found = answer(row(fakes.zero(3), 8, 1000, optimizer_class="FusedAdam"), fast, goal="speed")
-    assert found.choice == "ZeRO-3 + CPU optimizer"
+    on_gpu = answer(row(fakes.zero(3), 8, 1000, optimizer_class="FusedAdam"), fast, goal="speed")
+    assert on_gpu.choice == "ZeRO-3 + CPU optimizer"
 
 
 # ------------------------------------------------------------------ what to try next
 
 
-def test_room_on_the_card_is_told_as_a_micro_batch() -> None:
+def test_room_on_the_card_is_offered_as_a_micro_batch() -> None:
     """20 of 80 GB with 8 GB of activations at micro-batch 4: ×4 adds 24 GB (44 GB, 55 %), ×8 adds 56 (76 > 72)."""
     found = answer(row(fakes.zero(0), 20, 1000, ledger={"gpu": {"activations": 8 * GB}}))
-    assert "there is room for more: try micro-batch 16 (about 55 % of the card)" in found.next_steps
-    assert not any("room for more" in step for step in answer(row(fakes.zero(0), 20, 1000)).next_steps)
+    assert Fact("larger_batch", {"size": 16, "share": 0.55}) in found.next_steps
+    assert "larger_batch" not in [step.kind for step in answer(row(fakes.zero(0), 20, 1000)).next_steps]
 
 
 def test_the_first_thing_to_try(subtests: pytest.Subtests) -> None:
@@ -284,10 +266,10 @@ def test_the_first_thing_to_try(subtests: pytest.Subtests) -> None:
         ([out_of_memory(fakes.zero(0)), out_of_memory(fakes.zero(1))], {"batch_size": 2}),
     ):
         with subtests.test(settings=settings):
-            found = answer(*records)
-            assert found.action is not None
-            assert (found.action.settings or None) == settings
-    assert answer(one, interrupted).action == Fact("interrupted")
+            found = answer(*records).try_next
+            assert found is not None
+            assert (found.settings or None) == settings
+            assert settings or found == Fact("interrupted")
 
 
 def at_largest(stage: int, batch: int, gigabytes: float, speed: float, **more: Any) -> TrialRecord:
@@ -300,11 +282,11 @@ def at_largest(stage: int, batch: int, gigabytes: float, speed: float, **more: A
     return replace(made, trial=trial, ranks=(rank, replace(rank, rank=1)))
 
 
-def test_rows_at_their_own_largest_batch_are_weighed_though_each_fills_the_card() -> None:
-    """79 and 78 of 80 GB: more than 95 %, and meant to be; the faster one is taken, not the leaner."""
+def test_rows_at_their_own_largest_batch_may_fill_the_card() -> None:
+    """79 and 78 of 80 GB are more than 95 %, on purpose: the faster row is chosen, not the leaner."""
     found = answer(at_largest(0, 4, 78, 800), at_largest(2, 16, 79, 1000))
     assert found.choice == "ZeRO-2"
     assert "left_out" not in kinds(found)
     roomy = {"ledger": {"gpu": {"activations": GB}}}
     steps = answer(at_largest(0, 4, 20, 1000, **roomy), at_largest(2, 16, 70, 990)).next_steps
-    assert not any("room for more" in step or "fits" in step for step in steps)
+    assert not {"larger_batch", "rule"} & {step.kind for step in steps}

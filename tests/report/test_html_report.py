@@ -132,7 +132,7 @@ def test_text_from_users_models_and_machines_is_only_text(subtests: pytest.Subte
             report = samples.report(
                 comparison,
                 title=evil,
-                recommendation=samples.recommendation(choice=evil, verdict=Fact("text", {"text": evil})),
+                recommendation=samples.recommendation(choice=evil, headline=Fact("rule", {"text": evil})),
                 notes=(evil,),
                 commands=(evil,),
                 environments=(fakes.environment(cpu_model=evil, packages={evil: evil}),),

@@ -188,8 +188,8 @@ def recommendation(**changes: Any) -> Recommendation:
     values: dict[str, Any] = {
         "goal": "balanced",
         "choice": "ZeRO-2",
-        "verdict": Fact("use", {"choice": "ZeRO-2", "why": "92 % of the fastest row's throughput in 28.4 GB"}),
-        "steps": (((), Fact("try", settings={"repeats": 5})),),
+        "headline": Fact("use", {"choice": "ZeRO-2", "why": "92 % of the fastest row's throughput in 28.4 GB"}),
+        "next_steps": (Fact("try", settings={"repeats": 5}),),
     }
     return Recommendation(**{**values, **changes})
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ds_bench.config.spec import Configuration
-from ds_bench.prediction.communication import times_sent
+from ds_bench.prediction.inputs import times_sent
 from tests.support import fakes
 
 PARAMETERS = 2_000_000_000
