@@ -79,7 +79,7 @@ class ZeroSettings:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ZeroSettings:
-        """Reads the settings of a completed DeepSpeed configuration."""
+        """Read the settings of a completed DeepSpeed configuration."""
         zero, aio, bf16 = (block_of(config, name) for name in ("zero_optimization", "aio", "bf16"))
         optimizer, param = (block_of(zero, name) for name in ("offload_optimizer", "offload_param"))
         stage = _number(zero, "stage", 0)
@@ -129,7 +129,7 @@ class ZeroSettings:
 
 
 def unpredicted_settings(config: Mapping[str, Any]) -> list[str]:
-    """Names what a DeepSpeed configuration asks for whose memory the formulas do not know; nothing in most cases."""
+    """Name what a DeepSpeed configuration asks for whose memory the formulas do not know; nothing in most cases."""
     zero = block_of(config, "zero_optimization")
     asked = {
         "ZenFlow's buffers": zero.get("zenflow") is not None,

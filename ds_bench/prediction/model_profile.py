@@ -68,7 +68,7 @@ USUAL = Variant()
 
 
 def variant_of(workload: Workload, ds_config: Mapping[str, Any], engine: Engine = "deepspeed") -> Variant:
-    """Returns the variant that a workload trains with a DeepSpeed configuration.
+    """Return the variant that a workload trains with a DeepSpeed configuration.
 
     Flash attention runs only on a GPU; it keeps what torch's own fused attention keeps. DDP in bf16 runs under
     autocast, and so does DeepSpeed with ``torch_autocast``.
@@ -84,7 +84,7 @@ def variant_of(workload: Workload, ds_config: Mapping[str, Any], engine: Engine 
 
 
 def describe_variant(variant: Variant) -> str:
-    """Returns a text for messages: ``attention eager and loss tiled``."""
+    """Return a text for messages: ``attention eager and loss tiled``."""
     # Only the first two fields have values to name; the others are flags.
     parts = zip(("attention", "loss"), variant, USUAL, strict=False)
     texts = [f"{name} {value}" for name, value, usual in parts if value != usual]
@@ -102,15 +102,15 @@ class Polynomial:
     """Coefficients of the same monomials for each layer."""
 
     def bytes(self, layers: int, batch_size: int, seq_length: int) -> int:
-        """Returns the bytes of the whole model on one rank, for one micro-batch."""
+        """Return the bytes of the whole model on one rank, for one micro-batch."""
         return self.fixed_bytes(batch_size, seq_length) + layers * self.layer_bytes(batch_size, seq_length)
 
     def fixed_bytes(self, batch_size: int, seq_length: int) -> int:
-        """Returns the bytes that do not grow with the depth: embedding, logits, loss."""
+        """Return the bytes that do not grow with the depth: embedding, logits, loss."""
         return _evaluate(self.fixed, batch_size, seq_length)
 
     def layer_bytes(self, batch_size: int, seq_length: int) -> int:
-        """Returns the bytes of one layer."""
+        """Return the bytes of one layer."""
         return _evaluate(self.per_layer, batch_size, seq_length)
 
 
@@ -139,7 +139,7 @@ class Activations:
     """Bytes of the layer that saves most; None if all layers are alike."""
 
     def loss_bytes(self, layers: int, batch_size: int, seq_length: int) -> int:
-        """Returns the peak until backward leaves the loss."""
+        """Return the peak until backward leaves the loss."""
         peak = self.loss.bytes(layers, batch_size, seq_length)
         return peak if self.loss_limit is None else min(peak, self.loss_limit.bytes(layers, batch_size, seq_length))
 
@@ -204,7 +204,7 @@ class ModelProfile:
         return self.tied_embeddings and not any(position == 0 for position, _ in self.frozen)
 
     def for_variant(self, variant: Variant) -> ModelProfile:
-        """Returns the profile with the activations of a variant.
+        """Return the profile with the activations of a variant.
 
         If they were not measured, they are unknown there.
         """
@@ -219,7 +219,7 @@ class ModelProfile:
         return self.variants.get(variant, missing)
 
     def activations_in(self, precision: Precision, *, efficient_linear: bool = False) -> Activations | None:
-        """Returns the activations in a number format; None if they could not be measured.
+        """Return the activations in a number format; None if they could not be measured.
 
         ``efficient_linear``: with DeepSpeed's linear layers of stage 3.
         """
@@ -228,7 +228,7 @@ class ModelProfile:
 
     @classmethod
     def from_answer(cls, name: str, layers: int, tied: bool, answer: Mapping[str, Any]) -> ModelProfile:
-        """Makes a profile of an answer of ``worker.measure_activations``, whose own ``layers`` and ``tied`` count
+        """Make a profile of an answer of ``worker.measure_activations``, whose own ``layers`` and ``tied`` count
         first.
 
         Raises KeyError or TypeError for an answer of another form.
@@ -264,7 +264,7 @@ def find_profile(
     dropout: float | None = None,
     variant: Variant = USUAL,
 ) -> ModelProfile:
-    """Returns the profile of a model whose parameter count is known; a preset's is part of the package.
+    """Return the profile of a model whose parameter count is known; a preset's is part of the package.
 
     Any other is measured by a child process, with two layers unless they are of several kinds, and cached.
     ``dropout``: None for the model's own. Raises UsageError if it cannot be measured, or has another parameter count.
@@ -290,7 +290,7 @@ def measure_profile(
     trust_remote_code: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> ModelProfile:
-    """Measures the profile of a whole model, which Transformers (``path``: folder or Hub name) or a ``factory`` builds.
+    """Measure the profile of a whole model, which Transformers (``path``: folder or Hub name) or a ``factory`` builds.
 
     A child process measures it; the result of a folder is cached. If the forward pass does not run on fake tensors, or
     takes too long, the profile has no activations and says why. Raises UsageError if not even the tensors could be
@@ -345,7 +345,7 @@ def request_for(
     dropout: float | None = None,
     variant: Variant = USUAL,
 ) -> dict[str, Any]:
-    """Makes the request to the child; it is the same for models that differ only in depth or in a dropout above 0."""
+    """Make the request to the child; it is the same for models that differ only in depth or in a dropout above 0."""
     window = sliding_window(facts)
     # From the window on attention has a mask: all lengths must be on the same side as the run's.
     start = window if window is not None and seq_length >= window else _STEP
@@ -370,14 +370,14 @@ def request_for(
 
 
 def sliding_window(facts: ModelFacts) -> int | None:
-    """Returns the length from which a sequence has an explicit attention mask, which grows with its square, or None."""
+    """Return the length from which a sequence has an explicit attention mask, which grows with its square, or None."""
     window = facts.config.get("sliding_window")
     used = facts.config.get("use_sliding_window", facts.model_type in _WINDOWED)
     return int(window) if used and isinstance(window, int) else None
 
 
 def request_key(request: Mapping[str, Any]) -> str:
-    """Returns the hash under which the answer to a request is stored."""
+    """Return the hash under which the answer to a request is stored."""
     return hashlib.sha256(json.dumps(request, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -406,7 +406,7 @@ def _cached(key: str) -> dict[str, Any] | None:
 def _measure(
     name: str, request: Mapping[str, Any], key: str | None, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Returns the child's answer, and caches it under ``key`` if it is complete."""
+    """Return the child's answer, and caches it under ``key`` if it is complete."""
     if missing := missing_packages(MODEL_PACKAGES):
         problem = f"counting its activations needs {' and '.join(missing)}: {install_command()}"
         raise UsageError(problem, remedy="take a preset as it is: its activations are part of ds_bench")
@@ -430,7 +430,7 @@ def measure_profiles(
     timeout_seconds: float = COUNTING_SECONDS,
     environment: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Returns the answers of ``worker.measure_activations`` in order; ``error`` says what could not be measured."""
+    """Return the answers of ``worker.measure_activations`` in order; ``error`` says what could not be measured."""
     reply = run_tool(
         "worker.measure_activations",
         environment={**(environment or {}), "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"},

@@ -37,44 +37,49 @@ class LedgerBuilder:
         self.ledger: Ledger = {tier: dict(row) for tier, row in (start or {}).items()}
 
     def add(self, tier: str, category: str, count_bytes: int) -> None:
-        """Adds bytes to a category; 0 bytes make no entry."""
+        """Add bytes to a category; 0 bytes make no entry."""
         if count_bytes:
             row = self.ledger.setdefault(tier, {})
             row[category] = row.get(category, 0) + count_bytes
 
     def add_pinned(self, category: str, count_bytes: int, *, pinned: bool) -> None:
-        """Adds one piece of host memory, which torch's pinned allocator rounds up to a power of two."""
+        """Add one piece of host memory, which torch's pinned allocator rounds up to a power of two."""
         self.add("cpu", category, count_bytes)
         # A category of its own: the ledger of a run counts tensors, which are not rounded (``memory.UNCOUNTED``).
         if pinned and count_bytes > 1:
             self.add("cpu", "pinned_rounding", (1 << (count_bytes - 1).bit_length()) - count_bytes)
 
     def plus(self, **gpu_bytes: int) -> Ledger:
-        """Returns a copy of the ledger with further bytes on the GPU, by category."""
-        copy = LedgerBuilder(self.ledger)
-        for category, count_bytes in gpu_bytes.items():
-            copy.add("gpu", category, count_bytes)
-        return copy.ledger
+        """Return a copy of the ledger with further bytes on the GPU, by category."""
+        return plus(self.ledger, **gpu_bytes)
+
+
+def plus(ledger: Ledger, **gpu_bytes: int) -> Ledger:
+    """Return a copy of a ledger with further bytes on the GPU, by category."""
+    builder = LedgerBuilder(ledger)
+    for category, count_bytes in gpu_bytes.items():
+        builder.add("gpu", category, count_bytes)
+    return builder.ledger
 
 
 def element_bytes(precision: Precision) -> int:
-    """Returns the bytes of one element of a parameter."""
+    """Return the bytes of one element of a parameter."""
     return 4 if precision == "fp32" else 2
 
 
 def flat_elements(parameters: int, data_parallel_size: int) -> int:
-    """Returns the elements of the flat parameters at stages 1 and 2, padded to a multiple of twice the ranks."""
+    """Return the elements of the flat parameters at stages 1 and 2, padded to a multiple of twice the ranks."""
     unit = 2 * data_parallel_size
     return -(-parameters // unit) * unit
 
 
 def partition_elements(tensors: Iterable[int], data_parallel_size: int) -> int:
-    """Returns the elements that one rank holds at stage 3, where every tensor is padded to the ranks by itself."""
+    """Return the elements that one rank holds at stage 3, where every tensor is padded to the ranks by itself."""
     return sum(-(-elements // data_parallel_size) for elements in tensors)
 
 
 def optimizer_bytes(stage: int, precision: Precision) -> int:
-    """Returns the bytes per updated element: fp32 master copy and two Adam moments; at stage 0 in fp32 no copy."""
+    """Return the bytes per updated element: fp32 master copy and two Adam moments; at stage 0 in fp32 no copy."""
     copies = _MOMENTS if stage == 0 and precision == "fp32" else _MOMENTS + 1
     return FP32_BYTES * copies
 
@@ -82,7 +87,7 @@ def optimizer_bytes(stage: int, precision: Precision) -> int:
 def model_states(
     parameters: int, data_parallel_size: int, configuration: Configuration, precision: Precision
 ) -> Ledger:
-    """Returns the bytes per rank between steps, with the gradients as large as they are when they exist.
+    """Return the bytes per rank between steps, with the gradients as large as they are when they exist.
 
     ``parameters``: elements of the whole model, computed as one tensor. Stage 3 pads every tensor, which adds less than
     one element per tensor and rank. Tiers that hold nothing are left out. Optimizer offload keeps an fp32 gradient of

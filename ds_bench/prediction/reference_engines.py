@@ -12,7 +12,7 @@ from .model_states import FP32_BYTES, LedgerBuilder
 
 
 def ledger_by_phase(inputs: MemoryInputs) -> Phases:
-    """Computes one rank's ledgers for the engine of ``inputs``, or for a model's passes without an optimizer."""
+    """Compute one rank's ledgers for the engine of ``inputs``, or for a model's passes without an optimizer."""
     if inputs.pass_type != "train":
         return _passes(inputs)
     return _ddp(inputs) if inputs.engine == "ddp" else _fsdp2(inputs)

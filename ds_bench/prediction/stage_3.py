@@ -18,7 +18,7 @@ _NORM_PIECE_ELEMENTS = 250_000_000
 
 
 def ledger_by_phase(inputs: MemoryInputs) -> Phases:
-    """Computes one rank's ledgers at stage 3."""
+    """Compute one rank's ledgers at stage 3."""
     # Tensor by tensor, as sub-groups, swap files and norms depend on single sizes.
     parts = [partition_elements([elements], inputs.data_parallel_size) for elements in inputs.profile.tensors]
     groups = _sub_groups(parts, inputs.settings.sub_group_elements)
@@ -63,12 +63,12 @@ def _swapped(elements: int, size: int, inputs: MemoryInputs) -> bool:
 
 
 def _swap_file_bytes(elements: int, size: int, inputs: MemoryInputs) -> int:
-    """Bytes of the file to which a tensor is swapped; 0 for one below the threshold, which stays in memory."""
+    """Bytes of a tensor's swap file; 0 for a tensor below the threshold, which stays in memory."""
     return size * _aligned(elements, size, inputs) if _swapped(elements, size, inputs) else 0
 
 
 def _parameters(inputs: MemoryInputs, parts: list[int], groups: list[list[int]], builder: LedgerBuilder) -> None:
-    """Adds the rank's own parts of the parameters (zero/stage3.py, _create_fp16_partitions_with_defragmentation)."""
+    """Add the rank's own parts of the parameters (zero/stage3.py, _create_fp16_partitions_with_defragmentation)."""
     place, size = inputs.settings.offload_param, inputs.element
     if inputs.settings.secondary_ranks > 1:  # from the first forward of a step to its end (_partition_param_sec)
         gathered = [each for each in inputs.profile.all_tensors if each > inputs.settings.persistence_elements]
@@ -83,8 +83,8 @@ def _parameters(inputs: MemoryInputs, parts: list[int], groups: list[list[int]],
 
 
 def _frozen_parameters(inputs: MemoryInputs, builder: LedgerBuilder) -> None:
-    """Adds the rank's parts of tensors that are not trained. Each stays a tensor of its own, on the device that it was
-    given as it was split: on the disk if it is large enough (zero/partition_parameters.py, _partition_param)."""
+    """Add the rank's parts of tensors that are not trained. Each stays a separate tensor on the device that it was
+    split to: on the disk if it is large enough (zero/partition_parameters.py, _partition_param)."""
     size, place = inputs.element, inputs.settings.offload_param
     for _, elements in inputs.profile.frozen:
         part = partition_elements([elements], inputs.data_parallel_size)
@@ -101,7 +101,7 @@ def _pins(inputs: MemoryInputs, *, wanted: bool) -> bool:
 
 
 def _parameters_on_disk(inputs: MemoryInputs, groups: list[list[int]], builder: LedgerBuilder) -> None:
-    """Adds parameters that are offloaded to NVMe. Tensors below the threshold stay in memory. A pool as large as the
+    """Add parameters that are offloaded to NVMe. Tensors below the threshold stay in memory. A pool as large as the
     whole tensors of the largest group writes updated ones back (zero/stage3.py,
     _create_fp16_partitions_with_defragmentation; swap_tensor/partitioned_param_swapper.py,
     reserve_partitioned_swap_space)."""
@@ -140,7 +140,7 @@ def _write_back_elements(inputs: MemoryInputs, groups: list[list[int]]) -> int:
 
 
 def _states(inputs: MemoryInputs, groups: list[list[int]], builder: LedgerBuilder) -> None:
-    """Adds the master copy, the moments and, if offloaded, the master's gradient (zero/stage3.py,
+    """Add the master copy, the moments and, if offloaded, the master's gradient (zero/stage3.py,
     _create_fp32_partitions, initialize_optimizer_states). Twin-Flow leaves the first sub-groups on the accelerator."""
     settings, master = inputs.settings, inputs.settings.master_bytes
     # Truncated as in DeepSpeed: with one sub-group every ratio above 0 moves all of it.
@@ -164,7 +164,7 @@ def _states(inputs: MemoryInputs, groups: list[list[int]], builder: LedgerBuilde
 
 
 def _swapped_states(inputs: MemoryInputs, group: list[int], builder: LedgerBuilder) -> None:
-    """Adds the swap files of a group: one per state, and one per gradient that is large enough. Smaller gradients stay
+    """Add the swap files of a group: one per state, and one per gradient that is large enough. Smaller gradients stay
     in memory, and so does a gradient whose last block is incomplete, as a view keeps the whole tensor
     (swap_tensor/optimizer_utils.py, _swap_out_gradients, _adjust_for_misaligned_lengths)."""
     master = inputs.settings.master_bytes
@@ -184,7 +184,7 @@ def _bucket(inputs: MemoryInputs) -> int:
 
 
 def _flat_gradients(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> None:
-    """Adds the part's accumulated gradients, held from the start where the optimizer is
+    """Add the part's accumulated gradients, held from the start where the optimizer is
     (grad_partitions_flat_buffer)."""
     if inputs.settings.offload_optimizer:
         pinned = _pins(inputs, wanted=inputs.settings.pin_optimizer)
@@ -242,8 +242,8 @@ def gathered_elements(inputs: MemoryInputs) -> GatheredElements:
     """Elements gathered in one step, by following DeepSpeed's fetch and release.
 
     A model of DeepSpeed 0.19.8, ``zero/partitioned_param_coordinator.py`` (fetch_sub_module, release_sub_module,
-    __params_to_release), with a complete trace. Each tensor counts as a module of its own, used in the order in which
-    the model lists them, forward and then backward. A real module gathers its weight and bias together, which adds
+    __params_to_release), with a complete trace. Each tensor counts as a module of its own. They are used in the order
+    of the model, forward and then backward. A real module gathers its weight and bias together, which adds
     little. Zero on a single rank whose whole parameters are on the accelerator already.
     """
     tensors, settings = inputs.profile.all_tensors, inputs.settings
@@ -265,7 +265,7 @@ def gathered_elements(inputs: MemoryInputs) -> GatheredElements:
 def _peak_elements(order: Sequence[int], sizes: Sequence[int], inputs: MemoryInputs) -> int:
     """Largest sum of the sizes of the tensors that are gathered at once; ``order`` lists the uses of one step.
 
-    At each use the tensor itself is fetched, then those of the next uses while both limits (prefetch bucket, live
+    At each use the tensor itself is fetched, then the tensors of the next uses while both limits (prefetch bucket, live
     parameters) leave something. After it the tensor is released, unless it was fetched for a later use too, or that
     comes within the reuse distance.
     """
@@ -274,8 +274,8 @@ def _peak_elements(order: Sequence[int], sizes: Sequence[int], inputs: MemoryInp
     for step, number in enumerate(order):
         uses.setdefault(number, []).append(step)
     live: set[int] = set()
-    # ``queued``: the next entry of DeepSpeed's parameter queue. ``fetched_for``: the last use for which a tensor was
-    # fetched (__most_recent_step_id_param_fetched_for).
+    # ``queued``: the next entry of DeepSpeed's parameter queue. ``fetched_for``: the last use that a tensor was
+    # fetched for (__most_recent_step_id_param_fetched_for).
     elements = peak = queued = 0
     fetched_for: dict[int, int] = {}
     for step, number in enumerate(order):
@@ -289,7 +289,7 @@ def _peak_elements(order: Sequence[int], sizes: Sequence[int], inputs: MemoryInp
         while queued < len(order) and ahead < allowed:  # the tensor that crosses the limit still comes
             following = order[queued]
             fetched_for[following] = queued
-            # A tensor that is there already takes nothing of the limit, but is then kept for this use.
+            # A tensor that is there already does not count towards the limit, but is then kept for this use.
             if following not in live:
                 live.add(following)
                 elements += sizes[following]

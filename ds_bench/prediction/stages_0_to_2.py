@@ -18,7 +18,7 @@ _ENGINE_BUCKET_ELEMENTS = 500_000_000
 
 
 def ledger_by_phase(inputs: MemoryInputs) -> Phases:
-    """Computes one rank's ledgers at stage 0, 1 or 2."""
+    """Compute one rank's ledgers at stage 0, 1 or 2."""
     if inputs.settings.stage == 0:
         return _unpartitioned(inputs)
     flat = flat_elements(inputs.profile.parameters, inputs.data_parallel_size)
@@ -67,7 +67,7 @@ def _bucket(inputs: MemoryInputs) -> int:
 
 
 def _copy_to_send(inputs: MemoryInputs) -> int:
-    """Bytes of a bucket's copy in the format in which gradients are sent, if that is another one
+    """Bytes of a bucket's copy in the number format of sent gradients, if that is another one
     (zero/stage_1_and_2.py, gradient_reduction_w_predivide; engine.py, allreduce_bucket)."""
     if inputs.sent == inputs.element or inputs.data_parallel_size == 1:
         return 0
@@ -77,9 +77,8 @@ def _copy_to_send(inputs: MemoryInputs) -> int:
 
 
 def owned_elements(tensors: Sequence[int], data_parallel_size: int) -> int:
-    """Returns the largest number of gradient elements that a rank keeps: those of every tensor of which its part of the
-    flat parameters holds some, and the padding after the last (zero/stage_1_and_2.py, get_partition_info,
-    get_flat_partition)."""
+    """Return the largest number of gradient elements that a rank keeps (zero/stage_1_and_2.py, get_partition_info,
+    get_flat_partition): every tensor that its part of the flat parameters touches, and the padding after the last."""
     ends = [0, *accumulate(tensors)]
     total = ends[-1]
     part, most = flat_elements(total, data_parallel_size) // data_parallel_size, 0
@@ -108,9 +107,9 @@ def _norm_bytes(tensors: Sequence[int], part: int) -> int:
 
 
 def _partitioned(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Phases:
-    """Ledgers at stages 1 and 2 without offload. Stage 1 keeps all gradients until the last exists, stage 2 those of
-    the rank's part. The step computes the norm of each gradient in fp64 (get_grad_norm_direct), flattens its part, then
-    casts it to fp32 (zero/stage_1_and_2.py, step)."""
+    """Ledgers at stages 1 and 2 without offload. Stage 1 keeps all gradients until the last exists, stage 2 the
+    gradients of the rank's part. The step computes the norm of each gradient in fp64 (get_grad_norm_direct), flattens
+    its part, then casts it to fp32 (zero/stage_1_and_2.py, step)."""
     kept, every, extra = _gradients(inputs, part)
     bucket, sent, norm = _bucket(inputs), _copy_to_send(inputs), _norm_bytes(inputs.profile.tensors, part)
     master = inputs.settings.master_bytes

@@ -99,70 +99,53 @@ def profile_model(
     trust_remote_code: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> ModelProfile | Unpredicted:
-    """Finds the sizes of a model's tensors and activations: stored for a preset, else measured in a child process.
+    """Find the sizes of a model's tensors and activations: stored for a preset, else measured in a child process.
 
     ``dropout``: None for the model's own. ``variants``: those that are needed besides the usual one.
     ``environment``: variables of the trials' processes, so that a model is built as they build it. A run must not fail
     because nothing can be predicted; raises only NothingTrainedError.
     """
-    profile = functools.partial(
-        _profile_variant,
-        model,
-        seq_length,
-        accelerator,
-        dropout=dropout,
-        trust_remote_code=trust_remote_code,
-        environment=environment,
-    )
-    usual = profile(variant=USUAL)
+    # Layers of several kinds: a preset's profile has one kind, so measure all of them.
+    kinds = None if model.facts is None else model.facts.config.get("layer_types")
+    are_alike = not isinstance(kinds, list) or len(set(map(str, kinds))) < 2
+
+    def profile(variant: Variant) -> ModelProfile | Unpredicted:
+        try:
+            if model.facts is not None and are_alike:
+                with contextlib.suppress(UsageError):  # Transformers may still build it whole
+                    return find_profile(
+                        model.facts, seq_length, accelerator=accelerator, dropout=dropout, variant=variant
+                    )
+            return measure_profile(
+                str(model.config.get("path", model.name)),
+                "factory" if model.source == "factory" else "path",
+                seq_length,
+                accelerator=accelerator,
+                dropout=dropout,
+                variant=variant,
+                trust_remote_code=trust_remote_code,
+                environment=environment,
+            )
+        except NothingTrainedError:
+            raise
+        except UsageError as error:
+            return Unpredicted(reason=error.problem)
+        # Formulas and the child's answer may fail on an unusual model in any of these ways; the run goes on without.
+        except (DsBenchError, OSError, ValueError, KeyError, TypeError) as error:
+            return Unpredicted(reason=f"{type(error).__name__}: {error}")
+
+    usual = profile(USUAL)
     if isinstance(usual, Unpredicted):
         return usual
     profiles = {}
     for variant in {each for each in variants if each != USUAL and each.loss != "liger"}:  # its kernels need a GPU
-        other = profile(variant=variant)
+        other = profile(variant)
         profiles[variant] = (
             replace(usual, activations={}, stage_3_activations={}, unknown=other.reason)
             if isinstance(other, Unpredicted)
             else other
         )
     return replace(usual, variants=profiles)
-
-
-def _profile_variant(
-    model: ResolvedModel,
-    seq_length: int,
-    accelerator: Accelerator,
-    *,
-    dropout: float | None,
-    variant: Variant,
-    trust_remote_code: bool,
-    environment: Mapping[str, str] | None,
-) -> ModelProfile | Unpredicted:
-    try:
-        if model.facts is not None:
-            kinds = model.facts.config.get("layer_types")
-            if not isinstance(kinds, list) or len(set(map(str, kinds))) < 2:  # else layers differ: measure all of them
-                with contextlib.suppress(UsageError):  # Transformers may still build it whole
-                    return find_profile(
-                        model.facts, seq_length, accelerator=accelerator, dropout=dropout, variant=variant
-                    )
-        return measure_profile(
-            str(model.config.get("path", model.name)),
-            "factory" if model.source == "factory" else "path",
-            seq_length,
-            accelerator=accelerator,
-            dropout=dropout,
-            variant=variant,
-            trust_remote_code=trust_remote_code,
-            environment=environment,
-        )
-    except NothingTrainedError:
-        raise
-    except UsageError as error:
-        return Unpredicted(reason=error.problem)
-    # Formulas and the child's answer may fail on an unusual model in any of these ways; the run goes on without.
-    except (DsBenchError, OSError, ValueError, KeyError, TypeError) as error:
-        return Unpredicted(reason=f"{type(error).__name__}: {error}")
 
 
 def attach_predictions(
@@ -173,14 +156,59 @@ def attach_predictions(
     skip: bool,
     force: bool = False,
 ) -> list[Trial]:
-    """Returns the trials with their predictions, or with a caveat that says why they have none.
+    """Return the trials with their predictions, or with a caveat that says why they have none.
 
-    With ``skip`` those that cannot fit are marked as skipped, but not those that fit tightly. Those that need far more
-    host memory than the node has are marked in any case, unless ``force``.
+    With ``skip``, trials that cannot fit are marked as skipped, but not those that fit tightly. Trials that need far
+    more host memory than the node has are marked in any case, unless ``force``.
     """
-    if isinstance(profile, Unpredicted):
-        return [_with_caveat(trial, f"memory is not predicted: {profile.reason}") for trial in trials]
-    return [_with_prediction(trial, profile, capacity, skip=skip, force=force) for trial in trials]
+
+    def with_prediction(trial: Trial) -> Trial:
+        if trial.unsupported:
+            return trial
+        if isinstance(profile, Unpredicted):
+            return _with_caveat(trial, f"memory is not predicted: {profile.reason}")
+        if tensor_parallel_size(trial.ds_config) > 1:
+            return _with_caveat(trial, "memory is not predicted: AutoTP splits layers, which the formulas do not know")
+        try:
+            prediction = predict(
+                profile,
+                trial.workload,
+                trial.placement,
+                trial.ds_config,
+                engine=trial.configuration.engine,
+                ranks_per_node=trial.placement.ranks_per_node,
+            )
+        except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+            why = f"the configuration's {type(error).__name__} ({error})"
+            return _with_caveat(trial, f"memory is not predicted: {why}")
+        if prediction.unknown is not None:
+            trial = _with_caveat(trial, f"activations are not predicted, the rest is: {prediction.unknown}")
+        if left_out := unpredicted_settings(trial.ds_config):
+            trial = _with_caveat(trial, f"memory is predicted without {' and '.join(left_out)}")
+        skipped = _reason_to_skip(prediction, capacity, skip=skip, force=force)
+        return replace(trial, prediction=prediction.to_dict(), skipped=skipped)
+
+    return [with_prediction(trial) for trial in trials]
+
+
+def _with_caveat(trial: Trial, why: str) -> Trial:
+    return replace(trial, caveats=(*trial.caveats, why))
+
+
+def _reason_to_skip(prediction: Prediction, capacity: MemoryCapacity, *, skip: bool, force: bool) -> str | None:
+    need, host_need = prediction.gpu_bytes, _resident_host_bytes(prediction)
+    there, remedy = None, "leave out --skip-predicted-oom to try it"
+    unit = "of host memory"
+    # The first two are what the user asked to skip; the last protects the machine, and only --force turns it off.
+    if skip and capacity.gpu_bytes is not None and need > capacity.gpu_bytes:
+        there, unit = capacity.gpu_bytes, "per GPU"
+    elif skip and capacity.host_bytes is not None and host_need > capacity.host_bytes:
+        need, there = host_need, capacity.host_bytes
+    elif not force and _far_beyond(host_need, capacity.node_bytes):
+        need, there, remedy = host_need, capacity.node_bytes, "--force tries it"
+    if there is None:
+        return None
+    return f"predicted to need {format_bytes(need)} {unit}, where there is {format_bytes(there)}; {remedy}"
 
 
 class ChangePredictor:
@@ -195,7 +223,7 @@ class ChangePredictor:
     def complete(
         self, trial: Trial, profile: ModelProfile | Unpredicted | None, hidden_size: int | None = None
     ) -> Trial:
-        """The trial with them; as it is without a prediction. ``hidden_size``: see :func:`predict_changes`."""
+        """Return the trial with them; unchanged without a prediction. ``hidden_size``: see :func:`predict_changes`."""
         if trial.prediction is None or not isinstance(profile, ModelProfile):
             return trial
         key = row_key(trial)  # repeats of a row have the same alternatives
@@ -205,10 +233,9 @@ class ChangePredictor:
 
 
 def predict_changes(trial: Trial, profile: ModelProfile, hidden_size: int | None = None) -> dict[str, Any]:
-    """The memory of other configurations of the same workload, and what changes of this one would save.
+    """Return the memory of other configurations of the workload, and what changes of this one would save, as JSON.
 
-    As JSON values, for advice and explanations after the run. ``hidden_size``: of the model, which sizes small
-    buffers; None if it is not known.
+    ``hidden_size``: the model's, which sizes small buffers; None if it is not known.
     """
     workload, config = trial.workload, trial.ds_config
     if workload.pass_type != "train":
@@ -254,57 +281,15 @@ def _far_beyond(need: int | None, node_bytes: int | None) -> bool:
     return need is not None and node_bytes is not None and need > _FAR_BEYOND * node_bytes
 
 
-def _with_caveat(trial: Trial, why: str) -> Trial:
-    return trial if trial.unsupported else replace(trial, caveats=(*trial.caveats, why))
-
-
-def _with_prediction(
-    trial: Trial, profile: ModelProfile, capacity: MemoryCapacity, *, skip: bool, force: bool
-) -> Trial:
-    if trial.unsupported:
-        return trial
-    if tensor_parallel_size(trial.ds_config) > 1:
-        return _with_caveat(trial, "memory is not predicted: AutoTP splits layers, which the formulas do not know")
-    try:
-        prediction = predict(
-            profile,
-            trial.workload,
-            trial.placement,
-            trial.ds_config,
-            engine=trial.configuration.engine,
-            ranks_per_node=trial.placement.ranks_per_node,
-        )
-    except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        return _with_caveat(trial, f"memory is not predicted: the configuration's {type(error).__name__} ({error})")
-    if prediction.unknown is not None:
-        trial = _with_caveat(trial, f"activations are not predicted, the rest is: {prediction.unknown}")
-    if left_out := unpredicted_settings(trial.ds_config):
-        trial = _with_caveat(trial, f"memory is predicted without {' and '.join(left_out)}")
-    host_bytes = _resident_host_bytes(prediction)
-    reason, try_it = None, "leave out --skip-predicted-oom to try it"
-    # The first two are what the user asked to skip; the last protects the machine, and only --force turns it off.
-    if skip and capacity.gpu_bytes is not None and prediction.gpu_bytes > capacity.gpu_bytes:
-        reason = _shortage_text(prediction.gpu_bytes, capacity.gpu_bytes, "per GPU", try_it)
-    elif skip and capacity.host_bytes is not None and host_bytes > capacity.host_bytes:
-        reason = _shortage_text(host_bytes, capacity.host_bytes, "of host memory", try_it)
-    elif not force and capacity.node_bytes is not None and _far_beyond(host_bytes, capacity.node_bytes):
-        reason = _shortage_text(host_bytes, capacity.node_bytes, "of host memory", "--force tries it")
-    return replace(trial, prediction=prediction.to_dict(), skipped=reason)
-
-
 def _resident_host_bytes(prediction: Prediction) -> int:
     """Predicted resident host memory of a node."""
     return sum(size for name, size in prediction.host.items() if prediction.gpu or name not in _NOT_RESIDENT)
 
 
 def peak_host_bytes(trials: Sequence[Trial]) -> int | None:
-    """Returns the most host memory of a node that one of the trials is predicted to take; None without predictions."""
+    """Return the most host memory of a node that one of the trials is predicted to take; None without predictions."""
     predictions = filter(None, map(stored_prediction, trials))
     return max(map(_resident_host_bytes, predictions), default=None)
-
-
-def _shortage_text(need: int, capacity: int, unit: str, remedy: str) -> str:
-    return f"predicted to need {format_bytes(need)} {unit}, where there is {format_bytes(capacity)}; {remedy}"
 
 
 def predicted_over_measured(record: TrialRecord) -> float | None:
@@ -339,7 +324,7 @@ def predicted_over_ledger(record: TrialRecord) -> float | None:
 
 
 def stored_prediction(trial: Trial) -> Prediction | None:
-    """The prediction that a trial was planned with; None without one, and for one of an unknown format."""
+    """Return the prediction that a trial was planned with; None without one, and for one of an unknown format."""
     return None if trial.prediction is None else _read(_ByIdentity(trial.prediction))
 
 

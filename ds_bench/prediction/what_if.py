@@ -1,6 +1,6 @@
-"""Answers before a run: does it fit, how many GPUs does it need, how large may the batch be, which change would help.
+"""Answers before a run: does it fit, how many GPUs does it need, how large can the batch be, which change would help.
 
-It compares predictions of ``memory.predict`` for changed trials and has no formula of its own.
+Every answer compares predictions (``memory.predict``) of changed trials; no formula is here.
 """
 
 from __future__ import annotations
@@ -8,14 +8,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from ..config import axes, deepspeed_config, strategies
 from ..config.deepspeed_config import overlay
 from ..config.spec import Configuration, Placement, Strategy, Workload
 from ..units import format_items
-from .memory import DOES_NOT_FIT, FITS, TIGHT, Alternative, Prediction, Saving, gpu_bytes_by_moment, predict
+from .memory import DOES_NOT_FIT, FITS, TIGHT, Alternative, Prediction, Saving, predict
 from .model_profile import ModelProfile
 
 LARGEST_BATCH = 65536
@@ -40,14 +39,14 @@ class PlannedTrial:
     ranks_per_node: int | None = None
     """GPUs of a node; None: all ranks are on one node."""
     hidden_size: int | None = None
-    """Of the model, from which small buffers are computed; None if it is not known."""
+    """The model's, which decides the size of small buffers; None if unknown."""
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Changes of the DeepSpeed configuration, merged into it by ``deepspeed_config.overlay``."""
     torch_adam: bool = False
     """Whether torch's AdamW is used if the optimizer is not offloaded (``deepspeed_config.complete_config``)."""
 
     def config(self) -> deepspeed_config.Config:
-        """Completes the DeepSpeed configuration that the trial would run with."""
+        """Return the completed DeepSpeed configuration that the trial would run with."""
         # The three batch keys are replaced: a train_batch_size for the unchanged trial would contradict a changed one.
         batch = {
             "train_batch_size": None,
@@ -63,7 +62,6 @@ class PlannedTrial:
         )
 
     def predict(self) -> Prediction:
-        """Predicts the memory of the trial."""
         return predict(
             self.profile,
             self.workload,
@@ -72,11 +70,6 @@ class PlannedTrial:
             engine=self.configuration.engine,
             ranks_per_node=self.ranks_per_node,
         )
-
-    def gpu_bytes_by_moment(self) -> dict[str, Mapping[str, int]]:
-        """What it takes per GPU at every moment of a step, by category (``memory.gpu_bytes_by_moment``)."""
-        engine = self.configuration.engine
-        return gpu_bytes_by_moment(self.profile, self.workload, self.placement, self.config(), engine=engine)
 
 
 Settings = Mapping[str, Any]
@@ -100,16 +93,26 @@ class Change:
 
 
 def alternatives(planned: PlannedTrial) -> list[Alternative]:
-    """Finds the changes that may help, with their memory, in the order of their cost; for advice after the run.
+    """Return the changes that could help, with their memory, in the order of their cost; for advice after the run.
 
-    A change is left out if it needs as much memory as the trial itself, or as a cheaper change does. Changes of the
-    strategy only are compared just with the trial, as the run may show that cheaper ones fail or do not act on what
-    ran out. Only halves of the micro-batch and doublings of the number of GPUs are tried.
+    A change is left out if it needs as much memory as the trial itself, or as a cheaper change does. A change of only
+    the strategy is compared just with the trial, because the run may show that cheaper ones fail or do not act on what
+    ran out. Micro-batches are halved and numbers of GPUs doubled.
     """
+
+    def halves(trial: PlannedTrial) -> Iterator[int]:
+        size = trial.workload.batch_size
+        while size := size // 2:
+            yield size
+
+    def doublings(trial: PlannedTrial) -> Iterator[int]:
+        if trial.configuration.stage:
+            yield from (factor * trial.placement.num_gpus for factor in (2, 4, 8))
+
     unchanged = planned.predict()
     needs = [(unchanged.gpu_bytes, unchanged.host_bytes)]
     found = []
-    for rank, settings in enumerate(_combined(planned, _halves, _more_gpus)):
+    for rank, settings in enumerate(_combined(planned, halves, doublings)):
         changed = with_settings(planned, settings)
         prediction = changed.predict()
         strategy_alone = settings.keys() == {"strategy"}
@@ -118,13 +121,20 @@ def alternatives(planned: PlannedTrial) -> list[Alternative]:
             continue
         if not strategy_alone:
             needs.append((prediction.gpu_bytes, prediction.host_bytes))
-        sizes = {"gpu_bytes": prediction.gpu_bytes, "host_bytes": prediction.host_bytes}
-        found.append(Alternative(settings=settings, rank=rank, layout=changed.configuration.layout, **sizes))
+        found.append(
+            Alternative(
+                settings=settings,
+                rank=rank,
+                gpu_bytes=prediction.gpu_bytes,
+                host_bytes=prediction.host_bytes,
+                layout=changed.configuration.layout,
+            )
+        )
     return found
 
 
 def with_settings(planned: PlannedTrial, settings: Settings) -> PlannedTrial:
-    """Returns the trial with a change."""
+    """Return the trial with a change."""
     for name, value in settings.items():
         if name == "strategy":
             planned = _with_strategy(planned, strategies.named_strategy(value))
@@ -151,27 +161,11 @@ def settings_text(settings: Settings) -> str:
 
 
 def savings(planned: PlannedTrial) -> list[Saving]:
-    """Computes what named changes would save: smaller buffers, activation checkpointing, offload at the same stage.
+    """Return what named changes would save: smaller buffers, activation checkpointing, offload at the same stage.
 
-    Changes that save nothing where the trial trains are left out.
+    Changes that save nothing on the accelerator are left out.
     """
-    now = planned.predict()
-    found = []
-    for name, changes, changed in _named_changes(planned):
-        then = changed.predict()
-        saving = Saving(
-            name=name,
-            changes=changes,
-            gpu_bytes=now.gpu_bytes - then.gpu_bytes,
-            host_bytes=now.host_bytes - then.host_bytes,
-        )
-        if (saving.gpu_bytes if now.gpu else saving.host_bytes) > 0:
-            found.append(saving)
-    return found
-
-
-def _named_changes(planned: PlannedTrial) -> Iterator[tuple[str, dict[str, Any], PlannedTrial]]:
-    configuration, on_gpu = planned.configuration, planned.placement.accelerator == "cuda"
+    now, configuration, on_gpu = planned.predict(), planned.configuration, planned.placement.accelerator == "cuda"
     blocks: list[tuple[str, dict[str, Any]]] = []
     if configuration.is_reference:
         on_gpu = False  # and no buckets of ZeRO
@@ -185,73 +179,59 @@ def _named_changes(planned: PlannedTrial) -> Iterator[tuple[str, dict[str, Any],
         blocks.append(("optimizer offload", {"offload_optimizer": {"device": "cpu", "pin_memory": True}}))
     if on_gpu and configuration.stage == 3 and configuration.layout[1:] == ("cpu", "none"):
         blocks.append(("parameter offload", {"offload_param": {"device": "cpu", "pin_memory": True}}))
+    named: list[tuple[str, Settings, PlannedTrial]] = []
     for name, block in blocks:
-        changes = {f"zero_optimization.{key}": value for key, value in block.items()}
-        yield (
-            name,
-            changes,
-            replace(planned, changes=overlay(planned.changes, {"zero_optimization": block})),
-        )
+        changes: Settings = {f"zero_optimization.{key}": value for key, value in block.items()}
+        named.append((name, changes, replace(planned, changes=overlay(planned.changes, {"zero_optimization": block}))))
     if not planned.workload.activation_checkpointing:
-        yield "activation checkpointing", dict(_CHECKPOINTING), with_settings(planned, _CHECKPOINTING)
-
-
-def _halves(planned: PlannedTrial) -> Iterator[int]:
-    size = planned.workload.batch_size
-    while size := size // 2:
-        yield size
-
-
-def _more_gpus(planned: PlannedTrial) -> Iterator[int]:
-    if planned.configuration.stage:
-        yield from (factor * planned.placement.num_gpus for factor in (2, 4, 8))
+        named.append(("activation checkpointing", _CHECKPOINTING, with_settings(planned, _CHECKPOINTING)))
+    found = []
+    for name, settings, changed in named:
+        then = changed.predict()
+        gpu_bytes, host_bytes = now.gpu_bytes - then.gpu_bytes, now.host_bytes - then.host_bytes
+        if (gpu_bytes if now.gpu else host_bytes) > 0:
+            found.append(Saving(name=name, changes=settings, gpu_bytes=gpu_bytes, host_bytes=host_bytes))
+    return found
 
 
 def fits(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None = None) -> bool:
-    """Whether the trial may fit: its verdict is any other than ``does not fit``."""
+    """Whether the trial can fit: any verdict other than ``does not fit``."""
     return planned.predict().verdict(gpu_bytes, host_bytes) != DOES_NOT_FIT
 
 
 def min_gpus(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None = None) -> int | None:
-    """Finds the fewest GPUs with which the trial fits, in whole nodes above one; None if no number is enough.
+    """Return the fewest GPUs that make the trial fit, in whole nodes above one; None if no number is enough.
 
     If it fits with its own number of GPUs, which need not be whole nodes, the result is not larger than that.
     """
-    fewest, own = _min_gpus_in_whole_nodes(planned, gpu_bytes, host_bytes), planned.placement.num_gpus
+
+    def enough(count: int) -> bool:
+        return fits(_with_gpus(planned, count), gpu_bytes, host_bytes)
+
+    node, own = planned.ranks_per_node or _NODE, planned.placement.num_gpus
+    fewest, too_few = None, 0
+    # 1, 2, 4 … below a node, then 1, 2, 4 … nodes: at least one, even if a node is larger than the most that is tried.
+    counts = [count for power in range(node.bit_length()) if (count := 2**power) < node]
+    counts += [node * 2**power for power in range(max(1, (_MOST_GPUS // node).bit_length()))]
+    # At stage 0 every GPU holds everything, however many there are.
+    for count in counts if planned.configuration.stage else counts[:1]:
+        if enough(count):
+            # Between the last count that does not fit and the first that does, bisect: single GPUs, or whole nodes.
+            unit = 1 if count <= node else node
+            index = bisect_left(range(too_few + unit, count, unit), True, key=enough)
+            fewest = too_few + (index + 1) * unit
+            break
+        too_few = count
     if (fewest is None or fewest > own) and fits(planned, gpu_bytes, host_bytes):
         return own
     return fewest
 
 
 def min_gpus_without_offload(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None = None) -> int | None:
-    """As ``min_gpus``, for the ZeRO stage that needs the fewest GPUs without offloading anything."""
+    """Return ``min_gpus`` of the ZeRO stage that needs the fewest GPUs without offloading anything."""
     stages = (_with_strategy(planned, strategies.ZERO_STAGES[stage]) for stage in (1, 2, 3))
     counts = (min_gpus(staged, gpu_bytes, host_bytes) for staged in stages)
     return min((count for count in counts if count is not None), default=None)
-
-
-def _min_gpus_in_whole_nodes(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None) -> int | None:
-    too_few, node = 0, planned.ranks_per_node or _NODE
-    for count in _doubled_gpus(node):
-        if fits(_with_gpus(planned, count), gpu_bytes, host_bytes):
-            # Between the last count that does not fit and the first that does, bisect: single GPUs, or whole nodes.
-            unit = 1 if count <= node else node
-            between = range(too_few + unit, count, unit)
-            index = bisect_left(between, True, key=lambda gpus: fits(_with_gpus(planned, gpus), gpu_bytes, host_bytes))
-            return too_few + (index + 1) * unit
-        if planned.configuration.stage == 0:
-            return None  # at stage 0 every GPU holds everything, however many there are
-        too_few = count
-    return None
-
-
-def _doubled_gpus(node: int) -> Iterator[int]:
-    """1, 2, 4 … below a node, then 1, 2, 4 … nodes."""
-    # At least one node, should a node be larger than the most that is tried.
-    for count, end in ((1, node - 1), (node, max(node, _MOST_GPUS))):
-        while count <= end:
-            yield count
-            count *= 2
 
 
 def _with_gpus(planned: PlannedTrial, count: int) -> PlannedTrial:
@@ -261,7 +241,7 @@ def _with_gpus(planned: PlannedTrial, count: int) -> PlannedTrial:
 def max_batch(
     planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None = None, *, tight: bool = True
 ) -> int | None:
-    """Finds the largest micro-batch that fits, up to LARGEST_BATCH; None if not even one sequence does.
+    """Return the largest micro-batch that fits, up to LARGEST_BATCH; None if not even one sequence does.
 
     ``tight``: whether a micro-batch whose verdict is ``tight`` counts as fitting.
     """
@@ -280,7 +260,7 @@ def max_batch(
 
 
 def smallest_change(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None = None) -> Change | None:
-    """Finds the cheapest change with which the trial fits; None if it fits already or no change is enough.
+    """Return the cheapest change that makes the trial fit; None if it fits already or no change is enough.
 
     In the order of cost: smaller buckets, activation checkpointing, a smaller micro-batch, the next ZeRO stages,
     offload of the optimizer, of the parameters, both to NVMe, half the GPUs if the host lacks memory, more GPUs; then
@@ -289,10 +269,24 @@ def smallest_change(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | Non
     """
     if fits(planned, gpu_bytes, host_bytes):
         return None
+
+    def largest_batch(trial: PlannedTrial) -> Iterator[int]:
+        if trial.workload.batch_size > 1:
+            size = max_batch(trial, gpu_bytes, host_bytes, tight=False) or max_batch(trial, gpu_bytes, host_bytes)
+            yield from filter(None, [size])
+
+    def other_gpus(trial: PlannedTrial) -> Iterator[int]:
+        # Fewer if the node lacks memory, because every rank takes some of it; then more.
+        if host_bytes is not None and trial.predict().host_bytes > host_bytes:
+            count = min(trial.placement.num_gpus, trial.ranks_per_node or trial.placement.num_gpus)
+            while count := count // 2:
+                yield count
+        needed = min_gpus(trial, gpu_bytes, host_bytes)
+        if needed is not None and needed > trial.placement.num_gpus:
+            yield needed
+
     tight: Change | None = None
-    smaller = partial(_smaller_batch, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
-    others = partial(_on_others, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
-    for settings in _combined(planned, smaller, others):
+    for settings in _combined(planned, largest_batch, other_gpus):
         changed = with_settings(planned, settings)
         prediction = changed.predict()
         verdict = prediction.verdict(gpu_bytes, host_bytes)
@@ -309,9 +303,9 @@ _CHECKPOINTING: Settings = {"activation_checkpointing": True}
 
 
 def _combined(planned: PlannedTrial, smaller: _Numbers, others: _Numbers) -> Iterator[Settings]:
-    """All changes: each alone, then together with those that need no more hardware, then later stages on other GPUs.
+    """Yield single changes, then these with changes that need no more hardware, then later stages on other GPUs.
 
-    ``smaller``: gives the micro-batches to try. ``others``: gives the numbers of GPUs.
+    ``smaller``: yields the micro-batches to try. ``others``: yields the numbers of GPUs.
     """
     cheap: list[Settings] = []
     if not planned.workload.activation_checkpointing:
@@ -329,7 +323,7 @@ def _combined(planned: PlannedTrial, smaller: _Numbers, others: _Numbers) -> Ite
 
 
 def _remedies(planned: PlannedTrial, smaller: _Numbers, others: _Numbers) -> Iterator[Settings]:
-    """Single changes, in the order of their cost."""
+    """Yield single changes, in the order of their cost."""
     if planned.configuration.stage and not planned.configuration.is_reference:
         yield {BUCKET_KEY: SMALL_BUCKET}
     if not planned.workload.activation_checkpointing:
@@ -339,26 +333,8 @@ def _remedies(planned: PlannedTrial, smaller: _Numbers, others: _Numbers) -> Ite
     yield from ({"num_gpus": count} for count in others(planned))
 
 
-def _smaller_batch(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None) -> Iterator[int]:
-    """The largest micro-batch with the verdict ``fits``, else the largest with ``tight``, else nothing."""
-    if planned.workload.batch_size > 1:
-        size = max_batch(planned, gpu_bytes, host_bytes, tight=False) or max_batch(planned, gpu_bytes, host_bytes)
-        yield from filter(None, [size])
-
-
-def _on_others(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None) -> Iterator[int]:
-    """Other numbers of GPUs: fewer if the node lacks memory, as every rank takes some of it; then more."""
-    if host_bytes is not None and planned.predict().host_bytes > host_bytes:
-        count = min(planned.placement.num_gpus, planned.ranks_per_node or planned.placement.num_gpus)
-        while count := count // 2:
-            yield count
-    needed = min_gpus(planned, gpu_bytes, host_bytes)
-    if needed is not None and needed > planned.placement.num_gpus:
-        yield needed
-
-
 def _strategies_with_less_memory(planned: PlannedTrial) -> Iterator[str]:
-    """Names of strategies that keep less on the GPU, in the order of their cost."""
+    """Yield the names of strategies that keep less on the GPU, in the order of their cost."""
     now = planned.configuration
     # A later stage without offload would move the optimizer states of a row that offloads back to the GPU.
     later = [] if now.offloads_optimizer else [f"zero{stage}" for stage in range(now.stage + 1, 4)]

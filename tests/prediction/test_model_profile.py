@@ -21,26 +21,13 @@ from tests.support.model_families import FAMILIES
 from tests.support.real_trials import SUPPORT
 
 GPT2: dict[str, Any] = {
-    "vocab_size": 503,
-    "n_positions": 256,
-    "n_embd": 48,
-    "n_layer": 4,
-    "n_head": 4,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    "tie_word_embeddings": True,
-}
+    "vocab_size": 503, "n_positions": 256, "n_embd": 48, "n_layer": 4, "n_head": 4, "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0, "attn_pdrop": 0.0, "tie_word_embeddings": True,
+}  # fmt: skip
 LLAMA: dict[str, Any] = {
-    "vocab_size": 509,
-    "hidden_size": 64,
-    "intermediate_size": 176,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": 509, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False,
+}  # fmt: skip
 SMALL = {"gpt2": GPT2, "llama": LLAMA}
 
 
@@ -74,7 +61,7 @@ def profiles(answers: dict[str, dict[str, Any]]) -> dict[str, ModelProfile]:
     }
 
 
-def test_a_polynomial_is_worked_by_hand() -> None:
+def test_polynomial_by_hand() -> None:
     # 3 layers, b = 2, s = 5: fixed 7 + 10·(2·5) = 107; a layer 1·5 + 2·(2·5²) = 105.
     polynomial = Polynomial(fixed={"1": 7, "bs": 10}, per_layer={"s": 1, "bss": 2})
     assert polynomial.bytes(3, 2, 5) == 107 + 3 * 105
@@ -82,62 +69,44 @@ def test_a_polynomial_is_worked_by_hand() -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # Transformers renames gradient_checkpointing_enable
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("layers", [6])
 @pytest.mark.parametrize("name", SMALL)
-def test_saved_bytes_are_exact_at_depths_and_sizes_not_measured(
-    name: str, layers: int, checkpointed: bool, profiles: dict[str, ModelProfile]
+def test_bytes_are_exact_at_depths_and_sizes_not_measured(
+    name: str, checkpointed: bool, profiles: dict[str, ModelProfile]
 ) -> None:
-    """A real forward pass on the CPU, with the hook of a run's ledger."""
+    """Saved bytes against a real forward pass on the CPU, with the hook of a run's ledger; the peak against forward and
+    backward of four layers with every live tensor counted, where tokens outweigh gradients."""
     torch = pytest.importorskip("torch")
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from ds_bench.worker import measure_activations as worker
     from ds_bench.worker.ledger import count_activations
+    from ds_bench.worker.model import enable_checkpointing
 
-    depth = {"n_layer" if name == "gpt2" else "num_hidden_layers": layers, "use_cache": False}
+    depth = {"n_layer" if name == "gpt2" else "num_hidden_layers": 6, "use_cache": False}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(name, **{**SMALL[name], **depth}), dtype=torch.bfloat16
     ).train()
+    worker._adapt_transformers()
+    fake = worker.build_fake_model({"model_type": name, "config": SMALL[name]}, torch.bfloat16, layers=4)[0]
     if checkpointed:
-        _checkpoint(model)
+        enable_checkpointing(model)
+        enable_checkpointing(fake)
     ids = torch.randint(0, 500, (3, 80))
     _, tiers = count_activations(lambda: model(input_ids=ids, labels=ids).loss, list(model.parameters()))
     found = profiles[name].activations_in("bf16")
-    assert (found.checkpointed if checkpointed else found.plain).bytes(layers, 3, 80) == tiers["cpu"]
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # Transformers renames gradient_checkpointing_enable
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("name", SMALL)
-def test_the_peak_of_a_whole_pass_is_saved_bytes_and_the_loss(
-    name: str, checkpointed: bool, profiles: dict[str, ModelProfile]
-) -> None:
-    """Forward and backward of four layers with every live tensor counted, where tokens outweigh gradients."""
-    pytest.importorskip("torch")
-    import torch
-
-    from ds_bench.worker import measure_activations as worker
-
-    worker._adapt_transformers()
-    model = worker.build_fake_model({"model_type": name, "config": SMALL[name]}, torch.bfloat16, layers=4)[0]
-    if checkpointed:
-        _checkpoint(model)
-    with next(model.parameters()).fake_mode, worker.LiveBytes() as live:
-        model(**worker.make_fake_tokens(24, 200)).loss.backward()
-    found = profiles[name].activations_in("bf16")
+    assert found is not None
     kept = found.checkpointed if checkpointed else found.plain
+    assert kept is not None
+    assert kept.bytes(6, 3, 80) == tiers["cpu"]
+    with next(fake.parameters()).fake_mode, worker.LiveBytes() as live:
+        fake(**worker.make_fake_tokens(24, 200)).loss.backward()
     loss = found.loss.bytes(4, 24, 200) - found.plain.bytes(4, 24, 200)
     assert kept.bytes(4, 24, 200) + loss == pytest.approx(live.peak, rel=0.02)
 
 
-def _checkpoint(model: Any) -> None:
-    from ds_bench.worker.model import enable_checkpointing
-
-    enable_checkpointing(model)
-
-
 @pytest.mark.parametrize("name", SMALL)
-def test_tensors_are_those_of_the_model_in_order_and_a_tied_head_is_none(
+def test_tensors_are_the_models_in_order_and_a_tied_head_counts_once(
     name: str, profiles: dict[str, ModelProfile]
 ) -> None:
     profile, facts = profiles[name], facts_from_config(name, name, SMALL[name])
@@ -169,24 +138,14 @@ def test_the_loss_takes_its_logits_about_three_times_in_fp32() -> None:
     assert extra / (2 * 1024 * 128_256) == pytest.approx(8, rel=0.02)
 
 
-def test_a_sliding_window_changes_the_table_from_its_length_on() -> None:
+def test_sliding_window_adds_a_mask_from_its_length_on() -> None:
     facts = preset("mistralai/Mistral-7B-v0.1")
     short, long = (find_profile(facts, length).activations_in("bf16").plain for length in (4095, 4096))
     assert not any("ss" in term for term in short.per_layer | short.fixed)
     assert long.bytes(32, 1, 8192) > short.bytes(32, 1, 8192) + 8192**2
 
 
-def test_an_architecture_that_cannot_be_built_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(
-        model_profile, "measure_profiles", lambda _requests, **_: [{"error": "ValueError: no such thing"}]
-    )
-    facts = facts_from_config("mine", "gpt2", {**GPT2, "n_embd": 96})
-    with pytest.raises(UsageError, match=r"^the activations of mine cannot be measured: ValueError: no such thing"):
-        find_profile(facts, 64)
-
-
-def test_what_was_measured_once_is_kept(
+def test_measured_profile_is_cached_and_an_error_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any], profiles: dict[str, ModelProfile]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -202,12 +161,9 @@ def test_what_was_measured_once_is_kept(
     assert find_profile(facts, 64) == profiles["gpt2"]
     assert find_profile(deeper, 128).layers == 9  # another depth or length is no other architecture
     assert len(asked) == 1
-
-
-def test_a_child_that_dies_leaves_its_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    (answer,) = model_profile.measure_profiles([{}])
-    assert answer["error"].startswith("the measuring process ended")
+    monkeypatch.setattr(model_profile, "measure_profiles", lambda *_, **__: [{"error": "ValueError: no such thing"}])
+    with pytest.raises(UsageError, match=r"^the activations of mine cannot be measured: ValueError: no such thing"):
+        find_profile(facts_from_config("mine", "gpt2", {**GPT2, "n_embd": 96}), 64)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # Transformers renames gradient_checkpointing_enable

@@ -1,0 +1,115 @@
+"""Answers drawn from predictions: how many GPUs, which micro-batch, which change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_bench.config.spec import Configuration
+from ds_bench.prediction.memory import DOES_NOT_FIT, FITS
+from ds_bench.prediction.model_profile import Activations, Polynomial, find_profile
+from ds_bench.prediction.what_if import PlannedTrial, fits, max_batch, min_gpus, smallest_change
+from tests.support.fakes import preset, zero
+from tests.support.predictions import EVERY, GB, TOY, ask, llama
+
+
+def test_min_gpus_is_enough_and_one_less_is_not() -> None:
+    question, card = llama(zero(3), 1), 40 * GB
+    count = min_gpus(question, card)
+    assert count is not None
+    assert 1 < count <= 8
+    for ranks, enough in ((count, True), (count - 1, False)):
+        there = replace(question, placement=replace(question.placement, num_gpus=ranks))
+        assert fits(there, card) is enough
+    # No number helps a strategy that splits nothing; above a node, whole nodes count.
+    assert min_gpus(llama(zero(0)), 80 * GB) is None
+    several = min_gpus(replace(question, ranks_per_node=6), 20 * GB)
+    assert several is not None
+    assert several > 6
+    assert several % 6 == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(EVERY), st.integers(1, 40), st.integers(8, 80), st.sampled_from([1, 4, 6, 8]))
+def test_min_gpus_never_contradict_the_verdict(strategy: Configuration, ranks: int, card_gb: int, node: int) -> None:
+    question, card, host = replace(llama(strategy, ranks), ranks_per_node=node), card_gb * GB, 300 * GB
+    if fits(question, card, host):
+        count = min_gpus(question, card, host)
+        assert count is not None
+        assert count <= ranks
+
+
+def test_max_batch_fits_and_one_more_does_not() -> None:
+    question, card = llama(zero(3)), 80 * GB
+    size = max_batch(question, card)
+    assert size is not None
+    for batch, enough in ((size, True), (size + 1, False)):
+        assert fits(replace(question, workload=replace(question.workload, batch_size=batch)), card) is enough
+    assert max_batch(llama(zero(0)), 24 * GB) is None
+
+
+def on_nodes(question: PlannedTrial, ranks_per_node: int) -> PlannedTrial:
+    return replace(question, ranks_per_node=ranks_per_node)
+
+
+def gpt2(**work: Any) -> PlannedTrial:
+    question = ask(zero(0), 1, model=find_profile(preset("gpt2"), 1024), **{"seq_length": 1024, **work})
+    return replace(question, changes={})
+
+
+def heavy_toy() -> PlannedTrial:
+    """Layers that take 100 MB each of a sequence, but 1 MB with checkpointing."""
+    activations = Activations(
+        plain=Polynomial(fixed={}, per_layer={"bs": 100 * 2**20}),
+        checkpointed=Polynomial(fixed={}, per_layer={"bs": 2**20}),
+        loss=Polynomial(fixed={"bs": 150 * 2**20}, per_layer={"bs": 100 * 2**20}),
+    )
+    return ask(zero(1), model=replace(TOY, activations={"bf16": activations}), batch_size=64)
+
+
+def test_smallest_change(subtests: pytest.Subtests) -> None:
+    eight = on_nodes(llama(zero(3), 8), 8)
+    host_of_six = eight.predict().host_bytes * 3 // 4
+    toy = heavy_toy()
+    one = replace(toy, workload=replace(toy.workload, activation_checkpointing=True, batch_size=1))
+    three = ["activation_checkpointing", "strategy", "num_gpus"]
+    room_for_one = int(one.predict().gpu_bytes * 1.12)
+    for name, question, card, host, settings_, fit in (
+        ("fits already", llama(zero(3)), 80 * GB, None, None, None),
+        ("too small for anything", llama(zero(0)), GB // 4, None, None, None),
+        ("the gentlest first", llama(zero(3), 8, batch_size=6), 80 * GB, None, ["activation_checkpointing"], FITS),
+        ("two changes", llama(zero(1), 2, batch_size=8), 24 * GB, None,
+         ["activation_checkpointing", "strategy"], None),
+        ("two before three", toy, room_for_one, None, ["activation_checkpointing", "batch_size"], None),
+        ("too many ranks for the host", eight, 192 * GB, host_of_six, ["num_gpus"], None),
+        # 64 processes take 96 GB of host memory, so a later stage on fewer GPUs.
+        ("host is short", on_nodes(llama(zero(0), 64), 64), 22 * GB, 32 * GB, three, None),
+        # The host has no room for any offload, so a later stage on more GPUs.
+        ("no room to offload", llama(zero(0), 1), 22 * GB, 16 * GB, three, None),
+    ):  # fmt: skip
+        with subtests.test(name):
+            change = smallest_change(question, card, host)
+            assert (change and list(change.settings)) == settings_
+            if change is not None:
+                verdict = change.prediction.verdict(card, host)
+                assert verdict == fit if fit else verdict != DOES_NOT_FIT
+                assert change.prediction == change.trial.predict()
+    four = smallest_change(eight, 192 * GB, host_of_six)
+    assert four is not None
+    assert four.text == "4 GPUs"
+
+
+def test_smaller_batch_that_fits_is_preferred_to_a_tight_one() -> None:
+    question, card = gpt2(batch_size=32), 14 * GB + GB * 6 // 10
+    tight, roomy = max_batch(question, card), max_batch(question, card, tight=False)
+    change = smallest_change(question, card)
+    assert tight is not None
+    assert roomy is not None
+    assert roomy < tight
+    assert change is not None
+    assert change.text == f"batch size {roomy}"
+    assert change.prediction.verdict(card) == FITS
