@@ -1,14 +1,14 @@
 """Saves baselines and compares results with them: passed, a regression, or not comparable.
 
-A change is a regression if it is larger than the entry's tolerance and, if three or more runs on both sides allow a
-test, larger than the noise between runs.
+A change is a regression if it is larger than the entry's tolerance and, if both sides have the three runs that a test
+needs, larger than the noise between runs.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class BaselineComparison:
     passed: bool | None
     """False: a regression. None: not comparable, neither passed nor a regression."""
     message: str
-    """One line: the figures and why."""
+    """One line: the figures and the reason."""
     baseline: BaselineEntry | None = None
     """None if no baseline has that name: the result has passed, and the message says so."""
     throughput_ratio: float | None = None
@@ -47,9 +47,9 @@ class BaselineComparison:
     """Any of ``throughput``, ``memory``, ``status`` (it no longer trains, or a caveat disqualifies its figures) and
     ``missing`` (the result has no such row)."""
     unmatched: bool = False
-    """True if the row trained and no baseline has its name, so that it is not guarded. False for a row that failed."""
+    """The row trained and no baseline has its name, so that it is not guarded. False for a row that failed."""
     noisy: bool = False
-    """True if it passed, but the runs vary so much that a regression beyond the tolerance would not be detected."""
+    """It passed, but the runs vary so much that a regression beyond the tolerance would go undetected."""
 
     @property
     def comparable(self) -> bool:
@@ -63,7 +63,7 @@ class BaselineComparison:
 
 
 def save_baseline(entry: BaselineEntry, path: Path | str = DEFAULT_PATH) -> None:
-    """Writes the entry, replacing one of the same name; unknown keys of that entry are kept. Raises UsageError."""
+    """Write the entry, replacing one of the same name; unknown keys of that entry are kept. Raises UsageError."""
     store.edit(
         Path(path), lambda entries: {**entries, entry.name: _with_unknown_keys(entries.get(entry.name, {}), entry)}
     )
@@ -72,125 +72,94 @@ def save_baseline(entry: BaselineEntry, path: Path | str = DEFAULT_PATH) -> None
 def save_results(
     results: Iterable[BenchmarkResult], path: Path | str = DEFAULT_PATH, tolerance: float | None = None
 ) -> list[BaselineEntry]:
-    """Saves all results in one write. ``tolerance``: None keeps that of an existing entry, 0.05 for a new one."""
+    """Save all results in one write. ``tolerance``: None keeps that of an existing entry, 0.05 for a new one."""
     saved: list[BaselineEntry] = []
 
     def change(entries: store.Entries) -> store.Entries:
         changed = dict(entries)
         for result in results:
-            before = changed.get(result.name)
+            before = changed.get(result.name, {})
             new_tolerance = tolerance
             if new_tolerance is None:
                 new_tolerance = _entry(result.name, before, path).tolerance if before else DEFAULT_TOLERANCE
-            entry = BaselineEntry.of(result, new_tolerance)
-            changed[result.name] = _with_unknown_keys(before or {}, entry)
-            saved.append(entry)
+            saved.append(BaselineEntry.of(result, new_tolerance))
+            changed[result.name] = _with_unknown_keys(before, saved[-1])
         return changed
 
     store.edit(Path(path), change)
     return saved
 
 
-def _with_unknown_keys(before: dict[str, object], entry: BaselineEntry) -> dict[str, object]:
-    return {**entry.to_dict(), **{key: value for key, value in before.items() if key not in BaselineEntry.KEYS}}
+def _with_unknown_keys(before: Mapping[str, object], entry: BaselineEntry) -> dict[str, object]:
+    known = {each.name for each in fields(BaselineEntry)}
+    return {**entry.to_dict(), **{key: value for key, value in before.items() if key not in known}}
 
 
 def load_baseline(name: str, path: Path | str = DEFAULT_PATH) -> BaselineEntry | None:
-    """The entry of that name; None if the entry or the file does not exist. Raises UsageError if it is invalid."""
+    """Return the entry of that name; None if entry or file do not exist. Raises UsageError if it is invalid."""
     entries = store.read(Path(path)) or {}
     return _entry(name, entries[name], path) if name in entries else None
 
 
 def missing_baselines(results: Sequence[BenchmarkResult], path: Path | str = DEFAULT_PATH) -> list[BaselineEntry]:
-    """Entries of the file that are expected beside these results and are not among them.
+    """Return the entries of the file that are expected next to these results but are missing.
 
-    An entry is expected beside a result if both are of one saved run (``BaselineEntry.run_id``) or, where the file has
-    no run names, of one script and one workload. A limit set by hand is never expected. Raises UsageError if the file
+    An entry is expected next to a result if both are from one saved run (``BaselineEntry.run_id``) or, if the file has
+    no run names, from one script and one workload. A limit set by hand is never expected. Raises UsageError if the file
     is invalid.
     """
     entries = [_entry(name, data, path) for name, data in (store.read(Path(path)) or {}).items()]
     names = {result.name for result in results}
     runs = {entry.run_id for entry in entries if entry.name in names and entry.run_id}
-    workloads = [_common_workload(result.workload) for result in results if result.workload]
+
+    def shared(workload: Mapping[str, Any]) -> tuple[object, ...]:
+        keys = ("model", "batch_size", "seq_length", "grad_accum", "precision", "activation_checkpointing", "num_gpus")
+        # Rows of zero_stage_comparison.py are called zeroN, rows of the other script are not.
+        by_stage = workload.get("strategy") == f"zero{workload.get('stage')}"
+        return (by_stage, *(workload.get(key) for key in keys))
+
+    workloads = [shared(result.workload) for result in results if result.workload]
     return [
         entry
         for entry in entries
         if entry.name not in names
-        and (
-            entry.run_id in runs
-            or (entry.run_id is None and entry.workload and _common_workload(entry.workload) in workloads)
-        )
+        and (entry.run_id in runs or (entry.run_id is None and entry.workload and shared(entry.workload) in workloads))
     ]
 
 
-def _common_workload(workload: Mapping[str, Any]) -> tuple[object, ...]:
-    """What the rows of one result have in common: the script, the workload and the number of ranks."""
-    shared = ("model", "batch_size", "seq_length", "grad_accum", "precision", "activation_checkpointing", "num_gpus")
-    # Rows of zero_stage_comparison.py are called zeroN; this tells them from rows of the other script.
-    by_stage = workload.get("strategy") == f"zero{workload.get('stage')}"
-    return (by_stage, *(workload.get(key) for key in shared))
-
-
-def _entry(name: str, data: dict[str, object], path: Path | str) -> BaselineEntry:
+def _entry(name: str, data: Mapping[str, object], path: Path | str) -> BaselineEntry:
     try:
         return BaselineEntry.from_dict({**data, "name": name})
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{path}: baseline {name!r}: {error}", remedy="correct it, or save it anew") from None
+        raise UsageError(f"{path}: baseline {name!r}: {error}", remedy="correct it, or save it again") from None
 
 
 def compare_to_baseline(
     result: BenchmarkResult, baseline: BaselineEntry | None = None, *, path: Path | str = DEFAULT_PATH
 ) -> BaselineComparison:
-    """Compares a result with a baseline. ``baseline``: None takes the entry of the result's name from ``path``.
+    """Compare a result with a baseline. ``baseline``: None takes the entry of the result's name from ``path``.
 
     Raises UsageError if the file is invalid.
     """
     baseline = load_baseline(result.name, path) if baseline is None else baseline
+    unusable = None
+    if not result.succeeded:
+        unusable = f"it ended with {result.status}{f': {result.error}' if result.error else ''}"
+    elif result.doubts:
+        unusable = f"its figures must not be used: {'; '.join(result.doubts)}"
     if baseline is None:
-        unusable = _unusable_reason(result)
-        text = f"no baseline of this name; {unusable}" if unusable else "no baseline of this name"
+        text = "; ".join(filter(None, ["no baseline of this name", unusable]))
         return BaselineComparison(name=result.name, passed=True, message=text, unmatched=not unusable)
-    # Before the status: what fails on another machine or with other versions is no regression of the code.
+    # Before the status: what fails on another machine or with other versions is not a regression of the code.
     reasons = list(_incomparable_reasons(result, baseline))
     if reasons:
         text = f"not comparable with the baseline: {'; '.join(reasons)}"
         return BaselineComparison(name=result.name, passed=None, message=text, baseline=baseline)
-    if unusable := _unusable_reason(result):
+    if unusable:
         text = f"regression: {unusable}; the baseline ran"
         return BaselineComparison(
             name=result.name, passed=False, message=text, baseline=baseline, regressions=("status",)
         )
-    return _compare_figures(result, baseline)
-
-
-def _unusable_reason(result: BenchmarkResult) -> str | None:
-    """Why the result has no usable figures: it failed, or a caveat disqualifies them. None if they are usable."""
-    if not result.succeeded:
-        return f"it ended with {result.status}{f': {result.error}' if result.error else ''}"
-    return f"its figures are not to be used: {'; '.join(result.doubts)}" if result.doubts else None
-
-
-def _incomparable_reasons(result: BenchmarkResult, baseline: BaselineEntry) -> Iterator[str]:
-    """Differences of hardware, versions and workload; workload fields are compared if both sides have them."""
-    # Neither ran to its end, which says nothing about the code.
-    if result.status in (INTERRUPTED, SKIPPED):
-        yield f"it ended with {result.status}"
-    if not baseline.set_by_hand:
-        if result.environment is None or baseline.environment is None:
-            side = "result" if result.environment is None else "baseline"
-            yield f"the {side} does not tell its hardware and versions"
-        else:
-            yield from comparability_differences(result.environment, baseline.environment)
-    for key, ours in {**result.workload, "memory": result.memory}.items():
-        theirs = baseline.memory if key == "memory" else baseline.workload.get(key)
-        # Another DeepSpeed configuration may be the change that is checked: a remark, no obstacle (_remarks).
-        if key != "ds_config" and None not in (ours, theirs) and ours != theirs:
-            yield f"{key} {ours} against {theirs}"
-    if result.succeeded and not _compare_metrics(result, baseline):
-        yield "no figure is known on both sides"
-
-
-def _compare_figures(result: BenchmarkResult, baseline: BaselineEntry) -> BaselineComparison:
     metrics, tolerance = _compare_metrics(result, baseline), baseline.tolerance
     regressed = [metric for metric in metrics if metric.regressed(tolerance)]
     # What other programs took from the processors slows a row down, whatever its code: neither passed nor a regression.
@@ -212,8 +181,28 @@ def _compare_figures(result: BenchmarkResult, baseline: BaselineEntry) -> Baseli
     )
 
 
+def _incomparable_reasons(result: BenchmarkResult, baseline: BaselineEntry) -> Iterator[str]:
+    """Differences of hardware, versions and workload; workload fields are compared if both sides have them."""
+    # Neither ran to its end, which says nothing about the code.
+    if result.status in (INTERRUPTED, SKIPPED):
+        yield f"it ended with {result.status}"
+    if not baseline.set_by_hand:
+        if result.environment is None or baseline.environment is None:
+            side = "result" if result.environment is None else "baseline"
+            yield f"the {side} does not name its hardware and versions"
+        else:
+            yield from comparability_differences(result.environment, baseline.environment)
+    for key, ours in {**result.workload, "memory": result.memory}.items():
+        theirs = baseline.memory if key == "memory" else baseline.workload.get(key)
+        # Another DeepSpeed configuration may be the change that is checked, so it is only a remark.
+        if key != "ds_config" and None not in (ours, theirs) and ours != theirs:
+            yield f"{key} {ours} against {theirs}"
+    if result.succeeded and not _compare_metrics(result, baseline):
+        yield "no figure is known on both sides"
+
+
 def _remarks(result: BenchmarkResult, baseline: BaselineEntry, metrics: Sequence[_MetricComparison]) -> Iterator[str]:
-    """Remarks that do not change the verdict."""
+    """Yield what does not change the verdict."""
     if any(metric.interval is None for metric in metrics):
         variation = max(result.step_variation or 0.0, baseline.step_variation or 0.0)
         guide = f" (steps vary by {units.format_percent(variation)}, a rough guide only)" if variation else ""
@@ -252,13 +241,13 @@ class _MetricComparison:
         return self.kind == "memory"
 
     def exceeds(self, tolerance: float) -> bool:
-        """True if the change for the worse is larger than ``tolerance``, a fraction of the baseline."""
+        """Whether the change for the worse is larger than ``tolerance``, a fraction of the baseline."""
         if self.more_is_worse:
             return self.value > self.baseline * (1 + tolerance) * (1 + _ROUNDING)
         return self.value < self.baseline * (1 - tolerance) * (1 - _ROUNDING)
 
     def regressed(self, tolerance: float) -> bool:
-        """True if the change for the worse is larger than the tolerance and, if tested, than the noise between runs."""
+        """Whether the change for the worse exceeds the tolerance and, if tested, the noise between runs."""
         if not self.exceeds(tolerance) or self.interval is None:
             return self.exceeds(tolerance)
         above_noise = self.interval.low > 1 if self.more_is_worse else self.interval.high < 1
@@ -269,14 +258,14 @@ class _MetricComparison:
         """The largest change for the worse, as a fraction, that the noise would hide; None if not tested."""
         if self.interval is None:
             return None
-        # On logarithms the interval keeps its width wherever the ratio lies: it leaves out 1 from these factors on.
+        # On logarithms the width of the interval does not depend on the ratio: it excludes 1 from these factors on.
         centre, low, high = self.interval.ratio, self.interval.low, self.interval.high
         if self.more_is_worse:
             return centre / low - 1 if low > 0 else math.inf
         return 1 - centre / high
 
     def noisy(self, tolerance: float) -> bool:
-        """True if a regression beyond the tolerance is possible by the interval and would not be detected."""
+        """Whether the interval allows a regression beyond the tolerance that would go undetected."""
         if self.interval is None or self.undetectable_change is None or self.regressed(tolerance):
             return False
         worst = self.interval.high - 1 if self.more_is_worse else 1 - self.interval.low
@@ -303,7 +292,7 @@ class _MetricComparison:
         if self.interval is None:
             return text
         ends = f"(95 % interval {_format_change(self.interval.low)} to {_format_change(self.interval.high)})"
-        # An interval without width is of runs that are all equal: there is no noise to be inside of.
+        # An interval without width comes from equal runs: they have no noise to be inside of.
         if self.interval.distinguishable or self.interval.low == self.interval.high:
             return f"{text} {ends}"
         return f"{text}{' but' if exceeds else ' and'} inside the noise {ends}"
@@ -314,18 +303,22 @@ def _format_change(ratio: float) -> str:
 
 
 def _compare_metrics(result: BenchmarkResult, baseline: BaselineEntry) -> list[_MetricComparison]:
-    """Throughput and peak memory, if both sides have them."""
+    """Compare throughput and peak memory, if both sides have them."""
+
+    def format_mb(count: float) -> str:
+        return units.format_bytes(count * units.BYTES_PER_MB)
+
     memory = {"gpu": "peak GPU memory", "host": "peak CPU memory", None: "peak memory"}[result.memory]
     metrics = []
     for kind, label, name, runs_name, format_value in (
         ("throughput", "tokens/s", "throughput_tokens_per_sec", "tokens_per_sec_runs", units.format_count),
-        ("memory", memory, "peak_memory_mb", "peak_memory_mb_runs", _format_mb),
+        ("memory", memory, "peak_memory_mb", "peak_memory_mb_runs", format_mb),
     ):
         value, baseline_value = getattr(result, name), getattr(baseline, name)
         if value is None or baseline_value is None:
             continue
         interval = ratio_interval(getattr(result, runs_name), getattr(baseline, runs_name))
-        # Host memory is that of a result of the CPU accelerator, whose ranks share their processors.
+        # Only results of the CPU accelerator, whose ranks share their processors, have host memory.
         if interval is not None and result.memory == "host":
             interval = interval.on_shared_processor
         metrics.append(
@@ -334,7 +327,3 @@ def _compare_metrics(result: BenchmarkResult, baseline: BaselineEntry) -> list[_
             )
         )
     return metrics
-
-
-def _format_mb(count_mb: float) -> str:
-    return units.format_bytes(count_mb * units.BYTES_PER_MB)

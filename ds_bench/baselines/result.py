@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..analysis.intervals import geometric_mean
 from ..analysis.provenance import unnamed_values
 from ..config.caveats import CPU_KINDS, CaveatKind
-from ..config.spec import Trial, point_text
+from ..config.spec import point_text
 from ..records.schema import SUCCESS, measured_values
 from ..system.environment import Environment
 
@@ -143,24 +143,16 @@ _WORKLOAD_FACTS = (
 )  # fmt: skip
 
 
-def _other_data_and_point(trial: Trial) -> Iterator[str]:
-    """The file of a trial that does not train on random ids, and values of a sweep's point that no other part shows."""
-    if trial.workload.data_path is not None:
-        yield f"data {Path(trial.workload.data_path).name}"
-    yield from (point_text({path: value}) for path, value in unnamed_values(trial))
-
-
-def _plain_text(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._+]+", "_", text).strip("_")
-
-
 def baseline_name(run: Run) -> str:
-    """``<model>/<strategy>``, then the values that are not the scripts' defaults, as in ``/batch8-seq1024-4ranks``.
+    """Return ``<model>/<strategy>``, then the values that are not the scripts' defaults: ``/batch8-seq1024-4ranks``.
 
-    Depends on the row alone, not on the other rows. Hardware, versions and the DeepSpeed configuration are left out, so
-    that a row keeps its name, and its baseline, when these change.
+    It does not depend on other rows. Hardware, versions and the DeepSpeed configuration are left out, so that a row
+    keeps its name, and its baseline, when these change.
     """
     facts, workload = workload_facts(run), run.trial.workload
+    # The file of token ids, and values of a sweep's point that no other part shows.
+    texts = [] if workload.data_path is None else [f"data {Path(workload.data_path).name}"]
+    texts += [point_text({path: value}) for path, value in unnamed_values(run.trial)]
     by_stage = facts["strategy"] == f"zero{facts['stage']}"
     parts = (
         # Written out, so that another default of a flag does not rename baselines that are stored.
@@ -173,7 +165,7 @@ def baseline_name(run: Run) -> str:
         (f"{facts['num_gpus']}ranks", facts["num_gpus"] != 1),
         (workload.pass_type, workload.pass_type != "train"),
         ("not_synchronized", not workload.synchronized),
-        *((_plain_text(text), True) for text in _other_data_and_point(run.trial)),
+        *((re.sub(r"[^A-Za-z0-9._+]+", "_", text).strip("_"), True) for text in texts),
     )
     suffix = "-".join(text for text, differs in parts if differs)
     return "/".join([facts["model"], facts["strategy"], *([suffix] if suffix else [])])

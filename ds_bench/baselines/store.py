@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from .. import __version__
 from ..errors import UsageError
@@ -42,10 +42,7 @@ _SHARED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineEntry:
-    """One baseline. An entry of the first six fields alone is a limit set by hand."""
-
-    KEYS: ClassVar[frozenset[str]]
-    """Keys of an entry that this version writes; other keys in the file are kept as they are."""
+    """One baseline. An entry with only the first six fields is a limit set by hand."""
 
     name: str
     throughput_tokens_per_sec: float | None = None
@@ -69,11 +66,11 @@ class BaselineEntry:
     step_variation: float | None = None
     """Coefficient of variation of step times inside a run."""
     workload: Mapping[str, Any] = field(default_factory=dict)
-    """Facts that must be equal in a result that is compared (``result.workload_facts``)."""
+    """Facts that must be equal in a compared result (``result.workload_facts``)."""
     environment: Environment | None = None
     """Hardware and versions, which must be equal."""
     run_id: str | None = None
-    """Name of the run that was saved: a result that is checked is expected to have all rows of a run."""
+    """Name of the saved run, all rows of which are expected in a result that is checked."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -89,34 +86,42 @@ class BaselineEntry:
 
     @property
     def set_by_hand(self) -> bool:
-        """True if the entry is a limit that a user chose, not a measurement; such a limit applies on any machine."""
+        """Whether the entry is a limit that a user chose, which applies on any machine, and not a measurement."""
         return self.environment is None and not self.workload
 
     @classmethod
     def of(cls, result: BenchmarkResult, tolerance: float = DEFAULT_TOLERANCE) -> BaselineEntry:
-        """The baseline with the name and figures of ``result``. Raises ValueError if the result did not succeed."""
+        """Return the baseline with the name and figures of ``result``. Raises ValueError if it did not succeed."""
         if not result.succeeded:
             raise ValueError(f"{result.name} ended with {result.status}: not a baseline")
         return cls(name=result.name, tolerance=tolerance, **{key: getattr(result, key) for key in _SHARED})
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values: the six keys that every entry has, then the others that are known."""
+        """Return JSON values: the six keys that every entry has, then the others that are known."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        # Not asdict(), which would write the host name and all variables into a file that is committed.
-        values["environment"] = None if self.environment is None else _environment_to_dict(self.environment)
+        if self.environment is not None:
+            # Not asdict(), which would write the host name and all variables into a file that is committed.
+            known = {name: getattr(self.environment, name) for name in _HOST}
+            packages = self.environment.packages
+            known["packages"] = {name: packages[name] for name in _PACKAGES if name in packages}
+            known["gpus"] = [{name: getattr(gpu, name) for name in _GPU} for gpu in self.environment.gpus]
+            values["environment"] = known
         more = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
         return {key: value for key, value in more.items() if key in _ALWAYS or value not in (None, [], {})}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> BaselineEntry:
-        """The inverse of :meth:`to_dict`; unknown keys are ignored. Raises ValueError for other shapes."""
+        """Invert :meth:`to_dict`; unknown keys are ignored. Raises ValueError for other shapes."""
         environment = data.get("environment")
         if isinstance(environment, dict):
-            data = {**data, "environment": _with_fields_left_out(environment)}
+            # With the fields that every Environment has; they are not compared.
+            gpus = environment.get("gpus", [])
+            if isinstance(gpus, list):
+                gpus = [{"index": index, **gpu} if isinstance(gpu, dict) else gpu for index, gpu in enumerate(gpus)]
+            data = {**data, "environment": {"hostname": "", **environment, "gpus": gpus}}
         return json_files.build(cls, data, unknown_keys="ignore")
 
 
-BaselineEntry.KEYS = frozenset(each.name for each in fields(BaselineEntry))
 _ALWAYS = ("name", "throughput_tokens_per_sec", "peak_memory_mb", "tolerance", "version", "timestamp")
 
 
@@ -125,32 +130,17 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _environment_to_dict(environment: Environment) -> dict[str, Any]:
-    """Only the facts that decide whether two results compare."""
-    versions = {name: environment.packages[name] for name in _PACKAGES if name in environment.packages}
-    gpus = [{name: getattr(gpu, name) for name in _GPU} for gpu in environment.gpus]
-    return {**{name: getattr(environment, name) for name in _HOST}, "packages": versions, "gpus": gpus}
-
-
-def _with_fields_left_out(environment: dict[str, Any]) -> dict[str, Any]:
-    """An environment of ``_environment_to_dict`` with the fields that every Environment has; none is compared."""
-    gpus = environment.get("gpus", [])
-    if isinstance(gpus, list):
-        gpus = [{"index": index, **gpu} if isinstance(gpu, dict) else gpu for index, gpu in enumerate(gpus)]
-    return {"hostname": "", **environment, "gpus": gpus}
-
-
 # ------------------------------------------------------------------ the file
 
 Entries = dict[str, dict[str, Any]]
-"""Name → entry, as it stands in the file."""
+"""Name → entry as written in the file."""
 
 _LARGEST_BYTES = 2**26
-_REMEDY = "restore it from version control, or remove it and save anew"
+_REMEDY = "restore it from version control, or remove it and save again"
 
 
 def read(path: Path) -> Entries | None:
-    """All entries, not validated; None if the file does not exist. Raises UsageError for any other form."""
+    """Return all entries, not validated; None if the file does not exist. Raises UsageError for any other form."""
     try:
         data = files.read_bytes(path, _LARGEST_BYTES)
     except FileNotFoundError:
@@ -160,7 +150,7 @@ def read(path: Path) -> Entries | None:
         raise json_files.unreadable(path, error, "file of baselines", remedy) from None
     try:
         value = json_files.parse_json(data)
-        # pydantic's parser takes the last of two equal keys and does not tell.
+        # pydantic's parser silently takes the last of two equal keys.
         json.loads(data, object_pairs_hook=_refuse_repeated_keys)
     except InvalidJsonError as error:
         raise UsageError(f"{path} {error}", remedy=_REMEDY) from None
@@ -175,23 +165,23 @@ def read(path: Path) -> Entries | None:
 
 
 def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> None:
-    """Refuses a key that is given twice, as a merge of two branches may leave it: which one counts is not known."""
+    """Refuse a repeated key, which a merge of two branches may leave: it is not known which one counts."""
     for name, count in Counter(name for name, _ in pairs).items():
         if count > 1:
             raise ValueError(f"{name!r} is given more than once")
 
 
 def edit(path: Path, change: Callable[[Entries], Entries]) -> None:
-    """Replaces the entries of the file by ``change(entries)``, atomically.
+    """Replace the entries of the file by ``change(entries)``, atomically.
 
-    A lock serialises writers, so that none overwrites what another wrote. Raises UsageError if the file is invalid or
-    cannot be written; the file is then unchanged.
+    A lock serialises writers, so that no writer overwrites another's entries. Raises UsageError if the file is invalid
+    or cannot be written; the file is then unchanged.
     """
     try:
         path = path.resolve()  # a link stays one
-        # A file beside it is locked: write_json replaces the file itself, and a lock would stay with the old one.
+        # The lock is on another file: write_json replaces the file itself, and a lock would stay with the old one.
         with _locked(path.with_name(f".{path.name}.lock")):
-            # Sorted by name, so that version control shows the entries that changed and no others.
+            # Sorted by name, so that version control shows only the entries that changed.
             write_json(path, dict(sorted(change(read(path) or {}).items())))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -202,24 +192,20 @@ def edit(path: Path, change: Callable[[Entries], Entries]) -> None:
 
 @contextlib.contextmanager
 def _locked(lock: Path) -> Iterator[None]:
-    """Holds an exclusive lock on the file ``lock``; removes the file afterwards. The lock ends with the process."""
+    """Hold an exclusive lock on the file ``lock``; remove the file afterwards. The lock ends with the process."""
     while True:
         handle = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
-            if _names_open_file(lock, handle):  # else the previous holder has removed it: open it again
-                try:
-                    yield
-                finally:
-                    lock.unlink(missing_ok=True)
-                return
-        finally:
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(lock.stat(), os.fstat(handle)):
+                    break
+            os.close(handle)  # the previous holder has removed the file: open it again
+        except BaseException:
             os.close(handle)
-
-
-def _names_open_file(path: Path, handle: int) -> bool:
-    """True if ``path`` still names the open file."""
+            raise
     try:
-        return os.path.samestat(path.stat(), os.fstat(handle))
-    except FileNotFoundError:
-        return False
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(handle)

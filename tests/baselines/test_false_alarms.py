@@ -55,7 +55,7 @@ def test_the_same_code_is_hardly_ever_a_regression(noise: str, repeats: int) -> 
     assert alarms(NOISE[noise], repeats) <= 0.05
 
 
-def test_code_that_is_slower_is_a_regression_where_the_noise_lets_it_be_seen() -> None:
+def test_slower_code_is_a_regression_if_the_noise_lets_it_be_seen() -> None:
     assert alarms(NOISE["quiet"], 3, speed=0.8) > 0.95
     assert alarms(NOISE["runs that vary by 15 %"], 5, speed=0.5) > 0.8
 
@@ -69,7 +69,7 @@ def on_cpu(seconds: float, other_cores: float = 0.0, peak: int = 2**30) -> list[
     ]
 
 
-def test_other_programs_on_the_processors_are_no_regression(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slowdown_by_other_programs_is_not_a_regression(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     host: Environment = fakes.environment(gpus=())
 
     def run(name: str, *records: object) -> str:
@@ -77,7 +77,7 @@ def test_other_programs_on_the_processors_are_no_regression(tmp_path: Path, caps
 
     file = ["--baselines", str(tmp_path / "baselines.json")]
     assert commands.main(["baseline", "save", run("before", *on_cpu(0.1)), *file]) == 0
-    # Slower beside other programs: nothing was found out, and the check says so.
+    # Slower while other programs run: nothing was found out, and the check says so.
     assert commands.main(["baseline", "check", run("busy", *on_cpu(0.2, 1.5)), *file]) == 2
     assert "noise hides a regression in every row" in capsys.readouterr().err
     # As fast in spite of them: it passed. Without them it is a regression, and so is memory, which they do not change.
