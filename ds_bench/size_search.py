@@ -1,5 +1,4 @@
-"""Searches each row's largest micro-batch, or its longest sequence, that trains, by probe trials that start at the
-predicted size.
+"""Searches each row's largest micro-batch or longest sequence that trains, by probes that start at the predicted size.
 
 Probes are stored in the run folder next to the rows, so that a resumed run does not repeat them.
 """
@@ -63,7 +62,7 @@ class SizeSearch:
         return min(length for length in lengths if length is not None)
 
     def find_largest(self, row: RequestedRow) -> int:
-        """Finds the largest micro-batch, or the tokens of the longest sequence, that trains.
+        """Find the largest micro-batch, or the tokens of the longest sequence, that trains.
 
         If none trains, or a probe fails for a reason other than memory or time, returns the failing size, so that the
         comparison shows the error. Raises KeyboardInterrupt if the user interrupts it; finished probes are kept for
@@ -78,38 +77,36 @@ class SizeSearch:
             if status == schema.INTERRUPTED or signals.interrupt_requested():
                 self.say(f"the search was interrupted at {row.label}")
                 raise KeyboardInterrupt
-            self.say(f"{row.label}: {self._text(units)} {'trains' if outcome.success else status}")
+            size = format_count(units * self.unit)
+            text = f"micro-batch {size}" if self.dimension == "batch_size" else f"a sequence of {size} tokens"
+            self.say(f"{row.label}: {text} {'trains' if outcome.success else status}")
             if not outcome.success and status not in _DID_NOT_FIT:
                 return units * self.unit
             trained[units] = outcome.success
         return (largest_trained(trained) or 1) * self.unit
 
-    def _text(self, units: int) -> str:
-        size = format_count(units * self.unit)
-        return f"micro-batch {size}" if self.dimension == "batch_size" else f"a sequence of {size} tokens"
-
     def predict_largest(self, row: RequestedRow) -> int:
-        """Returns the largest size that is predicted to fit, in units.
+        """Return the largest size that is predicted to fit, in units.
 
         Without a prediction it is 1: a micro-batch of 1, or the sequence that would be trained without a search.
         """
-        if not isinstance(self.plan.facts.profile, ModelProfile):
-            return max(1, self.plan.trials[0].workload.seq_length // self.unit) if self.dimension != "batch_size" else 1
-        # 1 is the least, even if it is predicted not to fit. Above a size that does not fit none is supposed to fit.
-        sizes = range(2, self.limit + 1)
-        return 1 + bisect_left(sizes, True, key=lambda size: not self._predicted_to_fit(row, size))
-
-    def _predicted_to_fit(self, row: RequestedRow, units: int) -> bool:
         profile, memory = self.plan.facts.profile, self.plan.facts.memory
-        trial = self._trial(row, units, predicted=False)
-        if trial.unsupported or not isinstance(profile, ModelProfile):
-            return False
-        try:
-            engine = trial.configuration.engine
-            prediction = predict(profile, trial.workload, trial.placement, trial.ds_config, engine=engine)
-        except (ValueError, KeyError, TypeError, ZeroDivisionError):  # of a shape that the formulas do not know
-            return False
-        return prediction.verdict(memory.gpu_bytes, memory.host_bytes) != DOES_NOT_FIT
+        if not isinstance(profile, ModelProfile):
+            return max(1, self.plan.trials[0].workload.seq_length // self.unit) if self.dimension != "batch_size" else 1
+
+        def too_large(units: int) -> bool:
+            trial = self._trial(row, units, predicted=False)
+            if trial.unsupported:
+                return True
+            try:
+                engine = trial.configuration.engine
+                prediction = predict(profile, trial.workload, trial.placement, trial.ds_config, engine=engine)
+            except (ValueError, KeyError, TypeError, ZeroDivisionError):  # a configuration unknown to the formulas
+                return True
+            return prediction.verdict(memory.gpu_bytes, memory.host_bytes) == DOES_NOT_FIT
+
+        # 1 is the least, even if it is predicted not to fit. A size above one that does not fit is assumed not to fit.
+        return 1 + bisect_left(range(2, self.limit + 1), True, key=too_large)
 
     def configuration(self, row: RequestedRow, size: int) -> Configuration:
         """The row at that micro-batch or sequence length, as its largest."""
@@ -180,7 +177,7 @@ def _of_probe(workload: Workload) -> Workload:
 
 
 def at_largest_size(plan: Plan, launcher: Launcher, store: RunFolder, say: Callable[[str], None]) -> Plan:
-    """Returns the plan with every row at its own largest micro-batch or longest sequence, as its options ask.
+    """Return the plan with every row at its own largest micro-batch or longest sequence, as its options ask.
 
     With ``--common-batch`` every row also runs at the smallest of those micro-batches, which all of them train.
     """
@@ -201,7 +198,7 @@ def is_too_large(record: TrialRecord) -> bool:
 
 
 def next_size(trained: Mapping[int, bool], start: int, limit: int) -> int | None:
-    """Returns the size to try next; None once the largest is known.
+    """Return the size to try next; None once the largest is known.
 
     ``trained``: size → whether it trained. ``start``: the predicted largest, 1 or more. ``limit``: the largest
     that is tried. Exponential search from ``start``: the step doubles upwards after a success and downwards after
@@ -226,12 +223,12 @@ def next_size(trained: Mapping[int, bool], start: int, limit: int) -> int | None
 
 
 def resolution(size: int) -> int:
-    """Returns the gap at which the search ends: speeds at sizes so close differ by less than the noise of runs."""
+    """Return the gap at which the search ends: speeds at sizes so close differ by less than the noise of runs."""
     return max(1, int(size * SEARCH_ACCURACY))
 
 
 def largest_trained(trained: Mapping[int, bool]) -> int | None:
-    """Returns the largest size that trained below every failure; one that trained above a failure was luck."""
+    """Return the largest size that trained below every failure; one that trained above a failure was luck."""
     failed = smallest_failure(trained)
     return max(
         (size for size, success in trained.items() if success and (failed is None or size < failed)), default=None
@@ -239,7 +236,7 @@ def largest_trained(trained: Mapping[int, bool]) -> int | None:
 
 
 def smallest_failure(trained: Mapping[int, bool]) -> int | None:
-    """Returns the smallest size that did not train; None if all did."""
+    """Return the smallest size that did not train; None if all did."""
     return min((size for size, success in trained.items() if not success), default=None)
 
 

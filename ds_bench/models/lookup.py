@@ -1,9 +1,9 @@
-"""The model for the name a user gives: a preset, a local folder, a model on the Hub, or a factory of the user's own.
+"""Finds the model that a user names: a preset, a local folder, a model on the Hub, or a factory of the user's own.
 
 Anything but a preset is looked up with Transformers in a child process, because this one never loads torch; a factory
 is imported there. A folder or Hub name is trained only as the class that its ``architectures`` names: without a head
-(``GPT2Model``) or with another one (``BartForConditionalGeneration``) it is another model, with other parameters or
-without a loss. One that names no class is trained as the causal language model of its type.
+(``GPT2Model``) or with another one (``BartForConditionalGeneration``) it is a different model, with other parameters or
+without a loss. If it names no class, it is trained as the causal language model of its type.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TRUE = {"1", "ON", "YES", "TRUE"}  # as huggingface_hub reads a switch (constan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedModel:
-    """A model that was found, and what is known of it before it is built."""
+    """A model that was found, and the facts known before it is built."""
 
     name: str
     source: ModelSource
@@ -96,8 +96,16 @@ def _look_up(
         nearest = f"the nearest presets are {', '.join(similar)}; " if similar else ""
         problem = f"--model {name} is not a preset, and reading another model needs {' and '.join(missing)}"
         raise UsageError(problem, remedy=f"{nearest}{install_command()}")
-    if not is_folder and offline_reason is None and (offline_reason := _hub_failure(environment)) is not None:
-        environment = {**environment, "HF_HUB_OFFLINE": "1"}  # the cache may have the model
+    if not is_folder and offline_reason is None:
+        # Transformers itself would ask six times, with pauses between: half a minute without a network, and longer if
+        # packets are dropped.
+        variables = {**os.environ, **environment}
+        switches = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+        switch = next((name for name in switches if variables.get(name, "").upper() in _TRUE), None)
+        endpoint = variables.get("HF_ENDPOINT") or "https://huggingface.co"
+        offline_reason = f"{switch} is set" if switch else connection_failure(endpoint)
+        if offline_reason is not None:
+            environment = {**environment, "HF_HUB_OFFLINE": "1"}  # the cache may have the model
     facts = _ask_child(name, "--trust-remote-code" if trust_remote_code else None, environment)
     if "error" in facts:
         similar = presets.similar_presets(name)
@@ -106,14 +114,14 @@ def _look_up(
         if is_folder:
             problem = f"cannot be read: {facts['error']}"
         elif offline_reason is not None and facts["error"].startswith("OSError"):  # not in the cache either
-            problem = f"is no preset and no local folder, and {offline_reason}"
+            problem = f"is not a preset or a local folder, and {offline_reason}"
         else:
-            problem = f"is no preset, no local folder, and the Hub did not give it: {facts['error']}"
+            problem = f"is not a preset or a local folder, and the Hub does not have it: {facts['error']}"
         raise UsageError(f"--model {name} {problem}", remedy=remedy)
     declared, built = facts["architectures"], facts["built_architecture"]
     if declared and built not in declared:
         raise UsageError(
-            f"--model {name} is a {', '.join(declared)}, and what would train is a {built}, another model",
+            f"--model {name} is a {', '.join(declared)}, but a {built} would train, which is a different model",
             remedy="let a function of your own build it, with --model-factory package.module:function",
         )
     return ResolvedModel(
@@ -131,21 +139,8 @@ def _look_up(
     )
 
 
-def _hub_failure(environment: Mapping[str, str]) -> str | None:
-    """Why the Hub cannot be asked; None if it answers.
-
-    Transformers itself would ask six times, with pauses between: half a minute without a network, and longer where
-    packets are dropped.
-    """
-    variables = {**os.environ, **environment}
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        if variables.get(name, "").upper() in _TRUE:
-            return f"{name} is set"
-    return connection_failure(variables.get("HF_ENDPOINT") or "https://huggingface.co")
-
-
 def send_request(address: str) -> None:
-    """Ask the address for its headers. Any answer will do, a refusal too. Raises OSError or ValueError without one."""
+    """Ask the address for its headers; even a refusal is an answer. Raises OSError or ValueError without one."""
     import urllib.error
     import urllib.request
 
@@ -172,7 +167,7 @@ def connection_failure(
         try:
             request(address)
         except Exception as error:
-            # Only the reason of urllib's errors: their text may hold the address, and that a password.
+            # Only the reason of urllib's errors: their text may hold the address, which may hold a password.
             reason = getattr(error, "reason", error)
             failures.append(getattr(reason, "strerror", None) or type(reason).__name__)
 

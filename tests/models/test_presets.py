@@ -41,20 +41,12 @@ def built_preset(name: str) -> Any:
     return build(facts.model_type, facts.config)
 
 
-# Hand-worked
-
-
-def test_tiny_has_the_parameters_counted_by_hand() -> None:
-    # Per layer: 128·384+384, 128·128+128, 128·512+512, 512·128+128 and two norms of 2·128 = 198,272.
-    # Outside: 1000·128 embedding (tied), 256·128 positions, 2·128 last norm.
+def test_counts_by_hand() -> None:
+    """Tiny, per layer: 128·384+384, 128·128+128, 128·512+512, 512·128+128 and two norms of 2·128 = 198,272. Outside:
+    1000·128 embedding (tied), 256·128 positions, 2·128 last norm. A token is multiplied with twelve hidden² per layer
+    and the head. Mixtral uses two of eight experts per token, and all of them are parameters."""
     assert preset("tiny").parameters == 2 * 198_272 + 128_000 + 32_768 + 256 == 557_568
-
-
-def test_tiny_multiplies_a_token_with_twelve_hidden_squared_per_layer_and_the_head() -> None:
     assert preset("tiny").matmul_parameters == 2 * 12 * 128**2 + 1000 * 128 == 521_216
-
-
-def test_mixtral_counts_two_of_eight_experts_per_token_and_all_of_them_as_parameters() -> None:
     facts = preset("mistralai/Mixtral-8x7B-v0.1")
     attention = 2 * 4096 * 4096 + 2 * 4096 * 1024
     expert = 3 * 4096 * 14336
@@ -63,10 +55,7 @@ def test_mixtral_counts_two_of_eight_experts_per_token_and_all_of_them_as_parame
     assert facts.parameters - facts.matmul_parameters == 32 * 6 * expert + 32000 * 4096 + (2 * 32 + 1) * 4096
 
 
-# Against models built by Transformers
-
-
-def test_the_shape_of_a_preset_is_that_of_the_built_config() -> None:
+def test_shape_of_a_preset_is_the_shape_of_the_built_config() -> None:
     for name in preset_names():
         facts, config = preset(name), built_preset(name).config
         shape = {
@@ -83,36 +72,34 @@ def test_the_shape_of_a_preset_is_that_of_the_built_config() -> None:
         elif getattr(config, "head_dim", None):
             shape["head_dim"] = config.head_dim
         assert {field: getattr(facts, field) for field in shape} == shape, name
-
-
-def test_llama_3_1_is_built_with_its_own_rope_scaling() -> None:
     rope = built_preset("meta-llama/Llama-3.1-8B").config.rope_parameters
     assert (rope["rope_type"], rope["rope_theta"], rope["factor"]) == ("llama3", 500_000.0, 8.0)
 
 
-def test_a_preset_has_the_size_that_its_makers_publish() -> None:
+def test_published_sizes() -> None:
+    """Gemma 3: embedding and the rest, in millions (technical report, table 1)."""
     assert {name: preset(name).parameters for name in PUBLISHED_PARAMETERS} == PUBLISHED_PARAMETERS
+    for name, embedding, rest in (("4b", 675, 3_209), ("12b", 1_012, 10_759), ("27b", 1_416, 25_600)):
+        facts = preset(f"gemma-3-{name}-text")
+        assert facts.vocabulary_size * facts.hidden_size / 1e6 == pytest.approx(embedding, rel=0.01)
+        assert facts.parameters / 1e6 == pytest.approx(embedding + rest, rel=0.002)
 
 
-# Finding
-
-
-def test_tiny_is_listed_first_and_no_name_twice() -> None:
+def test_only_a_whole_name_in_any_case_finds_a_preset() -> None:
     names = preset_names()
     assert names[0] == "tiny"
     assert len({name.casefold() for name in names}) == len(names)
-
-
-def test_a_preset_is_found_in_any_case_and_keeps_its_own_spelling() -> None:
     assert preset("META-LLAMA/llama-3.1-8b").name == "meta-llama/Llama-3.1-8B"
+    others = ("", "gpt", "gpt2 ", "Llama-3.1", "mistral-7b", "openai-community/gpt2", "./gpt2")
+    assert [name for name in others if find_preset(name)] == []
+    # Another caller's change does not reach the next one.
+    config = preset("meta-llama/Llama-3.1-8B").config
+    assert isinstance(config, dict)
+    config["rope_parameters"]["rope_theta"] = 1.0
+    assert preset("meta-llama/Llama-3.1-8B").config["rope_parameters"]["rope_theta"] == 500_000.0
 
 
-def test_only_a_whole_name_finds_a_preset() -> None:
-    names = ("", "gpt", "gpt2 ", "Llama-3.1", "mistral-7b", "openai-community/gpt2", "./gpt2")
-    assert [name for name in names if find_preset(name)] == []
-
-
-def test_a_short_name_finds_its_preset_unless_a_folder_is_called_so(
+def test_short_name_finds_its_preset_unless_a_folder_has_that_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meant = {
@@ -133,28 +120,13 @@ def test_a_short_name_finds_its_preset_unless_a_folder_is_called_so(
     (tmp_path / "gpt2").mkdir()
     assert find_preset("llama-2-7b") is None
     assert preset("gpt2").name == "gpt2"
-
-
-def test_every_preset_of_an_organisation_has_a_short_name() -> None:
+    (tmp_path / "llama-2-7b").rmdir()
     shorter = short_names()
     assert set(shorter) == {name for name in preset_names() if "/" in name}
     assert {preset(short).name for short in shorter.values()} == set(shorter)
 
 
-def test_the_text_models_of_gemma_3_have_the_published_parameters_in_millions() -> None:
-    """Embedding and the rest, in millions (Gemma 3 technical report, table 1)."""
-    published = {
-        "gemma-3-4b-text": (675, 3_209),
-        "gemma-3-12b-text": (1_012, 10_759),
-        "gemma-3-27b-text": (1_416, 25_600),
-    }
-    for name, (embedding, rest) in published.items():
-        facts = preset(name)
-        assert facts.vocabulary_size * facts.hidden_size / 1e6 == pytest.approx(embedding, rel=0.01)
-        assert facts.parameters / 1e6 == pytest.approx(embedding + rest, rel=0.002)
-
-
-def test_a_misspelt_name_is_answered_with_what_was_meant_first() -> None:
+def test_misspelt_name_is_answered_with_similar_presets() -> None:
     meant = {
         "Llama-3.1-8B": "meta-llama/Llama-3.1-8B",
         "Llama-3.1-8B-Instruct": "meta-llama/Llama-3.1-8B",
@@ -167,14 +139,7 @@ def test_a_misspelt_name_is_answered_with_what_was_meant_first() -> None:
     assert similar_presets("zzzzzzzz") == similar_presets("") == []
 
 
-def test_changing_a_found_preset_does_not_change_the_next_one() -> None:
-    config = preset("meta-llama/Llama-3.1-8B").config
-    assert isinstance(config, dict)
-    config["rope_parameters"]["rope_theta"] = 1.0
-    assert preset("meta-llama/Llama-3.1-8B").config["rope_parameters"]["rope_theta"] == 500_000.0
-
-
-def test_importing_the_module_loads_neither_torch_nor_the_presets() -> None:
+def test_import_loads_neither_torch_nor_the_presets() -> None:
     code = "import sys, ds_bench.models, ds_bench.analysis.flops; print(*sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
