@@ -151,7 +151,7 @@ def test_a_caveat_of_all_rows_is_one_line_and_a_disqualified_row_is_marked() -> 
     wrong = text_of(report(runs(ZERO(0), 1000, 8), runs(ZERO(1), 900, 8), runs(ZERO(2), 1500, 8, losses=(None,) * 22)))
     assert "! ZeRO-2" in wrong
     assert wrong.count("loss is not finite") == 1
-    assert "ZeRO-2 is 50 % faster but is no result: loss is not finite" in " ".join(wrong.split())
+    assert "ZeRO-2 is 50 % faster but is left out: loss is not finite" in " ".join(wrong.split())
 
 
 def test_on_cpu_ranks_gpus_have_no_column_and_one_short_line_says_why() -> None:
