@@ -57,29 +57,10 @@ class BuiltModel:
     make_batch: MakeBatch | None
     """A factory's own function for its data; None: random tokens of the model's vocabulary."""
     stage3: object | None
-    """While this object exists, Transformers takes weights for partitioned: keep it as long as the model is used."""
+    """While this object exists, to which Transformers keeps a weak reference, it takes weights for partitioned: keep it
+    as long as the model is used."""
     notes: tuple[str, ...] = ()
     """Changes made to a factory's model."""
-
-
-class _Zero3Config:
-    """What Transformers reads from its own HfDeepSpeedConfig, which needs Accelerate."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.config = config
-
-    def is_zero3(self) -> bool:
-        return True
-
-
-def register_zero3_config(config: Mapping[str, Any]) -> object:
-    """Makes Transformers partition what it builds, for as long as the returned object is alive."""
-    from transformers.integrations.deepspeed import set_hf_deepspeed_config
-
-    stage3 = _Zero3Config(dict(config))
-    # Transformers keeps only a weak reference (integrations/deepspeed.py).
-    set_hf_deepspeed_config(stage3)
-    return stage3
 
 
 def build_model(
@@ -93,6 +74,8 @@ def build_model(
 
     Raises whatever the model's own code raises, and TypeError where a factory does not return a model.
     """
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
     # Equal in all ranks: a factory's model keeps the weights that its code draws.
     torch.manual_seed(workload.seed)
     dtype = training_dtype(config)
@@ -116,12 +99,12 @@ def build_model(
         with matrices_on_meta():
             module = _build_from_config(workload, dtype, device, stage3=False)
     else:
-        stage3 = register_zero3_config(config) if split else None
+        stage3 = HfDeepSpeedConfig(dict(config)) if split else None
         host = torch.device("cpu")
         module = _build_from_config(workload, dtype, host if at_stage3 and not split else device, split)
         reinitialise_weights(module, workload.seed, report_progress, device)
     if at_stage3 and stage3 is None:
-        stage3 = register_zero3_config(config)  # only now: it must not be built inside zero.Init
+        stage3 = HfDeepSpeedConfig(dict(config))  # only now: it must not be built inside zero.Init
     if workload.dropout is not None:
         set_dropouts(module, workload.dropout)
     module.train()
