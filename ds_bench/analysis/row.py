@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, get_args
 
@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..config.caveats import Caveat, as_caveat
 from ..config.deepspeed_config import hash_config
-from ..config.spec import Trial, Workload
+from ..config.spec import Trial
 from ..models.presets import ModelFacts
 from ..prediction import trial_predictions
 from ..records.reader import StoredRecord
@@ -69,25 +69,24 @@ def node_phase_memory(ranks: Sequence[RankMeasurement]) -> dict[str, NodePhaseMe
 
 
 def _fullest_node(ranks: Iterable[tuple[str, PhaseMemory]]) -> NodePhaseMemory:
+    def peak_share(memory: PhaseMemory) -> int | None:
+        """A rank's part of its node's peak: its own peak less what other processes share.
+
+        The kernel keeps no peak of the proportional size. The correction for shared pages and for the processes of a
+        data loader is taken at the end of the phase: it hardly changes within one.
+        """
+        if memory.host_peak_bytes is None or memory.host_end_bytes is None or memory.host_end_pss_bytes is None:
+            return None
+        return memory.host_peak_bytes - memory.host_end_bytes + memory.host_end_pss_bytes
+
     nodes: dict[str, list[PhaseMemory]] = {}
     for host, memory in ranks:
         nodes.setdefault(host, []).append(memory)
     return NodePhaseMemory(
-        host_peak_bytes=_largest(_total(map(_host_peak_share, node)) for node in nodes.values()),
+        host_peak_bytes=_largest(_total(map(peak_share, node)) for node in nodes.values()),
         host_end_bytes=_largest(_total(each.host_end_pss_bytes for each in node) for node in nodes.values()),
         gpu_peak_bytes=_largest(each.gpu_peak_bytes for node in nodes.values() for each in node),
     )
-
-
-def _host_peak_share(memory: PhaseMemory) -> int | None:
-    """Return a rank's part of its node's peak: its own peak less what other processes share.
-
-    The kernel keeps no peak of the proportional size. The correction for shared pages and for the processes of a data
-    loader is taken at the end of the phase: it hardly changes within one.
-    """
-    if memory.host_peak_bytes is None or memory.host_end_bytes is None or memory.host_end_pss_bytes is None:
-        return None
-    return memory.host_peak_bytes - memory.host_end_bytes + memory.host_end_pss_bytes
 
 
 def _total(sizes: Iterable[int | None]) -> int | None:
@@ -102,34 +101,22 @@ def _largest(sizes: Iterable[int | None]) -> int | None:
     return None if None in known else max((size for size in known if size is not None), default=None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointCost:
-    """Cost of one of ``schema.CHECKPOINT_ACTIONS`` for the whole job; None if not measured."""
-
-    seconds: float | None = None
-    """On the slowest rank."""
-    written_bytes: int | None = None
-    host_peak_bytes: int | None = None
-    """Host memory of the fullest node, shared pages counted once."""
-
-
-def checkpoint_costs(ranks: Sequence[RankMeasurement]) -> dict[str, CheckpointCost]:
-    """Return the cost of each action that was tried."""
-    names = [name for name in CHECKPOINT_ACTIONS if any(name in rank.checkpoint for rank in ranks)]
-    return {name: _checkpoint_cost(ranks, name) for name in names}
-
-
-def _checkpoint_cost(ranks: Sequence[RankMeasurement], name: str) -> CheckpointCost:
-    actions = [rank.checkpoint.get(name, CheckpointAction()) for rank in ranks]
-    # The job has a checkpoint only if every rank wrote its part.
-    if any(action.not_done is not None or action.seconds is None for action in actions):
-        return CheckpointCost()
-    memory = _fullest_node((rank.hostname, action.memory) for rank, action in zip(ranks, actions, strict=True))
-    return CheckpointCost(
-        seconds=max(action.seconds or 0.0 for action in actions),
-        written_bytes=next(iter(measured_values(actions, "written_bytes")), None),
-        host_peak_bytes=memory.host_peak_bytes,
-    )
+def checkpoint_costs(ranks: Sequence[RankMeasurement]) -> dict[str, dict[str, Any]]:
+    """Return what each action with a checkpoint cost the whole job: seconds on the slowest rank, bytes written, peak of
+    host memory on the fullest node. Without actions that a rank did not finish."""
+    costs: dict[str, dict[str, Any]] = {}
+    for name in CHECKPOINT_ACTIONS:
+        actions = [rank.checkpoint.get(name, CheckpointAction()) for rank in ranks]
+        # The job has a checkpoint only if every rank wrote its part.
+        if not ranks or any(action.not_done is not None or action.seconds is None for action in actions):
+            continue
+        memory = _fullest_node((rank.hostname, action.memory) for rank, action in zip(ranks, actions, strict=True))
+        costs[name] = {
+            "seconds": max(action.seconds or 0.0 for action in actions),
+            "written_bytes": next(iter(measured_values(actions, "written_bytes")), None),
+            "host_peak_bytes": memory.host_peak_bytes,
+        }
+    return costs
 
 
 def is_restored(parts: Sequence[object]) -> bool | None:
@@ -141,34 +128,133 @@ def is_restored(parts: Sequence[object]) -> bool | None:
 # ------------------------------------------------------------------ what columns are computed from
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Measured:
     """One trial and the figures that several columns share, in seconds and bytes. None or empty if not measured."""
 
     record: TrialRecord
-    trial: Trial
-    ranks: Sequence[RankMeasurement]
-    rank: RankMeasurement | None
-    """The first rank, for values that are equal on all ranks."""
-    slowest: RankMeasurement | None
+    facts: ModelFacts | None
+    peak_flops: float | None
     environment: Environment | None
     run_id: str | None
-    mean_step_seconds: float | None = None
-    step_seconds_std: float | None = None
-    samples_per_second: float | None = None
-    tokens_per_second: float | None = None
-    flops: Mapping[str, Any] = field(default_factory=dict)
-    costs: StepCosts = NO_COSTS
-    phases: Mapping[str, NodePhaseMemory] = field(default_factory=dict)
-    checkpoint: Mapping[str, CheckpointCost] = field(default_factory=dict)
-    parts: Mapping[str, float] = field(default_factory=dict)
-    """Part of a step → seconds."""
-    host_peaks: Mapping[str, int | None] = field(default_factory=dict)
-    """Host → peak resident size of its ranks."""
-    losses: Sequence[float | None] = ()
-    weight_change: Sequence[float] | None = None
-    over_measured: float | None = None
-    over_ledger: float | None = None
+
+    @cached_property
+    def trial(self) -> Trial:
+        return self.record.trial
+
+    @cached_property
+    def ranks(self) -> tuple[RankMeasurement, ...]:
+        return self.record.ranks
+
+    @cached_property
+    def rank(self) -> RankMeasurement | None:
+        """The first rank, for values that are equal on all ranks."""
+        return next(iter(self.ranks), None)
+
+    @cached_property
+    def slowest(self) -> RankMeasurement | None:
+        return self.record.slowest_rank if self.ranks else None
+
+    @cached_property
+    def mean_step_seconds(self) -> float | None:
+        """The window, at whose ends the device is synchronised, divided by its steps."""
+        return self.slowest.window_seconds / len(self.slowest.step_seconds) if self.slowest else None
+
+    @cached_property
+    def step_seconds_std(self) -> float | None:
+        return sample_std(self.slowest.step_seconds) if self.slowest else None
+
+    @cached_property
+    def samples_per_second(self) -> float | None:
+        if self.slowest is None or self.mean_step_seconds is None:
+            return None
+        # Not world_size: ranks of a tensor-parallel group train the same samples.
+        samples = self.slowest.micro_batch_size * self.slowest.grad_accum * self.slowest.data_parallel_size
+        return samples / self.mean_step_seconds
+
+    @cached_property
+    def tokens_per_second(self) -> float | None:
+        samples = self.samples_per_second
+        return None if samples is None else samples * self.trial.workload.seq_length
+
+    @cached_property
+    def tokens_per_second_per_gpu(self) -> float | None:
+        return self.tokens_per_second / self.slowest.world_size if self.tokens_per_second and self.slowest else None
+
+    @cached_property
+    def flops(self) -> dict[str, Any]:
+        """FLOPs per token by formula where the model's shape is known, else as they were counted; and their rates.
+
+        The formula comes first, so that all rows of a known model are of one convention: two do not compare.
+        """
+        rank, workload, facts, rate = self.slowest, self.trial.workload, self.facts, self.tokens_per_second_per_gpu
+        if rank is None or rate is None:
+            return {}
+        found: dict[str, Any]
+        if facts is not None:
+            forward_only = workload.pass_type == "forward"  # a third of both, and nothing is recomputed
+            parts, recomputes = (3, False) if forward_only else (1, workload.activation_checkpointing)
+            found = {
+                "model": flops.model_flops_per_token(facts, workload.seq_length) // parts,
+                "causal": flops.causal_flops_per_token(facts, workload.seq_length) // parts,
+                "hardware": flops.hardware_flops_per_token(facts, workload.seq_length, recomputes) // parts,
+                "convention": flops.FORWARD_CONVENTION if forward_only else flops.MODEL_CONVENTION,
+            }
+        elif rank.forward_backward_flops:
+            # One rank's share, because the FLOPs were counted on one rank.
+            tokens = rank.micro_batch_size * workload.seq_length * rank.data_parallel_size / rank.world_size
+            found = {
+                "model": round(rank.forward_backward_flops / tokens),
+                "hardware": round((rank.forward_backward_flops + (rank.recomputed_flops or 0)) / tokens),
+                "convention": flops.COUNTED_CONVENTION,
+            }
+        else:
+            return {}
+        found["tflops_per_gpu"] = found["model"] * rate / 1e12
+        found["mfu"] = flops.mfu(found["model"], rate, self.peak_flops)
+        return found
+
+    @cached_property
+    def costs(self) -> StepCosts:
+        return step_costs(self.record) if self.ranks else NO_COSTS
+
+    @cached_property
+    def phases(self) -> dict[str, NodePhaseMemory]:
+        return node_phase_memory(self.ranks)
+
+    @cached_property
+    def checkpoint(self) -> dict[str, dict[str, Any]]:
+        return checkpoint_costs(self.ranks)
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """Part of a step → seconds."""
+        return step_parts(self.ranks)
+
+    @cached_property
+    def nodes(self) -> dict[str, list[RankMeasurement]]:
+        return ranks_of_nodes(self.ranks)
+
+    @cached_property
+    def host_peaks(self) -> dict[str, int | None]:
+        """Host → peak resident size of its ranks."""
+        return {host: _total(rank.host_peak_bytes for rank in own) for host, own in self.nodes.items()}
+
+    @cached_property
+    def losses(self) -> tuple[float | None, ...]:
+        return _mean_losses(self.ranks)
+
+    @cached_property
+    def weight_change(self) -> tuple[float, ...] | None:
+        return _sum_of_sketches([rank.weight_change for rank in self.ranks])
+
+    @cached_property
+    def over_measured(self) -> float | None:
+        return trial_predictions.predicted_over_measured(self.record) if self.ranks else None
+
+    @cached_property
+    def over_ledger(self) -> float | None:
+        return trial_predictions.predicted_over_ledger(self.record) if self.ranks else None
 
 
 Source = Callable[[Measured], Any]
@@ -296,11 +382,8 @@ def _gpu_names(m: Measured) -> str | None:
 
 
 def _smallest_gpu_bytes(m: Measured) -> int | None:
-    return _smallest([gpu.memory_total_bytes for gpu in m.environment.gpus]) if m.environment else None
-
-
-def _smallest(sizes: Sequence[int | None]) -> int | None:
-    """Return the smallest; None if one is not known."""
+    """None if the size of one GPU is not known."""
+    sizes = [gpu.memory_total_bytes for gpu in m.environment.gpus] if m.environment else []
     return None if None in sizes else min((size for size in sizes if size is not None), default=None)
 
 
@@ -381,9 +464,7 @@ class Row(BaseModel):
     data_parallel_size: int | None = column("Ranks with samples of their own", "slowest.data_parallel_size")
     parameter_count: int | None = column("Elements of all parameters", "rank.parameter_count")
     throughput_tokens_per_sec_per_gpu: float | None = column(
-        "Throughput divided by the ranks",
-        lambda m: m.tokens_per_second / m.slowest.world_size if m.tokens_per_second and m.slowest else None,
-        "tokens/s",
+        "Throughput divided by the ranks", "tokens_per_second_per_gpu", "tokens/s"
     )
     throughput_samples_per_sec: float | None = column("Samples per second", "samples_per_second", "samples/s")
     model_tflops_per_gpu: float | None = column("Model FLOPs per second of a rank", "flops.tflops_per_gpu", "TFLOP/s")
@@ -411,7 +492,7 @@ class Row(BaseModel):
     predicted_over_measured: float | None = column("Predicted GPU memory divided by the peak", "over_measured")
     cpu_pss_gb: float | None = column(
         "As ``cpu_used_gb``, shared pages counted once, at the end of the window",
-        lambda m: _largest(_total(rank.host_pss_bytes for rank in own) for own in ranks_of_nodes(m.ranks).values()),
+        lambda m: _largest(_total(rank.host_pss_bytes for rank in own) for own in m.nodes.values()),
         "GB",
     )
     nvme_stored_gb: float | None = column("Size of the swap files", _sum("nvme_stored_bytes"), "GB")
@@ -655,105 +736,21 @@ def make_run(
     ``facts``: of its model; None leaves out FLOPs and MFU. ``peak_flops``: FLOP/s of one device in the trial's
     precision; None leaves out MFU.
     """
-    ranks = record.ranks
-    measured = Measured(
-        record=record,
-        trial=record.trial,
-        ranks=ranks,
-        rank=ranks[0] if ranks else None,
-        slowest=record.slowest_rank if ranks else None,
-        environment=environment,
-        run_id=run_id,
-    )
+    measured = Measured(record=record, facts=facts, peak_flops=peak_flops, environment=environment, run_id=run_id)
     # A mapping as an ordered set: a caveat that was written with the record is not found twice.
     caveats = dict.fromkeys(map(as_caveat, record.caveats))
-    if ranks:
-        measured = _measure(measured, facts, peak_flops)
-        mfu = measured.flops.get("mfu")
-        caveats |= dict.fromkeys(
-            trial_caveats.trial_caveats(
-                record, measured.step_seconds_std, mfu, measured.over_measured, measured.over_ledger
-            )
+    if record.ranks:
+        found = trial_caveats.trial_caveats(
+            record,
+            measured.step_seconds_std,
+            measured.flops.get("mfu"),
+            measured.over_measured,
+            measured.over_ledger,
         )
+        caveats |= dict.fromkeys(found)
     row = Row(**{name: each.value(measured) for name, each in COLUMNS.items()})
     run = Run(row=row, stored=record, environment=environment)
     return run.with_row(caveats=tuple(caveats)) if caveats else run
-
-
-def _measure(of: Measured, facts: ModelFacts | None, peak_flops: float | None) -> Measured:
-    """Compute the figures that columns share, for a trial that measured something."""
-    record, ranks, workload = of.record, of.ranks, of.trial.workload
-    slowest = record.slowest_rank
-    # Of the window, at whose ends the device is synchronised, and not of the single steps.
-    mean_step_seconds = slowest.window_seconds / len(slowest.step_seconds)
-    # Not world_size: ranks of a tensor-parallel group train the same samples.
-    samples_per_second = slowest.micro_batch_size * slowest.grad_accum * slowest.data_parallel_size / mean_step_seconds
-    tokens_per_second = samples_per_second * workload.seq_length
-    nodes = ranks_of_nodes(ranks)
-    return replace(
-        of,
-        mean_step_seconds=mean_step_seconds,
-        step_seconds_std=sample_std(slowest.step_seconds),
-        samples_per_second=samples_per_second,
-        tokens_per_second=tokens_per_second,
-        # The formula first, so that all rows of a known model are of one convention: two do not compare.
-        flops=_with_rates(
-            _flops_of_shape(facts, workload) or _counted_flops(slowest, workload),
-            tokens_per_second / slowest.world_size,
-            peak_flops,
-        ),
-        costs=step_costs(record),
-        phases=node_phase_memory(ranks),
-        checkpoint=checkpoint_costs(ranks),
-        parts=step_parts(ranks),
-        host_peaks={host: _total(rank.host_peak_bytes for rank in own) for host, own in nodes.items()},
-        losses=_mean_losses(ranks),
-        weight_change=_sum_of_sketches([rank.weight_change for rank in ranks]),
-        over_measured=trial_predictions.predicted_over_measured(record),
-        over_ledger=trial_predictions.predicted_over_ledger(record),
-    )
-
-
-def _flops_of_shape(facts: ModelFacts | None, workload: Workload) -> dict[str, Any]:
-    """FLOPs per token by formula; empty for a model whose shape is not known."""
-    if facts is None:
-        return {}
-    length = workload.seq_length
-    forward_alone = workload.pass_type == "forward"  # a third of both, and nothing is recomputed
-    parts, recomputes = (3, False) if forward_alone else (1, workload.activation_checkpointing)
-    return {
-        "model": flops.model_flops_per_token(facts, length) // parts,
-        "causal": flops.causal_flops_per_token(facts, length) // parts,
-        "hardware": flops.hardware_flops_per_token(facts, length, recomputes) // parts,
-        "convention": flops.FORWARD_CONVENTION if forward_alone else flops.MODEL_CONVENTION,
-    }
-
-
-def _counted_flops(rank: RankMeasurement, workload: Workload) -> dict[str, Any]:
-    """FLOPs per token as they were counted on a rank; empty where they were not. Ranks that share data share them."""
-    if not rank.forward_backward_flops:
-        return {}
-    # One rank's share, because the FLOPs were counted on one rank.
-    tokens = rank.micro_batch_size * workload.seq_length * rank.data_parallel_size / rank.world_size
-    executed = rank.forward_backward_flops + (rank.recomputed_flops or 0)
-    return {
-        "model": round(rank.forward_backward_flops / tokens),
-        "hardware": round(executed / tokens),
-        "convention": flops.COUNTED_CONVENTION,
-    }
-
-
-def _with_rates(
-    per_token: dict[str, Any], tokens_per_second_per_gpu: float, peak_flops: float | None
-) -> dict[str, Any]:
-    if not per_token:
-        return {}
-    model = per_token["model"]
-    return {
-        **per_token,
-        "tflops_per_gpu": model * tokens_per_second_per_gpu / 1e12,
-        "mfu": flops.mfu(model, tokens_per_second_per_gpu, peak_flops),
-    }
 
 
 def _mean_losses(ranks: Sequence[RankMeasurement]) -> tuple[float | None, ...]:
