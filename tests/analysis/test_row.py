@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from syrupy.assertion import SnapshotAssertion
 
-from ds_bench.analysis import flops
 from ds_bench.analysis.comparison import rows_of
 from ds_bench.analysis.loss_parity import with_loss_caveats
 from ds_bench.analysis.row import (
@@ -22,7 +22,6 @@ from ds_bench.analysis.row import (
     is_restored,
     make_run,
     node_phase_memory,
-    status_text,
 )
 from ds_bench.config.caveats import CaveatKind
 from ds_bench.models.presets import find_preset
@@ -35,7 +34,6 @@ from tests.support.runs import CUDA, record_of, run_of, seen, texts
 PAIR = fakes.placement(accelerator="cuda", num_gpus=2)
 GB, MB = 2**30, 2**20
 
-seconds = st.lists(st.floats(1e-4, 100), min_size=1, max_size=30)
 quick = settings(deadline=None, max_examples=30)
 
 
@@ -44,149 +42,6 @@ def rows(*records: TrialRecord) -> list[Row]:
 
 
 CATEGORIES = ("parameters", "gradients", "optimizer_states", "deepspeed_buffers", "activations", "other")
-# Of the run below: a new column needs a value of its own here.
-EXPECTED: dict[str, Any] = {
-    "stage": 3,
-    "strategy": "nvme",
-    "model": "tiny",
-    "batch_size": 3,
-    "seq_length": 96,
-    "grad_accum": 5,
-    "num_steps": 7,
-    "warmup_steps": 4,
-    "avg_step_time_ms": 1242.8571428571427,
-    "std_step_time_ms": 21.602468994692888,
-    "throughput_tokens_per_sec": 2317.241379310345,
-    "gpu_peak_gb": 23.0,
-    "gpu_allocated_gb": 27.0,
-    "gpu_reserved_gb": 29.0,
-    "cpu_used_gb": 82.00000000093132,
-    "success": True,
-    "status": "✅ Success",
-    "error": None,
-    "error_details": None,
-    "repeat": 11,
-    "trial_id": "00_nvme",
-    "num_gpus": 2,
-    "accelerator": "cuda",
-    "device": "NVIDIA H100 80GB HBM3",
-    "precision": "bf16",
-    "batch_policy": "given",
-    "activation_checkpointing": False,
-    "optimizer": "AdamW",
-    "launch": "warm",
-    "data_parallel_size": 2,
-    "parameter_count": 1234,
-    "throughput_tokens_per_sec_per_gpu": 1158.6206896551726,
-    "throughput_samples_per_sec": 24.13793103448276,
-    "model_tflops_per_gpu": 0.003965040993103449,
-    "model_flops_per_token": 3422208,
-    "causal_flops_per_token": 3274752,
-    "hardware_flops_per_token": 3422208,
-    "flops_convention": flops.MODEL_CONVENTION,
-    "mfu": 3.965040993103449e-06,
-    "first_loss": 9.0,
-    "final_loss": 4.0,
-    "gpu_peak_reserved_gb": 25.0,
-    "gpu_init_peak_gb": 21.0,
-    "gpu_device_used_gb": 31.0,
-    "gpu_total_gb": 90.0,
-    "gpu_percent": 30.0,
-    "gpu_alloc_retries": 18,
-    "predicted_over_measured": None,
-    "cpu_pss_gb": 74.0,
-    "nvme_stored_gb": 86.0,
-    "nvme_read_gb_per_step": 94.0,
-    "nvme_written_gb_per_step": 106.0,
-    "ledger_gpu_parameters_gb": 1001.0,
-    "ledger_gpu_gradients_gb": 1011.0,
-    "ledger_gpu_optimizer_states_gb": 1021.0,
-    "ledger_gpu_deepspeed_buffers_gb": 1031.0,
-    "ledger_gpu_activations_gb": 1041.0,
-    "ledger_gpu_other_gb": 1051.0,
-    "ledger_cpu_parameters_gb": 1101.0,
-    "ledger_cpu_gradients_gb": 1111.0,
-    "ledger_cpu_optimizer_states_gb": 1121.0,
-    "ledger_cpu_deepspeed_buffers_gb": 1131.0,
-    "ledger_cpu_activations_gb": 1141.0,
-    "ledger_cpu_other_gb": 1151.0,
-    "ledger_nvme_parameters_gb": 1201.0,
-    "ledger_nvme_optimizer_states_gb": 1221.0,
-    "phase_forward_ms": 110.0,
-    "phase_backward_ms": 210.00000000000003,
-    "phase_step_ms": 310.00000000000006,
-    "skipped_steps": 3,
-    "start_seconds": 4.5,
-    "wall_seconds": 12.5,
-    "started_at": "2026-11-21T09:30:00+00:00",
-    "method_version": 2,
-    "predicted_over_ledger": None,
-    "dropout": 0.3,
-    "repeated_loss": 6.5,
-    "weight_change_norm": 10.0,
-    "weight_change_cosine": 1.0,
-    "cpu_threads": 19,
-    "cpu_other_cores": 1.07,
-    "num_nodes": 1,
-    "run_id": "run-7",
-    "gpu_name": "NVIDIA H100 80GB HBM3",
-    "gpu_count": 2,
-    "gpu_memory_gb": 80.0,
-    "cpu_model": "AMD EPYC 9654",
-    "cpu_logical_cores": 16,
-    "cpu_physical_cores": 8,
-    "cpu_quota_cores": 4.5,
-    "torch_version": "2.13.0",
-    "deepspeed_version": "0.19.8",
-    "transformers_version": "5.23.0",
-    "cuda_version": "13.0",
-    "gpu_driver_version": "580.95",
-    "round_position": 13,
-    "gpu_outside_allocator_gb": 2.0,
-    "engine": "deepspeed",
-    "pass_type": "train",
-    "step_time_cv_percent": 1.7381296892281635,
-    "synchronized": True,
-    "phase_communication_ms": 1510.0,
-    "phase_transfer_ms": 1609.9999999999998,
-    "communication_wait_ms": 1130.0,
-    "communication_gb_per_step": 60.0,
-    "cpu_adam_gb_per_sec": 522.0,
-    "nvme_needed_gb_per_sec": 63.15789473684209,
-    "nvme_measured_gb_per_sec": 6.0,
-    "disk_bound": False,
-    "profiled_flops_per_token": 10416666.666666666,
-    "cpu_import_peak_gb": 600.0,
-    "cpu_import_end_gb": 401.0,
-    "cpu_build_peak_gb": 620.0,
-    "cpu_build_end_gb": 421.0,
-    "cpu_initialize_peak_gb": 640.0,
-    "cpu_initialize_end_gb": 441.0,
-    "cpu_first_step_peak_gb": 660.0,
-    "cpu_first_step_end_gb": 461.0,
-    "cpu_steady_peak_gb": 700.0,
-    "cpu_steady_end_gb": 501.0,
-    "seq_policy": "given",
-    "phase_data_ms": 710.0,
-    "data_wait_ms": 1810.0,
-    "vocab_size": None,
-    "data_file": None,
-    "point": None,
-    "trainable_parameter_count": None,
-    "checkpoint_save_seconds": 501.0,
-    "checkpoint_save_gb": 600.0,
-    "checkpoint_save_cpu_peak_gb": 1400.0,
-    "checkpoint_load_seconds": 521.0,
-    "checkpoint_load_cpu_peak_gb": 1404.0,
-    "checkpoint_model_16bit_seconds": 531.0,
-    "checkpoint_model_16bit_gb": 630.0,
-    "checkpoint_model_16bit_cpu_peak_gb": 1406.0,
-    "checkpoint_restored": True,
-    "slowest_rank_host": None,
-    "cpu_used_gb_of_nodes": None,
-    "first_grad_norm": 2.25,
-    "grad_norm": 1.75,
-}  # fmt: skip
 
 
 def distinct_run() -> Run:
@@ -252,13 +107,10 @@ def distinct_run() -> Run:
     return make_run(replace(found, ranks=ranks), find_preset("tiny"), 1e15, environment, "run-7")
 
 
-def test_every_column_has_its_own_value_and_that_of_the_right_rank() -> None:
+def test_every_column_has_its_own_value_and_that_of_the_right_rank(snapshot: SnapshotAssertion) -> None:
     run = distinct_run()
     (row,) = rows_of([run])
-    known_elsewhere = {"caveats", "config_hash", "caveat_list"}
-    assert set(row) - known_elsewhere == set(EXPECTED)
-    for name, value in EXPECTED.items():
-        assert row[name] == (pytest.approx(value) if isinstance(value, float) else value), name
+    assert {name: row[name] for name in row if name not in ("caveats", "config_hash", "caveat_list")} == snapshot
     # Written and read back, it is the same row.
     assert Row.model_validate_json(json.dumps(row)) == with_loss_caveats([run])[0].row
 
@@ -289,11 +141,8 @@ def test_the_slowest_rank_is_the_one_that_waits_least_where_waits_are_known() ->
     waits = [waiting(0.5), waiting(0.4), waiting(0.1)]
     (row,) = rows(on_two_nodes(communication=waits, window_seconds=[1.0, 3.0, 2.0]))
     assert row.slowest_rank_host == "b"
-
-
-def test_one_node_has_no_slowest_host_and_a_failed_row_has_the_nodes_that_were_asked_for() -> None:
-    (row,) = rows(fakes.success(fakes.trial(fakes.zero(1), on=PAIR)))
-    assert (row.num_nodes, row.slowest_rank_host, row.cpu_used_gb_of_nodes) == (1, None, None)
+    (one_node,) = rows(fakes.success(fakes.trial(fakes.zero(1), on=PAIR)))
+    assert (one_node.num_nodes, one_node.slowest_rank_host, one_node.cpu_used_gb_of_nodes) == (1, None, None)
     (failed,) = rows(fakes.failure(on_two_nodes().trial))
     assert failed.num_nodes == 2
 
@@ -311,21 +160,6 @@ def test_throughput_and_spread_by_hand() -> None:
     assert run_of(seen(step_seconds=[0.1])).row.std_step_time_ms is None
 
 
-def test_the_step_time_is_the_window_by_the_steps_and_not_the_mean_of_the_samples() -> None:
-    """Device events may add up to less than the synchronised window; the window is what passed."""
-    assert run_of(seen(step_seconds=[0.1] * 10, window_seconds=1.5)).row.avg_step_time_ms == pytest.approx(150)
-
-
-@quick
-@given(steps=seconds, ranks=st.integers(1, 64))
-def test_throughput_scales_with_the_world_size_and_per_gpu_stays(steps: list[float], ranks: int) -> None:
-    one = make_run(fakes.success(fakes.trial(on=CUDA), step_seconds=steps)).row
-    many = make_run(fakes.success(fakes.trial(on=replace(CUDA, num_gpus=ranks)), step_seconds=steps)).row
-    assert one.throughput_tokens_per_sec is not None
-    assert many.throughput_tokens_per_sec == pytest.approx(ranks * one.throughput_tokens_per_sec)
-    assert many.throughput_tokens_per_sec_per_gpu == pytest.approx(one.throughput_tokens_per_sec_per_gpu)
-
-
 @quick
 @given(warmup=st.lists(st.floats(1e-4, 1e4), max_size=20), first=st.floats(0, 1e4), start=st.floats(0, 1e4))
 def test_warm_up_steps_are_in_no_statistic(warmup: list[float], first: float, start: float) -> None:
@@ -333,18 +167,14 @@ def test_warm_up_steps_are_in_no_statistic(warmup: list[float], first: float, st
     assert other.row == run_of(seen()).row
 
 
-def test_the_slowest_rank_decides_wherever_it_sits() -> None:
-    for slow in (0, 1, 2):
-        ranks = [seen(step_seconds=[0.3 if rank == slow else 0.1] * 10, data_parallel_size=3) for rank in range(3)]
-        row = run_of(*ranks).row
+def test_the_slowest_rank_decides_and_only_ranks_with_data_of_their_own_multiply_the_batch() -> None:
+    """The window counts: device events may add up to less than it."""
+    for slow, parallel in ((0, 3), (1, 1), (2, 3)):
+        windows = [3.0 if rank == slow else 1.0 for rank in range(3)]
+        row = run_of(*[seen(window_seconds=window, data_parallel_size=parallel) for window in windows]).row
         assert row.avg_step_time_ms == pytest.approx(300), slow
-        assert row.throughput_tokens_per_sec == pytest.approx(4 * 128 * 3 / 0.3), slow
-
-
-def test_model_parallel_ranks_do_not_multiply_the_batch() -> None:
-    row = run_of(*[seen(data_parallel_size=1)] * 2).row
-    assert row.throughput_tokens_per_sec == pytest.approx(4 * 128 / 0.1)
-    assert row.throughput_tokens_per_sec_per_gpu == pytest.approx(4 * 128 / 0.1 / 2)
+        assert row.throughput_tokens_per_sec == pytest.approx(4 * 128 * parallel / 0.3), slow
+        assert row.throughput_tokens_per_sec_per_gpu == pytest.approx(4 * 128 * parallel / 0.3 / 3), slow
 
 
 def test_batch_and_accumulation_are_those_the_engine_ran() -> None:
@@ -369,12 +199,6 @@ def test_a_failed_trial_keeps_its_cause_and_what_was_asked_and_has_no_number() -
         assert (row["success"], row["batch_size"], row["grad_accum"]) == (False, 7, 2)
         assert (row["caveats"], row["error"]) == ("known before", failed.outcome.error)
         assert row["error_details"] == failed.outcome.details
-
-
-def test_a_status_is_a_sign_and_a_word() -> None:
-    assert [status_text(status) for status in ("Success", "OOM (host)", "RuntimeError", "Skipped", "Interrupted")] == [
-        "✅ Success", "❌ OOM (host)", "❌ RuntimeError", "⏭️ Skipped", "⏹️ Interrupted",
-    ]  # fmt: skip
 
 
 # ------------------------------------------------------------------ FLOPs and MFU
@@ -511,10 +335,3 @@ def test_losses_are_means_over_ranks_and_a_loss_of_zero_is_a_loss() -> None:
     run = run_of(seen(losses=(0.0, 3.0, 0.0)), seen(losses=(1.0, None, 0.0)))
     assert run.losses == (0.5, None, 0.0)
     assert (run.row.first_loss, run.row.final_loss) == (0.5, 0.0)
-
-
-@quick
-@given(st.lists(st.lists(st.floats(-1e3, 1e3), min_size=4, max_size=4), min_size=1, max_size=5))
-def test_the_loss_of_a_step_is_the_mean_over_ranks(losses: list[list[float]]) -> None:
-    means = [math.fsum(step) / len(losses) for step in zip(*losses, strict=True)]
-    assert list(run_of(*(seen(losses=tuple(each)) for each in losses)).losses) == pytest.approx(means, abs=1e-9)
