@@ -14,7 +14,7 @@ import pytest
 
 from ds_bench.config.caveats import Caveat, CaveatKind
 from ds_bench.records.json_files import append_line, write_json
-from ds_bench.records.rank_files import PHASES, Assignment, Heartbeat, HeartbeatWriter, RankExit, read_beat, read_exits
+from ds_bench.records.rank_files import PHASES, Assignment, HeartbeatWriter, RankExit, read_beat, read_exits
 from ds_bench.system.files import write_text
 from tests.support import fakes
 
@@ -33,12 +33,21 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), object()])
-def test_what_json_cannot_hold_leaves_the_old_file_and_no_litter(tmp_path: Path, value: Any) -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), "fsync", "replace"])
+def test_what_cannot_be_written_leaves_the_old_file_and_no_litter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any
+) -> None:
     path = tmp_path / "a.json"
     write_json(path, {"old": 1})
-    with pytest.raises((ValueError, TypeError)):
+
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    if value in ("fsync", "replace"):
+        monkeypatch.setattr(*((os, "fsync", fail) if value == "fsync" else (Path, "replace", fail)))
+    with pytest.raises((ValueError, TypeError, OSError)):
         write_json(path, {"new": value})
+    monkeypatch.undo()
     assert json.loads(path.read_text()) == {"old": 1}
     assert names(tmp_path) == ["a.json"]
 
@@ -52,44 +61,19 @@ def test_a_dataclass_is_written_as_an_object_in_files_as_in_lines(tmp_path: Path
         assert json.loads((tmp_path / name).read_text()) == [{"kind": "own_batches", "values": {"seq_length": 8}}]
 
 
-@pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_disk_that_fails_leaves_the_old_file_and_no_litter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+def test_the_data_is_on_disk_before_the_name_points_to_it_and_each_process_has_its_own_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "a.json"
-    write_json(path, {"old": 1})
-
-    def fail(*_: object) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(*((os, "fsync", fail) if call == "fsync" else (Path, "replace", fail)))
-    with pytest.raises(OSError, match="Input/output"):
-        write_json(path, {"new": 2})
-    monkeypatch.undo()
-    assert json.loads(path.read_text()) == {"old": 1}
-    assert names(tmp_path) == ["a.json"]
-
-
-def test_the_data_is_on_disk_before_the_name_points_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     fsync, replace = os.fsync, Path.replace
     monkeypatch.setattr(os, "fsync", lambda fd: (order.append("sync"), fsync(fd))[1])
-    monkeypatch.setattr(Path, "replace", lambda self, to: (order.append("rename"), replace(self, to))[1])
-    write_text(tmp_path / "a", "x")
-    assert order == ["sync", "rename"]
-
-
-def test_two_processes_writing_the_same_file_do_not_share_a_temporary_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    used: list[str] = []
-    replace = Path.replace
-    monkeypatch.setattr(Path, "replace", lambda self, to: (used.append(self.name), replace(self, to))[1])
+    monkeypatch.setattr(Path, "replace", lambda self, to: (order.append(self.name), replace(self, to))[1])
     for pid in (101, 102):
         monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
         write_text(tmp_path / "a", "x")
-    assert len(set(used)) == 2
-    assert all(name.startswith(".") for name in used), "a result folder would list it among the results"
+    assert order[::2] == ["sync", "sync"]
+    assert len(set(order[1::2])) == 2
+    assert all(name.startswith(".") for name in order[1::2]), "a result folder would list it among the results"
 
 
 def test_a_lone_surrogate_as_in_a_file_name_of_another_encoding_survives(tmp_path: Path) -> None:
@@ -141,76 +125,45 @@ def test_an_assignment_with_a_field_of_another_version_is_refused(tmp_path: Path
         Assignment.from_dict({**ASSIGNMENT.to_dict(), "colour": "red"})
 
 
-def test_an_assignment_that_is_gone_or_torn_is_an_error_of_its_own_kind(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        Assignment.load(tmp_path)
-    (tmp_path / "trial.json").write_text("{")
-    with pytest.raises(ValueError, match="Expecting"):
-        Assignment.load(tmp_path)
-
-
 # ------------------------------------------------------------------ the beat
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_beat_is_read_as_it_was_written(tmp_path: Path, phase: str) -> None:
-    HeartbeatWriter(tmp_path, 3).beat(phase, 7, 0.25)
-    beat = read_beat(tmp_path, 3)
-    assert beat is not None
-    assert (beat.pid, beat.phase, beat.step, beat.last_step_seconds) == (os.getpid(), phase, 7, 0.25)
+def test_a_beat_is_read_as_it_was_written_by_its_rank_and_keeps_what_it_does_not_say(tmp_path: Path) -> None:
+    writer, other = HeartbeatWriter(tmp_path, 3), HeartbeatWriter(tmp_path, 1)
 
+    def read() -> tuple[str, int, float | None]:
+        beat = read_beat(tmp_path, 3)
+        assert beat is not None
+        assert beat.pid == os.getpid()
+        return beat.phase, beat.step, beat.last_step_seconds
 
-def test_a_rank_says_hello_before_its_first_step(tmp_path: Path) -> None:
-    HeartbeatWriter(tmp_path, 0)
-    beat = read_beat(tmp_path, 0)
-    assert beat is not None
-    assert (beat.phase, beat.step, beat.last_step_seconds) == ("hello", -1, None)
-
-
-def test_what_a_beat_does_not_say_stays_as_it_was(tmp_path: Path) -> None:
-    writer = HeartbeatWriter(tmp_path, 0)
-    writer.beat("step", 4, 0.5)
+    assert read() == ("hello", -1, None)
+    for phase in PHASES:
+        writer.beat(phase, 7, 0.25)
+        other.beat("step", 9)
+        assert read() == (phase, 7, 0.25)
     writer.beat("forward")
-    beat = read_beat(tmp_path, 0)
-    assert beat is not None
-    assert (beat.phase, beat.step, beat.last_step_seconds) == ("forward", 4, 0.5)
+    assert read() == ("forward", 7, 0.25)
+    assert read_beat(tmp_path, 10) is None
+    assert read_beat(tmp_path / "missing", 0) is None
 
 
-def test_every_beat_differs_from_the_one_before(tmp_path: Path) -> None:
+def test_every_beat_differs_from_the_one_before_and_none_makes_the_file_grow(tmp_path: Path) -> None:
     """So that a rank that repeats itself is seen to live."""
-    writer = HeartbeatWriter(tmp_path, 0)
-    seen: list[bytes] = []
+    writer, path = HeartbeatWriter(tmp_path, 0), tmp_path / "rank0.beat"
+    before = path.stat()
+    seen = set()
     for _ in range(50):
         writer.beat("forward", 1)
-        seen.append((tmp_path / "rank0.beat").read_bytes())
-    assert len(set(seen)) == 50
-
-
-def test_a_beat_is_rewritten_in_place_and_does_not_grow(tmp_path: Path) -> None:
-    writer = HeartbeatWriter(tmp_path, 0)
-    before = (tmp_path / "rank0.beat").stat()
-    for step in range(100):
-        writer.beat("step", step)
-    after = (tmp_path / "rank0.beat").stat()
-    assert (after.st_ino, after.st_size) == (before.st_ino, before.st_size) == (before.st_ino, 48)
+        seen.add(path.read_bytes())
+    assert len(seen) == 50
+    assert (path.stat().st_ino, path.stat().st_size) == (before.st_ino, before.st_size) == (before.st_ino, 48)
 
 
 @pytest.mark.parametrize("length", [0, 1, 47, 49, 96])
 def test_a_torn_or_foreign_beat_is_no_beat(tmp_path: Path, length: int) -> None:
     (tmp_path / "rank0.beat").write_bytes(b"\x01" * length)
     assert read_beat(tmp_path, 0) is None
-
-
-def test_before_hello_there_is_no_beat(tmp_path: Path) -> None:
-    assert read_beat(tmp_path, 0) is None
-    assert read_beat(tmp_path / "missing", 0) is None
-
-
-def test_ranks_do_not_share_a_beat(tmp_path: Path) -> None:
-    HeartbeatWriter(tmp_path, 0).beat("step", 1)
-    HeartbeatWriter(tmp_path, 1).beat("step", 2)
-    beats: list[Heartbeat | None] = [read_beat(tmp_path, rank) for rank in (0, 1, 10)]
-    assert [beat and beat.step for beat in beats] == [1, 2, None]
 
 
 # ------------------------------------------------------------------ exits
@@ -236,9 +189,6 @@ def test_a_link_keeps_its_target_and_a_device_stays_a_device(tmp_path: Path) -> 
     assert target.read_text() == "1"
     write_text(Path("/dev/null"), "1")
     assert Path("/dev/null").is_char_device()
-
-
-def test_a_device_that_takes_nothing_is_an_oserror(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         write_text(Path("/dev/full"), "1")
     assert Path("/dev/full").is_char_device()

@@ -64,17 +64,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FrozenClock:
 # ------------------------------------------------------------------ names
 
 
-@pytest.mark.parametrize("family", ["zero", "offload"])
-def test_files_are_named_by_family_and_second(tmp_path: Path, clock: FrozenClock, family: str) -> None:
-    made = RunFolder.create(tmp_path, family)
-    assert made.json_path == tmp_path / f"{family}_comparison_20261121_093000.json"
-    assert made.csv_path == tmp_path / f"{family}_comparison_20261121_093000.csv"
-    assert made.folder == tmp_path / "runs" / f"{family}_20261121_093000"
-
-
-def test_a_name_whose_csv_alone_exists_is_taken(tmp_path: Path, clock: FrozenClock) -> None:
+def test_files_are_named_by_family_and_the_next_free_second(tmp_path: Path, clock: FrozenClock) -> None:
     (tmp_path / "zero_comparison_20261121_093000.csv").write_text("mine")
-    assert RunFolder.create(tmp_path, "zero").csv_path.name == "zero_comparison_20261121_093001.csv"
+    for family, prefix, second in (("zero", "zero_", 1), ("offload", "offload_", 1), ("recipe", "", 1)):
+        made = RunFolder.create(tmp_path, family)
+        stamp = f"20261121_09300{second}"
+        assert made.json_path == tmp_path / f"{prefix}comparison_{stamp}.json"
+        assert made.csv_path == tmp_path / f"{prefix}comparison_{stamp}.csv"
+        assert made.folder == tmp_path / "runs" / f"{prefix or 'comparison_'}{stamp}"
     assert (tmp_path / "zero_comparison_20261121_093000.csv").read_text() == "mine"
 
 
@@ -101,20 +98,6 @@ def test_many_runs_started_at_once_never_share_a_folder(tmp_path: Path, monkeypa
     assert len({each.folder for each in made}) == 8
 
 
-def test_nothing_else_in_the_output_folder_looks_like_a_result(run: RunFolder) -> None:
-    run.save_run({})
-    run.append(fakes.success())
-    run.write_rows(flat(fakes.success()))
-    found = {path.name for path in run.json_path.parent.glob("*_comparison_*")}
-    assert found == {run.json_path.name, run.csv_path.name}
-    assert re.fullmatch(r"zero_comparison_\d{8}_\d{6}\.json", run.json_path.name)
-    assert sorted(path.name for path in run.json_path.parent.iterdir()) == sorted([*found, "runs"])
-
-
-def test_a_missing_output_folder_is_made_with_its_parents(tmp_path: Path) -> None:
-    assert RunFolder.create(tmp_path / "a" / "b", "zero").folder.is_dir()
-
-
 @pytest.mark.parametrize("where", ["below a file", "in proc"])
 def test_a_folder_that_cannot_be_written_fails_before_any_work_and_names_itself(tmp_path: Path, where: str) -> None:
     (tmp_path / "file").write_text("")
@@ -129,39 +112,28 @@ def test_a_folder_that_cannot_be_written_fails_before_any_work_and_names_itself(
 # ------------------------------------------------------------------ whole or not at all
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_no_litter(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    run.write_rows(flat(fakes.success()))
-    before = run.json_path.read_bytes(), run.csv_path.read_bytes()
-
-    def no_space(_descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", no_space)
-    with pytest.raises(OSError, match="No space"):
-        run.write_rows(flat(fakes.failure()))
-    assert (run.json_path.read_bytes(), run.csv_path.read_bytes()) == before
-    assert sorted(path.name for path in run.json_path.parent.iterdir()) == sorted(
-        [run.json_path.name, run.csv_path.name, "runs"]
-    )
-
-
-def test_a_disk_that_fills_between_the_two_tables_leaves_both_as_they_were(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_disk_that_fills_at_either_table_leaves_both_as_they_were(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     run.write_rows(flat(fakes.success()))
     before = run.json_path.read_bytes(), run.csv_path.read_bytes()
     calls: list[int] = []
 
-    def fill_after_the_first(descriptor: int) -> None:
+    def fill(descriptor: int) -> None:
         calls.append(descriptor)
-        if len(calls) > 1:
+        if len(calls) >= number:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", fill_after_the_first)
+    monkeypatch.setattr(os, "fsync", fill)
     with pytest.raises(OSError, match="No space") as caught:
         run.write_rows(flat(fakes.failure()))
-    assert caught.value.filename == str(run.csv_path)
+    assert caught.value.filename == str((run.json_path, run.csv_path)[number - 1])
+    with pytest.raises(TypeError):
+        run.write_rows([{"stage": object()}])
     assert (run.json_path.read_bytes(), run.csv_path.read_bytes()) == before
+    files = sorted(path.name for path in run.json_path.parent.iterdir())
+    assert files == sorted([run.json_path.name, run.csv_path.name, "runs"])
 
 
 def test_what_a_killed_writer_left_is_removed_by_the_next_that_holds_the_run(
@@ -193,52 +165,21 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_that_holds_the_run(
         assert temporaries() == [stranger]
 
 
-def test_rows_that_no_file_can_hold_leave_the_old_file(run: RunFolder) -> None:
-    run.write_rows(flat(fakes.success()))
-    before = run.json_path.read_bytes()
-    with pytest.raises(TypeError):
-        run.write_rows([{"stage": object()}])
-    assert run.json_path.read_bytes() == before
-
-
 # ------------------------------------------------------------------ records.jsonl
 
 
-def test_records_come_back_as_they_went_in_order(run: RunFolder) -> None:
+@pytest.mark.parametrize(
+    "damage", [b"", b"null\n", b"[]\n", b"3\n", b"{}\n", b'{"trial": 1}\n', b"\x00\x00\n", b'{"trial": {"tri']
+)
+def test_records_come_back_in_order_without_lines_that_are_none(run: RunFolder, damage: bytes) -> None:
+    """What ``--resume`` does after a crash: the first record it writes must not be glued to the torn line."""
+    assert run.records() == []
     kept = [fakes.success(fakes.trial(fakes.zero(stage))) for stage in (2, 0)] + [fakes.failure()]
     for each in kept:
         run.append(each)
+        with (run.folder / "records.jsonl").open("ab") as file:
+            file.write(damage)
     assert run.records() == kept
-
-
-def test_a_run_without_a_finished_trial_has_no_records(run: RunFolder) -> None:
-    assert run.records() == []
-
-
-@pytest.mark.parametrize("length", [1, 40, -3, -1])
-def test_a_last_line_that_a_crash_tore_is_left_out(run: RunFolder, length: int) -> None:
-    run.append(fakes.success())
-    path = run.folder / "records.jsonl"
-    whole = path.read_bytes()
-    path.write_bytes(whole + whole.rstrip(b"\n")[:length])
-    assert run.records() == [fakes.success()]
-
-
-def test_a_record_after_a_torn_line_does_not_share_its_fate(run: RunFolder) -> None:
-    """What ``--resume`` does after a crash: the first record it writes must not be glued to the torn line."""
-    run.append(fakes.success())
-    with (run.folder / "records.jsonl").open("ab") as file:
-        file.write(b'{"trial": {"tri')
-    resumed = fakes.failure(fakes.trial(fakes.zero(3)))
-    run.append(resumed)
-    assert run.records() == [fakes.success(), resumed]
-
-
-@pytest.mark.parametrize("garbage", [b"null", b"[]", b"3", b"{}", b'{"trial": 1}', b"\x00\x00", b""])
-def test_a_line_that_is_no_record_is_left_out(run: RunFolder, garbage: bytes) -> None:
-    (run.folder / "records.jsonl").write_bytes(garbage + b"\n")
-    run.append(fakes.success())
-    assert run.records() == [fakes.success()]
 
 
 @settings(deadline=None, max_examples=30)
@@ -293,14 +234,6 @@ def test_every_record_survives_json_whole(subtests: pytest.Subtests) -> None:
             assert json_files.parse(TrialRecord, json.dumps(entry.to_dict(), allow_nan=False).encode()) == entry
 
 
-def test_a_full_record_leaves_no_field_at_its_default_unseen() -> None:
-    """Guards the round trip above: a tuple that came back as a list would not be equal."""
-    again = json_files.parse(TrialRecord, json.dumps(FULL.to_dict()).encode())
-    assert isinstance(again.ranks[0].losses, tuple)
-    assert isinstance(again.ranks[0].notes, tuple)
-    assert again.ranks[1].ledger == {"gpu": {"parameters": 1}, "nvme": {"optimizer_states": 2}}
-
-
 # ------------------------------------------------------------------ flat rows in JSON and CSV
 
 
@@ -315,23 +248,18 @@ def test_the_csv_has_the_rows_and_columns_of_the_json(run: RunFolder) -> None:
         assert cells == {name: "" if value is None else str(value) for name, value in row.items()}
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_number_that_is_none_is_null_in_json_and_empty_in_csv(run: RunFolder, value: float) -> None:
-    run.write_rows([{"a": value, "b": 1.5}])
-    assert json.loads(run.json_path.read_text()) == [{"a": None, "b": 1.5}]
-    assert run.csv_path.read_text() == "a,b\n,1.5\n"
+def test_a_number_that_is_none_is_null_in_json_and_empty_in_csv_and_zero_is_not_missing(run: RunFolder) -> None:
+    bad = {name: float(name) for name in ("nan", "inf", "-inf")}
+    run.write_rows([{**bad, "a": 0, "b": 0.0, "c": False, "d": None, "e": ""}])
+    (row,) = json.loads(run.json_path.read_text())
+    assert row == {**dict.fromkeys(bad), "a": 0, "b": 0.0, "c": False, "d": None, "e": ""}
+    assert run.csv_path.read_text() == "nan,inf,-inf,a,b,c,d,e\n,,,0,0.0,False,,\n"
 
 
-def test_zero_and_false_are_not_taken_for_missing(run: RunFolder) -> None:
-    run.write_rows([{"a": 0, "b": 0.0, "c": False, "d": None, "e": ""}])
-    assert run.csv_path.read_text() == "a,b,c,d,e\n0,0.0,False,,\n"
-
-
-def test_text_that_a_spreadsheet_would_run_is_made_harmless(subtests: pytest.Subtests) -> None:
+def test_text_that_a_spreadsheet_would_run_is_made_harmless() -> None:
     for text in ("=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", '=HYPERLINK("http://x")'):
-        with subtests.test(text):
-            (cell,) = [row["a"] for row in csv.DictReader(io.StringIO(csv_text([{"a": text, "b": 1}]), newline=""))]
-            assert cell == "'" + text.replace("\r", "\n")
+        (cell,) = [row["a"] for row in csv.DictReader(io.StringIO(csv_text([{"a": text, "b": 1}]), newline=""))]
+        assert cell == "'" + text.replace("\r", "\n")
 
 
 @pytest.mark.parametrize("text", ['a,"b"\nc', "a;b", "'a", "a\r\nb", "50%\r100%", "\r"])
@@ -346,17 +274,14 @@ def test_text_with_separators_and_line_ends_stays_one_cell(text: str, run: RunFo
 # ------------------------------------------------------------------ an earlier run
 
 
-def test_an_earlier_run_is_found_again_with_its_files(run: RunFolder) -> None:
+def test_an_earlier_run_is_found_again_with_its_files_from_inside_itself_too(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run.save_run({"family": "zero", "arguments": ["--model", "gpt2"], "of another version": 1})
-    again = RunFolder.open(run.folder)
-    assert (again.folder.resolve(), again.json_path.resolve()) == (run.folder.resolve(), run.json_path.resolve())
-    assert again.load_run() == RunInfo(family="zero", arguments=("--model", "gpt2"))
-
-
-def test_an_earlier_run_is_found_from_inside_itself(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    run.save_run({})
     monkeypatch.chdir(run.folder)
-    assert RunFolder.open(Path()).csv_path.resolve() == run.csv_path.resolve()
+    for again in (RunFolder.open(run.folder), RunFolder.open(Path())):
+        assert (again.folder.resolve(), again.json_path.resolve()) == (run.folder.resolve(), run.json_path.resolve())
+        assert again.load_run() == RunInfo(family="zero", arguments=("--model", "gpt2"))
 
 
 @pytest.mark.parametrize("what", ["nothing", "an empty folder", "a file"])
