@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -118,8 +117,6 @@ class Plan:
     """The rows at their micro-batches, in order."""
     builder: ConfigurationBuilder
     """Builds rows at other micro-batches."""
-    variables: Mapping[str, str]
-    """Environment variables of every process of every trial."""
     trials: Sequence[Trial]
     lines: Sequence[str] = ()
     """Notes on the rows for the user, one line each."""
@@ -144,21 +141,24 @@ class RunPlan:
     """
 
     plans: Sequence[Plan]
+    variables: Mapping[str, str]
+    """Environment variables of every process of every trial; launchers set the number of threads for each trial."""
     notes: Sequence[str] = ()
     """Notes for the reader of the result."""
 
     @classmethod
-    def of(cls, plans: Sequence[Plan]) -> RunPlan:
+    def of(cls, plans: Sequence[Plan], variables: Mapping[str, str]) -> RunPlan:
         """Join plans, and number their trials in the order in which they run."""
         if len(plans) == 1:
-            return cls(plans=plans)
+            return cls(plans=plans, variables=variables)
         digits = len(str(sum(len(plan.trials) for plan in plans)))
         numbered: list[list[Trial]] = [[] for _ in plans]
         # The number in a trial's own name counts within its plan.
         for number, (index, trial) in enumerate(_in_rounds(plans)):
             name = trial.trial_id.partition("_")[2]
             numbered[index].append(replace(trial, trial_id=f"{number:0{digits}d}_{name}"))
-        return cls(plans=[replace(plan, trials=trials) for plan, trials in zip(plans, numbered, strict=True)])
+        plans = [replace(plan, trials=trials) for plan, trials in zip(plans, numbered, strict=True)]
+        return cls(plans=plans, variables=variables)
 
     def part(self, shard: Shard) -> RunPlan:
         """Return the points or rows of one shard (``Shard.rows_of``); trials keep their numbers.
@@ -203,11 +203,6 @@ class RunPlan:
     def placement(self) -> Placement:
         """The placement with the most ranks; points differ only in number of ranks and limits of memory."""
         return max((plan.placement for plan in self.plans), key=lambda placement: placement.num_gpus)
-
-    @property
-    def variables(self) -> Mapping[str, str]:
-        """Environment variables of every process of every trial; launchers set the number of threads for each trial."""
-        return self.plans[0].variables
 
     @property
     def configurations(self) -> list[Configuration]:
@@ -289,9 +284,9 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
     for options, own_rows, model, on in zip(points, rows, models, placements, strict=True):
         if options.data is not None:
             options = replace(options, token_file=find_tokens(options.data, options.data_dtype))
-        plans.append(_plan_of_point(options, own_rows, lines, model, on, make_config, variables))
+        plans.append(_plan_of_point(options, own_rows, lines, model, on, make_config))
     # A shard is taken from the whole plan, so that all shards share its numbers of trials.
-    whole = RunPlan.of(plans)
+    whole = RunPlan.of(plans, variables)
     return whole if first.shard is None else whole.part(first.shard)
 
 
@@ -302,14 +297,18 @@ def _plan_of_point(
     model: ResolvedModel,
     placement: Placement,
     make_config: MakeConfig,
-    variables: Mapping[str, str],
 ) -> Plan:
     options = with_accumulation(options, placement)
     require_known_ids(options, model)
     builder = ConfigurationBuilder(options=options, make_config=make_config, model=model, placement=placement)
-    with _as_usage_error():
+    try:
         configurations = [builder.build(row, options.batch_size) for row in rows]
         trials = make_trials(options, model, placement, configurations)
+    except DsBenchError:
+        raise
+    except Exception as error:  # a user's file or function may give any values
+        problem = f"the DeepSpeed configuration cannot be used: {type(error).__name__}: {error}"
+        raise UsageError(problem, remedy="check --ds-config, --set and create_deepspeed_config") from None
     if equal := _equal_rows(trials):
         rows = [row for row in rows if row.name not in equal]
         configurations = [each for each in configurations if each.name not in equal]
@@ -347,7 +346,6 @@ def _plan_of_point(
         rows=rows,
         configurations=configurations,
         builder=builder,
-        variables=variables,
         trials=trials,
         lines=(*lines, *equal.values()),
         facts=RunFacts(
@@ -404,18 +402,6 @@ def with_accumulation(options: Options, placement: Placement) -> Options:
     return replace(options, grad_accum=max(1, total // (options.batch_size * placement.num_gpus)))
 
 
-@contextlib.contextmanager
-def _as_usage_error() -> Iterator[None]:
-    """Turns any error into a UsageError: a user's file or function may give any values."""
-    try:
-        yield
-    except DsBenchError:
-        raise
-    except Exception as error:
-        problem = f"the DeepSpeed configuration cannot be used: {type(error).__name__}: {error}"
-        raise UsageError(problem, remedy="check --ds-config, --set and create_deepspeed_config") from None
-
-
 def resolve_seq_length(requested: int | None, model: ResolvedModel, name: str = "--seq-length") -> int:
     """Return the requested sequence length, or the model's default. ``name``: what the user calls it.
 
@@ -430,6 +416,13 @@ def resolve_seq_length(requested: int | None, model: ResolvedModel, name: str = 
     return requested
 
 
+_WORKLOAD_OPTIONS = (
+    "batch_size", "grad_accum", "num_steps", "warmup_steps", "activation_checkpointing", "seed", "trust_remote_code",
+    "dropout", "vocab_size", "data_pin_memory", "data_prefetch", "pass_type", "synchronized",
+)  # fmt: skip
+"""Fields that Options and Workload share."""
+
+
 def make_workload(options: Options, model: ResolvedModel, placement: Placement) -> Workload:
     """Make the workload that all trials share."""
     file = options.token_file
@@ -438,26 +431,14 @@ def make_workload(options: Options, model: ResolvedModel, placement: Placement) 
         model_source=model.source,
         model_type=model.model_type,
         model_config=model.config,
-        batch_size=options.batch_size,
         seq_length=resolve_seq_length(options.seq_length, model, options.say("seq_length")),
-        grad_accum=options.grad_accum,
-        num_steps=options.num_steps,
-        warmup_steps=options.warmup_steps,
         precision=choose_precision(options.precision, placement),
-        activation_checkpointing=options.activation_checkpointing,
-        seed=options.seed,
-        trust_remote_code=options.trust_remote_code,
-        dropout=options.dropout,
-        vocab_size=options.vocab_size,
         data_workers=0 if options.data is not None and options.data_workers is None else options.data_workers,
-        data_pin_memory=options.data_pin_memory,
-        data_prefetch=options.data_prefetch,
         data_path=None if file is None else str(file.path.absolute()),
         data_dtype=None if file is None else file.dtype,
         data_tokens=None if file is None else file.tokens,
         data_digest=None if file is None else file.digest,
-        pass_type=options.pass_type,
-        synchronized=options.synchronized,
+        **{name: getattr(options, name) for name in _WORKLOAD_OPTIONS},
     )
 
 

@@ -292,7 +292,7 @@ def with_predictions(plan: RunPlan, machine: Machine) -> RunPlan:
                     if not trial.unsupported
                 ],
                 trust_remote_code=options.trust_remote_code,
-                environment=each.variables,
+                environment=plan.variables,
             )
         return each.with_facts(profile=profiles[key], memory=memory)
 
@@ -376,13 +376,21 @@ class ComparisonRun:
             try:
                 while remaining:
                     if options.budget is not None and time.monotonic() - begun > options.budget * 60:
-                        _say_what_is_left(remaining, options.budget, line.say)
+                        rows = dict.fromkeys(
+                            " at ".join(filter(None, [each.configuration.label, point_text(each.point)]))
+                            for each in remaining
+                        )
+                        left = f"{format_items(len(remaining), 'trial')} left"
+                        line.say(f"--budget {options.budget:g} is used up; --resume RUN_DIR runs the {left}:")
+                        line.say(f"  {format_names(rows, 10, '; ')}")
                         break
                     # Signals do not raise here: a launcher lets them while it waits, and makes a record of it.
                     trial = results.with_changes(remaining.pop(0))
                     listen = progress.begin(trial)
-                    if trial.not_launched:
-                        record = _record_without_launch(trial)
+                    if reason := trial.unsupported or trial.skipped:
+                        status = schema.UNSUPPORTED if trial.unsupported else schema.SKIPPED
+                        outcome = Outcome(status=status, error=reason, details=reason)
+                        record = TrialRecord(trial=trial, outcome=outcome, caveats=trial.caveats)
                     else:
                         record = launcher.launch(trial, store.trial_folder(trial.trial_id), listen)
                     store.append(record)
@@ -430,7 +438,7 @@ class ComparisonRun:
                 states = host_checks.build_ops(self.hosts, plan.placement, plan.configurations, line.say)
         # Only the ops that are built: loading another one in the preloaded process would build it.
         ready = {"DS_BENCH_PRELOAD_OPS": ",".join(op for op, state in states.items() if state.ready)}
-        plan = plan.map(lambda each: replace(each.with_facts(op_states=states), variables={**each.variables, **ready}))
+        plan = replace(plan.map(lambda each: each.with_facts(op_states=states)), variables={**plan.variables, **ready})
         with signals.raising_on_interrupt():
             launcher, why_cold = choose_launcher(
                 options.launcher,
@@ -454,7 +462,7 @@ class ComparisonRun:
                 say(f"{each.options.point_text}:")
             search = each.options.searches_size
             plans.append(size_search.at_largest_size(each, launcher, self.store, say) if search else each)
-        self.plan = replace(self.plan, plans=RunPlan.of(plans).plans)
+        self.plan = replace(self.plan, plans=RunPlan.of(plans, self.plan.variables).plans)
         self._save_run(self.plan.trials)
 
     def _save_run(self, trials: Sequence[Trial]) -> None:
@@ -576,23 +584,6 @@ class ComparisonRun:
         terminal.print_text(f"  Report: {report_command}\n  Files:  {store.json_path} and .csv{also}", sys.stderr)
         if line := profile_files_line(runs, store.folder):
             terminal.print_text(f"  {line}", sys.stderr)
-
-
-def _say_what_is_left(remaining: Sequence[Trial], minutes: float, say: Callable[[str], None]) -> None:
-    """List the trials that ``--budget`` leaves to ``--resume``."""
-    rows = dict.fromkeys(
-        " at ".join(filter(None, [each.configuration.label, point_text(each.point)])) for each in remaining
-    )
-    left = format_items(len(remaining), "trial")
-    say(f"--budget {minutes:g} is used up; --resume RUN_DIR runs the {left} left:")
-    say(f"  {format_names(rows, 10, '; ')}")
-
-
-def _record_without_launch(trial: Trial) -> TrialRecord:
-    reason = trial.unsupported or trial.skipped
-    status = schema.UNSUPPORTED if trial.unsupported else schema.SKIPPED
-    outcome = Outcome(status=status, error=reason, details=reason)
-    return TrialRecord(trial=trial, outcome=outcome, caveats=trial.caveats)
 
 
 def exit_code(options: Options, runs: Sequence[Run]) -> int:

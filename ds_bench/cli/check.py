@@ -49,13 +49,31 @@ def show_findings(
     reports = check_files(paths, check)
     findings = [finding for report in reports for finding in report.findings]
     if as_json:
-        terminal.print_json(json.dumps([_json_entry(report) for report in reports], indent=1))
+        entries = [
+            {
+                "file": str(report.path),
+                "problem": report.problem,
+                # The reason says where DeepSpeed stops, too.
+                "findings": [
+                    {name: value for name, value in asdict(each).items() if name != "stops_when"}
+                    | {"reason": each.text}
+                    for each in report.findings
+                ],
+            }
+            for report in reports
+        ]
+        terminal.print_json(json.dumps(entries, indent=1))
     else:
-        line_of = _annotation if output_format == "github" else _lines
         for report in reports:
             for finding in report.findings:
+                place = f"{report.path}:{finding.line}" if finding.line else f"{report.path}"
+                key = f"{finding.path}: " if finding.path else ""
+                remedy = f"    → {finding.remedy} [{finding.rule}, {finding.source}]"
+                lines = [f"{place}: {finding.level}: {key}{finding.text}", remedy]
+                if output_format == "github":
+                    lines = [_annotation(report.path, finding)]
                 # A line break in a key would make a second line, which GitHub could take for a command.
-                for line in line_of(report.path, finding):
+                for line in lines:
                     terminal.print_text(terminal.escape_controls(line))
     unchecked = [report for report in reports if report.problem is not None]
     checked = len(reports) - len(unchecked)
@@ -79,14 +97,7 @@ def _model_size(name: str) -> ModelSize:
     return ModelSize(name=facts.name, parameters=facts.parameters, largest_parameter=facts.largest_parameter)
 
 
-def _lines(path: Path, finding: Finding) -> list[str]:
-    place = f"{path}:{finding.line}" if finding.line else f"{path}"
-    key = f"{finding.path}: " if finding.path else ""
-    remedy = f"    → {finding.remedy} [{finding.rule}, {finding.source}]"
-    return [f"{place}: {finding.level}: {key}{finding.text}", remedy]
-
-
-def _annotation(path: Path, finding: Finding) -> list[str]:
+def _annotation(path: Path, finding: Finding) -> str:
     """Return a workflow command of GitHub Actions, which shows the finding next to its line."""
 
     def escaped(text: object, more: str = "") -> str:
@@ -96,14 +107,7 @@ def _annotation(path: Path, finding: Finding) -> list[str]:
     title = f"{finding.rule}: {finding.path}".rstrip(": ")
     properties = {"file": path, "line": finding.line, "title": title}
     named = ",".join(f"{name}={escaped(value, ':,')}" for name, value in properties.items() if value is not None)
-    return [f"::{_GITHUB_LEVELS[finding.level]} {named}::{escaped(f'{finding.text} → {finding.remedy}')}"]
-
-
-def _json_entry(report: FileReport) -> dict[str, object]:
-    findings = [{**asdict(finding), "reason": finding.text} for finding in report.findings]
-    for finding in findings:
-        del finding["stops_when"]  # said by the reason
-    return {"file": str(report.path), "problem": report.problem, "findings": findings}
+    return f"::{_GITHUB_LEVELS[finding.level]} {named}::{escaped(f'{finding.text} → {finding.remedy}')}"
 
 
 # Files

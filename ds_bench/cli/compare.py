@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from .. import units
 from ..analysis import load_results, provenance
 from ..analysis.comparison import ComparisonRow, rows_called
-from ..analysis.intervals import RatioInterval
 from ..analysis.merge_results import BeforeAfter, RowChange, compare_before_after
 from ..analysis.row_difference import RowDifference, explain
 from ..errors import UsageError
@@ -29,19 +29,21 @@ def show_changes(before: Path, after: Path, junit: Path | None = None) -> int:
     for line in lines(comparison):
         terminal.print_text(line)
     if junit is not None:
-        write_output("--junit", junit, junit_text("ds_bench compare", [_test_case(row) for row in comparison.rows]))
+        cases = []
+        for row in comparison.rows:
+            # Failed is a row that trained before and does not now: figures have no limit here, as a baseline's have.
+            trained_before = row.before is not None and row.before.succeeded
+            case = TestCase(
+                name=row.label, outcome="passed", message="; ".join([_figures(row), *row.changes, *row.caveats])
+            )
+            if trained_before and not (row.after is not None and row.after.succeeded):
+                case = replace(case, outcome="failure", message=_figures(row))
+            elif row.ratio is None:
+                reasons = "; ".join([_figures(row), *row.incomparable_reasons])
+                case = replace(case, outcome="skipped", message=f"no ratio: {reasons}")
+            cases.append(case)
+        write_output("--junit", junit, junit_text("ds_bench compare", cases))
     return 0
-
-
-def _test_case(row: RowChange) -> TestCase:
-    """Failed is a row that trained before and does not now: a comparison has no limit for figures, a baseline has."""
-    text = _figures(row)
-    if row.before is not None and row.before.succeeded and not (row.after is not None and row.after.succeeded):
-        return TestCase(name=row.label, outcome="failure", message=text)
-    if row.ratio is None:
-        reasons = "; ".join([text, *row.incomparable_reasons])
-        return TestCase(name=row.label, outcome="skipped", message=f"no ratio: {reasons}")
-    return TestCase(name=row.label, outcome="passed", message="; ".join([text, *row.changes, *row.caveats]))
 
 
 def lines(comparison: BeforeAfter) -> Iterator[str]:
@@ -70,7 +72,14 @@ def lines(comparison: BeforeAfter) -> Iterator[str]:
 def _row_lines(comparison: BeforeAfter) -> Iterator[str]:
     """Each row with what holds for it alone, then what holds for several rows, once."""
     width = max((len(row.label) for row in comparison.rows), default=0)
-    remarks = {row.label: _remarks(row, comparison) for row in comparison.rows}
+    remarks: dict[str, list[str]] = {}
+    for row in comparison.rows:
+        reasons = row.incomparable_reasons
+        if comparison.environment_unknown:  # said once for all rows, with the hardware
+            reasons = tuple(reason for reason in reasons if reason not in comparison.hardware)
+        texts = [*(f"no ratio: {reason}" for reason in reasons), *(f"changed: {change}" for change in row.changes)]
+        # A caveat that holds before and after is one.
+        remarks[row.label] = list(dict.fromkeys([*texts, *row.caveats]))
     # By text, since a remark of several rows is printed once, below all of them.
     labels_of: dict[str, list[str]] = {}
     for label, texts in remarks.items():
@@ -86,21 +95,17 @@ def _row_lines(comparison: BeforeAfter) -> Iterator[str]:
             yield f"{'all rows' if len(labels) == len(comparison.rows) else ', '.join(labels)}: {text}"
 
 
-def _remarks(row: RowChange, comparison: BeforeAfter) -> list[str]:
-    """Why there is no ratio, what changed, and caveats; one that holds before and after is one."""
-    reasons = row.incomparable_reasons
-    if comparison.environment_unknown:  # said once for all rows, with the hardware
-        reasons = tuple(reason for reason in reasons if reason not in comparison.hardware)
-    remarks = [f"no ratio: {reason}" for reason in reasons] + [f"changed: {change}" for change in row.changes]
-    return list(dict.fromkeys([*remarks, *row.caveats]))
-
-
 def _figures(row: RowChange) -> str:
     parts = [f"{_throughput(row.before)} → {_throughput(row.after)}"]
     if row.before is None or row.after is None:
         return parts[0]
     if row.ratio is not None:
-        parts.append(f"{units.format_ratio(row.ratio)} {_interval_text(row.interval)}")
+        text = "not tested: fewer than three runs"
+        if (interval := row.interval) is not None:
+            unsure = ", too wide to decide anything" if interval.too_wide else ", inside the noise"
+            verdict = "" if interval.distinguishable else unsure
+            text = f"95 % interval {interval.low:.2f} to {interval.high:.2f}{verdict}"
+        parts.append(f"{units.format_ratio(row.ratio)} ({text})")
     parts += _memory_change("GPU", row.before.gpu_peak_bytes, row.after.gpu_peak_bytes)
     parts += _memory_change("CPU", row.before.host_peak_bytes, row.after.host_peak_bytes)
     return "; ".join(parts)
@@ -112,15 +117,6 @@ def _throughput(row: ComparisonRow | None) -> str:
     if row.tokens_per_second is None:
         return row.runs[-1].outcome.status
     return f"{units.format_count(row.tokens_per_second)} tokens/s"
-
-
-def _interval_text(interval: RatioInterval | None) -> str:
-    if interval is None:
-        return "(not tested: fewer than three runs)"
-    verdict = ""
-    if not interval.distinguishable:
-        verdict = ", too wide to decide anything" if interval.too_wide else ", inside the noise"
-    return f"(95 % interval {interval.low:.2f} to {interval.high:.2f}{verdict})"
 
 
 def _memory_change(name: str, before: int | None, after: int | None) -> list[str]:

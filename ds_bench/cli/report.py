@@ -85,7 +85,13 @@ def report(
     if plots is not None:
         _write_charts(reports, plots)
     if exported is not None:
-        _export(*exported)
+        of, row = exported
+        folder = Path(configuration_export.folder_name(row.configuration.name))
+        assert row.last_run.record is not None, "_row_to_export chose a row with a record"
+        # The last run that trained; a row without any is exported as it was tried, and its README says so.
+        environment = next(iter(of.environments), None)
+        for path in configuration_export.write_exports(row.last_run.record, folder, environment):
+            terminal.print_text(f"config {path}", sys.stderr)
     if to is not None:
         line = write_tensorboard(tracked_runs([load_results.load(path) for path in results]))
         terminal.print_text(terminal.escape_controls(line), sys.stderr)
@@ -261,13 +267,3 @@ def _row_to_export(reports: Sequence[ComparisonReport], name: str) -> tuple[Comp
     raise UsageError(
         f"--export {name}: a flat JSON does not have the configuration that ran", remedy="give the run folder"
     )
-
-
-def _export(comparison_report: ComparisonReport, row: ComparisonRow) -> None:
-    """Write the configuration of the row. Raises UsageError."""
-    folder = Path(configuration_export.folder_name(row.configuration.name))
-    # The last run that trained; a row without any is exported as it was tried, and its README says so.
-    environment = next(iter(comparison_report.environments), None)
-    assert row.last_run.record is not None, "_row_to_export chose a row with a record"
-    for path in configuration_export.write_exports(row.last_run.record, folder, environment):
-        terminal.print_text(f"config {path}", sys.stderr)

@@ -44,7 +44,12 @@ def main(family: Family, make_config: MakeConfig, arguments: Sequence[str] | Non
             files.require_working_folder()
             options, kept = _with_resumed_flags(family, prog, typed_flags)
             if options.print_recipe:
-                return _print_recipe(options, make_config)
+                from ..config.recipe import recipe_of, yaml_text
+                from ..planner import requested_rows
+
+                rows = [row.origin for row in requested_rows(options) if isinstance(row.origin, Strategy)]
+                terminal.print_text(yaml_text(recipe_of(options, make_config, rows)).rstrip())
+                return 0
             from .launched import runs_comparison  # here, so that --help stays fast
 
             if not runs_comparison(options):
@@ -54,16 +59,6 @@ def main(family: Family, make_config: MakeConfig, arguments: Sequence[str] | Non
             return run_comparison([options], make_config, redacted_arguments(kept))
         except ENDINGS as error:
             return report_error(prog, error)
-
-
-def _print_recipe(options: Options, make_config: MakeConfig) -> int:
-    """Prints the recipe that makes the same comparison. Returns exit code 0."""
-    from ..config.recipe import recipe_of, yaml_text
-    from ..planner import requested_rows
-
-    rows = [row.origin for row in requested_rows(options) if isinstance(row.origin, Strategy)]
-    terminal.print_text(yaml_text(recipe_of(options, make_config, rows)).rstrip())
-    return 0
 
 
 def _with_resumed_flags(family: Family, prog: str, typed_flags: list[str]) -> tuple[Options, list[str]]:
