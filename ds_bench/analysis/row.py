@@ -578,9 +578,7 @@ class Row(BaseModel):
     )
     nvme_measured_gb_per_sec: float | None = column("Speed of the disk", "costs.disk_measured_bytes_per_second", "GB/s")
     disk_bound: bool | None = text("Whether the disk takes longer than everything else", "costs.disk_bound")
-    profiled_flops_per_token: float | None = column(
-        "By DeepSpeed's flops profiler", "costs.profiled_flops_per_token", "FLOP"
-    )
+    profiled_flops_per_token: float | None = column("Always None: no profiler counts them", _later, "FLOP")
     cpu_import_peak_gb: float | None = column("Host memory by phase", "phases.import.host_peak_bytes", "GB")
     cpu_import_end_gb: float | None = column("Host memory by phase", "phases.import.host_end_bytes", "GB")
     cpu_build_peak_gb: float | None = column("Host memory by phase", "phases.build.host_peak_bytes", "GB")

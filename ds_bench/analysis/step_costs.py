@@ -32,8 +32,6 @@ class StepCosts:
     disk_measured_bytes_per_second: float | None = None
     disk_bound: bool | None = None
     """Whether a rank waits for the disk longer than for everything else in a step."""
-    profiled_flops_per_token: float | None = None
-    """As DeepSpeed's flops profiler counts the forward pass, three times; None where parameters are frozen."""
 
 
 NO_COSTS = StepCosts()
@@ -78,13 +76,7 @@ def step_costs(record: TrialRecord) -> StepCosts:
         disk_needed_bytes_per_second=needed,
         disk_measured_bytes_per_second=measured,
         disk_bound=None if wait is None else wait.is_disk_bound,
-        profiled_flops_per_token=_profiled_flops_per_token(record),
     )
-
-
-def has_frozen_parameters(rank: RankMeasurement) -> bool:
-    """Whether only a part of the model is trained; False where that is not known."""
-    return rank.trainable_parameter_count is not None and rank.trainable_parameter_count < rank.parameter_count
 
 
 def step_parts(ranks: Sequence[RankMeasurement]) -> dict[str, float]:
@@ -129,17 +121,3 @@ def _moved_bytes(times: OffloadTimes) -> float:
 
 def _seconds_without_disk(rank: RankMeasurement, times: OffloadTimes) -> float:
     return max(0.0, sum(rank.phase_seconds.values()) - (times.disk_wait_seconds or 0.0))
-
-
-def _profiled_flops_per_token(record: TrialRecord) -> float | None:
-    """Forward and backward; backward counts twice, as DeepSpeed's profiler assumes (runtime/engine.py).
-
-    That is too much for a model of which only a part is trained: frozen weights have no gradients.
-    """
-    for rank in record.ranks:
-        if rank.profiled_forward_flops is not None and not has_frozen_parameters(rank):
-            # Ranks of a tensor- or sequence-parallel group each compute a part of the same tokens.
-            sharing = rank.world_size / rank.data_parallel_size
-            tokens = rank.micro_batch_size * record.trial.workload.seq_length
-            return 3 * rank.profiled_forward_flops * sharing / tokens
-    return None

@@ -109,7 +109,7 @@ class CommunicationOperation:
     """The part of ``seconds`` beyond the fastest rank's, which waited for no other; None if not known."""
 
 
-CHECKPOINT_ACTIONS = ("save", "universal", "load", "model_16bit")
+CHECKPOINT_ACTIONS = ("save", "load", "model_16bit")
 """What is done with a checkpoint after the measured window, in order (docs/checkpoints.md)."""
 
 
@@ -271,8 +271,6 @@ class RankMeasurement:
     (docs/metrics.md, "Parts of a step")."""
     communication: tuple[CommunicationOperation, ...] | None = None
     """None without the profile ``comms``."""
-    profiled_forward_flops: float | None = None
-    """FLOPs of one micro-batch's forward pass as DeepSpeed's flops profiler counts them; None without it."""
     phase_memory: Mapping[str, PhaseMemory] = field(default_factory=dict)
     """Each of ``MEMORY_PHASES`` that the trial had → the memory of this rank in it."""
     trainable_parameter_count: int | None = None

@@ -92,7 +92,7 @@ def distinct_run() -> Run:
             "communication": (schema.CommunicationOperation(
                 name="all_reduce", count=1, bytes=(59 + number) * GB, seconds=0.5, wait_seconds=0.13 + number),),
             "data_wait_seconds": 0.81 + number, "checkpoint": checkpoint, "checkpoint_restored": True,
-            "offload": offload, "profiled_forward_flops": 1e9, "skipped_steps": 3, "window_seconds": 7.7 + number,
+            "offload": offload, "skipped_steps": 3, "window_seconds": 7.7 + number,
             "step_seconds": tuple(1.1 + 0.01 * step + number for step in range(7)), "cpu_threads": 19, "dropout": 0.3,
             "cpu_other_cores": 0.07 + number, "repeated_loss": 6.5, "weight_change": (3.0, 4.0), "micro_batch_size": 3,
             "grad_accum": 5, "parameter_count": 1234, "trainable_parameter_count": None,

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from ds_bench.analysis.row import make_run
 from ds_bench.analysis.step_costs import step_costs, step_parts
 from ds_bench.config.caveats import CaveatKind
 from ds_bench.records.schema import CommunicationOperation, OffloadTimes, RankMeasurement, TrialRecord
 from tests.support import fakes
-from tests.support.runs import record_of, run_of, seen
+from tests.support.runs import record_of, seen
 
 PHASES = {"forward": 1.0, "backward": 2.0, "step": 7.0}
 
@@ -83,11 +81,3 @@ def test_communication_is_that_of_the_slowest_rank() -> None:
 def test_parts_are_the_phases_where_no_more_is_known() -> None:
     assert step_parts([seen(phase_seconds=PHASES)]) == PHASES
     assert list(step_parts([swapping(4.0)])) == ["forward", "backward", "step", "transfer"]
-
-
-def test_flops_are_counted_three_times_and_ranks_that_share_tokens_add_up() -> None:
-    """1,000 FLOPs of 4 sequences of 128 tokens, of which each of two ranks computes a half."""
-    alone = run_of(seen(profiled_forward_flops=1000.0))
-    assert alone.row.profiled_flops_per_token == pytest.approx(3 * 1000 / 512)
-    shared = seen(profiled_forward_flops=1000.0, data_parallel_size=1)
-    assert run_of(shared, shared).row.profiled_flops_per_token == pytest.approx(3 * 2000 / 512)
