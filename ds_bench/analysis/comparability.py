@@ -60,7 +60,7 @@ def _is_measured(run: Run) -> bool:
 
 
 def incomparable_facts(a: Run, b: Run) -> list[Difference]:
-    """Return the facts that forbid a ratio between two rows; empty if there are none.
+    """Return the facts that forbid a ratio between two rows; empty if nothing does.
 
     The micro-batch may differ between rows that each run at their own largest one, the sequence between rows at their
     own longest one, and so may what a row is there to show: ratios are of tokens per second. Facts known only from the
@@ -145,7 +145,7 @@ _MOST_FACTS = 3
 
 
 def unique_labels(runs: Sequence[Run]) -> list[str]:
-    """Return a unique label for each row: the configuration's, with the facts in which rows of equal labels differ."""
+    """Return a unique label for each row: the configuration's, with the facts that tell rows of equal labels apart."""
     labels = [run.trial.configuration.label for run in runs]
     indices: dict[str, list[int]] = {}
     for index, label in enumerate(labels):
@@ -166,7 +166,7 @@ def unique_labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _distinguishing_facts(runs: Sequence[Run]) -> list[str]:
-    """Return the facts in which the runs differ, as text for each; DeepSpeed settings only if no other fact differs."""
+    """Return the facts that tell the runs apart, as text for each; DeepSpeed settings only if no other fact differs."""
     measured = all(run.row.device for run in runs)  # a failed row lacks the facts of a run
     known = []
     for run in runs:

@@ -91,10 +91,10 @@ class ComparisonRow:
 
     @property
     def nearest_to_mean(self) -> list[Run]:
-        """Its successful runs, first the one of which the throughput is nearest to the row's.
+        """Its successful runs, the one with the throughput nearest to the row's first.
 
-        Where one run has to stand for all, it is the first of these that has what is shown: the parts of a step are
-        then those of the same run in every chart, text and projection.
+        Where one run has to stand for all, it is the first of these that has what is shown, so that every chart and
+        text shows the same run.
         """
         mean = self.tokens_per_second or 0.0
         return sorted(self.successes, key=lambda run: abs((run.row.throughput_tokens_per_sec or 0.0) - mean))
@@ -201,7 +201,7 @@ def compare(
 
     The baseline is ``relative_to`` (a strategy's name, a row's label or ``zeroN``), or without it the first valid row,
     else the first with numbers. If the requested baseline has no numbers there are no ratios, and the first row with
-    numbers decides which rows compare. ``environments``: those of the runs, in order. Raises UsageError if no row has
+    numbers decides which rows compare. ``environments``: of the runs, in order. Raises UsageError if no row has
     the requested name.
     """
     # Rows of several results meet here for the first time; what their own results found out is not found twice.
@@ -239,7 +239,7 @@ def _row(key: str, label: str, runs: Sequence[Run]) -> ComparisonRow:
     measured = [run.row for run in runs if run.row.success]
 
     def values(name: str, size: float = 1) -> list[Any]:
-        """The figures of the runs, in units of which a column's unit has ``size``."""
+        """The figures of the runs, multiplied by ``size``."""
         return [value * size for value in measured_values(measured, name)]
 
     def most_bytes(name: str) -> int | None:
@@ -314,7 +314,7 @@ def _relative_to_baseline(
 
     first = reference.representative
     forbidden = {row.key: tuple(each.text for each in incomparable_facts(first, row.representative)) for row in rows}
-    # Rows that do not compare take no part: all rows together tell the noise.
+    # Rows that do not compare take no part: the noise is estimated from all rows together.
     ratios = RowRatios(
         _means([row for row in rows if not forbidden[row.key]]), None if baseline is None else baseline.key
     )
@@ -336,7 +336,7 @@ def _relative_to_baseline(
 
 
 def _means(rows: Sequence[ComparisonRow]) -> dict[str, list[RunMean]]:
-    """The successful runs of every row, each with its position in the order in which all of them were started.
+    """The successful runs of every row, each with its position among all of them by the time of its start.
 
     ``started_at`` has a resolution of one second; runs of one second are ordered by round and by position in the round.
     If neither is known, as in comparisons of earlier versions, they have the same position.
@@ -361,7 +361,7 @@ def _means(rows: Sequence[ComparisonRow]) -> dict[str, list[RunMean]]:
 
 
 def ratio_between(row: ComparisonRow, other: ComparisonRow) -> RatioInterval | None:
-    """Ratio of the throughput of ``row`` to that of ``other``, with its confidence interval.
+    """Return the throughput of ``row`` divided by the throughput of ``other``, with its confidence interval.
 
     For rows of one comparison all its runs are used, at a level for all rows together
     (``intervals.RowRatios.between``); for rows of two comparisons their own runs, at 95 %. None below three successful
@@ -390,7 +390,7 @@ def _pareto_front(rows: Sequence[tuple[ComparisonRow, int | None]]) -> tuple[str
     front, least_bytes = set(), math.inf
     for _, members in groupby(sorted(points), key=lambda point: point[0]):  # fastest first
         group = list(members)
-        # From the fastest on: a row belongs to the front if it takes less than all that are faster.
+        # From the fastest on: a row belongs to the front if it takes less than every faster one.
         if group[0][1] < least_bytes:
             least_bytes = group[0][1]
             front |= {key for _, memory_bytes, key in group if memory_bytes == least_bytes}
@@ -407,9 +407,11 @@ def _baseline_caveats(
         return [note(f"{chosen.label} has no numbers to be relative to: no ratios; --relative-to takes another row")]
     if requested.key != chosen.key:
         why = requested.invalid_reason or requested.runs[0].outcome.status
-        return [note(f"ratios are relative to {chosen.label}, as {requested.label} is no result: {why}")]
+        return [note(f"ratios are relative to {chosen.label}, because {requested.label} has no usable result: {why}")]
     if not chosen.valid:
-        return [note(f"ratios are relative to {chosen.label}, which is no result itself: {chosen.invalid_reason}")]
+        return [
+            note(f"ratios are relative to {chosen.label}, which has no usable result itself: {chosen.invalid_reason}")
+        ]
     return []
 
 

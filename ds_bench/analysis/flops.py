@@ -3,7 +3,7 @@
 FLOPs are computed from the model's shape, never measured; a multiply-add is two of them. The conventions differ by 3 to
 16 % on common models, so a number is stored with its convention; numbers of two conventions do not compare.
 
-Peak rates are those of a table of exact device names (``system/devices.json``). A device that is not in the table has
+Peak rates come from a table of exact device names (``system/devices.json``). A device that is not in the table has
 none: it is not taken to be like a similar one.
 """
 
@@ -79,7 +79,7 @@ def mfu(flops_per_token: float, tokens_per_second_per_gpu: float, peak: float | 
 
 
 def peak_precision(record: TrialRecord) -> str:
-    """The number format in which a trial's matrix products ran: ``tf32`` for fp32 where torch was set so."""
+    """Return the number format of a trial's matrix products: ``tf32`` for fp32 if torch was set so."""
     precision = record.trial.workload.precision
     return "tf32" if precision == "fp32" and any(rank.tf32 for rank in record.ranks) else precision
 

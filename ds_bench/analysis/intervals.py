@@ -18,7 +18,7 @@ from typing import Any
 FEWEST_RUNS = 3
 """Number of runs of a row below which nothing is tested."""
 ERROR_RATE = 0.05
-"""The fraction of tables of equal rows in which a false difference is accepted, and 1 less the confidence."""
+"""The accepted fraction of tables of equal rows that show a false difference; 1 less the confidence."""
 _TABLE_LEVEL = 0.028
 """Level of the claims about a table of three rows or more: of those against the baseline together, and of those between
 all pairs together. It is below ``ERROR_RATE``, as ``bench/false_differences.py`` shows what noise adds to it."""
@@ -43,7 +43,7 @@ class RatioInterval:
     high: float
     degrees_of_freedom: float
     confidence: float = 1 - ERROR_RATE
-    """Of this interval alone. Among several rows it is higher, since chance makes some of many rows differ."""
+    """Of this interval by itself. Among several rows it is higher, since chance makes some of many rows differ."""
     too_wide: bool = False
     """True if it is too wide to decide anything (on the CPU accelerator: more than a factor of two)."""
 
@@ -63,7 +63,7 @@ class RatioInterval:
         """This interval, marked ``too_wide`` if its ends are more than a factor of two apart.
 
         Ranks on the CPU accelerator share their processors with all other programs: so large a spread is due to what
-        else ran, and is no property of the rows.
+        else ran, and not a property of the rows.
         """
         return replace(self, too_wide=self.high > _MAX_RATIO_ON_SHARED_PROCESSOR * self.low)
 
@@ -174,14 +174,14 @@ class RunMean:
     mean: float
     round: int
     position: float
-    """In the order in which all runs of the comparison were started; equal for runs whose order is not known."""
+    """Among all runs of the comparison by the time of their start; equal for runs whose order is not known."""
 
 
 class RowRatios:
     """Ratios between the rows of one comparison, estimated from all its runs together.
 
-    Model: the logarithm of a run's mean is the level of its row, plus a linear trend over the order in which the runs
-    were started, plus noise. If rounds differ by more than that (F test at 1 %), they are blocks. The variance of the
+    Model: the logarithm of a run's mean is the level of its row, plus a linear trend over the order of
+    their starts, plus noise. If rounds differ by more than that (F test at 1 %), they are blocks. The variance of the
     noise is estimated from all rows together; a row that varies far more than the others (F tests at 1 % in all) has
     an estimate of its own. An interval covers the ratio of the geometric means, as measured and with the trend removed,
     and the margin of either. Noise that lasts from run to run is not independent: the shuffled order of the runs
@@ -216,7 +216,7 @@ class RowRatios:
     def between(self, row: str, other: str) -> RatioInterval | None:
         """The interval of the ratio of ``row`` to ``other``; None if either is left out, or for a row and itself.
 
-        For a row and the baseline the level is that of Holm's method, so that the interval excludes 1 exactly if that
+        For a row and the baseline the level follows Holm's method, so that the interval excludes 1 exactly if that
         method finds a difference. For two other rows it is Bonferroni's for all pairs of rows: so the fastest row may
         be compared, although it was not known before which one that is. The level for one row against all others
         would be too weak: the fastest row is chosen because it is ahead, so that any pair may be the one compared.
@@ -247,7 +247,7 @@ class LogDifference:
 
     @property
     def probability(self) -> float:
-        """Two-sided probability that equal rows differ at least so much, both as measured and adjusted.
+        """Two-sided probability that equal rows differ at least this much, both as measured and adjusted.
 
         1 if the two differences have different signs.
         """
@@ -289,7 +289,7 @@ def holm_levels(probabilities: Sequence[float], family_level: float) -> list[flo
 
 
 class RunDesign:
-    """Row, round and position of every run: all that is known of runs besides their measured values."""
+    """Row, round and position of every run: everything known of runs besides their measured values."""
 
     def __init__(self, rows: Sequence[int], rounds: Sequence[int], positions: Sequence[float]) -> None:
         """``rows``: for each run the index of its row, from 0 on without a gap."""
@@ -314,7 +314,7 @@ class RunDesign:
         return RunFit(self, logs)
 
     def row_means(self, values: Any) -> Any:
-        """The mean of each row. The last axis of ``values`` is the runs, that of the result the rows."""
+        """The mean of each row. The last axis of ``values`` is the runs; the last axis of the result is the rows."""
         import numpy as np
 
         sums = np.zeros((*values.shape[:-1], len(self.run_counts)))
@@ -323,7 +323,7 @@ class RunDesign:
         return sums / self.run_counts
 
     def covariates(self, noisy: Any) -> tuple[_Covariates, _Covariates | None]:
-        """The trend alone; and trend and rounds, None if there are too few runs to estimate both.
+        """The trend by itself; and trend and rounds, None if there are too few runs to estimate both.
 
         ``noisy``: for each row whether it has a noise variance of its own; such rows do not count in the estimate.
         """
@@ -343,7 +343,7 @@ class RunDesign:
 
 
 class _Covariates:
-    """Columns on which a run's value may depend besides its row, and their least-squares estimate."""
+    """Columns that may influence a run's value besides its row, and their least-squares estimate."""
 
     def __init__(self, design: RunDesign, columns: Any, noisy: Any) -> None:
         import numpy as np
@@ -408,7 +408,7 @@ class RunFit:
         noisy, within_rows = self._noisy[sets[0]], self._within_rows[sets]
         trend, blocks = self._design.covariates(noisy)
         counted = ~noisy[self._design.rows]
-        # With the trend alone.
+        # With the trend only.
         slopes = within_rows @ trend.solution.T
         removed, residuals = slopes @ trend.row_means.T, within_rows - slopes @ trend.within_rows.T
         freedom, has_blocks = np.full(len(sets), float(trend.freedom)), np.zeros(len(sets), dtype=bool)
@@ -424,7 +424,7 @@ class RunFit:
             removed = np.where(has_blocks[:, None], slopes @ blocks.row_means.T, removed)
             residuals = np.where(has_blocks[:, None], residuals_with_blocks, residuals)
             freedom[has_blocks] = blocks.freedom
-        # The variance of each row: its own if it is noisy, else that of all the others together.
+        # The variance of each row: its own if it is noisy, else the common one of all the others.
         squares = self._design.row_means(residuals**2) * self._design.run_counts
         own_freedom = self._design.run_counts - 1
         common_variance = squares[:, ~noisy].sum(axis=1) / freedom
@@ -437,7 +437,7 @@ class RunFit:
     def _find_noisy_rows(self, squares: Any) -> None:
         """Finds the rows that vary far more than the others, the noisiest first; at least two rows are left.
 
-        ``squares``: sums of squared residuals of a fit in which no row is noisy.
+        ``squares``: sums of squared residuals of a fit without noisy rows.
         """
         import numpy as np
         from scipy.special import fdtri

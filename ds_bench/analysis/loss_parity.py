@@ -1,4 +1,4 @@
-"""Checks that rows trained alike: compares losses, weights and optimizers with those of a reference row.
+"""Checks that rows trained alike: compares losses, weights and optimizers with a reference row.
 
 A strategy must not change what is learned. Two rows of one workload train on the same batches from the same initial
 weights, so that a difference larger than rounding explains shows a wrong configuration.
@@ -33,7 +33,7 @@ _OTHER_FORMAT_TOLERANCE = 0.02
 _STAGE0_WRAPPERS = ("FP16_UnfusedOptimizer", "FP16_Optimizer")
 """Classes of DeepSpeed's optimizer wrapper that have the quirk."""
 _QUIRK_MIN_DIFFERENCE = 2e-5
-"""Relative difference of the losses above which a row with the quirk is said to differ by it."""
+"""Relative difference of the losses above which a row with the quirk is reported to differ by it."""
 _QUIRK_LOSS_TOLERANCE = 0.02
 """Relative difference of the losses above which the one Adam step too many does not explain it."""
 _QUIRK_WEIGHT_TOLERANCE = 0.3
@@ -43,9 +43,9 @@ The first update of a row with the quirk is 0.74 of the right one, the next are 
 weights is 0.26 away from the right one after one step, 0.10 after twelve.
 """
 _SHORT_STEPS = 25
-"""A trial without warm-up has no early window; up to so many steps its whole change of the weights is compared."""
+"""A trial without warm-up has no early window; up to this many steps its whole change of the weights is compared."""
 _WINDOW_STEPS = 5
-"""Steps of an early window (worker/weight_change.py) where the warm-up is long enough; tolerances are for so many."""
+"""Steps of an early window (worker/weight_change.py) where the warm-up is long enough; tolerances are for this many."""
 _WEIGHT_TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2, "fp16": 5e-2}
 """Distance of two rows' changes of the weights in the early window, relative to the reference's, that rounding
 explains.
@@ -63,7 +63,7 @@ _SPREADS = 3.0
 _COMMON_VALUES: dict[str, Any] = {
     each.name: each.default for each in fields(Workload) if each.name in (*SAME_TRAINING_FIELDS, "precision")
 }
-"""Fields of a workload in which rows that are compared may differ: they train on the same batches."""
+"""Fields of a workload that may differ between compared rows: they train on the same batches."""
 
 _Group = dict[int, "Run"]
 """Summaries of equal batches by their indices in the sequence that was given."""
@@ -75,7 +75,7 @@ def with_loss_caveats(runs: Sequence[Run]) -> list[Run]:
     A run that has a caveat about its loss gets no second one.
     """
     compared = list(runs)
-    # Flat rows hold no losses, and the run that wrote them has compared those of its trials.
+    # Flat rows hold no losses, and the run that wrote them has compared its trials.
     if not any(isinstance(run.stored, TrialRecord) for run in runs):
         return compared
     for index, caveat in _other_training(runs).items():
@@ -169,7 +169,7 @@ def _is_of_file(run: Run) -> bool:
 
 
 def _asked_difference(a: Run, b: Run, *, learning: bool = False) -> str | None:
-    """Return the first way in which ``b`` was asked to train otherwise than ``a``; None if it was asked for the same.
+    """Return the first difference between the training requested for ``a`` and for ``b``; None if they are equal.
 
     The optimizer's settings are those read back where they are known: a file may leave out what is the default.
     ``learning``: ignore number formats and compressed communication.
@@ -266,7 +266,7 @@ def _is_stage_3(configuration: Configuration) -> bool:
 def _other_adam_implementation(first: Run, run: Run) -> Caveat | None:
     """The caveat of a row on the CPU accelerator that uses another implementation of Adam than the first row.
 
-    On the CPU accelerator offload moves nothing, and the implementation of Adam alone can make a row faster.
+    On the CPU accelerator offload moves nothing, and only the implementation of Adam can make a row faster.
     """
     theirs, own = (each.ranks[0].optimizer_class for each in (first, run))
     if first.trial.placement.accelerator != "cpu" or own == theirs:
@@ -310,7 +310,7 @@ def _reference_row(group: _Group) -> Run | None:
 
 
 def _trained_as_asked(run: Run) -> bool:
-    """Whether the optimizer's settings that were read back are those of the configuration, as far as both are known."""
+    """Whether the optimizer's settings that were read back agree with the configuration, as far as both are known."""
     config = run.trial.ds_config
     asked = (config.get("optimizer") or {}).get("params") or {}
     changing = {"lr"} if config.get("scheduler") else set()
@@ -341,7 +341,7 @@ def _early_difference(reference: Run, run: Run) -> Caveat | None:
     if norm > (_QUIRK_LOSS_TOLERANCE if quirk else _GRAD_NORM_TOLERANCE[precision]):
         how = f"the norm of its gradients differs by {norm:.2%}, more than rounding explains"
         return Caveat(CaveatKind.TRAINED_DIFFERENTLY, {"row": label, "how": how})
-    # In another precision other small gradients are lost, of which Adam makes updates as large as of any.
+    # Another precision loses other small gradients, and Adam makes updates of usual size from them.
     distance = _weight_distance(reference, run) if theirs == own else 0.0
     window = run.early_window
     # The signs of small gradients, which rounding decides, weigh more in a shorter window.
@@ -451,7 +451,7 @@ def _took_equal_steps(a: Run, b: Run) -> bool:
 
 
 def _differing_setting(reference: Run, run: Run) -> str | None:
-    """The first setting of the optimizer that differs from the reference's; None if none is known to differ."""
+    """The first setting of the optimizer that differs from the reference's; None if no difference is known."""
     theirs, own = (each.ranks[0] for each in (reference, run))
     families = [optimizer_family(rank.optimizer_class) for rank in (theirs, own)]
     if None not in families and families[0] != families[1]:
@@ -522,7 +522,7 @@ def _moved(reference: Run, run: Run) -> str:
     known, change = _compared_changes(reference, run) or ((), ())
     before, norm = math.hypot(*known), math.hypot(*change)
     if before == 0.0:
-        return f"its weights moved, and those of {label} did not"
+        return f"its weights moved, and {label}'s did not"
     cosine = _cosine(known, change)
     direction = "" if cosine is None else f" (the cosine of the two changes is {cosine:.4f})"
     return f"its weights moved {format_ratio(norm / before)} as far{direction}"

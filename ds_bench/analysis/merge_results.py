@@ -37,10 +37,10 @@ _MAX_DIFFERENCES_IN_TITLE = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultGroup:
-    """Rows that may stand in one table."""
+    """Rows that may be in one table."""
 
     facts: tuple[str, ...]
-    """What was trained on what; if another group has the same facts, followed by what differs between the two."""
+    """Workload and devices; if another group has the same facts, followed by the differences between the two."""
     runs: tuple[Run, ...]
     """In the order of the results; repeats of one configuration have consecutive numbers."""
     environments: tuple[Environment, ...]
@@ -48,14 +48,14 @@ class ResultGroup:
     commands: tuple[str, ...]
     """The known command lines of the results, quoted for a shell, each once."""
     family: str | None
-    """``zero``, ``offload`` or ``recipe``: to which ``arguments`` belong; None if no result holds its arguments."""
+    """``zero``, ``offload`` or ``recipe``, as ``arguments`` need it; None if no result holds its arguments."""
     arguments: tuple[str, ...]
     """Of the first result that holds them; empty if none does."""
     recipe: Mapping[str, Any]
     """Of the same result; empty for a script's run."""
     notes: tuple[str, ...]
     sources: tuple[Path, ...]
-    """What the user named, without results of which no row is in this group."""
+    """Paths that the user named, without results that have no row in this group."""
 
     @property
     def title(self) -> str:
@@ -78,7 +78,7 @@ class _GroupBuilder:
     """The round of each summary: number of its result within this group, number of the round within that result."""
 
     def add(self, run: Run, result: Result) -> None:
-        """Adds a row of ``result``; all rows of one result are added before those of the next."""
+        """Add a row of ``result``; all rows of one result come before the rows of the next."""
         self.runs.append(run)
         if not self.results or self.results[-1] is not result:
             self.results.append(result)
@@ -89,10 +89,7 @@ class _GroupBuilder:
         return ", ".join(dict.fromkeys(str(result.source) for result in self.results))
 
     def same_request(self, other: _GroupBuilder) -> bool:
-        """True for equal workload and placement; micro-batch and sequence may differ where each row has its own.
-
-        So may what a row of an axis is there to show.
-        """
+        """Whether workload and placement are equal, apart from what each row is there to show."""
         ours, theirs = self.first.trial, other.first.trial
         varied = varied_on_purpose(ours) | varied_on_purpose(theirs)
         if ours.workload.batch_policy == theirs.workload.batch_policy == "largest":
@@ -103,7 +100,7 @@ class _GroupBuilder:
         return work_key(ours, leave_out=leave_out) == work_key(theirs, leave_out=leave_out)
 
     def environment_differences(self, other: _GroupBuilder) -> list[str]:
-        """Differences of hardware and versions. An environment that only one of the two knows is a difference."""
+        """Return differences of hardware and versions. An environment that only one side knows is a difference."""
         ours, theirs = self.environment, other.environment
         if ours is not None and theirs is not None:
             return comparability_differences(ours, theirs)
@@ -115,7 +112,7 @@ class _GroupBuilder:
         return [f"device {self.device} against {other.device}"] if known and self.device != other.device else []
 
     def differences(self, other: _GroupBuilder) -> Iterator[str]:
-        """All differences, those of the environments first."""
+        """Return all differences, first of the environments."""
         yield from self.environment_differences(other)
         leave_out = ("ds_config", "name", "engine", "variables", "repeat", "inspection")
         found = differences(*(facts(each.first.trial, leave_out=leave_out) for each in (self, other)))
@@ -125,11 +122,11 @@ class _GroupBuilder:
         yield from (each.text for each in found)
 
     def build(self, facts: tuple[str, ...], notes: Iterable[str]) -> ResultGroup:
-        """The finished group. ``notes`` follow those of the results."""
+        """Return the finished group. ``notes`` follow the notes of the results."""
         results = self.results
         lines = [provenance.command(each.family, each.arguments) if each.arguments else "" for each in results]
         first = next((result for result, line in zip(results, lines, strict=True) if line), None)
-        environments: list[Environment] = []  # hold mappings, so that they are no keys of a dictionary
+        environments: list[Environment] = []  # unhashable, since they hold mappings
         for result in results:
             if result.environment and result.environment not in environments:
                 environments.append(result.environment)
@@ -151,7 +148,7 @@ class _GroupBuilder:
         if len(self.results) < 2:
             return
         if self.environment is None:
-            yield f"{self.sources} do not tell their environments: taken to be of one machine with the same versions"
+            yield f"{self.sources} do not name their environments: assumed to be of one machine and its versions"
             return
         first = self.results[0].source
         for result in self.results[1:]:
@@ -162,7 +159,7 @@ class _GroupBuilder:
 
 
 def merge(results: Sequence[Result]) -> tuple[ResultGroup, ...]:
-    """Merges results into groups, in order of appearance. A single run is one group, unchanged."""
+    """Merge results into groups, in order of appearance. A single run is one group, unchanged."""
     kept, notes = _drop_duplicates(results)
     builders: list[_GroupBuilder] = []
     for result, runs in zip(results, kept, strict=True):
@@ -213,7 +210,7 @@ def _identity(row: Row) -> tuple[Any, ...]:
 
 
 def _find_group(builders: list[_GroupBuilder], run: Run, result: Result) -> _GroupBuilder:
-    """The group to which the run belongs; a new one is appended to ``builders``."""
+    """Return the group that the run belongs to; a new one is appended to ``builders``."""
     new = _GroupBuilder(
         first=run,
         environment=result.environment,
@@ -243,7 +240,7 @@ def _facts_of_groups(builders: Sequence[_GroupBuilder]) -> list[tuple[str, ...]]
 
 
 def _reasons_not_to_pool(builder: _GroupBuilder, builders: Sequence[_GroupBuilder]) -> Iterator[str]:
-    """Why rows of this group were not pooled with those of other groups of the same workload and placement."""
+    """Why rows of this group were not pooled with other groups of the same workload and placement."""
     for other in builders:
         if other is not builder and other.same_request(builder):
             text = "; ".join(builder.differences(other))
@@ -251,7 +248,7 @@ def _reasons_not_to_pool(builder: _GroupBuilder, builders: Sequence[_GroupBuilde
 
 
 def _renumber(runs: Sequence[Run], rounds: Sequence[tuple[int, int]]) -> Iterator[Run]:
-    """Numbers the repeats of each configuration consecutively, so that no two trials have one key, and the rounds.
+    """Number the repeats of each configuration consecutively, so that no two trials have one key, and the rounds.
 
     Rounds of two results are two rounds, as their trials did not run side by side.
     """
@@ -269,7 +266,7 @@ def _renumber(runs: Sequence[Run], rounds: Sequence[tuple[int, int]]) -> Iterato
 # ------------------------------------------------------------------ two results, before and after a change
 
 _CHANGES = ("num_steps", "warmup_steps", "launch", "torch", "deepspeed")
-"""Facts in which the change itself may consist: they do not forbid a ratio."""
+"""Facts that may be the change itself: they do not forbid a ratio."""
 _IRRELEVANT = ("launcher", "nvme_path", "supported_precisions")
 """Facts that do not change what runs, or whose effect ``launch`` or the configuration shows."""
 

@@ -63,7 +63,7 @@ def resume_command(options: Options, folder: Path) -> str:
 def machine(environment: Environment) -> dict[str, str]:
     """Facts of the machine that a reader needs to judge figures, by label, in reading order, without unknown ones.
 
-    Of several hosts those of the hosts, each value once, with the hosts that have it where they differ.
+    Of several hosts each value is listed once, with the hosts that have it where they differ.
     """
     if environment.hosts:
         return _machines(environment.hosts)
@@ -112,7 +112,7 @@ def title(runs: Sequence[Run]) -> str:
 
 
 def facts(runs: Sequence[Run]) -> tuple[str, ...]:
-    """What was trained, on what, and for how many steps, each fact a few words."""
+    """Return model, devices, precision, batch and steps, each fact a few words."""
     if not runs:
         return ("nothing was run",)
     workload, placement = runs[0].trial.workload, runs[0].trial.placement

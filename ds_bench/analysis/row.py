@@ -259,7 +259,7 @@ class Measured:
 
 Source = Callable[[Measured], Any]
 _SCALES = {"ms": 1000.0, "GB": 1 / BYTES_PER_GB, "GB/s": 1 / BYTES_PER_GB, "GB/step": 1 / BYTES_PER_GB, "%": 100}
-"""Unit of a column → its size in seconds, bytes or fractions, in which sources count."""
+"""Unit of a column → its size in seconds, bytes or fractions, the units of the sources."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -654,7 +654,7 @@ class Run:
     environment: Environment | None = None
     """Hardware and versions of the host; None if the result does not hold them."""
     round: int | None = None
-    """Number of the round in which it ran, set where several results are merged; None: the trial's ``repeat``."""
+    """Number of its round, set where several results are merged; None: the trial's ``repeat``."""
 
     @property
     def trial(self) -> Trial:

@@ -1,7 +1,7 @@
 """Explains why one row needs more or less memory and time than another: by category, by phase, by configuration key.
 
-Categories of memory sum to the difference of the totals. Measured values come first; predictions stand in only where a
-row measured nothing, for both rows and marked so. What a change of the configuration would save was predicted when the
+Categories of memory sum to the difference of the totals. Measured values come first; predictions replace them only
+where a row measured nothing, for both rows and marked so. The savings of other configurations were predicted when the
 trial was planned (``prediction.what_if.savings``).
 """
 
@@ -186,9 +186,9 @@ class TimeDifference:
     same_tokens: bool
     """Whether both rows train as many tokens in a step; else only throughputs compare."""
     interval: RatioInterval | None
-    """Of the throughput of b divided by that of a; None if it was not tested or the rows do not compare."""
+    """Of the throughput of b divided by the throughput of a; None if it was not tested or the rows do not compare."""
     incomparable_reasons: tuple[str, ...]
-    """Why there is no ratio; empty if there is one."""
+    """Reasons why the rows have no ratio; empty if they have one."""
     phase_seconds: Mapping[str, Pair]
     """``forward``, ``backward`` and ``step``, then ``communication`` and ``transfer`` within them: from synchronised
     steps after the window, on the slowest rank of the run nearest to the row's mean, as in the chart of phases. Those
@@ -205,7 +205,7 @@ class TimeDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyDifference:
-    """A setting in which the rows differ."""
+    """A setting that differs between the rows."""
 
     path: str
     """Key path of the DeepSpeed configuration, an environment variable, or a field of workload or placement."""
@@ -215,7 +215,7 @@ class KeyDifference:
     acts_on: tuple[str, ...]
     """Categories of memory and phases of a step; empty if not known."""
     from_layout: bool = False
-    """Whether both values follow from stage and offload devices alone."""
+    """Whether both values follow only from stage and offload devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +241,7 @@ class RowDifference:
     savings: tuple[Saving, ...]
     """Predicted for ``larger``, the greatest first, at most two of at least 5 % of its memory."""
     unknown: tuple[str, ...]
-    """What the results do not contain."""
+    """Missing parts of the results."""
 
     @property
     def main(self) -> TierDifference | None:
@@ -392,7 +392,7 @@ def _measured_difference(a: ComparisonRow, b: ComparisonRow, tier: Tier, moment:
     if None in ledgers and None in totals:
         return None
     if None in ledgers:
-        # Categories of one row alone explain no difference.
+        # Categories of only one row explain no difference.
         sides = [{TOTAL: total or 0} for total in totals]
     else:
         sides = [dict(ledger or {}) for ledger in ledgers]
@@ -510,7 +510,7 @@ def _config_differences(a: Run, b: Run) -> Iterator[KeyDifference]:
         ]
         block, _, key = path.partition(".")
         of_lower_stages = block == "zero_optimization" and not deepspeed_keys.is_read_at_stage(key.partition(".")[0], 3)
-        # What only stages 1 and 2 read is no further difference to a row of stage 3 in which it is set alike.
+        # A key that only stages 1 and 2 read is not a further difference to a row of stage 3 that sets it alike.
         if values[0] == values[1] or (known[0] == known[1] and of_lower_stages):
             continue
         from_layout = all(

@@ -1,4 +1,4 @@
-"""What a step's time is spent on besides computing: communication, transfers, CPU Adam, the disk (docs/metrics.md).
+"""Costs of a step besides computing: communication, transfers, CPU Adam, the disk (docs/metrics.md).
 
 From synchronised steps after the measured window.
 """
@@ -21,7 +21,7 @@ class StepCosts:
     communication_seconds: float | None = None
     """On the slowest rank, waiting for other ranks included."""
     communication_wait_seconds: float | None = None
-    """The part of it in which that rank waited for others."""
+    """Its part that the rank waited for others."""
     communication_bytes: float | None = None
     """Of one rank, the most of any."""
     transfer_seconds: float | None = None
@@ -110,7 +110,7 @@ def _disk_speeds(node: Sequence[RankMeasurement]) -> tuple[float, float] | None:
     swapping = [(rank, rank.offload) for rank in node if rank.offload is not None and _moved_bytes(rank.offload)]
     moved = sum(_moved_bytes(times) for _, times in swapping)
     other_seconds = max((_seconds_without_disk(rank, times) for rank, times in swapping), default=0.0)
-    # Side by side likewise.
+    # Ranks use the disk side by side, too.
     busy_seconds = max((times.disk_busy_seconds or 0.0 for _, times in swapping), default=0.0)
     return (moved / other_seconds, moved / busy_seconds) if other_seconds and busy_seconds else None
 

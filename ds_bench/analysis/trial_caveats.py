@@ -44,7 +44,7 @@ thirds of a core.
 _MIN_OTHER_CORES_FRACTION = 0.05
 """The same as a fraction of the cores, for large machines, where more runs in the background."""
 _MAX_THROTTLED_FRACTION = 0.05
-"""Fraction of a CPU quota's periods (0.1 s each by default) in which the quota may stop the trial."""
+"""Fraction of a CPU quota's periods (0.1 s each by default) that the quota may stop the trial in."""
 _MAX_DATA_WAIT = 0.05
 """Fraction of a step that it may wait for the data loader before the row says so."""
 _MIN_STEPS_FOR_OUTLIERS = 8
@@ -213,7 +213,7 @@ def _cpu_caveats(record: TrialRecord) -> Iterator[Caveat]:
     """
     sharing: dict[object, list[RankMeasurement]] = {}
     for rank in record.ranks:
-        # Ranks that are bound have processors of their own, the others those of the node together.
+        # Ranks that are bound have processors of their own, the others share the node's.
         sharing.setdefault((rank.hostname, rank.cpus_allowed), []).append(rank)
     busiest = [max(ranks, key=lambda rank: rank.cpu_other_cores or 0.0) for ranks in sharing.values()]
     for rank in sorted(busiest, key=lambda rank: -(rank.cpu_other_cores or 0.0)):

@@ -1,1 +1,1 @@
-"""What was seen of a trial, on disk: schema, rank files, run folder, reader."""
+"""The files of trials and runs: schema, rank files, run folder, reader."""

@@ -68,7 +68,7 @@ def stacks_file(folder: Path, rank: int) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """What the ranks of a trial have to do: the contents of trial.json."""
+    """Instructions for the ranks of a trial: the contents of trial.json."""
 
     trial: Trial
     rendezvous: str | None
@@ -107,7 +107,7 @@ class Assignment:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Assignment:
         """The inverse of :meth:`to_dict`. Raises ValueError on other shapes."""
-        # Not by json_files.build, for which texts are UTF-8: names of folders need not be.
+        # Not by json_files.build, which reads UTF-8 only: names of folders may be anything.
         return json_files.adapter(cls).validate_python(data, extra="forbid")
 
 

@@ -28,7 +28,7 @@ _ROUND = re.compile(rb'"round_position": (?:null|\d+), ')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PlannedTrial:
-    """A trial of which only the existence counts."""
+    """A planned trial, counted and not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ def index_records(path: Path) -> dict[bytes, StoredRecord]:
 
 
 def record_key(trial_id: str | None, repeat: int, started_at: str | None, wall_seconds: float | None) -> bytes:
-    """Return what identifies a record among those of a file; its flat row has the same values."""
+    """Return the identity of a record within its file; its flat row has the same values."""
     values = {"trial_id": trial_id, "repeat": repeat, "started_at": started_at, "wall_seconds": wall_seconds}
     return json_files.json_line(values)[1:-1] + b", "
 

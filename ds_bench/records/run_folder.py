@@ -5,11 +5,11 @@
     <output-dir>/
       zero_comparison_<YYYYmmdd_HHMMSS>.json   flat rows, rewritten whole after every trial
       zero_comparison_<YYYYmmdd_HHMMSS>.csv    the same rows and columns
-      comparison_<YYYYmmdd_HHMMSS>.json        likewise, of a recipe; its run is runs/comparison_<YYYYmmdd_HHMMSS>
+      comparison_<YYYYmmdd_HHMMSS>.json        the same of a recipe; its run is runs/comparison_<YYYYmmdd_HHMMSS>
       runs/zero_<YYYYmmdd_HHMMSS>/
         run.json                               what was requested, the machine, the versions
         records.jsonl                          one record per trial, appended and synced
-        probes.jsonl                           likewise, of trials that searched the largest micro-batch or sequence
+        probes.jsonl                           the same of trials that searched the largest micro-batch or sequence
         trials/<trial id>/                     trial.json, ds_config.json, rank files, logs
 """
 
@@ -103,7 +103,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, folder: Path) -> RunFolder:
-        """Opens an earlier run for ``--resume``. Raises UsageError if there is none, or it could write elsewhere."""
+        """Opens an earlier run for ``--resume``. Raises UsageError if it is missing, or could write elsewhere."""
         if not (folder / RUN_FILE).is_file():
             if folder.is_dir() and folder.resolve().parent.name == "runs":
                 problem = "nothing to resume, the run ended before it had settled what to run"
@@ -140,7 +140,7 @@ class RunFolder:
                 yield f"the run folder cannot be locked ({error.strerror}): a second run in it would not be noticed"
                 return
             # Under the lock nobody else writes these files, so that a temporary one is of a writer that was killed.
-            # Beside the run folder lie files of other runs, hence the stem.
+            # The output folder has files of other runs, too: only files of this stem.
             for path in (self.json_path, self.recommendation_path):
                 remove_temporaries(path.parent, f"{path.stem}.*")
             for folder in self.folder.glob("**/"):
@@ -178,7 +178,7 @@ class RunFolder:
         self._append(RECORDS_FILE, record)
 
     def append_probe(self, probe: TrialRecord) -> None:
-        """Appends the record of a trial of the batch search, which is no row of the result."""
+        """Append the record of a trial of the batch search, which is not a row of the result."""
         self._append(PROBES_FILE, probe)
 
     def _append(self, name: str, record: TrialRecord) -> None:
@@ -200,7 +200,7 @@ class RunFolder:
         return self._read(PROBES_FILE)
 
     def records(self) -> list[TrialRecord]:
-        """Reads the records of all finished trials in order, without lines that are no record (cut off by a crash)."""
+        """Reads the records of all finished trials in order, without invalid lines, as a crash may leave them."""
         return self._read(RECORDS_FILE)
 
     def _read(self, name: str) -> list[TrialRecord]:
@@ -239,7 +239,7 @@ def _record_of(line: bytes, file: str) -> TrialRecord | None:
 
 
 def last_trial_folder(run: Path, trial_id: str) -> Path:
-    """The folder of a trial in that of its run; of one that was run again, that of the last attempt."""
+    """Return the folder of a trial inside its run's folder: of its last attempt."""
     trials = run / "trials"
     numbered = {path.name.rpartition(_ATTEMPT)[2]: path for path in trials.glob(f"{trial_id}{_ATTEMPT}*")}
     attempts = {int(number): path for number, path in numbered.items() if number.isascii() and number.isdecimal()}

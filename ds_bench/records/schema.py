@@ -1,4 +1,4 @@
-"""What was observed of a trial: a RankMeasurement per rank, an Outcome, and the TrialRecord that holds both.
+"""Observations of a trial: a RankMeasurement per rank, an Outcome, and the TrialRecord that holds both.
 
 Samples are stored, nothing is derived or rounded here (``analysis`` derives, ``report`` rounds). Names end in the unit:
 bytes or seconds. None means that a value could not be measured.
@@ -55,11 +55,11 @@ class PhaseMemory:
     """Memory of one rank within one phase of the trial."""
 
     host_peak_bytes: int | None = None
-    """Peak resident size within the phase (VmHWM); None where the kernel does not tell it."""
+    """Peak resident size within the phase (VmHWM); None where the kernel does not report it."""
     host_end_bytes: int | None = None
     """Resident size at the end of the phase."""
     host_end_pss_bytes: int | None = None
-    """The same with each shared page divided by the processes that map it, and with those of the rank's data loader."""
+    """The same with each shared page divided by its processes; the data loader is included."""
     gpu_peak_bytes: int | None = None
     """Peak allocated on the GPU within the phase."""
     gpu_end_bytes: int | None = None
@@ -67,14 +67,14 @@ class PhaseMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What one profiler left of one rank (docs/profiles.md)."""
+    """Files and findings of one profiler on one rank (docs/profiles.md)."""
 
     name: str
     """As in ``--profile``."""
     files: tuple[str, ...] = ()
     """Paths from the folder of the run."""
     lines: tuple[str, ...] = ()
-    """What it found, in short: the first rows of its table."""
+    """Its findings in short: the first rows of its table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class OffloadTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommunicationOperation:
-    """What one kind of collective operation took in a synchronised step, on average; of one rank."""
+    """Cost of one kind of collective operation in a synchronised step, on average; of one rank."""
 
     name: str
     """As in ``deepspeed.comm``: ``all_gather_into_tensor``."""
@@ -110,7 +110,7 @@ class CommunicationOperation:
 
 
 CHECKPOINT_ACTIONS = ("save", "load", "model_16bit")
-"""What is done with a checkpoint after the measured window, in order (docs/checkpoints.md)."""
+"""Actions with a checkpoint after the measured window, in order (docs/checkpoints.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class CheckpointAction:
     memory: PhaseMemory = PhaseMemory()
     """Of the rank while it was done; on the first rank with the peak of the processes that convert a checkpoint."""
     written_bytes: int | None = None
-    """Size of the files of the whole job, on the first rank alone."""
+    """Size of the files of the whole job, only on the first rank."""
     not_done: str | None = None
     """Why it could not be done."""
 
@@ -142,7 +142,7 @@ class EarlyWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMeasurement:
-    """What one rank measured in one trial; of this rank alone unless said otherwise."""
+    """Measurements of one rank in one trial; of this rank only unless noted."""
 
     rank: int
     world_size: int
@@ -222,8 +222,8 @@ class RankMeasurement:
     dropout: float | None = None
     """Greatest probability of any dropout in the model, as it was trained; 0 for a model without dropout."""
     optimizer_settings: tuple[Mapping[str, Any], ...] | None = None
-    """For each parameter group, the optimizer's settings after the last measured step: those of lr, betas, eps,
-    weight_decay and momentum that it has."""
+    """For each parameter group, the optimizer's lr, betas, eps, weight_decay and momentum after the last measured
+    step, as far as it has them."""
     vocabulary_size: int | None = None
     """Number of token ids that the model knows; None for a factory that makes its own batches."""
     repeated_loss: float | None = None
@@ -239,7 +239,7 @@ class RankMeasurement:
     grad_norm: float | None = None
     """The same in a step after the measured window, of any engine that holds or reports it."""
     cpu_cores: float | None = None
-    """Cores that this rank may use: those of the affinity mask, or the cgroup's CPU quota if that is less."""
+    """Cores that this rank may use: the affinity mask's, or the cgroup's CPU quota if that is less."""
     cpu_threads: int | None = None
     """Threads in a parallel region of torch."""
     omp_wait_policy: str | None = None
@@ -251,7 +251,7 @@ class RankMeasurement:
     """Cores used in the same time by other programs, or withheld by a hypervisor, on the processors that this rank may
     use."""
     cpu_throttled_fraction: float | None = None
-    """Fraction of the scheduler's periods in the same time in which the cgroup's CPU quota stopped its processes; None
+    """Fraction of the scheduler's periods in the same time when the cgroup's CPU quota stopped its processes; None
     without a quota."""
     attention: str | None = None
     """Attention implementation of Transformers that the model used; None for a model of another library."""
@@ -288,12 +288,12 @@ class RankMeasurement:
     checkpoint: Mapping[str, CheckpointAction] = field(default_factory=dict)
     """Each of ``CHECKPOINT_ACTIONS`` that was tried → what came of it; empty without ``Inspection.checkpoint``."""
     checkpoint_restored: bool | None = None
-    """Whether weights and loss were those of the saved state again after loading it; None where that was not tried, and
+    """Whether loading restored weights and loss of the saved state; None where that was not tried, and
     where the step in between had not changed this rank's weights."""
     notes: tuple[str | Caveat, ...] = ()
     """Caveats that the rank itself reports about its numbers."""
     profiles: tuple[Profile, ...] = ()
-    """Of steps after the measured ones, in the order in which the profilers observed them."""
+    """Of steps after the measured ones, in the profilers' order."""
 
     def __post_init__(self) -> None:
         # The sum is finite only if every duration is.
@@ -324,7 +324,7 @@ class RankFailure:
     free_bytes: int | None = None
     traceback: str = ""
     step: int | None = None
-    """0-based number of the step in which it happened, warm-up steps included."""
+    """0-based number of the step where it happened, warm-up steps included."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.time, (int, float)) or not math.isfinite(self.time):
@@ -374,7 +374,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRecord:
-    """A trial and all that was observed of it: one line of records.jsonl."""
+    """A trial and its observations: one line of records.jsonl."""
 
     trial: Trial
     outcome: Outcome
@@ -391,7 +391,7 @@ class TrialRecord:
     gpu_free_start_bytes: int | None = None
     """Free memory of the fullest GPU of the job just before the launch; None without GPUs or if NVML cannot tell."""
     caveats: tuple[str | Caveat, ...] = ()
-    """What a reader of this row must know."""
+    """Caveats for readers of this row."""
     schema_version: int = SCHEMA_VERSION
     method_version: int = METHOD_VERSION
 

@@ -1,4 +1,4 @@
-"""What a trial reports of each step while it trains: a small file of each rank, and the lines of ``steps.jsonl``.
+"""The reports of each step while a trial trains: a small file of each rank, and the lines of ``steps.jsonl``.
 
 A rank writes its steps into a mapped file (``rank<N>.steps``) by plain stores to memory: nothing is written to a disk
 and no system call is made, so that it can be done between two measured steps. The file holds the last steps only; the
@@ -77,7 +77,7 @@ class TrialStep:
 
     @property
     def shown_values(self) -> dict[str, float]:
-        """What is known of the step, under the names and in the units of the flat files, for trackers."""
+        """Return the known values of the step, under the names and in the units of the flat files, for trackers."""
         values = {
             "loss": self.loss,
             "step_time_ms": to_ms(self.seconds),

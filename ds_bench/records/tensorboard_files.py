@@ -21,7 +21,7 @@ class TensorBoardFile:
         self._event = Event
         # Not EventFileWriter, which names its file itself and writes from a thread of its own.
         self._records = RecordWriter(path.open("xb"))
-        # The first record of an event file tells its version.
+        # The first record of an event file has its version.
         self._records.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
 
     def add_scalars(self, values: Mapping[str, float], step: int, when: float) -> None:

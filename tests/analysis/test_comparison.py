@@ -221,12 +221,12 @@ FAILED = fakes.failure(gpu(0))
     ("records", "relative_to", "baseline", "ratios", "said"),
     [
         # The usual case of a large model: ZeRO-0 does not fit, and the rows behind it are still compared.
-        ((FAILED, ran(1, 0.05, **WRONG), ran(2, 0.1), ran(3, 0.2)), None, 2, [None, 2, 1, 0.5], "ZeRO-2, as ZeRO-0"),
+        ((FAILED, ran(1, 0.05, **WRONG), ran(2, 0.1), ran(3, 0.2)), None, 2, [None, 2, 1, 0.5], "ZeRO-2, because"),
         ((FAILED, ran(1), ran(2)), "zero0", None, [None] * 3, "ZeRO-0 has no numbers"),
         ((FAILED, fakes.failure(gpu(1))), None, None, [None] * 2, None),
-        ((ran(0, 0.05, **WRONG), ran(1, 0.1), ran(2, 0.2)), None, 1, [2, 1, 0.5], "ZeRO-1, as ZeRO-0 is no result"),
-        ((ran(1, 0.1), ran(0, 0.05, **WRONG)), "zero0", 1, [0.5, 1], "ZeRO-0, which is no result itself"),
-        ((ran(0, **WRONG), ran(1, **WRONG), fakes.failure(gpu(2))), None, 0, [1, 1, None], "is no result itself"),
+        ((ran(0, 0.05, **WRONG), ran(1, 0.1), ran(2, 0.2)), None, 1, [2, 1, 0.5], "ZeRO-1, because ZeRO-0 has"),
+        ((ran(1, 0.1), ran(0, 0.05, **WRONG)), "zero0", 1, [0.5, 1], "ZeRO-0, which has no usable"),
+        ((ran(0, **WRONG), ran(1, **WRONG), fakes.failure(gpu(2))), None, 0, [1, 1, None], "has no usable"),
     ],
     ids=["failed first", "failed asked for", "all failed", "disqualified first", "disqualified asked", "none sound"],
 )
