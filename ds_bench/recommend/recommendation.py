@@ -364,8 +364,8 @@ def _actions(
 
 def _try_without_choice(comparison: Comparison) -> Fact | None:
     """Options that are predicted to let a row train, or what to do about the cause; None without rows."""
-    if (change := remedies.find_smallest_change(comparison)) is not None:
-        return Fact("try", settings=remedies.settings_of_change(*change[:2], comparison))
+    if (smallest := remedies.smallest_change(comparison)) is not None and smallest.settings:
+        return Fact("try", settings=smallest.settings)
     if (step := next(_caveat_steps(_disqualifying(comparison)), None)) is not None:
         return step
     short = [row for row in comparison.rows if remedies.short_of_memory(row) or not row.leaves_room]

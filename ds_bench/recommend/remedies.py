@@ -323,23 +323,19 @@ def _gpu_capacity(prediction: Prediction, comparison: Comparison) -> int | None:
     return capacity + prediction.gpu.get("overhead", measured) - measured
 
 
-def find_smallest_change(comparison: Comparison) -> tuple[Alternative, ComparisonRow, FailedSetup] | None:
-    """Return the least change predicted to fit of all rows short of memory, its row, and how that row was set up."""
-    changes = [(fit, row, setup) for row, setup in _setups(comparison) if (fit := setup.smallest_fit()) is not None]
-    return min(changes, key=lambda entry: (len(entry[0].settings), entry[0].rank), default=None)
-
-
-def _setups(comparison: Comparison) -> list[tuple[ComparisonRow, FailedSetup]]:
-    pairs = ((row, setup) for row in comparison.rows if (setup := setup_of(row, comparison)) is not None)
-    return list(islice(pairs, _MAX_ROWS))
-
-
 def smallest_change(comparison: Comparison) -> Fact | None:
-    """Return the least change that lets one of the rows train; None without rows short of memory."""
-    if (smallest := find_smallest_change(comparison)) is not None:
-        change, row, setup = smallest
-        return Fact("smallest_change", {"change": _change_fact(change, setup), "row": row.label})
-    known = [setup for _, setup in _setups(comparison) if setup.prediction.alternatives]
+    """Return the least change that lets one of the rows train, with its settings; None without rows short of memory.
+
+    Without such a change, what else there is to try.
+    """
+    pairs = ((row, setup) for row in comparison.rows if (setup := setup_of(row, comparison)) is not None)
+    setups = list(islice(pairs, _MAX_ROWS))
+    changes = [(fit, row, setup) for row, setup in setups if (fit := setup.smallest_fit()) is not None]
+    if changes:
+        change, row, setup = min(changes, key=lambda entry: (len(entry[0].settings), entry[0].rank))
+        values = {"change": _change_fact(change, setup), "row": row.label}
+        return Fact("smallest_change", values, _settings_of_change(change, row, comparison))
+    known = [setup for _, setup in setups if setup.prediction.alternatives]
     short = any(short_of_memory(row) for row in comparison.rows)
     return suggestion(known[0] if known else None) if known or short else None
 
@@ -384,7 +380,7 @@ def _change_fact(change: Alternative, setup: FailedSetup) -> Fact:
 # ------------------------------------------------------------------ the next run
 
 
-def settings_of_change(change: Alternative, row: ComparisonRow, comparison: Comparison) -> dict[str, Any]:
+def _settings_of_change(change: Alternative, row: ComparisonRow, comparison: Comparison) -> dict[str, Any]:
     """Return a predicted change of a row as the options of a run."""
     values = {name: value for name, value in change.settings.items() if name != "strategy"}
     strategy = change.settings.get("strategy")

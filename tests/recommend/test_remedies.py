@@ -20,7 +20,6 @@ from ds_bench.recommend.remedies import (
     action_of,
     failed_run,
     failed_setup,
-    find_smallest_change,
     shortage_of,
 )
 from ds_bench.recommend.words import Fact, flags
@@ -117,9 +116,8 @@ def test_smallest_change_if_every_row_ran_out_is_the_one_of_plan() -> None:
     small = fakes.environment(host_memory_bytes=64 * GB)
     assert str(advice(rows[0], host=small).try_next) == "--strategies nvme --nvme-path DIR"
     # Of several rows the fewest settings are changed.
-    of_several = find_smallest_change(compared(*(ended(planned(fakes.zero(stage), 4)) for stage in (0, 3))))
-    assert of_several is not None
-    assert of_several[0].settings == {"activation_checkpointing": True}
+    of_several = advice(*(ended(planned(fakes.zero(stage), 4)) for stage in (0, 3)))
+    assert of_several.next_steps[0].settings == {"activation_checkpointing": True, "stages": [3]}
 
 
 @pytest.mark.parametrize(("peak", "remedy"), [(60, "ZeRO-1"), (78, "ZeRO-2"), (None, "ZeRO-2")])
