@@ -49,7 +49,7 @@ class BaselineComparison:
     unmatched: bool = False
     """The row trained and no baseline has its name, so that it is not guarded. False for a row that failed."""
     noisy: bool = False
-    """It passed, but the runs vary so much that a regression beyond the tolerance would go undetected."""
+    """It passed, but a regression beyond the tolerance would be hidden by the noise between runs."""
 
     @property
     def comparable(self) -> bool:
@@ -72,7 +72,7 @@ def save_baseline(entry: BaselineEntry, path: Path | str = DEFAULT_PATH) -> None
 def save_results(
     results: Iterable[BenchmarkResult], path: Path | str = DEFAULT_PATH, tolerance: float | None = None
 ) -> list[BaselineEntry]:
-    """Save all results in one write. ``tolerance``: None keeps that of an existing entry, 0.05 for a new one."""
+    """Save all results in one write. ``tolerance``: None keeps an existing entry's; 0.05 for a new one."""
     saved: list[BaselineEntry] = []
 
     def change(entries: store.Entries) -> store.Entries:

@@ -50,7 +50,7 @@ class BaselineEntry:
     peak_memory_mb: float | None = None
     """Peak memory of the kind ``memory``, in MB (2**20 bytes); None: not guarded."""
     tolerance: float = DEFAULT_TOLERANCE
-    """Fraction by which throughput may fall or memory rise."""
+    """Allowed fall of throughput, or rise of memory, as a fraction."""
     version: str = __version__
     """Version of ds_bench that wrote the entry."""
     timestamp: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
@@ -70,7 +70,7 @@ class BaselineEntry:
     environment: Environment | None = None
     """Hardware and versions, which must be equal."""
     run_id: str | None = None
-    """Name of the saved run, all rows of which are expected in a result that is checked."""
+    """Name of the saved run; a result that is checked is expected to have all of its rows."""
 
     def __post_init__(self) -> None:
         if not self.name:

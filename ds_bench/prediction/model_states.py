@@ -101,8 +101,11 @@ def model_states(
         return {"gpu": {category: FP32_BYTES * copies * held for category, copies in sizes.items()}}
     whole = flat_elements(parameters, data_parallel_size) if configuration.stage in (1, 2) else parameters
     part = -(-whole // data_parallel_size) if configuration.stage else whole
-    size, home = element_bytes(precision), _home(configuration)
-    stage, offload_param = configuration.stage, configuration.offload_param
+    size, stage, offload_param = element_bytes(precision), configuration.stage, configuration.offload_param
+    home = "gpu"
+    if configuration.offload_optimizer != "none" and stage:
+        # Stages 1 and 2 run NVMe as CPU offload (``zero/stage_1_and_2.py``, __init__).
+        home = configuration.offload_optimizer if stage == 3 else "cpu"
     builder = LedgerBuilder()
     if stage < 3:
         builder.add("gpu", "parameters", size * whole)
@@ -119,10 +122,3 @@ def model_states(
             builder.add("cpu", "gradients", size * part)
     builder.add(home, "optimizer_states", optimizer_bytes(stage, precision) * part)
     return builder.ledger
-
-
-def _home(configuration: Configuration) -> str:
-    """Tier of the optimizer states; stages 1 and 2 run NVMe as CPU offload (``zero/stage_1_and_2.py``, __init__)."""
-    if configuration.offload_optimizer == "none" or configuration.stage == 0:
-        return "gpu"
-    return configuration.offload_optimizer if configuration.stage == 3 else "cpu"

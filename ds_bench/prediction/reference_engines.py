@@ -13,18 +13,13 @@ from .model_states import FP32_BYTES, LedgerBuilder
 
 def ledger_by_phase(inputs: MemoryInputs) -> Phases:
     """Compute one rank's ledgers for the engine of ``inputs``, or for a model's passes without an optimizer."""
-    if inputs.pass_type != "train":
-        return _passes(inputs)
-    return _ddp(inputs) if inputs.engine == "ddp" else _fsdp2(inputs)
-
-
-def _passes(inputs: MemoryInputs) -> Phases:
-    """Ledgers without an optimizer: parameters in the number format of training, and gradients where they are made."""
+    if inputs.pass_type == "train":
+        return _ddp(inputs) if inputs.engine == "ddp" else _fsdp2(inputs)
+    # Without an optimizer: parameters in the number format of training, and gradients if there is a backward pass.
     size = inputs.element * inputs.profile.parameters
     builder = LedgerBuilder()
     builder.add("gpu", "parameters", size)
     after = builder.plus(gradients=size if inputs.pass_type == "forward_backward" else 0)
-    # There is no optimizer: after backward nothing more is added.
     return {"forward": builder.ledger, "backward": after, "reduced": after, "flatten": after, "update": after}
 
 

@@ -19,20 +19,31 @@ _NORM_PIECE_ELEMENTS = 250_000_000
 
 def ledger_by_phase(inputs: MemoryInputs) -> Phases:
     """Compute one rank's ledgers at stage 3."""
-    # Tensor by tensor, as sub-groups, swap files and norms depend on single sizes.
-    parts = [partition_elements([elements], inputs.data_parallel_size) for elements in inputs.profile.tensors]
-    groups = _sub_groups(parts, inputs.settings.sub_group_elements)
+    settings, tensors = inputs.settings, inputs.profile.tensors
+    # Tensor by tensor, because sub-groups, swap files and norms depend on single sizes.
+    parts = [partition_elements([elements], inputs.data_parallel_size) for elements in tensors]
+    groups = _sub_groups(parts, settings.sub_group_elements)
     whole, builder = gathered_elements(inputs), LedgerBuilder()
     _parameters(inputs, parts, groups, builder)
     _frozen_parameters(inputs, builder)
     _states(inputs, groups, builder)
-    builder.add("gpu", "deepspeed_buffers", _bucket(inputs))
-    _flat_gradients(inputs, sum(parts), builder)
+    if settings.contiguous_gradients:
+        # The reduction bucket has its full size from the start (zero/stage3.py, _setup_for_real_optimizer).
+        builder.add("gpu", "deepspeed_buffers", inputs.bucket_bytes * settings.reduce_bucket_elements)
+    # The part's accumulated gradients are held from the start where the optimizer is (grad_partitions_flat_buffer).
+    accumulated = inputs.accumulated * sum(parts)
+    if settings.offload_optimizer:
+        builder.add_pinned("gradients", accumulated, pinned=_pins(inputs, wanted=settings.pin_optimizer))
+    else:
+        builder.add("gpu", "gradients", accumulated)
     # Persistent tensors stay between steps, so the ledger of a run counts them as parameters; those that come and go
     # are a category that it does not hold (``memory.UNCOUNTED``).
     resting = inputs.element * whole.persistent
     moving = inputs.element * (whole.peak - whole.persistent)
-    temporaries = _in_flight(inputs) + _norm(inputs, parts)
+    # The largest gradient before it is split, and the copy of a bucket that reduce-scatter sends, which holds all
+    # gradients at most (comm/coalesced_collectives.py).
+    sent = min(settings.reduce_bucket_elements, inputs.profile.parameters) if inputs.data_parallel_size > 1 else 0
+    temporaries = inputs.element * max(tensors) + inputs.sent * sent + _norm(inputs, parts)
     return {
         "forward": builder.plus(parameters=resting, gathered_parameters=moving),
         "backward": builder.plus(parameters=resting, gathered_parameters=moving, temporaries=temporaries),
@@ -174,33 +185,6 @@ def _swapped_states(inputs: MemoryInputs, group: list[int], builder: LedgerBuild
         written = part // unit * unit if _swapped(part, master, inputs) else 0
         builder.add("nvme", "optimizer_states", master * written)
         builder.add("cpu", "deepspeed_buffers", master * (part if part != written else 0))
-
-
-def _bucket(inputs: MemoryInputs) -> int:
-    """Bytes of the reduction bucket, held from the start at full size for any model (zero/stage3.py,
-    _setup_for_real_optimizer)."""
-    size = inputs.bucket_bytes * inputs.settings.reduce_bucket_elements
-    return size if inputs.settings.contiguous_gradients else 0
-
-
-def _flat_gradients(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> None:
-    """Add the part's accumulated gradients, held from the start where the optimizer is
-    (grad_partitions_flat_buffer)."""
-    if inputs.settings.offload_optimizer:
-        pinned = _pins(inputs, wanted=inputs.settings.pin_optimizer)
-        builder.add_pinned("gradients", inputs.accumulated * part, pinned=pinned)
-    else:
-        builder.add("gpu", "gradients", inputs.accumulated * part)
-
-
-def _in_flight(inputs: MemoryInputs) -> int:
-    """Bytes of the largest gradient before it is split, and of the copy of a bucket that reduce-scatter sends
-    (comm/coalesced_collectives.py)."""
-    # A bucket never holds more than all gradients.
-    copy = (
-        min(inputs.settings.reduce_bucket_elements, inputs.profile.parameters) if inputs.data_parallel_size > 1 else 0
-    )
-    return inputs.element * max(inputs.profile.tensors) + inputs.sent * copy
 
 
 def _norm(inputs: MemoryInputs, parts: Sequence[int]) -> int:

@@ -28,7 +28,10 @@ def ledger_by_phase(inputs: MemoryInputs) -> Phases:
     if inputs.settings.offload_optimizer:
         return _offloaded(inputs, part, builder)
     builder.add("gpu", "optimizer_states", inputs.state * part)
-    return _bf16_optimizer(inputs, part, builder) if _in_bf16_optimizer(inputs) else _partitioned(inputs, part, builder)
+    # engine.py, _do_optimizer_sanity_check
+    settings = inputs.settings
+    in_bf16_optimizer = inputs.precision == "bf16" and settings.fp32_accumulation and settings.stage == 1
+    return _bf16_optimizer(inputs, part, builder) if in_bf16_optimizer else _partitioned(inputs, part, builder)
 
 
 def _unpartitioned(inputs: MemoryInputs) -> Phases:
@@ -181,11 +184,6 @@ def _offloaded(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Phase
         "flatten": builder.ledger,
         "update": builder.ledger,
     }
-
-
-def _in_bf16_optimizer(inputs: MemoryInputs) -> bool:
-    """bf16 with fp32 accumulation at stage 1, not offloaded to the CPU (engine.py, _do_optimizer_sanity_check)."""
-    return inputs.precision == "bf16" and inputs.settings.fp32_accumulation and inputs.settings.stage == 1
 
 
 def _bf16_optimizer(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Phases:

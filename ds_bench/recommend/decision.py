@@ -171,7 +171,7 @@ class Decision:
     simplest_tied: Candidate
     """The simplest of the rows tied with the fastest; the rule considers it in place of the fastest."""
     tied: tuple[Candidate, ...] = ()
-    """The rows tied with the fastest, itself included; empty if there are no others."""
+    """The rows tied with the fastest, itself included; empty without a tie."""
     undecided: tuple[Candidate, ...] = ()
     """The tied rows, without the choice, that may be faster by a lead that matters (``Speeds.undecided``)."""
 
@@ -245,7 +245,7 @@ def _simplest(candidates: Sequence[Candidate]) -> Candidate:
 
 def _decision(speeds: Speeds, choice: Candidate, best: Candidate, tied: Sequence[Candidate]) -> Decision:
     simplest = _simplest(tied)
-    # A row chosen for its memory may not be tied: then the others compare with the row that it replaces.
+    # If a row that was chosen for its memory is not tied, the others compare with the row that it replaces.
     reference = choice if choice in tied else simplest
     undecided = (row for row in tied if row not in (choice, reference) and speeds.undecided(row, reference))
     return Decision(
@@ -279,7 +279,7 @@ ON_HOST = MemoryTerms("host memory", "the host's memory")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EligibleRows:
-    """The rows with numbers: those that may be chosen, and why the others may not."""
+    """The rows with numbers: the candidates, and why the others are left out."""
 
     terms: MemoryTerms
     candidates: Sequence[Candidate]
@@ -293,7 +293,7 @@ class EligibleRows:
 
 
 def eligible_rows(comparison: Comparison) -> EligibleRows:
-    """Split the rows into those that may be chosen and those that may not."""
+    """Split the rows into candidates and rows that are left out."""
     on_cpu = bool(comparison.rows) and all(row.on_cpu for row in comparison.rows)
     terms = ON_HOST if on_cpu else ON_DEVICE
     candidates: list[Candidate] = []

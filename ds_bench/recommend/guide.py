@@ -36,7 +36,7 @@ _STAGES: Mapping[int, _Texts] = {
     ),
     1: (
         "there are two GPUs or more and optimizer states are what fills the card",
-        "there is one GPU, or gradients and parameters alone do not fit",
+        "there is one GPU, or gradients and parameters do not fit even by themselves",
         "optimizer states are partitioned over the GPUs; parameters and gradients stay whole on each",
     ),
     2: (
@@ -74,7 +74,7 @@ _OFFLOADS: Mapping[tuple[str, str], _Texts] = {
         "optimizer states and parameters live in host memory; layers come up when needed, gradients go down",
     ),
     ("none", "cpu"): (
-        "the partitioned parameters do not fit beside the optimizer states, and the host has the memory",
+        "the partitioned parameters do not fit next to the optimizer states, and the host has the memory",
         "it fits without: parameters cross the link to the host for every forward and backward pass",
         "parameters live in host memory and come up when needed; optimizer states stay on the GPUs",
     ),
@@ -238,7 +238,7 @@ class ObservedStages:
 
 
 def rule_for(comparison: Comparison, eligible: EligibleRows, goal: str) -> Fact | None:
-    """Return the rule of thumb for a comparison; None if none applies, as on the CPU accelerator."""
+    """Return the rule of thumb for a comparison; None if no rule applies, as on the CPU accelerator."""
     rows = [row for row in comparison.rows if not row.differences and not row.configuration.is_reference]
     without_offload = [row for row in rows if not row.configuration.offloads_optimizer]
     if not without_offload or eligible.terms is ON_HOST:

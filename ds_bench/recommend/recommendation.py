@@ -18,7 +18,6 @@ from ..units import format_bytes, format_count, format_percent
 from . import guide, remedies
 from .decision import (
     NEGLIGIBLE,
-    ON_HOST,
     Decision,
     EligibleRows,
     candidate_of,
@@ -47,7 +46,7 @@ class Recommendation:
     key: str | None = None
     """Key of the row in the comparison."""
     tied: tuple[str, ...] = ()
-    """Labels of the rows tied with the fastest (docs/choosing.md); empty if there are none."""
+    """Labels of the rows tied with the fastest (docs/choosing.md); empty without a tie."""
     undecided: tuple[str, ...] = ()
     """Labels of the rows, the choice first, that the measurements cannot rank although the difference matters."""
     headline: Fact
@@ -230,21 +229,18 @@ def _facts(
     tokens = choice.tokens_per_second
     speed = format_count(tokens) if tokens >= 100 else f"{tokens:.3g}"
     yield Fact("numbers", {"choice": choice.label, "speed": speed, "memory": memory})
-    if rivals := [each for each in speeds.with_optimizer_of(choice) if each != choice]:
-        rival = fastest(rivals)
-        difference = tokens / rival.tokens_per_second - 1
-        kind = "lead" if difference >= 0 else "lag"
+    rivals = [each for each in speeds.with_optimizer_of(choice) if each != choice]
+    if rivals and (rival := fastest(rivals)).tokens_per_second <= tokens:  # of a slower choice, the cost says how much
+        kind = "lead"
         if speeds.interval_of(choice, rival) is None:
-            kind += "_untested"
+            kind = "lead_untested"
         elif not speeds.differ(choice, rival):
-            kind += "_in_noise"
-        runs = runs_of_each(min(choice.runs, rival.runs))
-        yield Fact(kind, {"rival": rival.label, "difference": abs(difference), "runs": runs})
+            kind = "lead_in_noise"
+        values = {"rival": rival.label, "difference": tokens / rival.tokens_per_second - 1}
+        yield Fact(kind, {**values, "runs": runs_of_each(min(choice.runs, rival.runs))})
     if others := [row.label for row in speeds.candidates if row.optimizer != choice.optimizer]:
         yield Fact("other_optimizers", {"choice": choice.label, "rows": others})
     yield from _left_out(eligible, comparison, alternative_key)
-    if terms is ON_HOST:
-        yield Fact("on_host")
 
 
 def _left_out(eligible: EligibleRows, comparison: Comparison, alternative_key: str | None = None) -> list[Fact]:

@@ -136,7 +136,7 @@ def test_interval_beyond_a_factor_of_two_decides_nothing_on_the_cpu_accelerator(
 
 
 def test_noise_that_hides_a_regression_is_reported_with_its_size() -> None:
-    """Logs of 800, 1000, 1200 are 0.223 and 0.182 apart: variance 0.0412; those of 1000 thrice do not vary. Standard
+    """Logs of 800, 1000, 1200 are 0.223 and 0.182 apart: variance 0.0412; 1000 thrice does not vary. Standard
     error √(0.0412 / 3) = 0.1172, t(0.975; 2) = 4.303: ± 0.504 on the logs, and e^0.504 = 1.656.
 
     Logs 1 % apart: standard error 0.0058, so ± 2.5 %: a fall of 3 % is not 5 % for sure, so nothing to warn about.

@@ -1,4 +1,4 @@
-"""Two measurements of the same code: a noisy machine raises no alarm, and a real change on a quiet one does."""
+"""Two measurements of the same code: noise does not raise an alarm, and a real change on a quiet machine does."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def measured(draw: Run, chance: random.Random, repeats: int, speed: float = 1.0)
 
 
 def alarms(draw: Run, repeats: int, speed: float = 1.0) -> float:
-    """The share of pairs in which the second measurement is called a regression of the first."""
+    """Share of pairs whose second measurement is called a regression of the first."""
     chance = random.Random(1)
     verdicts = []
     for _ in range(PAIRS):
@@ -51,7 +51,7 @@ def alarms(draw: Run, repeats: int, speed: float = 1.0) -> float:
 @pytest.mark.parametrize("repeats", [3, 5])
 @pytest.mark.parametrize("noise", NOISE)
 def test_the_same_code_is_hardly_ever_a_regression(noise: str, repeats: int) -> None:
-    """Of two figures each is allowed 2.5 %: an interval of 95 % leaves out 1 on the bad side so often."""
+    """Of two figures each is allowed 2.5 %: an interval of 95 % excludes 1 on the bad side that often."""
     assert alarms(NOISE[noise], repeats) <= 0.05
 
 

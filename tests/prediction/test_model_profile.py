@@ -37,7 +37,7 @@ GPT2_WITH_DROPOUT = {key: value for key, value in GPT2.items() if "pdrop" not in
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, dict[str, Any]]:
-    """What one child process measures of most models of this file, by model."""
+    """Measurements of most models of this file by one child process, by model."""
     pytest.importorskip("peft")
     with_dropout = facts_from_config("gpt2", "gpt2", GPT2_WITH_DROPOUT)
     requests = {
@@ -131,8 +131,8 @@ def test_every_preset_is_in_the_shipped_table(monkeypatch: pytest.MonkeyPatch) -
             assert 0 < checkpointed < plain < measured.loss.bytes(profile.layers, 1, 512), (name, precision)
 
 
-def test_the_loss_takes_its_logits_about_three_times_in_fp32() -> None:
-    """Log-softmax and both of its gradients, 4 bytes each, of which the first is saved."""
+def test_loss_takes_its_logits_about_three_times_in_fp32() -> None:
+    """Log-softmax and both of its gradients, 4 bytes each; only the first is saved."""
     found = find_profile(preset("meta-llama/Llama-3.1-8B"), 1024).activations_in("bf16")
     extra = found.loss.bytes(32, 2, 1024) - found.plain.bytes(32, 2, 1024)
     assert extra / (2 * 1024 * 128_256) == pytest.approx(8, rel=0.02)
@@ -159,7 +159,7 @@ def test_measured_profile_is_cached_and_an_error_is_not(
     monkeypatch.setattr(model_profile, "measure_profiles", answer)
     deeper = facts_from_config("gpt2", "gpt2", {**GPT2, "n_layer": 9})
     assert find_profile(facts, 64) == profiles["gpt2"]
-    assert find_profile(deeper, 128).layers == 9  # another depth or length is no other architecture
+    assert find_profile(deeper, 128).layers == 9  # depth and length do not make another architecture
     assert len(asked) == 1
     monkeypatch.setattr(model_profile, "measure_profiles", lambda *_, **__: [{"error": "ValueError: no such thing"}])
     with pytest.raises(UsageError, match=r"^the activations of mine cannot be measured: ValueError: no such thing"):
@@ -219,9 +219,7 @@ def test_dropout_is_counted_as_the_accelerator_keeps_it(answers: dict[str, Any])
     assert masks == (2 * 4 + 1) * 3 * 80 * 48
 
 
-def test_a_factory_with_batches_of_its_own_is_counted_and_its_frozen_parameters_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_factory_with_its_own_batches_and_frozen_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     from ds_bench.worker.ledger import count_activations
 
@@ -270,7 +268,7 @@ def test_factories_whose_code_ties_converts_or_draws_weights_are_counted(answers
     assert [profile.unknown for profile in (gpt2, lora, vit)] == [None] * 3  # vit draws from a truncated normal
 
 
-def test_a_child_that_hangs_is_ended_and_what_it_wrote_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_that_hangs_is_ended_and_its_output_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child = tmp_path / "child"
     child.write_text('#!/bin/sh\necho \'{"partial": {"tensors": 1}}\'\nexec sleep 60\n')
     child.chmod(0o755)
@@ -280,9 +278,7 @@ def test_a_child_that_hangs_is_ended_and_what_it_wrote_counts(tmp_path: Path, mo
     assert second == {"error": "the measuring process took more than 1 s"}
 
 
-def test_a_factory_that_starts_processes_is_measured_at_once_and_leaves_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_that_a_factory_starts_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     monkeypatch.setenv(MARK, str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -15,7 +15,7 @@ from ds_bench.prediction.model_profile import ModelProfile
 from ds_bench.prediction.stage_3 import ledger_by_phase
 
 PARTS = (20, 12, 3, 12, 3, 20)
-"""Elements of each tensor, all of which one rank holds."""
+"""Elements of each tensor; one rank holds all of them."""
 
 
 class Groups(stage3.DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # deepspeed has no types

@@ -46,7 +46,7 @@ def test_worked_examples(subtests: pytest.Subtests) -> None:
     z0_fits = [("z0", 8.2, 45_000), ("z1", 8.2, 44_500), ("z2", 6.8, 42_500), ("z3", 4.5, 33_000)]
     # 65 % of the card; 90 % of 11,400 are 10,260, which stage 2 reaches and stage 3 does not.
     z2_leaner = [("z0", 52, 11_400), ("z1", 38, 11_000), ("z2", 28, 10_500), ("z3", 18, 8_700)]
-    # Another offload level does not stand in for the fastest, nor is offload taken to save memory that is not short.
+    # The rule stays at the offload level of the fastest, and does not offload to save memory that is not short.
     offloads = [("optimizer", 68, 4_900, CPU_OPTIMIZER), ("full", 42, 3_500, CPU_FULL), ("nvme", 25, 2_400, NVME)]
     no_offload = [("z3", 72, 3_000), ("optimizer", 58, 2_850, CPU_OPTIMIZER), ("nvme", 35, 1_700, ("nvme", "none"))]
     equal = [("slow", 10, 100), ("fast", 10, 200), ("big", 12, 200)]
@@ -72,6 +72,14 @@ def test_worked_examples(subtests: pytest.Subtests) -> None:
             assert found is not None
             assert found.label == label
     assert choose([candidate("full", 76.1, 1000)]) is None
+
+
+@pytest.mark.parametrize(("runs", "label"), [(3, "lean"), (2, "fast")])
+def test_of_equally_simple_tied_rows_the_leaner_one_is_chosen_after_three_runs(runs: int, label: str) -> None:
+    rows = [replace(each, runs=runs) for each in (candidate("lean", 10, 990), candidate("fast", 20, 1000))]
+    found = choose(rows, "speed")
+    assert found is not None
+    assert found.label == label
 
 
 def test_unknown_capacity_memory_or_goal() -> None:

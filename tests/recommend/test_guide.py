@@ -82,7 +82,7 @@ def test_saving_is_the_difference_to_stage_0(
 
 
 def rule(fraction: float | None = None, fastest: int | None = 0, *, num_gpus: int = 4, **more: Any) -> str:
-    """The rule for a fastest row at that stage, which alone has trained."""
+    """The rule if only the fastest row, at that stage, has trained."""
     goal = more.pop("goal", "balanced")
     more.setdefault("trained", [] if fastest is None else [fastest])
     stages = ObservedStages(fastest=fastest, fraction=fraction, **{name: frozenset(more[name]) for name in more})

@@ -1,4 +1,4 @@
-"""What was missing, which change would free it, and what to do about every way a trial can end."""
+"""The bytes that were missing, the change that would free them, and an action for every way a trial can end."""
 
 from __future__ import annotations
 
