@@ -42,7 +42,7 @@ def start_leader(
 
 def lead_forked_ranks(folder: Path, world_size: int) -> None:
     """Warm launch, in a process forked from the preloaded server: fork the ranks and wait. Never returns."""
-    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on fork beside an idle BLAS thread
+    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork while a BLAS thread is idle
     # In a session of its own, so that the run finds all ranks (processes.end_tree).
     os.setsid()
     _become_leader(folder)

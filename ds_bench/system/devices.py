@@ -82,7 +82,7 @@ def memory_bytes(text: str) -> int:
     matching = _devices_with_memory(text)
     if len(matching) == 1:
         return from_gb(_memory_gb()[matching[0]])
-    if size := _SIZE.fullmatch(text.strip()):  # after the names, one of which is 4090
+    if size := _SIZE.fullmatch(text.strip()):  # after the names, as 4090 is one of them
         size_gb = float(size[1])
         if 0 < size_gb <= _MAX_GB:
             return from_gb(size_gb)

@@ -1,7 +1,7 @@
 """Model factories that end a trial in every way a trial can end; each runs inside real rank processes.
 
 Given to the scripts as ``--model-factory faults:NAME``. The model is small and plain: what matters
-is what goes wrong, on which rank, in which step.
+is what goes wrong, and on what rank and step.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def host_allocation_beyond_limit() -> Tiny:
 
 
 def on_this_machine_as_it_is() -> Tiny:
-    """Steps of 50 ms at least, and the kernel's own counters instead of those of an idle machine."""
+    """Steps of 50 ms at least, and the kernel's own counters instead of an idle machine's."""
     os.environ["DS_BENCH_CPU_ROOT"] = "/"
     return Tiny(lambda _step: time.sleep(0.05))
 

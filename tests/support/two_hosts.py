@@ -40,7 +40,7 @@ class NoHostsError(Exception):
 
 @dataclass
 class Host:
-    """One host. Paths and process ids are those of the machine unless said otherwise."""
+    """One host. Paths and process ids are the machine's unless noted."""
 
     name: str
     address: str

@@ -1,4 +1,4 @@
-"""In place of ``ds_bench.worker.preload``: a server without torch, whose ranks measure nothing or train for ever.
+"""In place of ``ds_bench.worker.preload``: a server without torch, whose ranks measure nothing or train without end.
 
 Run as a program, it kills the server in, between and at the start of trials, and prints how each ended.
 """
@@ -23,7 +23,7 @@ MISSING: list[str] = []
 
 
 def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
-    """A rank: beats for ever where the trial is called so, else writes its file."""
+    """A rank: keeps beating if the trial is called endless, else writes its file."""
     from tests.support import fakes
 
     HeartbeatWriter(folder, rank).beat("step", 1)
