@@ -249,9 +249,7 @@ def end_led(leader: int, *, grace_seconds: float = 0.0, first_signal: int = sign
     )
 
 
-def end_tree(
-    leader: int | None, *, earlier: set[int], grace_seconds: float, first_signal: int = signal.SIGTERM
-) -> set[int]:
+def end_tree(leader: int | None, *, earlier: set[int], grace_seconds: float) -> set[int]:
     """End a trial's process tree as :func:`end_processes` does. Return what is left: nothing, without a bug.
 
     ``leader``: of the trial's session; None if it was not started. ``earlier``: descendants of this process from before
@@ -261,4 +259,4 @@ def end_tree(
     def members() -> set[int]:
         return (descendants() - earlier) | (session_members(leader) if leader is not None else set())
 
-    return end_processes(members, grace_seconds=grace_seconds, first_signal=first_signal)
+    return end_processes(members, grace_seconds=grace_seconds, first_signal=signal.SIGTERM)
