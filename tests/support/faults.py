@@ -173,10 +173,6 @@ def fails_after_the_window() -> Tiny:
     return Tiny(act)
 
 
-def not_a_model() -> str:
-    return "a string"
-
-
 def hangs_at_stage_2() -> Tiny:
     """Works at stage 1; hangs at stages 2 and 3, unless FAULTS_MENDED is set."""
     import gc
