@@ -36,7 +36,7 @@ def build(name: str) -> dict[str, Any]:
     except BaseException as error:  # compilers fail in many ways, SystemExit among them
         text = str(error)
         print(text, file=sys.stderr, flush=True)
-        # The text holds all that ninja and the compiler have printed; the reason is the line with the cause.
+        # The text has everything that ninja and the compiler printed; the reason is the line with the cause.
         causes = [line for line in text.splitlines() if re.search(r"error:|cannot find -l|CUDA_HOME", line)]
         reason = f"{type(error).__name__}: {(causes or text.splitlines() or [''])[0].strip()[:300]}"
         against_cuda = isinstance(builder, CUDAOpBuilder) and not builder.build_for_cpu
@@ -55,6 +55,6 @@ def build(name: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     out = sys.stdout
-    sys.stdout = sys.stderr  # builders print; the answer alone goes to stdout
+    sys.stdout = sys.stderr  # builders print; only the answer goes to stdout
     for op in sys.argv[1:]:
         print(json.dumps(build(op)), file=out, flush=True)

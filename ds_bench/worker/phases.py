@@ -68,8 +68,8 @@ def _time_phases(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Train for ``_STEPS`` steps, synchronised around each phase, and return two sets of mean seconds per step.
 
-    First those of the phases; then their own parts, without what ``other_seconds`` counts, and the wait for a data
-    loader where there is one. ``other_seconds``: seconds so far in what is timed as a part of its own.
+    First the phases; then the parts of a step: the phases without ``other_seconds``, and the wait for a data loader if
+    there is one. ``other_seconds``: seconds so far in parts that are timed separately.
     """
     seconds, parts = (dict.fromkeys(_PHASES, 0.0) for _ in range(2))
     waited_before = trainer.data_wait_seconds

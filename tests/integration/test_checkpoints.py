@@ -57,7 +57,7 @@ def test_a_checkpoint_has_all_states_and_restores_them(
     close = 0.35 if row.is_reference else 0.05  # torch's functions save tied weights twice
     for name, each in (("save", bytes_each), ("model_16bit", 2)):
         assert first.checkpoint[name].written_bytes == pytest.approx(each * first.parameter_count, rel=close)
-    # Where every rank holds all weights, the first alone answers for them.
+    # Where every rank holds all weights, only the first answers for them.
     assert [rank.checkpoint_restored for rank in record.ranks] == [
         True, None if row.name == "zero0" else True
     ]  # fmt: skip
@@ -94,6 +94,6 @@ def test_profilers_run_after_the_checkpoint_whose_memory_they_leave_alone(
         steady = rank.phase_memory["steady"].host_peak_bytes or 0
         for name in ("save", "load", "model_16bit"):
             assert 0 < (rank.checkpoint[name].memory.host_peak_bytes or 0) < steady + 50 * 2**20
-        # Where parameters lie on a disk, DeepSpeed fails in a step after a forward pass alone.
+        # With parameters on a disk, DeepSpeed fails in a step after a forward pass without a backward pass.
         assert rank.repeated_loss is None
     assert [profile.name for profile in record.ranks[0].profiles] == ["torch", "memory"]

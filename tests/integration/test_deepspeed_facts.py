@@ -1,4 +1,4 @@
-"""What this program relies on in the installed DeepSpeed, pinned: a new version that changes it fails here first."""
+"""Facts about the installed DeepSpeed that this program relies on: a version that changes one fails here first."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ os._exit(0)  # exit handlers of the libraries may abort
 @pytest.mark.deepspeed
 @pytest.mark.usefixtures("built_ops")
 def test_a_built_module_is_partitioned_with_its_weights_ties_and_frozen_parameters_as_they_were(tmp_path: Path) -> None:
-    """What a model factory's model relies on at stage 3 (partition_parameters.py, ``Init(module=…)``)."""
+    """A model factory's model relies on it at stage 3 (partition_parameters.py, ``Init(module=…)``)."""
     done = subprocess.run(
         [sys.executable, "-c", _PARTITION, str(tmp_path)],
         capture_output=True,

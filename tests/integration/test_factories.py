@@ -83,5 +83,5 @@ def test_a_documented_factory_is_predicted_labelled_and_trained_alike(
             assert rank.frozen_weights_changed is (False if example in FROZEN else None)
             assert rank.forward_backward_flops == reference.forward_backward_flops
             assert bool(rank.recomputed_flops) is workload.activation_checkpointing
-            assert bool(rank.notes) is (example in ("t5", "vit"))  # whose samples are no sequences of that length
+            assert bool(rank.notes) is (example in ("t5", "vit"))  # whose samples are not sequences of that length
         assert record.ranks[0].losses == pytest.approx(reference.losses, rel=0.02), name

@@ -1,4 +1,4 @@
-"""Rows that train another model than the others: each mistake with real ranks, and every honest strategy beside it."""
+"""Rows that train another model than the others: each mistake with real ranks, next to every honest strategy."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def trained(
 
 
 def judged(records: Mapping[str, TrialRecord]) -> dict[str, list[Caveat]]:
-    """What is said of each row's training beside the others."""
+    """Caveats of each row about its training compared with the others."""
     rows = with_loss_caveats([make_run(record) for record in records.values()])
     kinds = (*LOSS_KINDS, *FIRST_LOSS, CaveatKind.DOES_NOT_TRAIN)
     return {
@@ -107,7 +107,7 @@ def test_honest_strategies_raise_nothing_but_the_quirk_of_stage_0(trained: Train
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_row_with_another_optimizer_setting_is_disqualified(trained: Trained, mistake: str) -> None:
-    """By its weights alone, whatever the optimizer reports of itself; but clipping, which Adam hides."""
+    """By its weights, whatever the optimizer reports about itself; except for clipping, which Adam hides."""
     honest = {name: trained[name] for name in ("zero1", "zero3")}
     found = judged({**honest, "wrong": trained[mistake]})
     assert [each.kind for each in found["wrong"] if each.disqualifying][-1] in LOSS_KINDS
@@ -123,7 +123,7 @@ def test_a_row_with_another_optimizer_setting_is_disqualified(trained: Trained, 
 
 @pytest.mark.deepspeed
 def test_gradients_that_were_divided_once_too_often_are_found_by_their_norm(launch: Launch) -> None:
-    """Adam hides them: weights and losses are those of an honest row."""
+    """Adam hides them: weights and losses equal an honest row's."""
     honest = make_trial(fakes.zero(1), num_steps=3)
     trials = [honest, make_trial(fakes.zero(2)), make_trial(fakes.zero(2), fault="gradients_divided_twice")]
     records = [launch(trial) for trial in trials]

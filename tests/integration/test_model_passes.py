@@ -1,4 +1,4 @@
-"""Passes of the model alone, with real ranks: what each pass holds, that it trains nothing, and what is predicted."""
+"""Passes without training, with real ranks: each holds what it needs, as predicted, and changes no weights."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Predicted against measured, by training: pairs of strategy, ranks, architecture and settings on CPU ranks.
 
-What a run's ledger counts must be what was predicted, cell by cell within 1 %, activations within 5 %. At stage 1 the
+The ledger of a run must agree with the prediction, cell by cell within 1 %, activations within 5 %. At stage 1 the
 ledger looks into backward when half of the gradients are there, so that cell is bounded from both sides instead.
 """
 

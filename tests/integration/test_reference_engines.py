@@ -1,4 +1,4 @@
-"""DDP and FSDP2 train what DeepSpeed trains: real ranks, one workload, each engine held against ZeRO-2."""
+"""DDP and FSDP2 train what DeepSpeed trains: real ranks, one workload, each engine compared with ZeRO-2."""
 
 from __future__ import annotations
 

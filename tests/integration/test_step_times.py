@@ -1,4 +1,4 @@
-"""What a step's time is spent on, of real ranks: CPU Adam, the disk, communication."""
+"""Parts of a step's time in real ranks: CPU Adam, the disk, communication."""
 
 from __future__ import annotations
 

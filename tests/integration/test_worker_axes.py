@@ -133,8 +133,8 @@ def test_two_ranks_of_one_group_train_what_one_rank_trains(
     """Of the same batches; tokens are counted once for the group."""
     changes = {"tensor_parallel": {"autotp_size": 2}} if key == "autotp" else {"sequence_parallel_size": 2}
     trial = make_trial(replace(fakes.zero(stage), name=key, label=key), workload=FAMILIES[family], changes=changes)
-    alone, together = on_one_rank[family], train(trial)
-    runs = [make_run(record) for record in (alone, together)]
+    single, together = on_one_rank[family], train(trial)
+    runs = [make_run(record) for record in (single, together)]
     rows = [run.row for run in runs]
     assert [row.data_parallel_size for row in rows] == [1, 1]
     for row in rows:
@@ -157,7 +157,7 @@ def test_two_ranks_of_one_group_train_what_one_rank_trains(
     assert runs[1].early_window.weight_change is not None
     # Each rank holds a half of the layers, or of the activations.
     category = "parameters" if key == "autotp" else "activations"
-    assert together.ranks[0].ledger["cpu"][category] < 0.75 * alone.ranks[0].ledger["cpu"][category]
+    assert together.ranks[0].ledger["cpu"][category] < 0.75 * single.ranks[0].ledger["cpu"][category]
 
 
 def test_a_data_loader_brings_the_same_batches_and_its_time_is_measured(usual: TrialRecord, train: Launch) -> None:

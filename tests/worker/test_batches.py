@@ -48,7 +48,7 @@ def test_batch_without_sample_dimension_is_refused() -> None:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """60 sequences whose ids tell their place, and a rest of less than a sequence."""
+    """60 sequences whose ids show their place, and less than one more sequence."""
     file = tmp_path / "ids.bin"
     numpy.arange(SEQUENCES * LENGTH + 3, dtype="<u2").tofile(file)
     return file
@@ -85,9 +85,9 @@ def test_a_batch_holds_the_ids_of_its_sequences_and_a_data_loader_keeps_their_or
 
 
 def test_one_rank_reads_what_two_read_together(path: Path) -> None:
-    alone, pair = reader(path, 0, 1), [reader(path, rank) for rank in (0, 1)]
+    single, pair = reader(path, 0, 1), [reader(path, rank) for rank in (0, 1)]
     together = [place for number in range(4) for each in pair for place in each.sequence_numbers(number)]
-    assert [place for number in range(8) for place in alone.sequence_numbers(number)] == together
+    assert [place for number in range(8) for place in single.sequence_numbers(number)] == together
 
 
 def test_another_file_than_was_checked_and_ids_that_the_model_lacks_are_errors(path: Path) -> None:

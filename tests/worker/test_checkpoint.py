@@ -1,4 +1,4 @@
-"""What is checked of a checkpoint that was loaded."""
+"""Norms of optimizer states, by which a loaded checkpoint is checked."""
 
 from __future__ import annotations
 

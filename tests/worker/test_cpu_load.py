@@ -82,8 +82,8 @@ print(apart)
 @pytest.mark.skipif(len(CPUS) < 2, reason="one processor")
 def test_the_time_of_a_rank_that_is_bound_elsewhere_is_not_spent_on_our_processors() -> None:
     command = [sys.executable, "-c", SECONDS_APART, *(str(cpu) for cpu in sorted(CPUS)[:2])]
-    # In a session of its own, as a trial is: that of the tests may be 0, which also holds the kernel's threads of
-    # each processor.
+    # In a session of its own, as a trial is: the tests' session may be 0, which also has the kernel's threads of each
+    # processor.
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as program:
         assert program.stdout is not None
         apart = float(program.stdout.readline())

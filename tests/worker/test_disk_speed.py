@@ -41,7 +41,7 @@ def measured(folder: Path, size: int, seconds: float = 5.0) -> dict[str, Any]:
 @pytest.mark.nvme
 def test_a_real_disk_is_written_and_read_back_from_the_disk_itself(tmp_path: Path) -> None:
     if disk.file_system(tmp_path) in ("tmpfs", "ramfs"):
-        pytest.skip("temporary folders of this machine lie in memory")
+        pytest.skip("temporary folders of this machine are in memory")
     answer = measured(tmp_path, 192 * MIB)
     assert answer["bytes"] == 192 * MIB
     assert answer["from_disk"] is True

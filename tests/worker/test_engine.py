@@ -1,4 +1,4 @@
-"""What a rank records of its engine, and of how it computed."""
+"""Facts that a rank records about its engine and its arithmetic."""
 
 from __future__ import annotations
 

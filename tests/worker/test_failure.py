@@ -80,7 +80,7 @@ SEEN: dict[str, list[BaseException]] = {
         RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3"),
         torch.distributed.DistBackendError("NCCL error in: x.cpp:1, remote process exited"),
         nccl("Cuda failure 205 'mapping of buffer object failed'"),  # open-gpu-kernel-modules#38
-        # Numbers that begin as that of a lack of memory, 2.
+        # Numbers that begin with 2, the number of "out of memory".
         nccl("Cuda failure 201 'invalid device context'"),
         nccl("Cuda failure 209 'no kernel image is available'"),
     ],

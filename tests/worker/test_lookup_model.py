@@ -64,7 +64,7 @@ def test_the_file_of_counts_is_what_the_script_writes() -> None:
 
 
 def test_code_of_a_model_and_unknown_modules_are_not_counted() -> None:
-    """Its experts may be modules of another kind, of which all would count."""
+    """Its experts may be modules of another kind, and all of them would count."""
     model = build("llama", LLAMA)
     assert count_model(model) is not None
     model.__class__ = type("LlamaForCausalLM", (type(model),), {"__module__": "transformers_modules.mine"})

@@ -1,4 +1,4 @@
-"""torch's own engines, beside the trials of tests/integration."""
+"""torch's own engines; tests/integration trains with them."""
 
 from __future__ import annotations
 

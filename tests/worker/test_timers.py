@@ -86,7 +86,7 @@ class Engine:
 
 
 class Loader:
-    """Micro-batches for which a step waits 6 s each."""
+    """Micro-batches; a step waits 6 s for each."""
 
     wait_seconds = 0.0
 
