@@ -1,9 +1,10 @@
-"""A row as files that train with it: for DeepSpeed itself, the Hugging Face Trainer and Accelerate.
+"""A row as files that train with it: for DeepSpeed itself, the Hugging Face Trainer and Accelerate, with a README.
 
 Values come from what ran, never from what would be better: choosing the row is ``recommend``'s. The Trainer's file
 says "auto" only where the Trainer would otherwise refuse a value that differs from its arguments; buckets and
 thresholds stay numbers: the Trainer derives its own from the hidden size, and they were not measured. What was
-"auto" in a file of the user's own stays "auto".
+"auto" in the user's file stays "auto". The README's text is ``templates/export_readme.md``; names that users or models
+chose are shown as code or escaped, so that none of them can end a line or open markup.
 
 Sources: DeepSpeed 0.19.8 ``runtime/config.py``; Transformers 5 ``integrations/deepspeed.py``
 (``trainer_config_process``); Accelerate 1 ``utils/dataclasses.py`` (``DeepSpeedPlugin``), ``utils/launch.py``.
@@ -15,12 +16,16 @@ import copy
 import functools
 import json
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .. import units
+from ..analysis import provenance
 from ..config import deepspeed_config
-from ..config.deepspeed_config import Config
+from ..config.caveats import as_caveat
+from ..config.deepspeed_config import MEASURING_KEYS, Config
 from ..config.options import Options
 from ..config.placement import read_hostfile
 from ..config.spec import BATCH_KEYS, OFFLOAD_BLOCKS, Configuration, Placement, block_of, offload_device
@@ -29,16 +34,25 @@ from ..records.json_files import write_json
 from ..records.schema import TrialRecord
 from ..system.environment import Environment
 from ..system.files import write_text
-from . import export_readme
+from ..system.redaction import REDACTED, redacted_keys
 from .comparison_report import ComparisonReport
+from .table import code_block, escape, escape_unprintable, inline_code
 
 RAW_FILE = "ds_config.json"
 TRAINER_FILE = "ds_config_trainer.json"
 ACCELERATE_FILE = "ds_config_accelerate.json"
 YAML_FILE = "accelerate.yaml"
 README_FILE = "README.md"
-
 _SCHEDULER_AUTO = ("warmup_max_lr", "warmup_num_steps", "total_num_steps")
+_ON_CPU = {"adagrad": "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad", "lion": "deepspeed.ops.lion.DeepSpeedCPULion"}
+_ON_DEVICE = {
+    "adam": "deepspeed.ops.adam.FusedAdam",
+    "adamw": "deepspeed.ops.adam.FusedAdam",
+    "adagrad": "torch.optim.Adagrad",
+    "lion": "deepspeed.ops.lion.FusedLion",
+    "lamb": "deepspeed.ops.lamb.FusedLamb",
+}
+"""The class that DeepSpeed 0.19.8 makes of an optimizer's name (``runtime/engine.py``); else ``torch.optim``'s."""
 
 
 def folder_name(strategy: str) -> str:
@@ -56,16 +70,16 @@ def require_deepspeed(configuration: Configuration) -> None:
 def write_exports(
     record: TrialRecord, folder: Path, environment: Environment | None = None, doubt: str | None = None
 ) -> list[Path]:
-    """Writes the five files, replacing older ones whole; returns their paths.
+    """Write the five files, replacing older ones whole. Return their paths.
 
-    ``doubt``: a line for the head of its README, where it is not decided that this is the row to use. A row that failed
-    is written too, and its README says so. Raises UsageError for a row of a reference engine, where the folder cannot
-    be written, or where the configuration holds NaN or an infinity.
+    ``doubt``: a line for the head of the README if it is not decided that this is the row to use. A row that failed is
+    written too, and its README says so. Raises UsageError for a row of a reference engine, a folder that cannot be
+    written, and a configuration with NaN or an infinity.
     """
     require_deepspeed(record.trial.configuration)
     # Everything that can be refused is made before the folder is.
     raw, trainer, accelerate = raw_config(record), trainer_config(record), accelerate_config(record)
-    readme = export_readme.readme(record, raw, trainer, accelerate, trainer_arguments(record), environment, doubt)
+    readme = _readme(record, raw, accelerate, environment, doubt)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Absolute, so that the YAML finds the JSON from whatever folder it is used in.
@@ -111,25 +125,19 @@ def raw_config(record: TrialRecord) -> Config:
     # The trial swapped to a private folder; the export names the one that the user gave.
     if trial.placement.nvme_path is not None:
         config = deepspeed_config.with_swap_folder(config, trial.placement.nvme_path)
-    _spell_out_defaults(config, record.ranks[0].resolved_config if record.ranks else {})
-    return config
-
-
-def _spell_out_defaults(config: Config, resolved: Mapping[str, Any]) -> None:
-    """Keys whose default DeepSpeed has changed between versions, where the row left them to it."""
-    # gradient_clipping was 0 before 0.19.3 and is 1.0 since, pin_memory false before 0.19.5 and true since.
-    _take(config, resolved, "gradient_clipping")
+    # Defaults that differ between versions of DeepSpeed: gradient_clipping was 0 before 0.19.3 and is 1.0 since,
+    # pin_memory false before 0.19.5 and true since.
+    resolved = record.ranks[0].resolved_config if record.ranks else {}
     zero, resolved_zero = block_of(config, "zero_optimization"), block_of(resolved, "zero_config")
-    if zero.get("stage", 0) != 0:
-        _take(zero, resolved_zero, "overlap_comm")
-    for key in OFFLOAD_BLOCKS:
-        if offload_device(config, key):
-            _take(zero[key], block_of(resolved_zero, key), "pin_memory")
-
-
-def _take(into: Any, resolved: Mapping[str, Any], key: str) -> None:
-    if key not in into and resolved.get(key) is not None:
-        into[key] = resolved[key]
+    defaults: list[tuple[Any, str, Any]] = [(config, "gradient_clipping", resolved)]
+    defaults += [(zero, "overlap_comm", resolved_zero)] if zero.get("stage", 0) != 0 else []
+    defaults += [
+        (zero[key], "pin_memory", block_of(resolved_zero, key)) for key in OFFLOAD_BLOCKS if offload_device(config, key)
+    ]
+    for block, key, source in defaults:
+        if key not in block and source.get(key) is not None:
+            block[key] = source[key]
+    return config
 
 
 def trainer_config(record: TrialRecord) -> Config:
@@ -191,11 +199,11 @@ def trainer_arguments(record: TrialRecord) -> dict[str, str]:
         "dataloader_prefetch_factor": work.data_prefetch if work.data_workers else None,
         "gradient_checkpointing_kwargs": {"use_reentrant": False} if work.activation_checkpointing else None,
     }
-    return {name: _argument(value) for name, value in arguments.items() if value is not None}
-
-
-def _argument(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, bool | dict | list) else str(value)
+    return {
+        name: json.dumps(value) if isinstance(value, bool | dict | list) else str(value)
+        for name, value in arguments.items()
+        if value is not None
+    }
 
 
 def accelerate_config(record: TrialRecord) -> Config:
@@ -224,10 +232,7 @@ def accelerate_yaml(record: TrialRecord, config_file: Path) -> str:
         "zero3_init_flag": record.trial.configuration.stage == 3 and record.trial.workload.zero_init,
     }
     if placement.hostfile is not None:
-        deepspeed |= {
-            "deepspeed_hostfile": placement.hostfile,
-            "deepspeed_multinode_launcher": "pdsh",
-        }
+        deepspeed |= {"deepspeed_hostfile": placement.hostfile, "deepspeed_multinode_launcher": "pdsh"}
         deepspeed |= {"deepspeed_inclusion_filter": placement.include} if placement.include else {}
     settings = {
         "compute_environment": "LOCAL_MACHINE",
@@ -260,3 +265,135 @@ def _node_count(record: TrialRecord, placement: Placement) -> int:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# ------------------------------------------------------------------ the README
+
+
+def _readme(
+    record: TrialRecord, raw: Config, accelerate: Config, environment: Environment | None, doubt: str | None
+) -> str:
+    from jinja2 import Environment as TemplateEnvironment
+    from jinja2 import PackageLoader, StrictUndefined
+
+    engine = TemplateEnvironment(
+        loader=PackageLoader("ds_bench.report"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    engine.filters |= {"code": inline_code, "escaped": escape, "shell": _command}
+    trial, outcome = record.trial, record.outcome
+    placement, configuration = trial.placement, trial.configuration
+    device = ["DS_ACCELERATOR=cpu"] if placement.accelerator == "cpu" else []
+    launcher = [*device, *_launcher(placement)]
+    flags = [word for name, value in trainer_arguments(record).items() for word in (f"--{name}", value)]
+    params = block_of(block_of(raw, "optimizer"), "params")
+    forms = {"eps": int | float, "betas": list | tuple}
+    text = engine.get_template("export_readme.md").render(
+        label=configuration.label,
+        doubt=doubt,
+        trained=outcome.success,
+        status=outcome.status,
+        reason=trial.unsupported or trial.skipped or outcome.error or "no reason was recorded",
+        raw_command=[*launcher, "train.py", "--deepspeed", "--deepspeed_config", RAW_FILE],
+        trainer_command=[*launcher, "train.py", "--deepspeed", TRAINER_FILE, *flags],
+        accelerate_command=[*device, "accelerate", "launch", "--config_file", YAML_FILE, "train.py"],
+        refused_by_trainer=[key for key, form in forms.items() if key in params and not isinstance(params[key], form)],
+        optimizer=_optimizer(raw, accelerate),
+        placement=placement,
+        work=trial.workload,
+        facts=dict(_facts(record, environment)),
+        axes=[f"{name}={value}" for name, value in configuration.axis_values.items()],
+        variables=[f"{name}={value}" for name, value in configuration.variables.items()],
+        compiled=trial.workload.compile != "none" or deepspeed_config.is_deepcompiled(trial.ds_config),
+        sequence_parallel=deepspeed_config.sequence_parallel_size(trial.ds_config) > 1,
+        tensor_parallel=deepspeed_config.tensor_parallel_size(trial.ds_config) > 1,
+        # A user may have set these two apart from the flags.
+        micro=trial.ds_config.get("train_micro_batch_size_per_gpu", trial.workload.batch_size),
+        accumulated=trial.ds_config.get("gradient_accumulation_steps", trial.workload.grad_accum),
+        stage=block_of(raw, "zero_optimization").get("stage", 0),
+        redacted=redacted_keys(raw),
+        placeholder=REDACTED,
+        measuring=[key for key, value in MEASURING_KEYS.items() if raw.get(key) == value],
+        torch_adam=params.get("torch_adam"),
+        untested_optimizer=raw.get("zero_allow_untested_optimizer"),
+        keeps_optimizer="zero_force_ds_cpu_optimizer" in accelerate and "zero_force_ds_cpu_optimizer" not in raw,
+        on_nvme="nvme" in (offload_device(raw, "offload_optimizer"), offload_device(raw, "offload_param")),
+        caveats=[as_caveat(caveat).text for caveat in record.caveats],
+    )
+    # A list without entries leaves blank lines.
+    return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
+
+
+def _launcher(placement: Placement) -> list[str]:
+    if placement.hostfile is not None:
+        own = ["--include", placement.include] if placement.include else []
+        own += ["--master_addr", placement.master_addr] if placement.master_addr else []
+        return ["deepspeed", "--hostfile", placement.hostfile, *own]
+    if placement.hosts:  # of a job of Slurm or torchrun
+        nodes, first = placement.num_nodes, placement.hosts[0][0]
+        own = [f"--nnodes={nodes}", f"--nproc-per-node={placement.ranks_per_node}", "--rdzv-backend=c10d"]
+        by_slurm = (placement.host_command or "").startswith("srun ")
+        launch = [*(["srun", f"--nodes={nodes}", "--ntasks-per-node=1"] if by_slurm else []), "torchrun", *own]
+        return [*launch, f"--rdzv-endpoint={first}:29500"]
+    return ["deepspeed", "--num_gpus", str(placement.num_gpus)]
+
+
+def _command(words: Sequence[str]) -> str:
+    """A shell block inside a list; each word of the command is on its line, whatever is in it."""
+    shown = []
+    for word in words:
+        quoted = shlex.quote(word) if word.isprintable() else "$'" + escape_unprintable(word).replace("'", "\\'") + "'"
+        shown.append(word if word.startswith("DS_ACCELERATOR=") else quoted)
+    return "\n".join(f"  {line}" for line in code_block(" ".join(shown), "sh").splitlines())
+
+
+def _optimizer(raw: Config, accelerate: Config) -> str:
+    """How code for Accelerate makes the optimizer."""
+    kind, offloaded = deepspeed_config.optimizer_kind(raw), bool(offload_device(raw, "offload_optimizer"))
+    if kind == "muon":
+        return "copy the `optimizer` block of `ds_config.json` into it and use `accelerate.utils.DummyOptim`."
+    params = dict(block_of(block_of(raw, "optimizer"), "params"))
+    # A key of DeepSpeed's that picks the class, and no argument of one.
+    on_torch = bool(params.pop("torch_adam", False))
+    # With offload too, as Accelerate puts DeepSpeedCPUAdam in the place of torch's own (utils/deepspeed.py).
+    if kind in ("adam", "adamw") and (offloaded or on_torch):
+        decoupled = params.pop("adam_w_mode", True) or kind == "adamw"
+        maker = "torch.optim.AdamW" if decoupled else "torch.optim.Adam"
+    else:
+        name = block_of(raw, "optimizer").get("type", "")
+        maker = (_ON_CPU if offloaded else _ON_DEVICE).get(kind, f"torch.optim.{name}")
+    given = "".join(f", {key}={value!r}" for key, value in params.items())
+    swapped = offloaded and accelerate.get("zero_force_ds_cpu_optimizer", True)
+    return f"{inline_code(f'{maker}(model.parameters(){given})')}" + (
+        ", which Accelerate replaces by DeepSpeed's CPU version." if swapped else "."
+    )
+
+
+def _facts(record: TrialRecord, environment: Environment | None) -> Iterator[tuple[str, str]]:
+    """Measurements, versions and facts of the machine: label → text, escaped."""
+    if record.outcome.success and record.ranks:
+        from ..analysis.row import make_run  # here, so that pydantic is not loaded before the first trial
+
+        seen, steps = make_run(record).row, len(record.ranks[0].step_seconds)
+        sizes = (seen.gpu_peak_gb, seen.gpu_peak_reserved_gb, seen.cpu_used_gb, seen.nvme_stored_gb)
+        peak, reserved, host, stored = (units.format_bytes(units.in_bytes(size)) for size in sizes)
+        mean = units.format_ms(units.in_seconds(seen.avg_step_time_ms))
+        yield "Throughput", f"{units.format_count(seen.throughput_tokens_per_sec)} tokens/s (all ranks together)"
+        yield "Step time", f"{mean} ms, mean of {steps} steps on the slowest rank"
+        if seen.gpu_peak_gb is not None:
+            yield "GPU memory, worst rank", f"peak allocated {peak}, reserved {reserved}"
+        if seen.cpu_used_gb is not None:
+            yield "Host memory, peak resident size of a node's ranks", host
+        if seen.nvme_stored_gb is not None:
+            yield "On NVMe", stored
+    if record.started_at is not None:
+        yield "Started at", escape(record.started_at)
+    devices = sorted({rank.device_name for rank in record.ranks if record.trial.placement.accelerator == "cuda"})
+    known = {} if environment is None else provenance.machine(environment)
+    known |= {"GPUs": ", ".join(devices)} if devices else {}
+    if record.ranks:
+        known |= {"torch": record.ranks[0].torch_version, "deepspeed": record.ranks[0].deepspeed_version}
+    yield from ((name, escape(text)) for name, text in known.items())
