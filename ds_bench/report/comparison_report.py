@@ -81,7 +81,17 @@ class ComparisonReport:
     @cached_property
     def row_notes(self) -> Mapping[str, tuple[Note, ...]]:
         """The notes of each row, by its key."""
-        return {row.key: _notes_of_row(row) for row in self.comparison.rows}
+        found = {}
+        for row in self.comparison.rows:
+            notes = [*map(_caveat_note, row.caveats)]
+            if row.differences:
+                text = f"no ratio, as rows differ: {'; '.join(row.differences)}"
+                notes.append(Note(kind="not comparable", text=text))
+            for outcome in (run.outcome for run in row.runs):
+                if not outcome.success and (text := outcome.details or outcome.error or ""):
+                    notes.append(Note(kind="failed", text=text, serious=True, page_only=not outcome.details))
+            found[row.key] = tuple(dict.fromkeys(notes))
+        return found
 
     @cached_property
     def labels_by_note(self) -> Mapping[Note, tuple[str, ...]]:
@@ -129,16 +139,6 @@ def _caveat_note(caveat: Caveat) -> Note:
         next_step=caveat.next_step,
         serious=caveat.disqualifying,
     )
-
-
-def _notes_of_row(row: ComparisonRow) -> tuple[Note, ...]:
-    notes = [*map(_caveat_note, row.caveats)]
-    if row.differences:
-        notes.append(Note(kind="not comparable", text=f"no ratio, as rows differ: {'; '.join(row.differences)}"))
-    for outcome in (run.outcome for run in row.runs):
-        if not outcome.success and (text := outcome.details or outcome.error):
-            notes.append(Note(kind="failed", text=text, serious=True, page_only=not outcome.details))
-    return tuple(dict.fromkeys(notes))
 
 
 def build_report(

@@ -150,7 +150,7 @@ def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
 def _row(
     row: ComparisonRow, report: ComparisonReport, columns: Sequence[TableColumn], numbers: Mapping[Note, int]
 ) -> dict[str, Any]:
-    baseline = report.comparison.baseline
+    baseline, last = report.comparison.baseline, row.runs[-1]
     notes = [note for note in report.row_notes[row.key] if report.labels_by_note[note]]
     return {
         "label": row.label,
@@ -162,12 +162,8 @@ def _row(
         "cells": [(each.cell(row), "" if (key := each.value(row)) is None else repr(key)) for each in columns],
         "runs": len(row.runs),
         "footnotes": sorted(numbers[note] for note in notes),
-        "config": _config(row),
+        # A flat JSON does not hold the whole configuration.
+        "config": json.dumps(last.trial.ds_config, indent=2, ensure_ascii=False, default=str)
+        if last.has_record
+        else None,
     }
-
-
-def _config(row: ComparisonRow) -> str | None:
-    """The DeepSpeed configuration as JSON; None if the result does not hold all of it, as a flat JSON does not."""
-    if not row.runs[-1].has_record:
-        return None
-    return json.dumps(row.runs[-1].trial.ds_config, indent=2, ensure_ascii=False, default=str)

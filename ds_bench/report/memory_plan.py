@@ -116,7 +116,17 @@ def answer_text(plan: MemoryPlan) -> str:
         if plan.unknown:
             text += f" even without activations, which are not counted ({plan.unknown})"
         if changes:
-            change = min(changes, key=lambda change: _cost_of(plan, change))
+            # Cheaper changes first: the same GPUs, room to spare, no offload, few settings.
+            change = min(
+                changes,
+                key=lambda each: (
+                    "num_gpus" in each.settings,
+                    _verdict(plan, each) == TIGHT,
+                    each.trial.configuration.offloads,
+                    len(each.settings.keys() - {"strategy"}),
+                    simplicity(each.trial.configuration.layout),
+                ),
+            )
             verb = {FITS: "does", TIGHT: "does, but tightly", UNKNOWN: "may"}[_verdict(plan, change)]
             others = {name: value for name, value in change.settings.items() if name != "strategy"}
             settings = f" with {what_if.settings_text(others)}" if others else ""
@@ -136,18 +146,6 @@ def answer_text(plan: MemoryPlan) -> str:
 
 def _verdict(plan: MemoryPlan, change: Change) -> str:
     return change.prediction.verdict(plan.gpu_bytes, plan.host_bytes)
-
-
-def _cost_of(plan: MemoryPlan, change: Change) -> tuple[object, ...]:
-    """Sort key, cheaper changes first: the same GPUs, room to spare, no offload, few settings."""
-    configuration = change.trial.configuration
-    return (
-        "num_gpus" in change.settings,
-        _verdict(plan, change) == TIGHT,
-        configuration.offloads,
-        len(change.settings.keys() - {"strategy"}),
-        simplicity(configuration.layout),
-    )
 
 
 def _without_offload(plan: MemoryPlan, trial: PlannedTrial) -> str:
@@ -280,7 +278,7 @@ def _gb(count_bytes: float | None) -> str:
     return format_significant(to_gb(count_bytes))
 
 
-def category_text(name: str, tier: str) -> str:
+def category_text(name: str, tier: str = "gpu") -> str:
     """A category of memory in words. ``tier``: ``gpu`` or ``host``."""
     if name == "overhead":
         return "CUDA context and NCCL" if tier == "gpu" else "the processes themselves"

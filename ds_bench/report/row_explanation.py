@@ -11,7 +11,6 @@ from ..analysis.row_difference import (
     PHASES,
     REST,
     TOTAL,
-    KeyDifference,
     Pair,
     RowDifference,
     TierDifference,
@@ -47,7 +46,7 @@ def explanation_tables(difference: RowDifference) -> list[Table]:
         "Memory": (_memory_rows(difference), _failures(difference)),
         "Time": (_time_rows(difference), [f"By formula, {a}: {traffic[0]}. {b}: {traffic[1]}."] if sent else []),
         "Settings": (
-            map(_key_row, _shown_keys(difference)),
+            _key_rows(difference),
             [f"The machines differ: {text}." for text in difference.environment_differences],
         ),
         "Predicted savings": (
@@ -242,8 +241,8 @@ def _traffic(row: ComparisonRow) -> str | None:
 # ------------------------------------------------------------------ settings and savings
 
 
-def _shown_keys(difference: RowDifference) -> Iterator[KeyDifference]:
-    """Yield the keys that were set differently, and those that follow from them and act on memory that changed."""
+def _key_rows(difference: RowDifference) -> Iterator[Row]:
+    """The keys that were set differently, and those that follow from them and act on memory that changed."""
     changed = {
         each.category
         for tier in difference.memory
@@ -255,15 +254,16 @@ def _shown_keys(difference: RowDifference) -> Iterator[KeyDifference]:
         if {key.a, key.b} != {None, False} and (
             not key.from_layout or key.path.endswith((".stage", ".device")) or changed.intersection(key.acts_on)
         ):
-            yield key
-
-
-def _key_row(key: KeyDifference) -> Row:
-    acts_on = [
-        f"{name} time" if name in PHASES else "memory of model build" if name == "build" else category_text(name, "gpu")
-        for name in key.acts_on
-    ]
-    return key.path.removeprefix("zero_optimization."), _value(key.a), _value(key.b), ", ".join(acts_on)
+            acts_on = [
+                f"{name} time"
+                if name in PHASES
+                else "memory of model build"
+                if name == "build"
+                else category_text(name)
+                for name in key.acts_on
+            ]
+            path = key.path.removeprefix("zero_optimization.")
+            yield path, _value(key.a), _value(key.b), ", ".join(acts_on)
 
 
 def _value(value: Any) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from ..analysis.comparison import ComparisonRow
 from ..analysis.provenance import STEP_NAMES
 from ..analysis.trial_caveats import UNSTABLE_CV
-from ..config.spec import PASS_TYPES, Workload
+from ..config.spec import PASS_TYPES
 from ..records.schema import measured_values
 from ..system import environment
 from ..units import (
@@ -92,9 +92,16 @@ def _model_table(group: Sequence[ComparisonReport]) -> Table:
     names = [_name(report, common) for report in group]
     if len(set(names)) < len(names):
         names = [report.title for report in group]
+
+    def throughput(row: ComparisonRow) -> str:
+        """Tokens/s, with an asterisk if the row is disqualified; the status if it has no throughput."""
+        if row.tokens_per_second is None:
+            return row.last_run.outcome.status
+        return format_count(row.tokens_per_second) + ("" if row.invalid_reason is None else _INVALID)
+
     rows = []
     for name, report in zip(names, group, strict=True):
-        cells = {row.label: _throughput(row) for row in report.comparison.rows}
+        cells = {row.label: throughput(row) for row in report.comparison.rows}
         rows.append([name, *(cells.get(label, "") for label in labels)])
     invalid = any(cell.endswith(_INVALID) for row in rows for cell in row[1:])
     return Table(
@@ -103,13 +110,6 @@ def _model_table(group: Sequence[ComparisonReport]) -> Table:
         rows=rows,
         notes=[f"Rows with {_INVALID} are disqualified: their own table says why."] if invalid else [],
     )
-
-
-def _throughput(row: ComparisonRow) -> str:
-    """Tokens/s, with an asterisk if the row is disqualified; the status if it has no throughput."""
-    if row.tokens_per_second is None:
-        return row.last_run.outcome.status
-    return format_count(row.tokens_per_second) + ("" if row.invalid_reason is None else _INVALID)
 
 
 # ------------------------------------------------------------------ models by pass type
@@ -153,6 +153,14 @@ class _NamedRow(NamedTuple):
         return None if std is None or mean is None else std / mean
 
     @property
+    def stability(self) -> str:
+        return MISSING if self.variation is None else "stable" if self.variation < UNSTABLE_CV else "unstable"
+
+    @property
+    def tflops(self) -> float | None:
+        return next((run.row.model_tflops_per_gpu for run in self.row.successes if run.row.model_tflops_per_gpu), None)
+
+    @property
     def peak_gb(self) -> str:
         size = self.row.host_peak_bytes if self.row.on_cpu else self.row.gpu_peak_bytes
         return format_gb(size) + (" host" if self.row.on_cpu and size is not None else "")
@@ -165,19 +173,11 @@ _PASS_COLUMNS: tuple[Column[_NamedRow], ...] = (
     Column("mean s", lambda named: f"{named.row.mean_step_seconds or 0:.5f}" if named.row.succeeded else MISSING, 3),
     Column("std ms", lambda named: format_ms(named.row.step_seconds_std), 2),
     Column("CV", lambda named: format_percent(named.variation, digits=2), 1),
-    Column("under 5 %", lambda named: {None: MISSING, True: "stable", False: "unstable"}[_is_stable(named)]),
+    Column("under 5 %", lambda named: named.stability),
     Column("tok/s", lambda named: format_count(named.row.tokens_per_second)),
-    Column("TFLOP/s", lambda named: format_significant(_tflops(named.row))),
+    Column("TFLOP/s", lambda named: format_significant(named.tflops)),
     Column("peak GB", lambda named: named.peak_gb),
 )
-
-
-def _is_stable(named: _NamedRow) -> bool | None:
-    return None if named.variation is None else named.variation < UNSTABLE_CV
-
-
-def _tflops(row: ComparisonRow) -> float | None:
-    return next((run.row.model_tflops_per_gpu for run in row.successes if run.row.model_tflops_per_gpu), None)
 
 
 def has_passes(reports: Sequence[ComparisonReport]) -> bool:
@@ -233,20 +233,15 @@ def _model_line(report: ComparisonReport) -> str:
     """``size-small: d_model 768 · … · 94,298,112 parameters (94.3 M)``; parameters as counted in the built model."""
     workload = report.first_trial.workload
     counts = measured_values([run.row for row in report.comparison.rows for run in row.successes], "parameter_count")
-    shape = [f"{name} {format_count(size)}" for name, size in _shape(workload).items()]
-    counted = (
-        f"{format_count(counts[0])} parameters ({format_millions(counts[0])})" if counts else "parameters not counted"
-    )
-    return f"{workload.model}: {' · '.join([*shape, counted])}"
-
-
-def _shape(workload: Workload) -> Mapping[str, int]:
-    sizes = {}
+    parts = []
     for name, keys in _SHAPE_KEYS.items():
         size = next((workload.model_config[key] for key in keys if key in workload.model_config), None)
         if isinstance(size, int):  # None if the model derives it, such as n_inner of GPT-2
-            sizes[name] = size
-    return sizes
+            parts.append(f"{name} {format_count(size)}")
+    parts.append(
+        f"{format_count(counts[0])} parameters ({format_millions(counts[0])})" if counts else "parameters not counted"
+    )
+    return f"{workload.model}: {' · '.join(parts)}"
 
 
 def _pass_notes(reports: Sequence[ComparisonReport]) -> Iterator[str]:

@@ -6,7 +6,7 @@ The columns of the JSON and CSV files are ``analysis.row``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -193,8 +193,9 @@ def short_columns(report: ComparisonReport) -> list[Column[ComparisonRow]]:
         speed = Column("samples/s", lambda row: format_significant(row.samples_per_second))
     host = Column[ComparisonRow]("host GB", lambda row: format_significant(to_gb(row.host_peak_bytes)), priority=3)
     if all(row.gpu_peak_bytes is None for row in rows):
-        capacity = report.comparison.host_capacity_bytes
-        memory = [host, Column("of host", lambda row: _host_share(row, capacity), priority=1)]
+        capacity = report.comparison.host_capacity_bytes or math.inf
+        share = lambda row: _share((row.host_peak_bytes or 0) / capacity or None, warns=True)  # noqa: E731
+        memory = [host, Column("of host", share, priority=1)]
     else:
         memory = [
             Column("GPU GB", lambda row: format_significant(to_gb(row.gpu_peak_bytes)), priority=2),
@@ -248,11 +249,6 @@ def _share(fraction: float | None, *, warns: bool) -> str:
     return format_percent(fraction, digits=digits) + (" !" if fraction > NEAR_CAPACITY and warns else "")
 
 
-def _host_share(row: ComparisonRow, capacity: int | None) -> str:
-    fraction = row.host_peak_bytes / capacity if row.host_peak_bytes is not None and capacity else None
-    return _share(fraction, warns=True)
-
-
 # ------------------------------------------------------------------ tables of details
 
 
@@ -271,7 +267,7 @@ _LABEL: Column[ComparisonRow] = Column("Strategy", lambda row: row.label)
 def detail_tables(comparison: Comparison) -> list[Table]:
     """Small tables, each about one thing that was observed; rows, columns and tables without values are left out."""
     rows = [row for row in comparison.rows if row.succeeded]
-    tables = (_host_memory_table(rows), _gpu_memory_table(rows), _checkpoint_table(rows), _step_table(rows))
+    tables = (*_memory_tables(rows), _checkpoint_table(rows), _step_table(rows))
     return [table for table in tables if table.rows]
 
 
@@ -284,24 +280,20 @@ def _columns(headings: Mapping[str, str], cell: Callable[[ComparisonRow, str], s
     return [_LABEL, *(Column(heading, of_key(key)) for key, heading in headings.items())]
 
 
-def _host_memory_table(rows: Sequence[ComparisonRow]) -> Table:
-    def cell(row: ComparisonRow, phase: str) -> str:
+def _memory_tables(rows: Sequence[ComparisonRow]) -> Iterator[Table]:
+    def host(row: ComparisonRow, phase: str) -> str:
         peak, end = (_most(row, f"cpu_{phase}_{moment}_gb") for moment in ("peak", "end"))
         return MISSING if peak is end is None else f"{format_significant(peak)} → {format_significant(end)}"
 
-    meaning = "GB of the fullest node: peak within the phase → at its end; pages that ranks share count once"
-    columns = _columns(_PHASES, cell)
-    return make_table(columns, rows, title=("Host memory by phase",), meaning=meaning, drop_empty_rows=True)
-
-
-def _gpu_memory_table(rows: Sequence[ComparisonRow]) -> Table:
-    def cell(row: ComparisonRow, phase: str) -> str:
+    def gpu(row: ComparisonRow, phase: str) -> str:
         phases = [run.phase_memory[phase] for run in row.successes if phase in run.phase_memory]
         return format_significant(to_gb(max(measured_values(phases, "gpu_peak_bytes"), default=None)))
 
-    meaning = "GB, peak allocated within the phase on the fullest GPU"
-    columns = _columns(_PHASES, cell)
-    return make_table(columns, rows, title=("GPU memory by phase",), meaning=meaning, drop_empty_rows=True)
+    of_node = "GB of the fullest node: peak within the phase → at its end; pages that ranks share count once"
+    of_gpu = "GB, peak allocated within the phase on the fullest GPU"
+    for what, meaning, cell in (("Host", of_node, host), ("GPU", of_gpu, gpu)):
+        columns = _columns(_PHASES, cell)
+        yield make_table(columns, rows, title=(f"{what} memory by phase",), meaning=meaning, drop_empty_rows=True)
 
 
 def _checkpoint_table(rows: Sequence[ComparisonRow]) -> Table:

@@ -197,39 +197,32 @@ def short_table(report: ComparisonReport) -> Table:
 
 def _answer_lines(report: ComparisonReport, width: int, unicode: bool) -> Iterator[Line]:
     recommendation = report.recommendation
-    mark = "?" if recommendation.undecided else "★" if recommendation.choice is not None else "✗"
-    mark = printable(mark, unicode)
+    mark = printable("?" if recommendation.undecided else "★" if recommendation.choice is not None else "✗", unicode)
     indent = " " * (len(mark) + 1)
+
+    def indented(text: str, hanging: str = "", max_lines: int | None = None) -> list[str]:
+        lines = wrap(printable(text, unicode), width - len(indent), hanging, max_lines=max_lines)
+        return [indent + line for line in lines]
+
     headline = printable(str(recommendation.headline), unicode)
     yield from (Line(line, "bold") for line in wrap(f"{mark} {headline}", width, indent))
     if recommendation.provisional is not None:  # never shortened, since it ends with a command
-        yield from (
-            Line(indent + line)
-            for line in wrap(printable(str(recommendation.provisional), unicode), width - len(indent))
-        )
+        yield from map(Line, indented(str(recommendation.provisional)))
     shown = [] if recommendation.alternative is None else [str(recommendation.alternative)]
     shown += notes_that_matter(report)
     shown += _notes_of_rows(report.comparison, lambda caveat: caveat.kind is CaveatKind.LONGEST_POSSIBLE)
     if any(caveat.kind is CaveatKind.CPU_ACCELERATOR for caveat in report.comparison.caveats):
         shown.append("CPU ranks: this says nothing about GPUs.")
     for text in shown:
-        yield from (Line(indent + line) for line in wrap(printable(text, unicode), width - len(indent), max_lines=3))
-    yield from map(Line, _last_lines(report, width, indent, unicode))
-
-
-def _last_lines(report: ComparisonReport, width: int, indent: str, unicode: bool) -> Iterator[str]:
-    """What to try, and how many notes there are; on one line if both fit."""
-    recommendation = report.recommendation
+        yield from map(Line, indented(text, max_lines=3))
+    # What to try, and how many notes there are; on one line if both fit.
     try_next = None if recommendation.provisional is not None else recommendation.try_next
-    try_lines = (
-        [] if try_next is None else wrap(printable(f"Try:    {try_next}", unicode), width - len(indent), " " * 8)
-    )
-    count = len(report.numbered_notes) + len(report.general_lines)
-    notes = f"{format_items(count, 'note')}: --verbose, or the HTML report" if count else ""
-    if len(try_lines) == 1 and notes and len(indent) + len(try_lines[0]) + 4 + len(notes) <= min(width, 100):
-        yield f"{indent}{try_lines[0]}    {notes}"
-        return
-    yield from (indent + line for line in (*try_lines, notes) if line)
+    last = [] if try_next is None else indented(f"Try:    {try_next}", " " * 8)
+    if count := len(report.numbered_notes) + len(report.general_lines):
+        notes = f"{format_items(count, 'note')}: --verbose, or the HTML report"
+        fits = len(last) == 1 and len(last[0]) + 4 + len(notes) <= min(width, 100)
+        last = [f"{last[0]}    {notes}"] if fits else [*last, indent + notes]
+    yield from map(Line, last)
 
 
 def notes_that_matter(report: ComparisonReport) -> list[str]:
@@ -237,30 +230,27 @@ def notes_that_matter(report: ComparisonReport) -> list[str]:
 
     The row of the alternative is left out, which says what is wrong with it.
     """
-    return list(dict.fromkeys(_candidate_notes(report)))[:_MAX_NOTES]
-
-
-def _candidate_notes(report: ComparisonReport) -> Iterator[str]:
     comparison, other_key = report.comparison, report.recommendation.alternative_key
+    notes = []
     for row in comparison.rows:
         run = failed_run(row)
         if row.succeeded and run is not None and row.key != other_key:
             count = sum(not each.outcome.success for each in row.runs)
-            yield f"{row.label}: {count} of {len(row.runs)} runs failed, {failure_text(run.outcome)}."
+            notes.append(f"{row.label}: {count} of {len(row.runs)} runs failed, {failure_text(run.outcome)}.")
     for row in comparison.rows:
         if row.differences:
-            yield f"{row.label}: no ratio, as rows differ in {'; '.join(row.differences)}."
+            notes.append(f"{row.label}: no ratio, as rows differ in {'; '.join(row.differences)}.")
     serious = lambda caveat: caveat.disqualifying or caveat.kind is CaveatKind.OTHER_TRAINING  # noqa: E731
-    yield from _notes_of_rows(comparison, serious, without=other_key)
-    for caveat in comparison.caveats:
-        if caveat.kind in _GENERAL_KINDS:
-            yield f"{caveat.text[0].upper()}{caveat.text[1:]}."
+    notes += _notes_of_rows(comparison, serious, without=other_key)
+    general = [caveat for caveat in comparison.caveats if caveat.kind in _GENERAL_KINDS]
+    notes += [f"{caveat.text[0].upper()}{caveat.text[1:]}." for caveat in general]
     undecided = bool(report.recommendation.undecided)
     too_few = any(caveat.kind is CaveatKind.TOO_FEW_REPEATS for caveat in comparison.caveats)
     if too_few and report.recommendation.choice is not None and not undecided:
-        yield f"Rows with fewer than {FEWEST_RUNS} runs: differences marked ? are not tested."
+        notes.append(f"Rows with fewer than {FEWEST_RUNS} runs: differences marked ? are not tested.")
     kinds = [kind for kind in _ROW_KINDS if not (undecided and kind in UNSTABLE_KINDS)]
-    yield from _notes_of_rows(comparison, lambda caveat: caveat.kind in kinds)
+    notes += _notes_of_rows(comparison, lambda caveat: caveat.kind in kinds)
+    return list(dict.fromkeys(notes))[:_MAX_NOTES]
 
 
 def _notes_of_rows(
