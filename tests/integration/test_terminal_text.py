@@ -19,8 +19,6 @@ import pytest
 from ds_bench.analysis.load_results import load
 from ds_bench.cli import commands
 from ds_bench.errors import DsBenchError
-from ds_bench.report.progress import ProgressReporter
-from ds_bench.system.terminal import StatusLine
 from tests.support import fakes
 from tests.support.real_trials import ROOT, SUPPORT
 from tests.support.scripted_run import ScriptedRun
@@ -154,13 +152,3 @@ def test_the_name_of_the_program_is_spelled_out_too(tmp_path: Path) -> None:
         text = (done.stdout + done.stderr).decode()
         assert "b.py" in text
         assert steering(text) == []
-
-
-def test_progress_spells_out_what_a_rank_wrote(capfd: pytest.CaptureFixture[str]) -> None:
-    record = replace(fakes.failure(error=f"the model says {EVIL}"), caveats=(f"caveat{EVIL}",))
-    reporter = ProgressReporter(StatusLine(sys.stderr), [record.trial], verbose=True)
-    reporter.begin(record.trial)
-    reporter.end(record)
-    text = said(capfd)
-    assert "the model says" in text
-    assert steering(text) == []
