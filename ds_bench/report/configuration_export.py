@@ -244,9 +244,8 @@ def accelerate_yaml(record: TrialRecord, config_file: Path) -> str:
         "use_cpu": False,
         "deepspeed_config": deepspeed,
     }
-    text: str = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=10_000)  # a path stays on its line
-    if yaml.safe_load(text) != settings:  # PyYAML writes a next-line character (U+0085) as a line break
-        text = yaml.safe_dump(settings, sort_keys=False, width=10_000)
+    # Without allow_unicode, as PyYAML would write a next-line character (U+0085) as a line break.
+    text: str = yaml.safe_dump(settings, sort_keys=False, width=10_000)  # a path stays on its line
     return text
 
 
