@@ -12,9 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,33 +28,14 @@ SMALL = ("--model", "tiny", "--batch-size", "2", "--seq-length", "32", "--num-st
 FAULT = ("--batch-size", "2", "--seq-length", "8", "--num-steps", "3", "--warmup-steps", "1", "--num-gpus", "2")
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory, built_ops: object) -> Callable[..., tuple[int, str, str, Path]]:
-    """Runs a script once per set of arguments; tests of one run share it."""
-    done: dict[tuple[str, ...], tuple[int, str, str, Path]] = {}
-
-    def run(*arguments: str) -> tuple[int, str, str, Path]:
-        if arguments not in done:
-            folder = tmp_path_factory.mktemp("run")
-            command = [sys.executable, str(ROOT / arguments[0]), "--accelerator", "cpu", "--output-dir", str(folder)]
-            given = [word.replace("FOLDER", str(folder)) for word in arguments[1:]]
-            result = subprocess.run([*command, *given], capture_output=True, text=True, timeout=300, check=False)
-            done[arguments] = (result.returncode, result.stdout, result.stderr, folder)
-        return done[arguments]
-
-    return run
-
-
-def records_of(folder: Path) -> list[dict[str, Any]]:
-    (path,) = folder.glob("runs/*/records.jsonl")
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-ZERO_FP32 = ("zero_stage_comparison.py", *SMALL, "--num-gpus", "2", "--precision", "fp32")
-ZERO_BF16 = ("zero_stage_comparison.py", *SMALL, "--num-gpus", "2", "--precision", "bf16")
-OFFLOAD = ("offload_comparison.py", *SMALL, "--num-gpus", "2", "--nvme-path", "FOLDER")
-
-Shared = Callable[..., tuple[int, str, str, Path]]
+def run(script: str, folder: Path, *arguments: str, **environment: str) -> tuple[int, str, str]:
+    """A script's exit code, output and errors; results go to ``folder``."""
+    command = [sys.executable, str(ROOT / script), *SMALL, "--accelerator", "cpu", "--output-dir", str(folder)]
+    variables = {**os.environ, "COLUMNS": "160", **environment}
+    done = subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=300, check=False, env=variables
+    )
+    return done.returncode, done.stdout, done.stderr
 
 
 def rows_shown(out: str) -> list[str]:
@@ -64,116 +43,70 @@ def rows_shown(out: str) -> list[str]:
     return re.findall(r"^[★! ] (ZeRO-\d)[^:\n]*?  +[\d,]+  ", out, re.MULTILINE)
 
 
-def test_all_four_stages_succeed_on_two_ranks_and_the_table_says_so(shared: Shared) -> None:
-    code, out, err, folder = shared(*ZERO_FP32)
+def test_four_stages_in_fp32_agree_and_their_numbers_follow_from_the_samples(tmp_path: Path) -> None:
+    code, out, err = run("zero_stage_comparison.py", tmp_path, "--num-gpus", "2", "--precision", "fp32")
     assert code == 0, err
     assert rows_shown(out) == ["ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
-    assert [row["stage"] for row in rows_of(folder)] == [0, 1, 2, 3]
-
-
-def test_fp32_losses_agree_at_every_stage(shared: Shared) -> None:
-    rows = rows_of(shared(*ZERO_FP32)[3])
+    rows = rows_of(tmp_path)
+    assert [row["stage"] for row in rows] == [0, 1, 2, 3]
     for key in ("first_loss", "final_loss"):
         values = [row[key] for row in rows]
         assert max(values) - min(values) < 1e-3, values
     assert not any("loss differs" in (row["caveats"] or "") for row in rows)
-
-
-@pytest.mark.slow
-def test_bf16_losses_agree_from_stage_1_on_and_stage_0_has_its_explained_quirk(shared: Shared) -> None:
-    rows = rows_of(shared(*ZERO_BF16)[3])
-    finals = [row["final_loss"] for row in rows[1:]]
-    assert max(finals) - min(finals) < 2e-2, finals
-    assert "known quirk" in rows[0]["caveats"]
-    assert not any("loss differs" in (row["caveats"] or "") for row in rows[1:])
-
-
-@pytest.mark.slow
-@pytest.mark.nvme
-def test_all_offload_strategies_succeed_with_the_cpu_optimizer_named(shared: Shared) -> None:
-    code, _, err, folder = shared(*OFFLOAD)
-    rows = rows_of(folder)
-    assert code == 0, err
-    assert [row["strategy"] for row in rows] == ["none", "cpu_optimizer", "cpu_full", "nvme"]
-    assert all(row["success"] for row in rows)
-    assert [row["optimizer"] for row in rows] == ["AdamW", *["DeepSpeedCPUAdam"] * 3]
-    assert "nvme strategy is added" in err
-
-
-@pytest.mark.slow
-@pytest.mark.nvme
-def test_the_nvme_row_has_bytes_on_disk_and_leaves_none_behind(shared: Shared) -> None:
-    folder = shared(*OFFLOAD)[3]
-    row = rows_of(folder)[3]
-    assert row["nvme_stored_gb"] > 0
-    assert list(folder.glob("ds_bench_swap*")) == []
-
-
-def test_the_numbers_of_a_row_follow_from_its_samples(shared: Shared) -> None:
-    folder = shared(*ZERO_FP32)[3]
-    for row, record in zip(rows_of(folder), records_of(folder), strict=True):
+    (path,) = tmp_path.glob("runs/*/records.jsonl")
+    for row, record in zip(rows, map(json.loads, path.read_text().splitlines()), strict=True):
         window = max(rank["window_seconds"] for rank in record["ranks"])
         assert row["avg_step_time_ms"] == pytest.approx(window / 6 * 1000)
         assert row["throughput_tokens_per_sec"] == pytest.approx(2 * 32 * 2 / (window / 6))
         assert window == pytest.approx(sum(record["ranks"][0]["step_seconds"]), rel=0.2)
+    assert sorted(path.suffix for path in tmp_path.glob("zero_comparison_*")) == [".csv", ".json"]
 
 
 @pytest.mark.slow
-def test_the_ledger_explains_stages_1_to_3_by_their_gradient_bucket(shared: Shared) -> None:
-    """5e8 elements of 2 bytes; stages 1 and 2 hold it while backward runs, stage 3 always."""
-    for row in rows_of(shared(*ZERO_BF16)[3])[1:]:
+def test_four_stages_in_bf16_agree_from_stage_1_on_and_the_ledger_explains_them(tmp_path: Path) -> None:
+    """Buckets of 5e8 elements of 2 bytes: stages 1 and 2 hold them while backward runs, stage 3 always."""
+    run("zero_stage_comparison.py", tmp_path, "--num-gpus", "2", "--precision", "bf16")
+    first, *rows = rows_of(tmp_path)
+    finals = [row["final_loss"] for row in rows]
+    assert max(finals) - min(finals) < 2e-2, finals
+    assert "known quirk" in first["caveats"]
+    for row in rows:
+        assert "loss differs" not in row["caveats"]
         assert row["ledger_cpu_deepspeed_buffers_gb"] * 2**30 >= 1e9
         assert "DeepSpeed's buffers are most of the counted memory" in row["caveats"]
-
-
-@pytest.mark.slow
-def test_a_partitioned_optimizer_state_is_twelve_bytes_per_parameter_and_rank_share(shared: Shared) -> None:
-    rows = rows_of(shared(*ZERO_BF16)[3])
-    for row in rows[1:]:
+        # 12 bytes of optimizer states per parameter, half of them on each rank.
         share = row["ledger_cpu_optimizer_states_gb"] * 2**30 / (row["parameter_count"] / 2)
         assert share == pytest.approx(12, rel=0.01)
 
 
-def test_nothing_else_in_the_output_folder_has_the_name_of_a_result(shared: Shared) -> None:
-    folder = shared(*ZERO_FP32)[3]
-    assert sorted(path.suffix for path in folder.glob("zero_comparison_*")) == [".csv", ".json"]
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A run that has ended."""
-
-    code: int
-    out: str
-    err: str
-    folder: Path
-    lock: Path
-    """Left in its cache of ops, as by a build that was killed."""
-
-
-@pytest.fixture(scope="module")
-def repeated(tmp_path_factory: pytest.TempPathFactory, built_ops: object) -> Ended:
-    """Two stages, each run twice, with another batch than the flags say, where a build was killed before."""
-    folder = tmp_path_factory.mktemp("repeated")
-    cache = ops.cache_folder("cpu")  # ROOT/…/…/…; a copy, as others on this machine would remove the lock too
-    own = folder / "cache" / cache.relative_to(cache.parents[2])
-    shutil.copytree(cache, own, symlinks=True)
-    lock = next(path for path in own.iterdir() if path.is_dir()) / "lock"
-    lock.touch()
-    batch = ("--set", "train_micro_batch_size_per_gpu=3", "--set", "gradient_accumulation_steps=2")
-    command = [sys.executable, str(ROOT / "zero_stage_comparison.py"), *SMALL, "--accelerator", "cpu", *batch]
-    command += ["--stages", "0", "1", "--repeats", "2", "--output-dir", str(folder / "out")]
-    environment = {**os.environ, "DS_BENCH_OPS_CACHE": str(folder / "cache"), "COLUMNS": "160"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
-    return Ended(done.returncode, done.stdout, done.stderr, folder / "out", lock)
+@pytest.mark.slow
+@pytest.mark.nvme
+def test_offload_strategies_succeed_with_the_cpu_optimizer_and_leave_nothing_on_the_disk(tmp_path: Path) -> None:
+    code, _, err = run("offload_comparison.py", tmp_path, "--num-gpus", "2", "--nvme-path", str(tmp_path))
+    rows = rows_of(tmp_path)
+    assert code == 0, err
+    assert "nvme strategy is added" in err
+    assert [row["strategy"] for row in rows] == ["none", "cpu_optimizer", "cpu_full", "nvme"]
+    assert all(row["success"] for row in rows)
+    assert [row["optimizer"] for row in rows] == ["AdamW", *["DeepSpeedCPUAdam"] * 3]
+    assert rows[3]["nvme_stored_gb"] > 0
+    assert list(tmp_path.glob("ds_bench_swap*")) == []
 
 
 @pytest.mark.slow
-def test_repeats_are_interleaved_and_each_run_is_a_row(repeated: Ended) -> None:
-    assert repeated.code == 0, repeated.err
-    rows = rows_of(repeated.folder)
+def test_repeats_are_interleaved_where_a_build_was_killed_before(tmp_path: Path) -> None:
+    cache = ops.cache_folder("cpu")  # ROOT/…/…/…; a copy, as others on this machine would remove the lock too
+    own = tmp_path / "cache" / cache.relative_to(cache.parents[2])
+    shutil.copytree(cache, own, symlinks=True)
+    (next(path for path in own.iterdir() if path.is_dir()) / "lock").touch()
+    batch = ("--set", "train_micro_batch_size_per_gpu=3", "--set", "gradient_accumulation_steps=2")
+    flags = ("--stages", "0", "1", "--repeats", "2")
+    variables = {"DS_BENCH_OPS_CACHE": str(tmp_path / "cache")}
+    code, out, err = run("zero_stage_comparison.py", tmp_path / "out", *batch, *flags, **variables)
+    assert code == 0, err
+    rows = rows_of(tmp_path / "out")
     assert [(row["stage"], row["repeat"]) for row in rows] == [(0, 0), (1, 0), (1, 1), (0, 1)]
-    assert rows_shown(repeated.out) == ["ZeRO-0", "ZeRO-1"]
+    assert rows_shown(out) == ["ZeRO-0", "ZeRO-1"]
 
 
 @pytest.mark.slow
@@ -192,7 +125,7 @@ HANGS = ("--model-factory", "faults:hangs_at_stage_2")
 
 
 def interrupt_at_stage_2(start_script: Start, number: signal.Signals) -> Script:
-    """A run of stages 1 to 3 that a signal has ended while the second row hung; what it must have done then is so."""
+    """A run of stages 1 to 3 that a signal ended while the second row hung; it keeps its rows and prints them."""
     script = start_script("zero_stage_comparison.py", *FAULT, *HANGS, "--stages", "1", "2", "3")
     script.wait_for(lambda: any(path.stat().st_size for path in script.beats("01_zero2")))
     time.sleep(1)
@@ -208,13 +141,11 @@ def interrupt_at_stage_2(start_script: Start, number: signal.Signals) -> Script:
 
 
 @pytest.mark.slow
-def test_sigterm_keeps_what_is_finished_prints_the_table_and_exits_130(start_script: Start) -> None:
-    interrupt_at_stage_2(start_script, signal.SIGTERM)
-
-
-@pytest.mark.slow
-def test_ctrl_c_does_so_too_and_resume_runs_what_is_missing_and_nothing_twice(start_script: Start) -> None:
-    script = interrupt_at_stage_2(start_script, signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupted_run_is_resumed_and_nothing_runs_twice(start_script: Start, number: signal.Signals) -> None:
+    script = interrupt_at_stage_2(start_script, number)
+    if number == signal.SIGTERM:
+        return
     (folder,) = script.output_dir.glob("runs/*")
     # A run folder alone starts no code: the factory is said again.
     resumed = start_script("zero_stage_comparison.py", "--resume", str(folder), *HANGS, FAULTS_MENDED="1")
@@ -230,18 +161,8 @@ def test_ctrl_c_does_so_too_and_resume_runs_what_is_missing_and_nothing_twice(st
 def test_a_killed_parent_takes_every_process_and_the_swap_folder_with_it(start_script: Start, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    script = start_script(
-        "offload_comparison.py",
-        *SMALL,
-        "--num-gpus",
-        "2",
-        "--nvme-path",
-        str(disk),
-        "--strategies",
-        "nvme",
-        "--num-steps",
-        "5000",
-    )
+    flags = ("--num-gpus", "2", "--nvme-path", str(disk), "--strategies", "nvme", "--num-steps", "5000")
+    script = start_script("offload_comparison.py", *SMALL, *flags)
     script.wait_for(lambda: any(disk.glob("ds_bench_swap*/zero_stage_3/optimizer/rank0/*")))
     tree = processes.descendants(script.process.pid)
     assert len(tree) >= 4, "server, leader and two ranks"
