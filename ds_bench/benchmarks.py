@@ -74,11 +74,23 @@ class BenchmarkConfig:
     """Further flags of the comparison scripts, such as ``("--num-gpus", "2", "--precision", "fp32")``."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "seq_length", "num_steps", "repeats", "warmup_steps"):
-            _require_integer(name, getattr(self, name), 0 if name == "warmup_steps" else 1)
-        _require_one_of("backend", self.backend, ("deepspeed", "warm", "auto"))
-        _require_one_of("device", self.device, ("auto", "cuda", "cpu"))
-        _require_one_of("strategy", self.strategy, (*_STAGES, *OFFLOAD_NAMES))
+        for name, least in (
+            ("batch_size", 1),
+            ("seq_length", 1),
+            ("num_steps", 1),
+            ("repeats", 1),
+            ("warmup_steps", 0),
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name} is {value!r}: must be a whole number of {least} or more")
+        for name, choices in (
+            ("backend", ("deepspeed", "warm", "auto")),
+            ("device", ("auto", "cuda", "cpu")),
+            ("strategy", (*_STAGES, *OFFLOAD_NAMES)),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: must be one of {', '.join(choices)}")
         if not self.name or not self.model_name:
             raise ValueError("name and model_name must not be empty")
 
@@ -89,29 +101,18 @@ class BenchmarkConfig:
 
     def flags(self) -> list[str]:
         """The flags of that script for this benchmark, without ``--output-dir``."""
-        stages = ["--stages", str(_STAGES[self.strategy])] if self.family == "zero" else ["--strategies", self.strategy]
-        return [
-            *("--model", self.model_name),
-            *("--batch-size", str(self.batch_size)),
-            *("--seq-length", str(self.seq_length)),
-            *("--num-steps", str(self.num_steps)),
-            *("--warmup-steps", str(self.warmup_steps)),
-            *("--launcher", self.backend),
-            *("--accelerator", self.device),
-            *("--repeats", str(self.repeats)),
-            *stages,
-            *self.arguments,
-        ]
-
-
-def _require_integer(name: str, value: object, minimum: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ValueError(f"{name} is {value!r}: must be a whole number of {minimum} or more")
-
-
-def _require_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}: must be one of {', '.join(choices)}")
+        rows = ["--stages", str(_STAGES[self.strategy])] if self.family == "zero" else ["--strategies", self.strategy]
+        values = {
+            "--model": self.model_name,
+            "--batch-size": self.batch_size,
+            "--seq-length": self.seq_length,
+            "--num-steps": self.num_steps,
+            "--warmup-steps": self.warmup_steps,
+            "--launcher": self.backend,
+            "--accelerator": self.device,
+            "--repeats": self.repeats,
+        }
+        return [*(word for flag, value in values.items() for word in (flag, str(value))), *rows, *self.arguments]
 
 
 class _Benchmark:
@@ -130,12 +131,35 @@ class _Benchmark:
         return self.config.num_steps * self.config.repeats
 
     def run(self) -> BenchmarkResult:
-        """Trains and measures.
+        """Train and measure, as a comparison script does. The temporary folder is kept only if a run fails.
 
         Raises DsBenchError for a request that cannot be run, BenchmarkFailedError for a run that failed, and
         KeyboardInterrupt.
         """
-        return measure(self.config)
+        config, folder = self.config, Path(tempfile.mkdtemp(prefix="ds_bench_benchmark_"))
+        arguments = [*config.flags(), "--quiet", "--format", "json", "--output-dir", str(folder)]
+        try:
+            options = flags.parse(config.family, "benchmark", arguments)
+            with contextlib.redirect_stdout(io.StringIO()):
+                code = run_comparison([options], deepspeed_config.base_config, arguments)
+            if code == INTERRUPTED_CODE:
+                raise KeyboardInterrupt
+            # The folder was made for this run and holds no other.
+            (run,) = (folder / "runs").iterdir()
+            loaded = load_results.load(run)
+        except BaseException:
+            # The request was refused or the user has interrupted it. A failed run raises nothing: the result has it.
+            shutil.rmtree(folder)
+            raise
+        result = benchmark_result(loaded.runs, loaded.environment, config.name)
+        if result.failed_runs:
+            failed = f"{result.failed_runs} of {config.repeats} runs failed" if config.repeats > 1 else "failed"
+            problem = f"benchmark {config.name} {failed}"
+            if not result.succeeded:
+                problem += f": {', '.join(filter(None, [result.status, result.error]))}"
+            raise BenchmarkFailedError(problem, remedy=f"logs in {run}")
+        shutil.rmtree(folder)
+        return result
 
 
 class ThroughputBenchmark(_Benchmark):
@@ -148,39 +172,6 @@ class MemoryBenchmark(_Benchmark):
     """A benchmark mainly of peak memory; its result has the throughput too."""
 
     group = "memory"
-
-
-def measure(config: BenchmarkConfig) -> BenchmarkResult:
-    """Runs one configuration as a comparison script does. Its temporary folder is kept only if a run fails."""
-    folder = Path(tempfile.mkdtemp(prefix="ds_bench_benchmark_"))
-    try:
-        run = _run_comparison(config, [*config.flags(), "--quiet", "--format", "json", "--output-dir", str(folder)])
-        loaded = load_results.load(run)
-    except BaseException:
-        # The request was refused or the user has interrupted it. A failed run raises nothing: the result has it.
-        shutil.rmtree(folder)
-        raise
-    result = benchmark_result(loaded.runs, loaded.environment, config.name)
-    if result.failed_runs:
-        failed = f"{result.failed_runs} of {config.repeats} runs failed" if config.repeats > 1 else "failed"
-        problem = f"benchmark {config.name} {failed}"
-        if not result.succeeded:
-            problem += f": {', '.join(filter(None, [result.status, result.error]))}"
-        raise BenchmarkFailedError(problem, remedy=f"logs in {run}")
-    shutil.rmtree(folder)
-    return result
-
-
-def _run_comparison(config: BenchmarkConfig, arguments: list[str]) -> Path:
-    """Runs a comparison of this one row and suppresses its output. Returns the run folder."""
-    options = flags.parse(config.family, "benchmark", arguments)
-    with contextlib.redirect_stdout(io.StringIO()):
-        code = run_comparison([options], deepspeed_config.base_config, arguments)
-    if code == INTERRUPTED_CODE:
-        raise KeyboardInterrupt
-    # The folder was made for this run and holds no other.
-    (run,) = (options.output_dir / "runs").iterdir()
-    return run
 
 
 # ------------------------------------------------------------------ under pytest-benchmark
@@ -219,7 +210,12 @@ def run_under(benchmark: Any, bench: _Benchmark) -> BenchmarkResult:
     def before_round() -> None:
         # pytest-benchmark calls this before every round; the trial runs before the first.
         if not results:
-            _require_step_clock(benchmark)
+            # None with --benchmark-disable, under which nothing is timed.
+            if benchmark.stats is not None and benchmark.stats.options.get("timer") is not step_clock:
+                raise UsageError(
+                    f"{benchmark.name} would be timed by the wall clock, process start and model build included",
+                    remedy="mark it @pytest.mark.benchmark(timer=ds_bench.benchmarks.step_clock)",
+                )
             results.append(bench.run())
             benchmark.extra_info.update(extra_info(results[0]))
         step_clock.seconds = 0.0
@@ -233,16 +229,6 @@ def run_under(benchmark: Any, bench: _Benchmark) -> BenchmarkResult:
 
     benchmark.pedantic(show_next_step, setup=before_round, rounds=bench.rounds)
     return results[0]
-
-
-def _require_step_clock(benchmark: Any) -> None:
-    """Raises UsageError for a test with another timer."""
-    # None with --benchmark-disable, under which nothing is timed.
-    if benchmark.stats is not None and benchmark.stats.options.get("timer") is not step_clock:
-        raise UsageError(
-            f"{benchmark.name} would be timed by the wall clock, process start and model build included",
-            remedy="mark it @pytest.mark.benchmark(timer=ds_bench.benchmarks.step_clock)",
-        )
 
 
 def extra_info(result: BenchmarkResult) -> dict[str, Any]:
