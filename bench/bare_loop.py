@@ -52,7 +52,7 @@ def build_model(name: str, config: dict[str, Any], device: torch.device) -> torc
     """At stage 3 Transformers builds it partitioned; else straight on the device in the training precision."""
     preset = find_preset(name)
     if preset is None:
-        raise SystemExit(f"{name} is no preset")
+        raise SystemExit(f"{name} is not a preset")
     architecture = AutoConfig.for_model(preset.model_type, **preset.config)
     place = contextlib.nullcontext() if config["zero_optimization"]["stage"] == 3 else device
     with place:

@@ -4,7 +4,7 @@
     python bench/batch_search.py --cpu-memory-limit 3 --stages 1          on the CPU accelerator
 
 Runs the product with ``--batch-size auto`` and reads its probes. What plain doubling would have taken follows from the
-answer alone: the same walk, started at 1. Measures no speed.
+answer only: the same walk, started at 1. Measures no speed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Simulate how often equal rows are said to differ, and how often a true difference is found. Nothing is measured.
+"""Simulate how often equal rows are reported as different, and how often a true difference is found.
 
     python bench/false_differences.py                     10,000 tables of each case, about half an hour
     python bench/false_differences.py --tables 500
@@ -79,7 +79,7 @@ class Case:
     """A kind of table."""
 
     claims: tuple[str, ...]
-    """What may be said of the rows. All of it is false, but for claims that begin with "true"."""
+    """Claims about the rows. All are false, except those that begin with "true"."""
     rows: int
     runs: int
     """Of each row, or of each of two results."""
@@ -94,7 +94,7 @@ def cases() -> Iterator[Case]:
         yield Case(("answer is decided",), rows, runs, "independent, runs 5%", said)
     for noise, rows, runs in product(NOISES, (3, 4, 6, 8, 12), (3, 5)):
         said = partial(tells_rows_apart, count=rows, runs=runs, noise=noise)
-        claims = ("fastest row told from another", "a row told from the reference", "either of the two")
+        claims = ("fastest row differs from another", "a row differs from the reference", "either of the two")
         yield Case(claims, rows, runs, noise, said)
     for gain, rows, runs in product((0.03, 0.05), (4, 8, 12), (3, 5)):
         said = partial(finds_faster_row, count=rows, runs=runs, gain=gain)
@@ -229,7 +229,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def count_claims(index: int, *, tables: int) -> list[int]:
-    """Of so many tables of a case, those that make each of its claims."""
+    """Number of tables of a case that make each of its claims."""
     case = list(cases())[index]
     numbers = np.random.default_rng([_SEED, index])  # of its own, so that no case depends on those before it
     counts: list[int] = np.sum([case.said(numbers) for _ in range(tables)], axis=0).tolist()
@@ -239,7 +239,7 @@ def count_claims(index: int, *, tables: int) -> list[int]:
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     print(f"a simulation, {args.tables} tables of each case; no hardware is measured")
-    print(f"{'what is said':46}{'rows':>5}{'runs':>5}  {'noise':22}{'share':>8}{'±':>6}")
+    print(f"{'claim':46}{'rows':>5}{'runs':>5}  {'noise':22}{'share':>8}{'±':>6}")
     figures = []
     with ProcessPoolExecutor() as pool:
         counted = pool.map(partial(count_claims, tables=args.tables), range(len(list(cases()))))

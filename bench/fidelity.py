@@ -1,4 +1,4 @@
-"""Does the product's harness change what it measures? Its step time beside that of a bare DeepSpeed loop.
+"""Does the product's harness change what it measures? Its step time next to a bare DeepSpeed loop's.
 
 Measured: ``avg_step_time_ms`` of one configuration in ``bare_loop.py``, started by DeepSpeed's
 launcher, and in ``zero_stage_comparison.py``, by turns. Both read the same ds_config.json and get
@@ -6,7 +6,7 @@ the same model, batch, thread count, ops cache and network variables; only the h
 The median of the per-round ratios product/bare should be 1 within its own spread.
 
 Not measured: start-up (``overhead.py``), memory, throughput; and the figures of a shared machine
-carry its noise in both columns. There is no pass or fail: exit code 0 says that every run worked.
+carry its noise in both columns. It neither passes nor fails: exit code 0 says that every run worked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ds_bench.records.json_files import write_json
 
 LAUNCHERS = {"warm": ("warm",), "deepspeed": ("deepspeed",), "both": ("warm", "deepspeed")}
 _BUSY = 0.1
-"""Share of all cores in use by others above which the figures are said to be noisy."""
+"""Share of all cores in use by others above which the figures are reported as noisy."""
 Round = dict[str, float]
 """Seconds per optimizer step: ``bare``, and one entry per launcher of the product."""
 
@@ -121,9 +121,9 @@ def run_rounds(bench: Bench, rounds: int, launchers: Sequence[str]) -> list[Roun
 
 
 def summarise(rounds: Sequence[Round], launchers: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Per launcher the median, least and greatest of the per-round ratios product/bare, and that of the fastest rounds.
+    """Per launcher: median, least and greatest ratio product/bare of the rounds, and the ratio of the fastest rounds.
 
-    Other users of the machine only ever add time, so where rounds spread widely the fastest ones tell more.
+    Other users of the machine only ever add time, so where rounds spread widely the fastest ones say more.
     """
     summary = {}
     fastest = {name: min(seen[name] for seen in rounds) for name in ("bare", *launchers)}
@@ -135,7 +135,7 @@ def summarise(rounds: Sequence[Round], launchers: Sequence[str]) -> dict[str, di
 
 
 def spread(seconds: Sequence[float]) -> float:
-    """(greatest − least) / median: what one column alone moves between rounds."""
+    """(greatest − least) / median: how far one column moves between rounds."""
     return (max(seconds) - min(seconds)) / median(seconds)
 
 

@@ -1,6 +1,6 @@
-"""What both benches share: a setting, the product and the bare loop run with it, and the facts beside a figure.
+"""Shared by both benches: a setting, the product and the bare loop run with it, and the facts next to a figure.
 
-The product is started as a user starts it, a command of its own; the bare loop likewise, through
+The product is started as a user starts it, a command of its own; so is the bare loop, through
 DeepSpeed's launcher, with the variables that the product gives its ranks. Nothing here measures:
 it says how long a command took from outside, and reads what the command wrote.
 """
@@ -119,11 +119,11 @@ def setting_of(values: argparse.Namespace) -> Setting:
 def decide(setting: Setting) -> tuple[Setting, Placement, dict[str, str]]:
     """The setting with its devices settled as the product settles them, and the variables of its ranks.
 
-    Raises BenchError for a model that is no preset, UsageError where flags and machine disagree.
+    Raises BenchError for a model outside the presets, UsageError where flags and machine disagree.
     """
     facts = presets.find_preset(setting.model)
     if facts is None:
-        raise BenchError(f"--model {setting.model} is no preset; the bare loop builds presets only")
+        raise BenchError(f"--model {setting.model} is not a preset; the bare loop builds presets only")
     options = flags.parse("zero", PRODUCT.name, setting.flags())
     place = placement.resolve_placement(options, os.environ, gpus.read_gpus())
     settled = replace(setting, accelerator=place.accelerator, num_gpus=place.num_gpus)
@@ -271,7 +271,7 @@ def tail(log: Path, lines: int = 15) -> str:
 
 
 def machine_facts(setting: Setting) -> dict[str, Any]:
-    """Hardware and versions beside the figures; nothing that names the machine."""
+    """Hardware and versions next to the figures; nothing that names the machine."""
     here = environment.read_environment()
     cuda = setting.accelerator == "cuda"
     return {

@@ -1,8 +1,8 @@
-"""What ``--monitor`` costs: processor time of a step with it divided by that of one without, and of a line written.
+"""The cost of ``--monitor``: processor time of a step with it divided by a step's without, and of a line written.
 
 Blocks of steps of a small model run with and without the recorder alternately in one process: a busy minute of the
 machine favours neither. Processor time of the process is compared, not the time of the clock, which other programs
-disturb. The parent's part, which runs beside the ranks, is measured by itself.
+disturb. The parent's part, which runs next to the ranks, is measured by itself.
 """
 
 from __future__ import annotations

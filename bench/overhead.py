@@ -1,8 +1,8 @@
-"""What the product costs around the measurement: walls, start-up, and the parent's use of the processor.
+"""The product's cost around the measurement: walls, start-up, and the parent's use of the processor.
 
 Measured, with the ops built before:
 
-- the wall of a comparison of the four ZeRO stages, warm and cold, beside a shell loop that starts
+- the wall of a comparison of the four ZeRO stages, warm and cold, next to a shell loop that starts
   ``bare_loop.py`` with DeepSpeed's launcher once per stage, the same steps and configurations.
   A product trial does more than the loop: a pass that times phases and counts memory, four further
   steps at least, comes after its window; the warm wall includes loading the preloaded server;
@@ -56,7 +56,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def two_devices(setting: Setting) -> Setting:
-    """Two ranks where nothing else was asked for and two can be had."""
+    """Two ranks if available, unless another number was asked for."""
     if setting.num_gpus is None:
         found, _, _ = harness.decide(setting)
         ranks = 2 if found.accelerator == "cpu" else min(2, found.num_gpus or 1)
@@ -125,7 +125,7 @@ def cpu_seconds(pid: int) -> float | None:
 
 
 def slowest_beat(output_dir: Path) -> Heartbeat | None:
-    """The least advanced rank of the one trial in ``output_dir``; None before every rank has told of itself."""
+    """The least advanced rank of the one trial in ``output_dir``; None before every rank has reported."""
     beats = [read_beat(path.parent, int(path.stem[4:])) for path in output_dir.glob("runs/*/trials/*/rank*.beat")]
     known = [beat for beat in beats if beat is not None]
     return min(known, key=lambda beat: beat.step) if known and len(known) == len(beats) else None

@@ -4,7 +4,7 @@
     python bench/prediction.py --model meta-llama/Llama-3.1-8B --num-gpus 8 --batch-size 1 --nvme-path /mnt/nvme
 
 Trains each strategy once with the product, then prints for each what a rank's ledger holds, cell by cell, and on GPUs
-the allocator's peak and the whole card's use beside the prediction. A strategy that fails is told and left out.
+the allocator's peak and the whole card's use next to the prediction. A strategy that fails is reported and left out.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def pairs(record: TrialRecord) -> list[Pair]:
     trial = record.trial
     facts = presets.find_preset(trial.workload.model)
     if facts is None:
-        raise BenchError(f"{trial.workload.model} is no preset")
+        raise BenchError(f"{trial.workload.model} is not a preset")
     work = trial.workload
     profile = find_profile(facts, work.seq_length, accelerator=trial.placement.accelerator, dropout=work.dropout)
     found = memory.predict(profile, trial.workload, trial.placement, trial.ds_config)

@@ -5,7 +5,7 @@
 
 Writes a run folder and its flat JSON as a comparison leaves them. The records are grown from the kept one of
 ``tests/data/zero_run``: four strategies, two ranks, other numbers in each. The command runs as a
-user runs it. CPU seconds (user and system) say what it costs; beside them a bare ``json.loads`` of the same lines,
+user runs it. CPU seconds (user and system) say what it costs; next to them a bare ``json.loads`` of the same lines,
 which takes the machine's own speed out of the figure.
 """
 
@@ -95,7 +95,7 @@ def _template(stage: int) -> Json:
 def _prediction(trial: Trial) -> Json:
     facts = presets.find_preset(trial.workload.model)
     if facts is None:
-        raise BenchError(f"{trial.workload.model} is no preset")
+        raise BenchError(f"{trial.workload.model} is not a preset")
     work = trial.workload
     profile = find_profile(facts, work.seq_length, accelerator=trial.placement.accelerator, dropout=work.dropout)
     return memory.predict(profile, trial.workload, trial.placement, trial.ds_config).to_dict()
@@ -114,7 +114,7 @@ def _vary(rank: Json, numbers: random.Random) -> None:
 
 
 def write_result(folder: Path, count: int) -> None:
-    """A run folder with that many records, their trials in run.json, and the flat JSON beside ``runs``."""
+    """A run folder with that many records, their trials in run.json, and the flat JSON next to ``runs``."""
     folder.mkdir(parents=True)
     run = json.loads((_KEPT / RUN_FILE).read_text(encoding="utf-8"))
     run |= {"schema_version": SCHEMA_VERSION, "trials": []}

@@ -103,7 +103,7 @@ def without_settings(record: TrialRecord) -> TrialRecord:
 
 
 def verdicts(records: Mapping[str, TrialRecord]) -> Iterator[tuple[str, str, str]]:
-    """Yield the name of each row, its caveat, and its caveat without the settings read back; empty if there is none."""
+    """Yield the name of each row, its caveat, and its caveat without the settings read back; empty without a caveat."""
     honest = {name: make_run(records[name], None, None) for name in HONEST}
     found = compare_losses([*honest.values()])
     for place, name in enumerate(honest):

@@ -1,6 +1,6 @@
 """Which DeepSpeed configuration should this model be trained with, on these machines?
 
-The packages in the order in which data passes them: ``cli`` reads the flags; ``config`` holds what they ask for, with
+The packages in the order that data takes: ``cli`` reads the flags; ``config`` holds what they ask for, with
 ``models`` and the facts of the machine from ``system``; ``planner`` makes the trials; ``doctor`` checks the machine;
 ``prediction`` gives each trial the memory that it will need; ``launch`` runs each one in processes of its own, whose
 ranks are ``worker``; ``records`` keeps what was observed; ``analysis`` computes numbers, caveats and a comparison from
@@ -35,7 +35,7 @@ __all__ = [
 if not TYPE_CHECKING:  # else type checkers would take any name for one that exists
 
     def __getattr__(name: str) -> Any:
-        """The public names, imported on first use: importing the package alone loads nothing."""
+        """The public names, imported on first use: importing the package itself loads nothing."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from . import api

@@ -60,7 +60,7 @@ class Result:
     """The measurements of a run, or of several results together. ``print`` shows the report."""
 
     reports: tuple[ComparisonReport, ...]
-    """One for each workload on one machine: one, or those of a sweep."""
+    """One report for each workload on one machine; a sweep has several."""
     folder: Path | None
     """The run's folder; None for a flat JSON and for several results together."""
 
@@ -378,7 +378,7 @@ class Plan:
     """The predictions for all rows. ``print`` shows what the command ``plan`` prints."""
 
     answer: str
-    """One sentence: what fits, or the smallest change with which something does."""
+    """One sentence: what fits, or the smallest change that makes something fit."""
     rows: tuple[PlannedRow, ...]
     notes: tuple[str, ...]
     """What must be known about the files of ``configs``."""

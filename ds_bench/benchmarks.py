@@ -122,7 +122,7 @@ class _Benchmark:
     """Heading of its table in pytest-benchmark's output."""
 
     def __init__(self, config: BenchmarkConfig | None = None, **values: Any) -> None:
-        """``values``: fields of a BenchmarkConfig, over those of ``config`` where one is given."""
+        """``values``: fields of a BenchmarkConfig; they replace fields of ``config``."""
         self.config = BenchmarkConfig(**values) if config is None else dataclasses.replace(config, **values)
 
     @property

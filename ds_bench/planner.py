@@ -148,7 +148,7 @@ class RunPlan:
 
     @classmethod
     def of(cls, plans: Sequence[Plan], variables: Mapping[str, str]) -> RunPlan:
-        """Join plans, and number their trials in the order in which they run."""
+        """Join plans, and number their trials in running order."""
         if len(plans) == 1:
             return cls(plans=plans, variables=variables)
         digits = len(str(sum(len(plan.trials) for plan in plans)))
@@ -211,7 +211,7 @@ class RunPlan:
 
     @property
     def trials(self) -> list[Trial]:
-        """The trials of all points in the order in which they run: round by round, every other round backwards."""
+        """The trials of all points in running order: round by round, every other round backwards."""
         return [trial for _, trial in _in_rounds(self.plans)]
 
 
@@ -268,7 +268,7 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
         return resolve_model(name, factory=factory, trust_remote_code=trust_remote_code, environment=variables)
 
     models = [find_model(each.model, each.model_factory is not None, each.trust_remote_code) for each in points]
-    # Modelling code is imported once, in the process from which ranks are forked.
+    # Modelling code is imported once, before the ranks are forked.
     types = dict.fromkeys(model.model_type for model in models if model.model_type is not None)
     variables |= rank_environment.preload_variables(types)
     sources = {model.source for model in models}
@@ -278,7 +278,7 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
         folders, notes = scratch.temporary_folder_variables(machine.variables, variables["TORCH_EXTENSIONS_DIR"])
         variables |= folders
         lines += notes
-    # Points may share a file, of which up to 1 GB is read.
+    # Points may share a file, and up to 1 GB of it is read.
     find_tokens = cache(read_token_file)
     plans = []
     for options, own_rows, model, on in zip(points, rows, models, placements, strict=True):
@@ -312,7 +312,7 @@ def _plan_of_point(
     if equal := _equal_rows(trials):
         rows = [row for row in rows if row.name not in equal]
         configurations = [each for each in configurations if each.name not in equal]
-        # Made again, as numbers and order of trials depend on which rows there are.
+        # Made again, as numbers and order of trials depend on the rows.
         trials = make_trials(options, model, placement, configurations)
     # A file that DeepSpeed refuses is a row among the others; it is an error only if no row is left to run.
     refusals = [f"--configs {each.name}: {each.refusal}" for each in configurations if each.refusal is not None]
@@ -391,7 +391,7 @@ def require_known_ids(options: Options, model: ResolvedModel) -> None:
 def with_accumulation(options: Options, placement: Placement) -> Options:
     """Return the options with the accumulation that follows from the global batch if every rank has its own data.
 
-    :class:`ConfigurationBuilder` computes that of each row, and refuses one that is not whole.
+    :class:`ConfigurationBuilder` computes each row's own accumulation, and refuses one that is not whole.
     """
     total = options.global_batch_size
     if total is None:
@@ -448,7 +448,7 @@ class RequestedRow:
 
     origin: Strategy | ConfigurationFile
     axis_values: AxisValues = ()
-    """The values in which it differs from the strategy's or file's own row."""
+    """Axis values that this row adds to its strategy or file."""
 
     @property
     def name(self) -> str:
@@ -738,7 +738,7 @@ class ConfigurationBuilder:
 def make_trials(
     options: Options, model: ResolvedModel, placement: Placement, configurations: Sequence[Configuration]
 ) -> list[Trial]:
-    """Make the trials in the order in which they run. :func:`complete` adds ops, disks and predictions."""
+    """Make the trials in running order. :func:`complete` adds ops, disks and predictions."""
     common = make_workload(options, model, placement)
     inspection = options.inspection
     # Checkpoints of a resumed run go to the folder that is resumed.

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Measures on your GPUs what this repository claims, in chunks of at most nine minutes, into one small archive.
 #
-#   scripts/gpu_check.sh [OUT_DIR]          default: results/gpu_check_<gpu>_<date>, and OUT_DIR.tar.gz beside it
+#   scripts/gpu_check.sh [OUT_DIR]          default: results/gpu_check_<gpu>_<date>, and OUT_DIR.tar.gz next to it
 #
-# One chunk after another, the most telling first, each with the same OUT_DIR, to which a chunk adds:
+# One chunk after another, the most telling first, each with the same OUT_DIR, which every chunk adds to:
 #
 #   STEPS="probe gpt2-zero gpt2-offload"   STEPS=tests   STEPS="prediction references"   STEPS=fidelity
 #   STEPS="launch opt-1.3b"   STEPS=llama2-7b-zero
@@ -12,15 +12,15 @@
 #
 #   probe                       versions, op builds with times, may ranks be forked; then ten steps of each stage, tiny
 #   MODEL-zero, MODEL-offload   both comparisons of each model, NVMe among them when NVME_PATH is set
-#   fidelity                    bench/fidelity.py: the product beside a bare DeepSpeed loop, first model
-#   references-bf16, references-fp32  the first model at ZeRO-0 and ZeRO-3 beside torch's DDP and FSDP2
-#   axes-AXIS                   the first model with the values of an axis that acts on GPUs alone, or otherwise there
+#   fidelity                    bench/fidelity.py: the product next to a bare DeepSpeed loop, first model
+#   references-bf16, references-fp32  the first model at ZeRO-0 and ZeRO-3 next to torch's DDP and FSDP2
+#   axes-AXIS                   the first model with the values of an axis that acts only on GPUs, or differently there
 #   prediction                  bench/prediction.py: predicted against measured memory, first model
 #   launch-warm, launch-cold    the first model with each --launcher
 #   tests                       pytest -m gpu
 #
-# Every step is capped by its own limit and by what is left of the budget. What a step has written is gathered and the
-# archive made anew after each step and when the script is ended, so a chunk that is cut short keeps what it finished.
+# Every step is capped by its own limit and by what is left of the budget. Results are gathered and the
+# archive is rewritten after each step and when the script is ended, so a chunk that is cut short keeps what it finished.
 # At the end the script prints predicted against measured, warm against cold, fidelity, and what to report.
 # Host name, home, serial numbers and UUIDs are left out. OUT_DIR/steps.json has each step's exit code and seconds.
 # Exit code: 0 when every step that was run ended with 0, 1 otherwise, 2 where no GPU is visible.
@@ -61,7 +61,7 @@ find_python() {
     fi
 }
 
-# Into one folder for all chunks: ops are built again where DeepSpeed lies in another folder, or was installed since.
+# Into one folder for all chunks: ops are built again where DeepSpeed is in another folder, or was installed since.
 install_wheels() {
     [[ -n ${WHEELS:-} ]] || return 0
     local key site
@@ -94,7 +94,7 @@ PY
 # "meta-llama/Llama-2-7b-hf" to "llama2-7b"
 short_of() { basename "$1" | tr '[:upper:]' '[:lower:]' | sed -E 's/-hf$//; s/^llama-([0-9])/llama\1/'; }
 
-# The name of the first visible GPU; nothing where there is none, or no torch for it.
+# The name of the first visible GPU; nothing without a GPU, or without torch for it.
 gpu_name() {
     "$PYTHON" -c 'import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else "")' 2>/dev/null |
         tail -n 1
@@ -416,14 +416,14 @@ for name, rows in tables.items():
         print(f"{name:<20} {row['strategy']:<15} {row['status']:<12} {number(row.get('avg_step_time_ms'), '8.2f'):>8}  "
               f"{number(row.get('gpu_peak_gb'), '8.2f'):>8}  {number(row.get('predicted_over_measured') or row.get('predicted_over_ledger'), '.3f'):>18}  "
               f"{(row.get('caveats') or '')[:80]}")
-beside = {}  # GB in use beside torch's allocator, by number of GPUs
+beside = {}  # GB in use outside torch's allocator, by number of GPUs
 for rows in tables.values():
     for row in rows:
         if row.get("gpu_outside_allocator_gb") is not None:
             beside.setdefault(row["num_gpus"], []).append(row["gpu_outside_allocator_gb"])
 if beside:
     from ds_bench.prediction.memory import CONTEXT_BYTES, NCCL_BYTES
-    print("\nGPU memory in use beside torch's allocator (used - reserved), per world size")
+    print("\nGPU memory in use outside torch's allocator (used - reserved), per world size")
 context = max(beside.get(1, [])) if 1 in beside else None
 for count, sizes in sorted(beside.items()):
     assumed = (CONTEXT_BYTES + (NCCL_BYTES if count > 1 else 0)) / 2**30
@@ -454,7 +454,7 @@ bad = [f"step {step['name']} ended with {step['exit_code']}" for step in steps i
 bad += [f"step {step['name']} was not started" for step in steps if step.get("skipped")]
 bad += [f"{name}: {row['strategy']} {row['status']} {row.get('error') or ''}"[:200] for name, rows in tables.items() for row in rows if not row["success"]]
 bad += [f"prediction off: {pair['strategy']}, {pair['what']}" for pair in far]
-bad += [f"ranks may not be forked: {probe['fork']['refused']}"] if probe and (probe.get("fork") or {}).get("refused") else []
+bad += [f"ranks cannot be forked: {probe['fork']['refused']}"] if probe and (probe.get("fork") or {}).get("refused") else []
 print("\n".join(f"  {line}" for line in bad) or "  nothing failed, nothing is off by more than 10 %")
 PY
 }

@@ -1,8 +1,8 @@
-"""What the first minutes on a GPU must tell: versions, whether ranks may be forked, op builds with their times.
+"""The first questions about a GPU machine: versions, whether ranks may be forked, op builds with their times.
 
     python scripts/gpu_probe.py --output FILE.json [--accelerator cpu]
 
-Never fails for what it finds: each answer stands in the file, written anew after every one.
+Never fails for what it finds: the file is rewritten after each answer.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 #
 # It installs where it may: as root, with apt-get. Elsewhere one line says what to install. Without the packages of
 # `test` the tests that need them are skipped. Exit code: 1 where a package of `base` is missing, else 0.
-# The daemons among the packages (sshd, munged, slurmctld, slurmd) are started by the tests alone: neither by the
+# The daemons among the packages (sshd, munged, slurmctld, slurmd) are started only by the tests: neither by the
 # installation nor when the machine starts again.
 set -uo pipefail
 PYTHON=${PYTHON:-python3}

@@ -22,8 +22,8 @@ INTRODUCTION = f"""# Axes
 Made by `scripts/make_axes_page.py` from `ds_bench/config/axes.py`; a test holds both equal. The same list in a
 terminal: `python -m ds_bench axes`, of one axis `python -m ds_bench axes overlap_comm`, for programs `--json`.
 
-An axis is one thing in which rows differ. `--axis NAME=V1,V2,…` makes a row of every value, in every row where the axis
-acts; several `--axis` make every combination, up to {MAX_ROWS} rows:
+An axis is one dimension along which rows differ. `--axis NAME=V1,V2,…` makes a row of every value, in every row where
+the axis acts; several `--axis` make every combination, up to {MAX_ROWS} rows:
 
 ```sh
 python zero_stage_comparison.py --model gpt2 --stages 2 3 --axis overlap_comm=true,false
@@ -34,7 +34,7 @@ Rows are named `zero2+overlap_comm=false` (for `--relative-to` and `--export`) a
 
 - An axis replaces what the strategy, `create_deepspeed_config` or a file of `--configs` says. `--ds-config`, `--set`
   and the flags of the workload hold for every row: one that sets the same thing as an axis is an error.
-- A row in which an axis does not act (`prefetch` at stage 2) appears once, without it, and a note says so. Two rows
+- A row where an axis does not act (`prefetch` at stage 2) appears once, without it, and a note says so. Two rows
   that come to the same configuration are one.
 - Two axes that set the same key to different values contradict each other, and nothing is run.
 - "changes" is what to expect besides the configuration. Categories of the ledger are those of

@@ -234,7 +234,7 @@ def _schema(field: Any) -> dict[str, Any]:
 
 
 def _types_taken(schema: dict[str, Any]) -> set[str]:
-    """JSON types of which the schema takes a sample."""
+    """JSON types that the schema samples."""
     from pydantic_core import SchemaValidator
 
     if schema["type"] == "never":
@@ -268,7 +268,7 @@ def _schema_of(annotation: Any) -> dict[str, Any]:
 
 
 def _json_value(value: Any) -> Any:
-    """A default as JSON; null for what is no JSON value."""
+    """A default as JSON; null if JSON has no such value."""
     if hasattr(value, "model_dump"):
         return {}
     if isinstance(value, enum.Enum):

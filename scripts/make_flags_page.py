@@ -39,7 +39,7 @@ HEADER = ("| flag | meaning |", "|---|---|")
 
 
 def _script_sections() -> Iterator[str]:
-    """Flags of both scripts, by the groups of ``--help``; those that one script alone has are marked."""
+    """Flags of both scripts, by the groups of ``--help``; flags that only one script has are marked."""
     zero = arguments.build_parser("zero", "zero_stage_comparison.py")
     offload = arguments.build_parser("offload", "offload_comparison.py")
     yield "## zero_stage_comparison.py and offload_comparison.py\n"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes docs/recipe.schema.json, by which editors complete and check recipes, from the models of config/recipe.py."""
+"""Writes docs/recipe.schema.json, for editors that complete and check recipes, from the models of config/recipe.py."""
 
 from __future__ import annotations
 

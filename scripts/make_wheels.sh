@@ -32,7 +32,7 @@ PY
 
 mkdir -p "$FOLDER"
 rm -f "$FOLDER"/*.whl
-# DeepSpeed is published as source alone. Its ops are built on the machine that runs them.
+# DeepSpeed is published only as source. Its ops are built on the machine that runs them.
 DS_BUILD_OPS=0 "$PYTHON" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$FOLDER" "$(requirement deepspeed)"
 # pydantic brings pydantic-core, annotated-types and typing-inspection in the versions that it is pinned to.
 "$PYTHON" -m pip download --quiet --dest "$FOLDER" --only-binary=:all: --python-version "$TARGET_PYTHON" \

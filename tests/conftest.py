@@ -78,7 +78,7 @@ def own_device_locks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of the sources, so that nothing of an earlier build gets into it."""
+    """Built from a copy of the sources, so that no file of an earlier build gets into it."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     shutil.copytree(ROOT / "ds_bench", source / "ds_bench", ignore=shutil.ignore_patterns("__pycache__"))

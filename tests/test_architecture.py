@@ -53,7 +53,7 @@ def tree(module: str) -> ast.Module:
 
 @cache
 def imported(module: str) -> frozenset[str]:
-    """Absolute dotted names that a module imports anywhere in it, lazily or for types alone too."""
+    """Absolute dotted names that a module imports anywhere in it, including lazy imports and imports for types."""
     names: set[str] = set()
     for node in ast.walk(tree(module)):
         if isinstance(node, ast.Import):

@@ -42,7 +42,7 @@ NEVER_REACHED = 77
 def _fail_at(number: int, folder: Path, fail: Callable[[str], None]) -> Callable[[], bool]:
     """Call ``fail`` in place of the n-th change from here on; this cannot be undone in this process.
 
-    Return a function that tells whether that change was reached.
+    Return a function that returns whether that change was reached.
     """
     seen = 0
 
@@ -81,7 +81,7 @@ def _run_in_child(scripted: ScriptedRun, number: int, fail: Callable[[str], None
     if child == 0:
         with errors.open("w") as file:
             os.dup2(file.fileno(), 2)
-            # The temporary folder of the test's own process must not become that of this one.
+            # This process must not use the temporary folder of the test's own process.
             multiprocessing.process.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
             try:
                 reached = _fail_at(number, scripted.output, fail)

@@ -343,15 +343,15 @@ def test_the_end_recommends_a_row_and_leaves_its_configuration(
         "ds_config_trainer.json",
         "recommendation.json",
     }
-    told = json.loads((folder / "recommendation.json").read_text(encoding="utf-8"))
-    assert (told["choice"], told["decided"], told["tied"]) == ("ZeRO-1", False, ["ZeRO-1", "ZeRO-3"])
+    stored = json.loads((folder / "recommendation.json").read_text(encoding="utf-8"))
+    assert (stored["choice"], stored["decided"], stored["tied"]) == ("ZeRO-1", False, ["ZeRO-1", "ZeRO-3"])
     # The command that decides is the one that works: it adds two rounds to this run.
-    assert told["try_next"] == f"python zero_stage_comparison.py --resume {folder.parent} --repeats 3"
-    assert f"To decide: {told['try_next']}" in shown
-    assert json.loads((folder.parent / "run.json").read_text(encoding="utf-8"))["recommendation"] == told
-    assert json.loads((folder.parent / "recommendation.json").read_text(encoding="utf-8")) == told
+    assert stored["try_next"] == f"python zero_stage_comparison.py --resume {folder.parent} --repeats 3"
+    assert f"To decide: {stored['try_next']}" in shown
+    assert json.loads((folder.parent / "run.json").read_text(encoding="utf-8"))["recommendation"] == stored
+    assert json.loads((folder.parent / "recommendation.json").read_text(encoding="utf-8")) == stored
     (beside,) = scripted.output.glob("zero_recommendation_*.json")
-    assert json.loads(beside.read_text(encoding="utf-8")) == told
+    assert json.loads(beside.read_text(encoding="utf-8")) == stored
     rows = beside.with_name(beside.name.replace("recommendation", "comparison"))
     assert load_results.load(beside).source == rows
     assert scripted.run("--stages", "1", "--format", "json") == 0
@@ -361,7 +361,7 @@ def test_the_end_recommends_a_row_and_leaves_its_configuration(
 def test_the_command_of_a_provisional_answer_adds_the_runs_that_decide(
     scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``report`` names the same command for the run's folder; flat rows do not tell which run they are of."""
+    """``report`` names the same command for the run's folder; flat rows do not name their run."""
     scripted.run("--stages", "1", "3")
     (folder,) = (scripted.output / "runs").iterdir()
     (report,) = build_reports([folder])

@@ -210,7 +210,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _nearest(text: str, known: Iterable[str]) -> str | None:
-    """The one of ``known`` that ``text`` is most likely a misspelling of; None if there is no near one."""
+    """Return the name in ``known`` that ``text`` most likely misspells; None if none is similar."""
     by_lower_case = {name.casefold(): name for name in known}
     near = difflib.get_close_matches(text.casefold(), by_lower_case, n=1, cutoff=0.7)
     return by_lower_case[near[0]] if near else None

@@ -27,7 +27,7 @@ OK, REGRESSION = 0, 3
 def save_command(results: Sequence[Path], file: Path, tolerance: float | None) -> int:
     """Save every valid row as the baseline of its name. Return 0; raises UsageError if no row is valid.
 
-    ``tolerance``: None keeps that of an earlier entry, else 0.05. A row that is not valid, for example because its
+    ``tolerance``: None keeps an earlier entry's tolerance, else 0.05. A row that is not valid, for example because its
     loss is not finite, is not saved, and a line says why.
     """
     benchmark_results = _read_results(results)
@@ -49,7 +49,7 @@ def save_command(results: Sequence[Path], file: Path, tolerance: float | None) -
         for result in benchmark_results:
             if (reason := _invalid_reason(result)) is not None:
                 terminal.print_text(terminal.escape_controls(f"not saved {result.name}: {reason}"))
-    # Raised after the lines above, to which its remedy points.
+    # Raised after the lines above, since its remedy points to them.
     if not saved:
         raise UsageError("nothing was saved: no row can be a baseline", remedy="the lines above say why")
     for entry in saved:
@@ -181,7 +181,7 @@ def _print_verdicts(verdicts: Sequence[BaselineComparison]) -> None:
 
 
 def as_data(verdicts: Sequence[BaselineComparison], fail_on: Collection[str] = FAIL_ON_DEFAULT) -> dict[str, Any]:
-    """Return the verdicts for JSON. ``failed``: names of the rows for which a reason in ``fail_on`` holds."""
+    """Return the verdicts for JSON. ``failed``: names of the rows that fail for a reason in ``fail_on``."""
     failed = [verdict.name for verdict in verdicts if _reasons(verdict) & set(fail_on)]
     entries = [
         {

@@ -83,7 +83,7 @@ def show_findings(
         terminal.print_text(f"{format_items(checked, 'file')} checked: {', '.join(levels) or 'nothing found'}")
     for report in unchecked:
         terminal.print_text(f"ds_bench: {report.path}: {report.problem} ({_REMEDY})", sys.stderr)
-    # 2 tells CI that the check itself failed, whatever was found.
+    # To CI, 2 means that the check itself failed, whatever was found.
     return 2 if unchecked else int(any(finding.level != "hint" for finding in findings))
 
 

@@ -70,7 +70,7 @@ def lines(comparison: BeforeAfter) -> Iterator[str]:
 
 
 def _row_lines(comparison: BeforeAfter) -> Iterator[str]:
-    """Each row with what holds for it alone, then what holds for several rows, once."""
+    """Yield each row with its own remarks, then once each the remarks of several rows."""
     width = max((len(row.label) for row in comparison.rows), default=0)
     remarks: dict[str, list[str]] = {}
     for row in comparison.rows:
@@ -166,7 +166,7 @@ def _find_pairs(a: str, b: str, reports: Sequence[ComparisonReport]) -> list[tup
             second = next((row for row in found[1] if row.key != first.key), first)
             pairs.append((report.title, first, second))
     distinct = [pair for pair in pairs if pair[1].key != pair[2].key]
-    # The same row is compared across two comparisons, such as those of two batch sizes.
+    # The same row is compared across two comparisons, such as two batch sizes.
     if not distinct:
         distinct = [_across_comparisons(a, b, reports)]
     return [(title, explain(first, second)) for title, first, second in distinct]

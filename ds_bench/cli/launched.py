@@ -1,4 +1,4 @@
-"""What one of several processes of a launcher does: run the comparison, become the agent of its node, or leave."""
+"""The role of one of a launcher's processes: run the comparison, become the agent of its node, or leave."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def runs_comparison(options: Options) -> bool:
         if equals:
             os.environ[name] = value
     is_first = job.rank_of_process(os.environ) == 0
-    # Looked for before take_over_job, which removes the variables that tell of the nodes.
+    # Looked for before take_over_job, which removes the variables that describe the nodes.
     nodes = launched_nodes.find_nodes(os.environ) if options.hostfile is None else None
     # A dry run waits for no other node: how many ranks they have is taken from the launcher's variables.
     if nodes is not None and options.dry_run and is_first:

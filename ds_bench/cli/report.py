@@ -71,7 +71,7 @@ def report(
         goal,
         lambda line: terminal.print_text(f"note: {terminal.escape_controls(line)}", sys.stderr),
     )
-    # Before anything is printed: a whole table would hide why there is no configuration.
+    # Before anything is printed: a whole table would hide why no configuration is written.
     exported = None if export is None else _row_to_export(reports, export)
     # The results are printed before any file is written: a full disk does not hide the answer.
     if output_format in ROW_FORMATS:

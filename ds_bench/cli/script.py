@@ -115,7 +115,7 @@ def _require_given_again(resumed: Options, typed: Options) -> None:
     """Raises UsageError for flags that run code or reach other machines, unless they are typed again.
 
     A run folder may come from somebody else. ``resumed``: options with the flags of the folder; ``typed``: options of
-    this command alone.
+    only this command.
     """
     from ..analysis.provenance import flags_to_repeat
 

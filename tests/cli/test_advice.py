@@ -1,4 +1,4 @@
-"""The command ``advice`` for models that are no presets."""
+"""The command ``advice`` for models and files outside the presets."""
 
 from __future__ import annotations
 

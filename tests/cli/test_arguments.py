@@ -155,7 +155,7 @@ def leaves(name: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, ar
 
 
 def required_words(parser: argparse.ArgumentParser) -> list[str]:
-    """What the parser cannot do without."""
+    """Words that the parser requires."""
     actions = [action for action in parser._actions if action.required]
     word_of = {"command": "models", "action": "save RUN"}
     return " ".join(word_of.get(action.dest, next(iter(action.choices or ["word"]))) for action in actions).split()

@@ -1,4 +1,4 @@
-"""The command check: what it prints in each format, and with which exit code."""
+"""The command check: its output in each format, and its exit code."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def run(folder: Path, *records: TrialRecord) -> str:
 
 
 def outcomes(path: Path) -> dict[str, tuple[str, str]]:
-    """Name of each test → its outcome and message; the totals of the suite are those of its tests."""
+    """Name of each test → its outcome and message; the totals of the suite count its tests."""
     (suite,) = ElementTree.parse(path).getroot().findall("testsuite")
     seen = {}
     for case in suite.findall("testcase"):

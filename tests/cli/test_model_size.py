@@ -25,7 +25,7 @@ def run(scripted: ScriptedRun, *flags: str, script: FakeLauncher | None = None) 
 
 
 def successful_trial(trial: Trial) -> TrialRecord:
-    """Steps of forward passes vary by 2 % of their mean, those of both by 20 %; training runs out of memory."""
+    """Steps vary by 2 % of their mean for forward, by 20 % for forward and backward; training runs out of memory."""
     if trial.workload.pass_type == "train":
         return fakes.failure(trial, "OOM")
     spread = 0.02 if trial.workload.pass_type == "forward" else 0.2

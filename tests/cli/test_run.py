@@ -390,7 +390,7 @@ def test_points_may_differ_in_ranks_and_in_the_optimizer_and_are_reported_apart(
     assert len(names) == 8
     (scripted.folder / "run.json").unlink()
     (scripted.folder / "records.jsonl").unlink()
-    assert len(build_reports([flat])) == 4  # from the columns alone
+    assert len(build_reports([flat])) == 4  # only from the columns
 
 
 def test_a_sweep_of_ranks_is_resumed_and_planned_with_the_memory_of_each_point(

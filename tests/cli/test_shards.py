@@ -1,4 +1,4 @@
-"""Shards of a recipe or a script: what each runs, how their results are read together, what is said of missing ones."""
+"""Shards of a recipe or a script: what each runs, and how results are read together, with and without all of them."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def test_rows_of_one_point_are_split_among_more_shards_and_the_table_says_so(
 ) -> None:
     assert run(ONE_POINT, "--shard", "2/2") == 0
     assert scripted.trials == [(16, "zero1", 0), (16, "zero2", 0)]
-    told = "shard 2/2 has 2 of the 3 rows: it recommends only among these, and report reads all shards together"
-    assert f"note: {told}" in capsys.readouterr().err
-    assert told in json.loads((folders(scripted)[0] / "run.json").read_text())["notes"]
+    note = "shard 2/2 has 2 of the 3 rows: it recommends only among these, and report reads all shards together"
+    assert f"note: {note}" in capsys.readouterr().err
+    assert note in json.loads((folders(scripted)[0] / "run.json").read_text())["notes"]
     assert run(ONE_POINT, "--shard", "1/2") == 0
     (report,) = build_reports(folders(scripted))
     assert [row.label for row in report.comparison.rows] == ["ZeRO-0", "ZeRO-1", "ZeRO-2"]

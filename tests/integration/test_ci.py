@@ -41,7 +41,7 @@ class Machine:
         (self.repository / "perf.yaml").write_text(RECIPE)
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
         (packages,) = (folder / "venv").glob("lib/python*/site-packages")
-        # What the wheel depends on is taken from here: installing it anew would take minutes and gigabytes.
+        # Dependencies are taken from here: installing them would take minutes and gigabytes.
         (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
         self.files = {name: folder / name for name in ("GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT")}
         # Without pytest-xdist's variables too: in its workers pytest-benchmark writes no file.
@@ -82,7 +82,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Machine:
 
 
 def commands_of_the_page() -> Iterator[str]:
-    """The commands of docs/ci.md in their order: those of shell blocks, then those of the workflow."""
+    """The commands of docs/ci.md in order: shell blocks, then the workflow."""
     for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL):
         yield from (line.partition("  #")[0].strip() for line in block.splitlines() if line)
     for block in re.findall(r"```yaml\n(name: .*?)```", PAGE, re.DOTALL):

@@ -87,7 +87,7 @@ def test_without_torch_everything_works_that_runs_nothing(wheel: Path, tmp_path:
 @pytest.mark.deepspeed
 @pytest.mark.usefixtures("built_ops")
 def test_with_the_extra_run_the_installed_program_trains(wheel: Path, tmp_path: Path) -> None:
-    """Heavy packages are those of the tests' own environment; pip finds every requirement of the extra among them."""
+    """Heavy packages come from the tests' own environment; pip finds every requirement of the extra among them."""
     shared = Path(sysconfig.get_path("purelib"))
     call = environment(tmp_path / "run", ["--no-index", f"ds-compare[run] @ {wheel.as_uri()}"], shared)
     where = call("python", "-c", "import ds_bench; print(ds_bench.__file__)").stdout

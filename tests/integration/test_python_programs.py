@@ -70,7 +70,7 @@ def test_ctrl_c_ends_the_ranks_and_keeps_the_rows_that_had_finished(tmp_path: Pa
         assert process.poll() is None, process.communicate()
         time.sleep(0.2)
     started = processes.descendants(process.pid)
-    process.send_signal(signal.SIGINT)  # to the program alone, as a notebook's kernel gets it
+    process.send_signal(signal.SIGINT)  # only to the program, as a notebook's kernel gets it
     _, errors = process.communicate(timeout=60)
     (folder,) = tmp_path.glob("out/runs/*")
     assert process.returncode != 0

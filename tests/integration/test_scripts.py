@@ -147,7 +147,7 @@ def test_an_interrupted_run_is_resumed_and_nothing_runs_twice(start_script: Star
     if number == signal.SIGTERM:
         return
     (folder,) = script.output_dir.glob("runs/*")
-    # A run folder alone starts no code: the factory is said again.
+    # A run folder starts no code by itself: the factory is given again.
     resumed = start_script("zero_stage_comparison.py", "--resume", str(folder), *HANGS, FAULTS_MENDED="1")
     code, out, err = resumed.wait()
     assert code == 0, err

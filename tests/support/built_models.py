@@ -18,7 +18,7 @@ def build(model_type: str, config: Mapping[str, Any]) -> Any:
 
 
 def facts_from_config(name: str, model_type: str, config: Mapping[str, Any]) -> ModelFacts:
-    """The facts of a model that is no preset."""
+    """The facts of a model outside the presets."""
     from ds_bench.worker.lookup_model import count_model
 
     counts = count_model(build(model_type, config))

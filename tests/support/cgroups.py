@@ -1,4 +1,4 @@
-"""A root file system whose /proc and /sys tell of control groups, written below a temporary folder."""
+"""A root file system whose /proc and /sys describe control groups, written below a temporary folder."""
 
 from __future__ import annotations
 

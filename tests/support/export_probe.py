@@ -126,7 +126,7 @@ def main() -> None:
 
 
 def tried(load: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """What a library says to a file, its refusal included."""
+    """A library's answer to a file, or its refusal."""
     try:
         return load(*arguments)
     except Exception as error:

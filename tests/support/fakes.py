@@ -234,7 +234,7 @@ def resolved_model(name: str = "tiny", **changes: Any) -> ResolvedModel:
 
 
 def make_config(strategy: Strategy, batch_size: int, grad_accum: int = 1) -> dict[str, Any]:
-    """What the scripts' own function returns before anyone edits it."""
+    """The unedited function of the scripts."""
     return deepspeed_config.base_config(strategy, batch_size, grad_accum)
 
 
@@ -304,7 +304,7 @@ def environment(**changes: Any) -> Environment:
 
 
 def machine(cards: int = 0) -> Machine:
-    """The host of :func:`environment` with so many H100s, and no variables."""
+    """The host of :func:`environment` with that many H100s, and no variables."""
     return Machine(
         environment=environment(gpus=inventory(cards).gpus),
         gpus=inventory(cards),

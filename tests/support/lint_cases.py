@@ -1,4 +1,4 @@
-"""A configuration for every rule of ``check``, to which it applies."""
+"""For every rule of ``check``, a configuration that breaks it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MASTER_WEIGHTS = {"enabled": True, "bf16_master_weights_and_grads": True, "check
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {}}}
 
 RANKS = {"hpz-partition-size": 3}
-"""Rules that need the number of ranks → one to which they apply."""
+"""Rules that need the number of ranks → a number that breaks them."""
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     # keys

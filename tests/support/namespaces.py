@@ -8,7 +8,7 @@ import pytest
 
 
 def in_namespace(*flags: str, script: str) -> str:
-    """What a shell script prints in namespaces of its own; skips where they are not allowed."""
+    """The output of a shell script in namespaces of its own; skips the test if they are not allowed."""
     command = ["unshare", *flags, "--fork", "sh", "-ec", script]
     if subprocess.run([*command[:-1], "true"], capture_output=True, check=False).returncode:
         pytest.skip("no namespaces of its own for this user")

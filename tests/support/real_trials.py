@@ -1,4 +1,4 @@
-"""What the tests with real processes share: a trial of two CPU ranks, time limits, and a script as a user starts it."""
+"""Shared by tests with real processes: a trial of two CPU ranks, time limits, and a script as a user starts it."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def failed(strategy: Configuration, **changes: Any) -> Run:
 
 
 def row(label: str, *runs: Run, **changes: Any) -> ComparisonRow:
-    """What a comparison says of these runs, by plain means; the key is the label."""
+    """A row of these runs, computed by plain means; the key is the label."""
     good = [one for one in runs if one.outcome.success]
     tokens = [one.row.throughput_tokens_per_sec or 0.0 for one in good]
     middle = sorted(tokens)[len(tokens) // 2] if tokens else None
@@ -171,7 +171,7 @@ def cpu_comparison() -> Comparison:
 
 
 def flat_comparison() -> Comparison:
-    """What is left of records read back from flat rows: numbers, but no series."""
+    """Records read back from flat rows: numbers, but no series."""
     rows = []
     for stage, seconds in ((0, 0.2), (1, 0.3)):
         full = run(fakes.zero(stage), seconds)

@@ -11,7 +11,7 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def shared_files(folder: str, pattern: str) -> list[Path]:
-    """The files of a folder beside the checkout, or in $DS_BENCH_SHARED. Skips the test where there are none."""
+    """The files of a folder next to the checkout, or in $DS_BENCH_SHARED. Skips the test if it has no files."""
     root = Path(os.environ.get("DS_BENCH_SHARED", _REPOSITORY.parent / "shared"))
     found = sorted((root / folder).glob(pattern))
     if not found:

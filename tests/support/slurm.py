@@ -81,7 +81,7 @@ class SlurmCluster:
         return done.stdout.strip().partition(";")[0]
 
     def state(self, job: str) -> str:
-        """The state of a job, such as RUNNING, COMPLETED, TIMEOUT; of an array, those of its tasks, once each."""
+        """The state of a job, such as RUNNING, COMPLETED, TIMEOUT; for an array, each state of its tasks once."""
         words = self.run("scontrol", "show", "job", job).stdout.split()
         return " ".join(sorted({word.removeprefix("JobState=") for word in words if word.startswith("JobState=")}))
 

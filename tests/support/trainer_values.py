@@ -18,7 +18,7 @@ def finalise(case: dict[str, Any]) -> dict[str, Any]:
 
     arguments = TrainingArguments(output_dir=tempfile.gettempdir(), use_cpu=True, **case["arguments"])
     config = HfTrainerDeepSpeedConfig(case["config"])
-    # On the CPU the arguments refuse fp16, which "auto" depends on alone.
+    # On the CPU the arguments refuse fp16, and "auto" depends on nothing else.
     facts = SimpleNamespace(**{**vars(arguments), **case["facts"], "get_warmup_steps": arguments.get_warmup_steps})
     config.trainer_config_process(facts)
     model = SimpleNamespace(config=SimpleNamespace(**case["model_config"]))
