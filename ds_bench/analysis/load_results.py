@@ -159,7 +159,7 @@ def _load_run(folder: Path, source: Path, whole: bool, rows: Sequence[Row] | Non
         with contextlib.suppress(UsageError):
             rows = read_rows(flat_path, json_files.read_bytes(flat_path))
     runs = _runs_of_rows(rows or (), file, run_info.environment, whole)
-    if not runs or len(runs) < len(run_info.trials):
+    if not runs or len(runs) < run_info.trial_count:
         planned = reader.read_trials(folder / RUN_FILE)
         if not runs:
             records = reader.read_records(file, planned, notes)

@@ -677,7 +677,7 @@ class Run:
         record = self.record
         return () if record is None else record.ranks
 
-    @property
+    @cached_property
     def outcome(self) -> Outcome:
         """How the trial ended; for a flat file, as far as the columns describe it."""
         record = None if self.row.success else self.record

@@ -19,7 +19,6 @@ from ..config.options import GOALS, ROW_FORMATS
 from ..errors import UsageError
 from ..records.json_files import json_text
 from ..records.run_folder import RUN_FILE, csv_text
-from ..report import configuration_export, html_report
 from ..report.comparison_report import ComparisonReport, build_report
 from ..report.export_formats import parquet_bytes, tracked_runs, write_tensorboard
 from ..report.terminal_report import print_reports
@@ -79,6 +78,8 @@ def report(
     else:
         print_reports(reports, sys.stdout, as_markdown=output_format == "markdown", verbose=verbose)
     if html is not None:
+        from ..report import html_report  # as plots and exports: most reports need none of them
+
         page = html_report.render_page(reports, f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, ds_bench {__version__}")
         write_output("--html", html, page)
         terminal.print_text(f"HTML {html}", sys.stderr)
@@ -86,6 +87,8 @@ def report(
         _write_charts(reports, plots)
     if exported is not None:
         of, row = exported
+        from ..report import configuration_export
+
         folder = Path(configuration_export.folder_name(row.configuration.name))
         assert row.last_run.record is not None, "_row_to_export chose a row with a record"
         # The last run that trained; a row without any is exported as it was tried, and its README says so.
@@ -258,6 +261,8 @@ def _row_to_export(reports: Sequence[ComparisonReport], name: str) -> tuple[Comp
         raise UsageError(f"--export {name}: no such row", remedy=f"one of {', '.join(names)}")
     for each, row in matching:
         if row.last_run.has_record:
+            from ..report import configuration_export
+
             configuration_export.require_deepspeed(row.configuration)
             if len(matching) > 1:
                 origin = f"{row.label} of {each.title} ({', '.join(each.sources)})"

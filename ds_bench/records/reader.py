@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,14 +22,11 @@ from .json_files import InvalidJsonError, InvalidValueError
 from .schema import SCHEMA_VERSION, TrialRecord
 
 _REMEDY = "give a result as ds_bench wrote it"
+_TRIALS, _TRIAL_ID = b',\n "trials": [', b'\n   "trial_id": '
+"""Texts in run.json as ``json_files.json_text`` writes it."""
 _HEAD = re.compile(rb'\{"trial": \{("trial_id": "[^"\\]+", "repeat": \d+, )')
 _TAIL = re.compile(rb'"started_at": (?:null|"[^"\\]*"), "wall_seconds": [^,]+, ')
 _ROUND = re.compile(rb'"round_position": (?:null|\d+), ')
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PlannedTrial:
-    """A planned trial, counted and not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +39,8 @@ class RunInfo:
     """In which it was started: paths among its arguments are relative to it."""
     environment: Environment | None = None
     notes: tuple[str, ...] = ()
-    trials: tuple[_PlannedTrial, ...] = ()
-    """One for each planned trial; ``read_trials`` reads them."""
+    trial_count: int = 0
+    """Number of planned trials; ``read_trials`` reads them."""
     recipe: Mapping[str, Any] = field(default_factory=dict)
     """``values``: the sections of the recipe that was run; empty for a script's run."""
     shard: Shard | None = None
@@ -87,7 +85,14 @@ def read_run(path: Path, notes: list[str]) -> RunInfo:
     if not path.exists():
         notes.append(f"no {path.name}: environment, arguments and the order of the plan are not known")
         return RunInfo()
-    return _read(RunInfo, json_files.read_bytes(path), str(path))
+    data = json_files.read_bytes(path)
+    # The trials come last and are nearly the whole file, which a result with thousands of them need not parse.
+    facts, found, trials = data.partition(_TRIALS)
+    if found:
+        with contextlib.suppress(UsageError):
+            count = trials.count(_TRIAL_ID)
+            return replace(_read(RunInfo, facts + b"}", str(path)), trial_count=count)
+    return replace(_read(RunInfo, data, str(path)), trial_count=len(_read(_Trials, data, str(path)).trials))
 
 
 def read_trials(path: Path) -> tuple[Trial, ...]:
