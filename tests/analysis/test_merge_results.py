@@ -76,19 +76,15 @@ def sources(groups: Sequence[ResultGroup]) -> list[tuple[str, ...]]:
 # ------------------------------------------------------------------ pooling
 
 
-def test_repeats_of_two_results_are_runs_of_one_row() -> None:
+def test_repeats_of_two_results_are_runs_of_one_row_with_numbers_of_their_own() -> None:
     """4 x 128 tokens on each of 2 cards in 0.1 s and in 0.2 s: 10240 and 5120 tokens/s, √(10240 × 5120) = 7240.8."""
     (group,) = merge_results.merge([result(run(1, 0.1)), result(run(1, 0.2), name="b.json")])
     (row,) = comparison.compare(group.runs, environments=group.environments).rows
     assert [round(each.row.throughput_tokens_per_sec or 0) for each in row.runs] == [10240, 5120]
     assert row.tokens_per_second == pytest.approx(7240.773)
     assert sources([group]) == [("a.json", "b.json")]
-
-
-def test_repeats_are_numbered_through_so_that_no_two_trials_have_one_key() -> None:
     first = result(run(1, 0.10), run(2, 0.11), run(1, 0.12, 1), run(2, 0.13, 1))
-    second = result(run(1, 0.14), run(1, 0.15, 1), run(3, 0.16), name="b.json")
-    (group,) = merge_results.merge([first, second])
+    (group,) = merge_results.merge([first, result(run(1, 0.14), run(1, 0.15, 1), run(3, 0.16), name="b.json")])
     found = [(trial.configuration.stage, trial.repeat) for trial in trials(group)]
     assert found == [(1, 0), (2, 0), (1, 1), (2, 1), (1, 2), (1, 3), (3, 0)]
     assert len({work_key(trial) for trial in trials(group)}) == 7
@@ -119,90 +115,81 @@ def test_a_single_result_is_handed_on_as_it_is() -> None:
     assert (group.notes, group.environments) == (("cold launch",), (HOST,))
 
 
-def test_notes_and_commands_of_pooled_results_are_kept_with_their_sources() -> None:
-    (group,) = merge_results.merge(
-        [
-            result(run(1, 0.1), arguments=("--stages", "1"), notes=("cold launch",)),
-            result(run(1, 0.2), name="b.json", arguments=("--stages", "1"), notes=("cold launch",)),
-        ]
-    )
+def test_notes_and_commands_of_pooled_results_are_kept_with_what_may_explain_a_spread() -> None:
+    moved, same = replace(HOST, hostname="node-1"), {"arguments": ("--stages", "1"), "notes": ("cold launch",)}
+    one, other = result(run(1, 0.1), **same), result(run(1, 0.2), on=moved, name="b.json", **same)
+    (group,) = merge_results.merge([one, other])
     assert group.commands == ("python zero_stage_comparison.py --stages 1",)
-    assert group.notes == ("a.json: cold launch", "b.json: cold launch")
-
-
-def test_what_may_explain_a_spread_between_pooled_results_is_noted() -> None:
-    moved = replace(HOST, hostname="node-1")
-    (group,) = merge_results.merge([result(run(1, 0.1)), result(run(1, 0.2), on=moved, name="b.json")])
     assert group.environments == (HOST, moved)
-    assert any("b.json is pooled with a.json" in note and "host node-0 against node-1" in note for note in group.notes)
+    *own, pooled = group.notes
+    assert own == ["a.json: cold launch", "b.json: cold launch"]
+    assert pooled.startswith("b.json is pooled with a.json")
+    assert "host node-0 against node-1" in pooled
 
 
 # ------------------------------------------------------------------ kept apart
 
 
-def test_other_workloads_stand_side_by_side(subtests: pytest.Subtests) -> None:
-    for change in ({"model": "gpt2"}, {"seq_length": 64}, {"num_steps": 20}, {"precision": "fp32"}, {"seed": 7}):
-        with subtests.test(change=change):
-            groups = merge_results.merge([result(run(1, 0.1)), result(run(1, 0.2, **change), name="b.json")])
-            assert sources(groups) == [("a.json",), ("b.json",)]
-            assert len({group.title for group in groups}) == 2
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (run(1, 0.2, model="gpt2"), "gpt2"),
+        (run(1, 0.2, seq_length=64), "64 tokens"),
+        (run(1, 0.2, num_steps=20), "20 steps"),
+        (run(1, 0.2, precision="fp32"), "fp32"),
+        (run(1, 0.2, seed=7), "seed 7 against"),
+        (replace(run(1, 0.2), trial=replace(run(1, 0.2).trial, placement=replace(CUDA, num_gpus=1))), "1 × H100"),
+        (replace(run(1, 0.2), method_version=99), f"method of measurement 99 against {METHOD_VERSION}"),
+    ],
+)
+def test_another_workload_placement_or_method_is_a_group_of_its_own(other: TrialRecord, named: str) -> None:
+    groups = merge_results.merge([result(run(1, 0.1)), result(other, name="b.json")])
+    assert sources(groups) == [("a.json",), ("b.json",)]
+    assert named in groups[1].title
+    assert groups[0].title != groups[1].title
 
 
-def test_other_placements_stand_side_by_side() -> None:
-    alone = replace(run(1, 0.2), trial=replace(run(1, 0.2).trial, placement=replace(CUDA, num_gpus=1)))
-    groups = merge_results.merge([result(run(1, 0.1)), result(alone, name="b.json")])
-    assert [group.title.split(" · ")[1] for group in groups] == ["2 × H100 80GB HBM3", "1 × H100 80GB HBM3"]
-
-
-def test_rows_of_another_method_of_measurement_stand_by_themselves() -> None:
-    later = replace(run(1, 0.2), method_version=99)
-    groups = merge_results.merge([result(run(1, 0.1)), result(later, name="b.json")])
-    assert groups[1].title.endswith(f"method of measurement 99 against {METHOD_VERSION}")
-
-
-def test_results_of_environments_that_differ_are_not_pooled_and_their_titles_say_why(subtests: pytest.Subtests) -> None:
-    for changed, named in (
+@pytest.mark.parametrize(
+    ("on", "named"),
+    [
         (replace(HOST, packages={**HOST.packages, "torch": "2.11.0"}), "torch 2.11.0 against 2.13.0"),
         (replace(HOST, gpus=fakes.inventory(cards=1).gpus), "GPUs 1 x NVIDIA H100 80GB HBM3"),
         (replace(HOST, cpu_model="Xeon"), "CPU Xeon against AMD EPYC 9654"),
-    ):
-        with subtests.test(changed=changed, named=named):
-            groups = merge_results.merge([result(run(1, 0.1)), result(run(1, 0.2), on=changed, name="b.json")])
-            assert sources(groups) == [("a.json",), ("b.json",)]
-            assert named in groups[1].title
-            assert groups[0].title != groups[1].title
-            for group, other in zip(groups, ("b.json", "a.json"), strict=True):
-                (note,) = group.notes
-                assert note.startswith(
-                    f"not pooled with {other}, and no ratio is given between the two, as these differ: "
-                )
-
-
-def test_a_result_that_does_not_tell_its_environment_is_not_pooled_with_one_that_does() -> None:
-    groups = merge_results.merge([result(run(1, 0.1)), result(run(1, 0.2), on=None, name="b.json")])
+        (None, "environment not known"),
+    ],
+)
+def test_results_of_environments_that_differ_are_not_pooled_and_their_titles_say_why(
+    on: Environment | None, named: str
+) -> None:
+    groups = merge_results.merge([result(run(1, 0.1)), result(run(1, 0.2), on=on, name="b.json")])
     assert sources(groups) == [("a.json",), ("b.json",)]
-    assert "environment not known" in groups[1].title
+    assert named in groups[1].title
+    for group, other in zip(groups, ("b.json", "a.json"), strict=True):
+        (note,) = group.notes
+        assert note.startswith(f"not pooled with {other}, and no ratio is given between the two")
 
 
-def test_results_that_both_do_not_tell_are_pooled_with_a_warning() -> None:
-    (group,) = merge_results.merge([result(run(1, 0.1), on=None), result(run(1, 0.2), on=None, name="b.json")])
+def test_results_without_environments_are_pooled_with_a_warning_and_not_across_cards() -> None:
+    first = result(run(1, 0.1), on=None)
+    (group,) = merge_results.merge([first, result(run(1, 0.2), on=None, name="b.json")])
     assert any("assumed to be of one machine" in note for note in group.notes)
-
-
-def test_results_that_do_not_tell_are_not_pooled_across_cards() -> None:
     elsewhere = fakes.success(run(1, 0.2).trial, step_seconds=[0.2] * 10, device_name="NVIDIA L4")
-    groups = merge_results.merge([result(run(1, 0.1), on=None), result(elsewhere, on=None, name="b.json")])
-    assert len(groups) == 2
+    assert len(merge_results.merge([first, result(elsewhere, on=None, name="b.json")])) == 2
 
 
 # ------------------------------------------------------------------ once each
 
 
-def test_one_result_given_twice_counts_once_with_a_note() -> None:
-    one = result(run(1, 0.1), run(2, 0.2))
-    (group,) = merge_results.merge([one, one])
+def test_a_run_counts_once_in_whichever_results_it_is() -> None:
+    first, second = run(1, 0.1), run(2, 0.2)
+    (group,) = merge_results.merge([one := result(first, second), one])
     assert group.runs == one.runs
     assert "a.json: 2 rows are already in a.json: counted once" in group.notes
+    # A run that was resumed adds only what its older copy lacks; the same command run again is another run.
+    again = replace(first, started_at="2026-11-21T10:30:00+00:00")
+    for other, expected in ((second, [(1, 0), (2, 0)]), (again, [(1, 0), (1, 1)])):
+        (group,) = merge_results.merge([result(first), result(first, other, name="b.json")])
+        assert [(trial.configuration.stage, trial.repeat) for trial in trials(group)] == expected
 
 
 @pytest.mark.parametrize("flat_first", [True, False])
@@ -218,19 +205,6 @@ def test_a_flat_json_and_its_own_run_folder_count_once_and_the_records_are_kept(
     assert [len(entry.ranks) for entry in group.runs] == [2, 2, 0]
     assert group.sources == (stored.folder,)
     assert any("3 rows are already in" in note for note in group.notes)
-
-
-def test_a_run_that_was_resumed_adds_only_what_its_older_copy_lacks() -> None:
-    first, second = run(1, 0.1), run(2, 0.2)
-    (group,) = merge_results.merge([result(first), result(first, second, name="b.json")])
-    assert [trial.configuration.stage for trial in trials(group)] == [1, 2]
-    assert [trial.repeat for trial in trials(group)] == [0, 0]
-
-
-def test_two_runs_of_one_command_are_two_runs() -> None:
-    again = replace(run(1, 0.1), started_at="2026-11-21T10:30:00+00:00")
-    (group,) = merge_results.merge([result(run(1, 0.1)), result(again, name="b.json")])
-    assert [trial.repeat for trial in trials(group)] == [0, 1]
 
 
 def stages_and_seconds() -> st.SearchStrategy[list[list[tuple[int, int]]]]:
