@@ -17,7 +17,7 @@ from .planner import SHORTEST_SEQ_LENGTH, Plan, RequestedRow
 from .prediction.memory import DOES_NOT_FIT, predict
 from .prediction.model_profile import ModelProfile
 from .records import schema
-from .records.run_folder import RunFolder
+from .records.run_folder import PROBES_FILE, RunFolder
 from .records.schema import TrialRecord
 from .system import signals
 from .units import format_count
@@ -133,7 +133,7 @@ class SizeSearch:
         trial_id = f"probe_{row.name}_{kind}{units * self.unit}"
         trial = replace(trial, trial_id=trial_id, workload=_of_probe(trial.workload), inspection=NO_INSPECTION)
         record = self.launcher.launch(trial, self.store.trial_folder(trial.trial_id), lambda _progress: None)
-        self.store.append_probe(record)
+        self.store.append(record, PROBES_FILE)
         return record
 
     def _previous_trials(self, row: RequestedRow) -> dict[int, bool]:
@@ -143,7 +143,7 @@ class SizeSearch:
         """
         known = {
             units: record.outcome.success
-            for record, units in self._sizes_of(row, self.store.probes(), of_probe=True)
+            for record, units in self._sizes_of(row, self.store.records(PROBES_FILE), of_probe=True)
             # A probe that failed for another reason says nothing about sizes, and is run again.
             if record.outcome.success or record.outcome.status in _DID_NOT_FIT
         }

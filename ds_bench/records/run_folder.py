@@ -44,6 +44,7 @@ from .schema import INTERRUPTED, SCHEMA_VERSION, TrialRecord
 RUN_FILE = "run.json"
 RECORDS_FILE = "records.jsonl"
 PROBES_FILE = "probes.jsonl"
+"""Trials of the batch search, which are not rows of the result."""
 # Those of OWASP, "CSV Injection"; a carriage return has become a line feed by then (_cell).
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\n")
 _ATTEMPT = "_attempt"
@@ -80,8 +81,11 @@ class RunFolder:
                 pass
             while True:
                 store = cls._named(runs / f"{prefix}_{datetime.now():%Y%m%d_%H%M%S}{suffix}")
-                if store._create_folder():
-                    return store
+                # The run folder may have been deleted and its flat files kept: they are not overwritten.
+                if not (store.json_path.exists() or store.csv_path.exists()):
+                    with contextlib.suppress(FileExistsError):
+                        store.folder.mkdir()  # atomic: two runs in one second get different seconds
+                        return store
                 time.sleep(0.1)
         except OSError as error:
             raise files.not_writable(output_dir, "--output-dir", error) from None
@@ -90,16 +94,6 @@ class RunFolder:
     def _named(cls, folder: Path) -> RunFolder:
         json_path = flat_json_path(folder)
         return cls(folder=folder, json_path=json_path, csv_path=json_path.with_suffix(".csv"))
-
-    def _create_folder(self) -> bool:
-        # The run folder may have been deleted and its flat files kept: they are not overwritten.
-        if self.json_path.exists() or self.csv_path.exists():
-            return False
-        try:
-            self.folder.mkdir()  # atomic: two runs in one second get different seconds
-        except FileExistsError:
-            return False
-        return True
 
     @classmethod
     def open(cls, folder: Path) -> RunFolder:
@@ -110,17 +104,14 @@ class RunFolder:
                 raise cannot_resume(folder, problem, remedy="start it again")
             raise cannot_resume(folder, f"no {RUN_FILE} there", remedy="give a folder below <output-dir>/runs")
         store = cls._named(folder.resolve())
-        store._refuse_links()
-        return store
-
-    def _refuse_links(self) -> None:
-        """Raises UsageError for links and special files: in a downloaded run they could redirect what is written."""
+        # Links and special files in a downloaded run could redirect what is written.
         written = ("recommended", "recommended/*", "export_*", "export_*/*", "trials", "points", "points/**/*")
-        names = {*self.folder.iterdir(), self.json_path, self.csv_path, self.recommendation_path}
-        for path in sorted(names.union(*(self.folder.glob(pattern) for pattern in written))):
+        names = {*store.folder.iterdir(), store.json_path, store.csv_path, store.recommendation_path}
+        for path in sorted(names.union(*(store.folder.glob(pattern) for pattern in written))):
             if path.is_symlink() or (path.exists() and not (path.is_file() or path.is_dir())):
-                problem = f"{path.name} is a link or no regular file, and would be written to"
-                raise cannot_resume(self.folder, problem, remedy="remove it, or start a new run")
+                problem = f"{path.name} is a link or not a regular file, and would be written to"
+                raise cannot_resume(store.folder, problem, remedy="remove it, or start a new run")
+        return store
 
     @contextmanager
     def locked(self) -> Iterator[str | None]:
@@ -173,15 +164,8 @@ class RunFolder:
         folder.mkdir()
         return folder
 
-    def append(self, record: TrialRecord) -> None:
-        """Appends the record of a finished trial; it is on disk when this returns."""
-        self._append(RECORDS_FILE, record)
-
-    def append_probe(self, probe: TrialRecord) -> None:
-        """Append the record of a trial of the batch search, which is not a row of the result."""
-        self._append(PROBES_FILE, probe)
-
-    def _append(self, name: str, record: TrialRecord) -> None:
+    def append(self, record: TrialRecord, name: str = RECORDS_FILE) -> None:
+        """Append the record of a finished trial to a file; it is on disk when this returns."""
         path = self.folder / name
         # A crash may have cut the last line off: end it, or the new record would be a part of it.
         with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
@@ -195,15 +179,8 @@ class RunFolder:
         """A record as :meth:`records` reads it, credentials redacted; None for one that it would leave out."""
         return _record_of(json_line(record.to_dict()), RECORDS_FILE)
 
-    def probes(self) -> list[TrialRecord]:
-        """Reads all probes in order."""
-        return self._read(PROBES_FILE)
-
-    def records(self) -> list[TrialRecord]:
-        """Reads the records of all finished trials in order, without invalid lines, as a crash may leave them."""
-        return self._read(RECORDS_FILE)
-
-    def _read(self, name: str) -> list[TrialRecord]:
+    def records(self, name: str = RECORDS_FILE) -> list[TrialRecord]:
+        """Read the records of all finished trials in order, without invalid lines, as a crash may leave them."""
         try:
             lines = files.read_bytes(self.folder / name, json_files.LARGEST_FILE_BYTES).split(b"\n")
         except FileNotFoundError:
