@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_bench.baselines.check import BaselineEntry, compare_to_baseline, load_baseline, save_baseline
+from ds_bench.baselines.gate import BaselineEntry, compare_to_baseline, load_baseline, save_baseline
 from ds_bench.benchmarks import BenchmarkConfig, BenchmarkFailedError, MemoryBenchmark, ThroughputBenchmark
 from ds_bench.cli import arguments as flags
 from ds_bench.errors import UsageError

@@ -1,6 +1,6 @@
 """Baselines by name and the regression gate: public names for programs and tests of a user's own."""
 
-from .check import (
+from .gate import (
     DEFAULT_PATH,
     BaselineComparison,
     compare_to_baseline,

@@ -12,8 +12,8 @@ from typing import Any
 from .. import units
 from ..analysis import comparison, intervals, load_results, merge_results
 from ..analysis.trial_caveats import UNSTABLE_CV
-from ..baselines import check, store
-from ..baselines.check import BaselineComparison
+from ..baselines import gate, store
+from ..baselines.gate import BaselineComparison
 from ..baselines.result import BenchmarkResult, benchmark_result
 from ..config.options import FAIL_ON_DEFAULT
 from ..errors import UsageError
@@ -37,7 +37,7 @@ def save_command(results: Sequence[Path], file: Path, tolerance: float | None) -
             raise UsageError(problem, remedy="save one result at a time, to a file each (--baselines)")
     valid = [result for result in benchmark_results if _invalid_reason(result) is None]
     # Without a valid row the file of baselines is not written at all.
-    saved = check.save_results(valid, file, tolerance) if valid else []
+    saved = gate.save_results(valid, file, tolerance) if valid else []
     with terminal.ignoring_broken_pipe():
         for entry in saved:
             rate = f"{units.format_count(entry.throughput_tokens_per_sec)} tokens/s"
@@ -83,8 +83,8 @@ def check_command(
     # Otherwise a mistyped file would look like rows without baselines.
     if store.read(file) is None:
         raise UsageError(f"--baselines {file}: no such file", remedy="make it with: baseline save RESULT")
-    verdicts = [check.compare_to_baseline(result, path=file) for result in benchmark_results]
-    for entry in check.missing_baselines(benchmark_results, file):
+    verdicts = [gate.compare_to_baseline(result, path=file) for result in benchmark_results]
+    for entry in gate.missing_baselines(benchmark_results, file):
         text = "missing: the result has no such row, which the saved run had"
         verdicts.append(
             BaselineComparison(name=entry.name, passed=False, message=text, baseline=entry, regressions=("missing",))

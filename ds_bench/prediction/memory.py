@@ -16,7 +16,7 @@ from ..config.deepspeed_config import PRECISION_BLOCKS, is_deepcompiled, sequenc
 from ..config.spec import Engine, Placement, Precision, Workload, block_of
 from ..records.schema import Tier
 from ..units import from_gb
-from . import reference_engines, stage_3, stages_0_to_2
+from . import stage_3, stages_0_to_2, torch_engines
 from .inputs import MemoryInputs, Phases, ZeroSettings
 from .model_profile import ModelProfile, variant_of
 from .model_states import FP32_BYTES, Ledger, LedgerBuilder, plus
@@ -285,7 +285,7 @@ def _activations(inputs: MemoryInputs, workload: Workload, ds_config: Mapping[st
 def _phases(inputs: MemoryInputs) -> Phases:
     """One rank's ledgers without activations; cached for searches over micro-batches, so do not modify them."""
     if inputs.engine != "deepspeed" or inputs.pass_type != "train":
-        return reference_engines.ledger_by_phase(inputs)
+        return torch_engines.ledger_by_phase(inputs)
     return stage_3.ledger_by_phase(inputs) if inputs.settings.stage == 3 else stages_0_to_2.ledger_by_phase(inputs)
 
 

@@ -109,13 +109,7 @@ def recommend(comparison: Comparison, goal: str = "balanced", resume: str | None
     decision = decide(eligible.candidates, goal, intervals(comparison))
     # A single row among rows that do not compare with it was compared with nothing.
     if decision is None or (eligible.left_out_as("not_comparable") and len(eligible.candidates) < 2):
-        return Recommendation(
-            goal=goal,
-            headline=_why_no_choice(comparison, eligible),
-            facts=tuple(_left_out(eligible, comparison)),
-            try_next=_try_without_choice(comparison),
-            next_steps=_once(_steps_without_choice(comparison, eligible)),
-        )
+        return _without_choice(comparison, eligible, goal)
     choice, undecided = decision.choice, decision.undecided
     decide_by = _command_to_decide(decision, comparison, resume)
     provisional = None
@@ -191,18 +185,6 @@ def _why(decision: Decision, eligible: EligibleRows, comparison: Comparison, goa
     return Fact("fastest_with_room" if full else "fastest", {**values, "count": len(compared)})
 
 
-def _why_no_choice(comparison: Comparison, eligible: EligibleRows) -> Fact:
-    if not comparison.rows:
-        return Fact("no_rows")
-    if eligible.left_out_as("not_comparable"):
-        return Fact("none_compares")
-    if any(row.succeeded for row in comparison.rows):
-        return Fact("none_valid")
-    runs = filter(None, map(remedies.failed_run, comparison.rows))
-    counts = Counter(run.outcome.status for run in runs)
-    return Fact("none_trained", {"counts": [f"{count} {status}" for status, count in counts.items()]})
-
-
 def _command_to_decide(decision: Decision, comparison: Comparison, resume: str | None) -> Fact | None:
     """The command that adds runs to an open choice; None for a decided one."""
     if not decision.undecided:
@@ -260,9 +242,13 @@ def _alternative(decision: Decision, eligible: EligibleRows, comparison: Compari
     choice, speeds = decision.choice, decision.speeds
     candidates = {candidate.key: candidate for candidate in eligible.candidates}
     chosen = comparison.row(choice.key)
-    rows = [row for row in comparison.rows if not row.differences and _is_ahead(row, chosen)]
-    for row in sorted(rows, key=lambda row: -(row.tokens_per_second or 0.0)):
-        lead = two_digits((row.tokens_per_second or 0.0) / choice.tokens_per_second - 1)
+    rows = [(row.tokens_per_second or 0.0, row) for row in comparison.rows if not row.differences]
+    for speed, row in sorted(rows, key=lambda each: -each[0]):
+        interval = ratio_between(row, chosen)
+        # Not ahead, or the table calls it noise.
+        if speed <= (chosen.tokens_per_second or 0.0) or (interval is not None and not interval.distinguishable):
+            continue
+        lead = two_digits(speed / choice.tokens_per_second - 1)
         values: dict[str, Any] = {"row": row.label, "lead": lead}
         reason, candidate = eligible.left_out.get(row.key), candidates.get(row.key)
         if reason is not None and reason.kind == "reference":
@@ -293,13 +279,6 @@ def _alternative(decision: Decision, eligible: EligibleRows, comparison: Compari
         return None, None
     memory_bytes, _, rival = min(leaner, key=lambda each: each[:2])
     return rival.key, Fact("leaner", {"row": rival.label, "saved": choice.memory_bytes - memory_bytes})
-
-
-def _is_ahead(row: ComparisonRow, chosen: ComparisonRow) -> bool:
-    """Whether it was measured faster, and the table does not call that noise."""
-    interval = ratio_between(row, chosen)
-    ahead = (row.tokens_per_second or 0.0) > (chosen.tokens_per_second or 0.0)
-    return ahead and (interval is None or interval.distinguishable)
 
 
 def _cost(decision: Decision, eligible: EligibleRows) -> Fact | None:
@@ -358,23 +337,6 @@ def _actions(
         yield Fact("try", settings={"batch_size": "auto"})
 
 
-def _try_without_choice(comparison: Comparison) -> Fact | None:
-    """Options that are predicted to let a row train, or what to do about the cause; None without rows."""
-    if (smallest := remedies.smallest_change(comparison)) is not None and smallest.settings:
-        return Fact("try", settings=smallest.settings)
-    if (step := next(_caveat_steps(_disqualifying(comparison)), None)) is not None:
-        return step
-    short = [row for row in comparison.rows if remedies.short_of_memory(row) or not row.leaves_room]
-    if short:
-        if less := remedies.less_memory(short[0], comparison):
-            return Fact("try", settings=less)
-        run, setup = remedies.failed_run(short[0]), remedies.setup_of(short[0], comparison)
-        resorts = "" if run is None else remedies.last_resorts(run)
-        return Fact("resorts" if setup else "offload_or", {"resorts": resorts})
-    run = next(filter(None, map(remedies.failed_run, comparison.rows)), None)
-    return None if run is None else remedies.action_of(run)
-
-
 def _steps(
     row: ComparisonRow, decide_by: Fact | None, eligible: EligibleRows, comparison: Comparison, goal: str
 ) -> Iterator[Fact]:
@@ -390,16 +352,6 @@ def _steps(
     yield from _caveat_steps(comparison.caveats)
 
 
-def _steps_without_choice(comparison: Comparison, eligible: EligibleRows) -> Iterator[Fact]:
-    """Steps if no row is chosen: the least change that fits first, then row by row."""
-    smallest = None if any(row.succeeded for row in comparison.rows) else remedies.smallest_change(comparison)
-    too_full = map(comparison.row, eligible.left_out_as("too_full"))
-    full = [remedies.remedy_of_full_row(row, comparison) for row in too_full]
-    yield from filter(None, (smallest, *full))
-    yield from _steps_for_failures(comparison)
-    yield from _caveat_steps([*_disqualifying(comparison), *comparison.caveats])
-
-
 def _steps_for_failures(comparison: Comparison) -> Iterator[Fact]:
     """One step per remedy; several rows may share it."""
     failed = [row for row in comparison.rows if remedies.failed_run(row) is not None]
@@ -408,9 +360,52 @@ def _steps_for_failures(comparison: Comparison) -> Iterator[Fact]:
         yield Fact("more_failures", {"count": len(failed) - MOST_ROWS_NAMED})
 
 
-def _disqualifying(comparison: Comparison) -> list[Caveat]:
-    return [caveat for row in comparison.rows for caveat in row.caveats if caveat.disqualifying]
-
-
 def _caveat_steps(caveats: Sequence[Caveat]) -> Iterator[Fact]:
     yield from (Fact("caveat", {"remedy": each.next_step}) for each in caveats if each.next_step is not None)
+
+
+# ------------------------------------------------------------------ no choice
+
+
+def _without_choice(comparison: Comparison, eligible: EligibleRows, goal: str) -> Recommendation:
+    """Say why no row is recommended, and what would let one train."""
+    failed = list(filter(None, map(remedies.failed_run, comparison.rows)))
+    smallest = remedies.smallest_change(comparison)
+    disqualifying = [caveat for row in comparison.rows for caveat in row.caveats if caveat.disqualifying]
+    causes = list(_caveat_steps(disqualifying))
+    short = [row for row in comparison.rows if remedies.short_of_memory(row) or not row.leaves_room]
+    trained = any(row.succeeded for row in comparison.rows)
+    if not comparison.rows:
+        headline = Fact("no_rows")
+    elif eligible.left_out_as("not_comparable"):
+        headline = Fact("none_compares")
+    elif trained:
+        headline = Fact("none_valid")
+    else:
+        counts = Counter(run.outcome.status for run in failed)
+        headline = Fact("none_trained", {"counts": [f"{count} {status}" for status, count in counts.items()]})
+    # Options that are predicted to let a row train, or what to do about the cause.
+    try_next = None
+    if smallest is not None and smallest.settings:
+        try_next = Fact("try", settings=smallest.settings)
+    elif causes:
+        try_next = causes[0]
+    elif short and (less := remedies.less_memory(short[0], comparison)):
+        try_next = Fact("try", settings=less)
+    elif short:
+        run, setup = remedies.failed_run(short[0]), remedies.setup_of(short[0], comparison)
+        resorts = "" if run is None else remedies.last_resorts(run)
+        try_next = Fact("resorts" if setup else "offload_or", {"resorts": resorts})
+    elif failed:
+        try_next = remedies.action_of(failed[0])
+    # The least change that fits first, then row by row.
+    full = map(comparison.row, eligible.left_out_as("too_full"))
+    steps = [None if trained else smallest, *(remedies.remedy_of_full_row(row, comparison) for row in full)]
+    steps += [*_steps_for_failures(comparison), *causes, *_caveat_steps(comparison.caveats)]
+    return Recommendation(
+        goal=goal,
+        headline=headline,
+        facts=tuple(_left_out(eligible, comparison)),
+        try_next=try_next,
+        next_steps=_once(filter(None, steps)),
+    )

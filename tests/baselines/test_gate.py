@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_bench.analysis.row import Run, make_run
-from ds_bench.baselines import check
-from ds_bench.baselines.check import BaselineEntry, compare_to_baseline, load_baseline, save_baseline
+from ds_bench.baselines import gate
+from ds_bench.baselines.gate import BaselineEntry, compare_to_baseline, load_baseline, save_baseline
 from ds_bench.baselines.result import BenchmarkResult, baseline_name, benchmark_result
 from ds_bench.errors import UsageError
 from ds_bench.records import schema
@@ -262,9 +262,9 @@ def test_saving_again_replaces_our_keys_and_keeps_others(tmp_path: Path) -> None
         "timestamp": None,
     }  # fmt: skip
     # The tolerance stays unless one is given.
-    (kept,) = check.save_results([result(5)], path)
-    (given_one,) = check.save_results([result(5)], path, tolerance=0.01)
-    (fresh,) = check.save_results([replace(result(5), name="new")], path)
+    (kept,) = gate.save_results([result(5)], path)
+    (given_one,) = gate.save_results([result(5)], path, tolerance=0.01)
+    (fresh,) = gate.save_results([replace(result(5), name="new")], path)
     assert [each.tolerance for each in (kept, given_one, fresh)] == [0.2, 0.01, 0.05]
 
 
