@@ -18,6 +18,7 @@ from ..units import format_bytes, format_count, format_percent
 from . import guide, remedies
 from .decision import (
     NEGLIGIBLE,
+    ON_HOST,
     Decision,
     EligibleRows,
     candidate_of,
@@ -223,6 +224,8 @@ def _facts(
     if others := [row.label for row in speeds.candidates if row.optimizer != choice.optimizer]:
         yield Fact("other_optimizers", {"choice": choice.label, "rows": others})
     yield from _left_out(eligible, comparison, alternative_key)
+    if terms is ON_HOST:
+        yield Fact("on_host")
 
 
 def _left_out(eligible: EligibleRows, comparison: Comparison, alternative_key: str | None = None) -> list[Fact]:

@@ -55,6 +55,7 @@ TEMPLATES: Mapping[str, str] = {
     "lead_in_noise": "its lead over {rival} ({difference:percent}) is inside the noise of {runs}",
     "lead_untested": "its lead over {rival} ({difference:percent}) is not tested: {runs}, 3 are needed",
     "other_optimizers": "no choice is made by speed between {choice} and rows with another optimizer: {rows}",
+    "on_host": "these are CPU ranks: nothing here is a statement about GPUs",
     # The other rows.
     "leaner": "{row} needs {saved:gigabytes} less and is as fast within the noise.",
     "faster_left_out": "{row} is {lead} faster but is left out: {reason}.",
