@@ -83,25 +83,30 @@ def incomparable_facts(a: Run, b: Run) -> list[Difference]:
     elif a.row.method_version != b.row.method_version:
         found["method_version"] = Difference("method_version", a.row.method_version, b.row.method_version)
     # Last, since the facts of the runs differ too in what was varied.
-    allowed = varied_on_purpose(a.trial) | varied_on_purpose(b.trial)
-    if a.trial.workload.batch_policy == b.trial.workload.batch_policy == "largest":
-        allowed |= {"batch_size", "micro_batch_size"}
-    if a.trial.workload.seq_policy == b.trial.workload.seq_policy == "longest":
-        allowed |= {"seq_length"}
+    allowed = may_differ(a.trial, b.trial)
     return [each for each in found.values() if each.fact not in allowed]
 
 
-def varied_on_purpose(trial: Trial) -> set[str]:
-    """Return what a row is there to show: how a step is computed, what an axis sets, a file's batch, ranks that share
-    data."""
-    configuration, config = trial.configuration, trial.ds_config
-    own_fields = {*SAME_TRAINING_FIELDS, *(("batch_size", "grad_accum") if configuration.source == "file" else ())}
-    computed = own_fields & configuration.workload_changes.keys()
-    # Flat files do not hold the configuration.
-    shares_data = max(tensor_parallel_size(config), sequence_parallel_size(config)) > 1
-    shares_data |= not configuration.axis_values.keys().isdisjoint(PARALLEL_AXES)
-    groups = {"data_parallel_size"} if shares_data else set[str]()
-    return computed | groups | workload_fields(configuration.axis_values)
+def may_differ(a: Trial, b: Trial) -> set[str]:
+    """Return the facts that may differ between two rows: what a row is there to show, and a searched size.
+
+    A row may show how a step is computed, what an axis sets, a file's batch, or ranks that share data.
+    """
+    names = set[str]()
+    for trial in (a, b):
+        configuration, config = trial.configuration, trial.ds_config
+        own_fields = {*SAME_TRAINING_FIELDS, *(("batch_size", "grad_accum") if configuration.source == "file" else ())}
+        names |= own_fields & configuration.workload_changes.keys()
+        names |= workload_fields(configuration.axis_values)
+        # Flat files do not hold the configuration.
+        shares_data = max(tensor_parallel_size(config), sequence_parallel_size(config)) > 1
+        if shares_data or not configuration.axis_values.keys().isdisjoint(PARALLEL_AXES):
+            names.add("data_parallel_size")
+    if a.workload.batch_policy == b.workload.batch_policy == "largest":
+        names |= {"batch_size", "micro_batch_size"}
+    if a.workload.seq_policy == b.workload.seq_policy == "longest":
+        names.add("seq_length")
+    return names
 
 
 def run_facts(run: Run) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from ..records.schema import TrialRecord
 from ..system import environment
 from ..system.environment import Environment, comparability_differences, setting_differences
 from . import provenance
-from .comparability import incomparable_facts, varied_on_purpose
+from .comparability import incomparable_facts, may_differ
 from .comparison import ComparisonRow, compare, ratio_between
 from .intervals import RatioInterval
 from .load_results import Result, flat_run
@@ -91,11 +91,7 @@ class _GroupBuilder:
     def same_request(self, other: _GroupBuilder) -> bool:
         """Whether workload and placement are equal, apart from what each row is there to show."""
         ours, theirs = self.first.trial, other.first.trial
-        varied = varied_on_purpose(ours) | varied_on_purpose(theirs)
-        if ours.workload.batch_policy == theirs.workload.batch_policy == "largest":
-            varied.add("batch_size")
-        if ours.workload.seq_policy == theirs.workload.seq_policy == "longest":
-            varied.add("seq_length")
+        varied = may_differ(ours, theirs)
         leave_out = ("ds_config", "name", "engine", "variables", "repeat", "inspection", *varied)
         return work_key(ours, leave_out=leave_out) == work_key(theirs, leave_out=leave_out)
 
@@ -131,6 +127,14 @@ class _GroupBuilder:
             if result.environment and result.environment not in environments:
                 environments.append(result.environment)
         own_notes = [f"{each.source}: {text}" if len(results) > 1 else text for each in results for text in each.notes]
+        if len(results) > 1 and self.environment is None:
+            text = "do not name their environments: assumed to be of one machine and its versions"
+            own_notes.append(f"{self.sources} {text}")
+        elif len(results) > 1 and self.environment is not None:
+            for each in results[1:]:
+                if each.environment and (found := setting_differences(self.environment, each.environment)):
+                    spread = f"though these differ and may widen the spread: {'; '.join(found)}"
+                    own_notes.append(f"{each.source} is pooled with {results[0].source}, {spread}")
         return ResultGroup(
             facts=facts,
             runs=tuple(_renumber(self.runs, self.rounds) if len(results) > 1 else self.runs),
@@ -139,23 +143,9 @@ class _GroupBuilder:
             family=first.family if first else None,
             arguments=first.arguments if first else (),
             recipe=first.recipe if first else {},
-            notes=tuple(dict.fromkeys([*own_notes, *self._pooling_notes(), *notes])),
+            notes=tuple(dict.fromkeys([*own_notes, *notes])),
             sources=tuple(dict.fromkeys(result.source for result in results)),
         )
-
-    def _pooling_notes(self) -> Iterator[str]:
-        """Facts that decide how far rows of several results can be trusted together."""
-        if len(self.results) < 2:
-            return
-        if self.environment is None:
-            yield f"{self.sources} do not name their environments: assumed to be of one machine and its versions"
-            return
-        first = self.results[0].source
-        for result in self.results[1:]:
-            differences = setting_differences(self.environment, result.environment) if result.environment else []
-            if differences:
-                text = "; ".join(differences)
-                yield f"{result.source} is pooled with {first}, though these differ and may widen the spread: {text}"
 
 
 def merge(results: Sequence[Result]) -> tuple[ResultGroup, ...]:
@@ -172,11 +162,23 @@ def merge(results: Sequence[Result]) -> tuple[ResultGroup, ...]:
             if key not in known:
                 known[key] = _find_group(builders, run, result)
             known[key].add(run, result)
-    titles = _facts_of_groups(builders)
-    return tuple(
-        builder.build(facts, [*_reasons_not_to_pool(builder, builders), *notes])
-        for builder, facts in zip(builders, titles, strict=True)
-    )
+    groups = []
+    plain = [provenance.facts(builder.runs) for builder in builders]
+    for builder, title in zip(builders, plain, strict=True):
+        others = [(other, own) for other, own in zip(builders, plain, strict=True) if other is not builder]
+        # Groups with the same facts are told apart by their differences.
+        same = next((other for other, own in others if own == title), None)
+        found = list(builder.differences(same)) if same else []
+        if len(found) > _MAX_DIFFERENCES_IN_TITLE:
+            found[_MAX_DIFFERENCES_IN_TITLE:] = [f"{len(found) - _MAX_DIFFERENCES_IN_TITLE} more differences"]
+        apart = [
+            f"not pooled with {other.sources}, and no ratio is given between the two, as these differ: "
+            + "; ".join(builder.differences(other))
+            for other, _ in others
+            if other.same_request(builder)
+        ]
+        groups.append(builder.build((*title, "; ".join(found)) if found else title, [*apart, *notes]))
+    return tuple(groups)
 
 
 def _drop_duplicates(results: Sequence[Result]) -> tuple[list[list[Run]], list[str]]:
@@ -222,29 +224,6 @@ def _find_group(builders: list[_GroupBuilder], run: Run, result: Result) -> _Gro
             return builder
     builders.append(new)
     return new
-
-
-def _facts_of_groups(builders: Sequence[_GroupBuilder]) -> list[tuple[str, ...]]:
-    """The facts of each group; equal ones are followed by the differences from the first other group with them."""
-    plain = [provenance.facts(builder.runs) for builder in builders]
-    titles = []
-    for builder, title in zip(builders, plain, strict=True):
-        same = (other for other, own in zip(builders, plain, strict=True) if own == title and other is not builder)
-        other = next(same, None)
-        differences = list(builder.differences(other)) if other else []
-        if len(differences) > _MAX_DIFFERENCES_IN_TITLE:
-            more = len(differences) - _MAX_DIFFERENCES_IN_TITLE
-            differences[_MAX_DIFFERENCES_IN_TITLE:] = [f"{more} more differences"]
-        titles.append((*title, "; ".join(differences)) if differences else title)
-    return titles
-
-
-def _reasons_not_to_pool(builder: _GroupBuilder, builders: Sequence[_GroupBuilder]) -> Iterator[str]:
-    """Why rows of this group were not pooled with other groups of the same workload and placement."""
-    for other in builders:
-        if other is not builder and other.same_request(builder):
-            text = "; ".join(builder.differences(other))
-            yield f"not pooled with {other.sources}, and no ratio is given between the two, as these differ: {text}"
 
 
 def _renumber(runs: Sequence[Run], rounds: Sequence[tuple[int, int]]) -> Iterator[Run]:

@@ -57,8 +57,14 @@ class RunFolder:
 
     folder: Path
     """``<output-dir>/runs/<id>``."""
-    json_path: Path
-    csv_path: Path
+
+    @property
+    def json_path(self) -> Path:
+        return flat_json_path(self.folder)
+
+    @property
+    def csv_path(self) -> Path:
+        return self.json_path.with_suffix(".csv")
 
     @property
     def recommendation_path(self) -> Path:
@@ -80,7 +86,7 @@ class RunFolder:
             with tempfile.TemporaryFile(dir=output_dir):
                 pass
             while True:
-                store = cls._named(runs / f"{prefix}_{datetime.now():%Y%m%d_%H%M%S}{suffix}")
+                store = cls(folder=runs / f"{prefix}_{datetime.now():%Y%m%d_%H%M%S}{suffix}")
                 # The run folder may have been deleted and its flat files kept: they are not overwritten.
                 if not (store.json_path.exists() or store.csv_path.exists()):
                     with contextlib.suppress(FileExistsError):
@@ -91,11 +97,6 @@ class RunFolder:
             raise files.not_writable(output_dir, "--output-dir", error) from None
 
     @classmethod
-    def _named(cls, folder: Path) -> RunFolder:
-        json_path = flat_json_path(folder)
-        return cls(folder=folder, json_path=json_path, csv_path=json_path.with_suffix(".csv"))
-
-    @classmethod
     def open(cls, folder: Path) -> RunFolder:
         """Opens an earlier run for ``--resume``. Raises UsageError if it is missing, or could write elsewhere."""
         if not (folder / RUN_FILE).is_file():
@@ -103,7 +104,7 @@ class RunFolder:
                 problem = "nothing to resume, the run ended before it had settled what to run"
                 raise cannot_resume(folder, problem, remedy="start it again")
             raise cannot_resume(folder, f"no {RUN_FILE} there", remedy="give a folder below <output-dir>/runs")
-        store = cls._named(folder.resolve())
+        store = cls(folder=folder.resolve())
         # Links and special files in a downloaded run could redirect what is written.
         written = ("recommended", "recommended/*", "export_*", "export_*/*", "trials", "points", "points/**/*")
         names = {*store.folder.iterdir(), store.json_path, store.csv_path, store.recommendation_path}

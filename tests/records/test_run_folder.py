@@ -191,7 +191,8 @@ def test_records_come_back_in_order_without_lines_that_are_none(run: RunFolder, 
 def test_no_text_at_all_can_break_the_file(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     """Some letters end a line for Python but not for JSON."""
     folder = tmp_path_factory.mktemp("run")
-    made = RunFolder(folder=folder, json_path=folder / "r.json", csv_path=folder / "r.csv")
+    made = RunFolder(folder=folder / "runs" / "zero_1")
+    made.folder.mkdir(parents=True)
     made.append(fakes.failure(error=text, details=text))
     made.write_rows(flat(fakes.failure(error=text, details=text)))
     made.append(fakes.success())
