@@ -66,8 +66,22 @@ def charts_of(comparison: Comparison, recommended: str | None = None) -> tuple[l
         _throughput_chart(rows),
         *(_memory_chart(rows, tier) for tier in _TIERS),
         _phase_chart(rows),
-        _step_time_chart(rows),
-        _loss_chart(rows),
+        _line_chart(
+            rows,
+            _step_ms,
+            name="steps",
+            title="Step times",
+            axis="ms per optimizer step",
+            note="The slowest rank of the run nearest to the row's mean; warm-up steps are in no statistic.",
+        ),
+        _line_chart(
+            rows,
+            lambda run: run.losses,
+            name="losses",
+            title="Losses",
+            axis="loss",
+            note="Seed and data are the same in every row, so the lines should coincide.",
+        ),
     )
     charts = [chart for chart in candidates if chart is not None]
     if not rows.measured:
@@ -456,20 +470,12 @@ def _two_lines(label: str) -> str:
 # ------------------------------------------------------------------ lines over steps
 
 
-def _step_time_chart(rows: _Rows) -> Chart | None:
-    def step_ms(run: Run) -> list[float | None]:
-        if run.record is None or not run.ranks:
-            return []
-        slowest = run.record.slowest_rank
-        return [to_ms(seconds) for seconds in (*slowest.warmup_step_seconds, *slowest.step_seconds)]
-
-    note = "The slowest rank of the run nearest to the row's mean; warm-up steps are in no statistic."
-    return _line_chart(rows, step_ms, name="steps", title="Step times", axis="ms per optimizer step", note=note)
-
-
-def _loss_chart(rows: _Rows) -> Chart | None:
-    note = "Seed and data are the same in every row, so the lines should coincide."
-    return _line_chart(rows, lambda run: run.losses, name="losses", title="Losses", axis="loss", note=note)
+def _step_ms(run: Run) -> list[float | None]:
+    """Every step of the slowest rank, warm-up first."""
+    if run.record is None or not run.ranks:
+        return []
+    slowest = run.record.slowest_rank
+    return [to_ms(seconds) for seconds in (*slowest.warmup_step_seconds, *slowest.step_seconds)]
 
 
 def _line_chart(

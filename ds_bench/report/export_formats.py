@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from xml.etree import ElementTree
@@ -90,7 +89,7 @@ def tracked_runs(results: Sequence[Result]) -> TrackedRuns:
         name = source.stem if names[source.stem] == 1 else str(source.with_suffix(""))
         for run in with_loss_caveats(result.runs):
             group = run.row.run_id or (name if folder is None else folder.name)
-            runs[group, run.trial.trial_id] = run, _steps(run, folders.get(run.row.run_id or ""))
+            runs[group, run.trial.trial_id] = run, [*_steps(run, folders.get(run.row.run_id or ""))]
     return runs
 
 
@@ -129,35 +128,31 @@ def _plain(name: str) -> str:
     return re.sub(r"[^\w.+=-]", "-", name).lstrip(".") or "run"
 
 
-def _steps(run: Run, run_folder: Path | None) -> list[TrialStep]:
+def _steps(run: Run, run_folder: Path | None) -> Iterator[TrialStep]:
     """The steps in ``steps.jsonl``, which has memory too, else those of the record.
 
-    Empty for a trial without either, such as a flat row or one that failed without ``--monitor``.
+    None for a trial without either, such as a flat row or one that failed without ``--monitor``.
     """
     if run_folder is not None and (monitored := read_steps(last_trial_folder(run_folder, run.trial.trial_id))):
-        return monitored
-    return [*_steps_of_record(run)]
-
-
-def _steps_of_record(run: Run) -> Iterator[TrialStep]:
+        yield from monitored
+        return
     record, row = run.record, run.row
     if record is None or not (record.ranks and row.throughput_tokens_per_sec and row.avg_step_time_ms):
         return
     tokens_per_step = row.throughput_tokens_per_sec * row.avg_step_time_ms / 1000
-    slowest = record.slowest_rank
+    slowest, losses = record.slowest_rank, run.losses
     seconds = [*slowest.warmup_step_seconds, *slowest.step_seconds]
-    begun = 0.0 if record.started_at is None else datetime.fromisoformat(record.started_at).timestamp()
-    ends = accumulate(seconds, initial=begun + (record.start_seconds or 0.0))
-    # The first is where the first step begins.
-    next(ends)
-    for number, (end, duration) in enumerate(zip(ends, seconds, strict=True)):
+    end = 0.0 if record.started_at is None else datetime.fromisoformat(record.started_at).timestamp()
+    end += record.start_seconds or 0.0
+    for number, duration in enumerate(seconds):
+        end += duration
         yield TrialStep(
             step=number,
             phase="warmup" if number < len(slowest.warmup_step_seconds) else "measured",
             time=end,
             seconds=duration,
             tokens_per_second=tokens_per_step / duration if duration > 0 else None,
-            loss=run.losses[number] if number < len(run.losses) else None,
+            loss=losses[number] if number < len(losses) else None,
         )
 
 

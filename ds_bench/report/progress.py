@@ -5,6 +5,7 @@ On a terminal a live line follows the current trial.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -151,35 +152,30 @@ def count_line(plan: RunPlan) -> str:
 
 def run_plan_lines(plan: RunPlan, most: int) -> list[str]:
     """The plan as a table: of a sweep a line for each point, else for each row; ``most`` lines, and how many more."""
-    on_gpus = plan.placement.accelerator == "cuda"
+    cells = []
     if len(plan.plans) > 1:
-        headings, cells = ("Point", "fit"), [_point_cells(each) for each in plan.plans]
+        headings = ("Point", "fit")
+        for each in plan.plans:
+            sizes = [size for trial in each.trials if (size := _predicted_bytes(trial)) is not None]
+            memory = " – ".join(dict.fromkeys(map(format_bytes, (min(sizes), max(sizes))))) if sizes else ""
+            verdicts = [*{trial.configuration.name: _fit_text(each, trial) for trial in each.trials}.values()]
+            unknown = f", {verdicts.count('?')} ?" if "?" in verdicts else ""
+            fits = f"{verdicts.count('yes')} of {len(verdicts)}{unknown}"
+            cells.append((each.options.point_text, str(len(each.trials)), memory, fits))
     else:
-        names = dict.fromkeys(trial.configuration.name for trial in plan.trials)
-        headings, cells = ("Configuration", "fits"), [_row_cells(plan.plans[0], name) for name in names]
-    head = [headings[0], "trials", "GPU memory" if on_gpus else "host memory", headings[1]]
-    table = Table(columns=[Column[str](heading) for heading in head], rows=cells[:most])
+        headings = ("Configuration", "fits")
+        for name, count in Counter(trial.configuration.name for trial in plan.trials).items():
+            first = next(trial for trial in plan.trials if trial.configuration.name == name)
+            prediction = stored_prediction(first)
+            least = "≥ " if prediction is not None and prediction.unknown else ""
+            memory = least + format_bytes(_predicted_bytes(first))
+            fits = "unsupported" if first.unsupported else _fit_text(plan.plans[0], first)
+            cells.append((first.configuration.label, str(count), memory, fits))
+    memory = "GPU memory" if plan.placement.accelerator == "cuda" else "host memory"
+    columns = [Column[str](heading) for heading in (headings[0], "trials", memory, headings[1])]
+    lines = Table(columns=columns, rows=cells[:most]).to_terminal(1000)
     left = [f"and {len(cells) - most:,} more"] if len(cells) > most else []
-    return [count_line(plan), "", *(line.text for line in table.to_terminal(1000)), *left]
-
-
-def _point_cells(plan: Plan) -> list[str]:
-    sizes = [size for trial in plan.trials if (size := _predicted_bytes(trial)) is not None]
-    memory = "" if not sizes else format_bytes(min(sizes))
-    if sizes and max(sizes) > min(sizes):
-        memory = f"{memory} – {format_bytes(max(sizes))}"
-    verdicts = {trial.configuration.name: _fit_text(plan, trial) for trial in plan.trials}
-    fitting, unknown = (list(verdicts.values()).count(text) for text in ("yes", "?"))
-    fits = f"{fitting} of {len(verdicts)}" + (f", {unknown} ?" if unknown else "")
-    return [plan.options.point_text, str(len(plan.trials)), memory, fits]
-
-
-def _row_cells(plan: Plan, name: str) -> list[str]:
-    first, *others = (trial for trial in plan.trials if trial.configuration.name == name)
-    fits = "unsupported" if first.unsupported else _fit_text(plan, first)
-    prediction = stored_prediction(first)
-    least = "≥ " if prediction is not None and prediction.unknown else ""
-    return [first.configuration.label, str(1 + len(others)), least + format_bytes(_predicted_bytes(first)), fits]
+    return [count_line(plan), "", *(line.text for line in lines), *left]
 
 
 def _predicted_bytes(trial: Trial) -> int | None:
