@@ -1,4 +1,4 @@
-"""A trial that cannot begin leaves nothing behind."""
+"""A trial that cannot begin leaves nothing behind; what its ranks are told."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ds_bench.launch import Limits, trial
+from ds_bench.records.rank_files import Assignment
 from tests.support import fakes
 
 
@@ -30,3 +31,16 @@ def test_a_trial_whose_first_files_cannot_be_written_leaves_no_scratch(
 
 def _start_nothing(*_: object) -> trial.Leader:
     raise AssertionError("no rank starts without the trial's files")
+
+
+def test_a_variable_of_the_row_goes_before_that_of_all_rows(tmp_path: Path) -> None:
+    asked = fakes.trial(replace(fakes.zero(1), variables={"OF_ROW": "1"}))
+    told: list[Assignment] = []
+
+    def start(_trial: object, folder: Path, _remote: object) -> trial.Leader:
+        told.append(Assignment.load(folder))
+        raise KeyboardInterrupt
+
+    given = {"OF_ROW": "0", "OF_ALL": "0"}
+    trial.run_trial(asked, tmp_path, print, limits=Limits(), environment=given, start=start, launch="deepspeed")
+    assert told[0].environment == {"OF_ROW": "1", "OF_ALL": "0"}

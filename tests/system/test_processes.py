@@ -77,6 +77,25 @@ def test_nvmls_device_files_do_not_forbid_a_fork_and_those_of_computing_do(tmp_p
     assert processes.open_gpu_files(tmp_path) == ["/dev/nvidia-uvm"]
 
 
+IGNORES_SIGTERM = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.fork()
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_ignores_sigterm_is_killed_after_the_grace_with_its_children() -> None:
+    with subprocess.Popen([sys.executable, "-c", IGNORES_SIGTERM], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert [child.stdout.readline() for _ in range(2)] == [b"ready\n"] * 2
+        earlier = processes.descendants() - {child.pid} - processes.descendants(child.pid)
+        start = time.monotonic()
+        assert processes.end_tree(None, earlier=earlier, grace_seconds=0.3) == set()
+        assert 0.3 <= time.monotonic() - start < processes.KILL_SECONDS
+
+
 def test_activity_is_memory_and_disk_traffic_of_processes_that_live(tmp_path: Path) -> None:
     def traffic() -> int:
         counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())

@@ -22,6 +22,7 @@ def test_random_tokens_depend_on_seed_and_rank_and_lie_inside_the_vocabulary() -
     ids = [batch["input_ids"] for batch in batches()]
     assert all(torch.equal(x, y["input_ids"]) for x, y in zip(ids, batches(), strict=True))
     assert not torch.equal(ids[0], batches(rank=1)[0]["input_ids"])
+    assert not torch.equal(ids[0], batches(seed=2)[0]["input_ids"])
     assert not torch.equal(ids[0], ids[1])
     for batch in batches():
         assert batch["input_ids"].shape == (3, 5)

@@ -16,6 +16,8 @@ def test_weights_depend_on_seed_and_name_and_not_on_the_order_of_building() -> N
     assert len(beats) == 2 * 4, "each parameter is a sign of life"
     assert torch.equal(a["x"].weight, b["x"].weight)
     assert not torch.equal(a["x"].weight, a["y"].weight)
+    build.reinitialise_weights(b, seed=4)
+    assert not torch.equal(a["x"].weight, b["x"].weight)
 
 
 def test_a_dropout_is_set_in_configurations_modules_and_the_values_that_functions_get() -> None:

@@ -47,7 +47,8 @@ def test_a_rank_that_no_other_will_meet_ends_with_one_line(
     tmp_path: Path, world_size: int | None, message: str
 ) -> None:
     assert start_by_hand(tmp_path, 2, world_size) == (1, f"rank 0: RuntimeError: {message}\n")
-    assert json.loads((tmp_path / "rank0.json").read_text())["failure"]["message"] == message
+    failure = json.loads((tmp_path / "rank0.json").read_text())["failure"]
+    assert (failure["message"], failure["phase"]) == (message, "hello")
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("LOCAL_SIZE", 4096), ("LOCAL_WORLD_SIZE", 8192)])

@@ -46,6 +46,12 @@ class Engine:
         self.calls.append("forward")
         return SimpleNamespace(loss=torch.tensor(float(self.calls.count("forward"))))
 
+    def eval(self) -> None:
+        self.calls.append("eval")
+
+    def train(self) -> None:
+        self.calls.append("train")
+
     def backward(self, _loss: torch.Tensor) -> None:
         self.calls.append("backward")
 
@@ -134,6 +140,19 @@ def test_calls_in_the_warm_up_happen_between_two_steps(make: Make) -> None:
 def test_warm_up_goes_on_while_fp16_skips_every_step(make: Make) -> None:
     assert len(training_loop.warm_up(make(Engine(skips=lambda step: step <= 5, scales=True)), 2)) == 6
     assert len(training_loop.warm_up(make(Engine(skips=lambda _: True)), 2)) == 2, "bf16 has no loss scale"
+
+
+def test_the_device_is_waited_for_at_both_ends_of_the_window(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    monkeypatch.setattr(training_loop, "synchronize", lambda _accelerator: engine.calls.append("synchronize"))
+    training_loop.measure(make(engine), 1, lambda: engine.calls.append("barrier"), training_loop.Samples())
+    assert engine.calls == ["barrier", "synchronize", *["forward", "backward", "step"] * 2, "synchronize"]
+
+
+def test_the_repeated_loss_is_taken_without_dropout_and_without_training(make: Make) -> None:
+    engine = Engine()
+    assert training_loop.repeated_loss(make(engine)) == 1.0
+    assert engine.calls == ["eval", "forward", "train"]
 
 
 def test_cuda_step_times_are_of_device_events_and_synchronise_only_when_read(monkeypatch: pytest.MonkeyPatch) -> None:
