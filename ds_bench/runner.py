@@ -416,7 +416,7 @@ class ComparisonRun:
                         waiting = [*remaining, *remaining_trials(self.plan.trials, store.records(), retry=())]
                         keys = {work_key(trial) for trial in waiting}
                         remaining = [trial for trial in self.plan.trials if work_key(trial) in keys]
-                        results.replan(self.plan)
+                        results.plan = self.plan
                         progress.replan(len(remaining))
             except OSError as error:  # such as a full disk: no further trial can be kept
                 failure = error
@@ -603,11 +603,10 @@ class ResultBuilder:
     """
 
     def __init__(self, plan: RunPlan, environment: Environment, run_id: str) -> None:
-        self._plan, self._environment, self._run_id = plan, environment, run_id
+        self.plan, self._environment, self._run_id = plan, environment, run_id
         gpus = environment.gpus if plan.placement.accelerator == "cuda" else ()
         self._gpu_name = gpus[0].name if gpus else None
         self._predictor = trial_predictions.ChangePredictor()
-        self._plan_of_key = {work_key(trial): each for each in plan.plans for trial in each.trials}
         self._run_of_key: dict[str, Run] = {}
 
     def add(self, record: TrialRecord) -> None:
@@ -618,17 +617,10 @@ class ResultBuilder:
         peak_flops = self._peak_flops(flops.peak_precision(record))
         self._run_of_key[work_key(record.trial)] = make_run(record, facts, peak_flops, self._environment, self._run_id)
 
-    def replan(self, plan: RunPlan) -> None:
-        """Take a plan of the same points with other trials; earlier records stay with their points."""
-        index = {id(each): number for number, each in enumerate(self._plan.plans)}
-        self._plan_of_key = {key: plan.plans[index[id(each)]] for key, each in self._plan_of_key.items()}
-        self._plan_of_key |= {work_key(trial): each for each in plan.plans for trial in each.trials}
-        self._plan = plan
-
     @property
     def gpu_without_peak(self) -> str | None:
         """Name of a GPU whose peak rate is unknown, so that MFU is left out; None if it is known, and on a CPU."""
-        precision = self._plan.plans[0].trials[0].workload.precision
+        precision = self.plan.plans[0].trials[0].workload.precision
         return None if self._peak_flops(precision) else self._gpu_name
 
     def point_text(self, trial: Trial) -> str:
@@ -641,19 +633,15 @@ class ResultBuilder:
         return self._predictor.complete(trial, plan.facts.profile, plan.model.hidden_size)
 
     def _plan_of(self, trial: Trial) -> Plan:
-        """Return the plan of a trial. A trial of an earlier run of the folder may have none: then the plan of its
-        workload, or the first.
-        """
-        planned = self._plan_of_key.get(work_key(trial))
-        if planned is not None:
-            return planned
-        same = (each for each in self._plan.plans if each.trials[0].workload == trial.workload)
-        return next(same, self._plan.plans[0])
+        """Return the plan of the trial's point; the first one for a point that an earlier run of the folder had."""
+        of_point = (each for each in self.plan.plans if dict(each.options.point) == trial.point)
+        return next(of_point, self.plan.plans[0])
 
     @property
     def runs(self) -> list[Run]:
-        """Numbers of each trial that has a record, point by point, in the order of the plan; then those of trials that
-        an earlier run of the folder made and this one does not ask for.
+        """Numbers of each trial that has a record, point by point, in the order of the plan.
+
+        Trials that an earlier run of the folder made, and this one does not ask for, come last in their point.
         """
         return [run for _, runs in self.points for run in runs]
 
@@ -663,16 +651,16 @@ class ResultBuilder:
         left = dict(self._run_of_key)
         of_plan = {
             id(plan): [left.pop(work_key(trial)) for trial in plan.trials if work_key(trial) in left]
-            for plan in self._plan.plans
+            for plan in self.plan.plans
         }
         for run in left.values():
             of_plan[id(self._plan_of(run.trial))].append(run)
-        found = [(plan, of_plan[id(plan)]) for plan in self._plan.plans if of_plan[id(plan)]]
+        found = [(plan, of_plan[id(plan)]) for plan in self.plan.plans if of_plan[id(plan)]]
         # An interruption may come before the first record; a report is made nevertheless.
-        return found or [(self._plan.plans[0], [])]
+        return found or [(self.plan.plans[0], [])]
 
     def _peak_flops(self, precision: str) -> float | None:
         """Return peak FLOP/s of one device in that precision; None if it is unknown."""
-        if self._plan.options.peak_tflops:
-            return self._plan.options.peak_tflops * 1e12
+        if self.plan.options.peak_tflops:
+            return self.plan.options.peak_tflops * 1e12
         return flops.peak_flops(self._gpu_name, precision) if self._gpu_name else None

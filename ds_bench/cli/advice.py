@@ -10,7 +10,7 @@ from pathlib import Path
 from ..config import strategies, validation
 from ..config.automatic_values import TrainingFacts
 from ..config.configuration_file_rows import FileRowMaker
-from ..config.configuration_files import explain_files, read_configuration_files
+from ..config.configuration_files import ConfigurationFile, explain_files, read_configuration_files
 from ..config.spec import Configuration, Placement, Precision
 from ..errors import UsageError
 from ..models import lookup
@@ -36,8 +36,16 @@ def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int
         training = TrainingFacts(
             num_gpus=num_gpus, grad_accum=grad_accum, precision=precision, hidden_size=facts.hidden_size
         )
-        maker = FileRowMaker(facts=training)
-        configurations = _of_files(maker, configs, Placement(accelerator="cuda", num_gpus=num_gpus, nvme_path="/nvme"))
+        placement = Placement(accelerator="cuda", num_gpus=num_gpus, nvme_path="/nvme")
+        files, lines = read_configuration_files(configs)
+        usable, refusals = usable_configurations(files, FileRowMaker(facts=training), placement)
+        lines += refusals
+        if not usable:
+            raise UsageError(f"--configs {'; '.join(lines)}", remedy=explain_files(configs))
+        lines += [f"{each.name}: {caveat}" for each in usable for caveat in each.caveats]
+        for line in lines:
+            terminal.print_text(f"note: {terminal.escape_controls(line)}", sys.stderr)
+        configurations = [replace(each, label=f"{each.name} (stage {each.stage})") for each in usable]
     for configuration in configurations:
         advice = guide.advise(
             configuration,
@@ -51,22 +59,18 @@ def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int
     return 0
 
 
-def _of_files(maker: FileRowMaker, paths: Sequence[Path], placement: Placement) -> list[Configuration]:
-    """The configurations of files, with what there is to say of each on standard error.
-
-    Raises UsageError if a file is not a configuration, or all are refused.
-    """
-    files, lines = read_configuration_files(paths)
-    made = [maker.make(file) for file in files]
-    refusals = {each.name: validation.unsupported_reason(each, placement) for each in made}
-    lines += [f"{name}: {reason}" for name, reason in refusals.items() if reason is not None]
-    fit = [each for each in made if refusals[each.name] is None]
-    if not fit:
-        raise UsageError(f"--configs {'; '.join(lines)}", remedy=explain_files(paths))
-    lines += [f"{each.name}: {caveat}" for each in fit for caveat in each.caveats]
-    for line in lines:
-        terminal.print_text(f"note: {terminal.escape_controls(line)}", sys.stderr)
-    return [replace(each, label=f"{each.name} (stage {each.stage})") for each in fit]
+def usable_configurations(
+    files: Sequence[ConfigurationFile], maker: FileRowMaker, placement: Placement
+) -> tuple[list[Configuration], list[str]]:
+    """Return the configurations of files that this placement can run, and why it cannot run the others."""
+    usable, refusals = [], []
+    for configuration in map(maker.make, files):
+        reason = validation.unsupported_reason(configuration, placement)
+        if reason is None:
+            usable.append(configuration)
+        else:
+            refusals.append(f"{configuration.name}: {reason}")
+    return usable, refusals
 
 
 def _model_facts(model: str) -> ModelFacts:

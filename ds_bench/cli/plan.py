@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import planner, units
-from ..config import strategies, validation
+from ..config import strategies
 from ..config.automatic_values import TrainingFacts
 from ..config.configuration_file_rows import FileRowMaker
 from ..config.configuration_files import ConfigurationFile, explain_files, read_configuration_files
@@ -30,6 +30,7 @@ from ..prediction.what_if import PlannedTrial
 from ..report.memory_plan import MemoryPlan, PlanRow, plan_lines
 from ..system import devices, terminal
 from ..units import format_names
+from .advice import usable_configurations
 from .commands import ALL_STRATEGIES, PREDICTED_STRATEGIES
 
 _MAX_TOKENS = 2**40
@@ -151,21 +152,19 @@ def _of_files(
         hidden_size=hidden_size,
     )
     maker = FileRowMaker(facts=facts, keep_batch=options.keep_batch)
-    made, refusals = [], []
-    for file in files:
-        configuration = maker.make(file)
-        reason = validation.unsupported_reason(configuration, question.placement)
-        if reason is not None:
-            refusals.append(f"{file.name}: {reason}")
-        elif tensor_parallel_size(configuration.deepspeed_config) > 1:
-            lines.append(f"not predicted: {file.name}: AutoTP splits layers, which the formulas do not know; run it")
-        else:
-            made.append(configuration)
-            lines += [f"{file.name}: {caveat}" for caveat in configuration.caveats]
-    if refusals and not made and not options.strategies:
+    usable, refusals = usable_configurations(files, maker, question.placement)
+    if refusals and not usable and not options.strategies:
         raise UsageError(f"--configs {'; '.join(refusals)}", remedy=explain_files(options.configs))
+    predicted = []
+    for configuration in usable:
+        if tensor_parallel_size(configuration.deepspeed_config) > 1:
+            reason = "AutoTP splits layers, which the formulas do not know; run it"
+            lines.append(f"not predicted: {configuration.name}: {reason}")
+        else:
+            predicted.append(configuration)
+            lines += [f"{configuration.name}: {caveat}" for caveat in configuration.caveats]
     lines += [f"not predicted: {refusal}" for refusal in refusals]
-    return made
+    return predicted
 
 
 def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None]:

@@ -292,7 +292,7 @@ def test_bf16_on_a_card_without_it_and_questions_without_an_answer(
         (["--seq-length", "2000"], 2, ["2000", "1024"]),
         (["--batch-size", "99999999999999"], 2, ["99999999999999"]),
         (["--host-memory", "-1"], 2, ["-1"]),
-        (["--model", "meta-llama/Llama-9-1B"], 2, ["no preset and no local folder", "only with --online"]),
+        (["--model", "meta-llama/Llama-9-1B"], 2, ["only with --online"]),
     ):
         with subtests.test(" ".join(flags)):
             assert main(["plan", *flags]) == code
