@@ -269,13 +269,11 @@ class Hosts:
         self.names, self._command_of = tuple(names), command_of
         self._connected = frozenset(connected)
         self.connections = [
-            HostConnection(name, connected=connected[name])
-            if name in connected
-            else HostConnection(name, command_of(name))
+            HostConnection(name, () if name in connected else command_of(name), connected=connected.get(name))
             for name in names
         ]
-        self._unproven: list[tuple[str, str]] = []
-        """Pairs of a host and a trial that was not seen to end there."""
+        self.unproven: list[tuple[str, str]] = []
+        """Pairs of a host and a trial. The host was lost before it proved that the trial left no process there."""
         self._gave_up = False
         """Whether the last trial could not begin because a host was lost."""
         self._locked: tuple[Placement, Say] | None = None
@@ -287,7 +285,7 @@ class Hosts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _at: TracebackType | None
     ) -> None:
-        if self._unproven:  # the last trial's: Slurm's signal before a time limit ends srun, and so agents too
+        if self.unproven:  # the last trial's: Slurm's signal before a time limit ends srun, and so agents too
             self._locked = None  # no trial follows
             with contextlib.suppress(HostError):
                 self.reconnect(0.0)
@@ -335,12 +333,12 @@ class Hosts:
                         raise
                     time.sleep(_RETRY_SECONDS)
             # For hosts that answer too: only their agent can say that an earlier trial is gone from there.
-            for name, trial in [each for each in self._unproven if each[0] == connection.name]:
+            for name, trial in [each for each in self.unproven if each[0] == connection.name]:
                 end = connection.request("end", kind=HostEnd, trial=trial, grace_seconds=0.0)
                 if end.left:
                     # They would disturb what the next trial measures.
                     raise HostError(name, f"processes {[*end.left]} of an earlier trial could not be ended")
-                self._unproven.remove((name, trial))
+                self.unproven.remove((name, trial))
         self._gave_up = False
 
     def lock_devices(self, placement: Placement, say: Say) -> DeviceLocks:
@@ -369,10 +367,6 @@ class Hosts:
         )
         locks: DeviceLocks = connection.result_of(answer, timeout_seconds)
         return locks
-
-    def note_unproven(self, name: str, trial: str) -> None:
-        """Note that a host was lost before it proved that a trial left no process there."""
-        self._unproven.append((name, trial))
 
     def master_of(self, placement: Placement) -> tuple[str, int]:
         """Address and port at which the ranks of the next trial meet, on the first host. Raises HostError.

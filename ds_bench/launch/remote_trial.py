@@ -136,7 +136,7 @@ class RemoteTrial:
                     caveats.append(f"processes {[*left]} of host {connection.name} could not be ended")
             except HostError as error:
                 lost = lost or (error if isinstance(error, HostLostError) else None)
-                self._hosts.note_unproven(connection.name, self._scratch_id)
+                self._hosts.unproven.append((connection.name, self._scratch_id))
                 caveats.append(f"it is not proven that no process is left on a host: {error}")
             # What a host still sends, after it was lost for instance, belongs to no trial any more.
             connection.listen = lambda _message: None
