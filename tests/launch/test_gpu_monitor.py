@@ -26,24 +26,26 @@ GB = fakes.GB
 class Steps:
     """A launcher that reports every step."""
 
+    step: int | None = None
+
     def launch(self, trial: Trial, folder: Path, listen: ProgressCallback) -> TrialRecord:  # noqa: ARG002
-        for step in range(-1, trial.workload.warmup_steps + trial.workload.num_steps):
-            listen(Progress(phase="forward", step=step, last_step_seconds=0.1, elapsed_seconds=1.0))
+        for self.step in range(-1, trial.workload.warmup_steps + trial.workload.num_steps):
+            listen(Progress(phase="forward", step=self.step, last_step_seconds=0.1, elapsed_seconds=1.0))
         return fakes.success(trial)
 
 
 def caveats(*reasons: str, indices: tuple[int, ...] = (0, 1), **facts: float) -> tuple[object, ...]:
     """Caveats of a trial on two cards if the second is throttled for these reasons."""
-    reads = []
+    steps, read_at = Steps(), list[int | None]()
 
     def read() -> GpuInventory:
-        reads.append(1)
+        read_at.append(steps.step)
         first, second = fakes.inventory(cards=2).gpus
         return GpuInventory(gpus=(first, replace(second, throttle_reasons=reasons, **facts)))
 
     trial = fakes.trial(on=fakes.placement(accelerator="cuda", num_gpus=2))
-    record = GpuMonitoringLauncher(Steps(), read, indices).launch(trial, Path("unused"), lambda _progress: None)
-    assert len(reads) == 2, "before the trial, and once in the middle"
+    record = GpuMonitoringLauncher(steps, read, indices).launch(trial, Path("unused"), lambda _progress: None)
+    assert read_at == [None, trial.workload.warmup_steps + trial.workload.num_steps // 2]
     return record.caveats
 
 
@@ -89,14 +91,15 @@ def test_ctrl_c_ends_the_wait_for_memory(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_row_after_an_offload_row_waits_until_host_memory_is_given_back() -> None:
-    asked = iter([100, 100, 40, 70, 99, 50])
+    asked = iter([100, 100, 40, 70, 99, 50, 7])
     launcher = GpuMonitoringLauncher(
         fakes.FakeLauncher("Success"), GpuInventory, (0,), wait_seconds=10, read_host_bytes=lambda: next(asked) * GB
     )
     on = fakes.placement(accelerator="cuda")
-    for trial in (fakes.trial(on=on), fakes.trial(fakes.offload("cpu_full"), on=on), fakes.trial(on=on)):
+    plain, offload = fakes.trial(on=on), fakes.trial(fakes.offload("cpu_full"), on=on)
+    for trial in (plain, offload, plain, plain):
         launcher.launch(trial, Path("unused"), lambda _progress: None)
-    assert next(asked) == 50, "the third row began before the memory was there, or waited for more"
+    assert next(asked) == 7, "the third row began too early or waited for more, or the fourth waited"
 
 
 def test_the_agents_of_several_hosts_read_the_cards_which_are_named_with_their_host(tmp_path: Path) -> None:

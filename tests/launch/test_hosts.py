@@ -242,17 +242,18 @@ def test_many_hosts_that_do_not_answer_are_waited_for_together(tmp_path: Path, m
 
 # ------------------------------------------------------------------ processes of a trial on one host
 
-# A rank that starts a process without any variable, and that one another one.
+# A rank that starts a process without any variable, and that one another one; and an orphan in the rank's session.
 RANK = """
 import subprocess, sys
 inner = "import subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); sys.stdin.read()"
 child = subprocess.Popen([sys.executable, "-c", inner], env={}, stdout=subprocess.PIPE, text=True)
-print(child.pid, child.stdout.readline(), flush=True)
+orphan = subprocess.check_output(["/bin/sh", "-c", "sleep 60 >/dev/null & echo $!"], env={}, text=True)
+print(child.pid, child.stdout.readline().strip(), orphan, flush=True)
 sys.stdin.read()
 """
 
 
-def test_children_without_the_trials_variable_belong_to_the_trial(tmp_path: Path) -> None:
+def test_children_without_the_trials_variable_and_orphans_belong_to_the_trial(tmp_path: Path) -> None:
     mark = str(time.time_ns())
     rank = subprocess.Popen(
         [sys.executable, "-c", RANK],
@@ -261,11 +262,12 @@ def test_children_without_the_trials_variable_belong_to_the_trial(tmp_path: Path
         stdout=subprocess.PIPE,
         text=True,
         cwd=tmp_path,
+        start_new_session=True,
     )
     assert rank.stdout is not None
     with rank, rank.stdout:
         started = {rank.pid, *map(int, rank.stdout.readline().split())}
         found = find_trial_processes(mark)
         processes.end_processes(lambda: {pid for pid in started if processes.is_alive(pid)})
-    assert len(started) == 3
+    assert len(started) == 4
     assert found == started
