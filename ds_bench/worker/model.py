@@ -92,7 +92,13 @@ def build_model(
             notes = (text.replace("torch.", ""),)
         module.to(dtype=dtype)
         if split:
-            _partition(module, config, dtype, device)
+            import deepspeed
+
+            # One parameter after the other is split among the ranks on the device; buffers are moved there whole.
+            deepspeed.zero.Init(module=module, config_dict_or_path=dict(config), dtype=dtype)
+            for owner in module.modules():
+                held = {name: buffer for name, buffer in owner._buffers.items() if buffer is not None}
+                owner._buffers.update({name: buffer.to(device) for name, buffer in held.items()})
         elif not at_stage3 and engine != "fsdp2":  # which move it part by part
             module.to(device=device)
     elif engine == "fsdp2":
@@ -157,17 +163,6 @@ def call_factory(name: str) -> tuple[torch.nn.Module, MakeBatch | None]:
     if make_batch is not None and not callable(make_batch):
         raise TypeError(f"the model factory returned a module and {type(make_batch).__name__}, not a function")
     return model, make_batch
-
-
-def _partition(model: torch.nn.Module, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
-    """Splits every parameter among the ranks, one after the other on ``device``; buffers are moved there whole."""
-    import deepspeed
-
-    deepspeed.zero.Init(module=model, config_dict_or_path=dict(config), dtype=dtype)
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
 
 
 def _set_config_dropouts(config: Any, probability: float) -> None:

@@ -13,7 +13,7 @@ training, as at stage 3. Timed here is what passes through DeepSpeed's backend, 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any, Self
@@ -232,7 +232,11 @@ class OffloadTimer:
                 timed = self._timed_adam(optimizer, getattr(optimizer, name))
                 self._stack.enter_context(mock.patch.object(optimizer, name, timed))
         timed_handles: dict[int, TimedHandle] = {}
-        for owner in _swappers(self._engine):
+        # The objects through which DeepSpeed swaps optimizer states, gradients and parameters.
+        swappers = [getattr(each, "nvme_swapper", None) for each in self._engine.module.parameters()]
+        if (swapper := getattr(self._engine.optimizer, "optimizer_swapper", None)) is not None:
+            swappers += [swapper, swapper.gradient_swapper]
+        for owner in {id(each): each for each in swappers if each is not None}.values():
             for name, value in list(vars(owner).items()):
                 if not isinstance(value, type) and hasattr(value, "async_pread"):
                     # One stand-in per handle, however many attributes hold it: a wait ends what any of them began.
@@ -300,16 +304,6 @@ def cpu_adam_bytes(optimizer: DeepSpeedCPUAdam) -> int:
                 each = 2 * weight.element_size() + weight.grad.element_size() + 4 * moment
                 total += each * weight.numel()
     return total
-
-
-def _swappers(engine: Any) -> Iterator[Any]:
-    """The objects of the engine through which DeepSpeed swaps optimizer states, gradients and parameters."""
-    optimizer_swapper = getattr(engine.optimizer, "optimizer_swapper", None)
-    if optimizer_swapper is not None:
-        yield optimizer_swapper
-        yield optimizer_swapper.gradient_swapper
-    swappers = (getattr(parameter, "nvme_swapper", None) for parameter in engine.module.parameters())
-    yield from {id(swapper): swapper for swapper in swappers if swapper is not None}.values()
 
 
 def _changes_device(name: str, tensor: torch.Tensor, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
