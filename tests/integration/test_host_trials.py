@@ -70,7 +70,8 @@ def when_it_steps(folder: Path, act: Callable[[], None]) -> None:
 
     if os.fork() == 0:
         try:
-            while not (steps(0) and steps(1)):
+            deadline = time.monotonic() + 60  # the process outlives a test that fails before the first step
+            while not (steps(0) and steps(1)) and time.monotonic() < deadline:
                 time.sleep(0.1)
             act()
         finally:
