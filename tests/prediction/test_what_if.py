@@ -27,10 +27,9 @@ def test_min_gpus_is_enough_and_one_less_is_not() -> None:
         assert fits(there, card) is enough
     # No number helps a strategy that splits nothing; above a node, whole nodes count.
     assert min_gpus(llama(zero(0)), 80 * GB) is None
-    several = min_gpus(replace(question, ranks_per_node=6), 20 * GB)
-    assert several is not None
-    assert several > 6
-    assert several % 6 == 0
+    assert min_gpus(replace(question, ranks_per_node=6), 22 * GB) == 24  # 23 are enough
+    ten = replace(question, placement=replace(question.placement, num_gpus=10), ranks_per_node=8)
+    assert min_gpus(ten, 29 * GB) == 10  # its own number fits, though whole nodes would be 16
 
 
 @settings(max_examples=30, deadline=None)

@@ -146,6 +146,10 @@ def test_every_text_is_one_line() -> None:
     assert all("\n" not in line for line in found.lines)
     assert any("one two three" in str(step) for step in found.next_steps)
     assert found.lines[0] == "Recommendation (balanced): ZeRO-0"
+    # The notes of a report have the remedies of caveats.
+    remedies = [str(step) for step in found.next_steps if step.kind == "caveat"]
+    assert remedies
+    assert not set(remedies) & {line.removeprefix("Next: ") for line in found.lines}
     assert answer().lines == ["Recommendation (balanced): none", "No row to use: nothing was run."]
 
 
@@ -288,6 +292,7 @@ def test_rows_at_their_own_largest_batch_may_fill_the_card() -> None:
     found = answer(at_largest(0, 4, 78, 800), at_largest(2, 16, 79, 1000))
     assert found.choice == "ZeRO-2"
     assert "left_out" not in kinds(found)
+    assert answer(at_largest(0, 4, 78, 800)).try_next is None
     roomy = {"ledger": {"gpu": {"activations": GB}}}
     steps = answer(at_largest(0, 4, 20, 1000, **roomy), at_largest(2, 16, 70, 990)).next_steps
     assert not {"larger_batch", "rule"} & {step.kind for step in steps}
