@@ -33,6 +33,7 @@ def test_parameters_and_gradients_are_sent_as_often_as_in_the_paper_and_deepspee
         (fakes.zero(2), 4, (0, 9)),  # gradients of every micro-batch
         (fakes.zero(3), 4, (8, 4)),
         (with_zero(3, stage3_max_live_parameters=10**10, stage3_max_reuse_distance=10**10), 1, (1, 1)),
+        (with_zero(3, stage3_max_live_parameters=10**10), 1, (2, 1)),  # the reuse distance is smaller than the model
         (fakes.reference("ddp"), 1, (0, 2)),
         (fakes.reference("fsdp2"), 1, (2, 1)),
     ):
