@@ -129,6 +129,16 @@ def test_stage_that_is_left_out_or_failed_is_never_the_remedy(peak: float | None
     assert (action.values["change"].kind == "change_that_trained") == (peak == 60)
 
 
+def test_next_run_of_a_row_short_of_memory_keeps_its_layout() -> None:
+    """On four cards ZeRO-0 of 108 GB fits with no change but a higher stage, which is another row."""
+    found = advice(ended(planned(fakes.zero(0), 4)), ended(planned(fakes.zero(3), 4), 40))
+    assert found.choice == "ZeRO-3"
+    assert found.try_next is not None
+    assert not {"strategy", "stages"} & found.try_next.settings.keys()
+    fitting = advice(ended(planned(fakes.zero(2), 4)), ended(planned(fakes.zero(3), 4), 40))
+    assert fitting.try_next == Fact("try", settings={"activation_checkpointing": True, "stages": [2]})
+
+
 def test_run_that_was_predicted_to_fit_needs_a_change_that_frees_what_was_missing() -> None:
     """78.1 GB are predicted at ZeRO-3 on four cards and 20 GB were missing: a change must come under 58.1 GB."""
     trial = planned(fakes.zero(3), 4)
