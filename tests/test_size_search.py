@@ -121,6 +121,12 @@ def test_the_common_micro_batch_is_compared_on_request(machine: Machine) -> None
     ]
 
 
+def test_probe_that_failed_for_another_reason_is_run_again_by_resume(machine: Machine) -> None:
+    machine.search(trains_up_to({"zero1": 0}, "RuntimeError"), "--stages", "1")
+    assert machine.resume(script=FakeLauncher(by_strategy={"zero1": trains_up_to({"zero1": 5})})) == 0
+    assert (5, True) in [(row["batch_size"], row["success"]) for row in machine.rows()]
+
+
 @pytest.mark.parametrize("status", ["OOM", "RuntimeError"])
 def test_row_shows_why_nothing_trains(machine: Machine, status: str) -> None:
     assert machine.search(trains_up_to({"zero1": 0}, status), "--stages", "1") == 1
