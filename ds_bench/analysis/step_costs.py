@@ -37,18 +37,6 @@ class StepCosts:
 NO_COSTS = StepCosts()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskWait:
-    """How long a step waits for the disk and for everything else, on the rank that waits longest for the disk."""
-
-    wait_seconds: float
-    other_seconds: float
-
-    @property
-    def is_disk_bound(self) -> bool:
-        return self.wait_seconds > self.other_seconds
-
-
 def step_costs(record: TrialRecord) -> StepCosts:
     """Computes the costs of a step of a trial that measured something."""
     ranks = record.ranks
@@ -57,9 +45,20 @@ def step_costs(record: TrialRecord) -> StepCosts:
     slowest = max(ranks, key=lambda rank: rank.step_parts.get("communication", 0.0))
     operations = slowest.communication or ()
     waits = [each.wait_seconds for each in operations if each.wait_seconds is not None]
-    nodes = ranks_of_nodes(ranks).values()
-    adam = [speed for node in nodes if (speed := _adam_speed(node)) is not None]
-    disks = [speeds for node in nodes if (speeds := _disk_speeds(node)) is not None]
+    adam_speeds: list[float] = []
+    disks: list[tuple[float, float]] = []
+    for node in ranks_of_nodes(ranks).values():
+        # Ranks of a node step side by side: the bytes of all in the time of the slowest.
+        stepped = [rank.offload for rank in node if rank.offload is not None and rank.offload.cpu_adam_seconds]
+        if stepped:
+            slowest_seconds = max(times.cpu_adam_seconds or 0.0 for times in stepped)
+            adam_speeds.append(sum(times.cpu_adam_bytes or 0.0 for times in stepped) / slowest_seconds)
+        swapping = [(rank, rank.offload) for rank in node if rank.offload is not None and _moved_bytes(rank.offload)]
+        moved = sum(_moved_bytes(times) for _, times in swapping)
+        other_seconds = max((_seconds_without_disk(rank, times) for rank, times in swapping), default=0.0)
+        busy_seconds = max((times.disk_busy_seconds or 0.0 for _, times in swapping), default=0.0)
+        if other_seconds and busy_seconds:
+            disks.append((moved / other_seconds, moved / busy_seconds))
     # The node whose disk gives least of what it needs.
     needed, measured = min(disks, key=lambda speeds: speeds[1] / speeds[0], default=(None, None))
     wait = disk_wait(record)
@@ -72,10 +71,10 @@ def step_costs(record: TrialRecord) -> StepCosts:
             default=None,
         ),
         transfer_seconds=parts.get("transfer"),
-        cpu_adam_bytes_per_second=min(adam, default=None),
+        cpu_adam_bytes_per_second=min(adam_speeds, default=None),
         disk_needed_bytes_per_second=needed,
         disk_measured_bytes_per_second=measured,
-        disk_bound=None if wait is None else wait.is_disk_bound,
+        disk_bound=None if wait is None else wait[0] > wait[1],
     )
 
 
@@ -87,32 +86,15 @@ def step_parts(ranks: Sequence[RankMeasurement]) -> dict[str, float]:
     return {part: max(each.get(part, 0.0) for each in parts) for part in measured}
 
 
-def disk_wait(record: TrialRecord) -> DiskWait | None:
-    """What decides whether a trial is disk-bound; None if nothing was swapped."""
+def disk_wait(record: TrialRecord) -> tuple[float, float] | None:
+    """Return the seconds that a step waits for the disk and for everything else, on the rank that waits longest for the
+    disk; None if nothing was swapped. A trial is disk-bound if the first is the larger."""
     waits = [
-        DiskWait(wait_seconds=rank.offload.disk_wait_seconds, other_seconds=_seconds_without_disk(rank, rank.offload))
+        (rank.offload.disk_wait_seconds, _seconds_without_disk(rank, rank.offload))
         for rank in record.ranks
         if rank.offload is not None and rank.offload.disk_wait_seconds is not None and _moved_bytes(rank.offload)
     ]
-    return max(waits, key=lambda wait: wait.wait_seconds, default=None)
-
-
-def _adam_speed(node: Sequence[RankMeasurement]) -> float | None:
-    """Bytes per second that CPU Adam moves on one node; None if it did not step."""
-    times = [rank.offload for rank in node if rank.offload is not None and rank.offload.cpu_adam_seconds]
-    # Ranks of a node step side by side: the bytes of all in the time of the slowest.
-    seconds = max((each.cpu_adam_seconds or 0.0 for each in times), default=0.0)
-    return sum(each.cpu_adam_bytes or 0.0 for each in times) / seconds if seconds else None
-
-
-def _disk_speeds(node: Sequence[RankMeasurement]) -> tuple[float, float] | None:
-    """Bytes per second that one node needs from its disk, and those that it gave; None if nothing was swapped."""
-    swapping = [(rank, rank.offload) for rank in node if rank.offload is not None and _moved_bytes(rank.offload)]
-    moved = sum(_moved_bytes(times) for _, times in swapping)
-    other_seconds = max((_seconds_without_disk(rank, times) for rank, times in swapping), default=0.0)
-    # Ranks use the disk side by side, too.
-    busy_seconds = max((times.disk_busy_seconds or 0.0 for _, times in swapping), default=0.0)
-    return (moved / other_seconds, moved / busy_seconds) if other_seconds and busy_seconds else None
+    return max(waits, key=lambda wait: wait[0], default=None)
 
 
 def _moved_bytes(times: OffloadTimes) -> float:

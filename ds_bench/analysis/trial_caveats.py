@@ -173,9 +173,9 @@ def _nvme_caveats(record: TrialRecord) -> Iterator[Caveat]:
         yield Caveat(CaveatKind.PARAMETERS_NOT_SWAPPED, {"block": block_bytes})
     elif not any(measured_values(ranks, "nvme_read_bytes") + measured_values(ranks, "nvme_written_bytes")):
         yield Caveat(CaveatKind.NOTHING_REACHED_DISK)
-    wait = disk_wait(record)
-    if wait is not None and wait.is_disk_bound:
-        yield Caveat(CaveatKind.DISK_BOUND, {"wait": wait.wait_seconds, "other": wait.other_seconds})
+    wait, other = disk_wait(record) or (0.0, 0.0)
+    if wait > other:
+        yield Caveat(CaveatKind.DISK_BOUND, {"wait": wait, "other": other})
 
 
 def _training_caveats(record: TrialRecord) -> Iterator[Caveat]:

@@ -200,6 +200,20 @@ def test_of_two_models_only_the_facts_that_differ_are_named() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("policy", "searched", "size"),
+    [("batch_policy", "largest", {"batch_size": 8}), ("seq_policy", "longest", {"seq_length": 256})],
+)
+def test_a_size_that_both_rows_searched_for_may_differ(policy: str, searched: str, size: dict[str, int]) -> None:
+    ours, theirs = {policy: searched}, {policy: searched, **size}
+    measured = {"micro_batch_size": size["batch_size"]} if "batch_size" in size else {}
+    assert between(gpu(of=fakes.workload(**ours)), gpu(of=fakes.workload(**theirs)), **measured) == []
+    (name,) = size
+    for one, other in ((fakes.workload(), theirs), (fakes.workload(**size), ours)):
+        named = between(gpu(of=one), gpu(of=fakes.workload(**other)))
+        assert {text.partition(" ")[0] for text in named} == {policy, name}
+
+
 def test_what_the_engine_ran_counts_and_not_what_the_flags_said() -> None:
     for changes, said in (
         ({"micro_batch_size": 8}, "micro_batch_size 4 against 8"),

@@ -362,13 +362,16 @@ def test_a_tested_comparison_on_quiet_cards_has_no_caveat() -> None:
     assert comparison.caveats == ()
 
 
-def test_a_window_on_a_gpu_below_two_seconds_is_told(subtests: pytest.Subtests) -> None:
+def test_the_shortest_window_on_a_gpu_below_two_seconds_is_reported() -> None:
     for seconds, on, told in ((0.19, CUDA, True), (0.21, CUDA, False), (0.1, fakes.placement(num_gpus=2), False)):
-        with subtests.test(seconds=seconds):
-            short = fakes.success(gpu(1, on=on), step_seconds=[seconds] * 10)
-            assert (CaveatKind.SHORT_WINDOW in kinds(compared(short))) is told
-            again = compare([flat_run(make_run(short).row)])  # tells the mean step and the number of steps
-            assert kinds(again).get(CaveatKind.SHORT_WINDOW) == kinds(compared(short)).get(CaveatKind.SHORT_WINDOW)
+        short, long = (fakes.success(gpu(1, on=on), step_seconds=[each] * 10) for each in (seconds, 0.3))
+        caveat = kinds(compared(long, short)).get(CaveatKind.SHORT_WINDOW)
+        assert (caveat and caveat.values) == ({"seconds": pytest.approx(10 * seconds)} if told else None)
+        # A flat row has the mean step and the number of steps.
+        assert (
+            kinds(compare([flat_run(make_run(each).row) for each in (long, short)])).get(CaveatKind.SHORT_WINDOW)
+            == caveat
+        )
 
 
 def test_rows_with_too_few_runs_are_counted() -> None:
