@@ -107,6 +107,15 @@ def test_a_report_reads_rows_and_only_the_records_that_it_needs(tmp_path: Path) 
     assert rows.runs[0].losses == again[1].ranks[0].losses
 
 
+def test_every_record_is_read_if_the_cards_are_of_two_kinds(tmp_path: Path) -> None:
+    """A row has the name of one card, and rows on other cards do not compare."""
+    first, second = fakes.environment().gpus
+    for cards, read in (((first, second), False), ((first, replace(second, name="NVIDIA A100")), True)):
+        stored = fakes.write_run(tmp_path / str(read), [fakes.success()], on=fakes.environment(gpus=cards))
+        (run,) = load_results.load(stored.folder, whole=False).runs
+        assert isinstance(run.stored, TrialRecord) is read
+
+
 @pytest.mark.parametrize("change", ["a row less", "another start", "no file", "other figures in a record"])
 def test_rows_that_are_not_those_of_the_records_are_not_used(run: RunFolder, change: str) -> None:
     rows = json.loads(run.json_path.read_text())

@@ -321,3 +321,12 @@ def test_a_file_that_trains_differently_on_purpose_says_so_in_a_flat_row_too() -
     read = [flat_run(run.row) for run in runs]
     assert [each.kind for each in read[1].caveats].count(OTHER_TRAINING) == 1
     assert named(read) == [1]
+
+
+def test_the_cosine_of_the_weights_changes_is_known_for_rows_that_took_equal_steps() -> None:
+    """(3, 4) and (4, 3): 24 / 25."""
+    rows = [
+        losing(stage, *[7.0] * steps, weight_change=change)
+        for stage, steps, change in ((1, 30, (3.0, 4.0)), (2, 30, (4.0, 3.0)), (3, 31, (4.0, 3.0)))
+    ]
+    assert [run.row.weight_change_cosine for run in with_loss_caveats(rows)] == [1.0, 0.96, None]
