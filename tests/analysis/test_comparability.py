@@ -1,4 +1,4 @@
-"""Which trials are one row, and what two rows may not differ in."""
+"""Which trials are one row, and which facts forbid a ratio."""
 
 from __future__ import annotations
 
@@ -307,7 +307,7 @@ def test_labels_are_unique_whatever_the_rows(rows: list[tuple[str, int, float, b
 
 
 def test_a_dropout_that_was_asked_for_and_the_same_as_the_models_own_are_alike() -> None:
-    """A flat row tells what ran and not whether a flag asked for it."""
+    """A flat row contains the dropout that ran, not whether a flag asked for it."""
     own = fakes.success(gpu(), dropout=0.1)
     asked = replace(gpu(), workload=fakes.workload(dropout=0.1))
     assert incomparable_facts(own, fakes.success(asked, dropout=0.1)) == []

@@ -149,7 +149,7 @@ def test_three_successful_runs_on_either_side_are_tested_and_fewer_are_not() -> 
 
 
 def test_the_interval_between_two_rows_is_the_tables_and_uses_the_runs_of_all() -> None:
-    """a, b and c vary alike: all nine runs tell the noise, and c against b is held to one level for all three pairs."""
+    """a, b and c vary alike: the noise is estimated from all nine runs, and one level covers all three pairs."""
     seconds = {0: (0.100, 0.103, 0.101), 1: (0.111, 0.110, 0.113), 2: (0.122, 0.120, 0.121)}
     a, b, c = rows(*(record for stage, own in seconds.items() for record in runs(stage, *own)))
     assert ratio_between(b, a) == b.ratio_interval
@@ -174,7 +174,7 @@ def test_rows_of_two_comparisons_are_held_against_each_other_by_their_own_runs()
 
 
 def test_the_trend_is_that_of_the_order_in_which_runs_really_ran() -> None:
-    """Each run 5 % slower than the one before, in the order a b, b a, a b: that is no noise."""
+    """Each run 5 % slower than the one before, in the order a b, b a, a b: noise has no part in it."""
     moments = {(0, 0): 0, (1, 0): 1, (1, 1): 2, (0, 1): 3, (0, 2): 4, (1, 2): 5}
     records = [
         replace(ran(stage, (1 + stage) * 0.1 * 1.05**moment, repeat), started_at=f"2026-11-21T09:00:{moment:02}+00:00")

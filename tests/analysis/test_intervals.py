@@ -92,7 +92,7 @@ def test_a_throughput_is_never_said_to_be_possibly_negative(values: list[float])
 def test_a_ratio_interval_by_hand() -> None:
     """Logs of 90, 100, 110 against 180, 200, 220: the same spread, half the speed.
 
-    ln 90, ln 100, ln 110 = 4.499810, 4.605170, 4.700480: mean 4.601820, deviation 0.100377, hence variance of the
+    ln 90, ln 100, ln 110 = 4.499810, 4.605170, 4.700480: mean 4.601820, deviation 0.100377, so the variance of the
     mean 0.0033585 on either side; standard error √0.006717 = 0.081957; 4 degrees of freedom, t = 2.776445;
     margin 0.227549. Ratio 1/2, from 0.5 / 1.255519 = 0.398242 to 0.5 × 1.255519 = 0.627759.
     """
@@ -105,7 +105,7 @@ def test_a_ratio_interval_by_hand() -> None:
 
 
 def test_unequal_spreads_cost_degrees_of_freedom() -> None:
-    """Welch: where one side alone varies, its own degrees of freedom are all there are."""
+    """Welch: if only one side varies, only its degrees of freedom count."""
     found = ratio_interval([90, 100, 110], [200, 200, 200, 200, 200, 200])
     assert found is not None
     assert found.degrees_of_freedom == pytest.approx(2)
@@ -186,7 +186,7 @@ SETS, SEEDS = 40, 100
 MOST_ALARMS = 0.05 + 2 * math.sqrt(0.05 * 0.95 / (SETS * SEEDS))
 """5 % and two standard errors of such a share."""
 Figures = Any
-"""Logs of runs' means, a line for each set, in the order in which the runs ran."""
+"""Logs of runs' means, a line for each set, in the order of the runs."""
 
 
 def wandering(numbers: np.random.Generator, count: int) -> Figures:
@@ -220,13 +220,13 @@ NOISES: dict[str, Callable[[np.random.Generator, int], Figures]] = {
 
 
 def planned(count: int, runs: int, seed: int) -> list[tuple[int, int]]:
-    """Row and round of each run, in the order in which a comparison of so many rows runs them."""
+    """Row and round of each run, in the order of a comparison of that many rows."""
     rows = [replace(fakes.zero(0), name=str(row)) for row in range(count)]
     return [(int(row.name), number) for number in range(runs) for row in ordered_for_round(rows, seed, number)]
 
 
 def found_by(differences: list[list[LogDifference]]) -> Any:
-    """Which rows Holm's method tells from the first, for each set; ``differences`` by row."""
+    """Rows that Holm's method finds to differ from the first, for each set; ``differences`` by row."""
     probabilities = [
         [d.probability if abs(d.plain) > 2 * d.standard_error else 1.0 for d in row] for row in differences
     ]  # two standard errors are never enough
@@ -260,7 +260,7 @@ def false_alarms_and_finds(noise: str, runs: int, count: int = ROWS, *, lost: in
 
 
 def finds_of_welch(noise: str, runs: int) -> float:
-    """Of the same 5 %, by an interval for that row alone, the runs in the order as written."""
+    """Of the same 5 %, by an interval for only that row, the runs in the written order."""
     found = 0
     for seed in range(SEEDS):
         ran = [(row, number) for number in range(runs) for row in range(ROWS)]

@@ -1,4 +1,4 @@
-"""Results read back: every way of naming one, what a flat JSON still tells, and one line for what is no result."""
+"""Results read back: every way of naming one, flat JSON without its run, one line for any other file."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_flat_json_without_its_run_folder_gives_its_rows(run: RunFolder, tmp_p
     [("zero_init=true", "zero_init=false"), ("data_workers=0+zero_init=true", "data_workers=0+zero_init=false")],
 )
 def test_rows_of_a_flat_json_that_differ_in_an_axis_alone_are_two_rows(values: tuple[str, str], tmp_path: Path) -> None:
-    """Neither a column nor the hash of the DeepSpeed configuration tells them apart, only their names."""
+    """Only their names differ: no column and not the hash of the DeepSpeed configuration."""
     row = json.loads(REFERENCE.read_text())[-1]
     alone = tmp_path / "elsewhere.json"
     alone.write_text(json.dumps([{**row, "strategy": f"zero3+{value}", "config_hash": "0" * 16} for value in values]))
@@ -268,7 +268,7 @@ def test_a_flat_row_may_lack_columns_and_have_more(tmp_path: Path) -> None:
     assert labels(load_results.load(path)) == ["mine"]
 
 
-# ------------------------------------------------------------------ what is no result
+# ------------------------------------------------------------------ files that are not results
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ DIFFERS = CaveatKind.LOSS_DIFFERS
         ([losing(stage, 7.0, 6.9) for stage in (0, 1, 2, 3)], {}),
         # Seen: a stage-3 model built without the Transformers integration starts at 85 instead of 6.9.
         ([losing(1, 6.9, 6.8), losing(3, 85.0, 80.0)], {1: CaveatKind.LOSS_DIFFERS}),
-        # The quirk of stage 0 is named, is never the reference, and explains so much and no more.
+        # The quirk of stage 0 is named, is never the reference, and explains a limited difference.
         ([losing(0, 7.08, 7.0, **QUIRK), losing(1, 7.0, 6.9), losing(2, 7.0, 6.9)], {0: CaveatKind.LOSS_QUIRK}),
         ([losing(0, 7.08, **QUIRK), losing(1, 7.0), losing(3, 85.0)], {0: CaveatKind.LOSS_QUIRK, 2: DIFFERS}),
         ([losing(0, 10.5, **QUIRK), losing(1, 7.0)], {0: DIFFERS}),
@@ -165,7 +165,7 @@ CHANGE = (1.0, 2.0, 3.0)
 
 
 def changed(stage: int, change: tuple[float, ...] | None, *, steps: int = 18, **seen: Any) -> Run:
-    """A row of so many measured steps, and how its weights changed in the first five of the warm-up."""
+    """A row of ``steps`` measured steps, with its weights' change in the first five warm-up steps."""
     window = EarlyWindow(**{"first_step": 0, "steps": 5, "weight_change": change, **seen.pop("window", {})})
     return losing(stage, *[7.0] * (5 + steps), early_window=window, **seen)
 
@@ -293,7 +293,7 @@ def test_files_among_themselves_train_as_most_of_them_do_and_none_where_each_doe
     assert named(files) == [0]
     assert named(files[:2]) == [0, 1]
     still = of_file("still", 0.0, 7.0, 7.0, weight_change=(0.0, 0.0))
-    assert named([still, files[1]]) == [], "what does not train is no training to compare with"
+    assert named([still, files[1]]) == [], "a row that does not train is not compared with"
     assert recommend(compare([still, files[1]])).choice == "b"
 
 

@@ -32,7 +32,7 @@ def result(
     notes: Sequence[str] = (),
     family: str = "zero",
 ) -> Result:
-    """A result as it is loaded; ``on`` None: it does not tell its environment."""
+    """A result as it is loaded; ``on`` None: without its environment."""
     return Result(
         source=Path(name),
         runs=load_results.make_runs(entries),
@@ -44,7 +44,7 @@ def result(
 
 
 def run(stage: int, seconds: float, repeat: int = 0, **of: object) -> TrialRecord:
-    """A repeat of a ZeRO stage; its second of launch is told by its speed, so that no two are one."""
+    """A repeat of a ZeRO stage; its start depends on its speed, so that all runs are distinct."""
     trial = fakes.trial(fakes.zero(stage), on=CUDA, of=fakes.workload(**of), repeat=repeat)
     return replace(fakes.success(trial, step_seconds=[seconds] * 10), wall_seconds=100 * seconds)
 
@@ -91,7 +91,7 @@ def test_repeats_of_two_results_are_runs_of_one_row_with_numbers_of_their_own() 
 
 
 def test_rounds_of_two_results_are_rounds_of_their_own() -> None:
-    """Row 2 is missing from the second result: its run in the third is no neighbour of row 1's in the second."""
+    """Row 2 is missing from the second result: its run in the third is not a neighbour of row 1's in the second."""
     results = [
         result(*(run(stage, 0.1 + number / 100) for stage in stages), name=f"{number}.json")
         for number, stages in enumerate(((1, 2), (1,), (1, 2)))

@@ -45,7 +45,7 @@ CATEGORIES = ("parameters", "gradients", "optimizer_states", "deepspeed_buffers"
 
 
 def distinct_run() -> Run:
-    """A run of two ranks on which no two columns have the same value; rank 1 is the slower and the fuller one."""
+    """A run of two ranks that gives every column another value; rank 1 is the slower and the fuller one."""
     names = ("gpu_init_peak_bytes", "gpu_peak_bytes", "gpu_peak_reserved_bytes", "gpu_allocated_bytes",
              "gpu_reserved_bytes", "gpu_device_used_bytes")  # fmt: skip
     trial = fakes.trial(

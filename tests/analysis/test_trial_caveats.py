@@ -23,7 +23,7 @@ def kinds(found: Run) -> list[CaveatKind]:
 
 
 def test_a_caveat_holds_from_its_limit_on(subtests: pytest.Subtests) -> None:
-    """95 % of 80 GB are 76: 74 reserved and 2 outside the allocator. 0.13 beside 0.1 varies by 13 %, 0.105 by 2 %."""
+    """95 % of 80 GB are 76: 74 reserved and 2 outside the allocator. 0.13 next to 0.1 varies by 13 %, 0.105 by 2 %."""
     outlier = [0.10, 0.14, 0.12, 0.16, 0.10, 0.14, 0.12, 0.16]  # quartiles 0.12 and 0.16: the fence is 0.28
     unstable = K.UNSTABLE_STEPS
     cases: list[tuple[dict[str, Any], list[CaveatKind]]] = [
