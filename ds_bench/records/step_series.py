@@ -145,13 +145,11 @@ class StepFileReader:
         first = max(self._next, count - _CAPACITY + 1)
         self._next = max(count, self._next)
         for number in range(first, count):
-            yield number, _sample(_SAMPLE.unpack_from(data, _HEADER.size + number % _CAPACITY * _SAMPLE.size))
-
-
-def _sample(values: tuple[float, ...]) -> StepSample:
-    measured, time, seconds, loss, *sizes = values
-    known_sizes = (None if size == _UNKNOWN else int(size) for size in sizes)
-    return StepSample(bool(measured), time, seconds, loss if math.isfinite(loss) else None, *known_sizes)
+            values = _SAMPLE.unpack_from(data, _HEADER.size + number % _CAPACITY * _SAMPLE.size)
+            measured, time, seconds, loss, *sizes = values
+            known_sizes = (None if size == _UNKNOWN else int(size) for size in sizes)
+            known_loss = loss if math.isfinite(loss) else None
+            yield number, StepSample(bool(measured), time, seconds, known_loss, *known_sizes)
 
 
 def read_steps(folder: Path) -> list[TrialStep]:
