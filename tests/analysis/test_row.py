@@ -219,6 +219,20 @@ def test_mfu_by_hand() -> None:
     assert eight.mfu == pytest.approx(row.mfu)
 
 
+def test_a_forward_pass_is_a_third_of_the_flops_and_recomputes_nothing() -> None:
+    both, forward = (
+        make_run(
+            fakes.success(fakes.trial(of=fakes.workload(pass_type=each, activation_checkpointing=True))), facts
+        ).row
+        for facts in (preset("gpt2"),)
+        for each in ("train", "forward")
+    )
+    assert both.model_flops_per_token == 3 * (forward.model_flops_per_token or 0)
+    assert both.hardware_flops_per_token == 4 * (forward.hardware_flops_per_token or 0)
+    assert forward.hardware_flops_per_token == forward.model_flops_per_token
+    assert both.flops_convention != forward.flops_convention
+
+
 def test_mfu_needs_a_peak_and_a_model_and_is_no_result_above_1() -> None:
     facts = find_preset("gpt2")
     without_peak, without_model = make_run(fakes.success(), facts).row, make_run(fakes.success(), None, 1e15).row
