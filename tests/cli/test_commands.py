@@ -265,3 +265,14 @@ def test_axes_are_listed_with_what_they_set_and_their_source(capsys: pytest.Capt
     assert max(map(len, text.splitlines())) <= 80
     assert commands.main(["axes", "overlap"]) == 2
     assert "did you mean overlap_comm?" in capsys.readouterr().err
+
+
+def test_a_report_of_both_scripts_has_the_command_of_each(
+    result: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    offload, typed = [fakes.success(fakes.trial(fakes.offload("cpu_optimizer"), on=GPUS))], ["--model", "tiny"]
+    other = fakes.write_run(tmp_path / "other", offload, family="offload", arguments=typed).folder
+    assert main(["report", str(result), str(other), "--markdown"]) == 0
+    out = capsys.readouterr().out
+    for command in ("zero_stage_comparison.py --model tiny --num-gpus 2", "offload_comparison.py --model tiny"):
+        assert f"python {command}" in out
