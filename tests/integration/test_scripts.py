@@ -118,7 +118,7 @@ def test_a_failing_row_does_not_stop_the_others_and_keeps_its_cause(start_script
     assert [row["status"] for row in rows] == ["❌ Killed", "❌ Killed"]
     assert all("rank0.log" in row["error_details"] and row["avg_step_time_ms"] is None for row in rows)
     assert out.count("  Killed in forward: killed by SIG") == 2
-    assert "both ended with Killed" in out
+    assert "No row trained: 2 Killed." in out
 
 
 HANGS = ("--model-factory", "faults:hangs_at_stage_2")
