@@ -153,3 +153,13 @@ def test_the_key_follows_everything_that_decides_the_measurement_and_nothing_els
     workloads = [variant.workload for variant in _variants()]
     changed = {name for each in workloads for name in names if getattr(each, name) != getattr(trial.workload, name)}
     assert changed == set(names)
+
+
+def test_credentials_are_in_nothing_that_is_stored_and_decide_nothing() -> None:
+    def with_token(token: str) -> Trial:
+        config = {**fakes.trial().ds_config, "wandb": {"enabled": True, "token": token}}
+        return replace(fakes.trial(replace(fakes.zero(1), deepspeed_config=config)), ds_config=config)
+
+    one, other = (with_token(f"hf_secret{number}") for number in range(2))
+    assert "hf_secret" not in json.dumps(one.to_dict())
+    assert work_key(one) == work_key(other)
