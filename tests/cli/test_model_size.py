@@ -49,6 +49,8 @@ def test_every_size_and_pass_is_a_trial_of_its_own_and_a_row_of_every_table(
     printed = capsys.readouterr().out
     for text in ("Passes of 2 models", "d_model 768 · d_ff 3,072 · layers 12 · heads 12", "parameters (", "✗ OOM"):
         assert text in printed
+    shown = re.findall(r"^size-\w+ +(forward \+ backward|forward|training step) ", printed, re.MULTILINE)
+    assert shown == ["forward", "forward + backward", "training step"] * 2
     rows = list(csv.DictReader((tmp_path / "o.csv").read_text().splitlines()))
     assert [(row["model"], row["pass_type"], row["success"]) for row in rows[:3]] == [
         ("size-small", "forward", "True"),

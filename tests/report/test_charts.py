@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from ds_bench.analysis.comparison import Comparison
-from ds_bench.analysis.row import Run
+from ds_bench.analysis.row import Run, make_run
 from ds_bench.config.caveats import Caveat, CaveatKind
 from ds_bench.config.spec import Placement
 from ds_bench.records import schema
@@ -214,6 +214,13 @@ def test_a_row_out_of_memory_is_drawn_in_that_tier_at_what_it_asked_for(subtests
             assert [each.get_width() for each in requests] == ([requested] if requested else [])
             if pareto:
                 assert points(drawn[0], "X") == [(requested, 0)]
+
+
+def test_on_the_cpu_accelerator_a_row_runs_out_of_host_memory() -> None:
+    trial = replace(fakes.trial(fakes.zero(2)), prediction=fakes.prediction(host={"x": 70 * GB}))
+    failed = samples.row("failed", make_run(fakes.failure(trial), None, None))
+    (one,), _ = charts_of(samples.comparison(failed, device_capacity_bytes=None, host_capacity_bytes=64 * GB))
+    assert (one.name, one.values) == ("ledger-cpu", [("failed", "OOM, predicted 70.0")])
 
 
 def test_a_row_that_failed_otherwise_is_in_no_chart_and_unknown_bytes_make_none() -> None:

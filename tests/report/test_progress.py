@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
+from ds_bench import planner
 from ds_bench.analysis.row import make_run
 from ds_bench.config.spec import Trial
 from ds_bench.launch import Progress
+from ds_bench.prediction.trial_predictions import MemoryCapacity
 from ds_bench.records.schema import Profile, TrialRecord
-from ds_bench.report.progress import ProgressReporter, nsys_command, profile_files_line
+from ds_bench.report.progress import ProgressReporter, nsys_command, profile_files_line, run_plan_lines
 from ds_bench.system import terminal as module
 from ds_bench.system.terminal import StatusLine
 from tests.support import fakes
@@ -188,6 +190,38 @@ def test_the_terminal_is_redrawn_at_most_once_a_second(terminal: Stream, monkeyp
             line.show(f"step {step}")
             drawn += [step] if terminal.getvalue() != before else []
     assert 3 <= len(drawn) <= 4
+
+
+# ------------------------------------------------------------------ the plan
+
+
+def test_the_plan_of_a_run_has_the_predicted_memory_and_what_fits() -> None:
+    """Cards of 10 GB; predicted are 9, 12 and 2 GB; of the last row a part is unknown, and the fourth has none."""
+    made = planner.make_run_plan([fakes.options("zero", "--repeats", "2")], fakes.make_config, fakes.machine())
+    (plan,) = made.plans
+    sizes, on = {"zero0": 9, "zero1": 12, "zero2": 2}, replace(plan.placement, accelerator="cuda")
+
+    def predicted(trial: Trial) -> Trial:
+        name = trial.configuration.name
+        unknown = "activations" if name == "zero2" else None
+        of = fakes.prediction(gpu={"parameters": sizes.get(name, 0) * GB}, host={"x": 1}, unknown=unknown)
+        return replace(trial, placement=on, prediction=of if name in sizes else None)
+
+    facts = replace(plan.facts, memory=MemoryCapacity(gpu_bytes=10 * GB, host_bytes=None))
+    plan = replace(plan, trials=[*map(predicted, plan.trials)], facts=facts, placement=on)
+    assert run_plan_lines(replace(made, plans=[plan]), 3) == [
+        "4 rows × 2 runs = 8 trials",
+        "",
+        "Configuration  trials  GPU memory  fits",
+        "ZeRO-0              2     9.00 GB   yes",
+        "ZeRO-1              2    12.00 GB    no",
+        "ZeRO-2              2   ≥ 2.00 GB     ?",
+        "and 1 more",
+    ]
+    points = [replace(plan, options=replace(plan.options, point={"training.seq_len": size})) for size in (64, 128)]
+    lines = run_plan_lines(replace(made, plans=points), 20)
+    assert lines[0] == "2 points × 4 rows × 2 runs = 16 trials"
+    assert [line.split("  ")[-2:] for line in lines[3:]] == [["2.00 GB – 12.00 GB", "1 of 4, 2 ?"]] * 2
 
 
 # ------------------------------------------------------------------ profiles

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -167,6 +168,23 @@ def test_a_row_of_which_some_runs_failed_says_how_many_and_where() -> None:
     text = text_of(report(runs(ZERO(0), 1000, 8), runs(ZERO(1), 900, 8, count=2) + failures(ZERO(1))[2:]))
     said = "ZeRO-1: 1 of 3 runs failed, OOM in optimizer init, asked 50.2 GB, 3.60 GB free."
     assert said in " ".join(text.split())
+
+
+def test_a_cause_without_details_is_only_on_the_page() -> None:
+    of = report(runs(ZERO(0), 1000, 8), failures(ZERO(1), "Killed", error="killed by SIGTERM", details=None))
+    assert "killed by SIGTERM" in render_page([of], "")
+    assert of.numbered_notes == ()
+
+
+def test_a_row_that_fills_the_card_on_purpose_has_no_warning_sign() -> None:
+    given = report(runs(ZERO(0), 1000, 78))
+    assert "98 % !" in text_of(given)
+    row = given.comparison.rows[0]
+    workload = replace(WORK, batch_policy="largest")
+    filled = [replace(run, stored=replace(run.stored, trial=replace(run.trial, workload=workload))) for run in row.runs]
+    text = text_of(replace(given, comparison=replace(given.comparison, rows=(replace(row, runs=tuple(filled)),))))
+    assert "98 %" in text
+    assert "!" not in text
 
 
 def test_nvme_has_a_column_where_a_row_swapped() -> None:
