@@ -137,6 +137,9 @@ def test_rule_is_about_the_fastest_sound_row_without_offload(subtests: pytest.Su
         ([row(zero(0), 70, 1000, **cards), row(zero(2), 30, 990, **cards), wrong], "balanced", "ZeRO-0 barely fits (8"),
         ([row(fakes.offload("none"), 20, 1000), row(fakes.offload("cpu_full"), 10, 500)], "balanced", "ZeRO-3 fits"),
         ([*short, row(zero(2), 44, 1000, **cards)], "balanced", "ZeRO-2 fits comfortably (55.0 %"),
+        # The fastest is too full to use.
+        ([row(zero(each), gb, speed, **cards) for each, gb, speed in ((1, 30, 900), (2, 30, 1200), (3, 78, 1500))],
+         "speed", "speed is critical: stage 2"),
         # Stage 3 leads stage 2 by 1 %, which is no difference.
         ([row(zero(each), 30, speed, **cards) for each, speed in ((0, 800), (2, 1000), (3, 1010))], "speed",
          "speed is critical: stage 2"),

@@ -149,6 +149,15 @@ def test_run_that_was_predicted_to_fit_needs_a_change_that_frees_what_was_missin
     assert found.gpu_bytes <= case.gpu_limit_bytes
 
 
+def test_change_with_room_to_spare_is_preferred_to_a_tight_one() -> None:
+    case = setup(ended(planned(fakes.zero(3), 4)))
+    tight, roomy = (replace(case.alternatives[0], gpu_bytes=size, host_bytes=0) for size in (95, 90))
+    case = replace(case, alternatives=(tight, roomy), gpu_limit_bytes=100, host_limit_bytes=None)
+    assert case.smallest_fit() == roomy
+    assert replace(case, alternatives=(tight,)).smallest_fit() == tight
+    assert replace(case, alternatives=(replace(tight, gpu_bytes=101),)).smallest_fit() is None
+
+
 def test_assumed_overhead_gives_way_to_the_measured_one() -> None:
     """The prediction assumes 2 GB of CUDA and NCCL; a card of 32 GB on which they take 0.5 GB has 1.5 GB more."""
     failing, trial = make_run(ended(planned(fakes.zero(1), 2))), planned(fakes.zero(3), 2)
@@ -231,6 +240,11 @@ def test_request_of_a_whole_bucket_is_answered_by_a_smaller_bucket(has_predictio
     run = fakes.failure(trial, schema.OOM, phase="backward", **size)
     found = advice(run, ended(planned(fakes.zero(3), 4, batch_size=2), 40.0))
     assert str(found.try_next) == "--set zero_optimization.reduce_bucket_size=50000000 --stages 2"
+    # A bucket that is small already does not get smaller.
+    small = {**trial.ds_config, "zero_optimization": {"stage": 2, "reduce_bucket_size": 50_000_000}}
+    size = {"requested_bytes": 2 * 50_000_000, "free_bytes": 0}
+    found = advice(fakes.failure(replace(trial, ds_config=small), schema.OOM, phase="backward", **size))
+    assert "reduce_bucket_size" not in str(found.try_next)
 
 
 def test_settings_are_flags_of_the_command_line() -> None:
