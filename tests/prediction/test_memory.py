@@ -71,6 +71,14 @@ def test_fullest_rank_is_found_without_looking_at_every_one(tensors: list[int], 
     assert owned_elements(tensors, ranks) == most
 
 
+def test_tied_embedding_sums_two_gradients_into_a_third() -> None:
+    """Two tensors of 10,000 bf16 elements until backward has left the first layer."""
+    tied = replace(TOY, tied_embeddings=True, before=(10_000,), after=())
+    plain, found = (ask(zero(3), model=each).predict() for each in (replace(tied, tied_embeddings=False), tied))
+    assert (plain.phase, found.phase) == ("enter", "leave")
+    assert found.gpu["temporaries"] - plain.gpu["temporaries"] == 2 * 2 * 10_000
+
+
 def test_peak_of_activations_is_the_loss_or_with_checkpointing_one_recomputed_layer() -> None:
     found = ask(zero(3), 2, seq_length=1000).predict()
     assert found.phase == "loss"
