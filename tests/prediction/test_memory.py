@@ -16,7 +16,7 @@ from ds_bench.config.spec import Configuration
 from ds_bench.prediction import memory
 from ds_bench.prediction.inputs import MemoryInputs, ZeroSettings
 from ds_bench.prediction.memory import DOES_NOT_FIT, FITS, TIGHT, Prediction
-from ds_bench.prediction.model_profile import ModelProfile, find_profile
+from ds_bench.prediction.model_profile import Activations, ModelProfile, Polynomial, find_profile
 from ds_bench.prediction.stage_3 import GatheredElements, gathered_elements
 from ds_bench.prediction.stages_0_to_2 import owned_elements
 from tests.support.fakes import offload, preset, zero
@@ -77,6 +77,24 @@ def test_tied_embedding_sums_two_gradients_into_a_third() -> None:
     plain, found = (ask(zero(3), model=each).predict() for each in (replace(tied, tied_embeddings=False), tied))
     assert (plain.phase, found.phase) == ("enter", "leave")
     assert found.gpu["temporaries"] - plain.gpu["temporaries"] == 2 * 2 * 10_000
+    # At stage 0 the LM head's gradient is the only one as backward enters the last layer.
+    heavy = Polynomial(fixed={}, per_layer={"bs": 10**6})
+    alone = {"bf16": Activations(plain=heavy, loss=heavy)}
+    for model, head in ((replace(tied, activations=alone), 10_000), (replace(TOY, activations=alone), 40)):
+        entered = ask(zero(0), model=model).predict()
+        assert (entered.phase, entered.gpu["gradients"]) == ("enter", 2 * head)
+        # Of a later micro-batch it is a second one, until it is added to the first.
+        later = ask(zero(0), model=model, grad_accum=2).predict()
+        assert (later.phase, later.gpu["temporaries"]) == ("enter", 2 * head)
+
+
+def test_model_built_whole_on_every_rank_is_the_fullest_moment() -> None:
+    """Without zero.Init at stage 3, before the first matrix product; 8 ranks of a node have it in host memory too."""
+    found = replace(llama(zero(3), 64, seq_length=1, zero_init=False), ranks_per_node=8).predict()
+    assert (found.phase, found.gpu["parameters"]) == ("build", 2 * 6_738_415_616)
+    assert "workspaces" not in found.gpu
+    assert found.host["parameters"] == 8 * 2 * 6_738_415_616
+    assert llama(zero(3), 64, seq_length=1).predict().phase != "build"
 
 
 def test_peak_of_activations_is_the_loss_or_with_checkpointing_one_recomputed_layer() -> None:

@@ -84,10 +84,10 @@ def about(found: Recommendation, label: str) -> Fact:
 
 
 def test_missing_bytes_are_requested_less_free(subtests: pytest.Subtests) -> None:
-    """The limit of 80 GB is lowered, for a run predicted to take 90, to what it would have had."""
+    """For a run that was predicted to take 70 GB, the limit of 80 GB is lowered to what there was."""
     for requested, free, missing, limit, kind in (
-        (35, 4, 31, 59, "short"),
-        (12, None, None, 78, "short_of_unknown"),
+        (35, 4, 31, 39, "short"),
+        (12, None, None, 58, "short_of_unknown"),
         (1, 2, 0, 80, "short_in_pieces"),
         (None, None, None, 80, "short_unknown"),
     ):
@@ -95,7 +95,8 @@ def test_missing_bytes_are_requested_less_free(subtests: pytest.Subtests) -> Non
             sizes = {"requested_bytes": requested and requested * GB, "free_bytes": free and free * GB}
             found = Shortage(**sizes)
             assert (found.missing_bytes, found.fact.kind) == (missing if missing is None else missing * GB, kind)
-            assert found.lower(80 * GB, 90 * GB) == limit * GB
+            assert found.lower(80 * GB, 70 * GB) == limit * GB
+    assert Shortage(requested_bytes=GB, free_bytes=0).lower(80 * GB, 90 * GB) == 80 * GB
     host = failed(schema.OOM_HOST, fakes.offload("cpu_full"), requested_bytes=GB, free_bytes=40 * GB)
     assert shortage_of(make_run(host)) == Shortage(requested_bytes=GB)  # the free bytes are the GPU's
 
