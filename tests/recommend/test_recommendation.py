@@ -298,5 +298,6 @@ def test_rows_at_their_own_largest_batch_may_fill_the_card() -> None:
     assert not {"larger_batch", "rule"} & {step.kind for step in steps}
     # A row that ran out at its largest size is in the table at a smaller one: it needs no remedy.
     larger = fakes.failure(at_largest(0, 8, 78, 800).trial, schema.OOM)
+    assert answer(larger).try_next == Fact("try", settings={"activation_checkpointing": True})
     found = answer(at_largest(0, 4, 78, 10_000), larger)
     assert found.try_next == Fact("try", settings={"num_steps": 50})
