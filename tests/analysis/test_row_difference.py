@@ -117,6 +117,8 @@ def test_a_higher_stage_is_split_into_what_grew_and_what_shrank() -> None:
     assert by_category(peak)[REST] / GB == pytest.approx(15.3, abs=0.01)
     assert {each.category for each in peak.uncounted} == {"gathered_parameters", "logits_and_loss", "workspaces"}
     assert difference.larger is difference.b
+    swapped = explain(difference.b, difference.a)
+    assert swapped.larger is swapped.a
 
 
 def test_categories_sum_to_the_total_of_the_run_in_every_result() -> None:
