@@ -150,3 +150,21 @@ def test_nvme_offload_that_swapped_nothing_or_reached_no_disk_is_found(subtests:
                 moves = {"nvme_stored_bytes": stored, "nvme_read_bytes": moved, "nvme_written_bytes": moved}
                 assert kinds(make_run(fakes.success(trial, ledger=ledger, **moves), None, None)) == expected
     assert kinds(run_of(seen(nvme_stored_bytes=None))) == []
+
+
+def test_caveats_of_the_workload_of_waiting_for_data_and_of_the_first_loss() -> None:
+    """ln(1000) is 6.9, and half of it is allowed on top."""
+    for workload, measured, expected in (
+        ({"synchronized": False}, {}, [K.NOT_SYNCHRONIZED]),
+        ({"warmup_steps": 0}, {}, [K.NO_WARM_UP]),
+        ({"num_steps": 1}, {}, [K.ONE_STEP]),
+        ({}, {"data_wait_seconds": 0.0049}, []),
+        ({}, {"data_wait_seconds": 0.0051}, [K.DATA_WAIT]),
+        ({}, {"vocabulary_size": 1000, "losses": (10.3, 6.0)}, []),
+        ({}, {"vocabulary_size": 1000, "losses": (10.4, 6.0)}, [K.FIRST_LOSS]),
+        ({}, {"vocabulary_size": 1000, "losses": (13.9, 6.0)}, [K.FIRST_LOSS_FAR]),
+        ({}, {"weight_change": (0.0, 0.0)}, [K.DOES_NOT_TRAIN]),
+        ({}, {"frozen_weights_changed": True}, [K.FROZEN_WEIGHTS_CHANGED]),
+    ):
+        trial = fakes.trial(on=CUDA, of=fakes.workload(**workload))
+        assert kinds(make_run(fakes.success(trial, **measured))) == expected, (workload, measured)
