@@ -1,1 +1,1 @@
-"""What the user sees and keeps: tables, Markdown, HTML page, charts, exported configurations."""
+"""Output for the user: tables, Markdown, the HTML page, charts and exported configurations."""

@@ -129,9 +129,9 @@ def _plain(name: str) -> str:
 
 
 def _steps(run: Run, run_folder: Path | None) -> Iterator[TrialStep]:
-    """The steps in ``steps.jsonl``, which has memory too, else those of the record.
+    """Yield the steps in ``steps.jsonl``, which has memory too; without it, the steps of the record.
 
-    None for a trial without either, such as a flat row or one that failed without ``--monitor``.
+    A trial without either yields nothing, such as a flat row or one that failed without ``--monitor``.
     """
     if run_folder is not None and (monitored := read_steps(last_trial_folder(run_folder, run.trial.trial_id))):
         yield from monitored

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..analysis import provenance
@@ -19,7 +19,7 @@ from . import charts, row_explanation, side_by_side
 from .comparison_charts import charts_of
 from .comparison_report import ComparisonReport, Note
 from .memory_plan import MemoryPlan, answer_text, plan_table
-from .table import Column, Table
+from .table import Column, make_table
 from .table_columns import TableColumn, detail_tables, measured_columns, row_status
 from .terminal_report import notes_that_matter
 
@@ -61,26 +61,20 @@ def render_tables(reports: Sequence[ComparisonReport]) -> str:
     """The rows of each report and its answer, as part of another page: a notebook's."""
     parts = []
     for report in reports:
-        columns = measured_columns(report.comparison)
-        rows = [
-            [
-                f"{'★ ' if row.key == report.recommendation.key else ''}{row.label}",
-                _status(row),
-                *(column.cell(row) for column in columns),
-            ]
-            for row in report.comparison.rows
+        recommendation, comparison = report.recommendation, report.comparison
+        columns: list[Column[ComparisonRow]] = [
+            Column("Configuration", _label_with_star(recommendation.key)),
+            Column("Status", _status),
+            *measured_columns(comparison),
         ]
-        headings = ["Configuration", "Status", *(column.heading for column in columns)]
-        answer = [report.recommendation.headline, report.recommendation.provisional]
-        table = Table(columns=[Column(heading) for heading in headings], rows=rows)
-        parts.append(
-            {
-                "title": report.title,
-                "table": table,
-                "lines": [*map(str, filter(None, answer)), *notes_that_matter(report)],
-            }
-        )
+        table = make_table(columns, comparison.rows, always=len(columns))
+        answer = map(str, filter(None, (recommendation.headline, recommendation.provisional)))
+        parts.append({"title": report.title, "table": table, "lines": [*answer, *notes_that_matter(report)]})
     return _render_tables(parts)
+
+
+def _label_with_star(chosen: str | None) -> Callable[[ComparisonRow], str]:
+    return lambda row: f"{'★ ' if row.key == chosen else ''}{row.label}"
 
 
 def render_plan(plan: MemoryPlan) -> str:

@@ -163,7 +163,7 @@ def test_the_copy_button_copies_the_configuration_shown(opened: Opened, driver: 
         )
     opened(samples.report(samples.zero_comparison()))
     assert driver.execute_script("return navigator.clipboard !== undefined") is clipboard
-    row = 2 if clipboard else 1  # another one, as the clipboard is that of the whole browser
+    row = 2 if clipboard else 1  # another row, since tabs share the clipboard
     driver.find_elements("css selector", "details.config summary")[row].click()
     copy = driver.find_element("css selector", f"[data-copies='s1-config-{row + 1}']")
     copy.click()

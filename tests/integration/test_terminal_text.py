@@ -26,7 +26,7 @@ from tests.support.scripted_run import ScriptedRun
 EVIL = "\x1b]52;c;ZWNobw==\x07\x1b[31m\u202edne\u2066\u0000\x9b2J\r\u2028\x85\ud800\U000e0041"
 """A clipboard write, a colour, two changes of direction, NUL, C1, line ends of other kinds, half a surrogate, a tag."""
 IN_FILES = EVIL.replace("\ud800", "")
-"""Half a surrogate is no JSON for the reader."""
+"""Without the half surrogate, which the reader rejects as JSON."""
 OUR_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 

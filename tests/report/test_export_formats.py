@@ -82,7 +82,7 @@ def test_rows_that_cannot_be_written_are_refused_in_one_line(
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run of two trials that trained, one of which was monitored, and one that ran out of memory."""
+    """A run with two trained trials, the second one monitored, and one that ran out of memory."""
     zero = [fakes.trial(fakes.zero(stage)) for stage in (0, 1, 2)]
     records = [fakes.success(zero[0]), fakes.success(zero[1]), fakes.failure(zero[2])]
     store = fakes.write_run(tmp_path / "out", records)
@@ -120,7 +120,7 @@ def test_tensorboard_shows_every_trial(
 
 
 def test_flat_files_that_do_not_name_their_run_are_groups_of_their_own(tmp_path: Path) -> None:
-    """Their trials have the same names, so that those of one would replace the other's."""
+    """Trials of both files have the same names; in one group they would overwrite each other."""
     files = [tmp_path / "before.json", tmp_path / "after.json"]
     for number, file in enumerate(files):
         trial = fakes.trial(fakes.zero(1))

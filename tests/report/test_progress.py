@@ -1,4 +1,4 @@
-"""What a run prints: plain lines into a file, one live line on a terminal, nothing when quiet."""
+"""Progress of a run: plain lines in a file, one live line on a terminal, nothing when quiet."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def at(phase: str = "forward", step: int = 5, last: float | None = 0.5, elapsed:
 
 
 def lines_of(plan: Sequence[Trial], records: Sequence[TrialRecord], **options: Any) -> list[str]:
-    """What a file gets while trials end with these records."""
+    """The lines in a file after trials ended with these records."""
     stream = Stream()
     reporter = ProgressReporter(StatusLine(stream), plan, **options)
     for record in records:
