@@ -26,6 +26,9 @@ def test_activations_are_what_autograd_saves_without_the_parameters() -> None:
     result, tiers = ledger.count_activations(lambda: (layer(data).exp() * 2).sum(), layer.parameters())
     assert result.requires_grad
     assert tiers == {"cpu": data.nbytes + 7 * 10 * 4}  # the input of the product and the result of exp
+    gathered = layer.weight.detach().requires_grad_()  # as at stage 3, where passes see other tensors
+    _, tiers = ledger.count_activations(lambda: data.requires_grad_() @ gathered, layer.parameters())
+    assert tiers == {"cpu": data.nbytes}
 
 
 def test_the_peak_of_two_ledgers_is_taken_cell_by_cell() -> None:
