@@ -222,7 +222,7 @@ def test_mfu_by_hand() -> None:
 def test_a_forward_pass_is_a_third_of_the_flops_and_recomputes_nothing() -> None:
     both, forward = (
         make_run(
-            fakes.success(fakes.trial(of=fakes.workload(pass_type=each, activation_checkpointing=True))), facts
+            fakes.success(fakes.trial(of=fakes.workload(pass_type=each, activation_checkpointing=True))), facts, 1e15
         ).row
         for facts in (preset("gpt2"),)
         for each in ("train", "forward")
@@ -230,6 +230,7 @@ def test_a_forward_pass_is_a_third_of_the_flops_and_recomputes_nothing() -> None
     assert both.model_flops_per_token == 3 * (forward.model_flops_per_token or 0)
     assert both.hardware_flops_per_token == 4 * (forward.hardware_flops_per_token or 0)
     assert forward.hardware_flops_per_token == forward.model_flops_per_token
+    assert both.mfu == pytest.approx(3 * (forward.mfu or 0)), "MFU does not count recomputation"
     assert both.flops_convention != forward.flops_convention
 
 
