@@ -61,7 +61,16 @@ def run_command(
     }
     points, first = _points(text, asked, run_flags, allow_many=yes)
     if "resume" in flags and recipe is None:
-        _require_given_again(points, flags)
+        from ..analysis.provenance import flags_to_repeat
+
+        # The folder may come from somebody else: it starts neither code nor other machines.
+        needed = {name: words for each in points for name, words in flags_to_repeat(each).items() if name not in flags}
+        if needed:
+            raise UsageError(
+                f"--resume {flags['resume']}: a run folder does not start code or other machines by itself: it asks "
+                f"for {', '.join(map(shlex.join, needed.values()))}",
+                remedy=f"if you trust it, give its recipe again: {_resume_command(flags['resume'])}",
+            )
     # Imported here, since printing a recipe needs neither of the two.
     from .launched import runs_comparison
 
@@ -170,24 +179,6 @@ def _recipe_text(recipe: Path | None, typed: Sequence[str], flags: dict[str, Any
 
 def _resume_command(folder: Path) -> str:
     return invocation.command("run", "RECIPE", "--resume", str(folder))
-
-
-def _require_given_again(points: Sequence[Options], flags: Mapping[str, Any]) -> None:
-    """Raises UsageError where the recipe that a run folder holds starts code or other machines.
-
-    The folder may come from somebody else.
-    """
-    from ..analysis.provenance import flags_to_repeat
-
-    needed: dict[str, list[str]] = {}
-    for options in points:
-        needed |= {name: words for name, words in flags_to_repeat(options).items() if name not in flags}
-    if needed:
-        raise UsageError(
-            f"--resume {flags['resume']}: a run folder does not start code or other machines by itself: it asks for "
-            f"{', '.join(map(shlex.join, needed.values()))}",
-            remedy=f"if you trust it, give its recipe again: {_resume_command(flags['resume'])}",
-        )
 
 
 # ------------------------------------------------------------------ model-size

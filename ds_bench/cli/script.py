@@ -87,7 +87,16 @@ def _with_resumed_flags(family: Family, prog: str, typed_flags: list[str]) -> tu
             folder = Path(earlier.folder or "")
             setattr(values, name, [folder / path for path in kept] if isinstance(kept, list) else folder / kept)
     resumed = to_options(family, values)
-    _require_given_again(resumed, options)
+    from ..analysis.provenance import flags_to_repeat
+
+    # The folder may come from somebody else: flags that run code or reach other machines must be typed again.
+    needed = flags_to_repeat(resumed)
+    missing = [words for name, words in needed.items() if getattr(resumed, name) != getattr(options, name)]
+    if missing:
+        raise UsageError(
+            f"--resume {resumed.resume}: a run folder does not start code or other machines by itself",
+            remedy=f"if you trust it, say again: {' '.join(map(shlex.join, missing))}",
+        )
     return resumed, flags
 
 
@@ -109,20 +118,3 @@ def _kept_flags(flags: list[str], typed: argparse.Namespace) -> list[str]:
         if kept[-1:] == ["--set"]:
             kept.pop()
     return kept
-
-
-def _require_given_again(resumed: Options, typed: Options) -> None:
-    """Raises UsageError for flags that run code or reach other machines, unless they are typed again.
-
-    A run folder may come from somebody else. ``resumed``: options with the flags of the folder; ``typed``: options of
-    only this command.
-    """
-    from ..analysis.provenance import flags_to_repeat
-
-    needed = flags_to_repeat(resumed)
-    missing = [words for name, words in needed.items() if getattr(resumed, name) != getattr(typed, name)]
-    if missing:
-        raise UsageError(
-            f"--resume {resumed.resume}: a run folder does not start code or other machines by itself",
-            remedy=f"if you trust it, say again: {' '.join(map(shlex.join, missing))}",
-        )
