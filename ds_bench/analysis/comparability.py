@@ -150,7 +150,7 @@ _MOST_FACTS = 3
 
 
 def unique_labels(runs: Sequence[Run]) -> list[str]:
-    """Return a unique label for each row: the configuration's, with the facts that tell rows of equal labels apart."""
+    """Return a unique label for each row: the configuration's, with the facts that distinguish rows of equal labels."""
     labels = [run.trial.configuration.label for run in runs]
     indices: dict[str, list[int]] = {}
     for index, label in enumerate(labels):
@@ -171,7 +171,7 @@ def unique_labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _distinguishing_facts(runs: Sequence[Run]) -> list[str]:
-    """Return the facts that tell the runs apart, as text for each; DeepSpeed settings only if no other fact differs."""
+    """Return the facts that distinguish the runs, as text for each; DeepSpeed settings only if no other fact differs."""
     measured = all(run.row.device for run in runs)  # a failed row lacks the facts of a run
     known = []
     for run in runs:

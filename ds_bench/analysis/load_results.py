@@ -163,7 +163,7 @@ def _load_run(folder: Path, source: Path, whole: bool, rows: Sequence[Row] | Non
         planned = reader.read_trials(folder / RUN_FILE)
         if not runs:
             records = reader.read_records(file, planned, notes)
-            # Without run.json this may not be a run's folder.
+            # Without run.json this need not be a run's folder.
             run_id = file.resolve().parent.name if planned else None
             try:
                 runs = make_runs(records, _peak_tflops(run_info), run_info.environment, run_id)
@@ -185,7 +185,7 @@ def _load_run(folder: Path, source: Path, whole: bool, rows: Sequence[Row] | Non
 
 
 def _runs_of_rows(rows: Sequence[Row], file: Path, environment: Environment | None, whole: bool) -> tuple[Run, ...]:
-    """Return a run for each row with its record; none if the rows are not exactly those of the records."""
+    """Return a run for each row with its record; nothing if rows and records do not match one to one."""
     if not rows:
         return ()
     stored = reader.index_records(file)
