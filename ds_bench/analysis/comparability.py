@@ -171,7 +171,7 @@ def unique_labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _distinguishing_facts(runs: Sequence[Run]) -> list[str]:
-    """Return the facts that distinguish the runs, as text for each; DeepSpeed settings only if no other fact differs."""
+    """Return the facts that distinguish the runs, as text for each; DeepSpeed settings only if nothing else differs."""
     measured = all(run.row.device for run in runs)  # a failed row lacks the facts of a run
     known = []
     for run in runs:
