@@ -79,7 +79,7 @@ def test_hub_that_does_not_answer_or_may_not_be_asked_is_named(monkeypatch: pyte
 
 
 def test_hub_is_not_waited_for_and_no_file_or_password_is_shown() -> None:
-    failures = {address: connection_failure(address, pytest.fail) for address in ("file:///etc/passwd", "http://[x")}
+    failures = {address: connection_failure(address, pytest.fail) for address in ("file://me/etc/passwd", "http://[x")}
     assert set(failures.values()) == {"HF_ENDPOINT is not a web address"}
     assert connection_failure("https://me:pw@hub", lambda _: time.sleep(5), 0.05) == (
         "hub does not answer (no answer within 0.05 s)"
