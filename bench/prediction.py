@@ -20,7 +20,7 @@ import harness
 from harness import BenchError
 
 from ds_bench.models import presets
-from ds_bench.prediction import memory, trial_predictions
+from ds_bench.prediction import predicted_memory, trial_predictions
 from ds_bench.prediction.model_profile import find_profile
 from ds_bench.records import json_files
 from ds_bench.records.json_files import write_json
@@ -85,7 +85,7 @@ def pairs(record: TrialRecord) -> list[Pair]:
         raise BenchError(f"{trial.workload.model} is not a preset")
     work = trial.workload
     profile = find_profile(facts, work.seq_length, accelerator=trial.placement.accelerator, dropout=work.dropout)
-    found = memory.predict(profile, trial.workload, trial.placement, trial.ds_config)
+    found = predicted_memory.predict(profile, trial.workload, trial.placement, trial.ds_config)
     cells: dict[tuple[str, str], int] = {}
     for rank in record.ranks:
         for tier, row in rank.ledger.items():
@@ -104,7 +104,7 @@ def pairs(record: TrialRecord) -> list[Pair]:
     return result + _peaks(record, found)
 
 
-def _peaks(record: TrialRecord, found: memory.Prediction) -> list[Pair]:
+def _peaks(record: TrialRecord, found: predicted_memory.Prediction) -> list[Pair]:
     label, inside = record.trial.configuration.label, found.gpu_bytes - found.gpu.get("overhead", 0)
     seen = {
         "gpu peak allocated": (inside, [rank.gpu_peak_bytes for rank in record.ranks]),

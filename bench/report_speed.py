@@ -34,7 +34,7 @@ from ds_bench.analysis.comparison import rows_of
 from ds_bench.config.identity import work_key
 from ds_bench.config.spec import Trial
 from ds_bench.models import presets
-from ds_bench.prediction import memory
+from ds_bench.prediction import predicted_memory
 from ds_bench.prediction.model_profile import find_profile
 from ds_bench.records import json_files
 from ds_bench.records.json_files import write_json
@@ -98,7 +98,7 @@ def _prediction(trial: Trial) -> Json:
         raise BenchError(f"{trial.workload.model} is not a preset")
     work = trial.workload
     profile = find_profile(facts, work.seq_length, accelerator=trial.placement.accelerator, dropout=work.dropout)
-    return memory.predict(profile, trial.workload, trial.placement, trial.ds_config).to_dict()
+    return predicted_memory.predict(profile, trial.workload, trial.placement, trial.ds_config).to_dict()
 
 
 def _vary(rank: Json, numbers: random.Random) -> None:

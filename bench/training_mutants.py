@@ -25,7 +25,7 @@ from ds_bench.analysis.loss_parity import compare_losses
 from ds_bench.analysis.row import make_run
 from ds_bench.config.spec import Configuration, Placement, Trial
 from ds_bench.launch import Limits, ops, rank_environment
-from ds_bench.launch.warm import WarmLauncher
+from ds_bench.launch.warm_launcher import WarmLauncher
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
 from tests.support.real_trials import make_trial

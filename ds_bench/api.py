@@ -27,7 +27,7 @@ from .cli.report import build_reports, flat_rows_of
 from .config.options import FLAGS, OPTIONS
 from .config.recipe import PATHS, Recipe, can_be_swept, nearest_path
 from .errors import DsBenchError, PreflightError, UsageError
-from .prediction.memory import FITS, TIGHT
+from .prediction.predicted_memory import FITS, TIGHT
 from .recommend.recommendation import Recommendation
 from .records.run_folder import RUN_FILE, is_finished
 from .report import html_report, memory_plan

@@ -25,15 +25,15 @@ from .config.identity import work_key
 from .config.options import Options
 from .config.spec import Trial, point_text
 from .doctor import checks as doctor
+from .doctor import cluster as host_checks
 from .doctor import disk
-from .doctor import hosts as host_checks
 from .doctor.findings import SystemAccess
 from .errors import PreflightError, ResultsNotWrittenError, UsageError
 from .launch import Launcher, Limits, rank_environment
-from .launch.deepspeed import launch_command
-from .launch.hosts import Hosts
+from .launch.cold_launcher import launch_command
+from .launch.host_connections import Hosts
 from .launch.scratch import remove_abandoned
-from .launch.warm import choose_launcher
+from .launch.warm_launcher import choose_launcher
 from .planner import Plan, RunPlan, make_run_plan
 from .prediction import trial_predictions
 from .prediction.model_profile import ModelProfile, variant_of

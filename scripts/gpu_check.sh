@@ -422,7 +422,7 @@ for rows in tables.values():
         if row.get("gpu_outside_allocator_gb") is not None:
             beside.setdefault(row["num_gpus"], []).append(row["gpu_outside_allocator_gb"])
 if beside:
-    from ds_bench.prediction.memory import CONTEXT_BYTES, NCCL_BYTES
+    from ds_bench.prediction.predicted_memory import CONTEXT_BYTES, NCCL_BYTES
     print("\nGPU memory in use outside torch's allocator (used - reserved), per world size")
 context = max(beside.get(1, [])) if 1 in beside else None
 for count, sizes in sorted(beside.items()):
@@ -430,7 +430,7 @@ for count, sizes in sorted(beside.items()):
     constant = "CONTEXT_BYTES" if count == 1 else "NCCL_BYTES"
     value = max(sizes) - (0 if count == 1 else CONTEXT_BYTES / 2**30 if context is None else context)
     print(f"  {count} GPUs: {min(sizes):.2f} to {max(sizes):.2f} GB measured, {assumed:.2f} assumed; "
-          f"set {constant} (ds_bench/prediction/memory.py) to from_gb({max(0, value):.2f})")
+          f"set {constant} (ds_bench/prediction/predicted_memory.py) to from_gb({max(0, value):.2f})")
 pairs = (load(out / "prediction.json") or {}).get("pairs", [])
 far = [pair for pair in pairs if pair.get("measured_bytes") and not 0.9 < pair["predicted_bytes"] / pair["measured_bytes"] < 1.1]
 if pairs:

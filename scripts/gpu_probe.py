@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ds_bench.config.spec import Placement
 from ds_bench.launch import Limits, ops, rank_environment
-from ds_bench.launch.warm import WarmLauncher
+from ds_bench.launch.warm_launcher import WarmLauncher
 from ds_bench.records.json_files import write_json
-from ds_bench.system import environment, gpus
+from ds_bench.system import environment, gpu_state
 
 
 def main() -> int:
@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--accelerator", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()
     found: dict[str, Any] = {"environment": environment.read_environment().to_dict()}
-    cards = [gpu.index for gpu in gpus.read_gpus().gpus]
+    cards = [gpu.index for gpu in gpu_state.read_gpus().gpus]
     place = Placement(accelerator=args.accelerator, num_gpus=1)
     variables = rank_environment.rank_environment(place, os.environ) | rank_environment.preload_variables(["gpt2"])
 

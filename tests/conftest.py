@@ -19,7 +19,7 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 
 from ds_bench.config.spec import Placement, Trial
 from ds_bench.launch import Limits, ops, rank_environment
-from ds_bench.launch.warm import WarmLauncher
+from ds_bench.launch.warm_launcher import WarmLauncher
 from ds_bench.records.schema import TrialRecord
 from ds_bench.system import processes
 from tests.support.mounts import mounted

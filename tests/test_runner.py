@@ -25,12 +25,12 @@ from ds_bench.cli import script as cli
 from ds_bench.cli.report import build_reports
 from ds_bench.config.spec import Trial
 from ds_bench.doctor import disk
-from ds_bench.prediction import what_if
+from ds_bench.prediction import fit_search
 from ds_bench.records import schema
 from ds_bench.records.run_folder import RunFolder, remaining_trials
 from ds_bench.records.schema import TrialRecord
 from ds_bench.runner import ResultBuilder
-from ds_bench.system import environment, gpus, signals
+from ds_bench.system import environment, gpu_state, signals
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher
 from tests.support.scripted_run import ScriptedRun
@@ -311,12 +311,12 @@ def test_every_fact_is_read_once_and_every_row_planned_and_predicted_once(
 
         monkeypatch.setattr(owner, name, counted)
 
-    count(gpus, "read_gpus")
+    count(gpu_state, "read_gpus")
     count(environment, "read_environment")
     count(disk, "check_nvme_folder")
     count(planner, "make_trials")
     count(fakes, "make_config")
-    count(what_if, "alternatives")
+    count(fit_search, "alternatives")
     assert (scripted.resume(family="offload") if again else scripted.run(*flags, family="offload")) == 0
     rows = 4
     assert counts == {

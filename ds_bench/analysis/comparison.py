@@ -17,7 +17,7 @@ from ..config.spec import Configuration, Trial
 from ..errors import UsageError
 from ..records.schema import TrialRecord, measured_values
 from ..system.environment import Environment, comparability_differences
-from ..system.gpus import throttle_faults
+from ..system.gpu_state import throttle_faults
 from ..units import BYTES_PER_GB, format_names
 from . import trial_caveats
 from .comparability import group_repeats, incomparable_facts, unique_labels

@@ -3,8 +3,8 @@
 FLOPs are computed from the model's shape, never measured; a multiply-add is two of them. The conventions differ by 3 to
 16 % on common models, so a number is stored with its convention; numbers of two conventions do not compare.
 
-Peak rates come from a table of exact device names (``system/devices.json``). A device that is not in the table has
-none: it is not taken to be like a similar one.
+Peak rates come from a table of exact device names (``system/device_specifications.json``). A device that is not in it
+has none: it is not taken to be like a similar one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..models.presets import ModelFacts
-from ..system import devices
+from ..system import device_specifications
 
 if TYPE_CHECKING:
     from ..records.schema import TrialRecord
@@ -92,5 +92,5 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     """
     if precision not in PEAK_PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PEAK_PRECISIONS)}, not {precision!r}")
-    tflops = devices.peak_tflops(device_name, precision)
+    tflops = device_specifications.peak_tflops(device_name, precision)
     return None if tflops is None else tflops * 1e12

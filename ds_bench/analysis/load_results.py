@@ -27,7 +27,7 @@ from ..records.reader import RunInfo, StoredRecord
 from ..records.run_folder import RECORDS_FILE, RUN_FILE, flat_json_path
 from ..records.schema import SUCCESS, TrialRecord
 from ..system.environment import Environment
-from ..system.gpus import GpuFacts
+from ..system.gpu_state import GpuFacts
 from ..units import BYTES_PER_GB, format_place
 from . import flops
 from .loss_parity import with_loss_caveats

@@ -2,7 +2,7 @@
 
 Categories of memory sum to the difference of the totals. Measured values come first; predictions replace them only
 where a row measured nothing, for both rows and marked so. The savings of other configurations were predicted when the
-trial was planned (``prediction.what_if.savings``).
+trial was planned (``prediction.fit_search.savings``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..config import deepspeed_keys
 from ..config.deepspeed_config import layout_config, paths_of
 from ..config.identity import differences, facts
 from ..config.spec import Configuration
-from ..prediction.memory import UNCOUNTED, Saving
+from ..prediction.predicted_memory import UNCOUNTED, Saving
 from ..prediction.trial_predictions import stored_prediction
 from ..records.schema import MEMORY_PHASES, RankMeasurement, Tier, measured_values
 from ..system import environment

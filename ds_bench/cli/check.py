@@ -23,7 +23,7 @@ from ..config.rules import Level, ModelSize
 from ..errors import UsageError
 from ..models import presets
 from ..system import invocation, terminal
-from ..system.gpus import read_gpus
+from ..system.gpu_state import read_gpus
 from ..units import format_items
 
 _REMEDY = "give a DeepSpeed JSON, an Accelerate YAML, or a Trainer's arguments"

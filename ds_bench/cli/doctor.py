@@ -15,7 +15,7 @@ from ..config.configuration_files import read_configuration_files
 from ..doctor import checks, software
 from ..doctor.findings import Groups, SystemAccess, format_count, format_finding
 from ..launch import ops, rank_environment
-from ..system import gpus, terminal
+from ..system import gpu_state, terminal
 from ..system.environment import require_packages
 
 READY, NOT_READY = 0, 2
@@ -72,7 +72,7 @@ def build_ops() -> int:
     Return 0 if at least one op can be used, else 1. Raises PreflightError without torch and DeepSpeed.
     """
     require_packages("building DeepSpeed's ops", ("torch", "deepspeed"))
-    here = placement.default_placement(os.environ, gpus.read_gpus())
+    here = placement.default_placement(os.environ, gpu_state.read_gpus())
     variables = rank_environment.rank_environment(here, os.environ)
     names = software.strategies_by_op(here.accelerator)
     with terminal.StatusLine(sys.stdout) as line:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ..config.options import Options
-from ..launch.hosts import agent_words
+from ..launch.host_connections import agent_words
 from ..system import job, launched_nodes
 
 

@@ -23,12 +23,12 @@ from ..config.deepspeed_config import tensor_parallel_size
 from ..config.spec import Configuration, Placement, Precision, Workload, block_of, gpu_precisions
 from ..errors import UsageError
 from ..models.lookup import resolve_model
-from ..prediction import trial_predictions, what_if
-from ..prediction.memory import DOES_NOT_FIT
+from ..prediction import fit_search, trial_predictions
+from ..prediction.fit_search import PlannedTrial
 from ..prediction.model_profile import Variant
-from ..prediction.what_if import PlannedTrial
+from ..prediction.predicted_memory import DOES_NOT_FIT
 from ..report.memory_plan import MemoryPlan, PlanRow, plan_lines
-from ..system import devices, terminal
+from ..system import device_specifications, terminal
 from ..units import format_names
 from .advice import usable_configurations
 from .commands import ALL_STRATEGIES, PREDICTED_STRATEGIES
@@ -97,7 +97,7 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
     Raises UsageError.
     """
     # Card and files first: an error in them does not wait for the model.
-    capacity = devices.memory_bytes(options.gpu)
+    capacity = device_specifications.memory_bytes(options.gpu)
     files, lines = read_configuration_files(options.configs)
     question, hidden_size = _planned_trial(options)
     host = None if options.host_memory is None else units.from_gb(options.host_memory)
@@ -111,10 +111,10 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
                 trial=planned,
                 prediction=prediction,
                 verdict=prediction.verdict(capacity, host),
-                change=what_if.smallest_change(planned, capacity, host),
+                change=fit_search.smallest_change(planned, capacity, host),
                 decisive_tiers=prediction.decisive_tiers(capacity, host),
-                min_gpus=what_if.min_gpus(planned, capacity, host) if options.min_gpus else None,
-                max_batch=what_if.max_batch(planned, capacity, host) if options.max_batch else None,
+                min_gpus=fit_search.min_gpus(planned, capacity, host) if options.min_gpus else None,
+                max_batch=fit_search.max_batch(planned, capacity, host) if options.max_batch else None,
             )
         )
     if "bf16" not in gpu_precisions(question.placement.compute_capability):
@@ -212,7 +212,7 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None]:
             accelerator="cuda",
             num_gpus=options.num_gpus,
             nvme_path="/nvme",
-            compute_capability=devices.compute_capability(options.gpu),
+            compute_capability=device_specifications.compute_capability(options.gpu),
         ),
         configuration=strategies.make_configuration(strategies.named_strategy("zero0")),
         ranks_per_node=options.gpus_per_node or 8,

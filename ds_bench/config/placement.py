@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import UsageError
-from ..system import environment, files, gpus, job, launched_nodes, redaction
+from ..system import environment, files, gpu_state, job, launched_nodes, redaction
 from ..units import format_names
 from .options import SEVERAL_NODES, Options
 from .spec import Accelerator, Placement, Precision, gpu_precisions
@@ -28,14 +28,14 @@ Slots = Mapping[str, Sequence[int]]
 """Host → numbers of its slots, counted from 0."""
 
 
-def resolve_placement(options: Options, environ: Mapping[str, str], inventory: gpus.GpuInventory) -> Placement:
+def resolve_placement(options: Options, environ: Mapping[str, str], inventory: gpu_state.GpuInventory) -> Placement:
     """Return the placement that the flags ask for on this machine. Raises UsageError if the machine lacks it."""
     if options.accelerator != "cpu" and (rocm := environment.torch_rocm_version()) is not None:
         raise UsageError(
             f"the installed torch is for ROCm {rocm}, which is not supported",
             remedy=f"install torch for CUDA and run on NVIDIA GPUs, or {options.say('accelerator')} cpu",
         )
-    visible = gpus.select_visible(environ, inventory.gpus)
+    visible = gpu_state.select_visible(environ, inventory.gpus)
     accelerator = _accelerator(options.accelerator, len(visible))
     if accelerator == "cuda" and environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
         raise UsageError("CUDA_VISIBLE_DEVICES names a MIG instance", remedy="give whole GPUs; MIG is not supported")
@@ -66,9 +66,9 @@ def resolve_placement(options: Options, environ: Mapping[str, str], inventory: g
     )
 
 
-def default_placement(environ: Mapping[str, str], inventory: gpus.GpuInventory) -> Placement:
+def default_placement(environ: Mapping[str, str], inventory: gpu_state.GpuInventory) -> Placement:
     """Return the placement of this machine without any flag: every visible GPU, or one CPU rank."""
-    visible = gpus.select_visible(environ, inventory.gpus)
+    visible = gpu_state.select_visible(environ, inventory.gpus)
     accelerator = _accelerator("auto", len(visible))
     return Placement(**_device_facts(accelerator, visible), num_gpus=len(visible) if accelerator == "cuda" else 1)
 
@@ -93,7 +93,7 @@ def _accelerator(requested: str, visible: int) -> Accelerator:
     return "cuda"
 
 
-def _device_facts(accelerator: Accelerator, visible: Sequence[gpus.GpuFacts]) -> dict[str, Any]:
+def _device_facts(accelerator: Accelerator, visible: Sequence[gpu_state.GpuFacts]) -> dict[str, Any]:
     if accelerator == "cpu":
         formats = ("bf16", "fp16", "fp32") if _cpu_has_fp16() else ("bf16", "fp32")
         return {"accelerator": accelerator, "supported_precisions": formats}

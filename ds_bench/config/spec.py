@@ -434,7 +434,7 @@ class Trial:
     caveats: tuple[str | Caveat, ...] = ()
     """Caveats known before it runs."""
     prediction: Mapping[str, Any] | None = None
-    """Predicted memory (``prediction.memory.Prediction.to_dict``); None without a prediction."""
+    """Predicted memory (``prediction.predicted_memory.Prediction.to_dict``); None without a prediction."""
     round_position: int | None = None
     """0-based position in its round; None if unknown."""
     inspection: Inspection = NO_INSPECTION

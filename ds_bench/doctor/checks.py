@@ -1,7 +1,7 @@
 """Runs the checks of this machine in order: all of them, or the ones a plan needs before its first trial.
 
 The other modules of this package hold the checks, one module per subject; ``cli/doctor.py`` prints them. Other hosts
-are checked only with ``hostfile`` (:mod:`.hosts`): their agents start ``python -m ds_bench.doctor.checks``.
+are checked only with ``hostfile`` (:mod:`.cluster`): their agents start ``python -m ds_bench.doctor.checks``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..errors import PreflightError
 from ..launch import ops, rank_environment
 from ..records import json_files
 from ..system import environment, invocation, terminal
-from . import disk, host, hosts, software
+from . import cluster, disk, host, software
 from .findings import Finding, Groups, SystemAccess, format_count, format_finding, ok, problem, run_check, warning
 
 _ANY_HIDDEN_SIZE = 1024
@@ -105,7 +105,7 @@ def run_all_checks(
             host_command=SSH,
         )
         local = environment.read_environment(system.environ, inventory)
-        groups["Hosts"] = run_check("hosts", lambda: hosts.check_all(several, own, local), failed_level="problem")
+        groups["Hosts"] = run_check("hosts", lambda: cluster.check_all(several, own, local), failed_level="problem")
     return groups
 
 

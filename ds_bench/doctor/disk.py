@@ -21,8 +21,8 @@ from ..launch.scratch import remove_abandoned
 from ..models.lookup import ResolvedModel
 from ..prediction.model_profile import ModelProfile
 from ..system import files
+from ..system.helper_programs import run_tool
 from ..system.host_memory import read_text
-from ..system.tools import run_tool
 from ..units import format_bytes, format_millions, from_gb
 from .findings import Finding, SystemAccess, ok, problem, run_checks, unreadable, warning
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import DsBenchError
-from ..system import terminal, tools
-from ..system.gpus import GpuInventory, read_gpus
+from ..system import helper_programs, terminal
+from ..system.gpu_state import GpuInventory, read_gpus
 from ..system.host_memory import ROOT
 
 Level = Literal["ok", "warning", "problem"]
@@ -105,7 +105,9 @@ def find_program(name: str) -> str | None:
 def run_program(command: Sequence[str], text: str = "") -> str | None:
     """Return what a program prints for the input ``text``; None if it cannot be started, fails or takes too long."""
     try:
-        done = tools.run_program(command, text=text.encode(), environment={}, timeout_seconds=_PROGRAM_SECONDS)
+        done = helper_programs.run_program(
+            command, text=text.encode(), environment={}, timeout_seconds=_PROGRAM_SECONDS
+        )
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
     return done.stdout.decode("utf-8", "replace") if done.returncode == 0 else None

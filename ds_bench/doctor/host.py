@@ -14,7 +14,7 @@ from pathlib import Path
 from ..config.caveats import CaveatKind
 from ..config.spec import Placement, gpu_precisions
 from ..system import host_memory
-from ..system.gpus import GpuFacts, GpuInventory, select_visible, throttle_faults
+from ..system.gpu_state import GpuFacts, GpuInventory, select_visible, throttle_faults
 from ..system.host_memory import ROOT, parse_numbers, read_text
 from ..units import format_bytes
 from .findings import Finding, SystemAccess, ok, problem, run_checks, unreadable, warning

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ..config.spec import Trial
 from ..records.schema import TrialRecord
-from .monitor import Limits, Progress, ProgressCallback
+from .trial_watcher import Limits, Progress, ProgressCallback
 
 __all__ = ["Launcher", "Limits", "Progress", "ProgressCallback"]
 

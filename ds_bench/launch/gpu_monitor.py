@@ -14,11 +14,11 @@ from pathlib import Path
 from ..config.caveats import Caveat, CaveatKind
 from ..config.spec import Placement, Trial
 from ..records.schema import TrialRecord
-from ..system import gpus, signals
+from ..system import gpu_state, signals
 from ..system.host_memory import available_host_bytes
 from ..units import format_bytes
 from . import Launcher, Progress, ProgressCallback
-from .hosts import HostError, Hosts
+from .host_connections import HostError, Hosts
 
 _TOLERANCE_BYTES = 256 * 2**20
 """Normal variation of free GPU memory; a larger loss means that a process holds some."""
@@ -38,7 +38,7 @@ class GpuMonitoringLauncher:
     def __init__(
         self,
         launcher: Launcher,
-        read: Callable[[], gpus.GpuInventory],
+        read: Callable[[], gpu_state.GpuInventory],
         indices: tuple[int, ...],
         *,
         hosts: Hosts | None = None,
@@ -77,7 +77,7 @@ class GpuMonitoringLauncher:
             if progress.step >= middle and not clocks_read:
                 clocks_read = True
                 for name, gpu in self._read_gpus(trial.placement).items():
-                    if faults := gpus.throttle_faults(gpu):
+                    if faults := gpu_state.throttle_faults(gpu):
                         reasons = ", ".join(faults)
                         caveats.append(Caveat(CaveatKind.CLOCKS_THROTTLED, {"gpu": name, "reasons": reasons}))
             listen(progress)
@@ -100,13 +100,15 @@ class GpuMonitoringLauncher:
         facts = [(gpu.memory_total_bytes, gpu.memory_used_bytes) for gpu in self._read_gpus(placement).values()]
         return min((total - used for total, used in facts if total is not None and used is not None), default=None)
 
-    def _read_gpus(self, placement: Placement) -> dict[int | str, gpus.GpuFacts]:
+    def _read_gpus(self, placement: Placement) -> dict[int | str, gpu_state.GpuFacts]:
         """Index, or ``INDEX of HOST`` on several hosts → GPU that the trial uses; empty if a host is silent."""
         if self._hosts is None:
             used = self._indices[: placement.num_gpus]
             return {gpu.index: gpu for gpu in self._read().gpus if gpu.index in used}
         try:
-            answers = self._hosts.request_all("gpus", timeout_seconds=_READ_SECONDS, kind=tuple[gpus.GpuFacts, ...])
+            answers = self._hosts.request_all(
+                "gpus", timeout_seconds=_READ_SECONDS, kind=tuple[gpu_state.GpuFacts, ...]
+            )
         except HostError:
             return {}
         return {

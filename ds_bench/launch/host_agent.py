@@ -1,4 +1,4 @@
-"""The program on each host of a run on several: ``python -m ds_bench.launch.host_agent``, started by :mod:`hosts`.
+"""The agent of a host: ``python -m ds_bench.launch.host_agent``, started by :mod:`.host_connections`.
 
 It answers requests on standard input, one JSON object a line: ``{"id": 1, "request": "environment", …}`` by
 ``{"id": 1, "result": …}`` or ``{"id": 1, "error": "…"}``. It starts the ranks of its host and sends their files to the
@@ -43,14 +43,13 @@ from ..records.rank_files import (
 )
 from ..system import device_locks, files, processes
 from ..system.environment import read_environment
-from ..system.gpus import read_gpus, select_visible
+from ..system.gpu_state import read_gpus, select_visible
+from ..system.helper_programs import run_tool
 from ..system.host_memory import read_oom_kill_count
 from ..system.signals import ENDING_SIGNALS
-from ..system.tools import run_tool
 from . import rank_environment
 from .leader import start_leader
 from .message_stream import Message, MessageStream, code_digest
-from .monitor import STACKS_SECONDS, request_stacks
 from .ops import OpState
 from .scratch import (
     OWNER_FILE,
@@ -61,6 +60,7 @@ from .scratch import (
     swap_folder,
     temporary_folder_variables,
 )
+from .trial_watcher import STACKS_SECONDS, request_stacks
 
 Say = Callable[[str], None]
 _SEND_SECONDS = 0.5

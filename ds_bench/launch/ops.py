@@ -24,8 +24,8 @@ from ..errors import PreflightError
 from ..records.json_files import write_json
 from ..system import files
 from ..system.environment import install_command, installed_version
+from ..system.helper_programs import run_tool
 from ..system.host_memory import read_text
-from ..system.tools import run_tool
 from ..units import format_duration
 from .scratch import make_private, remove_stale_locks
 

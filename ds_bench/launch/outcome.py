@@ -21,8 +21,8 @@ from ..records.rank_files import PHASES, RankExit, log_file, partial_rank_file, 
 from ..records.schema import Outcome, RankFailure, RankMeasurement
 from ..system import files
 from ..units import format_bytes, format_duration
-from .hosts import HostError, HostLostError
-from .monitor import Ending, Limits
+from .host_connections import HostError, HostLostError
+from .trial_watcher import Ending, Limits
 
 _MAX_RANK_FILE_BYTES = 2**26
 """Enough for a million steps."""

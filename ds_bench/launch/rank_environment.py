@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..config import validation
 from ..config.spec import Configuration, Placement
-from ..system import gpus, host_memory
+from ..system import gpu_state, host_memory
 from ..system.processes import import_variables
 from . import ops
 
@@ -37,7 +37,7 @@ def rank_environment(
     placement: Placement,
     environ: Mapping[str, str],
     root: Path = host_memory.ROOT,
-    inventory: gpus.GpuInventory | None = None,
+    inventory: gpu_state.GpuInventory | None = None,
 ) -> dict[str, str]:
     """Variables of every process of every trial, the same for warm and cold launch."""
     variables = {
@@ -58,7 +58,7 @@ def rank_environment(
         unknown = {"USER": f"uid{os.getuid()}", "HOME": str(ops.cache_roots()[-1])}
         variables |= {name: value for name, value in unknown.items() if not environ.get(name)}
     if placement.accelerator == "cuda":
-        variables |= cuda_environment(environ, inventory or gpus.read_gpus())
+        variables |= cuda_environment(environ, inventory or gpu_state.read_gpus())
     architectures = variables.get("TORCH_CUDA_ARCH_LIST") or environ.get("TORCH_CUDA_ARCH_LIST")
     # Ops for the CPU do not depend on the architectures, and share one folder.
     cuda_only = architectures if placement.accelerator == "cuda" else None
@@ -86,13 +86,13 @@ def thread_variables(placement: Placement, environ: Mapping[str, str], root: Pat
     return {"OMP_NUM_THREADS": str(max(1, int(host_memory.usable_cores(root) / placement.ranks_per_node)))}
 
 
-def cuda_environment(environ: Mapping[str, str], inventory: gpus.GpuInventory) -> dict[str, str]:
+def cuda_environment(environ: Mapping[str, str], inventory: gpu_state.GpuInventory) -> dict[str, str]:
     """Variables for builds of CUDA ops and for DeepSpeed's NVML calls.
 
     The user's values stay, except that selected GPUs become numbers and that folders are added to the paths of the
     compiler and the linker.
     """
-    visible = gpus.select_visible(environ, inventory.gpus)
+    visible = gpu_state.select_visible(environ, inventory.gpus)
     variables = {}
     if "CUDA_VISIBLE_DEVICES" in environ and inventory.gpus:  # DeepSpeed reads integers only: not even "0,"
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu.index) for gpu in visible)

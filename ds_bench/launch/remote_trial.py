@@ -17,7 +17,7 @@ from ..records.rank_files import CONFIG_FILE, EXITS_FILE, LEADER_LOG, TRIAL_FILE
 from ..system.processes import KILL_SECONDS, Activity
 from ..system.redaction import looks_secret
 from .host_agent import HostEnd
-from .hosts import HostConnection, HostError, HostLostError, Hosts
+from .host_connections import HostConnection, HostError, HostLostError, Hosts
 from .message_stream import SILENCE_SECONDS, Message
 
 _FORWARDED = ("NCCL_", "TORCH_NCCL_", "GLOO_", "TP_", "UCX_", "FI_", "HF_", "OMP_", "GOMP_", "KMP_", "MKL_")

@@ -15,8 +15,7 @@ from ..system import processes
 from ..system.files import disk_is_full
 from ..system.host_memory import read_oom_kill_count
 from ..system.signals import raising_on_interrupt
-from .hosts import HostError, Hosts
-from .monitor import Ending, Limits, Progress, ProgressCallback, StepMonitor, watch
+from .host_connections import HostError, Hosts
 from .outcome import Evidence, determine_outcome
 from .remote_trial import RemoteEnd, RemoteTrial
 from .scratch import (
@@ -27,6 +26,7 @@ from .scratch import (
     rendezvous_file,
     swap_folder,
 )
+from .trial_watcher import Ending, Limits, Progress, ProgressCallback, StepMonitor, watch
 
 _COLLECTIVE_MARGIN_SECONDS = 120.0
 """Added to the limits of a trial: time for the parent to notice that one is exceeded and to request stacks."""

@@ -20,7 +20,7 @@ from ..config.spec import ModelSource
 from ..errors import UsageError
 from ..system import invocation
 from ..system.environment import MODEL_PACKAGES, install_command, missing_packages, require_packages
-from ..system.tools import run_tool
+from ..system.helper_programs import run_tool
 from . import presets
 
 ANSWER_SECONDS = 3.0

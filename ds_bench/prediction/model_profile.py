@@ -23,7 +23,7 @@ from ..errors import UsageError
 from ..models.presets import ModelFacts
 from ..records.json_files import write_json
 from ..system.environment import MODEL_PACKAGES, install_command, missing_packages
-from ..system.tools import run_tool
+from ..system.helper_programs import run_tool
 
 _FORMATS: dict[Precision, str] = {"bf16": "bf16", "fp16": "bf16", "fp32": "fp32"}
 """Number format → the one that is measured for it: fp16 has the same sizes and kernels as bf16."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..units import format_significant
-from .table import Table
+from .table_layout import Table
 
 INK, FAINT, RULE, WARNING = "#1b1f24", "#57606a", "#80868c", "#a33b00"
 DARK_INKS = {INK: "#e8ebee", FAINT: "#a3adb8", WARNING: "#ff9a5c"}

@@ -31,7 +31,7 @@ from .charts import (
     label_plane,
     printable,
 )
-from .table import Column, make_table
+from .table_layout import Column, make_table
 
 if TYPE_CHECKING:
     from ..analysis.row import Run

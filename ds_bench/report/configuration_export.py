@@ -36,7 +36,7 @@ from ..system.environment import Environment
 from ..system.files import write_text
 from ..system.redaction import REDACTED, redacted_keys
 from .comparison_report import ComparisonReport
-from .table import code_block, escape, escape_unprintable, inline_code
+from .table_layout import code_block, escape, escape_unprintable, inline_code
 
 RAW_FILE = "ds_config.json"
 TRAINER_FILE = "ds_config_trainer.json"

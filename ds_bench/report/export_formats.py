@@ -19,7 +19,7 @@ from ..records.run_folder import last_trial_folder
 from ..records.step_series import TrialStep, read_steps
 from ..records.tensorboard_files import TensorBoardFile
 from ..system.environment import require_installed, require_packages
-from .table import escape_unprintable
+from .table_layout import escape_unprintable
 
 if TYPE_CHECKING:
     import pandas

@@ -15,12 +15,12 @@ from ..analysis import provenance
 from ..analysis.comparison import ComparisonRow
 from ..records.schema import SUCCESS
 from ..system.environment import require_installed
-from . import charts, row_explanation, side_by_side
+from . import charts, combined_table, row_explanation
 from .comparison_charts import charts_of
+from .comparison_columns import TableColumn, detail_tables, measured_columns, row_status
 from .comparison_report import ComparisonReport, Note
 from .memory_plan import MemoryPlan, answer_text, plan_table
-from .table import Column, make_table
-from .table_columns import TableColumn, detail_tables, measured_columns, row_status
+from .table_layout import Column, make_table
 from .terminal_report import notes_that_matter
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def render_page(reports: Sequence[ComparisonReport], generated: str) -> str:
             {**_section(report, f"s{number}"), "environments": None if one_machine else own}
             for number, (report, own) in enumerate(zip(reports, machines, strict=True), 1)
         ],
-        passes=side_by_side.pass_tables(reports) if side_by_side.has_passes(reports) else [],
+        passes=combined_table.pass_tables(reports) if combined_table.has_passes(reports) else [],
         styles=styles,
         script=script,
     )

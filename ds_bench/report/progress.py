@@ -15,14 +15,14 @@ from ..config.caveats import CaveatKind, as_caveat, has_kind
 from ..config.spec import Trial
 from ..launch import Progress, ProgressCallback
 from ..planner import Plan, RunPlan
-from ..prediction.memory import DOES_NOT_FIT, UNKNOWN
+from ..prediction.predicted_memory import DOES_NOT_FIT, UNKNOWN
 from ..prediction.trial_predictions import stored_prediction
 from ..records.schema import INTERRUPTED, TrialRecord
 from ..system import invocation
 from ..system.terminal import StatusLine
 from ..units import format_bytes, format_duration, format_items, format_significant
-from .table import Column, Table
-from .table_columns import failure_text
+from .comparison_columns import failure_text
+from .table_layout import Column, Table
 
 if TYPE_CHECKING:
     from ..analysis.row import Run

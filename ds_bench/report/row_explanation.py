@@ -20,10 +20,10 @@ from ..analysis.row_difference import (
 from ..recommend.guide import traffic_text
 from ..recommend.remedies import failed_run
 from ..units import MISSING, format_bytes, format_count, format_items, format_significant, to_ms
+from .comparison_columns import failure_text, signed_bytes
 from .comparison_report import ComparisonReport
 from .memory_plan import category_text
-from .table import Column, Table, wrap
-from .table_columns import failure_text, signed_bytes
+from .table_layout import Column, Table, wrap
 
 HEADING = "What changes between rows"
 _SAME_FRACTION = 0.01

@@ -15,10 +15,10 @@ from ..recommend.words import format_list
 from ..records.schema import status_text
 from ..system.terminal import can_encode, escape_controls, make_console, print_text, width_of
 from ..units import MISSING, format_items
-from . import row_explanation, side_by_side
+from . import combined_table, row_explanation
+from .comparison_columns import TABLE_COLUMNS, detail_tables, failure_text, row_status, short_columns
 from .comparison_report import ComparisonReport
-from .table import MAX_TEXT_WIDTH, Column, Line, Table, code_block, escape, make_table, printable, wrap
-from .table_columns import TABLE_COLUMNS, detail_tables, failure_text, row_status, short_columns
+from .table_layout import MAX_TEXT_WIDTH, Column, Line, Table, code_block, escape, make_table, printable, wrap
 
 _SIGNS = "★✗×±·…—✅❌→"
 _MAX_NOTES = 2
@@ -55,12 +55,12 @@ def print_reports(
     If passes other than training steps were timed, print only their table. ``in_short``: print the answer of each of
     several reports in one line, for a sweep that has just run.
     """
-    of_passes, brief = side_by_side.has_passes(reports), not as_markdown and not verbose
-    tables = (side_by_side.pass_tables if of_passes else side_by_side.model_tables)(reports)
+    of_passes, brief = combined_table.has_passes(reports), not as_markdown and not verbose
+    tables = (combined_table.pass_tables if of_passes else combined_table.model_tables)(reports)
     if brief and of_passes:
         reports = []
     elif brief and in_short and len(reports) > 1:
-        print_text("\n".join(side_by_side.summary_lines(reports)), stream)
+        print_text("\n".join(combined_table.summary_lines(reports)), stream)
         reports = []
     blocks = [render_markdown(report) for report in reports] if as_markdown else []
     for number, report in enumerate([] if as_markdown else reports):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .files import locked_file
-from .gpus import GpuFacts
+from .gpu_state import GpuFacts
 
 
 @dataclass(slots=True)

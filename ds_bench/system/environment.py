@@ -22,8 +22,8 @@ from typing import Any
 
 from .. import units
 from ..errors import PreflightError, UsageError
-from . import gpus, host_memory
-from .gpus import GpuFacts, GpuInventory
+from . import gpu_state, host_memory
+from .gpu_state import GpuFacts, GpuInventory
 from .host_memory import ROOT, read_text
 from .redaction import REDACTED, looks_secret
 
@@ -127,7 +127,7 @@ class Machine:
 
 def read_machine() -> Machine:
     """Read this machine. Never raises: a fact that cannot be read is None."""
-    variables, inventory = dict(os.environ), gpus.read_gpus()
+    variables, inventory = dict(os.environ), gpu_state.read_gpus()
     return Machine(environment=read_environment(variables, inventory), gpus=inventory, variables=variables)
 
 
@@ -137,7 +137,7 @@ def read_environment(
     import platform
 
     environ = os.environ if environ is None else environ
-    inventory = gpus.read_gpus() if inventory is None else inventory
+    inventory = gpu_state.read_gpus() if inventory is None else inventory
     swap_total, swap_used = host_memory.swap_bytes(root)
     system, allowed_cpus, nodes = os.uname(), os.sched_getaffinity(0), root / "sys/devices/system/node"
     # Threads of one core list the same siblings.
@@ -169,7 +169,7 @@ def read_environment(
         packages={name: version for name in PACKAGES if (version := installed_version(name)) is not None},
         torch_cuda_version=torch_cuda_version(),
         gpu_driver_version=inventory.driver_version,
-        gpus=gpus.select_visible(environ, inventory.gpus),
+        gpus=gpu_state.select_visible(environ, inventory.gpus),
         variables=recorded_variables(environ),
     )
 

@@ -23,7 +23,7 @@ import torch.distributed
 from ..records.rank_files import HeartbeatWriter
 from ..system.files import disk_is_full
 from ..system.host_memory import read_table
-from . import ledger, memory, training_loop
+from . import ledger, measured_memory, training_loop
 from .reference_engines import ReferenceEngine
 from .weight_change import WeightChange
 
@@ -61,7 +61,7 @@ def measure_checkpoint(
     """
     engine, first = trainer.engine, torch.distributed.get_rank() == 0
     checkpoint, model = folder / "checkpoint", folder / "model"
-    meter = memory.PhaseMeter(trainer.accelerator)
+    meter = measured_memory.PhaseMeter(trainer.accelerator)
     result: dict[str, Any] = {"checkpoint": {}, "notes": list(measured["notes"])}
 
     def run(name: str, action: Callable[[], str | None], files: Path | None) -> bool:

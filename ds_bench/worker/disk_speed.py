@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from .failure import describe_error
-from .memory import io_bytes
+from .measured_memory import io_bytes
 
 _CHUNK_BYTES = 64 * 2**20
 """Size of one request: a large tensor."""

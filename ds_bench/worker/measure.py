@@ -18,7 +18,7 @@ from ..config.caveats import Caveat, CaveatKind
 from ..config.deepspeed_config import is_deepcompiled
 from ..config.spec import PassType
 from ..records.rank_files import Assignment, HeartbeatWriter
-from . import ledger, memory, training_loop
+from . import ledger, measured_memory, training_loop
 from . import model as build
 from .batches import has_token_per_position, prepare_batches
 from .checkpoint import measure_checkpoint
@@ -62,7 +62,7 @@ def measure(
         torch._C._accelerator_setAllocatorSettings(settings)
     heartbeat.beat("build")
     connect_ranks(assignment, accelerator)
-    meter = memory.PhaseMeter(accelerator)
+    meter = measured_memory.PhaseMeter(accelerator)
     meter.end("import")
     layout = RankLayout.from_config(config)
     start = time.perf_counter()
@@ -89,7 +89,7 @@ def measure(
         tokens = samples_per_step * workload.seq_length
         trainer.recorder = StepRecorder(folder, torch.distributed.get_rank(), accelerator, trainer.grad_accum, tokens)
     meter.end("initialize")
-    memory.empty_device_cache(accelerator)
+    measured_memory.empty_device_cache(accelerator)
     change, frozen = WeightChange(engine, heartbeat), FrozenWeights(engine, heartbeat)
     # The phase starts again, so that no phase includes reading the weights.
     meter.begin()
@@ -111,7 +111,7 @@ def measure(
         samples.warmup_step_seconds += further
         notes.append(f"{len(further)} further warm-up steps, until compiling was over")
     graphs = training_loop.compiled_graphs()
-    retries, io_before = memory.alloc_retries(accelerator), memory.io_bytes()
+    retries, io_before = measured_memory.alloc_retries(accelerator), measured_memory.io_bytes()
     # With one warm-up step or none the phase would be empty: first_step has ended it already, or nothing has run.
     if len(samples.warmup_step_seconds) > 1:
         meter.end("warm_up")
@@ -120,9 +120,9 @@ def measure(
     if compiled_within:
         notes.append(f"{compiled_within} graphs were compiled within the measured steps, which took longer for it")
     cpu_after = CpuReading.read()
-    io_after = memory.io_bytes()
+    io_after = measured_memory.io_bytes()
     # Before the phase ends, which resets the peaks.
-    device_facts = memory.device_facts(accelerator, retries, trial.placement.gpu_memory_limit_bytes)
+    device_facts = measured_memory.device_facts(accelerator, retries, trial.placement.gpu_memory_limit_bytes)
     meter.end("steady")
     if not meter.can_reset:
         notes.append("peaks of host memory by phase are not known: the kernel did not reset its high-water mark")
@@ -154,7 +154,7 @@ def measure(
         "cpus_allowed": None if workload.cpu_binding == "none" else sorted(os.sched_getaffinity(0)),
         **load_between(cpu_before, cpu_after),
         **device_facts,
-        **memory.host_facts(meter),
+        **measured_memory.host_facts(meter),
     }
     if assignment.swap_folder is not None and io_before is not None and io_after is not None:
         measured["nvme_read_bytes"] = io_after[0] - io_before[0]

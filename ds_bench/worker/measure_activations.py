@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from . import ledger, losses, training_loop
+from . import ledger, replaced_layers, training_loop
 from . import model as build
 from .batches import make_batches
 from .failure import describe_error
@@ -112,9 +112,9 @@ def _fit_activations(
 ) -> dict[str, Any]:
     """The polynomials of a model in its number format. Changes the model."""
     name, on_cuda = request.get("loss", "model"), request.get("accelerator", "cuda") == "cuda"
-    losses.install_loss(whole, name)
+    replaced_layers.install_loss(whole, name)
     if request.get("tiled_mlp"):
-        losses.install_tiled_mlp(whole)
+        replaced_layers.install_tiled_mlp(whole)
     if name == "tiled":
         from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 
@@ -447,7 +447,9 @@ def _loss_in_parts(name: str, *, of_fixed_size: bool) -> Iterator[None]:
     For ``chunked`` parts of a fixed size mean its kernel on CUDA, whose parts take no memory.
     """
     if name == "tiled":
-        with mock.patch.object(losses, "MAX_TILE_TOKENS", losses.MAX_TILE_TOKENS if of_fixed_size else _UNLIMITED):
+        with mock.patch.object(
+            replaced_layers, "MAX_TILE_TOKENS", replaced_layers.MAX_TILE_TOKENS if of_fixed_size else _UNLIMITED
+        ):
             yield
     elif name == "chunked":
         from deepspeed.runtime import chunked_cross_entropy

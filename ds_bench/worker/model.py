@@ -29,7 +29,7 @@ import torch
 
 from ..config.spec import Engine, Workload, block_of
 from .lookup_model import import_factory
-from .losses import install_loss, install_tiled_mlp
+from .replaced_layers import install_loss, install_tiled_mlp
 
 _INIT_STD = 0.02
 """Standard deviation of every matrix, as in GPT-2; speed does not depend on it."""

@@ -15,7 +15,7 @@ import torch.distributed
 
 from ..records.schema import OffloadTimes
 from . import training_loop
-from .timers import CommunicationTimer, OffloadTimer
+from .operation_timers import CommunicationTimer, OffloadTimer
 
 _STEPS = 2
 _PHASES = ("forward", "backward", "step")

@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity
 from ..config.caveats import Caveat
 from ..config.spec import ProfileName, Trial
 from ..records.schema import Profile
-from . import memory, training_loop
+from . import measured_memory, training_loop
 
 MOST_FILE_BYTES = 2**29
 """Files of a profile that are larger are removed."""
@@ -238,12 +238,12 @@ def observe_memory(steps: ProfiledSteps) -> Sequence[str]:
     """Takes the steps while allocations are recorded."""
     if steps.on_cuda:
         return _observe_gpu(steps)
-    memory.reset_host_peak()
+    measured_memory.reset_host_peak()
     with profile_memory() as profiler:
         for _ in range(steps.count):
             steps.step()
     steps.trainer.heartbeat.beat("inspect")
-    resident = memory.peak_resident_bytes()
+    resident = measured_memory.peak_resident_bytes()
     # Stacks make events of Python's functions, which the timeline needs and a table of operators does not.
     operators = [event for event in profiler.key_averages() if ".py(" not in event.key]
     event_list: Any = EventList  # torch does not type it

@@ -32,7 +32,7 @@ from ..records.rank_files import (
     stacks_file,
 )
 from ..system import host_memory, processes, redaction
-from . import memory
+from . import measured_memory
 from .failure import rank_failure
 
 
@@ -96,7 +96,7 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
             step=heartbeat.step if heartbeat.step >= 0 else None,
             emulated=emulated,
             limited=limited,
-            device_free_bytes=memory.device_free_bytes(),
+            device_free_bytes=measured_memory.device_free_bytes(),
         )
         # A configuration that cannot be read was not read before either: the texts hold no secret of it.
         with contextlib.suppress(OSError, ValueError):

@@ -20,7 +20,7 @@ from ds_bench.config.spec import Trial
 from ds_bench.errors import UsageError
 from ds_bench.records.schema import TrialRecord
 from ds_bench.system.environment import Environment
-from ds_bench.system.gpus import GpuFacts
+from ds_bench.system.gpu_state import GpuFacts
 from tests.support import fakes
 
 CUDA = fakes.placement(accelerator="cuda", num_gpus=2)

@@ -25,7 +25,7 @@ from ds_bench.models.presets import ModelFacts
 from tests.support import fakes
 from tests.support.fakes import preset
 
-DEVICES = Path(ds_bench.__path__[0], "system", "devices.json")
+DEVICES = Path(ds_bench.__path__[0], "system", "device_specifications.json")
 TABLE: list[dict[str, Any]] = json.loads(DEVICES.read_text(encoding="utf-8"))
 
 sequences = st.integers(1, 2**20)

@@ -19,7 +19,7 @@ from ds_bench.config import placement, recipe, recipe_file
 from ds_bench.config.identity import work_key
 from ds_bench.config.spec import Strategy
 from ds_bench.planner import make_run_plan, requested_rows
-from ds_bench.system import gpus
+from ds_bench.system import gpu_state
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher
 from tests.support.scripted_run import Run, ScriptedRun
@@ -296,7 +296,7 @@ RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"
 def test_a_recipe_that_ships_can_be_planned(
     path: Path, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpus, "read_gpus", lambda: fakes.inventory(cards=8))
+    monkeypatch.setattr(gpu_state, "read_gpus", lambda: fakes.inventory(cards=8))
     monkeypatch.setattr(placement.environment, "torch_cuda_version", lambda: "13.0")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert path.read_text().startswith("# yaml-language-server: $schema=../docs/recipe.schema.json\n# ")

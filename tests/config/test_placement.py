@@ -11,7 +11,7 @@ from ds_bench.config.placement import choose_precision, read_hostfile, resolve_p
 from ds_bench.config.spec import Placement
 from ds_bench.errors import UsageError
 from ds_bench.system import environment
-from ds_bench.system.gpus import GpuFacts, GpuInventory
+from ds_bench.system.gpu_state import GpuFacts, GpuInventory
 from tests.support import fakes
 
 

@@ -17,7 +17,7 @@ from ds_bench.doctor.findings import Finding, SystemAccess, ok, problem, run_che
 from ds_bench.errors import PreflightError
 from ds_bench.launch import ops
 from ds_bench.system import environment
-from ds_bench.system.gpus import GpuFacts, GpuInventory
+from ds_bench.system.gpu_state import GpuFacts, GpuInventory
 from tests.support import fakes
 
 CPU, CUDA = Placement(accelerator="cpu"), Placement(accelerator="cuda")

@@ -12,7 +12,7 @@ import pytest
 from ds_bench.config.spec import Placement
 from ds_bench.doctor import host
 from ds_bench.doctor.findings import Finding, SystemAccess, run_check
-from ds_bench.system.gpus import GpuFacts, GpuInventory
+from ds_bench.system.gpu_state import GpuFacts, GpuInventory
 
 GB = 2**30
 CPU = Placement(accelerator="cpu")

@@ -23,10 +23,10 @@ from ds_bench.config.deepspeed_config import paths_of
 from ds_bench.config.identity import work_key
 from ds_bench.config.spec import Placement, Trial
 from ds_bench.launch import Limits
-from ds_bench.launch.warm import WarmLauncher
+from ds_bench.launch.warm_launcher import WarmLauncher
 from ds_bench.models.lookup import ResolvedModel
-from ds_bench.prediction.memory import predict
 from ds_bench.prediction.model_profile import find_profile
+from ds_bench.prediction.predicted_memory import predict
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
 from tests.support.built_models import facts_from_config

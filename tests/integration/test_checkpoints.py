@@ -10,7 +10,7 @@ import pytest
 
 from ds_bench.config.spec import Configuration, Inspection, ProfileName
 from ds_bench.launch import Limits
-from ds_bench.launch.warm import WarmLauncher
+from ds_bench.launch.warm_launcher import WarmLauncher
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
 from tests.support.real_trials import SHORT, make_trial

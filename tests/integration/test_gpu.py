@@ -16,10 +16,13 @@ import pytest
 
 from ds_bench.config.spec import Placement
 from ds_bench.launch import rank_environment
-from ds_bench.system import environment, gpus
+from ds_bench.system import environment, gpu_state
 from tests.support.real_trials import ROOT
 
-_USABLE = bool(gpus.select_visible(os.environ, gpus.read_gpus().gpus)) and environment.torch_cuda_version() is not None
+_USABLE = (
+    bool(gpu_state.select_visible(os.environ, gpu_state.read_gpus().gpus))
+    and environment.torch_cuda_version() is not None
+)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _USABLE, reason="no GPU, or torch is a CPU build")]
 
 Run = Callable[..., tuple[int, str, list[dict[str, Any]]]]
@@ -173,7 +176,7 @@ def test_the_card_is_free_again_when_the_next_trial_begins(tmp_path: Path) -> No
 
 def test_a_power_cap_at_the_default_limit_is_no_caveat(run: Run) -> None:
     lowered = [
-        gpu for gpu in gpus.read_gpus().gpus if (gpu.power_limit_watts or 0) < (gpu.default_power_limit_watts or 0)
+        gpu for gpu in gpu_state.read_gpus().gpus if (gpu.power_limit_watts or 0) < (gpu.default_power_limit_watts or 0)
     ]
     rows = run("zero_stage_comparison.py", *GPT2)[2]
     assert lowered or not any("sw_power_cap" in (row["caveats"] or "") for row in rows)
@@ -181,7 +184,7 @@ def test_a_power_cap_at_the_default_limit_is_no_caveat(run: Run) -> None:
 
 def test_no_process_of_a_trial_stays_on_the_card(run: Run, tmp_path: Path) -> None:
     run("zero_stage_comparison.py", *GPT2)
-    for gpu in gpus.select_visible(os.environ, gpus.read_gpus().gpus):
+    for gpu in gpu_state.select_visible(os.environ, gpu_state.read_gpus().gpus):
         pids = [pid for pid, _ in gpu.other_processes or ()]
         commands = [Path(f"/proc/{pid}/cmdline") for pid in pids]
         assert not any(b"ds_bench" in path.read_bytes() for path in commands if path.exists())

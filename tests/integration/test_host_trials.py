@@ -18,7 +18,7 @@ from ds_bench.config.spec import Inspection
 from ds_bench.launch import deepspeed as cold
 from ds_bench.launch import rank_environment
 from ds_bench.launch.host_agent import find_trial_processes
-from ds_bench.launch.hosts import Hosts
+from ds_bench.launch.host_connections import Hosts
 from ds_bench.records.rank_files import Assignment, read_beat
 from ds_bench.records.schema import TrialRecord
 from tests.support.local_agents import local_agents, make_hosts_trial

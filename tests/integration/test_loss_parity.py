@@ -16,7 +16,7 @@ from ds_bench.analysis.row import Run, make_run
 from ds_bench.config.caveats import LOSS_KINDS, Caveat, CaveatKind
 from ds_bench.config.spec import Configuration, Trial
 from ds_bench.launch import Limits
-from ds_bench.launch.warm import WarmLauncher
+from ds_bench.launch.warm_launcher import WarmLauncher
 from ds_bench.records.schema import EarlyWindow, TrialRecord
 from tests.support import fakes
 from tests.support.real_trials import SHORT, Launch, make_trial

@@ -9,9 +9,9 @@ import pytest
 
 from ds_bench.config.spec import PASS_TYPES, Trial
 from ds_bench.launch import Limits
-from ds_bench.launch.warm import WarmLauncher
-from ds_bench.prediction.memory import predict
+from ds_bench.launch.warm_launcher import WarmLauncher
 from ds_bench.prediction.model_profile import find_profile
+from ds_bench.prediction.predicted_memory import predict
 from ds_bench.records.schema import SUCCESS, RankMeasurement
 from tests.support import fakes
 from tests.support.fakes import preset

@@ -17,8 +17,8 @@ from ds_bench.config import deepspeed_config
 from ds_bench.config.spec import Configuration, Trial, Workload
 from ds_bench.models.presets import ModelFacts
 from ds_bench.prediction import model_profile
-from ds_bench.prediction.memory import predict
 from ds_bench.prediction.model_profile import ModelProfile, request_for
+from ds_bench.prediction.predicted_memory import predict
 from tests.support.built_models import facts_from_config
 from tests.support.fakes import offload, reference, zero
 from tests.support.ledger_checks import check

@@ -15,7 +15,7 @@ from ds_bench.analysis.row import Run, make_run
 from ds_bench.config.caveats import LOSS_KINDS
 from ds_bench.config.spec import Configuration, Workload
 from ds_bench.launch import Limits
-from ds_bench.launch.warm import WarmLauncher
+from ds_bench.launch.warm_launcher import WarmLauncher
 from ds_bench.records.schema import SUCCESS, TrialRecord
 from tests.support import fakes
 from tests.support.real_trials import SHORT, make_trial

@@ -16,7 +16,7 @@ from ds_bench.analysis.loss_parity import compare_losses
 from ds_bench.analysis.row import make_run
 from ds_bench.config.spec import Configuration, Trial
 from ds_bench.launch import Limits
-from ds_bench.launch.warm import WarmLauncher
+from ds_bench.launch.warm_launcher import WarmLauncher
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
 from tests.support.real_trials import SHORT, make_trial

@@ -21,7 +21,7 @@ from ds_bench.config.spec import Configuration, Placement, Strategy
 from ds_bench.config.strategies import make_configuration
 from ds_bench.errors import PreflightError
 from ds_bench.launch import ops, rank_environment
-from ds_bench.system.tools import ToolReply
+from ds_bench.system.helper_programs import ToolReply
 from tests.support import fakes
 
 # ------------------------------------------------------------------ needed ops

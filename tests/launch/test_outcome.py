@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from ds_bench.launch.hosts import HostError, HostLostError
-from ds_bench.launch.monitor import Ending, Limits
+from ds_bench.launch.host_connections import HostError, HostLostError
 from ds_bench.launch.outcome import Evidence, TrialOutcome, determine_outcome
+from ds_bench.launch.trial_watcher import Ending, Limits
 from ds_bench.records import schema
 from ds_bench.records.json_files import append_line, write_json
 from ds_bench.records.rank_files import PHASES, HeartbeatWriter, RankExit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ds_bench.launch.rank_environment import cuda_environment
-from ds_bench.system.gpus import GpuFacts, GpuInventory
+from ds_bench.system.gpu_state import GpuFacts, GpuInventory
 
 CARDS = GpuInventory(gpus=tuple(GpuFacts(index=index, uuid=f"GPU-{index}aaa") for index in range(4)))
 

@@ -6,7 +6,7 @@ import base64
 import json
 from pathlib import Path
 
-from ds_bench.launch.hosts import Hosts
+from ds_bench.launch.host_connections import Hosts
 from ds_bench.launch.remote_trial import FileReceiver, RemoteTrial, forwarded_variables
 from ds_bench.records import json_files, rank_files
 from ds_bench.records.rank_files import Assignment, HeartbeatWriter

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ds_bench.config.spec import Inspection, Trial
-from ds_bench.launch.monitor import StepMonitor
+from ds_bench.launch.trial_watcher import StepMonitor
 from ds_bench.records.step_series import STEPS_FILE, StepFileWriter, StepSample
 from tests.support import fakes
 

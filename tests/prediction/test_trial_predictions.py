@@ -14,11 +14,11 @@ from ds_bench.config.identity import work_key
 from ds_bench.config.spec import Trial
 from ds_bench.errors import PreflightError
 from ds_bench.models.lookup import ResolvedModel
-from ds_bench.prediction import memory, trial_predictions
-from ds_bench.prediction.memory import Prediction
+from ds_bench.prediction import predicted_memory, trial_predictions
+from ds_bench.prediction.fit_search import alternatives, savings
 from ds_bench.prediction.model_profile import ModelProfile
+from ds_bench.prediction.predicted_memory import Prediction
 from ds_bench.prediction.trial_predictions import MemoryCapacity, Unpredicted, stored_prediction
-from ds_bench.prediction.what_if import alternatives, savings
 from ds_bench.records import json_files
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
@@ -60,8 +60,8 @@ def test_unknown_activations_leave_the_rest_predicted_and_never_fit() -> None:
     assert trial.caveats == ("activations are not predicted, the rest is: no fake kernel",)
     found = stored_prediction(trial)
     assert found is not None
-    assert (found.activation_bytes, found.verdict(80 * GB)) == (None, memory.UNKNOWN)
-    assert found.verdict(1) == memory.DOES_NOT_FIT
+    assert (found.activation_bytes, found.verdict(80 * GB)) == (None, predicted_memory.UNKNOWN)
+    assert found.verdict(1) == predicted_memory.DOES_NOT_FIT
     assert found.ledger["gpu"]["optimizer_states"] == 12 * 557_568 // 2
     assert make_run(fakes.success(trial, gpu_peak_bytes=GB)).row.predicted_over_measured is None
 
@@ -78,7 +78,9 @@ def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
     adapter = replace(PROFILE, frozen=((0, 1_000_000),))
     for stage, part in ((0, 1_000_000), (2, 1_000_000), (3, 500_000)):
         trial = fakes.trial(fakes.zero(stage), on=ON_GPUS)
-        plain, more = (memory.predict(known, trial.workload, ON_GPUS, trial.ds_config) for known in (PROFILE, adapter))
+        plain, more = (
+            predicted_memory.predict(known, trial.workload, ON_GPUS, trial.ds_config) for known in (PROFILE, adapter)
+        )
         grown = {name: more.ledger["gpu"][name] - size for name, size in plain.ledger["gpu"].items()}
         assert {name: size for name, size in grown.items() if size} == {"parameters": 2 * part}
 

@@ -32,7 +32,7 @@ from ds_bench.launch import rank_environment
 from ds_bench.launch.ops import OpState
 from ds_bench.records import schema
 from ds_bench.records.schema import TrialRecord
-from ds_bench.report import configuration_export, table
+from ds_bench.report import configuration_export, table_layout
 from ds_bench.system.environment import Environment
 from tests.support.fakes import GB, failure, offload, placement, success, workload, zero
 from tests.support.real_trials import SUPPORT, free_port
@@ -370,10 +370,10 @@ TEXT = st.text() | st.text(alphabet="`~*_<>&;[]()!#|-+=\\ \n\t1.ab/:")
 
 @given(TEXT)
 def test_any_text_stays_one_line_keeps_its_code_span_and_opens_no_markup(text: str) -> None:
-    assert MarkdownIt().render("x " + table.escape(text)).count("<") == 2  # of the paragraph itself
-    for shown in (table.inline_code(text), table.escape(text)):
+    assert MarkdownIt().render("x " + table_layout.escape(text)).count("<") == 2  # of the paragraph itself
+    for shown in (table_layout.inline_code(text), table_layout.escape(text)):
         assert shown.isprintable()
-    rendered = MarkdownIt().render(f"x {table.inline_code('a' + text + 'a')} y")
+    rendered = MarkdownIt().render(f"x {table_layout.inline_code('a' + text + 'a')} y")
     assert rendered.count("<code>") == 1
     assert rendered.startswith("<p>x <code>a")
     assert rendered.endswith("a</code> y</p>\n")

@@ -20,7 +20,7 @@ from ds_bench.recommend.words import Fact
 from ds_bench.report import html_report
 from ds_bench.system import environment
 from ds_bench.system.environment import Environment
-from ds_bench.system.gpus import GpuFacts
+from ds_bench.system.gpu_state import GpuFacts
 from tests.support import fakes
 from tests.support import sample_reports as samples
 

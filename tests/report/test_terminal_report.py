@@ -17,9 +17,9 @@ from ds_bench.config.spec import Configuration
 from ds_bench.records import schema
 from ds_bench.records.schema import Profile, TrialRecord
 from ds_bench.report import terminal_report
+from ds_bench.report.combined_table import summary_lines
 from ds_bench.report.comparison_report import ComparisonReport, build_report
 from ds_bench.report.html_report import render_page, render_tables
-from ds_bench.report.side_by_side import summary_lines
 from ds_bench.report.terminal_report import render_markdown, report_lines, whole_report_lines
 from tests.support import fakes
 

@@ -20,12 +20,12 @@ from ds_bench.config.spec import Configuration, Placement, Strategy, Trial, Work
 from ds_bench.launch import Progress, ProgressCallback
 from ds_bench.models.lookup import ResolvedModel
 from ds_bench.models.presets import ModelFacts, find_preset
-from ds_bench.prediction.memory import Prediction
+from ds_bench.prediction.predicted_memory import Prediction
 from ds_bench.records import schema
 from ds_bench.records.run_folder import RunFolder
 from ds_bench.records.schema import Outcome, RankFailure, RankMeasurement, TrialRecord
 from ds_bench.system.environment import Environment, Machine
-from ds_bench.system.gpus import GpuFacts, GpuInventory
+from ds_bench.system.gpu_state import GpuFacts, GpuInventory
 
 GB = 2**30
 

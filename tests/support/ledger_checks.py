@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ds_bench.config.spec import Trial
-from ds_bench.prediction.memory import predict
 from ds_bench.prediction.model_profile import ModelProfile
+from ds_bench.prediction.predicted_memory import predict
 from ds_bench.records.schema import SUCCESS, TrialRecord
 
 

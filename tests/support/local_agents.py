@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ds_bench.config.spec import Trial
-from ds_bench.launch.hosts import agent_words
+from ds_bench.launch.host_connections import agent_words
 from tests.support.real_trials import make_trial
 
 

@@ -12,7 +12,7 @@ import pytest
 from ds_bench import runner
 from ds_bench.cli import script as cli
 from ds_bench.launch import ops, rank_environment
-from ds_bench.system import gpus
+from ds_bench.system import gpu_state
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher
 
@@ -28,7 +28,7 @@ class ScriptedRun:
         ready = {op: ops.OpState(op=op, ready=True) for op in (ops.CPU_ADAM, ops.SHARED_MEMORY)}
         monkeypatch.setattr(rank_environment, "build_ops", lambda *_: ready)
         monkeypatch.setattr(runner, "choose_launcher", lambda *_: (self.launcher, None))
-        monkeypatch.setattr(gpus, "read_gpus", gpus.GpuInventory)
+        monkeypatch.setattr(gpu_state, "read_gpus", gpu_state.GpuInventory)
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
             monkeypatch.delenv(name, raising=False)
 

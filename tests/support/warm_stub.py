@@ -41,15 +41,15 @@ def _processes(word: bytes) -> list[int]:
 
 
 def main(base: Path) -> None:
-    from ds_bench.launch import Limits, warm
+    from ds_bench.launch import Limits, warm_launcher
     from ds_bench.system import processes
     from tests.support import fakes
 
-    warm._PRELOAD = "warm_stub"
+    warm_launcher._PRELOAD = "warm_stub"
     loads = base / "loads"
     loads.write_text("2")
     variables = {"DS_ACCELERATOR": "cpu", "DEATHS_WHILE_LOADING": str(loads)}
-    launcher = warm.WarmLauncher(variables, Limits(kill_grace_seconds=1))
+    launcher = warm_launcher.WarmLauncher(variables, Limits(kill_grace_seconds=1))
     refused = launcher.prepare()
     assert refused is not None
     assert refused.startswith("the preloaded server did not start (")
@@ -89,14 +89,14 @@ def main(base: Path) -> None:
     launch("after")
     kill(b"multiprocessing")
     launch("killed_between")
-    start = warm.WarmLauncher._start
+    start = warm_launcher.WarmLauncher._start
     victims = iter([b"forkserver", b"forkserver", b"resource_tracker", b"forkserver", b"forkserver", b"forkserver"])
 
-    def dying(self: warm.WarmLauncher, *arguments: object) -> object:
+    def dying(self: warm_launcher.WarmLauncher, *arguments: object) -> object:
         kill(next(victims))
         return start(self, *arguments)  # type: ignore[arg-type]
 
-    warm.WarmLauncher._start = dying  # type: ignore[assignment]
+    warm_launcher.WarmLauncher._start = dying  # type: ignore[assignment]
     launch("killed_as_it_is_asked")
     given_up = launch("killed_whenever_it_is_asked")
     print(json.dumps([*told, given_up.outcome.error]))

@@ -10,7 +10,7 @@ from typing import IO
 import pytest
 
 from ds_bench.system.device_locks import device_names, locked_devices
-from ds_bench.system.gpus import GpuFacts
+from ds_bench.system.gpu_state import GpuFacts
 
 GPUS = [GpuFacts(index=0, uuid="GPU-a/../b"), GpuFacts(index=3, uuid="GPU-b"), GpuFacts(index=4)]
 NAMES = device_names("cuda", GPUS, range(3))

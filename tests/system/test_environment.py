@@ -26,7 +26,7 @@ from ds_bench.system.environment import (
     software_differences,
     torch_cuda_version,
 )
-from ds_bench.system.gpus import GpuFacts, GpuInventory
+from ds_bench.system.gpu_state import GpuFacts, GpuInventory
 from ds_bench.system.redaction import REDACTED
 
 H200 = GpuFacts(

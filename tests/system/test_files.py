@@ -16,8 +16,8 @@ import pytest
 from ds_bench import cli
 from ds_bench.cli import commands
 from ds_bench.config.spec import Trial
-from ds_bench.launch.monitor import Limits, watch
 from ds_bench.launch.outcome import Evidence, determine_outcome
+from ds_bench.launch.trial_watcher import Limits, watch
 from ds_bench.records.json_files import append_line
 from ds_bench.records.rank_files import HeartbeatWriter, read_beat, read_exits
 from ds_bench.records.schema import TrialRecord

@@ -81,7 +81,7 @@ IGNORES_SIGTERM = """
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 os.fork()
-print("ready", flush=True)
+os.write(1, b"ready\\n")
 time.sleep(60)
 """
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ds_bench.launch import monitor as module
-from ds_bench.launch.monitor import Ending, Limits, OtherHosts, Progress, watch
+from ds_bench.launch.trial_watcher import Ending, Limits, OtherHosts, Progress, watch
 from ds_bench.records.json_files import append_line
 from ds_bench.records.rank_files import HeartbeatWriter, RankExit
 from ds_bench.system import processes

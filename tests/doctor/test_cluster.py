@@ -19,15 +19,15 @@ from ds_bench.config.caveats import CaveatKind
 from ds_bench.config.placement import SRUN, SSH
 from ds_bench.config.spec import Placement
 from ds_bench.doctor import checks
-from ds_bench.doctor import hosts as host_checks
+from ds_bench.doctor import cluster as host_checks
 from ds_bench.doctor.findings import SystemAccess
 from ds_bench.errors import PreflightError
-from ds_bench.launch import hosts
+from ds_bench.launch import host_connections
 from ds_bench.launch.ops import OpState
 from ds_bench.prediction.trial_predictions import MemoryCapacity
 from ds_bench.records import json_files
 from ds_bench.system.environment import Environment, hardware_differences, read_environment
-from ds_bench.system.gpus import GpuFacts, GpuInventory
+from ds_bench.system.gpu_state import GpuFacts, GpuInventory
 from tests.support import fakes
 
 H100 = GpuFacts(index=0, name="NVIDIA H100", memory_total_bytes=80 * 2**30, compute_capability=(9, 0))
@@ -162,7 +162,10 @@ def test_every_host_runs_the_checks_of_its_own_ranks(monkeypatch: pytest.MonkeyP
 
 def test_ranks_that_could_not_meet_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     here = replace(TWO, master_addr="127.0.0.1")
-    with hosts.Hosts(["a", "b"], lambda _name: hosts.agent_words()) as both, socket.create_server(("", 0)) as other:
+    with (
+        host_connections.Hosts(["a", "b"], lambda _name: host_connections.agent_words()) as both,
+        socket.create_server(("", 0)) as other,
+    ):
         both.connect()
         host_checks.require_connections(both, here)
         taken = replace(here, master_port=other.getsockname()[1])
@@ -179,7 +182,7 @@ def test_ranks_that_could_not_meet_are_told_at_once(monkeypatch: pytest.MonkeyPa
 
 def test_the_doctor_checks_the_hosts_of_a_hostfile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     commands = {
-        "here": hosts.agent_words(),
+        "here": host_connections.agent_words(),
         "gone": [sys.executable, "-c", "raise SystemExit('ssh: no route to host')"],
     }
     monkeypatch.setattr(host_checks, "command_on_host", lambda _template, host, _words: commands[host])
@@ -201,7 +204,7 @@ def test_every_way_to_a_host_has_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp
         )
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    program, *others = hosts.agent_words()
+    program, *others = host_connections.agent_words()
     every_gpu = [program, "-u", "CUDA_VISIBLE_DEVICES", *others]
     for command, hostfile, remedy, words in (
         (SSH, "/hosts", "`ssh a true` work.*leave the host out with --exclude", [shlex.join(every_gpu)]),

@@ -1,8 +1,8 @@
 """Runs helper programs: tools of this package, which measure or build something, and compilers.
 
-Each has a leader, ``python -m ds_bench.system.tools COMMAND…``. When the program ends, takes too long, or this process
-dies, the leader ends every process that the program has started, also in other sessions, and removes its temporary
-files.
+Each has a leader, ``python -m ds_bench.system.helper_programs COMMAND…``. When the program ends, takes too long, or
+this process dies, the leader ends every process that the program has started, also in other sessions, and removes its
+temporary files.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def run_program(
     subprocess.TimeoutExpired with the output so far.
     """
     with subprocess.Popen(
-        [sys.executable, "-m", "ds_bench.system.tools", *command],
+        [sys.executable, "-m", "ds_bench.system.helper_programs", *command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=errors,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ds_bench.errors import UsageError
-from ds_bench.system import devices
+from ds_bench.system import device_specifications
 
 GB = 2**30
 CARDS = {
@@ -41,15 +41,15 @@ REFUSED = {
 
 
 def test_a_card_is_a_name_or_a_size() -> None:
-    found = {text: devices.memory_bytes(text) / GB for text in CARDS}
+    found = {text: device_specifications.memory_bytes(text) / GB for text in CARDS}
     assert found == {text: pytest.approx(size, rel=1e-9) for text, size in CARDS.items()}
-    assert all(10 * GB < devices.memory_bytes(name) < 300 * GB for name in devices.names())
+    assert all(10 * GB < device_specifications.memory_bytes(name) < 300 * GB for name in device_specifications.names())
 
 
 def test_a_card_that_is_not_certain_is_not_guessed(subtests: pytest.Subtests) -> None:
     for text, words in REFUSED.items():
         with subtests.test(text[:40]):
             with pytest.raises(UsageError) as caught:
-                devices.memory_bytes(text)
+                device_specifications.memory_bytes(text)
             assert words in str(caught.value)
             assert "\n" not in str(caught.value)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ds_bench.records.rank_files import HeartbeatWriter
-from ds_bench.worker import phases, timers, training_loop
-from ds_bench.worker.timers import CommunicationTimer, DiskUse, OffloadTimer, TimedHandle, operation_bytes
+from ds_bench.worker import operation_timers, phases, training_loop
+from ds_bench.worker.operation_timers import CommunicationTimer, DiskUse, OffloadTimer, TimedHandle, operation_bytes
 from tests.support.batches import batches
 
 
@@ -29,7 +29,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (phases, timers):
+    for module in (phases, operation_timers):
         monkeypatch.setattr(module.time, "perf_counter", lambda: clock.now)
     return clock
 

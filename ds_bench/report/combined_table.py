@@ -22,9 +22,9 @@ from ..units import (
     format_percent,
     format_significant,
 )
+from .comparison_columns import failure_text
 from .comparison_report import ComparisonReport
-from .table import Column, Table, make_table
-from .table_columns import failure_text
+from .table_layout import Column, Table, make_table
 
 SIZE_PREFIX = "size-"
 """Beginning of the names of the models of the model-size benchmark."""

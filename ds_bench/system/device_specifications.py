@@ -1,6 +1,7 @@
 """Memory and peak rates of accelerators, by the name of the device.
 
-``devices.json`` has three facts. ``compute_capability``: of NVIDIA's devices only (developer.nvidia.com/cuda-gpus).
+``device_specifications.json`` has three facts. ``compute_capability``: of NVIDIA's devices only
+(developer.nvidia.com/cuda-gpus).
 ``memory_gb``: the device's total as CUDA or HIP reports it (``torch.cuda.mem_get_info``), with ECC on if that is the
 default, in GB of 2**30 bytes, by the name that a user gives. It is less than the name says if the manufacturer counts
 in 10**9, or driver and ECC take a part: an "80 GB" H100 shows about 79.1, and drivers differ by some tenths.
@@ -132,5 +133,7 @@ def _memory_gb() -> dict[str, float]:
 def _table() -> list[dict[str, Any]]:
     import json
 
-    rows: list[dict[str, Any]] = json.loads((files(__package__) / "devices.json").read_text(encoding="utf-8"))
+    rows: list[dict[str, Any]] = json.loads(
+        (files(__package__) / "device_specifications.json").read_text(encoding="utf-8")
+    )
     return rows

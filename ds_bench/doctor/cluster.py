@@ -1,6 +1,6 @@
 """The hosts of a job on several: whether each can be reached, has what the others have, and is ready for the plan.
 
-Each host is checked by its agent (``launch.hosts``), which starts :mod:`.checks` there.
+Each host is checked by its agent (``launch.host_connections``), which starts :mod:`.checks` there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from operator import attrgetter
 
 from ..config.spec import Configuration, Placement
 from ..errors import PreflightError
-from ..launch.hosts import HostConnection, HostError, Hosts, agent_words, command_on_host
+from ..launch.host_connections import HostConnection, HostError, Hosts, agent_words, command_on_host
 from ..launch.ops import OpState
 from ..system import launched_nodes
 from ..system.environment import LIBRARIES, Environment, Facts

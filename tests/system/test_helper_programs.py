@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_bench.system import tools
+from ds_bench.system import helper_programs
 from tests.support.marked_processes import MARK, find_marked, left_after
 
 STARTED = (
@@ -44,7 +44,7 @@ def program(started: str, then: str = "") -> list[str]:
 
 def test_program_takes_all_that_it_started_with_it(mark: str, tmp_path: Path) -> None:
     start = time.monotonic()
-    done = tools.run_program(program("; ".join(STARTED), "sys.exit(3)"), environment={}, timeout_seconds=60)
+    done = helper_programs.run_program(program("; ".join(STARTED), "sys.exit(3)"), environment={}, timeout_seconds=60)
     assert (done.returncode, done.stdout) == (3, b"began\n")
     assert time.monotonic() - start < 20
     assert find_marked(mark) == set()
@@ -55,7 +55,9 @@ def test_program_takes_all_that_it_started_with_it(mark: str, tmp_path: Path) ->
 def test_a_program_that_takes_too_long_is_ended_with_all_that_it_started(then: str, mark: str, tmp_path: Path) -> None:
     seconds: list[float] = []
     with pytest.raises(subprocess.TimeoutExpired) as caught:
-        tools.run_program(program("; ".join(STARTED), then), environment={}, timeout_seconds=3, listen=seconds.append)
+        helper_programs.run_program(
+            program("; ".join(STARTED), then), environment={}, timeout_seconds=3, listen=seconds.append
+        )
     assert caught.value.stdout == b"began\n"
     assert [round(each) for each in seconds] == [1, 2]
     assert find_marked(mark) == set()
@@ -71,7 +73,8 @@ def test_a_program_ends_with_all_that_it_started_when_this_process_is_killed(
         [
             sys.executable,
             "-c",
-            f"from ds_bench.system import tools; tools.run_program({command!r}, environment={{}}, timeout_seconds=100)",
+            f"from ds_bench.system import helper_programs\n"
+            f"helper_programs.run_program({command!r}, environment={{}}, timeout_seconds=100)",
         ]
     )
     deadline = time.monotonic() + 60
@@ -88,19 +91,21 @@ def test_a_program_ends_with_all_that_it_started_when_this_process_is_killed(
 def test_a_stopped_leader_is_ended_too(mark: str) -> None:
     stop = f"os.kill(os.getppid(), {int(signal.SIGSTOP)}); time.sleep(100)"
     with pytest.raises(subprocess.TimeoutExpired):
-        tools.run_program(program("subprocess.Popen(['sleep', '100'])", stop), environment={}, timeout_seconds=3)
+        helper_programs.run_program(
+            program("subprocess.Popen(['sleep', '100'])", stop), environment={}, timeout_seconds=3
+        )
     assert find_marked(mark) == set()
 
 
 def test_a_lock_that_the_leader_keeps_is_released_when_the_whole_tree_has_ended(mark: str, tmp_path: Path) -> None:
     keeper = textwrap.dedent(f"""
         import fcntl, shlex
-        from ds_bench.system import tools
+        from ds_bench.system import helper_programs
         lock = open({str(tmp_path / "lock")!r}, "w")
         fcntl.flock(lock, fcntl.LOCK_EX)
         command = ["setsid", "--fork", "sh", "-c", "trap '' TERM; sleep 100; sleep 100"]
         command = ["sh", "-c", shlex.join(command) + "; sleep 100"]
-        tools.run_program(command, environment={{}}, timeout_seconds=100, kept_open=[lock.fileno()])
+        helper_programs.run_program(command, environment={{}}, timeout_seconds=100, kept_open=[lock.fileno()])
     """)
     parent = subprocess.Popen([sys.executable, "-c", keeper])
     deadline = time.monotonic() + 60
@@ -118,8 +123,9 @@ def test_a_lock_that_the_leader_keeps_is_released_when_the_whole_tree_has_ended(
 
 def test_a_program_runs_without_a_folder_for_temporary_files_and_has_the_exit_code_of_a_shell() -> None:
     code = (
-        "import resource; from ds_bench.system import tools; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0));"
-        "done = tools.run_program(['sh', '-c', 'echo ran; kill -9 $$'], environment={}, timeout_seconds=60);"
+        "import resource; from ds_bench.system import helper_programs\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0));"
+        "done = helper_programs.run_program(['sh', '-c', 'echo ran; kill -9 $$'], environment={}, timeout_seconds=60);"
         "print(done.stdout, done.returncode)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -134,10 +140,10 @@ def test_the_objects_that_a_tool_prints_are_its_reply_and_other_lines_are_skippe
         (b"", b"Traceback\nValueError: x\n", (), "ended with code 5: ValueError: x"),
     ):
         done = subprocess.CompletedProcess([], 5, output, errors)
-        monkeypatch.setattr(tools, "run_program", lambda *_, done=done, **__: done)
-        reply = tools.run_tool("worker.any", environment={})
+        monkeypatch.setattr(helper_programs, "run_program", lambda *_, done=done, **__: done)
+        reply = helper_programs.run_tool("worker.any", environment={})
         assert (reply.objects, reply.ending) == (objects, ending)
         assert reply.last_object("it") == (objects[-1] if objects else {"error": f"it {ending}"})
     late = subprocess.TimeoutExpired([], 2, output=b"{}")
-    monkeypatch.setattr(tools, "run_program", lambda *_, **__: (_ for _ in ()).throw(late))
-    assert tools.run_tool("worker.any", environment={}, timeout_seconds=2).ending == "took more than 2 s"
+    monkeypatch.setattr(helper_programs, "run_program", lambda *_, **__: (_ for _ in ()).throw(late))
+    assert helper_programs.run_tool("worker.any", environment={}, timeout_seconds=2).ending == "took more than 2 s"

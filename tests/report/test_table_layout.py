@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from ds_bench.report.table import Column, Table, make_table, wrap_facts
+from ds_bench.report.table_layout import Column, Table, make_table, wrap_facts
 
 NASTY = "\x1b[31mred\x07\x9b2J\u202egnp.exe\ud800\r\n\u2028end"
 WIDE = Table(

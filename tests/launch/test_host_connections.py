@@ -15,7 +15,7 @@ import pytest
 
 from ds_bench.config import strategies
 from ds_bench.config.spec import Placement
-from ds_bench.launch import host_agent, hosts, remote_trial
+from ds_bench.launch import host_agent, host_connections, remote_trial
 from ds_bench.launch.host_agent import HostEnd, find_trial_processes
 from ds_bench.launch.message_stream import code_digest
 from ds_bench.launch.ops import OpState
@@ -27,19 +27,19 @@ from tests.support.local_agents import make_hosts_trial
 
 
 def local_agent(_host: str) -> list[str]:
-    return hosts.agent_words()
+    return host_connections.agent_words()
 
 
 def test_agents_on_two_hosts_report_their_environments_and_ops_and_leave_nothing() -> None:
     row = strategies.make_configuration(strategies.ZERO_STAGES[1])
-    with hosts.Hosts(["a", "b"], local_agent) as both:
+    with host_connections.Hosts(["a", "b"], local_agent) as both:
         both.connect()
         environments = both.request_all("environment", kind=Environment)
         assert [environments[name].packages for name in "ab"] == [read_environment().packages] * 2
         place = Placement(accelerator="cpu")
         states = both.request_all("build_ops", kind=dict[str, OpState], placement=place, configurations=[row])
         assert all(state.ready for each in states.values() for state in each.values())
-        with pytest.raises(hosts.HostError, match="a: KeyError"):
+        with pytest.raises(host_connections.HostError, match="a: KeyError"):
             both.connections[0].request("nonsense")
         agents = [connection._process for connection in both.connections]
     assert [agent and agent.returncode for agent in agents] == [0, 0]
@@ -49,11 +49,11 @@ def test_hosts_are_locked_in_the_order_of_their_own_names(monkeypatch: pytest.Mo
     """Otherwise two runs with two hostfiles could each hold what the other waits for."""
 
     def order(machines: dict[str, str]) -> list[str]:
-        run, locked = hosts.Hosts(list(machines), local_agent), []
+        run, locked = host_connections.Hosts(list(machines), local_agent), []
         for connection in run.connections:
             connection.hostname = machines[connection.name]
 
-        def lock(connection: hosts.HostConnection, *_: object) -> DeviceLocks:
+        def lock(connection: host_connections.HostConnection, *_: object) -> DeviceLocks:
             locked.append(connection.hostname)
             return DeviceLocks()
 
@@ -64,7 +64,7 @@ def test_hosts_are_locked_in_the_order_of_their_own_names(monkeypatch: pytest.Mo
     assert order({"a": "node1", "b": "node2"}) == order({"192.0.2.1": "node2", "192.0.2.2": "node1"})
 
 
-def lose(run: hosts.Hosts) -> None:
+def lose(run: host_connections.Hosts) -> None:
     """Kill the agent of the first host, and wait until the run has noticed."""
     (lost, *_) = run.connections
     assert lost._process is not None
@@ -76,13 +76,13 @@ def lose(run: hosts.Hosts) -> None:
 def test_a_run_holds_the_devices_of_each_host_until_it_ends_also_after_a_host_was_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hosts, "_REQUEST_SECONDS", 1.0)
+    monkeypatch.setattr(host_connections, "_REQUEST_SECONDS", 1.0)
     placement = Placement(accelerator="cpu", num_gpus=3, hosts=(("b", 2), ("a", 1)), include="b:1,3@a:0")
     assert [placement.slots_of(name) for name in "abc"] == [[0], [1, 3], []]
     assert replace(placement, include=None).slots_of("b") == [0, 1]
 
     def agent(host: str) -> list[str]:  # each host has locks of its own
-        return ["env", f"DS_BENCH_LOCK_DIR={tmp_path / host}", *hosts.agent_words()]
+        return ["env", f"DS_BENCH_LOCK_DIR={tmp_path / host}", *host_connections.agent_words()]
 
     def held() -> list[int]:
         locks = [next((tmp_path / name).glob("ds_bench_lock_processors_*")) for name in "ab"]
@@ -90,7 +90,7 @@ def test_a_run_holds_the_devices_of_each_host_until_it_ends_also_after_a_host_wa
 
     said: list[str] = []
     waiting = "waiting: another run is using the CPU …"
-    with hosts.Hosts(["b", "a"], agent) as first, hosts.Hosts(["a", "b"], agent) as second:
+    with host_connections.Hosts(["b", "a"], agent) as first, host_connections.Hosts(["a", "b"], agent) as second:
         first.connect()
         second.connect()
         assert not first.lock_devices(placement, said.append).waited
@@ -106,11 +106,11 @@ def test_a_run_holds_the_devices_of_each_host_until_it_ends_also_after_a_host_wa
         assert second.lock_devices(placement, end_first).waited
         assert said == [f"a: {waiting}"]
         assert held() == [1, 1]
-        with hosts.Hosts(["b", "a"], agent) as third:
+        with host_connections.Hosts(["b", "a"], agent) as third:
             third.connect()
             third._locked = placement, said.append
             lose(third)
-            with pytest.raises(hosts.HostLostError, match=r"^b: took longer than 1 s to answer$"):
+            with pytest.raises(host_connections.HostLostError, match=r"^b: took longer than 1 s to answer$"):
                 third.reconnect(0.0)
             assert said[1:] == [f"b: {waiting}"], "another run has taken its devices"
     assert held() == [0, 0]
@@ -120,7 +120,7 @@ def test_a_host_that_cannot_be_used_is_named_in_one_line() -> None:
     old = [sys.executable, "-c", 'print(\'Welcome!\\n{"agent": "0.0.1"}\', flush=True); input()']
     refused = [sys.executable, "-c", "import sys; sys.exit('b: Permission denied (publickey).')"]
     commands = {"old": old, "refused": refused}
-    with hosts.Hosts(list(commands), commands.__getitem__) as both:
+    with host_connections.Hosts(list(commands), commands.__getitem__) as both:
         old_line, refused_line = map(str, both.connect())
     assert old_line == f"old: has other code of ds_bench (0.0.1) than this host ({code_digest()})"
     assert refused_line == "refused: b: Permission denied (publickey)."
@@ -129,24 +129,26 @@ def test_a_host_that_cannot_be_used_is_named_in_one_line() -> None:
 @pytest.mark.parametrize("name", ["-oProxyCommand=touch x", "a b", "a;b", "a\nb", "", "$(x)", "a'b", "-l", "a@b"])
 def test_ssh_is_given_no_name_that_it_could_take_for_something_else(name: str) -> None:
     with pytest.raises(ValueError, match="is not a host name"):
-        hosts.command_on_host("ssh {host}", name, ["true"])
+        host_connections.command_on_host("ssh {host}", name, ["true"])
 
 
 def test_the_words_of_the_remote_command_reach_the_login_shell_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/a b/'$(touch x)'; python")
     monkeypatch.setenv("PYTHONPATH", "/x\n;`y`")
-    *ssh, remote = hosts.command_on_host("ssh -p 2222 {host}", "node-1.cluster", hosts.agent_words())
+    *ssh, remote = host_connections.command_on_host(
+        "ssh -p 2222 {host}", "node-1.cluster", host_connections.agent_words()
+    )
     assert ssh[-3:] == ["-p", "2222", "node-1.cluster"]
-    assert shlex.split(remote) == hosts.agent_words()
-    other = hosts.command_on_host("/bin/enter 'a b' --on={host}", "node-1", ["a b", "c"])
+    assert shlex.split(remote) == host_connections.agent_words()
+    other = host_connections.command_on_host("/bin/enter 'a b' --on={host}", "node-1", ["a b", "c"])
     assert other == ["/bin/enter", "a b", "--on=node-1", "a b", "c"]
-    assert hosts.agent_words()[-3:] == [sys.executable, "-m", "ds_bench.launch.host_agent"]
+    assert host_connections.agent_words()[-3:] == [sys.executable, "-m", "ds_bench.launch.host_agent"]
 
 
 def test_an_agent_that_a_launcher_has_started_is_not_started_again() -> None:
     own, other = socket.socketpair()
-    with own, other, hosts.Hosts(["a"], pytest.fail, connected={"a": own}) as one:
-        agent = subprocess.Popen(hosts.agent_words(), stdin=other, stdout=other)
+    with own, other, host_connections.Hosts(["a"], pytest.fail, connected={"a": own}) as one:
+        agent = subprocess.Popen(host_connections.agent_words(), stdin=other, stdout=other)
         other.close()
         one.connect()
         assert one.connections[0].request("environment", kind=Environment).packages == read_environment().packages
@@ -154,7 +156,7 @@ def test_an_agent_that_a_launcher_has_started_is_not_started_again() -> None:
         agent.wait()
         while one.connections[0].problem is None:
             time.sleep(0.05)
-        with pytest.raises(hosts.HostLostError, match="a: the connection ended; a launcher had started it"):
+        with pytest.raises(host_connections.HostLostError, match="a: the connection ended; a launcher had started it"):
             one.reconnect(60.0)
 
 
@@ -188,10 +190,10 @@ for line in sys.stdin:
 """
 
 
-def made_up_hosts(names: str, answer: str) -> hosts.Hosts:
+def made_up_hosts(names: str, answer: str) -> host_connections.Hosts:
     """Hosts whose agents ping, and answer a request by a line of Python."""
     program = MADE_UP_AGENT.replace("DIGEST", repr(code_digest())).replace("ANSWER", answer)
-    return hosts.Hosts(list(names), lambda _name: [sys.executable, "-c", program])
+    return host_connections.Hosts(list(names), lambda _name: [sys.executable, "-c", program])
 
 
 @pytest.mark.parametrize(
@@ -209,7 +211,7 @@ def test_a_host_that_has_sent_a_message_that_cannot_be_read_is_lost(answer: str,
         one.connect()
         (connection,) = one.connections
         connection.listen = remote_trial.FileReceiver(tmp_path, 0, range(1)).receive
-        with pytest.raises(hosts.HostLostError, match=r"^a: it sent a message that cannot be read$"):
+        with pytest.raises(host_connections.HostLostError, match=r"^a: it sent a message that cannot be read$"):
             connection.request("end", kind=HostEnd, trial="77")
         assert connection.problem is not None
 
@@ -221,7 +223,7 @@ def test_a_host_that_hangs_at_the_end_of_a_trial_is_lost_though_it_pings_and_one
         (a,), (b,) = hanging.connections, sending.connections
         began = time.monotonic()
         futures = a.send_request("end"), b.send_request("end")
-        with pytest.raises(hosts.HostLostError, match=r"^a: did nothing for 1 s$"):
+        with pytest.raises(host_connections.HostLostError, match=r"^a: did nothing for 1 s$"):
             a.result_while_active(futures[0], 1.0, began)
         assert a.problem == "did nothing for 1 s"  # so that the next trial connects again
         assert b.result_while_active(futures[1], 1.0, began) == 5

@@ -22,17 +22,17 @@ from typing import Any
 from ..config.spec import Placement, Trial
 from ..errors import UsageError
 from ..records.schema import CRASHED, Outcome, TrialRecord
-from ..system import gpus, processes
+from ..system import gpu_state, processes
 from . import Launcher
-from .deepspeed import DeepSpeedLauncher
+from .cold_launcher import DeepSpeedLauncher
 from .gpu_monitor import GpuMonitoringLauncher
-from .hosts import Hosts
+from .host_connections import Hosts
 from .leader import lead_forked_ranks
-from .monitor import Limits, ProgressCallback
 from .rank_environment import thread_variables
 from .remote_trial import RemoteTrial
 from .scratch import temporary_folder
 from .trial import Leader, run_trial
+from .trial_watcher import Limits, ProgressCallback
 
 _PRELOAD = "ds_bench.worker.preload"
 _MAX_STARTS = 3
@@ -254,6 +254,6 @@ def choose_launcher(
             note = f"cold launch: the preloaded server cannot be forked: {reason}"
     if on_gpus:
         launcher = GpuMonitoringLauncher(
-            launcher, gpus.read_gpus, gpu_indices, hosts=hosts
+            launcher, gpu_state.read_gpus, gpu_indices, hosts=hosts
         )  # a sweep has several counts
     return launcher, note

@@ -12,7 +12,7 @@ from ds_bench.analysis.intervals import RatioInterval
 from ds_bench.config.caveats import Caveat, CaveatKind
 from ds_bench.records.schema import CommunicationOperation, OffloadTimes, Profile
 from ds_bench.report.comparison_charts import charts_of
-from ds_bench.report.table_columns import NOT_TESTED, TABLE_COLUMNS, detail_tables, measured_columns, row_status
+from ds_bench.report.comparison_columns import NOT_TESTED, TABLE_COLUMNS, detail_tables, measured_columns, row_status
 from ds_bench.units import MISSING, format_significant
 from tests.support import fakes
 from tests.support import sample_reports as samples

@@ -13,10 +13,10 @@ from ds_bench.config import axis_rows
 from ds_bench.config.axes import RowFacts
 from ds_bench.config.deepspeed_config import overlay
 from ds_bench.config.spec import Configuration
-from ds_bench.prediction import memory
+from ds_bench.prediction import predicted_memory
 from ds_bench.prediction.inputs import MemoryInputs, ZeroSettings
-from ds_bench.prediction.memory import DOES_NOT_FIT, FITS, TIGHT, Prediction
 from ds_bench.prediction.model_profile import Activations, ModelProfile, Polynomial, find_profile
+from ds_bench.prediction.predicted_memory import DOES_NOT_FIT, FITS, TIGHT, Prediction
 from ds_bench.prediction.stage_3 import GatheredElements, gathered_elements
 from ds_bench.prediction.stages_0_to_2 import owned_elements
 from tests.support.fakes import offload, preset, zero
@@ -35,7 +35,7 @@ def test_stage_0_steps_with_24_bytes_per_parameter_when_fused() -> None:
     # 2 + 12 + 2, and while the 16-bit gradients become one flat fp32 tensor a list and the copy of it: 8 more.
     found = llama(zero(0), 1, seq_length=1).predict()
     assert found.phase == "flatten"
-    assert found.gpu_bytes - memory.CONTEXT_BYTES - found.gpu["workspaces"] == 24 * 6_738_415_616
+    assert found.gpu_bytes - predicted_memory.CONTEXT_BYTES - found.gpu["workspaces"] == 24 * 6_738_415_616
     assert found.gpu_bytes == sum(found.gpu.values())
     # cuBLAS has a workspace for each of two threads, outside the ledger.
     for capability, mib in (((9, 0), 64), ((8, 0), 16.25), (None, 16.25)):
@@ -142,7 +142,7 @@ def of_axis(strategy: Configuration, text: str, ranks: int = 4, **work: Any) -> 
     )
     setting = axis_rows.setting_of((value,), facts)
     config = overlay(question.config(), setting.config)
-    return memory.predict(model, replace(question.workload, **setting.workload), question.placement, config)
+    return predicted_memory.predict(model, replace(question.workload, **setting.workload), question.placement, config)
 
 
 def at_rest(prediction: Prediction) -> int:
@@ -274,7 +274,7 @@ def test_configuration_overrides_the_workload_and_auto_is_deepspeeds_default() -
         assert ZeroSettings.from_config(config) == ZeroSettings.from_config(plain.config())
     question = llama(zero(3))
     config = {**question.config(), "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": False}}
-    found = memory.predict(question.profile, question.workload, question.placement, config)
+    found = predicted_memory.predict(question.profile, question.workload, question.placement, config)
     twice = llama(zero(3), batch_size=2, precision="fp32").predict()
     assert found.gpu == twice.gpu
 
@@ -284,5 +284,5 @@ def test_fp32_accumulation_changes_nothing_if_parameters_are_fp32(stage: int) ->
     """DeepSpeed keeps a gradient of its own only where the number formats differ (use_separate_grad_accum)."""
     plain = ask(zero(stage), 3, precision="fp32", grad_accum=2)
     config = overlay(plain.config(), {"data_types": {"grad_accum_dtype": "fp32"}})
-    same = memory.predict(TOY, plain.workload, plain.placement, config)
+    same = predicted_memory.predict(TOY, plain.workload, plain.placement, config)
     assert same.ledger == plain.predict().ledger

@@ -30,7 +30,7 @@ from ..units import (
     to_gb,
 )
 from .comparison_report import ComparisonReport
-from .table import Column, Table, make_table
+from .table_layout import Column, Table, make_table
 
 if TYPE_CHECKING:
     from ..analysis.row import Row, Run

@@ -14,8 +14,8 @@ from ..config import axes, deepspeed_config, strategies
 from ..config.deepspeed_config import overlay
 from ..config.spec import Configuration, Placement, Strategy, Workload
 from ..units import format_items
-from .memory import DOES_NOT_FIT, FITS, TIGHT, Alternative, Prediction, Saving, predict
 from .model_profile import ModelProfile
+from .predicted_memory import DOES_NOT_FIT, FITS, TIGHT, Alternative, Prediction, Saving, predict
 
 LARGEST_BATCH = 65536
 """Largest micro-batch that is tried: if it fits, the largest that fits may be larger."""

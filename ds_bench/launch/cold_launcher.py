@@ -20,12 +20,12 @@ from ..config.spec import Placement, Trial
 from ..records.schema import TrialRecord
 from ..system.processes import child_environment
 from .host_agent import free_port
-from .hosts import Hosts
+from .host_connections import Hosts
 from .leader import start_leader
-from .monitor import Limits, ProgressCallback
 from .rank_environment import thread_variables
 from .remote_trial import RemoteTrial
 from .trial import Leader, run_trial
+from .trial_watcher import Limits, ProgressCallback
 
 _WORKER = "ds_bench.worker"
 

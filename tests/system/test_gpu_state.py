@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_bench.system.gpus import GpuFacts, GpuInventory, read_gpus, select_visible, throttle_faults
+from ds_bench.system.gpu_state import GpuFacts, GpuInventory, read_gpus, select_visible, throttle_faults
 
 GB = 2**30
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_bench.worker import losses
+from ds_bench.worker import replaced_layers
 from ds_bench.worker.ledger import count_activations
 from ds_bench.worker.training_loop import loss_of
 
@@ -51,9 +51,9 @@ def test_loss_and_gradients_are_those_of_the_model(way: Any, family: str) -> Non
     usual, gradients, kept = train_once(build(family), 1.0)
     model = build(family)
     if way == "mlp":
-        losses.install_tiled_mlp(model)
+        replaced_layers.install_tiled_mlp(model)
     else:
-        losses.install_loss(model, way)
+        replaced_layers.install_loss(model, way)
     other, other_gradients, other_kept = train_once(model, 0.25)
     assert other == pytest.approx(usual, rel=1e-5)
     assert other_gradients.keys() == gradients.keys()
@@ -73,7 +73,7 @@ def test_less_is_kept_than_logits_in_fp32() -> None:
     kept = {}
     for loss in ("model", "chunked", "tiled"):
         model = build("gpt2").to(torch.bfloat16)
-        losses.install_loss(model, loss)
+        replaced_layers.install_loss(model, loss)
         _, _, kept[loss] = train_once(model, 1.0)
     assert kept["model"] - kept["chunked"] == pytest.approx(2 * logits, rel=0.02)  # 16 bits in place of 32
     # No logits, but the gradients of the output layer and of what goes into it.
@@ -81,20 +81,20 @@ def test_less_is_kept_than_logits_in_fp32() -> None:
 
 
 def test_parts_are_many_and_small() -> None:
-    assert losses.count_tiles(100) == 8
-    assert losses.count_tiles(8 * 2048) == 8
-    assert losses.count_tiles(8 * 2048 + 1) == 9
-    assert [losses.count_mlp_tiles(length, 4096) for length in (512, 4 * 4096, 4 * 4096 + 1)] == [4, 4, 5]
+    assert replaced_layers.count_tiles(100) == 8
+    assert replaced_layers.count_tiles(8 * 2048) == 8
+    assert replaced_layers.count_tiles(8 * 2048 + 1) == 9
+    assert [replaced_layers.count_mlp_tiles(length, 4096) for length in (512, 4 * 4096, 4 * 4096 + 1)] == [4, 4, 5]
 
 
 def test_a_model_whose_loss_would_change_is_refused() -> None:
     model = build("llama")
     model.config.logits_scaling = 8.0
     with pytest.raises(TypeError, match="logits_scaling changes the logits"):
-        losses.install_loss(model, "tiled")
+        replaced_layers.install_loss(model, "tiled")
     with pytest.raises(TypeError, match="Linear cannot be replaced: it has no output layer"):
-        losses.install_loss(torch.nn.Linear(2, 2), "tiled")
+        replaced_layers.install_loss(torch.nn.Linear(2, 2), "tiled")
     with pytest.raises(ValueError, match="only replaces the stock Hugging Face"):
-        losses.install_loss(torch.nn.Linear(2, 2), "chunked")
+        replaced_layers.install_loss(torch.nn.Linear(2, 2), "chunked")
     with pytest.raises(TypeError, match="OPTForCausalLM has no module whose class is named as an MLP"):
-        losses.install_tiled_mlp(build("opt"))
+        replaced_layers.install_tiled_mlp(build("opt"))

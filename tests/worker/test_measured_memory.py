@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_bench.worker import memory
+from ds_bench.worker import measured_memory
 
 
 def test_gpu_fields_come_from_the_allocator_and_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,7 +14,7 @@ def test_gpu_fields_come_from_the_allocator_and_the_device(monkeypatch: pytest.M
     sizes = {"max_memory_allocated": 40, "max_memory_reserved": 50, "memory_allocated": 20, "memory_reserved": 45}
     for name, value in sizes.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    facts = memory.device_facts("cuda", retries_before=3, limit_bytes=60)
+    facts = measured_memory.device_facts("cuda", retries_before=3, limit_bytes=60)
     assert facts == {
         "gpu_total_bytes": 60,
         "gpu_peak_bytes": 40,
@@ -24,12 +24,12 @@ def test_gpu_fields_come_from_the_allocator_and_the_device(monkeypatch: pytest.M
         "gpu_device_used_bytes": 70,
         "gpu_alloc_retries": 2,
     }
-    assert memory.device_facts("cpu", 0, None) == {}
+    assert measured_memory.device_facts("cpu", 0, None) == {}
 
 
-def measured_phases() -> memory.PhaseMeter:
+def measured_phases() -> measured_memory.PhaseMeter:
     """200 MB are taken in ``build`` and freed in ``initialize``; 100 MB come and go within ``first_step``."""
-    meter = memory.PhaseMeter("cpu")
+    meter = measured_memory.PhaseMeter("cpu")
     meter.end("import")
     block = torch.ones(200 * 2**20, dtype=torch.uint8)
     meter.end("build")
@@ -58,8 +58,8 @@ def test_the_high_water_mark_of_each_phase_sees_what_came_and_went_within_it() -
 
 
 def test_without_a_reset_only_a_peak_above_all_before_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory.reset_host_peak()
-    monkeypatch.setattr(memory, "reset_host_peak", lambda: False)
+    measured_memory.reset_host_peak()
+    monkeypatch.setattr(measured_memory, "reset_host_peak", lambda: False)
     meter = measured_phases()
     assert not meter.can_reset
     known = [phase for phase, sizes in meter.phases.items() if sizes["host_peak_bytes"] is not None]
