@@ -9,17 +9,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ..config import axis_rows, strategies
 from ..config.deepspeed_config import minimal_config
 from ..config.identity import work_key
-from ..config.spec import Configuration, Placement, Strategy, Trial, Workload
+from ..config.spec import Configuration, PassType, Placement, Strategy, Trial, Workload
 from ..errors import UsageError
 from ..models.presets import find_preset
 from ..records import json_files, reader
@@ -201,12 +202,23 @@ def _runs_of_rows(rows: Sequence[Row], file: Path, environment: Environment | No
         numbers: dict[str, Any] = {"trial_id": row.trial_id, "repeat": row.repeat, "round_position": row.round_position}
         try:
             _check(row)
+            if not _is_row_of(row, entry):
+                return ()
             found = (entry.record if whole else None) or entry
         except (ValueError, UsageError):
             return ()  # the error is named where the file is read without the other
         run = Run(row=row, stored=replace(found, trial=replace(entry.trial, **numbers)), environment=environment)
         runs.append(run)
     return tuple(runs)
+
+
+def _is_row_of(row: Row, entry: StoredRecord) -> bool:
+    """Whether a row has the step time and the throughput of its record: somebody may have edited the file."""
+    window_seconds = (row.avg_step_time_ms or 0.0) / 1000 * row.num_steps
+    tokens = row.batch_size * row.grad_accum * (row.data_parallel_size or 0) * row.seq_length * row.num_steps
+    return math.isclose(window_seconds, entry.window_seconds, rel_tol=1e-6) and math.isclose(
+        (row.throughput_tokens_per_sec or 0.0) * window_seconds, tokens, rel_tol=1e-6
+    )
 
 
 def recipe_value(recipe: Mapping[str, Any], section: str, key: str) -> Any:
@@ -285,6 +297,8 @@ def read_rows(path: Path, data: bytes) -> list[Row]:
 
 _MOST_GPUS = 1024
 """Largest number of GPUs of a host, so that a damaged row cannot ask for millions of objects."""
+_MOST_RANKS = 2**20
+"""The same for a job."""
 _preset = cache(find_preset)
 
 
@@ -305,8 +319,10 @@ def _check(row: Row) -> None:
 def _trial(row: Row) -> Trial:
     configuration = _configuration(row.strategy, row.stage, row.engine)
     facts, ranks, nodes = _preset(row.model), row.num_gpus, row.num_nodes or 1
-    if not 1 <= nodes <= ranks:
+    if not 1 <= nodes <= ranks <= _MOST_RANKS:
         raise ValueError(f"num_nodes is {nodes} and num_gpus {ranks}")
+    if row.pass_type not in (None, *get_args(PassType)):
+        raise ValueError(f"pass_type is {row.pass_type!r}")
     workload: dict[str, Any] = {
         name: value
         for name in ("batch_policy", "seq_policy", "pass_type", "synchronized", "vocab_size", "dropout")

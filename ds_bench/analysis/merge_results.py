@@ -75,7 +75,7 @@ class _GroupBuilder:
     runs: list[Run] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
     rounds: list[tuple[int, int]] = field(default_factory=list)
-    """The round of each summary: number of its result within this group, number of the round within that result."""
+    """The round of each run: number of its result within this group, number of the round within that result."""
 
     def add(self, run: Run, result: Result) -> None:
         """Add a row of ``result``; all rows of one result come before the rows of the next."""

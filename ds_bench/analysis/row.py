@@ -260,6 +260,8 @@ class Measured:
 Source = Callable[[Measured], Any]
 _SCALES = {"ms": 1000.0, "GB": 1 / BYTES_PER_GB, "GB/s": 1 / BYTES_PER_GB, "GB/step": 1 / BYTES_PER_GB, "%": 100}
 """Unit of a column → its size in seconds, bytes or fractions, the units of the sources."""
+_LARGEST = 10**60
+"""More than any measurement; the square of a larger number may be infinite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,9 +289,9 @@ def column(meaning: str, source: str | Source, unit: str = "", default: Any = No
     missing, so is the value. ``default``: ``...`` if every row has it. ``signed``: it may be negative.
     """
     read = _read(source) if isinstance(source, str) else source
-    return Field(
-        default, description=meaning, ge=None if signed else 0, json_schema_extra=Column(read, unit, _SCALES.get(unit))
-    )
+    least, most = (None, None) if signed else (0, _LARGEST)
+    made = Column(read, unit, _SCALES.get(unit))
+    return Field(default, description=meaning, ge=least, le=most, json_schema_extra=made)
 
 
 def _read(path: str) -> Source:

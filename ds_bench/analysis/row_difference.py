@@ -40,7 +40,7 @@ _LEAST_SAVING = 0.05
 _MOST_SAVINGS = 2
 
 Moment = Literal["peak", "after_step"]
-Scope = Literal["fullest rank", "fullest node", "one rank", "whole job"]
+Scope = Literal["fullest rank", "fullest node"]
 
 ACTS_ON: Mapping[str, tuple[str, ...]] = {
     "zero_optimization.stage": ("parameters", "gradients", "optimizer_states", "deepspeed_buffers"),
@@ -374,8 +374,6 @@ def _memory_differences(a: ComparisonRow, b: ComparisonRow) -> Iterator[TierDiff
 
 def _measured_difference(a: ComparisonRow, b: ComparisonRow, tier: Tier, moment: Moment) -> TierDifference | None:
     """None if a row measured neither a total nor a ledger."""
-    # A flat file has the largest of the ranks only.
-    has_all_ranks = all(run.has_record for row in (a, b) for run in row.successes)
 
     def total(row: ComparisonRow) -> int | None:
         """The total that the categories and ``rest`` sum to; None where only the ledger counts."""
@@ -385,7 +383,7 @@ def _measured_difference(a: ComparisonRow, b: ComparisonRow, tier: Tier, moment:
                 row.gpu_peak_bytes if moment == "peak" else round(max(allocated) * BYTES_PER_GB) if allocated else None
             )
         # The resident size of CPU ranks counts libraries and leaves out pages that were never written.
-        return row.host_peak_bytes if tier == "cpu" and not row.on_cpu and has_all_ranks else None
+        return row.host_peak_bytes if tier == "cpu" and not row.on_cpu else None
 
     totals = [total(row) for row in (a, b)]
     ledgers = [ledger_of_row(row, tier, moment) for row in (a, b)]
@@ -400,7 +398,7 @@ def _measured_difference(a: ComparisonRow, b: ComparisonRow, tier: Tier, moment:
             # Of both rows or of none: a rest against nothing would look like a difference.
             for side, whole in zip(sides, totals, strict=True):
                 side[REST] = (whole or 0) - sum(side.values())
-    scope: Scope = "fullest rank" if tier == "gpu" else "fullest node" if has_all_ranks else "one rank"
+    scope: Scope = "fullest rank" if tier == "gpu" else "fullest node"
     return TierDifference(tier=tier, moment=moment, scope=scope, categories=_categories(*sides))
 
 

@@ -1,6 +1,6 @@
 """Answers before a run: does it fit, how many GPUs does it need, how large can the batch be, which change would help.
 
-Every answer compares predictions (``memory.predict``) of changed trials; no formula is here.
+Every answer compares predictions (``predicted_memory.predict``) of changed trials; no formula is here.
 """
 
 from __future__ import annotations

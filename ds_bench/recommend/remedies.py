@@ -438,8 +438,8 @@ def larger_batch(row: ComparisonRow, comparison: Comparison) -> tuple[int, float
     capacity, fraction = comparison.device_capacity_bytes, row.gpu_fraction
     if capacity is None or fraction is None or fraction >= COMFORTABLE_FRACTION or row.fills_memory:
         return None
-    run = row.successes[0]
-    activation_bytes = max((rank.ledger.get("gpu", {}).get("activations", 0) for rank in run.ranks), default=0)
+    measured = row.successes[0].row
+    activation_bytes = round((measured.ledger_gpu_activations_gb or 0.0) * BYTES_PER_GB)
     if not activation_bytes:
         return None
     factor = 1
@@ -448,7 +448,7 @@ def larger_batch(row: ComparisonRow, comparison: Comparison) -> tuple[int, float
         factor *= 2
     if factor == 1:
         return None
-    return run.row.batch_size * factor, fraction + activation_bytes * (factor - 1) / capacity
+    return measured.batch_size * factor, fraction + activation_bytes * (factor - 1) / capacity
 
 
 def remedy_of_full_row(row: ComparisonRow, comparison: Comparison) -> Fact | None:

@@ -27,6 +27,7 @@ _TRIALS, _TRIAL_ID = b',\n "trials": [', b'\n   "trial_id": '
 _HEAD = re.compile(rb'\{"trial": \{("trial_id": "[^"\\]+", "repeat": \d+, )')
 _TAIL = re.compile(rb'"started_at": (?:null|"[^"\\]*"), "wall_seconds": [^,]+, ')
 _ROUND = re.compile(rb'"round_position": (?:null|\d+), ')
+_WINDOW = re.compile(rb'"window_seconds": ([0-9.eE+-]+)')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,8 @@ class StoredRecord:
     start: int = 0
     size: int = 0
     """Bytes of its line, from ``start``."""
+    window_seconds: float = 0.0
+    """Measured window of the slowest rank; 0 without one."""
 
     @cached_property
     def record(self) -> TrialRecord | None:
@@ -129,7 +132,10 @@ def index_records(path: Path) -> dict[bytes, StoredRecord]:
             except (InvalidJsonError, UsageError):
                 return {}
         # A trial that was run again has several records.
-        record = StoredRecord(trial=trials[text], path=path, start=start, size=end - start)
+        windows = map(float, _WINDOW.findall(data, outcome, end))
+        record = StoredRecord(
+            trial=trials[text], path=path, start=start, size=end - start, window_seconds=max(windows, default=0.0)
+        )
         latest[text, head[1]] = head[1] + tail[0], record
         start = end + 1
     return dict(latest.values())

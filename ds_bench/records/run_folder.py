@@ -144,14 +144,8 @@ class RunFolder:
         write_json(self.folder / RUN_FILE, {"schema_version": SCHEMA_VERSION, **facts})
 
     def load_run(self) -> reader.RunInfo:
-        """Reads run.json, to go on with the run. Raises UsageError if a part of it is invalid, or it is of a newer
-        version."""
-        notes: list[str] = []
-        info = reader.read_run(self.folder / RUN_FILE, notes)
-        # A report does without what cannot be read; here it could not be compared, and rows of two kinds be mixed.
-        if notes:
-            raise cannot_resume(self.folder, notes[0].removesuffix(": left out"))
-        return info
+        """Reads run.json, to go on with the run. Raises UsageError if it is invalid, or of another version."""
+        return reader.read_run(self.folder / RUN_FILE, [])
 
     def trial_folder(self, trial_id: str) -> Path:
         """Creates a new folder for a trial's files; later attempts get a name of their own."""
@@ -316,7 +310,7 @@ def _text_without(part: dict[str, Any], left_out: Container[str]) -> str:
 
 
 def remaining_trials(trials: Sequence[Trial], done: Sequence[TrialRecord], retry: Sequence[str]) -> list[Trial]:
-    """Returns the trials without a record, by ``Trial.key``. Interrupted ones, and those with a status in ``retry``,
+    """Returns the trials without a record, by ``work_key``. Interrupted ones, and those with a status in ``retry``,
     are run again."""
     repeated = {INTERRUPTED.lower(), *(status.lower() for status in retry)}
     finished = {work_key(record.trial) for record in done if record.outcome.status.lower() not in repeated}

@@ -117,7 +117,10 @@ def test_every_record_is_read_if_the_cards_are_of_two_kinds(tmp_path: Path) -> N
         assert isinstance(run.stored, TrialRecord) is read
 
 
-@pytest.mark.parametrize("change", ["a row less", "another start", "no file", "other figures in a record"])
+@pytest.mark.parametrize(
+    "change",
+    ["a row less", "another start", "another step time", "another rate", "no file", "other figures in a record"],
+)
 def test_rows_that_are_not_those_of_the_records_are_not_used(run: RunFolder, change: str) -> None:
     rows = json.loads(run.json_path.read_text())
     expected = [each.row for each in load_results.load(run.folder).runs]
@@ -125,6 +128,10 @@ def test_rows_that_are_not_those_of_the_records_are_not_used(run: RunFolder, cha
         run.json_path.write_text(json.dumps(rows[:2]))
     elif change == "another start":
         run.json_path.write_text(json.dumps([rows[0] | {"started_at": "2020-01-01T00:00:00+00:00"}, *rows[1:]]))
+    elif change == "another step time":
+        run.json_path.write_text(json.dumps([rows[0] | {"avg_step_time_ms": 50.0}, *rows[1:]]))
+    elif change == "another rate":
+        run.json_path.write_text(json.dumps([rows[0] | {"throughput_tokens_per_sec": 1e6}, *rows[1:]]))
     elif change == "no file":
         run.json_path.unlink()
     else:
@@ -158,6 +165,12 @@ def test_rows_of_a_flat_json_that_differ_in_an_axis_alone_are_two_rows(values: t
 
 
 def test_a_flat_json_whose_run_folder_holds_other_rows_is_read_by_itself(run: RunFolder) -> None:
+    rows = json.loads(run.json_path.read_text())
+    run.json_path.write_text(json.dumps([rows[0] | {"throughput_tokens_per_sec": 1e6}, *rows[1:]]))
+    result = load_results.load(run.json_path)
+    assert not result.has_records
+    assert [each.row.throughput_tokens_per_sec for each in result.runs][:1] == [1e6]
+    assert any("holds other rows" in note for note in result.notes)
     put_lines(run, *lines(run)[:2])
     result = load_results.load(run.json_path)
     assert not result.has_records
@@ -246,6 +259,9 @@ def test_caveats_of_flat_rows_keep_whether_they_disqualify(run: RunFolder, tmp_p
         ({"stage": None}, "row 1: stage"),
         ({"batch_size": "4"}, "row 1: batch_size"),
         ({"avg_step_time_ms": -1.0}, "row 1: avg_step_time_ms"),
+        ({"avg_step_time_ms": 1e300}, "row 1: avg_step_time_ms"),  # its square is infinite
+        ({"num_gpus": 10**15}, "num_gpus"),
+        ({"pass_type": ""}, "pass_type"),
         ({"success": False}, "success is false"),
         ({"num_nodes": 7}, "num_nodes is 7"),
         ({"status": "✅ Success", "avg_step_time_ms": None}, "a step time"),

@@ -260,6 +260,14 @@ def test_what_a_flat_file_does_not_hold_is_named() -> None:
     assert set(keys(difference)) == {"zero_optimization.stage"}
 
 
+def test_flat_rows_of_gpus_differ_by_their_host_memory() -> None:
+    records = [fakes.success(fakes.trial(fakes.zero(2), on=CARDS, repeat=0), host_peak_bytes=GB)]
+    records += [fakes.success(fakes.trial(fakes.offload("cpu_full"), on=CARDS), host_peak_bytes=3 * GB)]
+    flat = [load_results.flat_run(make_run(record).row) for record in records]
+    (host,) = (tier for tier in explain(*compare(flat).rows).memory if tier.tier == "cpu")
+    assert (host.scope, host.difference_bytes) == ("fullest node", 2 * GB)
+
+
 def test_a_result_in_which_everything_failed_still_explains() -> None:
     records = [fakes.failure(fakes.trial(fakes.zero(stage), on=CARDS), schema.TIMEOUT) for stage in (0, 1)]
     difference = explain(*rows(*records))

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from ds_bench.analysis.comparison import compare
+from ds_bench.analysis.load_results import flat_run, make_runs
 from ds_bench.config.options import GOALS
 from ds_bench.config.spec import Configuration
 from ds_bench.recommend.recommendation import Recommendation, recommend
@@ -251,8 +253,11 @@ def test_cpu_rows_with_different_optimizers_are_not_compared_by_speed(goal: str)
 
 def test_room_on_the_card_is_offered_as_a_micro_batch() -> None:
     """20 of 80 GB with 8 GB of activations at micro-batch 4: ×4 adds 24 GB (44 GB, 55 %), ×8 adds 56 (76 > 72)."""
-    found = answer(row(fakes.zero(0), 20, 1000, ledger={"gpu": {"activations": 8 * GB}}))
-    assert Fact("larger_batch", {"size": 16, "share": 0.55}) in found.next_steps
+    records = [row(fakes.zero(0), 20, 1000, ledger={"gpu": {"activations": 8 * GB}})]
+    step = Fact("larger_batch", {"size": 16, "share": 0.55})
+    assert step in answer(*records).next_steps
+    flat = [flat_run(run.row) for run in make_runs(records)]
+    assert step in recommend(compare(flat)).next_steps  # a flat row knows the activations too
     assert "larger_batch" not in [step.kind for step in answer(row(fakes.zero(0), 20, 1000)).next_steps]
 
 
