@@ -237,7 +237,7 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
     if first.output_dir.exists() and not first.output_dir.is_dir():
         raise UsageError(f"{first.say('output_dir')} {first.output_dir} is not a folder", remedy="give a folder")
     first = with_files(first)
-    points = [with_row_names(replace(each, files=first.files)) for each in points]
+    points = [with_row_names(replace(each, files=first.files, file_lines=first.file_lines)) for each in points]
     first = points[0]
     # Refused before anything is looked up. The values of a point may decide which axes act in a row.
     rows = [requested_rows(each) for each in points]

@@ -278,6 +278,13 @@ def test_a_configuration_that_cannot_be_used_is_refused_in_one_line(tmp_path: Pa
             assert "\n" not in str(caught.value)
 
 
+def test_what_was_left_out_of_a_folder_of_configurations_is_said(tmp_path: Path) -> None:
+    (tmp_path / "good.json").write_text('{"zero_optimization": {"stage": 1}}')
+    (tmp_path / "torn.json").write_text('{"zero_optimization":')
+    options = fakes.options("zero", "--stages", "0", "--configs", str(tmp_path))
+    assert any("torn.json" in line for line in plan_of(options).lines)
+
+
 def test_every_trial_has_what_the_users_function_returns() -> None:
     """It gets the flags; tuples become lists, and the dict that it returns is not changed."""
     given_: list[tuple[str, int, int]] = []
