@@ -261,11 +261,12 @@ def test_what_a_flat_file_does_not_hold_is_named() -> None:
 
 
 def test_flat_rows_of_gpus_differ_by_their_host_memory() -> None:
-    records = [fakes.success(fakes.trial(fakes.zero(2), on=CARDS, repeat=0), host_peak_bytes=GB)]
-    records += [fakes.success(fakes.trial(fakes.offload("cpu_full"), on=CARDS), host_peak_bytes=3 * GB)]
+    """Two ranks of 1 GB against two of 3 GB, on one node."""
+    trials = fakes.trial(fakes.zero(2), on=CARDS), fakes.trial(fakes.offload("cpu_full"), on=CARDS)
+    records = [fakes.success(each, host_peak_bytes=size * GB) for each, size in zip(trials, (1, 3), strict=True)]
     flat = [load_results.flat_run(make_run(record).row) for record in records]
     (host,) = (tier for tier in explain(*compare(flat).rows).memory if tier.tier == "cpu")
-    assert (host.scope, host.difference_bytes) == ("fullest node", 2 * GB)
+    assert (host.scope, host.difference_bytes) == ("fullest node", 4 * GB)
 
 
 def test_a_result_in_which_everything_failed_still_explains() -> None:
