@@ -274,7 +274,7 @@ def _check_unbuilt(
     """Level, text and remedy of an op according to the cache and the installed programs, without building it."""
     if ops.is_built(op, folder):
         return "ok", "built", None
-    with contextlib.suppress(FileNotFoundError), ops.lock_file(op, folder).open() as file:
+    with contextlib.suppress(OSError), ops.lock_file(op, folder).open() as file:
         try:
             # Shared: a build holds an exclusive lock, and two doctors must not take each other for a build.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

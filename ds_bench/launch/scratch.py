@@ -186,7 +186,8 @@ def remove_scratch(assignment: Assignment) -> None:
     if assignment.rendezvous is not None:
         Path(assignment.rendezvous.removeprefix("file://")).unlink(missing_ok=True)
     if ops_folder := assignment.environment.get("TORCH_EXTENSIONS_DIR"):
-        remove_stale_locks(Path(ops_folder))
+        with contextlib.suppress(OSError):  # in a shared cache the lock may be another user's
+            remove_stale_locks(Path(ops_folder))
 
 
 def stale_locks(folder: Path) -> list[Path]:

@@ -115,15 +115,18 @@ def locked_file(path: Path, wait: Callable[[], None]) -> Iterator[int]:
     The kernel releases the lock when every process that has the descriptor has ended. The file is created if missing
     and stays. Raises OSError if it cannot be opened or locked.
     """
-    # Read-only, since another user's file cannot be opened for writing. The folder is open to every user, so no link is
-    # followed. In two steps: with O_CREAT the kernel may refuse another user's file in a sticky folder
-    # (fs.protected_regular in Documentation/admin-guide/sysctl/fs.rst).
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    # The folder is open to every user, so no link is followed. In two steps: with O_CREAT the kernel may refuse another
+    # user's file in a sticky folder (fs.protected_regular in Documentation/admin-guide/sysctl/fs.rst).
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with suppress(FileExistsError):
         made = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644)
         os.fchmod(made, 0o644)  # whatever the umask: other users must be able to open it
         os.close(made)
-    handle = os.open(path, flags)
+    # NFS grants an exclusive lock only on a file that is open for writing (flock(2)); another user's file cannot be.
+    try:
+        handle = os.open(path, flags | os.O_RDWR)
+    except PermissionError:
+        handle = os.open(path, flags | os.O_RDONLY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

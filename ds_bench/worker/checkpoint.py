@@ -126,6 +126,7 @@ def measure_checkpoint(
 def _change_weights(trainer: training_loop.Trainer) -> None:
     """Takes a further optimizer step, and halves the 16-bit weights, since a step may leave most of them unchanged."""
     trainer.step()
+    trainer.heartbeat.beat("inspect")  # the step has left its own phase behind
     with torch.no_grad():
         for parameter in trainer.engine.module.parameters():
             values = getattr(parameter, "ds_tensor", parameter.detach())  # at stage 3 this rank's part

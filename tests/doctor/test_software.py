@@ -147,6 +147,7 @@ def test_each_op_names_the_strategies_that_need_it() -> None:
 def test_op_is_built_being_built_buildable_or_failed_before(tmp_path: Path) -> None:
     (tmp_path / f"{ops.CPU_ADAM}.ready").write_text("[]")
     (tmp_path / f"{ops.ASYNC_IO}.log").touch()
+    ops.lock_file(ops.SHARED_MEMORY, tmp_path).mkdir()  # cannot be opened, which hides no other finding
     found = found_ops(machine(), tmp_path)
     assert found["CPUAdam op"].text.startswith("built")
     assert found["ShareMemComm op"].text.startswith("not built yet, but can be")

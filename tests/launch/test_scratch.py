@@ -73,6 +73,15 @@ def test_trial_removes_what_it_has_created_and_locks_that_its_ranks_left(tmp_pat
         segments[1].unlink()
 
 
+def test_trial_ends_although_a_stale_lock_of_another_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_folder: Path) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(scratch, "remove_stale_locks", refuse)
+    variables = {"TORCH_EXTENSIONS_DIR": "/shared"}
+    remove_scratch(Assignment(trial=fakes.trial(), rendezvous=None, scratch_id="no such", environment=variables))
+
+
 # ------------------------------------------------------------------ removing what killed runs left
 
 

@@ -10,6 +10,7 @@ from typing import IO
 import pytest
 
 from ds_bench.system.device_locks import device_names, locked_devices
+from ds_bench.system.files import locked_file
 from ds_bench.system.gpu_state import GpuFacts
 
 GPUS = [GpuFacts(index=0, uuid="GPU-a/../b"), GpuFacts(index=3, uuid="GPU-b"), GpuFacts(index=4)]
@@ -70,3 +71,22 @@ def test_lock_that_cannot_be_taken_is_a_note_and_no_link_is_followed(folder: Pat
     with locked_devices({"GPU-a": "GPU 0"}, pytest.fail) as locks:
         assert not locks.waited
     assert [str(path) in note for note in locks.notes] == [True]
+
+
+def test_lock_file_is_open_for_writing_as_nfs_requires_unless_another_user_owns_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def access_mode() -> int:
+        with locked_file(folder / "lock", pytest.fail) as handle:
+            return fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE
+
+    open_file = os.open
+
+    def open_of_another_user(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_ACCMODE != os.O_RDONLY:
+            raise PermissionError
+        return open_file(path, flags, mode)
+
+    assert access_mode() == os.O_RDWR
+    monkeypatch.setattr(os, "open", open_of_another_user)
+    assert access_mode() == os.O_RDONLY

@@ -1,8 +1,9 @@
-"""Norms of optimizer states, by which a loaded checkpoint is checked."""
+"""What a loaded checkpoint is checked by: norms of optimizer states, and weights that have changed."""
 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,3 +33,19 @@ def test_norms_of_the_states_are_exact_and_take_no_copy_of_a_state() -> None:
     with LargestResult():
         assert checkpoint._norm(torch.full((elements,), 0.1)) == pytest.approx(0.1 * math.sqrt(elements), rel=1e-7)
     assert largest <= 2**22
+
+
+def test_after_the_step_that_changes_the_weights_the_phase_is_inspect_again() -> None:
+    """Otherwise a failure in loading would be reported as one of the step."""
+    from ds_bench.worker import checkpoint
+
+    phases, module = list[str](), torch.nn.Linear(2, 2)
+    before = module.weight.detach().clone()
+    trainer: Any = SimpleNamespace(
+        step=lambda: phases.append("step"),
+        heartbeat=SimpleNamespace(beat=phases.append),
+        engine=SimpleNamespace(module=module),
+    )
+    checkpoint._change_weights(trainer)
+    assert phases == ["step", "inspect"]
+    assert torch.equal(module.weight, before / 2)
