@@ -196,6 +196,7 @@ def accept_nodes() -> dict[str, socket.socket]:
             with contextlib.suppress(OSError):  # its connection then ends, which its user notices
                 node.connection.send_bytes(_ACCEPTED)
             connections[node.name] = socket.socket(fileno=os.dup(node.connection.fileno()))
+            node.connection.close()  # or closing the other descriptor would not end the agent's input
     return connections
 
 
