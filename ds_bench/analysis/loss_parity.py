@@ -66,7 +66,7 @@ _COMMON_VALUES: dict[str, Any] = {
 """Fields of a workload that may differ between compared rows: they train on the same batches."""
 
 _Group = dict[int, "Run"]
-"""Summaries of equal batches by their indices in the sequence that was given."""
+"""Runs of equal batches by their indices in the sequence that was given."""
 
 
 def with_loss_caveats(runs: Sequence[Run]) -> list[Run]:

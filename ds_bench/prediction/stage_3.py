@@ -37,7 +37,7 @@ def ledger_by_phase(inputs: MemoryInputs) -> Phases:
     else:
         builder.add("gpu", "gradients", accumulated)
     # Persistent tensors stay between steps, so the ledger of a run counts them as parameters; those that come and go
-    # are a category that it does not hold (``memory.UNCOUNTED``).
+    # are a category that it does not hold (``predicted_memory.UNCOUNTED``).
     resting = inputs.element * whole.persistent
     moving = inputs.element * (whole.peak - whole.persistent)
     # The largest gradient before it is split, and the copy of a bucket that reduce-scatter sends, which holds all
