@@ -159,7 +159,8 @@ class ModelProfile:
     """Elements of the tensors after the last layer; a tied LM head is only in ``before``."""
     tied_embeddings: bool
     """Whether input embedding and LM head are one tensor."""
-    # Mappings have no hash. Equality still compares them, so a cache keyed by profiles (``predicted_memory._phases``) is correct.
+    # Mappings have no hash. Equality still compares them, so a cache keyed by profiles
+    # (``predicted_memory._phases``) is correct.
     activations: Mapping[str, Activations] = field(hash=False)
     """By measured number format; empty if they could not be measured."""
     unknown: str | None = None

@@ -45,7 +45,8 @@ class LedgerBuilder:
     def add_pinned(self, category: str, count_bytes: int, *, pinned: bool) -> None:
         """Add one piece of host memory, which torch's pinned allocator rounds up to a power of two."""
         self.add("cpu", category, count_bytes)
-        # A category of its own: the ledger of a run counts tensors, which are not rounded (``predicted_memory.UNCOUNTED``).
+        # A category of its own: the ledger of a run counts tensors, which are not rounded
+        # (``predicted_memory.UNCOUNTED``).
         if pinned and count_bytes > 1:
             self.add("cpu", "pinned_rounding", (1 << (count_bytes - 1).bit_length()) - count_bytes)
 
