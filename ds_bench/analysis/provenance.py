@@ -136,7 +136,7 @@ def facts(runs: Sequence[Run]) -> tuple[str, ...]:
         devices,
         precision,
         f"{batch} × {length}{accumulated}",
-        *([] if workload.synchronized else ["NOT SYNCHRONISED (wrong on purpose)"]),
+        *([] if workload.synchronized else ["NOT SYNCHRONIZED (wrong on purpose)"]),
         *([] if workload.warmup_steps else ["no warm-up"]),
         f"{workload.num_steps} {STEP_NAMES[workload.pass_type]}",
         *([f"data {Path(workload.data_path).name}"] if workload.data_path else []),

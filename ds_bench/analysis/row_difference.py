@@ -500,7 +500,7 @@ def _config_differences(a: Run, b: Run) -> Iterator[KeyDifference]:
     ]
     # Known keys first, though nobody wrote them: what DeepSpeed resolved them to may differ.
     for path in dict.fromkeys([*ACTS_ON, *written[0], *written[1]]):
-        if path.rpartition(".")[2] in _LEFT_OUT_KEYS:
+        if path == "engine" or path.rpartition(".")[2] in _LEFT_OUT_KEYS:  # the engine is a fact of the trial
             continue
         known = [_effective_value(path, *each) for each in zip(written, resolved, strict=True)]
         values = [

@@ -170,9 +170,12 @@ def format_value(value: float | None) -> str:
 
 
 def printable(text: str, columns: int | None = None) -> str:
-    """One line that XML can hold, cut to a width in characters."""
+    """One line that XML can hold, cut in the middle to a width in characters: labels often differ only at the end."""
     line = "".join(sign if sign.isprintable() else "\ufffd" for sign in " ".join(text.split()))
-    return line if columns is None or len(line) <= columns else line[: max(3, columns - 1)].rstrip() + "…"
+    if columns is None or len(line) <= columns:
+        return line
+    end = columns // 2 - 1
+    return f"{line[: columns - end - 1].rstrip()}…{line[len(line) - end :].lstrip()}"
 
 
 def label_bars(axes: Any, title: str, rows: Sequence[tuple[str, str, bool]], end: float, columns: int) -> float:

@@ -125,7 +125,7 @@ _SHAPE_KEYS = {
 }
 """Dimension of a model → its names in models' configurations."""
 _NOT_SYNCHRONIZED = (
-    "NOT SYNCHRONISED, wrong on purpose: the clock was read without waiting for the device. On a GPU these are the "
+    "NOT SYNCHRONIZED, wrong on purpose: the clock was read without waiting for the device. On a GPU these are the "
     "times of launching the work, and every figure that follows from them is wrong."
 )
 
@@ -170,12 +170,12 @@ _PASS_COLUMNS: tuple[Column[_NamedRow], ...] = (
     Column("Model", lambda named: named.name),
     Column("Pass", lambda named: named.pass_text, left=True),
     Column("mean ms", lambda named: named.mean_ms),
-    Column("mean s", lambda named: f"{named.row.mean_step_seconds or 0:.5f}" if named.row.succeeded else MISSING, 3),
-    Column("std ms", lambda named: format_ms(named.row.step_seconds_std), 2),
-    Column("CV", lambda named: format_percent(named.variation, digits=2), 1),
+    Column("mean s", lambda named: f"{named.row.mean_step_seconds or 0:.5f}" if named.row.succeeded else MISSING, 5),
+    Column("std ms", lambda named: format_ms(named.row.step_seconds_std), 4),
+    Column("CV", lambda named: format_percent(named.variation, digits=2), 3),
     Column("under 5 %", lambda named: named.stability),
-    Column("tok/s", lambda named: format_count(named.row.tokens_per_second)),
-    Column("TFLOP/s", lambda named: format_significant(named.tflops)),
+    Column("tok/s", lambda named: format_count(named.row.tokens_per_second), 2),
+    Column("TFLOP/s", lambda named: format_significant(named.tflops), 1),
     Column("peak GB", lambda named: named.peak_gb),
 )
 

@@ -296,6 +296,8 @@ def _memory_chart(rows: _Rows, tier: Tier) -> Chart | None:
         categories = [*(name.replace("_", " ").replace("deepspeed", "DeepSpeed") for name in CATEGORIES), _REST]
         note = f"Bytes by category, {scope}, each category at its own maximum, so a bar may exceed the measured peak"
         note += "; the rest of the peak is in no tensor that was found" if tier != "nvme" else ""
+    if by_category and tier != "nvme":
+        note += ". At the right: the measured peak"
     if any(not bar.parts for bar in bars):
         note += ". Hatched: lower bound for rows that ran out of memory"
     return _stacked_chart(
@@ -386,7 +388,7 @@ def _phase_chart(rows: _Rows) -> Chart | None:
         total = sum(parts.values())
         shares = [100 * parts.get(name, 0.0) / total for name in names]
         bars.append(_Bar(rows.label(row), f"{format_value(to_ms(total))} ms", shares))
-    note = "From a separate pass with synchronisation around each phase, so the sum may exceed a step of the table."
+    note = "From a separate pass with synchronization around each phase, so the sum may exceed a step of the table."
     if "communication" in names:
         note += (
             " Communication is timed with each operation made synchronous; where it is missing, it is in the phases."

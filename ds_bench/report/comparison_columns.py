@@ -343,10 +343,11 @@ def _step_table(rows: Sequence[ComparisonRow]) -> Table:
         "needed /s": lambda row: format_bytes(in_bytes(row.nvme_needed_gb_per_sec)),
         "disk-bound": lambda row: {None: MISSING, True: "yes", False: "no"}[row.disk_bound],
     }
+    dropped_first = {"needed /s": 5, "disk /s": 4, "CPU Adam /s": 3, "sent": 2, "of it waiting": 1}
     columns = [
         *_columns({part: _PART_HEADINGS.get(part, part) for part in PARTS}, share),
         Column("step ms", lambda row: format_ms(totals[row.key] or None)),
-        *(Column(heading, of_costs(text)) for heading, text in costs.items()),
+        *(Column(heading, of_costs(text), priority=dropped_first.get(heading, 0)) for heading, text in costs.items()),
     ]
-    meaning = "parts of a synchronised step and their costs, of the run nearest to the row's mean"
+    meaning = "parts of a synchronized step and their costs, of the run nearest to the row's mean"
     return make_table(columns, rows, title=("Where the time of a step goes",), meaning=meaning, drop_empty_rows=True)

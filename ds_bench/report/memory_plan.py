@@ -215,8 +215,10 @@ def plan_table(plan: MemoryPlan) -> Table:
         Column("NVMe GB", lambda row: _gb(row.prediction.nvme_bytes or None)),
         *([Column("GPUs needed", gpus_needed)] if plan.shows_min_gpus else []),
         *([Column("Largest batch", largest_batch)] if plan.shows_max_batch else []),
-        Column("Mostly, GB", mostly, left=True, priority=2),
-        Column("Fits with", lambda row: "" if row.change is None else row.change.text, left=True, priority=1),
+        Column("Mostly, GB", mostly, left=True, priority=1),
+        Column(
+            "Fits with", lambda row: "" if row.change is None else row.change.text, left=True, priority=2, noted=True
+        ),
     ]
     work, profile = plan.asked.workload, plan.asked.profile
     own_sizes = any(row.trial.workload.batch_size != work.batch_size for row in plan.rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from ..analysis.comparison import ComparisonRow
@@ -56,8 +57,9 @@ def explanation_tables(difference: RowDifference) -> list[Table]:
     }
     tables = []
     for heading, (rows, notes) in sections.items():
-        last = Column[Row]("acts on" if heading == "Settings" else "change", left=True)
-        columns = [Column[Row](heading), Column[Row](a), Column[Row](b), last]
+        last = Column[Any]("acts on" if heading == "Settings" else "change", left=True)
+        values = [] if heading == "Predicted savings" else [Column[Any](a), Column[Any](b)]
+        columns = [Column[Any](heading), *values, last]
         tables.append(Table(columns=columns, rows=list(rows), notes=list(notes)))
     return [table for table in tables if table.rows or table.notes]
 
@@ -69,7 +71,9 @@ def explanation_lines(difference: RowDifference, title: str, width: int) -> Iter
         yield from wrap(sentence, width)
     for table in explanation_tables(difference):
         yield ""
-        yield from (line.text for line in table.to_terminal(_WIDEST))
+        yield from (line.text for line in replace(table, notes=()).to_terminal(_WIDEST))
+        for note in table.notes:
+            yield from wrap(f"  * {note}", width, "     ")
 
 
 def largest_change(difference: RowDifference) -> str:
@@ -95,7 +99,8 @@ def largest_change(difference: RowDifference) -> str:
         if time.interval is not None and time.interval.distinguishable and time.phase_seconds:
             changes = {phase: pair.difference or 0.0 for phase, pair in time.phase_seconds.items() if phase in PHASES}
             phase = max(changes, key=lambda name: abs(changes[name]))
-            text += f"; of its phases, {phase} changes most ({to_ms(changes[phase]):+.3g} ms)"
+            if changes[phase]:
+                text += f"; of its phases, {phase} changes most ({_signed_ms(changes[phase])})"
         parts.append(f"{text}.")
     return " ".join(parts)
 
@@ -186,7 +191,7 @@ def _time_rows(difference: RowDifference) -> Iterator[Row]:
 
     def milliseconds(what: str, pair: Pair) -> Row:
         a, b = (f"{format_significant(to_ms(each))} ms" for each in (pair.a, pair.b))
-        return what, a, b, "" if pair.difference is None else f"{to_ms(pair.difference):+.3g} ms"
+        return what, a, b, "" if pair.difference is None else _signed_ms(pair.difference)
 
     def counts(what: str, pair: Pair) -> Row:
         return what, format_count(pair.a), format_count(pair.b), ""
@@ -202,6 +207,12 @@ def _time_rows(difference: RowDifference) -> Iterator[Row]:
     for what, pair in (("Skipped steps", time.skipped_steps), ("Allocator retries", time.allocator_retries)):
         if pair.a or pair.b:
             yield counts(what, pair)
+
+
+def _signed_ms(seconds: float) -> str:
+    """``+38.0 ms``, ``−0.676 ms``, ``0 ms``."""
+    sign = "+" if seconds > 0 else "−" if seconds < 0 else ""
+    return f"{sign}{format_significant(to_ms(abs(seconds)))} ms"
 
 
 def _speed_text(time: TimeDifference) -> str:
@@ -275,7 +286,7 @@ def _value(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _saving_rows(difference: RowDifference) -> Iterator[Row]:
+def _saving_rows(difference: RowDifference) -> Iterator[tuple[str, str]]:
     for saving in difference.savings:
         on_gpu = saving.gpu_bytes > 0
         saved = (
@@ -284,4 +295,4 @@ def _saving_rows(difference: RowDifference) -> Iterator[Row]:
         if on_gpu and saving.host_bytes < 0:
             saved += f", {signed_bytes(-saving.host_bytes)} of host memory per node"
         name = "smaller buffers (--axis buffers=small_buffers)" if saving.name == "small_buffers" else saving.name
-        yield f"{name} on {difference.larger.label}", "", "", saved
+        yield f"{name} on {difference.larger.label}", saved

@@ -42,6 +42,8 @@ class Column(Generic[R]):
     """Narrow terminals drop the column with the highest number first; 0: never dropped."""
     left: bool = False
     """Whether cells are aligned to the left; the first column always is."""
+    noted: bool = False
+    """Whether the cells become notes if the column is dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +110,16 @@ class Table:
         if self.rows:
             body, left_out = _lay_out(self, shown, width)
             lines += [*([Line("")] if lines else []), *body]
-            if left_out:
-                notes.append(f"* no room for {', '.join(left_out)}: a wider terminal shows them")
+            for i in (i for i in left_out if self.columns[i].noted):
+                labels: dict[str, list[str]] = {}
+                for row in self.rows:
+                    if len(row) == len(self.columns) and row[i] not in ("", MISSING):
+                        labels.setdefault(row[i], []).append(row[0])
+                notes += [
+                    f"* {', '.join(rows)}: {self.columns[i].heading.lower()} {text}" for text, rows in labels.items()
+                ]
+            if hidden := [self.columns[i].heading for i in left_out if not self.columns[i].noted]:
+                notes.append(f"* a wider terminal also shows: {'; '.join(hidden)}")
         if notes and lines:
             lines.append(Line(""))
         return [*lines, *(Line(line) for note in notes for line in wrap(f"  {shown(note)}", text_width, "     "))]
@@ -137,8 +147,8 @@ def make_table(
     return Table(title=title, meaning=meaning, columns=[columns[i] for i in shown], rows=lines)
 
 
-def _lay_out(table: Table, shown: Callable[[str], str], width: int) -> tuple[list[Line], list[str]]:
-    """Lines of the headings and rows, and the headings of columns that do not fit."""
+def _lay_out(table: Table, shown: Callable[[str], str], width: int) -> tuple[list[Line], list[int]]:
+    """Lines of the headings and rows, and the columns that do not fit."""
     from rich.cells import cell_len
 
     rows = [[*map(shown, row)] for row in table.rows]
@@ -186,7 +196,7 @@ def _lay_out(table: Table, shown: Callable[[str], str], width: int) -> tuple[lis
         texts = [f"{pad(row[0], 0)}  {row[1]}", f"{row[0]}  {row[1]}"]
         fitting = [text for text in texts if cell_len(text) <= width]
         lines += [Line(s, style) for s in fitting[:1] or wrap(": ".join(row), width, "    ", max_lines=2)]
-    return lines, [shown(column.heading) for i, column in enumerate(table.columns) if i not in kept and full]
+    return lines, [i for i in range(len(headings)) if i not in kept and full]
 
 
 def printable(text: str, unicode: bool = True) -> str:

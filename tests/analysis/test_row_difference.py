@@ -241,6 +241,14 @@ def test_a_key_that_both_engines_resolved_alike_is_no_difference() -> None:
     assert keys(explain(a, b)) == {}
 
 
+def test_another_engine_is_one_difference() -> None:
+    of_torch = fakes.trial(fakes.reference("ddp"), on=CARDS)
+    of_deepspeed = fakes.trial(fakes.zero(2), on=CARDS)
+    records = fakes.success(of_deepspeed), fakes.success(of_torch, resolved_config={"engine": "DdpEngine"})
+    engines = [(key.a, key.b) for key in explain(*rows(*records)).keys if key.path == "engine"]
+    assert engines == [("deepspeed", "ddp")]
+
+
 def test_a_checkpointed_row_differs_by_its_workload() -> None:
     plain = fakes.trial(fakes.zero(2), on=CARDS)
     checkpointed = replace(plain, workload=replace(plain.workload, activation_checkpointing=True))

@@ -92,10 +92,10 @@ def test_times_without_synchronisation_are_labelled_wherever_they_are_shown(
     for flags in (["--markdown"], ["--verbose"]):
         assert commands.main(["report", str(scripted.folder), *flags]) == 0
         shown = capsys.readouterr().out
-        assert "NOT SYNCHRONISED (wrong on purpose) · no warm-up · 10 steps" in shown
+        assert "NOT SYNCHRONIZED (wrong on purpose) · no warm-up · 10 steps" in shown
         assert "Recommendation (balanced): none" in shown
     assert commands.main(["report", str(next(scripted.output.glob("comparison_*.json"))), "--markdown"]) == 0
-    assert "NOT SYNCHRONISED (wrong on purpose)" in capsys.readouterr().out
+    assert "NOT SYNCHRONIZED (wrong on purpose)" in capsys.readouterr().out
 
 
 def test_a_mistake_is_one_line_and_starts_nothing(

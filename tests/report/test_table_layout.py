@@ -56,13 +56,20 @@ def test_a_wide_terminal_shows_every_column_aligned() -> None:
 def test_a_narrow_terminal_breaks_headings_then_drops_columns_by_priority_then_wraps_labels() -> None:
     shown = {width: text_of(WIDE, width) for width in (90, 60, 50, 40)}
     assert "GPU peak GB" not in shown[90]  # in two lines
-    assert "no room" not in shown[90]
-    assert "no room for Predicted: a wider" in " ".join(shown[60].split())
-    assert "no room for 95 % interval, Predicted" in " ".join(shown[50].split())
+    assert "also shows" not in shown[90]
+    assert shown[60].endswith("also shows: Predicted")
+    assert " ".join(shown[50].split()).endswith("also shows: 95 % interval; Predicted")
     for width, text in shown.items():
         assert max(map(cell_len, text.splitlines())) <= width
         words = set(text.split())
         assert {"1,240", "8.00", "ok", "OOM", "optimizer", "parameters"} <= words
+
+
+def test_dropped_cells_become_notes_where_the_column_says_so() -> None:
+    columns = [Column[str]("Strategy"), Column[str]("Fits with", priority=1, noted=True)]
+    rows = [("ZeRO-0", "activation checkpointing"), ("ZeRO-1", "activation checkpointing"), ("ZeRO-3", "")]
+    text = text_of(Table(columns=columns, rows=rows), 30)
+    assert " ".join(text.split()).endswith("ZeRO-3 * ZeRO-0, ZeRO-1: fits with activation checkpointing")
 
 
 @pytest.mark.parametrize("width", [20, 30, 60])
