@@ -268,6 +268,12 @@ def test_what_a_flat_file_does_not_hold_is_named() -> None:
     assert set(keys(difference)) == {"zero_optimization.stage"}
 
 
+def test_predictions_of_stored_records_are_read() -> None:
+    """A change of their form makes every record's prediction unknown, without an error."""
+    runs_on_disk = load_results.load(DATA / "offload_run/runs/offload_20261122_093000").runs
+    assert all(trial_predictions.stored_prediction(run.trial) for run in runs_on_disk)
+
+
 def test_flat_rows_of_gpus_differ_by_their_host_memory() -> None:
     """Two ranks of 1 GB against two of 3 GB, on one node."""
     trials = fakes.trial(fakes.zero(2), on=CARDS), fakes.trial(fakes.offload("cpu_full"), on=CARDS)
