@@ -30,7 +30,7 @@ from ds_bench.config.spec import Placement  # noqa: E402
 from ds_bench.errors import DsBenchError  # noqa: E402
 from ds_bench.launch import rank_environment  # noqa: E402
 from ds_bench.models import presets  # noqa: E402
-from ds_bench.system import environment, gpus  # noqa: E402
+from ds_bench.system import environment, gpu_state  # noqa: E402
 from ds_bench.system.processes import die_with_parent  # noqa: E402
 
 PRODUCT = ROOT / "zero_stage_comparison.py"
@@ -125,7 +125,7 @@ def decide(setting: Setting) -> tuple[Setting, Placement, dict[str, str]]:
     if facts is None:
         raise BenchError(f"--model {setting.model} is not a preset; the bare loop builds presets only")
     options = flags.parse("zero", PRODUCT.name, setting.flags())
-    place = placement.resolve_placement(options, os.environ, gpus.read_gpus())
+    place = placement.resolve_placement(options, os.environ, gpu_state.read_gpus())
     settled = replace(setting, accelerator=place.accelerator, num_gpus=place.num_gpus)
     variables = rank_environment.rank_environment(place, os.environ)
     return settled, place, variables | rank_environment.preload_variables([facts.model_type])
@@ -176,7 +176,9 @@ def bare_command(setting: Setting, ds_config: Path, port: int, result: Path) -> 
 def _devices(setting: Setting) -> list[str]:
     """With --num_gpus the launcher forgets CUDA_VISIBLE_DEVICES (launcher/runner.py), so then the indices are named."""
     if setting.accelerator == "cuda" and "CUDA_VISIBLE_DEVICES" in os.environ:
-        indices = [gpu.index for gpu in gpus.select_visible(os.environ, gpus.read_gpus().gpus)][: setting.num_gpus]
+        indices = [gpu.index for gpu in gpu_state.select_visible(os.environ, gpu_state.read_gpus().gpus)][
+            : setting.num_gpus
+        ]
         return ["--include", "localhost:" + ",".join(map(str, indices))]
     return ["--num_gpus", str(setting.num_gpus)]
 

@@ -168,3 +168,24 @@ def test_text_reaches_the_terminal_through_one_module_that_escapes_it() -> None:
         if ast.unparse(call.func) in ways and not all(isinstance(argument, ast.Constant) for argument in call.args)
     }
     assert unescaped == files
+
+
+def test_programs_beside_the_package_import_what_it_has() -> None:
+    """No type checker reads them."""
+
+    def bound(module: str) -> set[str]:
+        nodes = list(ast.walk(tree(module))) if module in sources() else []
+        names = {each.name for each in nodes if isinstance(each, ast.FunctionDef | ast.ClassDef)}
+        names |= {each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+        return names | {each.asname or each.name for each in nodes if isinstance(each, ast.alias)}
+
+    missing = []
+    for path in (*PACKAGE.parent.glob("bench/*.py"), *PACKAGE.parent.glob("scripts/*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            package, _, module = (
+                (node.module or "").partition(".") if isinstance(node, ast.ImportFrom) else ("", "", "")
+            )
+            if isinstance(node, ast.ImportFrom) and package == "ds_bench":
+                names = {each.name for each in node.names} - bound(module)
+                missing += [(path.name, name) for name in names if f"{module}.{name}".strip(".") not in sources()]
+    assert missing == []
