@@ -265,7 +265,13 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
 
     @cache
     def find_model(name: str, factory: bool, trust_remote_code: bool) -> ResolvedModel:
-        return resolve_model(name, factory=factory, trust_remote_code=trust_remote_code, environment=variables)
+        return resolve_model(
+            name,
+            factory=factory,
+            trust_remote_code=trust_remote_code,
+            environment=variables,
+            option=first.say("model"),
+        )
 
     models = [find_model(each.model, each.model_factory is not None, each.trust_remote_code) for each in points]
     # Modelling code is imported once, before the ranks are forked.

@@ -29,6 +29,7 @@ from ds_bench.doctor import disk
 from ds_bench.errors import UsageError
 from ds_bench.launch import ops
 from ds_bench.launch.ops import OpState
+from ds_bench.models import lookup
 from ds_bench.models.lookup import ResolvedModel
 from ds_bench.prediction import trial_predictions
 from ds_bench.records import json_files
@@ -283,6 +284,15 @@ def test_what_was_left_out_of_a_folder_of_configurations_is_said(tmp_path: Path)
     (tmp_path / "torn.json").write_text('{"zero_optimization":')
     options = fakes.options("zero", "--stages", "0", "--configs", str(tmp_path))
     assert any("torn.json" in line for line in plan_of(options).lines)
+
+
+def test_an_unknown_model_is_named_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup, "_ask_child", lambda *_: {"error": "OSError: none"})
+    options = replace(fakes.options("zero"), model="nosuch")
+    of_recipe = replace(options, family="recipe", typed=frozenset())
+    for asked, name in ((options, "--model"), (of_recipe, "model.name")):
+        with pytest.raises(UsageError, match=f"^{name} nosuch is not a preset"):
+            plan_of(asked)
 
 
 def test_every_trial_has_what_the_users_function_returns() -> None:

@@ -56,10 +56,12 @@ def resolve_model(
     trust_remote_code: bool,
     environment: Mapping[str, str],
     offline_reason: str | None = None,
+    option: str = "--model",
 ) -> ResolvedModel:
     """Find the model with this name. Raise UsageError if it does not exist.
 
     ``environment``: variables of the child process. ``offline_reason``: why the Hub is not asked; None if it is.
+    ``option``: the flag or the key of a recipe that gave the name.
     """
     if factory:
         # Imported in a child process, as every rank will.
@@ -84,17 +86,17 @@ def resolve_model(
             vocabulary_size=preset.vocabulary_size,
             hidden_size=preset.hidden_size,
         )
-    return _look_up(name, trust_remote_code, environment, offline_reason)
+    return _look_up(name, trust_remote_code, environment, offline_reason, option)
 
 
 def _look_up(
-    name: str, trust_remote_code: bool, environment: Mapping[str, str], offline_reason: str | None
+    name: str, trust_remote_code: bool, environment: Mapping[str, str], offline_reason: str | None, option: str
 ) -> ResolvedModel:
     is_folder = Path(name).is_dir()
     if missing := missing_packages(MODEL_PACKAGES):
         similar = presets.similar_presets(name)
         nearest = f"the nearest presets are {', '.join(similar)}; " if similar else ""
-        problem = f"--model {name} is not a preset, and reading another model needs {' and '.join(missing)}"
+        problem = f"{option} {name} is not a preset, and reading another model needs {' and '.join(missing)}"
         raise UsageError(problem, remedy=f"{nearest}{install_command()}")
     if not is_folder and offline_reason is None:
         # Transformers itself would ask six times, with pauses between: half a minute without a network, and longer if
@@ -117,11 +119,11 @@ def _look_up(
             problem = f"is not a preset or a local folder, and {offline_reason}"
         else:
             problem = f"is not a preset or a local folder, and the Hub does not have it: {facts['error']}"
-        raise UsageError(f"--model {name} {problem}", remedy=remedy)
+        raise UsageError(f"{option} {name} {problem}", remedy=remedy)
     declared, built = facts["architectures"], facts["built_architecture"]
     if declared and built not in declared:
         raise UsageError(
-            f"--model {name} is a {', '.join(declared)}, but a {built} would train, which is a different model",
+            f"{option} {name} is a {', '.join(declared)}, but a {built} would train, which is a different model",
             remedy="let a function of your own build it, with --model-factory package.module:function",
         )
     return ResolvedModel(
