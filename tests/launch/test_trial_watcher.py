@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_bench.launch import monitor as module
+from ds_bench.launch import trial_watcher as module
 from ds_bench.launch.trial_watcher import Ending, Limits, OtherHosts, Progress, watch
 from ds_bench.records.json_files import append_line
 from ds_bench.records.rank_files import HeartbeatWriter, RankExit
