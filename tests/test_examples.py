@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from pathlib import Path
+
 import yaml
 
 from ds_bench.cli import arguments, commands
@@ -35,3 +39,22 @@ def test_the_batch_script_is_asked_to_end_before_its_time_limit_and_its_examples
     for line in lines:
         if line.startswith("#   sbatch"):
             arguments.parse("zero", "x", line.partition("compare.sbatch")[2].split())
+
+
+def test_a_requeued_shard_resumes_only_a_folder_that_can_be_resumed(tmp_path: Path) -> None:
+    (python := tmp_path / "python").write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    runs = tmp_path / "results" / "runs"
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": "1", "RESULTS": "results"}
+
+    def words() -> str:
+        script = str(ROOT / "examples" / "slurm" / "sweep.sbatch")
+        return subprocess.run(
+            ["bash", script, "2", "a.yaml"], cwd=tmp_path, env=variables, capture_output=True, text=True, check=True
+        ).stdout
+
+    (runs / "comparison_1_shard1of2").mkdir(parents=True)
+    assert "--resume" not in words()
+    (runs / "comparison_2_shard1of2").mkdir()
+    (runs / "comparison_2_shard1of2" / "run.json").touch()
+    assert words().endswith("a.yaml --resume results/runs/comparison_2_shard1of2\n")
