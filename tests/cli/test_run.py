@@ -155,7 +155,7 @@ REFUSED = {
     "training: {seq_len: 4096}\nmodel: {name: gpt2}": "training.seq_len 4096 is beyond the 1024 positions",
     "configurations: {strategies: nvme}": "configurations.strategies nvme needs a disk (add launch.nvme_path DIR",
     "configurations: {relative_to: zero9}": "configurations.relative_to zero9: no such row",
-    "training: {steps: [1, 2, 3]}\nmodel: {name: no-such-model}": "--model no-such-model is not a preset",
+    "training: {steps: [1, 2, 3]}\nmodel: {name: no-such-model}": "model.name no-such-model is not a preset",
     "axes: {micro_batch: [1, 2]}\ntraining: {local_batch_size: 2}": "axes.micro_batch and training.local_batch_size",
     "model: {name: tiny}\ndataset: {vocab_size: 2000}": "dataset.vocab_size 2000 is beyond the 1000 ids of tiny",
     "dataset: {dtype: uint16}": "dataset.dtype without dataset.path",

@@ -64,7 +64,7 @@ def main(base: Path) -> None:
         before = processes.descendants() - set(_processes(b"multiprocessing"))
 
         def act() -> None:
-            while read_beat(folder, 0) is None:
+            while any(read_beat(folder, rank) is None for rank in range(2)):
                 time.sleep(0.01)
             assert during is not None
             during()

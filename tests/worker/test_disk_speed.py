@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -55,16 +56,25 @@ def test_a_real_disk_is_written_and_read_back_from_the_disk_itself(tmp_path: Pat
 
 @pytest.mark.nvme
 def test_nothing_is_left_on_the_disk_however_the_measurement_ends(tmp_path: Path) -> None:
-    process = subprocess.Popen(command(tmp_path, 2**40, 60.0), env={**os.environ, **variables()})
-    open_files = Path(f"/proc/{process.pid}/fd")
-    deadline = time.monotonic() + 120
-    while not any(os.readlink(each).startswith(str(tmp_path)) for each in open_files.iterdir()):  # noqa: PTH115
-        assert process.poll() is None, "ended early"
-        assert time.monotonic() < deadline, "the measurement did not begin"
-        time.sleep(0.02)
-    assert list(tmp_path.iterdir()) == []
-    process.kill()
-    process.wait()
+    with subprocess.Popen(command(tmp_path, 2048 * MIB, 60.0), env={**os.environ, **variables()}) as process:
+        try:
+            deadline = time.monotonic() + 120
+            while not file_of(process.pid, tmp_path):
+                assert process.poll() is None, "ended early"
+                assert time.monotonic() < deadline, "the measurement did not begin"
+                time.sleep(0.01)
+            assert list(tmp_path.iterdir()) == []
+        finally:
+            process.kill()
+
+
+def file_of(pid: int, folder: Path) -> bool:
+    """Whether the process has a file in that folder open."""
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if os.readlink(each).startswith(str(folder)):  # noqa: PTH115
+                return True
+    return False
 
 
 @pytest.mark.nvme
