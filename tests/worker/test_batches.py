@@ -19,15 +19,13 @@ SEQUENCES, LENGTH = 60, 5
 
 
 def test_random_tokens_depend_on_seed_and_rank_and_lie_inside_the_vocabulary() -> None:
-    ids = [batch["input_ids"] for batch in batches()]
-    assert all(torch.equal(x, y["input_ids"]) for x, y in zip(ids, batches(), strict=True))
-    assert not torch.equal(ids[0], batches(rank=1)[0]["input_ids"])
-    assert not torch.equal(ids[0], batches(seed=2)[0]["input_ids"])
-    assert not torch.equal(ids[0], ids[1])
-    for batch in batches():
-        assert batch["input_ids"].shape == (3, 5)
-        assert 0 <= int(batch["input_ids"].min()) <= int(batch["input_ids"].max()) < 11
-        assert batch["labels"] is batch["input_ids"]
+    first, second = batches(count=2)
+    again, of_rank, of_seed = (batches(**changes)[0]["input_ids"] for changes in ({}, {"rank": 1}, {"seed": 2}))
+    ids = first["input_ids"]
+    assert torch.equal(ids, again)
+    assert not any(torch.equal(ids, other) for other in (second["input_ids"], of_rank, of_seed))
+    assert (ids.shape, first["labels"] is ids) == ((3, 5), True)
+    assert 0 <= int(ids.min()) <= int(ids.max()) < 11
 
 
 def test_batches_of_a_factorys_own_are_cast_differ_by_rank_and_are_not_more_than_fit() -> None:
@@ -38,13 +36,8 @@ def test_batches_of_a_factorys_own_are_cast_differ_by_rank_and_are_not_more_than
     assert len(made) == 6  # 48 MB each in bf16: 256 MB are passed with the sixth
     assert (made[0]["pixels"].dtype, made[0]["labels"].dtype) == (torch.bfloat16, torch.int64)
     assert not torch.equal(made[0]["pixels"], other[0]["pixels"])
-
-
-def test_batch_without_sample_dimension_is_refused() -> None:
     with pytest.raises(ValueError, match="no tensor of 3 samples"):
         batches(lambda *_asked: {"x": torch.zeros(2, 3)})
-    with pytest.raises(TypeError, match="dict of tensors"):
-        batches(lambda *_asked: torch.zeros(3, 3))  # type: ignore[arg-type, return-value]
 
 
 @pytest.fixture
@@ -61,14 +54,17 @@ def reader(path: Path, rank: int = 0, ranks: int = 2, *, vocabulary: int = 1000,
     return TokenReader(workload, batch_size=3, vocabulary=vocabulary, data_rank=rank, data_parallel_size=ranks)
 
 
-def test_every_sequence_comes_once_before_any_again_and_every_rank_has_its_own(path: Path) -> None:
-    readers = [reader(path, rank) for rank in (0, 1)]
+def test_every_sequence_comes_once_before_any_again_however_many_ranks_share_them(path: Path) -> None:
+    readers, single = [reader(path, rank) for rank in (0, 1)], reader(path, 0, 1)
     numbers = [place for number in range(10) for each in readers for place in each.sequence_numbers(number)]
     assert sorted(numbers) == list(range(SEQUENCES))
     assert readers[0].sequence_numbers(10) == readers[0].sequence_numbers(0)
-    jumps = [abs(a - b) for a, b in itertools.pairwise(numbers)]
-    assert min(jumps) > SEQUENCES // 5  # no sequence follows its neighbour
+    assert [place for number in range(20) for place in single.sequence_numbers(number)] == numbers
+    # No sequence follows its neighbour.
+    assert min(abs(a - b) for a, b in itertools.pairwise(numbers)) > SEQUENCES // 5
     assert reader(path, seed=7).sequence_numbers(0) != readers[0].sequence_numbers(0)
+    for count in (1, 2, 3, 97, 1000):
+        assert sorted(place * coprime_step(count) % count for place in range(count)) == list(range(count))
 
 
 def test_a_batch_holds_the_ids_of_its_sequences_and_a_data_loader_keeps_their_order(path: Path) -> None:
@@ -85,21 +81,9 @@ def test_a_batch_holds_the_ids_of_its_sequences_and_a_data_loader_keeps_their_or
         assert loaded.wait_seconds > 0
 
 
-def test_one_rank_reads_what_two_read_together(path: Path) -> None:
-    single, pair = reader(path, 0, 1), [reader(path, rank) for rank in (0, 1)]
-    together = [place for number in range(4) for each in pair for place in each.sequence_numbers(number)]
-    assert [place for number in range(8) for place in single.sequence_numbers(number)] == together
-
-
 def test_another_file_than_was_checked_and_ids_that_the_model_lacks_are_errors(path: Path) -> None:
     with pytest.raises(ValueError, match=r"has 606 bytes on .*, where the plan found 20$"):
         reader(path, data_tokens=10)
-    with pytest.raises(ValueError, match="beyond the 50 ids"):
-        [reader(path, vocabulary=50)(number) for number in range(10)]
-    with pytest.raises(ValueError, match="beyond the 40 ids"):
-        [reader(path, vocab_size=40)(number) for number in range(10)]
-
-
-def test_the_step_from_one_sequence_to_the_next_visits_all() -> None:
-    for count in (1, 2, 3, 10, 97, 1000):
-        assert sorted(place * coprime_step(count) % count for place in range(count)) == list(range(count))
+    for smaller in ({"vocabulary": 50}, {"vocab_size": 50}):
+        with pytest.raises(ValueError, match="beyond the 50 ids"):
+            [reader(path, **smaller)(number) for number in range(10)]  # type: ignore[arg-type]

@@ -13,12 +13,12 @@ import pytest
 
 from ds_bench.analysis import comparison
 from ds_bench.analysis.row import make_run
-from ds_bench.config.caveats import CPU_KINDS
+from ds_bench.config.caveats import CPU_KINDS, Caveat
 from ds_bench.config.spec import Placement
-from ds_bench.launch import rank_environment
+from ds_bench.launch.rank_environment import rank_environment
 from ds_bench.records.schema import TrialRecord
 from ds_bench.system import host_memory
-from ds_bench.worker.cpu_load import CpuReading, load_between, own_cpu_seconds
+from ds_bench.worker.cpu_load import CpuReading, load_between
 from tests.support import fakes
 from tests.support.cgroups import place, write
 from tests.support.real_trials import Launch
@@ -28,14 +28,14 @@ TWO_RANKS = Placement(accelerator="cpu", num_gpus=2)
 
 
 def test_threads_follow_the_cpu_quota_and_the_user(tmp_path: Path) -> None:
-    assert rank_environment.rank_environment(TWO_RANKS, {})["OMP_WAIT_POLICY"] == "passive"
+    assert rank_environment(TWO_RANKS, {})["OMP_WAIT_POLICY"] == "passive"
     for own in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
-        assert "OMP_WAIT_POLICY" not in rank_environment.rank_environment(TWO_RANKS, {own: "1"})
-    assert "OMP_NUM_THREADS" not in rank_environment.rank_environment(TWO_RANKS, {"OMP_NUM_THREADS": "5"}, tmp_path)
+        assert "OMP_WAIT_POLICY" not in rank_environment(TWO_RANKS, {own: "1"})
+    assert "OMP_NUM_THREADS" not in rank_environment(TWO_RANKS, {"OMP_NUM_THREADS": "5"}, tmp_path)
+    place(tmp_path, "0::/job")
     for quota, ranks, threads in (("max 100000", 1, len(CPUS)), ("100000 100000", 1, 1), ("50000 100000", 2, 1)):
-        place(tmp_path, "0::/job")
         write(tmp_path / "sys/fs/cgroup/job/cpu.max", quota)
-        found = rank_environment.rank_environment(Placement(accelerator="cpu", num_gpus=ranks), {}, tmp_path)
+        found = rank_environment(Placement(accelerator="cpu", num_gpus=ranks), {}, tmp_path)
         assert found["OMP_NUM_THREADS"] == str(threads)
 
 
@@ -43,10 +43,8 @@ def test_busy_and_throttled_time_are_of_our_processors_and_the_cgroup_with_the_q
     tick = 1 / os.sysconf("SC_CLK_TCK")
     lines = ["cpu  9 9 9 9 9 9 9 9 9 9", "cpu0 1 2 4 800 900 8 16 32 5 5", "cpu1 100 0 0 0 0 0 0 0 0 0", "intr 5"]
     write(tmp_path / "proc/stat", "\n".join(lines))
-    assert host_memory.busy_cpu_seconds({0}, tmp_path) == pytest.approx(63 * tick)  # with what a hypervisor withheld
-    assert host_memory.busy_cpu_seconds({0, 1}, tmp_path) == pytest.approx(163 * tick)
+    assert host_memory.busy_cpu_seconds({0, 1}, tmp_path) == pytest.approx(163 * tick)  # with what a hypervisor took
     assert host_memory.busy_cpu_seconds({0, 7}, tmp_path) is None
-    assert host_memory.busy_cpu_seconds({0}, tmp_path / "absent") is None
     place(tmp_path, "0::/job/step")
     write(tmp_path / "sys/fs/cgroup/job/step/cpu.stat", "nr_periods 5\nnr_throttled 5")
     assert host_memory.cgroup_cpu_periods(tmp_path) is None
@@ -56,18 +54,15 @@ def test_busy_and_throttled_time_are_of_our_processors_and_the_cgroup_with_the_q
     assert host_memory.usable_cores(tmp_path) == min(1.5, len(CPUS))
 
 
-def test_time_of_ended_children_is_our_own() -> None:
-    before = own_cpu_seconds(CPUS)
-    burn = "import time\nwhile time.process_time() < 0.5: pass"
-    subprocess.run([sys.executable, "-c", burn], check=True, timeout=60)
-    assert own_cpu_seconds(CPUS) - before >= 0.45
-
-
-SECONDS_APART = """
-import os, sys, time
+OWN_SECONDS = """
+import os, subprocess, sys, time
 from ds_bench.worker.cpu_load import own_cpu_seconds
 
 theirs, ours = ({int(cpu)} for cpu in sys.argv[1:])
+burn = [sys.executable, "-c", "import time\\nwhile time.process_time() < 0.5: pass"]
+before = own_cpu_seconds(ours)
+subprocess.run(burn)
+ended = own_cpu_seconds(ours) - before
 if os.fork() == 0:
     os.sched_setaffinity(0, theirs)
     while time.process_time() < 0.6: pass
@@ -75,19 +70,20 @@ if os.fork() == 0:
 end = time.monotonic() + 60
 while (apart := own_cpu_seconds(theirs) - own_cpu_seconds(ours)) < 0.5 and time.monotonic() < end:
     time.sleep(0.05)
-print(apart)
+print(ended, apart)
 """
 
 
 @pytest.mark.skipif(len(CPUS) < 2, reason="one processor")
-def test_the_time_of_a_rank_that_is_bound_elsewhere_is_not_spent_on_our_processors() -> None:
-    command = [sys.executable, "-c", SECONDS_APART, *(str(cpu) for cpu in sorted(CPUS)[:2])]
+def test_the_time_of_ended_children_is_our_own_and_not_that_of_ranks_bound_to_other_processors() -> None:
+    command = [sys.executable, "-c", OWN_SECONDS, *(str(cpu) for cpu in sorted(CPUS)[:2])]
     # In a session of its own, as a trial is: the tests' session may be 0, which also has the kernel's threads of each
     # processor.
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as program:
         assert program.stdout is not None
-        apart = float(program.stdout.readline())
+        ended, apart = map(float, program.stdout.readline().split())
         program.communicate()
+    assert ended >= 0.45
     assert apart >= 0.5
 
 
@@ -104,9 +100,8 @@ def test_other_programs_use_what_is_busy_and_not_our_own() -> None:
     assert "cpu_other_cores" not in load(9, None, 0)
 
 
-def cpu_caveats(record: TrialRecord) -> list[tuple[bool, str]]:
-    caveats = make_run(record).caveats
-    return [(caveat.disqualifying, caveat.text) for caveat in caveats if caveat.kind in CPU_KINDS]
+def cpu_caveats(record: TrialRecord) -> list[Caveat]:
+    return [caveat for caveat in make_run(record).caveats if caveat.kind in CPU_KINDS]
 
 
 BIG = {"cpu_cores": 64.0, "cpu_threads": 32}
@@ -114,29 +109,28 @@ CARD = {"accelerator": "cuda", "cpu_cores": 16.0, "cpu_threads": 8, "cpu_other_c
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "is_busy"),
     [
-        ({"cpu_other_cores": 0.4}, None),
-        ({"cpu_other_cores": 0.8}, "the CPU was busy: other programs used 0.8 of 2 cores while this row ran"),
-        ({"cpu_other_cores": None, "cpu_own_cores": None}, None),
-        ({**BIG, "cpu_other_cores": 3.0}, None),
-        ({**BIG, "cpu_other_cores": 6.0}, "6.0 of 64 cores"),
-        ({**BIG, "cpu_threads": 4, "cpu_other_cores": 40.0}, None),  # there was room for all
-        ({**CARD, "cpu_own_cores": 2.0}, None),
-        ({**CARD, "cpu_own_cores": 12.0}, "6.0 of 16 cores"),
-        ({"cpu_throttled_fraction": 0.05}, None),
-        ({"cpu_throttled_fraction": 0.31}, "31 % of its periods"),
+        ({"cpu_other_cores": 0.4}, False),
+        ({"cpu_other_cores": 0.8}, True),
+        ({"cpu_other_cores": None, "cpu_own_cores": None}, False),
+        ({**BIG, "cpu_other_cores": 3.0}, False),
+        ({**BIG, "cpu_other_cores": 6.0}, True),
+        ({**BIG, "cpu_threads": 4, "cpu_other_cores": 40.0}, False),  # there was room for all
+        ({**CARD, "cpu_own_cores": 2.0}, False),
+        ({**CARD, "cpu_own_cores": 12.0}, True),
+        ({"cpu_throttled_fraction": 0.05}, False),
+        ({"cpu_throttled_fraction": 0.31}, True),
     ],
 )
 def test_a_row_that_shared_its_processors_or_was_throttled_is_disqualified(
-    values: dict[str, Any], said: str | None
+    values: dict[str, Any], is_busy: bool
 ) -> None:
     usual = {"accelerator": "cpu", "cpu_cores": 2.0, "cpu_threads": 1, "cpu_own_cores": 1.2, "cpu_other_cores": 0.0}
     measured = {**usual, **values}
     on = Placement(accelerator=measured.pop("accelerator"), num_gpus=2)
     found = cpu_caveats(fakes.success(fakes.trial(on=on), **measured))
-    assert [disqualifying for disqualifying, _ in found] == [True] * (said is not None)
-    assert all(str(said) in text for _, text in found)
+    assert [caveat.disqualifying for caveat in found] == [True] * is_busy
 
 
 def test_the_processors_of_every_bound_rank_must_be_free() -> None:
@@ -151,10 +145,10 @@ def test_the_processors_of_every_bound_rank_must_be_free() -> None:
 
 def test_several_busy_runs_of_a_row_are_one_caveat_with_the_busiest() -> None:
     runs = [
-        fakes.success(fakes.trial(repeat=repeat), cpu_cores=2.0, cpu_threads=2, cpu_other_cores=other)
+        make_run(fakes.success(fakes.trial(repeat=repeat), cpu_cores=2.0, cpu_threads=2, cpu_other_cores=other))
         for repeat, other in enumerate((0.9, 1.4, 1.1))
     ]
-    (row,) = comparison.compare([make_run(run) for run in runs]).rows
+    (row,) = comparison.compare(runs).rows
     assert [caveat.values["other"] for caveat in row.caveats if caveat.kind in CPU_KINDS] == [1.4]
 
 
@@ -170,6 +164,6 @@ def test_a_trial_beside_busy_programs_is_disqualified(launch: Launch) -> None:
             program.kill()
             program.wait()
     assert record.outcome.success, record.outcome
-    assert [disqualifying for disqualifying, _ in cpu_caveats(record)] == [True]
+    assert [caveat.disqualifying for caveat in cpu_caveats(record)] == [True]
     threads = max(1, len(CPUS) // 2)
     assert [(rank.omp_wait_policy, rank.cpu_threads) for rank in record.ranks] == [("passive", threads)] * 2

@@ -14,8 +14,7 @@ def test_gpu_fields_come_from_the_allocator_and_the_device(monkeypatch: pytest.M
     sizes = {"max_memory_allocated": 40, "max_memory_reserved": 50, "memory_allocated": 20, "memory_reserved": 45}
     for name, value in sizes.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    facts = measured_memory.device_facts("cuda", retries_before=3, limit_bytes=60)
-    assert facts == {
+    assert measured_memory.device_facts("cuda", retries_before=3, limit_bytes=60) == {
         "gpu_total_bytes": 60,
         "gpu_peak_bytes": 40,
         "gpu_peak_reserved_bytes": 50,
@@ -24,7 +23,6 @@ def test_gpu_fields_come_from_the_allocator_and_the_device(monkeypatch: pytest.M
         "gpu_device_used_bytes": 70,
         "gpu_alloc_retries": 2,
     }
-    assert measured_memory.device_facts("cpu", 0, None) == {}
 
 
 def measured_phases() -> measured_memory.PhaseMeter:
@@ -44,23 +42,21 @@ def measured_phases() -> measured_memory.PhaseMeter:
 def test_the_high_water_mark_of_each_phase_sees_what_came_and_went_within_it() -> None:
     meter = measured_phases()
     assert meter.can_reset
-    peak = {phase: (sizes["host_peak_bytes"] or 0) // 2**20 for phase, sizes in meter.phases.items()}
-    end = {phase: (sizes["host_end_bytes"] or 0) // 2**20 for phase, sizes in meter.phases.items()}
+    peak, end, pss = (
+        {phase: (sizes[name] or 0) // 2**20 for phase, sizes in meter.phases.items()}
+        for name in ("host_peak_bytes", "host_end_bytes", "host_end_pss_bytes")
+    )
     assert end["build"] - end["import"] > 150
     assert peak["initialize"] - end["initialize"] > 150
     assert peak["first_step"] - end["first_step"] > 75
     assert peak["steady"] - end["steady"] < 50
-    assert meter.highest("host_peak_bytes", *meter.phases) == max(
-        sizes["host_peak_bytes"] or 0 for sizes in meter.phases.values()
-    )
-    for sizes in meter.phases.values():
-        assert 0 < (sizes["host_end_pss_bytes"] or 0) <= (sizes["host_end_bytes"] or 0) + 2**20
+    assert (meter.highest("host_peak_bytes", *meter.phases) or 0) // 2**20 == max(peak.values())
+    assert all(0 < pss[phase] <= end[phase] + 1 for phase in end)
 
 
 def test_without_a_reset_only_a_peak_above_all_before_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     measured_memory.reset_host_peak()
     monkeypatch.setattr(measured_memory, "reset_host_peak", lambda: False)
     meter = measured_phases()
-    assert not meter.can_reset
     known = [phase for phase, sizes in meter.phases.items() if sizes["host_peak_bytes"] is not None]
-    assert known == ["import", "build"]
+    assert (meter.can_reset, known) == (False, ["import", "build"])
