@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from ds_bench.records.rank_files import HeartbeatWriter
+from ds_bench.records.schema import CommunicationOperation, OffloadTimes
 from ds_bench.worker import operation_timers, phases, training_loop
 from ds_bench.worker.operation_timers import CommunicationTimer, DiskUse, OffloadTimer, TimedHandle, operation_bytes
 from tests.support.batches import batches
@@ -38,18 +41,8 @@ class Disk:
     """A handle of the async_io op: starting takes a second, waiting four."""
 
     def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-
-    def async_pread(self, _buffer: torch.Tensor, _path: str, _offset: int) -> int:
-        return self.clock.take(1)
-
-    async_pwrite = async_pread
-
-    def wait(self) -> int:
-        return self.clock.take(4)
-
-    def is_pinned(self, _buffer: torch.Tensor) -> bool:
-        return True
+        self.async_pread = self.async_pwrite = lambda _buffer, _path, _offset: clock.take(1)
+        self.wait = lambda: clock.take(4)
 
 
 class Engine:
@@ -61,28 +54,20 @@ class Engine:
         self.module = torch.nn.Linear(2, 2)
         handle = Disk(clock)
         gradients = SimpleNamespace(aio_handle=handle)
-        swapper = SimpleNamespace(read_aio_handle=handle, gradient_swapper=gradients, aio_class=Disk, buffers=[])
-        self.optimizer = SimpleNamespace(optimizer_swapper=swapper)
-
-    def gradient_accumulation_steps(self) -> int:
-        return 2
-
-    def zero_optimization_stage(self) -> int:
-        return 2
+        self.swapper = SimpleNamespace(read_aio_handle=handle, gradient_swapper=gradients, aio_class=Disk, buffers=[])
+        self.optimizer = SimpleNamespace(optimizer_swapper=self.swapper)
+        self.gradient_accumulation_steps = self.zero_optimization_stage = lambda: 2
+        self.backward = lambda _loss: clock.take(5)
 
     def __call__(self, **_batch: torch.Tensor) -> SimpleNamespace:
         self.clock.take(1)
         deepspeed.comm.comm.cdb.all_gather(torch.zeros(2))
         return SimpleNamespace(loss=torch.tensor(1.0))
 
-    def backward(self, _loss: torch.Tensor) -> None:
-        self.clock.take(5)
-
     def step(self) -> None:
         self.clock.take(3)
-        swapper = self.optimizer.optimizer_swapper
-        swapper.read_aio_handle.async_pread(torch.zeros(2), "", 0)
-        swapper.gradient_swapper.aio_handle.wait()
+        self.swapper.read_aio_handle.async_pread(torch.zeros(2), "", 0)
+        self.swapper.gradient_swapper.aio_handle.wait()
 
 
 class Loader:
@@ -112,7 +97,7 @@ def test_the_parts_of_a_step_add_up_to_it(
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_: None)
     monkeypatch.setattr(torch.distributed, "barrier", lambda: clock.take(100))
     trainer = training_loop.Trainer(engine, batches(), "cpu", HeartbeatWriter(tmp_path, 0), loaded=Loader(clock))
-    handle = engine.optimizer.optimizer_swapper.read_aio_handle
+    handle = engine.swapper.read_aio_handle
     parts = {"forward": 2 * 3, "backward": 2 * 5, "step": 2 * 3, "transfer": 2 * 5, "data_wait": 2 * 6}
     if communicates:
         measured = phases.measure_communication(trainer)
@@ -120,25 +105,24 @@ def test_the_parts_of_a_step_add_up_to_it(
         (operation,) = measured["communication"]
         assert (operation["name"], operation["count"], operation["seconds"]) == ("all_gather", 2, 4)
     else:
-        measured = phases.measure_phases(trainer)
-        assert measured["phase_seconds"] == {"forward": 2 * 3, "backward": 2 * 5, "step": 2 * 8}
-        assert measured["step_parts"] == parts
-        offload = {name: value for name, value in measured["offload"].items() if value is not None}
-        # Swapping is seen through every handle.
-        seconds, read = {"disk_wait_seconds": 2 * 5, "disk_busy_seconds": 2 * 5}, {"disk_read_bytes": 2 * 8}
-        assert offload == {**seconds, **read, "disk_written_bytes": 0}
+        times = {"disk_wait_seconds": 2 * 5, "disk_busy_seconds": 2 * 5, "disk_read_bytes": 2 * 8}
+        assert phases.measure_phases(trainer) == {
+            "phase_seconds": {"forward": 2 * 3, "backward": 2 * 5, "step": 2 * 8},
+            "step_parts": parts,
+            # Swapping is seen through every handle.
+            "offload": {**asdict(OffloadTimes()), **times, "disk_written_bytes": 0},
+        }
     # Ranks begin together, before anything is timed.
     assert clock.now == 100 * communicates + 2 * sum(parts.values())
-    swapper = engine.optimizer.optimizer_swapper
-    assert swapper.read_aio_handle is swapper.gradient_swapper.aio_handle is handle
+    assert engine.swapper.read_aio_handle is engine.swapper.gradient_swapper.aio_handle is handle
 
 
 def test_the_disk_is_busy_from_the_first_operation_to_the_end_of_waiting(clock: Clock) -> None:
     """Computing between start and wait is not waiting; two handles at work together are busy once."""
     use = DiskUse()
     reads, writes = (TimedHandle(Disk(clock), use) for _ in range(2))
-    assert reads.async_pread(torch.zeros(3), "a", 0) == 0
-    assert writes.async_pwrite(torch.zeros(4), "b", 0) == 0
+    reads.async_pread(torch.zeros(3), "a", 0)
+    writes.async_pwrite(torch.zeros(4), "b", 0)
     clock.take(10)
     reads.wait()
     writes.wait()
@@ -146,7 +130,6 @@ def test_the_disk_is_busy_from_the_first_operation_to_the_end_of_waiting(clock: 
     assert (use.read_bytes, use.written_bytes) == (12, 16)
     assert use.busy_seconds == 1 + 1 + 10 + 4 + 4
     assert use.wait_seconds == 1 + 1 + 4 + 4 + 4
-    assert reads.is_pinned(torch.zeros(1))
 
 
 def test_only_copies_between_devices_are_timed_and_methods_come_back() -> None:
@@ -168,21 +151,17 @@ def test_only_copies_between_devices_are_timed_and_methods_come_back() -> None:
     assert dict(vars(torch.Tensor)) == methods
 
 
-class Work:
-    waited = 0
-
-    def wait(self) -> None:
-        self.waited += 1
-
-
 class Backend:
-    def __init__(self) -> None:
-        self.work = Work()
+    """Gathers at once, and counts how often its work was waited for."""
 
-    def all_gather_into_tensor(self, _output: torch.Tensor, _input: torch.Tensor, **_: Any) -> Work:
+    def __init__(self) -> None:
+        self.waits: list[None] = []
+        self.work = SimpleNamespace(wait=lambda: self.waits.append(None))
+
+    def all_gather_into_tensor(self, _output: torch.Tensor, _input: torch.Tensor, **_: Any) -> SimpleNamespace:
         return self.work
 
-    def all_gather_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], **_: Any) -> None:
+    def all_gather_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
         for output, part in zip(outputs, inputs, strict=True):
             self.all_gather_into_tensor(output, part)
 
@@ -193,27 +172,30 @@ class Backend:
 def test_every_operation_is_waited_for_and_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that DeepSpeed starts next to the training, and those that its own logger does not see."""
     backend = Backend()
+    methods = dict(vars(backend))
     monkeypatch.setattr(deepspeed.comm.comm, "cdb", backend)
     part, whole = torch.zeros(4), torch.zeros(8)
     with CommunicationTimer(lambda: None) as timer:
         assert deepspeed.comm.comm.cdb.all_gather_into_tensor(whole, part, async_op=True) is backend.work
-        assert backend.work.waited == 1
+        assert len(backend.waits) == 1
         backend.all_gather_coalesced([whole, whole], [part, part])
         with pytest.raises(RuntimeError):
             backend.barrier()
-    assert vars(backend) == {"work": backend.work}
+    assert vars(backend) == methods
+
+    def reduce(change: Callable[[torch.Tensor], object]) -> tuple[CommunicationOperation, ...]:
+        """The operations where a reduction among the ranks changes this rank's numbers so."""
+        monkeypatch.setattr(torch.distributed, "all_reduce", lambda values, _: change(values))
+        return timer.operations(2, torch.device("cpu"))
+
     # Another rank took half as long for each call.
-    monkeypatch.setattr(
-        torch.distributed, "all_reduce", lambda values, _: values.is_floating_point() and values.div_(2)
-    )
-    largest, other = timer.operations(2, torch.device("cpu"))
+    largest, other = reduce(lambda values: values.is_floating_point() and values.div_(2))
     assert (largest.name, largest.count, largest.bytes) == ("all_gather_coalesced", 0.5, 32)
     assert (other.name, other.count, other.bytes) == ("all_gather_into_tensor", 0.5, 16)
     assert largest.seconds + other.seconds == pytest.approx(timer.seconds / 2)
     assert largest.wait_seconds == pytest.approx(largest.seconds / 2)
     # Another rank made one call more.
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda values, _: values.copy_(torch.tensor([3, -2])))
-    assert [each.wait_seconds for each in timer.operations(1, torch.device("cpu"))] == [None, None]
+    assert [each.wait_seconds for each in reduce(lambda values: values.copy_(torch.tensor([3, -2])))] == [None, None]
 
 
 def test_the_bytes_of_an_operation_are_those_of_the_whole_tensor() -> None:

@@ -6,6 +6,7 @@ import gzip
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,20 +27,13 @@ class Engine:
     def __init__(self, fails_in: int | None = None) -> None:
         self.layer = torch.nn.Linear(64, 64)
         self.optimizer = torch.optim.AdamW(self.layer.parameters())
-        self.steps = 0
-        self._fails_in = fails_in
-
-    def gradient_accumulation_steps(self) -> int:
-        return 1
-
-    def get_global_grad_norm(self) -> None:
-        """No norm, as DeepSpeed's engine has none in fp32 at stage 0."""
+        self.steps, self._fails_in = 0, fails_in
+        self.gradient_accumulation_steps = lambda: 1
+        self.get_global_grad_norm = lambda: None
+        self.backward = torch.Tensor.backward
 
     def __call__(self, **_batch: torch.Tensor) -> torch.Tensor:
         return self.layer(torch.ones(128, 64)).square().mean()  # type: ignore[no-any-return]
-
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
         self.steps += 1
@@ -105,23 +99,42 @@ def test_a_file_that_is_too_large_is_removed_with_a_note(monkeypatch: pytest.Mon
     assert [path.name for path in (folder / "profiles").iterdir()] == ["memory_rank0.small"]
 
 
+def files_of(measured: dict[str, Any], folder: Path) -> tuple[list[Path], tuple[str, ...]]:
+    """The files of the only profile, and its lines."""
+    assert measured["notes"] == ["a note"]
+    (profile,) = measured["profiles"]
+    return [folder.parents[1] / name for name in profile["files"]], profile["lines"]
+
+
 def test_the_profile_torch_leaves_a_trace_a_table_and_a_memory_timeline(folder: Path) -> None:
     engine = Engine()
-    measured = take(folder, "torch", engine, profile_steps=3)
-    assert (engine.steps, measured["notes"]) == (4, ["a note"])
-    (profile,) = measured["profiles"]
-    trace, table, timeline = (folder.parents[1] / name for name in profile["files"])
-    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    assert sum(event.get("name") == "optimizer step" for event in events) == 3
-    assert any(event.get("name") == "aten::addmm" for event in events)
+    (trace, table, timeline), lines = files_of(take(folder, "torch", engine, profile_steps=3), folder)
+    assert engine.steps == 4
+    names = [event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
+    assert names.count("optimizer step") == 3
+    assert "aten::addmm" in names
     assert "Self CPU" in table.read_text()
     times, sizes = json.loads(gzip.decompress(timeline.read_bytes()))
     assert len(times) == len(sizes)
     assert max(map(sum, sizes)) >= 4 * 64 * 64 * 4  # parameters, gradients and two moments
-    lines = profile["lines"]
     assert lines[0].startswith("CPU ms/step")
     assert any(line.endswith("aten::addmm") for line in lines)
     assert lines[-1].startswith("peak of tensors ")
+
+
+def test_where_torch_cannot_tell_categories_apart_the_bytes_are_kept(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """As at stage 3, where operators write to one tensor twice: torch refuses by an assertion."""
+    monkeypatch.setattr(torch.profiler.profile, "export_memory_timeline", Mock(side_effect=AssertionError))
+    (table, timeline), lines = files_of(take(folder, "memory", Engine()), folder)
+    times, sizes = json.loads(gzip.decompress(timeline.read_bytes()))
+    assert len(times) == len(sizes) > 10
+    assert times == sorted(times)
+    assert max(size for _, size in sizes) >= 2 * 64 * 64 * 4  # the two moments, and the gradients for a while
+    assert "CPU Mem" in table.read_text()
+    assert ".py(" not in table.read_text()
+    assert any("aten::" in line for line in lines)
 
 
 def test_the_time_of_a_kernel_counts_once_and_is_its_operators() -> None:
@@ -151,28 +164,6 @@ def test_the_time_of_a_kernel_counts_once_and_is_its_operators() -> None:
     assert lines[:2] == [["3.00", "60.0%", "0", "aten::mm"], ["1.00", "20.0%", "0", "aten::copy_"]]
     assert [line[:2] for line in lines[2:]] == [["1.00", "20.0%"]], "kernels that no operator launched"
     assert not any("gemm" in line or "kernels" in line for line in profiles.lines_by_time(averages, "CPU", 2))
-
-
-def test_where_torch_cannot_tell_categories_apart_the_bytes_are_kept(
-    monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> None:
-    """As at stage 3, where operators write to one tensor twice."""
-
-    def refuse(*_arguments: Any) -> None:
-        raise AssertionError("duplicate outputs")
-
-    monkeypatch.setattr(torch.profiler.profile, "export_memory_timeline", refuse)
-    measured = take(folder, "memory", Engine())
-    assert measured["notes"] == ["a note"]
-    (profile,) = measured["profiles"]
-    table, timeline = (folder.parents[1] / name for name in profile["files"])
-    times, sizes = json.loads(gzip.decompress(timeline.read_bytes()))
-    assert len(times) == len(sizes) > 10
-    assert times == sorted(times)
-    assert max(size for _, size in sizes) >= 2 * 64 * 64 * 4  # the two moments, and the gradients for a while
-    assert "CPU Mem" in table.read_text()
-    assert ".py(" not in table.read_text()
-    assert any("aten::" in line for line in profile["lines"])
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from ds_bench.worker import training_loop
 from ds_bench.worker.steps import StepClock, StepRecorder
 from tests.support.batches import batches
 
+STEP = ["forward", "backward", "step"] * 2
+
 
 class Engine:
     """Counts calls like an engine with two micro-batches a step; its loss is the number of the forward pass."""
@@ -23,78 +25,61 @@ class Engine:
         """``skips``: whether the optimizer skips the step of this number, from 1."""
         self.calls: list[str] = []
         self.skipped_steps = 0
-        self.optimizer = None
-        self._skips, self._scales = skips, scales
+        self.optimizer, self.is_compiled = None, False
+        self._skips = skips
+        self.gradient_accumulation_steps = lambda: 2
+        self.get_global_grad_norm = lambda: torch.tensor(float(self.steps))
+        self.fp16_enabled = self.dynamic_loss_scale = lambda: scales
+        self.eval, self.train = lambda: self.calls.append("eval"), lambda: self.calls.append("train")
+        self.backward = lambda _loss: self.calls.append("backward")
 
     @property
     def steps(self) -> int:
         return self.calls.count("step") // 2
 
-    def get_global_grad_norm(self) -> torch.Tensor:
-        return torch.tensor(float(self.steps))
-
-    def gradient_accumulation_steps(self) -> int:
-        return 2
-
-    def fp16_enabled(self) -> bool:
-        return self._scales
-
-    def dynamic_loss_scale(self) -> bool:
-        return self._scales
-
     def __call__(self, **_batch: torch.Tensor) -> SimpleNamespace:
         self.calls.append("forward")
         return SimpleNamespace(loss=torch.tensor(float(self.calls.count("forward"))))
-
-    def eval(self) -> None:
-        self.calls.append("eval")
-
-    def train(self) -> None:
-        self.calls.append("train")
-
-    def backward(self, _loss: torch.Tensor) -> None:
-        self.calls.append("backward")
 
     def step(self) -> None:
         self.calls.append("step")
         self.skipped_steps += self.calls.count("step") % 2 == 0 and self._skips(self.steps)
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Callable[[Engine], training_loop.Trainer]:
-    return lambda engine: training_loop.Trainer(engine, batches(), "cpu", HeartbeatWriter(tmp_path, 0))
-
-
 Make = Callable[[Engine], training_loop.Trainer]
 
 
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    return lambda engine: training_loop.Trainer(engine, batches(), "cpu", HeartbeatWriter(tmp_path, 0))
+
+
 @pytest.mark.parametrize(
-    ("graphs", "done", "least", "further"),
+    ("graphs", "least", "further"),
     [
-        ([1, 1], 1, 0, 1),  # nothing was compiled in the step after the requested ones
-        ([1, 2, 2], 1, 0, 2),
-        ([1] * 9, 1, 8, 7),  # DeepCompile compiles again later on
-        (list(range(99)), 1, 0, 16),  # never over: measured all the same, and a note says so
+        ([1, 1], 0, 1),  # nothing was compiled in the step after the requested one
+        ([1, 2, 2], 0, 2),
+        ([1] * 9, 8, 7),  # DeepCompile compiles again later on
+        (list(range(99)), 0, 16),  # never over: measured all the same, and a note says so
     ],
 )
 def test_a_compiled_model_is_warmed_up_until_a_step_compiles_nothing(
-    graphs: list[int], done: int, least: int, further: int, make: Make, monkeypatch: pytest.MonkeyPatch
+    graphs: list[int], least: int, further: int, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine()
     subject = make(engine)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_: None)
     monkeypatch.setattr(training_loop, "compiled_graphs", lambda: graphs[engine.steps])
-    assert training_loop.warm_up_compiled(subject, done, least) == []
-    engine.is_compiled = True  # type: ignore[attr-defined]
-    assert len(training_loop.warm_up_compiled(subject, done, least)) == further
+    assert training_loop.warm_up_compiled(subject, 1, least) == []
+    engine.is_compiled = True
+    assert len(training_loop.warm_up_compiled(subject, 1, least)) == further
 
 
 def test_a_step_is_every_micro_batch_and_its_loss_their_mean(make: Make, tmp_path: Path) -> None:
     engine = Engine()
     subject = make(engine)
     subject.time_steps(1)
-    assert engine.calls == ["forward", "backward", "step"] * 2
-    assert subject.losses() == [1.5]
+    assert (engine.calls, subject.losses()) == (STEP, [1.5])
     beat = read_beat(tmp_path, 0)
     assert beat is not None
     assert (beat.phase, beat.step) == ("step", 1)
@@ -126,8 +111,7 @@ def test_the_window_is_what_follows_the_warm_up_and_reports_are_those_of_the_rec
 
 
 def test_calls_in_the_warm_up_happen_between_two_steps(make: Make) -> None:
-    engine = Engine()
-    seen: list[tuple[str, int]] = []
+    engine, seen = Engine(), list[tuple[str, int]]()
 
     def note(name: str) -> Callable[[], None]:
         return lambda: seen.append((name, engine.steps))
@@ -146,7 +130,7 @@ def test_the_device_is_waited_for_at_both_ends_of_the_window(make: Make, monkeyp
     engine = Engine()
     monkeypatch.setattr(training_loop, "synchronize", lambda _accelerator: engine.calls.append("synchronize"))
     training_loop.measure(make(engine), 1, lambda: engine.calls.append("barrier"), training_loop.Samples())
-    assert engine.calls == ["barrier", "synchronize", *["forward", "backward", "step"] * 2, "synchronize"]
+    assert engine.calls == ["barrier", "synchronize", *STEP, "synchronize"]
 
 
 def test_the_repeated_loss_is_taken_without_dropout_and_without_training(make: Make) -> None:

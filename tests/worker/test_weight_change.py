@@ -6,52 +6,51 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
+from ds_bench.worker import weight_change
+from ds_bench.worker.weight_change import FrozenWeights, WeightChange, early_window, sketch
 
-
-class _Heartbeat:
-    phase = "warmup"
-
-    def beat(self, _phase: str) -> None:
-        pass
+HEARTBEAT: Any = SimpleNamespace(phase="warmup", beat=lambda _phase: None)
+RISING = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}}
 
 
-def test_the_early_window_is_the_same_for_every_length_and_begins_after_the_learning_rate_has_risen() -> None:
-    from ds_bench.worker.weight_change import early_window
-
-    rising = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}}
-    assert [early_window({}, steps) for steps in (5, 20, 100)] == [range(5)] * 3
-    assert early_window({}, 2) == range(2)
-    assert not early_window({}, 0)
-    assert early_window(rising, 20) == range(10, 15)
-    assert early_window(rising, 12) == range(7, 12), "as late as the warm-up of the trial allows"
-    assert early_window(rising, 5) == range(5)
-    assert early_window({"scheduler": {"type": "WarmupLR"}}, 20) == range(15, 20), "DeepSpeed's default is 1000 steps"
+@pytest.mark.parametrize(
+    ("config", "warmup_steps", "window"),
+    [
+        ({}, 0, range(0)),
+        ({}, 2, range(2)),
+        ({}, 100, range(5)),
+        (RISING, 20, range(10, 15)),
+        (RISING, 12, range(7, 12)),  # as late as the warm-up of the trial allows
+        (RISING, 5, range(5)),
+        ({"scheduler": {"type": "WarmupLR"}}, 20, range(15, 20)),  # DeepSpeed's default is 1000 steps
+    ],
+)
+def test_the_early_window_begins_after_the_learning_rate_has_risen(
+    config: dict[str, Any], warmup_steps: int, window: range
+) -> None:
+    assert early_window(config, warmup_steps) == window
 
 
 def test_only_what_changes_within_the_window_is_in_its_sketch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ds_bench.worker import weight_change
-
     weights = torch.zeros(3)
     monkeypatch.setattr(weight_change, "read_fragments", lambda _engine: iter([("a", 0, weights)]))
     for window in (range(2), range(1, 3)):
         weights.zero_()
-        change = weight_change.WeightChange(None, _Heartbeat())  # type: ignore[arg-type]
+        change = WeightChange(None, HEARTBEAT)
         calls = dict(change.watch(window, lambda: 0))
         for done in range(4):
             calls.get(done, lambda: None)()
             weights[done % 3] += 10.0**done
         taken = torch.tensor([10.0**done if done in window else 0.0 for done in range(3)])
-        expected = weight_change.sketch(iter([("a", 0, taken)]))
+        expected = sketch(iter([("a", 0, taken)]))
         assert change.early_window["weight_change"] == pytest.approx(expected.tolist())
         assert (change.early_window["first_step"], change.early_window["steps"]) == (window.start, 2)
         assert change.since_start() != change.early_window["weight_change"]
 
 
 def test_a_sketch_is_of_the_tensors_and_not_of_how_ranks_hold_them() -> None:
-    from ds_bench.worker.weight_change import sketch
-
     values = torch.randn(700_000, generator=torch.Generator().manual_seed(1))
     whole = sketch(iter([("a", 0, values), ("b", 0, values[:5])]))
     parts = [("a", 0, values[:13]), ("a", 13, values[13:300_001]), ("a", 300_001, values[300_001:])]
@@ -64,29 +63,22 @@ def test_a_sketch_is_of_the_tensors_and_not_of_how_ranks_hold_them() -> None:
 
 
 def test_a_change_too_slow_to_read_is_given_up_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ds_bench.worker import weight_change
-
     monkeypatch.setattr(weight_change, "read_fragments", lambda _engine: iter([("a", 0, torch.ones(10))]))
-    change = weight_change.WeightChange(None, _Heartbeat())  # type: ignore[arg-type]
+    change = WeightChange(None, HEARTBEAT)
     assert change.since_start() == [0.0] * weight_change.DIMENSIONS
     monkeypatch.setattr(weight_change, "MAX_SECONDS", -1.0)
     assert change.since_start() is None
     assert "took longer" in (change.note or "")
 
 
-def test_one_changed_value_of_a_frozen_weight_is_seen_and_none_of_a_trained_one(subtests: pytest.Subtests) -> None:
-    pytest.importorskip("deepspeed")
-    from ds_bench.worker.weight_change import FrozenWeights
-
-    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
-        with subtests.test(dtype=dtype):
-            module = torch.nn.Module()
-            module.frozen = torch.nn.Parameter(torch.arange(12).view(3, 4).to(dtype), requires_grad=False)
-            module.trained = torch.nn.Parameter(torch.ones(4))
-            engine: Any = SimpleNamespace(module=module)
-            weights = FrozenWeights(engine, _Heartbeat())  # type: ignore[arg-type]
-            module.trained.data += 1
-            assert weights.have_changed() is False
-            module.frozen.data[2, 3] += 1
-            assert weights.have_changed() is True
-            assert FrozenWeights(SimpleNamespace(module=torch.nn.Linear(2, 2)), _Heartbeat()).have_changed() is None  # type: ignore[arg-type]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_one_changed_value_of_a_frozen_weight_is_seen_and_none_of_a_trained_one(dtype: torch.dtype) -> None:
+    module = torch.nn.Linear(1, 4, bias=False)
+    engine = SimpleNamespace(module=module)
+    assert FrozenWeights(engine, HEARTBEAT).have_changed() is None
+    module.frozen = torch.nn.Parameter(torch.arange(12).view(3, 4).to(dtype), requires_grad=False)
+    weights = FrozenWeights(engine, HEARTBEAT)
+    module.weight.data += 1
+    assert weights.have_changed() is False
+    module.frozen.data[2, 3] += 1
+    assert weights.have_changed() is True
