@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,13 +21,11 @@ def test_min_gpus_is_enough_and_one_less_is_not() -> None:
     count = min_gpus(question, card)
     assert count is not None
     assert 1 < count <= 8
-    for ranks, enough in ((count, True), (count - 1, False)):
-        there = replace(question, placement=replace(question.placement, num_gpus=ranks))
-        assert fits(there, card) is enough
+    assert [fits(llama(zero(3), ranks), card) for ranks in (count - 1, count)] == [False, True]
     # No number helps a strategy that splits nothing; above a node, whole nodes count.
     assert min_gpus(llama(zero(0)), 80 * GB) is None
     assert min_gpus(replace(question, ranks_per_node=6), 22 * GB) == 24  # 23 are enough
-    ten = replace(question, placement=replace(question.placement, num_gpus=10), ranks_per_node=8)
+    ten = replace(llama(zero(3), 10), ranks_per_node=8)
     assert min_gpus(ten, 29 * GB) == 10  # its own number fits, though whole nodes would be 16
 
 
@@ -43,21 +40,11 @@ def test_min_gpus_never_contradict_the_verdict(strategy: Configuration, ranks: i
 
 
 def test_max_batch_fits_and_one_more_does_not() -> None:
-    question, card = llama(zero(3)), 80 * GB
-    size = max_batch(question, card)
+    card = 80 * GB
+    size = max_batch(llama(zero(3)), card)
     assert size is not None
-    for batch, enough in ((size, True), (size + 1, False)):
-        assert fits(replace(question, workload=replace(question.workload, batch_size=batch)), card) is enough
+    assert [fits(llama(zero(3), batch_size=batch), card) for batch in (size, size + 1)] == [True, False]
     assert max_batch(llama(zero(0)), 24 * GB) is None
-
-
-def on_nodes(question: PlannedTrial, ranks_per_node: int) -> PlannedTrial:
-    return replace(question, ranks_per_node=ranks_per_node)
-
-
-def gpt2(**work: Any) -> PlannedTrial:
-    question = ask(zero(0), 1, model=find_profile(preset("gpt2"), 1024), **{"seq_length": 1024, **work})
-    return replace(question, changes={})
 
 
 def heavy_toy() -> PlannedTrial:
@@ -71,7 +58,7 @@ def heavy_toy() -> PlannedTrial:
 
 
 def test_smallest_change(subtests: pytest.Subtests) -> None:
-    eight = on_nodes(llama(zero(3), 8), 8)
+    eight = replace(llama(zero(3), 8), ranks_per_node=8)
     host_of_six = eight.predict().host_bytes * 3 // 4
     toy = heavy_toy()
     one = replace(toy, workload=replace(toy.workload, activation_checkpointing=True, batch_size=1))
@@ -86,7 +73,7 @@ def test_smallest_change(subtests: pytest.Subtests) -> None:
         ("two before three", toy, room_for_one, None, ["activation_checkpointing", "batch_size"], None),
         ("too many ranks for the host", eight, 192 * GB, host_of_six, ["num_gpus"], None),
         # 64 processes take 96 GB of host memory, so a later stage on fewer GPUs.
-        ("host is short", on_nodes(llama(zero(0), 64), 64), 22 * GB, 32 * GB, three, None),
+        ("host is short", replace(llama(zero(0), 64), ranks_per_node=64), 22 * GB, 32 * GB, three, None),
         # The host has no room for any offload, so a later stage on more GPUs.
         ("no room to offload", llama(zero(0), 1), 22 * GB, 16 * GB, three, None),
     ):  # fmt: skip
@@ -103,12 +90,13 @@ def test_smallest_change(subtests: pytest.Subtests) -> None:
 
 
 def test_smaller_batch_that_fits_is_preferred_to_a_tight_one() -> None:
-    question, card = gpt2(batch_size=32), 14 * GB + GB * 6 // 10
+    profile = find_profile(preset("gpt2"), 1024)
+    question = replace(ask(zero(0), 1, model=profile, seq_length=1024, batch_size=32), changes={})
+    card = 14 * GB + GB * 6 // 10
     tight, roomy = max_batch(question, card), max_batch(question, card, tight=False)
     change = smallest_change(question, card)
     assert tight is not None
     assert roomy is not None
     assert roomy < tight
     assert change is not None
-    assert change.text == f"batch size {roomy}"
-    assert change.prediction.verdict(card) == FITS
+    assert (change.text, change.prediction.verdict(card)) == (f"batch size {roomy}", FITS)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ds_bench.config import axis_rows
@@ -47,21 +47,19 @@ def test_stage_0_steps_with_24_bytes_per_parameter_when_fused() -> None:
 
 def test_stage_2_is_worked_by_hand() -> None:
     """On 2 ranks 140 needs no padding: 70 each. Rank 0 touches 40, 24 and 6 and ends there, rank 1 has the rest."""
-    ledger = ask(zero(2)).predict().ledger["gpu"]
-    assert ledger["parameters"] == 280
-    assert ledger["optimizer_states"] == 12 * 70
-    assert ledger["gradients"] == 2 * 70
-    assert ledger["deepspeed_buffers"] == 2  # a bucket of one element
-    assert ledger["activations"] == 2100
+    assert ask(zero(2)).predict().ledger["gpu"] == {
+        "parameters": 280,
+        "optimizer_states": 12 * 70,
+        "gradients": 2 * 70,
+        "deepspeed_buffers": 2,  # a bucket of one element
+        "activations": 2100,
+    }
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 40))
+@example(list(TOY.tensors), 4)  # 144 with padding, 36 each: [36,72) touches 40, 24, 6 and 24 (begins at 70): 94
 def test_fullest_rank_is_found_without_looking_at_every_one(tensors: list[int], ranks: int) -> None:
-    """A tensor on the border of two ranks has its gradient on both.
-
-    The toy on 4 ranks: 144 with padding, 36 each. [36,72) touches 40, 24, 6 and 24 (begins at 70): 94.
-    """
-    assert (owned_elements(TOY.tensors, 4), owned_elements(TOY.tensors, 1)) == (94, 140)
+    """A tensor on the border of two ranks has its gradient on both."""
     part = -(-sum(tensors) // (2 * ranks)) * 2
     most = 0
     for start in range(0, part * ranks, part):
@@ -120,24 +118,24 @@ def test_offloaded_gradient_is_copied_to_fp64_for_its_norm(stage: int, copy_byte
     assert found.gpu["temporaries"] == 2 * 525_336_576 + copy_bytes
 
 
-def test_overlapping_communication_doubles_the_bucket() -> None:
-    changes = {"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 1000}}
-    assert replace(ask(zero(2)), changes=changes).predict().ledger["gpu"]["deepspeed_buffers"] == 2 * 2 * 1000
-    full = replace(ask(zero(2)), changes={}).predict().ledger["gpu"]["deepspeed_buffers"]
-    assert full == 2 * 500_000_000, "however small the model is"
+def test_overlapping_communication_doubles_the_bucket_however_small_the_model_is() -> None:
+    zero_block = {"overlap_comm": True, "reduce_bucket_size": 1000}
+    for changes, elements in (({"zero_optimization": zero_block}, 2 * 1000), ({}, 500_000_000)):
+        found = replace(ask(zero(2)), changes=changes).predict()
+        assert found.ledger["gpu"]["deepspeed_buffers"] == 2 * elements
 
 
-def of_axis(strategy: Configuration, text: str, ranks: int = 4, **work: Any) -> Prediction:
-    """The prediction of a row of an axis, for 6.9 billion parameters."""
+def of_axis(strategy: Configuration, text: str, **work: Any) -> Prediction:
+    """The prediction of a row of an axis, for 6.9 billion parameters on four GPUs."""
     model = replace(TOY, layers=100, layer=(34_500_000, 34_500_000), tied_embeddings=False)
-    question = ask(strategy, ranks, model=model, **work)
+    question = ask(strategy, 4, model=model, **work)
     (value,) = axis_rows.read_axes([text])[0]
     facts = RowFacts(
         stage=strategy.stage,
         offload_optimizer=None if strategy.offload_optimizer == "none" else strategy.offload_optimizer,
         offload_param=None,
         grad_accum=1,
-        ranks=ranks,
+        ranks=4,
         parameters=6_900_000_080,
     )
     setting = axis_rows.setting_of((value,), facts)
@@ -145,43 +143,33 @@ def of_axis(strategy: Configuration, text: str, ranks: int = 4, **work: Any) -> 
     return predicted_memory.predict(model, replace(question.workload, **setting.workload), question.placement, config)
 
 
-def at_rest(prediction: Prediction) -> int:
-    row = prediction.ledger["gpu"]
-    return row["parameters"] + row["gradients"] + row["optimizer_states"]
-
-
 def test_settings_of_axes_change_the_ledger_by_hand() -> None:
-    """DeepSpeed's example, 6.9 billion parameters on four GPUs: 25.74 GiB resident with fp32 states, 16.17 in bf16."""
+    def of(strategy: Configuration, tier: str, category: str, axis: str, *values: str, **work: Any) -> list[int]:
+        return [of_axis(strategy, f"{axis}={value}", **work).ledger[tier][category] for value in values]
 
-    def of(strategy: Configuration, axis: str, tier: str, category: str, **work: Any) -> int:
-        return of_axis(strategy, axis, **work).ledger[tier][category]
-
-    full, less = (at_rest(of_axis(zero(3), f"bf16_states={value}")) / GB for value in ("off", "all"))
+    # DeepSpeed's example: 25.74 GiB resident with fp32 states, 16.17 in bf16.
+    at_rest = ("parameters", "gradients", "optimizer_states")
+    by_category = [of(zero(3), "gpu", category, "bf16_states", "off", "all") for category in at_rest]
+    full, less = (sum(sizes) / GB for sizes in zip(*by_category, strict=True))
     assert (full, less) == (pytest.approx(25.74, rel=0.01), pytest.approx(16.17, rel=0.01))
     part, cpu = 6_900_000_080 // 4, offload("cpu_optimizer", 3)
-    off, master, every = (
-        of(cpu, f"bf16_states={each}", "cpu", "optimizer_states") for each in ("off", "master", "all")
-    )
+    off, master, every = of(cpu, "cpu", "optimizer_states", "bf16_states", "off", "master", "all")
     assert off - master == pytest.approx(2 * part, rel=1e-6)  # the moments stay in fp32
     assert master - every == pytest.approx(4 * part, rel=1e-6)
     # A second copy of the parameters is split among two ranks; small tensors stay gathered.
-    one, two = (of(zero(3), f"hpz={ranks}", "gpu", "parameters") for ranks in (1, 2))
+    one, two = of(zero(3), "gpu", "parameters", "hpz", "1", "2")
     assert two - one == pytest.approx(2 * 6_900_000_000 / 2, rel=1e-6)
     # Stage 3's bucket has the format that is sent.
-    bf16, fp32 = (
-        of(zero(3), f"communication_data_type={each}", "gpu", "deepspeed_buffers") for each in ("bf16", "fp32")
-    )
+    bf16, fp32 = of(zero(3), "gpu", "deepspeed_buffers", "communication_data_type", "bf16", "fp32")
     assert fp32 == 2 * bf16
     # Under autocast parameters are fp32, and the activations are unknown.
-    autocast = of_axis(zero(3), "torch_autocast=bf16")
-    assert autocast.ledger["gpu"]["parameters"] == 2 * of(zero(3), "torch_autocast=off", "gpu", "parameters")
-    assert autocast.unknown is not None
+    plain, autocast = of(zero(3), "gpu", "parameters", "torch_autocast", "off", "bf16")
+    assert autocast == 2 * plain
+    assert of_axis(zero(3), "torch_autocast=bf16").unknown is not None
     # At stage 1, reducing within backward frees gradients unless they accumulate.
-    within, after = (of(zero(1), f"overlap_comm={each}", "gpu", "gradients") for each in ("true", "false"))
+    within, after = of(zero(1), "gpu", "gradients", "overlap_comm", "true", "false")
     assert within < after / 3
-    within, after = (
-        of(zero(1), f"overlap_comm={each}", "gpu", "gradients", grad_accum=2) for each in ("true", "false")
-    )
+    within, after = of(zero(1), "gpu", "gradients", "overlap_comm", "true", "false", grad_accum=2)
     assert within == after
 
 
@@ -223,23 +211,13 @@ def test_swapped_states_do_not_stay_in_host_memory() -> None:
 
 
 def test_the_verdict_turns_at_nine_tenths_and_at_all_of_the_card() -> None:
-    verdict = {900: FITS, 901: TIGHT, 1000: TIGHT, 1001: DOES_NOT_FIT}
-    assert {used: prediction(gpu=used).verdict(1000) for used in verdict} == verdict
-    assert prediction(gpu=1, host=2000).verdict(1000, 1000) == DOES_NOT_FIT, "the worse of both decides"
-    assert prediction(gpu=1, host=2000).verdict(1000) == FITS
+    def verdict(gpu: int, host: int | None = None) -> str:
+        found = replace(llama(zero(3)).predict(), gpu={"parameters": gpu}, host={"parameters": 2000})
+        return found.verdict(1000, host)
 
-
-def prediction(gpu: int = 0, host: int = 0) -> Prediction:
-    return Prediction(
-        gpu={"parameters": gpu},
-        host={"parameters": host},
-        nvme={},
-        phase="loss",
-        ledger={},
-        activation_bytes=0,
-        checkpointed_activation_bytes=0,
-        logits_and_loss_bytes=0,
-    )
+    by_bytes = {900: FITS, 901: TIGHT, 1000: TIGHT, 1001: DOES_NOT_FIT}
+    assert {used: verdict(used) for used in by_bytes} == by_bytes
+    assert verdict(1, 1000) == DOES_NOT_FIT, "the worse of both decides"
 
 
 @settings(max_examples=40, deadline=None)
@@ -249,21 +227,24 @@ def test_a_larger_batch_never_takes_less(strategy: Configuration, batch: int, ra
     assert small.gpu_bytes <= large.gpu_bytes
 
 
-def test_more_gpus_never_take_more_each(subtests: pytest.Subtests) -> None:
+def test_more_gpus_never_take_more_each() -> None:
     for strategy in EVERY[1:]:
-        with subtests.test(strategy.name):
-            found = [llama(strategy, ranks).predict().gpu_bytes for ranks in (2, 4, 8, 16, 64)]
-            assert found == sorted(found, reverse=True)
+        found = [llama(strategy, ranks).predict().gpu_bytes for ranks in (2, 4, 8, 16, 64)]
+        assert found == sorted(found, reverse=True), strategy.name
 
 
 def test_decisive_tiers_are_those_that_are_short() -> None:
     found = llama(offload("cpu_full")).predict()
     room, none = 2 * max(found.gpu_bytes, found.host_bytes), 1
-    assert found.decisive_tiers(room, room) == ()
-    assert found.decisive_tiers(room, none) == ("host",)
-    assert found.decisive_tiers(none, None) == ("gpu",)
-    assert found.decisive_tiers(none, none) == ("gpu", "host")
-    assert found.decisive_tiers(int(found.gpu_bytes * 1.05), none) == ("host",)  # tight is not why it does not fit
+    tight = int(found.gpu_bytes * 1.05)  # which is not why it does not fit
+    for gpu, host, tiers in (
+        (room, room, ()),
+        (room, none, ("host",)),
+        (none, None, ("gpu",)),
+        (none, none, ("gpu", "host")),
+        (tight, none, ("host",)),
+    ):
+        assert found.decisive_tiers(gpu, host) == tiers
 
 
 def test_configuration_overrides_the_workload_and_auto_is_deepspeeds_default() -> None:
