@@ -117,7 +117,7 @@ def write_result(folder: Path, count: int) -> None:
     """A run folder with that many records, their trials in run.json, and the flat JSON next to ``runs``."""
     folder.mkdir(parents=True)
     run = json.loads((_KEPT / RUN_FILE).read_text(encoding="utf-8"))
-    run |= {"schema_version": SCHEMA_VERSION, "trials": []}
+    run |= {"schema_version": SCHEMA_VERSION, "trial_count": count, "trials": []}
     with (folder / RECORDS_FILE).open("w", encoding="utf-8") as file:
         for entry in grown(count):
             file.write(json.dumps(entry) + "\n")

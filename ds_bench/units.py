@@ -6,6 +6,7 @@ GB means 2**30 bytes everywhere (README.md). A missing value is ``None`` and is 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from string import Formatter
 from typing import Any
 
@@ -146,18 +147,25 @@ def format_percent(fraction: float | None, *, digits: int = 1) -> str:
 
 def format_template(template: str, values: Mapping[str, Any]) -> str:
     """Fill a template of ``str.format`` that may name units: ``{size:bytes}``, ``{wait:ms}``, ``{share:percent0}``."""
-    return _Template().vformat(template, (), values)
+    return "".join(
+        literal if name is None else literal + _format_value(values[name], unit or "")
+        for literal, name, unit, _ in _parsed(template)
+    )
 
 
-class _Template(Formatter):
-    def format_field(self, value: Any, format_spec: str) -> str:
-        match format_spec:
-            case "bytes":
-                return format_bytes(value)
-            case "gigabytes":
-                return format_gigabytes(value)
-            case "ms":
-                return format_ms(value)
-        if format_spec.startswith("percent"):
-            return format_percent(value, digits=int(format_spec.removeprefix("percent") or 1))
-        return format(value, format_spec)
+@cache
+def _parsed(template: str) -> list[tuple[str, str | None, str | None, str | None]]:
+    return list(Formatter().parse(template))
+
+
+def _format_value(value: Any, unit: str) -> str:
+    match unit:
+        case "bytes":
+            return format_bytes(value)
+        case "gigabytes":
+            return format_gigabytes(value)
+        case "ms":
+            return format_ms(value)
+    if unit.startswith("percent"):
+        return format_percent(value, digits=int(unit.removeprefix("percent") or 1))
+    return format(value, unit)

@@ -160,7 +160,7 @@ def _load_run(folder: Path, source: Path, whole: bool, rows: Sequence[Row] | Non
         with contextlib.suppress(UsageError):
             rows = read_rows(flat_path, json_files.read_bytes(flat_path))
     runs = _runs_of_rows(rows or (), file, run_info.environment, whole)
-    if not runs or len(runs) < run_info.trial_count:
+    if len(runs) < (run_info.trial_count or 1):
         planned = reader.read_trials(folder / RUN_FILE)
         if not runs:
             records = reader.read_records(file, planned, notes)
@@ -190,7 +190,7 @@ def _runs_of_rows(rows: Sequence[Row], file: Path, environment: Environment | No
     if not rows:
         return ()
     stored = reader.index_records(file)
-    keys = [reader.record_key(row.trial_id, row.repeat, row.started_at, row.wall_seconds) for row in rows]
+    keys = [(row.trial_id, row.repeat, row.started_at, row.wall_seconds) for row in rows]
     if len(set(keys)) < len(keys) or stored.keys() != set(keys):
         return ()
     hosts = () if environment is None else environment.hosts or (environment,)
@@ -198,17 +198,16 @@ def _runs_of_rows(rows: Sequence[Row], file: Path, environment: Environment | No
     whole = whole or len({(gpu.name, gpu.memory_total_bytes) for host in hosts for gpu in host.gpus}) > 1
     runs = []
     for row, key in zip(rows, keys, strict=True):
-        entry = stored[key]
-        numbers: dict[str, Any] = {"trial_id": row.trial_id, "repeat": row.repeat, "round_position": row.round_position}
+        entry: StoredRecord | TrialRecord = stored[key]
         try:
             _check(row)
-            if not _is_row_of(row, entry):
+            if not _is_row_of(row, stored[key]):
                 return ()
-            found = (entry.record if whole else None) or entry
+            if whole and (record := stored[key].record) is not None:
+                entry = replace(record, trial=entry.trial)  # the trial that it shares with its repeats
         except (ValueError, UsageError):
             return ()  # the error is named where the file is read without the other
-        run = Run(row=row, stored=replace(found, trial=replace(entry.trial, **numbers)), environment=environment)
-        runs.append(run)
+        runs.append(Run(row=row, stored=entry, environment=environment))
     return tuple(runs)
 
 

@@ -186,6 +186,8 @@ def _drop_duplicates(results: Sequence[Result]) -> tuple[list[list[Run]], list[s
 
     The first result keeps the run, but a record is preferred to its flat row.
     """
+    if len(results) == 1:
+        return [list(results[0].runs)], []
     identities = [[_identity(run.row) for run in result.runs] for result in results]
     owners: dict[object, int] = {}
     # Results with records first, and in the order given among equals.

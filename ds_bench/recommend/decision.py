@@ -323,7 +323,7 @@ def _reason_not_eligible(row: ComparisonRow) -> Fact | None:
         return Fact("not_comparable", {"differences": "; ".join(row.differences)})
     if row.invalid_reason is not None:
         return Fact("invalid", {"text": row.invalid_reason})
-    if count := sum(run.outcome.status in RAN_OUT for run in row.runs):
+    if count := sum(run.outcome.status in RAN_OUT for run in row.runs if not run.row.success):
         return Fact("ran_out", {"count": count, "runs": len(row.runs)})
     for caveat in row.caveats:
         if caveat.kind is CaveatKind.OTHER_TRAINING:

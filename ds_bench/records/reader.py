@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,12 +21,17 @@ from .json_files import InvalidJsonError, InvalidValueError
 from .schema import SCHEMA_VERSION, TrialRecord
 
 _REMEDY = "give a result as ds_bench wrote it"
-_TRIALS, _TRIAL_ID = b',\n "trials": [', b'\n   "trial_id": '
-"""Texts in run.json as ``json_files.json_text`` writes it."""
-_HEAD = re.compile(rb'\{"trial": \{("trial_id": "[^"\\]+", "repeat": \d+, )')
-_TAIL = re.compile(rb'"started_at": (?:null|"[^"\\]*"), "wall_seconds": [^,]+, ')
-_ROUND = re.compile(rb'"round_position": (?:null|\d+), ')
-_WINDOW = re.compile(rb'"window_seconds": ([0-9.eE+-]+)')
+_TRIALS = b' "trials": ['
+"""Begins the line of run.json, as ``json_files.json_text`` writes it, that its trials follow."""
+_HEAD = re.compile(rb'\{"trial": \{"trial_id": "([^"\\]+)", "repeat": (\d+), ')
+_ROUND = re.compile(rb'"round_position": (?:null|(\d+)), ')
+_NUMBER = rb"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
+_TAIL = re.compile(rb'"started_at": (?:null|"([^"\\]*)"), "wall_seconds": (?:null|' + _NUMBER + rb"), ")
+_WINDOW_NAME = b'"window_seconds": '
+_WINDOW = re.compile(_WINDOW_NAME + _NUMBER)
+
+RecordKey = tuple[str | None, int, str | None, float | None]
+"""``trial_id``, ``repeat``, ``started_at`` and ``wall_seconds``: the identity of a record within its file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +44,8 @@ class RunInfo:
     """In which it was started: paths among its arguments are relative to it."""
     environment: Environment | None = None
     notes: tuple[str, ...] = ()
-    trial_count: int = 0
-    """Number of planned trials; ``read_trials`` reads them."""
+    trial_count: int | None = None
+    """Number of planned trials; ``read_trials`` reads them. None without a file."""
     recipe: Mapping[str, Any] = field(default_factory=dict)
     """``values``: the sections of the recipe that was run; empty for a script's run."""
     shard: Shard | None = None
@@ -88,13 +92,13 @@ def read_run(path: Path, notes: list[str]) -> RunInfo:
     if not path.exists():
         notes.append(f"no {path.name}: environment, arguments and the order of the plan are not known")
         return RunInfo()
+    # The trials come last and are nearly the whole file, which a result with thousands of them need not read.
+    with json_files.opened(path) as file, contextlib.suppress(UsageError):
+        facts = takewhile(lambda line: not line.startswith(_TRIALS), file)
+        info = _read(RunInfo, b"".join(facts).rstrip(b",\n") + b"}", str(path))
+        if info.trial_count is not None:
+            return info
     data = json_files.read_bytes(path)
-    # The trials come last and are nearly the whole file, which a result with thousands of them need not parse.
-    facts, found, trials = data.partition(_TRIALS)
-    if found:
-        with contextlib.suppress(UsageError):
-            count = trials.count(_TRIAL_ID)
-            return replace(_read(RunInfo, facts + b"}", str(path)), trial_count=count)
     return replace(_read(RunInfo, data, str(path)), trial_count=len(_read(_Trials, data, str(path)).trials))
 
 
@@ -103,48 +107,52 @@ def read_trials(path: Path) -> tuple[Trial, ...]:
     return _read(_Trials, json_files.read_bytes(path), str(path)).trials if path.exists() else ()
 
 
-def index_records(path: Path) -> dict[bytes, StoredRecord]:
-    """Return the last record of each trial by ``record_key``, without reading repeats of the same trial.
+def index_records(path: Path) -> dict[RecordKey, StoredRecord]:
+    """Return the last record of each trial, without reading repeats of the same trial.
 
     Empty if a line is not as ``run_folder`` writes it: ``read_records`` reads such a file, or says what is wrong.
     """
-    with json_files.opened(path) as file:
-        if not file.seek(0, os.SEEK_END):
-            return {}
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     trials: dict[int, Trial] = {}
-    latest: dict[tuple[int, bytes], tuple[bytes, StoredRecord]] = {}
+    latest: dict[tuple[int, str, int], tuple[RecordKey, StoredRecord]] = {}
     start = 0
-    while start < len(data):
-        end, outcome = data.find(b"\n", start), data.find(b'}, "outcome": {', start)
-        if not start < outcome < end:
-            return {}
-        head = _HEAD.match(data, start)
-        position = _ROUND.match(data, data.rfind(b'"round_position": ', start, outcome))
-        tail = _TAIL.match(data, data.rfind(b'"started_at": ', outcome, end))
-        if head is None or position is None or tail is None:
-            return {}
-        # Repeats have the same text, apart from their numbers: thousands of records have few different trials.
-        text = hash((data[head.end() : position.start()], data[position.end() : outcome]))
-        if text not in trials:
-            try:
-                trials[text] = parse_record(data[start:end], str(path)).trial
-            except (InvalidJsonError, UsageError):
+    with json_files.opened(path) as file:
+        for line in file:
+            outcome = line.find(b'}, "outcome": {')
+            head = _HEAD.match(line)
+            position = _ROUND.match(line, line.rfind(b'"round_position": ', 0, outcome))
+            tail = _TAIL.match(line, line.rfind(b'"started_at": ', outcome))
+            if outcome < 0 or head is None or position is None or tail is None or not line.endswith(b"\n"):
                 return {}
-        # A trial that was run again has several records.
-        windows = map(float, _WINDOW.findall(data, outcome, end))
-        record = StoredRecord(
-            trial=trials[text], path=path, start=start, size=end - start, window_seconds=max(windows, default=0.0)
-        )
-        latest[text, head[1]] = head[1] + tail[0], record
-        start = end + 1
+            # Repeats have the same text, apart from their numbers: thousands of records have few different trials.
+            text = hash((line[head.end() : position.start()], line[position.end() : outcome]))
+            if text not in trials:
+                try:
+                    trials[text] = parse_record(line, str(path)).trial
+                except (InvalidJsonError, UsageError):
+                    return {}
+            trial_id, repeat = head[1].decode("utf-8", "replace"), int(head[2])
+            window_seconds, end = 0.0, len(line)
+            while (end := line.rfind(_WINDOW_NAME, outcome, end)) > 0:  # from the end, which is faster
+                if window := _WINDOW.match(line, end):
+                    window_seconds = max(window_seconds, float(window[1]))
+            record = StoredRecord(
+                trial=replace(
+                    trials[text],
+                    trial_id=trial_id,
+                    repeat=repeat,
+                    round_position=None if position[1] is None else int(position[1]),
+                ),
+                path=path,
+                start=start,
+                size=len(line),
+                window_seconds=window_seconds,
+            )
+            started_at = None if tail[1] is None else tail[1].decode("utf-8", "replace")
+            wall_seconds = None if tail[2] is None else float(tail[2])
+            # A trial that was run again has several records.
+            latest[text, trial_id, repeat] = (trial_id, repeat, started_at, wall_seconds), record
+            start += len(line)
     return dict(latest.values())
-
-
-def record_key(trial_id: str | None, repeat: int, started_at: str | None, wall_seconds: float | None) -> bytes:
-    """Return the identity of a record within its file; its flat row has the same values."""
-    values = {"trial_id": trial_id, "repeat": repeat, "started_at": started_at, "wall_seconds": wall_seconds}
-    return json_files.json_line(values)[1:-1] + b", "
 
 
 def read_records(path: Path, planned: Sequence[Trial], notes: list[str]) -> tuple[TrialRecord, ...]:

@@ -140,8 +140,9 @@ class RunFolder:
             yield None
 
     def save_run(self, facts: Mapping[str, Any]) -> None:
-        """Writes run.json."""
-        write_json(self.folder / RUN_FILE, {"schema_version": SCHEMA_VERSION, **facts})
+        """Writes run.json; ``trials`` should come late in the facts, as readers stop there."""
+        counted = {"schema_version": SCHEMA_VERSION, "trial_count": len(facts.get("trials", ())), **facts}
+        write_json(self.folder / RUN_FILE, counted)
 
     def load_run(self) -> reader.RunInfo:
         """Reads run.json, to go on with the run. Raises UsageError if it is invalid, or of another version."""

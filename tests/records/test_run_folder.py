@@ -282,7 +282,7 @@ def test_an_earlier_run_is_found_again_with_its_files_from_inside_itself_too(
     monkeypatch.chdir(run.folder)
     for again in (RunFolder.open(run.folder), RunFolder.open(Path())):
         assert (again.folder.resolve(), again.json_path.resolve()) == (run.folder.resolve(), run.json_path.resolve())
-        assert again.load_run() == RunInfo(family="zero", arguments=("--model", "gpt2"))
+        assert again.load_run() == RunInfo(family="zero", arguments=("--model", "gpt2"), trial_count=0)
 
 
 @pytest.mark.parametrize("what", ["nothing", "an empty folder", "a file"])
