@@ -6,11 +6,12 @@ thumb hold for any model, by how full a card is; ``remedies`` has what is predic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..analysis.comparison import Comparison
-from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..config.spec import Configuration, Precision
 from ..config.strategies import OFFLOAD_NAMES, ZERO_STAGES, make_configuration
 from ..prediction.inputs import times_sent
@@ -19,7 +20,7 @@ from ..records.schema import OOM
 from ..units import format_bytes, format_percent
 from .decision import COMFORTABLE_FRACTION, ON_HOST, RAN_OUT, EligibleRows, Speeds, decide_for_speed, intervals
 from .remedies import failed_run
-from .words import Fact, format_list
+from .words import Fact
 
 BARELY_FITS_FRACTION = 0.80
 """A configuration that uses more than this fraction of the card barely fits."""
@@ -204,37 +205,96 @@ def traffic_text(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ObservedStages:
+class Observed:
     """How the rows without offload ended, by stage, and which offload strategies failed."""
 
+    goal: str = "balanced"
+    one_gpu: bool = False
     fastest: int | None = None
     """Stage of the fastest row that trained; None if no row trained."""
-    label: str | None = None
-    """Label of that row; None names it by its stage."""
+    row: str = ""
+    """Label of that row."""
     fraction: float | None = None
     """Fraction of the GPU that it used; None if unknown, or if its micro-batch fills the GPU on purpose."""
-    trained: frozenset[int] = frozenset()
-    """Stages that trained with GPU memory left."""
-    full: frozenset[int] = frozenset()
-    """Stages that trained but left too little GPU memory; never suggested."""
-    out_of_memory: frozenset[int] = frozenset()
-    """Stages that ran out of device memory; never suggested unless another row of the stage trained."""
+    avoided: frozenset[int] = frozenset()
+    """Stages of which every row ran out of device memory or left too little of it; never suggested."""
     failed_offloads: frozenset[str] = frozenset()
     """Offload strategies that ran out of memory or disk."""
-
-    @property
-    def failed(self) -> frozenset[int]:
-        """Stages without a row that trained."""
-        return self.out_of_memory - self.trained - {self.fastest}
 
     @property
     def offloads(self) -> list[str]:
         """Offload strategies that have not failed, the one that moves least first."""
         return [name for name in OFFLOAD_NAMES[1:] if name not in self.failed_offloads]
 
-    def next_stage(self, above: int) -> int | None:
-        """Return the lowest higher stage that has not failed and is not too full."""
-        return next((stage for stage in range(above + 1, 4) if stage not in self.failed | self.full), None)
+    def uses(self, low: float, high: float) -> bool:
+        """Whether the fastest row uses at least ``low`` and less than ``high`` of the GPU."""
+        return self.fraction is not None and low <= self.fraction < high
+
+    @property
+    def enough(self) -> str:
+        """What suffices if the fastest row fits comfortably."""
+        if self.one_gpu and 0 not in self.avoided:
+            return "stage 0 is enough"
+        return f"stage {'0 or 1' if self.fastest == 0 and 1 not in self.avoided else self.fastest} is enough"
+
+    @property
+    def less_memory(self) -> str:
+        """What keeps less on a GPU: a higher stage that has not failed, else offload; empty without either."""
+        if self.one_gpu:
+            *others, last = ["--activation-checkpointing", "a smaller micro-batch", *self.offloads[:1]]
+            return f"{', '.join(others)} or {last}"
+        # Stage 2 at least, which docs/choosing.md names for a row that barely fits.
+        below = max(self.avoided) if self.fastest is None else max(self.fastest, 1)
+        stage = next((each for each in range(below + 1, 4) if each not in self.avoided), None)
+        if stage is not None:
+            return f"stage {stage}"
+        return f"offload, {self.offloads[0]} first" if self.offloads else ""
+
+
+class Rule(NamedTuple):
+    """A rule of thumb: when and then, in general and of a run."""
+
+    when: str
+    then: str
+    applies: Callable[[Observed], bool]
+    seen: str
+    """``when``, a template."""
+    advice: Callable[[Observed], str]
+    """``then``; empty if nothing is left to suggest."""
+
+
+_COMFORTABLE, _BARELY = (format_percent(share, digits=0) for share in (COMFORTABLE_FRACTION, BARELY_FITS_FRACTION))
+# fmt: off
+RULES = (
+    Rule("speed is critical", "the lowest stage that fits",
+         lambda seen: seen.goal == "speed",
+         # Not "the fastest": a higher stage may tie with it and have been ahead within the noise.
+         "speed is critical", lambda seen: "the lowest stage that fits" if seen.fastest is None
+         else f"stage {seen.fastest}, the lowest that is tied with the fastest"),
+    Rule("memory is critical", "stage 3 with offload",
+         lambda seen: seen.goal == "memory",
+         "memory is critical", lambda seen: f"stage 3 with {', then '.join(seen.offloads)}" if seen.offloads else ""),
+    Rule("out of memory at stage 2", "stage 3, or offload",
+         lambda seen: seen.fastest is None and bool(seen.avoided),
+         "stage {failed} ran out of memory", lambda seen: seen.less_memory),
+    Rule(f"fits comfortably (under {_COMFORTABLE} of the card)", "stage 0 or 1",
+         lambda seen: seen.uses(0, COMFORTABLE_FRACTION),
+         "{row} fits comfortably ({share} of the card)", lambda seen: seen.enough),
+    Rule(f"barely fits (from {_BARELY} of the card)", "stage 2",
+         lambda seen: seen.uses(BARELY_FITS_FRACTION, math.inf),
+         "{row} barely fits ({share} of the card)", lambda seen: seen.less_memory),
+)
+# fmt: on
+
+
+def rule_of_thumb(seen: Observed) -> str | None:
+    """Return the first rule that applies, in the words of this run; None if no rule does."""
+    rule = next((rule for rule in RULES if rule.applies(seen)), None)
+    if rule is None or not (advice := rule.advice(seen)):
+        return None
+    failed = max(seen.avoided, default=None)
+    what = rule.seen.format(row=seen.row, share=format_percent(seen.fraction), failed=failed)
+    return f"{what}: {advice}{' (on one GPU stages 1 to 3 partition nothing)' if seen.one_gpu else ''}"
 
 
 def rule_for(comparison: Comparison, eligible: EligibleRows, goal: str) -> Fact | None:
@@ -249,78 +309,29 @@ def rule_for(comparison: Comparison, eligible: EligibleRows, goal: str) -> Fact 
     best = None
     if compared:
         best = decide_for_speed(Speeds(candidates=compared, interval_of=intervals(comparison))).simplest_tied
-    trained = frozenset(each.stage for each in candidates if each.fits)
     failed = [(row.configuration, run.outcome.status) for row in rows if (run := failed_run(row))]
-    observed = ObservedStages(
-        fastest=None if best is None else best.stage,
-        label=None if best is None else best.label,
-        fraction=None if best is None or best.fills_memory else best.fraction,
-        trained=trained,
-        full=frozenset(each.stage for each in candidates) - trained,
-        out_of_memory=frozenset(each.stage for each, status in failed if status == OOM and not each.offloads_optimizer),
-        failed_offloads=frozenset(
-            each.name for each, status in failed if status in RAN_OUT and each.offloads_optimizer
-        ),
+    avoided = {each.stage for each in candidates if not each.fits}
+    avoided |= {each.stage for each, status in failed if status == OOM and not each.offloads_optimizer}
+    avoided -= {each.stage for each in candidates if each.fits or each == best}
+    text = rule_of_thumb(
+        Observed(
+            goal=goal,
+            one_gpu=without_offload[0].trial.placement.num_gpus == 1,
+            fastest=None if best is None else best.stage,
+            row="" if best is None else best.label,
+            fraction=None if best is None or best.fills_memory else best.fraction,
+            avoided=frozenset(avoided),
+            failed_offloads=frozenset(
+                each.name for each, status in failed if status in RAN_OUT and each.offloads_optimizer
+            ),
+        )
     )
-    text = rule_of_thumb(observed, goal=goal, num_gpus=without_offload[0].trial.placement.num_gpus)
     return None if text is None else Fact("rule", {"text": text})
-
-
-def rule_of_thumb(stages: ObservedStages, *, goal: str = "balanced", num_gpus: int = 1) -> str | None:
-    """Return the rule of thumb that applies, if one does."""
-    if goal == "speed":
-        text: str | None = "speed is critical: the lowest stage that fits"
-        if stages.fastest is not None and any(stage < stages.fastest for stage in stages.trained):
-            # Not "the fastest": a higher stage may tie with it and have been ahead within the noise.
-            text = f"speed is critical: stage {stages.fastest}, the lowest that is tied with the fastest"
-    elif goal == "memory":
-        then = f" first, then {format_list(stages.offloads[1:])}" if stages.offloads[1:] else ""
-        text = f"memory is critical: stage 3 with offload, {stages.offloads[0]}{then}" if stages.offloads else None
-    else:
-        text = _balanced_rule(stages, one_gpu=num_gpus == 1)
-    return f"{text} (on one GPU stages 1 to 3 partition nothing)" if text and num_gpus == 1 else text
-
-
-def _balanced_rule(stages: ObservedStages, *, one_gpu: bool) -> str | None:
-    highest, fastest, fraction = max(stages.failed, default=None), stages.fastest, stages.fraction
-    offload = f"offload, {stages.offloads[0]} first" if stages.offloads else None
-    if highest is not None and (fastest is None or (not one_gpu and 2 <= highest < fastest)):
-        stage = None if one_gpu else stages.next_stage(highest)
-        remedy = offload if stage is None else f"stage {stage}, or offload"
-        return f"stage {highest} ran out of memory: {remedy}" if remedy else None
-    if fastest is None or fraction is None or COMFORTABLE_FRACTION <= fraction < BARELY_FITS_FRACTION:
-        return None
-    row, share = stages.label or f"ZeRO-{fastest}", f"{format_percent(fraction)} of the card"
-    if fraction < COMFORTABLE_FRACTION:
-        if fastest == 0 and not one_gpu and 1 not in stages.failed:
-            return f"{row} fits comfortably ({share}): stage 0 or 1 is enough"
-        stage = 0 if one_gpu and 0 not in stages.failed else fastest
-        lower = [str(failed) for failed in sorted(stages.failed) if failed < stage]
-        reason = f"; stage{'s'[: len(lower) > 1]} {format_list(lower)} ran out of memory" if lower else ""
-        return f"{row} fits comfortably ({share}): stage {stage} is enough{reason}"
-    # Stage 2 at least, which docs/choosing.md names for a row that barely fits.
-    higher = stages.next_stage(max(fastest, 1))
-    remedy = offload if higher is None else f"stage {higher}"
-    if one_gpu:
-        *others, last = ["--activation-checkpointing", "a smaller micro-batch", *stages.offloads[:1]]
-        remedy = f"{', '.join(others)} or {last}"
-    verdict = "barely fits" if fraction <= NEAR_CAPACITY else "is about to run out of memory"
-    return f"{row} {verdict} ({share}): {remedy}" if remedy else None
 
 
 def general_lines(num_gpus: int) -> list[str]:
     """The rules for any model, before anything was measured."""
-    comfortable, barely, near = (
-        format_percent(share, digits=0) for share in (COMFORTABLE_FRACTION, BARELY_FITS_FRACTION, NEAR_CAPACITY)
-    )
-    lines = [
-        "Rules of thumb, by what a measured run shows:",
-        f"  fits comfortably (under {comfortable} of the card): stage 0 or 1",
-        f"  barely fits ({barely} to {near}): stage 2",
-        "  out of memory at stage 2: stage 3, or offload",
-        "  speed is critical: the lowest stage that fits",
-        "  memory is critical: stage 3 with offload",
-    ]
+    lines = ["Rules of thumb, by what a measured run shows:", *(f"  {rule.when}: {rule.then}" for rule in RULES)]
     if num_gpus == 1:
         lines += [
             "On one GPU stages 1 to 3 partition nothing: instead of a higher stage use activation checkpointing, a",

@@ -14,28 +14,21 @@ from ds_bench.config.spec import Configuration, Trial
 from ds_bench.prediction import trial_predictions
 from ds_bench.prediction.trial_predictions import MemoryCapacity
 from ds_bench.recommend.recommendation import Recommendation, recommend
-from ds_bench.recommend.remedies import (
-    FailedSetup,
-    Shortage,
-    action_of,
-    failed_run,
-    failed_setup,
-    shortage_of,
-)
+from ds_bench.recommend.remedies import FailedSetup, Shortage, action_of, failed_run, failed_setup, shortage_of
 from ds_bench.recommend.words import Fact, flags
 from ds_bench.records import schema
 from ds_bench.records.schema import TrialRecord
-from ds_bench.system.environment import Environment
 from tests.support import fakes
 from tests.support.recommendations import out_of_memory
 
 GB = 2**30
+ZERO, OFFLOAD = fakes.zero, fakes.offload
 LLAMA = "meta-llama/Llama-2-7b-hf"
 PROFILE = trial_predictions.profile_model(fakes.resolved_model(LLAMA), 2048, "cuda")
-HOST = fakes.environment(host_memory_bytes=256 * GB)
 
 
-def compared(*records: TrialRecord, host: Environment = HOST) -> Comparison:
+def compared(*records: TrialRecord, host_gb: int = 256) -> Comparison:
+    host = fakes.environment(host_memory_bytes=host_gb * GB)
     return compare([make_run(each) for each in records], environments=(host,))
 
 
@@ -60,16 +53,16 @@ def ended(trial: Trial, gigabytes: float | None = None) -> TrialRecord:
 
 
 def failed(status: str, strategy: Configuration | None = None, **more: Any) -> TrialRecord:
-    return fakes.failure(out_of_memory(strategy or fakes.zero(2), 4).trial, status, **more)
+    return fakes.failure(out_of_memory(strategy or ZERO(2), 4).trial, status, **more)
 
 
-def advice(*records: TrialRecord, host: Environment = HOST) -> Recommendation:
-    return recommend(compared(*records, host=host))
+def advice(*records: TrialRecord, host_gb: int = 256) -> Recommendation:
+    return recommend(compared(*records, host_gb=host_gb))
 
 
-def setup(run: TrialRecord, *others: TrialRecord) -> FailedSetup:
+def setup(run: TrialRecord, *others: TrialRecord, shortage: Shortage | None = None) -> FailedSetup:
     first, *rest = [make_run(each) for each in (run, *others)]
-    found = failed_setup(first, compare([first, *rest]), shortage_of(first))
+    found = failed_setup(first, compare([first, *rest]), shortage or shortage_of(first))
     assert found is not None
     return found
 
@@ -80,25 +73,26 @@ def about(found: Recommendation, label: str) -> Fact:
     return step
 
 
-# ------------------------------------------------------------------ how much was missing
-
-
-def test_missing_bytes_are_requested_less_free(subtests: pytest.Subtests) -> None:
-    """For a run that was predicted to take 70 GB, the limit of 80 GB is lowered to what there was."""
-    for requested, free, missing, limit, kind in (
+@pytest.mark.parametrize(
+    ("requested", "free", "missing", "limit", "kind"),
+    [
         (35, 4, 31, 39, "short"),
         (12, None, None, 58, "short_of_unknown"),
         (1, 2, 0, 80, "short_in_pieces"),
         (None, None, None, 80, "short_unknown"),
-    ):
-        with subtests.test(kind):
-            sizes = {"requested_bytes": requested and requested * GB, "free_bytes": free and free * GB}
-            found = Shortage(**sizes)
-            assert (found.missing_bytes, found.fact.kind) == (missing if missing is None else missing * GB, kind)
-            assert found.lower(80 * GB, 70 * GB) == limit * GB
-    assert Shortage(requested_bytes=GB, free_bytes=0).lower(80 * GB, 90 * GB) == 80 * GB
-    host = failed(schema.OOM_HOST, fakes.offload("cpu_full"), requested_bytes=GB, free_bytes=40 * GB)
-    assert shortage_of(make_run(host)) == Shortage(requested_bytes=GB)  # the free bytes are the GPU's
+    ],
+)
+def test_missing_bytes_are_requested_less_free(
+    requested: int | None, free: int | None, missing: int | None, limit: int, kind: str
+) -> None:
+    """For a run that was predicted to take 70 GB, the limit of 80 GB is lowered to what there was."""
+    found = Shortage(requested_bytes=requested and requested * GB, free_bytes=free and free * GB)
+    assert (found.missing_bytes, found.fact.kind) == (missing and missing * GB, kind)
+    assert found.lower(80 * GB, 70 * GB) == limit * GB
+    assert found.lower(80 * GB, 200 * GB) == 80 * GB  # never raised
+    # On the CPU accelerator and where host memory ran out, the free bytes are the GPU's.
+    host = failed(schema.OOM_HOST, OFFLOAD("cpu_full"), requested_bytes=GB, free_bytes=40 * GB)
+    assert shortage_of(make_run(host)) == Shortage(requested_bytes=GB)
 
 
 # ------------------------------------------------------------------ changes that are predicted to fit
@@ -106,7 +100,7 @@ def test_missing_bytes_are_requested_less_free(subtests: pytest.Subtests) -> Non
 
 def test_smallest_change_if_every_row_ran_out_is_the_one_of_plan() -> None:
     """The figures of ``plan --model meta-llama/Llama-2-7b-hf --num-gpus 1 --batch-size 4 --seq-length 2048``."""
-    rows = [ended(planned(fakes.zero(stage))) for stage in (0, 1, 2, 3)]
+    rows = [ended(planned(ZERO(stage))) for stage in (0, 1, 2, 3)]
     found = advice(*rows)
     assert str(found.next_steps[0]).startswith(
         "smallest change predicted to fit: ZeRO-3 + CPU optimizer (predicted 62.96 GB per GPU instead of"
@@ -114,17 +108,16 @@ def test_smallest_change_if_every_row_ran_out_is_the_one_of_plan() -> None:
     assert "121 GB of host memory per node" in str(found.next_steps[0])
     assert str(found.try_next) == "--strategies cpu_optimizer"
     # On a host without room for 121 GB only the disk is left.
-    small = fakes.environment(host_memory_bytes=64 * GB)
-    assert str(advice(rows[0], host=small).try_next) == "--strategies nvme --nvme-path DIR"
+    assert str(advice(rows[0], host_gb=64).try_next) == "--strategies nvme --nvme-path DIR"
     # Of several rows the fewest settings are changed.
-    of_several = advice(*(ended(planned(fakes.zero(stage), 4)) for stage in (0, 3)))
+    of_several = advice(*(ended(planned(ZERO(stage), 4)) for stage in (0, 3)))
     assert of_several.next_steps[0].settings == {"activation_checkpointing": True, "stages": [3]}
 
 
 @pytest.mark.parametrize(("peak", "remedy"), [(60, "ZeRO-1"), (78, "ZeRO-2"), (None, "ZeRO-2")])
 def test_stage_that_is_left_out_or_failed_is_never_the_remedy(peak: float | None, remedy: str) -> None:
     """Four cards: ZeRO-1 is known to train with room, only just, or not at all."""
-    found = advice(ended(planned(fakes.zero(0), 4, batch_size=2)), ended(planned(fakes.zero(1), 4, batch_size=2), peak))
+    found = advice(ended(planned(ZERO(0), 4, batch_size=2)), ended(planned(ZERO(1), 4, batch_size=2), peak))
     action = about(found, "ZeRO-0").values["action"]
     assert f"try {remedy} (" in str(action)
     assert (action.values["change"].kind == "change_that_trained") == (peak == 60)
@@ -132,119 +125,98 @@ def test_stage_that_is_left_out_or_failed_is_never_the_remedy(peak: float | None
 
 def test_next_run_of_a_row_short_of_memory_keeps_its_layout() -> None:
     """On four cards ZeRO-0 of 108 GB fits with no change but a higher stage, which is another row."""
-    found = advice(ended(planned(fakes.zero(0), 4)), ended(planned(fakes.zero(3), 4), 40))
-    assert found.choice == "ZeRO-3"
+    found = advice(ended(planned(ZERO(0), 4)), ended(planned(ZERO(3), 4), 40))
     assert found.try_next is not None
     assert not {"strategy", "stages"} & found.try_next.settings.keys()
-    fitting = advice(ended(planned(fakes.zero(2), 4)), ended(planned(fakes.zero(3), 4), 40))
+    fitting = advice(ended(planned(ZERO(2), 4)), ended(planned(ZERO(3), 4), 40))
     assert fitting.try_next == Fact("try", settings={"activation_checkpointing": True, "stages": [2]})
 
 
-def test_run_that_was_predicted_to_fit_needs_a_change_that_frees_what_was_missing() -> None:
-    """78.1 GB are predicted at ZeRO-3 on four cards and 20 GB were missing: a change must come under 58.1 GB."""
-    trial = planned(fakes.zero(3), 4)
+def test_limit_is_what_the_run_had_less_what_others_hold() -> None:
+    """20 GB were missing of what was predicted; and 2 GB of overhead were assumed where 0.5 GB were measured."""
+    trial = planned(ZERO(3), 4)
     case = setup(fakes.failure(trial, schema.OOM, requested_bytes=21 * GB, free_bytes=GB))
     assert case.gpu_limit_bytes == sum((trial.prediction or {})["gpu"].values()) - 20 * GB
-    found = case.smallest_fit()
-    assert found is not None
-    assert found.gpu_bytes <= case.gpu_limit_bytes
+    used = {"gpu_device_used_bytes": 3 * GB, "gpu_reserved_bytes": int(2.5 * GB), "gpu_total_bytes": 32 * GB}
+    seen = fakes.success(planned(ZERO(3), 2), **used)
+    limit = setup(ended(planned(ZERO(1), 2)), seen, shortage=Shortage()).gpu_limit_bytes
+    assert limit == 32 * GB + (trial.prediction or {})["gpu"]["overhead"] - GB // 2
 
 
 def test_change_with_room_to_spare_is_preferred_to_a_tight_one() -> None:
-    case = setup(ended(planned(fakes.zero(3), 4)))
-    tight, roomy = (replace(case.alternatives[0], gpu_bytes=size, host_bytes=0) for size in (95, 90))
-    case = replace(case, alternatives=(tight, roomy), gpu_limit_bytes=100, host_limit_bytes=None)
-    assert case.smallest_fit() == roomy
-    assert replace(case, alternatives=(tight,)).smallest_fit() == tight
-    assert replace(case, alternatives=(replace(tight, gpu_bytes=101),)).smallest_fit() is None
-
-
-def test_assumed_overhead_gives_way_to_the_measured_one() -> None:
-    """The prediction assumes 2 GB of CUDA and NCCL; a card of 32 GB on which they take 0.5 GB has 1.5 GB more."""
-    failing, trial = make_run(ended(planned(fakes.zero(1), 2))), planned(fakes.zero(3), 2)
-    used = {"gpu_device_used_bytes": 3 * GB, "gpu_reserved_bytes": int(2.5 * GB), "gpu_total_bytes": 32 * GB}
-    found = failed_setup(failing, compare([failing, make_run(fakes.success(trial, **used))]), Shortage())
-    assert found is not None
-    assert found.gpu_limit_bytes == 32 * GB + (trial.prediction or {})["gpu"]["overhead"] - GB // 2
+    case = setup(ended(planned(ZERO(3), 4)))
+    tight, roomy, large = (replace(case.alternatives[0], gpu_bytes=size, host_bytes=0) for size in (95, 90, 101))
+    for alternatives, expected in (((tight, roomy), roomy), ((large, tight), tight), ((large,), None)):
+        changed = replace(case, alternatives=alternatives, gpu_limit_bytes=100, host_limit_bytes=None)
+        assert changed.smallest_fit() == expected
 
 
 def test_largest_change_is_named_if_none_is_enough() -> None:
-    found = advice(fakes.failure(planned(fakes.zero(3)), schema.OOM, requested_bytes=5000 * GB, free_bytes=0))
+    found = advice(fakes.failure(planned(ZERO(3)), schema.OOM, requested_bytes=5000 * GB, free_bytes=0))
     assert found.next_steps[0].kind == "not_enough"
     resorts = "more GPUs, a shorter --seq-length or a smaller model"
     assert found.try_next == Fact("resorts", {"resorts": resorts})
 
 
 def test_skipped_row_has_its_reason_and_what_is_predicted_to_fit() -> None:
-    reason = "predicted to need much; leave out --skip-predicted-oom to try it"
-    trial = replace(planned(fakes.zero(0)), skipped=reason)
-    found = advice(fakes.failure(trial, schema.SKIPPED, error=reason, details=reason, phase=None))
-    assert [fact.kind for fact in found.next_steps[:2]] == ["smallest_change", "failed"]
-    assert found.next_steps[1].values["cause"] == reason
-    assert found.next_steps[1].values["action"].kind == "try_change"
-    bare = advice(failed(schema.SKIPPED, error="by hand", details=None, phase=None))
-    assert bare.next_steps[0].values["action"] == Fact("skipped")
+    trial = replace(planned(ZERO(0)), skipped="too much")
+    change, step = advice(fakes.failure(trial, schema.SKIPPED, error="too much", phase=None)).next_steps[:2]
+    assert [change.kind, step.kind, step.values["cause"]] == ["smallest_change", "failed", "too much"]
+    assert step.values["action"].kind == "try_change"
 
 
-def test_record_without_a_usable_prediction_gets_no_numbers(subtests: pytest.Subtests) -> None:
-    whole = dict(planned(fakes.zero(0)).prediction or {})
-    odd = {**whole, "alternatives": [{**whole["alternatives"][0], "gpu_bytes": "much"}]}
-    for prediction in (None, {"gpu": {"all": 3}}, odd):
-        with subtests.test(prediction=prediction and list(prediction)):
-            run = failed(schema.OOM)
-            found = advice(replace(run, trial=replace(run.trial, prediction=prediction)))
-            assert found.next_steps[0] == Fact("no_prediction")
-            assert str(found.try_next) == "--batch-size 2"
+@pytest.mark.parametrize("odd", [False, True])
+def test_record_without_a_usable_prediction_gets_no_numbers(odd: bool) -> None:
+    whole = dict(planned(ZERO(0)).prediction or {})
+    prediction = {**whole, "alternatives": [{**whole["alternatives"][0], "gpu_bytes": "much"}]} if odd else None
+    run = failed(schema.OOM)
+    found = advice(replace(run, trial=replace(run.trial, prediction=prediction)))
+    assert found.next_steps[0] == Fact("no_prediction")
+    assert str(found.try_next) == "--batch-size 2"
 
 
-def test_every_remedy_under_a_cpu_memory_limit_fits_that_limit(subtests: pytest.Subtests) -> None:
-    """Not the 256 GB of the host: two ranks of 3 GB each have 6 GB."""
+@pytest.mark.parametrize(("limit_gb", "fitting"), [(4, True), (1, False)])
+def test_every_remedy_under_a_cpu_memory_limit_fits_that_limit(limit_gb: int, fitting: bool) -> None:
+    """Not the 256 GB of the host: two ranks of 4 GB each have 8 GB."""
     profile = trial_predictions.profile_model(fakes.resolved_model("gpt2"), 256, "cpu")
-    for limit_gb, fitting in ((4.0, True), (3.0, True), (1.0, False)):
-        with subtests.test(limit_gb=limit_gb):
-            on = replace(fakes.placement(num_gpus=2), cpu_memory_limit_bytes=int(limit_gb * GB))
-            work = fakes.workload(model="gpt2", batch_size=4, seq_length=256)
-            trial = predicted(fakes.trial(fakes.zero(2), on=on, of=work), profile)
-            run = fakes.failure(trial, schema.OOM_HOST, requested_bytes=2**20)
-            change = setup(run).smallest_fit()
-            assert (change is not None) == fitting
-            assert change is None or change.host_bytes <= 2 * limit_gb * GB
-            found = advice(run)
-            resorts = "a larger --cpu-memory-limit, a shorter --seq-length or a smaller model"
-            assert fitting or found.try_next == Fact("resorts", {"resorts": resorts})
-            host = about(found, "ZeRO-2").values["host"]
-            assert "--cpu-memory-limit allows 2 ranks" in host
-            assert "the host has" not in host
+    on = replace(fakes.placement(num_gpus=2), cpu_memory_limit_bytes=limit_gb * GB)
+    work = fakes.workload(model="gpt2", batch_size=4, seq_length=256)
+    run = fakes.failure(
+        predicted(fakes.trial(ZERO(2), on=on, of=work), profile), schema.OOM_HOST, requested_bytes=2**20
+    )
+    change, found = setup(run).smallest_fit(), advice(run)
+    assert (change is not None) == fitting
+    assert change is None or change.host_bytes <= 2 * limit_gb * GB
+    resorts = "a larger --cpu-memory-limit, a shorter --seq-length or a smaller model"
+    assert fitting or found.try_next == Fact("resorts", {"resorts": resorts})
+    assert f"; --cpu-memory-limit allows 2 ranks {2 * limit_gb}.00 GB" in about(found, "ZeRO-2").values["host"]
 
 
-def test_remedy_acts_in_the_phase_that_ran_out(subtests: pytest.Subtests) -> None:
-    less_work = {"batch_size", "activation_checkpointing", "seq_length"}
-    for phase, stage in (("import", 2), ("build", 0), ("build", 3), ("init", 0), ("init", 3), ("step", 2)):
-        for cards in (1, 4):
-            with subtests.test(phase=phase, stage=stage, cards=cards):
-                run = ended(planned(fakes.zero(stage), cards))
-                run = replace(run, outcome=replace(run.outcome, phase=phase))
-                changes = setup(run).alternatives
-                assert not [each for each in changes if less_work & each.settings.keys()]
-                # Only stage 3 partitions a model while it is built.
-                assert phase != "build" or {each.layout[0] for each in changes} <= {3}
-                texts = " ".join(map(str, [advice(run).try_next, *advice(run).next_steps]))
-                assert not [word for word in ("--batch-size", "micro-batch", "--seq-length") if word in texts]
+@pytest.mark.parametrize("cards", [1, 4])
+@pytest.mark.parametrize(("phase", "stage"), [("import", 2), ("build", 0), ("build", 3), ("init", 3), ("step", 2)])
+def test_remedy_acts_in_the_phase_that_ran_out(phase: str, stage: int, cards: int) -> None:
+    run = ended(planned(ZERO(stage), cards))
+    run = replace(run, outcome=replace(run.outcome, phase=phase))
+    changes = setup(run).alternatives
+    assert not [each for each in changes if {"batch_size", "activation_checkpointing"} & each.settings.keys()]
+    # Only stage 3 partitions a model while it is built.
+    assert phase != "build" or {each.layout[0] for each in changes} <= {3}
+    texts = " ".join(map(str, [advice(run).try_next, *advice(run).next_steps]))
+    assert not [word for word in ("--batch-size", "micro-batch", "--seq-length") if word in texts]
 
 
 @pytest.mark.parametrize("has_prediction", [True, False])
 def test_request_of_a_whole_bucket_is_answered_by_a_smaller_bucket(has_prediction: bool) -> None:
     """A bucket of 5e8 elements takes 0.93 GB in bf16, whatever the micro-batch."""
-    trial = planned(fakes.zero(2), 4, batch_size=2)
+    trial = planned(ZERO(2), 4, batch_size=2)
     trial = trial if has_prediction else replace(trial, prediction=None)
-    size = {"requested_bytes": int(953.67 * 2**20), "free_bytes": GB // 2}
-    run = fakes.failure(trial, schema.OOM, phase="backward", **size)
-    found = advice(run, ended(planned(fakes.zero(3), 4, batch_size=2), 40.0))
+    asked = {"phase": "backward", "requested_bytes": int(953.67 * 2**20), "free_bytes": GB // 2}
+    found = advice(fakes.failure(trial, schema.OOM, **asked), ended(planned(ZERO(3), 4, batch_size=2), 40.0))
     assert str(found.try_next) == "--set zero_optimization.reduce_bucket_size=50000000 --stages 2"
     # A bucket that is small already does not get smaller.
     small = {**trial.ds_config, "zero_optimization": {"stage": 2, "reduce_bucket_size": 50_000_000}}
-    size = {"requested_bytes": 2 * 50_000_000, "free_bytes": 0}
-    found = advice(fakes.failure(replace(trial, ds_config=small), schema.OOM, phase="backward", **size))
+    asked = {"phase": "backward", "requested_bytes": 2 * 50_000_000, "free_bytes": 0}
+    found = advice(fakes.failure(replace(trial, ds_config=small), schema.OOM, **asked))
     assert "reduce_bucket_size" not in str(found.try_next)
 
 
@@ -257,74 +229,60 @@ def test_settings_are_flags_of_the_command_line() -> None:
 
 # ------------------------------------------------------------------ what to do about every ending
 
+HOSTS = replace(out_of_memory(ZERO(2)).trial.placement, num_gpus=2, hosts=(("a", 1), ("b", 1)))
+STARTED = failed(schema.TIMEOUT, phase="init")
 
-def test_every_ending_has_its_action(subtests: pytest.Subtests) -> None:
-    nvme, started = fakes.offload("nvme"), failed(schema.TIMEOUT, phase="init")
-    on_hosts = replace(started.trial.placement, num_gpus=2, hosts=(("a", 1), ("b", 1)))
-    for kind, record in (
+
+@pytest.mark.parametrize(
+    ("kind", "record"),
+    [
         ("timeout", failed(schema.TIMEOUT, phase="forward")),
-        ("timeout_at_start", started),
-        ("timeout_at_start_of_hosts", replace(started, trial=replace(started.trial, placement=on_hosts))),
+        ("timeout_at_start", STARTED),
+        ("timeout_at_start_of_hosts", replace(STARTED, trial=replace(STARTED.trial, placement=HOSTS))),
         ("disk_full", failed(schema.OOM_DISK, kind="disk_full")),
-        ("swap_disk_full", failed(schema.OOM_DISK, nvme)),
+        ("swap_disk_full", failed(schema.OOM_DISK, OFFLOAD("nvme"))),
         ("killed", failed(schema.KILLED)),
         ("crashed", failed(schema.CRASHED)),
         ("unsupported", failed(schema.UNSUPPORTED)),
         ("skipped", failed(schema.SKIPPED)),
         ("interrupted", failed(schema.INTERRUPTED)),
         ("exception", failed("RuntimeError")),
-        ("nvme_exception", failed("RuntimeError", nvme)),
+        ("nvme_exception", failed("RuntimeError", OFFLOAD("nvme"))),
         ("shared_memory", failed("RuntimeError", kind="shared_memory")),
         ("bus_error", failed(schema.CRASHED, kind="bus_error")),
-        ("pinned_memory", failed(schema.OOM_HOST, fakes.offload("cpu_full"), kind="pinned_memory")),
+        ("pinned_memory", failed(schema.OOM_HOST, OFFLOAD("cpu_full"), kind="pinned_memory")),
         ("memlock", failed("DistBackendError", kind="memlock")),
         ("peer_access", failed("DistBackendError", kind="peer_access")),
         ("fabric_manager", failed("AcceleratorError", kind="fabric_manager")),
         ("collective_timeout", failed(schema.TIMEOUT, kind="collective_timeout")),
-    ):
-        with subtests.test(kind):
-            found, (row,) = advice(record), compared(record).rows
-            assert about(found, row.label).values["action"].kind == kind
-            assert found.try_next == action_of(row.runs[0])
-            assert found.try_next.kind == kind
-            assert all("None" not in line for line in found.lines)
-    assert "113 GB" in str(action_of(make_run(fakes.failure(planned(nvme), schema.OOM_DISK))))
+    ],
+)
+def test_every_ending_has_its_action(kind: str, record: TrialRecord) -> None:
+    (row,) = compared(record).rows
+    found = advice(record)
+    assert found.try_next == about(found, row.label).values["action"] == action_of(row.runs[0])
+    assert found.try_next.kind == kind
+    # Nor does a record without its details leave a hole.
+    bare = replace(record, outcome=replace(record.outcome, error=None, phase=None, rank=None, details=None))
+    assert "None" not in " ".join([*found.lines, *advice(bare).lines])
 
 
-def test_bare_record_of_any_ending_has_a_line(subtests: pytest.Subtests) -> None:
-    for status in [status for status in schema.STATUSES if status != schema.SUCCESS]:
-        with subtests.test(status):
-            found = advice(failed(status, error=None, phase=None, rank=None, details=None))
-            assert about(found, "ZeRO-2")
-            assert not any("None" in line for line in found.lines)
+def test_numbers_and_causes_of_failures() -> None:
+    assert "113 GB" in str(action_of(make_run(fakes.failure(planned(OFFLOAD("nvme")), schema.OOM_DISK))))
     assert all(len(line) < 400 for line in advice(failed("ValueError", error="x" * 5000)).lines)
-
-
-def test_rows_with_the_same_remedy_share_a_step() -> None:
-    for records in (
-        [out_of_memory(fakes.zero(stage)) for stage in (0, 1)],
-        [failed(schema.KILLED, fakes.zero(stage)) for stage in (0, 1)],
-    ):
-        assert about(advice(*records), "ZeRO-0").values["rows"] == ["ZeRO-0", "ZeRO-1"]
-
-
-def test_full_host_has_what_was_predicted_and_what_there_is() -> None:
-    run = fakes.failure(planned(fakes.offload("cpu_full")), schema.OOM_HOST, requested_bytes=GB)
-    found = advice(run, host=fakes.environment(host_memory_bytes=100 * GB))
+    run = fakes.failure(planned(OFFLOAD("cpu_full")), schema.OOM_HOST, requested_bytes=GB)
+    found = advice(run, host_gb=100)
     host = about(found, "ZeRO-3 + CPU optimizer and parameters").values["host"]
     assert host == "; it is predicted to take 137 GB; the host has 100 GB"
     assert str(found.try_next) == "--strategies nvme --nvme-path DIR"
-
-
-def test_fragmented_memory_is_answered_by_the_allocator() -> None:
-    found = advice(failed(schema.OOM, requested_bytes=GB, free_bytes=2 * GB))
-    assert about(found, "ZeRO-2").values["action"] == Fact("fragmented")
+    fragmented = advice(failed(schema.OOM, requested_bytes=GB, free_bytes=2 * GB))
+    assert about(fragmented, "ZeRO-2").values["action"] == Fact("fragmented")
+    shared = advice(*(failed(schema.KILLED, ZERO(stage)) for stage in (0, 1)))
+    assert about(shared, "ZeRO-0").values["rows"] == ["ZeRO-0", "ZeRO-1"]
 
 
 def test_run_out_of_memory_outweighs_an_earlier_failure() -> None:
     killed, short = failed(schema.KILLED), failed(schema.OOM, requested_bytes=2 * GB, free_bytes=GB)
-    later = replace(short, trial=replace(killed.trial, repeat=1))
-    found = failed_run(compared(killed, later).rows[0])
+    found = failed_run(compared(killed, replace(short, trial=replace(killed.trial, repeat=1))).rows[0])
     assert found is not None
-    assert found.outcome == later.outcome
-    assert failed_run(compared(fakes.success(killed.trial)).rows[0]) is None
+    assert found.outcome == short.outcome
