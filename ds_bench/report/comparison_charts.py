@@ -59,10 +59,8 @@ def charts_of(comparison: Comparison, recommended: str | None = None) -> tuple[l
     Rows that failed appear only in charts of memory, at what they asked for. ``recommended``: key of the row to mark.
     """
     rows = _Rows(comparison=comparison, recommended=recommended)
-    on_gpus = any(row.gpu_peak_bytes is not None for row in comparison.rows)
     candidates = (
-        _pareto_chart(rows, "gpu") if on_gpus else None,
-        _pareto_chart(rows, "cpu"),
+        _pareto_chart(rows),
         _throughput_chart(rows),
         *(_memory_chart(rows, tier) for tier in _TIERS),
         _phase_chart(rows),
@@ -402,9 +400,13 @@ def _phase_chart(rows: _Rows) -> Chart | None:
 # ------------------------------------------------------------------ speed against memory
 
 
-def _pareto_chart(rows: _Rows, tier: Literal["gpu", "cpu"]) -> Chart | None:
-    """Throughput against the peak of a tier; a line joins the front. None without a front or a second row."""
+def _pareto_chart(rows: _Rows) -> Chart | None:
+    """Throughput against peak GPU memory, on CPU ranks host memory; a line joins the front.
+
+    None without a front or a second row.
+    """
     comparison = rows.comparison
+    tier: Tier = "gpu" if any(row.gpu_peak_bytes is not None for row in comparison.rows) else "cpu"
     memory, front = ("device", comparison.pareto_device) if tier == "gpu" else ("host", comparison.pareto_host)
     dots: list[tuple[ComparisonRow, float, float]] = []
     for row in sorted(rows.measured, key=rows.importance):
