@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import example, given
-from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from syrupy.assertion import SnapshotAssertion
 
@@ -32,7 +30,7 @@ from ds_bench.launch import rank_environment
 from ds_bench.launch.ops import OpState
 from ds_bench.records import schema
 from ds_bench.records.schema import TrialRecord
-from ds_bench.report import configuration_export, table_layout
+from ds_bench.report import configuration_export
 from ds_bench.system.environment import Environment
 from tests.support.fakes import GB, failure, offload, placement, success, workload, zero
 from tests.support.real_trials import SUPPORT, free_port
@@ -82,10 +80,7 @@ MATRIX = {
 BF16_STATES = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
 WARMUP = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 7, "warmup_max_lr": 3e-4, "total_num_steps": 100}}
 ODD = {
-    "sgd": row(optimizer="SGD"),
     "sgd_momentum": row(zero(3), optimizer="SGD", changes={"optimizer": {"params": {"momentum": 0.9}}}),
-    "adam": row(zero(1), optimizer="Adam"),
-    "lion": row(optimizer="Lion"),
     "lion_betas": row(optimizer="Lion", changes={"optimizer": {"params": {"betas": [0.95, 0.98]}}}),
     "lion_offloaded": row(offload("cpu_optimizer"), num_gpus=2, optimizer="Lion"),
     "adagrad_offloaded": row(offload("cpu_optimizer", 2), optimizer="Adagrad"),
@@ -95,13 +90,11 @@ ODD = {
     "own_keys": row(changes={"comms_logger": {"enabled": True}, "zero_optimization": {"round_robin_gradients": True}}),
     "autocast": row(changes={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
     "scheduler": row(changes={"scheduler": WARMUP}),
-    "clipping": row(changes={"gradient_clipping": 0.3}),
     "no_clipping": row(changes={"gradient_clipping": 0}),
     "default_clipping": row(changes={"gradient_clipping": None}),
     "no_zero_block": row(zero(0), changes={"zero_optimization": None}),
     "small_buckets": row(zero(3), changes={"zero_optimization": {"reduce_bucket_size": 12345}}),
     "weird_rates": row(changes={"optimizer": {"params": {"lr": 1e-7, "eps": 1e-12, "betas": [0.5, 0.1]}}}),
-    "checkpointing": row(activation_checkpointing=True),
     "own_batch": row(num_gpus=2, changes={"train_micro_batch_size_per_gpu": 3, "train_batch_size": None}),
     "on_cpu": row(accelerator="cpu", num_gpus=2, torch_adam=True),
 }
@@ -190,6 +183,14 @@ def test_the_trainer_told_what_the_readme_says_trains_exactly_what_ran(loaded: d
         assert "auto" not in text.split('"'), name
 
 
+REFUSED_BY_ACCELERATE = {
+    "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
+    "offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model",
+    "mixed_precision",
+}  # fmt: skip
+"""Keys of the YAML that Accelerate refuses beside a configuration file."""
+
+
 def test_accelerate_launches_and_trains_what_ran_but_for_the_optimizer(loaded: dict[str, Any]) -> None:
     for name, trial in CASES.items():
         given = loaded[name]["accelerate"]
@@ -201,28 +202,13 @@ def test_accelerate_launches_and_trains_what_ran_but_for_the_optimizer(loaded: d
             "num_machines": 1,
             "stages": [trial.configuration.stage] * 2,
             "zero3_init": trial.configuration.stage == 3,
+            "use_deepspeed": True,
         }
         assert {key: given[key] for key in expected} == expected, name
-        assert given["use_deepspeed"], name
-
-
-def test_accelerate_takes_the_same_file_to_another_world_size(loaded: dict[str, Any]) -> None:
-    for answer in loaded.values():
-        total, *others = answer["raw"]["batch"]
-        wider = answer["accelerate_on_three_times_the_ranks"]
-        assert "error" not in wider, wider
-        assert wider["resolved"]["batch"] == [3 * total, *others]
-
-
-def test_the_yaml_says_nothing_that_accelerate_refuses_beside_a_config_file(loaded: dict[str, Any]) -> None:
-    refused = {
-        "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
-        "offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model",
-        "mixed_precision",
-    }  # fmt: skip
-    for answer in loaded.values():
-        said = answer["accelerate"]["yaml"]
-        assert refused & {*said, *said["deepspeed_config"]} == set()
+        assert REFUSED_BY_ACCELERATE.isdisjoint({*given["yaml"], *given["yaml"]["deepspeed_config"]})
+        # The same file at another world size.
+        total, *others = loaded[name]["raw"]["batch"]
+        assert loaded[name]["accelerate_on_three_times_the_ranks"]["resolved"]["batch"] == [3 * total, *others], name
 
 
 # The files by themselves.
@@ -238,20 +224,14 @@ def test_the_raw_file_is_what_ran_but_for_the_private_swap_folder(tmp_path: Path
 
 
 def test_defaults_that_versions_differ_in_are_written_as_the_engine_resolved_them(tmp_path: Path) -> None:
-    left_out = {
-        "gradient_clipping": None,
-        "zero_optimization": {"overlap_comm": None, "offload_optimizer": {"pin_memory": None}},
-    }
-    trial = row(offload("cpu_optimizer"), changes=left_out)
-    resolved = {
-        "gradient_clipping": 1.0,
-        "zero_config": {"overlap_comm": True, "offload_optimizer": {"pin_memory": False}, "offload_param": None},
-    }
-    files = write(success(trial, resolved_config=resolved), tmp_path)
+    zero_block = {"overlap_comm": None, "offload_optimizer": {"pin_memory": None}}
+    trial = row(offload("cpu_optimizer"), changes={"gradient_clipping": None, "zero_optimization": zero_block})
+    known = {"overlap_comm": True, "offload_optimizer": {"pin_memory": False}, "offload_param": None}
+    files = write(success(trial, resolved_config={"gradient_clipping": 1.0, "zero_config": known}), tmp_path)
     raw = files["ds_config.json"]
-    assert raw["gradient_clipping"] == 1.0
-    assert raw["zero_optimization"]["overlap_comm"] is True
-    assert raw["zero_optimization"]["offload_optimizer"]["pin_memory"] is False
+    written = raw["zero_optimization"]
+    found = raw["gradient_clipping"], written["overlap_comm"], written["offload_optimizer"]["pin_memory"]
+    assert found == (1.0, True, False)
     assert "--max_grad_norm 1.0" in files["README.md"]
 
 
@@ -282,52 +262,52 @@ def test_parameters_that_are_not_of_the_trainers_form_stay_as_they_ran_and_are_n
     assert "The Trainer refuses this form of `optimizer.params.eps`" in files["README.md"]
 
 
-def test_accelerate_is_kept_from_replacing_an_offloaded_optimizer_that_is_not_adam(tmp_path: Path) -> None:
-    lion = write(ODD["lion_offloaded"], tmp_path / "lion")
-    assert lion["ds_config_accelerate.json"]["zero_force_ds_cpu_optimizer"] is False
-    assert "deepspeed.ops.lion.DeepSpeedCPULion(model.parameters(), lr=0.0001" in lion["README.md"]
-    adam = write(row(offload("cpu_optimizer")), tmp_path / "adam")
-    assert "zero_force_ds_cpu_optimizer" not in adam["ds_config_accelerate.json"]
-    assert "replaces by DeepSpeed's CPU version" in adam["README.md"]
+REPLACED = ", which Accelerate replaces by DeepSpeed's CPU version."
 
 
-def test_the_readme_names_the_class_that_accelerate_code_must_make(subtests: pytest.Subtests, tmp_path: Path) -> None:
-    for trial, maker in (
-        (row(), "deepspeed.ops.adam.FusedAdam(model.parameters(), lr=0.0001, betas=[0.9, 0.999], eps=1e-08"),
-        (row(torch_adam=True), "torch.optim.AdamW(model.parameters(), lr=0.0001"),
-        (row(optimizer="Adam"), "deepspeed.ops.adam.FusedAdam(model.parameters(), lr=0.0001"),
-        (row(offload("cpu_optimizer"), optimizer="Adam"), "torch.optim.Adam(model.parameters(), lr=0.0001"),
-        (row(optimizer="SGD"), "torch.optim.SGD(model.parameters(), lr=0.0001, weight_decay=0.01)"),
-        (row(optimizer="Lion"), "deepspeed.ops.lion.FusedLion(model.parameters(), lr=0.0001"),
-        (ODD["adagrad_offloaded"], "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad(model.parameters(), lr=0.0001"),
-        (ODD["muon"], "accelerate.utils.DummyOptim"),
-    ):
-        with subtests.test(maker):
-            assert maker in write(trial, tmp_path)["README.md"]
+@pytest.mark.parametrize(
+    ("trial", "maker", "forces"),
+    [
+        (row(), "deepspeed.ops.adam.FusedAdam(model.parameters(), lr=0.0001, betas=[0.9, 0.999], eps=1e-08", None),
+        (row(torch_adam=True), "torch.optim.AdamW(model.parameters(), lr=0.0001", None),
+        (row(optimizer="Adam"), "deepspeed.ops.adam.FusedAdam(model.parameters(), lr=0.0001", None),
+        (row(offload("cpu_optimizer"), optimizer="Adam"), "torch.optim.Adam(model.parameters(), lr=0.0001", None),
+        (row(offload("cpu_optimizer")), REPLACED, None),
+        (row(optimizer="SGD"), "torch.optim.SGD(model.parameters(), lr=0.0001, weight_decay=0.01)", None),
+        (row(optimizer="Lion"), "deepspeed.ops.lion.FusedLion(model.parameters(), lr=0.0001", None),
+        # Accelerate would put Adam in the place of any other offloaded optimizer.
+        (ODD["lion_offloaded"], "deepspeed.ops.lion.DeepSpeedCPULion(model.parameters(), lr=0.0001", False),
+        (ODD["adagrad_offloaded"], "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad(model.parameters(), lr=0.0001", False),
+        (ODD["muon"], "accelerate.utils.DummyOptim", None),
+    ],
+)
+def test_the_readme_names_the_class_that_accelerate_code_must_make(
+    trial: Trial, maker: str, forces: bool | None, tmp_path: Path
+) -> None:
+    files = write(trial, tmp_path)
+    assert maker in files["README.md"]
+    assert files["ds_config_accelerate.json"].get("zero_force_ds_cpu_optimizer") is forces
 
 
 # Several nodes.
 
 
-def test_several_nodes_are_named_in_every_command_and_counted_from_where_the_ranks_ran(tmp_path: Path) -> None:
-    seen = success(row(num_gpus=4, hostfile="/home/me/my hosts"))
+def test_several_nodes_are_named_in_every_command_and_counted(tmp_path: Path) -> None:
+    """From where the ranks ran, or for a row that failed from its hostfile while that is there."""
+    hostfile = tmp_path / "my hosts"
+    hostfile.write_text("a slots=2\nb slots=2\nc slots=2\n")
+    seen = success(row(num_gpus=4, hostfile=str(hostfile)))
     ranks = tuple(replace(rank, hostname=f"node-{rank.rank // 2}") for rank in seen.ranks)
     files = write(replace(seen, ranks=ranks), tmp_path)
     said = files["accelerate.yaml"]
     assert (said["num_machines"], said["num_processes"]) == (2, 4)
-    assert said["deepspeed_config"]["deepspeed_hostfile"] == "/home/me/my hosts"
+    assert said["deepspeed_config"]["deepspeed_hostfile"] == str(hostfile)
     words = command(files["README.md"], "--deepspeed_config")
-    assert words[:4] == ["deepspeed", "--hostfile", "/home/me/my hosts", "train.py"]
-    assert "host slots=GPUS" in files["README.md"]
-
-
-def test_a_failed_row_of_several_nodes_counts_them_from_its_hostfile(tmp_path: Path) -> None:
-    hostfile = tmp_path / "hosts"
-    hostfile.write_text("a slots=2\nb slots=2\nc slots=2\n")
+    assert words[:4] == ["deepspeed", "--hostfile", str(hostfile), "train.py"]
     failed = failure(row(num_gpus=6, hostfile=str(hostfile)))
-    assert write(failed, tmp_path / "out")["accelerate.yaml"]["num_machines"] == 3
+    assert write(failed, tmp_path)["accelerate.yaml"]["num_machines"] == 3
     hostfile.unlink()
-    assert write(failed, tmp_path / "out")["accelerate.yaml"]["num_machines"] == 1
+    assert write(failed, tmp_path)["accelerate.yaml"]["num_machines"] == 1
 
 
 # The README.
@@ -365,170 +345,79 @@ def test_a_hostile_model_name_cannot_write_markup_into_the_readme(tmp_path: Path
     assert len(readme.splitlines()) == len(write(replace(seen, caveats=("x",)), tmp_path)["README.md"].splitlines())
 
 
-TEXT = st.text() | st.text(alphabet="`~*_<>&;[]()!#|-+=\\ \n\t1.ab/:")
-
-
-@given(TEXT)
-def test_any_text_stays_one_line_keeps_its_code_span_and_opens_no_markup(text: str) -> None:
-    assert MarkdownIt().render("x " + table_layout.escape(text)).count("<") == 2  # of the paragraph itself
-    for shown in (table_layout.inline_code(text), table_layout.escape(text)):
-        assert shown.isprintable()
-    rendered = MarkdownIt().render(f"x {table_layout.inline_code('a' + text + 'a')} y")
-    assert rendered.count("<code>") == 1
-    assert rendered.startswith("<p>x <code>a")
-    assert rendered.endswith("a</code> y</p>\n")
-
-
-@given(st.text(alphabet=st.characters(exclude_categories=()), max_size=50))
-@example("\x85")
+@pytest.mark.parametrize("text", ["\x85 \u2028", "\ud800", "'\"\n: #", "{a: !!python/object:os.system}"])
 def test_any_path_comes_back_out_of_the_yaml(text: str) -> None:
-    trial = row(hostfile="/" + text)
-    said = yaml.safe_load(
-        configuration_export.accelerate_yaml(success(trial), Path("/" + text.replace("\0", "")) / "f.json")
-    )
-    assert said["deepspeed_config"]["deepspeed_hostfile"] == "/" + text
-    assert said["deepspeed_config"]["deepspeed_config_file"] == str(Path("/" + text.replace("\0", "")) / "f.json")
+    file = Path(f"/{text}/f.json")
+    said = yaml.safe_load(configuration_export.accelerate_yaml(success(row(hostfile=f"/{text}")), file))
+    assert said["deepspeed_config"]["deepspeed_hostfile"] == f"/{text}"
+    assert said["deepspeed_config"]["deepspeed_config_file"] == str(file)
 
 
-# Folders.
-
-
-def test_a_folder_that_cannot_be_written_is_one_line_with_a_remedy(subtests: pytest.Subtests, tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_one_line_and_writes_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "taken" / "README.md" / "full").mkdir(parents=True)
-    for folder in (tmp_path / "file" / "deep", tmp_path / "taken", tmp_path / "a\0b"):
-        with subtests.test(str(folder)):
-            with pytest.raises(UsageError) as caught:
-                configuration_export.write_exports(success(row()), folder)
-            assert len(str(caught.value).splitlines()) == 1
+    odd = success(row(changes={"gradient_clipping": math.nan}))
+    for record, folder in (
+        (success(row()), "file/deep"),
+        (success(row()), "taken"),
+        (success(row()), "a\0b"),
+        (odd, "x"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            configuration_export.write_exports(record, tmp_path / folder)
+        assert len(str(caught.value).splitlines()) == 1
     assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_a_value_that_json_cannot_hold_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
-    trial = row(changes={"gradient_clipping": math.nan})
-    with pytest.raises(UsageError, match="cannot export this row"):
-        configuration_export.write_exports(success(trial), tmp_path / "out")
-    assert list((tmp_path / "out").iterdir()) == []
+    assert list((tmp_path / "x").iterdir()) == []
 
 
 def test_older_files_are_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
     for stage in (1, 3):
         assert write(row(zero(stage)), tmp_path)["ds_config.json"]["zero_optimization"]["stage"] == stage
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)
+    assert configuration_export.folder_name("../a\0b\\c d-2.1") == "ds_config_.._a_b_c_d-2.1"
 
 
-def test_a_configuration_of_unexpected_types_is_exported_as_it_is(subtests: pytest.Subtests, tmp_path: Path) -> None:
-    for config in ({}, {"optimizer": 5, "zero_optimization": "x", "bf16": [], "scheduler": {"params": 1}}):
-        with subtests.test(config=config):
-            read = write(failure(replace(row(), ds_config=config)), tmp_path)
-            assert read["ds_config.json"] == config
-            assert all(isinstance(content, dict) for name, content in read.items() if name != "README.md")
-            used = read["accelerate.yaml"]["deepspeed_config"]["deepspeed_config_file"]
-            assert used == str(tmp_path / "ds_config_accelerate.json")
+# For real: two of the README's commands, word for word, each with two steps of training on one CPU rank.
 
-
-def test_the_folder_of_a_strategy_keeps_its_name_and_leads_nowhere_else() -> None:
-    folder = {
-        "zero2": "ds_config_zero2",
-        "../../etc": "ds_config_.._.._etc",
-        "/": "ds_config__",
-        "a\0b\\c d": "ds_config_a_b_c_d",
-        "cpu_optimizer-2.1": "ds_config_cpu_optimizer-2.1",
-    }
-    assert {strategy: configuration_export.folder_name(strategy) for strategy in folder} == folder
-
-
-# For real: the README's three commands, word for word, each with two steps of training on one CPU rank.
-
-COMMON = """
-import json, sys, torch
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.config = type("Config", (), {"hidden_size": 8})()
-        self.a, self.b = torch.nn.Linear(8, 64), torch.nn.Linear(64, 8)
-    def forward(self, x, labels=None):
-        loss = (self.b(torch.relu(self.a(x.to(self.a.weight.dtype)))).float() - 1).pow(2).mean()
-        return {"loss": loss}
-torch.manual_seed(0)
-data = [{"x": torch.randn(8)} for _ in range(64)]
-def report(engine, losses):
-    print("REPORT " + json.dumps({
-        "batch": [engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(),
-                  engine.gradient_accumulation_steps()],
-        "stage": engine.zero_optimization_stage(), "optimizer": type(engine.basic_optimizer).__name__,
-        "bf16": engine.bfloat16_enabled(), "steps": engine.global_steps, "losses": losses}))
-"""
-SCRIPTS = {
-    "--deepspeed_config": """
-import argparse, deepspeed
-parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
-parser.add_argument("--local_rank", type=int)
-args = parser.parse_args()
-net = Net()
-engine, *_ = deepspeed.initialize(args=args, model=net, model_parameters=net.parameters())
-losses = []
+TRAIN = """
+import argparse, sys, torch
+net = torch.nn.Linear(8, 8)
+if "--deepspeed" in sys.argv:
+    import deepspeed
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    parser.add_argument("--local_rank", type=int)
+    engine, *_ = deepspeed.initialize(args=parser.parse_args(), model=net, model_parameters=net.parameters())
+else:
+    from accelerate import Accelerator
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.0001)
+    engine, *_ = Accelerator().prepare(net, optimizer, torch.utils.data.DataLoader(torch.ones(8, 8), batch_size=4))
 for _ in range(4):
-    loss = engine(torch.stack([row["x"] for row in data[:4]]))["loss"]
-    engine.backward(loss); engine.step(); losses.append(float(loss.detach()))
-report(engine, losses)
-""",
-    "ds_config_trainer.json": """
-from transformers import HfArgumentParser, Trainer, TrainingArguments
-(args,) = HfArgumentParser((TrainingArguments,)).parse_args_into_dataclasses()
-args.max_steps, args.save_strategy, args.report_to = 2, "no", []
-trainer = Trainer(model=Net(), args=args, train_dataset=data)
-result = trainer.train()
-report(trainer.model_wrapped, [result.training_loss])
-""",
-    "accelerate.yaml": """
-from accelerate import Accelerator
-accelerator = Accelerator()
-net = Net()
-loader = torch.utils.data.DataLoader(data, batch_size=4)
-optimizer = torch.optim.AdamW(net.parameters(), lr=0.0001, betas=[0.9, 0.999], eps=1e-08, weight_decay=0.01)
-engine, optimizer, loader = accelerator.prepare(net, optimizer, loader)
-losses = []
-for _, batch in zip(range(4), loader):
-    with accelerator.accumulate(engine):
-        loss = engine(**batch)["loss"]
-        accelerator.backward(loss); optimizer.step(); optimizer.zero_grad(); losses.append(float(loss.detach()))
-report(engine, losses)
-""",
-}
+    engine.backward(engine(torch.ones(4, 8).to(engine.module.weight.dtype)).float().pow(2).mean())
+    engine.step()
+print("REPORT", engine.train_batch_size(), engine.zero_optimization_stage(), engine.bfloat16_enabled(),
+      engine.global_steps, type(engine.basic_optimizer).__name__)
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("file", SCRIPTS)
+@pytest.mark.parametrize("file", ["--deepspeed_config", "accelerate.yaml"])
 def test_the_readmes_command_trains_with_the_exported_file(
     file: str, built_ops: dict[str, OpState], tmp_path: Path
 ) -> None:
-    trial = row(offload("cpu_optimizer", 2), accelerator="cpu", grad_accum=2)
-    readme = write(trial, tmp_path)["README.md"]
-    (tmp_path / "train.py").write_text(COMMON + SCRIPTS[file])
-    seen = run_command(command(readme, file), tmp_path)
-    assert seen["batch"] == [8, 4, 2]
-    assert (seen["stage"], seen["optimizer"], seen["bf16"], seen["steps"]) == (2, "DeepSpeedCPUAdam", True, 2)
-    assert seen["losses"]
-    assert all(map(math.isfinite, seen["losses"]))
-
-
-def run_command(words: list[str], folder: Path) -> dict[str, Any]:
-    """What the script reports of its engine; the only liberty taken is a free port."""
-    variables = {
-        **scrubbed(),
-        **rank_environment.rank_environment(placement(), os.environ),
-        "HF_HUB_OFFLINE": "1",
-    }
+    words = command(
+        write(row(offload("cpu_optimizer", 2), accelerator="cpu", grad_accum=2), tmp_path)["README.md"], file
+    )
+    (tmp_path / "train.py").write_text(TRAIN)
+    variables = {**scrubbed(), **rank_environment.rank_environment(placement(), os.environ), "HF_HUB_OFFLINE": "1"}
     while "=" in words[0]:
         name, _, variables[name] = words.pop(0).partition("=")
-    at, flag = (1, "--master_port") if words[0] == "deepspeed" else (2, "--main_process_port")
-    port = free_port()
+    # The only liberty taken is a free port.
+    at, flag, port = *((1, "--master_port") if words[0] == "deepspeed" else (2, "--main_process_port")), free_port()
     words[at:at] = [flag, str(port)]
     words[0] = str(Path(sys.executable).with_name(words[0]))
     process = subprocess.Popen(
-        words, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        words, cwd=tmp_path, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
     try:
@@ -538,6 +427,4 @@ def run_command(words: list[str], folder: Path) -> dict[str, Any]:
             os.killpg(process.pid, signal.SIGKILL)
         for segment in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
             segment.unlink()  # DeepSpeed never does (ops/csrc/cpu/comm/shm.cpp)
-    (line,) = [line for line in out.splitlines() if "REPORT " in line] or [pytest.fail(out[-4000:])]
-    report: dict[str, Any] = json.loads(line.partition("REPORT ")[2])
-    return report
+    assert "REPORT 8 2 True 2 DeepSpeedCPUAdam" in out, out[-4000:]
