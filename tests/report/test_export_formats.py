@@ -11,22 +11,12 @@ import pandas as pd
 import pytest
 
 from ds_bench.analysis import load_results
-from ds_bench.analysis.row import COLUMNS, column_type
 from ds_bench.cli import commands
 from ds_bench.config.options import TRACKERS
 from ds_bench.records.step_series import STEPS_FILE
 from ds_bench.report.export_formats import data_frame, tracked_runs
 from ds_bench.system import environment
 from tests.support import fakes
-
-ROOT = Path(__file__).resolve().parents[2]
-TYPES = {"string": str, "boolean": bool, "integer": int, "number": float}
-
-
-def test_every_column_has_the_type_that_its_files_have() -> None:
-    stored = (ROOT / "tests/data/public_surface/flat_columns.txt").read_text()
-    types = {name: TYPES[kind] for name, kind in map(str.split, stored.splitlines())}
-    assert {name: column_type(name) for name in COLUMNS} == types
 
 
 def test_report_writes_the_rows_of_the_file_in_three_forms(

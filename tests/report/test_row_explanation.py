@@ -109,12 +109,6 @@ def test_reports_contain_each_pair_that_matters_once(monkeypatch: pytest.MonkeyP
     assert [heading for heading, _ in report_paragraphs(whole)][2:] == ["1 more pair"]
 
 
-def test_nothing_is_explained_without_a_second_row_or_a_measurement() -> None:
-    trials = [fakes.trial(fakes.zero(stage), on=CARDS) for stage in (0, 1)]
-    for records in (runs(fakes.zero(2), 0.3), map(fakes.failure, trials)):
-        assert report_paragraphs(report(*records)) == []
-
-
 def timed(difference: RowDifference) -> dict[str, tuple[str, str]]:
     """Part of a step → what ``explain`` shows of both rows."""
     (time,) = [table for table in explanation_tables(difference) if table.headings[0] == "Time"]
