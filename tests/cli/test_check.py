@@ -81,21 +81,18 @@ def test_a_folder_of_configurations_as_text_and_as_annotations(
 def test_the_exit_code_says_whether_the_check_failed_or_found_something(
     write: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for content, code in (
-        (GOOD, 0),
-        ({**GOOD, "wall_clock_breakdown": True}, 0),  # only a hint
-        ({**GOOD, "typo": 1}, 1),
-        (BAD, 1),
-        ('{"name": "x", "version": "1.0", "scripts": {}}', 2),
-        ("[1]", 2),
-        ('{"a":' * 50_000, 2),
-        (" " * 300_000, 2),
-        ("", 2),
+    for content, name, code in (
+        (GOOD, "ds.json", 0),
+        ({**GOOD, "wall_clock_breakdown": True}, "ds.json", 0),  # only a hint
+        ({**GOOD, "typo": 1}, "ds.json", 1),
+        ('{"name": "x", "version": "1.0", "scripts": {}}', "ds.json", 2),
+        ('{"a":' * 50_000, "ds.json", 2),
+        (" " * 300_000, "ds.json", 2),
+        ("a: [1\nb: {", "a.yaml", 2),
+        ("a: 1", "b.yaml", 2),
     ):
-        assert commands.main(["check", write(content)]) == code
+        assert commands.main(["check", write(content, name)]) == code
         assert len(capsys.readouterr().err.splitlines()) == (code == 2)
-    for name, content in (("a.yaml", "a: [1\nb: {"), ("b.yaml", "a: 1")):
-        assert commands.main(["check", write(content, name)]) == 2
     Path("empty").mkdir()
     for arguments in (["absent.json"], ["empty"], [write(GOOD), "--model", "gpt3"], [write(GOOD, "x.json"), "absent"]):
         assert commands.main(["check", *arguments]) == 2
@@ -122,10 +119,9 @@ def test_json_has_every_file_and_finding(write: Write, capsys: pytest.CaptureFix
     assert one["findings"][0]["reason"].endswith(": DeepSpeed stops when training starts")
 
 
-def test_the_terminal_is_not_steered_by_a_file(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
-    commands.main(["check", write({**GOOD, "a\u001b[2J\n::error::b": 1, "bf16": {"enabled": "\u001b[2J"}})])
-    commands.main(["check", "--format", "github", "ds.json"])
-    commands.main(["check", "--format", "github", write(BAD, "a,b.json")])
+def test_a_file_cannot_write_an_annotation_of_its_own(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    write({**GOOD, "a\u001b[2J\n::error::b": 1})
+    commands.main(["check", "--format", "github", "ds.json", write(BAD, "a,b.json")])
     out = capsys.readouterr().out
     assert "::error file=a%2Cb.json,line=5,title=removed-key%3A zero_optimization." in out
     assert "\u001b" not in out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +40,6 @@ def result(tmp_path: Path) -> Path:
     return fakes.write_run(tmp_path / "results", run_of(), arguments=["--model", "tiny", "--num-gpus", "2"]).folder
 
 
-def test_report_pools_results_of_one_workload_and_counts_each_once(
-    tmp_path: Path, result: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folders = [str(fakes.write_run(tmp_path / f"r{i}", run_of((0, 3), slower=i / 1e3)).folder) for i in range(3)]
-    for results, tested in (([str(result)] * 3, False), (folders, True)):
-        assert main(["report", *results, "--verbose"]) == 0
-        out = capsys.readouterr().out
-        assert ("not tested" not in out, "[0.6" in out) == (tested, tested)  # 0.10 / 0.16 with an interval
-        assert "Recommendation (balanced): ZeRO-0" in out
-
-
 def two_models(folder: Path, **second: Any) -> list[str]:
     """ZeRO-0 and 3 of tiny, ZeRO-0 and 2 of gpt2. 2 x 4 x 128 tokens in 0.10, 0.16, 0.10 and 0.14 s a step."""
     one = fakes.write_run(folder / "a", run_of((0, 3))).folder
@@ -82,38 +70,24 @@ def test_side_by_side_a_figure_not_to_be_used_is_marked_and_a_failure_has_its_st
     spoiled = fakes.success(run_of((0,))[0].trial, step_seconds=(0.1,) * 10, losses=(None,) * 12)
     failed = fakes.failure(run_of((0,), of=fakes.workload(model="gpt2"))[0].trial)
     folders = [fakes.write_run(tmp_path / name, [entry]).folder for name, entry in (("a", spoiled), ("b", failed))]
-    on = fakes.write_run(tmp_path / "c", run_of((0,), of=fakes.workload(model="opt-125m"))).folder
-    assert main(["report", *map(str, [*folders, on])]) == 0
-    *_, first, second, third, _, last = capsys.readouterr().out.rstrip().splitlines()
-    assert [line.split()[-1] for line in (first, second, third)] == ["10,240*", "OOM", "10,240"]
+    assert main(["report", *map(str, folders)]) == 0
+    *_, first, second, _, last = capsys.readouterr().out.rstrip().splitlines()
+    assert [line.split()[-1] for line in (first, second)] == ["10,240*", "OOM"]
     assert last.strip().startswith("* Rows with * are disqualified")
 
 
-def test_report_writes_a_page_and_pictures(result: Path, tmp_path: Path) -> None:
-    page, plots = tmp_path / "report.html", tmp_path / "plots"
-    assert main(["report", str(result), "--html", str(page), "--plots", str(plots)]) == 0
-    text = page.read_text(encoding="utf-8")
-    assert text.lower().startswith("<!doctype html>")
-    assert "ZeRO-3" in text
-    assert {path.suffix for path in plots.iterdir()} == {".png", ".svg"}
+GOAL_AND_ROW = ["--goal", "memory", "--relative-to", "zero2"]
 
 
 @pytest.mark.parametrize(
-    ("stages", "of_run", "of_report", "goal", "row", "ratio"),
+    ("stages", "of_run", "of_report", "goal", "ratio"),
     [
         # 0.10, 0.12, 0.14 and 0.16 s a step
-        ((0, 1, 2, 3), ["--goal", "memory", "--relative-to", "zero2"], [], "memory", "ZeRO-3", "1.40x"),
-        (
-            (0, 1, 2, 3),
-            ["--goal", "memory", "--relative-to", "zero2"],
-            ["--goal", "speed", "--relative-to", "3"],
-            "speed",
-            "ZeRO-0",
-            "1.60x",
-        ),
-        ((0, 1), ["--relative-to", "zero3"], [], "balanced", "ZeRO-0", "0.83x"),  # which the run never reached
+        ((0, 1, 2, 3), GOAL_AND_ROW, [], "(memory): ZeRO-3", "1.40x"),
+        ((0, 1, 2, 3), GOAL_AND_ROW, ["--goal", "speed", "--relative-to", "3"], "(speed): ZeRO-0", "1.60x"),
+        ((0, 1), ["--relative-to", "zero3"], [], "(balanced): ZeRO-0", "0.83x"),  # which the run never reached
         # Flags that cannot be read leave the defaults.
-        *(((0, 1), flags, [], "balanced", "ZeRO-0", "0.83x") for flags in (["--goal", "fun"], ["--help"], ["--bad"])),
+        *(((0, 1), flags, [], "(balanced): ZeRO-0", "0.83x") for flags in (["--goal", "fun"], ["--help"])),
     ],
 )
 def test_report_uses_its_own_flags_then_those_of_the_run(
@@ -121,7 +95,6 @@ def test_report_uses_its_own_flags_then_those_of_the_run(
     of_run: list[str],
     of_report: list[str],
     goal: str,
-    row: str,
     ratio: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -129,7 +102,7 @@ def test_report_uses_its_own_flags_then_those_of_the_run(
     folder = fakes.write_run(tmp_path, run_of(stages), arguments=["--model", "tiny", *of_run]).folder
     assert main(["report", str(folder), *of_report, "--verbose"]) == 0
     out = capsys.readouterr().out
-    assert f"Recommendation ({goal}): {row}" in out
+    assert f"Recommendation {goal}" in out
     assert ratio in out
     assert "usage:" not in out
 
@@ -187,34 +160,17 @@ def test_a_row_that_cannot_be_exported_is_refused_before_anything_is_printed_or_
             assert not Path("page.html").exists()
 
 
-def test_a_strategys_name_from_a_file_leads_out_of_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "x/../../escaped"
-    (entry,) = run_of((2,))
-    evil = replace(entry, trial=replace(entry.trial, configuration=replace(entry.trial.configuration, name=name)))
-    folder = fakes.write_run(tmp_path / "results", [evil]).folder
-    (tmp_path / "inside").mkdir()
-    monkeypatch.chdir(tmp_path / "inside")
-    assert main(["report", str(folder), "--export", name]) == 0
-    assert [path.name for path in (tmp_path / "inside").iterdir()] == ["ds_config_x_.._.._escaped"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["inside", "results"]
-
-
 BAD_INPUT = [
     (["report", "absent.json"], ["absent.json"]),
     (["report", "{notes}"], ["notes.txt"]),
-    (["report", "{csv}"], [".csv", ".json"]),
-    (["report", "{empty}"], ["empty.json"]),
     (["report", "{result}", "--html", "/nowhere/at/all.html"], ["--html", "/nowhere/at"]),
     (["report", "{result}", "--html", "{result}"], ["--html", "folder"]),
     (["report", "{result}", "--plots", "{notes}"], ["--plots", "notes.txt"]),
     (["report", "{result}", "--plots", "/proc"], ["--plots /proc"]),
-    (["report", "{result}", "--export", "zero9"], ["--export zero9", "zero0, zero1, zero2, zero3"]),
     (["report", "{result}", "--relative-to", "zero9"], ["zero9"]),
-    (["report", "{result}", "--goal", "fun"], ["--goal", "balanced"]),
     (["compare", "{result}", "absent"], ["absent"]),
     (["baseline", "check", "{result}", "--baselines", "{notes}"], ["notes.txt"]),
     (["baseline", "save", "{result}", "--tolerance", "2"], ["--tolerance", "'2'"]),
-    (["frobnicate"], ["frobnicate"]),
 ]
 
 
@@ -223,9 +179,7 @@ def test_bad_input_is_one_line_and_exit_2(
     arguments: list[str], words: list[str], result: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "notes.txt").write_text("no JSON at all")
-    (tmp_path / "empty.json").write_text("[]")
-    (csv,) = result.parent.parent.glob("*.csv")
-    names = {"notes": tmp_path / "notes.txt", "empty": tmp_path / "empty.json", "result": result, "csv": csv}
+    names = {"notes": tmp_path / "notes.txt", "result": result}
     capsys.readouterr()
     assert main([text.format(**names) for text in arguments]) == 2
     captured = capsys.readouterr()
@@ -253,26 +207,17 @@ def test_every_command_says_what_it_is_for_with_an_example_and_refuses_by_its_ow
     ]
 
 
-def test_axes_are_listed_with_what_they_set_and_their_source(capsys: pytest.CaptureFixture[str]) -> None:
+def test_axes_are_listed_with_what_they_set(capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.main(["axes", "--json"]) == 0
     (*_, first) = [axis for axis in json.loads(capsys.readouterr().out) if axis["name"] == "overlap_comm"]
-    assert first["sets"]["keys"] == ["zero_optimization.overlap_comm"]
+    assert (first["sets"]["keys"], first["changes"]) == (
+        ["zero_optimization.overlap_comm"],
+        ["deepspeed_buffers", "time"],
+    )
     assert first["source"]
-    assert first["changes"] == ["deepspeed_buffers", "time"]
     assert commands.main(["axes", "overlap_comm"]) == 0
     text = capsys.readouterr().out
     assert "zero_optimization.overlap_comm" in text
     assert max(map(len, text.splitlines())) <= 80
     assert commands.main(["axes", "overlap"]) == 2
     assert "did you mean overlap_comm?" in capsys.readouterr().err
-
-
-def test_a_report_of_both_scripts_has_the_command_of_each(
-    result: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    offload, typed = [fakes.success(fakes.trial(fakes.offload("cpu_optimizer"), on=GPUS))], ["--model", "tiny"]
-    other = fakes.write_run(tmp_path / "other", offload, family="offload", arguments=typed).folder
-    assert main(["report", str(result), str(other), "--markdown"]) == 0
-    out = capsys.readouterr().out
-    for command in ("zero_stage_comparison.py --model tiny --num-gpus 2", "offload_comparison.py --model tiny"):
-        assert f"python {command}" in out

@@ -12,8 +12,8 @@ import pytest
 from ds_bench.analysis.load_results import Result, load
 from ds_bench.analysis.merge_results import BeforeAfter, compare_before_after
 from ds_bench.cli.commands import main
-from ds_bench.cli.compare import lines, show_changes
-from ds_bench.config.spec import Trial, Workload
+from ds_bench.cli.compare import lines
+from ds_bench.config.spec import Trial
 from ds_bench.records.schema import METHOD_VERSION, TrialRecord
 from ds_bench.system.environment import Environment
 from tests.support import fakes
@@ -43,15 +43,6 @@ def of(folder: Path, before: list[TrialRecord], after: list[TrialRecord], on: En
     return compare_before_after(load(a), load(b))
 
 
-def test_the_ratio_is_that_of_throughputs_with_an_interval_from_three_runs(tmp_path: Path) -> None:
-    (pair,) = of(tmp_path / "one", runs(2, 0.2), runs(2, 0.1)).rows
-    assert (pair.ratio, pair.interval) == (pytest.approx(2), None)
-    (pair,) = of(tmp_path / "three", runs(2, 0.100, 0.101, 0.099), runs(2, 0.080, 0.081, 0.079)).rows
-    assert pair.interval is not None
-    assert pair.interval.distinguishable
-    assert pair.interval.low < 1.25 < pair.interval.high
-
-
 def with_bucket(size: int) -> dict[str, Any]:
     config = dict(trial().ds_config)
     return {**config, "zero_optimization": {**config["zero_optimization"], "reduce_bucket_size": size}}
@@ -62,9 +53,7 @@ CHANGES: dict[str, tuple[list[TrialRecord], Environment | None, bool, str]] = {
     # the second result, its machine, whether there is a ratio, a difference that is named
     "an upgrade": (runs(2, 0.1), NEWER, True, "torch 2.13.0 against 2.14.0"),
     "other hardware": (runs(2, 0.1), fakes.environment(logical_cores=8), False, "logical cores 16 against 8"),
-    "batch size": (runs(2, 0.1, of=fakes.workload(batch_size=8)), None, False, "batch_size 4 against 8"),
     "sequence": (runs(2, 0.1, of=fakes.workload(seq_length=64)), None, False, "seq_length 128 against 64"),
-    "precision": (runs(2, 0.1, of=fakes.workload(precision="fp32")), None, False, "precision bf16 against fp32"),
     "method": (
         [replace(entry, method_version=99) for entry in runs(2, 0.1)],
         None,
@@ -87,7 +76,6 @@ CHANGES: dict[str, tuple[list[TrialRecord], Environment | None, bool, str]] = {
         False,
         "loss differs by",
     ),
-    "loss is not finite": ([fakes.success(trial(), losses=(None,) * 12)], None, False, "after: loss is not finite"),
     "a caveat": (
         [fakes.success(trial(), gpu_peak_reserved_bytes=77 * fakes.GB)],
         None,
@@ -115,29 +103,24 @@ def test_losses_of_one_oddity_on_both_sides_are_still_compared(tmp_path: Path) -
     assert any("more than rounding explains" in text for text in pair.incomparable_reasons)
 
 
-def test_the_text_reads_row_by_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    a, b = (
-        fakes.write_run(tmp_path / name, [*runs(1, 0.2), *rows]).folder
-        for name, rows in (("a", runs(2, 0.2)), ("b", runs(3, 0.1)))
-    )
-    assert show_changes(a, b) == 0
-    first, *rest, last = capsys.readouterr().out.strip().splitlines()
-    assert first == (
-        "ZeRO-1  5,120 tokens/s → 5,120 tokens/s; 1.00x (not tested: fewer than three runs); "
-        "GPU memory 8.00 GB (+0 B); CPU memory 4.00 GB (+0 B)"
-    )
-    assert any(line == "ZeRO-2  5,120 tokens/s → absent" for line in rest)
-    assert any(line == "ZeRO-3  absent → 10,240 tokens/s" for line in rest)
-    assert last.startswith("same hardware")
-
-
-def test_an_interval_that_shows_a_difference_says_what_it_leaves_out(tmp_path: Path) -> None:
-    equal, faster = (0.100, 0.102, 0.101), (0.080, 0.081, 0.079)
-    for name, after, warns in (
-        ("beyond", faster, True), ("inside", (0.101, 0.100, 0.102), False), ("untested", faster[:1], False)
-    ):  # fmt: skip
-        shown = lines(of(tmp_path / name, runs(2, *equal), runs(2, *after)))
-        assert any("not how sessions do" in line for line in shown) == warns
+def test_the_text_reads_row_by_row_and_a_shared_remark_is_printed_once(tmp_path: Path) -> None:
+    """Ten steps of 512 tokens on two cards in 0.2 s; three steady runs that are 25 % faster have an interval."""
+    work = fakes.workload(warmup_steps=3)
+    before = [*runs(1, 0.2), *runs(2, 0.2), *runs(0, 0.100, 0.102, 0.101)]
+    after = [*runs(1, 0.2, of=work), *runs(3, 0.1, of=work), *runs(0, 0.080, 0.081, 0.079, of=work)]
+    same_memory = "GPU memory 8.00 GB (+0 B); CPU memory 4.00 GB (+0 B)"
+    assert list(lines(of(tmp_path, before, after))) == [
+        f"ZeRO-1  5,120 tokens/s → 5,120 tokens/s; 1.00x (not tested: fewer than three runs); {same_memory}",
+        "ZeRO-2  5,120 tokens/s → absent",
+        "          no ratio: after: no such row",
+        f"ZeRO-0  10,139 tokens/s → 12,801 tokens/s; 1.26x (95 % interval 1.23 to 1.30); {same_memory}",
+        "ZeRO-3  absent → 10,240 tokens/s",
+        "          no ratio: before: no such row",
+        "ZeRO-1, ZeRO-0: changed: warmup_steps 2 against 3",
+        "",
+        "same hardware and versions",
+        "intervals cover how runs of one session differ, not how sessions do: measure the same code twice",
+    ]
 
 
 def flat(folder: Path, entries: list[TrialRecord], on: Environment | None = None, *, old: bool = False) -> Result:
@@ -157,8 +140,6 @@ def test_results_without_their_machine_have_no_ratio_and_one_line_says_why(tmp_p
     (said,) = [line for line in lines(found) if "no ratio" in line]
     assert "hardware and versions of" in said
     assert not any("same hardware" in line for line in lines(found))
-    other = compare_before_after(flat(tmp_path / "c", runs(2, 0.2), old=True), flat(tmp_path / "d", runs(3, 0.1)))
-    assert {"no ratio: after: no such row", "no ratio: before: no such row"} <= {each.strip() for each in lines(other)}
 
 
 def test_flat_results_are_compared_by_their_columns(tmp_path: Path) -> None:
@@ -202,19 +183,6 @@ def test_rows_of_one_strategy_are_paired_by_their_work(tmp_path: Path) -> None:
     small, large = runs(2, 0.2), runs(2, 0.3, of=fakes.workload(batch_size=8))
     found = of(tmp_path, [*small, *large], [*large, *small])
     assert [pair.ratio for pair in found.rows] == [pytest.approx(1), pytest.approx(1)]
-
-
-def test_a_remark_of_several_rows_or_of_both_results_is_printed_once(tmp_path: Path) -> None:
-    work = fakes.workload(num_steps=4)
-
-    def unstable(workload: Workload) -> list[TrialRecord]:
-        rows = [fakes.trial(fakes.zero(stage), of=workload, repeat=n) for stage in (1, 2) for n in range(3)]
-        return [fakes.success(row, step_seconds=[0.1, 0.2] * 2) for row in rows]
-
-    text = "\n".join(lines(of(tmp_path, unstable(work), unstable(replace(work, seed=7)))))
-    assert text.count("unstable: step times vary") == 1
-    assert "all rows: before and after: unstable" in text
-    assert text.count("seed 42 against 7") == 1
 
 
 # ------------------------------------------------------------------ explain

@@ -47,8 +47,6 @@ def test_every_size_and_pass_is_a_trial_of_its_own_and_a_row_of_every_table(
     assert {trial.placement.num_gpus for trial in scripted.launcher.launched} == {1}
 
     printed = capsys.readouterr().out
-    for text in ("Passes of 2 models", "d_model 768 · d_ff 3,072 · layers 12 · heads 12", "parameters (", "✗ OOM"):
-        assert text in printed
     shown = re.findall(r"^size-\w+ +(forward \+ backward|forward|training step) ", printed, re.MULTILINE)
     assert shown == ["forward", "forward + backward", "training step"] * 2
     rows = list(csv.DictReader((tmp_path / "o.csv").read_text().splitlines()))
@@ -66,12 +64,9 @@ def test_every_size_and_pass_is_a_trial_of_its_own_and_a_row_of_every_table(
     page = tmp_path / "page.html"
     assert commands.main(["report", str(scripted.folder), "--html", str(page)]) == 0
     assert capsys.readouterr().out.strip() == printed.strip()
-    assert commands.main(["report", str(scripted.folder), "--markdown"]) == 0
-    markdown = capsys.readouterr().out
     flat = next(scripted.output.glob("comparison_*.json"))
-    assert commands.main(["report", str(flat)]) == 0
-    assert "forward + backward" in capsys.readouterr().out
-    for text in (markdown, page.read_text()):
+    assert commands.main(["report", str(flat), "--markdown"]) == 0
+    for text in (capsys.readouterr().out, page.read_text()):
         assert "Passes of 2 models" in text
         assert "forward + backward" in text
         assert "These are passes of the model without training steps" in text  # no configuration is recommended by them
@@ -83,19 +78,13 @@ def test_times_without_synchronisation_are_labelled_wherever_they_are_shown(
     output = tmp_path / "wrong.csv"
     assert run(scripted, "--model-size", "small", "--no-sync", "--warmup-steps", "0", "--output", str(output)) == 0
     assert [trial.workload.synchronized for trial in scripted.launcher.launched] == [False]
-    printed = capsys.readouterr().out
-    assert printed.count("wrong on purpose") == 2  # in the title and as a note
-    assert "no warm-up" in " ".join(printed.split("\n\n")[0].split())
     (row,) = csv.DictReader(output.read_text().splitlines())
     assert row["synchronized"] == "False"
     assert "not synchronized (wrong on purpose)" in row["caveats"]
-    for flags in (["--markdown"], ["--verbose"]):
-        assert commands.main(["report", str(scripted.folder), *flags]) == 0
-        shown = capsys.readouterr().out
-        assert "NOT SYNCHRONIZED (wrong on purpose) · no warm-up · 10 steps" in shown
-        assert "Recommendation (balanced): none" in shown
-    assert commands.main(["report", str(next(scripted.output.glob("comparison_*.json"))), "--markdown"]) == 0
-    assert "NOT SYNCHRONIZED (wrong on purpose)" in capsys.readouterr().out
+    flat = next(scripted.output.glob("comparison_*.json"))
+    for result, flags in ((scripted.folder, ["--markdown"]), (scripted.folder, ["--verbose"]), (flat, ["--markdown"])):
+        assert commands.main(["report", str(result), *flags]) == 0
+        assert "NOT SYNCHRONIZED (wrong on purpose) · no warm-up · 10 steps" in capsys.readouterr().out
 
 
 def test_a_mistake_is_one_line_and_starts_nothing(

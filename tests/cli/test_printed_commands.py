@@ -48,14 +48,11 @@ def run_line(line: str, *more: str, codes: tuple[int, ...] = (0,), variables: Ma
     ("words", "printed", "code"),
     [
         (["plan", "--bogus"], ["plan", "--help"], 0),
-        (["plan", "--configs", "bad.json"], ["check", "bad.json"], 1),
         (["advice", "--configs", "bad.json"], ["check", "bad.json"], 1),
         (["run", "--configs", "bad.json", "--dry-run"], ["check", "{folder}/bad.json"], 1),
-        (["zero", "--configs", "bad.json", "--dry-run"], ["check", "bad.json"], 1),
         (["zero", "--axis", "colour=red"], ["axes"], 0),
         (["check", "fine.json", "--model", "qqqq"], ["models"], 0),
         (["advice", "--model", "uncountable"], ["models"], 0),
-        (["zero", "--model", "some/model", "--dry-run"], ["models"], 0),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -107,12 +104,8 @@ def test_flags_to_try_are_taken_by_the_command_that_printed_them(
             return run(None, "--model=tiny", "--seq-length=16", *flags, script=script)
         return scripted.run(*flags, script=script, family=family)
 
-    tried = set()
-    for launcher in (
-        FakeLauncher(*["OOM (host)"] * 9),
-        FakeLauncher("Success", *["OOM (host)"] * 9),
-        FakeLauncher(),
-    ):
+    tried: set[str] = set()
+    for launcher in (FakeLauncher(*["OOM (host)"] * 9), FakeLauncher("Success", *["OOM (host)"] * 9), FakeLauncher()):
         compare("--num-gpus", "2", "--precision", "fp32", script=launcher)
         lines = [line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("Try:")]
         tried |= {re.split(r"  +", line.strip())[1] for line in lines}
@@ -149,26 +142,30 @@ def test_commands_at_the_end_of_a_run(
     run_line(report)
     assert (tmp_path / "r.html").is_file()
     run_line(resume, "--dry-run")
-    scripted.launcher = FakeLauncher()
-    _, *resumed = shlex.split(resume)
-    if family == "recipe":
-        assert commands.main(resumed[2:]) == 0
-    else:
-        assert script.main(family, fakes.make_config, resumed[1:]) == 0
+
+    def start(line: str) -> int:
+        """Run a printed command in this process."""
+        words, scripted.launcher = shlex.split(line), FakeLauncher()
+        if family == "recipe":
+            return commands.main(words[words.index("ds_bench") + 1 :])
+        return script.main(family, fakes.make_config, words[words.index("--resume") :])
+
+    assert start(resume) == 0
     ended = json.loads((scripted.folder / "recommendation.json").read_text(encoding="utf-8"))
     (again,) = build_reports([scripted.folder])
     assert ended["try_next"] == str(again.recommendation.try_next)
-    assert ended["try_next"].endswith(" --repeats 3")
+    (of_flat_rows,) = build_reports([next(scripted.output.glob("*comparison_*.json"))])
+    assert str(of_flat_rows.recommendation.try_next) == "the same command with --repeats 3"
     run_line(ended["try_next"], "--dry-run")
+    assert start(ended["try_next"]) == 0  # it adds two rounds to this run
+    assert [trial.repeat for trial in scripted.launcher.launched] == [1, 1, 2, 2]
 
 
 # ------------------------------------------------------------------ folders and ways to start
 
 ENVIRONMENTS: dict[str, Callable[[Path], tuple[list[str], Path, dict[str, str]]]] = {
-    "a script in its folder": lambda _: ([sys.executable, "zero_stage_comparison.py"], ROOT, {}),
     "a script from elsewhere": lambda there: ([sys.executable, str(ROOT / "offload_comparison.py")], there, {}),
     "an own copy of a script": lambda there: ([sys.executable, "mine.py"], there, {"PYTHONPATH": str(ROOT)}),
-    "the package": lambda _: ([sys.executable, "-m", "ds_bench", "run"], ROOT, {}),
     "the package from elsewhere": lambda there: (
         [sys.executable, "-m", "ds_bench", "run"],
         there,
