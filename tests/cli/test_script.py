@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import subprocess
@@ -33,22 +32,18 @@ def run(script: str, *arguments: str, cwd: Path, **environment: str) -> subproce
 
 
 BAD_INPUT = [
-    (ZERO, "--batch-size 0", ("--batch-size", "'0'", "1 or more")),
-    (ZERO, "--model tiny --seq-length 257", ("--seq-length 257", "256 positions", "256 or less")),
     (ZERO, "--model meta-llama/Llama-2-7b", ("meta-llama/Llama-2-7b-hf",)),
     (ZERO, "--model-factory nowhere:build", ("--model-factory nowhere:build", "No module named 'nowhere'")),
-    (ZERO, "--set zero_optimization", ("--set", "key.path=value")),
-    (ZERO, "--set gradient_cliping=1", ("gradient_cliping", "gradient_clipping")),
-    (ZERO, "--ds-config absent.json", ("--ds-config absent.json", "No such file")),
     (ZERO, "--resume absent", ("--resume absent", "run.json")),
     (ZERO, "--resume unsettled/runs/zero_20261121_093000", ("nothing to resume", "start it again")),
     (ZERO, "--accelerator cpu --gpu-memory-limit 8", ("--gpu-memory-limit", "--cpu-memory-limit")),
     (ZERO, "--hostfile absent", ("--hostfile absent",)),
     # Before the model and the machine are looked at.
     (ZERO, "--output-dir /proc/nowhere --model nowhere/none", ("--output-dir /proc/nowhere", "may write")),
-    (OFFLOAD, "--strategies nvme", ("nvme", "--nvme-path")),
     (OFFLOAD, "--model tiny --nvme-path absent", ("--nvme-path", "not a folder")),
     (OFFLOAD, "--model tiny --nvme-path /proc", ("--nvme-path /proc", "cannot be written")),
+    (OFFLOAD, "--model tiny --num-gpus 2 --accelerator cuda", ("--accelerator cuda",)),
+    (OFFLOAD, "--model tiny --nvme-path /tmp/\udcff", ("not text in UTF-8",)),  # its record could not be read back
 ]
 
 
@@ -72,17 +67,6 @@ def test_bad_input_is_one_line_with_flag_value_and_remedy_and_exit_2(
             assert all(word in lines[0] for word in words), said
             assert scripted.launcher.launched == []
     assert [path.name for path in tmp_path.iterdir() if path.name not in ("unsettled", "results")] == []
-
-
-def test_dry_run_prints_every_configuration_and_command_and_writes_nothing(tmp_path: Path) -> None:
-    done = run(OFFLOAD, "--model", "tiny", "--accelerator", "cpu", "--num-gpus", "2", "--dry-run", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("deepspeed.launcher.runner") == 3
-    blocks = [text[: text.rindex("}") + 1] for text in done.stdout.split("# 0") if "{" in text]
-    configs = [json.loads(block[block.index("{") :]) for block in blocks]
-    assert [config["train_batch_size"] for config in configs] == [8, 8, 8]
-    assert configs[2]["zero_optimization"]["offload_param"]["device"] == "cpu"
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_models_and_ops_in_a_terminal_of_ascii(tmp_path: Path) -> None:

@@ -31,26 +31,28 @@ def folders(scripted: ScriptedRun) -> list[Path]:
 def test_shards_have_every_trial_once_with_the_numbers_of_the_plan_and_are_read_as_the_whole(
     run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(RECIPE, "--repeats", "2", "--shard", "1/2") == 0
-    mine = scripted.trials
-    assert {length for length, _, _ in mine} == {8}  # one whole point, the other shard has two
-    assert run(RECIPE, "--repeats", "2", "--shard", "2/2") == 0
-    both = mine + scripted.trials
-    identities = [t.trial_id for t in scripted.launcher.launched]
-    assert (len(both), len(set(both))) == (18, 18)
+    """Also if one was interrupted: it is resumed alone."""
     assert run(RECIPE, "--repeats", "2", "--output-dir", str(scripted.output / "whole")) == 0
-    assert {t.trial_id for t in scripted.launcher.launched} > set(identities)
+    whole = {t.trial_id for t in scripted.launcher.launched}
     shutil.rmtree(scripted.output / "whole")
+    assert run(RECIPE, "--repeats", "2", "--shard", "1/2") == 0
+    launched = scripted.launcher.launched
+    assert {t.workload.seq_length for t in launched} == {8}  # one whole point, the other shard has two
+    assert run(RECIPE, "--repeats", "2", "--shard", "2/2", script=FakeLauncher("Success", "Interrupted")) == 130
+    launched = [*launched, scripted.launcher.launched[0]]
     first, second = folders(scripted)
+    scripted.launcher = FakeLauncher()
+    assert commands.main(["run", "--resume", str(second)]) == 0
+    assert commands.main(["run", "--resume", str(second), "--shard", "1/2"]) == 2
+    shown = capsys.readouterr().err
+    assert "is shard 2/2, not shard 1/2 (leave --shard out)" in shown
+    assert f"report {scripted.output / 'runs'}/*of2" in shown
+    identities = [t.trial_id for t in (*launched, *scripted.launcher.launched)]
+    assert (len(identities), set(identities)) == (18, whole)
     assert re.fullmatch(r"comparison_\d{8}_\d{6}_shard1of2", first.name)
     assert (scripted.output / f"{second.name}.json").is_file()
-    assert f"report {scripted.output / 'runs'}/*of2" in capsys.readouterr().err
     reports = build_reports([first, second])
-    assert [report.comparison.rows[0].runs[0].trial.workload.seq_length for report in reports] == [
-        8,
-        16,
-        32,
-    ]
+    assert [report.comparison.rows[0].runs[0].trial.workload.seq_length for report in reports] == [8, 16, 32]
     assert all(len(row.runs) == 2 for report in reports for row in report.comparison.rows)
     assert not any(c.kind is CaveatKind.MEASURED_APART for report in reports for c in report.comparison.caveats)
 
@@ -72,18 +74,6 @@ def test_rows_of_one_point_are_split_among_more_shards_and_the_table_says_so(
     assert caveat.text == (
         f"rows were measured in different runs: ZeRO-0 in {first} on {host}; ZeRO-1, ZeRO-2 in {second} on {host}"
     )
-
-
-def test_an_interrupted_shard_is_resumed_alone(
-    run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(RECIPE, "--repeats", "2", "--shard=3/3", script=FakeLauncher("Success", "Interrupted")) == 130
-    (folder,) = folders(scripted)
-    scripted.launcher = FakeLauncher()
-    assert commands.main(["run", "--resume", str(folder)]) == 0
-    assert len(scripted.trials) == 5
-    assert commands.main(["run", "--resume", str(folder), "--shard", "2/3"]) == 2
-    assert "is shard 3/3, not shard 2/3 (leave --shard out)" in capsys.readouterr().err
 
 
 def test_a_script_runs_a_shard_of_its_rows(scripted: ScriptedRun) -> None:
