@@ -88,12 +88,18 @@ class Machine(ScriptedRun):
     """Searches; ``end`` says how each trial ends."""
 
     def search(self, end: Ends, *arguments: str) -> int:
-        script = FakeLauncher(by_strategy={f"zero{stage}": end for stage in range(4)})
-        return self.run("--batch-size", "auto", *arguments, script=script)
+        return self.run("--batch-size", "auto", *arguments, script=in_every_row(end))
 
     def probes(self) -> list[dict[str, Any]]:
         (path,) = self.output.glob("runs/*/probes.jsonl")
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+    def sizes(self) -> list[tuple[Any, ...]]:
+        return [(row["strategy"], row["batch_size"], row["success"]) for row in self.rows()]
+
+
+def in_every_row(end: Ends) -> FakeLauncher:
+    return FakeLauncher(by_strategy={f"zero{stage}": end for stage in range(4)})
 
 
 @pytest.fixture
@@ -101,72 +107,57 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(tmp_path, monkeypatch)
 
 
-def test_each_strategy_is_compared_at_its_own_largest(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    assert machine.search(trains_up_to({"zero1": 5, "zero3": 11}), "--stages", "1", "3") == 0
-    assert [(row["strategy"], row["batch_size"]) for row in machine.rows()] == [("zero1", 5), ("zero3", 11)]
-    out = capsys.readouterr().out
-    assert "each row's largest micro-batch" in out
-    assert "2.20× slower ?" in out  # 11 / 5 at equal step times: compared although the batches differ
-    assert "★ Use ZeRO-3" in out
-    assert {entry["outcome"]["status"] for entry in machine.probes()} == {"OOM", "Success"}
-
-
-def test_the_common_micro_batch_is_compared_on_request(machine: Machine) -> None:
-    machine.search(trains_up_to({"zero1": 5, "zero3": 11}), "--stages", "1", "3", "--common-batch")
+def test_each_strategy_is_compared_at_its_own_largest_and_on_request_at_the_common_one(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = trains_up_to({"zero1": 5, "zero3": 11})
+    assert machine.search(ends, "--stages", "1", "3", "--common-batch") == 0
     assert [(row["strategy"], row["batch_size"], row["batch_policy"]) for row in machine.rows()] == [
         ("zero1", 5, "largest"),
         ("zero3", 11, "largest"),
         ("zero1", 5, "given"),
         ("zero3", 5, "given"),
     ]
-
-
-def test_probe_that_failed_for_another_reason_is_run_again_by_resume(machine: Machine) -> None:
-    machine.search(trains_up_to({"zero1": 0}, "RuntimeError"), "--stages", "1")
-    assert machine.resume(script=FakeLauncher(by_strategy={"zero1": trains_up_to({"zero1": 5})})) == 0
-    assert (5, True) in [(row["batch_size"], row["success"]) for row in machine.rows()]
+    assert {entry["outcome"]["status"] for entry in machine.probes()} == {"OOM", "Success"}
+    machine.output = machine.output.with_name("own")
+    capsys.readouterr()
+    assert machine.search(ends, "--stages", "1", "3") == 0
+    assert machine.sizes() == [("zero1", 5, True), ("zero3", 11, True)]
+    out = capsys.readouterr().out
+    assert "each row's largest micro-batch" in out
+    assert "2.20× slower ?" in out  # 11 / 5 at equal step times: compared although the batches differ
+    assert "★ Use ZeRO-3" in out
 
 
 @pytest.mark.parametrize("status", ["OOM", "RuntimeError"])
-def test_row_shows_why_nothing_trains(machine: Machine, status: str) -> None:
+def test_row_shows_why_nothing_trains_and_resume_probes_again_what_was_no_lack_of_memory(
+    machine: Machine, status: str
+) -> None:
     assert machine.search(trains_up_to({"zero1": 0}, status), "--stages", "1") == 1
     assert machine.rows()[0]["status"] == f"❌ {status}"
     # No smaller micro-batch helps against another failure.
-    assert len(machine.probes()) == 1 or status == "OOM"
-    assert machine.rows()[0]["batch_size"] == 1 or status != "OOM"
+    assert (machine.rows()[0]["batch_size"] == 1) if status == "OOM" else len(machine.probes()) == 1
+    assert machine.resume(script=in_every_row(trains_up_to({"zero1": 5}))) == (status == "OOM")
+    assert (("zero1", 5, True) in machine.sizes()) == (status != "OOM")
 
 
-def test_resumed_search_repeats_no_probe(machine: Machine) -> None:
-    machine.search(trains_up_to({"zero1": 5}), "--stages", "1")
-    before = len(machine.probes())
-    folder = machine.folder
-    again = trains_up_to({"zero1": 5, "zero3": 5})
-    machine.launcher = FakeLauncher(by_strategy={f"zero{stage}": again for stage in range(4)})
-    assert cli.main("zero", fakes.make_config, ["--resume", str(folder), "--stages", "1", "3"]) == 0
-    assert [entry["trial"]["configuration"]["name"] for entry in machine.probes()[before:]] == ["zero3"] * (
-        len(machine.probes()) - before
-    )
-    assert [row["strategy"] for row in machine.rows()] == ["zero1", "zero3"]
-
-
-def test_interrupted_search_runs_no_row_and_is_resumed(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupted_search_runs_no_row_and_is_resumed_without_repeating_a_probe(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
     fits = trains_up_to({"zero1": 5, "zero3": 5})
 
     def interrupted_at_zero3(trial: Trial) -> TrialRecord:
         return fakes.failure(trial, "Interrupted") if trial.configuration.stage == 3 else fits(trial)
 
-    script = FakeLauncher(by_strategy={"zero1": fits, "zero3": interrupted_at_zero3})
-    machine.launcher = script
+    machine.launcher = in_every_row(interrupted_at_zero3)
     flags = ["--model", "tiny", "--seq-length", "16", "--output-dir", str(machine.output), "--batch-size", "auto"]
     assert cli.main("zero", fakes.make_config, [*flags, "--stages", "1", "3"]) == 130
     assert "go on with: python zero_stage_comparison.py --resume " in capsys.readouterr().err
     assert not list(machine.output.glob("*_comparison_*.json"))
     before = len(machine.probes())
-    folder = machine.folder
-    machine.launcher = FakeLauncher(by_strategy={f"zero{stage}": fits for stage in range(4)})
-    assert cli.main("zero", fakes.make_config, ["--resume", str(folder)]) == 0
+    assert machine.resume(script=in_every_row(fits)) == 0
     assert {entry["trial"]["configuration"]["name"] for entry in machine.probes()[before:]} == {"zero3"}
-    assert [row["batch_size"] for row in machine.rows()] == [5, 5]
+    assert machine.sizes() == [("zero1", 5, True), ("zero3", 5, True)]
 
 
 # ------------------------------------------------------------------ the longest sequence
@@ -174,9 +165,8 @@ def test_interrupted_search_runs_no_row_and_is_resumed(machine: Machine, capsys:
 
 def test_longest_sequence_is_chosen_whatever_its_speed(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = trains_up_to({"zero1": 100, "zero3": 200}, field="seq_length")
-    script = FakeLauncher(by_strategy={f"zero{stage}": lengths for stage in range(4)})
     flags = ("--batch-size", "1", "--seq-length", "auto", "--stages", "1", "3")
-    assert machine.run(*flags, script=script) == 0
+    assert machine.run(*flags, script=in_every_row(lengths)) == 0
     found = [(row["strategy"], row["seq_length"], row["seq_policy"]) for row in machine.rows()]
     assert found == [("zero1", 96, "longest"), ("zero3", 192, "longest")]  # to 16 tokens of a model of 256 positions
     out = " ".join(capsys.readouterr().out.split())
@@ -195,7 +185,7 @@ def test_search_ends_at_the_positions_of_the_model_or_the_end_of_the_tokens(
     ids = tmp_path / "ids.uint16"
     ids.write_bytes(bytes(2 * (tokens or 0)))
     data = () if tokens is None else ("--data", str(ids))
-    script = FakeLauncher(by_strategy={"zero1": trains_up_to({"zero1": 10**6}, field="seq_length")})
+    script = in_every_row(trains_up_to({"zero1": 10**6}, field="seq_length"))
     assert machine.run("--seq-length", "auto", "--stages", "1", *data, script=script) == 0
     (row,) = machine.rows()
     assert row["seq_length"] == length
@@ -220,14 +210,11 @@ def test_row_that_runs_out_at_its_largest_size_steps_back_in_the_same_run(
             assert "--activation-checkpointing" not in out  # the row is there, one size below
 
 
-def test_steps_back_grow_until_a_size_trains(machine: Machine) -> None:
+def test_steps_back_grow_until_a_size_trains_or_the_least_does_not(machine: Machine) -> None:
     """A row that needs much more memory than its probes costs a few failed runs and still gets a result."""
     assert machine.search(runs_out_in_the_row(64, {"zero1": 40}), "--stages", "1") == 0
-    rows = [(row["batch_size"], row["success"]) for row in machine.rows()]
-    assert rows == [(33, True), *((size, False) for size in (64, 63, 61, 57, 49))]
-
-
-def test_row_that_runs_out_even_at_one_sequence_ends_the_search(machine: Machine) -> None:
+    assert machine.sizes() == [("zero1", 33, True), *(("zero1", size, False) for size in (64, 63, 61, 57, 49))]
+    machine.output = machine.output.with_name("least")
     assert machine.search(runs_out_in_the_row(3, {"zero1": 0}), "--stages", "1") == 1
     assert sorted(row["batch_size"] for row in machine.rows()) == [1, 2, 3]
 
@@ -252,17 +239,3 @@ def test_interrupted_step_back_shows_finished_rows_and_is_resumed(
     assert machine.resume(script=FakeLauncher(by_strategy={"zero1": ends, "zero3": ends})) == 0
     assert {row["strategy"] for row in machine.rows() if row["success"]} == {"zero1", "zero3"}
     assert all(row["batch_size"] < 64 for row in machine.rows() if row["strategy"] == "zero3" and row["success"])
-
-
-@pytest.mark.parametrize(
-    ("flags", "remedy"),
-    [
-        (["--common-batch"], "--batch-size auto"),
-        (["--batch-size", "auto", "--seq-length", "auto"], "give one of them a number"),
-    ],
-)
-def test_flags_of_a_search_that_contradict_each_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], remedy: str
-) -> None:
-    assert cli.main("zero", fakes.make_config, [*flags, "--output-dir", str(tmp_path)]) == 2
-    assert remedy in capsys.readouterr().err

