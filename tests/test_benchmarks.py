@@ -31,40 +31,24 @@ def process_folder() -> None:
     scratch.temporary_folder()
 
 
-def test_the_defaults_are_the_documented_ones() -> None:
-    config = BenchmarkConfig("x")
-    assert (config.model_name, config.batch_size, config.seq_length) == ("gpt2", 4, 512)
-    assert (config.num_steps, config.warmup_steps) == (10, 2)
-
-
 def test_a_value_that_makes_no_sense_names_its_field(subtests: pytest.Subtests) -> None:
     for changes in (
-        {"batch_size": 0}, {"seq_length": -1}, {"num_steps": 0}, {"num_steps": 2.5}, {"warmup_steps": -1},
-        {"repeats": 0}, {"backend": "nccl"}, {"device": "tpu"}, {"strategy": "zero4"}, {"batch_size": True},
+        {"batch_size": 0}, {"num_steps": 2.5}, {"warmup_steps": -1}, {"backend": "nccl"}, {"device": "tpu"},
+        {"strategy": "zero4"}, {"batch_size": True},
     ):  # fmt: skip
         with subtests.test(changes=changes), pytest.raises(ValueError, match=f"^{next(iter(changes))} is "):
             BenchmarkConfig("x", **changes)
 
 
-def test_fields_may_be_laid_over_a_config() -> None:
-    bench = MemoryBenchmark(BenchmarkConfig("x", batch_size=8), seq_length=64)
-    assert (bench.config.name, bench.config.batch_size, bench.config.seq_length) == ("x", 8, 64)
-
-
-def test_a_config_becomes_the_flags_of_the_script_that_has_its_strategy(subtests: pytest.Subtests) -> None:
-    for strategy, family, rows in (
-        ("zero0", "zero", (0,)),
-        ("zero3", "zero", (3,)),
-        ("cpu_full", "offload", ("cpu_full",)),
-    ):
-        with subtests.test(strategy):
-            config = BenchmarkConfig("x", strategy=strategy, repeats=3, arguments=("--grad-accum", "2"), **TINY)
-            options = flags.parse(config.family, "benchmark", config.flags())
-            assert config.family == family
-            assert (options.stages or options.strategies) == rows
-            assert (options.model, options.batch_size, options.seq_length) == ("tiny", 2, 64)
-            assert (options.num_steps, options.warmup_steps, options.repeats, options.grad_accum) == (3, 1, 3, 2)
-            assert (options.accelerator, options.launcher) == ("cpu", "deepspeed")
+def test_a_config_becomes_the_flags_of_the_script_that_has_its_strategy() -> None:
+    for strategy, family, rows in (("zero0", "zero", (0,)), ("cpu_full", "offload", ("cpu_full",))):
+        config = BenchmarkConfig("x", strategy=strategy, repeats=3, arguments=("--grad-accum", "2"), **TINY)
+        options = flags.parse(config.family, "benchmark", config.flags())
+        assert config.family == family
+        assert (options.stages or options.strategies) == rows
+        assert (options.model, options.batch_size, options.seq_length) == ("tiny", 2, 64)
+        assert (options.num_steps, options.warmup_steps, options.repeats, options.grad_accum) == (3, 1, 3, 2)
+        assert (options.accelerator, options.launcher) == ("cpu", "deepspeed")
 
 
 def test_a_request_that_cannot_be_run_is_one_line_and_leaves_no_folder(
@@ -99,30 +83,21 @@ def test_a_real_benchmark_is_measured_saved_and_compared(
     # torch's cache of compiled code outlives a run on purpose.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
     path = tmp_path / "baselines.json"
-    result = ThroughputBenchmark(name="tiny", strategy="zero1", **TINY).run()
-    assert result.name == "tiny"
-    assert result.throughput_tokens_per_sec is not None
-    assert result.samples_per_sec == pytest.approx(result.throughput_tokens_per_sec / 64)
-    assert len(result.step_seconds) == 3
-    assert result.throughput_tokens_per_sec == pytest.approx(2 * 64 / (sum(result.step_seconds) / 3), rel=0.2)
-    assert result.memory == "host"
-    assert result.peak_memory_mb is not None
-    assert result.average_memory_mb is not None
-    assert 100 < result.average_memory_mb < result.peak_memory_mb < 10_000
+    result = ThroughputBenchmark(
+        BenchmarkConfig("tiny", strategy="zero1", **{**TINY, "num_steps": 9}), num_steps=3
+    ).run()
+    assert (result.name, result.memory, len(result.step_seconds)) == ("tiny", "host", 3)
+    rate = result.throughput_tokens_per_sec
+    assert rate == pytest.approx(2 * 64 / (sum(result.step_seconds) / 3), rel=0.2)
+    assert rate is not None
+    assert result.samples_per_sec == pytest.approx(rate / 64)
+    assert 100 < (result.average_memory_mb or 0) < (result.peak_memory_mb or 0) < 10_000
     assert list(tmp_path.iterdir()) == []  # nothing is left of a run that succeeded
     save_baseline(BaselineEntry.of(result), path)
     assert compare_to_baseline(result, path=path).passed is True
     saved = load_baseline("tiny", path)
     assert saved is not None
     assert saved.environment is not None
-
-
-GUIDE = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
-
-
-def blocks(language: str) -> list[str]:
-    """The guide's examples in one language."""
-    return [block.partition("```")[0] for block in GUIDE.split(f"```{language}\n")[1:]]
 
 
 def nested(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -137,25 +112,6 @@ def nested(folder: Path, *arguments: str, **variables: str) -> subprocess.Comple
         text=True,
         check=False,
     )
-
-
-@pytest.mark.slow
-@pytest.mark.deepspeed
-@pytest.mark.usefixtures("built_ops")
-def test_the_guides_test_runs_and_pytest_benchmark_counts_the_steps_and_not_their_start(tmp_path: Path) -> None:
-    small = ", ".join(f"{name}={value!r}" for name, value in TINY.items())
-    (example,) = blocks("python")
-    example = example.replace(", batch_size=4, seq_length=512", "").replace('model_name="gpt2"', small)
-    (tmp_path / "test_speed.py").write_text(example)
-    done = nested(tmp_path, "--benchmark-enable", "--benchmark-json=F.json", "-k", "fast")
-    assert done.returncode == 0, done.stdout + done.stderr
-    (entry,) = json.loads((tmp_path / "F.json").read_text())["benchmarks"]
-    assert entry["options"]["timer"] == "step_clock"
-    assert entry["stats"]["rounds"] == 3
-    info = entry["extra_info"]
-    assert info["throughput_tokens_per_sec"] == pytest.approx(2 * 64 / entry["stats"]["mean"], rel=0.2)
-    assert info["peak_memory_mb"] > 100
-    assert (info["memory"], info["strategy"]) == ("host", "zero1")
 
 
 # ------------------------------------------------------------------ pytest-benchmark, with a stand-in for the trial
@@ -194,13 +150,9 @@ def test_every_step_of_every_run_is_a_round_and_nothing_is_timed_by_the_wall(sta
     assert done.returncode == 0, done.stdout + done.stderr
     (entry,) = json.loads((stand_in / "F.json").read_text())["benchmarks"]
     assert entry["stats"]["data"] == [50.0, 50.001, 50.002, 50.003]
-    assert entry["stats"]["mean"] == pytest.approx(50.0015)
-    assert entry["group"] == "throughput"
+    assert (entry["group"], entry["options"]["timer"]) == ("throughput", "step_clock")
     assert entry["extra_info"]["throughput_tokens_per_sec"] == 5.0
-
-
-def test_with_benchmarks_disabled_the_benchmark_still_runs_once(stand_in: Path) -> None:
-    done = nested(stand_in, "--benchmark-disable", STEP="1")
+    done = nested(stand_in, "--benchmark-disable", STEP="1")  # the benchmark still runs once
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -210,6 +162,3 @@ def test_a_test_without_the_step_clock_is_stopped_before_anything_is_run(tmp_pat
     assert done.returncode == 1
     assert "would be timed by the wall clock" in done.stdout
     assert "mark it @pytest.mark.benchmark(timer=ds_bench.benchmarks.step_clock)" in done.stdout
-
-
-# ------------------------------------------------------------------ the guide

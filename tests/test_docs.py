@@ -100,13 +100,3 @@ def test_measured_examples_are_lines_of_committed_results(
     assert blocks, "the example is gone from the docs"
     for block in blocks:
         assert [line for line in block.splitlines() if line.strip() not in shown] == []
-
-
-def test_the_parts_of_a_step_in_the_docs_are_those_measured() -> None:
-    """The table of docs/reading.md has the figures of a text that an earlier form of the report printed."""
-    measured = (ROOT / "results/reference/cpu_2cores_2026-11-22/parts_of_a_step.txt").read_text(encoding="utf-8")
-    page = (ROOT / "docs" / "reading.md").read_text(encoding="utf-8")
-    (row,) = re.findall(r"^ZeRO-3 \+ NVMe optimizer and parameters .*$", page, re.MULTILINE)
-    figures = re.findall(r"[\d,]+\.\d+", row)
-    assert len(figures) == 4
-    assert [figure for figure in figures if figure not in measured] == []
