@@ -216,6 +216,7 @@ FLAGS = [
     ("offload", "--model tiny --stage 2 --strategies none cpu_optimizer"),
     ("offload", "--model tiny --nvme-path /nonexistent --trust-remote-code"),
     ("zero", "--model tiny --stages 0 --strategies ddp --configs mine.json --keep-batch --relative-to mine"),
+    ("zero", "--model tiny --stages 1 --monitor tensorboard --checkpoint --profile torch --profile-steps 3"),
     ("zero", "--model tiny --stages 0 2 --axis overlap_comm=true,false --axis reduce_bucket_size=5e7,1000000"),
     ("zero", "--model tiny --data ids.bin --data-dtype uint16 --data-workers 2 --data-prefetch 3 --vocab-size 100"),
     ("offload", '--model tiny --ds-config changes.json --set gradient_clipping=2 --set scheduler={"type":"WarmupLR"}'),

@@ -28,11 +28,6 @@ def write(folder: Path, name: str, content: Any) -> Path:
     return path
 
 
-def as_text(values: Any, suffix: str) -> str:
-    """The values in JSON, or in YAML without quotes, where no is false."""
-    return json.dumps(values) if suffix == "json" else yaml.safe_dump(values).replace("'", "")
-
-
 def test_a_deepspeed_file_is_kept_word_for_word_and_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
     text = json.dumps(DEEPSPEED, indent=3) + "\n"
     file = read_configuration_file(write(tmp_path, "my config (1).json", text))
@@ -48,15 +43,18 @@ def test_a_deepspeed_file_is_kept_word_for_word_and_read_as_deepspeed_reads_it(t
 def test_accelerates_and_a_trainers_own_keys_become_the_configuration_that_they_make(
     tmp_path: Path, suffix: str
 ) -> None:
+    def read(values: Any) -> Any:
+        # In YAML without quotes, where no is false.
+        text = json.dumps(values) if suffix == "json" else yaml.safe_dump(values).replace("'", "")
+        return read_configuration_file(write(tmp_path, f"a.{suffix}", text))
+
     block = {"zero_stage": 3, "offload_optimizer_device": "cpu", "gradient_accumulation_steps": 4}
-    values = {"distributed_type": "DEEPSPEED", "mixed_precision": "no", "deepspeed_config": block}
-    file = read_configuration_file(write(tmp_path, f"a.{suffix}", as_text(values, suffix)))
+    file = read({"distributed_type": "DEEPSPEED", "mixed_precision": "no", "deepspeed_config": block})
     assert (file.kind, file.precision, file.config["gradient_accumulation_steps"]) == ("accelerate", "fp32", 4)
     assert file.config["zero_optimization"]["stage"] == 3
     assert file.config["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
     values = {"deepspeed": DEEPSPEED, "bf16": True, "learning_rate": "2e-5", "warmup_ratio": 0.1, "max_steps": -1}
-    values |= {"per_device_train_batch_size": 2, "gradient_checkpointing": True, "model_name_or_path": "x"}
-    file = read_configuration_file(write(tmp_path, f"args.{suffix}", as_text(values, suffix)))
+    file = read(values | {"per_device_train_batch_size": 2, "gradient_checkpointing": True, "model": "x"})
     assert (file.kind, file.precision, file.activation_checkpointing) == ("trainer", "bf16", True)
     assert file.arguments == {"learning_rate": 2e-5, "warmup_steps": 0.1}
     assert (file.batch_arguments, file.config) == ({"per_device_train_batch_size": 2}, DEEPSPEED)
@@ -81,12 +79,10 @@ def test_what_an_accelerate_file_leaves_open_has_accelerates_defaults(tmp_path: 
     """Accumulation is "auto" without deepspeed_config_file, 1 if that file has none (utils/dataclasses.py)."""
     write(tmp_path, "own.json", DEEPSPEED | {"gradient_accumulation_steps": "auto"})
     write(tmp_path, "none.json", DEEPSPEED)
-    blocks = ({"zero_stage": 2}, {"deepspeed_config_file": "none.json"}, {"deepspeed_config_file": "own.json"})
-    paths = [write(tmp_path, f"{number}.yaml", {"deepspeed_config": block}) for number, block in enumerate(blocks)]
-    accumulation = [read_configuration_file(path).config["gradient_accumulation_steps"] for path in paths]
-    assert accumulation == ["auto", 1, "auto"]
-    open_stage = write(tmp_path, "open.yaml", {"deepspeed_config": {"gradient_clipping": 1.0}})
-    assert read_configuration_file(open_stage).config["zero_optimization"]["stage"] == 2  # not DeepSpeed's 0
+    blocks = ({"gradient_clipping": 1.0}, {"deepspeed_config_file": "none.json"}, {"deepspeed_config_file": "own.json"})
+    files = [read_configuration_file(write(tmp_path, "a.yaml", {"deepspeed_config": block})) for block in blocks]
+    assert [file.config["gradient_accumulation_steps"] for file in files] == ["auto", 1, "auto"]
+    assert files[0].config["zero_optimization"]["stage"] == 2  # not DeepSpeed's 0
 
 
 def test_a_folder_gives_its_configurations_and_names_the_other_files(tmp_path: Path) -> None:
@@ -94,19 +90,17 @@ def test_a_folder_gives_its_configurations_and_names_the_other_files(tmp_path: P
     text = '{"train_batch_size": 8, "zero_optimization": {"stage": 2, "reduce_bucket_size": 2e8}}'
     for name in ("a.yaml", "b.config", "c", ".hidden"):
         write(tmp_path, name, text)
-    for name in ("LICENSE", "notes.txt"):
-        write(tmp_path, name, "nothing")
+    write(tmp_path, "LICENSE", "nothing")
     write(tmp_path, "package.json", {"name": "x", "scripts": {}})
     read, (left_out, twice) = read_configuration_files([tmp_path, tmp_path / "a.yaml"])
-    assert [file.name for file in read] == ["a", "b", "c"]
-    assert [file.config["zero_optimization"]["reduce_bucket_size"] for file in read] == [2e8] * 3
+    assert [(file.name, file.config) for file in read] == [(name, json.loads(text)) for name in "abc"]
     assert "package.json: not a DeepSpeed configuration" in left_out
     assert str(tmp_path / "a.yaml") in twice
 
 
 def test_files_of_one_name_and_of_a_strategys_name_get_the_names_of_their_folders(tmp_path: Path) -> None:
     names = {"a/ds.json": "a_ds", "b/ds.json": "b_ds", "b/zero3.json": "b_zero3", "a/x/ds.json": "x_ds"}
-    names |= {"b/ddp.json": "b_ddp", "b/設定 1.json": "設定_1", "b/設定2.json": "設定2"}
+    names |= {"b/ddp.json": "b_ddp", "b/設定 1.json": "設定_1"}
     read, lines = read_configuration_files([write(tmp_path, name, DEEPSPEED) for name in names])
     assert [file.name for file in read] == list(names.values())
     assert len(lines) == 5
@@ -115,11 +109,8 @@ def test_files_of_one_name_and_of_a_strategys_name_get_the_names_of_their_folder
 REFUSED = {
     "package.json": ('{"name": "x", "version": "1"}', "it has name, version"),
     "list.json": ("[1]", "not a JSON object"),
-    "words.json": ("no JSON at all", "not "),
-    "open.json": ('{"zero_optimization": {', "line 1"),
     "twice.json": ('{"train_batch_size": 1, "train_batch_size": 2}', "the key 'train_batch_size' appears twice"),
     "nan.json": ('{"gradient_clipping": NaN}', "NaN is not a JSON number"),
-    "large_number.json": ('{"gradient_clipping": 1e400}', "infinity"),
     "day.yaml": ("gradient_clipping: 2026-01-01", "cannot be written as JSON"),
     "digits.json": ('{"fp16": ' + "9" * 6000 + "}", "too many digits"),
     "deep.json": ('{"fp16": ' * 40 + "1" + "}" * 40, "more than 32 levels"),
@@ -128,20 +119,14 @@ REFUSED = {
     "tag.yaml": ("fp16: !!python/object/apply:os.system [true]", "not YAML, line 1, column 7"),
     "twice.yaml": ("fp16: 1\nfp16: 2\n", "the key 'fp16' appears twice"),
     "loop.yaml": ("fp16: &a [*a]", "more than 10,000 values"),
-    "open.yaml": ("fp16: [", "not YAML, line 1"),
     "date.yaml": ("fp16: 2026-99-99", "cannot be read as YAML"),
     "gone.yaml": ("deepspeed: nowhere.json", "or a folder above it, nor below the current folder /"),
     "itself.yaml": ("deepspeed: itself.yaml\nbf16: true", "itself.yaml is not a DeepSpeed configuration"),
-    "other.yaml": ("deepspeed: package.json", "package.json is not a DeepSpeed configuration"),
     "rate.yaml": ("deepspeed: {fp16: {}}\nlearning_rate: fast", "learning_rate is 'fast'"),
     "both.yaml": ("deepspeed: {fp16: {}}\nbf16: true\nfp16: true", "bf16 and fp16 are both true"),
     "null.json": ('{"deepspeed": null, "bf16": true}', "deepspeed is null"),
     "fp8.yaml": ("mixed_precision: fp8\ndeepspeed_config: {zero_stage: 2}", "mixed_precision fp8"),
-    # Aliases and merge keys that explode.
-    "bomb.yaml": (
-        "\n".join(["a0: &a0 [1]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12))]),
-        "aliases counted",
-    ),
+    # Merge keys that explode.
     "merges.yaml": (
         "\n".join(
             ["m0: &m0 {a: 1}", *(f"m{n}: &m{n} {{<<: [{', '.join([f'*m{n - 1}'] * 10)}]}}" for n in range(1, 12))]
@@ -152,17 +137,13 @@ REFUSED = {
 
 
 def test_a_file_that_is_not_a_configuration_is_refused_with_a_remedy(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    for name, (content, reason) in REFUSED.items():
-        path = write(tmp_path, name, content)
-        with subtests.test(name):
-            with pytest.raises(ConfigurationFileError) as caught:
+    files = {write(tmp_path, name, content): reason for name, (content, reason) in REFUSED.items()}
+    for path, reason in {**files, Path("/dev/zero"): "", tmp_path / "missing.json": ""}.items():
+        with subtests.test(path.name):
+            with pytest.raises(ConfigurationFileError, match=str(path)) as caught:
                 read_configuration_files([path])
             assert reason in caught.value.reason
-            assert caught.value.path == path
             assert caught.value.remedy
-    for path in (tmp_path / "missing.json", Path("/dev/zero")):
-        with pytest.raises(ConfigurationFileError, match=str(path)):
-            read_configuration_files([path])
 
 
 TEXT = """// comment {
@@ -193,13 +174,10 @@ def test_a_key_has_its_line_and_a_missing_one_that_of_its_block() -> None:
 
 def test_what_deepspeed_cannot_read_is_an_error_with_its_line() -> None:
     for text, line, problem in (
-        ('{\n"a": 1,\n"a": 2}', 3, "'a' appears twice"),
         ('{\n"b": {"c": 1,\n"c": 2}}', 3, "'c' appears twice"),
         ('{\n"a" 1}', 2, "Expecting ':'"),
-        ('{"a": [1, 2', 1, "Expecting value"),
         ('{"a": 1e999}', 1, "infinity"),
         ('{"a": /* ', 1, "cannot be read"),
-        ('{"a": ' + "9" * 5000 + "}", 1, "4300 digits"),
     ):
         with pytest.raises(ConfigSyntaxError, match=problem) as caught:
             parse_hjson(text)

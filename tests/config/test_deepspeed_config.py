@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import json
-import sys
 from itertools import product
 from typing import Any
 
@@ -15,24 +13,20 @@ from hypothesis import strategies as st
 
 from ds_bench.config import deepspeed_config, recipe_file, strategies, validation
 from ds_bench.config.deepspeed_config import base_config, overlay, with_optimizer
+from ds_bench.config.spec import BATCH_KEYS
 from ds_bench.errors import UsageError
 from tests.support import fakes
 from tests.support.deepspeed_configs import EVERY_CONFIGURATION, complete
-from tests.support.real_trials import ROOT
 
-BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 few = st.integers(1, 512)
 
 
 def batch(config: dict[str, Any]) -> tuple[int, ...]:
-    return tuple(config[key] for key in BATCH)
+    return tuple(config[key] for key in BATCH_KEYS)
 
 
 def completed(name: str, stage: int = 3, **changes: Any) -> dict[str, Any]:
     return complete(overlay(base_config(fakes.offload(name, stage), 4), changes))
-
-
-# Batch
 
 
 @given(micro=few, accum=few, gpus=st.integers(1, 64))
@@ -49,13 +43,9 @@ def test_the_total_batch_is_micro_batch_times_accumulation_times_gpus(micro: int
 def test_ranks_that_share_a_sequence_count_once_and_a_wrong_batch_is_refused() -> None:
     config = {**base_config(fakes.zero(2), 4), "sequence_parallel_size": 2, "tensor_parallel": {"autotp_size": 2}}
     assert batch(complete(config, on=fakes.placement(num_gpus=4))) == (8, 4, 1)
-    wrong = [{"train_batch_size": 17}, *({key: value} for key, value in product(BATCH[1:], (0, 2.0, "4", None, True)))]
-    for change in wrong:
-        with pytest.raises(UsageError, match=next(iter(change))):
-            complete({**base_config(fakes.zero(0), 4, 2), **change}, on=fakes.placement(num_gpus=2))
-
-
-# The catalogue and the scripts
+    for key, value in (("train_batch_size", 17), *product(BATCH_KEYS[1:], (0, "4", True))):
+        with pytest.raises(UsageError, match=key):
+            complete({**base_config(fakes.zero(0), 4, 2), key: value}, on=fakes.placement(num_gpus=2))
 
 
 def test_the_catalogue_writes_out_what_deepspeed_changed_between_versions(subtests: pytest.Subtests) -> None:
@@ -76,35 +66,16 @@ def test_the_catalogue_writes_out_what_deepspeed_changed_between_versions(subtes
     assert deepspeed_config.zero_block(fakes.zero(0)) == {"stage": 0}
 
 
-def test_each_script_has_a_config_function_near_its_top(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
-    for name in ("zero_stage_comparison", "offload_comparison"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-        make = importlib.import_module(name).create_deepspeed_config
-        lines = (ROOT / f"{name}.py").read_text(encoding="utf-8").splitlines()
-        assert next(n for n, line in enumerate(lines, 1) if line.startswith("def create_deepspeed_config(")) <= 20
-        for row in strategies.ZERO_STAGES.values() if name.startswith("zero") else map(fakes.offload, ("none", "nvme")):
-            config = make(row.stage if name.startswith("zero") else row, 8, 4)
-            assert batch(config) == (32, 8, 4)
-            assert config["zero_optimization"]["stage"] == row.stage
-            assert (deepspeed_config.offload_device(config, "offload_optimizer") or "none") == row.offload_optimizer
-
-
-# What completing adds
-
-
 def test_completing_keeps_what_the_user_set_and_its_input() -> None:
     changes = {
         "zero_optimization": {"reduce_bucket_size": 123, "offload_param": {"buffer_size": 77}},
         "gradient_clipping": 0.25,
         "timers": {"throughput": {"enabled": True}},
-        "steps_per_print": 7,
-        "wall_clock_breakdown": True,
         "aio": {"queue_depth": 99},
     }
     base = overlay(base_config(fakes.offload("nvme"), 4), changes)
     before = copy.deepcopy(base)
-    config = complete(base, of=fakes.workload(precision="fp16"))
+    config = complete(base)
     assert base == before
     assert overlay(config, changes) == config
     assert config["aio"] == {"queue_depth": 99}
@@ -112,11 +83,9 @@ def test_completing_keeps_what_the_user_set_and_its_input() -> None:
 
 def test_the_precision_is_filled_in_only_where_the_config_leaves_it_open() -> None:
     for block, precision, expected in (
-        ({}, "bf16", {"bf16": {"enabled": True}}),
         ({}, "fp16", {"fp16": {"enabled": True}}),
         ({}, "fp32", {}),
         ({"fp16": {"enabled": True}}, "bf16", {"fp16": {"enabled": True}}),
-        ({"bf16": {"enabled": False}}, "bf16", {"bf16": {"enabled": False}}),
         ({"torch_autocast": {}}, "bf16", {"torch_autocast": {}}),
     ):
         config = complete({**base_config(fakes.zero(2), 4), **block}, of=fakes.workload(precision=precision))
@@ -139,17 +108,17 @@ def test_another_optimizer_has_its_own_parameters_and_the_users_learning_rate() 
     few_params = {"lr": 0.5, "weight_decay": 0.01}
     adam = {**few_params, "betas": [0.9, 0.999], "eps": 1e-8, "adam_w_mode": False}
     assert blocks == {"SGD": few_params, "Lion": few_params, "Adam": adam}
-    assert "adam_w_mode" not in with_optimizer(with_optimizer(base, "Adam"), "AdamW")["optimizer"]["params"]
     untested = {name: complete(with_optimizer(base, name)).get("zero_allow_untested_optimizer") for name in blocks}
     assert untested == {"SGD": True, "Lion": None, "Adam": None}
-    assert with_optimizer(overlay(base, {"optimizer": None}), "Adagrad")["optimizer"]["type"] == "Adagrad"
+    assert with_optimizer({}, "Adagrad")["optimizer"]["type"] == "Adagrad"
 
 
 def test_nvme_offload_moves_every_parameter_to_a_private_folder() -> None:
-    for elements in (1, 2**20 - 1, 2**20, 2**20 + 1, 2**33 + 5):
+    sizes = {}
+    for elements in (1, 2**20, 2**20 + 1):
         sized = complete(base_config(fakes.offload("nvme"), 4), largest_parameter=elements)
-        size = sized["zero_optimization"]["offload_param"]["buffer_size"]
-        assert (elements <= size < elements + 2**20, size % 2**20) == (True, 0)
+        sizes[elements] = sized["zero_optimization"]["offload_param"]["buffer_size"]
+    assert sizes == {1: 2**20, 2**20: 2**20, 2**20 + 1: 2**21}
     config = complete(base_config(fakes.offload("nvme"), 4), largest_parameter=None)
     zero = config["zero_optimization"]
     assert "buffer_size" not in zero["offload_param"]  # no guess for a model of unknown sizes
@@ -159,17 +128,11 @@ def test_nvme_offload_moves_every_parameter_to_a_private_folder() -> None:
     private = deepspeed_config.with_swap_folder(config, "/mnt/nvme/mine")
     assert json.dumps(private) == json.dumps(config).replace('"/mnt/nvme"', '"/mnt/nvme/mine"')
     assert json.dumps(config).count('"/mnt/nvme"') == 2
-    for name in ("none", "cpu_optimizer", "cpu_full"):
-        other = completed(name)
-        assert "aio" not in other
-        assert "nvme" not in json.dumps(other)
-        assert deepspeed_config.with_swap_folder(other, "/x") == other
-    blocks = (None, {"device": "none"}, {"device": None}, {})
-    configs = [{}, {"zero_optimization": None}, *({"zero_optimization": {"offload_param": block}} for block in blocks)]
+    other = completed("cpu_full")
+    assert "aio" not in other
+    assert deepspeed_config.with_swap_folder(other, "/x") == other
+    configs = [{"zero_optimization": block} for block in (None, {}, {"offload_param": {"device": "none"}})]
     assert {deepspeed_config.offload_device(config, "offload_param") for config in configs} == {None}
-
-
-# Changes
 
 
 scalars = st.one_of(st.integers(), st.booleans(), st.text(max_size=3))
@@ -203,18 +166,15 @@ def test_a_null_removes_a_key_and_a_changed_batch_its_total() -> None:
 def test_a_setting_is_json_or_else_text() -> None:
     for text, value in {
         "a.b=false": {"a": {"b": False}},
-        "a=1e6": {"a": 1e6},
-        "a=12": {"a": 12},
         "a=null": {"a": None},
         'a={"b": [1, 2]}': {"a": {"b": [1, 2]}},
         "a=AdamW": {"a": "AdamW"},
         'a="12"': {"a": "12"},
         "a=": {"a": ""},
         "a=b=c": {"a": "b=c"},
-        "a.b.c=x.y": {"a": {"b": {"c": "x.y"}}},
     }.items():
         assert json.dumps(deepspeed_config.parse_set(text)) == json.dumps(value)  # 1 and True are equal to Python
-    for text in ("", "a", "=1", ".a=1", "a.=1", "a..b=1", ".", f"{'a.' * 3000}a=1", f"a={'[' * 3000}"):
+    for text in ("a", "=1", "a..b=1", f"{'a.' * 3000}a=1", f"a={'[' * 3000}"):
         with pytest.raises(UsageError, match=r"--set|levels") as caught:
             deepspeed_config.parse_set(text)
         assert len(str(caught.value)) < 200

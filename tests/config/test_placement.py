@@ -26,35 +26,30 @@ def place(*arguments: str, cards: int = 4, capability: tuple[int, int] = (9, 0),
 
 
 def test_accelerator_and_ranks_follow_flags_environment_and_visible_gpus() -> None:
-    cases = {
-        "": (4, {}, "cuda", 4),
-        "--accelerator auto": (0, {}, "cpu", 1),
-        "--accelerator cpu --num-gpus 2": (4, {}, "cpu", 2),
-        "--num-gpus 3": (4, {"WORLD_SIZE": "2"}, "cuda", 3),
-        "--num-gpus 64": (0, {}, "cpu", 64),
-        "--seed 1": (4, {"WORLD_SIZE": "2"}, "cuda", 2),
-        "--seed 2": (0, {"WORLD_SIZE": "2"}, "cpu", 2),
-        "--seed 3": (4, {"CUDA_VISIBLE_DEVICES": "2,0"}, "cuda", 2),
-        "--seed 4": (4, {"CUDA_VISIBLE_DEVICES": ""}, "cpu", 1),
-        "--seed 5": (4, {"CUDA_VISIBLE_DEVICES": "7"}, "cpu", 1),
-        **{f"--seed 1{n}": (4, {"WORLD_SIZE": text}, "cuda", 4) for n, text in enumerate(("", "0", "-2", "2.0", "²"))},
-    }
-    found = {flags: place(*flags.split(), cards=cards, **env) for flags, (cards, env, *_) in cases.items()}
-    assert {flags: (each.accelerator, each.num_gpus) for flags, each in found.items()} == {
-        flags: tuple(expected) for flags, (_, _, *expected) in cases.items()
-    }
-    assert [place("--launcher", name).launcher for name in ("auto", "warm", "deepspeed")] == [
-        "warm",
-        "warm",
-        "deepspeed",
-    ]
+    for flags, cards, environ, expected in (
+        ("", 4, {}, ("cuda", 4)),
+        ("", 0, {}, ("cpu", 1)),
+        ("--accelerator cpu --num-gpus 2", 4, {}, ("cpu", 2)),
+        ("--num-gpus 3", 4, {"WORLD_SIZE": "2"}, ("cuda", 3)),
+        ("--num-gpus 64", 0, {}, ("cpu", 64)),
+        ("", 4, {"WORLD_SIZE": "2"}, ("cuda", 2)),
+        ("", 0, {"WORLD_SIZE": "2"}, ("cpu", 2)),
+        ("", 4, {"WORLD_SIZE": "²"}, ("cuda", 4)),
+        ("", 4, {"CUDA_VISIBLE_DEVICES": "2,0"}, ("cuda", 2)),
+        ("", 4, {"CUDA_VISIBLE_DEVICES": ""}, ("cpu", 1)),
+    ):
+        found = place(*flags.split(), cards=cards, **environ)
+        assert (found.accelerator, found.num_gpus) == expected, (flags, environ)
+    launchers = [place("--launcher", name).launcher for name in ("auto", "warm", "deepspeed")]
+    assert launchers == ["warm", "warm", "deepspeed"]
+    limits = place("--cpu-memory-limit", "2", "--gpu-memory-limit", "0.5")
+    assert (limits.cpu_memory_limit_bytes, limits.gpu_memory_limit_bytes) == (2 * 2**30, 2**29)
 
 
 def test_gpus_that_are_not_there_are_refused(subtests: pytest.Subtests) -> None:
     for flags, cards, environ, message in (
         ("--accelerator cuda", 0, {}, r"no GPU is visible .*CUDA_VISIBLE_DEVICES, or --accelerator cpu"),
-        ("--num-gpus 5", 4, {}, r"--num-gpus 5, but 4 are visible \(give 4 or less\)"),
-        ("--num-gpus 2", 4, {"CUDA_VISIBLE_DEVICES": "3"}, "but 1 are visible"),
+        ("--num-gpus 2", 4, {"CUDA_VISIBLE_DEVICES": "3"}, r"--num-gpus 2, but 1 are visible \(give 1 or less\)"),
         ("", 4, {"WORLD_SIZE": "16"}, "16 processes were started .* but 4 are visible"),
         ("--gpu-memory-limit 1", 0, {}, "use --cpu-memory-limit on a CPU"),
     ):
@@ -68,9 +63,8 @@ def test_a_torch_without_cuda_runs_on_the_cpu_unless_cuda_is_requested(monkeypat
     with pytest.raises(UsageError, match=r"--accelerator cuda, but the installed torch is a CPU build \(install"):
         place("--accelerator", "cuda")
     monkeypatch.setattr(environment, "torch_rocm_version", lambda: "6.4.43482")
-    for asked in ("auto", "cuda"):
-        with pytest.raises(UsageError, match=r"torch is for ROCm 6.4.43482, which is not supported"):
-            place("--accelerator", asked, cards=0)
+    with pytest.raises(UsageError, match=r"torch is for ROCm 6.4.43482, which is not supported"):
+        place("--accelerator", "auto", cards=0)
     assert place("--accelerator", "cpu", cards=0).accelerator == "cpu"
 
 
@@ -79,17 +73,16 @@ def test_a_hostfile_is_read_by_lines_with_comments_and_blanks(tmp_path: Path, su
     path.write_text("# cluster\n\n  node-1   slots=8  # first\nnode-2\tslots=4\n")
     assert read_hostfile(path) == {"node-1": 8, "node-2": 4}
     for line in (
-        *("node-2", "node-2 8", "node-2 slots=", "node-2 slots=0", "node-2 slots=-1", "node-2 slots=8 slots=8"),
-        *("node-2 slots=eight", "node-2 slots = 8", "node-1 slots=8", "node-2 slots=²", "node-2 gpus=8", "-o slots=1"),
+        *("node-2", "node-2 slots=0", "node-2 slots=8 slots=8", "node-2 slots = 8", "node-1 slots=8"),
+        *("node-2 slots=²", "node-2 gpus=8", "-o slots=1"),
     ):
         path.write_text(f"node-1 slots=8\n\n{line}\n")
         with subtests.test(line), pytest.raises(UsageError) as caught:
             read_hostfile(path)
         assert f"{path}, line 3: {line!r}" in str(caught.value)
-    for content, message in ((b"", "names no host"), (b"# nobody\n", "names no host"), (b"\xff\xfe\x00", "line 1")):
-        path.write_bytes(content)
-        with subtests.test(content), pytest.raises(UsageError, match=message):
-            read_hostfile(path)
+    path.write_bytes(b"# nobody\n")
+    with pytest.raises(UsageError, match="names no host"):
+        read_hostfile(path)
     with pytest.raises(UsageError, match=r"--hostfile .*give a readable file"):
         read_hostfile(tmp_path)
 
@@ -102,8 +95,6 @@ def test_a_hostfile_gives_the_ranks_and_paths_become_absolute(tmp_path: Path, mo
     assert (found.hostfile, found.nvme_path) == (str(tmp_path.resolve() / "hosts"), str(tmp_path.resolve() / "swap"))
     with pytest.raises(UsageError, match=r"--num-gpus 8, but the hostfile has 16 slots \(leave --num-gpus out; --incl"):
         place("--hostfile", "hosts", "--num-gpus", "8")
-    limits = place("--cpu-memory-limit", "2", "--gpu-memory-limit", "0.5")
-    assert (limits.cpu_memory_limit_bytes, limits.gpu_memory_limit_bytes) == (2 * 2**30, 2**29)
 
 
 def test_slots_are_selected_as_deepspeed_selects_them(tmp_path: Path, subtests: pytest.Subtests) -> None:
@@ -132,20 +123,14 @@ def test_wrong_flags_for_several_hosts_are_refused_in_one_line(tmp_path: Path, s
     path.write_text("a slots=4\nb slots=1\n")
     for flags, message in (
         (("--include", "a", "--exclude", "b"), "--include and --exclude together (give one"),
-        (("--include", "d"), "--include 'd': no host 'd' in the hostfile (one of a, b)"),
         (("--include", "a:4"), "--include 'a:4': no slot 4 on a (a has slots 0 to 3)"),
-        (("--exclude", "b:1"), "--exclude 'b:1': no slot 1 on b (b has only slot 0)"),
         (("--include", "a:0,"), "'a:0,' is not a host with slots (write: HOST@HOST:SLOT,SLOT)"),
-        (("--include", "a:-1"), "'a:-1' is not a host with slots"),
-        (("--include", ""), "no host '' in the hostfile"),
-        (("--include", "a\nb"), "no host 'a\\nb' in the hostfile"),
+        (("--include", "a\nb"), "no host 'a\\nb' in the hostfile (one of a, b)"),
         (("--include=-oProxyCommand=x",), "no host '-oProxyCommand=x' in the hostfile"),
         (("--exclude", "a@b"), "--exclude 'a@b' leaves no slot"),
         (("--master-addr=-oProxyCommand=x",), "--master-addr '-oProxyCommand=x' is not a host or address"),
-        (("--master-addr", "a;b"), "--master-addr 'a;b' is not a host or address"),
         (("--host-command", "ssh 'y"), "No closing quotation (close the quotation mark)"),
         (("--host-command", "{host}"), "does not say where the host's name goes"),
-        (("--host-command", "ssh host"), "does not say where the host's name goes"),
         (("--host-command", "ssh {host}\n"), "does not say where the host's name goes"),
         (("--env", "A B=1"), "--env 'A B' is not a variable (write NAME or NAME=VALUE)"),
         (("--env", "HF_TOKEN=hf_secret"), "(export HF_TOKEN and give --env HF_TOKEN)"),
@@ -154,16 +139,13 @@ def test_wrong_flags_for_several_hosts_are_refused_in_one_line(tmp_path: Path, s
             place("--hostfile", str(path), *flags)
         assert message in str(error.value)
         assert "\n" not in str(error.value)
-    for flag, value in (
-        *(("--include", "a"), ("--exclude", "a"), ("--master-addr", "a"), ("--master-port", "1")),
-        ("--host-command", "ssh {host}"),
-    ):
+    for flag, value in (("--include", "a"), ("--master-port", "1"), ("--host-command", "ssh {host}")):
         with subtests.test(flag), pytest.raises(UsageError, match=rf"{flag} without --hostfile \(add --hostfile FILE"):
             place(flag, value)
 
 
 def test_number_formats_are_those_of_the_oldest_visible_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    formats = {(7, 5): ("fp16", "fp32"), (8, 0): ("bf16", "fp16", "fp32"), (9, 0): ("bf16", "fp16", "fp32")}
+    formats = {(7, 5): ("fp16", "fp32"), (8, 0): ("bf16", "fp16", "fp32")}
     assert {capability: place(capability=capability).supported_precisions for capability in formats} == formats
     cards = GpuInventory(gpus=tuple(GpuFacts(index=index, compute_capability=(9 - 2 * index, 0)) for index in (0, 1)))
     unknown, options = GpuInventory(gpus=(GpuFacts(index=0),)), fakes.options("zero")
@@ -174,19 +156,15 @@ def test_number_formats_are_those_of_the_oldest_visible_gpu(monkeypatch: pytest.
     for has, supported in ((False, ("bf16", "fp32")), (True, ("bf16", "fp16", "fp32"))):
         monkeypatch.setattr(placement, "_cpu_has_fp16", lambda has=has: has)
         assert place(cards=0).supported_precisions == supported
-
-
-def test_a_requested_precision_is_never_replaced() -> None:
-    """Without it on the device the row says Unsupported: a silent fallback would be a wrong label."""
+    # A requested format is never replaced: a silent fallback would be a wrong label.
     without_bf16 = fakes.placement(supported_precisions=("fp16", "fp32"))
-    assert [choose_precision(asked, without_bf16) for asked in ("auto", "bf16", "fp32")] == ["fp16", "bf16", "fp32"]
+    assert [choose_precision(asked, without_bf16) for asked in ("auto", "bf16")] == ["fp16", "bf16"]
 
 
 @pytest.mark.parametrize(
     ("flags", "tasks", "cards", "world_size", "ranks"),
     [
         ((), "1(x2)", 0, "", (1, 1)),
-        ((), "2,1", 0, "", (2, 1)),
         ((), "1(x2)", 4, "", (4, 4)),
         ((), "2,1", 4, "3", (2, 1)),  # the tasks of srun
         ((), "1(x2)", 4, "4", (2, 2)),  # torchrun, started by srun once on each node

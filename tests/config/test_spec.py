@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,7 @@ from tests.support import fakes
 
 def test_impossible_values_are_refused_by_the_name_of_their_field(subtests: pytest.Subtests) -> None:
     for name, value in (
-        *product(("batch_size", "seq_length", "grad_accum", "num_steps", "vocab_size"), (0, -1)),
+        *product(("batch_size", "seq_length", "grad_accum", "num_steps", "vocab_size"), (0,)),
         *(("warmup_steps", -1), ("model", ""), ("dropout", 1.0), ("attention", "flash")),
     ):
         with subtests.test(name, value=value), pytest.raises(ValueError, match=f"{name} is {value!r}: must"):
@@ -25,21 +27,9 @@ def test_impossible_values_are_refused_by_the_name_of_their_field(subtests: pyte
     assert fakes.workload(warmup_steps=0).warmup_steps == 0
     with pytest.raises(ValueError, match="num_gpus is 0"):
         Placement(accelerator="cpu", num_gpus=0)
-
-
-def test_a_stored_name_that_a_field_does_not_have_is_refused(subtests: pytest.Subtests) -> None:
-    stored = everything().to_dict()
-    for part, name in (("workload", "precision"), ("workload", "loss"), ("placement", "accelerator")):
-        with subtests.test(name), pytest.raises(InvalidValueError, match=name):
-            json_files.build(Trial, {**stored, part: {**stored[part], name: "fp8"}})
-    with pytest.raises(InvalidValueError, match="colour"):
-        json_files.build(Trial, {**stored, "colour": "red"})
-
-
-def test_a_trial_is_named_like_a_folder(subtests: pytest.Subtests) -> None:
-    for name in ("", "..", "/tmp/elsewhere", "a/b"):
-        with subtests.test(name), pytest.raises(ValueError, match="trial_id"):
-            replace(fakes.trial(), trial_id=name)
+    for trial_id in ("", "..", "a/b"):
+        with pytest.raises(ValueError, match="trial_id"):
+            replace(fakes.trial(), trial_id=trial_id)
 
 
 def test_stage_and_devices_are_those_of_the_deepspeed_configuration() -> None:
@@ -61,7 +51,6 @@ def test_stage_and_devices_are_those_of_the_deepspeed_configuration() -> None:
 
 def test_a_configuration_that_would_mislead_is_refused(subtests: pytest.Subtests) -> None:
     for changes, message in (
-        ({"name": ""}, "name is ''"),
         ({"deepspeed_config": {"zero_optimization": {"stage": 4}}}, "stage is 4"),
         ({"deepspeed_config": {"zero_optimization": {"stage": True}}}, "stage is True"),
         ({"deepspeed_config": {"zero_optimization": {"offload_param": {"device": "gpu"}}}}, "offload_param.device"),
@@ -71,88 +60,69 @@ def test_a_configuration_that_would_mislead_is_refused(subtests: pytest.Subtests
             Configuration(**{"name": "mine", "label": "mine", "deepspeed_config": {}, **changes})
 
 
-def everything() -> Trial:
-    """A trial that uses every field."""
-    return fakes.trial(
-        fakes.offload("nvme"),
-        on=fakes.placement(
-            accelerator="cuda",
-            num_gpus=4,
-            launcher="deepspeed",
-            hostfile="/etc/hosts.ds",
-            nvme_path="/mnt/nvmé",
-            cpu_memory_limit_bytes=7,
-            gpu_memory_limit_bytes=8,
-            supported_precisions=("fp16", "fp32"),
-            hosts=(("a", 2), ("b", 2)),
-            include="a:0,1@b:0,1",
-            master_addr="10.0.0.1",
-            master_port=29501,
-            host_command="ssh {host}",
-            forwarded_variables=("HTTPS_PROXY",),
-        ),
-        of=fakes.workload(precision="fp16", activation_checkpointing=True, grad_accum=3, seed=7),
-        repeat=2,
-        unsupported="no libaio",
-        caveats=("a disk that is none",),
-    )
+TRIAL = fakes.trial(
+    fakes.offload("nvme"),
+    on=fakes.placement(
+        accelerator="cuda",
+        num_gpus=4,
+        launcher="deepspeed",
+        nvme_path="/mnt/nvmé",
+        cpu_memory_limit_bytes=7,
+        gpu_memory_limit_bytes=8,
+        supported_precisions=("fp16", "fp32"),
+        hosts=(("a", 2), ("b", 2)),
+    ),
+    of=fakes.workload(precision="fp16", activation_checkpointing=True, vocab_size=8),
+    repeat=2,
+    unsupported="no libaio",
+    caveats=("a disk that is none",),
+)
 
 
-def test_a_trial_survives_json_whole() -> None:
-    trial = everything()
-    again = json_files.parse(Trial, json.dumps(trial.to_dict()).encode())
-    assert again == trial
-    assert isinstance(again.caveats, tuple)
+def test_a_trial_survives_json_whole_and_an_unknown_name_in_it_is_refused(subtests: pytest.Subtests) -> None:
+    again = json_files.parse(Trial, json.dumps(TRIAL.to_dict()).encode())
+    assert again == TRIAL
     assert isinstance(again.placement.supported_precisions, tuple)
-    assert work_key(again) == work_key(trial)
+    assert work_key(again) == work_key(TRIAL)
+    stored = TRIAL.to_dict()
+    for part, name in (("workload", "precision"), ("workload", "loss"), ("placement", "accelerator")):
+        with subtests.test(name), pytest.raises(InvalidValueError, match=name):
+            json_files.build(Trial, {**stored, part: {**stored[part], name: "fp8"}})
+    with pytest.raises(InvalidValueError, match="colour"):
+        json_files.build(Trial, {**stored, "colour": "red"})
 
 
-def _variants() -> list[Trial]:
-    trial = everything()
-    workloads = [
-        {"batch_policy": "largest"}, {"batch_size": 5},
-        {"seq_length": 129}, {"grad_accum": 4}, {"num_steps": 11}, {"warmup_steps": 3},
-        {"precision": "fp32"}, {"activation_checkpointing": False}, {"seed": 8}, {"model": "gpt2"},
-        {"trust_remote_code": True}, {"dropout": 0.0}, {"model_config": {"n_layer": 1}}, {"model_type": "opt"},
-        {"model_source": "hub"}, {"attention": "eager"}, {"loss": "tiled"}, {"compile": "torch"},
-        {"tiled_mlp": True}, {"data_workers": 0},
-        {"data_pin_memory": True}, {"data_prefetch": 4}, {"cpu_binding": "cores"},
-        {"zero_init": False}, {"pass_type": "forward"}, {"synchronized": False},
-        {"vocab_size": 9}, {"data_path": "/ids.bin"}, {"data_dtype": "uint16"},
-        {"data_tokens": 9}, {"data_digest": "a"}, {"seq_policy": "longest"},
-    ]  # fmt: skip
-    placements = [
-        {"num_gpus": 8}, {"accelerator": "cpu"}, {"launcher": "warm"}, {"nvme_path": "/other"},
-        {"cpu_memory_limit_bytes": None}, {"gpu_memory_limit_bytes": None},
-        {"hosts": ()}, {"hosts": (("a", 3), ("b", 1))},
-    ]  # fmt: skip
-    return [
-        *(replace(trial, workload=replace(trial.workload, **change)) for change in workloads),
-        *(replace(trial, placement=replace(trial.placement, **change)) for change in placements),
-        replace(trial, repeat=0),
-        replace(trial, configuration=fakes.offload("cpu_full")),
-        replace(trial, ds_config={**trial.ds_config, "gradient_clipping": 0.5}),
-    ]
+def with_another(part: Any, name: str) -> Any:
+    """The workload or placement with another value of one field."""
+    value = getattr(part, name)
+    others: dict[str, Any] = {"dropout": 0.5, "attention": "eager", "hosts": (("a", 3), ("b", 1))}
+    if isinstance(value, int):
+        other: Any = not value if isinstance(value, bool) else value + 1
+    else:
+        other = {"n_layer": 1} if isinstance(value, Mapping) else "another"
+    return replace(part, **{name: others.get(name, other)})
 
 
 def test_the_key_follows_everything_that_decides_the_measurement_and_nothing_else() -> None:
-    trial = everything()
-    keys = [work_key(each) for each in [trial, *_variants()]]
-    assert len(set(keys)) == len(keys)
-    elsewhere = {"hosts": (("c", 2), ("d", 2)), "include": None, "master_addr": None, "master_port": None}
-    turned = dict(reversed(list(trial.ds_config.items())))
-    assert list(turned) != list(trial.ds_config)
+    cosmetic = {"hostfile", "include", "master_addr", "master_port", "host_command", "forwarded_variables"}
+    cosmetic |= {"compute_capability"}
+    deciding = [field.name for field in fields(Placement) if field.name not in cosmetic]
+    different = [
+        TRIAL,
+        *(replace(TRIAL, workload=with_another(TRIAL.workload, field.name)) for field in fields(Workload)),
+        *(replace(TRIAL, placement=with_another(TRIAL.placement, name)) for name in deciding),
+        replace(TRIAL, repeat=0),
+        replace(TRIAL, configuration=fakes.offload("cpu_full")),
+        replace(TRIAL, ds_config={**TRIAL.ds_config, "gradient_clipping": 0.5}),
+    ]
+    assert len({work_key(each) for each in different}) == len(different)
     for same in (
-        replace(trial, trial_id="07_nvme", caveats=(), unsupported=None),
-        replace(trial, placement=replace(trial.placement, **elsewhere)),
-        replace(trial, ds_config=turned),
+        replace(TRIAL, trial_id="07_nvme", caveats=(), unsupported=None),
+        *(replace(TRIAL, placement=with_another(TRIAL.placement, name)) for name in cosmetic),
+        replace(TRIAL, placement=replace(TRIAL.placement, hosts=(("c", 2), ("d", 2)))),
+        replace(TRIAL, ds_config=dict(reversed(list(TRIAL.ds_config.items())))),
     ):
-        assert work_key(same) == work_key(trial)
-    # So that a new field of the workload cannot be forgotten here.
-    names = [field.name for field in fields(Workload)]
-    workloads = [variant.workload for variant in _variants()]
-    changed = {name for each in workloads for name in names if getattr(each, name) != getattr(trial.workload, name)}
-    assert changed == set(names)
+        assert work_key(same) == work_key(TRIAL)
 
 
 def test_credentials_are_in_nothing_that_is_stored_and_decide_nothing() -> None:

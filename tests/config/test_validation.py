@@ -11,8 +11,8 @@ import pytest
 
 from ds_bench.config import deepspeed_config, validation
 from ds_bench.config.rules import RULES, Case
-from ds_bench.config.spec import Configuration, Placement, Requirements, Strategy, Workload
-from ds_bench.config.strategies import REFERENCES, make_configuration
+from ds_bench.config.spec import Configuration, Placement, Requirements, Workload
+from ds_bench.config.strategies import REFERENCES
 from ds_bench.errors import UsageError
 from ds_bench.system import host_memory
 from tests.support import fakes
@@ -47,24 +47,21 @@ def test_what_the_catalogue_offers_is_neither_refused_nor_ineffective(subtests: 
 
 
 def test_a_row_is_refused_by_the_rule_that_it_breaks(subtests: pytest.Subtests) -> None:
-    nvme_optimizer = make_configuration(Strategy(name="x", label="X", stage=2, offload_optimizer="nvme"))
-    offload, stage_1 = fakes.offload("cpu_optimizer"), fakes.zero(1)
+    offload, offload_2, stage_1 = fakes.offload("cpu_optimizer"), fakes.offload("cpu_optimizer", 2), fakes.zero(1)
     for row, on, changes, rule in (
         # On GPUs DeepSpeed's CPU Adam asserts that its parameters are in host memory.
         (fakes.offload("cpu_optimizer", 0), CUDA, {}, "stage-0-offload"),
         (fakes.offload("cpu_optimizer", 0), CPU, {}, None),
-        (fakes.offload("cpu_optimizer", 1), CUDA, {}, None),
-        (fakes.offload("cpu_optimizer", 2), CUDA, {}, None),
         (fakes.offload("cpu_full", 2), CUDA, {}, "offload-param-below-stage-3"),
-        (nvme_optimizer, CUDA, {}, "nvme-below-stage-3"),
+        (fakes.offload("nvme", 2), CUDA, {}, "offload-param-below-stage-3"),
+        (offload_2, CUDA, zero(offload_optimizer={"device": "nvme"}), "nvme-below-stage-3"),
         (fakes.offload("nvme"), replace(CUDA, nvme_path=None), {}, "nvme-without-folder"),
         # torch's optimizers run on tensors in host memory; Lamb is a CUDA kernel only.
-        *((offload, CUDA, {"optimizer": {"type": name}}, None) for name in ("Adagrad", "Lion", "SGD", "Muon")),
+        (offload, CUDA, {"optimizer": {"type": "SGD"}}, None),
         (offload, CUDA, {"optimizer": {"type": "Lamb"}}, "no-cpu-optimizer"),
         (stage_1, CPU, {"optimizer": {"type": "Lion"}}, "lion-on-cpu"),
         (offload, CPU, {"optimizer": {"type": "Lion"}}, None),
         (stage_1, CUDA, {"bf16": ON, "fp16": ON}, "two-precisions"),
-        (stage_1, CUDA, {"bf16": ON, "fp16": {"enabled": False}}, None),
         (stage_1, VOLTA, {"bf16": ON}, "bf16-unsupported"),
         (stage_1, VOLTA, {"fp16": ON}, None),
         (stage_1, CPU, {"compile": {"deepcompile": True}}, "deepcompile-without-cuda"),
@@ -73,15 +70,15 @@ def test_a_row_is_refused_by_the_rule_that_it_breaks(subtests: pytest.Subtests) 
         (offload, CPU, zero(zero_quantized_gradients=True), "qgz-without-cuda"),
         (offload, CPU, zero(offload_optimizer={"super_offload": True}), "superoffload-without-cuda"),
         (offload, CUDA, zero(zero_quantized_weights=True, offload_optimizer={"super_offload": True}), None),
-        (fakes.offload("cpu_optimizer", 2), CPU, zero(zenflow={}), "zenflow-trains-other-weights"),
+        (offload_2, CPU, zero(zenflow={}), "zenflow-trains-other-weights"),
+        (offload_2, CUDA, zero(zenflow={}), None),
         (offload, CUDA, zero(zenflow={}), "zenflow-trains-other-weights"),
-        (stage_1, CUDA, {"expert_parallel": ON}, "expert-parallel-in-a-row"),
-        (stage_1, CUDA, {"hybrid_engine": ON}, "hybrid-engine-in-a-row"),
-        (stage_1, CUDA, {"autotuning": ON}, "autotuning-in-a-row"),
-        (stage_1, CUDA, {"data_efficiency": ON}, "data-efficiency-in-a-row"),
+        *(
+            (stage_1, CUDA, {block: ON}, f"{block.replace('_', '-')}-in-a-row")
+            for block in ("expert_parallel", "hybrid_engine", "autotuning", "data_efficiency")
+        ),
         (stage_1, CUDA, {"pipeline": {}}, "pipeline"),
-        (stage_1, CUDA, {"expert_parallel": {"enabled": False}, "compile": {"deepcompile": False}}, None),
-        (stage_1, CUDA, {"sequence_parallel_size": 1, "tensor_parallel": {"autotp_size": 1}}, None),
+        (stage_1, CUDA, {"expert_parallel": {"enabled": False}, "sequence_parallel_size": 1}, None),
     ):
         with subtests.test(row=row.name, on=on.accelerator, changes=changes):
             assert refused_by(row, on, **changes) == rule
@@ -99,9 +96,6 @@ def test_requirements_are_checked_against_the_placement() -> None:
         assert validation.unsupported_reason(row, enough) is None
 
 
-# Workloads
-
-
 def refuses(on: Placement, block: dict[str, Any] | None = None, **changes: Any) -> bool:
     row = Configuration(name="x", label="X", deepspeed_config=block or {})
     return validation.unsupported_workload_reason(row, fakes.workload(**changes), on) is not None
@@ -110,26 +104,21 @@ def refuses(on: Placement, block: dict[str, Any] | None = None, **changes: Any) 
 def test_a_step_that_cannot_be_computed_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     packages: set[str] = set()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in packages else None)
+    installable, on_gpus = ("flash_attn", "liger_kernel"), {"data_pin_memory": True, "data_workers": 1}
     for changes, on, installed, refused in (
         ({"attention": "eager", "loss": "chunked"}, CPU, (), False),
+        ({"attention": "flash_attention_2", "loss": "liger", "pass_type": "forward"}, CUDA, installable, False),
+        ({"attention": "flex_attention", "loss": "tiled", "precision": "bf16", **on_gpus}, CUDA, (), False),
         ({"attention": "eager", "model_source": "factory"}, CUDA, (), True),
-        ({"attention": "flash_attention_2"}, CPU, ("flash_attn",), True),
+        ({"attention": "flash_attention_2"}, CPU, installable, True),
         ({"attention": "flash_attention_2"}, CUDA, (), True),
-        ({"attention": "flash_attention_2"}, CUDA, ("flash_attn",), False),
-        ({"attention": "flash_attention_2", "precision": "fp32"}, CUDA, ("flash_attn",), True),
-        ({"attention": "flash_attention_2", "loss": "liger"}, CUDA, ("flash_attn",), True),
+        ({"attention": "flash_attention_2", "precision": "fp32"}, CUDA, installable, True),
         ({"attention": "flex_attention"}, CPU, (), True),
-        ({"attention": "flex_attention"}, CUDA, (), False),
-        ({"loss": "liger"}, CPU, ("liger_kernel",), True),
         ({"loss": "liger"}, CUDA, (), True),
-        ({"loss": "liger"}, CUDA, ("liger_kernel",), False),
         ({"loss": "tiled", "precision": "fp16"}, CUDA, (), True),
-        ({"loss": "tiled", "precision": "bf16"}, CUDA, (), False),
-        ({"data_pin_memory": True, "data_workers": 1}, CPU, (), True),
-        ({"data_pin_memory": True, "data_workers": 1}, CUDA, (), False),
+        (on_gpus, CPU, (), True),
         ({"data_prefetch": 4}, CUDA, (), True),
         ({"pass_type": "forward", "compile": "torch"}, CUDA, (), True),
-        ({"pass_type": "forward"}, CUDA, (), False),
     ):
         packages = set(installed)
         assert refuses(on, **changes) is refused, changes
@@ -166,9 +155,6 @@ def test_ranks_are_bound_where_there_are_cores_and_numa_nodes_for_them(monkeypat
         assert refuses(fakes.placement(num_gpus=ranks), cpu_binding=binding) is refused
 
 
-# Caveats
-
-
 def caveats_of(row: Configuration, on: Placement = CPU, of: Workload | None = None, **changes: Any) -> list[str | None]:
     """Names of the rules that the caveats of a row come from."""
     config = complete(deepspeed_config.overlay(deepspeed_config.base_config(row, 4), changes))
@@ -187,7 +173,6 @@ def test_a_setting_without_effect_or_that_slows_the_steps_is_a_caveat(subtests: 
         (offload, CPU, None, zero(offload_optimizer={"ratio": 0.5}), ["ratio-with-one-sub-group"]),
         (offload, CPU, None, zero(**split), []),
         (fakes.offload("cpu_optimizer", 2), CPU, None, zero(**super_offload), ["super-offload-below-stage-3"]),
-        (offload, CPU, None, zero(**super_offload), []),
         (fakes.zero(3), CPU, None, zero(zero_quantized_gradients=True), ["quantized-gradients-on-one-node"]),
         (fakes.zero(3), TWO_NODES, None, zero(zero_quantized_gradients=True), []),
         (offload, CPU, None, {"activation_checkpointing": {}}, ["activation-checkpointing-block"]),
@@ -199,7 +184,6 @@ def test_a_setting_without_effect_or_that_slows_the_steps_is_a_caveat(subtests: 
         (offload, CPU, None, {"timers": {"throughput": ON}}, ["throughput-timer"]),
         (offload, CPU, None, {"aio": {"thread_count": 4}}, ["renamed-thread-count"]),
         (fakes.zero(0), CUDA, None, {"compile": {"deepcompile": True}}, ["deepcompile-at-stage-0"]),
-        (fakes.zero(3), CUDA, None, {"compile": {"deepcompile": True}}, []),
         (offload, replace(CUDA, cpu_memory_limit_bytes=1), None, {}, ["limit-without-page-locked-memory"]),
         (offload, replace(CPU, cpu_memory_limit_bytes=1), None, {}, []),
     ):
@@ -207,28 +191,19 @@ def test_a_setting_without_effect_or_that_slows_the_steps_is_a_caveat(subtests: 
             assert caveats_of(row, on, work, **changes) == rules
 
 
-# Keys
-
-
 def test_a_key_that_would_be_ignored_or_refused_is_an_error_with_its_remedy(subtests: pytest.Subtests) -> None:
     for config, key, remedy in (
         ({"gradient_cliping": 1}, "gradient_cliping", "did you mean gradient_clipping?"),
         ({"bfloat16": {}}, "bfloat16", "rename it to bf16"),
-        ({"qqqqq": 1}, "qqqqq", "remove it"),
         ({"_comment": "x"}, "_comment", "write it after //, which DeepSpeed reads"),
         ({"amp": {}}, "amp", "use bf16, fp16 or torch_autocast"),
         (zero(overlap_com=True), "zero_optimization.overlap_com", "did you mean overlap_comm?"),
         ({"bf16": True}, "'bf16'", "set a key inside it, like bf16.KEY=VALUE"),
-        ({"zero_optimization": 3}, "'zero_optimization'", "set a key inside it, like zero_optimization.KEY=VALUE"),
     ):
         with subtests.test(key), pytest.raises(UsageError) as raised:
             validation.check_keys(config)
-        assert raised.value.problem.startswith(key)
-        assert raised.value.remedy == remedy
+        assert (raised.value.problem[: len(key)], raised.value.remedy) == (key, remedy)
     validation.check_keys({"gradient_clipping": 0.5, "timers": {"throughput": ON}})
-
-
-# torch's own engines
 
 
 def reference(name: str, **changes: Any) -> Configuration:
@@ -252,9 +227,6 @@ def test_a_reference_row_is_refused_if_it_would_train_differently(subtests: pyte
     ):
         with subtests.test(changes=changes):
             assert named in (validation.unsupported_reason(reference("fsdp2", **changes), CUDA) or "")
-
-
-def test_zero_settings_that_a_reference_row_does_not_read_are_named() -> None:
     row = reference("ddp", zero_optimization={"overlap_comm": False})
     (text,) = validation.ineffective_settings(row, fakes.workload(), CUDA)
     assert "zero_optimization.overlap_comm" in text
