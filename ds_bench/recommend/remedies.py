@@ -6,10 +6,10 @@ record holds the predictions (``Prediction.alternatives``). They are predictions
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..analysis.comparison import Comparison, ComparisonRow
 from ..analysis.trial_caveats import NEAR_CAPACITY
@@ -27,18 +27,35 @@ from .words import Fact
 if TYPE_CHECKING:
     from ..analysis.row import Run
 
-_OWN_ACTIONS = (
+
+class Ending(NamedTuple):
+    """How a row ended, and the kind of what to do: a template of ``words``."""
+
+    how: str
+    remedy: str | Callable[[Run], str]
+
+
+def _timeout_remedy(run: Run) -> str:
+    if run.outcome.phase not in ("hello", "import", "build", "init"):
+        return "timeout"
+    # NCCL may have taken a bridge of containers or of virtual machines.
+    return "timeout_at_start_of_hosts" if run.trial.placement.num_nodes > 1 else "timeout_at_start"
+
+
+_ENDINGS: Mapping[str, Ending] = {
+    schema.KILLED: Ending("killed", "killed"),
+    schema.CRASHED: Ending("crashed", "crashed"),
+    schema.UNSUPPORTED: Ending("cannot run here", "unsupported"),
+    schema.SKIPPED: Ending("skipped", "skipped"),
+    schema.INTERRUPTED: Ending("interrupted", "interrupted"),
+    schema.TIMEOUT: Ending("timed out", _timeout_remedy),
+    schema.OOM_DISK: Ending("filled a disk", lambda run: "swap_disk_full" if _swaps(run) else "disk_full"),
+}
+"""By status; any other is an exception's class."""
+_KINDS = (
     "shared_memory", "bus_error", "pinned_memory", "memlock", "peer_access", "fabric_manager", "collective_timeout",
 )  # fmt: skip
-"""Values of ``Outcome.kind`` with a remedy of their own; no other strategy and no smaller workload helps."""
-_ENDINGS: Mapping[str, tuple[str, str]] = {
-    schema.KILLED: ("killed", "killed"),
-    schema.CRASHED: ("crashed", "crashed"),
-    schema.UNSUPPORTED: ("unsupported", "cannot run here"),
-    schema.SKIPPED: ("skipped", "skipped"),
-    schema.INTERRUPTED: ("interrupted", "interrupted"),
-}
-"""Status → kind of what to do, and how the row ended."""
+"""Values of ``Outcome.kind`` with a remedy of their own, whatever the status; no smaller workload helps."""
 _PHASES_BEFORE_BUILD = ("hello", "import")
 _PHASES_WITHOUT_ACTIVATIONS = (*_PHASES_BEFORE_BUILD, "build", "init", "step")
 _MAX_CAUSE_LENGTH = 200
@@ -63,7 +80,7 @@ def short_of_memory(row: ComparisonRow) -> bool:
 
 
 def _lacks_memory(run: Run) -> bool:
-    return run.outcome.status in (schema.OOM, schema.OOM_HOST) and run.outcome.kind not in _OWN_ACTIONS
+    return run.outcome.status in (schema.OOM, schema.OOM_HOST) and run.outcome.kind not in _KINDS
 
 
 def _is_host_memory(run: Run) -> bool:
@@ -95,7 +112,15 @@ def _remedy(row: ComparisonRow, run: Run, comparison: Comparison) -> Fact:
     if _lacks_memory(run):
         on_host, shortage = _is_host_memory(run), shortage_of(run)
         action = Fact("fragmented") if shortage.fragmented and not on_host else suggestion(setup)
-        numbers = _host_numbers(run, comparison) if on_host else []
+        numbers = []
+        if on_host and (size := predicted_bytes(run, "cpu")):
+            numbers.append(f"it is predicted to take {format_bytes(size)}")
+        placement = run.trial.placement
+        if on_host and (limit := placement.cpu_memory_limit_bytes) is not None:
+            ranks = placement.ranks_per_node
+            numbers.append(f"--cpu-memory-limit allows {format_items(ranks, 'rank')} {format_bytes(limit * ranks)}")
+        elif on_host and comparison.host_capacity_bytes is not None:
+            numbers.append(f"the host has {format_bytes(comparison.host_capacity_bytes)}")
         return Fact(
             "oom",
             {
@@ -106,12 +131,9 @@ def _remedy(row: ComparisonRow, run: Run, comparison: Comparison) -> Fact:
                 "action": action,
             },
         )
-    _, how = _ENDINGS.get(outcome.status, ("", f"failed with {outcome.status}"))
-    if outcome.status == schema.TIMEOUT:
-        seconds = run.row.wall_seconds
-        how = "timed out" if seconds is None else f"timed out after {format_duration(seconds)}"
-    elif outcome.status == schema.OOM_DISK:
-        how = "filled a disk"
+    how = _ending(run).how
+    if outcome.status == schema.TIMEOUT and run.row.wall_seconds is not None:
+        how += f" after {format_duration(run.row.wall_seconds)}"
     action = suggestion(setup) if outcome.status == schema.SKIPPED and setup is not None else action_of(run)
     cause = " ".join((outcome.error or outcome.status).split())
     if len(cause) > _MAX_CAUSE_LENGTH:
@@ -121,33 +143,19 @@ def _remedy(row: ComparisonRow, run: Run, comparison: Comparison) -> Fact:
 
 def action_of(run: Run) -> Fact:
     """Return what to do about a run that failed for a reason other than memory."""
-    outcome, trial = run.outcome, run.trial
-    if outcome.kind in _OWN_ACTIONS:
-        return Fact(str(outcome.kind))
-    if outcome.status == schema.TIMEOUT and outcome.phase in ("hello", "import", "build", "init"):
-        # NCCL may have taken a bridge of containers or of virtual machines.
-        return Fact("timeout_at_start_of_hosts" if trial.placement.num_nodes > 1 else "timeout_at_start")
-    if outcome.status == schema.TIMEOUT:
-        return Fact("timeout", {"steps": trial.workload.num_steps + trial.workload.warmup_steps})
-    if outcome.status in _ENDINGS:
-        return Fact(_ENDINGS[outcome.status][0])
-    size = predicted_bytes(run, "nvme")
-    values = {"need": format_bytes(size) if size else "enough space"}
-    if outcome.status == schema.OOM_DISK:
-        return Fact("swap_disk_full", values) if trial.configuration.uses_nvme else Fact("disk_full")
-    return Fact("nvme_exception", values) if trial.configuration.uses_nvme else Fact("exception")
+    work, size = run.trial.workload, predicted_bytes(run, "nvme")
+    values = {"steps": work.num_steps + work.warmup_steps, "need": format_bytes(size) if size else "enough space"}
+    kind = _ending(run).remedy if run.outcome.kind not in _KINDS else str(run.outcome.kind)
+    return Fact(kind if isinstance(kind, str) else kind(run), values)
 
 
-def _host_numbers(run: Run, comparison: Comparison) -> list[str]:
-    """Host memory that the run was predicted to take, and that there is."""
-    size = predicted_bytes(run, "cpu")
-    numbers = [f"it is predicted to take {format_bytes(size)}"] if size else []
-    limit, ranks = run.trial.placement.cpu_memory_limit_bytes, run.trial.placement.ranks_per_node
-    if limit is not None:
-        numbers.append(f"--cpu-memory-limit allows {format_items(ranks, 'rank')} {format_bytes(limit * ranks)}")
-    elif comparison.host_capacity_bytes is not None:
-        numbers.append(f"the host has {format_bytes(comparison.host_capacity_bytes)}")
-    return numbers
+def _ending(run: Run) -> Ending:
+    status = run.outcome.status
+    return _ENDINGS.get(status) or Ending(f"failed with {status}", "nvme_exception" if _swaps(run) else "exception")
+
+
+def _swaps(run: Run) -> bool:
+    return run.trial.configuration.uses_nvme
 
 
 # ------------------------------------------------------------------ how much memory was missing

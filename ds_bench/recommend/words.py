@@ -34,7 +34,7 @@ TEMPLATES: Mapping[str, str] = {
     "tie": "Too close to call{reason}. Start with {choice}, the simplest.",
     "tie_for_memory": "Too close to call{reason}. Start with {choice}, which needs less memory.",
     "provisional": "Provisional: after {runs}, a lead below {lead} may be chance. To decide: {command} {flags}",
-    "only": "the only {row} that trained and fits {capacity}",
+    "only": "the only {row} that can be recommended",
     "least_memory": "least {memory} of {count} {row}s",
     "nearly_least_memory": "least {memory} of {count} {row}s, within 3 % of others",
     "less_memory": "{share:percent0} of {best}'s speed with {saved:gigabytes} less of {memory}{runs}",

@@ -80,7 +80,7 @@ COST = "7.9 % slower than ZeRO-0, saves 24.00 GB of device memory"
         (PAIR, "memory", "Use ZeRO-2: least device memory of 2 rows.", COST),
         ([*repeated(0, 8, [1000] * 2), *repeated(1, 8, [700] * 2)], "balanced",
          "Use ZeRO-0: fastest of 2 rows, by 2 runs each.", "None"),
-        (PAIR[:1], "balanced", "Use ZeRO-0: the only row that trained and fits the card.", "None"),
+        (PAIR[:1], "balanced", "Use ZeRO-0: the only row that can be recommended.", "None"),
         ([*repeated(0, 70, [1000]), *repeated(3, 40, [950])], "balanced",
          "Too close to call after one run each. Start with ZeRO-3, which needs less memory.",
          "saves 30.00 GB of device memory against ZeRO-0, which is tied with it"),
