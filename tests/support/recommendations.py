@@ -45,3 +45,9 @@ def compared(*records: TrialRecord) -> Comparison:
 
 def answer(*records: TrialRecord, goal: str = "balanced", resume: str | None = None) -> Recommendation:
     return recommendation.recommend(compared(*records), goal, resume)
+
+
+def text_of(found: Recommendation) -> str:
+    """Everything that an answer says."""
+    state = f"decided: {found.decided}, tied: {', '.join(found.tied) or 'none'}, try: {found.try_next}"
+    return "\n".join([*found.lines, *(f"Note: {step}" for step in found.next_steps if step.kind == "caveat"), state])
