@@ -185,7 +185,11 @@ def predict(
     moments = _moments(inputs, sizes)
     tier = "cpu" if placement.accelerator == "cpu" else "gpu"
     if tier == "cpu":  # the CPU accelerator has in host memory what a GPU would hold
-        moments = {name: _in_host_memory(ledger) for name, ledger in moments.items()}
+        for name, ledger in moments.items():
+            builder = LedgerBuilder({each: row for each, row in ledger.items() if each != "gpu"})
+            for category, size in ledger.get("gpu", {}).items():
+                builder.add("cpu", category, size)
+            moments[name] = builder.ledger
 
     def fullest_moment() -> str:
         return max(moments, key=lambda name: sum(moments[name].get(tier, {}).values()))
@@ -318,13 +322,6 @@ def _moments(inputs: MemoryInputs, sizes: _Activations) -> dict[str, Ledger]:
         "flatten": bare["flatten"],
         "update": bare["update"],
     }
-
-
-def _in_host_memory(ledger: Ledger) -> Ledger:
-    builder = LedgerBuilder({tier: row for tier, row in ledger.items() if tier != "gpu"})
-    for name, size in ledger.get("gpu", {}).items():
-        builder.add("cpu", name, size)
-    return builder.ledger
 
 
 def _largest_by_category(moments: Mapping[str, Ledger]) -> Ledger:

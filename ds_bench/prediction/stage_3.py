@@ -134,20 +134,12 @@ def _parameters_on_disk(inputs: MemoryInputs, groups: list[list[int]], builder: 
     buffer = _aligned(settings.param_buffer_elements, size, inputs)
     builder.add("cpu", "deepspeed_buffers", size * buffer * settings.param_buffers)
     if on_disk:
-        builder.add("cpu", "deepspeed_buffers", size * _write_back_elements(inputs, groups))
-
-
-def _write_back_elements(inputs: MemoryInputs, groups: list[list[int]]) -> int:
-    tensors, start, largest, whole = inputs.profile.tensors, 0, -1, 0
-    for group in groups:
-        members = tensors[start : start + len(group)]
-        start += len(group)
-        # Of equally large groups the first, as in DeepSpeed, whose comparison is strict.
-        if sum(group) > largest:
-            largest = sum(group)
-            # Whole tensors, not the rank's parts: DeepSpeed sums ``ds_numel`` of the parameters.
-            whole = sum(_aligned(elements, inputs.element, inputs) for elements in members)
-    return whole
+        # Whole tensors, not the rank's parts: DeepSpeed sums ``ds_numel`` of the parameters. Of equally large groups
+        # the first, as in DeepSpeed, whose comparison is strict.
+        largest = max(range(len(groups)), key=lambda number: sum(groups[number]))
+        start = sum(map(len, groups[:largest]))
+        members = inputs.profile.tensors[start : start + len(groups[largest])]
+        builder.add("cpu", "deepspeed_buffers", size * sum(_aligned(each, size, inputs) for each in members))
 
 
 def _states(inputs: MemoryInputs, groups: list[list[int]], builder: LedgerBuilder) -> None:

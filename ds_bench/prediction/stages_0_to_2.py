@@ -113,7 +113,16 @@ def _partitioned(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Pha
     """Ledgers at stages 1 and 2 without offload. Stage 1 keeps all gradients until the last exists, stage 2 the
     gradients of the rank's part. The step computes the norm of each gradient in fp64 (get_grad_norm_direct), flattens
     its part, then casts it to fp32 (zero/stage_1_and_2.py, step)."""
-    kept, every, extra = _gradients(inputs, part)
+    # Gradients after the reduction, at their peak in backward, and temporaries besides them then.
+    kept = every = inputs.element * _owned_elements(inputs)
+    extra = max(inputs.profile.tensors) * inputs.element
+    if _keeps_every_gradient(inputs):
+        extra = kept = inputs.accumulated * _owned_elements(inputs)
+        every = inputs.accumulated * inputs.profile.parameters
+    elif inputs.accumulates_apart:  # one fp32 buffer of the part's size (_build_compact_grad_partition_buffer)
+        kept = every = FP32_BYTES * part
+    elif inputs.grad_accum > 1:  # gradients of a second micro-batch get a buffer of their own before they are added
+        extra += kept
     bucket, sent, norm = _bucket(inputs), _copy_to_send(inputs), _norm_bytes(inputs.profile.tensors, part)
     master = inputs.settings.master_bytes
     cast = master * part if inputs.accumulated != master else 0
@@ -135,20 +144,6 @@ def _keeps_every_gradient(inputs: MemoryInputs) -> bool:
     settings = inputs.settings
     meanwhile = settings.overlap_comm and inputs.grad_accum == 1 and not inputs.accumulates_apart
     return settings.stage == 1 and not meanwhile
-
-
-def _gradients(inputs: MemoryInputs, part: int) -> tuple[int, int, int]:
-    """Bytes of gradients after the reduction, at their peak in backward, and of temporaries besides them then."""
-    owned = _owned_elements(inputs)
-    largest = max(inputs.profile.tensors) * inputs.element
-    if _keeps_every_gradient(inputs):
-        kept = inputs.accumulated * owned
-        return kept, inputs.accumulated * inputs.profile.parameters, kept
-    if inputs.accumulates_apart:  # one fp32 buffer of the part's size (_build_compact_grad_partition_buffer)
-        return FP32_BYTES * part, FP32_BYTES * part, largest
-    kept = inputs.element * owned
-    # The gradients of a second micro-batch get a buffer of their own before they are added.
-    return kept, kept, largest + (kept if inputs.grad_accum > 1 else 0)
 
 
 def _offloaded(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Phases:

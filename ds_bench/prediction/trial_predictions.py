@@ -7,7 +7,6 @@ memory than the node has are always skipped, unless forced. Records store the pr
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -34,7 +33,6 @@ _FAR_BEYOND = 1.5
 """Multiple of a node's memory above which a predicted need is refused; predictions are never so far off."""
 _MISS_FRACTION = 0.10
 """Relative error of a prediction above which a caveat reports it."""
-
 _MIN_MISS_BYTES = 256 * 10**6
 """Absolute error of a GPU's predicted peak below which no caveat reports it."""
 
@@ -319,38 +317,20 @@ def predicted_over_ledger(record: TrialRecord) -> float | None:
     if prediction is None:
         return None
     left_out = ("other",) if prediction.unknown is None else ("other", "activations")
-    measured = max((_ledger_bytes(rank.ledger, left_out) for rank in record.ranks), default=0)
-    return _ledger_bytes(prediction.ledger, left_out) / measured if measured else None
+    predicted, *of_ranks = (
+        sum(size for row in ledger.values() for name, size in row.items() if name not in left_out)
+        for ledger in (prediction.ledger, *(rank.ledger for rank in record.ranks))
+    )
+    measured = max(of_ranks, default=0)
+    return predicted / measured if measured else None
 
 
 def stored_prediction(trial: Trial) -> Prediction | None:
     """Return the prediction that a trial was planned with; None without one, and for one of an unknown format."""
-    return None if trial.prediction is None else _read(_ByIdentity(trial.prediction))
-
-
-class _ByIdentity:
-    """A stored prediction as the key of a cache: equal only to itself, and kept, so that its ``id`` stays its own."""
-
-    def __init__(self, stored: Mapping[str, Any]) -> None:
-        self.stored = stored
-
-    def __hash__(self) -> int:
-        return id(self.stored)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByIdentity) and other.stored is self.stored
-
-
-@functools.lru_cache(maxsize=512)  # thousands of records share a few predictions (records/reader.py)
-def _read(key: _ByIdentity) -> Prediction | None:
     try:
-        return json_files.build(Prediction, key.stored)
+        return None if trial.prediction is None else json_files.build(Prediction, trial.prediction)
     except InvalidValueError:
         return None
-
-
-def _ledger_bytes(ledger: Mapping[str, Mapping[str, int]], left_out: Sequence[str]) -> int:
-    return sum(size for row in ledger.values() for name, size in row.items() if name not in left_out)
 
 
 def is_miss(ratio: float) -> bool:
