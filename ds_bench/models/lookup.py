@@ -25,6 +25,7 @@ from . import presets
 
 ANSWER_SECONDS = 3.0
 """Time that the Hub has to answer, including the look-up of its name."""
+_SIZES = ("largest_parameter", "max_positions", "vocabulary_size", "hidden_size")
 _TRUE = {"1", "ON", "YES", "TRUE"}  # as huggingface_hub reads a switch (constants.py, ENV_VARS_TRUE_VALUES)
 
 
@@ -81,10 +82,7 @@ def resolve_model(
             model_type=preset.model_type,
             config=preset.config,
             facts=preset,
-            largest_parameter=preset.largest_parameter,
-            max_positions=preset.max_positions,
-            vocabulary_size=preset.vocabulary_size,
-            hidden_size=preset.hidden_size,
+            **{size: getattr(preset, size) for size in _SIZES},
         )
     return _look_up(name, trust_remote_code, environment, offline_reason, option)
 
@@ -134,10 +132,7 @@ def _look_up(
         facts=None
         if facts["counts"] is None
         else presets.ModelFacts(name=name, model_type=facts["model_type"], config=facts["config"], **facts["counts"]),
-        largest_parameter=facts["largest_parameter"],
-        max_positions=facts["max_positions"],
-        vocabulary_size=facts["vocabulary_size"],
-        hidden_size=facts["hidden_size"],
+        **{size: facts[size] for size in _SIZES},
     )
 
 

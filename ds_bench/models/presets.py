@@ -76,55 +76,49 @@ def find_preset(name: str) -> ModelFacts | None:
 
     A short name does not stand for a preset where a folder of that name is in the current folder.
     """
+    full, short = _names()
     folded = name.casefold()
-    known = _spellings().get(folded)
+    known = full.get(folded) or (None if Path(name).is_dir() else short.get(folded))
     if known is None:
-        known = _long_names().get(folded)
-        if known is None or Path(name).is_dir():
-            return None
+        return None
     entry = preset_entries()[known]
+    counts = _read("counts")[known]
     # Copied, since presets are read once and shared.
-    return ModelFacts(name=known, model_type=entry["model_type"], config=deepcopy(entry["config"]), **_counts()[known])
+    return ModelFacts(name=known, model_type=entry["model_type"], config=deepcopy(entry["config"]), **counts)
 
 
 def short_names() -> Mapping[str, str]:
     """Preset name → its shortest other name: without organisation, and without ``-hf`` or a version where that is
     enough. Presets without an organisation have none.
     """
-    return {known: short for short, known in _long_names().items()}
+    return {known: short for short, known in _names()[1].items()}
 
 
 def similar_presets(name: str) -> list[str]:
     """Up to three preset names that contain ``name`` or are similar to it, best first, for the remedy of an error."""
     from difflib import get_close_matches
 
-    typed = name.casefold()
-    spellings = dict(_spellings())
+    typed, (full, _) = name.casefold(), _names()
     # Users leave the organisation out ("Llama-3.1-9B"), and then the full name is not similar enough.
-    spellings |= {spelling.rpartition("/")[2]: known for spelling, known in spellings.items()}
+    spellings = full | {spelling.rpartition("/")[2]: known for spelling, known in full.items()}
     containing = [spelling for spelling in spellings if typed and typed in spelling]
     matches = containing + get_close_matches(typed, spellings, n=6)
     return list(dict.fromkeys(spellings[match] for match in matches))[:3]
 
 
 @cache
-def _spellings() -> dict[str, str]:
-    """Preset name in lower case → preset name."""
-    return {known.casefold(): known for known in preset_entries()}
-
-
-@cache
-def _long_names() -> dict[str, str]:
-    """Short name in lower case → preset name; of each preset the longer short name first."""
+def _names() -> tuple[dict[str, str], dict[str, str]]:
+    """Name in lower case → preset name: of full names, and of short ones, of each preset the longer one first."""
+    full = {known.casefold(): known for known in preset_entries()}
     names: dict[str, list[str]] = {}
-    for spelling, known in _spellings().items():
+    for spelling, known in full.items():
         organisation, _, model = spelling.rpartition("/")
         if organisation:
             for short in {model, _SUFFIXES.sub("", model)}:
                 names.setdefault(short, []).append(known)
     # A short name that would stand for two presets stands for neither.
-    unique = {short: known for short, (known, *others) in names.items() if not others and short not in _spellings()}
-    return dict(sorted(unique.items(), key=lambda item: -len(item[0])))
+    unique = {short: known for short, (known, *others) in names.items() if not others and short not in full}
+    return full, dict(sorted(unique.items(), key=lambda item: -len(item[0])))
 
 
 @cache
@@ -137,11 +131,6 @@ def preset_entries() -> Mapping[str, dict[str, Any]]:
 
 
 @cache
-def _counts() -> dict[str, dict[str, Any]]:
-    """Preset name → the counted fields of its :class:`ModelFacts`."""
-    return _read("counts")
-
-
 def _read(name: str) -> dict[str, dict[str, Any]]:
     import json
     from importlib.resources import files

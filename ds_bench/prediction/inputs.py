@@ -44,8 +44,6 @@ class ZeroSettings:
     """At stage 3, DeepSpeed's own linear layers (``memory_efficient_linear``)."""
     secondary_ranks: int
     """At stage 3, ranks among which a second copy of the parameters is split (hpZ); 1 for none."""
-    quantized_weights: bool
-    """At stage 3, parameters are gathered in 8 bits (qwZ)."""
     torch_optimizer: bool
     """Whether torch's optimizer steps on the accelerator, which needs temporaries; else DeepSpeed's fused one."""
     fp32_accumulation: bool
@@ -96,7 +94,6 @@ class ZeroSettings:
             autocast=bool(block_of(config, "torch_autocast").get("enabled")),
             efficient_linear=stage == 3 and bool(zero.get("memory_efficient_linear", True)),
             secondary_ranks=_number(zero, "zero_hpz_partition_size", 1) if stage == 3 else 1,
-            quantized_weights=stage == 3 and bool(zero.get("zero_quantized_weights")),
             torch_optimizer=torch_adam or kind not in ("adam", "adamw", "lion"),
             fp32_accumulation=block_of(config, "data_types").get("grad_accum_dtype") == "fp32",
             contiguous_gradients=bool(zero.get("contiguous_gradients", True)),

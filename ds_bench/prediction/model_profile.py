@@ -83,15 +83,6 @@ def variant_of(workload: Workload, ds_config: Mapping[str, Any], engine: Engine 
     )
 
 
-def describe_variant(variant: Variant) -> str:
-    """Return a text for messages: ``attention eager and loss tiled``."""
-    # Only the first two fields have values to name; the others are flags.
-    parts = zip(("attention", "loss"), variant, USUAL, strict=False)
-    texts = [f"{name} {value}" for name, value, usual in parts if value != usual]
-    texts += ["torch's autocast"] if variant.autocast else []
-    return " and ".join([*texts, *(["a tiled MLP"] if variant.tiled_mlp else [])])
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Polynomial:
     """Bytes as a polynomial in micro-batch b and sequence length s, linear in the number of layers."""
@@ -211,13 +202,12 @@ class ModelProfile:
         """
         if variant == USUAL:
             return self
-        missing = replace(
-            self,
-            activations={},
-            stage_3_activations={},
-            unknown=f"not measured with {describe_variant(variant)}",
-        )
-        return self.variants.get(variant, missing)
+        # Only the first two fields have values to name; the others are flags.
+        parts = zip(("attention", "loss"), variant, USUAL, strict=False)
+        texts = [f"{name} {value}" for name, value, usual in parts if value != usual]
+        texts += ["torch's autocast"] * variant.autocast + ["a tiled MLP"] * variant.tiled_mlp
+        unknown = f"not measured with {' and '.join(texts)}"
+        return self.variants.get(variant) or replace(self, activations={}, stage_3_activations={}, unknown=unknown)
 
     def activations_in(self, precision: Precision, *, efficient_linear: bool = False) -> Activations | None:
         """Return the activations in a number format; None if they could not be measured.

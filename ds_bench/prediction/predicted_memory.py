@@ -94,12 +94,6 @@ class Prediction:
     ``update``, or ``build`` where every rank builds the model whole."""
     ledger: Mapping[str, Mapping[str, int]]
     """Tier → category → bytes of one rank, comparable with ``RankMeasurement.ledger``."""
-    activation_bytes: int | None
-    """Saved for backward per GPU without activation checkpointing; None if unknown."""
-    checkpointed_activation_bytes: int | None
-    """The same with checkpointing; None also for a model that cannot checkpoint."""
-    logits_and_loss_bytes: int | None
-    """Temporaries of logits and loss per GPU, on top of the activations; None if unknown."""
     unknown: str | None = None
     """Why activations, logits and loss are not in the figures; None if they are."""
     alternatives: tuple[Alternative, ...] = ()
@@ -220,9 +214,6 @@ def predict(
         nvme={name: ranks * size for name, size in moments[in_step].get("nvme", {}).items()},
         phase=phase,
         ledger=ledger,
-        activation_bytes=None if sizes.unknown else sizes.plain,
-        checkpointed_activation_bytes=sizes.checkpointed,
-        logits_and_loss_bytes=None if sizes.unknown else sizes.logits_and_loss,
         unknown=sizes.unknown,
     )
 
@@ -241,10 +232,8 @@ def _precision(workload: Workload, ds_config: Mapping[str, Any]) -> Precision:
 class _Activations:
     """Bytes of the activations of one micro-batch on one rank; 0 if they are not known."""
 
-    plain: int = 0
-    checkpointed: int | None = None
     saved: int = 0
-    """``checkpointed`` or ``plain``, as the workload trains."""
+    """For the backward pass, with or without checkpointing, as the workload trains."""
     logits_and_loss: int = 0
     layers: int = 0
     """The part of ``saved`` that the layers hold while backward runs through the last of them."""
@@ -274,12 +263,9 @@ def _activations(inputs: MemoryInputs, workload: Workload, ds_config: Mapping[st
     largest = measured.largest_layer
     one_layer = largest.fixed_bytes(*size[1:]) if largest else measured.plain.layer_bytes(*size[1:])
     recomputed = one_layer if workload.activation_checkpointing else 0
-    plain = measured.plain.bytes(*size)
     return _Activations(
-        plain=plain,
-        checkpointed=None if measured.checkpointed is None else measured.checkpointed.bytes(*size),
         saved=saved.bytes(*size),
-        logits_and_loss=max(0, measured.loss_bytes(*size) - plain),
+        logits_and_loss=max(0, measured.loss_bytes(*size) - measured.plain.bytes(*size)),
         layers=size[0] * saved.layer_bytes(*size[1:]) + recomputed,
         one_layer=one_layer,
     )

@@ -328,7 +328,7 @@ def predicted_over_ledger(record: TrialRecord) -> float | None:
 def stored_prediction(trial: Trial) -> Prediction | None:
     """Return the prediction that a trial was planned with; None without one, and for one of an unknown format."""
     try:
-        return None if trial.prediction is None else json_files.build(Prediction, trial.prediction)
+        return None if trial.prediction is None else json_files.build(Prediction, trial.prediction, "ignore")
     except InvalidValueError:
         return None
 

@@ -104,8 +104,6 @@ def test_peak_of_activations_is_the_loss_or_with_checkpointing_one_recomputed_la
     assert found.ledger["gpu"]["activations"] == 1000 * 120
     assert found.phase == "enter"
     assert found.gpu["activations"] == 1000 * (2 * 10 + 1000)
-    assert found.activation_bytes == 1000 * 2100
-    assert found.checkpointed_activation_bytes == 1000 * 120
 
 
 @pytest.mark.parametrize(("stage", "copy_bytes"), [(2, 8 * 525_336_576), (3, 2 * 525_336_576 + 8 * 250_000_000)])

@@ -60,7 +60,7 @@ def test_unknown_activations_leave_the_rest_predicted_and_never_fit() -> None:
     assert trial.caveats == ("activations are not predicted, the rest is: no fake kernel",)
     found = stored_prediction(trial)
     assert found is not None
-    assert (found.activation_bytes, found.verdict(80 * GB)) == (None, predicted_memory.UNKNOWN)
+    assert found.verdict(80 * GB) == predicted_memory.UNKNOWN
     assert found.verdict(1) == predicted_memory.DOES_NOT_FIT
     assert found.ledger["gpu"]["optimizer_states"] == 12 * 557_568 // 2
     assert make_run(fakes.success(trial, gpu_peak_bytes=GB)).row.predicted_over_measured is None

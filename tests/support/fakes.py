@@ -102,9 +102,6 @@ def prediction(**changes: Any) -> dict[str, Any]:
         "nvme": {},
         "phase": "loss",
         "ledger": {},
-        "activation_bytes": 0,
-        "checkpointed_activation_bytes": None,
-        "logits_and_loss_bytes": 0,
     }
     return Prediction(**{**values, **changes}).to_dict()
 
