@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import io
 import itertools
+import os
 import shutil
 import tempfile
 from dataclasses import KW_ONLY, dataclass
@@ -137,9 +138,11 @@ class _Benchmark:
         KeyboardInterrupt.
         """
         config, folder = self.config, Path(tempfile.mkdtemp(prefix="ds_bench_benchmark_"))
+        own_variables = dict(os.environ)
         arguments = [*config.flags(), "--quiet", "--format", "json", "--output-dir", str(folder)]
         try:
             options = flags.parse(config.family, "benchmark", arguments)
+            os.environ.update(options.variables)
             with contextlib.redirect_stdout(io.StringIO()):
                 code = run_comparison([options], deepspeed_config.base_config, arguments)
             if code == INTERRUPTED_CODE:
@@ -151,6 +154,9 @@ class _Benchmark:
             # The request was refused or the user has interrupted it. A failed run raises nothing: the result has it.
             shutil.rmtree(folder)
             raise
+        finally:
+            os.environ.clear()
+            os.environ.update(own_variables)
         result = benchmark_result(loaded.runs, loaded.environment, config.name)
         if result.failed_runs:
             failed = f"{result.failed_runs} of {config.repeats} runs failed" if config.repeats > 1 else "failed"

@@ -262,6 +262,7 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
             name = first.say("profiles")
             lines.append(f"{name} nsys records GPUs: on the CPU accelerator its steps run without a window")
     variables = rank_environment.rank_environment(placement, machine.variables, inventory=machine.gpus)
+    variables |= first.variables  # over what this program would set, such as the interface of NCCL on one host
 
     @cache
     def find_model(name: str, factory: bool, trust_remote_code: bool) -> ResolvedModel:
@@ -573,9 +574,9 @@ def axis_notes(options: Options) -> list[str]:
 
     Raises UsageError for an axis that acts in no row, and for one that sets what a flag sets.
     """
-    axis_rows.require_no_override(options.axes, "--ds-config", options.ds_config)
+    axis_rows.require_no_override(options.axes, options.say("ds_config"), options.ds_config)
     for changes in options.set:
-        axis_rows.require_no_override(options.axes, "--set", changes)
+        axis_rows.require_no_override(options.axes, options.say("set"), changes)
     # A flag given with its default value looks like one not given.
     given = {
         "batch_size": options.auto_batch or options.batch_size != DEFAULT_BATCH_SIZE,
@@ -590,8 +591,7 @@ def axis_notes(options: Options) -> list[str]:
     for axis in options.axis_names:
         name = _FLAG_OF_AXIS.get(axis, axis)
         if given.get(name) and not (axis == "bf16_states" and options.precision == "bf16"):
-            axis_name = f"--axis {axis}" if options.say("axes") == "--axis" else f"axes.{axis}"
-            raise UsageError(f"{axis_name} and {options.say(name)} set the same", remedy="leave one of them out")
+            raise UsageError(f"axis {axis} and {options.say(name)} set the same", remedy="leave one of them out")
     rows = _rows_without_axes(options)
     return axis_rows.idle_axes(options.axes, {row.label: _layout(row, options) for row in rows})
 

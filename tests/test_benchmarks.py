@@ -13,9 +13,11 @@ import pytest
 from ds_bench.baselines.gate import BaselineEntry, compare_to_baseline, load_baseline, save_baseline
 from ds_bench.benchmarks import BenchmarkConfig, BenchmarkFailedError, MemoryBenchmark, ThroughputBenchmark
 from ds_bench.cli import arguments as flags
+from ds_bench.config.spec import Trial
 from ds_bench.errors import UsageError
 from ds_bench.launch import scratch
-from tests.support.fakes import FakeLauncher
+from ds_bench.records.schema import TrialRecord
+from tests.support.fakes import FakeLauncher, success
 from tests.support.real_trials import ROOT
 from tests.support.scripted_run import ScriptedRun
 
@@ -49,6 +51,18 @@ def test_a_config_becomes_the_flags_of_the_script_that_has_its_strategy() -> Non
         assert (options.model, options.batch_size, options.seq_length) == ("tiny", 2, 64)
         assert (options.num_steps, options.warmup_steps, options.repeats, options.grad_accum) == (3, 1, 3, 2)
         assert (options.accelerator, options.launcher) == ("cpu", "deepspeed")
+
+
+def test_variables_of_env_are_there_during_the_run(scripted: ScriptedRun) -> None:
+    seen: list[str | None] = []
+
+    def look(trial: Trial) -> TrialRecord:
+        seen.append(os.environ.get("MINE"))
+        return success(trial)
+
+    scripted.launcher = FakeLauncher(look)
+    ThroughputBenchmark(name="x", arguments=("--env", "MINE=a=b"), **TINY).run()
+    assert (seen, "MINE" in os.environ) == (["a=b"], False)
 
 
 def test_a_request_that_cannot_be_run_is_one_line_and_leaves_no_folder(

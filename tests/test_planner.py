@@ -330,6 +330,17 @@ def test_facts_complete_the_rows_that_they_concern() -> None:
     assert planner.complete(plan.trials, broken) == plan.trials
 
 
+def test_variables_of_env_reach_the_ranks_over_what_this_program_sets() -> None:
+    options = fakes.options("zero", "--env", "NCCL_SOCKET_IFNAME=eth0", "--env", "MINE=a=b", "--env", "NAMED")
+    variables = planner.make_run_plan([options], fakes.make_config, fakes.machine()).variables
+    assert (variables["NCCL_SOCKET_IFNAME"], variables["GLOO_SOCKET_IFNAME"], variables["MINE"]) == (
+        "eth0",
+        "lo",
+        "a=b",
+    )
+    assert "NAMED" not in variables
+
+
 def test_predictions_follow_the_state_of_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that loses FusedAdam is predicted with torch's AdamW; one that cannot run loses its prediction."""
     monkeypatch.setattr(environment, "torch_cuda_version", lambda: "12.8")
@@ -379,8 +390,8 @@ def test_axes_of_the_workload_change_it_and_the_batch_agrees() -> None:
 
 def test_an_axis_is_refused_where_it_acts_in_no_row_or_a_flag_sets_the_same() -> None:
     for line, says in (
-        ("--axis grad_accum=1,2 --grad-accum 4", "--axis grad_accum and --grad-accum set the same"),
-        ("--axis micro_batch=1,2 --batch-size auto", "--axis micro_batch and --batch-size set the same"),
+        ("--axis grad_accum=1,2 --grad-accum 4", "axis grad_accum and --grad-accum set the same"),
+        ("--axis micro_batch=1,2 --batch-size auto", "axis micro_batch and --batch-size set the same"),
         ("--axis prefetch=1,2 --set zero_optimization.stage3_prefetch_bucket_size=1", "both set"),
         ("--axis pin_memory=true,false", "pin_memory acts only in rows of stage 1, 2 and 3 that offload"),
     ):

@@ -15,9 +15,7 @@ def runs_comparison(options: Options) -> bool:
     On other nodes of torchrun or DeepSpeed's launcher the first process becomes the agent of its node, and does not
     return. Raises UsageError or PreflightError where the nodes cannot be used.
     """
-    for name, equals, value in (text.partition("=") for text in options.env):
-        if equals:
-            os.environ[name] = value
+    os.environ.update(options.variables)
     is_first = job.rank_of_process(os.environ) == 0
     # Looked for before take_over_job, which removes the variables that describe the nodes.
     nodes = launched_nodes.find_nodes(os.environ) if options.hostfile is None else None

@@ -61,9 +61,9 @@ def read_axes(texts: Sequence[str]) -> tuple[AxisValues, ...]:
     for text in texts:
         name, separator, values = (part.strip() for part in text.partition("="))
         if not separator or not values:
-            raise UsageError(f"--axis {text!r} is not NAME=V1,V2,…", remedy="e.g. --axis overlap_comm=true,false")
+            raise UsageError(f"axis {text!r} is not NAME=V1,V2,…", remedy="e.g. --axis overlap_comm=true,false")
         if name in axes:
-            raise UsageError(f"--axis {name} is given twice", remedy="give all its values in one --axis")
+            raise UsageError(f"axis {name} is given twice", remedy="give all its values together")
         axes[name] = read_values(name, [value.strip() for value in values.split(",")])
     return tuple(axes.values())
 
@@ -72,7 +72,7 @@ def read_values(name: str, texts: Sequence[str]) -> AxisValues:
     """Read the values of one axis; a value given twice counts once. Raises UsageError."""
     axis = find_axis(name)
     if not texts:
-        raise UsageError(f"--axis {name} has no value", remedy=f"give {describe_values(axis)}")
+        raise UsageError(f"axis {name} has no value", remedy=f"give {describe_values(axis)}")
     values: dict[Value, AxisValue] = {}
     for text in texts:
         value = _read_value(axis, text)
@@ -102,12 +102,12 @@ def _read_value(axis: Axis, text: str) -> Value:
     if axis.numbers is not None and _NUMBER.fullmatch(text):
         number, bounds = float(text), axis.numbers
         if not bounds.least <= number <= bounds.most or (bounds.whole and number != math.floor(number)):
-            raise UsageError(f"--axis {axis.name}: {text} is out of range", remedy=f"give {describe_values(axis)}")
+            raise UsageError(f"axis {axis.name}: {text} is out of range", remedy=f"give {describe_values(axis)}")
         return int(number) if bounds.whole else number
     near = [_TRUTHS[text.lower()]] if axis.switch and text.lower() in _TRUTHS else []
     near += difflib.get_close_matches(text.lower(), axis.values, n=1)
     remedy = f"did you mean {near[0]}?" if near else f"give {describe_values(axis)}"
-    raise UsageError(f"--axis {axis.name}: {text!r} is not one of its values", remedy=remedy)
+    raise UsageError(f"axis {axis.name}: {text!r} is not one of its values", remedy=remedy)
 
 
 def describe_values(axis: Axis) -> str:
@@ -160,7 +160,7 @@ def idle_axes(selected: Sequence[AxisValues], rows: Mapping[str, RowFacts]) -> l
         axis = values[0].axis
         idle = [label for label, row in rows.items() if not acts(axis, row)]
         if len(idle) == len(rows):
-            problem = f"--axis {axis.name} acts only in {describe_rows(axis)}, and no such row is compared"
+            problem = f"axis {axis.name} acts only in {describe_rows(axis)}, and no such row is compared"
             raise UsageError(problem, remedy="leave it out, or compare such a row")
         if idle:
             notes.append(f"{axis.name} acts only in {describe_rows(axis)}: not varied in {', '.join(idle)}")
@@ -207,7 +207,7 @@ def setting_of(values: AxisValues, facts: RowFacts) -> Setting:
             for other_path, other_set_to, other in setters:
                 agree = other is value or (path, set_to) == (other_path, other_set_to)
                 if not agree and _overlap(path, other_path):
-                    problem = f"--axis {other} and --axis {value} contradict each other"
+                    problem = f"axes {other} and {value} contradict each other"
                     raise UsageError(problem, remedy=f"both set {path}")
             setters.append((path, set_to, value))
         first, second = total.requires, setting.requires
@@ -246,7 +246,7 @@ def _setting(value: AxisValue, facts: RowFacts) -> Setting:
                 variables=dict.fromkeys(axis.variables, value.text),
             )
     except NotForThisRowError as error:
-        raise UsageError(f"--axis {value} {error}", remedy="leave this value out") from None
+        raise UsageError(f"axis {value} {error}", remedy="leave this value out") from None
     requires = axis.requires.get(value.text, setting.requires)
     if axis.cuda_only and value.text != axis.default:
         requires = replace(requires, accelerator="cuda", reason=axis.cuda_only)
@@ -257,11 +257,11 @@ def _overlap(path: str, other: str) -> bool:
     return path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.")
 
 
-def require_no_override(selected: Sequence[AxisValues], flag: str, changes: Mapping[str, Any]) -> None:
-    """Raise UsageError if a flag, ``--set`` or ``--ds-config``, changes a key that an axis sets."""
+def require_no_override(selected: Sequence[AxisValues], other: str, changes: Mapping[str, Any]) -> None:
+    """Raise UsageError if changes to every configuration, which ``other`` names, hold a key that an axis sets."""
     changed = [path for path, _ in paths_of(changes)]
     for values in selected:
         axis = values[0].axis
         path = next((path for path in changed for key in axis.keys if _overlap(path, key)), None)
         if path is not None:
-            raise UsageError(f"--axis {axis.name} and {flag} both set {path}", remedy="leave one of them out")
+            raise UsageError(f"axis {axis.name} and {other} both set {path}", remedy="leave one of them out")

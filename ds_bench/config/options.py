@@ -400,6 +400,11 @@ class Options:
         values["model"] = values["model_factory"] or values["model"]
         return cls(**values, auto_batch=auto_batch, auto_seq=auto_seq)
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables that ``env`` gives with a value."""
+        return dict(text.split("=", 1) for text in self.env if "=" in text)
+
     def say(self, name: str) -> str:
         """How the user gives an option: by its flag, or by its key of the recipe."""
         option = OPTIONS[name]

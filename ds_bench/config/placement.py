@@ -44,7 +44,9 @@ def resolve_placement(options: Options, environ: Mapping[str, str], inventory: g
         raise UsageError(problem, remedy=f"use {options.say('cpu_memory_limit')} on a CPU")
     address = options.master_addr
     if address is not None and not (_HOST.fullmatch(address) or _IPV6.fullmatch(address)):
-        raise UsageError(f"--master-addr {address!r} is not a host or address", remedy="give a name or an IP address")
+        raise UsageError(
+            f"{options.say('master_addr')} {address!r} is not a host or address", remedy="give a name or an IP address"
+        )
     hosts = _used_slots(options, environ, len(visible) if accelerator == "cuda" else None)
     selected = options.include is not None or options.exclude is not None
     slots = "@".join(f"{host}:{','.join(map(str, numbers))}" for host, numbers in hosts.items())
@@ -152,7 +154,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
     try:
         lines = files.read_bytes(path, _MOST_HOSTFILE_BYTES).decode("utf-8", "replace").splitlines()
     except OSError as error:
-        raise UsageError(f"--hostfile {path}: {error.strerror}", remedy="give a readable file") from None
+        raise UsageError(f"hostfile {path}: {error.strerror}", remedy="give a readable file") from None
     hosts: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
@@ -161,13 +163,13 @@ def read_hostfile(path: Path) -> dict[str, int]:
         name, (key, _, slots) = words[0], (words[1] if len(words) == 2 else "").partition("=")
         if not _HOST.fullmatch(name) or key != "slots" or not _SLOTS.fullmatch(slots) or name in hosts:
             raise UsageError(
-                f"--hostfile {path}, line {number}: {line.strip()[:80]!r}",
+                f"hostfile {path}, line {number}: {line.strip()[:80]!r}",
                 remedy="write: host slots=N, each host once, a name of letters, digits, dots, dashes and underscores, "
                 "N from 1 to 9999",
             )
         hosts[name] = int(slots)
     if not hosts:
-        raise UsageError(f"--hostfile {path} names no host", remedy="write: host slots=N")
+        raise UsageError(f"hostfile {path} names no host", remedy="write: host slots=N")
     return hosts
 
 
@@ -180,8 +182,9 @@ def _used_slots(options: Options, environ: Mapping[str, str], visible: int | Non
     for name in SEVERAL_NODES:
         of_jobs = name == "env" or (nodes and name in ("host_command", "master_addr", "master_port"))
         if getattr(options, name) is not None and not of_jobs:
-            flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag} without --hostfile", remedy="add --hostfile FILE, or leave it out")
+            hostfile = options.say("hostfile")
+            problem = f"{options.say(name)} without {hostfile}"
+            raise UsageError(problem, remedy=f"add {hostfile} FILE, or leave it out")
     return nodes
 
 
@@ -201,7 +204,7 @@ def _slots_of_job(options: Options, environ: Mapping[str, str], visible: int | N
         raise UsageError(
             f"{requested} ranks cannot be shared out equally among the {len(tasks)} nodes of this "
             f"{'' if launched else 'Slurm '}job",
-            remedy=f"--num-gpus with a multiple of {len(tasks)}, or use one node"
+            remedy=f"{options.say('num_gpus')} with a multiple of {len(tasks)}, or use one node"
             + ("" if launched else ": srun --nodes=1 --ntasks=1"),
         )
     return {node: range(ranks) for node in tasks}
@@ -214,24 +217,24 @@ def select_slots(slots: Slots, include: str | None, exclude: str | None) -> Slot
     Raises UsageError for other syntax, an unknown host or slot, and if no slot is left.
     """
     if include is not None and exclude is not None:
-        raise UsageError("--include and --exclude together", remedy="give one of them, as DeepSpeed takes one")
+        raise UsageError("include and exclude together", remedy="give one of them, as DeepSpeed takes one")
     text = exclude if include is None else include
     if text is None:
         return slots
-    flag = f"{'--exclude' if include is None else '--include'} {text!r}"
+    said = f"{'exclude' if include is None else 'include'} {text!r}"
     named: dict[str, set[int]] = {}
     for part in text.split("@"):
         host, colon, numbers = part.partition(":")
         if host not in slots:
-            raise UsageError(f"{flag}: no host {host!r} in the hostfile", remedy=f"one of {format_names(slots)}")
+            raise UsageError(f"{said}: no host {host!r} in the hostfile", remedy=f"one of {format_names(slots)}")
         words = numbers.split(",") if colon else []
         if not all(re.fullmatch("[0-9]{1,4}", word) for word in words):
-            raise UsageError(f"{flag}: {part!r} is not a host with slots", remedy="write: HOST@HOST:SLOT,SLOT")
+            raise UsageError(f"{said}: {part!r} is not a host with slots", remedy="write: HOST@HOST:SLOT,SLOT")
         for slot in map(int, words):
             if slot not in slots[host]:
                 last = len(slots[host]) - 1
                 remedy = f"{host} has slots 0 to {last}" if last else f"{host} has only slot 0"
-                raise UsageError(f"{flag}: no slot {slot} on {host}", remedy=remedy)
+                raise UsageError(f"{said}: no slot {slot} on {host}", remedy=remedy)
         named.setdefault(host, set()).update(map(int, words))
     kept = {}
     for host, all_slots in slots.items():
@@ -240,23 +243,24 @@ def select_slots(slots: Slots, include: str | None, exclude: str | None) -> Slot
         if left := [slot for slot in all_slots if (slot in chosen) == (include is not None)]:
             kept[host] = left
     if not kept:
-        raise UsageError(f"{flag} leaves no slot", remedy="leave one host or slot")
+        raise UsageError(f"{said} leaves no slot", remedy="leave one host or slot")
     return kept
 
 
 def _host_command(options: Options, hosts: Slots) -> str | None:
     """Return the command that reaches a host. Raises UsageError for one that does not name the host."""
+    name = options.say("host_command")
     if (command := options.host_command) is not None:
         try:
             names_host = any("{host}" in word for word in shlex.split(command)[1:])
         except ValueError as error:
-            raise UsageError(f"--host-command {command!r}: {error}", remedy="close the quotation mark") from None
+            raise UsageError(f"{name} {command!r}: {error}", remedy="close the quotation mark") from None
         if not names_host or not command.isprintable():
-            problem = f"--host-command {command!r} does not say where the host's name goes"
+            problem = f"{name} {command!r} does not say where the host's name goes"
             raise UsageError(problem, remedy="write {host} for it, as in 'ssh -p 2222 {host}'")
     if launched_nodes.ranks_of_hosts():
         if command is not None:
-            problem = "--host-command, but a launcher has started a process on every node"
+            problem = f"{name}, but a launcher has started a process on every node"
             raise UsageError(problem, remedy="leave it out")
         return None
     return (command or (SRUN if options.hostfile is None else SSH)) if hosts else None
@@ -268,9 +272,9 @@ def _forwarded_variables(options: Options) -> tuple[str, ...]:
     for text in options.env:
         name, _, value = text.partition("=")
         if not _VARIABLE.fullmatch(name) or not value.isprintable():
-            raise UsageError(f"--env {name[:80]!r} is not a variable", remedy="write NAME or NAME=VALUE")
+            raise UsageError(f"{options.say('env')} {name[:80]!r} is not a variable", remedy="write NAME or NAME=VALUE")
         if value and redaction.looks_secret(name, value):
-            problem = f"--env {name}=… looks like a credential, which results would hold"
-            raise UsageError(problem, remedy=f"export {name} and give --env {name}")
+            problem = f"{options.say('env')} {name}=… looks like a credential, which results would hold"
+            raise UsageError(problem, remedy=f"export {name} and give only its name")
         names.append(name)
     return tuple(dict.fromkeys(names))

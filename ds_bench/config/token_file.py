@@ -60,14 +60,14 @@ class TokenFile:
         """
         if vocabulary is not None and self.largest_id >= vocabulary:
             raise UsageError(
-                f"--data {self.path} holds the id {self.largest_id} (token {self.largest_at:,}), beyond the "
+                f"{self.path} holds the id {self.largest_id} (token {self.largest_at:,}), beyond the "
                 f"{vocabulary} ids of {owner}",
-                remedy="tokenize it with the model's tokenizer, or correct --data-dtype",
+                remedy="tokenize it with the model's tokenizer, or correct the type of its ids",
             )
         if self.tokens < seq_length:
             raise UsageError(
-                f"--data {self.path} has {self.tokens} tokens, fewer than one sequence of {seq_length}",
-                remedy=f"give a longer file, or --seq-length {self.tokens} or less",
+                f"{self.path} has {self.tokens} tokens, fewer than one sequence of {seq_length}",
+                remedy=f"give a longer file, or a sequence of {self.tokens} tokens or less",
             )
 
 
@@ -81,26 +81,26 @@ def read_token_file(path: Path, requested: TokenType | None) -> TokenFile:
     ``requested``: type of the ids; None if the suffix says it.
     """
     if path.is_dir():
-        raise UsageError(f"--data {path} is a folder", remedy="give a file of token ids")
+        raise UsageError(f"{path} is a folder", remedy="give a file of token ids")
     dtype = requested or _SUFFIXES.get(path.suffix.lower())
     if dtype is None:
-        problem = f"--data {path}: its name does not say how long its ids are"
-        raise UsageError(problem, remedy="add --data-dtype uint16, or uint32")
+        problem = f"{path}: its name does not say how long its ids are"
+        raise UsageError(problem, remedy="give the type of its ids, uint16 or uint32")
     try:
         with files.opened(path, _LARGEST_FILE_BYTES) as file:
             status = path.stat()
             if file.read(len(_NUMPY_MAGIC)) == _NUMPY_MAGIC:
-                problem = f"--data {path} is a NumPy file, whose header would be read as ids"
+                problem = f"{path} is a NumPy file, whose header would be read as ids"
                 raise UsageError(problem, remedy="write only the ids: array.tofile(FILE)")
             tokens, rest = divmod(status.st_size, item_bytes(dtype))
             if rest:
-                problem = f"--data {path} has {status.st_size:,} bytes, which is not a whole number of {dtype} ids"
-                raise UsageError(problem, remedy="it is cut off, or its ids have another type: --data-dtype")
+                problem = f"{path} has {status.st_size:,} bytes, which is not a whole number of {dtype} ids"
+                raise UsageError(problem, remedy="it is cut off, or its ids have another type")
             if not tokens:
-                raise UsageError(f"--data {path} is empty", remedy="give a file of token ids")
+                raise UsageError(f"{path} is empty", remedy="give a file of token ids")
             return _read_ids(path, dtype, tokens, file, status.st_mtime_ns)
     except OSError as error:
-        problem = f"--data {path}: {error.strerror or error}"
+        problem = f"{path}: {error.strerror or error}"
         raise UsageError(problem, remedy="give a readable file of token ids") from None
 
 

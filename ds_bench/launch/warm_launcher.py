@@ -102,6 +102,10 @@ class WarmLauncher:
     def launch(self, trial: Trial, folder: Path, listen: ProgressCallback) -> TrialRecord:
         """See ``Launcher``."""
         reason = "it died as often as it was started"
+        # An earlier run of this process may have started the server, with other variables of --env.
+        own = {
+            name: self._environment[name] for name in trial.placement.forwarded_variables if name in self._environment
+        }
         for _ in range(_MAX_STARTS):
             # Before the trial, not in it: ending a trial spares what ran before it.
             _ensure_tracker()
@@ -117,7 +121,7 @@ class WarmLauncher:
                     folder,
                     listen,
                     limits=self._limits,
-                    environment=thread_variables(trial.placement, os.environ),
+                    environment={**thread_variables(trial.placement, os.environ), **own},
                     start=self._start,
                     launch="warm",
                     server_is_alive=self._server_is_alive,

@@ -119,7 +119,12 @@ REFUSED = {
     "training: {seq_len: 4096}\nmodel: {name: gpt2}": "training.seq_len 4096 is beyond the 1024 positions",
     "configurations: {strategies: nvme}": "configurations.strategies nvme needs a disk (add launch.nvme_path DIR",
     "configurations: {relative_to: zero9}": "configurations.relative_to zero9: no such row",
-    "axes: {micro_batch: [1, 2]}\ntraining: {local_batch_size: 2}": "axes.micro_batch and training.local_batch_size",
+    "axes: {micro_batch: [1, 2]}\ntraining: {local_batch_size: 2}": "axis micro_batch and training.local_batch_size",
+    "axes: {prefetch: [1]}\nconfigurations: {deepspeed: {zero_optimization: {stage3_prefetch_bucket_size: 3}}}": (
+        "axis prefetch and configurations.deepspeed both set"
+    ),
+    "launch: {include: a}": "launch.include without launch.hostfile (add launch.hostfile FILE",
+    "launch: {env: [A B]}": "launch.env 'A B' is not a variable",
     "model: {name: tiny}\ndataset: {vocab_size: 2000}": "dataset.vocab_size 2000 is beyond the 1000 ids of tiny",
     "dataset: {dtype: uint16}": "dataset.dtype without dataset.path",
     "dataloader: {prefetch: 4}": "dataloader.prefetch 4 without worker processes (add dataloader.workers 1 or more)",
@@ -144,6 +149,7 @@ def test_a_recipe_that_cannot_run_is_refused_before_anything_starts(
     assert run(text) == 2
     error = capsys.readouterr().err
     assert REFUSED[text] in error
+    assert error.count("--") == error.count("add --yes")  # the only flag that stands for no key
     assert error.count("\n") == 1
     assert not scripted.output.exists()
 

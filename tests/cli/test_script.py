@@ -37,7 +37,7 @@ BAD_INPUT = [
     (ZERO, "--resume absent", ("--resume absent", "run.json")),
     (ZERO, "--resume unsettled/runs/zero_20261121_093000", ("nothing to resume", "start it again")),
     (ZERO, "--accelerator cpu --gpu-memory-limit 8", ("--gpu-memory-limit", "--cpu-memory-limit")),
-    (ZERO, "--hostfile absent", ("--hostfile absent",)),
+    (ZERO, "--hostfile absent", ("hostfile absent",)),
     # Before the model and the machine are looked at.
     (ZERO, "--output-dir /proc/nowhere --model nowhere/none", ("--output-dir /proc/nowhere", "may write")),
     (OFFLOAD, "--model tiny --nvme-path absent", ("--nvme-path", "not a folder")),

@@ -83,7 +83,7 @@ def test_a_hostfile_is_read_by_lines_with_comments_and_blanks(tmp_path: Path, su
     path.write_bytes(b"# nobody\n")
     with pytest.raises(UsageError, match="names no host"):
         read_hostfile(path)
-    with pytest.raises(UsageError, match=r"--hostfile .*give a readable file"):
+    with pytest.raises(UsageError, match=r"hostfile .*give a readable file"):
         read_hostfile(tmp_path)
 
 
@@ -122,18 +122,18 @@ def test_wrong_flags_for_several_hosts_are_refused_in_one_line(tmp_path: Path, s
     path = tmp_path / "hosts"
     path.write_text("a slots=4\nb slots=1\n")
     for flags, message in (
-        (("--include", "a", "--exclude", "b"), "--include and --exclude together (give one"),
-        (("--include", "a:4"), "--include 'a:4': no slot 4 on a (a has slots 0 to 3)"),
+        (("--include", "a", "--exclude", "b"), "include and exclude together (give one"),
+        (("--include", "a:4"), "include 'a:4': no slot 4 on a (a has slots 0 to 3)"),
         (("--include", "a:0,"), "'a:0,' is not a host with slots (write: HOST@HOST:SLOT,SLOT)"),
         (("--include", "a\nb"), "no host 'a\\nb' in the hostfile (one of a, b)"),
         (("--include=-oProxyCommand=x",), "no host '-oProxyCommand=x' in the hostfile"),
-        (("--exclude", "a@b"), "--exclude 'a@b' leaves no slot"),
+        (("--exclude", "a@b"), "exclude 'a@b' leaves no slot"),
         (("--master-addr=-oProxyCommand=x",), "--master-addr '-oProxyCommand=x' is not a host or address"),
         (("--host-command", "ssh 'y"), "No closing quotation (close the quotation mark)"),
         (("--host-command", "{host}"), "does not say where the host's name goes"),
         (("--host-command", "ssh {host}\n"), "does not say where the host's name goes"),
         (("--env", "A B=1"), "--env 'A B' is not a variable (write NAME or NAME=VALUE)"),
-        (("--env", "HF_TOKEN=hf_secret"), "(export HF_TOKEN and give --env HF_TOKEN)"),
+        (("--env", "HF_TOKEN=hf_secret"), "(export HF_TOKEN and give only its name)"),
     ):
         with subtests.test(flags), pytest.raises(UsageError) as error:
             place("--hostfile", str(path), *flags)

@@ -52,7 +52,7 @@ def test_unusable_files_are_refused_with_the_remedy(tmp_path: Path, subtests: py
     os.mkfifo(tmp_path / "pipe.uint16")  # opening it would wait for a writer
     for name, message in (
         ("none.uint16", "none.uint16: No such file or directory"),
-        ("header.npy", "add --data-dtype uint16, or uint32"),
+        ("header.npy", "give the type of its ids, uint16 or uint32"),
         ("odd.uint16", r"has 3 bytes, which is not a whole number of uint16 ids \(it is cut off"),
         ("empty.uint32", "is empty"),
         ("pipe.uint16", "is not a regular file"),
@@ -65,5 +65,5 @@ def test_unusable_files_are_refused_with_the_remedy(tmp_path: Path, subtests: py
     found.require_usable(1000, "the model tiny", 3)
     with pytest.raises(UsageError, match=r"holds the id 999 \(token 1\), beyond the 999 ids of the model tiny"):
         found.require_usable(999, "the model tiny", 3)
-    with pytest.raises(UsageError, match=r"has 3 tokens, fewer than one sequence of 4 .*--seq-length 3 or less"):
+    with pytest.raises(UsageError, match=r"has 3 tokens, fewer than one sequence of 4 .*a sequence of 3 tokens or less"):
         found.require_usable(None, "", 4)

@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.real_trials import ROOT, SUPPORT
+import pytest
+
+from ds_bench.launch import warm_launcher
+from tests.support import fakes
+from tests.support.real_trials import ROOT, SHORT, SUPPORT
 
 
 def test_a_server_that_is_killed_costs_the_trial_that_runs_and_no_later_one(tmp_path: Path) -> None:
@@ -29,3 +33,15 @@ def test_a_server_that_is_killed_costs_the_trial_that_runs_and_no_later_one(tmp_
     # Killed before or after it answered: each is a true reason.
     assert reason.startswith(("it died as often as it was started", "the preloaded server did not start"))
     assert done.stderr == ""
+
+
+def test_variables_of_env_reach_ranks_of_a_server_that_an_earlier_run_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, str]] = []
+    monkeypatch.setattr(warm_launcher, "run_trial", lambda *_, environment, **__: seen.append(environment))
+    monkeypatch.setattr(warm_launcher, "_ensure_tracker", lambda: None)
+    monkeypatch.setattr(warm_launcher.WarmLauncher, "_server_is_alive", lambda _: True)
+    launcher = warm_launcher.WarmLauncher({"MINE": "b", "OTHER": "c"}, SHORT)
+    on = fakes.placement(forwarded_variables=("MINE", "ONLY_NAMED"))
+    launcher.launch(fakes.trial(on=on), Path(), lambda _: None)
+    assert seen[0].items() >= {"MINE": "b"}.items()
+    assert not seen[0].keys() & {"OTHER", "ONLY_NAMED"}
