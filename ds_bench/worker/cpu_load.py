@@ -30,7 +30,6 @@ class CpuReading:
     """The kernel's counters at one moment."""
 
     monotonic_seconds: float
-    cpus: frozenset[int]
     busy_seconds: float | None
     own_seconds: float
     periods: tuple[int, int] | None
@@ -38,10 +37,9 @@ class CpuReading:
     @classmethod
     def read(cls) -> CpuReading:
         root = Path(os.environ.get(ROOT_VARIABLE, "/"))
-        cpus = frozenset(os.sched_getaffinity(0))
+        cpus = os.sched_getaffinity(0)
         return cls(
             monotonic_seconds=time.monotonic(),
-            cpus=cpus,
             busy_seconds=host_memory.busy_cpu_seconds(cpus, root),
             own_seconds=own_cpu_seconds(cpus),
             periods=host_memory.cgroup_cpu_periods(root),

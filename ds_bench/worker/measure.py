@@ -83,7 +83,19 @@ def measure(
         engine.compile()
     training_loop.synchronize(accelerator)
     init_seconds = time.perf_counter() - start
-    trainer = _create_trainer(engine, built, config, assignment, device, layout, heartbeat)
+    count = (workload.warmup_steps + workload.num_steps) * int(engine.gradient_accumulation_steps())
+    own_batch_size = int(engine.train_micro_batch_size_per_gpu())
+    held, loaded = prepare_batches(built, workload, config, layout, device, batch_size=own_batch_size, count=count)
+    trainer = training_loop.Trainer(
+        engine,
+        held,
+        accelerator,
+        heartbeat,
+        loaded=loaded,
+        loss_share=layout.loss_share(workload.seq_length),
+        loss_parts=layout.sequence_size,
+        synchronized=workload.synchronized,
+    )
     if trial.inspection.monitor is not None:
         samples_per_step = micro_batch_size * trainer.grad_accum * layout.data_parallel_size
         tokens = samples_per_step * workload.seq_length
@@ -210,31 +222,6 @@ def _measure_training(
         save_partial(measured)
         measured |= measure_communication(trainer)
     return measured
-
-
-def _create_trainer(
-    engine: Any,
-    built: build.BuiltModel,
-    config: dict[str, Any],
-    assignment: Assignment,
-    device: torch.device,
-    layout: RankLayout,
-    heartbeat: HeartbeatWriter,
-) -> training_loop.Trainer:
-    workload = assignment.trial.workload
-    count = (workload.warmup_steps + workload.num_steps) * int(engine.gradient_accumulation_steps())
-    batch_size = int(engine.train_micro_batch_size_per_gpu())
-    held, loaded = prepare_batches(built, workload, config, layout, device, batch_size=batch_size, count=count)
-    return training_loop.Trainer(
-        engine,
-        held,
-        assignment.trial.placement.accelerator,
-        heartbeat,
-        loaded=loaded,
-        loss_share=layout.loss_share(workload.seq_length),
-        loss_parts=layout.sequence_size,
-        synchronized=workload.synchronized,
-    )
 
 
 def _uses_tf32() -> bool:

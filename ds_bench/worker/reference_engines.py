@@ -36,6 +36,8 @@ class ReferenceEngine:
 
     stage: int
     """The ZeRO stage that splits the same among the ranks."""
+    updates = True
+    """Whether it has an optimizer."""
     skipped_steps = 0
     is_compiled = False
     engine_params: Mapping[str, Any]
@@ -53,10 +55,7 @@ class ReferenceEngine:
         self._micro_steps = 0
         self._grad_norm: Any = None
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.optimizer: Any = self._create_optimizer(config)
-
-    def _create_optimizer(self, config: Mapping[str, Any]) -> torch.optim.Optimizer | None:
-        return _create_optimizer(self._trained, config["optimizer"], self._device)
+        self.optimizer: Any = _create_optimizer(self._trained, config["optimizer"], device) if self.updates else None
 
     def __call__(self, **batch: torch.Tensor) -> Any:
         """Runs the forward pass."""
@@ -349,6 +348,7 @@ class PassEngine(ReferenceEngine):
     """
 
     stage = 0
+    updates = False
 
     def __init__(
         self, model: torch.nn.Module, config: Mapping[str, Any], device: torch.device, *, with_backward: bool
@@ -356,9 +356,6 @@ class PassEngine(ReferenceEngine):
         super().__init__(model, config, device)
         self._with_backward = with_backward
         self.engine_params = {"with_backward": with_backward}
-
-    def _create_optimizer(self, config: Mapping[str, Any]) -> None:
-        """Makes none: the weights never change."""
 
     def backward(self, loss: torch.Tensor) -> None:
         if self._with_backward:

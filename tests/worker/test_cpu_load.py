@@ -89,7 +89,7 @@ def test_the_time_of_ended_children_is_our_own_and_not_that_of_ranks_bound_to_ot
 
 def test_other_programs_use_what_is_busy_and_not_our_own() -> None:
     def load(seconds: float, busy: float | None, own: float, throttled: int = 0) -> dict[str, Any]:
-        start = CpuReading(monotonic_seconds=10, cpus=CPUS, busy_seconds=busy and 100, own_seconds=50, periods=(10, 1))
+        start = CpuReading(monotonic_seconds=10, busy_seconds=busy and 100, own_seconds=50, periods=(10, 1))
         end = replace(start, monotonic_seconds=10 + seconds, own_seconds=50 + own, periods=(50, 1 + throttled))
         return load_between(start, replace(end, busy_seconds=busy and 100 + busy))
 
