@@ -1,19 +1,20 @@
-"""Presets and their counts: by hand, against configs as Transformers reads them, and against published sizes."""
+"""Presets and how models are counted: from their modules, by hand, and against published sizes."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from functools import cache
+import json
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ds_bench.models import presets
 from ds_bench.models.presets import find_preset, preset_names, short_names, similar_presets
+from ds_bench.worker.lookup_model import count_model
 from tests.support.built_models import build
 from tests.support.fakes import preset
+from tests.support.model_families import FAMILIES
 from tests.support.real_trials import ROOT
 
 PUBLISHED_PARAMETERS = {
@@ -35,44 +36,12 @@ PUBLISHED_PARAMETERS = {
 """Totals of the weight files on the Hub: they check the presets themselves, which a model built from them cannot."""
 
 
-@cache
-def built_preset(name: str) -> Any:
-    facts = preset(name)
-    return build(facts.model_type, facts.config)
-
-
 def test_counts_by_hand() -> None:
     """Tiny, per layer: 128·384+384, 128·128+128, 128·512+512, 512·128+128 and two norms of 2·128 = 198,272. Outside:
     1000·128 embedding (tied), 256·128 positions, 2·128 last norm. A token is multiplied with twelve hidden² per layer
-    and the head. Mixtral uses two of eight experts per token, and all of them are parameters."""
+    and the head."""
     assert preset("tiny").parameters == 2 * 198_272 + 128_000 + 32_768 + 256 == 557_568
     assert preset("tiny").matmul_parameters == 2 * 12 * 128**2 + 1000 * 128 == 521_216
-    facts = preset("mistralai/Mixtral-8x7B-v0.1")
-    attention = 2 * 4096 * 4096 + 2 * 4096 * 1024
-    expert = 3 * 4096 * 14336
-    assert facts.matmul_parameters == 32 * (attention + 8 * 4096 + 2 * expert) + 32000 * 4096
-    assert facts.largest_parameter == 8 * (2 * 14336) * 4096  # gate and up of all experts, fused
-    assert facts.parameters - facts.matmul_parameters == 32 * 6 * expert + 32000 * 4096 + (2 * 32 + 1) * 4096
-
-
-def test_shape_of_a_preset_is_the_shape_of_the_built_config() -> None:
-    for name in preset_names():
-        facts, config = preset(name), built_preset(name).config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        if hasattr(config, "v_head_dim"):  # of keys and values: the mean has the FLOPs of both
-            head_dim = (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) // 2
-        shape = {
-            "layers": config.num_hidden_layers,
-            "hidden_size": config.hidden_size,
-            "attention_heads": config.num_attention_heads,
-            "head_dim": head_dim,
-            "vocabulary_size": config.vocab_size,
-            "max_positions": config.max_position_embeddings,
-            "tied_embeddings": config.tie_word_embeddings,
-        }
-        assert {field: getattr(facts, field) for field in shape} == shape, name
-    rope = built_preset("meta-llama/Llama-3.1-8B").config.rope_parameters
-    assert (rope["rope_type"], rope["rope_theta"], rope["factor"]) == ("llama3", 500_000.0, 8.0)
 
 
 def test_published_sizes() -> None:
@@ -129,13 +98,6 @@ def test_misspelt_name_is_answered_with_similar_presets() -> None:
     assert similar_presets("zzzzzzzz") == similar_presets("") == []
 
 
-def test_import_loads_neither_torch_nor_the_presets() -> None:
-    code = "import sys, ds_bench.models, ds_bench.analysis.flops; print(*sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert {"torch", "transformers", "json", "difflib"} & set(result.stdout.split()) == set()
-
-
 def test_presets_train_with_the_dropout_of_their_family() -> None:
     from transformers import AutoConfig
 
@@ -145,3 +107,49 @@ def test_presets_train_with_the_dropout_of_their_family() -> None:
         own = {key: value for key, value in facts.config.items() if "drop" in key and not name.startswith("size-")}
         assert own == {key: getattr(family, key) for key in own}, name
     assert AutoConfig.for_model("gpt2", **preset("tiny").config).resid_pdrop == 0.1
+
+
+SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+LLAMA = {**SIZES, "intermediate_size": 80, "num_key_value_heads": 2, "max_position_embeddings": 64}
+GPT2 = {"vocab_size": 96, "n_positions": 64, "n_embd": 32, "n_layer": 3, "n_head": 4}
+LATENT = {
+    **LLAMA, "num_key_value_heads": 4, "moe_intermediate_size": 24, "kv_lora_rank": 16, "q_lora_rank": 20,
+    "qk_nope_head_dim": 10, "qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 5, "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+}  # fmt: skip
+NARROW = {**SIZES, "ffn_dim": 72, "max_position_embeddings": 64, "word_embed_proj_dim": 16}
+EXPERTS = {**LLAMA, "num_local_experts": 5, "num_experts_per_tok": 3}
+VARIANTS: tuple[tuple[str, dict[str, Any], tuple[int, int, int]], ...] = (
+    ("gpt2", {**GPT2, "tie_word_embeddings": False}, (46368, 39936, 4096)),
+    ("opt", {**NARROW, "do_layer_norm_before": False}, (31864, 28672, 2304)),
+    ("llama", {**LLAMA, "attention_bias": True, "mlp_bias": True}, (39488, 35328, 3072)),
+    ("gemma3_text", {**LLAMA, "head_dim": 16}, (45056, 44544, 3072)),
+    ("deepseek_v2", LATENT, (67916, 50688, 7680)),
+    ("mixtral", EXPERTS, (131264, 81888, 25600)),
+)
+"""Model type, config, and by hand: parameters, those that multiply a token, elements of the largest tensor."""
+
+
+def test_variants_of_a_family_count_as_their_tensors_add_up() -> None:
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
+    for model_type, config, by_hand in VARIANTS:
+        counts = count_model(build(model_type, {**config, **ends}))
+        assert counts is not None
+        assert (counts["parameters"], counts["matmul_parameters"], counts["largest_parameter"]) == by_hand, model_type
+
+
+def test_the_file_of_counts_is_what_the_script_writes() -> None:
+    """Of every built-in model, and so of every architecture as it is published."""
+    counted = json.loads(runpy.run_path(str(ROOT / "scripts" / "make_model_counts.py"))["counts_text"]())
+    kept = json.loads((ROOT / "ds_bench" / "models" / "counts.json").read_text(encoding="utf-8"))
+    assert list(kept) == list(counted) == list(presets.preset_names())
+    assert kept == counted, "run scripts/make_model_counts.py"
+
+
+def test_code_of_a_model_and_unknown_modules_are_not_counted() -> None:
+    """Its experts may be modules of another kind, and all of them would count."""
+    model = build("llama", LLAMA)
+    model.__class__ = type("LlamaForCausalLM", (type(model),), {"__module__": "transformers_modules.mine"})
+    assert count_model(model) is None
+    assert count_model(build("gpt_neox", FAMILIES["gpt_neox"])) is None
+    assert count_model(build("gpt2", {**GPT2, "add_cross_attention": True})) is None

@@ -1,7 +1,8 @@
-"""Model states by hand for every stage and offload, and the laws that hold for any size."""
+"""Model states by hand for every stage and offload, how often they are sent, and the laws that hold for any size."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_bench.config.spec import Configuration
+from ds_bench.prediction.inputs import times_sent
 from ds_bench.prediction.model_states import flat_elements, model_states, partition_elements
+from tests.support import fakes
 from tests.support.fakes import offload, reference, zero
 
 PARAMETERS, RANKS = st.integers(1, 10**12), st.integers(1, 512)
@@ -68,3 +71,33 @@ def test_offload_moves_states_from_the_gpu_and_loses_none(name: str, parameters:
     at_home, away = (model_states(parameters, ranks, each, "bf16") for each in (zero(3), offload(name)))
     assert sum(away.get("gpu", {}).values()) < sum(at_home["gpu"].values())
     assert sum(row.get("optimizer_states", 0) for row in away.values()) == at_home["gpu"]["optimizer_states"]
+
+
+PARAMETERS = 2_000_000_000
+"""More than stage 3 keeps gathered (1e9)."""
+
+
+def with_zero(stage: int, **keys: Any) -> Configuration:
+    made = fakes.zero(stage)
+    config = dict(made.deepspeed_config)
+    return replace(made, deepspeed_config={**config, "zero_optimization": {**config["zero_optimization"], **keys}})
+
+
+def test_parameters_and_gradients_are_sent_as_often_as_in_the_paper_and_deepspeed(subtests: pytest.Subtests) -> None:
+    for configuration, grad_accum, expected in (
+        (fakes.zero(0), 1, (0, 2)),
+        (with_zero(1, use_multi_rank_bucket_allreduce=False), 1, (0, 2)),
+        (with_zero(2, use_multi_rank_bucket_allreduce=False), 1, (0, 2)),
+        (fakes.zero(1), 1, (0, 3)),  # buckets are all-reduced
+        (fakes.zero(2), 1, (0, 3)),
+        (fakes.zero(3), 1, (2, 1)),
+        (fakes.zero(1), 4, (0, 3)),
+        (fakes.zero(2), 4, (0, 9)),  # gradients of every micro-batch
+        (fakes.zero(3), 4, (8, 4)),
+        (with_zero(3, stage3_max_live_parameters=10**10, stage3_max_reuse_distance=10**10), 1, (1, 1)),
+        (with_zero(3, stage3_max_live_parameters=10**10), 1, (2, 1)),  # the reuse distance is smaller than the model
+        (fakes.reference("ddp"), 1, (0, 2)),
+        (fakes.reference("fsdp2"), 1, (2, 1)),
+    ):
+        with subtests.test(configuration=configuration.name, grad_accum=grad_accum):
+            assert times_sent(configuration, PARAMETERS, grad_accum) == expected

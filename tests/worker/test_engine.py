@@ -1,15 +1,19 @@
-"""Facts that a rank records about its engine and its arithmetic."""
+"""Facts that a rank records about its engine and its arithmetic; tests/integration trains with torch's own engines."""
 
 from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from ds_bench.worker import measure
 from ds_bench.worker.engine import _to_json_value as to_json_value
+from ds_bench.worker.reference_engines import _create_optimizer
 
 
 class Config:
@@ -46,3 +50,19 @@ def test_tf32_is_recorded_however_it_was_switched_on(monkeypatch: pytest.MonkeyP
         assert measure._uses_tf32() is False
     finally:
         matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
+def test_the_optimizer_of_a_gpu_updates_split_parameters(name: str, tmp_path: Path) -> None:
+    """Fused implementations exist for the CPU too, and torch splits only some of them."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = fully_shard(torch.nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,)))
+        block = {"type": name, "params": {"lr": 0.1}}
+        optimizer = _create_optimizer(list(model.parameters()), block, torch.device("cuda"))
+        before = model.weight.to_local().clone()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        assert not torch.equal(model.weight.to_local(), before)
+    finally:
+        torch.distributed.destroy_process_group()

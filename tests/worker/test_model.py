@@ -35,16 +35,3 @@ def test_a_dropout_is_set_in_configurations_modules_and_the_values_that_function
     build.set_dropouts(model, 0.25)
     assert {value for _, _, value in build.find_dropouts(model)} == {0.25}
     assert model[1].dropout1.p == model[1].self_attn.dropout == 0.25
-
-
-def test_parameters_have_the_configured_format_and_shared_ones_count_once() -> None:
-    model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4, bias=False), "b": torch.nn.Linear(4, 4, bias=False)})
-    model["b"].weight = model["a"].weight
-    assert sum(build.parameter_sizes(model)) == 16
-    for config, dtype in (
-        ({}, torch.float32),
-        ({"bf16": {"enabled": True}}, torch.bfloat16),
-        ({"fp16": {"enabled": True}}, torch.float16),
-        ({"bf16": {"enabled": False}}, torch.float32),
-    ):
-        assert build.training_dtype(config) is dtype, config

@@ -15,7 +15,7 @@ import torch
 from ds_bench.records.rank_files import HeartbeatWriter
 from ds_bench.records.schema import CommunicationOperation, OffloadTimes
 from ds_bench.worker import operation_timers, phases, training_loop
-from ds_bench.worker.operation_timers import CommunicationTimer, DiskUse, OffloadTimer, TimedHandle, operation_bytes
+from ds_bench.worker.operation_timers import CommunicationTimer, DiskUse, OffloadTimer, TimedHandle
 from tests.support.batches import batches
 
 
@@ -196,11 +196,3 @@ def test_every_operation_is_waited_for_and_counted_once(monkeypatch: pytest.Monk
     assert largest.wait_seconds == pytest.approx(largest.seconds / 2)
     # Another rank made one call more.
     assert [each.wait_seconds for each in reduce(lambda values: values.copy_(torch.tensor([3, -2])))] == [None, None]
-
-
-def test_the_bytes_of_an_operation_are_those_of_the_whole_tensor() -> None:
-    part, whole = torch.zeros(3, dtype=torch.bfloat16), torch.zeros(6, dtype=torch.bfloat16)
-    assert operation_bytes("reduce_scatter_tensor", [part, whole, None]) == 12
-    assert operation_bytes("all_gather", [[part, part], part]) == 12
-    assert operation_bytes("all_reduce", [whole]) == 24  # a reduce-scatter and an all-gather
-    assert operation_bytes("broadcast_object_list", [["text"], 0]) == 0
