@@ -35,7 +35,7 @@ from .report.comparison_report import ComparisonReport
 from .report.export_formats import data_frame
 from .report.memory_plan import MemoryPlan
 from .report.terminal_report import print_reports
-from .system import job, launched_nodes, processes, terminal
+from .system import job, processes, terminal
 from .units import to_gb
 
 if TYPE_CHECKING:
@@ -323,7 +323,7 @@ def run_arguments(arguments: Sequence[str], *, quiet: bool) -> dict[str, Any]:
     folders: list[Path] = []
     try:
         # Each process of a launcher would call ds_bench.run, and each would start a comparison of its own.
-        if job.rank_of_process(os.environ) != 0 or launched_nodes.find_nodes(os.environ) is not None:
+        if job.rank_of_process(os.environ) != 0 or job.find_nodes(os.environ) is not None:
             raise UsageError(
                 "ds_bench.run was called by a launcher's rank other than the first, or on several nodes",
                 remedy="start this program without a launcher: a run starts its ranks itself",

@@ -6,7 +6,7 @@ import os
 
 from ..config.options import Options
 from ..launch.host_connections import agent_words
-from ..system import job, launched_nodes
+from ..system import job
 
 
 def runs_comparison(options: Options) -> bool:
@@ -18,16 +18,16 @@ def runs_comparison(options: Options) -> bool:
     os.environ.update(options.variables)
     is_first = job.rank_of_process(os.environ) == 0
     # Looked for before take_over_job, which removes the variables that describe the nodes.
-    nodes = launched_nodes.find_nodes(os.environ) if options.hostfile is None else None
+    nodes = job.find_nodes(os.environ) if options.hostfile is None else None
     # A dry run waits for no other node: how many ranks they have is taken from the launcher's variables.
     if nodes is not None and options.dry_run and is_first:
-        launched_nodes.assume_nodes(nodes)
+        job.assume_nodes(nodes)
     elif nodes is not None and is_first:
-        launched_nodes.connect_nodes(nodes)
+        job.connect_nodes(nodes)
     elif nodes is not None and nodes.is_first_of_node and not options.dry_run:
         # The agent starts ranks, which must not take over the variables of this process's own rank.
         job.take_over_job(os.environ, has_hosts=True)
-        launched_nodes.join_first_node(nodes, agent_words(), os.environ)
+        job.join_first_node(nodes, agent_words(), os.environ)
     if is_first:
         job.take_over_job(os.environ, has_hosts=options.hostfile is not None or nodes is not None)
     return is_first

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import UsageError
-from ..system import environment, files, gpu_state, job, launched_nodes, redaction
+from ..system import environment, files, gpu_state, job, redaction
 from ..units import format_names
 from .options import SEVERAL_NODES, Options
 from .spec import Accelerator, Placement, Precision, gpu_precisions
@@ -63,7 +63,7 @@ def resolve_placement(options: Options, environ: Mapping[str, str], inventory: g
         include=slots if selected else None,
         host_command=_host_command(options, hosts),
         forwarded_variables=_forwarded_variables(options),
-        master_addr=address or launched_nodes.master_address(),
+        master_addr=address or job.master_address(),
         master_port=options.master_port,
     )
 
@@ -194,7 +194,7 @@ def _slots_of_job(options: Options, environ: Mapping[str, str], visible: int | N
     The number of ranks is the requested one, or one for each GPU that is visible here (``visible``; None on a CPU: one
     for each task of Slurm). Raises UsageError if it does not divide equally among the nodes.
     """
-    launched = launched_nodes.ranks_of_hosts()
+    launched = job.ranks_of_hosts()
     tasks = launched or job.tasks_of_nodes(environ)
     requested = options.num_gpus or _world_size(environ)
     if not tasks or requested == sum(tasks.values()) or (requested is None and visible is None):
@@ -258,7 +258,7 @@ def _host_command(options: Options, hosts: Slots) -> str | None:
         if not names_host or not command.isprintable():
             problem = f"{name} {command!r} does not say where the host's name goes"
             raise UsageError(problem, remedy="write {host} for it, as in 'ssh -p 2222 {host}'")
-    if launched_nodes.ranks_of_hosts():
+    if job.ranks_of_hosts():
         if command is not None:
             problem = f"{name}, but a launcher has started a process on every node"
             raise UsageError(problem, remedy="leave it out")

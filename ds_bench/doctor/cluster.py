@@ -15,7 +15,7 @@ from ..config.spec import Configuration, Placement
 from ..errors import PreflightError
 from ..launch.host_connections import HostConnection, HostError, Hosts, agent_words, command_on_host
 from ..launch.ops import OpState
-from ..system import launched_nodes
+from ..system import job
 from ..system.environment import LIBRARIES, Environment, Facts
 from ..units import format_bytes, format_names
 from .findings import Finding, find_program, ok, warning
@@ -57,7 +57,7 @@ def connected_hosts(placement: Placement) -> Iterator[Hosts]:
         words = agent_words(every_gpu=placement.hostfile is not None)
         return words if template is None else command_on_host(template, host, words)
 
-    connected = launched_nodes.accept_nodes() if template is None else {}
+    connected = job.accept_nodes() if template is None else {}
     with Hosts([name for name, _ in placement.hosts], start_agent, connected=connected) as hosts:
         if problems := hosts.connect():
             how = "see what the launcher's processes have printed there"

@@ -1,17 +1,40 @@
-"""The job that this process is part of, if a launcher, Open MPI, MPICH or Slurm's srun started it as one of several.
+"""The job that this process is part of, if a launcher, an engine, MPI or Slurm's srun started it as one of several.
 
-One of these processes runs the comparison and starts the ranks itself; the others end at once. Sources: torchrun's
-environment variables, Open MPI's ``mpirun(1)``, "Output environment variables" in ``srun(1)`` and ``sbatch(1)``.
+One of these processes runs the comparison and starts the ranks itself. On one node, and where srun reaches the others,
+the other processes end at once. Where an engine has started this command on every node (torchrun, DeepSpeed's launcher,
+a PyTorchJob or Volcano job, ``srun`` inside a container), the first process listens at MASTER_ADDR. The first process
+of every other node connects to it and is then replaced by the agent of its node (``launch.host_agent``), which reads
+requests from that connection. Both sides prove that they know the job's secret, torchrun's ``--rdzv-id`` or
+DS_BENCH_SECRET, without sending it.
+
+Sources: torchrun's environment variables, Open MPI's ``mpirun(1)``, "Output environment variables" in ``srun(1)`` and
+``sbatch(1)``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import ipaddress
+import json
 import os
 import re
+import shutil
+import socket
+import struct
 import subprocess
-from collections.abc import Mapping, MutableMapping
+import sys
+import threading
+import time
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import NamedTuple, NoReturn
 
-from ..errors import UsageError
+from ..errors import PreflightError, UsageError
+from ..units import format_names
+from . import terminal
 
 _TASKS = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
 _SCONTROL_SECONDS = 30.0
@@ -133,3 +156,342 @@ def take_over_job(environ: MutableMapping[str, str], *, has_hosts: bool = False)
         of_user = name.startswith(_SET_BY_USERS) and not (by_mpirun and name.startswith(_SET_BY_MPIRUN))
         if name in _OF_A_LAUNCHER or name.startswith(_OF_A_TASK) or (name.startswith(_OF_MPI) and not of_user):
             del environ[name]
+
+
+# ------------------------------------------------------------------ nodes on which an engine has started this command
+
+WAIT_SECONDS = 120.0
+"""For the processes of all nodes to start and to find each other."""
+_QUIET_SECONDS = 5.0
+"""After this long a line says what is waited for."""
+_RETRY_SECONDS = 0.5
+_GREETING_SECONDS = 10
+_MOST_GREETING_BYTES = 1024
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
+_SECRET = "DS_BENCH_SECRET"
+_ACCEPTED = b"accepted"
+"""Makes the process of a node its agent."""
+_NO_RUN_ID = ("", "none")
+"""torchrun's id of a run without ``--rdzv-id``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchedNodes:
+    """The nodes of a job, as one process of it sees them."""
+
+    launcher: str
+    """``torchrun``, ``deepspeed``, ``srun``, or ``job`` of an engine that sets RANK and WORLD_SIZE for each node."""
+    address: str
+    """MASTER_ADDR: the first node's."""
+    port: int
+    """The first process listens here."""
+    count: int
+    number: int
+    """Number of this process's node, from 0."""
+    ranks_here: int
+    ranks: int
+    """Of all nodes."""
+    is_first_of_node: bool
+    secret: str
+    """Known to all processes of the job; empty without one."""
+
+    @property
+    def where(self) -> str:
+        return f"{self.address} port {self.port}"
+
+    @property
+    def key(self) -> bytes:
+        """The key that both sides of a connection prove to know (multiprocessing's HMAC of a random challenge)."""
+        return b"ds_bench" + self.secret.encode()
+
+
+class _Node(NamedTuple):
+    name: str
+    ranks: int
+    connection: Connection | None = None
+    """None for this node itself, and if no node was asked."""
+
+
+_connected_nodes: dict[int, _Node] = {}
+"""By the number of the node, including this one; empty before :func:`connect_nodes`."""
+_addresses: list[str] = []
+"""The address at which the other nodes have reached this process."""
+
+
+def find_nodes(environ: Mapping[str, str]) -> LaunchedNodes | None:
+    """Return the nodes of a job on several; None elsewhere, and if srun reaches the nodes of a Slurm job.
+
+    Raises UsageError if an engine's variables leave open how many processes run on this node.
+    """
+    if "SLURM_JOB_ID" in environ and shutil.which("srun") and shutil.which("scontrol"):
+        return None
+    launcher, texts = _launcher_and_facts(environ)
+    address, port_text = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "29500")
+    if launcher == "srun" and not address:
+        # The first name of a list in Slurm's form: node01 of node[01-03,7],other.
+        first = re.match(r"([^,\[]*)(?:\[([0-9]+)[^\]]*\]([^,\[]*))?", environ.get("SLURM_STEP_NODELIST", ""))
+        address = "".join(filter(None, first.groups() if first else ()))
+    if not all(text.isdecimal() for text in (*texts, port_text)):
+        return None
+    number, count, ranks_here, local_rank, ranks = map(int, texts)
+    if count < 2 or not 0 < ranks_here < ranks:
+        return None
+    if not address:
+        raise UsageError(
+            f"this is one of {count} processes, but MASTER_ADDR is not set", remedy="set it to the first node's address"
+        )
+    port, run_id = int(port_text), environ.get("TORCHELASTIC_RUN_ID", "")
+    if launcher == "torchrun":  # its own store listens at MASTER_PORT
+        port += 1 if port < 65535 else -1
+    return LaunchedNodes(
+        launcher=launcher,
+        address=address,
+        port=port,
+        count=count,
+        number=number,
+        ranks_here=ranks_here,
+        ranks=ranks,
+        is_first_of_node=local_rank == 0,
+        secret=environ.get(_SECRET) or ("" if run_id in _NO_RUN_ID else run_id),
+    )
+
+
+def _launcher_and_facts(environ: Mapping[str, str]) -> tuple[str, list[str]]:
+    """The launcher and, as texts, this node's number, the nodes, the ranks here, the local rank and all ranks."""
+
+    def values(*names: str) -> list[str]:
+        return [environ.get(name, "") for name in names]
+
+    if "LOCAL_WORLD_SIZE" in environ:
+        return "torchrun", values("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "WORLD_SIZE")
+    if "CROSS_SIZE" in environ:  # launcher/launch.py of DeepSpeed
+        return "deepspeed", values("CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE", "LOCAL_RANK", "WORLD_SIZE")
+    if is_task_of_slurm(environ):
+        number, *others = values("SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURM_LOCALID", "SLURM_NTASKS")
+        tasks = task_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        here = tasks[int(number)] if number.isdecimal() and int(number) < len(tasks) else ""
+        return "srun", [number, others[0], str(here), *others[1:]]
+    rank, size = values("RANK", "WORLD_SIZE")
+    if size in ("", "1") or not rank:
+        return "", [""]
+    if "LOCAL_RANK" in environ and "LOCAL_SIZE" not in environ:
+        raise UsageError(
+            "RANK, LOCAL_RANK and WORLD_SIZE are set, but not LOCAL_WORLD_SIZE: the nodes are not known",
+            remedy="start the command with torchrun, or as one process on each node without LOCAL_RANK",
+        )
+    # A PyTorchJob or a Volcano job starts one process in each pod. PET_* are torchrun's, for several ranks in each.
+    nodes = environ.get("PET_NNODES", size)
+    if not (nodes.isdecimal() and size.isdecimal() and int(nodes) and int(size) % int(nodes) == 0):
+        return "", [""]
+    return "job", [environ.get("PET_NODE_RANK", rank), nodes, str(int(size) // int(nodes)), "0", size]
+
+
+def _require_secret(nodes: LaunchedNodes) -> None:
+    """Raise PreflightError if strangers could take part in the job."""
+    if nodes.secret:
+        return
+    with contextlib.suppress(OSError, ValueError):
+        if _is_loopback(str(socket.getaddrinfo(nodes.address, nodes.port, type=socket.SOCK_STREAM)[0][4][0])):
+            return
+    raise PreflightError(
+        f"everybody who reaches {nodes.where} could take part in this job, whose processes have no secret in common",
+        remedy=f"export {_SECRET}=$(openssl rand -hex 16), the same on every node"
+        + (", or give torchrun --rdzv-id with such an id" if nodes.launcher == "torchrun" else ""),
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+# ------------------------------------------------------------------ the process that runs the comparison
+
+
+def ranks_of_hosts() -> dict[str, int]:
+    """Host → number of ranks that the launcher gave it, in the order of the nodes; empty if none is connected."""
+    return {node.name: node.ranks for _, node in sorted(_connected_nodes.items())}
+
+
+def master_address() -> str | None:
+    """The address of this host that the other nodes have reached; None if none is connected."""
+    return _addresses[0] if _addresses else None
+
+
+def accept_nodes() -> dict[str, socket.socket]:
+    """Make the process of every other node the agent there. Return host → connection to it, without this host."""
+    connections = {}
+    for node in _connected_nodes.values():
+        if node.connection is not None:
+            with contextlib.suppress(OSError):  # its connection then ends, which its user notices
+                node.connection.send_bytes(_ACCEPTED)
+            connections[node.name] = socket.socket(fileno=os.dup(node.connection.fileno()))
+            node.connection.close()  # or closing the other descriptor would not end the agent's input
+    return connections
+
+
+def assume_nodes(nodes: LaunchedNodes) -> None:
+    """Assume what :func:`connect_nodes` would find out, without asking any node: for ``--dry-run``."""
+    # Only the sum is known of the other nodes: it is spread evenly.
+    share, more = divmod(nodes.ranks - nodes.ranks_here, nodes.count - 1)
+    _keep(
+        nodes,
+        {number: _Node(name=f"node-{number}", ranks=share + (number <= more)) for number in range(1, nodes.count)},
+    )
+
+
+def connect_nodes(nodes: LaunchedNodes) -> None:
+    """Wait until every other node has connected. Raises PreflightError if one has not within the limit."""
+    _require_secret(nodes)
+    found: dict[int, _Node] = {}
+    with _listen(nodes) as listener:
+        listener.settimeout(_RETRY_SECONDS)
+        patience = _Patience()
+        while missing := [number for number in range(1, nodes.count) if number not in found]:
+            with contextlib.suppress(TimeoutError):
+                connection, _ = listener.accept()
+                # A thread for each: another program that connects and stays silent must not hold up the nodes.
+                threading.Thread(target=_receive_node, args=(nodes, connection, found), daemon=True).start()
+            who = f"node{'s'[: len(missing) > 1]} {format_names(missing)} of {nodes.launcher}"
+            if not patience.lasts(f"waiting at {nodes.where} for {who}"):
+                only = f", which only this machine reaches ({_addresses[0]})," if _is_loopback(_addresses[0]) else ""
+                raise PreflightError(
+                    f"{who} did not connect to {nodes.where}{only}, within {WAIT_SECONDS:.0f} s",
+                    remedy="start the same command on every node and open this port between them, or start one process "
+                    "with --hostfile FILE",
+                )
+    _keep(nodes, found)
+    names = sorted(node.name for node in _connected_nodes.values())
+    # Results and connections are kept by host name from here on.
+    if len(set(names)) < len(names):
+        raise PreflightError(
+            f"the nodes call themselves {', '.join(names)}: they are one machine, or look like one",
+            remedy="give each machine a host name of its own; on one machine start one process",
+        )
+
+
+class _Patience:
+    """Says after a while what is waited for, and ends after the limit."""
+
+    def __init__(self) -> None:
+        self._began, self._said = time.monotonic(), False
+
+    def lasts(self, what: str) -> bool:
+        waited = time.monotonic() - self._began
+        if waited > _QUIET_SECONDS and not self._said:
+            self._said = True
+            terminal.print_text(what, sys.stderr)
+        return waited <= WAIT_SECONDS
+
+
+def _keep(nodes: LaunchedNodes, others: Mapping[int, _Node]) -> None:
+    _connected_nodes.clear()
+    _connected_nodes.update({0: _Node(name=socket.gethostname(), ranks=nodes.ranks_here), **others})
+
+
+def _listen(nodes: LaunchedNodes) -> socket.socket:
+    try:
+        family, _, _, _, target = socket.getaddrinfo(nodes.address, nodes.port, type=socket.SOCK_STREAM)[0]
+        # Only at this address, so that no other network of the host reaches the port.
+        listener = socket.create_server((str(target[0]), nodes.port), family=family, backlog=128)
+    except OSError as error:
+        remedy = "set MASTER_ADDR to an address of the first node that the others reach (torchrun and deepspeed: "
+        remedy += "--master-addr; with a c10d rendezvous --local-addr)"
+        if error.errno == errno.EADDRINUSE:
+            remedy = "end what listens there, or give the launcher another port for its master"
+        raise PreflightError(
+            f"cannot listen for the other nodes at {nodes.where}: {error.strerror}", remedy=remedy
+        ) from None
+    _addresses[:] = [str(target[0])]
+    return listener
+
+
+def _receive_node(nodes: LaunchedNodes, accepted: socket.socket, found: dict[int, _Node]) -> None:
+    """Keep a connection from a node that proves to know the secret, and drop any other."""
+    connection = _connection(accepted)
+    try:
+        deliver_challenge(connection, nodes.key)
+        answer_challenge(connection, nodes.key)
+        greeting = json.loads(connection.recv_bytes(_MOST_GREETING_BYTES))
+        name, number, ranks = greeting["host"], int(greeting["node"]), int(greeting["ranks"])
+        if not (_HOST.fullmatch(name) and 0 < number < nodes.count and 0 < ranks < nodes.ranks):
+            raise ValueError
+        # Threads may race for one number: setdefault lets the first have it.
+        node = _Node(name=name, ranks=ranks, connection=connection)
+        if found.setdefault(number, node) is not node:
+            raise ValueError
+        _limit_silence(connection, 0)
+    except Exception:  # whatever a stranger sends
+        connection.close()
+
+
+def _connection(connected: socket.socket) -> Connection:
+    """A connection that the kernel ends when the other node is gone, while nothing is sent over it."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+        connected.setsockopt(socket.IPPROTO_TCP, option, value)
+    connected.setblocking(True)
+    connection = Connection(connected.detach())
+    _limit_silence(connection, _GREETING_SECONDS)
+    return connection
+
+
+def _limit_silence(connection: Connection, seconds: int) -> None:
+    """Make reading fail after this long without a byte; 0: never."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
+
+
+# ------------------------------------------------------------------ the first process of another node
+
+
+def join_first_node(nodes: LaunchedNodes, agent: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Connect to the first node, and become the agent of this one: ``agent`` is its command line.
+
+    Returns if the comparison ended before it needed ranks. Raises PreflightError if the first node does not answer.
+    """
+    _require_secret(nodes)
+    with _greet_first_node(nodes) as connection:
+        answer = b""
+        with contextlib.suppress(OSError, EOFError):
+            answer = connection.recv_bytes(_MOST_GREETING_BYTES)
+        if answer == _ACCEPTED:
+            _replace_process(agent, connection, environ)
+
+
+def _replace_process(agent: Sequence[str], connection: Connection, environ: Mapping[str, str]) -> NoReturn:
+    """Replace this process, so that the launcher's signals reach the agent, and its exit code the launcher."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The agent reads requests from its standard input and answers on its standard output.
+    os.dup2(connection.fileno(), 0)
+    os.dup2(connection.fileno(), 1)
+    os.execvpe(agent[0], list(agent), dict(environ))
+
+
+def _greet_first_node(nodes: LaunchedNodes) -> Connection:
+    greeting = {"host": socket.gethostname(), "node": nodes.number, "ranks": nodes.ranks_here}
+    patience = _Patience()
+    while True:
+        connection = None
+        try:
+            connection = _connection(socket.create_connection((nodes.address, nodes.port), timeout=_GREETING_SECONDS))
+            answer_challenge(connection, nodes.key)
+            deliver_challenge(connection, nodes.key)
+            connection.send_bytes(json.dumps(greeting).encode())
+            _limit_silence(connection, 0)
+            return connection
+        except AuthenticationError:
+            raise PreflightError(
+                f"the program that listens at {nodes.where} is not the comparison of this job, or has another secret",
+                remedy=f"give every node the same {_SECRET} or --rdzv-id, or the job another port",
+            ) from None
+        except Exception as error:  # another program that sends anything else may listen there
+            why = (isinstance(error, OSError) and error.strerror) or "another program listens there"
+            if connection is not None:
+                connection.close()
+        if not patience.lasts(f"waiting for the first node at {nodes.where}: {why}"):
+            raise PreflightError(
+                f"the first node does not answer at {nodes.where}: {why}",
+                remedy="start the same command on every node and open this port between them",
+            )
+        time.sleep(_RETRY_SECONDS)

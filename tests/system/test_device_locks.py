@@ -10,11 +10,9 @@ from typing import IO
 import pytest
 
 from ds_bench.system.device_locks import device_names, locked_devices
-from ds_bench.system.files import locked_file
 from ds_bench.system.gpu_state import GpuFacts
 
 GPUS = [GpuFacts(index=0, uuid="GPU-a/../b"), GpuFacts(index=3, uuid="GPU-b"), GpuFacts(index=4)]
-NAMES = device_names("cuda", GPUS, range(3))
 
 
 @pytest.fixture(autouse=True)
@@ -34,15 +32,22 @@ def hold(path: Path) -> IO[bytes]:
     return file
 
 
-def test_run_waits_for_the_run_on_one_of_its_gpus(folder: Path) -> None:
-    path, said = folder / "ds_bench_lock_GPU-b", list[str]()
+def test_run_waits_for_the_run_on_one_of_its_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, said, open_file = folder / "ds_bench_lock_GPU-b", list[str](), os.open
+
+    def open_as_its_reader(path: Path, flags: int, mode: int = 0o777) -> int:
+        if path.name.endswith("GPU-b") and flags & os.O_ACCMODE != os.O_RDONLY:
+            raise PermissionError  # the file is another user's
+        return open_file(path, flags, mode)
+
     with hold(path) as other, hold(folder / "ds_bench_lock_GPU-c"):
 
         def end_other(text: str) -> None:
             said.append(text)
             other.close()
 
-        with locked_devices({**NAMES, **device_names("cpu", [], [0])}, end_other) as locks:
+        monkeypatch.setattr(os, "open", open_as_its_reader)
+        with locked_devices(device_names("cuda", GPUS, range(3)), end_other) as locks:
             assert (locks.waited, locks.notes, said) == (True, [], ["waiting: another run is using GPU 3 …"])
             names = {each.name: each.stat().st_mode & 0o777 for each in folder.glob("*GPU-a*")}
             assert names == {"ds_bench_lock_GPU-a____b": 0o644}, "other users can open it, whatever the umask"
@@ -52,14 +57,12 @@ def test_run_waits_for_the_run_on_one_of_its_gpus(folder: Path) -> None:
 
 
 def test_run_locks_the_gpus_in_its_slots_or_on_the_cpu_accelerator_its_processors() -> None:
-    gpus = [GpuFacts(index=index, uuid=f"GPU-{index}") for index in (4, 5, 6)]
-    assert device_names("cuda", gpus, [0, 2, 3]) == {"GPU-4": "GPU 4", "GPU-6": "GPU 6"}
-    assert device_names("cuda", GPUS, [2]) == {"gpu4": "GPU 4"}
-    before, all_cpus = device_names("cpu", gpus, [0]), os.sched_getaffinity(0)
+    assert device_names("cuda", GPUS, [1, 2, 3]) == {"GPU-b": "GPU 3", "gpu4": "GPU 4"}
+    before, all_cpus = device_names("cpu", GPUS, [0]), os.sched_getaffinity(0)
     assert list(before.values()) == ["the CPU"]
     os.sched_setaffinity(0, {min(all_cpus)})
     try:
-        assert (device_names("cpu", gpus, [0]) == before) == (len(all_cpus) == 1)
+        assert (device_names("cpu", GPUS, [0]) == before) == (len(all_cpus) == 1)
     finally:
         os.sched_setaffinity(0, all_cpus)
 
@@ -71,22 +74,3 @@ def test_lock_that_cannot_be_taken_is_a_note_and_no_link_is_followed(folder: Pat
     with locked_devices({"GPU-a": "GPU 0"}, pytest.fail) as locks:
         assert not locks.waited
     assert [str(path) in note for note in locks.notes] == [True]
-
-
-def test_lock_file_is_open_for_writing_as_nfs_requires_unless_another_user_owns_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def access_mode() -> int:
-        with locked_file(folder / "lock", pytest.fail) as handle:
-            return fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE
-
-    open_file = os.open
-
-    def open_of_another_user(path: Path, flags: int, mode: int = 0o777) -> int:
-        if flags & os.O_ACCMODE != os.O_RDONLY:
-            raise PermissionError
-        return open_file(path, flags, mode)
-
-    assert access_mode() == os.O_RDWR
-    monkeypatch.setattr(os, "open", open_of_another_user)
-    assert access_mode() == os.O_RDONLY

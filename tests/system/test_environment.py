@@ -7,10 +7,9 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import ds_bench.system.environment
 from ds_bench.records import json_files
@@ -52,29 +51,21 @@ HOST = Environment(
 
 # ------------------------------------------------------------------ variables
 
-
-@pytest.mark.parametrize(
-    "name", ["HF_TOKEN", "HF_API_KEY", "DS_SECRET", "TORCH_PASSWORD", "NCCL_Credential", "DS_PASS"]
-)
-def test_value_under_a_secret_name_is_not_stored(name: str) -> None:
-    assert recorded_variables({name: "x"}) == {name: REDACTED}
-
-
-@given(
-    st.sampled_from(["hf_", "sk-proj-", "ghp_", "github_pat_", "glpat-", "xoxb-", "AKIA", "AIza", "eyJhbGciOi."]),
-    st.sampled_from(["{}", "a=1,b={}", "first {} last", "x:{}", '"{}"', "Bearer {}", "--header={};v=2"]),
-)
-def test_token_with_an_issuers_prefix_is_not_stored_under_any_name(prefix: str, around: str) -> None:
-    assert recorded_variables({"DS_NOTE": around.format(f"{prefix}Ab-_.09")}) == {"DS_NOTE": REDACTED}
+SECRET_NAMES = ("HF_TOKEN", "HF_API_KEY", "DS_SECRET", "TORCH_PASSWORD", "NCCL_Credential", "DS_PASS")
+PREFIXES = ("hf_", "sk-proj-", "ghp_", "github_pat_", "glpat-", "xoxb-", "AKIA", "AIza", "eyJhbGciOi.")
+AROUND = ("{}", "a=1,b={}", "first {} last", "x:{}", '"{}"', "Bearer {}", "--header={};v=2")
+OTHER_SECRETS = (
+    "https://me:pass@proxy.example:8080/path", "me:pass@proxy.example", "https://ghp0token@github.com/x",
+    "https://store.example/blob?sv=2024&sig=abc", "password=short", "{'api_key': 'x1'}", "user=me;PWD=hunter2",
+    "-----BEGIN PRIVATE KEY-----\nMIIE",
+)  # fmt: skip
 
 
-def test_settings_stay_readable_and_other_forms_of_credentials_do_not() -> None:
-    secrets = [
-        "https://me:pass@proxy.example:8080/path", "me:pass@proxy.example", "https://ghp0token@github.com/x",
-        "https://store.example/blob?sv=2024&sig=abc", "password=short", "{'api_key': 'x1'}", "user=me;PWD=hunter2",
-        "-----BEGIN PRIVATE KEY-----\nMIIE",
-    ]  # fmt: skip
-    assert [value for value in secrets if recorded_variables({"DS_NOTE": value}) != {"DS_NOTE": REDACTED}] == []
+def test_credentials_are_not_stored_and_settings_stay_readable() -> None:
+    assert recorded_variables(dict.fromkeys(SECRET_NAMES, "x")) == dict.fromkeys(sorted(SECRET_NAMES), REDACTED)
+    tokens = [around.format(f"{prefix}Ab-_.09") for prefix in PREFIXES for around in AROUND]
+    stored = {text: recorded_variables({"DS_NOTE": text})["DS_NOTE"] for text in (*tokens, *OTHER_SECRETS)}
+    assert stored == dict.fromkeys(stored, REDACTED)
     settings = {
         "CUDA_VISIBLE_DEVICES": f"{H200.uuid},GPU-11111111-d72c-4106-c12f-20bd9faed9f6",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,garbage_collection_threshold:0.8",
@@ -86,11 +77,8 @@ def test_settings_stay_readable_and_other_forms_of_credentials_do_not() -> None:
         "HF_TOKEN": "",
     }
     assert recorded_variables(settings) == settings
-
-
-def test_only_variables_that_affect_training_are_stored_with_bytes_that_are_not_utf8_escaped() -> None:
     environ = {"AWS_SECRET_ACCESS_KEY": "x", "SLURM_JWT": "x", "HOME": "/root", "DS_NOTE": "a\udcffb"}
-    assert recorded_variables(environ) == {"DS_NOTE": "a\\udcffb"}
+    assert recorded_variables(environ) == {"DS_NOTE": "a\\udcffb"}, "only what affects training, as UTF-8"
 
 
 # ------------------------------------------------------------------ reading
@@ -100,19 +88,16 @@ def test_this_machine_is_read_and_survives_json() -> None:
     environment = read_environment()
     assert environment.host_memory_bytes
     assert environment.cpu_model
-    assert environment.python_version == ".".join(map(str, sys.version_info[:3]))
     assert {"torch", "deepspeed", "transformers"} <= set(environment.packages) <= set(PACKAGES)
-    assert json_files.build(Environment, environment.to_dict()) == environment
-    assert json_files.build(Environment, HOST.to_dict()) == HOST
+    for each in (environment, HOST):
+        assert json_files.build(Environment, each.to_dict()) == each
 
 
 def test_visible_gpus_are_kept_in_their_order_and_unreadable_facts_are_none(tmp_path: Path) -> None:
     gpus = tuple(replace(H200, index=index, uuid=f"GPU-{index}") for index in range(4))
     inventory = GpuInventory(driver_version="580", gpus=gpus)
     environment = read_environment({"CUDA_VISIBLE_DEVICES": "2,0"}, inventory, root=tmp_path)
-    assert [gpu.index for gpu in environment.gpus] == [2, 0]
-    assert environment.gpu_driver_version == "580"
-    assert environment.variables == {"CUDA_VISIBLE_DEVICES": "2,0"}
+    assert ([gpu.index for gpu in environment.gpus], environment.gpu_driver_version) == ([2, 0], "580")
     gaps = ("cpu_model", "physical_cores", "numa_nodes", "host_memory_bytes", "shm_bytes", "cgroup_memory_limit_bytes")
     assert [name for name in gaps if getattr(environment, name) is not None] == []
 
@@ -134,56 +119,46 @@ def test_torchs_cuda_version_is_read_as_text(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('torch was imported')\n")
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    expected = {
-        "cuda: Optional[str] = '13.0'": "13.0",
-        'cuda: str | None = "12.6"': "12.6",
-        "cuda: Optional[str] = None": None,
-        "# cuda = '12.8'": None,
-        "cuda_arch = '9.0'": None,
-    }
-    found = {}
-    for line in expected:
+    for line, expected in (
+        ("cuda: Optional[str] = '13.0'", "13.0"), ('cuda: str | None = "12.6"', "12.6"),
+        ("cuda: Optional[str] = None", None), ("# cuda = '12.8'", None), ("cuda_arch = '9.0'", None),
+    ):  # fmt: skip
         (tmp_path / "torch" / "version.py").write_text(f"__version__ = '2.13.0'\n{line}\nhip: Optional[str] = '6.4'\n")
-        found[line] = torch_cuda_version()
-    assert found == expected
+        assert torch_cuda_version() == expected, line
     monkeypatch.setattr(sys, "path", [])
     assert (torch_cuda_version(), read_environment({}, GpuInventory()).packages) == (None, {})
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
+def test_processor_has_the_kernels_name(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    for text, name in (
         ("processor\t: 0\nmodel name\t: Intel(R) Xeon(R): Gold\nflags\t: fpu\n", "Intel(R) Xeon(R): Gold"),
         ("processor : 0\nCPU implementer : 0x41\nCPU part : 0xd4f\n", "ARM implementer 0x41 part 0xd4f"),
-    ],
-)
-def test_processor_has_the_kernels_name(text: str, name: str, tmp_path: Path) -> None:
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/cpuinfo").write_text(text)
-    assert cpu_model(tmp_path) == name
+    ):
+        (tmp_path / "proc/cpuinfo").write_text(text)
+        assert cpu_model(tmp_path) == name
 
 
 # ------------------------------------------------------------------ comparing
 
+DIFFERENCES: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"packages": {**HOST.packages, "torch": "2.11.0"}}, "torch 2.13.0 against 2.11.0"),
+    ({"packages": {"torch": "2.13.0", "deepspeed": "0.19.8"}}, "transformers 5.23.0 against none"),
+    ({"torch_cuda_version": None}, "CUDA 13.0 against none"),
+    ({"gpu_driver_version": "550.1"}, "GPU driver 580.65.06 against 550.1"),
+    ({"cpu_model": "Intel Xeon"}, "CPU AMD EPYC 9654 against Intel Xeon"),
+    ({"logical_cores": 8}, "logical cores 16 against 8"),
+    ({"physical_cores": 4}, "physical cores 8 against 4"),
+    ({"cpu_quota_cores": 2.5}, "CPU quota none against 2.5"),
+    ({"gpus": ()}, "GPUs 2 x NVIDIA H200 (140 GB) against none"),
+    ({"gpus": (replace(H200, mig=True), H200)},
+     "GPUs 2 x NVIDIA H200 (140 GB) against 1 x NVIDIA H200 (140 GB), 1 x NVIDIA H200 (140 GB, MIG)"),
+)  # fmt: skip
 
-def test_each_difference_that_forbids_comparing_is_one_clause(subtests: pytest.Subtests) -> None:
-    for change, clause in (
-        ({"packages": {**HOST.packages, "torch": "2.11.0"}}, "torch 2.13.0 against 2.11.0"),
-        ({"packages": {"torch": "2.13.0", "deepspeed": "0.19.8"}}, "transformers 5.23.0 against none"),
-        ({"torch_cuda_version": None}, "CUDA 13.0 against none"),
-        ({"gpu_driver_version": "550.1"}, "GPU driver 580.65.06 against 550.1"),
-        ({"cpu_model": "Intel Xeon"}, "CPU AMD EPYC 9654 against Intel Xeon"),
-        ({"logical_cores": 8}, "logical cores 16 against 8"),
-        ({"physical_cores": 4}, "physical cores 8 against 4"),
-        ({"cpu_quota_cores": 2.5}, "CPU quota none against 2.5"),
-        ({"gpus": ()}, "GPUs 2 x NVIDIA H200 (140 GB) against none"),
-        (
-            {"gpus": (replace(H200, mig=True), H200)},
-            "GPUs 2 x NVIDIA H200 (140 GB) against 1 x NVIDIA H200 (140 GB), 1 x NVIDIA H200 (140 GB, MIG)",
-        ),
-    ):
-        with subtests.test(change=change):
-            assert comparability_differences(HOST, replace(HOST, **change)) == [clause]
+
+def test_each_difference_that_forbids_comparing_is_one_clause() -> None:
+    for change, clause in DIFFERENCES:
+        assert comparability_differences(HOST, replace(HOST, **change)) == [clause]
 
 
 def test_facts_without_influence_on_speed_do_not_forbid_comparing() -> None:
@@ -196,10 +171,18 @@ def test_facts_without_influence_on_speed_do_not_forbid_comparing() -> None:
         variables={"OMP_NUM_THREADS": "4"},
     )
     assert comparability_differences(HOST, other) == []
-    assert hardware_differences(HOST, replace(other, logical_cores=8)) == ["logical cores 16 against 8"]
     assert software_differences(HOST, replace(other, logical_cores=8)) == []
     assert setting_differences(HOST, other) == [
         "host node-7 against node-8",
         "numpy 2.4.6 against 2.3.0",
         "OMP_NUM_THREADS 8 against 4",
     ]
+
+
+def test_jobs_on_several_hosts_compare_by_the_kinds_of_their_hosts_and_not_by_their_order() -> None:
+    def job(*models: str) -> Environment:
+        return replace(HOST, hosts=tuple(Environment(hostname=m, cpu_model=m, logical_cores=8) for m in models))
+
+    assert hardware_differences(job("X", "Y"), job("Y", "X")) == []
+    x, y = ("(CPU X, logical cores 8)", "(CPU Y, logical cores 8)")
+    assert hardware_differences(job("X", "Y"), job("X", "X")) == [f"hosts 1 x {x}; 1 x {y} against 2 x {x}"]

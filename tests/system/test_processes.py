@@ -1,4 +1,4 @@
-"""Which processes live, and what forbids forking a process: real children, a driver of our own."""
+"""Which processes live, how they are ended, and what forbids forking a process: real children, a driver of our own."""
 
 from __future__ import annotations
 
@@ -20,24 +20,20 @@ ctypes.CDLL(None).syscall(60 if __import__("platform").machine() == "x86_64" els
 """
 
 
-def test_a_process_whose_first_thread_has_ended_lives_while_its_others_do() -> None:
+def test_process_whose_first_thread_has_ended_lives_while_its_others_do() -> None:
     """A rank that dies in the driver: its leader is a zombie, and a thread still holds the card."""
     with subprocess.Popen([sys.executable, "-c", FIRST_THREAD_ENDS], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"ready\n"
         deadline = time.monotonic() + 10
-        while state(child.pid) != "Z" and time.monotonic() < deadline:
+        while processes.stat_values(Path(f"/proc/{child.pid}/stat"))[0] != "Z" and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert state(child.pid) == "Z"
+        assert time.monotonic() < deadline
         assert processes.is_alive(child.pid)
         child.kill()
         while processes.is_alive(child.pid) and time.monotonic() < deadline + 10:
             time.sleep(0.01)
         assert not processes.is_alive(child.pid)
-
-
-def state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +93,6 @@ def test_what_ignores_sigterm_is_killed_after_the_grace_with_its_children() -> N
 
 
 def test_activity_is_memory_and_disk_traffic_of_processes_that_live(tmp_path: Path) -> None:
-    def traffic() -> int:
-        counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-        return int(counts["read_bytes"]) + int(counts["write_bytes"])
-
     before = processes.read_activity([os.getpid(), 2**22])  # the second does not exist
     kept = bytearray(b"1") * (32 * 2**20)
     with (tmp_path / "file").open("wb") as file:
@@ -108,4 +100,5 @@ def test_activity_is_memory_and_disk_traffic_of_processes_that_live(tmp_path: Pa
         os.fsync(file.fileno())
     after = processes.read_activity([os.getpid()])
     assert after.resident_bytes >= before.resident_bytes + 24 * 2**20
-    assert abs(after.disk_bytes - traffic()) < 2**20
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    assert abs(after.disk_bytes - int(counts["read_bytes"]) - int(counts["write_bytes"])) < 2**20

@@ -7,9 +7,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import pytest
 from hypothesis import example, given
@@ -27,11 +25,10 @@ from ds_bench.system.terminal import (
 
 @given(st.text())
 def test_plain_text_holds_no_control_character(text: str) -> None:
-    shown = escape_controls(text)
-    assert not [sign for sign in shown if ord(sign) < 32 or 127 <= ord(sign) < 160]
+    assert not [sign for sign in escape_controls(text) if ord(sign) < 32 or 127 <= ord(sign) < 160]
 
 
-def test_what_would_steer_a_terminal_is_spelled_out() -> None:
+def test_what_would_steer_a_terminal_is_spelled_out_and_what_it_lacks_is_shown_in_ascii() -> None:
     shown = {
         "gpt2": "gpt2",
         "red\x1b[31m": "red\\x1b[31m",
@@ -40,9 +37,6 @@ def test_what_would_steer_a_terminal_is_spelled_out() -> None:
         "✅ Größe": "✅ Größe",
     }
     assert {text: escape_controls(text) for text in shown} == shown
-
-
-def test_a_stream_shows_signs_that_it_lacks_in_ascii() -> None:
     assert to_ascii("❌ OOM — 12 ± 3 → 4 ≈ 5 −6 … 漢") == "[failed] OOM - 12 +/- 3 -> 4 ~ 5 -6 ... ?"
     assert [can_encode(text, io.StringIO()) for text in ("plain", "±")] == [True, False], "without an encoding: ASCII"
 
@@ -59,30 +53,20 @@ def test_json_is_read_back_from_a_stream_of_any_encoding(text: str, encoding: st
 
 @pytest.mark.parametrize("reader", ["gone", "full"])
 def test_progress_that_nobody_reads_any_more_is_dropped(reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if reader == "gone":
-        read_end, write_end = os.pipe()
-        os.close(read_end)
-    else:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    if reader == "full":
         write_end = os.open("/dev/full", os.O_WRONLY)
-    with (
-        os.fdopen(write_end, "w", buffering=1, encoding="utf-8") as stream,
-        ignoring_broken_stderr_on(stream, monkeypatch),
-    ):
-        print("progress", file=sys.stderr, flush=True)
-        print("and more of it", file=sys.stderr, flush=True)
-        assert os.fstat(stream.fileno()).st_rdev == Path(os.devnull).stat().st_rdev
-
-
-@contextlib.contextmanager
-def ignoring_broken_stderr_on(stream: IO[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with monkeypatch.context() as patched:
+    with os.fdopen(write_end, "w", buffering=1, encoding="utf-8") as stream, monkeypatch.context() as patched:
         patched.setattr(sys, "stderr", stream)
         with ignoring_broken_stderr():
-            yield
+            print("progress", file=sys.stderr, flush=True)
+            print("and more of it", file=sys.stderr, flush=True)
+            assert os.fstat(stream.fileno()).st_rdev == Path(os.devnull).stat().st_rdev
         assert sys.stderr is stream
 
 
-def test_a_table_whose_reader_is_gone_is_a_broken_pipe_and_does_not_end_the_program() -> None:
+def test_table_whose_reader_is_gone_is_a_broken_pipe_and_does_not_end_the_program() -> None:
     class Closed(io.StringIO):
         def write(self, _text: str) -> int:
             raise BrokenPipeError
