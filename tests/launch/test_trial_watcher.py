@@ -1,7 +1,8 @@
-"""Watching a trial whose clock and leader are fake: who ends it and when, and the progress that is reported."""
+"""Watching a trial whose clock and leader are fake: who ends it and when, its progress, and the lines of its steps."""
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -9,13 +10,16 @@ import signal
 from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ds_bench.config.spec import Inspection
 from ds_bench.launch import trial_watcher as module
-from ds_bench.launch.trial_watcher import Ending, Limits, OtherHosts, Progress, watch
-from ds_bench.records.json_files import append_line
+from ds_bench.launch.trial_watcher import Ending, Limits, OtherHosts, Progress, StepMonitor, watch
+from ds_bench.records.json_files import append_line, write_json
 from ds_bench.records.rank_files import HeartbeatWriter, RankExit
+from ds_bench.records.step_series import STEPS_FILE, StepFileWriter, StepSample
 from ds_bench.system import processes
 from tests.support import fakes
 
@@ -28,12 +32,11 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.now = 1000.0
-        self.start = self.now
+        self.now = self.start = 1000.0
         self.heard: list[Progress] = []
         self.killed: list[tuple[int, int]] = []
         self._events: list[tuple[float, Callable[[], object]]] = []
-        self._writers: dict[int, HeartbeatWriter] = {}
+        self.writers: dict[int, HeartbeatWriter] = {}
         self._leader_ends = float("inf")
 
     # the clock, in place of the module's ``time``
@@ -44,14 +47,14 @@ class World:
         self.now += seconds
 
     # what happens
-    def at(self, second: float, event: Callable[[], object]) -> None:
-        self._events.append((self.start + second, event))
+    def at(self, second: float, *events: Callable[[], object]) -> None:
+        self._events += [(self.start + second, event) for event in events]
 
     def leader_ends(self, second: float) -> None:
         self._leader_ends = self.start + second
 
     def beat(self, rank: int, phase: str = "step", step: int | None = None, last: float | None = None) -> None:
-        writer = self._writers.get(rank) or self._writers.setdefault(rank, HeartbeatWriter(self.folder, rank))
+        writer = self.writers.get(rank) or self.writers.setdefault(rank, HeartbeatWriter(self.folder, rank))
         writer.beat(phase, step, last)
 
     def keeps_beating(self, *ranks: int) -> None:
@@ -59,13 +62,14 @@ class World:
             for rank in ranks:
                 self.at(second, lambda rank=rank, second=second: self.beat(rank, "step", second))
 
-    def measured(self, rank: int, *notes: str) -> None:
-        seen = fakes.measurement(PAIR, rank=rank, notes=notes)
-        (self.folder / f"rank{rank}.json").write_text(json.dumps(fakes.measured_file(seen), indent=1))
+    def measured(self, *ranks: int, notes: tuple[str, ...] = ()) -> None:
+        for rank in ranks:
+            seen = fakes.measurement(PAIR, rank=rank, notes=notes)
+            write_json(self.folder / f"rank{rank}.json", fakes.measured_file(seen))
 
-    def failed(self, rank: int) -> None:
-        failure = fakes.failed_file(fakes.rank_failure(rank=rank))
-        (self.folder / f"rank{rank}.json").write_text(json.dumps(failure, indent=1))
+    def failed(self, *ranks: int) -> None:
+        for rank in ranks:
+            write_json(self.folder / f"rank{rank}.json", fakes.failed_file(fakes.rank_failure(rank=rank)))
 
     def exited(self, rank: int | None, code: int = 0) -> None:
         line = RankExit(rank=rank, pid=1, code=code, signal=None, time=1.0)
@@ -103,11 +107,6 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 Events = Callable[[World], object]
 
 
-def both_measured(world: World) -> None:
-    world.measured(0)
-    world.measured(1)
-
-
 def living(*ranks: int, second: float, event: Events, leader_ends: float | None = None) -> Events:
     """Ranks that beat without end, an event, and perhaps the end of the leader."""
 
@@ -124,20 +123,22 @@ ENDINGS: dict[str, tuple[Events, Ending, float]] = {
     "the leader ends": (lambda w: w.leader_ends(3), "ended", 3),
     "a leader that ends after a failure is judged by the files": (
         living(second=1, event=lambda w: w.failed(0), leader_ends=2), "ended", 2),
-    "ranks that wrote their files get time to end": (living(second=1, event=both_measured, leader_ends=9), "ended", 9),
-    "ranks that wrote their files and do not end": (living(second=1, event=both_measured), "hung_at_exit", 11),
+    "ranks that wrote their files get time to end": (
+        living(second=1, event=lambda w: w.measured(0, 1), leader_ends=9), "ended", 9),
+    "ranks that wrote their files and do not end": (
+        living(second=1, event=lambda w: w.measured(0, 1)), "hung_at_exit", 11),
     "the grace counts from the last file": (
         lambda w: [w.at(1, lambda: w.measured(0)), w.at(8, lambda: w.measured(1))], "hung_at_exit", 18),
     "a failure gives the others a grace": (living(0, second=2, event=lambda w: w.failed(1)), "rank_failed", 7),
-    "all ranks fail": (living(second=2, event=lambda w: [w.failed(0), w.failed(1)]), "hung_at_exit", 12),
+    "all ranks fail": (living(second=2, event=lambda w: w.failed(0, 1)), "hung_at_exit", 12),
     "a rank dies": (living(0, second=2, event=lambda w: w.exited(1, code=1)), "rank_failed", 7),
-    "a rank ends with 0 and no file": (living(0, second=2, event=lambda w: w.exited(1, code=0)), "rank_failed", 7),
+    "a rank ends with 0 and no file": (living(0, second=2, event=lambda w: w.exited(1)), "rank_failed", 7),
     "a rank finishes first": (
         living(1, second=2, event=lambda w: [w.measured(0), w.exited(0)], leader_ends=30), "ended", 30),
     "a launcher that hides its ranks ends": (
         living(0, 1, second=2, event=lambda w: w.exited(None, code=1), leader_ends=30), "ended", 30),
     "the word failure in a good file": (
-        living(1, second=2, event=lambda w: w.measured(0, 'a "failure" was avoided'), leader_ends=15), "ended", 15),
+        living(1, second=2, event=lambda w: w.measured(0, notes=('a "failure"',)), leader_ends=15), "ended", 15),
     "over its time though it lives": (lambda w: w.keeps_beating(0, 1), "timeout", 100),
     "no sign of life": (lambda w: w.heard, "stalled", 20),
     "quiet after a while": (
@@ -146,8 +147,6 @@ ENDINGS: dict[str, tuple[Events, Ending, float]] = {
         living(0, second=1, event=lambda w: w.beat(1, "forward", 0), leader_ends=60), "ended", 60),
     "a long import beats without news": (
         lambda w: [*(w.at(s, lambda: w.beat(0, "import")) for s in range(1, 60, 5)), w.leader_ends(60)], "ended", 60),
-    "a torn beat": (
-        living(second=1, event=lambda w: (w.folder / "rank0.beat").write_bytes(b"\x01" * 20)), "stalled", 20),
 }  # fmt: skip
 
 
@@ -158,12 +157,20 @@ def test_who_ends_a_trial_and_when(world: World, case: str) -> None:
     ending, _, took = world.run()
     assert ending == expected
     assert seconds <= took < seconds + 3
-    # Only a hung trial dumps its stacks; a process is signalled only if it is the trial's.
-    hung = len(world._writers) if ending in ("timeout", "stalled") else 0
+    # Only a hung trial dumps its stacks.
+    hung = len(world.writers) if ending in ("timeout", "stalled") else 0
     assert world.killed == [(os.getpid(), signal.SIGUSR2)] * hung
 
 
-def test_a_host_whose_ranks_have_all_ended_or_that_is_lost_ends_the_trial(world: World) -> None:
+def test_process_that_is_not_ours_is_never_signalled(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank on another node writes its own process id, which here may be anybody's."""
+    monkeypatch.setattr(module.processes, "descendants", set)
+    world.at(1, lambda: world.beat(0))
+    assert world.run(1)[0] == "stalled"
+    assert world.killed == []
+
+
+def test_host_whose_ranks_have_all_ended_or_that_is_lost_ends_the_trial(world: World) -> None:
     class Hosts:
         lost: str | None = None
         ended = False
@@ -182,20 +189,7 @@ def test_a_host_whose_ranks_have_all_ended_or_that_is_lost_ends_the_trial(world:
     ending, _, took = world.run(hosts=hosts)
     assert (ending, 7 <= took < 8) == ("rank_failed", True), "not at the timeout"
     hosts.lost, hosts.ended = "b: no answer", False
-    (world.folder / "rank1.json").unlink(missing_ok=True)
     assert world.run(hosts=hosts)[0] == "host_lost"
-
-
-def test_the_grace_at_exit_grows_with_the_memory_that_is_to_be_given_back(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of 100 GB of page-locked memory the driver takes tens of seconds to give back."""
-    huge = processes.Activity(resident_bytes=100 * 10**9, disk_bytes=0)
-    monkeypatch.setattr(processes, "read_activity", lambda _pids: huge)
-    world.at(1, lambda: both_measured(world))
-    ending, _, took = world.run(limits=replace(LIMITS, stall_timeout_seconds=60))
-    assert ending == "hung_at_exit"
-    assert 41 <= took < 42
 
 
 def activity(mib: float = 0, disk_mib: float = 0) -> processes.Activity:
@@ -220,46 +214,111 @@ def test_silent_ranks_live_while_they_fill_memory_or_move_bytes(
     assert world.run(1)[0] == expected
 
 
-def test_after_its_first_step_a_rank_lives_only_by_its_beats(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    grown = itertools.count(step=2**30)
-    growing = lambda _pids: processes.Activity(resident_bytes=next(grown), disk_bytes=0)  # noqa: E731
-    monkeypatch.setattr(module.processes, "read_activity", growing)
+def test_rank_lives_only_by_its_beats_after_its_first_step_and_its_memory_takes_time_to_be_given_back(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grown = itertools.count(step=2**10)
+    monkeypatch.setattr(processes, "read_activity", lambda _pids: activity(mib=next(grown)))
     world.at(40, lambda: world.beat(0, "forward", 1))
     ending, _, took = world.run(1)
-    assert ending == "stalled"
-    assert 60 <= took < 63
-
-
-def test_a_process_that_is_not_ours_is_never_signalled(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank on another node writes its own process id, which here may be anybody's."""
-    monkeypatch.setattr(module.processes, "descendants", set)
-    world.at(1, lambda: world.beat(0))
-    world.run(1)
-    assert world.killed == []
+    assert (ending, 60 <= took < 63) == ("stalled", True)
+    monkeypatch.setattr(processes, "read_activity", lambda _pids: activity(mib=100_000))
+    world.start = world.now
+    world.at(1, lambda: world.measured(0, 1))
+    ending, _, took = world.run(limits=replace(LIMITS, stall_timeout_seconds=60))
+    assert (ending, 42 <= took < 43) == ("hung_at_exit", True), "tens of seconds for 105 GB"
 
 
 # ------------------------------------------------------------------ progress
 
 
 def test_progress_is_the_slowest_ranks_and_begins_with_the_first_hello(world: World) -> None:
-    world.at(1, lambda: [world.beat(0, "step", 5, 0.25), world.beat(1, "backward", 4, 0.5)])
+    world.at(1, lambda: world.beat(0, "step", 5, 0.25), lambda: world.beat(1, "backward", 4, 0.5))
     world.leader_ends(2)
     world.run()
     last = world.heard[-1]
     assert (last.phase, last.step, last.last_step_seconds) == ("backward", 4, 0.5)
-    assert last.elapsed_seconds == pytest.approx(2, abs=0.3)
-    assert world.heard[0].elapsed_seconds == pytest.approx(1, abs=0.3)
+    assert [round(each.elapsed_seconds) for each in (world.heard[0], last)] == [1, 2]
 
 
-def test_the_start_ends_when_the_last_rank_begins_to_warm_up(world: World) -> None:
-    world.at(1, lambda: [world.beat(0, "import"), world.beat(1, "import")])
-    world.at(3, lambda: world.beat(0, "warmup", 0))
+def test_start_ends_when_the_last_rank_begins_to_warm_up_if_it_does(world: World) -> None:
+    world.at(3, lambda: world.beat(0, "warmup", 0), lambda: world.beat(1, "import"))
+    world.leader_ends(5)
+    assert world.run()[1] is None
+    world.start = world.now
     world.at(7, lambda: world.beat(1, "warmup", 0))
-    world.leader_ends(20)
+    world.leader_ends(15)
     assert world.run()[1] == pytest.approx(7, abs=0.3)
 
 
-def test_a_trial_that_never_trained_has_no_start_time(world: World) -> None:
-    world.at(1, lambda: [world.beat(0, "warmup", 0), world.beat(1, "init")])
-    world.leader_ends(5)
-    assert world.run()[1] is None
+# ------------------------------------------------------------------ the lines of its steps
+
+
+class Steps:
+    """The monitor of a trial of two ranks, and the files of their steps."""
+
+    def __init__(self, folder: Path, monitor: Any = "steps") -> None:
+        asked = fakes.trial(on=fakes.placement(num_gpus=2), inspection=Inspection(monitor=monitor))
+        self.folder, self.monitor = folder, StepMonitor(asked, folder)
+        self.monitor.update()  # before any rank has made its file
+        self.ranks = [StepFileWriter(folder, rank, tokens_per_step=100) for rank in (0, 1)]
+
+    def add(self, rank: int, seconds: float, loss: float | None, **values: Any) -> None:
+        given = {"measured": True, "time": 10.0, "seconds": seconds, "loss": loss, **values}
+        self.ranks[rank].add(StepSample(**given))
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / STEPS_FILE).read_text().splitlines()]
+
+
+def test_step_is_written_while_the_trial_runs_once_every_rank_has_finished_it(tmp_path: Path) -> None:
+    steps = Steps(tmp_path)
+    steps.add(0, 0.5, 2.0, measured=False, gpu_peak_bytes=5, host_resident_bytes=30)
+    steps.monitor.update()
+    assert steps.lines() == []
+    steps.add(1, 0.25, 4.0, time=11.0, measured=False, gpu_peak_bytes=7, host_resident_bytes=40)
+    steps.add(1, 0.25, None)
+    steps.monitor.update()  # not closed: whoever follows the file sees the line
+    assert steps.lines() == [{
+        "step": 0, "phase": "warmup", "time": 11.0, "seconds": 0.5, "tokens_per_second": 200.0, "loss": 3.0,
+        "gpu_allocated_bytes": None, "gpu_reserved_bytes": None, "gpu_peak_bytes": 7, "host_resident_bytes": 70,
+    }]  # fmt: skip
+    steps.add(0, 0.25, 3.0)
+    steps.monitor.close()
+    second = steps.lines()[1]
+    assert (second["step"], second["phase"], second["loss"]) == (1, "measured", None)  # of one rank it was not finite
+    assert second["host_resident_bytes"] is None
+
+
+def test_full_disk_ends_the_monitor_and_not_the_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(tmp_path)
+    for rank in (0, 1):
+        steps.add(rank, 0.5, 2.0)
+
+    class FullDisk:
+        def write(self, _data: bytes) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def close(self) -> None: ...
+
+    steps.monitor._file.close()
+    monkeypatch.setattr(steps.monitor, "_file", FullDisk())
+    steps.monitor.update()
+    steps.monitor.close()
+    assert steps.monitor.problem == "--monitor could not write all steps: No space left on device"
+
+
+def test_tensorboard_reads_the_same_steps_from_its_files(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    steps = Steps(tmp_path, "tensorboard")
+    for number in range(3):
+        for rank in (0, 1):
+            steps.add(rank, 0.5, 4.0 - number, gpu_allocated_bytes=2**30)
+    steps.monitor.update()  # TensorBoard shows them while the trial runs
+    events = event_accumulator.EventAccumulator(str(tmp_path)).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(0, 4.0), (1, 3.0), (2, 2.0)]
+    assert [event.wall_time for event in events.Scalars("throughput_tokens_per_sec")] == [10.0] * 3
+    assert sorted(events.Tags()["scalars"]) == [
+        "gpu_allocated_gb", "loss", "step_time_ms", "throughput_tokens_per_sec",
+    ]  # fmt: skip
+    steps.monitor.close()

@@ -34,7 +34,7 @@ LIMITS: dict[str, tuple[str, str, str, dict[str, object], int | None]] = {
     "outside of the namespace": ("0::/../other", V2_MOUNT, "/", {"memory.max": 2}, None),
     "outside of the mount": ("0::/other", V2_MOUNT, "/docker/x", {"memory.max": 2}, None),
     "a mount that covers another": (
-        "0::/a", V2_MOUNT.format(inside="/elsewhere") + "\n" + V2_MOUNT, "/", {"a/memory.max": 2}, 2),
+        "0::/a", V2_MOUNT.format(inside="/a") + "\n" + V2_MOUNT, "/", {"memory.max": 3, "a/memory.max": 2}, 2),
 }  # fmt: skip
 
 
