@@ -58,7 +58,6 @@ def run_all_checks(
     def check_ops() -> Iterator[Finding]:
         variables.update(rank_environment.rank_environment(placement, system.environ, inventory=inventory))
         folder = Path(variables["TORCH_EXTENSIONS_DIR"])
-        yield from software.check_locks(system, folder)
         states = None
         if build:
             names = software.strategies_by_op(placement.accelerator, own)

@@ -7,7 +7,6 @@ Torch runs the C++ compiler and ninja each time it loads an op, even one that is
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import re
 import shlex
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from ..config import strategies
 from ..config.spec import Accelerator, Configuration
-from ..launch import ops, scratch
+from ..launch import ops
 from ..system import invocation
 from ..system.environment import RUN_PACKAGES, install_command, installed_version
 from .findings import Finding, Level, SystemAccess, ok, problem, run_checks, unreadable, warning
@@ -274,12 +273,6 @@ def _check_unbuilt(
     """Level, text and remedy of an op according to the cache and the installed programs, without building it."""
     if ops.is_built(op, folder):
         return "ok", "built", None
-    with contextlib.suppress(OSError), ops.lock_file(op, folder).open() as file:
-        try:
-            # Shared: a build holds an exclusive lock, and two doctors must not take each other for a build.
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return "ok", "another run is building it", None
     compiler = shlex.split(_compiler_command(system, "CXX"))[0]
     if system.find_program(compiler) is None or system.find_program("ninja") is None:
         return level, "cannot be built: a C++ compiler or ninja is missing", "see the tools above"
@@ -309,20 +302,3 @@ def has_libaio(system: SystemAccess) -> bool:
         # DeepSpeed links such a program as well (op_builder/async_io.py, is_compatible).
         command = [compiler, *compile_flags, "-x", "c", "-", "-o", f"{folder}/program", *link_flags, "-laio"]
         return system.run_program(command, _LIBAIO_PROGRAM) is not None
-
-
-def check_locks(system: SystemAccess, folder: Path) -> Iterator[Finding]:
-    """Yield locks of killed builds, in our cache ``folder`` and in those that DeepSpeed uses by itself."""
-    if ours := scratch.stale_locks(folder):
-        text = f"left by a killed build: {', '.join(map(str, ours))}"
-        yield warning("stale locks", text, f"{BUILD_COMMAND} removes them, as any comparison does")
-    # Where torch builds extensions by default (cpp_extension.py, _get_build_directory).
-    environ = system.environ
-    cache = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".cache"
-    asked = environ.get("TORCH_EXTENSIONS_DIR")
-    caches = [Path(asked)] if asked else sorted(Path(cache).glob("torch_extensions/py*"))
-    if theirs := [lock for each in caches for lock in scratch.stale_locks(each)]:
-        text = "your own DeepSpeed programs will wait forever on a lock that a killed build left"
-        yield warning("stale locks", text, f"rm {shlex.join(map(str, theirs))}")
-    if not ours and not theirs:
-        yield ok("stale locks", "none")

@@ -97,52 +97,40 @@ def loaded_ops(accelerator: Accelerator, configurations: Sequence[Configuration]
 
 
 def cache_folder(accelerator: Accelerator, architectures: str | None = None) -> Path:
-    """Return the folder of ops built for this Python, torch, DeepSpeed, accelerator, processor and CUDA architectures.
-
-    Loading an op writes next to it (a lock, ninja's log), so the folder is in the first writable one of
-    :func:`cache_roots`.
-    """
+    """Return the folder of ops for this Python, torch, DeepSpeed, accelerator, processor and CUDA architectures."""
     parts = [sysconfig.get_python_version()]
     for package in ("torch", "deepspeed"):
         if (version := installed_version(package)) is None:
             raise PreflightError(f"{package} is not installed", remedy=install_command())
         parts.append(f"{package}{version}")
-    # Ops are compiled for this processor's instruction set (-march=native); hosts may share the folder.
+    # Ops are compiled for this processor's instruction set (-march=native), and hosts may share the folder. Builds
+    # contain absolute paths, and another ninja repeats them.
     cpu = (read_text(Path("/proc/cpuinfo")) or "").splitlines()
     flags = next((line for line in cpu if line.startswith(("flags", "Features"))), "")
-    parts += [accelerator, _short_hash(flags) if flags else "cpu"]
-    # Builds contain absolute paths, and another ninja repeats them.
-    parts.append(_short_hash(f"{sys.prefix} {installed_version('ninja') or 'system'}"))
+    tools = f"{flags} {sys.prefix} {installed_version('ninja')}"
+    parts += [accelerator, hashlib.sha256(tools.encode()).hexdigest()[:12]]
     if architectures:
         parts.append(architectures.replace(";", "+"))
-    folders = [root / "ds_bench" / "ops" / "_".join(parts) for root in cache_roots()]
-    return next((folder for folder in folders if _can_write(folder)), folders[0])
+    return cache_root() / "ds_bench" / "ops" / "_".join(parts)
 
 
-def _short_hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+def cache_root() -> Path:
+    """Return the folder of this user's caches: the first that can be written of the configured ones and ~/.cache.
 
-
-def cache_roots() -> list[Path]:
-    """Return the folders that can hold this user's caches: as configured, at home, or else in the temporary folder.
-
-    The last is left out if another user can write to it, because compiled code is loaded from it.
+    Otherwise a folder among the temporary files. Raises PreflightError if another user can write to that, because
+    compiled code is loaded from it.
     """
     configured = [os.environ.get("DS_BENCH_OPS_CACHE"), os.environ.get("XDG_CACHE_HOME")]
     roots = [Path(name).absolute() for name in configured if name]
     with contextlib.suppress(RuntimeError):  # no HOME, and no entry for this user in the system's list
         roots.append(Path.home() / ".cache")
+    for root in roots:
+        if os.access(files.nearest_existing(root / "ds_bench" / "ops"), os.W_OK | os.X_OK):
+            return root
     own = Path(tempfile.gettempdir()) / f"ds_bench_cache_{os.getuid()}"
-    if (own.exists() or not any(map(_can_write, roots))) and make_private(own):
-        roots.append(own)
-    if not roots:
+    if not make_private(own):
         raise PreflightError(f"{own} belongs to another user", remedy="set DS_BENCH_OPS_CACHE to a folder of your own")
-    return roots
-
-
-def _can_write(folder: Path) -> bool:
-    # Not by creating it: of several candidates only the chosen one should exist.
-    return os.access(files.nearest_existing(folder), os.W_OK | os.X_OK)
+    return own
 
 
 def prepare_ops(
@@ -159,20 +147,19 @@ def prepare_ops(
     ``show_elapsed`` is called once a second with the build's duration. Raises PreflightError if the folder cannot be
     created or locked.
     """
-    states: dict[str, OpState] = {}
+    states = {name: OpState(op=name, ready=True) for name in names}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for stale in remove_stale_locks(folder):
             say(f"removed a stale build lock: {stale}")
-        for name in names:
-            states[name] = OpState(op=name, ready=True)
-            if is_built(name, folder):
-                continue
-            op = name.removesuffix("Builder")
-            waiting = f"waiting for another run that builds {op} …"
-            with files.locked_file(lock_file(name, folder), lambda text=waiting: say(text)) as lock:  # type: ignore[misc]
-                if is_built(name, folder):  # by the run that was waited for
+        if all(is_built(name, folder) for name in states):
+            return states
+        waiting = "waiting for another run that builds DeepSpeed's ops …"
+        with files.locked_file(folder / "builds", lambda: say(waiting)) as lock:
+            for name in states:
+                if is_built(name, folder):  # perhaps by the run that was waited for
                     continue
+                op = name.removesuffix("Builder")
                 say(f"building DeepSpeed's {op} op (once, minutes on few cores) …")
 
                 def listen(seconds: float, op: str = op) -> None:
@@ -187,11 +174,6 @@ def prepare_ops(
         problem = f"{error.filename or folder} cannot be written or locked: {error.strerror}"
         raise PreflightError(problem, remedy="set DS_BENCH_OPS_CACHE to a local folder of your own") from None
     return states
-
-
-def lock_file(name: str, folder: Path) -> Path:
-    """Return the file that a run locks while it builds an op."""
-    return folder / f"{name}.builder"
 
 
 def is_built(name: str, folder: Path) -> bool:

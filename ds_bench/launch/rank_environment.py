@@ -55,7 +55,7 @@ def rank_environment(
     try:
         pwd.getpwuid(os.getuid())
     except KeyError:  # a container's --user; libraries read the user's name and home on import
-        unknown = {"USER": f"uid{os.getuid()}", "HOME": str(ops.cache_roots()[-1])}
+        unknown = {"USER": f"uid{os.getuid()}", "HOME": str(ops.cache_root())}
         variables |= {name: value for name, value in unknown.items() if not environ.get(name)}
     if placement.accelerator == "cuda":
         variables |= cuda_environment(environ, inventory or gpu_state.read_gpus())

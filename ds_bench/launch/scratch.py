@@ -190,16 +190,11 @@ def remove_scratch(assignment: Assignment) -> None:
             remove_stale_locks(Path(ops_folder))
 
 
-def stale_locks(folder: Path) -> list[Path]:
-    """Return the locks of killed programs in a folder of ops. Every later build and load would wait for them.
+def remove_stale_locks(folder: Path) -> list[Path]:
+    """Remove and return the locks of killed programs in a folder of ops. Later builds and loads would wait for them.
 
     torch creates an empty file ``lock`` to build or load an op, and removes it afterwards (torch/utils/file_baton.py).
     """
-    return [lock for lock in folder.glob("*/lock") if not _is_open(lock)]
-
-
-def remove_stale_locks(folder: Path) -> list[Path]:
-    """Remove and return the locks of killed programs in a folder of ops."""
     removed = []
     for lock in folder.glob("*/lock"):
         # One by one, so that hardly any time passes between the check and the removal.

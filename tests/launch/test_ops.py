@@ -1,4 +1,4 @@
-"""The ops that a plan needs, their cache, and builds that fail."""
+"""The ops that a plan needs, their cache, builds that fail, and the variables of ranks."""
 
 from __future__ import annotations
 
@@ -21,47 +21,51 @@ from ds_bench.config.spec import Configuration, Placement, Strategy
 from ds_bench.config.strategies import make_configuration
 from ds_bench.errors import PreflightError
 from ds_bench.launch import ops, rank_environment
+from ds_bench.system.gpu_state import GpuFacts, GpuInventory
 from ds_bench.system.helper_programs import ToolReply
 from tests.support import fakes
 
 # ------------------------------------------------------------------ needed ops
 
 
-def needed(accelerator: Any, *rows: Configuration, optimizer: str = "AdamW") -> list[str]:
-    changed = [
-        replace(each, deepspeed_config=deepspeed_config.with_optimizer(dict(each.deepspeed_config), optimizer))
-        for each in rows
-    ]
-    return ops.needed_ops(accelerator, changed)
-
-
 def with_config(row: Configuration, **changes: Any) -> Configuration:
     return replace(row, deepspeed_config={**row.deepspeed_config, **changes})
 
 
+def with_optimizer(row: Configuration, optimizer: str) -> Configuration:
+    return replace(row, deepspeed_config=deepspeed_config.with_optimizer(dict(row.deepspeed_config), optimizer))
+
+
+def quantized(stage: int, key: str) -> Configuration:
+    zero = {**fakes.zero(stage).deepspeed_config["zero_optimization"], key: True}
+    return with_config(fakes.zero(stage), zero_optimization=zero)
+
+
+CPU_OPTIMIZER = fakes.offload("cpu_optimizer")
+ONLY_PARAMETERS = make_configuration(Strategy(name="x", label="X", stage=3, offload_param="nvme"))
+COMPILED = {"deepcompile": True}
+NEEDED: tuple[tuple[Any, list[Configuration], list[str]], ...] = (
+    ("cuda", [*map(fakes.zero, range(4)), fakes.offload("none")], []),
+    ("cpu", [], [ops.SHARED_MEMORY]),
+    ("cpu", [with_optimizer(row, "AdamW") for row in (CPU_OPTIMIZER, fakes.offload("cpu_full"), fakes.offload("nvme"))],
+     [ops.SHARED_MEMORY, ops.CPU_ADAM, ops.ASYNC_IO]),
+    ("cuda", [ONLY_PARAMETERS], [ops.ASYNC_IO]),
+    ("cuda", [with_optimizer(CPU_OPTIMIZER, "Adam")], [ops.CPU_ADAM]),
+    ("cuda", [with_optimizer(CPU_OPTIMIZER, "Adagrad")], ["CPUAdagradBuilder"]),
+    ("cuda", [with_optimizer(CPU_OPTIMIZER, "Lion")], ["CPULionBuilder"]),
+    # DeepCompile acts from stage 1 on, quantization at stage 3.
+    ("cuda", [with_config(fakes.zero(0), compile=COMPILED)], []),
+    ("cuda", [with_config(fakes.zero(1), compile=COMPILED)], [ops.DEEPCOMPILE]),
+    ("cuda", [quantized(2, "zero_quantized_weights"), quantized(2, "zero_quantized_gradients")], []),
+    ("cuda", [quantized(3, "zero_quantized_weights")], [ops.QUANTIZER]),
+    ("cuda", [quantized(3, "zero_quantized_gradients")], [ops.QUANTIZER]),
+    ("cuda", [replace(fakes.zero(0), deepspeed_config={"optimizer": {"type": None}})], []),
+)  # fmt: skip
+
+
 def test_each_row_needs_its_ops_in_order_of_need() -> None:
-    cpu_optimizer, nvme = fakes.offload("cpu_optimizer"), fakes.offload("nvme")
-    assert needed("cuda", *map(fakes.zero, range(4)), fakes.offload("none")) == []
-    assert needed("cpu") == [ops.SHARED_MEMORY]
-    assert needed("cpu", cpu_optimizer, fakes.offload("cpu_full"), nvme) == [
-        ops.SHARED_MEMORY, ops.CPU_ADAM, ops.ASYNC_IO,
-    ]  # fmt: skip
-    only_parameters = make_configuration(Strategy(name="x", label="X", stage=3, offload_param="nvme"))
-    assert needed("cuda", only_parameters) == [ops.ASYNC_IO]
-    by_optimizer = {name: needed("cuda", cpu_optimizer, optimizer=name) for name in ("Adam", "Adagrad", "Lion")}
-    assert by_optimizer == {"Adam": [ops.CPU_ADAM], "Adagrad": ["CPUAdagradBuilder"], "Lion": ["CPULionBuilder"]}
-
-
-def test_deepcompile_and_quantisation_need_their_ops_at_the_stages_where_they_act() -> None:
-    compiled = {stage: with_config(fakes.zero(stage), compile={"deepcompile": True}) for stage in (0, 1, 3)}
-    found = {stage: ops.needed_ops("cuda", [row]) for stage, row in compiled.items()}
-    assert found == {0: [], 1: [ops.DEEPCOMPILE], 3: [ops.DEEPCOMPILE]}
-    for key in ("zero_quantized_weights", "zero_quantized_gradients"):
-        for stage, expected in ((2, []), (3, [ops.QUANTIZER])):
-            zero = {**fakes.zero(stage).deepspeed_config["zero_optimization"], key: True}
-            assert ops.needed_ops("cuda", [with_config(fakes.zero(stage), zero_optimization=zero)]) == expected
-    for config in ({}, {"optimizer": None}, {"optimizer": {"type": None}}, {"zero_optimization": {}}):
-        assert ops.needed_ops("cuda", [replace(fakes.zero(0), deepspeed_config=config)]) == []
+    for accelerator, rows, expected in NEEDED:
+        assert ops.needed_ops(accelerator, rows) == expected
 
 
 # ------------------------------------------------------------------ the cache
@@ -88,19 +92,22 @@ def test_cache_folder_names_everything_that_a_build_depends_on(monkeypatch: pyte
         ops.cache_folder("cpu")
 
 
-def test_no_op_is_loaded_from_a_temporary_folder_that_another_user_can_write_to(
+def test_cache_is_in_the_first_folder_that_can_be_written_and_never_where_another_user_can(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A user without a home folder has no other place for a cache."""
-    for name in ("DS_BENCH_OPS_CACHE", "XDG_CACHE_HOME", "HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    (tmp_path / "denied").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, _mode: "denied" not in str(path))
+    monkeypatch.setenv("HOME", str(tmp_path / "denied"))
+    monkeypatch.setenv("DS_BENCH_OPS_CACHE", str(tmp_path / "denied"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert ops.cache_root() == tmp_path / "xdg"
+    monkeypatch.delenv("XDG_CACHE_HOME")
     own = tmp_path / f"ds_bench_cache_{os.getuid()}"
-    assert ops.cache_roots() == [own]
+    assert ops.cache_root() == own
     own.chmod(0o777)
     with pytest.raises(PreflightError, match="set DS_BENCH_OPS_CACHE to a folder of your own"):
-        ops.cache_roots()
+        ops.cache_root()
 
 
 # ------------------------------------------------------------------ builds, by a made-up tool
@@ -118,7 +125,7 @@ class Builder:
     def _run_tool(self, module: str, name: str, *, listen: Callable[[float], None], **how: Any) -> ToolReply:
         assert (module, how["environment"]["TORCH_EXTENSIONS_DIR"]) == ("worker.build_op", str(self.cache))
         (lock,) = how["kept_open"]  # until the last compiler has ended, so that no other run builds here before
-        assert os.path.samestat(os.fstat(lock), ops.lock_file(name, self.cache).stat())
+        assert os.path.samestat(os.fstat(lock), (self.cache / "builds").stat())
         listen(1.0)
         how["errors"].write(b"compiling")
         self.built.append(name)
@@ -153,8 +160,7 @@ def test_failed_build_has_a_reason_and_a_log_leaves_no_lock_and_the_next_run_tri
     log = builder.cache / "AOpBuilder.log"
     failed = {"state": "failed", "reason": "CalledProcessError: no g++", "seconds": 2.0}
     for reply, reason in (
-        (ToolReply(objects=(), ending="took more than 2 s"), "the build took more than 2 s"),
-        (ToolReply(objects=({},), ending="ended with code 0"), "the build ended with code 0"),
+        (ToolReply(objects=({},), ending="took more than 2 s"), "the build took more than 2 s"),
         (ToolReply(objects=(failed,), ending="ended with code 0"), "CalledProcessError: no g++"),
     ):
         builder.replies = [reply]
@@ -165,24 +171,22 @@ def test_failed_build_has_a_reason_and_a_log_leaves_no_lock_and_the_next_run_tri
     assert builder.build("AOpBuilder")["AOpBuilder"].ready
 
 
-def test_one_run_builds_an_op_and_only_those_that_need_it_wait(builder: Builder) -> None:
-    (builder.cache / "cpu_adam").mkdir(parents=True)
-    (builder.cache / "cpu_adam" / "lock").touch()
-    with ops.lock_file(ops.CPU_ADAM, builder.cache).open("w") as file:
+def test_one_run_builds_and_another_waits_only_if_an_op_is_missing(builder: Builder) -> None:
+    assert builder.build("AOpBuilder")["AOpBuilder"].ready
+    with (builder.cache / "builds").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert builder.build(ops.ASYNC_IO)[ops.ASYNC_IO].ready
-        assert builder.said[0].partition(":")[0] == "removed a stale build lock"
+        assert builder.build("AOpBuilder")["AOpBuilder"].ready
         builder.said.clear()
-        waiting = threading.Thread(target=builder.build, args=(ops.CPU_ADAM,))
+        waiting = threading.Thread(target=builder.build, args=("AOpBuilder", "BOpBuilder"))
         waiting.start()
         deadline = time.monotonic() + 60
         while not builder.said and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert builder.said == ["waiting for another run that builds CPUAdam …"]
-        assert waiting.is_alive()
+        assert builder.said == ["waiting for another run that builds DeepSpeed's ops …"]
+        assert builder.built == ["AOpBuilder"]
         fcntl.flock(file, fcntl.LOCK_UN)
         waiting.join(10)
-    assert not waiting.is_alive()
+    assert builder.built == ["AOpBuilder", "BOpBuilder"]
 
 
 NO_TOOLKIT = """
@@ -212,3 +216,16 @@ def test_missing_cuda_toolkit_is_named_where_deepspeed_raises_type_error(tmp_pat
     assert "NoneType" in done.stderr
     remedy = ops.remedy_of(done.stdout.splitlines()[-1])
     assert remedy == "install the CUDA toolkit of torch's CUDA version and set CUDA_HOME"
+
+
+# ------------------------------------------------------------------ variables of ranks
+
+
+def test_every_way_to_select_gpus_becomes_numbers_for_deepspeed() -> None:
+    """DeepSpeed calls int() on each part between commas (accelerator/cuda_accelerator.py)."""
+    cards = GpuInventory(gpus=tuple(GpuFacts(index=index, uuid=f"GPU-{index}aaa") for index in range(4)))
+    for selection, numbers in (("0,", "0"), (" 0, 1", "0,1"), ("GPU-3aaa,GPU-1aaa", "3,1"), ("1,-1,2", "1")):
+        variables = rank_environment.cuda_environment({"CUDA_VISIBLE_DEVICES": selection}, cards)
+        assert variables["CUDA_VISIBLE_DEVICES"] == numbers
+    for environ, there in (({}, cards), ({"CUDA_VISIBLE_DEVICES": "1"}, GpuInventory())):
+        assert "CUDA_VISIBLE_DEVICES" not in rank_environment.cuda_environment(environ, there)

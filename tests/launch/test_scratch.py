@@ -14,24 +14,19 @@ import pytest
 
 from ds_bench.config.spec import Trial
 from ds_bench.launch import scratch
-from ds_bench.launch.scratch import new_scratch_id, owner, remove_abandoned, remove_scratch, stale_locks, swap_folder
+from ds_bench.launch.scratch import new_scratch_id, owner, remove_abandoned, remove_scratch, swap_folder
 from ds_bench.records.rank_files import HOST_FOLDER_PREFIX, Assignment
 from tests.support import fakes
 from tests.support.namespaces import in_namespace
 
-
-def swapping(nvme_path: Path | None) -> Trial:
-    path = None if nvme_path is None else str(nvme_path)
-    return fakes.trial(fakes.offload("nvme"), on=fakes.placement(nvme_path=path))
-
-
-def dead_owner() -> str:
-    child = subprocess.Popen([sys.executable, "-c", "from ds_bench.launch.scratch import owner; print(owner())"],
-                             stdout=subprocess.PIPE, text=True)  # fmt: skip
-    return child.communicate()[0].strip()
+PRINT_OWNER = "from ds_bench.launch.scratch import owner; print(owner())"
 
 
 def test_only_a_trial_that_swaps_has_a_swap_folder_of_its_own(tmp_path: Path) -> None:
+    def swapping(nvme_path: Path | None) -> Trial:
+        path = None if nvme_path is None else str(nvme_path)
+        return fakes.trial(fakes.offload("nvme"), on=fakes.placement(nvme_path=path))
+
     assert swap_folder(swapping(tmp_path), "123456789") == str(tmp_path / f"ds_bench_swap.{owner()}.123456789")
     on = fakes.placement(nvme_path=str(tmp_path))
     assert swap_folder(fakes.trial(fakes.offload("cpu_full"), on=on), "1") is None
@@ -41,22 +36,22 @@ def test_only_a_trial_that_swaps_has_a_swap_folder_of_its_own(tmp_path: Path) ->
     assert swap_folder(edited, "1") is not None
 
 
-def test_trial_removes_what_it_has_created_and_locks_that_its_ranks_left(tmp_path: Path) -> None:
+def test_trial_removes_what_it_has_created_and_locks_that_its_ranks_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     number, other = new_scratch_id(), new_scratch_id()
-    assert number != other
-    assert number.isdecimal(), "it passes for a port"
-    meeting, ops = tmp_path / "meet", tmp_path / "ops"
-    swap, checkpoint = tmp_path / "swap", tmp_path / "checkpoint"
+    assert (number != other, number.isdecimal()) == (True, True), "it passes for a port"
+    ops = tmp_path / "ops"
     assignment = Assignment(
         trial=fakes.trial(),
-        rendezvous=f"file://{meeting}",
+        rendezvous=f"file://{tmp_path / 'meet'}",
         scratch_id=number,
-        swap_folder=str(swap),
-        checkpoint_folder=str(checkpoint),
+        swap_folder=str(tmp_path / "swap"),
+        checkpoint_folder=str(tmp_path / "checkpoint"),
         environment={"TORCH_EXTENSIONS_DIR": str(ops)},
     )
     scratch.create_scratch(assignment)
-    (swap / "1.tensor.swp").write_bytes(b"x")
+    (tmp_path / "swap" / "1.tensor.swp").write_bytes(b"x")
     segments = [Path(f"/dev/shm/deepspeed_allreduce_buffer_test_{each}_0") for each in (number, other)]
     for path in (*segments, ops / "held" / "lock", ops / "left" / "lock"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,20 +61,18 @@ def test_trial_removes_what_it_has_created_and_locks_that_its_ranks_left(tmp_pat
             remove_scratch(assignment)
             remove_scratch(assignment)
             assert [segment.exists() for segment in segments] == [False, True]
-            assert [path for path in tmp_path.rglob("*") if path.is_file()] == [ops / "held" / "lock"]
-            assert not swap.exists()
-            assert not checkpoint.exists()
+            left = {path for path in tmp_path.rglob("*") if path.is_file() or path.parent == tmp_path}
+            assert left == {ops, ops / "held" / "lock"}
     finally:
         segments[1].unlink()
 
+    def no_lease(*_: object) -> None:
+        raise OSError(22, "Invalid argument")
 
-def test_trial_ends_although_a_stale_lock_of_another_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_folder: Path) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(scratch, "remove_stale_locks", refuse)
-    variables = {"TORCH_EXTENSIONS_DIR": "/shared"}
-    remove_scratch(Assignment(trial=fakes.trial(), rendezvous=None, scratch_id="no such", environment=variables))
+    monkeypatch.setattr("fcntl.fcntl", no_lease)  # as on a network file system: an old lock is stale
+    assert scratch.remove_stale_locks(ops) == []
+    os.utime(ops / "held" / "lock", (1000, 1000))
+    assert scratch.remove_stale_locks(ops) == [ops / "held" / "lock"]
 
 
 # ------------------------------------------------------------------ removing what killed runs left
@@ -88,8 +81,8 @@ def test_trial_ends_although_a_stale_lock_of_another_user_stays(monkeypatch: pyt
 def test_sweep_removes_what_belongs_to_ended_processes_of_this_host_and_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    dead, me = subprocess.check_output([sys.executable, "-c", PRINT_OWNER], text=True).strip(), owner()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
-    dead, me = dead_owner(), owner()
     reused = me.rpartition("-")[0] + "-1"  # another process has this id by now
     elsewhere = f"00000000.{dead.partition('.')[2]}"
     names = "ds_bench_swap.{}.1", "ds_bench_checkpoint.{}.1", "tmp/ds_bench_meet.{}.1", "tmp/ds_bench_tmp.{}.abc"
@@ -108,65 +101,36 @@ def test_sweep_removes_what_belongs_to_ended_processes_of_this_host_and_user(
     if os.getuid() == 0:
         os.chown(foreign, 54321, 54321)
     (tmp_path / f"ds_bench_swap.{dead}.3").symlink_to(tmp_path / "tmp")  # only the link is removed
+    before = {*tmp_path.rglob("*"), *segments}
     try:
-        removed = {path.name for path in remove_abandoned(tmp_path)}
-        expected = {Path(name.format(who)).name for name in names for who in (dead, reused)}
-        expected |= {segments[0].name, f"{HOST_FOLDER_PREFIX}0_{dead[-3:]}", f"ds_bench_swap.{dead}.3"}
-        if os.getuid() != 0:
-            expected.add(foreign.name)
-        assert {name for name in removed if dead in name or reused in name or name in expected} == expected
-        assert all((tmp_path / name.format(who)).exists() for name in names for who in (me, elsewhere, "models"))
-        assert segments[1].exists()
-        assert (tmp_path / "tmp" / f"{HOST_FOLDER_PREFIX}0_{me[-3:]}").exists()
+        remove_abandoned(tmp_path)
+        expected = {tmp_path / name.format(who) for name in names for who in (dead, reused)}
+        expected |= {segments[0], tmp_path / f"ds_bench_swap.{dead}.3"}
+        gone = {path for path in before if not path.exists() and not path.is_symlink()}
+        host_folder = tmp_path / "tmp" / f"{HOST_FOLDER_PREFIX}0_{dead[-3:]}"
+        assert gone - {foreign} == expected | {host_folder, host_folder / scratch.OWNER_FILE}
+        assert foreign.exists() == (os.getuid() == 0)
     finally:
         for segment in segments:
             segment.unlink(missing_ok=True)
 
 
 def test_owner_in_another_process_namespace_is_not_taken_for_dead() -> None:
-    program = "from ds_bench.launch.scratch import owner; print(owner())"
-    other = in_namespace("--pid", "--mount-proc", script=f'{sys.executable} -c "{program}"')
+    other = in_namespace("--pid", "--mount-proc", script=f'{sys.executable} -c "{PRINT_OWNER}"')
     assert other.partition(".")[0] != owner().partition(".")[0]
 
 
-def test_temporary_files_of_children_go_to_a_folder_of_their_owner_and_compiled_code_is_kept(tmp_path: Path) -> None:
-    variables, _ = scratch.temporary_folder_variables({}, str(tmp_path / "cache" / "ops" / "key"))
-    temporary = Path(variables["TMPDIR"])
-    assert temporary.name.startswith(f"ds_bench_tmp.{owner()}.")
-    assert multiprocessing.util.get_temp_dir() == str(temporary), "sockets of multiprocessing"
-    assert Path(variables["TORCHINDUCTOR_CACHE_DIR"]).parent == tmp_path / "cache" / f"compiled_{os.getuid()}"
-
-
-# ------------------------------------------------------------------ locks of ops
-
-
-def test_lock_of_an_op_is_stale_once_no_process_has_it_open(tmp_path: Path) -> None:
-    lock = tmp_path / "cpu_adam" / "lock"
-    lock.parent.mkdir()
-    for mode in ("w", "r"):
-        with lock.open(mode):
-            assert stale_locks(tmp_path) == []
-        assert stale_locks(tmp_path) == [lock]
-
-
-def test_where_the_kernel_grants_no_lease_an_old_lock_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_lease(*_: object) -> None:
-        raise OSError(22, "Invalid argument")
-
-    monkeypatch.setattr("fcntl.fcntl", no_lease)
-    lock = tmp_path / "cpu_adam" / "lock"
-    lock.parent.mkdir()
-    lock.touch()
-    assert stale_locks(tmp_path) == []
-    os.utime(lock, (1000, 1000))
-    assert stale_locks(tmp_path) == [lock]
-
-
-# ------------------------------------------------------------------ compiled code
+# ------------------------------------------------------------------ temporary files and compiled code
 
 
 def give_away(folder: Path) -> None:
     os.chown(folder, 54321, 54321)
+
+
+def link_to(folder: Path, change: Callable[[Path], object]) -> None:
+    folder.rename(folder.with_name("x"))
+    folder.symlink_to("x")
+    change(folder)
 
 
 @pytest.mark.parametrize(
@@ -176,8 +140,8 @@ def give_away(folder: Path) -> None:
         (lambda folder: folder.chmod(0o777), False),
         (lambda folder: folder.chmod(0o775), False),
         (give_away, False),
-        (lambda folder: (folder.rename(folder.with_name("x")), folder.symlink_to("x"), give_away(folder)), False),
-        (lambda folder: (folder.rename(folder.with_name("x")), folder.symlink_to("x")), True),
+        (lambda folder: link_to(folder, give_away), False),
+        (lambda folder: link_to(folder, Path.exists), True),
         (lambda folder: folder.rmdir(), True),
         (lambda folder: give_away(folder.parent), False),
     ],
@@ -192,12 +156,13 @@ def test_no_compiled_code_is_loaded_from_a_folder_that_another_user_can_write_to
     change(asked)
     name = "TRITON_CACHE_DIR"
     variables, notes = scratch.temporary_folder_variables({name: str(asked)}, str(ops))
-    ours = tmp_path / "cache" / f"compiled_{os.getuid()}"
-    assert (Path(variables[name]) == asked.resolve()) == used
-    assert (Path(variables[name]).parent == ours) != used
+    ours, temporary = tmp_path / "cache" / f"compiled_{os.getuid()}", Path(variables["TMPDIR"])
+    assert temporary.name.startswith(f"ds_bench_tmp.{owner()}.")
+    assert multiprocessing.util.get_temp_dir() == str(temporary), "sockets of multiprocessing"
+    assert Path(variables[name]) == (asked.resolve() if used else ours / "triton")
     assert [name in note for note in notes] == ([] if used else [True])
     for folder in {asked.resolve() if used else ours, ours}:
         assert (folder.stat().st_uid, folder.stat().st_mode & 0o022) == (os.getuid(), 0)
     give_away(ours)
     variables, _ = scratch.temporary_folder_variables({}, str(ops))
-    assert Path(variables["TORCHINDUCTOR_CACHE_DIR"]).parent == Path(variables["TMPDIR"])
+    assert Path(variables["TORCHINDUCTOR_CACHE_DIR"]).parent == temporary
