@@ -1,6 +1,6 @@
 """The host and its GPUs.
 
-Of the host: memory and its limits, swap, shared memory, locked memory, cores, NUMA nodes. Of each GPU: free memory and
+Of the host: memory and its limits, swap, shared memory, locked memory, cores. Of each GPU: free memory and
 its users, persistence mode, clocks and what lowers them.
 """
 
@@ -30,8 +30,6 @@ _CAP_IPC_LOCK = 1 << 14
 _DRIVER_FRACTION = 0.05
 """Fraction of a GPU's memory that the driver may take for itself. More means that a hidden process uses the GPU."""
 NO_ROCM = "found an AMD GPU, but ROCm is not supported"
-_HOST_PID_NAMESPACE = f"pid:[{0xEFFFFFFC}]"
-"""Linux gives this number to the host's process namespace (PROC_PID_INIT_INO)."""
 
 
 def check(system: SystemAccess, placement: Placement, need_bytes: int | None = None) -> Iterator[Finding]:
@@ -43,7 +41,6 @@ def check(system: SystemAccess, placement: Placement, need_bytes: int | None = N
             "shared memory": lambda: _check_shared_memory(system, placement),
             "locked memory": lambda: _check_locked_memory(system),
             "cores": lambda: _check_cores(system),
-            "NUMA": lambda: _check_numa(system),
         }
     )
 
@@ -130,24 +127,6 @@ def _check_cores(system: SystemAccess) -> Finding:
     return ok("cores", text)
 
 
-def _check_numa(system: SystemAccess) -> Finding:
-    folder = system.root / "sys/devices/system/node"
-    nodes = {int(path.name[4:]): path for path in folder.glob("node*") if path.name[4:].isdecimal()}
-    if not nodes:
-        return unreadable("NUMA")
-    if len(nodes) == 1:
-        return ok("NUMA", "one node")
-    status = _process_status(system)
-    cores = parse_numbers(status.get("Cpus_allowed_list"))
-    near = {node for node, path in nodes.items() if parse_numbers(read_text(path / "cpulist")) & cores}
-    memory = parse_numbers(status.get("Mems_allowed_list")) & nodes.keys()
-    shown = [f"node {', '.join(map(str, sorted(each)))}" if each else "no known node" for each in (near, memory)]
-    text = f"{len(nodes)} nodes; this job may use cores of {shown[0]}, memory of {shown[1]}"
-    if near and memory and not near <= memory:
-        return warning("NUMA", f"{text}: some cores have no memory of their own", "let the job use both of one node")
-    return ok("NUMA", text)
-
-
 # ------------------------------------------------------------------ GPUs
 
 
@@ -189,7 +168,7 @@ def check_gpus(
         text = f"different models ({', '.join(names)}): the slowest sets the pace"
         yield warning("GPUs", text, "choose GPUs of one model with CUDA_VISIBLE_DEVICES")
     for gpu in visible:
-        yield _check_gpu_memory(system, gpu)
+        yield _check_gpu_memory(gpu)
         if gpu.mig:
             text = "divided into MIG instances, which comparisons do not use"
             yield problem(f"GPU {gpu.index} MIG", text, f"choose another GPU, or nvidia-smi -i {gpu.index} -mig 0")
@@ -207,20 +186,18 @@ def check_gpus(
         yield _check_clocks(gpu)
 
 
-def _check_gpu_memory(system: SystemAccess, gpu: GpuFacts) -> Finding:
+def _check_gpu_memory(gpu: GpuFacts) -> Finding:
     name, total, used = f"GPU {gpu.index} memory", gpu.memory_total_bytes, gpu.memory_used_bytes
     if total is None or used is None:
         return unreadable(name)
     text = f"{gpu.name or 'unnamed'}, {format_bytes(max(0, total - used))} of {format_bytes(total)} free"
     remedy = "end the other processes, or choose a free GPU with CUDA_VISIBLE_DEVICES"
     if gpu.other_processes:
-        # In a container the process id may be the host's, and belong to another process here.
-        namespace, users = system.root / "proc/self/ns/pid", []
-        is_host = namespace.is_symlink() and str(namespace.readlink()) == _HOST_PID_NAMESPACE
-        for pid, used_bytes in gpu.other_processes:
-            command = (read_text(system.root / f"proc/{pid}/comm") or "").strip() if is_host else ""
-            facts = [command, "" if used_bytes is None else format_bytes(used_bytes)]
-            users.append(f"process {pid} ({', '.join(filter(None, facts)) or 'details not visible'})")
+        # In a container the process ids may be the host's.
+        users = [
+            f"process {pid} ({'bytes not visible' if used_bytes is None else format_bytes(used_bytes)})"
+            for pid, used_bytes in gpu.other_processes
+        ]
         return warning(name, f"{text}; used by {', '.join(users)}", remedy)
     # Processes of other containers may be missing from NVML's list; their memory is not.
     if used > _DRIVER_FRACTION * total:

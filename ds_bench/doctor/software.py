@@ -7,7 +7,6 @@ Torch runs the C++ compiler and ninja each time it loads an op, even one that is
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 import shlex
 import sysconfig
@@ -35,7 +34,7 @@ _TRAINED_WITHOUT = {
     "matplotlib": "the charts of an HTML page",
     "pandas": "data frames and Parquet",
 }
-"""Packages that no training needs, whatever declares them, and what needs them."""
+"""Packages that no training needs, and what needs them."""
 MIN_DRIVER_BRANCH = {11: 450, 12: 525, 13: 580}
 """CUDA's major version → driver (NVIDIA, CUDA Compatibility, "Minor Version Compatibility", table 1)."""
 COMPATIBLE_MINORS = {10: range(3), 11: range(9), 12: (0, 1, 2, 3, 4, 5, 6, 8, 9)}
@@ -44,86 +43,65 @@ _NO_OPS = "no DeepSpeed op can be built or loaded"
 BUILD_COMMAND = invocation.command("doctor", "--build")
 _LIBAIO_PROGRAM = "#include <libaio.h>\nint main(void) { return io_submit(0, 0, 0); }\n"
 
-Installed = Callable[[str], str | None]
-"""Name of a package → its version; None if it is not installed."""
-
-
 # ------------------------------------------------------------------ packages
-
-
-def declared_requirements(name: str) -> list[str]:
-    """Return the requirements in the metadata of an installed package; empty if it is not installed."""
-    try:
-        return metadata.requires(name) or []
-    except metadata.PackageNotFoundError:
-        return []
 
 
 def our_requirements(pyproject: Path = _PYPROJECT) -> list[str]:
     """Return what runs need: this project's dependencies and its extra ``run``.
 
-    They come from the checkout that holds this file, else from the installed package.
+    They come from the checkout that holds this file, else from the installed package; empty if neither is there.
     """
     from packaging.requirements import Requirement
 
-    try:
+    with contextlib.suppress(OSError, ValueError):
         project = tomllib.loads(pyproject.read_text(encoding="utf-8")).get("project", {})
-    except (OSError, ValueError):
-        project = {}
-    if project.get("name") == PROJECT:
-        return [*project.get("dependencies", []), *project.get("optional-dependencies", {}).get("run", [])]
-    wanted = map(Requirement, declared_requirements(PROJECT))
-    return [
-        f"{each.name}{each.specifier}"
-        for each in wanted
-        if each.marker is None or each.marker.evaluate({"extra": "run"})
-    ]
+        if project.get("name") == PROJECT:
+            return [*project.get("dependencies", []), *project.get("optional-dependencies", {}).get("run", [])]
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        wanted = map(Requirement, metadata.requires(PROJECT) or [])
+        return [
+            f"{each.name}{each.specifier}"
+            for each in wanted
+            if each.marker is None or each.marker.evaluate({"extra": "run"})
+        ]
+    return []
 
 
 def check_packages(
-    requirements: Sequence[str] | None = None,
-    installed: Installed = installed_version,
-    needs: Callable[[str], Sequence[str]] = declared_requirements,
+    requirements: Sequence[str] | None = None, installed: Callable[[str], str | None] = installed_version
 ) -> Iterator[Finding]:
     """Yield one finding for all packages within their ranges, and one for each that is missing or outside.
 
-    ``requirements``: None for :func:`our_requirements`. ``needs``: requirements of a package that runs need.
+    ``requirements``: None for :func:`our_requirements`. ``installed``: returns the version of a package, or None.
     """
-    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.requirements import Requirement
 
-    installed = functools.cache(installed)  # a look-up reads a file of some hundred KB
     wanted = [Requirement(line) for line in (our_requirements() if requirements is None else requirements)]
     if not wanted:
         yield unreadable("packages", "neither pyproject.toml nor the installed package names the ranges")
         return
-    names = [each.name for each in wanted]
+    versions = {each.name: installed(each.name) for each in wanted}
     # An installation for reading results gets one finding, not one for every package that it lacks.
-    if set(RUN_PACKAGES) <= set(names) and not any(map(installed, RUN_PACKAGES)):
+    if set(RUN_PACKAGES) <= versions.keys() and not any(map(versions.get, RUN_PACKAGES)):
         text = f"{', '.join(RUN_PACKAGES)} are not installed: results can be read here, but nothing can be run"
         yield problem("packages", text, install_command())
         return
-    bad = {each.name: found for each in wanted if (found := _check_requirement(each, installed, f"{PROJECT} needs"))}
-    if fitting := [name for name in names if name not in bad]:
-        shown = [f"{name} {installed(name)}" for name in fitting if name in RUN_PACKAGES] or fitting
+    bad = [found for each in wanted if (found := _check_requirement(each, versions[each.name])) is not None]
+    if fitting := [name for name in versions if name not in {finding.name for finding in bad}]:
+        shown = [f"{name} {versions[name]}" for name in fitting if name in RUN_PACKAGES] or fitting
         more = f" and {len(fitting) - len(shown)} more" if len(fitting) > len(shown) else ""
         yield ok("packages", f"{', '.join(shown)}{more}: within the ranges that {PROJECT} supports")
-    for name in RUN_PACKAGES:
-        for line in needs(name) if installed(name) else ():
-            with contextlib.suppress(InvalidRequirement):  # faulty metadata of another package
-                found = _check_requirement(Requirement(line), installed, f"{name} {installed(name)} needs")
-                if found is not None:  # one finding per package
-                    bad.setdefault(found.name, found)
-    yield from bad.values()
+    yield from bad
 
 
-def _check_requirement(wanted: Requirement, installed: Installed, needed_by: str) -> Finding | None:
+def _check_requirement(wanted: Requirement, version: str | None) -> Finding | None:
     """None if the requirement is met, or does not apply on this system."""
     from packaging.version import InvalidVersion, Version
 
     if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
         return None
-    version, lost = installed(wanted.name), _TRAINED_WITHOUT.get(wanted.name)
-    text = f"{needed_by} {wanted.name}{wanted.specifier}" + (f" for {lost}" if lost else "")
+    use = _TRAINED_WITHOUT.get(wanted.name)
+    text = f"{PROJECT} needs {wanted.name}{wanted.specifier}" + (f" for {use}" if use else "")
     if version is None:
         text = f"not installed; {text}"
     else:
@@ -138,7 +116,7 @@ def _check_requirement(wanted: Requirement, installed: Installed, needed_by: str
             return None
         text = f"{version} is installed; {text}"
     install = f'pip install "{wanted.name}{wanted.specifier}"'
-    return Finding(name=wanted.name, level="warning" if lost else "problem", text=text, remedy=install)
+    return Finding(name=wanted.name, level="warning" if use else "problem", text=text, remedy=install)
 
 
 def check_driver(driver: str | None, torch_cuda: str | None) -> Iterator[Finding]:

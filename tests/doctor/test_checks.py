@@ -48,9 +48,8 @@ def test_check_that_breaks_off_keeps_its_findings_and_the_error() -> None:
         yield ok("first", "fine")
         raise error
 
-    assert run_check("second", lambda: check(ValueError("garbage"))) == [
-        ok("first", "fine"), warning("second", "could not be read: garbage"),
-    ]  # fmt: skip
+    broken = run_check("second", lambda: check(ValueError("garbage")))
+    assert broken == [ok("first", "fine"), warning("second", "could not be read: garbage")]
     refused = PreflightError("no disk", remedy="buy one")
     assert run_check("disk", lambda: check(refused))[1] == problem("disk", "no disk", "buy one")
     with pytest.raises(KeyboardInterrupt):
@@ -85,22 +84,15 @@ def test_speed_is_measured_only_on_a_usable_path_and_with_the_op(
     assert checks.run_all_checks(bare, nvme_path=tmp_path)["NVMe"][-1].text == "measured"
 
 
-def test_build_hands_every_op_of_the_catalogue_to_the_builder(
-    bare: SystemAccess, monkeypatch: pytest.MonkeyPatch
+def test_build_and_files_add_their_findings(
+    bare: SystemAccess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked: list[str] = []
-
     def build(names: list[str], *_: object, **__: object) -> dict[str, ops.OpState]:
-        asked.extend(names)
         return {name: ops.OpState(op=name, ready=name != ops.CPU_ADAM, reason="no g++") for name in names}
 
     monkeypatch.setattr(ops, "prepare_ops", build)
     levels = {each.name: each.level for each in checks.run_all_checks(bare, build=True)["DeepSpeed ops"]}
-    assert asked == [ops.SHARED_MEMORY, ops.CPU_ADAM, ops.ASYNC_IO]
-    assert (levels["CPUAdam op"], levels["ShareMemComm op"]) == ("problem", "ok")
-
-
-def test_file_lists_the_ops_that_it_needs_or_why_it_cannot_run(bare: SystemAccess, tmp_path: Path) -> None:
+    assert levels == {"ShareMemComm op": "ok", "CPUAdam op": "problem", "AsyncIO op": "ok"}
     for name, zero in (("fine", {"stage": 1, "offload_optimizer": {"device": "cpu"}}), ("old", {"mics_shard_size": 2})):
         (tmp_path / f"{name}.json").write_text(json.dumps({"zero_optimization": zero, "optimizer": {"type": "Lion"}}))
     files, lines = read_configuration_files([tmp_path])
@@ -134,23 +126,22 @@ def test_nvme_path_is_checked_only_for_rows_that_use_it(tmp_path: Path, monkeypa
     assert "NVMe path" not in planned(fakes.offload("cpu_full"), place=missing)
     assert planned(fakes.offload("nvme"), place=missing)["NVMe path"].level == "problem"
     monkeypatch.setattr(disk, "check_nvme", lambda *_: [problem("direct I/O", "not tried: the disk is full")])
-    place = Placement(accelerator="cpu", nvme_path=str(tmp_path))
-    assert planned(fakes.offload("nvme"), place=place)["direct I/O"].level == "problem"
-    # The plan has marked the rows that swap.
-    assert planned(fakes.offload("nvme"), place=place, lacks_space="1 MB free")["direct I/O"].level == "warning"
+    for lacks_space, level in ((None, "problem"), ("1 MB free", "warning")):  # the plan has marked rows that swap
+        found = planned(fakes.offload("nvme"), place=missing, lacks_space=lacks_space)
+        assert found["direct I/O"].level == level
 
 
-def test_gpus_are_checked_only_if_the_plan_uses_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpus_are_checked_only_if_the_plan_uses_them(monkeypatch: pytest.MonkeyPatch, bare: SystemAccess) -> None:
     monkeypatch.setattr(environment, "torch_cuda_version", lambda: "12.8")
     divided = SystemAccess(read_gpus=Cards(GpuFacts(index=0, mig=True), GpuFacts(index=1)), environ={})
-    assert "GPU 0 MIG" not in planned(fakes.offload("none"), system=divided)
-    assert planned(fakes.offload("none"), place=CUDA, system=divided)["GPU 0 MIG"].level == "problem"
-    assert "GPU 0 MIG" not in planned(fakes.offload("none"), place=CUDA, system=divided, slots=[1])
-    bare = SystemAccess(root=tmp_path, read_gpus=Cards(), environ={})
-    assert "GPUs" not in planned(fakes.offload("none"), system=bare)
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev/kfd").touch()
-    assert "ROCm is not supported" in planned(fakes.offload("none"), system=bare)["GPUs"].text
+    row = fakes.offload("none")
+    assert "GPU 0 MIG" not in planned(row, system=divided)
+    assert planned(row, place=CUDA, system=divided)["GPU 0 MIG"].level == "problem"
+    assert "GPU 0 MIG" not in planned(row, place=CUDA, system=divided, slots=[1])
+    assert "GPUs" not in planned(row, system=bare)
+    (bare.root / "dev").mkdir()
+    (bare.root / "dev/kfd").touch()
+    assert "ROCm is not supported" in planned(row, system=bare)["GPUs"].text
 
 
 def test_problem_ends_the_plan_and_quiet_hides_warnings() -> None:

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from ds_bench.config.identity import work_key
-from ds_bench.config.spec import Inspection, Trial
+from ds_bench.config.spec import Inspection
 from ds_bench.doctor import disk
 from ds_bench.doctor.findings import Finding, SystemAccess, run_check
 from ds_bench.errors import PreflightError
-from ds_bench.models.presets import find_preset
 from ds_bench.prediction.model_profile import find_profile
 from tests.support import fakes
 
@@ -32,7 +31,9 @@ def looked(path: Path, root: Path = Path("/")) -> dict[str, Finding]:
 # ------------------------------------------------------------------ the folder
 
 
-def test_real_folder_on_a_disk_can_be_used(tmp_path: Path) -> None:
+def test_real_folder_on_a_disk_can_be_used_if_it_takes_direct_io(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if disk.file_system(tmp_path) in ("tmpfs", "ramfs"):
         pytest.skip("temporary folders of this machine are in memory")
     found = looked(tmp_path)
@@ -40,17 +41,21 @@ def test_real_folder_on_a_disk_can_be_used(tmp_path: Path) -> None:
     assert found["direct I/O"].level == "ok"
     assert list(tmp_path.iterdir()) == []
 
+    def refuse(*_: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
 
-def test_folder_that_cannot_be_used_is_one_problem(tmp_path: Path) -> None:
+    monkeypatch.setattr(disk.mmap, "mmap", refuse)
+    refused = looked(tmp_path)["direct I/O"]
+    assert (refused.level, "O_DIRECT" in refused.text) == ("problem", True)
+
+
+def test_folder_that_cannot_be_used_is_one_problem_and_one_in_memory_disqualifies_a_row(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     # Not even root may write to /proc/self.
     for path in (tmp_path / "file", tmp_path / "missing", Path("/proc/self"), Path("a\0b")):
         assert [each.level for each in looked(path).values()] == ["problem"], path
     (found,) = looked(tmp_path / "file").values()
     assert found.remedy == "give a folder on the NVMe disk"  # to create one there would fail
-
-
-def test_memory_in_place_of_a_disk_is_a_warning_and_disqualifies_a_row() -> None:
     found = looked(Path("/dev/shm"))["NVMe path"]
     assert (found.level, "tmpfs" in found.text) == ("warning", True)
     caveat = disk.check_nvme_folder(Path("/dev/shm")).caveat
@@ -68,27 +73,18 @@ def test_full_disk_is_a_finding_is_not_measured_and_stays_clean(small_disk: Path
     assert [path.name for path in small_disk.iterdir()] == ["all"]
 
 
-def test_file_system_without_direct_io_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: int) -> None:
-        raise OSError(errno.EINVAL, "Invalid argument")
-
-    monkeypatch.setattr(disk.mmap, "mmap", refuse)
-    found = looked(tmp_path)["direct I/O"]
-    assert (found.level, "O_DIRECT" in found.text) == ("problem", True)
-
-
-# ------------------------------------------------------------------ the device
+# ------------------------------------------------------------------ the device and its speed
 
 
 def device(folder: Path, name: str, rotational: str = "0", partition: str = "", members: tuple[str, ...] = ()) -> Any:
-    """The finding for a block device of the folder's number in a /sys of its own."""
+    """Level and text for a block device of the folder's number in a /sys of its own."""
     root = folder / "root"
     made = root / "devices" / name
     (made / "queue").mkdir(parents=True)
     (made / "queue/rotational").write_text(rotational)
     for member in members:
         (made / "slaves" / member).mkdir(parents=True)
-    target = made / partition if partition else made
+    target = made / partition
     target.mkdir(exist_ok=True)
     if partition:
         (target / "partition").write_text("1")
@@ -105,13 +101,9 @@ def test_disk_of_a_folder_is_nvme_or_a_warning(tmp_path: Path) -> None:
     assert device(tmp_path, "nvme0n1", partition="nvme0n1p2") == ("ok", "nvme0n1")
     assert device(tmp_path, "md0", members=("nvme1n1", "nvme0n1")) == ("ok", "md0 of nvme0n1, nvme1n1")
     assert device(tmp_path, "md0", members=("nvme1n1", "sda"))[0] == "warning"
-    for rotational, said in (("1", "rotational"), ("0", "is not an NVMe device"), ("", "does not look like")):
-        level, text = device(tmp_path, "sda", rotational)
-        assert (level, said in text) == ("warning", True)
+    assert device(tmp_path, "sda", "1") == ("warning", "sda is a rotational or virtual disk")
+    assert device(tmp_path, "sda") == ("warning", "sda is not an NVMe device")
     assert "could not be read" in looked(tmp_path, tmp_path)["NVMe disk"].text
-
-
-# ------------------------------------------------------------------ the speed
 
 
 def judged(read: float = 7, write: float = 6, **answer: Any) -> Finding:
@@ -127,9 +119,8 @@ def test_speed_below_five_gb_a_second_or_from_a_cache_is_a_warning() -> None:
     for read, write, slow in ((4.99, 5, "reading"), (5, 4.99, "writing"), (1, 1, "reading and writing")):
         found = judged(read, write)
         assert (found.level, found.text.endswith(f"; {slow} below 5.00 GB/s")) == ("warning", True)
-    cached = judged(from_disk=False)
+    cached, failed = judged(from_disk=False), judged(error="RuntimeError: no space")
     assert (cached.level, "cache" in cached.text) == ("warning", True)
-    failed = judged(error="RuntimeError: no space")
     assert (failed.level, "no space" in failed.text) == ("problem", True)
 
 
@@ -140,10 +131,9 @@ def test_speed_below_five_gb_a_second_or_from_a_cache_is_a_warning() -> None:
 def test_disk_without_room_for_a_checkpoint_is_refused_with_the_bytes_needed(
     name: str, each: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    preset = find_preset("tiny")
-    assert preset is not None
-    profile = find_profile(preset, 32, accelerator="cpu")
-    trials = [checkpointed(tmp_path / "made" / "later", name)]
+    profile = find_profile(fakes.preset("tiny"), 32, accelerator="cpu")
+    asked = Inspection(checkpoint=True, checkpoint_path=str(tmp_path / "made" / "later"))
+    trials = [fakes.trial(fakes.offload(name), on=fakes.placement(nvme_path="/d"), inspection=asked)]
     need = each * profile.parameters
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=need))
     disk.check_checkpoint_folder(None, [profile], trials)
@@ -151,12 +141,7 @@ def test_disk_without_room_for_a_checkpoint_is_refused_with_the_bytes_needed(
     with pytest.raises(PreflightError, match=f"{each} bytes each"):
         disk.check_checkpoint_folder(None, [profile], trials)
     disk.check_checkpoint_folder(None, [], trials)  # a model of unknown size
-    assert work_key(trials[0]) == work_key(checkpointed(tmp_path, name)), "the folder is not part of the work"
-    assert work_key(trials[0]) != work_key(replace(trials[0], inspection=Inspection()))
+    moved = replace(trials[0], inspection=replace(asked, checkpoint_path="/elsewhere"))
+    assert work_key(moved) == work_key(trials[0]), "the folder is not part of the work"
     with pytest.raises(PreflightError, match="is not a folder"):
         disk.check_checkpoint_folder(str(tmp_path / "missing"), [], trials)
-
-
-def checkpointed(path: Path, name: str) -> Trial:
-    asked = Inspection(checkpoint=True, checkpoint_path=str(path))
-    return fakes.trial(fakes.offload(name), on=fakes.placement(nvme_path="/d"), inspection=asked)
