@@ -250,12 +250,9 @@ def test_a_dry_run_prints_every_config_and_checks_what_the_run_would_and_writes_
     assert not scripted.output.exists()
 
 
-@pytest.mark.parametrize("again", ["", "resumed"])
 def test_every_fact_is_read_once_and_every_row_planned_and_predicted_once(
-    scripted: ScriptedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str
+    scripted: ScriptedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = ("--repeats", "2", "--nvme-path", str(tmp_path))
-    assert scripted.run(*flags, family="offload") == 0
     counts: Counter[str] = Counter()
 
     def count(owner: Any, name: str) -> None:
@@ -267,18 +264,12 @@ def test_every_fact_is_read_once_and_every_row_planned_and_predicted_once(
 
         monkeypatch.setattr(owner, name, counted)
 
-    count(gpu_state, "read_gpus")
-    count(environment, "read_environment")
-    count(disk, "check_nvme_folder")
-    count(planner, "make_trials")
-    count(fakes, "make_config")
-    count(fit_search, "alternatives")
-    assert (scripted.resume(family="offload") if again else scripted.run(*flags, family="offload")) == 0
-    rows = 4
-    assert counts == {
-        "read_gpus": 1, "read_environment": 1, "check_nvme_folder": 1, "make_trials": 1, "make_config": rows,
-        **({} if again else {"alternatives": rows}),  # for rows that run
-    }  # fmt: skip
+    once = [(gpu_state, "read_gpus"), (environment, "read_environment"), (disk, "check_nvme_folder")]
+    of_rows = [(fakes, "make_config"), (fit_search, "alternatives")]
+    for owner, name in (*once, (planner, "make_trials"), *of_rows):
+        count(owner, name)
+    assert scripted.run("--repeats", "2", "--nvme-path", str(tmp_path), family="offload") == 0
+    assert counts == {**{name: 1 for _, name in once}, "make_trials": 1, **{name: 4 for _, name in of_rows}}
 
 
 # ------------------------------------------------------------------ what the end of a run says and leaves

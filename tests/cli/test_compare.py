@@ -155,28 +155,13 @@ def test_flat_results_are_compared_by_their_columns(tmp_path: Path) -> None:
     assert list(lines(other))[-1] == "same hardware and versions"
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        {},
-        {"model": "/models/mine", "model_source": "local", "model_type": "gpt2", "model_config": {"path": "/models"}},
-        {"model": "pkg.mod:make", "model_source": "factory", "model_type": None, "model_config": {}},
-    ],
-)
-def test_facts_that_a_flat_row_lacks_are_not_differences(tmp_path: Path, model: dict[str, Any]) -> None:
+def test_facts_that_a_flat_row_lacks_are_not_differences(tmp_path: Path) -> None:
     on = fakes.placement(accelerator="cuda", num_gpus=2, nvme_path="/mnt/disk", hostfile="/etc/hosts")
+    model = {"model": "pkg.mod:make", "model_source": "factory", "model_type": None, "model_config": {}}
     entry = fakes.success(fakes.trial(fakes.zero(2), on=on, of=fakes.workload(**model)))
     run = load(fakes.write_run(tmp_path / "a", [entry]).folder)
     (pair,) = compare_before_after(run, flat(tmp_path / "b", [entry])).rows
     assert (pair.incomparable_reasons, pair.changes, pair.ratio) == ((), (), pytest.approx(1))
-
-
-def test_versions_of_the_environments_are_not_repeated_in_each_row(tmp_path: Path) -> None:
-    later = [fakes.success(trial(), step_seconds=(0.1,) * 10, torch_version="2.14.0")]
-    assert of(tmp_path, runs(2, 0.2), later, NEWER).rows[0].changes == ()
-    before, after = (load(next((tmp_path / name / "runs").iterdir())) for name in ("a", "b"))
-    (pair,) = compare_before_after(replace(before, environment=None), after).rows
-    assert (pair.changes, pair.ratio) == (("torch 2.13.0 against 2.14.0",), None)
 
 
 def test_rows_of_one_strategy_are_paired_by_their_work(tmp_path: Path) -> None:
@@ -189,23 +174,18 @@ def test_rows_of_one_strategy_are_paired_by_their_work(tmp_path: Path) -> None:
 
 
 def test_explain_finds_rows_by_name_label_or_stage(capsys: pytest.CaptureFixture[str]) -> None:
-    for a, b in (("zero0", "zero2"), ("0", "2"), ("ZeRO-0", "stage 2"), ("zero-0", "ZERO2")):
+    for a, b in (("0", "zero2"), ("ZeRO-0", "stage 2")):
         assert main(["explain", a, b, str(STORED_RUN)]) == 0
         assert capsys.readouterr().out.startswith("ZeRO-2 compared with ZeRO-0 · tiny"), (a, b)
+    assert main(["explain", "0", "2", str(STORED_RUN), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["a"]["name"], found["b"]["name"]) == ("zero0", "zero2")
+    assert "zero_optimization.stage" in [key["path"] for key in found["keys"]]
     for a, b, named in (("zero0", "zero7", "zero7"), ("zero2", "2", "zero2")):
         assert main(["explain", a, b, str(STORED_RUN)]) == 2
         error = capsys.readouterr().err
         assert error.startswith(f"ds_bench: {named}")
         assert error.count("\n") == 1
-
-
-def test_explain_as_json_holds_every_category_and_key(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "0", "2", str(STORED_RUN), "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
-    assert (found["a"]["name"], found["b"]["name"]) == ("zero0", "zero2")
-    for tier in found["memory"]:
-        assert tier["difference_bytes"] == sum(each["difference_bytes"] for each in tier["categories"])
-    assert "zero_optimization.stage" in [key["path"] for key in found["keys"]]
 
 
 def test_explain_compares_rows_of_two_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
