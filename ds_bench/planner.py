@@ -68,37 +68,35 @@ class RunFacts:
 
 def complete(trials: Sequence[Trial], facts: RunFacts) -> list[Trial]:
     """Return the trials with what the facts say of each; a trial that is already complete stays as it is."""
-    return [_complete_trial(trial, facts) for trial in trials]
-
-
-def _complete_trial(trial: Trial, facts: RunFacts) -> Trial:
-    config, caveats, unsupported = trial.ds_config, trial.caveats, trial.unsupported
-    if trial.configuration.uses_nvme:
-        caveats = caveats if facts.nvme_caveat is None else (facts.nvme_caveat, *caveats)
-        unsupported = unsupported or facts.lack_of_space
-    fused = facts.op_states.get(ops.FUSED_ADAM)
-    if fused is not None and not fused.ready and not trial.configuration.is_reference:
-        config = deepspeed_config.complete_config(
-            config, trial.workload, trial.placement, torch_adam=True, largest_parameter=facts.largest_parameter
-        )
-        # Unchanged for DeepSpeedCPUAdam (offload), for optimizers other than Adam, and for torch's own.
-        if config["optimizer"] != trial.ds_config["optimizer"]:
-            caveats = (*caveats, Caveat(CaveatKind.TORCH_ADAM, {"reason": str(fused.reason)}))
-    for op in ops.needed_ops(trial.placement.accelerator, [trial.configuration]):
-        state = facts.op_states.get(op)
-        if state is not None and not state.ready:
-            name, remedy = op.removesuffix("Builder"), ops.remedy_of(state.reason)
-            unsupported = unsupported or f"DeepSpeed's {name} op is not available here: {state.reason}; {remedy}"
-    completed = replace(trial, ds_config=config, caveats=tuple(dict.fromkeys(caveats)), unsupported=unsupported)
-    if unsupported:
-        return replace(completed, prediction=None, skipped=None)
-    # Predictions come last, since they read the completed configuration: once, and again for another optimizer.
-    if facts.profile is None or (trial.prediction is not None and config == trial.ds_config):
-        return completed
-    (predicted,) = trial_predictions.attach_predictions(
-        [completed], facts.profile, facts.memory, skip=facts.skip_predicted_oom, force=facts.force
-    )
-    return replace(predicted, caveats=tuple(dict.fromkeys(predicted.caveats)))
+    fused, completed = facts.op_states.get(ops.FUSED_ADAM), []
+    for trial in trials:
+        config, caveats, unsupported = trial.ds_config, trial.caveats, trial.unsupported
+        if trial.configuration.uses_nvme:
+            caveats = caveats if facts.nvme_caveat is None else (facts.nvme_caveat, *caveats)
+            unsupported = unsupported or facts.lack_of_space
+        if fused is not None and not fused.ready and not trial.configuration.is_reference:
+            config = deepspeed_config.complete_config(
+                config, trial.workload, trial.placement, torch_adam=True, largest_parameter=facts.largest_parameter
+            )
+            # Unchanged for DeepSpeedCPUAdam (offload), for optimizers other than Adam, and for torch's own.
+            if config["optimizer"] != trial.ds_config["optimizer"]:
+                caveats = (*caveats, Caveat(CaveatKind.TORCH_ADAM, {"reason": str(fused.reason)}))
+        for op in ops.needed_ops(trial.placement.accelerator, [trial.configuration]):
+            state = facts.op_states.get(op)
+            if state is not None and not state.ready:
+                name, remedy = op.removesuffix("Builder"), ops.remedy_of(state.reason)
+                unsupported = unsupported or f"DeepSpeed's {name} op is not available here: {state.reason}; {remedy}"
+        done = replace(trial, ds_config=config, caveats=tuple(dict.fromkeys(caveats)), unsupported=unsupported)
+        if unsupported:
+            done = replace(done, prediction=None, skipped=None)
+        # Predictions come last, since they read the completed configuration: once, and again for another optimizer.
+        elif facts.profile is not None and (trial.prediction is None or config != trial.ds_config):
+            (done,) = trial_predictions.attach_predictions(
+                [done], facts.profile, facts.memory, skip=facts.skip_predicted_oom, force=facts.force
+            )
+            done = replace(done, caveats=tuple(dict.fromkeys(done.caveats)))
+        completed.append(done)
+    return completed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,7 +303,12 @@ def _plan_of_point(
     placement: Placement,
     make_config: MakeConfig,
 ) -> Plan:
-    options = with_accumulation(options, placement)
+    if (total := options.global_batch_size) is not None:
+        if "grad_accum" in options.axis_names:
+            problem = "training.global_batch_size with the axis grad_accum: accumulation follows from the global batch"
+            raise UsageError(problem, remedy="leave one of them out; the axis micro_batch changes accumulation with it")
+        # As if every rank has its own data: the builder computes each row's own, and refuses one that is not whole.
+        options = replace(options, grad_accum=max(1, total // (options.batch_size * placement.num_gpus)))
     require_known_ids(options, model)
     builder = ConfigurationBuilder(options=options, make_config=make_config, model=model, placement=placement)
     try:
@@ -395,20 +398,6 @@ def require_known_ids(options: Options, model: ResolvedModel) -> None:
         options.token_file.require_usable(limit or own, owner, length)
 
 
-def with_accumulation(options: Options, placement: Placement) -> Options:
-    """Return the options with the accumulation that follows from the global batch if every rank has its own data.
-
-    :class:`ConfigurationBuilder` computes each row's own accumulation, and refuses one that is not whole.
-    """
-    total = options.global_batch_size
-    if total is None:
-        return options
-    if "grad_accum" in options.axis_names:
-        problem = "training.global_batch_size with the axis grad_accum: accumulation follows from the global batch"
-        raise UsageError(problem, remedy="leave one of them out; the axis micro_batch changes accumulation with it")
-    return replace(options, grad_accum=max(1, total // (options.batch_size * placement.num_gpus)))
-
-
 def resolve_seq_length(requested: int | None, model: ResolvedModel, name: str = "--seq-length") -> int:
     """Return the requested sequence length, or the model's default. ``name``: what the user calls it.
 
@@ -421,32 +410,6 @@ def resolve_seq_length(requested: int | None, model: ResolvedModel, name: str = 
         problem = f"{name} {requested} is beyond the {positions} positions of {model.name}"
         raise UsageError(problem, remedy=f"give {positions} or less")
     return requested
-
-
-_WORKLOAD_OPTIONS = (
-    "batch_size", "grad_accum", "num_steps", "warmup_steps", "activation_checkpointing", "seed", "trust_remote_code",
-    "dropout", "vocab_size", "data_pin_memory", "data_prefetch", "pass_type", "synchronized",
-)  # fmt: skip
-"""Fields that Options and Workload share."""
-
-
-def make_workload(options: Options, model: ResolvedModel, placement: Placement) -> Workload:
-    """Make the workload that all trials share."""
-    file = options.token_file
-    return Workload(
-        model=model.name,
-        model_source=model.source,
-        model_type=model.model_type,
-        model_config=model.config,
-        seq_length=resolve_seq_length(options.seq_length, model, options.say("seq_length")),
-        precision=choose_precision(options.precision, placement),
-        data_workers=0 if options.data is not None and options.data_workers is None else options.data_workers,
-        data_path=None if file is None else str(file.path.absolute()),
-        data_dtype=None if file is None else file.dtype,
-        data_tokens=None if file is None else file.tokens,
-        data_digest=None if file is None else file.digest,
-        **{name: getattr(options, name) for name in _WORKLOAD_OPTIONS},
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -645,7 +608,7 @@ class ConfigurationBuilder:
         accumulation = total // per_pass
         if accumulation == given:
             return configuration
-        # Without a value of its own, a row has the accumulation of the options (with_accumulation).
+        # Without a value of its own, a row has the accumulation of the options.
         if configuration.source == "catalogue" and given != self.options.grad_accum:
             raise UsageError(
                 f"{said} with gradient_accumulation_steps {given} in {configuration.label}",
@@ -741,11 +704,32 @@ class ConfigurationBuilder:
         return deepspeed_config.json_values(deepspeed_config.apply_changes(config, *options.config_changes))
 
 
+_WORKLOAD_OPTIONS = (
+    "batch_size", "grad_accum", "num_steps", "warmup_steps", "activation_checkpointing", "seed", "trust_remote_code",
+    "dropout", "vocab_size", "data_pin_memory", "data_prefetch", "pass_type", "synchronized",
+)  # fmt: skip
+"""Fields that Options and Workload share."""
+
+
 def make_trials(
     options: Options, model: ResolvedModel, placement: Placement, configurations: Sequence[Configuration]
 ) -> list[Trial]:
     """Make the trials in running order. :func:`complete` adds ops, disks and predictions."""
-    common = make_workload(options, model, placement)
+    file = options.token_file
+    common = Workload(
+        model=model.name,
+        model_source=model.source,
+        model_type=model.model_type,
+        model_config=model.config,
+        seq_length=resolve_seq_length(options.seq_length, model, options.say("seq_length")),
+        precision=choose_precision(options.precision, placement),
+        data_workers=0 if options.data is not None and options.data_workers is None else options.data_workers,
+        data_path=None if file is None else str(file.path.absolute()),
+        data_dtype=None if file is None else file.dtype,
+        data_tokens=None if file is None else file.tokens,
+        data_digest=None if file is None else file.digest,
+        **{name: getattr(options, name) for name in _WORKLOAD_OPTIONS},
+    )
     inspection = options.inspection
     # Checkpoints of a resumed run go to the folder that is resumed.
     if inspection.checkpoint and inspection.checkpoint_path is None:

@@ -40,11 +40,12 @@ def save_command(results: Sequence[Path], file: Path, tolerance: float | None) -
     saved = gate.save_results(valid, file, tolerance) if valid else []
     with terminal.ignoring_broken_pipe():
         for entry in saved:
-            rate = f"{units.format_count(entry.throughput_tokens_per_sec)} tokens/s"
             memory = None if entry.peak_memory_mb is None else entry.peak_memory_mb * units.BYTES_PER_MB
-            kind = "CPU" if entry.memory == "host" else "GPU"
-            figures = f"{rate}, peak {kind} memory {units.format_bytes(memory)}"
-            text = f"saved {entry.name}: {figures}, tolerance {units.format_percent(entry.tolerance)}"
+            text = (
+                f"saved {entry.name}: {units.format_count(entry.throughput_tokens_per_sec)} tokens/s, "
+                f"peak {'CPU' if entry.memory == 'host' else 'GPU'} memory {units.format_bytes(memory)}, "
+                f"tolerance {units.format_percent(entry.tolerance)}"
+            )
             terminal.print_text(terminal.escape_controls(text))
         for result in benchmark_results:
             if (reason := _invalid_reason(result)) is not None:
@@ -122,14 +123,8 @@ def _was_judged(verdict: BaselineComparison) -> bool:
 def _reasons(verdict: BaselineComparison) -> set[str]:
     """Return the reasons of ``FAIL_ON`` that hold for a row."""
     # The verdict of a missing row is failed too; it must not count under both reasons.
-    missing = "missing" in verdict.regressions
-    holds_by_reason = {
-        "missing": missing,
-        "regression": verdict.failed and not missing,
-        "unmatched": verdict.unmatched,
-        "noisy": verdict.noisy,
-    }
-    return {reason for reason, holds in holds_by_reason.items() if holds}
+    failed = {"missing" if "missing" in verdict.regressions else "regression"} if verdict.failed else set()
+    return failed | ({"unmatched"} if verdict.unmatched else set()) | ({"noisy"} if verdict.noisy else set())
 
 
 def _read_results(paths: Sequence[Path]) -> list[BenchmarkResult]:
@@ -149,14 +144,6 @@ def _invalid_reason(result: BenchmarkResult) -> str | None:
     if result.environment is None:
         return "its hardware and versions are not known; give its run folder"
     return next(iter([*result.doubts, *result.disturbances]), None)
-
-
-def _figures(entry: store.BaselineEntry) -> str:
-    rate = f"{units.format_count(entry.throughput_tokens_per_sec)} tokens/s"
-    memory = None if entry.peak_memory_mb is None else entry.peak_memory_mb * units.BYTES_PER_MB
-    kind = "CPU" if entry.memory == "host" else "GPU"
-    tolerance = units.format_percent(entry.tolerance)
-    return f"{rate}, peak {kind} memory {units.format_bytes(memory)}, tolerance {tolerance}"
 
 
 def _print_verdicts(verdicts: Sequence[BaselineComparison]) -> None:

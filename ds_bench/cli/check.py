@@ -44,7 +44,14 @@ def show_findings(
 ) -> int:
     """Print the findings. Return 0 without errors and warnings, 1 with any, 2 if a file could not be checked."""
     capability = default_placement(os.environ, read_gpus()).compute_capability
-    size = None if model is None else _model_size(model)
+    size = None
+    if model is not None:
+        facts = presets.find_preset(model)
+        if facts is None:
+            similar = presets.similar_presets(model)
+            remedy = f"nearest: {', '.join(similar)}" if similar else f"{invocation.command('models')} lists them"
+            raise UsageError(f"--model {model} is not a built-in model", remedy=remedy)
+        size = ModelSize(name=facts.name, parameters=facts.parameters, largest_parameter=facts.largest_parameter)
     check = partial(lint.check_config, num_gpus=num_gpus, model=size, compute_capability=capability)
     reports = check_files(paths, check)
     findings = [finding for report in reports for finding in report.findings]
@@ -85,16 +92,6 @@ def show_findings(
         terminal.print_text(f"ds_bench: {report.path}: {report.problem} ({_REMEDY})", sys.stderr)
     # To CI, 2 means that the check itself failed, whatever was found.
     return 2 if unchecked else int(any(finding.level != "hint" for finding in findings))
-
-
-def _model_size(name: str) -> ModelSize:
-    """Return the sizes of a built-in model. Raises UsageError for any other."""
-    facts = presets.find_preset(name)
-    if facts is None:
-        similar = presets.similar_presets(name)
-        remedy = f"nearest: {', '.join(similar)}" if similar else f"{invocation.command('models')} lists them"
-        raise UsageError(f"--model {name} is not a built-in model", remedy=remedy)
-    return ModelSize(name=facts.name, parameters=facts.parameters, largest_parameter=facts.largest_parameter)
 
 
 def _annotation(path: Path, finding: Finding) -> str:

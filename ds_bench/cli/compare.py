@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import permutations, product
 from pathlib import Path
 
 from .. import units
@@ -152,35 +153,29 @@ def _find_pairs(a: str, b: str, reports: Sequence[ComparisonReport]) -> list[tup
 
     Raises UsageError if a text means no row, or both texts the same one.
     """
+
+    def rows(report: ComparisonReport, text: str) -> list[ComparisonRow]:
+        return rows_called(report.comparison.rows, text)
+
     # A text must mean a row somewhere; a comparison that has no such row is passed over below.
     for text in (a, b):
-        if not any(rows_called(report.comparison.rows, text) for report in reports):
+        if not any(rows(report, text) for report in reports):
             names = dict.fromkeys(row.configuration.name for report in reports for row in report.comparison.rows)
             raise UsageError(f"{text}: no row is called that", remedy=f"one of {', '.join(names)}")
-    pairs: list[tuple[str, ComparisonRow, ComparisonRow]] = []
+    found = []
     for report in reports:
-        found = [rows_called(report.comparison.rows, text) for text in (a, b)]
-        if all(found):
-            # Both texts may mean several rows, such as a stage with and without offload: take two different ones.
-            first = found[0][0]
-            second = next((row for row in found[1] if row.key != first.key), first)
-            pairs.append((report.title, first, second))
-    distinct = [pair for pair in pairs if pair[1].key != pair[2].key]
+        # Both texts may mean several rows, such as a stage with and without offload: take two different ones.
+        for first in rows(report, a)[:1]:
+            found += [(report.title, first, row) for row in rows(report, b) if row.key != first.key][:1]
     # The same row is compared across two comparisons, such as two batch sizes.
-    if not distinct:
-        distinct = [_across_comparisons(a, b, reports)]
-    return [(title, explain(first, second)) for title, first, second in distinct]
-
-
-def _across_comparisons(
-    a: str, b: str, reports: Sequence[ComparisonReport]
-) -> tuple[str, ComparisonRow, ComparisonRow]:
-    """The first row that ``a`` means, and the first of another comparison that ``b`` means. Raises UsageError."""
-    for report in reports:
-        for other in reports:
-            found = [rows_called(each.comparison.rows, text) for each, text in ((report, a), (other, b))]
-            if other is not report and all(found):
-                titles = dict.fromkeys(provenance.title(row.runs) for (row, *_) in found)
-                return "; ".join(titles), found[0][0], found[1][0]
-    label = next(row.label for report in reports for row in rows_called(report.comparison.rows, a))
-    raise UsageError(f"{a} and {b} are the same row, {label}", remedy="name two rows, or give two results that differ")
+    for report, other in () if found else permutations(reports, 2):
+        for first, second in product(rows(report, a)[:1], rows(other, b)[:1]):
+            found.append(
+                ("; ".join(dict.fromkeys(provenance.title(row.runs) for row in (first, second))), first, second)
+            )
+    if not found:
+        label = next(row.label for report in reports for row in rows(report, a))
+        raise UsageError(
+            f"{a} and {b} are the same row, {label}", remedy="name two rows, or give two results that differ"
+        )
+    return [(title, explain(first, second)) for title, first, second in found]
