@@ -344,7 +344,7 @@ def test_variables_of_env_reach_the_ranks_over_what_this_program_sets() -> None:
 def test_predictions_follow_the_state_of_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that loses FusedAdam is predicted with torch's AdamW; one that cannot run loses its prediction."""
     monkeypatch.setattr(environment, "torch_cuda_version", lambda: "12.8")
-    options = fakes.options("offload", "--strategies", "none", "cpu_optimizer", "--seq-length", "16")
+    options = fakes.options("offload", "--strategies", "none", "cpu_optimizer", "--seq-length", "16", "--num-gpus", "1")
     capacity = trial_predictions.MemoryCapacity(gpu_bytes=None, host_bytes=None)
     profile = trial_predictions.profile_model(fakes.resolved_model(), 16, "cuda", dropout=0.0)
     assert not isinstance(profile, trial_predictions.Unpredicted)
@@ -353,6 +353,7 @@ def test_predictions_follow_the_state_of_the_ops(monkeypatch: pytest.MonkeyPatch
     on_torch, offloaded = before.with_facts(op_states=BROKEN_FUSED).trials
     assert offloaded == before.trials[1]
     assert on_torch.ds_config["optimizer"]["params"]["torch_adam"] is True
+    assert on_torch.prediction != before.trials[0].prediction  # its step takes temporary memory
     assert trial_predictions.attach_predictions([on_torch], profile, capacity, skip=False) == [on_torch]
     missing = {ops.CPU_ADAM: OpState(op=ops.CPU_ADAM, ready=False, reason="no g++")}
     kept, lost = before.with_facts(op_states=missing).trials

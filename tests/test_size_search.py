@@ -137,7 +137,10 @@ def test_row_shows_why_nothing_trains_and_resume_probes_again_what_was_no_lack_o
     assert machine.rows()[0]["status"] == f"❌ {status}"
     # No smaller micro-batch helps against another failure.
     assert (machine.rows()[0]["batch_size"] == 1) if status == "OOM" else len(machine.probes()) == 1
+    earlier = [probe["trial"]["workload"]["batch_size"] for probe in machine.probes()]
     assert machine.resume(script=in_every_row(trains_up_to({"zero1": 5}))) == (status == "OOM")
+    again = [probe["trial"]["workload"]["batch_size"] for probe in machine.probes()][len(earlier) :]
+    assert again[:1] == ([] if status == "OOM" else earlier)
     assert (("zero1", 5, True) in machine.sizes()) == (status != "OOM")
 
 

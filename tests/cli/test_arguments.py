@@ -67,6 +67,7 @@ def test_a_bad_value_is_one_line_with_flag_value_and_remedy(subtests: pytest.Sub
         ("--stages 1,7", "--stages", "7"),
         ("--stages", "--stages", ""),
         ("--optimizer adamw", "--optimizer", "did you mean AdamW?"),
+        ("--timeout 0", "--timeout", "'0'"),
         ("--timeout nan", "--timeout", "'nan'"),
         ("--timeout inf", "--timeout", "'inf'"),
         ("--profile-steps 51", "--profile-steps", "'51'"),
