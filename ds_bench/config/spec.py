@@ -75,7 +75,10 @@ def _require(condition: bool, field_name: str, value: object, rule: str) -> None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A model and its training. Rows of a comparison share it, except for their ``workload_changes``."""
+    """A model and its training. Rows of a comparison share it, except for their ``workload_changes``.
+
+    A field without a description means what the option or the axis of its name says (``options``, ``axes``).
+    """
 
     model: str
     """Name that the user gave: a preset, a local path, a Hub name or ``pkg.mod:function``."""
@@ -89,54 +92,33 @@ class Workload:
     batch_policy: BatchPolicy = "given"
     """``largest``: the row runs at its own largest micro-batch that trains, and is compared with other such rows."""
     seq_length: int = 512
-    """Tokens per sequence."""
     grad_accum: int = 1
-    """Micro-batches per optimizer step."""
     num_steps: int = 20
-    """Measured optimizer steps."""
     warmup_steps: int = 5
-    """Optimizer steps that run first and enter no statistic."""
     precision: Precision = "bf16"
-    """Number format of parameters and activations."""
     activation_checkpointing: bool = False
-    """Recompute activations in the backward pass (Transformers' gradient checkpointing)."""
     seed: int = 42
-    """Seed of weights and data; the same in every trial."""
     trust_remote_code: bool = False
-    """Run modelling code that comes with the model."""
     dropout: float | None = None
-    """Probability of every dropout in the model, from 0 to below 1; None: the model's own."""
+    """None: the model's own."""
     attention: str | None = None
-    """Transformers' attention implementation (``eager``, ``sdpa``, ``flash_attention_2``); None: its own choice."""
+    """None: Transformers' own choice."""
     loss: LossName = "model"
-    """How the loss is computed from the last hidden states: ``model`` by the model's own code; ``chunked`` by
-    DeepSpeed's cross-entropy (runtime/chunked_cross_entropy.py); ``tiled`` by DeepSpeed's tiled logits and loss
-    (runtime/sequence_parallel/ulysses_sp.py); ``liger`` by Liger's fused kernel."""
     tiled_mlp: bool = False
-    """Compute each layer's MLP for some of the tokens at a time, and again in the backward pass: DeepSpeed's TiledMLP
-    (runtime/sequence_parallel/ulysses_sp.py)."""
     compile: CompileName = "none"
     """``torch``: ``engine.compile()`` compiles the model, as it does if the DeepSpeed configuration enables
     ``compile.deepcompile``."""
     data_workers: int | None = None
-    """Worker processes of the DataLoader, 0 to load in the rank itself; None: micro-batches are on the device before
-    training begins."""
+    """None: no data loader; micro-batches are on the device before training begins."""
     data_pin_memory: bool = False
-    """Whether the DataLoader copies micro-batches to page-locked memory first; only with ``data_workers``, on GPUs."""
     data_prefetch: int = DEFAULT_PREFETCH
-    """Micro-batches that each worker process loads ahead."""
     cpu_binding: CpuBinding = "none"
-    """``cores``: each rank runs on its own share of the node's processors, like ``--bind_cores_to_rank`` of DeepSpeed's
-    launcher; ``numa``: on the processors of one NUMA node, whose memory it then uses."""
     pass_type: PassType = "train"
     """Extent of a measured step: the ``forward`` pass with everything a backward pass would need, ``forward_backward``,
     or ``train``, which adds the optimizer's step. DeepSpeed runs only ``train``; the others time the model without
     optimizer (``worker.reference_engines``)."""
     synchronized: bool = True
-    """False, for teaching: the clock is read without waiting for the device, so it times only the launch of a step."""
     zero_init: bool = True
-    """Stage 3 only. Whether the model is split among the ranks while it is built (``deepspeed.zero.Init``); otherwise
-    every rank builds it whole in host memory, and ``deepspeed.initialize`` splits it."""
     vocab_size: int | None = None
     """Upper bound of random ids, and of a file's ids; None: the model's number of ids."""
     data_path: str | None = None
@@ -378,25 +360,16 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """Observations besides the measured steps, always outside the measured window."""
+    """Observations besides the measured steps, always outside the measured window. ``options`` describes the fields."""
 
     profiles: tuple[ProfileName, ...] = ()
-    """Profilers that observe further steps after the measured window."""
     profile_steps: int = 2
-    """Optimizer steps that each profiler observes."""
     profile_ranks: tuple[int, ...] = (0,)
-    """Ranks that write a profile."""
     nsys_start: int = -1
-    """First step that nsys records, 0 being the first warm-up step; -1: the first that profilers observe."""
     nsys_end: int = -1
-    """Last step that nsys records; -1: the last that profilers observe."""
     checkpoint: bool = False
-    """Whether a checkpoint is saved, loaded and converted after the measured window."""
     checkpoint_path: str | None = None
-    """Folder for checkpoints, in a private sub-folder; None: the folder of the trial."""
     monitor: Monitor | None = None
-    """``steps``: write loss, memory and throughput of each step to steps.jsonl while the trial runs; ``tensorboard``:
-    to TensorBoard's files too."""
 
     def profiled_steps(self, steps_before: int) -> range:
         """Return the steps that a profiler observes. ``steps_before``: number of warm-up and measured steps."""

@@ -108,17 +108,12 @@ def test_files_of_one_name_and_of_a_strategys_name_get_the_names_of_their_folder
 
 REFUSED = {
     "package.json": ('{"name": "x", "version": "1"}', "it has name, version"),
-    "list.json": ("[1]", "not a JSON object"),
     "twice.json": ('{"train_batch_size": 1, "train_batch_size": 2}', "the key 'train_batch_size' appears twice"),
     "nan.json": ('{"gradient_clipping": NaN}', "NaN is not a JSON number"),
-    "day.yaml": ("gradient_clipping: 2026-01-01", "cannot be written as JSON"),
-    "digits.json": ('{"fp16": ' + "9" * 6000 + "}", "too many digits"),
     "deep.json": ('{"fp16": ' * 40 + "1" + "}" * 40, "more than 32 levels"),
     "deeper.json": ('{"fp16": ' * 9000 + "1" + "}" * 9000, "nested too deeply"),
-    "large.json": ('{"fp16": "' + "x" * 300_000 + '"}', "larger than 262144 bytes"),
     "tag.yaml": ("fp16: !!python/object/apply:os.system [true]", "not YAML, line 1, column 7"),
     "twice.yaml": ("fp16: 1\nfp16: 2\n", "the key 'fp16' appears twice"),
-    "loop.yaml": ("fp16: &a [*a]", "more than 10,000 values"),
     "date.yaml": ("fp16: 2026-99-99", "cannot be read as YAML"),
     "gone.yaml": ("deepspeed: nowhere.json", "or a folder above it, nor below the current folder /"),
     "itself.yaml": ("deepspeed: itself.yaml\nbf16: true", "itself.yaml is not a DeepSpeed configuration"),

@@ -80,7 +80,6 @@ def test_the_batch_keys_must_fit_the_number_of_gpus() -> None:
         ((32, 4, 1), 4, True),
         ((32, 4, 3), None, True),
         ((32, None, None), 5, True),
-        ((32, 4, None), 8, False),
         ((32, "auto", 3), 5, False),
     ):
         config = dict(zip(BATCH_KEYS, batch, strict=True))
