@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from functools import cache, reduce
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
@@ -116,6 +116,20 @@ Recipe: type[BaseModel] = create_model(
 # fmt: on
 """The form of a recipe at one point of its sweep."""
 
+SweptValue: TypeAlias = AxisValue | list[Any] | None
+"""A value at a point; betas are a list."""
+
+
+class SweepSection(_Section):
+    """Several workloads in one run: every combination of the values in matrix and in lists."""
+
+    matrix: dict[str, Annotated[list[SweptValue], Field(min_length=1)]] = {}
+    include: list[Annotated[dict[str, SweptValue], Field(min_length=1)]] = []
+    exclude: list[Annotated[dict[str, SweptValue], Field(min_length=1)]] = []
+
+
+_RecipeFile = create_model("Recipe", __base__=Recipe, sweep=(SweepSection, SweepSection()))
+
 SWEPT_SECTIONS = ("model", "training", "dataset", "dataloader", "optimizer")
 """Sections whose values may be lists, each value then makes points of a sweep."""
 _SWEPT_KEYS = ("launch.num_gpus", "launch.cpu_memory_limit", "launch.gpu_memory_limit")
@@ -158,30 +172,42 @@ def check_recipe(text: RecipeText, data: Data | None = None) -> Values:
     values = text.data if data is None else data
     # A section without keys is one with defaults; an unknown name stays, to be refused.
     values = {name: keys for name, keys in values.items() if keys is not None or name not in Recipe.model_fields}
+    return _by_path(_validated(Recipe, values, text, ()))
+
+
+def check_sweep(text: RecipeText) -> SweepSection:
+    """Return the section ``sweep`` of a recipe. Raises UsageError for a wrong form, with its line."""
+    block = text.data.get("sweep")
+    if isinstance(block, dict):
+        block = {name: value for name, value in block.items() if value is not None}
+    return _validated(SweepSection, block or {}, text, ("sweep",))
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def _validated(model: type[Model], values: object, text: RecipeText, place: KeyPath) -> Model:
     try:
         # As JSON: a strict model then takes lists for tuples and texts for paths.
-        return _by_path(Recipe.model_validate_json(json.dumps(values)))
+        return model.model_validate_json(json.dumps(values))
     except ValidationError as error:
-        raise _usage_error(error, text) from None
-
-
-def _usage_error(error: ValidationError, text: RecipeText) -> UsageError:
-    errors = error.errors()
+        errors = error.errors()
     first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
-    path = _known_part(first["loc"])
-    place, shown = text.place(path), format_place(path)
+    path = (*place, *_known_part(first["loc"]))
+    shown = format_place(path)
     if first["type"] == "extra_forbidden":
         near, section = nearest_path(path), str(path[0])
-        keys = [known.removeprefix(f"{section}.") for known in known_paths() if known.startswith(f"{section}.")]
+        known = [*known_paths(), *(f"sweep.{name}" for name in SweepSection.model_fields)]
+        keys = [each.removeprefix(f"{section}.") for each in known if each.startswith(f"{section}.")]
         has = f"{section} has" if keys else "the sections are"
-        names = f"{has} {', '.join(keys or [*Recipe.model_fields, 'sweep'])}; docs/recipes.md describes them"
+        names = f"{has} {', '.join(keys or _RecipeFile.model_fields)}; docs/recipes.md describes them"
         is_key = re.fullmatch(r"[\w.\[\]-]{1,80}", shown)  # what another file holds may be secret
         problem = f"unknown key {shown}" if is_key else "no key of a recipe"
-        return UsageError(f"{place}{problem}", remedy=f"did you mean {near}?" if near else names)
-    reasons = [_reason(each) for each in errors if _known_part(each["loc"]) == path]
+        raise text.error(path, problem, f"did you mean {near}?" if near else names)
+    reasons = [_reason(each) for each in errors if _known_part(each["loc"]) == path[len(place) :]]
     value = json.dumps(first["input"], default=str)
     value = value if len(value) <= 40 else f"{value[:36]} …"
-    return UsageError(f"{place}{shown} is {value}", remedy=" or ".join(dict.fromkeys(reasons)))
+    raise text.error(path, f"{shown} is {value}", " or ".join(dict.fromkeys(reasons)))
 
 
 def _reason(error: Any) -> str:
@@ -246,7 +272,7 @@ def nearest_path(path: KeyPath) -> str | None:
         return f"configurations.deepspeed.{key}"
     names = {path: path.rpartition(".")[2] for path in known_paths()}
     if len(path) == 1:
-        names |= {section: section for section in (*Recipe.model_fields, "sweep")}
+        names |= {section: section for section in _RecipeFile.model_fields}
     own = {path: name for path, name in names.items() if path.startswith(".".join([*section, ""]))}
     # Across sections only names that are nearly the same: dataset.tokens is not dataloader.workers.
     for candidates, similarity in ((own, 0.6), (names, 0.6 if len(path) == 1 else 0.8)):
@@ -419,7 +445,7 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456
 
 def recipe_schema() -> Data:
     """Return the JSON Schema of a recipe's file, with lists in the sections that may be swept, and ``sweep``."""
-    schema = Recipe.model_json_schema()
+    schema = _RecipeFile.model_json_schema()
     for path in filter(can_be_swept, known_paths()):
         section, _, key = path.partition(".")
         properties = schema["$defs"][section.capitalize()]["properties"]
@@ -428,16 +454,4 @@ def recipe_schema() -> Data:
         listed = {"type": "array", "items": copy.deepcopy(value), "minItems": 1}
         alternatives = value["anyOf"] if set(value) == {"anyOf"} else [value]
         properties[key] = {**notes, "anyOf": [*alternatives, listed]}
-    values = {"type": ["boolean", "integer", "number", "string", "null", "array"]}  # betas are a list
-    point = {"type": "object", "additionalProperties": values}
-    schema["properties"]["sweep"] = {
-        "type": "object",
-        "description": "Several workloads in one run: every combination of the values in matrix and in lists.",
-        "additionalProperties": False,
-        "properties": {
-            "matrix": {"type": "object", "additionalProperties": {"type": "array", "items": values, "minItems": 1}},
-            "include": {"type": "array", "items": point},
-            "exclude": {"type": "array", "items": point},
-        },
-    }
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "ds_bench recipe"}

@@ -52,6 +52,10 @@ class RecipeText:
         line = f", line {self.lines[path]}" if path else ""
         return f"{self.name}{line}: " if self.name else ""
 
+    def error(self, path: KeyPath, problem: str, remedy: str) -> UsageError:
+        """Return the error about a key path, with its place."""
+        return UsageError(f"{self.place(path)}{problem}", remedy=remedy)
+
 
 def read_recipe(path: Path) -> RecipeText:
     """Read a recipe. Raises UsageError with the file and the line."""

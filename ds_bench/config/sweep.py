@@ -17,12 +17,11 @@ from typing import Any
 from ..errors import UsageError
 from ..units import format_place
 from .deepspeed_config import merge, nested, paths_of
-from .recipe import can_be_swept, is_swept_list, nearest_path
+from .recipe import can_be_swept, check_sweep, is_swept_list, nearest_path
 from .recipe_file import Data, KeyPath, RecipeText
 
 MOST_TRIALS = 10_000
 """More are planned only when the user confirms it."""
-_SWEEP_KEYS = ("matrix", "include", "exclude")
 
 Values = dict[str, Any]
 """Key path of the recipe → its value at one point."""
@@ -79,30 +78,31 @@ def _matches(point: Values, entry: Values) -> bool:
 
 def find_sweep(text: RecipeText) -> Sweep:
     """Return the sweep of a recipe. Raises UsageError for unusable axes, and for axes that contradict each other."""
-    base = copy.deepcopy(text.data)
-    block = base.pop("sweep", None) or {}
+    base = {section: values for section, values in copy.deepcopy(text.data).items() if section != "sweep"}
+    section = check_sweep(text)
     axes = dict(_listed_axes(text, base, ()))
-    if not isinstance(block, dict):
-        raise UsageError(f"{text.place(('sweep',))}sweep holds no keys", remedy="write matrix:, include: or exclude:")
-    for key in block:
-        if key not in _SWEEP_KEYS:
-            problem = f"{text.place(('sweep', key))}unknown key sweep.{key}"
-            raise UsageError(problem, remedy=f"it has {', '.join(_SWEEP_KEYS)}")
-    matrix = {} if block.get("matrix") is None else block["matrix"]
-    if not isinstance(matrix, dict):
-        problem = f"{text.place(('sweep', 'matrix'))}sweep.matrix holds no keys"
-        raise UsageError(problem, remedy="write training.seq_len: [512]")
     given = dict(paths_of(base))
-    for path, values in matrix.items():
+    for path, values in section.matrix.items():
         place: KeyPath = ("sweep", "matrix", path)
         _require_swept(text, place, path)
         if path in axes or path in given:
-            section = path.partition(".")[0]
-            problem = f"{text.place(place)}{path} is given in sweep.matrix and in the section {section}"
-            raise UsageError(problem, remedy="keep one of them")
+            problem = f"{path} is given in sweep.matrix and in the section {path.partition('.')[0]}"
+            raise text.error(place, problem, "keep one of them")
         axes[path] = _checked_values(text, place, values)
-    include, exclude = (_entries(text, name, block.get(name), axes) for name in ("include", "exclude"))
-    return Sweep(base=base, axes=axes, include=include, exclude=exclude)
+    for name, entries in (("include", section.include), ("exclude", section.exclude)):
+        for number, entry in enumerate(entries):
+            for path, wanted in entry.items():
+                place = ("sweep", name, number, path)
+                _require_swept(text, place, path)
+                if name == "exclude" and path not in axes:
+                    known = f"the axes are {', '.join(axes)}" if axes else "the recipe has no axes"
+                    raise text.error(place, f"sweep.exclude names {path}, which is not an axis", known)
+                if name == "exclude" and wanted not in axes[path]:
+                    known = f"it has {', '.join(map(str, axes[path]))}"
+                    raise text.error(place, f"sweep.exclude: {path} has no value {wanted!r}", known)
+    if section.include and not axes:
+        raise text.error(("sweep", "include"), "sweep.include without any axis", "add sweep.matrix")
+    return Sweep(base=base, axes=axes, include=section.include, exclude=section.exclude)
 
 
 def _listed_axes(text: RecipeText, block: Data, place: KeyPath) -> Iterator[tuple[str, list[Any]]]:
@@ -120,46 +120,22 @@ def _require_swept(text: RecipeText, place: KeyPath, path: str) -> None:
     if can_be_swept(path):
         return
     near = nearest_path(tuple(path.split(".")))
-    remedy = "docs/recipes.md says which values can be"
-    if near is not None and near != path and can_be_swept(near):
-        remedy = f"did you mean {near}?"
-    raise UsageError(f"{text.place(place)}{path} cannot be swept", remedy=remedy)
+    is_another = near is not None and near != path and can_be_swept(near)
+    remedy = f"did you mean {near}?" if is_another else "docs/recipes.md says which values can be"
+    raise text.error(place, f"{path} cannot be swept", remedy)
 
 
-def _checked_values(text: RecipeText, place: KeyPath, values: Any) -> list[Any]:
+def _checked_values(text: RecipeText, place: KeyPath, values: list[Any]) -> list[Any]:
     """Return the values of an axis: at least one, each a scalar, none twice."""
     name = format_place(place).removeprefix("sweep.matrix.")
-    if not isinstance(values, list) or not values:
-        raise UsageError(f"{text.place(place)}{name} has no list of values", remedy="write [VALUE, …]")
+    if not values:
+        raise text.error(place, f"{name} has no values", "write [VALUE, …]")
     seen: list[tuple[type, Any]] = []
     for value in values:
         if isinstance(value, dict) or is_swept_list(name, value):
-            raise UsageError(f"{text.place(place)}{name} holds a list in a list", remedy="write [VALUE, …]")
+            raise text.error(place, f"{name} holds a list in a list", "write [VALUE, …]")
         # With its type, since 1, 1.0 and True are equal.
         if (type(value), value) in seen:
-            raise UsageError(f"{text.place(place)}{name} has {value!r} twice", remedy="leave one out")
+            raise text.error(place, f"{name} has {value!r} twice", "leave one out")
         seen.append((type(value), value))
     return values
-
-
-def _entries(text: RecipeText, name: str, value: Any, axes: Mapping[str, Sequence[Any]]) -> list[Values]:
-    """Return the entries of ``include`` or ``exclude``; an entry of the latter must name values of axes."""
-    place: KeyPath = ("sweep", name)
-    if value is None:
-        return []
-    if not isinstance(value, list) or not all(isinstance(entry, dict) and entry for entry in value):
-        problem = f"{text.place(place)}sweep.{name} is not a list of points"
-        raise UsageError(problem, remedy="write - {training.seq_len: 512, model.name: gpt2}")
-    for number, entry in enumerate(value):
-        for path, wanted in entry.items():
-            line = text.place((*place, number, path))
-            _require_swept(text, (*place, number, path), path)
-            if name == "exclude" and path not in axes:
-                known = f"the axes are {', '.join(axes)}" if axes else "the recipe has no axes"
-                raise UsageError(f"{line}sweep.exclude names {path}, which is not an axis", remedy=known)
-            if name == "exclude" and wanted not in axes[path]:
-                known = ", ".join(map(str, axes[path]))
-                raise UsageError(f"{line}sweep.exclude: {path} has no value {wanted!r}", remedy=f"it has {known}")
-    if name == "include" and not axes:
-        raise UsageError(f"{text.place(place)}sweep.include without any axis", remedy="add sweep.matrix")
-    return value

@@ -44,12 +44,14 @@ def test_an_axis_sets_what_it_says_and_deepspeed_knows_it(subtests: pytest.Subte
 
 
 def test_a_value_sets_what_its_row_needs(subtests: pytest.Subtests) -> None:
-    small = {"reduce_bucket_size": 4096, "allgather_bucket_size": 4096}
+    small = {"reduce_bucket_size": 4096, "allgather_bucket_size": 4096, "stage3_prefetch_bucket_size": 3686}
+    small |= dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), 24 * 4096)
     trainer = {"stage3_prefetch_bucket_size": 3686, "stage3_param_persistence_threshold": 640}
     for facts, texts, block in (
         (PLAIN, ["reduce_bucket_size=auto"], {"reduce_bucket_size": 4096}),
         (OFFLOADED, ["buffers=trainer_auto"], {"reduce_bucket_size": 4096, **trainer}),
-        (PLAIN, ["buffers=small_buffers"], small),
+        (PLAIN, ["buffers=trainer_auto"], {"reduce_bucket_size": 4096}),
+        (STAGE_3, ["buffers=small_buffers"], small),
         # With more sub-groups the ratio moves about the fraction that it names.
         (OFFLOADED, ["offload_ratio=0.5"], {"offload_optimizer": {"ratio": 0.5}, "sub_group_size": 100_000}),
         # A key of an offload block is set only in rows that have the block.

@@ -54,7 +54,7 @@ REFUSED = {
     "training:\n\tsteps: 1": "r.yaml, line 2: not YAML",
     "training: {steps: " + "9" * 5000 + "}": "is not a number that a recipe can use",
     "training: {global_batch_size: 8, grad_accum: 2}": "give one of them",
-    "training: {seq_len: []}": "has no list of values",
+    "training: {seq_len: []}": "has no values",
     "training: {seq_len: [8, x]}": 'training.seq_len is "x"',
     "training: {seq_len: 8}\nsweep: {matrix: {training.seq_len: [16]}}": "in sweep.matrix and in the section training",
     "sweep: {matrix: {training.seqlen: [16]}}": r"did you mean training.seq_len\?",

@@ -80,6 +80,7 @@ def test_machine_and_workload_decide_whether_a_row_is_refused_or_has_a_caveat(su
         (offload, CUDA, {"optimizer": {"type": "SGD"}}, None),
         (stage_1, CPU, {"optimizer": {"type": "Lion"}}, "lion-on-cpu"),
         (offload, CPU, {"optimizer": {"type": "Lion"}}, None),
+        (offload_2, CUDA, zero(offload_optimizer={"device": "nvme"}), "nvme-below-stage-3"),
         (stage_1, VOLTA, {"bf16": ON}, "bf16-unsupported"),
         (stage_1, VOLTA, {"fp16": ON}, None),
         (stage_1, CPU, {"compile": {"deepcompile": True}}, "deepcompile-without-cuda"),
@@ -159,6 +160,7 @@ def test_groups_of_ranks_that_cannot_be_made_are_refused() -> None:
         (2, 2, llama, True),
         (1, 4, {}, False),
         (1, 4, {"model_config": {"n_head": 6}}, True),
+        (1, 2, {"model_config": {"n_head": 6}}, False),
         (1, 4, {"seq_length": 30}, True),
         (1, 4, {"seq_length": 4}, True),  # one token each
         (1, 2, {"attention": "eager"}, True),
