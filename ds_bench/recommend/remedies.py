@@ -113,7 +113,7 @@ def _remedy(row: ComparisonRow, run: Run, comparison: Comparison) -> Fact:
         on_host, shortage = _is_host_memory(run), shortage_of(run)
         action = Fact("fragmented") if shortage.fragmented and not on_host else suggestion(setup)
         numbers = []
-        if on_host and (size := predicted_bytes(run, "cpu")):
+        if on_host and (size := predicted_bytes(run.trial, "cpu")):
             numbers.append(f"it is predicted to take {format_bytes(size)}")
         placement = run.trial.placement
         if on_host and (limit := placement.cpu_memory_limit_bytes) is not None:
@@ -143,7 +143,7 @@ def _remedy(row: ComparisonRow, run: Run, comparison: Comparison) -> Fact:
 
 def action_of(run: Run) -> Fact:
     """Return what to do about a run that failed for a reason other than memory."""
-    work, size = run.trial.workload, predicted_bytes(run, "nvme")
+    work, size = run.trial.workload, predicted_bytes(run.trial, "nvme")
     values = {"steps": work.num_steps + work.warmup_steps, "need": format_bytes(size) if size else "enough space"}
     kind = _ending(run).remedy if run.outcome.kind not in _KINDS else str(run.outcome.kind)
     return Fact(kind if isinstance(kind, str) else kind(run), values)
@@ -202,9 +202,9 @@ def shortage_of(run: Run) -> Shortage:
     return Shortage(requested_bytes=run.outcome.requested_bytes, free_bytes=free_bytes)
 
 
-def predicted_bytes(run: Run, tier: Tier) -> int | None:
+def predicted_bytes(trial: Trial, tier: Tier) -> int | None:
     """Return the predicted peak of a tier, of ``gpu`` per rank, else per node; None without a prediction."""
-    prediction = stored_prediction(run.trial)
+    prediction = stored_prediction(trial)
     sizes = {} if prediction is None else prediction.in_tier(tier)
     return sum(sizes.values()) if sizes else None
 
@@ -264,7 +264,7 @@ def setup_of(row: ComparisonRow, comparison: Comparison) -> FailedSetup | None:
         return None
     if _lacks_memory(run):
         return failed_setup(run, comparison, shortage_of(run))
-    needed, capacity = predicted_bytes(run, "gpu"), comparison.device_capacity_bytes
+    needed, capacity = predicted_bytes(run.trial, "gpu"), comparison.device_capacity_bytes
     if run.outcome.status != schema.SKIPPED or capacity is None or needed is None or needed <= capacity:
         return None
     return failed_setup(run, comparison, Shortage(requested_bytes=needed, free_bytes=capacity))

@@ -332,7 +332,7 @@ def _memory_bar(row: ComparisonRow, tier: Tier, rows: _Rows, by_category: bool) 
     prediction = stored_prediction(run.trial)
     # On the CPU accelerator untouched pages are not resident (``prediction.trial_predictions``), so nothing compares.
     if prediction is not None and prediction.unknown is None and (tier, run.row.accelerator) != ("cpu", "cpu"):
-        predicted = predicted_bytes(run, tier)
+        predicted = predicted_bytes(run.trial, tier)
         if predicted is not None and tier == "gpu":
             # The measured peak is torch's allocator's; what is assumed outside it does not count.
             predicted -= prediction.gpu.get("overhead", 0)
@@ -356,7 +356,7 @@ def _request(row: ComparisonRow, tier: Tier, comparison: Comparison) -> tuple[fl
     The bytes in use when an allocation failed plus that allocation, else the prediction; None GB if neither is known.
     """
     run, capacity = row.runs[0], _capacity_bytes(comparison, tier)
-    outcome, predicted = run.outcome, predicted_bytes(run, tier)
+    outcome, predicted = run.outcome, predicted_bytes(run.trial, tier)
     if outcome.status == SKIPPED:
         too_much = predicted is not None and capacity is not None and predicted > capacity
         return (to_gb(predicted), f"not run, predicted {format_value(to_gb(predicted))}") if too_much else None

@@ -74,11 +74,6 @@ class ComparisonReport:
         return self.comparison.rows[0].trial
 
     @cached_property
-    def general_notes(self) -> tuple[Note, ...]:
-        """The caveats of the whole comparison."""
-        return tuple(dict.fromkeys(map(_caveat_note, self.comparison.caveats)))
-
-    @cached_property
     def row_notes(self) -> Mapping[str, tuple[Note, ...]]:
         """The notes of each row, by its key."""
         found = {}
@@ -94,13 +89,14 @@ class ComparisonReport:
         return found
 
     @cached_property
-    def labels_by_note(self) -> Mapping[Note, tuple[str, ...]]:
-        """Every note once, with the labels of its rows: the general ones first, without labels."""
-        labels: dict[Note, list[str]] = {note: [] for note in self.general_notes}
+    def labels_by_note(self) -> Mapping[Note, Sequence[str]]:
+        """Every note once, with the labels of its rows: first those of the whole comparison, without labels."""
+        general = dict.fromkeys(map(_caveat_note, self.comparison.caveats), ())
+        labels: dict[Note, list[str]] = {}
         for row in self.comparison.rows:
             for note in self.row_notes[row.key]:
                 labels.setdefault(note, []).append(row.label)
-        return {note: () if note in self.general_notes else tuple(rows) for note, rows in labels.items()}
+        return {**general, **{note: rows for note, rows in labels.items() if note not in general}}
 
     @cached_property
     def numbered_notes(self) -> tuple[str, ...]:
@@ -108,10 +104,17 @@ class ComparisonReport:
         notes = (note for row_notes in self.row_notes.values() for note in row_notes)
         return tuple(dict.fromkeys(note.line for note in notes if not note.page_only))
 
+    @cached_property
+    def run_notes(self) -> tuple[str, ...]:
+        """Those of ``notes`` that no caveat states already."""
+        stated = {note.text for note in self.labels_by_note}
+        return tuple(note for note in dict.fromkeys(self.notes) if note not in stated)
+
     @property
     def general_lines(self) -> tuple[str, ...]:
         """The notes on the whole comparison and on the run."""
-        return tuple(dict.fromkeys([*(note.line for note in self.general_notes), *self.run_notes]))
+        general = (note.line for note, labels in self.labels_by_note.items() if not labels)
+        return tuple(dict.fromkeys([*general, *self.run_notes]))
 
     @property
     def profiles(self) -> list[tuple[str, str]]:
@@ -124,12 +127,6 @@ class ComparisonReport:
             for rank, profile in next(filter(None, profiled), []):
                 texts.append((f"{row.label}: {profile.name}, rank {rank}", "\n".join([*profile.lines, *profile.files])))
         return texts
-
-    @cached_property
-    def run_notes(self) -> tuple[str, ...]:
-        """Those of ``notes`` that no caveat states already."""
-        stated = {note.text for note in self.labels_by_note}
-        return tuple(note for note in dict.fromkeys(self.notes) if note not in stated)
 
 
 def _caveat_note(caveat: Caveat) -> Note:

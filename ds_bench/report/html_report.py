@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..analysis import provenance
@@ -38,7 +38,8 @@ def render_page(reports: Sequence[ComparisonReport], generated: str) -> str:
     assert engine.loader is not None
     # Markup, which is not escaped: both are files of this package.
     styles, script = (Markup(engine.loader.get_source(engine, name)[0]) for name in ("report.css", "report.js"))
-    machines = [_machines(report) for report in reports]
+    # Of each report the machines that its rows were measured on, each once: label → text.
+    machines = [[*{str(m): m for m in map(provenance.machine, each.environments)}.values()] for each in reports]
     # One machine is shown once, for all comparisons; with several, each comparison shows its own.
     one_machine = len(set(map(str, machines))) == 1 and len(machines[0]) < 2
     page = engine.get_template("report.html").render(
@@ -59,22 +60,18 @@ def render_page(reports: Sequence[ComparisonReport], generated: str) -> str:
 
 def render_tables(reports: Sequence[ComparisonReport]) -> str:
     """The rows of each report and its answer, as part of another page: a notebook's."""
-    parts = []
-    for report in reports:
-        recommendation, comparison = report.recommendation, report.comparison
+
+    def part(report: ComparisonReport) -> dict[str, Any]:
+        answer, rows = report.recommendation, report.comparison.rows
         columns: list[Column[ComparisonRow]] = [
-            Column("Configuration", _label_with_star(recommendation.key)),
+            Column("Configuration", lambda row: f"{'★ ' if row.key == answer.key else ''}{row.label}"),
             Column("Status", _status),
-            *measured_columns(comparison),
+            *measured_columns(report.comparison),
         ]
-        table = make_table(columns, comparison.rows, always=len(columns))
-        answer = map(str, filter(None, (recommendation.headline, recommendation.provisional)))
-        parts.append({"title": report.title, "table": table, "lines": [*answer, *notes_that_matter(report)]})
-    return _render_tables(parts)
+        lines = [*map(str, filter(None, (answer.headline, answer.provisional))), *notes_that_matter(report)]
+        return {"title": report.title, "table": make_table(columns, rows, always=len(columns)), "lines": lines}
 
-
-def _label_with_star(chosen: str | None) -> Callable[[ComparisonRow], str]:
-    return lambda row: f"{'★ ' if row.key == chosen else ''}{row.label}"
+    return _render_tables([*map(part, reports)])
 
 
 def render_plan(plan: MemoryPlan) -> str:
@@ -104,15 +101,6 @@ def _template_engine() -> Environment:
 
 def _status(row: ComparisonRow) -> str:
     return row_status(row, lambda status: f"{'✓' if status == SUCCESS else '✗'} {status}")
-
-
-def _machines(report: ComparisonReport) -> list[dict[str, str]]:
-    """Facts of each machine that the rows were measured on: label → text."""
-    machines: list[dict[str, str]] = []
-    for environment in report.environments:
-        if (machine := provenance.machine(environment)) not in machines:
-            machines.append(machine)
-    return machines
 
 
 def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:

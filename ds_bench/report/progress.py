@@ -17,7 +17,8 @@ from ..launch import Progress, ProgressCallback
 from ..planner import Plan, RunPlan
 from ..prediction.predicted_memory import DOES_NOT_FIT, UNKNOWN
 from ..prediction.trial_predictions import stored_prediction
-from ..records.schema import INTERRUPTED, TrialRecord
+from ..recommend.remedies import predicted_bytes
+from ..records.schema import INTERRUPTED, Tier, TrialRecord
 from ..system import invocation
 from ..system.terminal import StatusLine
 from ..units import format_bytes, format_duration, format_items, format_significant
@@ -153,10 +154,11 @@ def count_line(plan: RunPlan) -> str:
 def run_plan_lines(plan: RunPlan, most: int) -> list[str]:
     """The plan as a table: of a sweep a line for each point, else for each row; ``most`` lines, and how many more."""
     cells = []
+    tier: Tier = "gpu" if plan.placement.accelerator == "cuda" else "cpu"
     if len(plan.plans) > 1:
         headings = ("Point", "fit")
         for each in plan.plans:
-            sizes = [size for trial in each.trials if (size := _predicted_bytes(trial)) is not None]
+            sizes = [size for trial in each.trials if (size := predicted_bytes(trial, tier)) is not None]
             memory = " – ".join(dict.fromkeys(map(format_bytes, (min(sizes), max(sizes))))) if sizes else ""
             verdicts = [*{trial.configuration.name: _fit_text(each, trial) for trial in each.trials}.values()]
             unknown = f", {verdicts.count('?')} ?" if "?" in verdicts else ""
@@ -168,22 +170,14 @@ def run_plan_lines(plan: RunPlan, most: int) -> list[str]:
             first = next(trial for trial in plan.trials if trial.configuration.name == name)
             prediction = stored_prediction(first)
             least = "≥ " if prediction is not None and prediction.unknown else ""
-            memory = least + format_bytes(_predicted_bytes(first))
+            memory = least + format_bytes(predicted_bytes(first, tier))
             fits = "unsupported" if first.unsupported else _fit_text(plan.plans[0], first)
             cells.append((first.configuration.label, str(count), memory, fits))
-    memory = "GPU memory" if plan.placement.accelerator == "cuda" else "host memory"
+    memory = "GPU memory" if tier == "gpu" else "host memory"
     columns = [Column[str](heading) for heading in (headings[0], "trials", memory, headings[1])]
     lines = Table(columns=columns, rows=cells[:most]).to_terminal(1000)
     left = [f"and {len(cells) - most:,} more"] if len(cells) > most else []
     return [count_line(plan), "", *(line.text for line in lines), *left]
-
-
-def _predicted_bytes(trial: Trial) -> int | None:
-    """Predicted memory of one GPU, on the CPU accelerator of the host; None without a prediction."""
-    prediction = stored_prediction(trial)
-    if prediction is None:
-        return None
-    return prediction.gpu_bytes if trial.placement.accelerator == "cuda" else prediction.host_bytes
 
 
 def _fit_text(plan: Plan, trial: Trial) -> str:
