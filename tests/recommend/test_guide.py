@@ -125,6 +125,7 @@ def test_stage_that_ran_out_of_memory_is_never_suggested(
         ([(0, None), (1, None), (2, 44, 1000)], "balanced", "ZeRO-2 fits comfortably (55.0 %"),
         ([(1, None), (0, 78, 1000)], "balanced", "ZeRO-0 barely fits (97"),
         ([(2, 78, 900), (0, 70, 1000)], "balanced", "ZeRO-0 barely fits (87.5 % of the card): stage 3"),
+        ([(2, None), (0, 70, 1000)], "balanced", "ZeRO-0 barely fits (87.5 % of the card): stage 3"),
     ],
 )
 def test_rule_is_about_the_fastest_sound_row_without_offload(records: Any, goal: str, start: str) -> None:

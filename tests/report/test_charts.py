@@ -110,6 +110,9 @@ def test_memory_is_the_fullest_ranks_and_the_fullest_nodes_sum() -> None:
     headings = ["parameters", "gradients", "optimizer states", "DeepSpeed buffers", "activations", "other"]
     assert table.headings == ["Strategy", *headings, "rest of the peak", "peak"]
     assert [*table.rows] == [("ZeRO-2", "0", "5.00", "0", "0", "0", "0", "3.00", "8.00")]
+    # Categories, each at its own maximum, may exceed the peak.
+    exceeding = alone(samples.run(fakes.zero(2), 0.1, peak=4, ledger={"gpu": {"gradients": 5 * GB}}))
+    assert bars(chart(exceeding, "ledger-gpu")) == [[(0, 5)]]
     # Without a ledger, the measured peak; a row that stores nothing on the disk is not in its chart.
     device = chart(samples.flat_comparison(), "ledger-gpu")
     assert (device.title, bars(device)) == ("Device memory", [[(0, 8)], [(0, 8)]])
