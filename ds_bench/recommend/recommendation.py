@@ -402,13 +402,16 @@ def _without_choice(comparison: Comparison, eligible: EligibleRows, goal: str) -
     elif failed:
         try_next = remedies.action_of(failed[0])
     # The least change that fits first, then row by row.
-    full = map(comparison.row, eligible.left_out_as("too_full"))
-    steps = [None if trained else smallest, *(remedies.remedy_of_full_row(row, comparison) for row in full)]
+    steps = [] if smallest is None or trained else [smallest]
+    for row in map(comparison.row, eligible.left_out_as("too_full")):
+        if excess := remedies.excess_bytes(row, comparison):
+            change = remedies.suggestion(remedies.setup_of(row, comparison))
+            steps.append(Fact("over_limit", {"row": row.label, "excess": excess, "change": change}))
     steps += [*_steps_for_failures(comparison), *causes, *_caveat_steps(comparison.caveats)]
     return Recommendation(
         goal=goal,
         headline=headline,
         facts=tuple(_left_out(eligible, comparison)),
         try_next=try_next,
-        next_steps=_once(filter(None, steps)),
+        next_steps=_once(steps),
     )

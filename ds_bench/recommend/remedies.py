@@ -247,27 +247,36 @@ class FailedSetup:
 
     def smallest_fit(self) -> Alternative | None:
         """Return the least intrusive change predicted to fit, preferably with room to spare; None without any."""
-        if self.gpu_limit_bytes is None and self.host_limit_bytes is None:
-            return None
         for share in (TIGHT_FRACTION, 1.0):
             for each in self.alternatives:
                 pairs = ((each.gpu_bytes, self.gpu_limit_bytes), (each.host_bytes, self.host_limit_bytes))
-                if all(limit is None or size <= share * limit for size, limit in pairs):
+                if self.limits_known and all(limit is None or size <= share * limit for size, limit in pairs):
                     return each
         return None
 
 
 def setup_of(row: ComparisonRow, comparison: Comparison) -> FailedSetup | None:
-    """Return the setup of a row that ran, or was predicted to run, out of memory; None without a prediction."""
-    run = failed_run(row)
+    """Return the setup of a row that ran, or was predicted to run, out of memory, or that is too full; None without
+    a prediction."""
+    run, capacity = failed_run(row), comparison.device_capacity_bytes
+    if run is None and (excess := excess_bytes(row, comparison)) > 0:
+        # Nothing failed: the excess stands for what a change must free.
+        return failed_setup(row.successes[0], comparison, Shortage(requested_bytes=excess, free_bytes=0))
     if run is None:
         return None
     if _lacks_memory(run):
         return failed_setup(run, comparison, shortage_of(run))
-    needed, capacity = predicted_bytes(run.trial, "gpu"), comparison.device_capacity_bytes
+    needed = predicted_bytes(run.trial, "gpu")
     if run.outcome.status != schema.SKIPPED or capacity is None or needed is None or needed <= capacity:
         return None
     return failed_setup(run, comparison, Shortage(requested_bytes=needed, free_bytes=capacity))
+
+
+def excess_bytes(row: ComparisonRow, comparison: Comparison) -> int:
+    """Return what the row used above ``NEAR_CAPACITY`` of the GPU; 0 if its share or the GPU's size is unknown."""
+    if row.gpu_fraction is None or comparison.device_capacity_bytes is None or row.fills_memory:
+        return 0
+    return int((row.gpu_fraction - NEAR_CAPACITY) * comparison.device_capacity_bytes)
 
 
 def failed_setup(run: Run, comparison: Comparison, shortage: Shortage) -> FailedSetup | None:
@@ -457,17 +466,3 @@ def larger_batch(row: ComparisonRow, comparison: Comparison) -> tuple[int, float
     if factor == 1:
         return None
     return measured.batch_size * factor, fraction + activation_bytes * (factor - 1) / capacity
-
-
-def remedy_of_full_row(row: ComparisonRow, comparison: Comparison) -> Fact | None:
-    """Return the change predicted to bring a row that used more than ``NEAR_CAPACITY`` of the GPU back under that.
-
-    None if its share or the GPU's size is unknown, as on the CPU accelerator.
-    """
-    capacity = comparison.device_capacity_bytes
-    if row.gpu_fraction is None or capacity is None:
-        return None
-    excess = int((row.gpu_fraction - NEAR_CAPACITY) * capacity)
-    # Nothing failed: the excess stands for what a change must free.
-    setup = failed_setup(row.successes[0], comparison, Shortage(requested_bytes=excess, free_bytes=0))
-    return Fact("over_limit", {"row": row.label, "excess": excess, "change": suggestion(setup)})
