@@ -47,14 +47,14 @@ def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int
             terminal.print_text(f"note: {terminal.escape_controls(line)}", sys.stderr)
         configurations = [replace(each, label=f"{each.name} (stage {each.stage})") for each in usable]
     for configuration in configurations:
-        advice = guide.advise(
+        lines = guide.advice_lines(
             configuration,
             parameters=facts.parameters,
             num_gpus=num_gpus,
             precision=configuration.workload_changes.get("precision", precision),
             grad_accum=grad_accum,
         )
-        terminal.print_text("\n".join(advice.lines))
+        terminal.print_text("\n".join(lines))
     terminal.print_text("\n" + "\n".join(guide.general_lines(num_gpus)))
     return 0
 

@@ -63,33 +63,28 @@ _REFERENCES: Mapping[str, _Texts] = {
         "fp32 parameters, gradients and optimizer states are partitioned; each block is gathered when needed",
     ),
 }
-_OFFLOADS: Mapping[tuple[str, str], _Texts] = {
+_DISK = "host memory suffices, or the disk is slow, shared or nearly full: it bounds every step"
+_OFFLOADS: Mapping[tuple[str, str], tuple[str, str]] = {
     ("cpu", "none"): (
         "optimizer states are what does not fit, and the host has memory and cores to spare",
         "it fits without: the optimizer step waits for the CPU and for the link to the host",
-        "optimizer states live in host memory, where the CPU steps; gradients go there, parameters return",
     ),
     ("cpu", "cpu"): (
         "not even the partitioned parameters fit, and the host has the memory",
         "cpu_optimizer fits: parameters cross the link to the host for every forward and backward pass",
-        "optimizer states and parameters live in host memory; layers come up when needed, gradients go down",
     ),
     ("none", "cpu"): (
         "the partitioned parameters do not fit next to the optimizer states, and the host has the memory",
         "it fits without: parameters cross the link to the host for every forward and backward pass",
-        "parameters live in host memory and come up when needed; optimizer states stay on the GPUs",
     ),
     ("nvme", "none"): (
-        "host memory does not hold the optimizer states, and there is a fast local NVMe disk",
-        "host memory suffices, or the disk is slow, shared or nearly full: it bounds every step",
-        "optimizer states live on the disk and pass through host memory; parameters stay on the GPUs",
-    ),
-    ("nvme", "nvme"): (
-        "host memory does not hold the model states either, and there is a fast local NVMe disk",
-        "host memory suffices, or the disk is slow, shared or nearly full: it bounds every step",
-        "optimizer states and parameters live on the disk and pass through host memory",
+        "host memory does not hold the optimizer states, and there is a fast local NVMe disk", _DISK,
     ),
 }
+"""When to use offload of optimizer and parameters to these devices, and when to avoid it."""
+_OFFLOAD_TO_DISK = (
+    "host memory does not hold the model states either, and there is a fast local NVMe disk", _DISK,
+)
 # fmt: on
 _PLACES = {
     "none": "stay on the GPUs",
@@ -98,73 +93,38 @@ _PLACES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StrategyAdvice:
-    """Advice on one strategy, for one model on a number of GPUs. Bytes are model states of one rank, by formula."""
-
-    label: str
-    use_when: str
-    avoid_when: str
-    moves: str
-    """The tensors that are partitioned or moved, and where to."""
-    saving: str
-    """Memory saved against ZeRO-0 on as many GPUs."""
-    cost: str
-    """Bytes moved per optimizer step."""
-    bytes_by_tier: Mapping[str, int]
-    """``gpu``, ``cpu`` and ``nvme`` → bytes."""
-    saving_bytes: int
-    """GPU memory saved against ZeRO-0; negative if it needs more."""
-
-    @property
-    def lines(self) -> list[str]:
-        """For a console: the strategy, then one line for each thing to know."""
-        return [
-            self.label,
-            f"  use when: {self.use_when}",
-            f"  avoid when: {self.avoid_when}",
-            f"  moves: {self.moves}",
-            f"  saves: {self.saving}",
-            f"  costs: {self.cost}",
-        ]
-
-
-def advise(
+def advice_lines(
     configuration: Configuration, *, parameters: int, num_gpus: int, precision: Precision, grad_accum: int = 1
-) -> StrategyAdvice:
-    """Return the advice on a configuration. ``parameters``: elements of the whole model."""
-    offloads = configuration.layout[1:]
+) -> list[str]:
+    """Return the label of a configuration, then one line each for when to use it, what it moves, saves and costs.
+
+    Bytes are model states of one rank. ``parameters``: elements of the whole model.
+    """
+    optimizer, params = offloads = configuration.layout[1:]
     stage = _REFERENCES[configuration.engine] if configuration.is_reference else _STAGES[configuration.stage]
-    if offloads == ("none", "none"):
-        use_when, avoid_when, moves = stage
-    else:
+    use_when, avoid_when, moves = stage
+    if configuration.offloads:
         # Files may also keep only the parameters on the disk, or one part there and one in host memory.
-        rare = "optimizer states {}; parameters {}".format(*(_PLACES[device] for device in offloads))
-        use_when, avoid_when, moves = _OFFLOADS.get(offloads, (*_OFFLOADS["nvme", "nvme"][:2], rare))
-        moves = f"{moves}; at this stage {stage[2]}"
-    ledger = model_states(parameters, num_gpus, configuration, precision)
-    bytes_by_tier = {tier: sum(ledger.get(tier, {}).values()) for tier in ("gpu", "cpu", "nvme")}
-    held = bytes_by_tier["gpu"]
+        use_when, avoid_when = _OFFLOADS.get(offloads, _OFFLOAD_TO_DISK)
+        moves = f"optimizer states {_PLACES[optimizer]}; parameters {_PLACES[params]}; at this stage {stage[2]}"
+    held = sum(model_states(parameters, num_gpus, configuration, precision).get("gpu", {}).values())
     whole = sum(model_states(parameters, num_gpus, make_configuration(ZERO_STAGES[0]), precision)["gpu"].values())
     where = "on one GPU" if num_gpus == 1 else f"on each of {num_gpus} GPUs"
-    both = f"{where}: {format_bytes(held)} against {format_bytes(whole)} at ZeRO-0"
     if configuration.stage == 0:
         saving = f"nothing: {format_bytes(whole)} of model states {where}"
     elif held == whole:
         saving = f"nothing {where}: {format_bytes(0)} of {format_bytes(whole)}; one GPU has nothing to partition"
     else:
         extra = f"nothing, it needs {format_bytes(held - whole)} more" if held > whole else format_bytes(whole - held)
-        saving = f"{extra} {both}"
-    return StrategyAdvice(
-        label=configuration.label,
-        use_when=use_when,
-        avoid_when=avoid_when,
-        moves=moves,
-        saving=saving,
-        cost=traffic_text(configuration, parameters, num_gpus, precision, grad_accum),
-        bytes_by_tier=bytes_by_tier,
-        saving_bytes=whole - held,
-    )
+        saving = f"{extra} {where}: {format_bytes(held)} against {format_bytes(whole)} at ZeRO-0"
+    return [
+        configuration.label,
+        f"  use when: {use_when}",
+        f"  avoid when: {avoid_when}",
+        f"  moves: {moves}",
+        f"  saves: {saving}",
+        f"  costs: {traffic_text(configuration, parameters, num_gpus, precision, grad_accum)}",
+    ]
 
 
 def traffic_text(
@@ -188,14 +148,14 @@ def traffic_text(
         # A rank passes on (n - 1) / n of the bytes (Patarasuk and Yuan, 2009).
         sent = size * (gathered * parameters + updated * trained) * (num_gpus - 1) // num_gpus
         costs.append(f"≈ {format_bytes(sent)} through each GPU's links per optimizer step")
-    if configuration.offloads_optimizer:
-        # A rank's parameters are copied to the GPU once after the step, offloaded ones in each pass.
-        copies = 1 if configuration.offload_param == "none" else 2 * grad_accum
-        held = trained if configuration.offload_param == "none" else parameters
-        moved = -(-size * (trained + copies * held) // num_gpus)
-        costs.append(f"≥ {format_bytes(moved)} between GPU and host per rank and optimizer step, which runs on the CPU")
-    if configuration.uses_nvme:
-        states = model_states(trained, num_gpus, configuration, precision).get("nvme", {}).get("optimizer_states", 0)
+    if configuration.offloads:
+        # A rank's parameters are copied to the GPU once after the step, offloaded ones in each pass; gradients go down.
+        steps_there = configuration.offloads_optimizer
+        held = trained if configuration.offload_param == "none" else 2 * grad_accum * parameters
+        moved = format_bytes(-(-size * ((trained if steps_there else 0) + held) // num_gpus))
+        where = ", which runs on the CPU" if steps_there else ""
+        costs.append(f"≥ {moved} between GPU and host per rank and optimizer step{where}")
+    if states := model_states(trained, num_gpus, configuration, precision).get("nvme", {}).get("optimizer_states", 0):
         # Each state is read from the disk and written back.
         costs.append(f"{format_bytes(2 * states)} of optimizer states read and written per rank and step")
     return "; ".join(costs) or "no traffic: there is one GPU and nothing is offloaded"
