@@ -55,8 +55,7 @@ class Recommendation:
     provisional: Fact | None = None
     """Set if fewer than three runs leave the choice open: why, and the command that decides it."""
     alternative: Fact | None = None
-    """The fastest row that was not chosen: its lead, and why it was not chosen."""
-    alternative_key: str | None = None
+    """The fastest row that was not chosen, by label and key: its lead, and why it was not chosen."""
     facts: tuple[Fact, ...] = ()
     """The numbers of the choice, how certain they are, and the rows left out."""
     cost: Fact | None = None
@@ -118,7 +117,7 @@ def recommend(comparison: Comparison, goal: str = "balanced", resume: str | None
         lead = two_digits(max(decision.speeds.chance_lead(choice, row) for row in undecided))
         values = {**decide_by.values, "runs": runs_of_each(decision.fewest_runs), "lead": lead}
         provisional = Fact("provisional", values, decide_by.settings)
-    alternative_key, alternative = (None, None) if undecided else _alternative(decision, eligible, comparison)
+    alternative = None if undecided else _alternative(decision, eligible, comparison)
     steps = _steps(comparison.row(choice.key), None if provisional else decide_by, eligible, comparison, goal)
     return Recommendation(
         goal=goal,
@@ -129,8 +128,7 @@ def recommend(comparison: Comparison, goal: str = "balanced", resume: str | None
         headline=_headline(decision, eligible, comparison, goal),
         provisional=provisional,
         alternative=alternative,
-        alternative_key=alternative_key,
-        facts=tuple(_facts(decision, eligible, comparison, alternative_key)),
+        facts=tuple(_facts(decision, eligible, comparison, alternative)),
         cost=_cost(decision, eligible),
         try_next=next(_actions(comparison.row(choice.key), decide_by, eligible, comparison), None),
         next_steps=_once(steps),
@@ -201,7 +199,7 @@ def _command_to_decide(decision: Decision, comparison: Comparison, resume: str |
 
 
 def _facts(
-    decision: Decision, eligible: EligibleRows, comparison: Comparison, alternative_key: str | None
+    decision: Decision, eligible: EligibleRows, comparison: Comparison, alternative: Fact | None
 ) -> Iterator[Fact]:
     """The numbers of the choice and how certain they are, then the rows that were left out."""
     choice, speeds, terms = decision.choice, decision.speeds, eligible.terms
@@ -223,25 +221,25 @@ def _facts(
         yield Fact(kind, {**values, "runs": runs_of_each(min(choice.runs, rival.runs))})
     if others := [row.label for row in speeds.candidates if row.optimizer != choice.optimizer]:
         yield Fact("other_optimizers", {"choice": choice.label, "rows": others})
-    yield from _left_out(eligible, comparison, alternative_key)
+    yield from _left_out(eligible, comparison, alternative)
     if terms is ON_HOST:
         yield Fact("on_host")
 
 
-def _left_out(eligible: EligibleRows, comparison: Comparison, alternative_key: str | None = None) -> list[Fact]:
+def _left_out(eligible: EligibleRows, comparison: Comparison, alternative: Fact | None = None) -> list[Fact]:
     """Return a fact for each row with numbers that is left out, except for the alternative."""
     facts = [
         Fact("left_out", {"row": comparison.row(key).label, "reason": reason})
         for key, reason in eligible.left_out.items()
-        if key != alternative_key
+        if alternative is None or key != alternative.values["key"]
     ]
     if (more := len(facts) - MOST_ROWS_NAMED) > 0:
         facts[MOST_ROWS_NAMED:] = [Fact("more_left_out", {"count": more})]
     return facts
 
 
-def _alternative(decision: Decision, eligible: EligibleRows, comparison: Comparison) -> tuple[str | None, Fact | None]:
-    """Return the fastest row that was not chosen, by its key, and why; Nones if nothing speaks for another row."""
+def _alternative(decision: Decision, eligible: EligibleRows, comparison: Comparison) -> Fact | None:
+    """Return the fastest row that was not chosen and why; None if nothing speaks for another row."""
     choice, speeds = decision.choice, decision.speeds
     candidates = {candidate.key: candidate for candidate in eligible.candidates}
     chosen = comparison.row(choice.key)
@@ -251,37 +249,40 @@ def _alternative(decision: Decision, eligible: EligibleRows, comparison: Compari
         # Not ahead, or the table calls it noise.
         if speed <= (chosen.tokens_per_second or 0.0) or (interval is not None and not interval.distinguishable):
             continue
-        lead = two_digits(speed / choice.tokens_per_second - 1)
-        values: dict[str, Any] = {"row": row.label, "lead": lead}
         reason, candidate = eligible.left_out.get(row.key), candidates.get(row.key)
+        values: dict[str, Any] = {
+            "row": row.label,
+            "key": row.key,
+            "lead": two_digits(speed / choice.tokens_per_second - 1),
+        }
         if reason is not None and reason.kind == "reference":
             candidate = candidate_of(row, comparison, eligible.terms)
         if candidate is None:
-            return row.key, Fact("faster_left_out", {**values, "reason": reason})
+            return Fact("faster_left_out", {**values, "reason": reason})
         if candidate.optimizer != choice.optimizer:
-            return row.key, Fact("faster_optimizer", {**values, "optimizer": candidate.optimizer})
+            return Fact("faster_optimizer", {**values, "optimizer": candidate.optimizer})
         if not speeds.differ(candidate, choice) or candidate.key == decision.simplest_tied.key:
             continue  # no faster, or weighed against the choice in the headline
         if reason is not None:
             kind = "faster_reference" if reason.kind == "reference" else "faster_too_full"
-            return row.key, Fact(kind, {**values, "fraction": candidate.fraction})
+            return Fact(kind, {**values, "fraction": candidate.fraction})
         if candidate.memory_bytes is not None and choice.memory_bytes is not None:
             more = candidate.memory_bytes - choice.memory_bytes
-            return row.key, Fact("faster_takes_more" if more > 0 else "faster_offloads_more", {**values, "more": more})
-    if choice.memory_bytes is None:
-        return None, None
+            return Fact("faster_takes_more" if more > 0 else "faster_offloads_more", {**values, "more": more})
+    # Of the rows that are as fast within the noise, the leanest.
     leaner = [
-        (rival.memory_bytes, -rival.tokens_per_second, rival)
+        (choice.memory_bytes - rival.memory_bytes, rival.tokens_per_second, rival)
         for rival in speeds.with_optimizer_of(choice)
         if rival.memory_bytes is not None
+        and choice.memory_bytes is not None
         and rival.memory_bytes * (1 + NEGLIGIBLE) < choice.memory_bytes
         and speeds.interval_of(choice, rival) is not None
         and not speeds.differ(choice, rival)
     ]
     if not leaner:
-        return None, None
-    memory_bytes, _, rival = min(leaner, key=lambda each: each[:2])
-    return rival.key, Fact("leaner", {"row": rival.label, "saved": choice.memory_bytes - memory_bytes})
+        return None
+    saved, _, rival = max(leaner, key=lambda each: each[:2])
+    return Fact("leaner", {"row": rival.label, "key": rival.key, "saved": saved})
 
 
 def _cost(decision: Decision, eligible: EligibleRows) -> Fact | None:

@@ -230,7 +230,8 @@ def notes_that_matter(report: ComparisonReport) -> list[str]:
 
     The row of the alternative is left out, which says what is wrong with it.
     """
-    comparison, other_key = report.comparison, report.recommendation.alternative_key
+    comparison, alternative = report.comparison, report.recommendation.alternative
+    other_key = None if alternative is None else alternative.values["key"]
     notes = []
     for row in comparison.rows:
         run = failed_run(row)
