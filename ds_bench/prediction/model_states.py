@@ -79,12 +79,6 @@ def partition_elements(tensors: Iterable[int], data_parallel_size: int) -> int:
     return sum(-(-elements // data_parallel_size) for elements in tensors)
 
 
-def optimizer_bytes(stage: int, precision: Precision) -> int:
-    """Return the bytes per updated element: fp32 master copy and two Adam moments; at stage 0 in fp32 no copy."""
-    copies = _MOMENTS if stage == 0 and precision == "fp32" else _MOMENTS + 1
-    return FP32_BYTES * copies
-
-
 def model_states(
     parameters: int, data_parallel_size: int, configuration: Configuration, precision: Precision
 ) -> Ledger:
@@ -121,5 +115,7 @@ def model_states(
             builder.add("gpu", "gradients", size * parameters)
         if stage == 3:
             builder.add("cpu", "gradients", size * part)
-    builder.add(home, "optimizer_states", optimizer_bytes(stage, precision) * part)
+    # fp32 master copy and two Adam moments; at stage 0 in fp32 no copy.
+    copies = _MOMENTS if stage == 0 and precision == "fp32" else _MOMENTS + 1
+    builder.add(home, "optimizer_states", FP32_BYTES * copies * part)
     return builder.ledger

@@ -25,7 +25,6 @@ def ledger_by_phase(inputs: MemoryInputs) -> Phases:
     groups = _sub_groups(parts, settings.sub_group_elements)
     whole, builder = gathered_elements(inputs), LedgerBuilder()
     _parameters(inputs, parts, groups, builder)
-    _frozen_parameters(inputs, builder)
     _states(inputs, groups, builder)
     if settings.contiguous_gradients:
         # The reduction bucket has its full size from the start (zero/stage3.py, _setup_for_real_optimizer).
@@ -79,29 +78,26 @@ def _swap_file_bytes(elements: int, size: int, inputs: MemoryInputs) -> int:
 
 
 def _parameters(inputs: MemoryInputs, parts: list[int], groups: list[list[int]], builder: LedgerBuilder) -> None:
-    """Add the rank's own parts of the parameters (zero/stage3.py, _create_fp16_partitions_with_defragmentation)."""
+    """Add the rank's own parts of the parameters (zero/stage3.py, _create_fp16_partitions_with_defragmentation).
+
+    Each tensor that is not trained stays a separate one on the device that it was split to: on the disk if it is large
+    enough (zero/partition_parameters.py, _partition_param).
+    """
     place, size = inputs.settings.offload_param, inputs.element
     if inputs.settings.secondary_ranks > 1:  # from the first forward of a step to its end (_partition_param_sec)
         gathered = [each for each in inputs.profile.all_tensors if each > inputs.settings.persistence_elements]
         builder.add("gpu", "parameters", size * partition_elements(gathered, inputs.settings.secondary_ranks))
+    frozen = [partition_elements([elements], inputs.data_parallel_size) for _, elements in inputs.profile.frozen]
     if place is None:
-        builder.add("gpu", "parameters", size * sum(parts))
-    elif place == "cpu":
+        builder.add("gpu", "parameters", size * (sum(parts) + sum(frozen)))
+        return
+    if place == "cpu":
         # DeepSpeed pins this flat buffer whatever ``pin_memory`` says (_create_param_groups_fp16_flat_cpu_memory).
         builder.add_pinned("parameters", size * sum(parts), pinned=_pins(inputs, wanted=True))
     else:
         _parameters_on_disk(inputs, groups, builder)
-
-
-def _frozen_parameters(inputs: MemoryInputs, builder: LedgerBuilder) -> None:
-    """Add the rank's parts of tensors that are not trained. Each stays a separate tensor on the device that it was
-    split to: on the disk if it is large enough (zero/partition_parameters.py, _partition_param)."""
-    size, place = inputs.element, inputs.settings.offload_param
-    for _, elements in inputs.profile.frozen:
-        part = partition_elements([elements], inputs.data_parallel_size)
-        if place is None:
-            builder.add("gpu", "parameters", size * part)
-        elif place == "nvme" and (on_file := _swap_file_bytes(part, size, inputs)):
+    for part in frozen:
+        if place == "nvme" and (on_file := _swap_file_bytes(part, size, inputs)):
             builder.add("nvme", "parameters", on_file)
         else:
             builder.add_pinned("parameters", size * part, pinned=_pins(inputs, wanted=inputs.settings.pin_param))
