@@ -58,7 +58,14 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
             set_threads(threads)
         # DeepSpeed's launcher sets LOCAL_SIZE; where neither is set, all ranks count as this node's.
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world_size)))
-        bind_to_processors(assignment.trial.workload.cpu_binding, local_rank, local_size)
+        if (binding := assignment.trial.workload.cpu_binding) != "none":
+            # What DeepSpeed's launcher does with --bind_cores_to_rank through numactl (utils/numa.py). The threads that
+            # this rank starts are bound with it.
+            cpus = choose_cpus(
+                binding, sorted(os.sched_getaffinity(0)), host_memory.numa_cpus(), local_rank, local_size
+            )
+            os.sched_setaffinity(0, cpus)
+            set_threads(str(len(cpus)))
         if assignment.working_folder is not None:
             with contextlib.suppress(FileNotFoundError):  # of another node, which may lack it
                 os.chdir(assignment.working_folder)
@@ -143,19 +150,6 @@ def rank_environment(assignment: Assignment, rank: int, local_rank: int, world_s
             "MASTER_PORT": assignment.scratch_id,
         }
     return variables
-
-
-def bind_to_processors(binding: CpuBinding, local_rank: int, local_size: int) -> None:
-    """Binds this rank, and the threads that it starts, to its processors; ``none`` changes nothing.
-
-    What DeepSpeed's launcher does with ``--bind_cores_to_rank`` through numactl (utils/numa.py), without that program.
-    ``local_size``: ranks of this node.
-    """
-    if binding == "none":
-        return
-    cpus = choose_cpus(binding, sorted(os.sched_getaffinity(0)), host_memory.numa_cpus(), local_rank, local_size)
-    os.sched_setaffinity(0, cpus)
-    set_threads(str(len(cpus)))
 
 
 def set_threads(count: str) -> None:
