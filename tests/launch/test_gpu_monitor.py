@@ -58,36 +58,32 @@ def test_a_throttled_card_that_the_job_uses_is_a_caveat() -> None:
     assert caveats("gpu_idle") == caveats("applications_clocks_setting") == caveats() == ()
 
 
-def start_in_turn(used_gb: list[float], trials: int, wait_seconds: float) -> list[TrialRecord]:
-    """Trials on a card whose used memory is read from a list, the last entry without end."""
+@pytest.mark.parametrize(
+    ("used_gb", "wait_seconds", "free_gb", "caveats_each", "interrupted"),
+    [
+        ([1, 60, 30, 1], 10, [79, 79], [0, 0], False),
+        # Another program keeps the memory: it is waited for once.
+        ([1, 21], 0.3, [79, 59, 59], [0, 1, 0], False),
+        ([1, 60], 60, [79, 20], [0, 0], True),
+    ],
+    ids=["given back", "kept", "Ctrl-C"],
+)
+def test_next_trial_waits_until_the_card_is_given_back(
+    used_gb: list[float], wait_seconds: float, free_gb: list[int], caveats_each: list[int], interrupted: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(signals, "interrupt_requested", lambda: interrupted)
+    left = list(used_gb)  # the last entry without end
 
     def read() -> GpuInventory:
-        used = used_gb.pop(0) if len(used_gb) > 1 else used_gb[0]
+        used = left.pop(0) if len(left) > 1 else left[0]
         return GpuInventory(gpus=(replace(fakes.inventory(cards=1).gpus[0], memory_used_bytes=int(used * GB)),))
 
     launcher = GpuMonitoringLauncher(fakes.FakeLauncher("Success"), read, (0,), wait_seconds=wait_seconds)
     trial = fakes.trial(on=fakes.placement(accelerator="cuda"))
-    return [launcher.launch(trial, Path("unused"), lambda _progress: None) for _ in range(trials)]
-
-
-def test_the_next_trial_waits_until_the_card_is_given_back_and_its_free_memory_is_kept() -> None:
-    first, second = start_in_turn([1, 60, 30, 1], trials=2, wait_seconds=10)
-    assert (first.gpu_free_start_bytes, second.gpu_free_start_bytes) == (79 * GB, 79 * GB)
-    assert second.caveats == ()
-
-
-def test_memory_that_another_program_keeps_is_waited_for_once_and_is_a_caveat() -> None:
-    records = start_in_turn([1, 21], trials=3, wait_seconds=0.3)
-    assert [record.gpu_free_start_bytes for record in records] == [size * GB for size in (79, 59, 59)]
-    assert [len(record.caveats) for record in records] == [0, 1, 0]
-    assert "20.00 GB less of the card was free" in records[1].caveats[0]
-
-
-def test_ctrl_c_ends_the_wait_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "interrupt_requested", lambda: True)
-    first, second = start_in_turn([1, 60], trials=2, wait_seconds=60)
-    assert (first.gpu_free_start_bytes, second.gpu_free_start_bytes) == (79 * GB, 20 * GB)
-    assert second.caveats == ()
+    records = [launcher.launch(trial, Path("unused"), lambda _progress: None) for _ in free_gb]
+    assert [record.gpu_free_start_bytes for record in records] == [size * GB for size in free_gb]
+    assert [len(record.caveats) for record in records] == caveats_each
 
 
 def test_the_row_after_an_offload_row_waits_until_host_memory_is_given_back() -> None:
