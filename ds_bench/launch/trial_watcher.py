@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from ..config.spec import Trial
 from ..records.json_files import json_line
@@ -23,6 +23,9 @@ from ..records.schema import measured_values
 from ..records.step_series import STEPS_FILE, StepFileReader, StepSample, TrialStep
 from ..records.tensorboard_files import TensorBoardFile
 from ..system import files, processes
+
+if TYPE_CHECKING:
+    from .remote_trial import RemoteTrial
 
 Ending = Literal["ended", "hung_at_exit", "rank_failed", "timeout", "stalled", "host_lost"]
 _POLL_SECONDS = 0.2
@@ -68,34 +71,13 @@ class Progress:
 ProgressCallback = Callable[[Progress], None]
 
 
-class OtherHosts(Protocol):
-    """The hosts of a trial whose processes are not descendants of this one."""
-
-    @property
-    def lost(self) -> str | None:
-        """The first host that no longer answers, and why; None while all do."""
-        ...
-
-    def ended_without_file(self, written: Collection[int]) -> bool:
-        """Whether all ranks of a host have ended, but not all of them are among ``written``."""
-        ...
-
-    def read_activity(self) -> processes.Activity | None:
-        """Sums over the trial's processes on every host; None if one did not answer."""
-        ...
-
-    def request_stacks(self) -> None:
-        """Make the ranks of every host write the stacks of their threads."""
-        ...
-
-
 def watch(
     folder: Path,
     world_size: int,
     limits: Limits,
     wait_leader: Callable[[float], bool],
     listen: ProgressCallback,
-    hosts: OtherHosts | None = None,
+    hosts: RemoteTrial | None = None,
 ) -> tuple[Ending, float | None]:
     """Wait for the end of a trial. Return how it ended, and seconds from the start to the first warm-up step.
 
@@ -119,7 +101,7 @@ def watch(
 class _Watcher:
     """Observations of a trial so far."""
 
-    def __init__(self, folder: Path, world_size: int, limits: Limits, hosts: OtherHosts | None = None) -> None:
+    def __init__(self, folder: Path, world_size: int, limits: Limits, hosts: RemoteTrial | None = None) -> None:
         self._folder, self._limits, self._hosts = folder, limits, hosts
         self._ranks = range(world_size)
         self._start = self._last_sign_of_life = time.monotonic()

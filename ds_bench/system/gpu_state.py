@@ -79,7 +79,7 @@ def read_gpus(library: Any = None) -> GpuInventory:
         return GpuInventory()
     try:
         count = _call(nvml, "nvmlDeviceGetCount") or 0
-        driver = _text(_call(nvml, "nvmlSystemGetDriverVersion"))
+        driver = _call(nvml, "nvmlSystemGetDriverVersion")
         return GpuInventory(driver_version=driver, gpus=tuple(_read_gpu(nvml, index) for index in range(count)))
     finally:
         _call(nvml, "nvmlShutdown")
@@ -106,13 +106,11 @@ def select_visible(environ: Mapping[str, str], gpus: tuple[GpuFacts, ...]) -> tu
         entries = [number[1] for number in numbers if number]
     named: list[GpuFacts] = []
     for entry in entries:
-        # Before driver 470 a MIG instance was named by its GPU: MIG-GPU-<uuid of the GPU>/<numbers>.
-        uuid = entry.removeprefix("MIG-").partition("/")[0] if entry.startswith("MIG-GPU-") else entry
         # The beginning of a UUID is enough if no other has it.
         matches = [
             gpu
             for gpu in gpus
-            if entry == str(gpu.index) or any(known.startswith(uuid) for known in (gpu.uuid or "", *gpu.mig_uuids))
+            if entry == str(gpu.index) or any(known.startswith(entry) for known in (gpu.uuid or "", *gpu.mig_uuids))
         ]
         if len(matches) != 1:
             break
@@ -131,13 +129,6 @@ def _call(nvml: Any, function: str, *arguments: Any) -> Any:
         return getattr(nvml, function)(*arguments)
     except Exception:
         return None
-
-
-def _text(value: Any) -> str | None:
-    """Text from NVML, which older modules give as bytes."""
-    if isinstance(value, bytes):
-        return value.decode("utf-8", "replace")
-    return value if isinstance(value, str) else None
 
 
 # Numbers of NVML's C interface. They stay, whereas the module's names for them differ between versions.
@@ -168,8 +159,8 @@ def _read_gpu(nvml: Any, index: int) -> GpuFacts:
     def get(name: str, *arguments: Any) -> Any:
         return _call(nvml, f"nvmlDeviceGet{name}", handle, *arguments)
 
-    # The first version counts what the driver reserves as total and used; old drivers have no other.
-    memory = get("MemoryInfo", _MEMORY_V2) or get("MemoryInfo")
+    # The first version of this call counts what the driver reserves as total and used.
+    memory = get("MemoryInfo", _MEMORY_V2)
     capability, mig_modes = get("CudaComputeCapability"), get("MigMode")
     limit_milliwatts, default_milliwatts = get("EnforcedPowerLimit"), get("PowerManagementDefaultLimit")
     persistence_mode = get("PersistenceMode")
@@ -177,23 +168,19 @@ def _read_gpu(nvml: Any, index: int) -> GpuFacts:
     used_bytes = {process.pid: process.usedGpuMemory for processes in lists for process in processes or ()}
     mig_count = (get("MaxMigDeviceCount") or 0) if mig_modes and mig_modes[0] else 0
     instances = [get("MigDeviceHandleByIndex", number) for number in range(mig_count)]
-    mig_uuids = [_text(_call(nvml, "nvmlDeviceGetUUID", instance)) for instance in instances if instance is not None]
-    # Two calls have newer names, which old drivers and modules do not know.
-    temperature = get("TemperatureV", _SENSOR_CHIP)
+    mig_uuids = [_call(nvml, "nvmlDeviceGetUUID", instance) for instance in instances if instance is not None]
     throttle_bits = get("CurrentClocksEventReasons")
-    if throttle_bits is None:
-        throttle_bits = get("CurrentClocksThrottleReasons")
     return GpuFacts(
         index=index,
-        name=_text(get("Name")),
-        uuid=_text(get("UUID")),
+        name=get("Name"),
+        uuid=get("UUID"),
         compute_capability=None if capability is None else (int(capability[0]), int(capability[1])),
-        memory_total_bytes=None if memory is None else int(memory.total) - int(getattr(memory, "reserved", 0)),
+        memory_total_bytes=None if memory is None else int(memory.total) - int(memory.reserved),
         memory_used_bytes=None if memory is None else int(memory.used),
         sm_clock_mhz=get("ClockInfo", _CLOCK_SM),
         max_sm_clock_mhz=get("MaxClockInfo", _CLOCK_SM),
         memory_clock_mhz=get("ClockInfo", _CLOCK_MEMORY),
-        temperature_celsius=get("Temperature", _SENSOR_CHIP) if temperature is None else temperature,
+        temperature_celsius=get("Temperature", _SENSOR_CHIP),
         power_limit_watts=None if limit_milliwatts is None else limit_milliwatts / 1000,
         default_power_limit_watts=None if default_milliwatts is None else default_milliwatts / 1000,
         persistence_mode=None if persistence_mode is None else bool(persistence_mode),

@@ -42,8 +42,7 @@ def available_host_bytes(root: Path = ROOT) -> int | None:
     for group, limit in _memory_limits(root):
         usage = _read_number(group / "memory.current", group / "memory.usage_in_bytes")
         if usage is not None:
-            counts = read_table(group / "memory.stat")
-            reclaimable = counts.get("total_inactive_file", counts.get("inactive_file", 0))
+            reclaimable = read_table(group / "memory.stat").get("inactive_file", 0)
             free.append(max(0, limit - max(0, usage - reclaimable)))
     return min((count for count in free if count is not None), default=None)
 
@@ -76,7 +75,7 @@ def read_oom_kill_count(root: Path = ROOT) -> int:
 
 
 def cgroup_cpu_cores(root: Path = ROOT) -> float | None:
-    """Return the lowest CPU quota in cores; ``None`` without one. Affinity is not counted."""
+    """Return the lowest CPU quota in cores; ``None`` without one or in version 1. Affinity is not counted."""
     groups = _cgroups(root, "cpu")
     return min((cores for group in groups if (cores := _quota_cores(group)) is not None), default=None)
 
@@ -139,10 +138,7 @@ def busy_cpu_seconds(cpus: Set[int], root: Path = ROOT) -> float | None:
 
 
 def _quota_cores(group: Path) -> float | None:
-    # Version 2 keeps "quota period" in one file, version 1 one number in each of two; no quota is "max" or -1.
-    words = (read_text(group / "cpu.max") or "").split() or [
-        (read_text(group / f"cpu.cfs_{name}_us") or "").strip() for name in ("quota", "period")
-    ]
+    words = (read_text(group / "cpu.max") or "").split()  # quota or "max", and period
     if len(words) != 2 or not all(word.isdecimal() for word in words) or int(words[1]) == 0:
         return None
     return int(words[0]) / int(words[1])

@@ -16,7 +16,7 @@ import pytest
 
 from ds_bench.config.spec import Inspection
 from ds_bench.launch import trial_watcher as module
-from ds_bench.launch.trial_watcher import Ending, Limits, OtherHosts, Progress, StepMonitor, watch
+from ds_bench.launch.trial_watcher import Ending, Limits, Progress, StepMonitor, watch
 from ds_bench.records.json_files import append_line, write_json
 from ds_bench.records.rank_files import HeartbeatWriter, RankExit
 from ds_bench.records.step_series import STEPS_FILE, StepFileWriter, StepSample
@@ -86,7 +86,7 @@ class World:
         return self.now >= self._leader_ends
 
     def run(
-        self, world_size: int = 2, limits: Limits = LIMITS, hosts: OtherHosts | None = None
+        self, world_size: int = 2, limits: Limits = LIMITS, hosts: Any = None
     ) -> tuple[Ending, float | None, float]:
         """How it ended, the seconds until the first warm-up step, and the seconds it took."""
         ending, start_seconds = watch(self.folder, world_size, limits, self.wait_leader, self.heard.append, hosts)
