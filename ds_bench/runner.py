@@ -30,9 +30,9 @@ from .doctor import disk
 from .doctor.findings import SystemAccess
 from .errors import PreflightError, ResultsNotWrittenError, UsageError
 from .launch import Launcher, Limits, rank_environment
-from .launch.cold_launcher import launch_command
 from .launch.host_connections import Hosts
 from .launch.scratch import remove_abandoned
+from .launch.trial import launch_command
 from .launch.warm_launcher import choose_launcher
 from .planner import Plan, RunPlan, make_run_plan
 from .prediction import trial_predictions
@@ -52,7 +52,7 @@ from .report import configuration_export
 from .report.comparison_report import ComparisonReport, build_report
 from .report.progress import ProgressReporter, nsys_command, profile_files_line, run_plan_lines
 from .report.terminal_report import print_reports
-from .system import device_locks, files, invocation, signals, terminal
+from .system import files, gpu_state, invocation, signals, terminal
 from .system.environment import Environment, Machine, read_machine, require_installed, require_packages
 from .units import format_items, format_names
 
@@ -172,8 +172,8 @@ def _devices_of_run(plan: RunPlan, machine: Machine, hosts: Hosts | None) -> Ite
                     locks = hosts.lock_devices(placement, line.say)
             else:
                 gpus = machine.environment.gpus
-                names = device_locks.device_names(placement.accelerator, gpus, range(placement.num_gpus))
-                locks = held.enter_context(device_locks.locked_devices(names, line.say))
+                names = gpu_state.device_names(placement.accelerator, gpus, range(placement.num_gpus))
+                locks = held.enter_context(gpu_state.locked_devices(names, line.say))
             # The first reading shows the memory and the clocks that the other run caused.
             if locks.waited:
                 machine = read_machine()

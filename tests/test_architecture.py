@@ -129,7 +129,7 @@ def test_only_the_worker_imports_torch_and_nothing_imports_the_worker() -> None:
 def test_starting_the_parent_loads_neither_torch_nor_what_one_command_needs() -> None:
     program = (
         "import json, sys, ds_bench.cli.commands, ds_bench.runner;"
-        "import ds_bench.launch.warm_launcher, ds_bench.launch.cold_launcher;"
+        "import ds_bench.launch.warm_launcher, ds_bench.launch.trial;"
         "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

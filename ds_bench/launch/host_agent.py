@@ -41,9 +41,8 @@ from ..records.rank_files import (
     Assignment,
     append_exit,
 )
-from ..system import device_locks, files, processes
+from ..system import files, gpu_state, processes
 from ..system.environment import read_environment
-from ..system.gpu_state import read_gpus, select_visible
 from ..system.helper_programs import run_tool
 from ..system.host_memory import read_oom_kill_count
 from ..system.signals import ENDING_SIGNALS
@@ -323,7 +322,7 @@ class HostAgent:
             "launch": lambda command: self._begun.start_ranks(command, self._variables),
             "activity": lambda: processes.read_activity(self._begun.members()),
             "clock": time.time,
-            "gpus": lambda: select_visible(os.environ, read_gpus().gpus),
+            "gpus": lambda: gpu_state.select_visible(os.environ, gpu_state.read_gpus().gpus),
             "stacks": lambda: self._begun.request_stacks(),
             "end": self._end,
         }
@@ -386,10 +385,10 @@ class HostAgent:
         own = {name: value for name, value in self._variables.items() if name != "PYTHONPATH"}
         self._trial.begin(folder, asked, config, own)
 
-    def _lock_devices(self, say: Say, accelerator: str, slots: Sequence[int]) -> device_locks.DeviceLocks:
+    def _lock_devices(self, say: Say, accelerator: str, slots: Sequence[int]) -> gpu_state.DeviceLocks:
         """Hold the locks of the devices in these slots of this host until the agent ends; wait for them."""
-        names = device_locks.device_names(accelerator, read_environment().gpus, slots)
-        return self._locks.enter_context(device_locks.locked_devices(names, say))
+        names = gpu_state.device_names(accelerator, read_environment().gpus, slots)
+        return self._locks.enter_context(gpu_state.locked_devices(names, say))
 
     def _end(self, trial: str, grace_seconds: float) -> HostEnd:
         """End the trial of this id, which an earlier agent of this host may have begun."""

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 from ..config.spec import Trial
 from ..records.json_files import json_line
@@ -23,9 +23,6 @@ from ..records.schema import measured_values
 from ..records.step_series import STEPS_FILE, StepFileReader, StepSample, TrialStep
 from ..records.tensorboard_files import TensorBoardFile
 from ..system import files, processes
-
-if TYPE_CHECKING:
-    from .remote_trial import RemoteTrial
 
 Ending = Literal["ended", "hung_at_exit", "rank_failed", "timeout", "stalled", "host_lost"]
 _POLL_SECONDS = 0.2
@@ -71,13 +68,23 @@ class Progress:
 ProgressCallback = Callable[[Progress], None]
 
 
+class OtherHosts(Protocol):
+    """The hosts of a trial whose processes are not descendants of this one: see ``RemoteTrial``."""
+
+    @property
+    def lost(self) -> str | None: ...
+    def ended_without_file(self, written: Collection[int]) -> bool: ...
+    def read_activity(self) -> processes.Activity | None: ...
+    def request_stacks(self) -> None: ...
+
+
 def watch(
     folder: Path,
     world_size: int,
     limits: Limits,
     wait_leader: Callable[[float], bool],
     listen: ProgressCallback,
-    hosts: RemoteTrial | None = None,
+    hosts: OtherHosts | None = None,
 ) -> tuple[Ending, float | None]:
     """Wait for the end of a trial. Return how it ended, and seconds from the start to the first warm-up step.
 
@@ -101,7 +108,7 @@ def watch(
 class _Watcher:
     """Observations of a trial so far."""
 
-    def __init__(self, folder: Path, world_size: int, limits: Limits, hosts: RemoteTrial | None = None) -> None:
+    def __init__(self, folder: Path, world_size: int, limits: Limits, hosts: OtherHosts | None = None) -> None:
         self._folder, self._limits, self._hosts = folder, limits, hosts
         self._ranks = range(world_size)
         self._start = self._last_sign_of_life = time.monotonic()

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from ds_bench.config.spec import Inspection
-from ds_bench.launch import cold_launcher as cold
 from ds_bench.launch import rank_environment
+from ds_bench.launch import trial as cold
 from ds_bench.launch.host_agent import find_trial_processes
 from ds_bench.launch.host_connections import Hosts
 from ds_bench.records.rank_files import Assignment, read_beat

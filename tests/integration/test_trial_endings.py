@@ -18,7 +18,7 @@ from ds_bench.analysis.row import make_run
 from ds_bench.config.caveats import CaveatKind
 from ds_bench.config.spec import Workload
 from ds_bench.launch import Limits, rank_environment
-from ds_bench.launch import cold_launcher as cold
+from ds_bench.launch import trial as cold
 from ds_bench.launch.warm_launcher import WarmLauncher
 from ds_bench.records.rank_files import Assignment, Heartbeat, read_beat
 from ds_bench.system import processes

@@ -11,10 +11,9 @@ import pytest
 from ds_bench.config.caveats import Caveat, CaveatKind
 from ds_bench.config.spec import Trial
 from ds_bench.launch import Progress, ProgressCallback
-from ds_bench.launch.gpu_monitor import GpuMonitoringLauncher
 from ds_bench.launch.host_connections import HostLostError, Hosts
 from ds_bench.launch.trial_watcher import Limits
-from ds_bench.launch.warm_launcher import choose_launcher
+from ds_bench.launch.warm_launcher import GpuMonitoringLauncher, choose_launcher
 from ds_bench.records.schema import TrialRecord
 from ds_bench.system import signals
 from ds_bench.system.gpu_state import GpuFacts, GpuInventory

@@ -9,8 +9,7 @@ from typing import IO
 
 import pytest
 
-from ds_bench.system.device_locks import device_names, locked_devices
-from ds_bench.system.gpu_state import GpuFacts
+from ds_bench.system.gpu_state import GpuFacts, device_names, locked_devices
 
 GPUS = [GpuFacts(index=0, uuid="GPU-a/../b"), GpuFacts(index=3, uuid="GPU-b"), GpuFacts(index=4)]
 
