@@ -52,7 +52,7 @@ from .report import configuration_export
 from .report.comparison_report import ComparisonReport, build_report
 from .report.progress import ProgressReporter, nsys_command, profile_files_line, run_plan_lines
 from .report.terminal_report import print_reports
-from .system import files, gpu_state, invocation, signals, terminal
+from .system import files, gpu_state, invocation, processes, terminal
 from .system.environment import Environment, Machine, read_machine, require_installed, require_packages
 from .units import format_items, format_names
 
@@ -86,9 +86,9 @@ def run_comparison(
     if options.inspection.monitor == "tensorboard":
         require_installed("tensorboard", "--monitor tensorboard")
     store: RunFolder | None = None
-    with signals.handling_signals():
+    with processes.handling_signals():
         try:
-            with signals.raising_on_interrupt():
+            with processes.raising_on_interrupt():
                 # A file that cannot be written is reported before hours of trials, not after them.
                 if not (options.dry_run or options.resume):
                     files.require_writable(options.output_dir, "--output-dir", files.FIRST_FILES_BYTES)
@@ -107,7 +107,7 @@ def run_comparison(
             # Shared memory that killed runs left is freed before the checks look at the memory that is free.
             remove_abandoned()
             with contextlib.ExitStack() as stack:
-                with signals.raising_on_interrupt():
+                with processes.raising_on_interrupt():
                     hosts, machine = stack.enter_context(connected_hosts(plan, machine))
                     plan = with_predictions(plan, machine)
                     if recipe is not None and options.dry_run:
@@ -119,7 +119,7 @@ def run_comparison(
                         return print_dry_run(plan) if options.verbose else OK
                 # Locks come before the checks, which would find a card in use by the run that is waited for.
                 machine, notes = stack.enter_context(_devices_of_run(plan, machine, hosts))
-                with signals.raising_on_interrupt():
+                with processes.raising_on_interrupt():
                     require_ready(plan, machine, nvme_folder, hosts)
                 # Only after the checks: a run that is refused leaves no empty folder.
                 if options.resume is not None:
@@ -166,7 +166,7 @@ def _devices_of_run(plan: RunPlan, machine: Machine, hosts: Hosts | None) -> Ite
     """
     line, placement = terminal.StatusLine(sys.stderr, quiet=plan.options.quiet), plan.placement
     with contextlib.ExitStack() as held:
-        with signals.raising_on_interrupt():
+        with processes.raising_on_interrupt():
             if hosts is not None:  # this one has an agent too, if it is among them
                 with host_checks.naming_lost_host():
                     locks = hosts.lock_devices(placement, line.say)
@@ -401,7 +401,7 @@ class ComparisonRun:
                     store.write_rows(rows_of(results.runs), options.csv)
                     progress.end(record)
                     # A signal that came after the end of the trial is in no record.
-                    if record.outcome.status == schema.INTERRUPTED or signals.interrupt_requested():
+                    if record.outcome.status == schema.INTERRUPTED or processes.interrupt_requested():
                         break
                     if size_search.is_too_large(record):
                         row, status = record.trial.configuration.label, record.outcome.status
@@ -428,7 +428,7 @@ class ComparisonRun:
     def _prepare_launcher(self, line: terminal.StatusLine) -> Launcher:
         """Build DeepSpeed's ops, complete the plan by their state, and choose the launcher."""
         plan, options = self.plan, self.plan.options
-        with signals.raising_on_interrupt(), line:
+        with processes.raising_on_interrupt(), line:
             # Before the first trial: a build takes minutes, which would count as part of what is measured.
             if self.hosts is None:
                 states = rank_environment.build_ops(
@@ -439,7 +439,7 @@ class ComparisonRun:
         # Only the ops that are built: loading another one in the preloaded process would build it.
         ready = {"DS_BENCH_PRELOAD_OPS": ",".join(op for op, state in states.items() if state.ready)}
         plan = replace(plan.map(lambda each: each.with_facts(op_states=states)), variables={**plan.variables, **ready})
-        with signals.raising_on_interrupt():
+        with processes.raising_on_interrupt():
             launcher, why_cold = choose_launcher(
                 options.launcher,
                 plan.placement,
@@ -589,7 +589,7 @@ class ComparisonRun:
 def exit_code(options: Options, runs: Sequence[Run]) -> int:
     """0 a row succeeded, 1 none did, 130 interrupted; with --strict 1 when any failed."""
     outcomes = [run.outcome for run in runs]
-    if signals.interrupt_requested() or any(outcome.status == schema.INTERRUPTED for outcome in outcomes):
+    if processes.interrupt_requested() or any(outcome.status == schema.INTERRUPTED for outcome in outcomes):
         return INTERRUPTED_CODE
     if options.strict and not all(outcome.success for outcome in outcomes):
         return NONE_SUCCEEDED

@@ -19,7 +19,7 @@ from .prediction.predicted_memory import DOES_NOT_FIT, predict
 from .records import schema
 from .records.run_folder import PROBES_FILE, RunFolder
 from .records.schema import TrialRecord
-from .system import signals
+from .system import processes
 from .units import format_count
 
 MAX_BATCH_SIZE = 4096
@@ -74,7 +74,7 @@ class SizeSearch:
             outcome = self._probe(row, units).outcome
             status = outcome.status
             # A signal may also come when the probe has just ended, with a status of its own.
-            if status == schema.INTERRUPTED or signals.interrupt_requested():
+            if status == schema.INTERRUPTED or processes.interrupt_requested():
                 self.say(f"the search was interrupted at {row.label}")
                 raise KeyboardInterrupt
             size = format_count(units * self.unit)

@@ -27,7 +27,7 @@ from ds_bench.records import schema
 from ds_bench.records.run_folder import RunFolder, remaining_trials
 from ds_bench.records.schema import TrialRecord
 from ds_bench.runner import ResultBuilder
-from ds_bench.system import environment, gpu_state, signals
+from ds_bench.system import environment, gpu_state, processes
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher
 from tests.support.scripted_run import ScriptedRun
@@ -146,23 +146,23 @@ def test_a_run_is_resumed_only_as_it_began(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_acts_only_while_waiting(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    with signals.handling_signals():
+    with processes.handling_signals():
         assert signal.getsignal(number) != before
-        with pytest.raises(KeyboardInterrupt), signals.raising_on_interrupt():
+        with pytest.raises(KeyboardInterrupt), processes.raising_on_interrupt():
             os.kill(os.getpid(), number)
-    with signals.handling_signals():
+    with processes.handling_signals():
         os.kill(os.getpid(), number)  # while clearing up: remembered until the next wait
         os.kill(os.getpid(), number)
-        assert signals.interrupt_requested()
-        with pytest.raises(KeyboardInterrupt), signals.raising_on_interrupt():
+        assert processes.interrupt_requested()
+        with pytest.raises(KeyboardInterrupt), processes.raising_on_interrupt():
             pytest.fail("it went on")
     assert signal.getsignal(number) == before
     # One that is ignored stays ignored, as nohup and background jobs of a shell ask for.
     signal.signal(number, signal.SIG_IGN)
     try:
-        with signals.handling_signals(), signals.raising_on_interrupt():
+        with processes.handling_signals(), processes.raising_on_interrupt():
             os.kill(os.getpid(), number)
-            assert not signals.interrupt_requested()
+            assert not processes.interrupt_requested()
     finally:
         signal.signal(number, before)
 

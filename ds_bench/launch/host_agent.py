@@ -45,7 +45,6 @@ from ..system import files, gpu_state, processes
 from ..system.environment import read_environment
 from ..system.helper_programs import run_tool
 from ..system.host_memory import read_oom_kill_count
-from ..system.signals import ENDING_SIGNALS
 from . import rank_environment
 from .leader import start_leader
 from .message_stream import Message, MessageStream, code_digest
@@ -484,11 +483,11 @@ def main() -> None:
     os.dup2(2, 1)  # other output must not get between the messages
 
     def end(_number: int, _frame: object) -> None:
-        for number in ENDING_SIGNALS:
+        for number in processes.ENDING_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # one is enough
         raise SystemExit(0)
 
-    for number in ENDING_SIGNALS:
+    for number in processes.ENDING_SIGNALS:
         signal.signal(number, end)
     # As the run does on its own host.
     remove_abandoned()

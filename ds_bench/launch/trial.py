@@ -25,7 +25,6 @@ from ..records.schema import TrialRecord
 from ..system import processes
 from ..system.files import disk_is_full
 from ..system.host_memory import read_oom_kill_count
-from ..system.signals import raising_on_interrupt
 from .host_agent import free_port
 from .host_connections import HostError, Hosts
 from .leader import start_leader
@@ -106,7 +105,7 @@ def run_trial(
             create_scratch(assignment)
         assignment.save(folder, trial.ds_config)
         try:
-            with raising_on_interrupt():
+            with processes.raising_on_interrupt():
                 if remote is not None:
                     remote.begin(limits.stall_timeout_seconds)
         finally:
@@ -114,7 +113,7 @@ def run_trial(
         if trial.inspection.monitor is not None:
             monitor = StepMonitor(trial, folder)
         leader = start(trial, folder, remote)
-        with raising_on_interrupt():
+        with processes.raising_on_interrupt():
             ending, start_seconds = watch(folder, trial.placement.num_gpus, limits, leader.wait, observe, remote)
     except HostError as error:
         ending, host_error = "host_lost", error

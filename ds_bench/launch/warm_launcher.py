@@ -26,7 +26,7 @@ from ..config.caveats import Caveat, CaveatKind
 from ..config.spec import Placement, Trial
 from ..errors import UsageError
 from ..records.schema import CRASHED, Outcome, TrialRecord
-from ..system import gpu_state, processes, signals
+from ..system import gpu_state, processes
 from ..system.host_memory import available_host_bytes
 from ..units import format_bytes
 from . import Launcher, Progress, ProgressCallback
@@ -277,7 +277,7 @@ class GpuMonitoringLauncher:
         free_bytes = self._wait_for(lambda: self._read_free_bytes(trial.placement), expected - _TOLERANCE_BYTES)
         if free_bytes is None or free_bytes >= expected - _TOLERANCE_BYTES:
             self._expected_free_bytes[count] = max(free_bytes or 0, expected)
-        elif not signals.interrupt_requested():  # else the launcher below ends the trial at once, and records it
+        elif not processes.interrupt_requested():  # else the launcher below ends the trial at once, and records it
             self._expected_free_bytes[count] = free_bytes  # another program has it: the next trial does not wait
             less = format_bytes(expected - free_bytes)
             caveats.append(f"{less} less of the card was free than when an earlier trial began")
@@ -304,7 +304,7 @@ class GpuMonitoringLauncher:
         while True:
             free_bytes = read()
             is_enough = free_bytes is None or free_bytes >= enough_bytes
-            if is_enough or signals.interrupt_requested() or time.monotonic() >= deadline:
+            if is_enough or processes.interrupt_requested() or time.monotonic() >= deadline:
                 return free_bytes
             time.sleep(_POLL_SECONDS)
 

@@ -1,4 +1,4 @@
-"""Process trees on Linux: ending them completely, and ending children with their parent.
+"""Process trees on Linux: ending them completely, ending children with their parent, and the signals that end a run.
 
 prctl(2) is called through ctypes, because the standard library does not have it.
 """
@@ -13,7 +13,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -260,3 +261,51 @@ def end_tree(leader: int | None, *, earlier: set[int], grace_seconds: float) -> 
         return (descendants() - earlier) | (session_members(leader) if leader is not None else set())
 
     return end_processes(members, grace_seconds=grace_seconds, first_signal=signal.SIGTERM)
+
+
+# ------------------------------------------------------------------ Ctrl-C, SIGTERM and SIGHUP
+
+# They interrupt the run while it waits, and are remembered while it cleans up: if a signal raised at any moment,
+# processes, scratch files or an unwritten row could be left behind. So it raises KeyboardInterrupt only inside
+# raising_on_interrupt(). Elsewhere it is remembered: the next such block raises on entry.
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_state = {"requested": False, "raising_blocks": 0}
+
+
+def interrupt_requested() -> bool:
+    """Whether a signal has asked the run to end."""
+    return bool(_state["requested"])
+
+
+@contextmanager
+def handling_signals() -> Iterator[None]:
+    """Within this context the three signals are handled as described above.
+
+    A signal that is ignored stays ignored: nohup and background jobs of a shell rely on it.
+    """
+
+    def handle(_number: int, _frame: object) -> None:
+        _state["requested"] = True
+        if _state["raising_blocks"]:
+            raise KeyboardInterrupt
+
+    _state.update(requested=False, raising_blocks=0)
+    handled = [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    handlers_before = {number: signal.signal(number, handle) for number in handled}
+    try:
+        yield
+    finally:
+        for number, handler in handlers_before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def raising_on_interrupt() -> Iterator[None]:
+    """Within this context a signal raises KeyboardInterrupt. A signal received earlier raises it on entry."""
+    _state["raising_blocks"] += 1
+    try:
+        if _state["requested"]:
+            raise KeyboardInterrupt
+        yield
+    finally:
+        _state["raising_blocks"] -= 1

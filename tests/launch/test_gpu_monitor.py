@@ -15,7 +15,7 @@ from ds_bench.launch.host_connections import HostLostError, Hosts
 from ds_bench.launch.trial_watcher import Limits
 from ds_bench.launch.warm_launcher import GpuMonitoringLauncher, choose_launcher
 from ds_bench.records.schema import TrialRecord
-from ds_bench.system import signals
+from ds_bench.system import processes
 from ds_bench.system.gpu_state import GpuFacts, GpuInventory
 from tests.support import fakes
 
@@ -71,7 +71,7 @@ def test_next_trial_waits_until_the_card_is_given_back(
     used_gb: list[float], wait_seconds: float, free_gb: list[int], caveats_each: list[int], interrupted: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(signals, "interrupt_requested", lambda: interrupted)
+    monkeypatch.setattr(processes, "interrupt_requested", lambda: interrupted)
     left = list(used_gb)  # the last entry without end
 
     def read() -> GpuInventory:

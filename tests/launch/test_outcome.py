@@ -119,6 +119,7 @@ def test_failure_after_the_window_leaves_a_success_with_what_failed(scene: Scene
     assert "(OutOfMemoryError on rank 1: CUDA out of memory" in caveat
     assert caveat.endswith("; the measured steps had finished")
     assert len(caveat) < 350
+    assert scene.wrote("rank1.json", "{").outcome("rank_failed").status == "Crashed", "what failed is not known"
 
 
 def damaged(**changes: Any) -> str:
