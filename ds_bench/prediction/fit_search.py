@@ -12,7 +12,7 @@ from typing import Any
 
 from ..config import axes, deepspeed_config, strategies
 from ..config.deepspeed_config import overlay
-from ..config.spec import Configuration, Placement, Strategy, Workload
+from ..config.spec import Configuration, Placement, Workload
 from ..units import format_items
 from .model_profile import ModelProfile
 from .predicted_memory import DOES_NOT_FIT, FITS, TIGHT, Alternative, Prediction, Saving, predict
@@ -137,9 +137,13 @@ def with_settings(planned: PlannedTrial, settings: Settings) -> PlannedTrial:
     """Return the trial with a change."""
     for name, value in settings.items():
         if name == "strategy":
-            planned = _with_strategy(planned, strategies.named_strategy(value))
+            now, workload, strategy = planned.configuration, planned.workload, strategies.named_strategy(value)
+            own = deepspeed_config.changes_of(now.deepspeed_config, now, workload, planned.placement)
+            base = deepspeed_config.base_config(strategy, workload.batch_size, workload.grad_accum)
+            configuration = strategies.make_configuration(strategy, overlay(base, own), now.workload_changes)
+            planned = replace(planned, configuration=configuration)
         elif name == "num_gpus":
-            planned = _with_gpus(planned, value)
+            planned = replace(planned, placement=replace(planned.placement, num_gpus=value))
         elif name == BUCKET_KEY:
             block = {"zero_optimization": {"reduce_bucket_size": value}}
             planned = replace(planned, changes=overlay(planned.changes, block))
@@ -206,7 +210,7 @@ def min_gpus(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None = Non
     """
 
     def enough(count: int) -> bool:
-        return fits(_with_gpus(planned, count), gpu_bytes, host_bytes)
+        return fits(with_settings(planned, {"num_gpus": count}), gpu_bytes, host_bytes)
 
     node, own = planned.ranks_per_node or _NODE, planned.placement.num_gpus
     fewest, too_few = None, 0
@@ -229,13 +233,9 @@ def min_gpus(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None = Non
 
 def min_gpus_without_offload(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None = None) -> int | None:
     """Return ``min_gpus`` of the ZeRO stage that needs the fewest GPUs without offloading anything."""
-    stages = (_with_strategy(planned, strategies.ZERO_STAGES[stage]) for stage in (1, 2, 3))
+    stages = (with_settings(planned, {"strategy": name}) for name in ("zero1", "zero2", "zero3"))
     counts = (min_gpus(staged, gpu_bytes, host_bytes) for staged in stages)
     return min((count for count in counts if count is not None), default=None)
-
-
-def _with_gpus(planned: PlannedTrial, count: int) -> PlannedTrial:
-    return replace(planned, placement=replace(planned.placement, num_gpus=count))
 
 
 def max_batch(
@@ -342,11 +342,3 @@ def _strategies_with_less_memory(planned: PlannedTrial) -> Iterator[str]:
         strategy = strategies.named_strategy(name)
         if (strategy.stage, strategy.offload_optimizer, strategy.offload_param) != now.layout:
             yield name
-
-
-def _with_strategy(planned: PlannedTrial, strategy: Strategy) -> PlannedTrial:
-    now, workload = planned.configuration, planned.workload
-    changes = deepspeed_config.changes_of(now.deepspeed_config, now, workload, planned.placement)
-    base = deepspeed_config.base_config(strategy, workload.batch_size, workload.grad_accum)
-    configuration = strategies.make_configuration(strategy, overlay(base, changes), now.workload_changes)
-    return replace(planned, configuration=configuration)
