@@ -15,7 +15,6 @@ from ds_bench.analysis.load_results import flat_run
 from ds_bench.analysis.loss_parity import with_loss_caveats
 from ds_bench.analysis.row import Run, make_run
 from ds_bench.config.caveats import Caveat, CaveatKind, note
-from ds_bench.config.identity import row_key
 from ds_bench.config.spec import Trial
 from ds_bench.errors import UsageError
 from ds_bench.records.schema import TrialRecord
@@ -25,7 +24,6 @@ from tests.support import fakes
 
 CUDA = fakes.placement(accelerator="cuda", num_gpus=2)
 GB = 2**30
-quick = settings(deadline=None)
 
 
 def gpu(stage: int = 1, repeat: int = 0, **changes: Any) -> Trial:
@@ -58,20 +56,15 @@ def test_a_row_by_hand() -> None:
     Deviation of the step times: mean 0.2333, squares 0.01778, 0.00111, 0.02778 by 2: 0.02333, root 0.15275.
     """
     (row,) = rows(*runs(2, 0.1, 0.2, 0.4))
-    assert (row.label, row.key) == ("ZeRO-2", row_key(ran(2).trial))
     assert row.tokens_per_second == pytest.approx(5120)
     assert row.mean_step_seconds == pytest.approx(0.2)
     assert row.step_seconds_std == pytest.approx(0.15275, abs=1e-5)
     assert row.tokens_per_second_per_gb == pytest.approx(640)
-    assert row.ratio == 1
+    assert (row.label, row.ratio) == ("ZeRO-2", 1)
     assert row.interval is not None
     assert row.interval[0] < 5120 < row.interval[1]
-
-
-def test_one_run_has_the_spread_of_its_steps_and_no_interval() -> None:
-    (row,) = rows(fakes.success(gpu(), step_seconds=[0.1, 0.2, 0.3]))
-    assert row.step_seconds_std == pytest.approx(0.1)
-    assert row.interval is None
+    (one,) = rows(fakes.success(gpu(), step_seconds=[0.1, 0.2, 0.3]))
+    assert (one.step_seconds_std, one.interval) == (pytest.approx(0.1), None)  # the spread of its steps
 
 
 def test_memory_is_the_worst_runs_and_not_the_medians() -> None:
@@ -85,27 +78,23 @@ def test_memory_is_the_worst_runs_and_not_the_medians() -> None:
 
 
 def test_a_run_that_failed_takes_no_part_in_the_numbers_and_is_counted() -> None:
-    (row,) = rows(ran(1, 0.1), fakes.failure(gpu(1, 1)), ran(1, 0.3, 2))
-    assert row.tokens_per_second == pytest.approx(1024 / math.sqrt(0.1 * 0.3))
-    assert len(row.runs) == 3
-    assert row.succeeded
-    assert note("1 of 3 runs failed") in row.caveats
-
-
-def test_a_row_that_always_failed_has_no_number_and_is_not_counted_out() -> None:
-    _, row = rows(ran(0), fakes.failure(gpu(1)))
+    partly, never = rows(ran(1, 0.1), fakes.failure(gpu(1, 1)), ran(1, 0.3, 2), fakes.failure(gpu(2)))
+    assert partly.tokens_per_second == pytest.approx(1024 / math.sqrt(0.1 * 0.3))
+    assert note("1 of 3 runs failed") in partly.caveats
     numbers = ("tokens_per_second", "mean_step_seconds", "step_seconds_std", "interval", "ratio", "ratio_interval",
                "tokens_per_second_per_gb", "gpu_peak_bytes", "gpu_fraction", "host_peak_bytes",
                "gpu_difference_bytes", "host_difference_bytes")  # fmt: skip
-    assert {getattr(row, name) for name in numbers} == {None}
-    assert row.caveats == ()
-    assert not row.succeeded
+    assert {getattr(never, name) for name in numbers} == {None}
+    assert (never.caveats, never.succeeded) == ((), False)
 
 
 def test_each_caveat_of_several_runs_is_said_once() -> None:
     wobbly = [fakes.success(gpu(1, n), step_seconds=[0.1] * 9 + [0.5]) for n in range(3)]
     (row,) = rows(*wobbly)
     assert [caveat.kind for caveat in row.caveats] == [CaveatKind.UNSTABLE_STEPS, CaveatKind.OUTLIERS]
+    plain = [make_run(each) for each in (ran(1), ran(3, losses=(85.0,) * 12))]
+    for given_runs in (plain, with_loss_caveats(plain)):
+        assert [caveat.kind for caveat in compare(given_runs).rows[1].caveats] == [CaveatKind.LOSS_DIFFERS]
 
 
 @pytest.mark.parametrize(("other", "said"), [(0.1073, False), (0.1074, True)])
@@ -118,34 +107,33 @@ def test_runs_whose_means_vary_by_more_than_5_percent_are_called_unstable(other:
     assert [caveat.kind for caveat in row.caveats] == [CaveatKind.UNSTABLE_RUNS] * said
 
 
-def test_a_loss_that_differs_is_found_here_too_and_not_twice() -> None:
-    plain = [make_run(each) for each in (ran(1), ran(3, losses=(85.0,) * 12))]
-    for given_summaries in (plain, with_loss_caveats(plain)):
-        found = compare(given_summaries).rows[1].caveats
-        assert [(caveat.kind, caveat.disqualifying) for caveat in found] == [(CaveatKind.LOSS_DIFFERS, True)]
+def test_one_configuration_under_two_names_is_one_row_that_says_so() -> None:
+    """ZeRO-3 of one script is "none" of the other; a change of one value makes it another row."""
+    first = ran(3, 0.1)
+    trial = replace(first.trial, configuration=fakes.offload("none"), repeat=1)
+    other = replace(trial, ds_config={**trial.ds_config, "gradient_clipping": 0.5})
+    found = rows(first, fakes.success(trial, step_seconds=[0.1] * 10), fakes.success(other, step_seconds=[0.1] * 10))
+    assert [(row.label, len(row.runs)) for row in found] == [("ZeRO-3 (name zero3)", 2), ("ZeRO-3 (name none)", 1)]
+    assert "the same configuration also ran as none: one row, not 2" in [each.text for each in found[0].caveats]
 
 
 # ------------------------------------------------------------------ against the baseline
 
 
-def test_a_ratio_and_differences_of_memory_by_hand() -> None:
+def test_ratios_and_differences_of_memory_by_hand() -> None:
+    """Geometric means of 0.2, 0.2, 0.2 s and 0.1, 0.1, 0.4 s: 0.2 / (0.1 × 4^(1/3)) = 1.2599; medians would say 2."""
     _, row = rows(
         ran(0, 0.1, gpu_peak_bytes=10 * GB, host_peak_bytes=GB),
         ran(3, 0.125, gpu_peak_bytes=4 * GB, host_peak_bytes=GB),
     )
-    assert row.ratio == pytest.approx(0.8)
+    assert (row.ratio, row.ratio_interval) == (pytest.approx(0.8), None)
     assert (row.gpu_difference_bytes, row.host_difference_bytes) == (-6 * GB, 0)
-    assert row.ratio_interval is None
-
-
-def test_three_successful_runs_on_either_side_are_tested_and_fewer_are_not() -> None:
-    """Geometric means of 0.2, 0.2, 0.2 s and 0.1, 0.1, 0.4 s: 0.2 / (0.1 × 4^(1/3)) = 1.2599; medians would say 2."""
     slow, fast = rows(*runs(0, 0.2, 0.2, 0.2), *runs(1, 0.1, 0.1, 0.4))
     assert fast.ratio_interval is not None
     assert fast.ratio == fast.ratio_interval.ratio == pytest.approx(1.2599, abs=1e-4)
     assert (slow.ratio, slow.ratio_interval) == (1, None)
-    for few in (runs(1, 0.1, 0.1), [*runs(1, 0.1, 0.1), fakes.failure(gpu(1, 2))]):
-        assert rows(*runs(0, 0.2, 0.2, 0.2), *few)[1].ratio_interval is None
+    few = [*runs(1, 0.1, 0.1), fakes.failure(gpu(1, 2))]
+    assert rows(*runs(0, 0.2, 0.2, 0.2), *few)[1].ratio_interval is None
 
 
 def test_the_interval_between_two_rows_is_the_tables_and_uses_the_runs_of_all() -> None:
@@ -153,24 +141,18 @@ def test_the_interval_between_two_rows_is_the_tables_and_uses_the_runs_of_all() 
     seconds = {0: (0.100, 0.103, 0.101), 1: (0.111, 0.110, 0.113), 2: (0.122, 0.120, 0.121)}
     a, b, c = rows(*(record for stage, own in seconds.items() for record in runs(stage, *own)))
     assert ratio_between(b, a) == b.ratio_interval
-    between = ratio_between(c, b)
+    between, inverse = ratio_between(c, b), ratio_between(a, b)
     assert between is not None
     assert between.degrees_of_freedom == 9 - 3 - 1
     assert between.confidence == pytest.approx(1 - 0.028 / 3)  # the level that keeps autocorrelated noise below 5 %
     assert between.distinguishable
-    inverse = ratio_between(a, b)
-    assert inverse is not None
-    assert b.ratio_interval is not None
-    assert inverse.ratio == pytest.approx(1 / b.ratio_interval.ratio)
+    assert inverse == (b.ratio_interval and b.ratio_interval.inverse)
     assert ratio_between(a, a) is None
-
-
-def test_rows_of_two_comparisons_are_held_against_each_other_by_their_own_runs() -> None:
-    (before,), (after,) = rows(*runs(1, 0.100, 0.101, 0.102)), rows(*runs(1, 0.110, 0.111, 0.112))
-    found = ratio_between(after, before)
+    # Rows of two comparisons: by their own runs.
+    (after,) = rows(*runs(1, 0.110, 0.111, 0.112))
+    found = ratio_between(after, a)
     assert found is not None
-    assert found.degrees_of_freedom == pytest.approx(4, abs=0.1)
-    assert found.confidence == pytest.approx(0.95)
+    assert (found.degrees_of_freedom, found.confidence) == (pytest.approx(3, abs=1), pytest.approx(0.95))
 
 
 def test_the_trend_is_that_of_the_order_in_which_runs_really_ran() -> None:
@@ -186,29 +168,25 @@ def test_the_trend_is_that_of_the_order_in_which_runs_really_ran() -> None:
     assert b.ratio_interval.high - b.ratio_interval.low < 0.01
 
 
-def test_on_the_cpu_accelerator_an_interval_beyond_a_factor_of_two_decides_nothing() -> None:
+@pytest.mark.parametrize(("on", "decides"), [(fakes.placement(), False), (CUDA, True)])
+def test_on_the_cpu_accelerator_an_interval_beyond_a_factor_of_two_decides_nothing(on: Any, decides: bool) -> None:
     """As a busy machine gave it: 521, 1326 and 217 ms against 24, 19 and 16."""
-    for on, decides in ((fakes.placement(), False), (CUDA, True)):
-        records = [
-            fakes.success(gpu(stage, repeat, on=on), step_seconds=[each] * 10)
-            for stage, own in {0: (0.521, 1.326, 0.217), 3: (0.024, 0.016, 0.019)}.items()
-            for repeat, each in enumerate(own)
-        ]
-        interval = rows(*records)[1].ratio_interval
-        assert interval is not None
-        assert 2 * interval.low < interval.high
-        assert interval.low > 1
-        assert interval.distinguishable is decides
+    records = [
+        fakes.success(gpu(stage, repeat, on=on), step_seconds=[each] * 10)
+        for stage, own in {0: (0.521, 1.326, 0.217), 3: (0.024, 0.016, 0.019)}.items()
+        for repeat, each in enumerate(own)
+    ]
+    interval = rows(*records)[1].ratio_interval
+    assert interval is not None
+    assert interval.low > 1
+    assert interval.distinguishable is decides
 
 
 def test_any_row_can_be_the_baseline_by_any_of_its_names() -> None:
-    for name in ("zero2", "ZeRO-2", "zero-2", "stage 2", "stage2"):
-        comparison = compared(*(ran(stage, 0.1 * (stage + 1)) for stage in (0, 1, 2)), relative_to=name)
-        assert comparison.baseline == comparison.rows[2], name
-        assert [row.ratio for row in comparison.rows] == pytest.approx([3, 1.5, 1])
-    records = [fakes.success(gpu(1, of=fakes.workload(batch_size=size))) for size in (1, 8)]
-    comparison = compared(*records, relative_to="ZeRO-1 (micro-batch 8)")
-    assert comparison.baseline == comparison.rows[1]
+    large = fakes.success(gpu(2, of=fakes.workload(batch_size=8)), step_seconds=[0.1] * 10)
+    for name, place in (("zero2", 2), ("ZeRO-1", 1), ("stage 2", 2), ("ZeRO-2 (micro-batch 8)", 3)):
+        comparison = compared(*(ran(stage, 0.1 * (stage + 1)) for stage in (0, 1, 2)), large, relative_to=name)
+        assert comparison.baseline == comparison.rows[place] == comparison.row(comparison.rows[place].key), name
     with pytest.raises(UsageError, match=r"--relative-to zero7.*one of zero0, zero3"):
         compared(ran(0), ran(3), relative_to="zero7")
 
@@ -245,56 +223,23 @@ def test_ratios_refer_to_the_requested_or_the_first_sound_row_and_that_is_said(
     assert all((said or "") in text for text in notes)
 
 
-def test_one_configuration_under_two_names_is_one_row_that_says_so() -> None:
-    """ZeRO-3 of one script is "none" of the other; a change of one value makes it another row."""
-    first = ran(3, 0.1)
-    trial = replace(first.trial, configuration=fakes.offload("none"), repeat=1)
-    other = replace(trial, ds_config={**trial.ds_config, "gradient_clipping": 0.5})
-    found = rows(first, fakes.success(trial, step_seconds=[0.1] * 10), fakes.success(other, step_seconds=[0.1] * 10))
-    assert [(row.label, len(row.runs)) for row in found] == [("ZeRO-3 (name zero3)", 2), ("ZeRO-3 (name none)", 1)]
-    assert "the same configuration also ran as none: one row, not 2" in [each.text for each in found[0].caveats]
-
-
 def test_where_the_baseline_failed_the_first_sound_row_decides_which_rows_compare() -> None:
     odd = ran(1, torch_version="2.11.0", **WRONG)
     assert [row.differences for row in rows(FAILED, odd, ran(2))][1:] == [("torch 2.13.0 against 2.11.0",), ()]
-    large = fakes.success(gpu(2, of=fakes.workload(batch_size=64)))
-    assert [row.differences for row in rows(FAILED, ran(1), large)] == [(), (), ("batch_size 4 against 64",)]
-
-
-def test_rows_that_do_not_compare_get_neither_ratio_nor_difference_of_memory(subtests: pytest.Subtests) -> None:
-    for other in (
-        fakes.success(gpu(2, of=fakes.workload(batch_size=8))),
-        fakes.success(gpu(2), micro_batch_size=8),
-        fakes.success(gpu(2, on=replace(CUDA, num_gpus=4))),
-        fakes.success(gpu(2), torch_version="2.11.0"),
-        replace(fakes.success(gpu(2)), method_version=99),
-    ):
-        with subtests.test(other=other):
-            _, row = rows(ran(0), other)
-            assert row.differences
-            assert row.tokens_per_second is not None
-            assert (row.ratio, row.ratio_interval, row.gpu_difference_bytes, row.host_difference_bytes) == (None,) * 4
-
-
-def test_results_are_in_order_of_appearance_with_labels_of_their_own_and_found_by_key() -> None:
-    large = fakes.success(gpu(1, of=fakes.workload(batch_size=64)))
-    comparison = compared(ran(3), ran(1), large, ran(3, repeat=1))
-    assert [row.label for row in comparison.rows] == ["ZeRO-3", "ZeRO-1 (micro-batch 4)", "ZeRO-1 (micro-batch 64)"]
-    for row in comparison.rows:
-        assert comparison.row(row.key) is row
-    with pytest.raises(KeyError):
-        comparison.row("nothing")
+    _, row = rows(ran(0), odd)
+    assert row.tokens_per_second is not None
+    assert (row.ratio, row.ratio_interval, row.gpu_difference_bytes, row.host_difference_bytes) == (None,) * 4
 
 
 # ------------------------------------------------------------------ the fronts
 
 
-def bare(index: int, tokens: float | None, peak: int | None, host: int | None = None, **changes: Any) -> Run:
-    """A row with these numbers and no others."""
-    trial = gpu(1, of=fakes.workload(), ds_config={"n": index})
-    sizes = {"gpu_peak_gb": None if peak is None else peak / GB, "cpu_used_gb": None if host is None else host / GB}
-    return make_run(fakes.success(trial)).with_row(throughput_tokens_per_sec=tokens, **sizes, **changes)
+def bare(index: int, tokens: float | None, device: int | None) -> Run:
+    """A row of its own with this throughput and this memory, in GB."""
+    trial = gpu(of=fakes.workload(seed=0))
+    trial = replace(trial, configuration=replace(trial.configuration, name=f"row{index}"))
+    trial = replace(trial, ds_config={**trial.ds_config, "row": index})
+    return make_run(fakes.success(trial)).with_row(throughput_tokens_per_sec=tokens, gpu_peak_gb=device)
 
 
 def front(*points: tuple[float | None, int | None]) -> list[int]:
@@ -304,33 +249,25 @@ def front(*points: tuple[float | None, int | None]) -> list[int]:
     return [keys.index(key) for key in comparison.pareto_device]
 
 
-def test_a_front_by_hand() -> None:
+def test_fronts_by_hand() -> None:
     """Slower and larger than another: off. Slower and smaller: on. Equal in both: both on."""
     assert front((100, 80), (90, 60), (80, 70), (70, 50), (90, 60), (90, 61), (100, 81)) == [0, 1, 3, 4]
-
-
-def test_rows_without_numbers_of_another_workload_or_disqualified_are_on_no_front() -> None:
     assert front((100, 80), (200, None), (None, 1)) == [0]
+    # Rows that failed, are disqualified or of another workload are on no front.
     large = fakes.success(gpu(2, of=fakes.workload(batch_size=64)), step_seconds=[0.001] * 10)
     wrong = ran(0, 0.05, gpu_peak_bytes=GB, **WRONG)
     comparison = compared(ran(1, 0.1), large, wrong, ran(3, 0.2, gpu_peak_bytes=4 * GB), fakes.failure(gpu(3)))
     assert comparison.pareto_device == (comparison.rows[0].key, comparison.rows[3].key)
 
 
-points = st.lists(st.tuples(st.integers(1, 6).map(float), st.integers(1, 6)), min_size=1, max_size=12)
-
-
-@quick
-@given(points)
-def test_something_is_on_the_front_and_nothing_on_it_is_beaten(given_points: list[tuple[float, int]]) -> None:
-    kept = front(*given_points)
-    assert kept
-
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 6).map(float), st.integers(1, 6)), min_size=1, max_size=12))
+def test_exactly_what_nothing_beats_is_on_the_front(points: list[tuple[float, int]]) -> None:
     def beaten(by: tuple[float, int], it: tuple[float, int]) -> bool:
         return by[0] >= it[0] and by[1] <= it[1] and by != it
 
-    on = {index for index, it in enumerate(given_points) if not any(beaten(by, it) for by in given_points)}
-    assert set(kept) == on
+    on = {index for index, it in enumerate(points) if not any(beaten(by, it) for by in points)}
+    assert set(front(*points)) == on
 
 
 def test_host_memory_has_a_front_where_something_lives_there() -> None:
@@ -341,9 +278,6 @@ def test_host_memory_has_a_front_where_something_lives_there() -> None:
     comparison = compared(offloaded("none", 0.1, 5), offloaded("cpu_optimizer", 0.2, 9), offloaded("cpu_full", 0.3, 4))
     first, _, third = (row.key for row in comparison.rows)
     assert comparison.pareto_host == (first, third)
-
-
-def test_one_kind_of_memory_has_a_front_where_nothing_is_offloaded() -> None:
     for on, device, host in ((CUDA, 2, 0), (fakes.placement(), 0, 2)):
         comparison = compared(fakes.success(gpu(0, on=on)), fakes.success(gpu(1, on=on)))
         assert (len(comparison.pareto_device), len(comparison.pareto_host)) == (device, host)
@@ -356,72 +290,65 @@ def kinds(comparison: Comparison) -> dict[CaveatKind, Caveat]:
     return {caveat.kind: caveat for caveat in comparison.caveats}
 
 
-def test_a_tested_comparison_on_quiet_cards_has_no_caveat() -> None:
+def test_a_tested_comparison_on_quiet_cards_has_no_caveat_and_one_with_too_few_runs_says_so() -> None:
     quiet = fakes.environment()
-    comparison = compared(*runs(0, 0.3, 0.3, 0.3), *runs(1, 0.25, 0.25, 0.25), on=(quiet, quiet))
-    assert comparison.caveats == ()
+    assert compared(*runs(0, 0.3, 0.3, 0.3), *runs(1, 0.25, 0.25, 0.25), on=(quiet, quiet)).caveats == ()
+    few = kinds(compared(*runs(0, 0.3, 0.3, 0.3), *runs(1, 0.3, 0.3), fakes.failure(gpu(1, 2))))
+    assert few[CaveatKind.TOO_FEW_REPEATS].values == {"few": 1, "rows": 2, "needed": 3}
 
 
 def test_the_shortest_window_on_a_gpu_below_two_seconds_is_reported() -> None:
     for seconds, on, told in ((0.19, CUDA, True), (0.21, CUDA, False), (0.1, fakes.placement(num_gpus=2), False)):
-        short, long = (fakes.success(gpu(1, on=on), step_seconds=[each] * 10) for each in (seconds, 0.3))
-        caveat = kinds(compared(long, short)).get(CaveatKind.SHORT_WINDOW)
+        records = [fakes.success(gpu(1, on=on), step_seconds=[each] * 10) for each in (0.3, seconds)]
+        caveat = kinds(compared(*records)).get(CaveatKind.SHORT_WINDOW)
         assert (caveat and caveat.values) == ({"seconds": pytest.approx(10 * seconds)} if told else None)
         # A flat row has the mean step and the number of steps.
-        assert (
-            kinds(compare([flat_run(make_run(each).row) for each in (long, short)])).get(CaveatKind.SHORT_WINDOW)
-            == caveat
-        )
+        flat = compare([flat_run(make_run(each).row) for each in records])
+        assert kinds(flat).get(CaveatKind.SHORT_WINDOW) == caveat
 
 
-def test_rows_with_too_few_runs_are_counted() -> None:
-    comparison = compared(*runs(0, 0.1, 0.1, 0.1), *runs(1, 0.1, 0.1), fakes.failure(gpu(1, 2)))
-    assert kinds(comparison)[CaveatKind.TOO_FEW_REPEATS].values == {"few": 1, "rows": 2, "needed": 3}
-
-
-def test_stages_that_have_nobody_to_partition_with_are_said(subtests: pytest.Subtests) -> None:
-    for records, said in (
-        ([fakes.success(gpu(1, on=replace(CUDA, num_gpus=1)))], True),
-        ([fakes.failure(gpu(3, on=replace(CUDA, num_gpus=1)))], True),
-        ([fakes.success(gpu(1), data_parallel_size=1)], True),
-        ([fakes.success(gpu(0, on=replace(CUDA, num_gpus=1)))], False),
-        ([fakes.success(gpu(3))], False),
-    ):
-        with subtests.test(records=records):
-            assert (CaveatKind.ONE_GPU in kinds(compared(*records))) is said
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        (fakes.failure(gpu(3, on=replace(CUDA, num_gpus=1))), True),
+        (fakes.success(gpu(1), data_parallel_size=1), True),
+        (fakes.success(gpu(0, on=replace(CUDA, num_gpus=1))), False),
+        (fakes.success(gpu(3)), False),
+    ],
+)
+def test_stages_that_have_nobody_to_partition_with_are_said(record: TrialRecord, said: bool) -> None:
+    assert (CaveatKind.ONE_GPU in kinds(compared(record))) is said
 
 
 def card(index: int = 0, **changes: Any) -> GpuFacts:
     return GpuFacts(index=index, name="NVIDIA H100 80GB HBM3", memory_total_bytes=80 * GB, **changes)
 
 
-def test_what_disturbs_the_machine_is_said_of_the_cards_that_were_used(subtests: pytest.Subtests) -> None:
-    for changes, kind, said in (
-        ({"gpus": (card(other_processes=((7, None), (8, GB))),)}, CaveatKind.OTHER_PROCESS, True),
-        ({"gpus": (card(other_processes=()),)}, CaveatKind.OTHER_PROCESS, False),
-        ({"gpus": (card(other_processes=None),)}, CaveatKind.OTHER_PROCESS, False),
-        ({"gpus": (card(), card(1), card(2, other_processes=((7, 1),)))}, CaveatKind.OTHER_PROCESS, False),
-        ({"gpus": (card(throttle_reasons=("gpu_idle", "hw_thermal_slowdown")),)}, CaveatKind.THROTTLED_BEFORE, True),
-        ({"gpus": (card(throttle_reasons=("gpu_idle",)),)}, CaveatKind.THROTTLED_BEFORE, False),
-        ({"gpus": (card(throttle_reasons=("applications_clocks_setting",)),)}, CaveatKind.THROTTLED_BEFORE, False),
-        ({"gpus": (card(throttle_reasons=None),)}, CaveatKind.THROTTLED_BEFORE, False),
-        ({"swap_used_bytes": 3 * GB}, CaveatKind.SWAP_USED, True),
-        ({"swap_used_bytes": 0}, CaveatKind.SWAP_USED, False),
-        ({"swap_used_bytes": None}, CaveatKind.SWAP_USED, False),
-    ):
-        with subtests.test(changes=changes, kind=kind):
-            found = kinds(compared(ran(0), on=(fakes.environment(**changes),)))
-            assert (kind in found) is said
-            if said:
-                assert found[kind].next_step
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"gpus": (card(other_processes=((7, None), (8, GB))),)}, {CaveatKind.OTHER_PROCESS}),
+        ({"gpus": (card(other_processes=(), throttle_reasons=("gpu_idle",)),)}, set()),
+        ({"gpus": (card(), card(1), card(2, other_processes=((7, 1),)))}, set()),  # not used by the job
+        ({"gpus": (card(throttle_reasons=("gpu_idle", "hw_thermal_slowdown")),)}, {CaveatKind.THROTTLED_BEFORE}),
+        ({"gpus": (card(throttle_reasons=("applications_clocks_setting",)),)}, set()),
+        ({"swap_used_bytes": 3 * GB}, {CaveatKind.SWAP_USED}),
+        ({"swap_used_bytes": 0}, set()),
+    ],
+)
+def test_what_disturbs_the_machine_is_said_of_the_cards_that_were_used(
+    changes: dict[str, Any], expected: set[CaveatKind]
+) -> None:
+    disturbances = {CaveatKind.OTHER_PROCESS, CaveatKind.THROTTLED_BEFORE, CaveatKind.SWAP_USED}
+    found = kinds(compared(ran(0), on=(fakes.environment(**changes),)))
+    assert found.keys() & disturbances == expected
 
 
-def test_environments_that_do_not_compare_are_named_and_unused_cards_do_not_matter() -> None:
-    here = fakes.environment(gpus=(card(other_processes=((7, 1),)),))
+def test_environments_that_do_not_compare_are_named() -> None:
+    here = fakes.environment()
     there = replace(here, packages={**here.packages, "torch": "2.11.0"})
     found = kinds(compared(fakes.success(), on=(here, here, there)))
     assert "torch 2.13.0 against 2.11.0" in found[CaveatKind.ENVIRONMENT_DIFFERS].text
-    assert CaveatKind.OTHER_PROCESS not in found
 
 
 # ------------------------------------------------------------------ capacities
@@ -434,19 +361,15 @@ def test_the_capacity_is_the_smallest_cards_real_or_emulated() -> None:
     assert compared(ran(0), small).device_capacity_bytes == 40 * GB
     assert compared(ran(0), small, emulated).device_capacity_bytes == 20 * GB
     # Where no rank got far enough, the environment knows the card.
-    assert compared(fakes.failure(gpu(0)), on=(fakes.environment(),)).device_capacity_bytes == 80 * GB
-    assert compared(fakes.failure(gpu(0))).device_capacity_bytes is None
+    assert compared(FAILED, on=(fakes.environment(),)).device_capacity_bytes == 80 * GB
     assert compared(fakes.success(), on=(fakes.environment(),)).device_capacity_bytes is None
 
 
-def test_the_hosts_capacity_is_the_tighter_of_machine_and_cgroup(subtests: pytest.Subtests) -> None:
-    for host, cgroup, capacity in (
-        (256 * GB, None, 256 * GB),
-        (256 * GB, 64 * GB, 64 * GB),
-        (None, None, None),
-        (None, GB, GB),
-    ):
-        with subtests.test(host=host, cgroup=cgroup, capacity=capacity):
-            facts = fakes.environment(host_memory_bytes=host, cgroup_memory_limit_bytes=cgroup)
-            assert compared(ran(0), on=(facts,)).host_capacity_bytes == capacity
-            assert compared(ran(0)).host_capacity_bytes is None
+@pytest.mark.parametrize(
+    ("host", "cgroup", "capacity"), [(256, None, 256), (256, 64, 64), (64, 256, 64), (None, None, None), (None, 1, 1)]
+)
+def test_the_hosts_capacity_is_the_tighter_of_machine_and_cgroup(
+    host: int | None, cgroup: int | None, capacity: int | None
+) -> None:
+    facts = fakes.environment(host_memory_bytes=host, cgroup_memory_limit_bytes=cgroup)
+    assert compared(ran(0), on=(facts,)).host_capacity_bytes == capacity
