@@ -11,10 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config import recipe_file, sweep
+from ..config import recipe_file
 from ..config.deepspeed_keys import top_level_keys
 from ..config.options import Options
-from ..config.recipe import PATHS, Recipe, Values, check_recipe, config_maker, options_of, yaml_text
+from ..config.recipe import (
+    MOST_TRIALS,
+    PATHS,
+    Point,
+    Recipe,
+    Sweep,
+    Values,
+    check_recipe,
+    config_maker,
+    find_sweep,
+    options_of,
+)
 from ..config.recipe_file import Data, RecipeText
 from ..errors import UsageError
 from ..records.run_folder import RunFolder
@@ -47,10 +58,10 @@ def run_command(
     text, stored_arguments = _recipe_text(recipe, typed, flags)
     for path, value in _given_values(settings, flags):
         text = recipe_file.with_value(text, path, value)
-    asked = sweep.find_sweep(text)
+    asked = find_sweep(text)
     if "print_recipe" in flags:
         check_recipe(text, asked.data_of(asked.first_point))
-        terminal.print_text(yaml_text(text.data).rstrip())
+        terminal.print_text(recipe_file.yaml_text(text.data).rstrip())
         return 0
     run_flags = {name: flags[name] for name in _RUN_FLAGS if name in flags}
     run_flags |= {
@@ -85,14 +96,14 @@ def run_command(
 
 
 def _points(
-    text: RecipeText, asked: sweep.Sweep, run_flags: dict[str, Any], *, allow_many: bool
+    text: RecipeText, asked: Sweep, run_flags: dict[str, Any], *, allow_many: bool
 ) -> tuple[list[Options], Values]:
     """Return the Options of every point and the recipe of the first.
 
     Raises UsageError for more trials than is usual.
     """
 
-    def options_at(point: sweep.Values) -> tuple[Values, Options]:
+    def options_at(point: Point) -> tuple[Values, Options]:
         recipe = check_recipe(text, asked.data_of(point))
         return recipe, options_of(recipe, text.folder, point=tuple(point.items()), **run_flags).checked()
 
@@ -105,7 +116,7 @@ def _points(
     options = with_files(options)
     run_flags |= {"files": options.files, "file_lines": options.file_lines}
     trials = asked.most_points * len(requested_rows(options)) * options.repeats
-    if trials > sweep.MOST_TRIALS and not allow_many:
+    if trials > MOST_TRIALS and not allow_many:
         problem = f"this recipe makes {trials:,} trials: {asked.most_points:,} points, each with every row and repeat"
         raise UsageError(problem, remedy="shorten its lists, or add --yes if that is meant")
     return [options_at(point)[1] for point in asked.points()], first

@@ -44,7 +44,8 @@ def main(family: Family, make_config: MakeConfig, arguments: Sequence[str] | Non
             files.require_working_folder()
             options, kept = _with_resumed_flags(family, prog, typed_flags)
             if options.print_recipe:
-                from ..config.recipe import recipe_of, yaml_text
+                from ..config.recipe import recipe_of
+                from ..config.recipe_file import yaml_text
                 from ..planner import requested_rows
 
                 rows = [row.origin for row in requested_rows(options) if isinstance(row.origin, Strategy)]

@@ -1,4 +1,4 @@
-"""Reads the text of a recipe: YAML as plain values, with the line of each key.
+"""Reads and writes the text of a recipe: YAML as plain values, with the line of each key.
 
 Of YAML only what a recipe needs is read, so that a short file cannot become a huge value: anchors and aliases, tags,
 several documents, keys given twice, and large or deeply nested files are refused. Plain scalars follow YAML 1.2:
@@ -180,3 +180,26 @@ def _scalar(name: str, node: Any, path: KeyPath) -> Any:
     if _INTEGER.fullmatch(text):
         return int(text)
     return text if path[:1] == ("axes",) else number  # rows of axes are named after the text: 1e8
+
+
+# Writing
+
+
+def yaml_text(data: Data) -> str:
+    """Return a recipe as YAML that :func:`parse_recipe` reads back to the same values."""
+    return str(
+        yaml.dump(data, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=100, allow_unicode=True)
+    )
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Quotes texts that YAML 1.2 reads as numbers, writes lists in one line, and no anchors."""
+
+    def ignore_aliases(self, _data: Any) -> bool:
+        return True
+
+
+_Dumper.add_representer(
+    list, lambda dumper, values: dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=True)
+)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))

@@ -240,7 +240,7 @@ def test_the_recipe_of_a_script_makes_the_same_trials(
     Path("mine.json").write_text('{"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 2}}')
     options = arguments.parse(family, "script.py", flags.split())
     rows = [row.origin for row in requested_rows(options) if isinstance(row.origin, Strategy)]
-    text = recipe_file.parse_recipe(recipe.yaml_text(recipe.recipe_of(options, make, rows)))
+    text = recipe_file.parse_recipe(recipe_file.yaml_text(recipe.recipe_of(options, make, rows)))
     read = recipe.check_recipe(text)
     again = recipe.options_of(read, text.folder)
     first = make_run_plan([options], make, fakes.machine())

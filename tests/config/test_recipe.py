@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ds_bench.cli.arguments import add_flags_over_recipe, parse
-from ds_bench.config import recipe, recipe_file, sweep
+from ds_bench.config import recipe, recipe_file
 from ds_bench.config.options import GOALS, Options
 from ds_bench.config.spec import Inspection
 from ds_bench.errors import UsageError
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def points(text: str) -> list[tuple[str, Options]]:
     """Text and Options of every point of a recipe."""
     read = recipe_file.parse_recipe(text, "r.yaml")
-    found = sweep.find_sweep(read)
+    found = recipe.find_sweep(read)
     made = []
     for point in found.points():
         checked = recipe.check_recipe(read, found.data_of(point))
@@ -136,14 +136,14 @@ def test_lists_the_matrix_and_its_entries_make_the_points() -> None:
     # Points are counted without being made.
     axes = {f"training.{name}": list(range(1, 101)) for name in ("seq_len", "steps", "warmup_steps", "grad_accum")}
     read = replace(recipe_file.parse_recipe("{}"), data={"sweep": {"matrix": axes}})
-    assert sweep.find_sweep(read).most_points == 10**8
+    assert recipe.find_sweep(read).most_points == 10**8
 
 
 def test_a_value_set_by_a_flag_replaces_its_list() -> None:
     read = recipe_file.parse_recipe("training: {steps: [1, 2]}\nsweep: {matrix: {training.seq_len: [8, 16]}}")
     for path, value in ((("training", "seq_len"), 32), (("training", "steps"), 3), (("output", "goal"), "speed")):
         read = recipe_file.with_value(read, path, value)
-    found = sweep.find_sweep(read)
+    found = recipe.find_sweep(read)
     assert found.points() == [{}]
     assert found.base["training"] == {"seq_len": 32, "steps": 3}
     with pytest.raises(UsageError, match=r"training\.steps is not a section"):
@@ -155,7 +155,7 @@ def test_written_values_are_read_back(subtests: pytest.Subtests) -> None:
         with subtests.test(value=value):
             shared = [value]
             data = {"section": {"one": value, "two": shared, "three": shared}}
-            assert recipe_file.parse_recipe(recipe.yaml_text(data)).data == data
+            assert recipe_file.parse_recipe(recipe_file.yaml_text(data)).data == data
 
 
 def test_the_recipes_of_the_documentation_are_recipes() -> None:
