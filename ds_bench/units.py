@@ -100,6 +100,12 @@ def format_names(names: Iterable[object], most: int = 8, separator: str = ", ") 
     return separator.join(shown[:most]) + (f" and {left} more" if left > 0 else "")
 
 
+def format_series(names: Iterable[object], word: str = "or") -> str:
+    """``a, b or c``; a single name as it is."""
+    *others, last = map(str, names)
+    return f"{', '.join(others)} {word} {last}" if others else last
+
+
 def format_place(place: Sequence[str | int]) -> str:
     """Keys and list indices on the way to a value: ``ranks[0].losses[4]``."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place).removeprefix(".")

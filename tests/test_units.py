@@ -47,6 +47,7 @@ def test_each_format_has_its_digits_and_unit_and_a_dash_for_none() -> None:
 def test_names_places_and_shares() -> None:
     assert units.format_names("abc") == "a, b, c"
     assert units.format_names("abcdef", 2, "; ") == "a; b and 4 more"
+    assert [units.format_series(names, "and") for names in ("a", "ab", "abc")] == ["a", "a and b", "a, b and c"]
     assert units.format_place(["ranks", 0, "losses", 4]) == "ranks[0].losses[4]"
     assert [units.format_items(count, "row") for count in (0, 1, 3)] == ["0 rows", "1 row", "3 rows"]
     assert units.format_parameters(1_100_000_000, 8_800_000) == "1.10 B parameters, 0.8 % trained"

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..errors import UsageError
 from ..system import invocation
+from ..units import format_series
 from .axes import AXES, Axis, NotForThisRowError, RowFacts, Setting, Value
 from .deepspeed_config import merge, nested, paths_of
 from .spec import Requirements
@@ -117,7 +118,7 @@ def describe_values(axis: Axis) -> str:
         kind = "a whole number" if axis.numbers.whole else "a number"
         parts.append(f"{kind} from {axis.numbers.least:g} to {axis.numbers.most:g}")
     if axis.values:
-        parts.append(" or ".join(filter(None, [", ".join(axis.values[:-1]), axis.values[-1]])))
+        parts.append(format_series(axis.values))
     return ", or ".join(parts)
 
 
@@ -133,8 +134,7 @@ def describe_rows(axis: Axis) -> str:
     """Describe the rows where an axis acts: ``rows of stage 3 that offload the optimizer``."""
     parts = []
     if axis.stages != (0, 1, 2, 3):
-        stages = " and ".join(filter(None, [", ".join(map(str, axis.stages[:-1])), str(axis.stages[-1])]))
-        parts.append(f"of stage {stages}")
+        parts.append(f"of stage {format_series(axis.stages, 'and')}")
     if axis.offload is not None:
         parts.append("that offload the optimizer to NVMe" if axis.offload == "nvme" else f"that offload {axis.offload}")
     if axis.engines == ("deepspeed",) and not parts:

@@ -8,13 +8,13 @@ says. A hint is worth knowing.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UsageError
 from ..system.redaction import REDACTED, looks_secret, redacted_config
-from ..units import format_bytes, format_count, format_items, format_names
+from ..units import format_bytes, format_count, format_items, format_names, format_series
 from . import deepspeed_keys
 from .automatic_values import TrainingFacts, fill_in
 from .axes import ZERO
@@ -239,7 +239,7 @@ def _type_problem(place: str, value: object, entry: Mapping[str, Any]) -> tuple[
         kinds = [each for each in kinds if each != "null"] or kinds
         names = [{"object": "an object {…}", "null": "null"}.get(each, f"a {each}") for each in kinds]
         reason = f"DeepSpeed refuses {_shown_without_secrets(place, value)}, a JSON {kind}"
-        return reason, f"give {_alternatives(names)}"
+        return reason, f"give {format_series(names)}"
     schema = entry.get("schema", {"type": "any"})
     if schema["type"] == "any":
         return None
@@ -253,7 +253,7 @@ def _type_problem(place: str, value: object, entry: Mapping[str, Any]) -> tuple[
         except ValidationError as error:
             message = error.errors()[0]["msg"]
     allowed = schema.get("expected")
-    remedy = f"give {_alternatives(map(str, allowed))}" if allowed else f"its default is {_shown(entry['default'])}"
+    remedy = f"give {format_series(allowed)}" if allowed else f"its default is {_shown(entry['default'])}"
     return f"DeepSpeed refuses {_shown_without_secrets(place, value)}: {message[0].lower()}{message[1:]}", remedy
 
 
@@ -521,8 +521,3 @@ def _shown_without_secrets(place: str, value: object) -> str:
     if isinstance(value, (int, float)):
         return REDACTED if looks_secret(place, str(value)) else _shown(value)
     return _shown(redacted_config({place: value})[place])
-
-
-def _alternatives(names: Iterable[str]) -> str:
-    *others, last = names
-    return f"{', '.join(others)} or {last}" if others else last

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
+from ..units import format_series
 from . import deepspeed_keys
 from .axes import AXES, OPTIMIZER, PARAM, ZERO, Axis
 from .deepspeed_config import AUTO, nested, overlay
@@ -432,7 +433,7 @@ _OF_FILES = (
     Rule("unknown-allreduce-op", "error", "gradient_allreduce_op", when=_not_in("gradient_allreduce_op", "mean", "sum"),
          reason="DeepSpeed knows mean and sum", remedy="use mean, its default", source=_CONFIG),
     *(Rule(f"unknown-{name}", "error", path, when=_not_in(path, *known),
-           reason=f"DeepSpeed knows {', '.join(known[:-1])} and {known[-1]}", remedy="use one of them", source=source)
+           reason=f"DeepSpeed knows {format_series(known, 'and')}", remedy="use one of them", source=source)
       for name, path, known, source in (
           ("communication-data-type", "communication_data_type", ("fp16", "bf16", "fp32"), _CONFIG),
           ("seq-parallel-communication-data-type", "seq_parallel_communication_data_type", ("fp16", "bf16", "fp32"),

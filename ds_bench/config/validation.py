@@ -48,17 +48,9 @@ def unsupported_reason(configuration: Configuration, placement: Placement) -> st
     Without the refusal the row would show a number for something that did not happen. A precision of the workload is
     refused only once the DeepSpeed configuration is completed.
     """
-    case = Case(config=configuration.deepspeed_config, placement=placement)
-    return (
-        configuration.refusal
-        or _missing_requirement(configuration, placement)
-        or (_refused_by_reference(configuration) if configuration.is_reference else None)
-        or next(row_texts(case, "refusal", "ignored"), None)
-    )
-
-
-def _missing_requirement(configuration: Configuration, placement: Placement) -> str | None:
     needs, name = configuration.requires, configuration.label
+    if configuration.refusal:
+        return configuration.refusal
     if needs.accelerator not in (None, placement.accelerator):
         why = f": {needs.reason}" if needs.reason else f" needs the accelerator {needs.accelerator}"
         return f"{name}{why}; use --accelerator {needs.accelerator}"
@@ -66,7 +58,9 @@ def _missing_requirement(configuration: Configuration, placement: Placement) -> 
         return f"{name} needs {needs.min_ranks} ranks or more; use --num-gpus {needs.min_ranks}"
     if needs.min_nodes > placement.num_nodes:
         return f"{name} needs {needs.min_nodes} nodes or more; give them with --hostfile"
-    return None
+    case = Case(config=configuration.deepspeed_config, placement=placement)
+    refusal = _refused_by_reference(configuration) if configuration.is_reference else None
+    return refusal or next(row_texts(case, "refusal", "ignored"), None)
 
 
 _NO_AUTOTP = ("deberta", "flaubert", "fsmt", "gpt2", "led", "longformer", "xlm", "xlnet")

@@ -17,7 +17,7 @@ from ..config.strategies import OFFLOAD_NAMES, ZERO_STAGES, make_configuration
 from ..prediction.inputs import times_sent
 from ..prediction.model_states import FP32_BYTES, element_bytes, model_states
 from ..records.schema import OOM
-from ..units import format_bytes, format_percent
+from ..units import format_bytes, format_percent, format_series
 from .decision import COMFORTABLE_FRACTION, ON_HOST, RAN_OUT, EligibleRows, Speeds, decide_for_speed, intervals
 from .remedies import failed_run
 from .words import Fact
@@ -201,8 +201,7 @@ class Observed:
     def less_memory(self) -> str:
         """What keeps less on a GPU: a higher stage that has not failed, else offload; empty without either."""
         if self.one_gpu:
-            *others, last = ["--activation-checkpointing", "a smaller micro-batch", *self.offloads[:1]]
-            return f"{', '.join(others)} or {last}"
+            return format_series(["--activation-checkpointing", "a smaller micro-batch", *self.offloads[:1]])
         # Stage 2 at least, which docs/choosing.md names for a row that barely fits.
         below = max(self.avoided) if self.fastest is None else max(self.fastest, 1)
         stage = next((each for each in range(below + 1, 4) if each not in self.avoided), None)
