@@ -1,36 +1,45 @@
-"""Keeps a test marked ``alone`` from running beside another of these tests, where pytest-xdist has several workers."""
+"""Each of two workers has half of these tests: trainings in one, in the other what waits for programs and hosts."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
+from ds_bench.config.identity import work_key
+from ds_bench.config.spec import Trial
+from ds_bench.launch import Limits
+from ds_bench.launch.warm_launcher import WarmLauncher
+from ds_bench.records.schema import TrialRecord
+from ds_bench.system import processes
+from tests.support.real_trials import SHORT, Train
 
-@contextlib.contextmanager
-def locked(path: Path, kind: int) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, kind)
-        yield
-    finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile may have it open
-        os.close(descriptor)
+TRAININGS = ("axes", "computation", "configuration_files", "factories", "prediction", "strategies", "trial_endings")
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Any:
-    if not hasattr(item.config, "workerinput"):  # there is one worker alone
-        return (yield)
-    alone = item.get_closest_marker("alone") is not None
-    of_all_workers = Path(item.config.option.basetemp).parent
-    with contextlib.ExitStack() as stack:
-        # Whoever waits to be alone holds this one, so that no further test begins.
-        with locked(of_all_workers / "next_test", fcntl.LOCK_EX):
-            stack.enter_context(locked(of_all_workers / "running_tests", fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
-        return (yield)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        trains = item.path.stem.removeprefix("test_") in TRAININGS
+        item.add_marker(pytest.mark.xdist_group("trainings" if trains else "programs"))
+
+
+@pytest.fixture(scope="session")
+def train(server: Callable[[Limits], WarmLauncher], tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """Trains a trial to its end; only once where trials differ in nothing but the name of their row."""
+    records: dict[str, TrialRecord] = {}
+
+    def go(trial: Trial) -> TrialRecord:
+        assert trial.unsupported is None
+        key = work_key(trial, leave_out=("name",))
+        if key not in records:
+            folder, before = tmp_path_factory.mktemp("trial"), processes.descendants()
+            records[key] = server(SHORT).launch(trial, folder, lambda _progress: None)
+            assert processes.descendants() <= before, "a process of the trial is left"
+            shutil.rmtree(folder)
+        record = replace(records[key], trial=trial)
+        assert record.outcome.success, (trial.configuration.name, record.outcome)
+        return record
+
+    return go

@@ -1,4 +1,4 @@
-"""Files of eleven kinds as rows, trained by real DeepSpeed on two CPU ranks."""
+"""Configuration files of users as rows, trained by real DeepSpeed on two CPU ranks."""
 
 from __future__ import annotations
 
@@ -27,18 +27,13 @@ def zero(stage: int, **keys: Any) -> dict[str, Any]:
 
 
 FILES: dict[str, Any] = {
-    "stage0.json": {**AUTO, "optimizer": ADAMW, "zero_optimization": {"stage": 0}},
-    "stage1.json": {**AUTO, "optimizer": ADAMW, **zero(1)},
-    "no_optimizer.json": {**AUTO, **zero(2)},
-    "stage3.json": {**AUTO, "optimizer": ADAMW, **zero(3, stage3_prefetch_bucket_size="auto", sub_group_size=1e9)},
-    "offload_optimizer.json": {**AUTO, "optimizer": ADAMW, **zero(2, cpu_offload=True)},
     "full_offload.json": {**AUTO, "optimizer": ADAMW, **zero(3, offload_optimizer=CPU, offload_param=CPU)},
-    "scheduler.json": {**AUTO, "optimizer": ADAMW, "scheduler": SCHEDULER, **zero(2)},
+    "scheduler.json": {**AUTO, "optimizer": ADAMW, "scheduler": SCHEDULER, **zero(2, cpu_offload=True)},
     "half.json": {"fp16": {"enabled": True}, "optimizer": ADAMW, **zero(2)},
-    "batch.json": {"bf16": {"enabled": True}, "train_batch_size": 12, "gradient_accumulation_steps": 2, **zero(1)},
-    "comments.json": '{//\n"zero_optimization": {"stage": 2, "sub_group_size": 5e7,}, "bf16": {"enabled": true}}',
+    "batch.json": '{//\n"train_batch_size": 12, "gradient_accumulation_steps": 2, "bf16": {"enabled": true},'
+    '"zero_optimization": {"stage": 1, "reduce_bucket_size": 5e7,}}',
     "accelerate.yaml": "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n  zero_stage: 3\n",
-    "trainer.yaml": "deepspeed: stage1.json\nbf16: true\nlearning_rate: 3.0e-4\ngradient_checkpointing: true\n",
+    "trainer.yaml": "deepspeed: full_offload.json\nbf16: true\nlearning_rate: 3.0e-4\ngradient_checkpointing: true\n",
 }
 
 
@@ -73,17 +68,13 @@ def test_every_file_trains_as_it_says(trained: dict[str, TrialRecord]) -> None:
         assert first.resolved_config["bfloat16_config"]["enabled"], name
         assert first.resolved_config["zero_config"]["stage"] == record.trial.configuration.stage
         assert len(second.losses) == len(first.losses)
-    offloaded = {name: trained[name].ranks[0].optimizer_class for name in ("offload_optimizer", "full_offload")}
-    assert set(offloaded.values()) == {"DeepSpeedCPUAdam"}
-    rates = {name: trained[name].ranks[0].optimizer_settings[0]["lr"] for name in ("stage1", "no_optimizer", "trainer")}
-    assert rates == {"stage1": 5e-5, "no_optimizer": 1e-4, "trainer": 3e-4}
+    assert trained["scheduler"].ranks[0].optimizer_class == "DeepSpeedCPUAdam"
+    names = ("full_offload", "accelerate", "trainer")
+    rates = [trained[name].ranks[0].optimizer_settings[0]["lr"] for name in names]
+    assert rates == [5e-5, 1e-4, 3e-4]
     assert trained["trainer"].trial.workload.activation_checkpointing
+    assert trained["trainer"].trial.configuration.resolved_values["optimizer.params.lr"] == 3e-4
     assert (trained["batch"].ranks[0].micro_batch_size, trained["batch"].ranks[0].grad_accum) == (3, 2)
-
     # Four steps leave the scheduler at iteration 3 (from 0) of 102, the first 2 being its warm-up.
     rate = trained["scheduler"].ranks[0].optimizer_settings[0]["lr"]
     assert rate == pytest.approx(1e-2 * (102 - 3) / (102 - 2))
-    configuration = trained["stage3"].trial.configuration
-    assert json.loads(configuration.file_text or "") == FILES["stage3.json"]
-    assert configuration.resolved_values["zero_optimization.stage3_prefetch_bucket_size"] == int(0.9 * 128 * 128)
-    assert trained["trainer"].trial.configuration.resolved_values["optimizer.params.lr"] == 3e-4

@@ -15,13 +15,11 @@ from tests.support import fakes
 from tests.support.ledger_checks import check
 from tests.support.real_trials import ROOT, SUPPORT, Launch, make_trial
 
-pytestmark = pytest.mark.deepspeed
+pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 
-FROZEN = ("lora", "classifier")
 ROWS: dict[str, Configuration] = {
-    **{f"zero{stage}": fakes.zero(stage) for stage in range(4)},
-    **{f"cpu_optimizer-{stage}": fakes.offload("cpu_optimizer", stage) for stage in (1, 2, 3)},
-    "cpu_full": fakes.offload("cpu_full"),
+    **{f"zero{stage}": fakes.zero(stage) for stage in (0, 1, 3)},
+    "cpu_optimizer": fakes.offload("cpu_optimizer", 2),
     **{name: fakes.reference(name) for name in ("ddp", "fsdp2")},
 }
 BUCKETS = {
@@ -29,11 +27,6 @@ BUCKETS = {
     "allgather_bucket_size": 20_000,
     "stage3_param_persistence_threshold": 1000,
 }
-
-
-def _workload(example: str, **changes: Any) -> Workload:
-    given = {"batch_size": 2, "seq_length": 16, "num_steps": 2, "warmup_steps": 1, **changes}
-    return Workload(model=f"documented_models:build_{example}", model_source="factory", **given)
 
 
 def _trial(row: Configuration, workload: Workload) -> Trial:
@@ -54,34 +47,36 @@ def _profile(workload: Workload, trials: list[Trial]) -> ModelProfile:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "rows", "work"),
     [
-        ("lora", ("zero1", "cpu_optimizer-2", "fsdp2"), {}),
-        ("lora", ("zero1", "zero3"), {"activation_checkpointing": True}),
-        ("bert", ("zero1", "cpu_full"), {}),
-        ("classifier", ("zero1", "cpu_optimizer-3", "ddp"), {}),
+        # Frozen weights and a tied head, which stage 3 splits as they are.
+        ("lora", ("zero1", "zero3", "cpu_optimizer", "fsdp2"), {"activation_checkpointing": True}),
+        ("classifier", ("zero1",), {}),
         ("t5", ("zero1", "zero3"), {}),
-        ("vit", ("zero1", "zero0"), {}),
+        ("vit", ("ddp",), {}),
+        ("bert", ("zero0",), {}),
     ],
 )
 def test_a_documented_factory_is_predicted_labelled_and_trained_alike(
     example: str, rows: tuple[str, ...], work: dict[str, Any], launch: Launch
 ) -> None:
-    workload = _workload(example, **work)
-    trials = {name: _trial(ROWS[name], workload) for name in rows}
-    profile = _profile(workload, list(trials.values()))
-    records = {name: launch(trial) for name, trial in trials.items()}
-    assert records["zero1"].outcome.success, records["zero1"].outcome
-    reference = records["zero1"].ranks[0]
-    for name, record in records.items():
-        check(trials[name], profile, record)
+    sizes = {"batch_size": 2, "seq_length": 16, "num_steps": 2, "warmup_steps": 1}
+    workload = Workload(model=f"documented_models:build_{example}", model_source="factory", **{**sizes, **work})
+    trials = [_trial(ROWS[name], workload) for name in rows]
+    records = [launch(trial) for trial in trials]
+    reference = records[0].ranks[0]
+    profile = _profile(workload, trials) if len(rows) > 1 else None
+    for trial, record in zip(trials, records, strict=True):
+        assert record.outcome.success, record.outcome
+        if profile is not None:
+            check(trial, profile, record)
         for rank in record.ranks:
-            assert rank.trainable_parameter_count == profile.parameters
-            assert rank.parameter_count == profile.parameters + profile.frozen_parameters
-            assert rank.frozen_weights_changed is (False if example in FROZEN else None)
+            if profile is not None:
+                assert rank.trainable_parameter_count == profile.parameters
+                assert rank.parameter_count == profile.parameters + profile.frozen_parameters
+            assert rank.frozen_weights_changed is (False if example in ("lora", "classifier") else None)
             assert rank.forward_backward_flops == reference.forward_backward_flops
             assert bool(rank.recomputed_flops) is workload.activation_checkpointing
             assert bool(rank.notes) is (example in ("t5", "vit"))  # whose samples are not sequences of that length
-        assert record.ranks[0].losses == pytest.approx(reference.losses, rel=0.02), name
+        assert record.ranks[0].losses == pytest.approx(reference.losses, rel=0.02), trial.configuration.name

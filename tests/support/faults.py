@@ -173,24 +173,23 @@ def fails_after_the_window() -> Tiny:
     return Tiny(act)
 
 
-def hangs_at_stage_2() -> Tiny:
-    """Works at stage 1; hangs at stages 2 and 3, unless FAULTS_MENDED is set."""
+def _stage() -> int:
     import gc
 
     from ds_bench.records.rank_files import Assignment
 
-    stages = [o.trial.configuration.stage for o in gc.get_objects() if type(o) is Assignment]
-    return fine() if stages == [1] or os.environ.get("FAULTS_MENDED") else hangs()
+    (stage,) = {o.trial.configuration.stage for o in gc.get_objects() if type(o) is Assignment}
+    return stage
+
+
+def hangs_at_stage_2() -> Tiny:
+    """Works at stage 1; hangs at stages 2 and 3, unless FAULTS_MENDED is set."""
+    return fine() if _stage() == 1 or os.environ.get("FAULTS_MENDED") else hangs()
 
 
 def trains_long_at_stage_2() -> Tiny:
     """Needs half a second for each forward pass at stage 2, unless FAULTS_MENDED is set; works at other stages."""
-    import gc
-
-    from ds_bench.records.rank_files import Assignment
-
-    stages = [o.trial.configuration.stage for o in gc.get_objects() if type(o) is Assignment]
-    return fine() if stages != [2] or os.environ.get("FAULTS_MENDED") else Tiny(lambda _step: time.sleep(0.5))
+    return fine() if _stage() != 2 or os.environ.get("FAULTS_MENDED") else Tiny(lambda _step: time.sleep(0.5))
 
 
 def becomes_another_program() -> Tiny:

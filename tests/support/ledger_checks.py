@@ -36,7 +36,7 @@ def check(trial: Trial, profile: ModelProfile, record: TrialRecord) -> None:
         if measured.get(cell, 0)
         != pytest.approx(predicted.get(cell, 0), rel=tolerance.get(cell, 0.01), abs=_STEP_COUNTERS)
     }
-    assert wrong == {}, "cell: (predicted, measured)"
+    assert wrong == {}, f"cell: (predicted, measured): {wrong}"
     for rank in record.ranks:
         kept = {(tier, name): size for tier, row in rank.ledger_after_step.items() for name, size in row.items()}
         assert ("cpu", "parameters") in kept

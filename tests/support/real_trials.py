@@ -29,6 +29,7 @@ SHORT = Limits(
 )
 
 Launch = Callable[..., TrialRecord]
+Train = Callable[[Trial], TrialRecord]
 
 
 def make_trial(
