@@ -68,7 +68,7 @@ def resolve(config: Mapping[str, Any], facts: TrainingFacts) -> tuple[Config, di
             del block[key]
             values[path] = None
     # Enables the precision of a configuration whose "auto" named only the other 16-bit format, as Accelerate does:
-    # {"fp16": {"enabled": "auto"}} alone would train fp32 if bf16 is asked for.
+    # {"fp16": {"enabled": "auto"}} by itself would train fp32 if bf16 is asked for.
     automatic = any(block_of(config, name).get("enabled") == AUTO for name in ("bf16", "fp16"))
     if automatic and facts.precision != "fp32":
         resolved.setdefault(facts.precision, {"enabled": True})

@@ -215,7 +215,9 @@ def _reason(error: Any) -> str:
     forms = {FACTORY: "package.module:function", _NAME: "a name of letters, digits, dots, dashes and underscores"}
     if (form := forms.get(context.get("pattern"))) is not None:
         return f"it must be {form}"
-    return str(error["msg"]).removeprefix("Value error, ").replace("Input should", "it must")
+    said = str(error["msg"]).removeprefix("Value error, ").replace("a valid array", "a list")
+    said = said.removesuffix(" after validation, not 0")
+    return re.sub("^(Input|List|Tuple|Dictionary) should", "it must", said)
 
 
 def _known_part(path: KeyPath) -> KeyPath:

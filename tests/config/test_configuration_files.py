@@ -86,7 +86,7 @@ def test_what_an_accelerate_file_leaves_open_has_accelerates_defaults(tmp_path: 
 
 
 def test_a_folder_gives_its_configurations_and_names_the_other_files(tmp_path: Path) -> None:
-    """JSON under any name, in which 2e8 is a number, as it is not in YAML."""
+    """JSON is read under any name, and 2e8 is a number there, unlike in YAML."""
     text = '{"train_batch_size": 8, "zero_optimization": {"stage": 2, "reduce_bucket_size": 2e8}}'
     for name in ("a.yaml", "b.config", "c", ".hidden"):
         write(tmp_path, name, text)

@@ -58,6 +58,8 @@ REFUSED = {
     "training: {seq_len: [8, x]}": 'training.seq_len is "x"',
     "training: {seq_len: 8}\nsweep: {matrix: {training.seq_len: [16]}}": "in sweep.matrix and in the section training",
     "sweep: {matrix: {training.seqlen: [16]}}": r"did you mean training.seq_len\?",
+    "sweep:\n  matrix: {training.seq_len: []}": r"line 2: sweep.matrix.training.seq_len is .. \(it must have at least",
+    "sweep: {matrx: {}}": r"unknown key sweep.matrx \(sweep has matrix, include, exclude",
     "sweep: {matrix: {launch.timeout: [1, 2]}}": "launch.timeout cannot be swept",
     "sweep: {matrix: {optimizer.params.lr: [[1, 2]]}}": "holds a list in a list",
     "optimizer: {params: {lr: [1e-4, 1e-4]}}": "optimizer.params.lr has 0.0001 twice",

@@ -120,6 +120,7 @@ def test_requirements_are_checked_against_the_placement() -> None:
         assert flag in (validation.unsupported_reason(row, CUDA) or "")
         enough = replace(TWO_NODES, accelerator="cpu", num_gpus=4)
         assert validation.unsupported_reason(row, enough) is None
+    assert validation.unsupported_reason(replace(fakes.zero(1), refusal="no type"), CUDA) == "no type"
 
 
 def refuses(on: Placement, block: dict[str, Any] | None = None, **changes: Any) -> bool:
