@@ -16,12 +16,10 @@ EXAMPLES = ROOT / "examples"
 
 def test_the_kubernetes_job_asks_for_what_a_run_needs_and_its_flags_are_ours() -> None:
     job = yaml.safe_load((EXAMPLES / "kubernetes" / "job.yaml").read_text())
-    assert (job["apiVersion"], job["kind"], job["spec"]["backoffLimit"]) == ("batch/v1", "Job", 0)
     pod = job["spec"]["template"]["spec"]
-    assert pod["restartPolicy"] == "Never"
+    assert (job["spec"]["backoffLimit"], pod["restartPolicy"]) == (0, "Never")
     assert pod["terminationGracePeriodSeconds"] > 60, "trials end, then rows are written"
     (container,) = pod["containers"]
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     mounted = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
     assert mounted["/dev/shm"]["emptyDir"]["medium"] == "Memory"

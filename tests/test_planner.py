@@ -124,8 +124,6 @@ def test_rows_are_stages_then_strategies_each_once(subtests: pytest.Subtests) ->
     ):
         with subtests.test(line):
             assert [row.name for row in planner.requested_rows(fakes.options(family, *line.split()))] == names
-    (trial,) = trials(fakes.options("zero", "--strategies", "zero3_offload"))
-    assert trial.configuration.layout == (3, "cpu", "cpu")
     for line, said in (
         ("--strategies none nvme", r"--strategies nvme needs a disk \(add --nvme-path DIR, or leave nvme out\)"),
         ("--strategies none zero3", "none and zero3 are the same configuration, ZeRO-3"),
@@ -167,7 +165,6 @@ def test_a_row_that_differs_from_its_name_says_so(subtests: pytest.Subtests) -> 
     for arguments, said in (
         (['--set=zero_optimization.offload_optimizer={"device": "cpu"}'], "ran optimizer offload cpu"),
         (["--set", 'zero_optimization.offload_param={"device": "cpu"}'], "ran parameter offload cpu"),
-        (["--set", "fp16.enabled=true", "--precision", "bf16"], "ran precision fp16"),
         (["--set", "bf16.enabled=false", "--precision", "bf16"], "ran precision fp32"),
     ):
         with subtests.test(arguments=arguments):
@@ -231,7 +228,6 @@ def test_a_configuration_that_cannot_be_used_is_refused_in_one_line(tmp_path: Pa
     for overlay, setting, said in (
         ("{", None, "is not JSON"),
         ('{"a": 1,}', None, "remove comments and trailing commas"),
-        ("[]", None, "is not a JSON object"),
         (b"\xff\xfe\x00", None, "is not JSON"),
         (
             '{"zero_optimization": {"reduce_bucket_size": "auto"}}',
@@ -241,7 +237,6 @@ def test_a_configuration_that_cannot_be_used_is_refused_in_one_line(tmp_path: Pa
         ('{"gradient_clipping": 1e999}', None, "cannot be written as JSON"),
         ('{"train_batch_size": 16}', "train_micro_batch_size_per_gpu=3", "train_batch_size 16 is neither"),
         (None, "gradient_clipping", "is not key.path=value"),
-        (None, "=1", "is not key.path=value"),
         (None, "zero_optimization..stage=1", "is not key.path=value"),
         (None, "zero_optimization.stage=1", "ZeRO-3 sets zero_optimization.stage to 1"),
         (None, "optimizer=SGD", "not an object"),
@@ -259,10 +254,9 @@ def test_a_configuration_that_cannot_be_used_is_refused_in_one_line(tmp_path: Pa
 
 
 def test_what_was_left_out_of_a_folder_of_configurations_is_said(tmp_path: Path) -> None:
-    (tmp_path / "good.json").write_text('{"zero_optimization": {"stage": 1}}')
     (tmp_path / "torn.json").write_text('{"zero_optimization":')
-    options = fakes.options("zero", "--stages", "0", "--configs", str(tmp_path))
-    assert any("torn.json" in line for line in plan_of(options).lines)
+    (tmp_path / "good.json").write_text('{"zero_optimization": {"stage": 1}}')
+    assert any("torn.json" in line for line in plan_of(fakes.options("zero", "--configs", str(tmp_path))).lines)
 
 
 def test_an_unknown_model_is_named_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -301,6 +301,12 @@ def test_the_end_recommends_a_row_and_leaves_its_configuration(
     assert json.loads(beside.read_text(encoding="utf-8")) == stored
     rows = beside.with_name(beside.name.replace("recommendation", "comparison"))
     assert load_results.load(beside).source == rows
+    scripted.output = scripted.output.with_name("none")
+    assert scripted.run(script=FakeLauncher("OOM", "OOM", "OOM", "OOM")) == 1
+    assert "✗ No row trained: 4 OOM." in capsys.readouterr().out
+    assert not (scripted.folder / "recommended").exists()
+    assert json.loads((scripted.folder / "recommendation.json").read_text(encoding="utf-8"))["choice"] is None
+    scripted.output = scripted.output.with_name("json")
     assert scripted.run("--stages", "1", "--format", "json") == 0
     assert [row["recommendation"]["choice"] for row in json.loads(capsys.readouterr().out)] == ["ZeRO-1"]
 
@@ -320,16 +326,6 @@ def test_files_are_rows_that_can_be_exported_and_compared_with(
     slow = FakeLauncher(by_strategy={"zero3": lambda trial: fakes.success(trial, step_seconds=(0.2,) * 20)})
     assert scripted.run("--stages", "1", "3", "--relative-to", "3", "--format", "markdown", script=slow) == 0
     assert "2.00x" in capsys.readouterr().out
-
-
-def test_a_run_in_which_all_failed_recommends_no_row_and_leaves_no_configuration(
-    scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert scripted.run(script=FakeLauncher("OOM", "OOM", "OOM", "OOM")) == 1
-    assert "✗ No row trained: 4 OOM." in capsys.readouterr().out
-    assert not list((scripted.output / "runs").glob("*/recommended"))
-    (told,) = (scripted.output / "runs").glob("*/recommendation.json")
-    assert json.loads(told.read_text(encoding="utf-8"))["choice"] is None
 
 
 def test_output_that_cannot_be_written_costs_neither_the_files_nor_the_configuration(

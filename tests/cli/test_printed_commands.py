@@ -79,20 +79,6 @@ def test_commands_in_errors(
     run_line(line, codes=(code,))
 
 
-def test_commands_of_a_crashed_row(scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]) -> None:
-    from ds_bench.config.caveats import CaveatKind
-    from ds_bench.doctor import software
-
-    scripted.run("--stages", "0", script=FakeLauncher("Crashed"))
-    out = capsys.readouterr().out
-    line = invocation.command("ops")
-    assert f"rebuild the ops ({line})" in " ".join(out.split())
-    assert line in (CaveatKind.OTHER_OPTIMIZER.remedy or "")
-    # Not built here, which takes minutes.
-    for command in (line, software.BUILD_COMMAND):
-        assert "usage:" in run_line(command, "--help")
-
-
 @pytest.mark.parametrize("family", ["zero", "offload", "recipe"])
 def test_flags_to_try_are_taken_by_the_command_that_printed_them(
     family: str, scripted: ScriptedRun, run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path
