@@ -10,14 +10,13 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..system.host_memory import read_table
+import torch
 
-# torch is imported within functions: a rank loads this module first, and imports torch under its memory limit.
+from ..system.host_memory import read_table
 
 _PROCESS = Path("/proc/self")
 
@@ -56,8 +55,6 @@ class PhaseMeter:
         self.can_reset = reset_host_peak() and self.can_reset
         self._highest_before = 0 if self.can_reset else peak_resident_bytes() or 0
         if self._accelerator == "cuda":
-            import torch
-
             torch.cuda.reset_peak_memory_stats()
 
     def end(self, phase: str) -> None:
@@ -70,8 +67,6 @@ class PhaseMeter:
             "host_end_pss_bytes": _proportional_bytes(),
         }
         if self._accelerator == "cuda":
-            import torch
-
             gpu = {"gpu_peak_bytes": torch.cuda.max_memory_allocated(), "gpu_end_bytes": torch.cuda.memory_allocated()}
             self.phases[phase] |= gpu
         self.begin()
@@ -88,20 +83,9 @@ def io_bytes() -> tuple[int, int] | None:
     return (counters["read_bytes"], counters["write_bytes"]) if "write_bytes" in counters else None
 
 
-def device_free_bytes() -> int | None:
-    """Free memory of this rank's GPU as the driver reports it; None before CUDA is used, or where CUDA calls fail."""
-    torch = sys.modules.get("torch")  # a rank that failed before it was imported has no GPU
-    try:
-        return int(torch.cuda.mem_get_info()[0]) if torch is not None and torch.cuda.is_initialized() else None
-    except Exception:  # after some errors every call into CUDA fails
-        return None
-
-
 def empty_device_cache(accelerator: str) -> None:
     """Gives back the blocks that torch's allocator holds unused: they would count as reserved in the steps."""
     if accelerator == "cuda":
-        import torch
-
         # Tensors in reference cycles keep their blocks in use until they are collected.
         gc.collect()
         torch.cuda.empty_cache()
@@ -111,8 +95,6 @@ def alloc_retries(accelerator: str) -> int:
     """How often torch's allocator has freed its cached blocks to try again; 0 on the CPU accelerator."""
     if accelerator != "cuda":
         return 0
-    import torch
-
     return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
 
@@ -123,8 +105,6 @@ def device_facts(accelerator: str, retries_before: int, limit_bytes: int | None)
     """
     if accelerator != "cuda":
         return {}
-    import torch
-
     free, total = torch.cuda.mem_get_info()
     return {
         "gpu_total_bytes": min(total, limit_bytes or total),

@@ -32,7 +32,6 @@ from ..records.rank_files import (
     stacks_file,
 )
 from ..system import host_memory, processes, redaction
-from . import measured_memory
 from .failure import rank_failure
 
 
@@ -103,7 +102,7 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
             step=heartbeat.step if heartbeat.step >= 0 else None,
             emulated=emulated,
             limited=limited,
-            device_free_bytes=measured_memory.device_free_bytes(),
+            device_free_bytes=device_free_bytes(),
         )
         # A configuration that cannot be read was not read before either: the texts hold no secret of it.
         with contextlib.suppress(OSError, ValueError):
@@ -132,6 +131,15 @@ def _check_all_ranks_are_started(assignment: Assignment, world_size: int) -> Non
     rendezvous_file = (assignment.rendezvous or "").removeprefix("file://")
     if ranks > 1 and rendezvous_file and not Path(rendezvous_file).exists():
         raise RuntimeError("the trial has ended: the file through which its ranks meet is gone; repeat the run")
+
+
+def device_free_bytes() -> int | None:
+    """Free memory of this rank's GPU as the driver reports it; None before CUDA is used, or where CUDA calls fail."""
+    torch = sys.modules.get("torch")  # a rank that failed before it was imported has no GPU
+    try:
+        return int(torch.cuda.mem_get_info()[0]) if torch is not None and torch.cuda.is_initialized() else None
+    except Exception:  # after some errors every call into CUDA fails
+        return None
 
 
 def rank_environment(assignment: Assignment, rank: int, local_rank: int, world_size: int) -> dict[str, str]:
