@@ -68,7 +68,12 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
         if assignment.working_folder is not None:
             with contextlib.suppress(FileNotFoundError):  # of another node, which may lack it
                 os.chdir(assignment.working_folder)
-        _check_all_ranks_are_started(assignment, world_size)
+        # This rank would wait for others that nobody starts where a trial is run again by hand.
+        if world_size != (ranks := assignment.trial.placement.num_gpus):
+            raise RuntimeError(f"the trial has {ranks} ranks, but WORLD_SIZE is {world_size}")
+        rendezvous_file = (assignment.rendezvous or "").removeprefix("file://")
+        if ranks > 1 and rendezvous_file and not Path(rendezvous_file).exists():
+            raise RuntimeError("the trial has ended: the file through which its ranks meet is gone; repeat the run")
         if limit_bytes is not None:
             # The private writable memory of this process (setrlimit(2)).
             resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
@@ -121,16 +126,6 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
     write_json(rank_file(folder, rank), result)
     heartbeat.beat("exit")
     return code
-
-
-def _check_all_ranks_are_started(assignment: Assignment, world_size: int) -> None:
-    """Raises RuntimeError where this rank would wait for others that nobody starts (a trial run again by hand)."""
-    ranks = assignment.trial.placement.num_gpus
-    if world_size != ranks:
-        raise RuntimeError(f"the trial has {ranks} ranks, but WORLD_SIZE is {world_size}")
-    rendezvous_file = (assignment.rendezvous or "").removeprefix("file://")
-    if ranks > 1 and rendezvous_file and not Path(rendezvous_file).exists():
-        raise RuntimeError("the trial has ended: the file through which its ranks meet is gone; repeat the run")
 
 
 def device_free_bytes() -> int | None:
