@@ -48,6 +48,10 @@ def test_a_model_that_is_trained_whole_counts_what_the_formula_says(
     head = 2 * 1000 * 128 * TOKENS  # is not recomputed
     for reentrant in (False, True):
         assert count(build(reentrant=reentrant)) == (expected, expected // 3 - head)
+    # GPT-2 has hardly any linear layer.
+    plain, again = (count(build("llama", reentrant=way, num_hidden_layers=2, **LLAMA)) for way in (None, False))
+    assert plain[1] == 0 < again[1]
+    assert plain[0] == again[0]
 
 
 def test_frozen_weights_count_no_gradients() -> None:
