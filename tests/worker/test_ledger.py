@@ -30,6 +30,12 @@ def test_activations_are_what_autograd_saves_without_the_parameters() -> None:
     _, tiers = ledger.count_activations(lambda: data.requires_grad_() @ gathered, layer.parameters())
     assert tiers == {"cpu": data.nbytes}
 
+    def gathers() -> torch.Tensor:
+        layer.weight.data = torch.ones(10, 10)
+        return layer.weight.t() @ data.t()
+
+    assert ledger.count_activations(gathers, layer.parameters())[1] == {"cpu": data.nbytes}
+
 
 def test_the_peak_of_two_ledgers_is_taken_cell_by_cell() -> None:
     first, second = {"cpu": {"a": 1, "b": 5}}, {"cpu": {"a": 3}, "gpu": {"c": 2}}

@@ -188,11 +188,11 @@ def test_every_operation_is_waited_for_and_counted_once(monkeypatch: pytest.Monk
         monkeypatch.setattr(torch.distributed, "all_reduce", lambda values, _: change(values))
         return timer.operations(2, torch.device("cpu"))
 
-    # Another rank took half as long for each call.
-    largest, other = reduce(lambda values: values.is_floating_point() and values.div_(2))
+    # Another rank took a quarter of the time for each call.
+    largest, other = reduce(lambda values: values.is_floating_point() and values.div_(4))
     assert (largest.name, largest.count, largest.bytes) == ("all_gather_coalesced", 0.5, 32)
     assert (other.name, other.count, other.bytes) == ("all_gather_into_tensor", 0.5, 16)
     assert largest.seconds + other.seconds == pytest.approx(timer.seconds / 2)
-    assert largest.wait_seconds == pytest.approx(largest.seconds / 2)
+    assert largest.wait_seconds == pytest.approx(largest.seconds * 3 / 4)
     # Another rank made one call more.
     assert [each.wait_seconds for each in reduce(lambda values: values.copy_(torch.tensor([3, -2])))] == [None, None]
