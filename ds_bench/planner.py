@@ -325,7 +325,9 @@ def _plan_of_point(
         # Made again, as numbers and order of trials depend on the rows.
         trials = make_trials(options, model, placement, configurations)
     # A file that DeepSpeed refuses is a row among the others; it is an error only if no row is left to run.
-    refusals = [f"--configs {each.name}: {each.refusal}" for each in configurations if each.refusal is not None]
+    refusals = [
+        f"{options.say('configs')} {each.name}: {each.refusal}" for each in configurations if each.refusal is not None
+    ]
     if refusals and len(refusals) == len(configurations):
         raise UsageError("; ".join(refusals[:3]), remedy=explain_files(options.configs))
     size, accumulation = options.batch_size, options.grad_accum

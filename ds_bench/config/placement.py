@@ -36,7 +36,7 @@ def resolve_placement(options: Options, environ: Mapping[str, str], inventory: g
             remedy=f"install torch for CUDA and run on NVIDIA GPUs, or {options.say('accelerator')} cpu",
         )
     visible = gpu_state.select_visible(environ, inventory.gpus)
-    accelerator = _accelerator(options.accelerator, len(visible))
+    accelerator = _accelerator(options.accelerator, len(visible), options.say("accelerator"))
     if accelerator == "cuda" and environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
         raise UsageError("CUDA_VISIBLE_DEVICES names a MIG instance", remedy="give whole GPUs; MIG is not supported")
     if accelerator == "cpu" and options.gpu_memory_limit is not None:
@@ -83,15 +83,15 @@ def choose_precision(requested: Precision | Literal["auto"], placement: Placemen
     return placement.supported_precisions[0] if requested == "auto" else requested
 
 
-def _accelerator(requested: str, visible: int) -> Accelerator:
+def _accelerator(requested: str, visible: int, name: str = "--accelerator") -> Accelerator:
     torch_cuda = environment.torch_cuda_version()
     if requested == "cpu" or (requested == "auto" and (visible == 0 or torch_cuda is None)):
         return "cpu"
     if torch_cuda is None:
-        raise UsageError("--accelerator cuda, but the installed torch is a CPU build", remedy="install torch for CUDA")
+        raise UsageError(f"{name} cuda, but the installed torch is a CPU build", remedy="install torch for CUDA")
     if visible == 0:
-        remedy = "check nvidia-smi and CUDA_VISIBLE_DEVICES, or --accelerator cpu"
-        raise UsageError("--accelerator cuda, but no GPU is visible", remedy=remedy)
+        remedy = f"check nvidia-smi and CUDA_VISIBLE_DEVICES, or {name} cpu"
+        raise UsageError(f"{name} cuda, but no GPU is visible", remedy=remedy)
     return "cuda"
 
 

@@ -124,6 +124,8 @@ REFUSED = {
         "axis prefetch and configurations.deepspeed both set"
     ),
     "launch: {include: a}": "launch.include without launch.hostfile (add launch.hostfile FILE",
+    "launch: {accelerator: cuda}": "launch.accelerator cuda, but ",
+    "configurations: {configs: [refused.json]}": "configurations.configs refused: ",
     "launch: {env: [A B]}": "launch.env 'A B' is not a variable",
     "model: {name: tiny}\ndataset: {vocab_size: 2000}": "dataset.vocab_size 2000 is beyond the 1000 ids of tiny",
     "dataset: {dtype: uint16}": "dataset.dtype without dataset.path",
@@ -146,6 +148,7 @@ def test_a_recipe_that_cannot_run_is_refused_before_anything_starts(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     write_ids(tmp_path / "ids.uint16", largest=2000)
     write_ids(tmp_path / "short.uint16", 8, 9)
+    (tmp_path / "refused.json").write_text('{"zero_optimization": {"stage": 7}}')
     assert run(text) == 2
     error = capsys.readouterr().err
     assert REFUSED[text] in error
