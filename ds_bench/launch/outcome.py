@@ -107,35 +107,29 @@ def _read_rank_files(
     evidence: Evidence, file_of: Callable[[Path, int], Path]
 ) -> tuple[tuple[RankMeasurement, ...], tuple[RankFailure, ...], dict[int, str]]:
     """Valid measurements, reported failures by time, and rank → what is wrong with its file."""
-    measurements, failures, problems = [], [], {}
+    measurements: list[RankMeasurement] = []
+    failures: list[RankFailure] = []
+    problems: dict[int, str] = {}
     for rank in range(evidence.world_size):
         path = file_of(evidence.folder, rank)
         if not path.exists():
             continue
         try:
-            report = _read_rank_file(path, rank, evidence)
-            if isinstance(report, RankFailure):
-                failures.append(report)
-            else:
-                measurements.append(report)
+            data = json_files.parse_json(files.read_bytes(path, _MAX_RANK_FILE_BYTES))
+            if not isinstance(data, dict):
+                raise TypeError("not an object")
+            if "failure" in data:
+                failures.append(json_files.build(RankFailure, data["failure"]))
+                continue
+            seen = json_files.build(RankMeasurement, data["measurement"])
+            # A file of another rank, or of another number of ranks, does not belong to this trial.
+            if seen.rank != rank or seen.world_size != evidence.world_size:
+                raise ValueError(f"is of rank {seen.rank} of {seen.world_size}")
+            measurements.append(seen)
         except _INVALID_FILE_ERRORS as error:
             reason = error.strerror if isinstance(error, OSError) else error
             problems[rank] = f"{path.name} is not a valid rank file: {reason}"
     return tuple(measurements), tuple(sorted(failures, key=lambda failure: failure.time)), problems
-
-
-def _read_rank_file(path: Path, rank: int, evidence: Evidence) -> RankMeasurement | RankFailure:
-    """Read a rank's report. Raises one of ``_INVALID_FILE_ERRORS`` for anything else."""
-    data = json_files.parse_json(files.read_bytes(path, _MAX_RANK_FILE_BYTES))
-    if not isinstance(data, dict):
-        raise TypeError("not an object")
-    if "failure" in data:
-        return json_files.build(RankFailure, data["failure"])
-    measurement = json_files.build(RankMeasurement, data["measurement"])
-    # A file of another rank, or of another number of ranks, does not belong to this trial.
-    if measurement.rank != rank or measurement.world_size != evidence.world_size:
-        raise ValueError(f"is of rank {measurement.rank} of {measurement.world_size}")
-    return measurement
 
 
 def _exit_caveats(evidence: Evidence) -> tuple[str, ...]:

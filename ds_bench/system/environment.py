@@ -188,7 +188,13 @@ def hardware_differences(a: Environment, b: Environment) -> list[str]:
     For jobs on several hosts, compare those hosts: the one that launched them need not be among them.
     """
     if a.hosts and b.hosts:
-        kinds = [Counter(map(_describe_hardware, each.hosts)) for each in (a, b)]
+        kinds = [
+            Counter(
+                ", ".join(f"{label} {value}" for label, read in _HARDWARE if (value := read(host)))
+                for host in each.hosts
+            )
+            for each in (a, b)
+        ]
         texts = ["; ".join(f"{count} x ({kind})" for kind, count in sorted(each.items())) for each in kinds]
         return [] if kinds[0] == kinds[1] else [f"hosts {texts[0]} against {texts[1]}"]
     return _differences(_HARDWARE, a, b)
@@ -244,10 +250,6 @@ _HARDWARE: Facts = (
     ("physical cores", attrgetter("physical_cores")),
     ("CPU quota", attrgetter("cpu_quota_cores")),
 )
-
-
-def _describe_hardware(environment: Environment) -> str:
-    return ", ".join(f"{label} {value}" for label, read in _HARDWARE if (value := read(environment)))
 
 
 LIBRARIES: Facts = (
