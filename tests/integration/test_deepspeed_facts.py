@@ -15,8 +15,6 @@ import pytest
 
 import ds_bench
 from ds_bench.config import deepspeed_config, strategies
-from ds_bench.config.spec import Placement
-from ds_bench.launch import rank_environment
 
 _ASK = """
 import json, sys
@@ -115,60 +113,3 @@ def test_source_has_what_we_rely_on() -> None:
     assert "'zero_stage_3', f'{torch_dtype_string}params'" in text
     assert "'optimizer'" in source("runtime/swap_tensor/optimizer_utils.py")
     assert "if result.returncode > 0:" in source("launcher/runner.py")
-
-
-_PARTITION = """
-import json, os, sys
-os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-out = sys.stdout; sys.stdout = sys.stderr
-import deepspeed, torch
-deepspeed.init_distributed(dist_backend="gloo", init_method=f"file://{sys.argv[1]}/meet", rank=0, world_size=1)
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.frozen, self.head = torch.nn.Embedding(5, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 5)
-        self.head.weight = self.embedding.weight
-        self.frozen.requires_grad_(False)
-        self.register_buffer("mean", torch.ones(3))
-model = Model().to(torch.bfloat16)
-before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
-deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=torch.bfloat16)
-answer = {
-    "names": [list(before), [name for name, _ in model.named_parameters()]],
-    "held": [parameter.numel() for parameter in model.parameters()],
-    "sizes": [parameter.ds_numel for parameter in model.parameters()],
-    "trainable": {name: parameter.requires_grad for name, parameter in model.named_parameters()},
-    "tied": model.head.weight is model.embedding.weight,
-    "buffer": [model.mean.tolist(), str(model.mean.dtype)],
-}
-with deepspeed.zero.GatheredParameters(list(model.parameters())):
-    answer["kept"] = all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
-answer["dtypes"] = sorted({str(parameter.dtype) for parameter in model.parameters()})
-print(json.dumps(answer), file=out, flush=True)
-os._exit(0)  # exit handlers of the libraries may abort
-"""
-
-
-@pytest.mark.deepspeed
-@pytest.mark.usefixtures("built_ops")
-def test_a_built_module_is_partitioned_with_its_weights_ties_and_frozen_parameters_as_they_were(tmp_path: Path) -> None:
-    """A model factory's model relies on it at stage 3 (partition_parameters.py, ``Init(module=…)``)."""
-    done = subprocess.run(
-        [sys.executable, "-c", _PARTITION, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, **rank_environment.rank_environment(Placement(accelerator="cpu"), os.environ)},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert answer["names"][0] == answer["names"][1]
-    assert answer["held"] == [0] * 4
-    assert answer["sizes"] == [20, 16, 4, 5]
-    assert [name for name, trains in answer["trainable"].items() if not trains] == ["frozen.weight", "frozen.bias"]
-    assert answer["tied"]
-    assert answer["kept"]
-    assert answer["dtypes"] == ["torch.bfloat16"]
-    assert answer["buffer"] == [[1.0, 1.0, 1.0], "torch.bfloat16"]

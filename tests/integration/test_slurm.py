@@ -30,13 +30,6 @@ def left_on_nodes(slurm: SlurmCluster) -> str:
     return slurm.run("srun", "-N2", "-n2", "sh", "-c", words).stdout
 
 
-def test_two_tasks_of_srun_are_one_comparison_on_two_ranks(slurm: SlurmCluster, tmp_path: Path) -> None:
-    done = slurm.run("srun", "-N1", "-n2", *script(tmp_path / "out", "--stages", "0", "1"), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert [(row["status"], row["num_gpus"]) for row in rows_of(tmp_path / "out")] == [("✅ Success", 2)] * 2
-    assert len(list(tmp_path.glob("out/runs/*"))) == 1, "the second task made a run of its own"
-
-
 @pytest.mark.slow
 def test_a_batch_job_of_two_nodes_is_one_comparison_whose_rest_the_next_job_runs_after_slurms_signal(
     slurm: SlurmCluster, tmp_path: Path

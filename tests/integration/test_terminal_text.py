@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import re
-import subprocess
-import sys
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +17,6 @@ from ds_bench.analysis.load_results import load
 from ds_bench.cli import commands
 from ds_bench.errors import DsBenchError
 from tests.support import fakes
-from tests.support.real_trials import ROOT, SUPPORT
 from tests.support.scripted_run import ScriptedRun
 
 EVIL = "\x1b]52;c;ZWNobw==\x07\x1b[31m\u202edne\u2066\u0000\x9b2J\r\u2028\x85\ud800\U000e0041"
@@ -125,8 +121,7 @@ def test_no_error_repeats_a_flag_a_name_or_a_file_as_it_is(
     evil = EVIL.replace("\0", "").replace("\ud800", "")
     config = tmp_path / f"c{evil}.json"
     config.write_text(json.dumps({f"key{EVIL}": 1, "zero_optimization": {f"inner{EVIL}": EVIL}}))
-    verbs = [["report", str(tmp_path / evil)], [evil], ["compare", evil, evil], ["models", evil], ["ops", evil]]
-    verbs += [["plan", flag, evil] for flag in ("--model", "--gpu", "--num-gpus", "--strategies", evil)]
+    verbs = [["report", str(tmp_path / evil)], [evil], ["compare", evil, evil], ["plan", "--model", evil]]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for line in verbs:
         assert commands.main(line) == 2, line
@@ -135,20 +130,8 @@ def test_no_error_repeats_a_flag_a_name_or_a_file_as_it_is(
         assert steering(text) == [], (line, text)
     scripted = ScriptedRun(tmp_path, monkeypatch)
     values = {"--ds-config": str(config), "--set": f".x{evil}=1{evil}"}
-    for flag in ("--model", "--num-steps", "--ds-config", "--set", "--hostfile", "--stages", "--resume"):
+    for flag in ("--num-steps", "--ds-config", "--set", "--resume"):
         assert scripted.run(flag, values.get(flag, evil)) == 2, flag
         text = said(capfd)
         assert text.count("\n") == 1, text
         assert steering(text) == [], (flag, text)
-
-
-def test_the_name_of_the_program_is_spelled_out_too(tmp_path: Path) -> None:
-    script = tmp_path / "a\x1b[31m\u202eb.py"
-    imports = "import sys\nfrom tests.support import fakes\nfrom ds_bench import cli\n"
-    script.write_text(imports + "sys.exit(cli.main('zero', fakes.make_config))\n")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)])}
-    for flag in ("--help", "--nonsense"):
-        done = subprocess.run([sys.executable, script, flag], capture_output=True, check=False, env=environment)
-        text = (done.stdout + done.stderr).decode()
-        assert "b.py" in text
-        assert steering(text) == []

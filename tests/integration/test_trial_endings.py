@@ -19,7 +19,6 @@ from ds_bench.config.caveats import CaveatKind
 from ds_bench.config.spec import Workload
 from ds_bench.launch import Limits, rank_environment
 from ds_bench.launch import trial as cold
-from ds_bench.launch.warm_launcher import WarmLauncher
 from ds_bench.records.rank_files import Assignment, Heartbeat, read_beat
 from ds_bench.system import processes
 from tests.support import fakes
@@ -115,27 +114,6 @@ def test_a_leader_that_is_killed_takes_its_ranks_with_it(launch: Launch, tmp_pat
     assert processes.descendants() <= before
 
 
-@pytest.mark.slow
-def test_a_killed_server_costs_the_row_that_ran_and_is_started_anew_for_the_next(
-    server: Callable[[Limits], WarmLauncher], tmp_path: Path
-) -> None:
-    launcher = server(SHORT)
-    for attempt, fault in enumerate(("hangs", "hangs", "fine")):  # the new server is killed too
-        folder = tmp_path / str(attempt)
-        folder.mkdir()
-        killer = threading.Thread(
-            target=kill_when_it_trains, args=(folder, lambda beat: parent_of(os.getsid(beat.pid)))
-        )
-        if fault == "hangs":
-            killer.start()
-        outcome = launcher.launch(make_trial(fault=fault), folder, lambda _progress: None).outcome
-        if fault == "hangs":
-            killer.join()
-            assert (outcome.status, outcome.rank) == ("Killed", None)
-            assert "preloaded server" in (outcome.error or "")
-    assert outcome.status == "Success"
-
-
 def kill_when_it_trains(folder: Path, choose: Callable[[Heartbeat], int]) -> None:
     deadline = time.monotonic() + 100
     while time.monotonic() < deadline:
@@ -186,24 +164,6 @@ def test_a_rank_that_dies_before_hello_is_crashed(tmp_path: Path, monkeypatch: p
     outcome = cold_launcher().launch(make_trial(), tmp_path, lambda _progress: None).outcome
     assert outcome.status == "Crashed"
     assert "before saying hello (exit code 3)" in (outcome.error or "")
-
-
-@pytest.mark.slow
-@pytest.mark.nvme
-def test_nvme_works_where_the_last_layer_is_much_larger_than_the_embedding(launch: Launch, tmp_path: Path) -> None:
-    """DeepSpeed's prefetch from the disk asks for a matrix of that layer twice at once, and asserts in step 2."""
-    tiny = preset("tiny")
-    config = {**tiny.config, "n_embd": 512}
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    work = fakes.workload(
-        model="wide", model_config=config, batch_size=1, seq_length=32, num_steps=2, warmup_steps=1, precision="bf16"
-    )
-    size = facts_from_config("wide", "gpt2", config).largest_parameter
-    trial = make_trial(fakes.offload("nvme"), workload=work, num_gpus=2, nvme_path=str(disk), largest_parameter=size)
-    record = launch(trial)
-    assert record.outcome.status == "Success", record.outcome.details
-    assert all(rank.ledger["nvme"]["parameters"] > 0 for rank in record.ranks)
 
 
 @pytest.mark.nvme

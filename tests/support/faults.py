@@ -192,6 +192,11 @@ def trains_long_at_stage_2() -> Tiny:
     return fine() if _stage() != 2 or os.environ.get("FAULTS_MENDED") else Tiny(lambda _step: time.sleep(0.5))
 
 
+def trains_long_but_at_stage_1() -> Tiny:
+    """Needs half a second for each forward pass, unless the stage is 1 or FAULTS_MENDED is set."""
+    return fine() if _stage() == 1 or os.environ.get("FAULTS_MENDED") else Tiny(lambda _step: time.sleep(0.5))
+
+
 def becomes_another_program() -> Tiny:
     """Rank 0 and a child in a session of its own become programs without our handlers and variables."""
 
