@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,6 +82,7 @@ def test_an_interrupted_run_keeps_its_rows_is_resumed_and_nothing_runs_twice(sta
     """Ctrl-C while the second of three rows hangs; Slurm sends SIGTERM in tests/integration/test_slurm.py."""
     script = start_script("zero_stage_comparison.py", *FAULT, *HANGS, "--stages", "1", "2", "3")
     script.wait_for(lambda: any(path.stat().st_size for path in script.beats("01_zero2")))
+    time.sleep(1)
     tree = processes.descendants(script.process.pid)
     script.process.send_signal(signal.SIGINT)
     code, out, err = script.wait(60)
