@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,25 +26,12 @@ from ds_bench.analysis.intervals import (
     normal_range_quantile,
     ratio_interval,
     sample_std,
-    student_t_quantile,
 )
 from ds_bench.planner import ordered_for_round
 from tests.support import fakes
 
 speeds = st.lists(st.floats(1e-3, 1e9), min_size=3, max_size=12)
 quick = settings(deadline=None)
-
-# ------------------------------------------------------------------ Student's t
-
-
-def test_a_quantile_agrees_with_the_closed_forms_to_12_digits(subtests: pytest.Subtests) -> None:
-    """One degree of freedom: tan(π (p − 1/2)); two: (2p − 1) / √(2 p (1 − p)); four: Shaw (2006), equation 37."""
-    for p in (0.6, 0.9, 0.975, 0.999):
-        with subtests.test(p=p):
-            root = math.sqrt(4 * p * (1 - p))
-            four = 2 * math.sqrt(math.cos(math.acos(root) / 3) / root - 1)
-            closed = [math.tan(math.pi * (p - 0.5)), (2 * p - 1) / math.sqrt(2 * p * (1 - p)), four]
-            assert [student_t_quantile(p, df) for df in (1, 2, 4)] == pytest.approx(closed, rel=1e-12)
 
 
 def test_the_range_of_normal_values_is_the_studentized_range_with_infinite_degrees_of_freedom() -> None:
@@ -76,17 +62,6 @@ def test_a_mean_interval_by_hand() -> None:
     99.98667 / 1.050946 = 95.1397 to 99.98667 × 1.050946 = 105.0806.
     """
     assert mean_interval([98, 100, 102]) == pytest.approx((95.1397, 105.0806), abs=1e-3)
-
-
-@quick
-@given(speeds)
-def test_a_throughput_is_never_said_to_be_possibly_negative(values: list[float]) -> None:
-    found = mean_interval(values)
-    assume(found is not None)
-    assert found is not None
-    assert found[0] > 0
-    assert found[0] <= statistics.geometric_mean(values) * (1 + 1e-9)
-    assert found[1] >= statistics.geometric_mean(values) * (1 - 1e-9)
 
 
 def test_a_ratio_interval_by_hand() -> None:
@@ -130,50 +105,6 @@ def test_runs_that_do_not_vary_at_all_have_an_interval_without_width() -> None:
     assert (faster.low, faster.high) == pytest.approx((2, 2))
     assert faster.degrees_of_freedom == 5
     assert mean_interval([100.0] * 3) == pytest.approx((100, 100))
-
-
-# ------------------------------------------------------------------ laws
-
-
-@quick
-@given(speeds, speeds)
-def test_the_ratio_lies_in_its_interval_and_swapped_everything_is_inverted(
-    ours: list[float], theirs: list[float]
-) -> None:
-    found, swapped = ratio_interval(ours, theirs), ratio_interval(theirs, ours)
-    assert found is not None
-    assert swapped is not None
-    assume(max(found.high, swapped.high) < 1e200)
-    assert found.low <= found.ratio <= found.high
-    inverse = 1 / found.high, 1 / found.ratio, 1 / found.low
-    assert (swapped.low, swapped.ratio, swapped.high) == pytest.approx(inverse, rel=1e-6)
-
-
-# ------------------------------------------------------------------ simulation: how often it is wrong
-
-
-def share_found(runs: int, times: int, faster: float = 1.0) -> float:
-    """How often a difference is found between two strategies, one ``faster`` times as fast as the other.
-
-    Each run has a speed of its own, and its mean is the sample.
-    """
-    numbers = random.Random(20261121)
-    found = 0
-    for _ in range(times):
-        ours, theirs = ([speed * math.exp(numbers.gauss(0, 0.01)) for _ in range(runs)] for speed in (faster, 1.0))
-        interval = ratio_interval(ours, theirs)
-        found += interval is not None and interval.distinguishable
-    return found / times
-
-
-@pytest.mark.parametrize("runs", [3, 5])
-def test_two_equal_strategies_are_told_apart_in_6_percent_at_most(runs: int) -> None:
-    assert share_found(runs, times=1500) <= 0.06
-
-
-def test_a_difference_of_5_percent_is_found_from_five_runs() -> None:
-    assert share_found(5, times=300, faster=1.05) >= 0.9
-    assert share_found(5, times=300, faster=0.95) >= 0.9
 
 
 # ------------------------------------------------------------------ simulation: rows of one comparison
@@ -259,41 +190,17 @@ def false_alarms_and_finds(noise: str, runs: int, count: int = ROWS, *, lost: in
     return tuple(count / (SETS * SEEDS) for count in (alarms, alarms_beside, finds))  # type: ignore[return-value]
 
 
-def finds_of_welch(noise: str, runs: int) -> float:
-    """Of the same 5 %, by an interval for only that row, the runs in the written order."""
-    found = 0
-    for seed in range(SEEDS):
-        ran = [(row, number) for number in range(runs) for row in range(ROWS)]
-        figures = NOISE_LEVEL * NOISES[noise](np.random.default_rng(seed), len(ran))
-        rows, faster = np.array([row for row, _ in ran]), 1 + seed % (ROWS - 1)
-        speeds = np.exp(figures + math.log1p(0.05) * (rows == faster))
-        for ours, theirs in zip(speeds[:, rows == faster].tolist(), speeds[:, rows == 0].tolist(), strict=True):
-            interval = ratio_interval(ours, theirs)
-            found += interval is not None and interval.distinguishable
-    return found / (SETS * SEEDS)
-
-
-@pytest.mark.parametrize("runs", [3, 5])
 @pytest.mark.parametrize("noise", NOISES)
-def test_false_differences_are_rare_among_all_rows_and_true_ones_found(noise: str, runs: int) -> None:
-    """Welch's interval for each row by itself finds one or two in a hundred more, at 9 to 12 % of false alarms."""
-    among_equals, beside_a_faster_row, finds = false_alarms_and_finds(noise, runs)
+@pytest.mark.parametrize(("runs", "count", "lost"), [(3, ROWS, 0), (5, ROWS, 0), (3, 3, 0), (3, 12, 0), (5, ROWS, 2)])
+def test_false_differences_are_rare_among_all_rows_and_true_ones_found(
+    noise: str, runs: int, count: int, lost: int
+) -> None:
+    """In rotated rounds, as earlier versions ran them, 12 rows showed one in 9 to 15 % under noise that lasts."""
+    among_equals, beside_a_faster_row, finds = false_alarms_and_finds(noise, runs, count, lost=lost)
     assert among_equals <= MOST_ALARMS
     assert beside_a_faster_row <= MOST_ALARMS
-    # Welch's interval takes a disturbance that fits the written order for a difference.
-    assert finds >= (0.15 if noise == "a periodic disturbance" else finds_of_welch(noise, runs) - 0.04)
-
-
-@pytest.mark.parametrize("noise", NOISES)
-@pytest.mark.parametrize("count", [3, 12])
-def test_false_differences_are_as_rare_among_few_rows_as_among_many(noise: str, count: int) -> None:
-    """In rotated rounds, as earlier versions ran them, 12 rows showed one in 9 to 15 % under noise that lasts."""
-    assert max(false_alarms_and_finds(noise, 3, count)[:2]) <= MOST_ALARMS
-
-
-@pytest.mark.parametrize("noise", NOISES)
-def test_runs_that_failed_leave_false_differences_rare(noise: str) -> None:
-    assert max(false_alarms_and_finds(noise, 5, lost=2)[:2]) <= MOST_ALARMS
+    if (count, lost) == (ROWS, 0):
+        assert finds >= (0.15 if noise == "a periodic disturbance" else 0.92)
 
 
 # ------------------------------------------------------------------ rows of one comparison by hand
@@ -415,9 +322,3 @@ def test_an_interval_distinguishes_that_leaves_out_1_and_on_a_shared_processor_i
         assert found.distinguishable is alone, (low, high)
         assert found.on_shared_processor.distinguishable is shared, (low, high)
         assert found.on_shared_processor.inverse.distinguishable is shared, (low, high)
-
-
-def test_an_interval_ends_at_1_where_its_level_is_the_probability_of_the_difference() -> None:
-    difference = LogDifference(plain=0.3, adjusted=0.2, standard_error=0.1, degrees_of_freedom=7.0)
-    assert difference.interval(difference.probability).low == pytest.approx(1.0)
-    assert difference.probability == pytest.approx(2 * scipy.stats.t.sf(2.0, 7.0))

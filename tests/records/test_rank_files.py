@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -76,51 +74,17 @@ def test_the_data_is_on_disk_before_the_name_points_to_it_and_each_process_has_i
     assert all(name.startswith(".") for name in order[1::2]), "a result folder would list it among the results"
 
 
-def test_a_lone_surrogate_as_in_a_file_name_of_another_encoding_survives(tmp_path: Path) -> None:
-    name = os.fsdecode(b"caf\xe9")
-    write_json(tmp_path / "a.json", {"path": name})
-    assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))["path"] == name
-
-
-def test_a_line_is_appended_and_nothing_before_it_is_touched(tmp_path: Path) -> None:
-    path = tmp_path / "lines"
-    path.write_text("before\n")
-    append_line(path, {"a": "→"})
-    assert path.read_text(encoding="utf-8") == 'before\n{"a": "→"}\n'
-
-
 # ------------------------------------------------------------------ the assignment
 
 
 def test_an_assignment_survives_its_file(tmp_path: Path) -> None:
-    ASSIGNMENT.save(tmp_path, {"train_batch_size": 8})
-    assert Assignment.load(tmp_path) == ASSIGNMENT
-    assert json.loads((tmp_path / "ds_config.json").read_text()) == {"train_batch_size": 8}
-    assert names(tmp_path) == ["ds_config.json", "trial.json"]
-
-
-def test_a_rank_whose_locale_is_not_utf_8_reads_the_same_assignment(tmp_path: Path) -> None:
-    ASSIGNMENT.save(tmp_path, {})
-    program = (
-        "import sys; from pathlib import Path; from ds_bench.records.rank_files import Assignment;"
-        "print(ascii(Assignment.load(Path(sys.argv[1])).swap_folder))"
-    )
-    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], env=plain, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == ascii("/mnt/nvmé/mine")
-
-
-def test_an_assignment_whose_folders_have_names_in_another_encoding_survives_its_file(tmp_path: Path) -> None:
+    """Names of folders may be in another encoding."""
     folder = os.fsdecode(b"/mnt/caf\xe9")
     trial = replace(ASSIGNMENT.trial, placement=replace(ASSIGNMENT.trial.placement, nvme_path=folder))
-    assignment = replace(ASSIGNMENT, trial=trial, swap_folder=folder, working_folder=folder)
-    assignment.save(tmp_path, {})
-    assert Assignment.load(tmp_path) == assignment
-
-
-def test_an_assignment_with_a_field_of_another_version_is_refused(tmp_path: Path) -> None:
+    for assignment in (ASSIGNMENT, replace(ASSIGNMENT, trial=trial, swap_folder=folder, working_folder=folder)):
+        assignment.save(tmp_path, {"train_batch_size": 8})
+        assert Assignment.load(tmp_path) == assignment
+        assert json.loads((tmp_path / "ds_config.json").read_text()) == {"train_batch_size": 8}
     with pytest.raises(ValueError, match="colour"):
         Assignment.from_dict({**ASSIGNMENT.to_dict(), "colour": "red"})
 
@@ -160,7 +124,7 @@ def test_every_beat_differs_from_the_one_before_and_none_makes_the_file_grow(tmp
     assert (path.stat().st_ino, path.stat().st_size) == (before.st_ino, before.st_size) == (before.st_ino, 48)
 
 
-@pytest.mark.parametrize("length", [0, 1, 47, 49, 96])
+@pytest.mark.parametrize("length", [0, 47, 49])
 def test_a_torn_or_foreign_beat_is_no_beat(tmp_path: Path, length: int) -> None:
     (tmp_path / "rank0.beat").write_bytes(b"\x01" * length)
     assert read_beat(tmp_path, 0) is None

@@ -168,9 +168,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_that_holds_the_run(
 # ------------------------------------------------------------------ records.jsonl
 
 
-@pytest.mark.parametrize(
-    "damage", [b"", b"null\n", b"[]\n", b"3\n", b"{}\n", b'{"trial": 1}\n', b"\x00\x00\n", b'{"trial": {"tri']
-)
+@pytest.mark.parametrize("damage", [b"", b"null\n", b'{"trial": 1}\n', b'{"trial": {"tri'])
 def test_records_come_back_in_order_without_lines_that_are_none(run: RunFolder, damage: bytes) -> None:
     """What ``--resume`` does after a crash: the first record it writes must not be glued to the torn line."""
     assert run.records() == []
@@ -201,13 +199,6 @@ def test_no_text_at_all_can_break_the_file(tmp_path_factory: pytest.TempPathFact
     assert row["error"] == text
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_number_that_is_none_never_reaches_a_record(run: RunFolder, value: float) -> None:
-    with pytest.raises(ValueError, match="JSON"):
-        run.append(replace(fakes.success(), wall_seconds=value))
-    assert run.records() == []
-
-
 # ------------------------------------------------------------------ every record, whole
 
 
@@ -222,17 +213,18 @@ FULL = fakes.success(
 )
 
 
-def test_every_record_survives_json_whole(subtests: pytest.Subtests) -> None:
-    for entry in (
+@pytest.mark.parametrize(
+    "record",
+    [
         FULL,
-        fakes.success(),
         replace(fakes.success(), caveats=("known",)),
-        *(fakes.failure(status=s) for s in ("OOM", "OOM (host)", "Killed", "Timeout", "Unsupported", "ValueError")),
+        fakes.failure(status="ValueError"),
         replace(fakes.failure(), failures=(fakes.rank_failure(requested_bytes=1, free_bytes=0, step=None),)),
         fakes.failure(requested_bytes=2**40, free_bytes=0, rank=None, phase=None),
-    ):
-        with subtests.test(entry.outcome.status):
-            assert json_files.parse(TrialRecord, json.dumps(entry.to_dict(), allow_nan=False).encode()) == entry
+    ],
+)
+def test_every_record_survives_json_whole(record: TrialRecord) -> None:
+    assert json_files.parse(TrialRecord, json.dumps(record.to_dict(), allow_nan=False).encode()) == record
 
 
 # ------------------------------------------------------------------ flat rows in JSON and CSV
@@ -263,13 +255,10 @@ def test_text_that_a_spreadsheet_would_run_is_made_harmless() -> None:
         assert cell == "'" + text.replace("\r", "\n")
 
 
-@pytest.mark.parametrize("text", ['a,"b"\nc', "a;b", "'a", "a\r\nb", "50%\r100%", "\r"])
-def test_text_with_separators_and_line_ends_stays_one_cell(text: str, run: RunFolder) -> None:
-    run.write_rows([{"a": text, "b": 1}])
-    with run.csv_path.open(newline="", encoding="utf-8") as file:
-        (row,) = csv.DictReader(file)
-    assert row["b"] == "1"
-    assert row["a"].removeprefix("'").split() == text.removeprefix("'").split()
+def test_text_with_separators_and_line_ends_stays_one_cell() -> None:
+    text = 'a,"b"\nc;d\r\ne'
+    (row,) = csv.DictReader(io.StringIO(csv_text([{"a": text, "b": 1}]), newline=""))
+    assert row == {"a": text.replace("\r\n", "\n"), "b": "1"}
 
 
 # ------------------------------------------------------------------ an earlier run
@@ -285,15 +274,10 @@ def test_an_earlier_run_is_found_again_with_its_files_from_inside_itself_too(
         assert again.load_run() == RunInfo(family="zero", arguments=("--model", "gpt2"), trial_count=0)
 
 
-@pytest.mark.parametrize("what", ["nothing", "an empty folder", "a file"])
-def test_a_folder_that_is_no_run_is_a_usage_error(tmp_path: Path, what: str) -> None:
-    path = tmp_path / "run"
-    if what == "an empty folder":
-        path.mkdir()
-    elif what == "a file":
-        path.write_text("")
-    with pytest.raises(UsageError, match=r"no run\.json there \(give a folder below <output-dir>/runs\)"):
-        RunFolder.open(path)
+def test_a_folder_that_is_no_run_is_a_usage_error(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "gone"):
+        with pytest.raises(UsageError, match=r"no run\.json there \(give a folder below <output-dir>/runs\)"):
+            RunFolder.open(path)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +286,6 @@ def test_a_folder_that_is_no_run_is_a_usage_error(tmp_path: Path, what: str) -> 
         ("", "is empty"),
         ("{", "is not JSON"),
         ("[]", "schema_version is None"),
-        ("{}", "schema_version is None"),
         ('{"schema_version": 99}', "schema_version is 99"),
         ('{"schema_version": 1, "arguments": [5]}', "arguments[0] is 5"),
         ('{"schema_version": 1, "shard": {"number": 1}}', "shard.count is missing"),
@@ -329,22 +312,20 @@ def test_a_second_attempt_at_a_trial_keeps_the_files_of_the_first(run: RunFolder
 
 def test_a_record_is_on_disk_when_append_returns(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
-    real = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_ino), real(fd))[1])
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
     run.append(fakes.success())
     assert (run.folder / "records.jsonl").stat().st_ino in synced
 
 
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
 def test_a_folder_that_cannot_be_locked_is_written_all_the_same_with_a_note(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch, number: int
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     with run.locked() as note:
         assert note is None
     monkeypatch.setattr(fcntl, "flock", refuse)
     with run.locked() as note:
         assert note is not None
-        assert os.strerror(number) in note
+        assert os.strerror(errno.ENOLCK) in note
