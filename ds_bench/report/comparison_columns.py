@@ -14,6 +14,7 @@ from ..analysis import flops
 from ..analysis.comparison import Comparison, ComparisonRow, ratio_between
 from ..analysis.step_costs import PARTS, step_parts
 from ..analysis.trial_caveats import NEAR_CAPACITY
+from ..recommend.remedies import failed_run
 from ..records.schema import INTERRUPTED, Outcome, measured_values
 from ..units import (
     MISSING,
@@ -90,10 +91,17 @@ def failure_text(outcome: Outcome) -> str:
     return f"{outcome.status}{where}{': ' if cause else ''}{cause}"
 
 
-def signed_bytes(count_bytes: float | None) -> str:
+def signed(value: float, text: Callable[[float], str] = format_bytes) -> str:
     """``+1.86 GB``, ``−2.24 GB``, ``0 B``."""
-    sign = "+" if (count_bytes or 0) > 0 else "−" if (count_bytes or 0) < 0 else ""
-    return MISSING if count_bytes is None else f"{sign}{format_bytes(abs(count_bytes))}"
+    return f"{'+' if value > 0 else '−' if value < 0 else ''}{text(abs(value))}"
+
+
+def failure_sentence(row: ComparisonRow) -> str:
+    """``ZeRO-1 did not train in 1 of 3 runs: OOM in forward.``; empty if every run succeeded."""
+    run = failed_run(row)
+    count = sum(not each.outcome.success for each in row.runs)
+    some = f" in {count} of {len(row.runs)} runs" if row.succeeded else ""
+    return "" if run is None else f"{row.label} did not train{some}: {failure_text(run.outcome)}."
 
 
 # ------------------------------------------------------------------ the whole table
@@ -156,7 +164,8 @@ TABLE_COLUMNS: tuple[TableColumn, ...] = (
     _number("of card", "peak reserved device memory as a share of the card",
             lambda row: row.gpu_fraction, lambda fraction: format_percent(fraction, digits=0)),
     _number("GPU less baseline", "peak device memory less the baseline's",
-            lambda row: row.gpu_difference_bytes, signed_bytes, page_only=True, against_baseline=True),
+            lambda row: row.gpu_difference_bytes,
+            lambda size: MISSING if size is None else signed(size), page_only=True, against_baseline=True),
     _number("Tok/s/GB", "tokens per second for each GB of peak device memory",
             lambda row: row.tokens_per_second_per_gb, format_count, priority=2),
     _number("CPU GB", "peak resident host memory of a node's ranks, worst run",

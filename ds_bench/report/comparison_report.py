@@ -106,7 +106,7 @@ class ComparisonReport:
 
     @cached_property
     def run_notes(self) -> tuple[str, ...]:
-        """Those of ``notes`` that no caveat states already."""
+        """The ``notes`` that no caveat states already."""
         stated = {note.text for note in self.labels_by_note}
         return tuple(note for note in dict.fromkeys(self.notes) if note not in stated)
 

@@ -19,9 +19,8 @@ from ..analysis.row_difference import (
     explain,
 )
 from ..recommend.guide import traffic_text
-from ..recommend.remedies import failed_run
 from ..units import MISSING, format_bytes, format_count, format_items, format_significant, to_ms
-from .comparison_columns import failure_text, signed_bytes
+from .comparison_columns import failure_sentence, signed
 from .comparison_report import ComparisonReport
 from .memory_plan import category_text
 from .table_layout import Column, Table, wrap
@@ -81,7 +80,7 @@ def largest_change(difference: RowDifference) -> str:
 
     Empty if neither row was measured or predicted.
     """
-    parts = list(_failures(difference))
+    parts = _failures(difference)
     tier = difference.main
     if tier is not None:
         where = f"{'Predicted ' if tier.predicted else ''}{_TIERS[tier.tier]} per {tier.scope.split()[-1]}"
@@ -90,7 +89,7 @@ def largest_change(difference: RowDifference) -> str:
         if _is_same(tier.a_bytes, tier.b_bytes):
             text += ", no change"
         elif largest is not None and largest.category != TOTAL:
-            text += f", mostly {_category(largest.category, tier)} ({signed_bytes(largest.difference_bytes)})"
+            text += f", mostly {_category(largest.category, tier)} ({signed(largest.difference_bytes)})"
         parts.append(f"{text}.")
     time = difference.time
     if time is not None:
@@ -100,7 +99,7 @@ def largest_change(difference: RowDifference) -> str:
             changes = {phase: pair.difference or 0.0 for phase, pair in time.phase_seconds.items() if phase in PHASES}
             phase = max(changes, key=lambda name: abs(changes[name]))
             if changes[phase]:
-                text += f"; of its phases, {phase} changes most ({_signed_ms(changes[phase])})"
+                text += f"; of its phases, {phase} changes most ({signed(changes[phase], _ms)})"
         parts.append(f"{text}.")
     return " ".join(parts)
 
@@ -137,13 +136,8 @@ def report_paragraphs(report: ComparisonReport) -> list[tuple[str, str]]:
     return paragraphs
 
 
-def _failures(difference: RowDifference) -> Iterator[str]:
-    for row in (difference.a, difference.b):
-        run = failed_run(row)
-        if run is not None:
-            count = sum(not each.outcome.success for each in row.runs)
-            some = f" in {count} of {len(row.runs)} runs" if row.succeeded else ""
-            yield f"{row.label} did not train{some}: {failure_text(run.outcome)}."
+def _failures(difference: RowDifference) -> list[str]:
+    return [*filter(None, map(failure_sentence, (difference.a, difference.b)))]
 
 
 # ------------------------------------------------------------------ memory
@@ -168,7 +162,7 @@ def _memory_rows(difference: RowDifference) -> Iterator[Row]:
 
 
 def _size_row(what: str, a: float, b: float) -> Row:
-    return what, format_bytes(a), format_bytes(b), "same" if _is_same(a, b) else signed_bytes(b - a)
+    return what, format_bytes(a), format_bytes(b), "same" if _is_same(a, b) else signed(b - a)
 
 
 def _is_same(a: float, b: float) -> bool:
@@ -190,8 +184,7 @@ def _time_rows(difference: RowDifference) -> Iterator[Row]:
         return
 
     def milliseconds(what: str, pair: Pair) -> Row:
-        a, b = (f"{format_significant(to_ms(each))} ms" for each in (pair.a, pair.b))
-        return what, a, b, "" if pair.difference is None else _signed_ms(pair.difference)
+        return what, _ms(pair.a), _ms(pair.b), "" if pair.difference is None else signed(pair.difference, _ms)
 
     def counts(what: str, pair: Pair) -> Row:
         return what, format_count(pair.a), format_count(pair.b), ""
@@ -209,10 +202,8 @@ def _time_rows(difference: RowDifference) -> Iterator[Row]:
             yield counts(what, pair)
 
 
-def _signed_ms(seconds: float) -> str:
-    """``+38.0 ms``, ``−0.676 ms``, ``0 ms``."""
-    sign = "+" if seconds > 0 else "−" if seconds < 0 else ""
-    return f"{sign}{format_significant(to_ms(abs(seconds)))} ms"
+def _ms(seconds: float | None) -> str:
+    return f"{format_significant(to_ms(seconds))} ms"
 
 
 def _speed_text(time: TimeDifference) -> str:
@@ -289,10 +280,8 @@ def _value(value: Any) -> str:
 def _saving_rows(difference: RowDifference) -> Iterator[tuple[str, str]]:
     for saving in difference.savings:
         on_gpu = saving.gpu_bytes > 0
-        saved = (
-            f"{signed_bytes(-(saving.gpu_bytes if on_gpu else saving.host_bytes))} per {'GPU' if on_gpu else 'node'}"
-        )
+        saved = f"{signed(-(saving.gpu_bytes if on_gpu else saving.host_bytes))} per {'GPU' if on_gpu else 'node'}"
         if on_gpu and saving.host_bytes < 0:
-            saved += f", {signed_bytes(-saving.host_bytes)} of host memory per node"
+            saved += f", {signed(-saving.host_bytes)} of host memory per node"
         name = "smaller buffers (--axis buffers=small_buffers)" if saving.name == "small_buffers" else saving.name
         yield f"{name} on {difference.larger.label}", saved

@@ -16,7 +16,7 @@ from ..records.schema import status_text
 from ..system.terminal import can_encode, escape_controls, make_console, print_text, width_of
 from ..units import MISSING, format_items
 from . import combined_table, row_explanation
-from .comparison_columns import TABLE_COLUMNS, detail_tables, failure_text, row_status, short_columns
+from .comparison_columns import TABLE_COLUMNS, detail_tables, failure_sentence, failure_text, row_status, short_columns
 from .comparison_report import ComparisonReport
 from .table_layout import MAX_TEXT_WIDTH, Column, Line, Table, code_block, escape, make_table, printable, wrap
 
@@ -232,12 +232,8 @@ def notes_that_matter(report: ComparisonReport) -> list[str]:
     """
     comparison, alternative = report.comparison, report.recommendation.alternative
     other_key = None if alternative is None else alternative.values["key"]
-    notes = []
-    for row in comparison.rows:
-        run = failed_run(row)
-        if row.succeeded and run is not None and row.key != other_key:
-            count = sum(not each.outcome.success for each in row.runs)
-            notes.append(f"{row.label}: {count} of {len(row.runs)} runs failed, {failure_text(run.outcome)}.")
+    notes = [failure_sentence(row) for row in comparison.rows if row.succeeded and row.key != other_key]
+    notes = [*filter(None, notes)]
     for row in comparison.rows:
         if row.differences:
             notes.append(f"{row.label}: no ratio, as rows differ in {'; '.join(row.differences)}.")
