@@ -1,4 +1,4 @@
-"""A recommendation: who may be chosen, what is said of the choice, and the next steps.
+"""A recommendation: which rows can be chosen, the facts about the choice, and the next steps.
 
 Whole answers are snapshots, to be read when they change. Beside the records stand the numbers by hand.
 """
@@ -78,7 +78,7 @@ SITUATIONS: dict[str, list[TrialRecord]] = {
     # Leads and the noise. Geometric means 1004.1 and 997.0 give 0.7 %; medians would say 0.0 %, means 1.1 %.
     "lead beyond the noise": [*repeated(0, 8, [999, 1000, 1001]), *repeated(2, 6.5, [899, 900, 901])],
     "lead in the noise": [*repeated(0, 8, [1000, 1125, 900]), *repeated(2, 8, [1000, 990, 1001])],
-    # What speaks for another row. Means 1003.3 and 1000 with spreads of 20: the interval includes 1. 3 % less memory is
+    # The case for another row. Means 1003.3 and 1000 with spreads of 20: the interval includes 1. 3 % less memory is
     # too little to name, and 1 % more speed in noise of 2 % no lead.
     "leaner": [*NOISY, *repeated(2, 6.5, [980, 1000, 1020])],
     "hardly leaner": [*NOISY, *repeated(2, 7.8, [980, 1000, 1020])],
@@ -88,7 +88,7 @@ SITUATIONS: dict[str, list[TrialRecord]] = {
     "too full and 1 % faster": [row(ZERO(0), 78, 1010), row(ZERO(2), 40, 1000)],
     "reference is faster": [*FOUR, row(fakes.reference("fsdp2"), 20, 15_000, cards=4)],
     "offloads and is 2 % faster": [*repeated(3, 10, [1000] * 3), *OFFLOADED],
-    # Who may not be chosen. 78 of 80 GB are 97.5 %; 95 % are 76, so 2 GB over.
+    # Rows that cannot be chosen. 78 of 80 GB are 97.5 %; 95 % are 76, so 2 GB over.
     "nothing was run": [],
     "none compares": [ONE, OTHER_TORCH],
     "one does not compare": [row(ZERO(0), 8, 45_000), row(ZERO(1), 8, 44_000), OTHER_TORCH],
