@@ -27,6 +27,7 @@ class RunKeywords(TypedDict, total=False):
     stage: int
     configs: PathText | Sequence[PathText]
     keep_batch: bool
+    base_config: PathText | None
     common_batch: bool
     relative_to: str | int | None
     data: PathText | Sequence[PathText] | None
@@ -41,6 +42,11 @@ class RunKeywords(TypedDict, total=False):
     profile_ranks: int | Sequence[int]
     nsys_start: int
     nsys_end: int
+    script: str | Sequence[str]
+    python: str | None
+    override_config: bool
+    accelerate_env: bool
+    engine: str | None
     num_gpus: int | Sequence[int] | None
     accelerator: str
     launcher: str

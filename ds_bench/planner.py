@@ -16,10 +16,16 @@ from .config.axes import RowFacts, other_arithmetic
 from .config.axis_rows import AxisValues
 from .config.caveats import Caveat, CaveatKind
 from .config.configuration_file_rows import FileRowMaker, gives_accumulation, has_other_batch
-from .config.configuration_files import ConfigurationFile, explain_files, read_configuration_files
+from .config.configuration_files import (
+    ConfigurationFile,
+    explain_files,
+    read_configuration_file,
+    read_configuration_files,
+)
 from .config.deepspeed_config import MakeConfig
 from .config.options import DEFAULT_BATCH_SIZE, Options, Shard
 from .config.placement import choose_precision, resolve_placement
+from .config.script_rows import make_script_row, require_config_axes
 from .config.spec import (
     DEFAULT_PREFETCH,
     BatchPolicy,
@@ -32,12 +38,14 @@ from .config.spec import (
     offload_device,
 )
 from .config.token_file import read_token_file
+from .config.training_script import placeholder_values, read_script
 from .errors import DsBenchError, UsageError
 from .launch import ops, rank_environment, scratch
 from .models.lookup import ResolvedModel, resolve_model
 from .prediction import trial_predictions
 from .prediction.model_profile import ModelProfile
 from .prediction.trial_predictions import MemoryCapacity, Unpredicted
+from .records.schema import TrialRecord
 from .system.environment import Machine
 from .units import format_items, format_names
 
@@ -74,7 +82,8 @@ def complete(trials: Sequence[Trial], facts: RunFacts) -> list[Trial]:
         if trial.configuration.uses_nvme:
             caveats = caveats if facts.nvme_caveat is None else (facts.nvme_caveat, *caveats)
             unsupported = unsupported or facts.lack_of_space
-        if fused is not None and not fused.ready and not trial.configuration.is_reference:
+        is_ours = trial.workload.script is None and not trial.configuration.is_reference
+        if fused is not None and not fused.ready and is_ours:
             config = deepspeed_config.complete_config(
                 config, trial.workload, trial.placement, torch_adam=True, largest_parameter=facts.largest_parameter
             )
@@ -234,8 +243,9 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
     first = points[0]
     if first.output_dir.exists() and not first.output_dir.is_dir():
         raise UsageError(f"{first.say('output_dir')} {first.output_dir} is not a folder", remedy="give a folder")
-    first = with_files(first)
-    points = [with_row_names(replace(each, files=first.files, file_lines=first.file_lines)) for each in points]
+    first = with_script(with_files(first))
+    read = {name: getattr(first, name) for name in ("files", "file_lines", "base_file", "own_script")}
+    points = [with_row_names(replace(each, **read)) for each in points]
     first = points[0]
     # Refused before anything is looked up. The values of a point may decide which axes act in a row.
     rows = [requested_rows(each) for each in points]
@@ -259,11 +269,15 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
         if "nsys" in first.profiles and placement.accelerator == "cpu":
             name = first.say("profiles")
             lines.append(f"{name} nsys records GPUs: on the CPU accelerator its steps run without a window")
-    variables = rank_environment.rank_environment(placement, machine.variables, inventory=machine.gpus)
+    variables = rank_environment.rank_environment(
+        placement, machine.variables, inventory=machine.gpus, interpreter=machine.interpreter
+    )
     variables |= first.variables  # over what this program would set, such as the interface of NCCL on one host
 
     @cache
     def find_model(name: str, factory: bool, trust_remote_code: bool) -> ResolvedModel:
+        if first.own_script is not None:
+            return ResolvedModel(name=first.own_script.name, source="script", config={})
         return resolve_model(
             name,
             factory=factory,
@@ -333,7 +347,7 @@ def _plan_of_point(
     size, accumulation = options.batch_size, options.grad_accum
     files = {row.origin.name: row.origin for row in rows if isinstance(row.origin, ConfigurationFile)}
     others = [name for name, file in files.items() if has_other_batch(file, placement.num_gpus, size, accumulation)]
-    if others and not options.keep_batch:
+    if others and not options.keep_batch and options.own_script is None:
         micro = f"{options.say('batch_size')} {'auto' if options.auto_batch else size}"
         lines = [
             *lines,
@@ -447,11 +461,30 @@ def with_files(options: Options) -> Options:
     if options.files is not None:
         return options
     files, lines = read_configuration_files(options.configs)
+    if options.base_config is not None:
+        options = replace(options, base_file=read_configuration_file(options.base_config))
+        if not options.stages and not options.strategies and options.base_file is not None:
+            files = [options.base_file]
     for file in options.inline:
         if any(other.name == file.name for other in files):
             problem = f"configurations.inline and a file of configs are both called {file.name}"
             raise UsageError(problem, remedy="rename one of them")
     return replace(options, files=(*files, *options.inline), file_lines=tuple(lines))
+
+
+def with_script(options: Options) -> Options:
+    """Return the options with the user's script, if they have one. Raises UsageError for one that cannot be started."""
+    if not options.script:
+        return options
+    require_config_axes(options.axis_names)
+    script = read_script(
+        options.script,
+        python=options.python,
+        override=options.override_config,
+        accelerate_env=options.accelerate_env,
+        engine=options.engine,
+    )
+    return replace(options, own_script=script)
 
 
 def requested_rows(options: Options) -> list[RequestedRow]:
@@ -650,7 +683,10 @@ class ConfigurationBuilder:
             name=row.name,
             label=row.label,
             deepspeed_config=config,
-            workload_changes={**configuration.workload_changes, **setting.workload},
+            # A script's batch and precision are in its configuration, and nowhere else.
+            workload_changes=(
+                {} if self.options.own_script else {**configuration.workload_changes, **setting.workload}
+            ),
             variables=setting.variables,
             requires=setting.requires,
             source="axis" if configuration.source == "catalogue" else configuration.source,
@@ -660,6 +696,8 @@ class ConfigurationBuilder:
 
     def _build_without_axes(self, row: RequestedRow, batch_size: int, policy: BatchPolicy) -> Configuration:
         options, strategy = self.options, row.origin
+        if options.own_script is not None:
+            return make_script_row(row.origin, options.base_file, options.config_changes)
         if isinstance(strategy, ConfigurationFile):
             facts = TrainingFacts(
                 num_gpus=self.placement.num_gpus,
@@ -730,6 +768,7 @@ def make_trials(
         data_dtype=None if file is None else file.dtype,
         data_tokens=None if file is None else file.tokens,
         data_digest=None if file is None else file.digest,
+        script=options.own_script,
         **{name: getattr(options, name) for name in _WORKLOAD_OPTIONS},
     )
     inspection = options.inspection
@@ -740,37 +779,64 @@ def make_trials(
     for repeat in range(options.repeats):
         for position, configuration in enumerate(ordered_for_round(configurations, options.seed, repeat)):
             workload = configuration.applied_to(common)
-            config = deepspeed_config.complete_config(
-                configuration.deepspeed_config,
-                workload,
-                placement,
-                torch_adam=placement.accelerator == "cpu",  # which has no FusedAdam
-                largest_parameter=model.largest_parameter,
-            )
-            # The checks need what will run; the row keeps what the user gave (Configuration.deepspeed_config).
-            completed = replace(configuration, deepspeed_config=config)
-            trained = replace(workload, precision=deepspeed_config.trained_precision(config, workload.precision))
+            config, unsupported, caveats = _completed_row(configuration, workload, placement, model)
             trials.append(
                 Trial(
                     trial_id=f"{len(trials):02d}_{configuration.name}" + (f"_r{repeat}" if options.repeats > 1 else ""),
                     repeat=repeat,
                     round_position=position,
                     configuration=configuration,
-                    workload=trained,
+                    workload=replace(
+                        workload, precision=deepspeed_config.trained_precision(config, workload.precision)
+                    ),
                     placement=placement,
                     ds_config=config,
-                    unsupported=validation.unsupported_reason(completed, placement)
-                    or validation.unsupported_workload_reason(completed, trained, placement),
-                    caveats=(
-                        *configuration.caveats,
-                        *_differences_from_name(configuration, workload, trained),
-                        *validation.ineffective_settings(completed, workload, placement),
-                    ),
+                    unsupported=unsupported,
+                    caveats=(*configuration.caveats, *caveats),
                     inspection=inspection,
                     point=dict(options.point),
                 )
             )
     return trials
+
+
+def _completed_row(
+    configuration: Configuration, workload: Workload, placement: Placement, model: ResolvedModel
+) -> tuple[dict[str, Any], str | None, list[str | Caveat]]:
+    """Return the configuration that runs, why it cannot run here, and caveats. Raises UsageError."""
+    if workload.script is not None:  # it and its libraries complete the configuration
+        config = dict(configuration.deepspeed_config)
+        placeholder_values(workload.script, configuration.name, config, placement.num_gpus)
+        return config, validation.missing_requirement(configuration, placement), []
+    config = deepspeed_config.complete_config(
+        configuration.deepspeed_config,
+        workload,
+        placement,
+        torch_adam=placement.accelerator == "cpu",  # which has no FusedAdam
+        largest_parameter=model.largest_parameter,
+    )
+    # The checks need what will run; the row keeps what the user gave (Configuration.deepspeed_config).
+    completed = replace(configuration, deepspeed_config=config)
+    trained = replace(workload, precision=deepspeed_config.trained_precision(config, workload.precision))
+    unsupported = validation.unsupported_reason(completed, placement)
+    unsupported = unsupported or validation.unsupported_workload_reason(completed, trained, placement)
+    differences = _differences_from_name(configuration, workload, trained)
+    return config, unsupported, [*differences, *validation.ineffective_settings(completed, workload, placement)]
+
+
+def refuse_unresolved(record: TrialRecord, waiting: Sequence[Trial]) -> list[Trial]:
+    """Return the trials that wait. Once a script has handed "auto" to DeepSpeed, which refuses it, none such starts."""
+    trial, outcome = record.trial, record.outcome
+    refused = (outcome.status, outcome.phase) == ("TypeError", "init") and trial.workload.script is not None
+    if not refused or not any(deepspeed_config.paths_of_auto(trial.ds_config)):
+        return list(waiting)
+    reason = (
+        f'its file says "auto", which the script hands to DeepSpeed, as in {trial.configuration.label}; give numbers'
+    )
+    return [
+        replace(each, unsupported=reason) if any(deepspeed_config.paths_of_auto(each.ds_config)) else each
+        for each in waiting
+    ]
 
 
 def ordered_for_round(configurations: Sequence[Configuration], seed: int, number: int) -> list[Configuration]:
@@ -782,7 +848,7 @@ def ordered_for_round(configurations: Sequence[Configuration], seed: int, number
     keeps its order.
     """
     # With --common-batch a row may be there at two micro-batches.
-    names = [f"{row.name} {row.deepspeed_config['train_micro_batch_size_per_gpu']}" for row in configurations]
+    names = [f"{row.name} {row.deepspeed_config.get('train_micro_batch_size_per_gpu')}" for row in configurations]
 
     def shuffled(text: str) -> list[int]:
         return sorted(range(len(names)), key=lambda row: hashlib.sha256(f"{text} {names[row]}".encode()).digest())

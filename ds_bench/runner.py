@@ -24,6 +24,7 @@ from .config.deepspeed_config import MakeConfig
 from .config.identity import work_key
 from .config.options import Options
 from .config.spec import Trial, point_text
+from .config.training_script import find_python
 from .doctor import checks as doctor
 from .doctor import cluster as host_checks
 from .doctor import disk
@@ -32,9 +33,10 @@ from .errors import PreflightError, ResultsNotWrittenError, UsageError
 from .launch import Launcher, Limits, rank_environment
 from .launch.host_connections import Hosts
 from .launch.scratch import remove_abandoned
+from .launch.script_ranks import script_words
 from .launch.trial import launch_command
 from .launch.warm_launcher import choose_launcher
-from .planner import Plan, RunPlan, make_run_plan
+from .planner import Plan, RunPlan, make_run_plan, refuse_unresolved
 from .prediction import trial_predictions
 from .prediction.model_profile import ModelProfile, variant_of
 from .records import schema
@@ -54,6 +56,7 @@ from .report.progress import ProgressReporter, nsys_command, profile_files_line,
 from .report.terminal_report import print_reports
 from .system import files, gpu_state, invocation, processes, terminal
 from .system.environment import Environment, Machine, read_machine, require_installed, require_packages
+from .system.script_interpreter import with_interpreter
 from .units import format_items, format_names
 
 if TYPE_CHECKING:
@@ -81,7 +84,7 @@ def run_comparison(
     for name in (*arguments, str(Path.cwd())):
         if any("\ud800" <= sign <= "\udfff" for sign in name):  # how Python keeps bytes that are not UTF-8
             raise UsageError(f"{name} is not text in UTF-8, as results must be", remedy="rename the file or folder")
-    if not options.dry_run:
+    if not (options.dry_run or options.script):
         require_packages("a run")
     if options.inspection.monitor == "tensorboard":
         require_installed("tensorboard", "--monitor tensorboard")
@@ -93,7 +96,7 @@ def run_comparison(
                 if not (options.dry_run or options.resume):
                     files.require_writable(options.output_dir, "--output-dir", files.FIRST_FILES_BYTES)
                     require_writable_csv(options.csv)
-                machine = read_machine()
+                machine = _read_machine(options)
                 if options.resume is not None:  # before anything that the folder names is looked at
                     require_same_machine(RunFolder.open(options.resume), machine.environment)
                 plan, nvme_folder = with_nvme_folder(make_run_plan(points, make_config, machine))
@@ -141,6 +144,12 @@ def run_comparison(
 # ------------------------------------------------------------------ before the first trial
 
 
+def _read_machine(options: Options) -> Machine:
+    """Read this machine, with the versions of the script's interpreter if there is a script."""
+    machine = read_machine()
+    return with_interpreter(machine, find_python(options.python)) if options.script else machine
+
+
 @contextlib.contextmanager
 def connected_hosts(plan: RunPlan, machine: Machine) -> Iterator[tuple[Hosts | None, Machine]]:
     """Connect to the hosts of a job on several, and yield them and the machine with their environments.
@@ -176,7 +185,7 @@ def _devices_of_run(plan: RunPlan, machine: Machine, hosts: Hosts | None) -> Ite
                 locks = held.enter_context(gpu_state.locked_devices(names, line.say))
             # The first reading shows the memory and the clocks that the other run caused.
             if locks.waited:
-                machine = read_machine()
+                machine = _read_machine(plan.options)
                 if hosts is not None:
                     environment = host_checks.environment_with_hosts(hosts, placement, machine.environment)
                     machine = replace(machine, environment=environment)
@@ -260,6 +269,8 @@ def print_dry_run(plan: RunPlan) -> int:
             terminal.print_text("# whether there is room for a checkpoint is checked when this is run\n")
         for trial in plan.trials:
             command = launch_command(trial.placement, Path("TRIAL_FOLDER"))
+            if trial.workload.script is not None:
+                command = script_words(trial, Path("TRIAL_FOLDER"), "TRIAL_FOLDER/output")
             terminal.print_text(f"# {trial.trial_id}: {trial.configuration.label}")
             own = {**trial.configuration.workload_changes, **trial.configuration.variables}
             if own:
@@ -267,8 +278,9 @@ def print_dry_run(plan: RunPlan) -> int:
             if trial.unsupported:
                 terminal.print_text(f"# Unsupported: {trial.unsupported}")
             terminal.print_json(json.dumps(trial.to_dict()["ds_config"], indent=2))
-            terminal.print_text("# the same ranks, started cold:")
-            terminal.print_text(f"{invocation.python(with_package=True)} {shlex.join(command[1:])}\n")
+            program = invocation.python(with_package=True) if trial.workload.script is None else shlex.quote(command[0])
+            terminal.print_text("# the same ranks, started cold:" if trial.workload.script is None else "# every rank:")
+            terminal.print_text(f"{program} {shlex.join(command[1:])}\n")
     return OK
 
 
@@ -278,6 +290,8 @@ def with_predictions(plan: RunPlan, machine: Machine) -> RunPlan:
     profiles: dict[tuple[object, ...], ModelProfile | trial_predictions.Unpredicted] = {}
 
     def predict(each: Plan) -> Plan:
+        if each.options.own_script is not None:  # nobody knows its model before it runs
+            return each.with_facts(memory=memory)
         options, length = each.options, each.trials[0].workload.seq_length
         key = each.model.name, options.trust_remote_code, length, options.dropout
         if key not in profiles:  # at once for a preset, else measured by a child process
@@ -323,6 +337,7 @@ def require_ready(plan: RunPlan, machine: Machine, nvme_folder: disk.NvmeFolder 
         nvme_folder=nvme_folder,
         need_host_bytes=predicted_host_bytes,
         system=SystemAccess(environ=machine.variables, read_gpus=lambda: machine.gpus),
+        interpreter=machine.interpreter,
     )
     doctor.require_ready(findings, sys.stderr, quiet=plan.options.quiet)
 
@@ -400,6 +415,7 @@ class ComparisonRun:
                     # After every trial, since a killed run gets no chance to write them at the end.
                     store.write_rows(rows_of(results.runs), options.csv)
                     progress.end(record)
+                    remaining = refuse_unresolved(record, remaining)
                     # A signal that came after the end of the trial is in no record.
                     if record.outcome.status == schema.INTERRUPTED or processes.interrupt_requested():
                         break
@@ -431,8 +447,9 @@ class ComparisonRun:
         with processes.raising_on_interrupt(), line:
             # Before the first trial: a build takes minutes, which would count as part of what is measured.
             if self.hosts is None:
+                python = None if self.machine.interpreter is None else self.machine.interpreter.python
                 states = rank_environment.build_ops(
-                    plan.placement, plan.configurations, plan.variables, line.say, line.show
+                    plan.placement, plan.configurations, plan.variables, line.say, line.show, python
                 )
             else:
                 states = host_checks.build_ops(self.hosts, plan.placement, plan.configurations, line.say)
@@ -539,6 +556,11 @@ class ComparisonRun:
         code = exit_code(options, runs)
         if not options.quiet:
             self._print_places(folders, runs)
+            exported = [configuration_export.exported_row(plan.options, report) for plan, report in reports]
+            for row, path in zip(filter(None, exported), folders, strict=False):
+                if row.trial.workload.script is not None:
+                    command = configuration_export.training_command(row.trial, path / configuration_export.RAW_FILE)
+                    terminal.print_text(f"  Train:  {command}", sys.stderr)
             if code == INTERRUPTED_CODE:
                 # A signal that came after the last trial left nothing undone.
                 then = "every trial had finished" if is_finished(store.folder) else f"go on with: {resume}"

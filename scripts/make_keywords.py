@@ -30,7 +30,7 @@ def keywords_stub() -> str:
     run = {keyword_of(name): types_of(OPTIONS[name], swept=can_be_swept(path)) for name, path in PATHS.items()}
     run |= {name: types_of(OPTIONS[name]) for name in RUN_ONLY if name in OPTIONS}
     run |= {"budget": ["float"], "yes": ["bool"]}
-    for section in (*Recipe.model_fields, "sweep"):
+    for section in (*(name for name in Recipe.model_fields if name != "script"), "sweep"):
         run[section] = ["Mapping[str, Any]", *run.get(section, [])]
     return HEADER + "".join(
         f"\nclass {name}(TypedDict, total=False):\n"

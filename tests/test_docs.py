@@ -36,7 +36,7 @@ def test_every_command_of_readme_and_docs_parses() -> None:
             for line in block.splitlines():
                 words = shlex.split(line, comments=True)
                 if words[:3] == ["python", "-m", "ds_bench"]:
-                    commands.build_parser().parse_args(words[3:])
+                    commands.parse(words[3:])
                 elif words[:2] == ["python", "zero_stage_comparison.py"]:
                     arguments.parse("zero", words[1], words[2:])
                 elif words[:2] == ["python", "offload_comparison.py"]:

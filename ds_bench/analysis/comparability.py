@@ -98,6 +98,8 @@ def may_differ(a: Trial, b: Trial) -> set[str]:
         own_fields = {*SAME_TRAINING_FIELDS, *(("batch_size", "grad_accum") if configuration.source == "file" else ())}
         names |= own_fields & configuration.workload_changes.keys()
         names |= workload_fields(configuration.axis_values)
+        if trial.workload.script is not None:
+            names |= {"micro_batch_size", "grad_accum"}
         # Flat files do not hold the configuration.
         shares_data = max(tensor_parallel_size(config), sequence_parallel_size(config)) > 1
         if shares_data or not configuration.axis_values.keys().isdisjoint(PARALLEL_AXES):

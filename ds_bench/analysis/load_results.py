@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -21,6 +22,7 @@ from ..config import axis_rows, strategies
 from ..config.deepspeed_config import minimal_config
 from ..config.identity import work_key
 from ..config.spec import Configuration, PassType, Placement, Strategy, Trial, Workload
+from ..config.training_script import Script
 from ..errors import UsageError
 from ..models.presets import find_preset
 from ..records import json_files, reader
@@ -214,10 +216,13 @@ def _runs_of_rows(rows: Sequence[Row], file: Path, environment: Environment | No
 def _is_row_of(row: Row, entry: StoredRecord) -> bool:
     """Whether a row has the step time and the throughput of its record: somebody may have edited the file."""
     window_seconds = (row.avg_step_time_ms or 0.0) / 1000 * row.num_steps
-    tokens = row.batch_size * row.grad_accum * (row.data_parallel_size or 0) * row.seq_length * row.num_steps
-    return math.isclose(window_seconds, entry.window_seconds, rel_tol=1e-6) and math.isclose(
-        (row.throughput_tokens_per_sec or 0.0) * window_seconds, tokens, rel_tol=1e-6
-    )
+    if not math.isclose(window_seconds, entry.window_seconds, rel_tol=1e-6):
+        return False
+    sizes = (row.batch_size, row.grad_accum, row.data_parallel_size, row.seq_length, row.num_steps)
+    if row.script is not None:  # whose lengths vary: only its record knows its tokens
+        return True
+    tokens = math.prod(size or 0 for size in sizes)
+    return math.isclose((row.throughput_tokens_per_sec or 0.0) * window_seconds, tokens, rel_tol=1e-6)
 
 
 def recipe_value(recipe: Mapping[str, Any], section: str, key: str) -> Any:
@@ -311,7 +316,7 @@ def _check(row: Row) -> None:
     """Raise ValueError if status, success and figures contradict each other."""
     if (row.status.removeprefix("✅ ") == SUCCESS) != row.success:
         raise ValueError(f"success is {str(row.success).lower()} and status is {row.status}")
-    if row.success and not (row.avg_step_time_ms and row.throughput_tokens_per_sec):
+    if row.success and not (row.avg_step_time_ms and (row.throughput_tokens_per_sec or row.script)):
         raise ValueError("a row that succeeded has a step time and a throughput")
 
 
@@ -324,7 +329,10 @@ def _trial(row: Row) -> Trial:
         raise ValueError(f"pass_type is {row.pass_type!r}")
     workload: dict[str, Any] = {
         name: value
-        for name in ("batch_policy", "seq_policy", "pass_type", "synchronized", "vocab_size", "dropout")
+        for name in (
+            *("batch_policy", "seq_policy", "pass_type", "synchronized", "vocab_size", "dropout"),
+            *("batch_size", "seq_length", "grad_accum", "activation_checkpointing"),
+        )
         if (value := getattr(row, name)) is not None
     }
     point = json.loads(row.point or "{}")
@@ -336,16 +344,13 @@ def _trial(row: Row) -> Trial:
         configuration=configuration,
         workload=Workload(
             model=row.model,
-            model_source="preset" if facts else "factory" if ":" in row.model else "hub",
+            model_source="script" if row.script else "preset" if facts else "factory" if ":" in row.model else "hub",
+            script=_script(row),
             model_type=facts.model_type if facts else None,
             model_config=facts.config if facts else {},
-            batch_size=row.batch_size,
-            seq_length=row.seq_length,
-            grad_accum=row.grad_accum,
             num_steps=row.num_steps,
             warmup_steps=row.warmup_steps,
-            precision=row.precision,  # type: ignore[arg-type]
-            activation_checkpointing=row.activation_checkpointing,
+            precision="bf16" if row.script else row.precision,  # type: ignore[arg-type]
             data_path=row.data_file,
             **workload,
         ),
@@ -361,6 +366,17 @@ def _trial(row: Row) -> Trial:
         ds_config=configuration.deepspeed_config,
         round_position=row.round_position,
         point=point,
+    )
+
+
+def _script(row: Row) -> Script | None:
+    if row.script is None:
+        return None
+    return Script(
+        command=tuple(shlex.split(row.script)),
+        digest=row.script_hash,
+        python=row.python or "",
+        config_source=row.config_source,  # type: ignore[arg-type]
     )
 
 

@@ -17,6 +17,7 @@ from ..config.caveats import LOSS_KINDS, Caveat, CaveatKind, has_kind, note
 from ..config.spec import SAME_TRAINING_FIELDS, Configuration, Workload
 from ..records.schema import TrialRecord
 from ..units import format_ratio
+from .script_work import with_work_caveats
 from .trial_caveats import optimizer_family
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def with_loss_caveats(runs: Sequence[Run]) -> list[Run]:
 
     A run that has a caveat about its loss gets no second one.
     """
-    compared = list(runs)
+    compared = with_work_caveats(runs)
     # Flat rows hold no losses, and the run that wrote them has compared its trials.
     if not any(isinstance(run.stored, TrialRecord) for run in runs):
         return compared
@@ -132,7 +133,8 @@ def _group_equal_batches(runs: Sequence[Run]) -> list[_Group]:
     # By id: thousands of records share few workloads, and a copy is checked.
     common: dict[int, Workload] = {}
     for index, run in enumerate(runs):
-        if not run.losses or None in run.losses:
+        # Rows of a script were compared before (script_work).
+        if not run.losses or None in run.losses or run.trial.workload.script is not None:
             continue
         row, trial = run.row, run.trial
         if id(trial.workload) not in common:
@@ -226,7 +228,7 @@ def _other_training(runs: Sequence[Run]) -> dict[int, Caveat]:
     points: dict[str, _Group] = {}
     if any(map(_may_train_otherwise, runs)):  # rare, and the rest takes time with thousands of records
         for index, run in enumerate(runs):
-            if run.losses and run.row.weight_change_norm != 0.0:
+            if run.losses and run.row.weight_change_norm != 0.0 and run.trial.workload.script is None:
                 points.setdefault(str(run.trial.common_settings), {})[index] = run
     caveats = dict[int, Caveat]()
     for group in points.values():

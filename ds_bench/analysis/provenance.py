@@ -51,6 +51,10 @@ def flags_to_repeat(options: Options) -> dict[str, list[str]]:
         # argparse would take a word that begins with - for a flag of its own.
         if words := [w for each in values for w in ([f"{flag}={each}"] if each.startswith("-") else [flag, each])]:
             flags[name] = words
+    if options.python is not None:
+        flags["python"] = ["--python", options.python]
+    if options.script:  # last, since all that follows -- is the script's
+        flags["script"] = ["--", *options.script]
     return flags
 
 
@@ -122,6 +126,8 @@ def facts(runs: Sequence[Run]) -> tuple[str, ...]:
         measured = [each.row.device for each in runs if each.row.device]
         known = [gpu.name for each in runs if each.environment for gpu in each.environment.gpus if gpu.name]
         devices = f"{placement.ranks_text} × {next(iter([*measured, *known]), 'GPU').removeprefix('NVIDIA ')}"
+    if workload.script is not None:
+        return f"{workload.model}{_trained_share(runs)}", devices, f"{workload.num_steps} steps"
     own = _varied_by_axes(runs)
     precision = "each row's precision" if "precision" in own else workload.precision
     batch = "each row's micro-batch" if "batch_size" in own else f"micro-batch {workload.batch_size}"

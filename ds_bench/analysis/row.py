@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -30,6 +32,7 @@ from ..records.schema import (
     Outcome,
     PhaseMemory,
     RankMeasurement,
+    ScriptMeasurement,
     TrialRecord,
     measured_values,
     ranks_of_nodes,
@@ -166,14 +169,28 @@ class Measured:
 
     @cached_property
     def samples_per_second(self) -> float | None:
-        if self.slowest is None or self.mean_step_seconds is None:
+        if self.slowest is None or self.mean_step_seconds is None or self.script is not None:
             return None
         # Not world_size: ranks of a tensor-parallel group train the same samples.
         samples = self.slowest.micro_batch_size * self.slowest.grad_accum * self.slowest.data_parallel_size
         return samples / self.mean_step_seconds
 
     @cached_property
+    def script(self) -> ScriptMeasurement | None:
+        """Of the first rank of a user's script; None for the built-in training."""
+        return self.rank.script if self.rank else None
+
+    def seen_per_second(self, name: str) -> float | None:
+        """The sum over all ranks of what a script's micro-batches in the window held, by its time."""
+        if self.script is None or self.slowest is None:
+            return None
+        seen = [getattr(rank.script, name)[-len(rank.step_seconds) :] for rank in self.ranks]
+        return sum(map(sum, seen)) / self.slowest.window_seconds or None
+
+    @cached_property
     def tokens_per_second(self) -> float | None:
+        if self.script is not None:
+            return self.seen_per_second("tokens")
         samples = self.samples_per_second
         return None if samples is None else samples * self.trial.workload.seq_length
 
@@ -313,6 +330,22 @@ def text(meaning: str, source: str | Source, default: Any = None) -> Any:
     return column(meaning, source, "", default, signed=True)
 
 
+def _built_in(name: str) -> Source:
+    """A field of the workload; None for a script, which decides it itself."""
+    return lambda m: getattr(m.trial.workload, name) if m.trial.workload.script is None else None
+
+
+def _script_command(m: Measured) -> str | None:
+    script = m.trial.workload.script
+    return None if script is None else shlex.join(script.command)
+
+
+def _gap(m: Measured) -> float | None:
+    if m.slowest is None or m.slowest.script is None:
+        return None
+    return statistics.fmean(m.slowest.script.gap_seconds[-len(m.slowest.step_seconds) :])
+
+
 def _later(_measured: Measured) -> None:
     """A value that is set where rows are compared (``Run.with_row``)."""
 
@@ -420,18 +453,15 @@ class Row(BaseModel):
     stage: int = column("ZeRO stage", "trial.configuration.stage", default=...)
     strategy: str = text("Name of the configuration", "trial.configuration.name", ...)
     model: str = text("Model", "trial.workload.model", ...)
-    batch_size: int = column(
+    batch_size: int | None = column(
         "Micro-batch that the engine ran, else the requested one",
-        lambda m: m.slowest.micro_batch_size if m.slowest else m.trial.workload.batch_size,
+        lambda m: m.slowest.micro_batch_size if m.slowest else _built_in("batch_size")(m),
         "samples",
-        ...,
     )
-    seq_length: int = column("Sequence length", "trial.workload.seq_length", "tokens", ...)
-    grad_accum: int = column(
+    seq_length: int | None = column("Sequence length", _built_in("seq_length"), "tokens")
+    grad_accum: int | None = column(
         "Micro-batches per step that the engine ran, else the requested number",
-        lambda m: m.slowest.grad_accum if m.slowest else m.trial.workload.grad_accum,
-        "",
-        ...,
+        lambda m: m.slowest.grad_accum if m.slowest else _built_in("grad_accum")(m),
     )
     num_steps: int = column("Measured steps", "trial.workload.num_steps", default=...)
     warmup_steps: int = column("Steps before the measured window", "trial.workload.warmup_steps", default=...)
@@ -458,11 +488,13 @@ class Row(BaseModel):
     num_gpus: int = column("Ranks of the job", "trial.placement.num_gpus", default=...)
     accelerator: str = text("``cuda`` or ``cpu``", "trial.placement.accelerator", ...)
     device: str | None = text("Name of the device, from its driver", "rank.device_name")
-    precision: str = text("Number format", "trial.workload.precision", ...)
+    precision: str = text(
+        "Number format", lambda m: m.script.precision if m.script else m.trial.workload.precision, ...
+    )
     batch_policy: str | None = text("``given`` or ``largest``", "trial.workload.batch_policy")
-    activation_checkpointing: bool = text("Recomputes activations", "trial.workload.activation_checkpointing", ...)
+    activation_checkpointing: bool | None = text("Recomputes activations", _built_in("activation_checkpointing"))
     optimizer: str | None = text("Class that updated the weights", "rank.optimizer_class")
-    launch: str | None = text("``warm`` or ``deepspeed``", "record.launch")
+    launch: str | None = text("``warm``, ``deepspeed`` or ``script``", "record.launch")
     data_parallel_size: int | None = column("Ranks with samples of their own", "slowest.data_parallel_size")
     parameter_count: int | None = column("Elements of all parameters", "rank.parameter_count")
     throughput_tokens_per_sec_per_gpu: float | None = column(
@@ -617,6 +649,19 @@ class Row(BaseModel):
         "Norm of the gradients in the first step", lambda m: next(iter(m.rank.grad_norms), None) if m.rank else None
     )
     grad_norm: float | None = column("The same after the measured window", "rank.grad_norm")
+    script: str | None = text("Command of the user's own script", _script_command)
+    script_hash: str | None = text("Hash of its file", "trial.workload.script.digest")
+    python: str | None = text("Interpreter that ran it", "trial.workload.script.python")
+    config_source: str | None = text("How the configuration reached it", "trial.workload.script.config_source")
+    tokens_unpadded_per_sec: float | None = column(
+        "Throughput of a script without padding", lambda m: m.seen_per_second("unpadded_tokens"), "tokens/s"
+    )
+    gap_ms: float | None = column("Time of a script's step before its forward passes, slowest rank", _gap, "ms")
+    main_engine: str | None = text("Model class of the engine that was measured", "script.main_engine")
+    other_engines: str | None = text(
+        "The same of a script's other engines",
+        lambda m: ", ".join(m.script.other_engines) or None if m.script else None,
+    )
 
     caveat_list: tuple[Caveat, ...] = ()
     """Only in JSON: caveats from the record first, then caveats found from its numbers."""

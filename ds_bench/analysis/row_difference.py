@@ -193,6 +193,8 @@ class TimeDifference:
     """``forward``, ``backward`` and ``step``, then ``communication`` and ``transfer`` within them: from synchronised
     steps after the window, on the slowest rank of the run nearest to the row's mean, as in the chart of phases. Those
     that both rows measured."""
+    gap_seconds: Pair
+    """Of a user's script: the part of a step before its forward passes."""
     nvme_read_bytes: Pair
     """Per step."""
     nvme_written_bytes: Pair
@@ -450,7 +452,10 @@ def _time_difference(a: ComparisonRow, b: ComparisonRow) -> TimeDifference:
 
     def tokens_per_step(run: Run) -> int:
         row = run.row
-        return row.batch_size * row.grad_accum * (row.data_parallel_size or row.num_gpus) * row.seq_length
+        if row.script is not None:
+            return round((row.throughput_tokens_per_sec or 0.0) * (row.avg_step_time_ms or 0.0) / 1000)
+        sizes = (row.batch_size, row.grad_accum, row.data_parallel_size or row.num_gpus, row.seq_length)
+        return math.prod(size or 1 for size in sizes)
 
     def phases(row: ComparisonRow) -> dict[str, float]:
         for run in row.nearest_to_mean:
@@ -467,6 +472,7 @@ def _time_difference(a: ComparisonRow, b: ComparisonRow) -> TimeDifference:
         interval=None if reasons else ratio_between(b, a),
         incomparable_reasons=tuple(reasons),
         phase_seconds={name: Pair(ours[name], theirs[name]) for name in ours if name in theirs},
+        gap_seconds=most("gap_ms", 1 / 1000),
         nvme_read_bytes=most("nvme_read_gb_per_step", BYTES_PER_GB),
         nvme_written_bytes=most("nvme_written_gb_per_step", BYTES_PER_GB),
         skipped_steps=most("skipped_steps"),

@@ -91,16 +91,17 @@ def trial_caveats(
         if trial.placement.accelerator == "cpu":
             meaning = "harmless here, as a CPU is done when a function returns; on a GPU these would be launch times"
         yield Caveat(CaveatKind.NOT_SYNCHRONIZED, {"meaning": meaning})
-    yield from _step_time_caveats(slowest.step_seconds, step_seconds_std)
+    yield from _script_caveats(record)
+    yield from _step_time_caveats(_usual_steps(slowest)[0], _usual_std(slowest, step_seconds_std))
     ran, asked = (slowest.micro_batch_size, slowest.grad_accum), (trial.workload.batch_size, trial.workload.grad_accum)
-    if ran != asked:
+    if ran != asked and trial.workload.script is None:
         values = {"ran": "{} × accumulation {}".format(*ran), "asked": "{} × {}".format(*asked)}
         yield Caveat(CaveatKind.BATCH_MISMATCH, values)
     longest = max(ranks, key=lambda rank: rank.data_wait_seconds or 0.0)
     wait, step = longest.data_wait_seconds or 0.0, statistics.fmean(longest.step_seconds)
     if wait > _MAX_DATA_WAIT * step:
         yield Caveat(CaveatKind.DATA_WAIT, {"wait": wait, "step": step})
-    if trial.configuration.uses_nvme:
+    if trial.configuration.uses_nvme and trial.workload.script is None:
         yield from _nvme_caveats(record)
     yield from _training_caveats(record)
     yield from _cpu_caveats(record)
@@ -115,7 +116,8 @@ def trial_caveats(
     if any(rank.gpu_alloc_retries for rank in ranks):
         yield Caveat(CaveatKind.ALLOCATOR_RETRIED)
     # Its implementation may differ from the configuration's, its family must not.
-    requested = str(trial.ds_config.get("optimizer", {}).get("type", ""))
+    own_optimizer = trial.workload.script is not None and trial.workload.script.config_source == "override"
+    requested = "" if own_optimizer else str(trial.ds_config.get("optimizer", {}).get("type", ""))
     families = optimizer_family(requested), optimizer_family(slowest.optimizer_class)
     if None not in families and families[0] != families[1]:
         yield Caveat(CaveatKind.OTHER_OPTIMIZER, {"used": slowest.optimizer_class, "asked": requested})
@@ -127,6 +129,43 @@ def trial_caveats(
     if mfu is not None and mfu > 1:
         yield Caveat(CaveatKind.MFU_ABOVE_1, {"mfu": mfu})
     yield from map(as_caveat, dict.fromkeys(each for rank in ranks for each in rank.notes))
+
+
+def _script_caveats(record: TrialRecord) -> Iterator[Caveat]:
+    """The caveats that one trial of a script shows by itself: another engine than its row's, evaluations and saves."""
+    asked, script = record.trial.configuration, record.slowest_rank.script
+    if script is None:
+        return
+    ran, named = (script.stage, script.offload_optimizer, script.offload_param), asked.layout
+    if ran != named:
+        texts = [f"stage {stage}, optimizer on {_place(a)}, parameters on {_place(b)}" for stage, a, b in (ran, named)]
+        yield Caveat(CaveatKind.OTHER_ENGINE, {"ran": texts[0], "asked": texts[1]})
+    usual, apart = _usual_steps(record.slowest_rank)
+    if apart and usual:
+        values = {"count": len(apart), "steps": len(apart) + len(usual)}
+        means = {"apart": statistics.fmean(apart), "usual": statistics.fmean(usual)}
+        yield Caveat(CaveatKind.EVALUATED, {**values, **means})
+
+
+def _place(device: str) -> str:
+    return "the device" if device == "none" else device
+
+
+def _usual_steps(rank: RankMeasurement) -> tuple[list[float], list[float]]:
+    """Return the durations of the measured steps without an evaluation or a save in them, and those of the others."""
+    if rank.script is None:
+        return list(rank.step_seconds), []
+    count = len(rank.step_seconds)
+    extra = zip(rank.script.evaluation_forwards[-count:], rank.script.saves[-count:], strict=True)
+    marked = [*zip(rank.step_seconds, (bool(evaluated or saved) for evaluated, saved in extra), strict=True)]
+    usual = [seconds for seconds, apart in marked if not apart]
+    # Where every step has one, as with a reference model, none is unusual.
+    return (usual, [seconds for seconds, apart in marked if apart]) if usual else (list(rank.step_seconds), [])
+
+
+def _usual_std(rank: RankMeasurement, every: float | None) -> float | None:
+    """Standard deviation of the steps without an evaluation or a save in them. ``every``: of all steps."""
+    return every if rank.script is None else sample_std(_usual_steps(rank)[0])
 
 
 def _step_time_caveats(seconds: Sequence[float], std: float | None) -> Iterator[Caveat]:

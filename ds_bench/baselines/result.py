@@ -133,7 +133,8 @@ def workload_facts(run: Run) -> dict[str, Any]:
     The number of steps is not among them: more steps measure the same quantity with less noise. ``ds_config`` is a hash
     that shows whether the DeepSpeed configuration changed.
     """
-    return {name: getattr(run.row, name) for name in _WORKLOAD_FACTS} | {"ds_config": run.row.config_hash}
+    script = {} if run.row.script is None else {"script": run.row.script}
+    return {name: getattr(run.row, name) for name in _WORKLOAD_FACTS} | script | {"ds_config": run.row.config_hash}
 
 
 _WORKLOAD_FACTS = (
@@ -157,7 +158,7 @@ def baseline_name(run: Run) -> str:
     parts = (
         # Written out, so that another default of a flag does not rename baselines that are stored.
         (f"batch{facts['batch_size']}", facts["batch_size"] != 4),
-        (f"seq{facts['seq_length']}", facts["seq_length"] != 512),
+        (f"seq{facts['seq_length']}", facts["seq_length"] not in (None, 512)),
         (f"accum{facts['grad_accum']}", facts["grad_accum"] != 1),
         (facts["precision"], facts["precision"] != "bf16"),
         ("checkpointing", facts["activation_checkpointing"]),

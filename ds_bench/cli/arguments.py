@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..config.options import COUNT, EMPTY_PATH, MAX_NUMBER, OPTIONS, Family, Options, Shard
+from ..config.options import COUNT, EMPTY_PATH, MAX_NUMBER, OPTIONS, SCRIPT_OPTIONS, Family, Options, Shard
 from ..config.strategies import STRATEGY_NAMES
 from ..errors import UsageError
 
@@ -75,12 +75,15 @@ _GROUPS = {
     ),
     "data": ("vocab_size", "data", "data_dtype", "data_workers", "data_pin_memory", "data_prefetch"),
     "comparison": (
-        "stages", "strategies", "stage", "configs", "keep_batch", "nvme_path", "repeats", "axes", "relative_to", "goal",
-        "export",
+        "stages", "strategies", "stage", "configs", "base_config", "keep_batch", "nvme_path", "repeats", "axes",
+        "relative_to", "goal", "export",
     ),
     "hardware": (
         "num_gpus", "accelerator", "launcher", "hostfile", "include", "exclude", "host_command", "env", "master_addr",
         "master_port", "cpu_memory_limit", "gpu_memory_limit", "peak_tflops",
+    ),
+    "a training script of your own, after -- (docs/own_script.md)": (
+        "python", "override_config", "accelerate_env", "engine",
     ),
     "DeepSpeed configuration": ("ds_config", "set"),
     "profiles, of further steps after the measured ones (docs/profiles.md)": (
@@ -94,7 +97,11 @@ _GROUPS = {
 }
 # fmt: on
 """Groups of ``--help``, with the flags of each in order."""
-_LACKING: dict[Family, tuple[str, ...]] = {"zero": ("stage",), "offload": ("stages",), "recipe": ("ds_config", "set")}
+_LACKING: dict[Family, tuple[str, ...]] = {
+    "zero": ("stage", *SCRIPT_OPTIONS),
+    "offload": ("stages", *SCRIPT_OPTIONS),
+    "recipe": ("ds_config", "set"),
+}
 """Options without a flag in a script or in the command ``run``."""
 _OWN_ARGUMENTS: dict[tuple[Family, str], dict[str, Any]] = {
     ("zero", "strategies"): {"choices": STRATEGY_NAMES, "help": "strategies, after the stages"},
@@ -109,9 +116,9 @@ _OWN_ARGUMENTS: dict[tuple[Family, str], dict[str, Any]] = {
 
 def _add_flags(parser: argparse.ArgumentParser, family: Family) -> None:
     for title, names in _GROUPS.items():
-        group = parser.add_argument_group(title)
-        for name in names:
-            if name not in _LACKING[family]:
+        if own := [name for name in names if name not in _LACKING[family]]:
+            group = parser.add_argument_group(title)
+            for name in own:
                 arguments = {**flag_of(name), **_OWN_ARGUMENTS.get((family, name), {})}
                 group.add_argument(str(OPTIONS[name].flag), dest=name, **arguments)
 

@@ -59,8 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[Command, dict[str, Any]]:
     """The command and its flags by name, lists as tuples. Raises UsageError; exits with 0 on --help."""
-    values = vars(build_parser().parse_args(arguments))
+    words, script = list(sys.argv[1:] if arguments is None else arguments), None
+    if words[:1] == ["run"] and "--" in words:  # a script and its arguments, which may look like flags
+        words, script = words[: (end := words.index("--"))], words[end + 1 :]
+    values = vars(build_parser().parse_args(words))
     command: Command = values.pop("run")
+    if script is not None:
+        values |= {"script": script, "typed": [*values["typed"], "--", *script]}
     for name in ("command", "action"):
         values.pop(name, None)
     return command, {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
@@ -181,6 +186,7 @@ COMMANDS: Mapping[str, Command] = {
             **_CONFIGS,
             "--hostfile": {**_FILE, "help": "also check its hosts, and how they reach each other"},
             "--build": {**_ON, "help": "build the ops that are not built yet (minutes)"},
+            "--python": flag_of("python", help="look at this interpreter's packages and ops, as a script uses them"),
             **_JSON,
         },
     ),
@@ -252,8 +258,9 @@ COMMANDS: Mapping[str, Command] = {
     "run": Command(
         purpose="compare what a recipe asks for, one workload or a sweep of many",
         examples=("recipes/llama2_7b.yaml --set training.seq_len=2048", "recipes/tiny_cpu.yaml --dry-run",
-                  "--model gpt2 --strategies all"),
-        usage="%(prog)s [RECIPE] [--set KEY.PATH=VALUE ...] [options]",
+                  "--model gpt2 --strategies all",
+                  "--configs a.json b.json --num-gpus 2 -- train.py --deepspeed {config}"),
+        usage="%(prog)s [RECIPE] [--set KEY.PATH=VALUE ...] [options] [-- SCRIPT.py ...]",
         function="run:run_command",
         flags={
             "recipe": {"nargs": "?", "type": path, "metavar": "RECIPE",

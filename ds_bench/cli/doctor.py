@@ -12,27 +12,37 @@ from pathlib import Path
 
 from ..config import placement
 from ..config.configuration_files import read_configuration_files
+from ..config.training_script import find_python
 from ..doctor import checks, software
 from ..doctor.findings import Groups, SystemAccess, format_count, format_finding
 from ..launch import ops, rank_environment
 from ..system import gpu_state, terminal
 from ..system.environment import require_packages
+from ..system.script_interpreter import read_interpreter
 
 READY, NOT_READY = 0, 2
 
 
 def show_findings(
-    nvme_path: Path | None, build: bool, as_json: bool, configs: Sequence[Path] = (), hostfile: Path | None = None
-) -> int:
+    nvme_path: Path | None, build: bool, as_json: bool, configs: Sequence[Path] = (), hostfile: Path | None = None,
+    python: str | None = None,
+) -> int:  # fmt: skip
     """Run all checks and print their findings. Return 2 if there is a problem, else 0. Warnings do not count.
 
     ``build``: also build missing ops. ``configs``: files and folders of configurations to check. ``hostfile``: hosts
-    to check too. Raises UsageError for an invalid configuration or hostfile.
+    to check too. ``python``: interpreter of a user's script, which is looked at in place of this one. Raises UsageError
+    for an invalid configuration or hostfile.
     """
     # Read first: an invalid file is refused before checks that may take minutes.
     files, file_lines = read_configuration_files(configs)
     groups = checks.run_all_checks(
-        SystemAccess(), nvme_path=nvme_path, build=build, files=files, file_lines=file_lines, hostfile=hostfile
+        SystemAccess(),
+        nvme_path=nvme_path,
+        build=build,
+        files=files,
+        file_lines=file_lines,
+        hostfile=hostfile,
+        interpreter=None if python is None else read_interpreter(find_python(python)),
     )
     with terminal.ignoring_broken_pipe():
         if as_json:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ..config import recipe_file
+from ..config.deepspeed_config import paths_of
 from ..config.deepspeed_keys import top_level_keys
-from ..config.options import Options
+from ..config.options import OPTIONS, Options
 from ..config.recipe import (
     MOST_TRIALS,
     PATHS,
@@ -27,6 +28,7 @@ from ..config.recipe import (
     options_of,
 )
 from ..config.recipe_file import Data, RecipeText
+from ..config.training_script import refuse_other_workload
 from ..errors import UsageError
 from ..records.run_folder import RunFolder
 from ..system import invocation, terminal
@@ -58,6 +60,11 @@ def run_command(
     text, stored_arguments = _recipe_text(recipe, typed, flags)
     for path, value in _given_values(settings, flags):
         text = recipe_file.with_value(text, path, value)
+    if "script" in flags and not flags["script"]:
+        raise UsageError("-- without a script", remedy="give -- SCRIPT.py and its arguments")
+    if text.data.get("script"):
+        flag_of_path = {path: OPTIONS[name].flag or path for name, path in PATHS.items() if name in flags}
+        refuse_other_workload([path for path, value in paths_of(text.data) if value is not None], flag_of_path)
     asked = find_sweep(text)
     if "print_recipe" in flags:
         check_recipe(text, asked.data_of(asked.first_point))
@@ -75,7 +82,8 @@ def run_command(
         from ..analysis.provenance import flags_to_repeat
 
         # The folder may come from somebody else: it starts neither code nor other machines.
-        needed = {name: words for each in points for name, words in flags_to_repeat(each).items() if name not in flags}
+        again = {*flags, *(setting.partition("=")[0] for setting in settings)}
+        needed = {name: words for each in points for name, words in flags_to_repeat(each).items() if name not in again}
         if needed:
             raise UsageError(
                 f"--resume {flags['resume']}: a run folder does not start code or other machines by itself: it asks "
@@ -114,7 +122,7 @@ def _points(
 
     # All points have the same files.
     options = with_files(options)
-    run_flags |= {"files": options.files, "file_lines": options.file_lines}
+    run_flags |= {"files": options.files, "file_lines": options.file_lines, "base_file": options.base_file}
     trials = asked.most_points * len(requested_rows(options)) * options.repeats
     if trials > MOST_TRIALS and not allow_many:
         problem = f"this recipe makes {trials:,} trials: {asked.most_points:,} points, each with every row and repeat"
@@ -145,7 +153,7 @@ def _from_current_folder(name: str, value: Any) -> Any:
     if isinstance(value, tuple):
         return [_from_current_folder(name, item) for item in value]
     if isinstance(value, Path):
-        return str(value.absolute() if name in ("hostfile", "configs", "data") else value)
+        return str(value.absolute() if name in ("hostfile", "configs", "data", "base_config") else value)
     return value
 
 

@@ -27,6 +27,7 @@ _QUIRK = (
     "a known quirk: at stage 0 in 16 bit DeepSpeed takes an Adam step on zero gradients at initialization "
     "(fp16/fused_optimizer.py)"
 )
+_SEED = "seed the model's weights and the data in the script, then compare what both rows learn"
 _NOT_TO_USE = "do not use this row before you know why"
 
 
@@ -118,6 +119,18 @@ class CaveatKind(StrEnum):
     OTHER_TRAINING = ("other_training", "trains differently on purpose: {how}",
         "compare what both rows learn in a whole training before you choose by speed")
     """Never recommended for its speed (``recommend/decision.py``)."""
+    OTHER_ENGINE = ("other_engine", "the script's engine ran {ran}; this row's file says {asked}",
+        "lead the configuration to the script in another way (docs/own_script.md)", True)
+    OTHER_PARAMETERS = ("other_parameters", "trains {own} parameters, {row} {theirs}: another model", None, True)
+    OTHER_TOKENS = ("other_tokens", "step {step} on rank {rank} has {own}, in {row} {theirs}: other work",
+        "make the script's data and accumulation independent of the configuration", True)
+    OTHER_DATA = ("other_data", "trained on other data than {row} from step {step} on (rank {rank})",
+        "seed the data apart from the model: what is drawn after the model was built depends on its stage")
+    OTHER_FIRST_LOSS = "other_first_loss", "the first loss is {own:.4f}, in {row} {theirs:.4f}", _SEED
+    OTHER_LOSSES = "other_losses", "loss differs by {difference:percent} from {row}'s in the first ten steps", _SEED
+    EVALUATED = ("evaluated",
+        "{count} of {steps} measured steps include an evaluation or a save: {apart:ms} ms; the others: {usual:ms} ms",
+        "for the steps alone, turn evaluation and saving off in the script's arguments")
     STAGE_3_ALONE = "stage_3_alone", "loss parity was checked among rows of stage 3 only, not against another stage"
 
     # The memory of a row.

@@ -86,6 +86,7 @@ def facts(trial: Trial, *, leave_out: Collection[Role | str] = ()) -> dict[str, 
     """Return what was requested, by name. ``leave_out``: roles, and names of single facts."""
     requested = {
         **{each.name: getattr(trial.workload, each.name) for each in fields(Workload)},
+        "script": None if trial.workload.script is None else asdict(trial.workload.script),
         **placement_facts(trial.placement),
         "engine": trial.configuration.engine,
         "variables": dict(trial.configuration.variables),

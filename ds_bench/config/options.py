@@ -33,8 +33,9 @@ from .spec import (
     ProfileName,
     point_text,
 )
-from .strategies import STRATEGY_NAMES
+from .strategies import REFERENCES, STRATEGY_NAMES
 from .token_file import TOKEN_TYPES, TokenFile, TokenType
+from .training_script import Script
 
 if TYPE_CHECKING:
     from .axis_rows import AxisValues
@@ -69,6 +70,8 @@ SEVERAL_NODES = (
     "hostfile", "include", "exclude", "host_command", "env", "master_addr", "master_port",
 )  # fmt: skip
 """Options that reach other machines; ``--resume`` does not take them from a run folder."""
+SCRIPT_OPTIONS = ("base_config", "python", "override_config", "accelerate_env", "engine")
+"""Options that have no meaning without a script."""
 _AMOUNT: Mapping[str, Any] = {"gt": 0, "le": MAX_NUMBER}
 _STEP: Mapping[str, Any] = {"ge": -1, "le": MAX_NUMBER}
 """Limits of the number of a step; -1 leaves it open."""
@@ -231,6 +234,9 @@ class Options:
     keep_batch: bool = option(bool, False,
         "the batch keys of each file of --configs rule, not --batch-size and --grad-accum",
         key="configurations.keep_batch")
+    base_config: Path | None = option(Path, None,
+        "with a script: your DeepSpeed configuration, which --stages, --strategies and --axis edit", flag=True,
+        key="configurations.base_config", metavar="FILE")
     inline: tuple[ConfigurationFile, ...] = option(dict, (),
         'DeepSpeed configurations by name, each one row, "auto" resolved as the Trainer does; under the name of a '
         "strategy it stands for that strategy's", flag=False, key="configurations.inline")
@@ -278,6 +284,19 @@ class Options:
         without="-1, the first after the measured ones", key="profiling.nsys_start", metavar="STEP", limits=_STEP)
     nsys_end: int = option(int, -1, "last step that nsys records", without="-1, the last that --profile-steps gives",
         key="profiling.nsys_end", metavar="STEP", limits=_STEP)
+
+    # a script of the user's own
+    script: tuple[str, ...] = option(str, (),
+        "training script of your own and its arguments, in place of a model (docs/own_script.md)", flag=False,
+        key="script", many=True)
+    python: str | None = option(str, None, "interpreter that runs the script", without="this one", key="launch.python",
+        metavar="PROGRAM", limits={"min_length": 1})
+    override_config: bool = option(bool, False, "each row's configuration replaces the one that the script gives to "
+        "DeepSpeed, but for batch, optimizer and precision", key="launch.override_config")
+    accelerate_env: bool = option(bool, False, "each row's configuration reaches the script by Accelerate's variables",
+        key="launch.accelerate_env")
+    engine: str | None = option(str, None, "measure the engine of this model class, where the script has several",
+        without="the one that steps first", key="launch.engine", metavar="NAME", limits={"min_length": 1})
 
     # launch
     num_gpus: int | None = option(int, None, "GPUs, or CPU ranks", without="all GPUs, or 1 rank", key="launch.num_gpus",
@@ -386,6 +405,10 @@ class Options:
     """Notes on them for the user."""
     token_file: TokenFile | None = None
     """The token file of ``data``; None until the plan is made."""
+    base_file: ConfigurationFile | None = None
+    """The configuration of ``base_config``; None until it is read, and without one."""
+    own_script: Script | None = None
+    """The script of ``script``; None until the plan is made, and without one."""
     typed: frozenset[str] | None = None
     """Options whose flags were typed over a recipe; None without the file of a recipe."""
 
@@ -422,6 +445,8 @@ class Options:
             ("keep_batch", self.auto_batch, f"with {auto}", "leave one of them out"),
             ("keep_batch", not self.configs, f"without {self.say('configs')}", f"add {self.say('configs')} FILE"),
             ("retry", self.resume is None, "without --resume", "add --resume RUN_DIR"),
+            *((name, not self.script, "without a script", "add -- SCRIPT.py and its arguments")
+              for name in SCRIPT_OPTIONS),
             ("quiet", self.verbose, "and --verbose together", "give one of them"),
             ("csv", self.shard is not None, "with --shard: each shard would replace the file",
              "leave it out; report --format csv --output FILE reads all shards"),
@@ -436,6 +461,8 @@ class Options:
         if self.data_prefetch != DEFAULT_PREFETCH and not self.data_workers and "data_workers" not in self.axis_names:
             problem = f"{self.say('data_prefetch')} {self.data_prefetch} without worker processes"
             raise UsageError(problem, remedy=f"add {self.say('data_workers')} 1 or more")
+        if self.script:
+            self._check_script()
         if self.launcher == "warm" and self.hostfile is not None:
             names = self.say("launcher"), self.say("hostfile")
             raise UsageError(f"{names[0]} warm works on one node", remedy=f"leave {names[0]} out, or drop {names[1]}")
@@ -445,6 +472,23 @@ class Options:
             profile_ranks=tuple(dict.fromkeys(self.profile_ranks)),
             checkpoint=self.checkpoint or self.checkpoint_path is not None,
         )
+
+    def _check_script(self) -> None:
+        """Raises UsageError for options that do not go together with a script."""
+        references = [name for name in self.strategies if name in REFERENCES]
+        if references or self.launcher == "warm":
+            what = f"{self.say('strategies')} {references[0]}" if references else f"{self.say('launcher')} warm"
+            remedy = "leave it out: the script trains with DeepSpeed, in processes of its own"
+            raise UsageError(f"{what} together with a script", remedy=remedy)
+        if self.configs and self.base_config is not None:
+            names = f"{self.say('configs')} and {self.say('base_config')}"
+            raise UsageError(f"{names} together", remedy="give one of them: files as rows, or one file to edit")
+        if self.base_config is None and (self.stages or self.strategies):
+            problem = f"{self.say('stages')} and {self.say('strategies')} with a script edit a file of yours"
+            raise UsageError(problem, remedy=f"add {self.say('base_config')} FILE")
+        if self.base_config is None and not self.configs and not self.inline:
+            names = f"{self.say('configs')} FILE …, or {self.say('base_config')} FILE"
+            raise UsageError("a script without configurations", remedy=f"give {names}")
 
     def _checked_profiles(self) -> tuple[ProfileName, ...]:
         """The profilers, each once, with nsys where it has a window. Raises UsageError for a window of other steps."""

@@ -111,6 +111,7 @@ Recipe: type[BaseModel] = create_model(
     optimizer=_section("optimizer", "The optimizer of every row.",
                        params=(dict[str, Any], Field(default={}, description=_PARAMETERS))),
     axes=(dict[str, AxisValue | list[AxisValue]], Field(default={}, description=_AXES)),
+    script=(_type_of(OPTIONS["script"], "script"), Field(default=(), description=f"{OPTIONS['script'].text}.")),
     profiling=_section("profiling", "Profilers that observe further steps after the measured ones."),
     launch=_section("launch", "The devices, and how trials are started and ended."),
     output=_section("output", "Where results go, how often rows run, and what the recommendation is for."),
@@ -153,8 +154,8 @@ def known_paths() -> Values:
 
 def _by_path(recipe: BaseModel) -> Values:
     sections = recipe.model_dump()
-    axes = {"axes": sections.pop("axes")}
-    return axes | {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    whole = {name: sections.pop(name) for name in ("axes", "script")}
+    return whole | {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
 
 
 PATHS: Mapping[str, str] = {
@@ -441,14 +442,15 @@ def options_of(recipe: Values, folder: Path, **run_flags: Any) -> Options:
         if name not in STRATEGY_NAMES
     )
     values["strategies"] = _strategies(values["strategies"], values["stage"], values["nvme_path"] is not None)
-    if not values["stages"] and not values["strategies"] and not values["configs"] and not inline:
+    has_rows = values["stages"] or values["strategies"] or values["configs"] or inline
+    if not has_rows and not values["script"]:
         values["stages"] = (0, 1, 2, 3)
     values["stages"] = tuple(dict.fromkeys(values["stages"]))
     # Stage 2 and the strategy zero2 are one row.
     named = {strategies.ZERO_STAGES[stage].name for stage in values["stages"]}
     values["strategies"] = tuple(name for name in dict.fromkeys(values["strategies"]) if name not in named)
     values["configs"] = tuple(folder / path for path in values["configs"])
-    for name in ("data", "hostfile"):
+    for name in ("data", "hostfile", "base_config"):
         if values[name] is not None:
             values[name] = folder / values[name]
     changes = recipe["configurations.deepspeed"] | {

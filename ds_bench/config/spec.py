@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from ..system.redaction import redacted_config
 from .caveats import Caveat
 from .token_file import TokenType
+from .training_script import Script
 
 Device = Literal["none", "cpu", "nvme"]
 Accelerator = Literal["cuda", "cpu"]
@@ -19,7 +20,7 @@ Precision = Literal["bf16", "fp16", "fp32"]
 LauncherName = Literal["warm", "deepspeed"]
 BatchPolicy = Literal["given", "largest"]
 SequencePolicy = Literal["given", "longest"]
-ModelSource = Literal["preset", "local", "hub", "factory"]
+ModelSource = Literal["preset", "local", "hub", "factory", "script"]
 LossName = Literal["model", "chunked", "tiled", "liger"]
 CompileName = Literal["none", "torch"]
 CpuBinding = Literal["none", "cores", "numa"]
@@ -75,9 +76,10 @@ def _require(condition: bool, field_name: str, value: object, rule: str) -> None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A model and its training. Rows of a comparison share it, except for their ``workload_changes``.
+    """A model and its training, or a script of the user's own, which brings both.
 
-    A field without a description means what the option or the axis of its name says (``options``, ``axes``).
+    Rows of a comparison share it, except for their ``workload_changes``. A field without a description means what the
+    option or the axis of its name says (``options``, ``axes``).
     """
 
     model: str
@@ -131,6 +133,8 @@ class Workload:
     """Hash of the file's content, so that other content is another workload; None without a file."""
     seq_policy: SequencePolicy = "given"
     """``longest``: the row runs at its own longest sequence that trains, and is compared with other such rows."""
+    script: Script | None = None
+    """The user's own training script; of the other fields only the numbers of steps then mean anything."""
 
     @property
     def fills_memory(self) -> bool:

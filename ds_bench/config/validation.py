@@ -48,6 +48,16 @@ def unsupported_reason(configuration: Configuration, placement: Placement) -> st
     Without the refusal the row would show a number for something that did not happen. A precision of the workload is
     refused only once the DeepSpeed configuration is completed.
     """
+    case = Case(config=configuration.deepspeed_config, placement=placement)
+    return (
+        missing_requirement(configuration, placement)
+        or (_refused_by_reference(configuration) if configuration.is_reference else None)
+        or next(row_texts(case, "refusal", "ignored"), None)
+    )
+
+
+def missing_requirement(configuration: Configuration, placement: Placement) -> str | None:
+    """Return which accelerator, ranks or hosts a configuration lacks here, or why it is refused; None if it runs."""
     needs, name = configuration.requires, configuration.label
     if configuration.refusal:
         return configuration.refusal
@@ -58,9 +68,7 @@ def unsupported_reason(configuration: Configuration, placement: Placement) -> st
         return f"{name} needs {needs.min_ranks} ranks or more; use --num-gpus {needs.min_ranks}"
     if needs.min_nodes > placement.num_nodes:
         return f"{name} needs {needs.min_nodes} nodes or more; give them with --hostfile"
-    case = Case(config=configuration.deepspeed_config, placement=placement)
-    refusal = _refused_by_reference(configuration) if configuration.is_reference else None
-    return refusal or next(row_texts(case, "refusal", "ignored"), None)
+    return None
 
 
 _NO_AUTOTP = ("deberta", "flaubert", "fsmt", "gpt2", "led", "longformer", "xlm", "xlnet")

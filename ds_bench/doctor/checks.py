@@ -39,13 +39,16 @@ def run_all_checks(
     files: Sequence[ConfigurationFile] = (),
     file_lines: Sequence[str] = (),
     hostfile: Path | None = None,
+    interpreter: environment.Interpreter | None = None,
 ) -> Groups:
     """Return the findings of every check. Never raises because of the machine's state.
 
     ``build``: build missing ops first. ``files``: configurations that are to run here, with the lines that reading
-    them gave. ``hostfile``: the hosts that it names are checked too. Raises UsageError for a bad hostfile.
+    them gave. ``hostfile``: the hosts that it names are checked too. ``interpreter``: of a user's
+    script, in place of this one. Raises UsageError for a bad hostfile.
     """
     torch_cuda, inventory = environment.torch_cuda_version(), system.read_gpus()
+    torch_cuda = torch_cuda if interpreter is None else interpreter.torch_cuda_version
     placement = default_placement(system.environ, inventory)
     placement = dataclasses.replace(placement, nvme_path=None if nvme_path is None else str(nvme_path))
     slots = {} if hostfile is None else read_hostfile(hostfile)
@@ -56,20 +59,23 @@ def run_all_checks(
     variables: dict[str, str] = {}
 
     def check_ops() -> Iterator[Finding]:
-        variables.update(rank_environment.rank_environment(placement, system.environ, inventory=inventory))
+        variables.update(
+            rank_environment.rank_environment(placement, system.environ, inventory=inventory, interpreter=interpreter)
+        )
         folder = Path(variables["TORCH_EXTENSIONS_DIR"])
         states = None
         if build:
             names = software.strategies_by_op(placement.accelerator, own)
             with terminal.StatusLine(sys.stderr) as line:
-                states = ops.prepare_ops(names, folder, variables, say=line.say, show_elapsed=line.show)
+                python = None if interpreter is None else interpreter.python
+                states = ops.prepare_ops(names, folder, variables, say=line.say, show_elapsed=line.show, python=python)
         yield from software.check_ops(
             system, placement.accelerator, folder, check_nvme=nvme_path is not None, own=own, states=states
         )
 
     groups = {
         "Packages": [
-            *run_check("packages", software.check_packages),
+            *run_check("packages", lambda: software.check_packages_of(interpreter)),
             *run_check("GPU driver", lambda: software.check_driver(inventory.driver_version, torch_cuda)),
         ],
         "Tools": run_check("tools", lambda: software.check_programs(system, placement.accelerator, torch_cuda)),
@@ -129,16 +135,20 @@ def run_plan_checks(
     need_host_bytes: int | None = None,
     slots: Collection[int] | None = None,
     system: SystemAccess | None = None,
+    interpreter: environment.Interpreter | None = None,
 ) -> list[Finding]:
     """Return what could stop these configurations on this machine, in 0.2 s: no builds and no speed.
 
     ``configurations``: of each row that will be tried. What only some rows need is a warning: those rows are then
     Unsupported, and the others run. ``need_host_bytes``: predicted for this node. ``lacks_space``:
     :func:`.disk.lack_of_space` of the plan. ``slots``: which of the visible GPUs are used; None for all.
+    ``interpreter``: of a user's script.
     """
     system = SystemAccess() if system is None else system
     torch_cuda, inventory = environment.torch_cuda_version(), system.read_gpus()
-    findings = run_check("packages", software.check_packages)
+    findings = run_check("packages", lambda: software.check_packages_of(interpreter))
+    if interpreter is not None:
+        torch_cuda = interpreter.torch_cuda_version
     if placement.accelerator == "cuda":
         findings += run_check("GPU driver", lambda: software.check_driver(inventory.driver_version, torch_cuda))
         findings += run_check("GPUs", lambda: host.check_gpus(system, inventory, torch_cuda, slots))

@@ -21,7 +21,7 @@ from ..config import strategies
 from ..config.spec import Accelerator, Configuration
 from ..launch import ops
 from ..system import invocation
-from ..system.environment import RUN_PACKAGES, install_command, installed_version
+from ..system.environment import RUN_PACKAGES, Interpreter, install_command, installed_version
 from .findings import Finding, Level, SystemAccess, ok, problem, run_checks, unreadable, warning
 
 if TYPE_CHECKING:
@@ -92,6 +92,15 @@ def check_packages(
         more = f" and {len(fitting) - len(shown)} more" if len(fitting) > len(shown) else ""
         yield ok("packages", f"{', '.join(shown)}{more}: within the ranges that {PROJECT} supports")
     yield from bad
+
+
+def check_packages_of(interpreter: Interpreter | None) -> Iterator[Finding]:
+    """Yield the packages of a user's script, of whatever versions the user wants; None: this program's."""
+    if interpreter is None:
+        yield from check_packages()
+        return
+    shown = ", ".join(f"{name} {version}" for name, version in interpreter.packages.items() if name in RUN_PACKAGES)
+    yield ok("packages", f"{interpreter.python}: Python {interpreter.python_version}, {shown}")
 
 
 def _check_requirement(wanted: Requirement, version: str | None) -> Finding | None:

@@ -23,7 +23,7 @@ from ..config.spec import Accelerator, Configuration, block_of
 from ..errors import PreflightError
 from ..records.json_files import write_json
 from ..system import files
-from ..system.environment import install_command, installed_version
+from ..system.environment import Interpreter, install_command, installed_version
 from ..system.helper_programs import run_tool
 from ..system.host_memory import read_text
 from ..units import format_duration
@@ -96,18 +96,25 @@ def loaded_ops(accelerator: Accelerator, configurations: Sequence[Configuration]
     return list(dict.fromkeys([*needed_ops(accelerator, configurations), *filter(None, fused)]))
 
 
-def cache_folder(accelerator: Accelerator, architectures: str | None = None) -> Path:
-    """Return the folder of ops for this Python, torch, DeepSpeed, accelerator, processor and CUDA architectures."""
-    parts = [sysconfig.get_python_version()]
+def cache_folder(
+    accelerator: Accelerator, architectures: str | None = None, interpreter: Interpreter | None = None
+) -> Path:
+    """Return the folder of ops for this Python, torch, DeepSpeed, accelerator, processor and CUDA architectures.
+
+    ``interpreter``: of a user's script; None for this one.
+    """
+    find_version = installed_version if interpreter is None else interpreter.packages.get
+    python = sysconfig.get_python_version() if interpreter is None else interpreter.python_version
+    parts = [".".join(python.split(".")[:2])]
     for package in ("torch", "deepspeed"):
-        if (version := installed_version(package)) is None:
+        if (version := find_version(package)) is None:
             raise PreflightError(f"{package} is not installed", remedy=install_command())
         parts.append(f"{package}{version}")
     # Ops are compiled for this processor's instruction set (-march=native), and hosts may share the folder. Builds
     # contain absolute paths, and another ninja repeats them.
     cpu = (read_text(Path("/proc/cpuinfo")) or "").splitlines()
     flags = next((line for line in cpu if line.startswith(("flags", "Features"))), "")
-    tools = f"{flags} {sys.prefix} {installed_version('ninja')}"
+    tools = f"{flags} {sys.prefix if interpreter is None else interpreter.prefix} {find_version('ninja')}"
     parts += [accelerator, hashlib.sha256(tools.encode()).hexdigest()[:12]]
     if architectures:
         parts.append(architectures.replace(";", "+"))
@@ -141,11 +148,12 @@ def prepare_ops(
     timeout_seconds: float = 1800.0,
     say: Callable[[str], None],
     show_elapsed: Callable[[str], None] = lambda _text: None,
+    python: str | None = None,
 ) -> dict[str, OpState]:
     """Build each op that is not built yet, in a process of its own. An op that fails is a state, not an exception.
 
-    ``show_elapsed`` is called once a second with the build's duration. Raises PreflightError if the folder cannot be
-    created or locked.
+    ``show_elapsed`` is called once a second with the build's duration. ``python``: the interpreter of a user's script.
+    Raises PreflightError if the folder cannot be created or locked.
     """
     states = {name: OpState(op=name, ready=True) for name in names}
     try:
@@ -165,7 +173,7 @@ def prepare_ops(
                 def listen(seconds: float, op: str = op) -> None:
                     show_elapsed(f"building {op} … {format_duration(seconds)}")
 
-                states[name] = _build(name, folder, environment, timeout_seconds, listen, lock)
+                states[name] = _build(name, folder, environment, timeout_seconds, listen, lock, python)
                 if states[name].ready:
                     say(f"built {op} in {format_duration(states[name].seconds)}")
                 else:
@@ -192,6 +200,7 @@ def _build(
     timeout_seconds: float,
     listen: Callable[[float], None],
     lock: int,
+    python: str | None,
 ) -> OpState:
     log = folder / f"{name}.log"
     with log.open("wb") as errors:
@@ -202,6 +211,7 @@ def _build(
             timeout_seconds=timeout_seconds,
             errors=errors,
             listen=listen,
+            python=python,
             # Held until the last compiler has ended, so that no other run builds here before.
             kept_open=[lock],
         )

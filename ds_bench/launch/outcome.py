@@ -35,6 +35,7 @@ _STATUS_BY_KIND = {
     "disk_full": schema.OOM_DISK,
     "shared_memory": "RuntimeError",
 }
+_ENDING_OF_SCRIPT = {"no_engine": schema.NO_ENGINE, "ended_early": schema.ENDED_EARLY}
 _COLLECTIVE_TIMEOUT = re.compile(
     r"Watchdog caught collective operation timeout: \w+\(SeqNum=(\d+), (.+?), Timeout\(ms\)=\d+\) ran for (\d+)"
 )
@@ -317,6 +318,8 @@ def _exception_outcome(
     if not causes and (ended_silently or problems):
         return None
     for failure in causes or failures:
+        if failure.kind in _ENDING_OF_SCRIPT:
+            return _fail(evidence, _ENDING_OF_SCRIPT[failure.kind], failure.rank, failure.message, phase="")
         text = f"{failure.error_class} in {failure.phase}: {failure.message}"
         # A class of exceptions may be named like one of our statuses.
         is_status = failure.error_class.isidentifier() and failure.error_class not in schema.STATUSES

@@ -11,6 +11,7 @@ from pathlib import Path
 from ..config import validation
 from ..config.spec import Configuration, Placement
 from ..system import gpu_state, host_memory
+from ..system.environment import Interpreter
 from ..system.processes import import_variables
 from . import ops
 
@@ -24,13 +25,16 @@ def build_ops(
     base_environment: Mapping[str, str],
     say: Callable[[str], None],
     show_elapsed: Callable[[str], None],
+    python: str | None = None,
 ) -> dict[str, ops.OpState]:
-    """Build every op that these configurations need. Return op → state. Raises what ``ops.prepare_ops`` does."""
+    """Build every op that these configurations need. Return op → state. Raises what ``ops.prepare_ops`` does.
+
+    ``python``: the interpreter of a user's script; None for this one.
+    """
     runnable = [each for each in configurations if validation.unsupported_reason(each, placement) is None]
     folder = Path(base_environment["TORCH_EXTENSIONS_DIR"])
-    return ops.prepare_ops(
-        ops.loaded_ops(placement.accelerator, runnable), folder, base_environment, say=say, show_elapsed=show_elapsed
-    )
+    names = ops.loaded_ops(placement.accelerator, runnable)
+    return ops.prepare_ops(names, folder, base_environment, say=say, show_elapsed=show_elapsed, python=python)
 
 
 def rank_environment(
@@ -38,8 +42,12 @@ def rank_environment(
     environ: Mapping[str, str],
     root: Path = host_memory.ROOT,
     inventory: gpu_state.GpuInventory | None = None,
+    interpreter: Interpreter | None = None,
 ) -> dict[str, str]:
-    """Variables of every process of every trial, the same for warm and cold launch."""
+    """Variables of every process of every trial, the same for warm and cold launch.
+
+    ``interpreter``: of a user's script, None without one.
+    """
     variables = {
         "DS_ACCELERATOR": placement.accelerator,
         **import_variables(environ.get("PYTHONPATH", "")),
@@ -62,9 +70,11 @@ def rank_environment(
     architectures = variables.get("TORCH_CUDA_ARCH_LIST") or environ.get("TORCH_CUDA_ARCH_LIST")
     # Ops for the CPU do not depend on the architectures, and share one folder.
     cuda_only = architectures if placement.accelerator == "cuda" else None
-    variables["TORCH_EXTENSIONS_DIR"] = str(ops.cache_folder(placement.accelerator, cuda_only))
+    variables["TORCH_EXTENSIONS_DIR"] = str(ops.cache_folder(placement.accelerator, cuda_only, interpreter))
     if not placement.hosts:  # nothing listens to the outside
         variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
+    if interpreter is not None:  # a script's ranks are forked from nothing
+        del variables["TOKENIZERS_PARALLELISM"]
     variables |= thread_variables(placement, environ, root)
     if placement.accelerator == "cpu" and not _WAIT_VARIABLES & environ.keys():
         # Threads that spin between parallel regions take the cores from other ranks and from other programs.

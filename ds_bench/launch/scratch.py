@@ -157,8 +157,12 @@ def swap_folder(trial: Trial, scratch_id: str) -> str | None:
 
 
 def checkpoint_folder(trial: Trial, folder: Path, scratch_id: str) -> str | None:
-    """Return the private folder for this trial's checkpoint; None without one. ``folder``: of the trial."""
-    if not trial.inspection.checkpoint:
+    """Return the private folder for this trial's checkpoint, or for its script's output; None without either.
+
+    ``folder``: of the trial.
+    """
+    script = trial.workload.script
+    if not trial.inspection.checkpoint and not (script is not None and script.uses("output_dir")):
         return None
     parent = Path(trial.inspection.checkpoint_path or folder)
     return str(parent.resolve() / f"ds_bench_checkpoint.{owner()}.{scratch_id}")

@@ -25,6 +25,7 @@ from ..records.schema import TrialRecord
 from ..system import processes
 from ..system.files import disk_is_full
 from ..system.host_memory import read_oom_kill_count
+from . import script_ranks
 from .host_agent import free_port
 from .host_connections import HostError, Hosts
 from .leader import start_leader
@@ -158,7 +159,7 @@ def run_trial(
         outcome=result.outcome,
         ranks=result.measurements,
         failures=result.failures,
-        launch=launch,
+        launch="script" if trial.workload.script is not None else launch,
         started_at=started_at,
         wall_seconds=time.monotonic() - clock,
         start_seconds=start_seconds,
@@ -170,10 +171,12 @@ def _make_assignment(
     trial: Trial, folder: Path, environment: Mapping[str, str], limits: Limits, *, on_this_host: bool
 ) -> Assignment:
     """``on_this_host``: if not, each host adds its own private folders, and ranks do not meet through a file."""
-    scratch_id = new_scratch_id()
+    # A script's ranks meet at a port, as under torchrun. It names their shared memory too (scratch.remove_scratch).
+    meets_at_port = on_this_host and trial.workload.script is not None
+    scratch_id = str(free_port()) if meets_at_port else new_scratch_id()
     return Assignment(
         trial=trial,
-        rendezvous=f"file://{rendezvous_file(scratch_id)}" if on_this_host else None,
+        rendezvous=f"file://{rendezvous_file(scratch_id)}" if on_this_host and not meets_at_port else None,
         scratch_id=scratch_id,
         # The row's variables last: they are what it compares.
         environment={**environment, **trial.configuration.variables},
@@ -194,7 +197,7 @@ _WORKER = "ds_bench.worker"
 
 
 class DeepSpeedLauncher:
-    """Runs ``deepspeed … --module ds_bench.worker FOLDER`` as the child of a leader of ours.
+    """Runs ``deepspeed … --module ds_bench.worker FOLDER``, or a script's ranks, as the child of a leader of ours.
 
     ``hosts``: on several hosts, whose agents start the ranks.
     """
@@ -227,11 +230,16 @@ class DeepSpeedLauncher:
 
     def _variables(self, trial: Trial) -> dict[str, str]:
         # Per trial: the points of a sweep may differ in ranks per host, and so in threads per rank.
-        return {**self._environment, **thread_variables(trial.placement, os.environ)}
+        variables = {**self._environment, **thread_variables(trial.placement, os.environ)}
+        if trial.workload.script is not None and self._devices:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._devices[: trial.placement.num_gpus]))
+        return variables
 
     def _start(self, trial: Trial, folder: Path, remote: RemoteTrial | None) -> Leader:
         if remote is None:
-            command = launch_command(trial.placement, folder.resolve(), self._devices)
+            command = [*script_ranks.command(0), str(folder.resolve())]
+            if trial.workload.script is None:
+                command = launch_command(trial.placement, folder.resolve(), self._devices)
             process = start_leader(folder, command, processes.child_environment(self._variables(trial)), folder)
 
             def wait_for_process(seconds: float) -> bool:
@@ -240,7 +248,13 @@ class DeepSpeedLauncher:
                 return process.poll() is not None
 
             return Leader(process.pid, wait_for_process)
-        remote.start_ranks(lambda number: node_command(trial.placement, number, remote.master))
+
+        def command_of(number: int) -> list[str]:
+            if trial.workload.script is not None:
+                return script_ranks.command(number)
+            return node_command(trial.placement, number, remote.master)
+
+        remote.start_ranks(command_of)
 
         def wait_for_ranks(seconds: float) -> bool:
             if not remote.ranks_ended:

@@ -351,7 +351,8 @@ def choose_launcher(
     devices = gpu_indices if on_gpus else None
     launcher: Launcher = DeepSpeedLauncher(variables, limits, device_indices=devices, hosts=hosts)
     note = None
-    if placement.launcher != "deepspeed" and not all(trial.not_launched for trial in trials):
+    is_script = any(trial.workload.script is not None for trial in trials)
+    if placement.launcher != "deepspeed" and not is_script and not all(trial.not_launched for trial in trials):
         warm = WarmLauncher(variables, limits, otherwise=None if requested == "warm" else launcher)
         say("loading torch, DeepSpeed and Transformers once, for every trial …")
         reason = warm.prepare()

@@ -438,6 +438,8 @@ def less_memory(row: ComparisonRow, comparison: Comparison) -> dict[str, Any] | 
         return {BUCKET_KEY: SMALL_BUCKET}
     if run is not None and not _depends_on_workload(run):
         return None
+    if workload.script is not None:  # whose sizes only the user can change
+        return None
     # A row at its own largest micro-batch was given none that could be halved.
     if workload.batch_size > 1 and workload.batch_policy != "largest":
         return {"batch_size": workload.batch_size // 2}
@@ -457,7 +459,7 @@ def larger_batch(row: ComparisonRow, comparison: Comparison) -> tuple[int, float
         return None
     measured = row.successes[0].row
     activation_bytes = round((measured.ledger_gpu_activations_gb or 0.0) * BYTES_PER_GB)
-    if not activation_bytes:
+    if not activation_bytes or measured.batch_size is None:
         return None
     factor = 1
     # One batch of activations is in the fraction already: twice the factor adds 2 * factor - 1 of them.

@@ -22,7 +22,12 @@ class Fact:
 
     def __str__(self) -> str:
         lists = {name: format_list(value) for name, value in self.values.items() if isinstance(value, list)}
-        return format_template(TEMPLATES[self.kind], {**self.values, **lists, "flags": flags(self.settings)})
+        values = {**self.values, **lists, "flags": flags(self.settings)}
+        # What follows -- is a script's, so that flags come before it.
+        command, dashes, script = str(values.get("command", "")).partition(" -- ")
+        if dashes:
+            values |= {"command": command, "flags": f"{values['flags']} -- {script}"}
+        return format_template(TEMPLATES[self.kind], values)
 
 
 _SHARED_MEMORY = "give the container more shared memory: --shm-size=8g or --ipc=host (docker), or a larger /dev/shm"

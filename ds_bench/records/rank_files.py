@@ -74,13 +74,13 @@ class Assignment:
     rendezvous: str | None
     """``file://…`` on one node; None if the launcher's environment variables say where the ranks connect."""
     scratch_id: str
-    """Digits in the names of this trial's shared-memory segments: its MASTER_PORT, which is never opened."""
+    """Digits in the names of this trial's shared-memory segments: its MASTER_PORT, which only a script opens."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables set in every rank before torch is used."""
     swap_folder: str | None = None
     """Private folder for NVMe swapping."""
     checkpoint_folder: str | None = None
-    """Private folder for the checkpoint that is measured; None without one."""
+    """Private folder for the checkpoint that is measured, or for a script's ``{output_dir}``; None without either."""
     collective_timeout_seconds: float | None = None
     """For one collective: longer than any limit of the trial, so that no library ends a rank before the parent does."""
     working_folder: str | None = None
@@ -92,7 +92,8 @@ class Assignment:
         ``config``: of DeepSpeed; it is written with the private folder for NVMe swapping, and is the only file that
         holds its credentials; only the user may read it.
         """
-        config = with_swap_folder(config, self.swap_folder or "")
+        if self.swap_folder is not None:
+            config = with_swap_folder(config, self.swap_folder)
         json_files.write_json(folder / CONFIG_FILE, config, mode=0o600)
         json_files.write_json(folder / TRIAL_FILE, self.to_dict())
 

@@ -275,6 +275,7 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
     own_changes = {field for trial in trials for field in trial.configuration.workload_changes}
     texts = {trial.configuration.name: trial.configuration.file_text for trial in trials}
     digests = {trial.workload.data_path: trial.workload.data_digest for trial in trials}
+    scripts = {each.command: {each.digest} for trial in trials if (each := trial.workload.script) is not None}
     inspections = {replace(trial.inspection, checkpoint_path=None) for trial in trials}  # the run may have been moved
     known: dict[tuple[str, frozenset[str]], set[str]] = {}
     for stored in reader.read_trials(store.folder / RUN_FILE):
@@ -288,6 +289,13 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
             )
         if replace(stored.inspection, checkpoint_path=None) not in inspections:
             raise cannot_resume(store.folder, "other --profile, --checkpoint or --monitor flags than it began with")
+        script = workload.script
+        if script is not None and script.digest not in scripts.get(script.command, {script.digest}):
+            raise cannot_resume(
+                store.folder,
+                f"the script {script.name} has changed since the run began",
+                remedy="put it back as it was, or start a new run",
+            )
         path, digest = workload.data_path, workload.data_digest
         if path is not None and digests.get(path, digest) != digest:
             raise cannot_resume(

@@ -35,7 +35,12 @@ CRASHED = "Crashed"
 UNSUPPORTED = "Unsupported"
 SKIPPED = "Skipped"
 INTERRUPTED = "Interrupted"
-STATUSES = (SUCCESS, OOM, OOM_HOST, OOM_DISK, KILLED, TIMEOUT, CRASHED, UNSUPPORTED, SKIPPED, INTERRUPTED)
+NO_ENGINE = "NoEngine"
+ENDED_EARLY = "EndedEarly"
+STATUSES = (
+    *(SUCCESS, OOM, OOM_HOST, OOM_DISK, KILLED, TIMEOUT, CRASHED, UNSUPPORTED, SKIPPED, INTERRUPTED),
+    *(NO_ENGINE, ENDED_EARLY),
+)
 """Besides these, a status is the class name of an exception raised in a rank (docs/metrics.md, "How a trial ends")."""
 
 _SIGNS = {SUCCESS: "✅", SKIPPED: "⏭️", INTERRUPTED: "⏹️"}
@@ -138,6 +143,39 @@ class EarlyWindow:
     """Steps in the window that the optimizer skipped (fp16 overflow)."""
     weight_change: tuple[float, ...] | None = None
     """Count sketch; None where the weights could not be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptMeasurement:
+    """What a rank of a user's script trained (worker/script_hook). Series have a value for each step, warm-up first."""
+
+    tokens: tuple[int, ...]
+    """Token ids in the micro-batches, padding included; 0 where none were seen."""
+    unpadded_tokens: tuple[int, ...]
+    """The same without what an attention mask hides."""
+    trained_tokens: tuple[int | None, ...]
+    """Labels other than -100; None without labels."""
+    id_sums: tuple[int | None, ...]
+    """Sum of the token ids, which shows that ranks of two rows read the same data; None where none were seen."""
+    micro_steps: tuple[int, ...]
+    """Forward passes that train."""
+    gap_seconds: tuple[float, ...]
+    """Time before the forward passes: data loader, logging, evaluation, saving, generation."""
+    evaluation_forwards: tuple[int, ...]
+    """Forward passes that do not train, of any engine's module."""
+    saves: tuple[int, ...]
+    """Checkpoints saved by the engine."""
+    stage: int
+    """ZeRO stage of the engine."""
+    offload_optimizer: str
+    """Device of the engine's optimizer states: ``none``, ``cpu`` or ``nvme``."""
+    offload_param: str
+    precision: str
+    """Number format of the parameters that train, ``bf16``; of several ``bf16+fp32``."""
+    main_engine: str
+    """Class of the module of the engine that is measured."""
+    other_engines: tuple[str, ...]
+    """The same of the script's other engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,6 +332,8 @@ class RankMeasurement:
     """Caveats that the rank itself reports about its numbers."""
     profiles: tuple[Profile, ...] = ()
     """Of steps after the measured ones, in the profilers' order."""
+    script: ScriptMeasurement | None = None
+    """None for the built-in training loop."""
 
     def __post_init__(self) -> None:
         # The sum is finite only if every duration is.
@@ -319,7 +359,8 @@ class RankFailure:
     kind: str = "other"
     """What ran out: ``device_oom``, ``host_oom``, ``pinned_memory``, ``disk_full``, ``shared_memory`` (/dev/shm) or
     ``memlock`` (locked memory of InfiniBand). Other causes: ``peer_access`` (GPUs without it), ``fabric_manager`` (not
-    running), ``collective_timeout`` (NCCL's watchdog), ``peer_lost`` (a broken collective) or ``other``."""
+    running), ``collective_timeout`` (NCCL's watchdog), ``peer_lost`` (a broken collective), or of a script
+    ``no_engine`` and ``ended_early``; else ``other``."""
     requested_bytes: int | None = None
     free_bytes: int | None = None
     traceback: str = ""
@@ -381,7 +422,7 @@ class TrialRecord:
     ranks: tuple[RankMeasurement, ...] = ()
     failures: tuple[RankFailure, ...] = ()
     launch: str | None = None
-    """``warm`` or ``deepspeed``; None if nothing was launched."""
+    """``warm``, ``deepspeed`` or ``script``; None if nothing was launched."""
     started_at: str | None = None
     """ISO 8601, UTC."""
     wall_seconds: float | None = None

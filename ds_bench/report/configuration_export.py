@@ -23,12 +23,14 @@ from typing import Any
 
 from .. import units
 from ..analysis import provenance
+from ..analysis.comparison import ComparisonRow
 from ..config import deepspeed_config
 from ..config.caveats import as_caveat
 from ..config.deepspeed_config import MEASURING_KEYS, Config
 from ..config.options import Options
 from ..config.placement import read_hostfile
-from ..config.spec import BATCH_KEYS, OFFLOAD_BLOCKS, Configuration, Placement, block_of, offload_device
+from ..config.spec import BATCH_KEYS, OFFLOAD_BLOCKS, Configuration, Placement, Trial, block_of, offload_device
+from ..config.training_script import placeholder_values
 from ..errors import UsageError
 from ..records.json_files import write_json
 from ..records.schema import TrialRecord
@@ -77,6 +79,8 @@ def write_exports(
     written, and a configuration with NaN or an infinity.
     """
     require_deepspeed(record.trial.configuration)
+    if record.trial.workload.script is not None:
+        return _write_script_export(record, folder, doubt)
     # Everything that can be refused is made before the folder is.
     raw, trainer, accelerate = raw_config(record), trainer_config(record), accelerate_config(record)
     readme = _readme(record, raw, accelerate, environment, doubt)
@@ -97,13 +101,61 @@ def write_exports(
     return [folder / name for name in (RAW_FILE, TRAINER_FILE, ACCELERATE_FILE, YAML_FILE, README_FILE)]
 
 
+def _write_script_export(record: TrialRecord, folder: Path, doubt: str | None) -> list[Path]:
+    """Write the configuration that a script trained with, which is the user's file with the changes, and a README."""
+    config = raw_config(record) if record.trial.configuration.uses_nvme else dict(record.trial.ds_config)
+    name = inline_code(record.trial.configuration.label)
+    command = code_block(training_command(record.trial, folder.resolve() / RAW_FILE), "bash")
+    lines = [
+        f"# {name} for {inline_code(record.trial.workload.model)}",
+        "",
+        *([f"**{escape(doubt)}**", ""] if doubt else []),
+    ]
+    if not record.outcome.success:
+        lines += [f"**This row did not train here** ({escape(record.outcome.status)}).", ""]
+    script, how = record.trial.workload.script, "The same command trains with it:"
+    if script is not None and script.config_source == "override":
+        how = "Put its values in place of those that the script gives to DeepSpeed, then run:"
+    lines += [f"`{RAW_FILE}` is your own file with the changes of this row. {how}", "", command]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / RAW_FILE, config)
+        write_text(folder / README_FILE, "\n".join([*lines, ""]))
+    except OSError as error:
+        problem = f"cannot write the configurations to {folder}: {error.strerror or error}"
+        raise UsageError(problem, remedy="give a folder that you may write to") from None
+    return [folder / RAW_FILE, folder / README_FILE]
+
+
+def training_command(trial: Trial, config: Path) -> str:
+    """Return the command that trains a script with a configuration: torchrun with the words of the row."""
+    script = trial.workload.script
+    assert script is not None
+    values = placeholder_values(script, trial.configuration.name, trial.ds_config, trial.placement.num_gpus)
+    words = script.words({**values, "config": config, "output_dir": "OUTPUT_DIR"})
+    variables = []
+    if script.config_source == "accelerate_env":
+        variables = ["ACCELERATE_USE_DEEPSPEED=true", f"ACCELERATE_DEEPSPEED_CONFIG_FILE={config}"]
+    if trial.placement.accelerator == "cpu":
+        variables.append("DS_ACCELERATOR=cpu")
+    placement = trial.placement
+    nodes = [f"--nnodes={placement.num_nodes}"] if placement.num_nodes > 1 else []
+    torchrun = [script.python, "-m", "torch.distributed.run", *nodes, f"--nproc_per_node={placement.ranks_per_node}"]
+    return shlex.join([*(["env", *variables] if variables else []), *torchrun, *words])
+
+
+def exported_row(options: Options, report: ComparisonReport) -> ComparisonRow | None:
+    """Return the recommended row, or that of ``--export``; None if there is none."""
+    if options.export:
+        return next((row for row in report.comparison.rows if row.configuration.name == options.export), None)
+    return report.recommended_row
+
+
 def write_configuration(
     options: Options, report: ComparisonReport, run_folder: Path, environment: Environment
 ) -> Path | None:
     """Write the configuration of the recommended row, or of the row of ``--export``. Return its folder, or None."""
-    row = report.recommended_row
-    if options.export:
-        row = next((row for row in report.comparison.rows if row.configuration.name == options.export), None)
+    row = exported_row(options, report)
     if row is None:  # no row is recommended, or the run was interrupted before the row of --export
         return None
     folder = run_folder / (f"export_{row.configuration.name}" if options.export else "recommended")

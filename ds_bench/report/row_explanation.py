@@ -190,6 +190,8 @@ def _time_rows(difference: RowDifference) -> Iterator[Row]:
         return what, format_count(pair.a), format_count(pair.b), ""
 
     yield milliseconds("Step", time.step_seconds)
+    if time.gap_seconds.difference is not None:
+        yield milliseconds("  of it data, logging, evaluation, saving", time.gap_seconds)
     if not time.same_tokens:
         yield counts("Tokens/s", time.tokens_per_second)
     for phase, pair in time.phase_seconds.items():
@@ -235,7 +237,7 @@ def _traffic(row: ComparisonRow) -> str | None:
         run.parameter_count,
         run.data_parallel_size,
         trial.workload.precision,
-        run.grad_accum,
+        run.grad_accum or 1,
         run.trainable_parameter_count,
     )
 

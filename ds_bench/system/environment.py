@@ -109,6 +109,21 @@ class Environment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Interpreter:
+    """The interpreter of a user's script and its packages."""
+
+    python: str
+    """Path of the program."""
+    python_version: str
+    prefix: str
+    """``sys.prefix``: the virtual environment."""
+    packages: Mapping[str, str]
+    """Version of each installed package among :data:`PACKAGES`, and ninja's."""
+    torch_cuda_version: str | None
+    """CUDA version that torch was built for; None for a CPU build."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """Host, GPUs, versions and variables, read once at the start of a run."""
 
@@ -118,6 +133,8 @@ class Machine:
     """Every GPU of the host, visible to CUDA or not."""
     variables: Mapping[str, str]
     """Environment variables of this process."""
+    interpreter: Interpreter | None = None
+    """That of a user's script; None without one."""
 
     @property
     def visible_gpu_indices(self) -> tuple[int, ...]:

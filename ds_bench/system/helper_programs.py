@@ -18,10 +18,13 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 from . import processes
 
+_RUN_FILE = "import runpy, sys; del sys.path[0], sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+"""Runs a file of this package without its folder, whose modules have usual names, on the path."""
 _GRACE_SECONDS = 2.0
 """Between SIGTERM and SIGKILL: time for the program's processes to remove their shared memory."""
 
@@ -40,23 +43,32 @@ class ToolReply:
         return self.objects[-1] if self.objects else {"error": f"{program} {self.ending}"}
 
 
+def tool_command(python: str, module: str) -> list[str]:
+    """Return the command that runs a module of this package in another interpreter, with the user's own path."""
+    file = Path(__file__).resolve().parents[1] / f"{module.replace('.', '/')}.py"
+    path = f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}"
+    return ["env", "-u", "PYTHONSAFEPATH", path, python, "-c", _RUN_FILE, str(file)]
+
+
 def run_tool(
     module: str,
     *arguments: str,
     environment: Mapping[str, str],
     requests: Sequence[Mapping[str, Any]] = (),
     timeout_seconds: float = 300.0,
+    python: str | None = None,
     **how: Any,
 ) -> ToolReply:
     """Run ``python -m ds_bench.MODULE`` and read the JSON objects that it prints.
 
     ``environment``: added to the variables of this process. ``requests``: written to standard input, one JSON line
-    each. ``how``: see :func:`run_program`. A tool that fails or takes too long raises nothing: the reply has what it
-    printed.
+    each. ``python``: another interpreter, for a module that imports nothing of this package. ``how``: see
+    :func:`run_program`. A tool that fails or takes too long raises nothing: the reply has what it printed.
     """
+    command = [sys.executable, "-m", f"ds_bench.{module}"] if python is None else tool_command(python, module)
     try:
         done = run_program(
-            [sys.executable, "-m", f"ds_bench.{module}", *arguments],
+            [*command, *arguments],
             text="".join(json.dumps(request) + "\n" for request in requests).encode(),
             environment=environment,
             timeout_seconds=timeout_seconds,

@@ -182,7 +182,7 @@ def start_ticks(pid: int) -> int | None:
     return int(values[19]) if values else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True)
 class Activity:
     """Memory and disk traffic of processes. CPU time would prove nothing, since a hung process may spin."""
 

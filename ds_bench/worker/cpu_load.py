@@ -25,7 +25,7 @@ MIN_SECONDS = 0.2
 """Shorter intervals are not measured: the kernel counts in ticks of 10 ms on each processor."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CpuReading:
     """The kernel's counters at one moment."""
 

@@ -1,16 +1,20 @@
 """Classifies an exception in a rank: the kind of failure, and the bytes requested and free.
 
 Texts come from torch 2.11-2.13 and DeepSpeed 0.19.8; each pattern has a test that raises the real exception, or its
-text where that needs a GPU.
+text where that needs a GPU. The hook of a user's script loads this file by its path, in the script's interpreter
+(``script_hook``): nothing but the standard library is imported here, and Python 3.9 is enough.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 import time
 import traceback
+from typing import TYPE_CHECKING, Any
 
-from ..records.schema import RankFailure
+if TYPE_CHECKING:
+    from ..records.schema import RankFailure
 
 _CAUSES = tuple(
     (kind, re.compile(pattern, re.IGNORECASE | re.DOTALL))
@@ -99,6 +103,8 @@ def _summarise(error: BaseException) -> str:
         return f"{frames[-1].line} ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     if type(error).__name__ == "ValidationError" and len(lines) > 2:
         return f"{lines[0]}: {lines[1]}: {lines[2].strip()}"
+    if lines[0].endswith(":"):  # what follows is the message, as in the Trainer's list of values that mismatch
+        return " ".join(line.strip() for line in lines)
     # NCCL names the call that failed in the first line, and why only here.
     last_error = lines.index("Last error:") + 1 if "Last error:" in lines else len(lines)
     return " ".join([lines[0], *lines[last_error : last_error + 1]])
@@ -109,7 +115,21 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {_summarise(error)[:300]}"
 
 
-def rank_failure(
+def device_free_bytes() -> int | None:
+    """Free memory of this rank's GPU as the driver reports it; None before CUDA is used, or where CUDA calls fail."""
+    torch: Any = sys.modules.get("torch")  # a rank that failed before it was imported has no GPU
+    try:
+        return int(torch.cuda.mem_get_info()[0]) if torch is not None and torch.cuda.is_initialized() else None
+    except Exception:  # after some errors every call into CUDA fails
+        return None
+
+
+def full_traceback(error: BaseException) -> str:
+    """The traceback with those of the causes; of a long one the end, where the exception was raised."""
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__))[-20000:]
+
+
+def failure_facts(
     error: BaseException,
     *,
     rank: int,
@@ -118,8 +138,8 @@ def rank_failure(
     emulated: bool = False,
     limited: bool = False,
     device_free_bytes: int | None = None,
-) -> RankFailure:
-    """The failure as the rank reports it. ``phase`` is what the rank was doing.
+) -> dict[str, Any]:
+    """The fields of a RankFailure. ``phase`` is what the rank was doing.
 
     ``emulated``: a smaller GPU is emulated, so the real one's free bytes do not apply.
     ``device_free_bytes``: free on the GPU when the error was caught; free bytes in its text are used first, since they
@@ -127,18 +147,23 @@ def rank_failure(
     """
     text = str(error)
     free_bytes = _find_size(text, "of which")
-    return RankFailure(
-        rank=rank,
-        error_class=type(error).__name__,
-        message=_summarise(error)[:500],
-        phase=phase,
-        time=time.time(),
-        kind=classify(error, limited=limited, device_free_bytes=device_free_bytes),
-        requested_bytes=_find_size(
-            text, "(?:Tried to allocate|you tried to allocate|Failed to CUDA (?:calloc|malloc|host alloc)(?: async)?)"
-        ),
-        free_bytes=None if emulated else device_free_bytes if free_bytes is None else free_bytes,
-        # Of a long one the end, where the exception was raised.
-        traceback="".join(traceback.format_exception(error))[-20000:],
-        step=step,
-    )
+    asked = "(?:Tried to allocate|you tried to allocate|Failed to CUDA (?:calloc|malloc|host alloc)(?: async)?)"
+    return {
+        "rank": rank,
+        "error_class": type(error).__name__,
+        "message": _summarise(error)[:500],
+        "phase": phase,
+        "time": time.time(),
+        "kind": classify(error, limited=limited, device_free_bytes=device_free_bytes),
+        "requested_bytes": _find_size(text, asked),
+        "free_bytes": None if emulated else device_free_bytes if free_bytes is None else free_bytes,
+        "traceback": full_traceback(error),
+        "step": step,
+    }
+
+
+def rank_failure(error: BaseException, **facts: Any) -> RankFailure:
+    """The failure as the rank reports it. ``facts``: see :func:`failure_facts`."""
+    from ..records.schema import RankFailure
+
+    return RankFailure(**failure_facts(error, **facts))

@@ -43,7 +43,7 @@ class PhaseMeter:
     """
 
     def __init__(self, accelerator: str) -> None:
-        self._accelerator = accelerator
+        self.accelerator = accelerator
         self.phases: dict[str, dict[str, int | None]] = {}
         """Phase → the fields of its PhaseMemory."""
         self.can_reset = True
@@ -54,7 +54,7 @@ class PhaseMeter:
         """Begin a phase: earlier use no longer counts."""
         self.can_reset = reset_host_peak() and self.can_reset
         self._highest_before = 0 if self.can_reset else peak_resident_bytes() or 0
-        if self._accelerator == "cuda":
+        if self.accelerator == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
     def end(self, phase: str) -> None:
@@ -66,7 +66,7 @@ class PhaseMeter:
             "host_end_bytes": resident.get("VmRSS"),
             "host_end_pss_bytes": _proportional_bytes(),
         }
-        if self._accelerator == "cuda":
+        if self.accelerator == "cuda":
             gpu = {"gpu_peak_bytes": torch.cuda.max_memory_allocated(), "gpu_end_bytes": torch.cuda.memory_allocated()}
             self.phases[phase] |= gpu
         self.begin()

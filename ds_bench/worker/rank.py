@@ -32,7 +32,7 @@ from ..records.rank_files import (
     stacks_file,
 )
 from ..system import host_memory, processes, redaction
-from .failure import rank_failure
+from .failure import device_free_bytes, rank_failure
 
 
 def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
@@ -126,15 +126,6 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
     write_json(rank_file(folder, rank), result)
     heartbeat.beat("exit")
     return code
-
-
-def device_free_bytes() -> int | None:
-    """Free memory of this rank's GPU as the driver reports it; None before CUDA is used, or where CUDA calls fail."""
-    torch = sys.modules.get("torch")  # a rank that failed before it was imported has no GPU
-    try:
-        return int(torch.cuda.mem_get_info()[0]) if torch is not None and torch.cuda.is_initialized() else None
-    except Exception:  # after some errors every call into CUDA fails
-        return None
 
 
 def rank_environment(assignment: Assignment, rank: int, local_rank: int, world_size: int) -> dict[str, str]:

@@ -123,7 +123,7 @@ NOT_MEASURED: dict[str, Any] = {
 
 
 def test_a_difference_of_the_workload_or_placement_is_named_once_with_both_values() -> None:
-    assert {each.name for each in fields(Workload)} == OTHER_WORKLOADS.keys() | {"model_config"}
+    assert {each.name for each in fields(Workload)} == OTHER_WORKLOADS.keys() | {"model_config", "script"}
     assert {each.name for each in fields(Placement)} == OTHER_PLACEMENTS.keys() | NOT_MEASURED.keys()
     for name, value in OTHER_WORKLOADS.items():
         ours, theirs = map(format_fact, (getattr(gpu().workload, name), value))

@@ -103,7 +103,7 @@ def test_every_flag_of_a_script_is_a_value_of_recipes_or_of_the_command_run() ->
     parser = argparse.ArgumentParser()
     add_flags_over_recipe(parser)
     names = {action.dest for action in parser._actions} - {"help"}
-    of_recipes_alone = {"global_batch_size", "pass_type", "synchronized", "csv"}
+    of_recipes_alone = {"global_batch_size", "pass_type", "synchronized", "csv", "script"}
     assert names - run_flags - {"axes"} == set(recipe.PATHS) - of_recipes_alone
     elsewhere = {"configurations.inline", "configurations.deepspeed", "optimizer.params", "dataset.seq_len"}
     assert set(recipe.PATHS.values()) == set(recipe.known_paths()) - elsewhere

@@ -13,6 +13,7 @@ import pytest
 from ds_bench.config.identity import work_key
 from ds_bench.config.spec import Configuration, Placement, Trial, Workload
 from ds_bench.config.strategies import CATALOGUE, OFFLOAD_NAMES, ZERO_STAGES, matches, named_strategy
+from ds_bench.config.training_script import Script
 from ds_bench.records import json_files
 from ds_bench.records.json_files import InvalidValueError
 from tests.support import fakes
@@ -96,7 +97,8 @@ def test_a_trial_survives_json_whole_and_an_unknown_name_in_it_is_refused(subtes
 def with_another(part: Any, name: str) -> Any:
     """The workload or placement with another value of one field."""
     value = getattr(part, name)
-    others: dict[str, Any] = {"dropout": 0.5, "attention": "eager", "hosts": (("a", 3), ("b", 1))}
+    script = Script(command=("train.py",), digest=None, python="python", config_source="override")
+    others: dict[str, Any] = {"dropout": 0.5, "attention": "eager", "hosts": (("a", 3), ("b", 1)), "script": script}
     if isinstance(value, int):
         other: Any = not value if isinstance(value, bool) else value + 1
     else:

@@ -23,7 +23,7 @@ from ds_bench.models.presets import ModelFacts, find_preset
 from ds_bench.prediction.predicted_memory import Prediction
 from ds_bench.records import schema
 from ds_bench.records.run_folder import RunFolder
-from ds_bench.records.schema import Outcome, RankFailure, RankMeasurement, TrialRecord
+from ds_bench.records.schema import Outcome, RankFailure, RankMeasurement, ScriptMeasurement, TrialRecord
 from ds_bench.system.environment import Environment, Machine
 from ds_bench.system.gpu_state import GpuFacts, GpuInventory
 
@@ -109,6 +109,8 @@ def prediction(**changes: Any) -> dict[str, Any]:
 def measurement(of: Trial | None = None, *, step_seconds: Sequence[float] = (), **changes: Any) -> RankMeasurement:
     """What rank 0 of a trial saw: steps of 0.1 s, losses that fall from 7."""
     of = of or trial()
+    if of.workload.script is not None:
+        changes = {"script": script_measurement(of), "trainable_parameter_count": 1_000_000, **changes}
     steps = tuple(step_seconds) or (0.1,) * of.workload.num_steps
     warmup = (0.5,) * of.workload.warmup_steps
     on_gpu = of.placement.accelerator == "cuda"
@@ -152,6 +154,24 @@ def measurement(of: Trial | None = None, *, step_seconds: Sequence[float] = (), 
             "gpu_alloc_retries": 0,
         }
     return RankMeasurement(**{**values, **changes})
+
+
+def script_measurement(of: Trial, **changes: Any) -> ScriptMeasurement:
+    """What a rank of a user's script saw: 64 tokens in each step, which ran the row's configuration."""
+    steps = of.workload.warmup_steps + of.workload.num_steps
+    row = of.configuration
+    values: dict[str, Any] = {
+        **dict.fromkeys(("tokens", "unpadded_tokens", "trained_tokens"), (64,) * steps),
+        **dict.fromkeys(("evaluation_forwards", "saves"), (0,) * steps),
+        "id_sums": tuple(range(steps)),
+        "micro_steps": (1,) * steps,
+        "gap_seconds": (0.01,) * steps,
+        **{name: getattr(row, name) for name in ("stage", "offload_optimizer", "offload_param")},
+        "precision": "bf16",
+        "main_engine": "GPT2LMHeadModel",
+        "other_engines": (),
+    }
+    return ScriptMeasurement(**{**values, **changes})
 
 
 def success(of: Trial | None = None, *, step_seconds: Sequence[float] = (), **changes: Any) -> TrialRecord:

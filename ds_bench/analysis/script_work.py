@@ -1,0 +1,87 @@
+"""Checks that rows of a user's script did the same work: parameters, tokens, data, losses, in this order.
+
+A script may draw its data after it has built its model, and so train on other data at stage 3 than at stage 2 with
+losses that hardly differ. What was trained in a step decides whether times compare, and disqualifies; data and losses
+may differ on purpose, as generated text does, and are caveats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ..config.caveats import Caveat, CaveatKind
+from ..config.identity import work_key
+from ..records.schema import RankMeasurement
+
+if TYPE_CHECKING:
+    from .row import Run
+
+_FIRST_LOSS_TOLERANCE = 2e-3
+"""Relative difference of the first losses that rounding explains: one forward pass in 16 bit."""
+_LOSS_TOLERANCE = 0.02
+"""The same for the losses of the first ten steps, whatever the number format."""
+_EARLY_STEPS = 10
+
+
+def with_work_caveats(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs, those of a script with the caveats that comparing them with each other gives."""
+    compared, groups = list(runs), dict[str, list[int]]()
+    for index, run in enumerate(runs):
+        if run.trial.workload.script is not None and run.ranks:
+            key = work_key(run.trial, leave_out=("config", "name", "variables", "repeat", "inspection"))
+            groups.setdefault(key, []).append(index)
+    for indices in groups.values():
+        reference = _reference([runs[index] for index in indices])
+        for index in indices:
+            found = [caveat for caveat in _differences(reference, runs[index]) if caveat not in runs[index].caveats]
+            if found:
+                compared[index] = runs[index].with_row(caveats=(*runs[index].caveats, *found))
+    return compared
+
+
+def _reference(runs: Sequence[Run]) -> Run:
+    """The run that did the work of most rows; among equals the first."""
+    rows = list({run.trial.configuration.name: run for run in reversed(runs)}.values())[::-1]
+    return max(rows, key=lambda run: sum(not any(_differences(run, other)) for other in rows))
+
+
+def _differences(reference: Run, run: Run) -> Iterator[Caveat]:
+    row = reference.trial.configuration.label
+    for theirs, own in zip(reference.ranks, run.ranks, strict=True):
+        sizes = [(each.trainable_parameter_count, each.parameter_count) for each in (own, theirs)]
+        if sizes[0] != sizes[1]:
+            texts = [f"{trained:,} of {count:,}" for trained, count in sizes]
+            yield Caveat(CaveatKind.OTHER_PARAMETERS, {"own": texts[0], "theirs": texts[1], "row": row})
+            return
+        # A row at another micro-batch or accumulation compares by its tokens per second.
+        if (own.micro_batch_size, own.grad_accum) != (theirs.micro_batch_size, theirs.grad_accum):
+            return
+        if caveat := _other_step(theirs, own, row):
+            yield caveat
+            return
+    pairs = [each for each in zip(reference.losses, run.losses, strict=False) if None not in each]
+    apart = [abs(own - theirs) / max(abs(theirs), 1e-9) for theirs, own in pairs[:_EARLY_STEPS] if own and theirs]
+    if apart and apart[0] > _FIRST_LOSS_TOLERANCE:
+        losses = {"own": float(pairs[0][1] or 0), "theirs": float(pairs[0][0] or 0)}
+        yield Caveat(CaveatKind.OTHER_FIRST_LOSS, {**losses, "row": row})
+    elif apart and max(apart) > _LOSS_TOLERANCE:
+        yield Caveat(CaveatKind.OTHER_LOSSES, {"difference": max(apart), "row": row})
+
+
+def _other_step(theirs: RankMeasurement, own: RankMeasurement, row: str) -> Caveat | None:
+    """The caveat of the first step whose tokens, micro-steps or data differ; None if none does."""
+    mine, other = own.script, theirs.script
+    assert mine is not None
+    assert other is not None
+    steps = range(min(len(mine.tokens), len(other.tokens)))
+    for step in steps:
+        works = [(each.tokens[step], each.micro_steps[step]) for each in (mine, other)]
+        if works[0] != works[1]:
+            texts = [f"{tokens:,} tokens in {count} micro-batches" for tokens, count in works]
+            place = {"step": step + 1, "rank": own.rank}
+            return Caveat(CaveatKind.OTHER_TOKENS, {**place, "own": texts[0], "theirs": texts[1], "row": row})
+    for step in steps:
+        if mine.id_sums[step] != other.id_sums[step]:
+            return Caveat(CaveatKind.OTHER_DATA, {"step": step + 1, "rank": own.rank, "row": row})
+    return None

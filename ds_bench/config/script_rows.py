@@ -1,0 +1,62 @@
+"""Makes the rows of a user's script: DeepSpeed configurations that stay as the user wrote them but for what is asked.
+
+``"auto"`` stays: the Trainer, Accelerate and TRL replace it in the script. Nothing is completed, since the script's
+libraries do that.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import UsageError
+from .axes import AXES
+from .configuration_files import ConfigurationFile
+from .deepspeed_config import Config, apply_changes, json_values
+from .spec import OFFLOAD_BLOCKS, Configuration, Strategy
+
+_FIELDS_IN_FILE = {"batch_size", "grad_accum", "precision"}
+"""Fields of a workload that a key of the configuration sets too."""
+
+
+def make_script_row(
+    origin: Strategy | ConfigurationFile, base: ConfigurationFile | None, changes: Sequence[Mapping[str, Any]]
+) -> Configuration:
+    """Make the configuration of a row. Raises UsageError for a file whose stage cannot be read.
+
+    ``base``: the file that strategies edit. ``changes``: those of ``--set``.
+    """
+    file = origin if isinstance(origin, ConfigurationFile) else base
+    assert file is not None, "Options refuse strategies without a file"
+    config = copy.deepcopy(dict(file.config))
+    if not isinstance(zero := config.get("zero_optimization", {}), dict):
+        problem = f"zero_optimization of {file.path} is {zero!r}, not a block"
+        raise UsageError(problem, remedy='write {"stage": N}')
+    if isinstance(origin, Strategy):
+        config["zero_optimization"] = _with_layout(zero, origin)
+    return Configuration(
+        name=origin.name,
+        label=origin.name if isinstance(origin, ConfigurationFile) else origin.label,
+        deepspeed_config=json_values(apply_changes(config, *changes)),
+        source="file",
+        file_text=file.text,
+    )
+
+
+def _with_layout(zero: Config, strategy: Strategy) -> Config:
+    """Return a ``zero_optimization`` block at a strategy's stage, with its offload; other settings stay."""
+    edited = {**zero, "stage": strategy.stage}
+    for name, device in zip(OFFLOAD_BLOCKS, (strategy.offload_optimizer, strategy.offload_param), strict=True):
+        own = edited.pop(name, None)
+        if device != "none":
+            edited[name] = {**(own if isinstance(own, dict) else {}), "device": device}
+    return edited
+
+
+def require_config_axes(names: Sequence[str]) -> None:
+    """Raise UsageError for an axis of the built-in training loop, which a script does not have."""
+    for name in names:
+        if not set(AXES[name].fields) <= _FIELDS_IN_FILE:
+            problem = f"--axis {name} changes the built-in training, not a DeepSpeed configuration"
+            raise UsageError(problem, remedy="leave it out, or compare the script's own arguments in two runs")

@@ -1,0 +1,146 @@
+"""A user's own training script as the workload: its command, its placeholders, and the options that it excludes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import UsageError
+
+ConfigSource = Literal["command", "accelerate_env", "override"]
+"""How a row's configuration reaches the script: ``{config}`` in its command, Accelerate's variables, or by replacing
+the one that the script gives to DeepSpeed."""
+PLACEHOLDERS = ("config", "row", "stage", "num_gpus", "output_dir", "micro_batch", "grad_accum")
+_PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}|\{(" + "|".join(PLACEHOLDERS) + r")\}")
+_LAUNCHERS = re.compile(r"python[\d.]*|torchrun|deepspeed|accelerate")
+_REFUSED = (
+    *("model.name", "model.factory", "model.trust_remote_code", "training.local_batch_size"),
+    *("training.global_batch_size", "training.seq_len", "training.grad_accum", "training.precision"),
+    *("training.activation_checkpointing", "training.dropout", "training.pass_type", "training.synchronized"),
+    *("configurations.keep_batch", "configurations.common_batch", "dataset", "dataloader", "optimizer", "profiling"),
+    *("launch.cpu_memory_limit", "launch.gpu_memory_limit", "launch.skip_predicted_oom", "output.monitor"),
+    *("output.checkpoint", "output.checkpoint_path"),
+)
+"""Keys of recipes, and sections, that describe the built-in training loop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """A training script and how it is started."""
+
+    command: tuple[str, ...]
+    """``train.py`` or ``-m`` and a module, and its arguments, with placeholders."""
+    digest: str | None
+    """Hash of the file; None for a module that is not below the current folder."""
+    python: str
+    """The interpreter that runs it."""
+    config_source: ConfigSource
+    engine: str | None = None
+    """Name of the engine that is measured, its model's class; None: the one that steps first."""
+
+    @property
+    def name(self) -> str:
+        """The file's name, or the module's."""
+        return self.command[1] if self.command[0] == "-m" else Path(self.command[0]).name
+
+    def uses(self, placeholder: str) -> bool:
+        return any(match[2] == placeholder for word in self.command for match in _PLACEHOLDER.finditer(word))
+
+    def words(self, values: Mapping[str, object]) -> list[str]:
+        """Return the command with ``values`` in place of the placeholders; ``{{config}}`` becomes ``{config}``."""
+
+        def value(match: re.Match[str]) -> str:
+            return f"{{{match[1]}}}" if match[1] else str(values[match[2]])
+
+        return [_PLACEHOLDER.sub(value, word) for word in self.command]
+
+
+def read_script(
+    command: Sequence[str], *, python: str | None, override: bool, accelerate_env: bool, engine: str | None
+) -> Script:
+    """Return the script of a command line. Raises UsageError for one that cannot be started as it is."""
+    first = command[0]
+    if _LAUNCHERS.fullmatch(Path(first).name):
+        raise UsageError(
+            f"{first} after --: the ranks are started by this program, each with torchrun's variables",
+            remedy=f"give only the script: -- {shlex.join(_without_launcher(command))}",
+        )
+    if first == "-m":
+        if len(command) < 2:
+            raise UsageError("-m names no module", remedy="give -- -m PACKAGE.MODULE and its arguments")
+        file = next(filter(Path.is_file, _files_of_module(command[1])), None)
+    else:
+        file = Path(first)
+        if file.suffix != ".py":
+            raise UsageError(f"{first} is not a Python file", remedy="give -- SCRIPT.py or -- -m MODULE")
+        if not file.is_file():
+            raise UsageError(f"the script {first} does not exist", remedy="give its path from the current folder")
+    in_command = any(match[2] == "config" for word in command for match in _PLACEHOLDER.finditer(word))
+    if not (override or accelerate_env or in_command):
+        ways = "{config} among the script's arguments, --accelerate-env, or --override-config"
+        raise UsageError("nothing leads the configuration of a row to the script", remedy=f"give one of: {ways}")
+    return Script(
+        command=tuple(command),
+        digest=None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()[:12],
+        python=find_python(python),
+        config_source="override" if override else "accelerate_env" if accelerate_env else "command",
+        engine=engine,
+    )
+
+
+def find_python(python: str | None) -> str:
+    """Return the path of the script's interpreter. Raises UsageError."""
+    if python is None:
+        return sys.executable
+    # Not resolved: a virtual environment is found by the link to its interpreter.
+    found = shutil.which(os.path.abspath(python) if "/" in python else python)  # noqa: PTH100
+    if found is None:
+        raise UsageError(f"--python {python} is not a program", remedy="give the interpreter, e.g. VENV/bin/python")
+    return found
+
+
+def _without_launcher(command: Sequence[str]) -> Sequence[str]:
+    for number, word in enumerate(command):
+        module = word == "-m" and not command[number + 1].startswith(("torch.distributed", "accelerate"))
+        if module or word.endswith(".py"):
+            return command[number:]
+    return ("train.py",)
+
+
+def _files_of_module(module: str) -> list[Path]:
+    path = Path(*module.split("."))
+    return [path.with_suffix(".py"), path / "__main__.py"]
+
+
+def refuse_other_workload(paths: Collection[str], spell: Mapping[str, str]) -> None:
+    """Raise UsageError for a key of a recipe that describes the built-in training loop. ``spell``: key → its flag."""
+    for path in paths:
+        if any(path == refused or path.startswith(f"{refused}.") for refused in _REFUSED):
+            problem = f"{spell.get(path, path)} together with a script: the script decides it"
+            raise UsageError(problem, remedy="leave it out, or give it among the script's own arguments")
+
+
+def placeholder_values(script: Script, name: str, config: Mapping[str, Any], num_gpus: int) -> dict[str, object]:
+    """Return the values of the placeholders that the row decides. Raises UsageError for one that its file lacks."""
+    values: dict[str, object] = {"row": name, "num_gpus": num_gpus}
+    zero = config.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else int(bool(zero))
+    for placeholder, value, key in (
+        ("stage", stage, "zero_optimization.stage"),
+        ("micro_batch", config.get("train_micro_batch_size_per_gpu"), "train_micro_batch_size_per_gpu"),
+        ("grad_accum", config.get("gradient_accumulation_steps"), "gradient_accumulation_steps"),
+    ):
+        if script.uses(placeholder):
+            if type(value) is not int:
+                problem = f"{{{placeholder}}} in the script's arguments: {key} of {name} is {value!r}"
+                raise UsageError(problem, remedy=f"give {key} a number in that file")
+            values[placeholder] = value
+    return values

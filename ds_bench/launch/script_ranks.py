@@ -1,0 +1,109 @@
+"""Starts the ranks of a user's script on one host: ``python -m ds_bench.launch.script_ranks NUMBER_OF_HOST FOLDER``.
+
+Each is the script's own interpreter with the script's command, torchrun's variables and the hook on its path
+(``worker/script_hook``). It adds to ``exits.jsonl`` how each ends.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..config.spec import Trial
+from ..config.training_script import placeholder_values
+from ..records.rank_files import CONFIG_FILE, Assignment, append_exit, log_file
+from ..system import processes
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_HOOK = _PACKAGE / "worker" / "script_hook"
+_LONGEST_TMPDIR = 70
+
+
+def command(number: int) -> list[str]:
+    """The command that starts the ranks of a host; the trial's folder is added as its last word."""
+    return [sys.executable, "-m", "ds_bench.launch.script_ranks", str(number)]
+
+
+def script_words(trial: Trial, folder: Path, output_folder: str | None) -> list[str]:
+    """The interpreter and the script's command, placeholders filled in. ``folder``: of the trial."""
+    script = trial.workload.script
+    assert script is not None
+    values = placeholder_values(script, trial.configuration.name, trial.ds_config, trial.placement.num_gpus)
+    return [script.python, *script.words({**values, "config": folder / CONFIG_FILE, "output_dir": output_folder})]
+
+
+def script_variables(trial: Trial, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables of every rank: ``environ``, in which this program finds its own interpreter and package, and the hook.
+
+    The script must find its own: other versions of the same packages may be next to ours.
+    """
+    script = trial.workload.script
+    assert script is not None
+    own, paths = str(_PACKAGE.parent), environ.get("PYTHONPATH", "").split(os.pathsep)
+    programs = environ.get("PATH", os.defpath).split(os.pathsep)
+    ours, theirs = (str(Path(python).parent) for python in (sys.executable, script.python))
+    variables = {name: value for name, value in environ.items() if name != "PYTHONSAFEPATH"}
+    variables |= {
+        "PYTHONPATH": os.pathsep.join([str(_HOOK), *(path for path in paths if path not in ("", own))]),
+        "PATH": os.pathsep.join([theirs, *(programs[1:] if programs[0] == ours else programs)]),
+        "DS_BENCH_SCRIPT": str(folder),
+    }
+    # The sockets of a data loader's workers are in this folder, and their paths hold at most 107 bytes (unix(7)).
+    if len(os.fsencode(temporary := variables.get("TMPDIR", ""))) > _LONGEST_TMPDIR:
+        variables["TMPDIR"] = str(Path(temporary).parent)
+    if script.config_source == "accelerate_env":
+        variables |= {"ACCELERATE_USE_DEEPSPEED": "true"}
+        variables |= {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(folder / CONFIG_FILE)}
+    return variables
+
+
+def main() -> int:
+    processes.die_with_parent()
+    number, folder = int(sys.argv[1]), Path(sys.argv[2])
+    assignment = Assignment.load(folder)
+    trial, placement = assignment.trial, assignment.trial.placement
+    counts = [ranks for _, ranks in placement.hosts] or [placement.num_gpus]
+    address, port = "127.0.0.1", assignment.scratch_id
+    if placement.hosts:  # the agent has set where they meet
+        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    words = script_words(trial, folder, assignment.checkpoint_folder)
+    variables = script_variables(trial, folder, {**os.environ, **assignment.environment})
+    if placement.hostfile is not None and (slots := placement.slots_of_node(number)):
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
+    if placement.hosts and trial.workload.script is not None and trial.workload.script.python != sys.executable:
+        # An agent's folder of ops is for its own torch; another one builds what it needs where it always does.
+        variables.pop("TORCH_EXTENSIONS_DIR", None)
+    at = assignment.working_folder
+    ranks = {}
+    for local_rank in range(counts[number]):
+        rank = sum(counts[:number]) + local_rank
+        own: dict[str, object] = {
+            "RANK": rank,
+            "LOCAL_RANK": local_rank,
+            "WORLD_SIZE": sum(counts),
+            "LOCAL_WORLD_SIZE": counts[number],
+        }
+        own |= {"MASTER_ADDR": address, "MASTER_PORT": port}
+        with log_file(folder, rank).open("ab") as log:
+            child = subprocess.Popen(
+                words,
+                env={**variables, **{name: str(value) for name, value in own.items()}},
+                cwd=at if at is not None and Path(at).is_dir() else None,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=processes.die_with_parent,
+            )
+        ranks[child.pid] = rank
+    while ranks:
+        pid, status = os.waitpid(-1, 0)
+        if pid in ranks:
+            append_exit(folder, ranks.pop(pid), pid, status)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,690 @@
+"""Measures the DeepSpeed training of a script that knows nothing of it, and ends the script after the measured steps.
+
+It runs in the script's own interpreter, whatever packages that has: only the standard library is imported, Python 3.9
+and DeepSpeed 0.14 are enough, and of DeepSpeed only public names are used. Modules are patched as the script imports
+them. The modules of this package that measure memory and load and classify errors are used too (:func:`load`), so the
+same holds for them. What the trial asks for is in its folder (``trial.json``); the rank's file has the form of any
+other rank's (``records.schema.RankMeasurement``). A test compares the names that are written down here too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import dis
+import faulthandler
+import functools
+import importlib.abc
+import importlib.machinery
+import inspect
+import json
+import math
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+FOLDER_VARIABLE = "DS_BENCH_SCRIPT"
+PHASES = ("hello", "import", "build", "init", "warmup", "forward", "backward", "step", "inspect", "write", "exit")
+BEAT = struct.Struct("<qdqqdq")
+OVERRIDDEN = "ds_bench_overridden"
+"""Marks a configuration that has replaced the script's, until ``deepspeed.initialize`` takes it."""
+OWN_KEYS = (
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler"),
+    *("bf16", "bfloat16", "fp16", "torch_autocast"),
+)
+"""Keys that stay the script's where the row's file replaces its configuration."""
+
+
+def load(name: str) -> Any:
+    """Import a module of this package under another name: the package itself may need a newer Python than this one."""
+    if "_ds_bench" not in sys.modules:
+        sys.modules["_ds_bench"] = types.ModuleType("_ds_bench")
+        sys.modules["_ds_bench"].__path__ = [str(Path(__file__).resolve().parents[2])]
+    return importlib.import_module(f"_ds_bench.{name}")
+
+
+def find_root(error: BaseException) -> BaseException:
+    """Return the exception that began the chain: what a ``finally:`` raised by accident hides the script's own error.
+
+    An exception that a ``raise`` statement put in place of another one is meant, and ends the search.
+    """
+    seen = {id(error)}
+    while error.__context__ is not None and not error.__suppress_context__ and id(error.__context__) not in seen:
+        handler = error.__context__.__traceback__
+        step = error.__traceback__
+        while step is not None and handler is not None and step.tb_frame is not handler.tb_frame:
+            step = step.tb_next
+        if step is None or dis.opname[step.tb_frame.f_code.co_code[step.tb_lasti]] == "RAISE_VARARGS":
+            return error
+        error = error.__context__
+        seen.add(id(error))
+    return error
+
+
+def tensors_in(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors of an argument with their names, in order."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif depth < 4 and isinstance(value, Mapping):  # also Transformers' BatchEncoding
+        for key, item in value.items():
+            yield from tensors_in(item, str(key), depth + 1)
+    elif depth < 4 and isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item, name, depth + 1)
+
+
+def count_tokens(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Count the tokens of a micro-batch: all, without padding, trained, and the sum of their ids. Waits for nothing.
+
+    The tokens are ``input_ids``, else ``labels``, else the first tensor of whole numbers.
+    """
+    import torch
+
+    found = [*tensors_in(arguments, ""), *tensors_in(keywords, "")]
+    named = dict(reversed(found))
+    kinds = (torch.int64, torch.int32, torch.int16, torch.uint8)
+    ids = named.get("input_ids", named.get("labels"))
+    if ids is None or ids.dtype not in kinds:
+        ids = next((tensor for _, tensor in found if tensor.dtype in kinds and tensor.dim() > 0), None)
+    if ids is None:
+        return {"tokens": 0, "unpadded": 0, "trained": None, "id_sum": None}
+    mask: Any = named.get("attention_mask")
+    labels: Any = named.get("labels")
+    has_mask = mask is not None and mask.shape == ids.shape
+    has_labels = labels is not None and labels.dtype in kinds
+    with torch.no_grad():
+        return {
+            "tokens": ids.numel(),
+            "unpadded": (mask != 0).sum() if has_mask else ids.numel(),
+            "trained": (labels != -100).sum() if has_labels else None,
+            "id_sum": ids.detach().sum(),
+        }
+
+
+class Hook:
+    """What one rank has done so far. Only the process that made it measures: children of a rank report nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.pid = folder, os.getpid()
+        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        trial = json.loads((folder / "trial.json").read_text(encoding="utf-8"))["trial"]
+        workload = trial["workload"]
+        self.warmup_steps, self.num_steps = workload["warmup_steps"], workload["num_steps"]
+        self.asked_engine = workload["script"]["engine"]
+        self.overrides = workload["script"]["config_source"] == "override"
+        self.config = json.loads((folder / "ds_config.json").read_text(encoding="utf-8"))
+        self.emulated_bytes = trial["placement"]["gpu_memory_limit_bytes"]
+        self.meter: Any = None
+        self.phase_began = time.time()
+        self.seconds: dict[str, float] = {}
+        self.names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self.all_names: list[str] = []
+        self.main: Any = None
+        self.micro_batches: list[dict[str, Any]] = []
+        self.losses: list[Any] = []
+        self.evaluations = self.saves = 0
+        self.gap = 0.0
+        self.call_ended: float | None = None
+        """When the last backward or step ended; None while a micro-batch is on its way."""
+        self.in_train_batch = False
+        self.steps: list[dict[str, Any]] = []
+        self.marks: list[Any] = []
+        self.window: dict[str, Any] = {}
+        self.written = False
+        self.beat_file = os.open(folder / f"rank{self.rank}.beat", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self.beats, self.phase, self.last_step_seconds, self.last_step_at = 0, "hello", 0.0, 0.0
+        self.beat("hello")
+
+    @property
+    def active(self) -> bool:
+        return not self.written and os.getpid() == self.pid
+
+    def beat(self, phase: str) -> None:
+        """Report progress, in the form of ``records.rank_files.HeartbeatWriter``."""
+        self.phase, self.beats = phase, self.beats + 1
+        done = len(self.steps) if self.steps or phase not in PHASES[:4] else -1
+        values = (self.pid, time.time(), PHASES.index(phase), done, self.last_step_seconds, self.beats)
+        os.pwrite(self.beat_file, BEAT.pack(*values), 0)
+
+    def end_phase(self, name: str) -> None:
+        """Store duration and memory of the phase that ends, and begin the next one."""
+        now = time.time()
+        self.seconds.setdefault(name, now - self.phase_began)
+        self.phase_began = now
+        if name not in self.meter.phases:  # a second engine is initialized like the first
+            self.meter.end(name)
+
+    @property
+    def is_cuda(self) -> bool:
+        return bool(self.meter.accelerator == "cuda")
+
+    def note_device(self) -> None:
+        """Once the script has made its engine, it uses the GPU or never will."""
+        torch: Any = sys.modules["torch"]
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self.meter.accelerator = "cuda"
+
+    def synchronize(self) -> None:
+        if self.is_cuda:
+            sys.modules["torch"].cuda.synchronize()
+
+    # ---------------------------------------------------------------- engines
+
+    def name_of(self, engine: Any) -> str:
+        """Return the name of an engine, its module's class; of several alike the later ones are numbered."""
+        if engine not in self.names:
+            base = type(engine.module).__name__
+            same = sum(name.partition("#")[0] == base for name in self.all_names)
+            self.names[engine] = f"{base}#{same + 1}" if same else base
+            self.all_names.append(self.names[engine])
+
+            def count_evaluation(module: Any, _inputs: Any) -> None:
+                if self.active and not self.is_training(module):
+                    self.evaluations += 1
+                    self.beat(self.phase)
+
+            engine.module.register_forward_pre_hook(untraced(count_evaluation))
+        return self.names[engine]
+
+    @staticmethod
+    def is_training(module: Any) -> bool:
+        import torch
+
+        return bool(torch.is_grad_enabled() and module.training)
+
+    def is_other(self, engine: Any) -> bool:
+        """Whether another engine is the one that is measured."""
+        name = self.name_of(engine)
+        if self.main is not None:
+            return engine is not self.main
+        return self.asked_engine not in (None, name)
+
+    def before_forward(self, engine: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if not self.active or self.is_other(engine) or not self.is_training(engine.module):
+            return
+        self.begin_call()
+        self.micro_batches.append({**count_tokens(arguments, keywords), "engine": self.name_of(engine)})
+        self.beat("forward")
+
+    def begin_call(self) -> None:
+        """A training forward begins: what passed since the last backward or step is the gap."""
+        if not self.marks and self.warmup_steps > 0:
+            self.note_device()
+            self.marks.append(self.mark())
+        elif not self.window and self.warmup_steps == 0:
+            self.begin_window()
+        if self.call_ended is not None and not self.in_train_batch:
+            self.gap += time.perf_counter() - self.call_ended
+            self.call_ended = None
+
+    def note_call(self, engine: Any, phase: str) -> None:
+        if self.active and not self.is_other(engine):
+            self.beat(phase)
+
+    def after_backward(self, engine: Any, loss: Any, divided: bool) -> None:
+        if not self.active or self.is_other(engine):
+            return
+        if getattr(loss, "numel", lambda: 0)() == 1:
+            share = loss.detach() / (engine.gradient_accumulation_steps() if divided else 1)
+            self.losses.append({"loss": share, "engine": self.name_of(engine)})
+        self.call_ended = time.perf_counter()
+
+    def after_step(self, engine: Any, steps_before: int) -> None:
+        if self.active and not self.is_other(engine):
+            if engine.global_steps > steps_before:
+                self.end_step(engine)
+            self.call_ended = time.perf_counter()
+
+    def end_step(self, engine: Any) -> None:
+        """An optimizer step has ended: note it, and begin or end the measured window."""
+        self.main = engine
+        norm = getattr(engine, "get_global_grad_norm", lambda: None)()
+        step = {"micro_batches": self.micro_batches, "losses": self.losses, "gap": self.gap, "grad_norm": norm}
+        self.steps.append({**step, "evaluations": self.evaluations, "saves": self.saves})
+        self.micro_batches, self.losses, self.gap, self.evaluations, self.saves = [], [], 0.0, 0, 0
+        now = time.time()
+        self.last_step_seconds, self.last_step_at = now - (self.last_step_at or now), now
+        done = len(self.steps)
+        self.marks.append(self.mark())
+        self.beat("warmup" if done <= self.warmup_steps else "step")
+        if done == 1:
+            self.end_phase("first_step")
+        if done == self.warmup_steps:
+            self.begin_window()
+        if done == self.warmup_steps + self.num_steps:
+            self.finish()
+
+    def mark(self) -> Any:
+        """A moment between steps: an event of the device, so that nothing waits for it, or the clock."""
+        if not self.is_cuda:
+            return time.perf_counter()
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    # ---------------------------------------------------------------- the measured window
+
+    def begin_window(self) -> None:
+        self.note_device()
+        self.synchronize()
+        if len(self.steps) > 1:
+            self.end_phase("warm_up")
+        self.window = {
+            "skipped": getattr(self.main, "skipped_steps", 0),
+            "retries": load("worker.measured_memory").alloc_retries(self.meter.accelerator),
+            "cpu": load("worker.cpu_load").CpuReading.read(),
+        }
+        wait_for_ranks()
+        self.window["began"] = time.perf_counter()
+        self.marks = [*self.marks, None, self.mark()]  # None: between warm-up and the window
+
+    def finish(self) -> None:
+        """The window is full: write the rank's file and end the process at once, whatever the script would do next."""
+        try:
+            self.synchronize()
+            seconds = time.perf_counter() - self.window["began"]
+            measured = {"measurement": self.measurement(seconds)}
+        except Exception as error:  # a measurement that cannot be made is a failure with its cause
+            measured = {"failure": self.failure(error)}
+        else:
+            wait_for_ranks()
+        self.beat("write")
+        self.write(measured)
+        self.beat("exit")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    def measurement(self, window_seconds: float) -> dict[str, Any]:
+        """The fields of a RankMeasurement."""
+        import torch
+
+        cpu_load, memory = load("worker.cpu_load"), load("worker.measured_memory")
+        device_facts = memory.device_facts(self.meter.accelerator, self.window["retries"], self.emulated_bytes)
+        load_facts = cpu_load.load_between(self.window["cpu"], cpu_load.CpuReading.read())
+        self.end_phase("steady")
+        engine, optimizer, boundary = self.main, self.main.optimizer, self.marks.index(None)
+        parameters = list(engine.module.parameters())
+        sizes = {id(each): int(getattr(each, "ds_numel", each.numel())) for each in parameters}
+        micro, accumulation = int(engine.train_micro_batch_size_per_gpu()), int(engine.gradient_accumulation_steps())
+        warmup = seconds_between(self.marks[:boundary])
+        measured = seconds_between(self.marks[boundary + 1 :])
+        of_steps = [[float(each["loss"]) for each in self.of_main(step["losses"])] for step in self.steps]
+        losses = [sum(each) for each in of_steps if each]
+        return {
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "hostname": socket.gethostname(),
+            "pid": self.pid,
+            "device_name": torch.cuda.get_device_name() if self.is_cuda else "cpu",
+            "torch_version": str(torch.__version__),
+            "deepspeed_version": str(sys.modules["deepspeed"].__version__),
+            "micro_batch_size": micro,
+            "grad_accum": accumulation,
+            "data_parallel_size": max(1, int(engine.train_batch_size()) // (micro * accumulation)),
+            "optimizer_class": type(getattr(optimizer, "optimizer", optimizer)).__name__,
+            "engine_optimizer_class": type(optimizer).__name__,
+            "parameter_count": sum(sizes.values()),
+            "trainable_parameter_count": sum(sizes[id(each)] for each in parameters if each.requires_grad),
+            "largest_parameter": max(sizes.values(), default=0),
+            "resolved_config": load("system.redaction").redacted_config(plain(getattr(engine, "config", {}))),
+            "step_seconds": measured,
+            "warmup_step_seconds": warmup,
+            "window_seconds": window_seconds,
+            # None at all if the script calls loss.backward() itself.
+            "losses": list(map(finite_number, losses)) if len(losses) == len(self.steps) else [],
+            "grad_norms": (norms := [finite_number(step["grad_norm"]) for step in self.steps]),
+            "grad_norm": norms[-1],
+            "skipped_steps": int(engine.skipped_steps) - int(self.window["skipped"]),
+            "import_seconds": self.seconds.get("import", 0.0),
+            "build_seconds": self.seconds.get("build", 0.0),
+            "init_seconds": self.seconds.get("initialize", 0.0),
+            "first_step_seconds": (warmup or measured)[0],
+            "gpu_init_peak_bytes": self.meter.highest("gpu_peak_bytes", "build", "initialize"),
+            **device_facts,
+            **load_facts,
+            **memory.host_facts(self.meter),
+            "script": self.script_facts(),
+        }
+
+    def of_main(self, seen: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return what is of the engine that is measured: until its first step it is not known which one that is."""
+        return [each for each in seen if each["engine"] == self.name_of(self.main)]
+
+    def script_facts(self) -> dict[str, Any]:
+        """The fields of a ScriptMeasurement."""
+        engine, main = self.main, self.name_of(self.main)
+
+        def per_step(name: str) -> list[int | None]:
+            counts = [[micro[name] for micro in self.of_main(step["micro_batches"])] for step in self.steps]
+            return [None if None in each else sum(int(count) for count in each) for each in counts]
+
+        def offload(name: str) -> str:
+            block = getattr(engine, f"zero_offload_{name}", lambda: None)()
+            device = getattr(block, "device", None)
+            return str(getattr(device, "value", device) or "none")
+
+        dtypes = {str(each.dtype).rpartition(".")[2] for each in engine.module.parameters() if each.requires_grad}
+        known = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+        return {
+            **{name: per_step(key) for name, key in COUNTS.items()},
+            "micro_steps": [len(self.of_main(step["micro_batches"])) for step in self.steps],
+            "gap_seconds": [step["gap"] for step in self.steps],
+            "evaluation_forwards": [step["evaluations"] for step in self.steps],
+            "saves": [step["saves"] for step in self.steps],
+            "stage": int(engine.zero_optimization_stage()),
+            "offload_optimizer": offload("optimizer"),
+            "offload_param": offload("param"),
+            "precision": "+".join(sorted(known.get(name, name) for name in dtypes)),
+            "main_engine": main,
+            "other_engines": [name for name in self.all_names if name != main],
+        }
+
+    # ---------------------------------------------------------------- the end without a full window
+
+    def failure(self, error: BaseException) -> dict[str, Any]:
+        """The fields of a RankFailure for an exception of the script."""
+        root = find_root(error)
+        failure, redaction = load("worker.failure"), load("system.redaction")
+        facts = failure.failure_facts(
+            root,
+            rank=self.rank,
+            phase=self.phase,
+            step=len(self.steps) or None,
+            emulated=self.emulated_bytes is not None,
+            device_free_bytes=failure.device_free_bytes(),
+        )
+        facts["traceback"] = failure.full_traceback(error)
+        secrets = redaction.secrets_of(self.config)
+        return {**facts, **{name: redaction.without(facts[name], secrets) for name in ("message", "traceback")}}
+
+    def on_exception(self, error: BaseException) -> None:
+        if self.active and not isinstance(error, KeyboardInterrupt):
+            self.write({"failure": self.failure(error)})
+
+    def at_exit(self) -> None:
+        """The interpreter ends before the window was full."""
+        if not self.active:
+            return
+        # Set for an exception that no one caught, also where the script has its own sys.excepthook.
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            self.on_exception(error)
+            return
+        done, needed = len(self.steps), self.warmup_steps + self.num_steps
+        name, text = "EndedEarly", f"the script ended after {done} of {needed} steps"
+        if not self.all_names:
+            name, text = "NoEngine", "the script ended without an engine of deepspeed.initialize"
+        elif not done:
+            asked = f"no step was taken by {self.asked_engine}; " if self.asked_engine else ""
+            name = "NoEngine"
+            text = f"{asked}the script took no step with the engines that it made: {', '.join(self.all_names)}"
+        kind = {"EndedEarly": "ended_early", "NoEngine": "no_engine"}[name]
+        facts = {"error_class": name, "message": text, "phase": self.phase, "time": time.time(), "kind": kind}
+        self.write({"failure": {"rank": self.rank, "step": done or None, **facts}})
+
+    def write(self, result: dict[str, Any]) -> None:
+        """Write the rank's file: under a temporary name first, since the parent takes it as soon as it is there."""
+        self.written = True
+        path = self.folder / f"rank{self.rank}.json"
+        part = path.with_name(f".{path.name}.part")
+        with part.open("w", encoding="utf-8") as file:
+            json.dump(result, file, default=str)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+
+    # ---------------------------------------------------------------- patches
+
+    def patch_engine(self, module: Any) -> None:
+        before_forward, after_backward = untraced(self.before_forward), untraced(self.after_backward)
+
+        def forward(original: Any, engine: Any, *arguments: Any, **keywords: Any) -> Any:
+            before_forward(engine, arguments, keywords)
+            return original(engine, *arguments, **keywords)
+
+        def backward(original: Any, engine: Any, loss: Any, *arguments: Any, **keywords: Any) -> Any:
+            self.note_call(engine, "backward")
+            # Before backward, which may scale or free the tensor.
+            kept = loss.detach().clone() if hasattr(loss, "detach") else None
+            returned = original(engine, loss, *arguments, **keywords)
+            after_backward(engine, kept, keywords.get("scale_wrt_gas", True))
+            return returned
+
+        def step(original: Any, engine: Any, *arguments: Any, **keywords: Any) -> Any:
+            self.note_call(engine, "step")
+            steps_before = engine.global_steps
+            returned = original(engine, *arguments, **keywords)
+            self.after_step(engine, steps_before)
+            return returned
+
+        def save_checkpoint(original: Any, engine: Any, *arguments: Any, **keywords: Any) -> Any:
+            self.saves += 1
+            return original(engine, *arguments, **keywords)
+
+        for function in (forward, backward, step, save_checkpoint):
+            replace(module.DeepSpeedEngine, function)
+
+    def patch_pipeline(self, module: Any) -> None:
+        def train_batch(original: Any, engine: Any, *arguments: Any, **keywords: Any) -> Any:
+            if not self.active or self.is_other(engine):
+                return original(engine, *arguments, **keywords)
+            self.begin_call()
+            self.in_train_batch = True
+            loss = original(engine, *arguments, **keywords)
+            self.in_train_batch, self.losses = False, []
+            if hasattr(loss, "detach"):
+                self.losses.append({"loss": loss.detach(), "engine": self.name_of(engine)})
+            self.end_step(engine)
+            self.call_ended = time.perf_counter()
+            return loss
+
+        replace(module.PipelineEngine, train_batch)
+
+    def patch_deepspeed(self, module: Any) -> None:
+        # Not before: the script decides when torch is loaded, which the meter needs.
+        self.meter = load("worker.measured_memory").PhaseMeter("cpu")
+        self.end_phase("import")
+        self.beat("build")
+
+        def initialize(original: Any, *arguments: Any, **keywords: Any) -> Any:
+            if not self.active:
+                return original(*arguments, **keywords)
+            call = inspect.signature(original).bind_partial(*arguments, **keywords)
+            given = self.config_of_call(call.arguments)
+            self.end_phase("build")
+            self.beat("init")
+            try:
+                made = original(*call.args, **call.kwargs)
+            except (TypeError, ValueError) as error:
+                paths = list(paths_of_auto(given))
+                if not paths:
+                    raise
+                text = f'{error}; the configuration has "auto" at {", ".join(paths[:3])}, which only the Trainer, '
+                kind = TypeError if isinstance(error, TypeError) else ValueError
+                raise kind(f"{text}Accelerate and TRL replace") from error
+            self.name_of(made[0])
+            self.note_device()
+            self.end_phase("initialize")
+            self.beat("build")
+            return made
+
+        replace(module, initialize)
+        if self.overrides:
+            self.patch_constructor(module.zero.Init, "config_dict_or_path", marked=False)
+
+    def config_of_call(self, given: dict[str, Any]) -> Any:
+        """Return the configuration of a call of ``initialize``; where the row's file replaces it, change the call."""
+        args: Any = given.get("args")
+        name = next((name for name in ("config", "config_params") if given.get(name) is not None), None)
+        config = getattr(args, "deepspeed_config", None) if name is None else given[name]
+        if self.overrides and config is not None:
+            config = given[name or "config"] = self.replaced(config, marked=False)
+            if name is None:
+                args.deepspeed_config = None
+        return config
+
+    def patch_constructor(self, owner: Any, name: str, *, marked: bool, always: bool = False) -> None:
+        """Make a class take the row's configuration as its argument ``name``; ``always``: also where it got none."""
+
+        def __init__(original: Any, instance: Any, *arguments: Any, **keywords: Any) -> None:  # noqa: N807
+            call = inspect.signature(original).bind_partial(instance, *arguments, **keywords)
+            given = call.arguments.get(name)
+            if given is not None or always:
+                call.arguments[name] = self.replaced(given, marked=marked)
+            original(*call.args, **call.kwargs)
+
+        if self.overrides:
+            replace(owner, __init__)
+
+    def replaced(self, given: Any, *, marked: bool) -> dict[str, Any]:
+        """Return the row's configuration with the script's own batch, optimizer and precision.
+
+        ``marked``: it passes through other libraries, which fill in "auto", before DeepSpeed gets it.
+        """
+        config = read_config(given)
+        if not config.pop(OVERRIDDEN, False):
+            own = {key: config[key] for key in OWN_KEYS if key in config}
+            config = {key: value for key, value in copy.deepcopy(self.config).items() if key not in OWN_KEYS}
+            config.update(own)
+        return {**config, OVERRIDDEN: True} if marked else config
+
+    @property
+    def patches(self) -> dict[str, Callable[[Any], None]]:
+        """Module → what is patched in it once it is loaded."""
+
+        def patch_accelerate(module: Any) -> None:
+            self.patch_constructor(module.HfDeepSpeedConfig, "config_file_or_dict", marked=True)
+
+        def patch_lightning(module: Any) -> None:
+            self.patch_constructor(module.DeepSpeedStrategy, "config", marked=True, always=True)
+
+        return {
+            "deepspeed.runtime.engine": self.patch_engine,
+            "deepspeed.runtime.pipe.engine": self.patch_pipeline,
+            "deepspeed": self.patch_deepspeed,
+            "accelerate.utils.deepspeed": patch_accelerate,
+            "lightning.pytorch.strategies.deepspeed": patch_lightning,
+            "pytorch_lightning.strategies.deepspeed": patch_lightning,
+        }
+
+
+def replace(owner: Any, function: Callable[..., Any]) -> None:
+    """Put a function in the place of that of the same name, which it gets as its first argument."""
+    original = getattr(owner, function.__name__)
+
+    @functools.wraps(original)
+    def wrapped(*arguments: Any, **keywords: Any) -> Any:
+        return function(original, *arguments, **keywords)
+
+    setattr(owner, function.__name__, wrapped)
+
+
+COUNTS = {"tokens": "tokens", "unpadded_tokens": "unpadded", "trained_tokens": "trained", "id_sums": "id_sum"}
+"""Field of a ScriptMeasurement → its name in what :func:`count_tokens` returns."""
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Patches modules as they are loaded; imports nothing itself."""
+
+    def __init__(self, patches: Mapping[str, Callable[[Any], None]]) -> None:
+        self.patches = patches
+
+    def find_spec(self, fullname: str, path: Any, _target: Any = None) -> Any:
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path) if fullname in self.patches else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_patch(module: Any) -> None:
+            execute(module)
+            self.patches[fullname](module)
+
+        spec.loader.exec_module = execute_and_patch  # type: ignore[method-assign]
+        return spec
+
+
+def install() -> None:
+    """Begin to watch this process; its children, such as workers of a data loader, are not watched."""
+    hook = Hook(Path(os.environ.pop(FOLDER_VARIABLE)))
+    stacks = (hook.folder / f"rank{hook.rank}.stacks").open("w")
+    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+    sys.meta_path.insert(0, Finder(hook.patches))
+    shown = sys.excepthook
+
+    def note_exception(kind: Any, error: BaseException, traceback: Any) -> None:
+        shown(kind, error, traceback)
+        hook.on_exception(error)
+
+    sys.excepthook = note_exception
+    # Registered first, so that it runs after what the script registers.
+    atexit.register(hook.at_exit)
+    hook.beat("import")
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that torch.compile does not trace: it would compile again with every count that changes."""
+    import torch
+
+    wrapped: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return wrapped
+
+
+def wait_for_ranks() -> None:
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1:
+        distributed.barrier()
+
+
+def seconds_between(marks: list[Any]) -> list[float]:
+    """Seconds from each mark to the next, which the device has reached."""
+    if marks and not isinstance(marks[0], float):
+        return [marks[i - 1].elapsed_time(marks[i]) / 1000 for i in range(1, len(marks))]
+    return [marks[i] - marks[i - 1] for i in range(1, len(marks))]
+
+
+def finite_number(value: Any) -> float | None:
+    """Return a number or a tensor of one element; None if it is neither, or not finite."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def plain(value: Any) -> Any:
+    """Return a configuration as JSON holds it, which knows no infinity: Accelerate sets ``steps_per_print`` to it."""
+    return json.loads(json.dumps(value, default=str), parse_constant=str) if isinstance(value, dict) else {}
+
+
+def read_config(given: Any) -> dict[str, Any]:
+    """Return a DeepSpeed configuration as a dict of its own; ``given`` is one, or the path of a file."""
+    if isinstance(given, Mapping):
+        return copy.deepcopy(dict(given))
+    try:
+        return dict(json.loads(Path(given).read_text(encoding="utf-8")))
+    except (OSError, TypeError, ValueError):
+        return {}
+
+
+def paths_of_auto(value: Any, path: str = "") -> Iterator[str]:
+    """Yield the paths of the values "auto" in a configuration, which may be a file."""
+    if not path and not isinstance(value, Mapping):
+        value = read_config(value)
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from paths_of_auto(item, f"{path}.{key}" if path else str(key))
+    elif value == "auto":
+        yield path

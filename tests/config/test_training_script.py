@@ -1,0 +1,146 @@
+"""The command line of a user's script, its placeholders, what does not go together with it, and its rows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_bench.cli import commands
+from ds_bench.config.spec import Configuration
+from ds_bench.config.training_script import Script, placeholder_values, read_script
+from ds_bench.errors import UsageError
+from tests.support import fakes
+from tests.support.fakes import FakeLauncher
+from tests.support.scripted_run import ScriptedRun
+
+OWN = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 3, "overlap_comm": True}, "my": 1}
+OFFLOADING = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "ratio": 0.5}}}
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
+    Path("own.json").write_text(json.dumps(OWN))
+    Path("offloading.json").write_text(json.dumps(OFFLOADING))
+
+
+def script(*command: str) -> Script:
+    return read_script(command, python=None, override=False, accelerate_env=False, engine=None)
+
+
+def test_placeholders_are_exact_words_and_other_braces_survive() -> None:
+    command = ("train.py", "--ds={config}", '{"config": {"a": 1}}', "{{config}}", "{row}-{stage}", "{num_gpus}")
+    values = placeholder_values(script(*command), "mine", OWN, 4)
+    words = script(*command).words({**values, "config": "/t/c.json"})
+    assert words == ["train.py", "--ds=/t/c.json", '{"config": {"a": 1}}', "{config}", "mine-3", "4"]
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        (
+            ["torchrun", "--nproc_per_node", "2", "train.py", "{config}"],
+            r"give only the script: -- train.py '\{config\}'",
+        ),
+        (["accelerate", "launch", "-m", "pkg.train", "{config}"], r"-- -m pkg.train"),
+        (["/usr/bin/python3", "-m", "torch.distributed.run", "train.py"], r"-- train.py"),
+        (["absent.py", "{config}"], "does not exist"),
+        (["train.sh", "{config}"], "not a Python file"),
+        (["train.py", "{{config}}"], r"\{config\} among .*--accelerate-env, or --override-config"),
+    ],
+)
+def test_what_cannot_be_started_is_refused_with_what_works(command: list[str], error: str) -> None:
+    with pytest.raises(UsageError, match=error):
+        script(*command)
+
+
+TRAIN = ("--", "train.py", "{config}")
+MICRO = ("--configs", "own.json", "--", "train.py", "{config}", "{micro_batch}")
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        *(
+            (("--configs", "own.json", *flag.split(), *TRAIN), f"{flag.split()[0]}.* together with a script")
+            for flag in (
+                *("--model tiny", "--batch-size 2", "--batch-size auto", "--seq-length 8", "--grad-accum 2"),
+                *("--precision bf16", "--data a.u16", "--optimizer Lion", "--checkpoint", "--launcher warm"),
+                *("--profile torch", "--monitor"),
+            )
+        ),
+        (("--base-config", "own.json", "--strategies", "ddp", *TRAIN), "--strategies ddp together with a script"),
+        (("--configs", "own.json", "--base-config", "own.json", *TRAIN), "--configs and --base-config"),
+        (("--stages", "1", *TRAIN), "--base-config FILE"),
+        (TRAIN, "without configurations"),
+        (("--configs", "own.json", "--axis", "attention=sdpa", *TRAIN), "changes the built-in training"),
+        (MICRO, "train_micro_batch_size_per_gpu of own is 'auto'"),
+        (("--configs", "own.json", "--python", "absent/python", *TRAIN), "is not a program"),
+        (("--model", "tiny", "--base-config", "own.json"), "--base-config without a script"),
+    ],
+)
+def test_what_contradicts_a_script_is_refused(words: Sequence[str], error: str) -> None:
+    command, values = commands.parse(["run", *words])
+    with pytest.raises(UsageError, match=error):
+        commands.function_of(command)(**values)
+
+
+def run(machine: ScriptedRun, *words: str) -> dict[str, Configuration]:
+    """Run rows of a script on a machine without processes. Return those that were launched, by name."""
+    words = ("--accelerator", "cpu", "--quiet", "--output-dir", str(machine.output), *words, *TRAIN)
+    command, values = commands.parse(["run", *words])
+    commands.function_of(command)(**values)
+    return {trial.configuration.name: trial.configuration for trial in machine.launcher.launched}
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedRun:
+    return ScriptedRun(tmp_path, monkeypatch)
+
+
+ZERO_1 = {**OWN, "gradient_clipping": 2, "zero_optimization": {"stage": 1, "overlap_comm": False}}
+WITH_CPU = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("words", "rows"),
+    [
+        (["--configs", "own.json"], {"own": OWN}),
+        (
+            "--base-config own.json --stages 1 --axis overlap_comm=false --set gradient_clipping=2".split(),
+            {"zero1+overlap_comm=false": ZERO_1},
+        ),
+        # A strategy decides both offload devices; other settings of a block stay.
+        (
+            "--base-config offloading.json --stages 2 --strategies cpu_optimizer".split(),
+            {"zero2": {"zero_optimization": {"stage": 2}}, "cpu_optimizer": {"zero_optimization": WITH_CPU}},
+        ),
+    ],
+)
+def test_rows_are_the_users_file_with_only_what_was_asked_for(
+    machine: ScriptedRun, words: list[str], rows: dict[str, Any]
+) -> None:
+    assert {name: row.deepspeed_config for name, row in run(machine, *words).items()} == rows
+    if len(rows) == 1:  # it is recommended: ready for the same command
+        folder = machine.folder / "recommended"
+        assert [json.loads((folder / "ds_config.json").read_text())] == [*rows.values()]
+        assert f"--nproc_per_node=1 train.py {folder.resolve()}/ds_config.json" in (folder / "README.md").read_text()
+
+
+def test_rows_with_auto_do_not_start_once_deepspeed_has_refused_it_in_one(machine: ScriptedRun) -> None:
+    Path("other.json").write_text(json.dumps(OWN | {"my": 2}))
+    Path("numbers.json").write_text(json.dumps(OFFLOADING))
+    machine.launcher = FakeLauncher(lambda trial: fakes.failure(trial, "TypeError", phase="init"))
+    assert [*run(machine, "--configs", "own.json", "other.json", "numbers.json")] == ["own", "numbers"]
+    statuses = {row["strategy"]: row["status"] for row in machine.rows()}
+    assert statuses == {"own": "❌ TypeError", "other": "❌ Unsupported", "numbers": "✅ Success"}
+
+
+def test_the_interpreter_is_this_one_unless_another_is_named() -> None:
+    assert script("train.py", "{config}").python == sys.executable

@@ -1,0 +1,256 @@
+"""Training scripts as users have them, one per stack, unchanged: what each row shows, and how each script is ended."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_bench.config import strategies
+from ds_bench.config.spec import Workload
+from ds_bench.config.training_script import Script
+from ds_bench.launch import rank_environment
+from ds_bench.launch.host_connections import Hosts
+from ds_bench.launch.trial import DeepSpeedLauncher
+from tests.support.local_agents import local_agents, make_hosts_trial
+from tests.support.real_trials import ROOT, SHORT
+from tests.support.shared_files import shared_files
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.usefixtures("built_ops")]
+
+TRAINER = (
+    "--use_cpu --output_dir {output_dir} --per_device_train_batch_size 4 --gradient_accumulation_steps 2 "
+    "--max_steps 100 --report_to none --bf16 true"
+)
+BY_VARIABLES = ("--accelerate-env",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A script with its arguments, and what its rows show."""
+
+    command: str
+    configs: str
+    """Names of the rows' files."""
+    ranks: int = 1
+    flags: tuple[str, ...] = ()
+    needs: str | None = None
+    """Package that the script imports."""
+    status: str = "✅ Success"
+    error: str = ""
+    """Pattern in the error."""
+    row: dict[str, Any] = field(default_factory=dict)
+    """Column → value, in every row."""
+    tokens: tuple[int, ...] | None = None
+    """Of the first steps on rank 0."""
+    caveat: str = ""
+    """Pattern in the caveats of the last row."""
+
+
+WITH_DEEPSPEED = f"b_trainer.py --deepspeed {{config}} {TRAINER}"
+TRL = f"d_trl_sft_lora.py --deepspeed {{config}} {TRAINER}"
+LORA = {"parameter_count": 433_792, "trainable_parameter_count": 7_168, "main_engine": "PeftModelForCausalLM"}
+CASES = {
+    "plain": Case(
+        command="a_plain.py --deepspeed --deepspeed_config {config}",
+        configs="zero0 zero1 zero2 zero3",
+        row={"first_loss": pytest.approx(6.2492, abs=1e-4), "seq_length": None, "config_source": "command"},
+        tokens=(256, 256, 256),
+    ),
+    "plain, two ranks": Case(
+        command="a_plain.py --deepspeed --deepspeed_config {config}", configs="zero2 zero3", ranks=2, tokens=(256, 256)
+    ),
+    "trainer": Case(
+        command=f"{WITH_DEEPSPEED} --save_steps 4 --eval_strategy steps --eval_steps 3",
+        configs="auto2 auto3",
+        row={"batch_size": 4, "grad_accum": 2, "precision": "bf16"},
+        tokens=(512, 512),
+        caveat="3 of 5 measured steps include an evaluation or a save",
+    ),
+    "trainer, other values": Case(
+        command=WITH_DEEPSPEED.replace("batch_size 4 --gradient_accumulation_steps 2", "batch_size 8"),
+        configs="zero1",
+        status="❌ ValueError",
+        error="mismatch TrainingArguments values.*'auto'",
+    ),
+    "trainer, by variables": Case(
+        command=f"b_trainer.py {TRAINER}", configs="auto2", flags=BY_VARIABLES, row={"config_source": "accelerate_env"}
+    ),
+    "accelerate": Case(command="c_accelerate.py", configs="auto2", flags=BY_VARIABLES, tokens=(512, 512)),
+    "accelerate, two ranks": Case(command="c_accelerate.py", configs="gas2n", flags=BY_VARIABLES, ranks=2),
+    "accelerate, two optimizers": Case(
+        command="c_accelerate.py", configs="gas2", flags=BY_VARIABLES, status="❌ ValueError", error="an optimizer"
+    ),
+    "trl": Case(command=TRL, configs="auto2 auto3", needs="trl", row=LORA, tokens=(424, 360, 392)),
+    "trl, packed": Case(
+        command=f"{TRL} --packing true --max_length 64", configs="auto2", needs="trl", tokens=(488, 493), row=LORA
+    ),
+    "accumulates each": Case(
+        command="g_own_accumulation.py --style each --deepspeed_config {config}",
+        configs="gas2",
+        row={"first_loss": pytest.approx(6.2618, abs=1e-3)},
+        tokens=(512, 512),
+    ),
+    "accumulates once": Case(
+        command="g_own_accumulation.py --style once --deepspeed_config {config}",
+        configs="zero2",
+        row={"first_loss": pytest.approx(6.2618, abs=1e-3)},
+        tokens=(512, 512),
+    ),
+    "accumulates to a boundary": Case(
+        command="g_own_accumulation.py --style boundary --deepspeed_config {config}",
+        configs="gas2",
+        row={"first_loss": pytest.approx(6.2618 / 2, abs=1e-3)},
+        tokens=(512, 512),
+    ),
+    "draws data after the model": Case(
+        command="i_zero_init.py {config}", configs="zero2 zero3", caveat="trained on other data than configs_zero2"
+    ),
+    "overridden": Case(
+        command="i_zero_init.py {configs}/zero2.json",
+        configs="zero3",
+        flags=("--override-config",),
+        row={"stage": 3, "config_source": "override"},
+    ),
+    "not led to the script": Case(
+        command="i_zero_init.py {configs}/zero2.json --ignored {config}",
+        configs="zero3",
+        caveat="the script's engine ran stage 2.*this row's file says stage 3",
+    ),
+    "evaluates and saves": Case(
+        command="j_eval_save.py --deepspeed_config {config}",
+        configs="zero2",
+        caveat="3 of 5 measured steps include an evaluation or a save",
+    ),
+    "spawned workers": Case(command="j_eval_save.py --deepspeed_config {config} --context spawn", configs="zero2"),
+    "no engine": Case(
+        command="k_no_deepspeed.py --deepspeed_config {config}",
+        configs="zero2",
+        status="❌ NoEngine",
+        error="without an engine",
+    ),
+    "fails on one rank": Case(
+        command="k_fails.py --rank 1 --deepspeed_config {config}",
+        configs="zero2",
+        ranks=2,
+        status="❌ KeyError",
+        error="KeyError .*column 'text' is not in the data set",
+    ),
+    "ends early": Case(
+        command="k_short.py --steps 4 --deepspeed_config {config}",
+        configs="zero2",
+        status="❌ EndedEarly",
+        error="4 of 7 steps",
+    ),
+    "catches everything": Case(command="p_swallows.py --deepspeed_config {config}", configs="zero2"),
+    "auto without a trainer": Case(
+        command="a_plain.py --deepspeed_config {config}",
+        configs="auto2",
+        status="❌ TypeError",
+        error='"auto" at .*only the Trainer, Accelerate and TRL',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_script(case: Case, tmp_path: Path) -> None:
+    if case.needs is not None and importlib.util.find_spec(case.needs) is None:
+        pytest.skip(f"{case.needs} is not installed")
+    folder = shared_files("own_scripts", "*.py")[0].parent
+    rows, records = run(folder, case, tmp_path)
+    for row in rows:
+        assert (row["status"], row["error"]) == (case.status, row["error"] if case.error else None)
+        assert re.search(case.error, row["error"] or "")
+        assert {name: row[name] for name in case.row} == case.row
+        assert row["wall_seconds"] < 100
+    if case.tokens is not None:
+        for record in records:
+            assert tuple(record["ranks"][0]["script"]["tokens"][: len(case.tokens)]) == case.tokens
+    caveats = rows[-1]["caveats"] or ""
+    assert re.search(case.caveat, caveats)
+    assert ("the script's engine ran" in caveats) == ("the script's engine ran" in case.caveat)
+    text = "".join(log.read_text() for log in tmp_path.rglob("rank*.log"))
+    assert ("FINISHED" in text or "FINALLY" in text) == (case.status in ("❌ NoEngine", "❌ EndedEarly"))
+    # Neither a checkpoint in the private folder nor a process of the script is left.
+    assert not [*tmp_path.rglob("ds_bench_checkpoint.*")]
+    assert not subprocess.run(["pgrep", "-f", str(tmp_path)], stdout=subprocess.PIPE, check=False).stdout
+
+
+def run(folder: Path, case: Case, tmp_path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Run a script in an empty folder. Return its flat rows and its records."""
+    script, *arguments = case.command.replace("{configs}", str(folder / "configs")).split()
+    command = [
+        *(sys.executable, "-m", "ds_bench", "run", "--accelerator", "cpu", "--num-gpus", str(case.ranks)),
+        *("--warmup-steps", "2", "--num-steps", "5", "--output-dir", "out", "--timeout", "200", *case.flags),
+        *("--configs", *(str(folder / "configs" / f"{name}.json") for name in case.configs.split())),
+        *("--", str(folder / script), *arguments),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == (0 if case.status == "✅ Success" else 1), done.stdout + done.stderr
+    (flat,) = tmp_path.glob("out/comparison_*.json")
+    (records,) = tmp_path.glob("out/runs/*/records.jsonl")
+    return json.loads(flat.read_text()), [json.loads(line) for line in records.read_text().splitlines()]
+
+
+EXAMPLE = re.compile(r"^### (.+?)\n(.*?)(?=^##)", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("name", ["Plain DeepSpeed", "Trainer", "Accelerate", "TRL"])
+def test_example_of_the_docs_trains_at_both_stages(name: str, tmp_path: Path) -> None:
+    if name == "TRL" and importlib.util.find_spec("trl") is None:
+        pytest.skip("trl is not installed")
+    page = (ROOT / "docs" / "own_script.md").read_text(encoding="utf-8")
+    text = dict(EXAMPLE.findall(page))[name]
+
+    def block(language: str) -> str:
+        return re.findall(rf"```{language}\n(.*?)```", text if f"```{language}" in text else page, re.DOTALL)[0]
+
+    (tmp_path / "train.py").write_text(block("python"))
+    (tmp_path / "ds_config.json").write_text(block("json"))
+    words, _, script = block("sh").partition(" -- ")
+    short = "--accelerator cpu --num-gpus 1 --warmup-steps 1 --num-steps 2 --output-dir out"
+    cpu = " --use_cpu --max_steps 50" if "output_dir" in script else ""
+    command = [sys.executable, *f"{words} {short} -- {script.strip()}{cpu}".split()[1:]]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (flat,) = tmp_path.glob("out/comparison_*.json")
+    rows = json.loads(flat.read_text())
+    assert [(row["status"], row["stage"]) for row in rows] == [("✅ Success", 2), ("✅ Success", 3)]
+    # The printed command is the same command, with the recommended row's file.
+    assert "recommended/ds_config.json" in done.stderr
+
+
+def test_the_agents_of_two_hosts_start_the_script_with_one_world(tmp_path: Path) -> None:
+    own = shared_files("own_scripts", "a_plain.py")[0]
+    script = Script(
+        command=(str(own), "--deepspeed_config", "{config}"),
+        digest=None,
+        python=sys.executable,
+        config_source="command",
+    )
+    workload = Workload(model="a_plain.py", model_source="script", num_steps=3, warmup_steps=1, script=script)
+    config = json.loads((own.parent / "configs" / "zero2.json").read_text())
+    row = strategies.make_configuration(strategies.ZERO_STAGES[2], config)
+    trial = replace(make_hosts_trial(row=row, workload=workload), ds_config=config)
+    with tempfile.TemporaryDirectory(prefix="h") as short, Hosts(["a", "b"], local_agents(Path(short))) as hosts:
+        hosts.connect()
+        variables = rank_environment.rank_environment(trial.placement, os.environ)
+        (folder := tmp_path / "run" / "trial").mkdir(parents=True)
+        record = DeepSpeedLauncher(variables, SHORT, hosts=hosts).launch(trial, folder, lambda _progress: None)
+    assert (record.outcome.status, record.launch, [rank.world_size for rank in record.ranks]) == (
+        "Success",
+        "script",
+        [2, 2],
+    )
+    assert [rank.script and rank.script.id_sums[0] for rank in record.ranks] == [67811, 68634]

@@ -1,0 +1,125 @@
+"""The hook in a user's script: what it writes down a second time, how it counts, and which exception it reports."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import BatchEncoding
+
+from ds_bench.records import rank_files
+
+PACKAGE = Path(rank_files.__file__).parents[1]
+FILE = PACKAGE / "worker" / "script_hook" / "ds_bench_script_hook.py"
+LOADED = ("worker/failure.py", "worker/measured_memory.py", "worker/cpu_load.py", "system/redaction.py")
+LOADED_BY_THESE = ("system/host_memory.py", "system/processes.py", "worker/interpreter_facts.py", "worker/build_op.py")
+
+
+@pytest.fixture(scope="module")
+def hook() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("script_hook_under_test", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_heartbeat_has_the_form_of_any_ranks(hook: ModuleType) -> None:
+    assert (hook.PHASES, hook.BEAT.format) == (rank_files.PHASES, rank_files._BEAT.format)
+
+
+def test_what_runs_in_the_scripts_interpreter_needs_only_the_standard_library_and_an_old_python() -> None:
+    for name in (FILE, FILE.with_name("sitecustomize.py"), *LOADED, *LOADED_BY_THESE):
+        text = (PACKAGE / name).read_text()
+        nodes = list(ast.walk(ast.parse(text, feature_version=(3, 9))))
+        at_once = [node for node in ast.parse(text).body if isinstance(node, ast.Import)]
+        packages = {alias.name.partition(".")[0] for node in at_once for alias in node.names} - {"torch"}
+        assert packages <= sys.stdlib_module_names, name
+        # Neither does the grammar of 3.9 refuse these, nor do they exist there.
+        keywords = {word.arg for node in nodes if isinstance(node, ast.Call) for word in node.keywords}
+        assert not keywords & {"slots", "kw_only", "strict"}, name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "expected"),
+    [
+        ((), {"input_ids": [[5, 6, 0]], "labels": [[5, 6, -100]], "attention_mask": [[1, 1, 0]]}, (3, 2, 2, 11)),
+        ((), {"pixels": [[0.5]], "labels": [[3, 4]]}, (2, 2, 2, 7)),
+        (([[0.5]], [[1, 2, 3]]), {}, (3, 3, None, 6)),
+        (({"input_ids": [[7, 7]]},), {}, (2, 2, None, 14)),
+        (([[0.5]],), {}, (0, 0, None, None)),
+    ],
+)
+def test_tokens_are_ids_else_labels_else_the_first_whole_numbers(
+    hook: ModuleType, arguments: Any, keywords: Any, expected: tuple[int | None, ...]
+) -> None:
+    def tensors(value: Any) -> Any:
+        return BatchEncoding(named(value)) if isinstance(value, dict) else torch.tensor(value)
+
+    def named(values: dict[str, Any]) -> dict[str, Any]:
+        return {name: torch.tensor(value) for name, value in values.items()}
+
+    counts = hook.count_tokens(tuple(map(tensors, arguments)), named(keywords))
+    found = [None if counts[name] is None else int(counts[name]) for name in hook.COUNTS.values()]
+    assert tuple(found) == expected
+
+
+def raise_root() -> None:
+    raise ValueError("of the script")
+
+
+def accident_in_finally() -> None:
+    try:
+        raise_root()
+    finally:
+        None.save_model()  # type: ignore[attr-defined]
+
+
+def meant_instead() -> None:
+    try:
+        raise_root()
+    except ValueError:
+        raise KeyError("meant")  # noqa: B904 - without from
+
+
+def meant_from() -> None:
+    try:
+        raise_root()
+    except ValueError as error:
+        raise KeyError("meant") from error
+
+
+@pytest.mark.parametrize(
+    ("function", "root"), [(accident_in_finally, ValueError), (meant_instead, KeyError), (meant_from, KeyError)]
+)
+def test_an_accident_in_a_finally_does_not_hide_the_exception_before_it(
+    hook: ModuleType, function: Any, root: type[BaseException]
+) -> None:
+    with pytest.raises((AttributeError, KeyError)) as raised:
+        function()
+    assert type(hook.find_root(raised.value)) is root
+
+
+def test_an_overriding_configuration_keeps_the_scripts_batch_optimizer_and_precision(
+    hook: ModuleType, tmp_path: Path
+) -> None:
+    row = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_batch_size": 8}
+    own = {"zero_optimization": {"stage": 0}, "fp16": {"enabled": True}, "optimizer": {"type": "Lion"}}
+    (tmp_path / "own.json").write_text(json.dumps(own))
+    rank = SimpleNamespace(config=row)
+    expected = {"zero_optimization": {"stage": 3}, "fp16": {"enabled": True}, "optimizer": {"type": "Lion"}}
+    assert hook.Hook.replaced(rank, tmp_path / "own.json", marked=False) == expected
+    # What has passed through Accelerate, which fills in "auto", is not replaced a second time.
+    marked = hook.Hook.replaced(rank, own, marked=True)
+    assert hook.Hook.replaced(rank, {**marked, "train_batch_size": 16}, marked=False) == {
+        **expected,
+        "train_batch_size": 16,
+    }
