@@ -5,8 +5,8 @@
 
 Every other block of steps runs with DeepSpeed's own methods in place of the hook's, so that drift of the machine meets
 both alike. Prints the median step without the hook and the median of the paired differences with its standard error,
-for wall time and for CPU time. Medians, since a busy machine makes some steps many times as long. The goal is 0.5 % of a
-step of 30 ms.
+for wall time and for CPU time. Medians, since a busy machine makes some steps many times as long. The goal is 0.5 % of
+a step of 30 ms.
 """
 
 from __future__ import annotations
