@@ -25,7 +25,7 @@ from ds_bench.launch.trial_watcher import StepMonitor
 from ds_bench.records.rank_files import HeartbeatWriter
 from ds_bench.records.step_series import StepFileWriter, StepSample
 from ds_bench.worker import training_loop
-from ds_bench.worker.steps import StepClock, StepRecorder
+from ds_bench.worker.step_recorder import StepClock, StepRecorder
 
 
 class SmallEngine:

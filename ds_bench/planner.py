@@ -23,9 +23,10 @@ from .config.configuration_files import (
     read_configuration_files,
 )
 from .config.deepspeed_config import MakeConfig
-from .config.options import DEFAULT_BATCH_SIZE, Options, Shard
+from .config.options import DEFAULT_BATCH_SIZE, Options
 from .config.placement import choose_precision, resolve_placement
 from .config.script_rows import make_script_row, require_config_axes
+from .config.shard import Shard
 from .config.spec import (
     DEFAULT_PREFETCH,
     BatchPolicy,

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..config.options import COUNT, EMPTY_PATH, MAX_NUMBER, OPTIONS, SCRIPT_OPTIONS, Family, Options, Shard
+from ..config.options import COUNT, EMPTY_PATH, MAX_NUMBER, OPTIONS, SCRIPT_OPTIONS, Family, Options
+from ..config.shard import Shard
 from ..config.strategies import STRATEGY_NAMES
 from ..errors import UsageError
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from .. import units
 from ..analysis import load_results, provenance
+from ..analysis.before_after import BeforeAfter, RowChange, compare_before_after
 from ..analysis.comparison import ComparisonRow, rows_called
-from ..analysis.merge_results import BeforeAfter, RowChange, compare_before_after
 from ..analysis.row_difference import RowDifference, explain
 from ..errors import UsageError
 from ..report.comparison_report import ComparisonReport

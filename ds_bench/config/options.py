@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import UsageError
-from ..units import format_items, from_gb
+from ..units import from_gb
 from .deepspeed_config import OPTIMIZERS
+from .shard import Shard
 from .spec import (
     DEFAULT_PREFETCH,
     INSPECTION_FIELDS,
@@ -46,7 +47,6 @@ Family = Literal["zero", "offload", "recipe"]
 MAX_NUMBER = 10**9
 """Upper bound of batches, steps, seconds and GB; clocks and kernel limits overflow above it."""
 MAX_RANKS = 2**16
-MOST_SHARDS = 10_000
 MAX_REPEATS = 1000
 MAX_PORT = 2**16 - 1
 COUNT: Mapping[str, Any] = {"ge": 1, "le": MAX_NUMBER}
@@ -75,64 +75,6 @@ SCRIPT_OPTIONS = ("base_config", "python", "override_config", "accelerate_env", 
 _AMOUNT: Mapping[str, Any] = {"gt": 0, "le": MAX_NUMBER}
 _STEP: Mapping[str, Any] = {"ge": -1, "le": MAX_NUMBER}
 """Limits of the number of a step; -1 leaves it open."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
-    """Part of a plan that runs by itself, on this or another machine.
-
-    Rows that are compared with each other stay together if possible. The repeats of a row are never separated.
-    """
-
-    number: int
-    """From 1."""
-    count: int
-    """Number of parts of the plan."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.number <= self.count <= MOST_SHARDS:
-            raise ValueError(f"{self}: I must be from 1 to N, and N at most {MOST_SHARDS}")
-
-    def __str__(self) -> str:
-        return f"{self.number}/{self.count}"
-
-    @classmethod
-    def parse(cls, text: str) -> Shard:
-        """Read ``3/8``. Raises ValueError."""
-        number, _, count = text.partition("/")
-        # int() would take digits of other scripts too, and fail on thousands of digits.
-        if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in (number, count)):
-            raise ValueError(f"expected I/N, for example 3/8; got {text!r}")
-        return cls(number=int(number), count=int(count))
-
-    @property
-    def file_suffix(self) -> str:
-        """``_shard03of12``: the end of the names of its files, which sort by number."""
-        return f"_shard{self.number:0{len(str(self.count))}d}of{self.count}"
-
-    def rows_of(self, rows_per_point: Sequence[int]) -> list[range]:
-        """Return the indices of the rows of each point that it runs; an empty range for a point that it leaves out.
-
-        ``rows_per_point``: in the order of the plan. Points are assigned in turn, every other turn backwards, because
-        the points of a plan become longer along each axis. With fewer points than shards each shard has consecutive
-        rows. Raises UsageError for fewer rows than shards.
-        """
-        points, total = len(rows_per_point), sum(rows_per_point)
-        if self.count > total:
-            problem = f"{self.count} shards of a plan with {format_items(total, 'row')} in all"
-            raise UsageError(problem, remedy=f"give {total} or fewer" if total > 1 else "run it as a whole")
-        selected, before = [], 0
-        if self.count <= points:
-            for point, rows in enumerate(rows_per_point):
-                turn, position = divmod(point, self.count)
-                number = self.count - position if turn % 2 else position + 1
-                selected.append(range(rows if number == self.number else 0))
-            return selected
-        begin, end = (total * number // self.count for number in (self.number - 1, self.number))
-        for rows in rows_per_point:
-            selected.append(range(min(max(begin - before, 0), rows), min(max(end - before, 0), rows)))
-            before += rows
-        return selected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,8 @@ from ..config.automatic_values import TrainingFacts
 from ..config.caveats import as_caveat
 from ..config.configuration_file_rows import FileRowMaker
 from ..config.configuration_files import ConfigurationFile
-from ..config.placement import SSH, default_placement, read_hostfile
+from ..config.hosts import SSH, read_hostfile
+from ..config.placement import default_placement
 from ..config.spec import Configuration, Placement
 from ..errors import PreflightError
 from ..launch import ops, rank_environment

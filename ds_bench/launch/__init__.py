@@ -1,6 +1,6 @@
 """Runs a Trial in an isolated process tree and returns its TrialRecord.
 
-``Launcher`` is the interface: ``warm`` and ``deepspeed`` implement it, and tests pass a fake.
+``Launcher`` is the interface: ``WarmLauncher`` and ``DeepSpeedLauncher`` implement it, and tests pass a fake.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ..config import validation
@@ -13,10 +13,13 @@ from ..config.spec import Configuration, Placement
 from ..system import gpu_state, host_memory
 from ..system.environment import Interpreter
 from ..system.processes import import_variables
+from ..system.redaction import looks_secret
 from . import ops
 
 _WAIT_VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
 """How threads wait, in OpenMP 5, GNU's runtime (in torch's wheels), and Intel's and LLVM's. All read the first."""
+_FORWARDED = ("NCCL_", "TORCH_NCCL_", "GLOO_", "TP_", "UCX_", "FI_", "HF_", "OMP_", "GOMP_", "KMP_", "MKL_")
+"""Prefixes of the variables forwarded to every host: of networks, the Hugging Face libraries and threads."""
 
 
 def build_ops(
@@ -94,6 +97,15 @@ def thread_variables(placement: Placement, environ: Mapping[str, str], root: Pat
         return {}
     # Without the variable each rank would take as many threads as the machine has cores.
     return {"OMP_NUM_THREADS": str(max(1, int(host_memory.usable_cores(root) / placement.ranks_per_node)))}
+
+
+def forwarded_variables(environ: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
+    """The user's variables for the ranks of every host: those in ``names``, and by prefix those without credentials."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in names or (name.startswith(_FORWARDED) and not looks_secret(name, value))
+    }
 
 
 def cuda_environment(environ: Mapping[str, str], inventory: gpu_state.GpuInventory) -> dict[str, str]:

@@ -7,7 +7,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -15,13 +15,11 @@ from typing import Any
 
 from ..records.rank_files import CONFIG_FILE, EXITS_FILE, LEADER_LOG, TRIAL_FILE, Assignment, shift_times
 from ..system.processes import KILL_SECONDS, Activity
-from ..system.redaction import looks_secret
 from .host_agent import HostEnd
 from .host_connections import HostConnection, HostError, HostLostError, Hosts
 from .message_stream import SILENCE_SECONDS, Message
+from .rank_environment import forwarded_variables
 
-_FORWARDED = ("NCCL_", "TORCH_NCCL_", "GLOO_", "TP_", "UCX_", "FI_", "HF_", "OMP_", "GOMP_", "KMP_", "MKL_")
-"""Prefixes of the variables forwarded to every host: of networks, the Hugging Face libraries and threads."""
 # Relative, without a part that begins with a dot: no host can write outside the trial's folder.
 _FILE_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.@=+-]{0,200}/){0,3}[A-Za-z0-9_][A-Za-z0-9_.@=+-]{0,200}")
 _RANK_FILE = re.compile(r"rank([0-9]+)")
@@ -204,12 +202,3 @@ class FileReceiver:
             file.write(data)
         if message["whole"] and message["last"]:
             target.replace(path)
-
-
-def forwarded_variables(environ: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
-    """The user's variables for the ranks of every host: those in ``names``, and by prefix those without credentials."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if name in names or (name.startswith(_FORWARDED) and not looks_secret(name, value))
-    }

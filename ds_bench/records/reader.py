@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..config.identity import work_key
-from ..config.options import Shard
+from ..config.shard import Shard
 from ..config.spec import Trial
 from ..errors import UsageError
 from ..system.environment import Environment

@@ -27,8 +27,8 @@ from ..analysis.comparison import ComparisonRow
 from ..config import deepspeed_config
 from ..config.caveats import as_caveat
 from ..config.deepspeed_config import MEASURING_KEYS, Config
+from ..config.hosts import read_hostfile
 from ..config.options import Options
-from ..config.placement import read_hostfile
 from ..config.spec import BATCH_KEYS, OFFLOAD_BLOCKS, Configuration, Placement, Trial, block_of, offload_device
 from ..config.training_script import placeholder_values
 from ..errors import UsageError

@@ -30,7 +30,7 @@ from .profiles import take_profiles
 from .rank_layout import RankLayout, register_sequence_attention
 from .reference_engines import ReferenceEngine, total_grad_norm
 from .rendezvous import connect_ranks
-from .steps import StepRecorder
+from .step_recorder import StepRecorder
 from .weight_change import FrozenWeights, WeightChange, early_window, gather_tensor_parallel
 
 SavePartial = Callable[[dict[str, Any]], None]
@@ -127,7 +127,7 @@ def measure(
     # With one warm-up step or none the phase would be empty: first_step has ended it already, or nothing has run.
     if len(samples.warmup_step_seconds) > 1:
         meter.end("warm_up")
-    training_loop.measure(trainer, workload.num_steps, torch.distributed.barrier, samples)
+    training_loop.measure_window(trainer, workload.num_steps, torch.distributed.barrier, samples)
     compiled_within = training_loop.compiled_graphs() - graphs
     if compiled_within:
         notes.append(f"{compiled_within} graphs were compiled within the measured steps, which took longer for it")

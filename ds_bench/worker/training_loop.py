@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..records.rank_files import HeartbeatWriter
-from .steps import StepClock, StepRecorder
+from .step_recorder import StepClock, StepRecorder
 
 Batch = dict[str, torch.Tensor]
 _MAX_EXTRA_WARMUP = 64
@@ -222,7 +222,7 @@ def compiled_graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def measure(trainer: Trainer, steps: int, barrier: Callable[[], None], samples: Samples) -> None:
+def measure_window(trainer: Trainer, steps: int, barrier: Callable[[], None], samples: Samples) -> None:
     """Fills ``samples`` from the measured window: synchronised before its first and after its last step, not between.
 
     ``barrier`` makes all ranks start together.

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from ds_bench.analysis.before_after import BeforeAfter, compare_before_after
 from ds_bench.analysis.load_results import Result, load
-from ds_bench.analysis.merge_results import BeforeAfter, compare_before_after
 from ds_bench.cli.commands import main
 from ds_bench.cli.compare import lines
 from ds_bench.config.spec import Trial

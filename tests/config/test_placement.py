@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from ds_bench.config import placement
-from ds_bench.config.placement import choose_precision, read_hostfile, resolve_placement
+from ds_bench.config.hosts import SRUN, SSH
+from ds_bench.config.placement import choose_precision, resolve_placement
 from ds_bench.config.spec import Placement
 from ds_bench.errors import UsageError
 from ds_bench.system import environment
@@ -68,30 +69,11 @@ def test_a_torch_without_cuda_runs_on_the_cpu_unless_cuda_is_requested(monkeypat
     assert place("--accelerator", "cpu", cards=0).accelerator == "cpu"
 
 
-def test_a_hostfile_is_read_by_lines_with_comments_and_blanks(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    path = tmp_path / "hosts"
-    path.write_text("# cluster\n\n  node-1   slots=8  # first\nnode-2\tslots=4\n")
-    assert read_hostfile(path) == {"node-1": 8, "node-2": 4}
-    for line in (
-        *("node-2", "node-2 slots=0", "node-2 slots=8 slots=8", "node-2 slots = 8", "node-1 slots=8"),
-        *("node-2 slots=²", "node-2 gpus=8", "-o slots=1"),
-    ):
-        path.write_text(f"node-1 slots=8\n\n{line}\n")
-        with subtests.test(line), pytest.raises(UsageError) as caught:
-            read_hostfile(path)
-        assert f"{path}, line 3: {line!r}" in str(caught.value)
-    path.write_bytes(b"# nobody\n")
-    with pytest.raises(UsageError, match="names no host"):
-        read_hostfile(path)
-    with pytest.raises(UsageError, match=r"hostfile .*give a readable file"):
-        read_hostfile(tmp_path)
-
-
 def test_a_hostfile_gives_the_ranks_and_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts").write_text("a slots=8\nb slots=8\n")
     found = place("--hostfile", "hosts", "--nvme-path", "swap", "--num-gpus", "16")
-    assert (found.num_gpus, found.launcher, found.host_command) == (16, "deepspeed", placement.SSH)
+    assert (found.num_gpus, found.launcher, found.host_command) == (16, "deepspeed", SSH)
     assert (found.hostfile, found.nvme_path) == (str(tmp_path.resolve() / "hosts"), str(tmp_path.resolve() / "swap"))
     with pytest.raises(UsageError, match=r"--num-gpus 8, but the hostfile has 16 slots \(leave --num-gpus out; --incl"):
         place("--hostfile", "hosts", "--num-gpus", "8")
@@ -182,6 +164,6 @@ def test_the_nodes_of_a_slurm_job_are_its_hosts(
     found = place(*flags, cards=cards, **job)
     assert found.hosts == (("a", ranks[0]), ("b", ranks[1]))
     assert (found.num_gpus, found.launcher, found.hostfile) == (sum(ranks), "deepspeed", None)
-    assert found.host_command == placement.SRUN
+    assert found.host_command == SRUN
     with pytest.raises(UsageError, match="a multiple of 2, or use one node: srun --nodes=1 --ntasks=1"):
         place("--num-gpus", "1", cards=cards, **job)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_bench.config.options import Shard
+from ds_bench.config.shard import Shard
 from ds_bench.errors import UsageError
 
 

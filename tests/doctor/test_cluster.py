@@ -16,7 +16,7 @@ import pytest
 from ds_bench.analysis.comparison import comparison_caveats
 from ds_bench.analysis.row import make_run
 from ds_bench.config.caveats import CaveatKind
-from ds_bench.config.placement import SRUN, SSH
+from ds_bench.config.hosts import SRUN, SSH
 from ds_bench.config.spec import Placement
 from ds_bench.doctor import checks, cluster
 from ds_bench.doctor.findings import SystemAccess

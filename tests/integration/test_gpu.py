@@ -234,7 +234,7 @@ def test_the_monitor_does_not_wait_for_the_device_between_steps(tmp_path: Path) 
     import torch
 
     from ds_bench.records.step_series import StepFileReader
-    from ds_bench.worker.steps import StepClock, StepRecorder
+    from ds_bench.worker.step_recorder import StepClock, StepRecorder
 
     recorder, reader, clock = StepRecorder(tmp_path, 0, "cuda", 2, 64), StepFileReader(tmp_path, 0), StepClock("cuda")
     losses = [torch.full((), value, device="cuda", dtype=torch.bfloat16) for value in (1.0, 2.0)]

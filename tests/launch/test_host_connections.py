@@ -23,7 +23,8 @@ from ds_bench.launch.host_agent import HostEnd, find_trial_processes
 from ds_bench.launch.host_connections import HostConnection, HostError, HostLostError, Hosts, agent_words
 from ds_bench.launch.message_stream import code_digest
 from ds_bench.launch.ops import OpState
-from ds_bench.launch.remote_trial import FileReceiver, RemoteTrial, forwarded_variables
+from ds_bench.launch.rank_environment import forwarded_variables
+from ds_bench.launch.remote_trial import FileReceiver, RemoteTrial
 from ds_bench.records import json_files, rank_files
 from ds_bench.records.rank_files import TRIAL_VARIABLE, Assignment, HeartbeatWriter
 from ds_bench.system import processes

@@ -12,7 +12,7 @@ import torch
 from ds_bench.records.rank_files import HeartbeatWriter, read_beat
 from ds_bench.records.step_series import StepFileReader
 from ds_bench.worker import training_loop
-from ds_bench.worker.steps import StepClock, StepRecorder
+from ds_bench.worker.step_recorder import StepClock, StepRecorder
 from tests.support.batches import batches
 
 STEP = ["forward", "backward", "step"] * 2
@@ -98,7 +98,7 @@ def test_the_window_is_what_follows_the_warm_up_and_reports_are_those_of_the_rec
     subject, samples = make(Engine(skips=lambda step: step in (1, 2, 4))), training_loop.Samples()
     subject.recorder = StepRecorder(tmp_path, 0, "cpu", grad_accum=2, tokens_per_step=64)
     samples.warmup_step_seconds = training_loop.warm_up(subject, 2)
-    training_loop.measure(subject, 3, lambda: None, samples)
+    training_loop.measure_window(subject, 3, lambda: None, samples)
     assert (len(samples.warmup_step_seconds), len(samples.step_seconds), len(samples.losses)) == (2, 3, 5)
     assert samples.grad_norms == [1.0, 2.0, 3.0, 4.0, 5.0]  # of each step, as the engine has it at its end
     assert samples.window_seconds >= sum(samples.step_seconds) > 0
@@ -129,7 +129,7 @@ def test_warm_up_goes_on_while_fp16_skips_every_step(make: Make) -> None:
 def test_the_device_is_waited_for_at_both_ends_of_the_window(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine()
     monkeypatch.setattr(training_loop, "synchronize", lambda _accelerator: engine.calls.append("synchronize"))
-    training_loop.measure(make(engine), 1, lambda: engine.calls.append("barrier"), training_loop.Samples())
+    training_loop.measure_window(make(engine), 1, lambda: engine.calls.append("barrier"), training_loop.Samples())
     assert engine.calls == ["barrier", "synchronize", *STEP, "synchronize"]
 
 

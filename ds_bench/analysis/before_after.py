@@ -1,0 +1,184 @@
+"""Compares two results row by row, before and after a change.
+
+A ratio is given only if hardware, workload and method agree and neither row has a disqualifying caveat. Versions may
+differ, since the change may be an upgrade; they are reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ..config.caveats import Caveat
+from ..config.identity import Difference, differences
+from ..records.schema import TrialRecord
+from ..system import environment
+from .comparability import incomparable_facts
+from .comparison import ComparisonRow, compare, ratio_between
+from .intervals import RatioInterval
+from .load_results import Result, flat_run
+from .loss_parity import compare_losses
+
+if TYPE_CHECKING:
+    from .row import Run
+
+_CHANGES = ("num_steps", "warmup_steps", "launch", "torch", "deepspeed")
+"""Facts that may be the change itself: they do not forbid a ratio."""
+_IRRELEVANT = ("launcher", "nvme_path", "supported_precisions")
+"""Facts that do not change what runs, or whose effect ``launch`` or the configuration shows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowChange:
+    """One row of both results."""
+
+    label: str
+    before: ComparisonRow | None
+    after: ComparisonRow | None
+    ratio: float | None = None
+    """Throughput after divided by before; None if the rows do not compare or one has no numbers."""
+    interval: RatioInterval | None = None
+    """95 % interval of ``ratio``, from per-run means; None below three runs of either row."""
+    incomparable_reasons: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
+    """Differences that may explain a change of speed: versions, steps, the DeepSpeed configuration."""
+    caveats: tuple[str, ...] = ()
+    """Caveats that disqualify nothing, with the side they hold for."""
+    same_settings: bool = False
+    """Whether both results have the row, with equal workload, placement and configuration."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeforeAfter:
+    """Two results side by side."""
+
+    rows: tuple[RowChange, ...]
+    hardware: tuple[str, ...]
+    """Differences of the hosts, or one line if the host of a result is unknown: they forbid every ratio."""
+    software: tuple[str, ...]
+    settings: tuple[str, ...]
+    """Other differences of the environments."""
+    environment_unknown: bool
+    configs_unknown: bool
+    """Whether a row has no DeepSpeed configuration, so that changes of it are unknown."""
+
+
+def compare_before_after(before: Result, after: Result) -> BeforeAfter:
+    """Compare every row of either result, and the environments."""
+    a, b = before.environment, after.environment
+    if a is None or b is None:
+        unknown = " and ".join(str(result.source) for result in (before, after) if result.environment is None)
+        hardware = [f"hardware and versions of {unknown} are unknown; give the run folder"]
+        software, settings = list[str](), list[str]()
+    else:
+        hardware, software = environment.hardware_differences(a, b), environment.software_differences(a, b)
+        settings = environment.setting_differences(a, b)
+    rows = tuple(_pair_rows(before.runs, after.runs, hardware, versions_known=None not in (a, b)))
+    pairs = [(row.before, row.after) for row in rows if row.before and row.after]
+    return BeforeAfter(
+        rows=rows,
+        hardware=tuple(hardware),
+        software=tuple(software),
+        settings=tuple(settings),
+        environment_unknown=None in (a, b),
+        configs_unknown=any(side.representative.row.config_hash is None for pair in pairs for side in pair),
+    )
+
+
+def _pair_rows(
+    before: Sequence[Run], after: Sequence[Run], hardware: Sequence[str], *, versions_known: bool
+) -> Iterator[RowChange]:
+    """Pair rows by model and strategy, in the order of ``before``; then the rows that only ``after`` has."""
+
+    def name(row: ComparisonRow) -> tuple[object, ...]:
+        return row.configuration.name, row.configuration.stage, row.trial.workload.model
+
+    unpaired = list(compare(after).rows)
+    for row in compare(before).rows:
+        same_name = [other for other in unpaired if name(other) == name(row)]
+        # Of several rows of one name, as with other batches, the one that differs least.
+        partner = min(same_name, key=lambda other: len(_differences(row, other)), default=None)
+        if partner is None:
+            yield RowChange(label=row.label, before=row, after=None, incomparable_reasons=("after: no such row",))
+        else:
+            unpaired.remove(partner)
+            yield _pair(row, partner, hardware, versions_known=versions_known)
+    for row in unpaired:
+        yield RowChange(label=row.label, before=None, after=row, incomparable_reasons=("before: no such row",))
+
+
+def _pair(before: ComparisonRow, after: ComparisonRow, hardware: Sequence[str], *, versions_known: bool) -> RowChange:
+    found = _differences(before, after)
+    reasons = [*hardware, *(each.text for each in found if each.field not in _CHANGES)]
+    shared = [caveat for caveat in before.caveats if caveat in after.caveats]
+    caveats = [
+        *(("before and after", caveat) for caveat in shared),
+        *(("before", caveat) for caveat in before.caveats if caveat not in shared),
+        *(("after", caveat) for caveat in after.caveats if caveat not in shared),
+    ]
+    # Rows that do not compare have other losses for that reason.
+    if not reasons and (loss_caveat := _loss_caveat(before, after)):
+        caveats.append(("after against before", loss_caveat))
+    reasons += [f"{side}: {caveat.text}" for side, caveat in caveats if caveat.disqualifying]
+    config_changes = list(_config_changes(before.representative, after.representative))
+    # Versions are reported once for both results (BeforeAfter.software).
+    told = ("torch", "deepspeed") if versions_known else ()
+    changes = [each.text for each in found if each.field in _CHANGES and each.field not in told]
+    ratio, interval = None, None
+    if not reasons and before.tokens_per_second and after.tokens_per_second:
+        ratio = after.tokens_per_second / before.tokens_per_second
+        interval = ratio_between(after, before)
+    return RowChange(
+        label=before.label,
+        before=before,
+        after=after,
+        ratio=ratio,
+        interval=interval,
+        incomparable_reasons=tuple(reasons),
+        changes=(*changes, *config_changes),
+        caveats=tuple(f"{side}: {caveat.line}" for side, caveat in caveats if not caveat.disqualifying),
+        same_settings=not (found or config_changes),
+    )
+
+
+def _differences(before: ComparisonRow, after: ComparisonRow) -> list[Difference]:
+    """Return differences of workload, placement and run; of a flat row only its columns are compared."""
+    runs = before.representative, after.representative
+    if not all(run.has_record for run in runs):
+        runs = flat_run(runs[0].row), flat_run(runs[1].row)
+    return [each for each in incomparable_facts(*runs) if each.field not in _IRRELEVANT]
+
+
+def _loss_caveat(before: ComparisonRow, after: ComparisonRow) -> Caveat | None:
+    """Return the caveat on the losses of two rows that differ at most in the number of steps; None if they agree."""
+    runs = [before.representative, after.representative]
+    wrappers = {rank.engine_optimizer_class for run in runs for rank in run.ranks}
+    for index, run in enumerate(runs):
+        if not isinstance(run.stored, TrialRecord):
+            continue
+        ranks = run.ranks
+        if len(wrappers) == 1:  # the known effect of a wrapper on the loss is then the same in both rows
+            ranks = tuple(replace(rank, engine_optimizer_class="") for rank in ranks)
+        # compare_losses groups rows by workload: with one for both, another number of steps does not part them.
+        trial = replace(run.trial, workload=runs[0].trial.workload)
+        runs[index] = replace(run, stored=replace(run.stored, trial=trial, ranks=ranks))
+    return next(iter(compare_losses(runs).values()), None)
+
+
+def _config_changes(a: Run, b: Run) -> Iterator[str]:
+    """Return differences of the optimizers, and of each configuration key as written and as DeepSpeed resolved it."""
+    if None not in (a.row.optimizer, b.row.optimizer):
+        yield from (each.text for each in differences({"optimizer": a.row.optimizer}, {"optimizer": b.row.optimizer}))
+    if not (a.has_record and b.has_record):
+        if None not in (a.row.config_hash, b.row.config_hash) and a.row.config_hash != b.row.config_hash:
+            yield "the DeepSpeed configuration (only its hash is known)"
+        return
+    written = differences(a.trial.ds_config, b.trial.ds_config)
+    yield from (each.text for each in written)
+    if a.ranks and b.ranks:
+        known = {each.fact for each in written}
+        # The rest are defaults that differ, as between versions.
+        for each in differences(a.ranks[0].resolved_config, b.ranks[0].resolved_config):
+            if each.fact not in known:
+                yield f"{each.text} (as DeepSpeed resolved it)"
