@@ -14,6 +14,7 @@ import torch
 
 from ..config.spec import Engine, Placement, Workload
 from ..system.redaction import redacted_config
+from .library_versions import adapt_engine
 from .reference_engines import DdpEngine, Fsdp2Engine, PassEngine, ReferenceEngine
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -62,6 +63,7 @@ def create_engine(
         return Fsdp2Engine(model, config, device, seed=workload.seed, report_progress=report_progress)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=config, mpu=mpu)
+    adapt_engine(engine)
     return engine
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from .library_versions import gradient_buckets
 from .reference_engines import ReferenceEngine
 
 Ledger = dict[str, dict[str, int]]
@@ -82,13 +83,13 @@ class StorageCounter:
     def claim(self, category: str, tensors: Iterable[torch.Tensor | None]) -> None:
         """Adds the storages of ``tensors`` that no earlier call has claimed."""
         for tensor in tensors:
-            if tensor is None or tensor.device.type == "meta" or tensor.is_sparse:
-                continue
-            tensor = _own_part(tensor)
             try:
+                if tensor is None or tensor.device.type == "meta" or tensor.is_sparse:
+                    continue
+                tensor = _own_part(tensor)
                 storage = tensor.untyped_storage()
                 size, pointer = storage.nbytes(), storage.data_ptr()
-            except (RuntimeError, NotImplementedError):  # functional or fake tensors have no memory
+            except (RuntimeError, NotImplementedError):  # functional, fake or half-collected ones have no memory
                 continue
             device = tensor.device.type
             # At stage 3 the storage of a parameter is empty while it is partitioned.
@@ -137,7 +138,7 @@ def _deepspeed_tensors(engine: Any) -> Iterator[tuple[str, Iterable[torch.Tensor
     yield "optimizer_states", masters
     yield "optimizer_states", optimizer_states(engine)
     # Before the gradients, which are views into the bucket while backward runs.
-    yield "deepspeed_buffers", find_tensors([b.buffer for b in getattr(wrapper, "ipg_buckets", {}).values()])
+    yield "deepspeed_buffers", find_tensors(gradient_buckets(wrapper))
     yield "gradients", (each.grad for each in (*parameters, *masters))
     for name in _GRADIENT_NAMES:
         yield "gradients", find_tensors(getattr(wrapper, name, None))

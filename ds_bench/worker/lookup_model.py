@@ -26,6 +26,9 @@ ARCHITECTURES = (
 )  # fmt: skip
 """Architectures, as Transformers calls them, whose modules that multiply a token are known."""
 
+_NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of routed experts in models' configurations."""
+
 
 def look_up(name: str, *, trust_remote_code: bool) -> dict[str, Any]:
     """Facts of a model in a local folder or on the Hub. Raises whatever Transformers raises."""
@@ -74,9 +77,12 @@ def count_model(model: Any) -> dict[str, Any] | None:
 
     # Elements of the weights that one token is multiplied with, found by the kind of module that holds them.
     multiplied = 0
-    for module in model.modules():
+    for name, module in model.named_modules():
         kind = type(module).__name__
-        if isinstance(module, (torch.nn.Linear, Conv1D)) or kind.endswith(("TopKRouter", "TopkRouter")):
+        if isinstance(module, torch.nn.Linear) and ".experts." in name:  # before Transformers 5: one module per expert
+            experts = next(getattr(config, key) for key in _NUMBER_OF_EXPERTS if hasattr(config, key))
+            multiplied += module.weight.numel() * config.num_experts_per_tok // experts
+        elif isinstance(module, (torch.nn.Linear, Conv1D)) or kind.endswith(("TopKRouter", "TopkRouter")):
             multiplied += module.weight.numel()
         elif kind.endswith("Experts"):
             # The experts of a layer are two fused tensors, and a token is multiplied with some of them.

@@ -18,7 +18,7 @@ from ..config.caveats import Caveat, CaveatKind
 from ..config.deepspeed_config import is_deepcompiled
 from ..config.spec import PassType
 from ..records.rank_files import Assignment, HeartbeatWriter
-from . import ledger, measured_memory, training_loop
+from . import ledger, library_versions, measured_memory, training_loop
 from . import model as build
 from .batches import has_token_per_position, prepare_batches
 from .checkpoint import measure_checkpoint
@@ -59,7 +59,7 @@ def measure(
     device = select_device(trial.placement)
     if accelerator == "cuda" and (settings := trial.configuration.variables.get("PYTORCH_CUDA_ALLOC_CONF")):
         # torch may have read the variable before this rank was forked.
-        torch._C._accelerator_setAllocatorSettings(settings)
+        library_versions.set_allocator_settings(settings)
     heartbeat.beat("build")
     connect_ranks(assignment, accelerator)
     meter = measured_memory.PhaseMeter(accelerator)

@@ -37,6 +37,7 @@ from . import ledger, replaced_layers, training_loop
 from . import model as build
 from .batches import make_batches
 from .failure import describe_error
+from .library_versions import dtype_argument, no_init_weights
 
 TERMS = ("1", "s", "ss", "b", "bs", "bss")
 """Monomials in micro-batch b and sequence length s, as ``prediction.model_profile.Polynomial`` reads them."""
@@ -203,7 +204,6 @@ def build_fake_model(
     with FakeTensorMode():
         if request.get("factory"):
             from transformers import PreTrainedModel
-            from transformers.initialization import no_init_weights
 
             with no_init_weights(), _converting_fake_parameters():
                 model, make_batch = build.call_factory(request["factory"])
@@ -242,7 +242,6 @@ def _converting_fake_parameters() -> Iterator[None]:
 
 def _build_from_config(request: Mapping[str, Any], dtype: torch.dtype, layers: int) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
 
     trusted = bool(request.get("trust_remote_code", False))
     if request.get("path"):
@@ -258,7 +257,10 @@ def _build_from_config(request: Mapping[str, Any], dtype: torch.dtype, layers: i
     config.use_cache = False
     with no_init_weights():
         model: torch.nn.Module = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, trust_remote_code=trusted, attn_implementation=request.get("attention")
+            config,
+            trust_remote_code=trusted,
+            attn_implementation=request.get("attention"),
+            **dtype_argument(dtype),
         )
         # The constructor leaves it out under no_init_weights.
         model.tie_weights()  # type: ignore[operator]
@@ -267,9 +269,11 @@ def _build_from_config(request: Mapping[str, Any], dtype: torch.dtype, layers: i
 
 def _adapt_transformers() -> None:
     """Replaces the functions of Transformers that read values of tensors, which fake tensors do not have."""
-    from transformers import masking_utils
-    from transformers.integrations import moe
-
+    try:
+        from transformers import masking_utils
+        from transformers.integrations import moe
+    except ImportError:  # before Transformers 5, which read no values
+        return
     # Real runs find no packed sequences in the position ids and so need no mask.
     masking_utils.find_packed_sequence_indices = lambda *_args, **_kwargs: None
     original = moe._can_use_grouped_mm

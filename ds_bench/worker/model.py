@@ -28,6 +28,7 @@ from unittest import mock
 import torch
 
 from ..config.spec import Engine, Workload, block_of
+from .library_versions import dtype_argument
 from .lookup_model import import_factory
 from .replaced_layers import install_loss, install_tiled_mlp
 
@@ -141,7 +142,7 @@ def _build_from_config(workload: Workload, dtype: torch.dtype, device: torch.dev
     with contextlib.nullcontext() if stage3 else device:
         model: torch.nn.Module = AutoModelForCausalLM.from_config(
             model_config,
-            dtype=dtype,
+            **dtype_argument(dtype),
             trust_remote_code=workload.trust_remote_code,
             attn_implementation=workload.attention,
         )

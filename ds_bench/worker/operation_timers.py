@@ -228,7 +228,8 @@ class OffloadTimer:
     def __enter__(self) -> Self:
         optimizer = getattr(self._engine.optimizer, "optimizer", None)
         if isinstance(optimizer, DeepSpeedCPUAdam):
-            for name in ("step", "step_subgroup"):
+            # step_subgroup exists since DeepSpeed 0.18.
+            for name in ("step", "step_subgroup") if hasattr(optimizer, "step_subgroup") else ("step",):
                 timed = self._timed_adam(optimizer, getattr(optimizer, name))
                 self._stack.enter_context(mock.patch.object(optimizer, name, timed))
         timed_handles: dict[int, TimedHandle] = {}

@@ -24,6 +24,7 @@ import torch.distributed
 
 from ..config.spec import block_of
 from ..records.rank_files import HeartbeatWriter
+from .library_versions import partition_rank
 from .reference_engines import ReferenceEngine
 
 EARLY_STEPS = 5
@@ -290,7 +291,7 @@ def _stage3_fragments(wrapper: Any, names: dict[int, str]) -> Iterator[Fragment]
             offset = 0
             for parameter in group:
                 size = parameter.partition_numel()
-                start = parameter.ds_zero_partition_rank * size
+                start = partition_rank(parameter) * size
                 used = max(0, min(size, parameter.ds_numel - start))  # the last slices are padded
                 yield names[id(parameter)], start, flat.detach()[offset : offset + used]
                 offset += size

@@ -1,0 +1,72 @@
+"""Where DeepSpeed, Transformers and torch differ between the versions that this package supports.
+
+Each function answers one question; its callers do not know versions. Supported are DeepSpeed 0.16.9 to 0.19,
+Transformers 4.51.3 to 5, torch 2.6 and later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+
+
+@functools.cache
+def _version_of(package: str) -> tuple[int, int]:
+    """Major and minor version of an installed package."""
+    from packaging.version import Version
+
+    from ..system.environment import installed_version
+
+    return Version(installed_version(package) or "0").release[:2]  # type: ignore[return-value]
+
+
+def dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The keyword argument of Transformers' ``from_config`` for the number format; ``torch_dtype`` before 4.56."""
+    return {"dtype" if _version_of("transformers") >= (4, 56) else "torch_dtype": dtype}
+
+
+def no_init_weights() -> contextlib.AbstractContextManager[None]:
+    """Transformers' context in which a model is built without drawing its weights."""
+    try:
+        from transformers.initialization import no_init_weights as context
+    except ImportError:  # before Transformers 5
+        from transformers.modeling_utils import no_init_weights as context
+    found: contextlib.AbstractContextManager[None] = context()
+    return found
+
+
+def adapt_engine(engine: Any) -> None:
+    """Makes ``engine.step`` work on several CPU ranks.
+
+    Before 0.19 stages 1 and 2 flatten parameters with gradients enabled, so that they are views of one buffer, which
+    gloo's all-gather in place refuses (``runtime/zero/stage_1_and_2.py``). A step needs no gradients.
+    """
+    if _version_of("deepspeed") < (0, 19):
+        engine.step = torch.no_grad()(engine.step)
+
+
+def partition_rank(parameter: Any) -> int:
+    """This rank's place among those that hold a parameter at stage 3; DeepSpeed keeps it since 0.19."""
+    kept = getattr(parameter, "ds_zero_partition_rank", None)
+    if kept is not None:
+        return int(kept)
+    from deepspeed import comm
+
+    return int(comm.get_rank(group=parameter.ds_process_group))
+
+
+def gradient_buckets(optimizer: Any) -> list[Any]:
+    """The buffers in which stages 1 to 3 collect gradients: one per number format, or before 0.17 a single one."""
+    buckets = [bucket.buffer for bucket in getattr(optimizer, "ipg_buckets", {}).values()]
+    return buckets or [getattr(optimizer, "ipg_buffer", None)]
+
+
+def set_allocator_settings(settings: str) -> None:
+    """Passes what ``PYTORCH_CUDA_ALLOC_CONF`` holds to the allocator of a process that has loaded torch already."""
+    if hasattr(torch._C, "_accelerator_setAllocatorSettings"):  # since torch 2.8
+        torch._C._accelerator_setAllocatorSettings(settings)
+    else:
+        torch.cuda.memory._set_allocator_settings(settings)
