@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Writes ds_bench/config/deepspeed_keys.json: the keys that the installed DeepSpeed reads, with types and defaults.
+"""Writes the keys that the installed DeepSpeed reads, with types and defaults, to the file of its minor version.
+
+The files are in ds_bench/config/deepspeed_keys_by_version, one for each minor version that this package supports.
 
 Nothing is typed by hand. DeepSpeed's own ``DeepSpeedConfig`` is given objects that note every key it asks for. A block
 that goes to a pydantic model is taken from the fields of that model, as schemas of pydantic-core. Optimizers and
@@ -25,11 +27,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-TARGET = ROOT / "ds_bench" / "config" / "deepspeed_keys.json"
+FOLDER = ROOT / "ds_bench" / "config" / "deepspeed_keys_by_version"
 PROBE = "a key that no model has"
 SEEDS: dict[tuple[str, ...], dict[str, Any]] = {
     (): {"train_batch_size": 1},
     ("optimizer",): {"type": "Adam"},
+    ("fp16",): {"enabled": True},
     ("scheduler",): {"type": "WarmupLR"},
     ("expert_parallel",): {"enabled": True},
 }
@@ -99,8 +102,9 @@ def deepspeed_keys() -> dict[str, Any]:
     from deepspeed.runtime import config as runtime_config
 
     comm.get_rank, comm.get_world_size = lambda *_: 0, lambda *_: 1
-    removed = sorted(runtime_config._REMOVED_TOP_LEVEL_CONFIG_KEYS)
-    removed += sorted(f"zero_optimization.{key}" for key in runtime_config._REMOVED_ZERO_CONFIG_KEYS)
+    # Before 0.19 no feature had been removed.
+    removed = sorted(getattr(runtime_config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", ()))
+    removed += sorted(f"zero_optimization.{key}" for key in getattr(runtime_config, "_REMOVED_ZERO_CONFIG_KEYS", ()))
     blocks: dict[str, Any] = {}
     _explore((), blocks)
     top = blocks[""]["keys"]
@@ -296,7 +300,7 @@ def _optimizers(own: list[str]) -> dict[str, Any]:
     ours = (
         adam.FusedAdam,
         adam.DeepSpeedCPUAdam,
-        adam.ZenFlowCPUAdam,
+        *([adam.ZenFlowCPUAdam] if hasattr(adam, "ZenFlowCPUAdam") else []),  # since 0.17
         adagrad.DeepSpeedCPUAdagrad,
         lamb.FusedLamb,
         lion.FusedLion,
@@ -328,16 +332,13 @@ def _schedulers() -> dict[str, Any]:
     return {name: _parameters(kind) for name, kind in sorted(kinds.items()) if name != base.__name__}
 
 
-def text() -> str:
-    """The whole file as JSON text."""
+if __name__ == "__main__":
     logging.disable(logging.CRITICAL)  # DeepSpeed warns about what it is given here
     with contextlib.redirect_stdout(sys.stderr):
-        return json.dumps(deepspeed_keys(), indent=1) + "\n"
-
-
-if __name__ == "__main__":
-    written = text()
+        found = deepspeed_keys()
+    written = json.dumps(found, indent=1) + "\n"
     if sys.argv[1:] == ["--print"]:
         print(written, end="")
     else:
-        TARGET.write_text(written, encoding="utf-8")
+        minor = found["version"].rpartition(".")[0]
+        (FOLDER / f"{minor}.json").write_text(written, encoding="utf-8")

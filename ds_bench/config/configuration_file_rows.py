@@ -18,8 +18,8 @@ from ..units import format_names
 from . import deepspeed_config, deepspeed_keys, lint
 from .automatic_values import TRAINING_DEFAULTS, TrainingFacts, resolve
 from .configuration_files import ConfigurationFile
-from .deepspeed_config import AUTO, Config, json_values
-from .rules import RULES, Case, without_ignored
+from .deepspeed_config import AUTO, Config, json_values, nested, overlay
+from .rules import RULES, Case, keys_read_later, without_ignored
 from .spec import BATCH_KEYS, OFFLOAD_BLOCKS, BatchPolicy, Configuration
 
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
@@ -102,7 +102,11 @@ class FileRowMaker:
         if isinstance(zero := written.get("zero_optimization"), bool):
             written["zero_optimization"] = {"stage": int(zero)}
         known = deepspeed_keys.top_level_keys() | deepspeed_keys.removed_keys()
-        unknown = []
+        version = deepspeed_keys.version()
+        # Inside blocks: those that only a later DeepSpeed reads.
+        unknown = sorted(path for path in keys_read_later(written) if "." in path)
+        for path in unknown:
+            written = overlay(written, nested(path, None))
         for key in sorted(written.keys() - known):
             near = deepspeed_keys.nearest_key(key, known, 0.85)
             unknown.append(f"{key} (did you mean {near}?)" if near else key)
@@ -123,7 +127,7 @@ class FileRowMaker:
         if not isinstance(params := optimizer.get("params") or {}, dict):
             raise UsageError(f"optimizer.params is {params!r}, not a block", remedy="correct the file")
         config = as_deepspeed_reads_it(config)
-        left_out = [f"{format_names(unknown)}, which DeepSpeed does not know"] if unknown else []
+        left_out = [f"{format_names(unknown)}, which DeepSpeed {version} does not read"] if unknown else []
         side_effects = _remove_side_effects(config)
         caveats = _complete_precision(config, file, facts.precision, self.facts.precision)
         if "optimizer" not in config:

@@ -1,25 +1,77 @@
-"""The keys that DeepSpeed reads, with types and defaults: ``deepspeed_keys.json``.
+"""The keys that DeepSpeed reads, with types and defaults, for each minor version that this package supports.
 
-``scripts/make_deepspeed_keys.py`` writes that file from the installed DeepSpeed. DeepSpeed refuses any other key in a
-block that goes to a pydantic model, and ignores it elsewhere.
+``scripts/make_deepspeed_keys.py`` writes the tables from installed DeepSpeeds. DeepSpeed refuses any other key in a
+block that goes to a pydantic model, and ignores it elsewhere. All functions answer for :func:`version`: the installed
+DeepSpeed's, or the one named by :func:`answer_for`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+_FOLDER = Path(__file__).with_name("deepspeed_keys_by_version")
+MINOR_VERSIONS = ("0.16", "0.17", "0.18", "0.19")
+"""Oldest first."""
+_chosen: ContextVar[str | None] = ContextVar("deepspeed_version", default=None)
+
+
+@contextlib.contextmanager
+def answer_for(version: str) -> Iterator[None]:
+    """Makes this module, and the rules, answer for one of :data:`MINOR_VERSIONS`."""
+    token = _chosen.set(_table(version)["version"])
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def version() -> str:
+    """Return the DeepSpeed version that the answers are for, such as ``0.18.9``; the newest if none is installed."""
+    return _chosen.get() or _installed() or str(_table(MINOR_VERSIONS[-1])["version"])
+
 
 @cache
-def tables() -> Mapping[str, Any]:
-    """Return the whole file. Do not modify it."""
-    text = Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
-    contents: dict[str, Any] = json.loads(text)
+def _installed() -> str | None:
+    from ..system.environment import installed_version
+
+    return installed_version("deepspeed")
+
+
+@cache
+def _table(minor_version: str) -> Mapping[str, Any]:
+    contents: dict[str, Any] = json.loads((_FOLDER / f"{minor_version}.json").read_text(encoding="utf-8"))
     return contents
+
+
+def tables() -> Mapping[str, Any]:
+    """Return the whole table of :func:`version`, or of the nearest version that has one. Do not modify it."""
+    major_and_minor = [int(part) for part in version().split(".")[:2]]
+    older = [each for each in MINOR_VERSIONS if [int(part) for part in each.split(".")] <= major_and_minor]
+    return _table(older[-1] if older else MINOR_VERSIONS[0])
+
+
+def keys_added_later() -> Mapping[str, str]:
+    """Return path → the minor version that added it, for keys that the newest table has and :func:`tables` lacks."""
+    return _keys_added_after(str(tables()["version"]).rpartition(".")[0])
+
+
+@cache
+def _keys_added_after(minor_version: str) -> Mapping[str, str]:
+    def paths(version: str) -> set[str]:
+        return {
+            f"{block}.{key}".lstrip(".") for block, each in _table(version)["blocks"].items() for key in each["keys"]
+        }
+
+    later = MINOR_VERSIONS[MINOR_VERSIONS.index(minor_version) + 1 :]
+    known = paths(minor_version)
+    return {path: version for version in reversed(later) for path in paths(version) - known}
 
 
 def blocks() -> Mapping[str, Mapping[str, Any]]:
@@ -36,7 +88,6 @@ def keys_of(block_path: str) -> Mapping[str, Mapping[str, Any]]:
     return keys
 
 
-@cache
 def top_level_keys() -> frozenset[str]:
     """Return the top-level keys that DeepSpeed reads; it ignores others."""
     return frozenset(keys_of(""))
@@ -72,7 +123,6 @@ _STAGE_1_AND_2_KEYS = {
 """Keys that DeepSpeed passes only to stages 1 and 2."""
 
 
-@cache
 def is_read_at_stage(key: str, stage: int) -> bool:
     """Return whether DeepSpeed acts on a key of ``zero_optimization`` at a ZeRO stage."""
     known = keys_of("zero_optimization")

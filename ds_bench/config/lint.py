@@ -83,7 +83,7 @@ def check_config(
     # Rules skip a key that DeepSpeed refuses anyway.
     refused = {finding.path for finding in found if finding.level == "error"}
     for rule in RULES:
-        if rule.level and rule.path not in refused and rule.when(case):
+        if rule.level and rule.path not in refused and rule.applies(case):
             reason = rule.reason_for(case)
             found.append(
                 Finding(rule.name, rule.level, rule.path, reason, rule.remedy, rule.source, None, rule.stops_when)

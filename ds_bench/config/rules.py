@@ -10,7 +10,7 @@ Every rule was read in the code of DeepSpeed 0.19.8, at ``source`` below its pac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 from ..units import format_series
@@ -54,6 +54,7 @@ class Case:
     model: ModelSize | None = None
     compute_capability: tuple[int, int] | None = None
     """Compute capability of this machine's oldest GPU, for ``check``; None without a GPU."""
+    deepspeed_version: str = field(default_factory=deepspeed_keys.version)
 
     def value(self, path: str, default: Any = None) -> Any:
         """Return the value of a key; ``default`` if it is absent, null or "auto"."""
@@ -149,6 +150,18 @@ class Rule:
     """What to do about a row; empty: ``remedy``, or for a caveat the source."""
     read_as: object = None
     """What DeepSpeed reads in place of an ignored value; None: the key has no effect."""
+    versions: str = ""
+    """The DeepSpeed versions in which it holds, such as ``>=0.17.6,<0.18.3``; empty: all."""
+
+    def applies(self, case: Case) -> bool:
+        return self.holds_in(case.deepspeed_version) and self.when(case)
+
+    def holds_in(self, version: str) -> bool:
+        if not self.versions:
+            return True
+        from packaging.specifiers import SpecifierSet
+
+        return SpecifierSet(self.versions).contains(version, prereleases=True)
 
     def reason_for(self, case: Case) -> str:
         values = {name: getattr(case, name) for name in ("stage", "optimizer", "precision", "accelerator", "ranks")}
@@ -561,12 +574,6 @@ _OF_FILES = (
                 "reads it ahead twice and stops with 'already assigned swap buffer id'; the model decides",
          remedy="set it to 0, which turns reading ahead off, or try it with the model",
          source="runtime/zero/partitioned_param_coordinator.py"),
-    Rule("muon-before-0.19.8", "hint", "optimizer.type",
-         when=lambda case: case.optimizer == "muon" and (case.offload("optimizer") is not None or (
-             case.stage == 3 and case.value("gradient_accumulation_steps") != 1)),
-         reason="before DeepSpeed 0.19.8 Muon computed other updates with an offloaded optimizer (issue 8463) and at "
-                "stage 3 with accumulation (issue 8443), and the loss differed",
-         remedy="train with 0.19.8 or later", source=_STAGE_3),
     # Defaults that changed: the same file is another experiment with another version.
     Rule("open-gradient-clipping", "hint", "gradient_clipping",
          when=lambda case: "gradient_clipping" not in case.config,
@@ -585,13 +592,44 @@ _OF_FILES = (
 )
 # fmt: on
 
-RULES: tuple[Rule, ...] = (*_REFUSED_IN_ROWS, *_CAVEATS_OF_ROWS, *_OF_FILES)
+# fmt: off
+WRONG_TRAINING = (
+    Rule("zero2-accumulation-7718", "error", "gradient_accumulation_steps", versions=">=0.17.6,<0.18.3", row="caveat",
+         when=lambda case: case.stage == 2 and case.number("gradient_accumulation_steps", 1) > 1,
+         reason="DeepSpeed 0.17.6 to 0.18.2 computes wrong gradients at stage 2 with accumulation (issue 7718)",
+         remedy="use DeepSpeed 0.18.3 or later, stage 1, or no accumulation", source="DeepSpeed#7718"),
+    Rule("zero2-shared-module-8224", "warning", f"{ZERO}stage", versions=">=0.18.3,<0.19.4", row="caveat",
+         when=lambda case: case.stage == 2 and case.precision == "bf16",
+         reason="DeepSpeed 0.18.3 to 0.19.3 trains wrongly at stage 2 in bf16 if the model uses a submodule twice in a "
+                "forward pass (issue 8224)",
+         remedy="use DeepSpeed 0.19.4 or later, or stage 1, for such a model", source="DeepSpeed#8224"),
+    Rule("muon-updates-8463", "error", "optimizer.type", versions="<0.19.8", row="caveat",
+         when=lambda case: case.optimizer == "muon" and (case.offload("optimizer") is not None or (
+             case.stage == 3 and case.value("gradient_accumulation_steps") != 1)),
+         reason="before DeepSpeed 0.19.8 Muon computes other updates with an offloaded optimizer (issue 8463) and at "
+                "stage 3 with accumulation (issue 8443)",
+         remedy="use DeepSpeed 0.19.8 or later", source="DeepSpeed#8463"),
+    Rule("stage-0-is-partitioned", "hint", f"{ZERO}stage", versions="<0.17", row="caveat",
+         when=lambda case: case.stage == 0 and case.is_on("bf16.enabled"),
+         reason="before DeepSpeed 0.17 stage 0 in bf16 partitions the optimizer states as stage 1 does",
+         remedy="read its memory as stage 1's", source="runtime/bf16_optimizer.py"),
+)
+# fmt: on
+"""What some DeepSpeed versions do otherwise than a configuration says, without an error."""
+
+RULES: tuple[Rule, ...] = (*_REFUSED_IN_ROWS, *_CAVEATS_OF_ROWS, *_OF_FILES, *WRONG_TRAINING)
 """Every rule. A row is refused by the first that applies."""
+
+
+def keys_read_later(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return path → minor version that added it, for keys of a configuration that this DeepSpeed does not read yet."""
+    case = Case(config=config)
+    return {path: since for path, since in deepspeed_keys.keys_added_later().items() if case.value(path) is not None}
 
 
 def row_texts(case: Case, *uses: RowUse) -> Iterator[str]:
     """Yield what the rules of these uses say about a row."""
-    return (rule.row_text(case) for rule in RULES if rule.row in uses and rule.when(case))
+    return (rule.row_text(case) for rule in RULES if rule.row in uses and rule.applies(case))
 
 
 def without_ignored(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -599,7 +637,7 @@ def without_ignored(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
     kept, left_out = dict(config), []
     for rule in RULES:
         case = Case(config=kept)
-        if rule.row == "ignored" and rule.when(case):
+        if rule.row == "ignored" and rule.applies(case):
             kept = overlay(kept, nested(rule.path, rule.read_as))
             left_out.append(f"{rule.path} ({rule.reason_for(case)})")
     return kept, left_out

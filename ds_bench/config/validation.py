@@ -15,10 +15,10 @@ from typing import Any
 
 from ..errors import UsageError
 from ..system import host_memory
-from . import lint
+from . import deepspeed_keys, lint
 from .deepspeed_config import MEASURING_KEYS, is_deepcompiled, sequence_parallel_size, tensor_parallel_size
 from .lint import Finding
-from .rules import Case, row_texts
+from .rules import Case, keys_read_later, row_texts
 from .spec import BATCH_KEYS, DEFAULT_PREFETCH, Configuration, Placement, Workload, block_of
 
 Config = Mapping[str, Any]
@@ -53,7 +53,17 @@ def unsupported_reason(configuration: Configuration, placement: Placement) -> st
         missing_requirement(configuration, placement)
         or (_refused_by_reference(configuration) if configuration.is_reference else None)
         or next(row_texts(case, "refusal", "ignored"), None)
+        or _unread_key(configuration)
     )
+
+
+def _unread_key(configuration: Configuration) -> str | None:
+    # Without a key that only a later DeepSpeed reads a row would be another than it says. In the copy of a file it is
+    # left out, with a note.
+    if configuration.source != "file" and not configuration.is_reference:
+        for path, since in sorted(keys_read_later(configuration.deepspeed_config).items()):
+            return f"DeepSpeed {deepspeed_keys.version()} does not read {path}; use {since} or later"
+    return None
 
 
 def missing_requirement(configuration: Configuration, placement: Placement) -> str | None:

@@ -64,6 +64,11 @@ def gradient_buckets(optimizer: Any) -> list[Any]:
     return buckets or [getattr(optimizer, "ipg_buffer", None)]
 
 
+def loss_scale(optimizer: Any) -> float:
+    """The current loss scale of DeepSpeed's ``FP16_UnfusedOptimizer``, which before 0.18 kept it itself."""
+    return float(getattr(optimizer, "loss_scale_config", optimizer).cur_scale)
+
+
 def set_allocator_settings(settings: str) -> None:
     """Passes what ``PYTORCH_CUDA_ALLOC_CONF`` holds to the allocator of a process that has loaded torch already."""
     if hasattr(torch._C, "_accelerator_setAllocatorSettings"):  # since torch 2.8

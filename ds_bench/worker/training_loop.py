@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..records.rank_files import HeartbeatWriter
+from .library_versions import loss_scale
 from .step_recorder import StepClock, StepRecorder
 
 Batch = dict[str, torch.Tensor]
@@ -179,7 +180,7 @@ def reported_grad_norm(engine: Any) -> Any:
     if engine.autotp_size() > 1:  # only the norm of one rank's parts (runtime/utils.py, get_weight_norm)
         return None
     # Only this wrapper has the norm of the scaled gradients (fp16/unfused_optimizer.py, step).
-    return norm / engine.optimizer.loss_scale_config.cur_scale if wrapper == "FP16_UnfusedOptimizer" else norm
+    return norm / loss_scale(engine.optimizer) if wrapper == "FP16_UnfusedOptimizer" else norm
 
 
 def warm_up(trainer: Trainer, steps: int, after: Iterable[tuple[int, Callable[[], None]]] = ()) -> list[float]:
