@@ -40,9 +40,28 @@ _ACCELERATE_KEYS = {
 
 
 def show_findings(
-    paths: Sequence[Path], *, num_gpus: int | None, model: str | None, output_format: str, as_json: bool
+    paths: Sequence[Path],
+    *,
+    num_gpus: int | None,
+    model: str | None,
+    deepspeed_version: str | None,
+    output_format: str,
+    as_json: bool,
 ) -> int:
-    """Print the findings. Return 0 without errors and warnings, 1 with any, 2 if a file could not be checked."""
+    """Print the findings. Return 0 without errors and warnings, 1 with any, 2 if a file could not be checked.
+
+    ``deepspeed_version``: one of ``deepspeed_keys.MINOR_VERSIONS``; None for the installed one.
+    """
+    if deepspeed_version is not None:
+        with deepspeed_keys.answer_for(deepspeed_version):
+            return show_findings(
+                paths,
+                num_gpus=num_gpus,
+                model=model,
+                deepspeed_version=None,
+                output_format=output_format,
+                as_json=as_json,
+            )
     capability = default_placement(os.environ, read_gpus()).compute_capability
     size = None
     if model is not None:

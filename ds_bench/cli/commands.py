@@ -17,6 +17,7 @@ try:
     from typing import Any
 
     from .. import __version__
+    from ..config.deepspeed_keys import MINOR_VERSIONS
     from ..config.options import COUNT, FAIL_ON, FAIL_ON_DEFAULT, GOALS, ROW_FORMATS, TRACKERS
     from ..config.spec import PASS_TYPES, PRECISIONS
     from ..config.strategies import ALIASES, OFFLOAD_NAMES, REFERENCES, ZERO_STAGES
@@ -342,6 +343,8 @@ COMMANDS: Mapping[str, Command] = {
                       "help": "DeepSpeed JSON, Accelerate YAML, a folder, or - for stdin"},
             "--num-gpus": {**_INTEGER, "help": "also check the batch sizes for this number of GPUs"},
             "--model": {"metavar": "NAME", "help": "also compare buffer sizes with this built-in model"},
+            "--deepspeed-version": {"choices": MINOR_VERSIONS,
+                                    "help": "the version that will read the files (default: the installed one)"},
             "--format": {"choices": ("text", "github"), "default": "text", "dest": "output_format",
                          "help": "github: annotations of a workflow (default: text)"},
             **_JSON,

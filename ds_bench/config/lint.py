@@ -410,7 +410,14 @@ def _keys_without_reader(case: Case) -> Iterator[Finding]:
     zero, stage = case.block("zero_optimization"), case.stage
     for path in ("disable_allgather", f"{ZERO}allgather_partitions"):
         if path in case.config or path.rpartition(".")[2] in zero:
-            yield Finding("dead-key", "hint", path, "nothing in DeepSpeed 0.19.8 acts on it", "remove it", _ENGINE)
+            yield Finding(
+                "dead-key",
+                "hint",
+                path,
+                f"nothing in DeepSpeed {deepspeed_keys.version()} acts on it",
+                "remove it",
+                _ENGINE,
+            )
     known = deepspeed_keys.keys_of("zero_optimization").keys() - _TOLD_ELSEWHERE
     unread = [
         key for key in zero if stage is not None and key in known and not deepspeed_keys.is_read_at_stage(key, stage)

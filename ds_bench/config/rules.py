@@ -4,7 +4,8 @@
 (``validation``): a refusal makes it Unsupported, a caveat is printed with it, and an ignored setting is left out of
 the copy of a file that a row trains (:func:`without_ignored`); only a row whose flags ask for it is refused.
 
-Every rule was read in the code of DeepSpeed 0.19.8, at ``source`` below its package, or run with it.
+Every rule was read in the code of DeepSpeed 0.19.8, at ``source`` below its package, or run with it, but for those
+that name other ``versions``.
 """
 
 from __future__ import annotations
@@ -603,6 +604,12 @@ WRONG_TRAINING = (
          reason="DeepSpeed 0.18.3 to 0.19.3 trains wrongly at stage 2 in bf16 if the model uses a submodule twice in a "
                 "forward pass (issue 8224)",
          remedy="use DeepSpeed 0.19.4 or later, or stage 1, for such a model", source="DeepSpeed#8224"),
+    Rule("gradients-divided-twice", "warning", "gradient_accumulation_steps", versions=">=0.18.3,<0.19.6", row="caveat",
+         when=lambda case: case.stage in (0, 1, 2) and case.number("gradient_accumulation_steps", 1) > 1,
+         reason="DeepSpeed 0.18.3 to 0.19.5 divides gradients by the accumulation twice below stage 3 if the model "
+                "returns logits beside its loss: their norm, and clipping by it, differ from stage 3's",
+         remedy="use DeepSpeed 0.19.6 or later, or no accumulation",
+         source="runtime/engine.py, _backward_prologue_per_tensor"),
     Rule("muon-updates-8463", "error", "optimizer.type", versions="<0.19.8", row="caveat",
          when=lambda case: case.optimizer == "muon" and (case.offload("optimizer") is not None or (
              case.stage == 3 and case.value("gradient_accumulation_steps") != 1)),

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config import strategies
+from ..config.rules import WRONG_TRAINING
 from ..config.spec import Accelerator, Configuration
 from ..launch import ops
 from ..system import invocation
@@ -92,6 +93,9 @@ def check_packages(
         more = f" and {len(fitting) - len(shown)} more" if len(fitting) > len(shown) else ""
         yield ok("packages", f"{', '.join(shown)}{more}: within the ranges that {PROJECT} supports")
     yield from bad
+    if (deepspeed := versions.get("deepspeed")) is not None:
+        wrong = [rule for rule in WRONG_TRAINING if rule.level != "hint" and rule.holds_in(deepspeed)]
+        yield from (warning("deepspeed", rule.reason, rule.remedy) for rule in wrong)
 
 
 def check_packages_of(interpreter: Interpreter | None) -> Iterator[Finding]:
@@ -125,7 +129,9 @@ def _check_requirement(wanted: Requirement, version: str | None) -> Finding | No
             return None
         text = f"{version} is installed; {text}"
     install = f'pip install "{wanted.name}{wanted.specifier}"'
-    return Finding(name=wanted.name, level="warning" if use else "problem", text=text, remedy=install)
+    # Outside their ranges torch, DeepSpeed and Transformers may still work: a run shows it, row by row.
+    untried = version is not None and wanted.name in RUN_PACKAGES
+    return Finding(name=wanted.name, level="warning" if use or untried else "problem", text=text, remedy=install)
 
 
 def check_driver(driver: str | None, torch_cuda: str | None) -> Iterator[Finding]:

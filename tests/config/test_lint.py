@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ds_bench.config import deepspeed_config, lint, rules
+from ds_bench.config import deepspeed_config, deepspeed_keys, lint, rules
 from ds_bench.config.lint import Finding
-from ds_bench.config.rules import ModelSize
+from ds_bench.config.rules import Case, ModelSize
 from ds_bench.config.spec import BATCH_KEYS
 from tests.support.lint_cases import CASES, CLEAN, CPU, NVME, RANKS, WARMUP, ZENFLOW, optimizer, zero
 
@@ -36,7 +36,43 @@ def test_each_rule_applies_to_its_configuration_and_no_other_rule_does(subtests:
             assert {finding.rule for finding in found} == {rule, *BESIDE.get(rule, set())}
             assert all(finding.reason and finding.remedy and ".py" in finding.source for finding in found)
     cases = {rule for rule, _ in CASES} | {"bf16-on-an-older-gpu"}
-    assert {rule.name for rule in rules.RULES if rule.level} <= cases
+    assert {rule.name for rule in rules.RULES if rule.level and not rule.versions} <= cases
+
+
+def test_some_rules_hold_in_some_versions_only() -> None:
+    """What a version trains wrongly is said of that version: below, at and above the ends of each range."""
+    accumulated, muon = {"gradient_accumulation_steps": 4}, optimizer("Muon")
+    for rule, change, versions in (
+        ("zero2-accumulation-7718", {**zero(2), **accumulated}, {"0.17.5": 0, "0.17.6": 1, "0.18.2": 1, "0.18.3": 0}),
+        ("zero2-accumulation-7718", {**zero(1), **accumulated}, {"0.18.2": 0}),
+        ("zero2-shared-module-8224", zero(2), {"0.18.2": 0, "0.18.3": 1, "0.19.3": 1, "0.19.4": 0}),
+        ("gradients-divided-twice", {**zero(0), **accumulated}, {"0.18.2": 0, "0.18.3": 1, "0.19.5": 1, "0.19.6": 0}),
+        ("gradients-divided-twice", {**zero(3), **accumulated}, {"0.18.9": 0}),
+        ("muon-updates-8463", {**zero(2, offload_optimizer=CPU), **muon}, {"0.19.7": 1, "0.19.8": 0}),
+        ("stage-0-is-partitioned", zero(0), {"0.16.9": 1, "0.17.0": 0}),
+    ):
+        config = deepspeed_config.overlay(CLEAN, change)
+        (known,) = (each for each in rules.RULES if each.name == rule)
+        found = {version: known.applies(Case(config=config, deepspeed_version=version)) for version in versions}
+        assert found == versions, rule
+
+
+def test_each_version_has_its_keys_and_defaults() -> None:
+    found = {}
+    for version in deepspeed_keys.MINOR_VERSIONS:
+        with deepspeed_keys.answer_for(version):
+            unknown = names({"torch_autocast": {"enabled": False}, "amp": {"enabled": False}})
+            later = rules.keys_read_later(
+                {"bf16": {"bf16_optimizer_states": True}, "torch_autocast": {"enabled": True}}
+            )
+            found[version] = sorted(unknown & {"unknown-key", "removed-key"}), later
+    assert found == {
+        "0.16": (["unknown-key"], {"bf16.bf16_optimizer_states": "0.18", "torch_autocast": "0.17",
+                                   "torch_autocast.enabled": "0.17"}),
+        "0.17": ([], {"bf16.bf16_optimizer_states": "0.18"}),
+        "0.18": ([], {}),
+        "0.19": (["removed-key"], {}),
+    }  # fmt: skip
 
 
 def test_nothing_is_found_in_a_configuration_that_leaves_nothing_open() -> None:

@@ -21,12 +21,13 @@ def packages(lines: Sequence[str], **installed: str) -> dict[str, Finding]:
 
 def test_each_package_is_within_its_range_or_a_finding_with_the_command() -> None:
     levels = {
-        ("deepspeed<0.20,>=0.19.8", "0.19.6"): "problem", ("rich>=14", None): "problem",
+        ("deepspeed<0.20,>=0.19.8", "0.19.6"): "warning", ("rich>=14", None): "problem",
+        ("rich>=14", "13.9"): "problem", ("torch>=2.11", None): "problem",
         ("torch>=2.11", "2.13.0+cpu"): None, ("torch>=2.11", "2.14.0.dev20260101+cu130"): None,
         ("torch>=2.11", "garbage version"): "warning", ('flax; extra == "flax"', None): None,
         ("matplotlib>=3.10", None): "warning",
         # A vendor's build from a release branch counts as that release, a published pre-release does not.
-        ("torch>=2.11", "2.11.0a0+eb65b36914.nv26.02"): None, ("torch>=2.11", "2.11.0a0"): "problem",
+        ("torch>=2.11", "2.11.0a0+eb65b36914.nv26.02"): None, ("torch>=2.11", "2.11.0a0"): "warning",
     }  # fmt: skip
     for (line, version), level in levels.items():
         name = line.partition(">")[0].partition("<")[0].partition(";")[0]
@@ -35,6 +36,19 @@ def test_each_package_is_within_its_range_or_a_finding_with_the_command() -> Non
     assert packages(["matplotlib>=3.10"])["matplotlib"].remedy == 'pip install "matplotlib>=3.10"'
     (only_reading,) = packages(software.our_requirements(), pandas="3.1").values()
     assert (only_reading.level, only_reading.remedy) == ("problem", 'pip install "ds-compare[run]"')
+
+
+def test_a_deepspeed_that_is_known_to_train_wrongly_is_named() -> None:
+    found = [
+        [
+            each
+            for each in software.check_packages(["deepspeed>=0.16"], versions(deepspeed=version))
+            if each.level != "ok"
+        ]
+        for version in ("0.17.5", "0.17.6", "0.19.8")
+    ]
+    assert [[each.name for each in findings] for findings in found] == [["deepspeed"], ["deepspeed"] * 2, []]
+    assert "7718" in found[1][0].text
 
 
 def test_ranges_come_from_this_project_and_hold_here(tmp_path: Path) -> None:

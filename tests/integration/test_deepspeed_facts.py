@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import ds_bench
-from ds_bench.config import deepspeed_config, strategies
+from ds_bench.config import deepspeed_config, deepspeed_keys, strategies
 
 _ASK = """
 import json, sys
@@ -66,7 +66,8 @@ def test_the_keys_that_we_ship_are_those_of_the_installed_version() -> None:
     script = Path(__file__).resolve().parents[2] / "scripts" / "make_deepspeed_keys.py"
     command = [sys.executable, str(script), "--print"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    shipped = Path(ds_bench.__path__[0], "config", "deepspeed_keys.json").read_text(encoding="utf-8")
+    name = f"{deepspeed_keys.MINOR_VERSIONS[-1]}.json"
+    shipped = Path(ds_bench.__path__[0], "config", "deepspeed_keys_by_version", name).read_text(encoding="utf-8")
     assert shipped == done.stdout, "run scripts/make_deepspeed_keys.py"
 
 

@@ -138,7 +138,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("elastic-checkpoint-at-stage-3", zero(3, elastic_checkpoint=True)),
     ("parameters-kept-in-memory", zero(3, stage3_prefetch_bucket_size=0, offload_param=NVME)),
     ("prefetch-from-nvme", zero(3, offload_param={**NVME, "max_in_cpu": 0})),
-    ("muon-before-0.19.8", {**zero(2, offload_optimizer=CPU), **optimizer("Muon")}),
     ("open-gradient-clipping", {"gradient_clipping": None}),
     ("open-pin-memory-of-optimizer", zero(2, offload_optimizer={"device": "cpu"})),
     ("open-pin-memory-of-param", zero(3, offload_param={"device": "cpu"})),
