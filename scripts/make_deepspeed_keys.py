@@ -146,7 +146,8 @@ def _explore(path: tuple[str, ...], blocks: dict[str, Any]) -> None:
         if entry["default"] in (None, {}) and key not in PASSED_ON:
             _explore((*path, key), blocks)
         accepted = _accepted_types((*path, key))
-        if len(accepted) < len(SAMPLES) and (*path, key) != ("aio", "use_gds"):  # that one depends on the accelerator
+        # None: DeepSpeed needs a further key. use_gds depends on the accelerator.
+        if 0 < len(accepted) < len(SAMPLES) and (*path, key) != ("aio", "use_gds"):
             entry["accepts"] = accepted
 
 

@@ -132,6 +132,9 @@ def _unknown_top_level_keys(config: Config) -> Iterator[Finding]:
         if key.startswith(("_", "//", "#")) or key.lower() in ("comment", "comments", "description"):
             reason = "DeepSpeed reads no comment of this form, and ignores the key"
             yield Finding("comment-key", "hint", key, reason, "write it after //, which DeepSpeed reads", _CONFIG)
+        elif since := deepspeed_keys.keys_added_later().get(key):
+            reason = f"DeepSpeed {deepspeed_keys.version()} ignores it; {since} reads it"
+            yield Finding("later-key", "warning", key, reason, f"use DeepSpeed {since} or later", _CONFIG)
         elif remedy := _place_of(key, value):
             yield Finding("ignored-key", "warning", key, "DeepSpeed ignores it at the top level", remedy, _CONFIG)
         else:
@@ -192,7 +195,9 @@ def _nested_findings(case: Case) -> Iterator[Finding]:
 def _unknown_nested_key(path: str, key: str, value: object, block: Mapping[str, Any]) -> Finding:
     # A switch under the name of its block: {"fp16": {"fp16": true}}.
     near = "enabled" if key == path else deepspeed_keys.nearest_key(key, block["keys"], 0.7)
-    if near is not None:
+    if since := deepspeed_keys.keys_added_later().get(f"{path}.{key}"):
+        remedy = f"use DeepSpeed {since} or later, or remove it"
+    elif near is not None:
         remedy = f"did you mean {near}?"
     elif key in deepspeed_keys.top_level_keys():
         remedy = "it belongs at the top level"
