@@ -8,7 +8,7 @@ STAMP := $(VENV)/installed
 # CI passes every test; elsewhere those marked slow are left out (make test PYTEST_ARGS='-m ""' passes them too).
 SELECTION := $(if $(CI),-m "$(if $(FULL_GRID),,not full_grid)",-m "not slow")
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test test-lowest lint format bench clean
 
 $(STAMP): requirements.txt
 	PYTHON=$(PYTHON) scripts/install_system_packages.sh base
@@ -26,6 +26,12 @@ test: $(STAMP)
 	$(BIN)/python -m pytest $(SELECTION) -n auto --maxprocesses 8 --dist worksteal --ignore tests/integration $(PYTEST_ARGS) || status=1; \
 	$(BIN)/python -m pytest $(SELECTION) -n 2 --dist loadgroup tests/integration $(PYTEST_ARGS) || status=1; \
 	exit $$status
+
+# The older pairs of DeepSpeed and Transformers that CI leaves out.
+test-lowest: $(STAMP)
+	for pair in "0.17.6 4.57.6" "0.16.9 4.51.3"; do \
+	OLDER_STACK="$$pair" $(BIN)/python -m pytest tests/integration/test_older_versions.py || exit 1; \
+	done
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -37,6 +37,11 @@ def version() -> str:
     return _chosen.get() or _installed() or str(_table(MINOR_VERSIONS[-1])["version"])
 
 
+def is_before(major: int, minor: int) -> bool:
+    """Return whether :func:`version` is older than this one."""
+    return tuple(map(int, version().split(".")[:2])) < (major, minor)
+
+
 @cache
 def _installed() -> str | None:
     from ..system.environment import installed_version
@@ -52,9 +57,8 @@ def _table(minor_version: str) -> Mapping[str, Any]:
 
 def tables() -> Mapping[str, Any]:
     """Return the whole table of :func:`version`, or of the nearest version that has one. Do not modify it."""
-    major_and_minor = [int(part) for part in version().split(".")[:2]]
-    older = [each for each in MINOR_VERSIONS if [int(part) for part in each.split(".")] <= major_and_minor]
-    return _table(older[-1] if older else MINOR_VERSIONS[0])
+    later = [each for each in MINOR_VERSIONS[1:] if is_before(*map(int, each.split(".")))]
+    return _table(MINOR_VERSIONS[-1 - len(later)])
 
 
 def keys_added_later() -> Mapping[str, str]:

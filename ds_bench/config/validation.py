@@ -118,6 +118,13 @@ def _unsupported_step(workload: Workload, placement: Placement) -> str | None:
             return f"{what} runs on GPUs only; use {instead} here"
         if package is not None and importlib.util.find_spec(package) is None:
             return f"{what} needs the package {package}, which is not installed; install it, or use {instead}"
+    for what, wanted, minor in (
+        ("loss chunked", loss == "chunked", 19),
+        ("loss tiled", loss == "tiled", 17),
+        ("tiled_mlp", workload.tiled_mlp, 17),
+    ):
+        if wanted and deepspeed_keys.is_before(0, minor):
+            return f"DeepSpeed {deepspeed_keys.version()} has no {what}; use 0.{minor} or later"
     if loss == "tiled" and workload.precision == "fp16":
         return "loss tiled computes gradients before the loss scale, which fp16 needs; use --precision bf16"
     return None

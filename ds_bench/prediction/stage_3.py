@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from ..config import deepspeed_keys
 from .inputs import NORM_BYTES, MemoryInputs, Phases
 from .model_states import LedgerBuilder, partition_elements
 
@@ -231,7 +232,11 @@ def gathered_elements(inputs: MemoryInputs) -> GatheredElements:
     if inputs.profile.tied_embeddings and forward[:1] == [0]:
         forward.append(0)  # a tied embedding is used again as LM head
     order = forward + forward[::-1]
-    return GatheredElements(persistent=persistent, peak=persistent + _peak_elements(order, sizes, inputs))
+    peak = persistent + _peak_elements(order, sizes, inputs)
+    # Before 0.19 a tied embedding is gathered a second time as LM head, into memory of its own.
+    if inputs.profile.tied_embeddings and not small[0] and deepspeed_keys.is_before(0, 19):
+        peak += sizes[0]
+    return GatheredElements(persistent=persistent, peak=peak)
 
 
 def _peak_elements(order: Sequence[int], sizes: Sequence[int], inputs: MemoryInputs) -> int:

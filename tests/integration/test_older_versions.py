@@ -1,0 +1,75 @@
+"""The program in an environment with older DeepSpeed and Transformers, on the torch that is here.
+
+``OLDER_STACK`` names another pair than the usual one: "DEEPSPEED TRANSFORMERS" (``make test-lowest``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sysconfig
+import venv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DEEPSPEED, TRANSFORMERS = os.environ.get("OLDER_STACK", "0.18.9 4.57.6").split()
+PACKAGES = ("tokenizers<=0.23.0" if TRANSFORMERS >= "4.56" else "tokenizers<0.22", "huggingface_hub<1", "requests")
+"""What these versions of Transformers need in versions of their own."""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment that has the older pair before the packages that are here."""
+    folder = tmp_path_factory.mktemp("older")
+    venv.create(folder, with_pip=True)
+    made = folder / "bin" / "python"
+    site = subprocess.check_output([made, "-c", "import site; print(site.getsitepackages()[0])"], text=True).strip()
+    Path(site, "here.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = [made, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    environment = {**os.environ, "DS_BUILD_OPS": "0"}
+    subprocess.run([*pip, *PACKAGES, f"transformers=={TRANSFORMERS}"], check=True, env=environment)
+    subprocess.run([*pip, "--no-build-isolation", f"deepspeed=={DEEPSPEED}"], check=True, env=environment)
+    return made
+
+
+def records(python: Path, folder: Path, script: str, flags: str) -> list[dict[str, Any]]:
+    """Trains rows, all of which succeed."""
+    command = [python, ROOT / script, "--model", "tiny", "--seq-length", "64", "--num-steps", "3", *flags.split()]
+    command += ["--output-dir", folder]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = folder.glob("runs/*/records.jsonl")
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [each["outcome"]["status"] for each in found] == ["Success"] * len(found)
+    return found
+
+
+def test_every_stage_and_offload_train_and_hold_what_was_predicted(python: Path, tmp_path: Path) -> None:
+    for script, flags in (
+        ("zero_stage_comparison.py", "--num-gpus 2 --batch-size 2 --stages 0 1 2 3"),
+        ("offload_comparison.py", "--num-gpus 1 --batch-size 2 --strategies cpu_optimizer"),
+    ):
+        folder = tmp_path / Path(script).stem
+        folder.mkdir()
+        for record in records(python, folder, script, flags):
+            name, (rank, *_) = record["trial"]["configuration"]["name"], record["ranks"]
+            predicted, counted = record["trial"]["prediction"]["ledger"]["cpu"], rank["ledger"]["cpu"]
+            if (name, DEEPSPEED[:4]) != ("zero0", "0.16"):  # which partitions the states of a bf16 stage 0
+                for category in ("parameters", "gradients", "optimizer_states"):
+                    assert counted[category] == pytest.approx(predicted[category], abs=200), (name, category)
+            assert rank["deepspeed_version"] == DEEPSPEED
+            assert rank["weight_change"], name
+
+
+def test_wrong_training_with_accumulation_is_said_of_the_rows(python: Path, tmp_path: Path) -> None:
+    flags = "--num-gpus 2 --batch-size 2 --stages 1 2 3 --grad-accum 4 --precision fp32 --verbose"
+    found = records(python, tmp_path, "zero_stage_comparison.py", flags)
+    said = {each["trial"]["configuration"]["name"]: str(each["trial"]["caveats"]) for each in found}
+    expected = {"0.18": {"zero1": "divides gradients", "zero2": "divides gradients"}, "0.17": {"zero2": "7718"}}
+    for name, text in expected.get(DEEPSPEED[:4], {}).items():
+        assert text in said[name]
+    assert "gradients" not in said["zero3"]
