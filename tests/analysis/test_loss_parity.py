@@ -77,10 +77,13 @@ def late(steps: int, *losses: float, repeats: int = 1) -> list[Run]:
         ([losing(0, 7.08, 7.0, **QUIRK), losing(1, 7.0, 6.9), losing(2, 7.0, 6.9)], {0: CaveatKind.LOSS_QUIRK}),
         ([losing(0, 7.08, **QUIRK), losing(1, 7.0), losing(3, 85.0)], {0: CaveatKind.LOSS_QUIRK, 2: DIFFERS}),
         ([losing(0, 10.5, **QUIRK), losing(1, 7.0)], {0: DIFFERS}),
-        ([losing(1, 7.0), losing(0, 7.2)], {1: DIFFERS}),
+        ([losing(1, 7.0), losing(0, 7.08)], {1: DIFFERS}),  # in another wrapper, or at another stage
+        ([losing(1, 7.0), losing(2, 7.08, **QUIRK)], {1: DIFFERS}),
+        ([changed(0, (0.9, 1.8, 2.7), **QUIRK), changed(1, CHANGE)], {0: CaveatKind.WEIGHTS_QUIRK}),
         ([losing(0, 7.0, **QUIRK), losing(1, 7.0)], {}),
         ([losing(0, 7.2, **QUIRK)], {}),
-        # Most rows decide, each however often it was run.
+        # Among equals a row of stage 3 is not believed. Most rows decide, each however often it was run.
+        ([losing(3, 8.0), losing(1, 7.0)], {0: DIFFERS}),
         ([losing(1, 8.0), losing(2, 7.0), losing(1, 7.0), losing(2, 7.0)], {0: DIFFERS}),
         # Other batches and workloads are not compared, nor are rows that lost their loss or failed.
         ([losing(1, 7.0), losing(2, 9.0, micro_batch_size=8)], {}),
@@ -150,6 +153,7 @@ WRONG_RATE = ({**ASKED, "lr": 2e-4},)
             for wrong in ((0.0, 0.0, 0.0), (2.0, 4.0, 6.0), (-1.0, -2.0, -3.0), (1.1, 2.0, 2.8))
         ),
         ([changed(1, CHANGE, steps=700), changed(2, (1.01, 2.01, 3.0), steps=700)], []),
+        ([changed(0, (0.6, 1.2, 1.8), **QUIRK), changed(1, CHANGE)], [0]),  # less than the quirk of stage 0 explains
         # A shorter window allows more: Adam's first step is the sign of the gradient, which rounding may decide.
         ([changed(1, CHANGE, window={"steps": 1}), changed(2, (1.3, 2.0, 2.8), window={"steps": 1})], []),
         ([changed(1, CHANGE), changed(2, (1.3, 2.0, 2.8))], [1]),
@@ -191,6 +195,14 @@ def test_caveats_of_comparison_are_added_once_to_the_right_row() -> None:
     assert after[0] == before[0]
     assert [caveat.kind for caveat in after[1].caveats] == [DIFFERS]
     assert with_loss_caveats(after) == after
+
+
+def test_rows_of_stage_3_alone_say_that_no_other_stage_was_beside_them() -> None:
+    offloaded = make_run(fakes.success(fakes.trial(fakes.offload("cpu_optimizer"), on=CUDA), losses=(7.0,)))
+    for others, first in (([offloaded], [CaveatKind.STAGE_3_ALONE]), ([], []), ([offloaded, losing(2, 7.0)], [])):
+        rows = with_loss_caveats([losing(3, 7.0), *others])
+        assert [[each.kind for each in row.caveats] for row in rows] == [first, *[[]] * len(others)]
+        assert with_loss_caveats(rows) == rows
 
 
 def test_rows_on_the_cpu_that_step_with_another_adam_say_so() -> None:
