@@ -36,11 +36,18 @@ def test_missing_file_is_empty_and_a_pipe_is_refused_at_once(tmp_path: Path) -> 
         store.edit(tmp_path / "none" / "baselines.json", lambda entries: entries)
 
 
-def test_entries_are_sorted_and_a_symbolic_link_stays_one(tmp_path: Path) -> None:
+def test_entries_are_sorted_and_a_symbolic_link_stays_one_with_the_lock_of_its_file(tmp_path: Path) -> None:
     real, link = tmp_path / "real.json", tmp_path / "link.json"
     link.symlink_to(real)
-    store.edit(link, lambda entries: {**entries, "b": {}})
+    locks: list[str] = []
+
+    def add(entries: store.Entries) -> store.Entries:
+        locks.extend(path.name for path in tmp_path.glob(".*.lock"))
+        return {**entries, "b": {}}
+
+    store.edit(link, add)
     store.edit(link, lambda entries: {**entries, "a": {}})
+    assert locks == [".real.json.lock"], "of writers that use either name"
     assert link.is_symlink()
     assert list(json.loads(real.read_text())) == ["a", "b"]
 

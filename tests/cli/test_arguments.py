@@ -206,6 +206,21 @@ def remedies_of(module: Path) -> Iterator[str]:
                     yield part.value
 
 
+def printed_commands() -> Iterator[list[str]]:
+    """The fixed words of every command that the program prints."""
+    for module in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "invocation.command":
+                yield [str(word.value) for word in node.args if isinstance(word, ast.Constant)]
+
+
+def test_printed_commands_exist_with_their_flags() -> None:
+    found = [words for words in printed_commands() if words]
+    assert {"ops", "doctor"} <= {verb for verb, *_ in found}
+    for verb, *words in found:
+        assert {word for word in words if word.startswith("--")} <= flags_of(f"ds_bench {verb}")
+
+
 def test_the_flags_in_remedies_exist_and_those_in_rules_in_both_scripts_and_in_run() -> None:
     """The scripts differ: one has --stages, the other --stage."""
     known = OF_OTHER_PROGRAMS | flags_of()

@@ -147,7 +147,8 @@ def test_several_results_are_runs_of_one_entry_and_varying_runs_are_warned_of(
 def test_rows_that_cannot_be_baselines_leave_no_file(write: Write, path: Path, tmp_path: Path) -> None:
     rows = json.loads(fakes.write_run(tmp_path / "flat", ran()).json_path.read_text())
     (tmp_path / "no_machine.json").write_text(json.dumps([{**row, "cpu_logical_cores": None} for row in rows]))
-    for result in (write(ran(losses=(None,) * 12)), write(failed()), tmp_path / "no_machine.json"):
+    busy = ran(cpu_cores=16.0, cpu_threads=8, cpu_own_cores=12.0, cpu_other_cores=6.0)
+    for result in (write(ran(losses=(None,) * 12)), write(failed()), write(busy), tmp_path / "no_machine.json"):
         with pytest.raises(UsageError, match="nothing was saved"):
             save_command([result], path, None)
     trial = ran()[0].trial

@@ -164,6 +164,14 @@ def test_facts_that_a_flat_row_lacks_are_not_differences(tmp_path: Path) -> None
     assert (pair.incomparable_reasons, pair.changes, pair.ratio) == ((), (), pytest.approx(1))
 
 
+def test_versions_of_the_environments_are_not_repeated_in_each_row(tmp_path: Path) -> None:
+    later = [fakes.success(trial(), step_seconds=(0.1,) * 10, torch_version="2.14.0")]
+    assert of(tmp_path, runs(2, 0.2), later, NEWER).rows[0].changes == ()
+    before, after = (load(next((tmp_path / name / "runs").iterdir())) for name in ("a", "b"))
+    (pair,) = compare_before_after(replace(before, environment=None), after).rows
+    assert (pair.changes, pair.ratio) == (("torch 2.13.0 against 2.14.0",), None)
+
+
 def test_rows_of_one_strategy_are_paired_by_their_work(tmp_path: Path) -> None:
     small, large = runs(2, 0.2), runs(2, 0.3, of=fakes.workload(batch_size=8))
     found = of(tmp_path, [*small, *large], [*large, *small])

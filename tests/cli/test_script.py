@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import shlex
 import subprocess
 import sys
@@ -29,6 +30,13 @@ def run(script: str, *arguments: str, cwd: Path, **environment: str) -> subproce
         cwd=cwd,
         env={**clean, **environment},
     )
+
+
+def test_a_function_pasted_into_a_script_may_name_types_that_it_does_not_import(tmp_path: Path) -> None:
+    pasted = "\n\ndef create_deepspeed_config(stage: int) -> Dict[str, List[int]]: ...\n"
+    for script in (ZERO, OFFLOAD):
+        (tmp_path / script).write_text((ROOT / script).read_text(encoding="utf-8") + pasted, encoding="utf-8")
+        runpy.run_path(str(tmp_path / script))
 
 
 BAD_INPUT = [

@@ -351,6 +351,7 @@ def test_any_path_comes_back_out_of_the_yaml(text: str) -> None:
     said = yaml.safe_load(configuration_export.accelerate_yaml(success(row(hostfile=f"/{text}")), file))
     assert said["deepspeed_config"]["deepspeed_hostfile"] == f"/{text}"
     assert said["deepspeed_config"]["deepspeed_config_file"] == str(file)
+    assert said["deepspeed_config"]["zero3_init_flag"] is False, "of stage 2"
 
 
 def test_what_cannot_be_written_is_one_line_and_writes_nothing(tmp_path: Path) -> None:
