@@ -152,7 +152,7 @@ def test_a_signal_acts_only_while_waiting(number: signal.Signals) -> None:
             os.kill(os.getpid(), number)
     with processes.handling_signals():
         os.kill(os.getpid(), number)  # while clearing up: remembered until the next wait
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)
         assert processes.interrupt_requested()
         with pytest.raises(KeyboardInterrupt), processes.raising_on_interrupt():
             pytest.fail("it went on")

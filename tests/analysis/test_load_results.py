@@ -162,6 +162,14 @@ def test_rows_of_a_flat_json_that_differ_in_an_axis_alone_are_two_rows(values: t
     assert len(group_repeats(load_results.load(alone).runs)) == 2
 
 
+def test_of_two_attempts_at_a_trial_the_last_counts_in_the_order_of_the_plan(run: RunFolder) -> None:
+    first, *others = lines(run)
+    put_lines(run, others[1], first, *others, json.dumps({**json.loads(first), "wall_seconds": 99.0}))
+    result = load_results.load(run.folder)
+    assert labels(result) == ["ZeRO-0", "ZeRO-2", "ZeRO-3"]
+    assert result.runs[0].row.wall_seconds == 99.0
+
+
 @pytest.mark.parametrize("counted", [True, False])
 def test_a_run_that_did_not_end_says_how_many_trials_are_missing(run: RunFolder, counted: bool) -> None:
     """Whether run.json counts its trials or not, as in results of before."""

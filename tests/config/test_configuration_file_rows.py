@@ -168,7 +168,7 @@ def test_a_trainers_arguments_and_accelerates_flags_decide_what_the_configuratio
     assert row.deepspeed_config["optimizer"]["params"]["lr"] == 3e-4
     assert row.workload_changes == {"precision": "fp16", "activation_checkpointing": True}
     assert row_of(tmp_path, content, keep_batch=True).workload_changes["batch_size"] == 8
-    for stage, flag, changes in ((3, False, {"zero_init": False}), (3, True, {}), (2, False, {})):
+    for stage, flag, changes in ((3, False, {"zero_init": False}), (3, True, {}), (2, False, {}), (3, None, {})):
         block = {"zero_stage": stage, "zero3_init_flag": flag}
         assert row_of(tmp_path, {**ACCELERATE, "deepspeed_config": block}).workload_changes == changes
 

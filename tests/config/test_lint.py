@@ -108,6 +108,8 @@ def test_a_remedy_fits_the_key(subtests: pytest.Subtests) -> None:
     ):
         with subtests.test(remedy, config=config):
             assert [each.remedy for each in check(config) if each.level == level] == [remedy]
+    (strangers,) = check({f"another program's key {number}": 1 for number in range(40)})
+    assert "40 top-level keys" in strangers.reason
     for secret in (123456789, ["hf_abcdefghijklmnopqrstuvwxyz"]):
         (finding,) = check({"comet": {"api_key": secret}})
         assert "<redacted>" in finding.reason

@@ -94,6 +94,8 @@ def test_success_is_every_ranks_valid_file_however_the_trial_ended(tmp_path: Pat
         found, missing = both.findings(ending), one.findings(ending)
         assert (found.outcome, [rank.rank for rank in found.measurements]) == (Outcome(status="Success"), [0, 1])
         assert (missing.outcome.success, missing.measurements) == (False, ())
+    with pytest.raises(ValueError, match="measurement of every rank"):
+        replace(fakes.success(), ranks=())
 
 
 def test_bad_end_after_the_file_is_success_with_a_caveat(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -73,6 +74,12 @@ def test_trial_removes_what_it_has_created_and_locks_that_its_ranks_left(
     assert scratch.remove_stale_locks(ops) == []
     os.utime(ops / "held" / "lock", (1000, 1000))
     assert scratch.remove_stale_locks(ops) == [ops / "held" / "lock"]
+    scratch.create_scratch(assignment)
+    monkeypatch.setattr(
+        scratch, "remove_stale_locks", Mock(side_effect=PermissionError)
+    )  # of another user, who shares it
+    remove_scratch(assignment)
+    assert [*tmp_path.iterdir()] == [ops]
 
 
 # ------------------------------------------------------------------ removing what killed runs left

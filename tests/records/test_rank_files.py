@@ -124,9 +124,12 @@ def test_every_beat_differs_from_the_one_before_and_none_makes_the_file_grow(tmp
     assert (path.stat().st_ino, path.stat().st_size) == (before.st_ino, before.st_size) == (before.st_ino, 48)
 
 
-@pytest.mark.parametrize("length", [0, 47, 49])
-def test_a_torn_or_foreign_beat_is_no_beat(tmp_path: Path, length: int) -> None:
-    (tmp_path / "rank0.beat").write_bytes(b"\x01" * length)
+NOT_A_TIME = bytes(8) + b"\xff" * 8 + bytes(32)
+
+
+@pytest.mark.parametrize("data", [b"", *(b"\x01" * length for length in (47, 48, 49)), NOT_A_TIME])
+def test_a_torn_or_foreign_beat_is_no_beat(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "rank0.beat").write_bytes(data)
     assert read_beat(tmp_path, 0) is None
 
 

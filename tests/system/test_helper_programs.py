@@ -82,6 +82,14 @@ helper_programs.run_program({command!r}, environment={{}}, timeout_seconds=100)"
     assert [path.name for path in tmp_path.iterdir()] == ["began"]
 
 
+def test_file_is_kept_open_by_the_leader_that_ends_last(tmp_path: Path) -> None:
+    code = "import os, sys; print(os.path.samefile(f'/proc/{os.getppid()}/fd/{sys.argv[1]}', sys.argv[2]))"
+    with (tmp_path / "lock").open("w") as lock:
+        words = [sys.executable, "-c", code, str(lock.fileno()), lock.name]
+        done = helper_programs.run_program(words, environment={}, timeout_seconds=60, kept_open=[lock.fileno()])
+    assert done.stdout == b"True\n"
+
+
 def test_program_runs_without_a_folder_for_temporary_files_and_has_the_exit_code_of_a_shell() -> None:
     code = (
         "import resource; from ds_bench.system import helper_programs\n"

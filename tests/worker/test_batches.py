@@ -38,6 +38,8 @@ def test_batches_of_a_factorys_own_are_cast_differ_by_rank_and_are_not_more_than
     assert not torch.equal(made[0]["pixels"], other[0]["pixels"])
     with pytest.raises(ValueError, match="no tensor of 3 samples"):
         batches(lambda *_asked: {"x": torch.zeros(2, 3)})
+    with pytest.raises(TypeError, match="dict of tensors"):
+        batches(lambda *_asked: torch.zeros(3, 3))  # type: ignore[arg-type, return-value]
 
 
 @pytest.fixture

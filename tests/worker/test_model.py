@@ -35,3 +35,13 @@ def test_a_dropout_is_set_in_configurations_modules_and_the_values_that_function
     build.set_dropouts(model, 0.25)
     assert {value for _, _, value in build.find_dropouts(model)} == {0.25}
     assert model[1].dropout1.p == model[1].self_attn.dropout == 0.25
+
+
+def test_parameters_have_the_configured_format() -> None:
+    on, off = {"enabled": True}, {"enabled": False}
+    for config, dtype in (
+        ({}, torch.float32),
+        ({"bf16": on}, torch.bfloat16),
+        ({"bf16": off, "fp16": on}, torch.float16),
+    ):
+        assert build.training_dtype(config) is dtype, config

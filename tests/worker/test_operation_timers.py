@@ -15,7 +15,7 @@ import torch
 from ds_bench.records.rank_files import HeartbeatWriter
 from ds_bench.records.schema import CommunicationOperation, OffloadTimes
 from ds_bench.worker import operation_timers, phases, training_loop
-from ds_bench.worker.operation_timers import CommunicationTimer, DiskUse, OffloadTimer, TimedHandle
+from ds_bench.worker.operation_timers import CommunicationTimer, DiskUse, OffloadTimer, TimedHandle, operation_bytes
 from tests.support.batches import batches
 
 
@@ -194,5 +194,6 @@ def test_every_operation_is_waited_for_and_counted_once(monkeypatch: pytest.Monk
     assert (other.name, other.count, other.bytes) == ("all_gather_into_tensor", 0.5, 16)
     assert largest.seconds + other.seconds == pytest.approx(timer.seconds / 2)
     assert largest.wait_seconds == pytest.approx(largest.seconds * 3 / 4)
+    assert operation_bytes("all_reduce", [whole]) == 2 * whole.nbytes  # a reduce-scatter and an all-gather
     # Another rank made one call more.
     assert [each.wait_seconds for each in reduce(lambda values: values.copy_(torch.tensor([3, -2])))] == [None, None]
