@@ -66,7 +66,7 @@ def test_bad_input_is_one_line_with_flag_value_and_remedy_and_exit_2(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     Path("unsettled/runs/zero_20261121_093000").mkdir(parents=True)
     for script, line, words in BAD_INPUT:
-        with subtests.test(line):
+        with subtests.test(ascii(line)):
             assert cli.main("zero" if script == ZERO else "offload", fakes.make_config, line.split()) == 2
             said = capsys.readouterr().err
             # What the doctor says about this machine, such as a limit on locked memory, is not about the input.
