@@ -273,7 +273,9 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
     variables = rank_environment.rank_environment(
         placement, machine.variables, inventory=machine.gpus, interpreter=machine.interpreter
     )
-    variables |= first.variables  # over what this program would set, such as the interface of NCCL on one host
+    # Over what this program would set, such as the interface of NCCL on one host.
+    built = rank_environment.BUILT_FROM_THE_USERS
+    variables |= {name: value for name, value in first.variables.items() if name not in built}
 
     @cache
     def find_model(name: str, factory: bool, trust_remote_code: bool) -> ResolvedModel:

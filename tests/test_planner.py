@@ -326,6 +326,7 @@ def test_facts_complete_the_rows_that_they_concern() -> None:
 
 def test_variables_of_env_reach_the_ranks_over_what_this_program_sets() -> None:
     options = fakes.options("zero", "--env", "NCCL_SOCKET_IFNAME=eth0", "--env", "MINE=a=b", "--env", "NAMED")
+    options = replace(options, env=(*options.env, "PATH=/own"))  # this program puts the interpreter's before it
     variables = planner.make_run_plan([options], fakes.make_config, fakes.machine()).variables
     assert (variables["NCCL_SOCKET_IFNAME"], variables["GLOO_SOCKET_IFNAME"], variables["MINE"]) == (
         "eth0",
@@ -333,6 +334,7 @@ def test_variables_of_env_reach_the_ranks_over_what_this_program_sets() -> None:
         "a=b",
     )
     assert "NAMED" not in variables
+    assert variables["PATH"] != "/own"
 
 
 def test_predictions_follow_the_state_of_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import permutations, product
+from itertools import islice, permutations, product
 from pathlib import Path
 
 from .. import units
@@ -167,12 +167,15 @@ def _find_pairs(a: str, b: str, reports: Sequence[ComparisonReport]) -> list[tup
         # Both texts may mean several rows, such as a stage with and without offload: take two different ones.
         for first in rows(report, a)[:1]:
             found += [(report.title, first, row) for row in rows(report, b) if row.key != first.key][:1]
-    # The same row is compared across two comparisons, such as two batch sizes.
-    for report, other in () if found else permutations(reports, 2):
-        for first, second in product(rows(report, a)[:1], rows(other, b)[:1]):
-            found.append(
-                ("; ".join(dict.fromkeys(provenance.title(row.runs) for row in (first, second))), first, second)
-            )
+    if not found:
+        # The same row is compared across the first two comparisons that have it, such as those of two batch sizes.
+        across = (
+            pair
+            for report, other in permutations(reports, 2)
+            for pair in product(rows(report, a)[:1], rows(other, b)[:1])
+        )
+        for pair in islice(across, 1):
+            found = [("; ".join(dict.fromkeys(provenance.title(row.runs) for row in pair)), *pair)]
     if not found:
         label = next(row.label for report in reports for row in rows(report, a))
         raise UsageError(

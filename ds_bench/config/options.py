@@ -368,7 +368,7 @@ class Options:
     @property
     def variables(self) -> dict[str, str]:
         """The variables that ``env`` gives with a value."""
-        return dict(text.split("=", 1) for text in self.env if "=" in text)
+        return dict(text.split("=", 1) for text in self.env if text.find("=") > 0)
 
     def say(self, name: str) -> str:
         """How the user gives an option: by its flag, or by its key of the recipe."""

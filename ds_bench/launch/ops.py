@@ -118,11 +118,13 @@ def cache_folder(
     parts += [accelerator, hashlib.sha256(tools.encode()).hexdigest()[:12]]
     if architectures:
         parts.append(architectures.replace(";", "+"))
-    return cache_root() / "ds_bench" / "ops" / "_".join(parts)
+    path = Path("ds_bench", "ops", "_".join(parts))
+    return cache_root(path) / path
 
 
-def cache_root() -> Path:
-    """Return the folder of this user's caches: the first that can be written of the configured ones and ~/.cache.
+def cache_root(path: Path = Path("ds_bench")) -> Path:
+    """Return the folder of this user's caches: of the configured ones and ~/.cache the first in which this user can
+    write ``path``.
 
     Otherwise a folder among the temporary files. Raises PreflightError if another user can write to that, because
     compiled code is loaded from it.
@@ -132,7 +134,7 @@ def cache_root() -> Path:
     with contextlib.suppress(RuntimeError):  # no HOME, and no entry for this user in the system's list
         roots.append(Path.home() / ".cache")
     for root in roots:
-        if os.access(files.nearest_existing(root / "ds_bench" / "ops"), os.W_OK | os.X_OK):
+        if os.access(files.nearest_existing(root / path), os.W_OK | os.X_OK):
             return root
     own = Path(tempfile.gettempdir()) / f"ds_bench_cache_{os.getuid()}"
     if not make_private(own):
@@ -164,6 +166,7 @@ def prepare_ops(
             return states
         waiting = "waiting for another run that builds DeepSpeed's ops …"
         with files.locked_file(folder / "builds", lambda: say(waiting)) as lock:
+            remove_stale_locks(folder)  # of the run that was waited for
             for name in states:
                 if is_built(name, folder):  # perhaps by the run that was waited for
                     continue

@@ -43,6 +43,10 @@ _MAX_STARTS = 3
 """How often a trial is started if the server dies before the trial has begun."""
 
 
+_forwarded_to: dict[int | None, Mapping[str, str]] = {}
+"""Process id of a server of this process → the variables of ``--env`` that it was started with."""
+
+
 class _ServerDiedError(Exception):
     """The server ended before it had forked a trial's leader."""
 
@@ -106,19 +110,23 @@ class WarmLauncher:
     def launch(self, trial: Trial, folder: Path, listen: ProgressCallback) -> TrialRecord:
         """See ``Launcher``."""
         reason = "it died as often as it was started"
-        # An earlier run of this process may have started the server, with other variables of --env.
         own = {
             name: self._environment[name] for name in trial.placement.forwarded_variables if name in self._environment
         }
         for _ in range(_MAX_STARTS):
             # Before the trial, not in it: ending a trial spares what ran before it.
             _ensure_tracker()
+            if self._server_is_alive() and _forwarded_to.get(self._server_pid, own) != own:
+                # An earlier run of this process started it with other variables of --env, which libraries have read.
+                _forget_server()
+                self._server_pid = None
             forbidden = None if self._server_is_alive() else self.prepare()
             if forbidden is not None:
                 reason = forbidden
                 if self._server_is_alive():  # and will not become safe
                     break
                 continue
+            _forwarded_to[self._server_pid] = own
             try:
                 return run_trial(
                     trial,

@@ -78,7 +78,7 @@ def find_preset(name: str) -> ModelFacts | None:
     """
     full, short = _names()
     folded = name.casefold()
-    known = full.get(folded) or (None if Path(name).is_dir() else short.get(folded))
+    known = full.get(folded) or (short.get(folded) if folded in short and not Path(name).is_dir() else None)
     if known is None:
         return None
     entry = preset_entries()[known]

@@ -42,7 +42,9 @@ def available_host_bytes(root: Path = ROOT) -> int | None:
     for group, limit in _memory_limits(root):
         usage = _read_number(group / "memory.current", group / "memory.usage_in_bytes")
         if usage is not None:
-            reclaimable = read_table(group / "memory.stat").get("inactive_file", 0)
+            counts = read_table(group / "memory.stat")
+            # In cgroup v1 only the totals include the groups below.
+            reclaimable = counts.get("total_inactive_file", counts.get("inactive_file", 0))
             free.append(max(0, limit - max(0, usage - reclaimable)))
     return min((count for count in free if count is not None), default=None)
 

@@ -208,5 +208,7 @@ def test_explain_compares_rows_of_two_results(tmp_path: Path, capsys: pytest.Cap
     assert main(["explain", "zero3", "zero0", one, other]) == 0
     assert capsys.readouterr().out.startswith("ZeRO-0 compared with ZeRO-3")
     assert main(["explain", "zero2", "zero2", one, bucket]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("reduce_bucket_size")]
+    text = capsys.readouterr().out
+    assert text.count("compared with") == 1
+    (line,) = [line for line in text.splitlines() if line.startswith("reduce_bucket_size")]
     assert line.split()[1:3] == ["5e8", "5e6"]

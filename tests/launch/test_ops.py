@@ -102,9 +102,14 @@ def test_cache_is_in_the_first_folder_that_can_be_written_and_never_where_anothe
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert ops.cache_root() == tmp_path / "xdg"
+    # A shared folder in which another user has made the folder of these versions.
+    monkeypatch.setattr(os, "access", lambda path, _mode: "denied" not in str(path) and "_deepspeed" not in str(path))
+    (tmp_path / "xdg").joinpath(ops.cache_folder("cpu").relative_to(tmp_path / "xdg")).mkdir(parents=True)
+    assert not ops.cache_folder("cpu").is_relative_to(tmp_path / "xdg")
     monkeypatch.delenv("XDG_CACHE_HOME")
     own = tmp_path / f"ds_bench_cache_{os.getuid()}"
     assert ops.cache_root() == own
+    assert ops.cache_folder("cpu").is_relative_to(own)
     own.chmod(0o777)
     with pytest.raises(PreflightError, match="set DS_BENCH_OPS_CACHE to a folder of your own"):
         ops.cache_root()

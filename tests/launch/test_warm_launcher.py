@@ -45,3 +45,26 @@ def test_variables_of_env_reach_ranks_of_a_server_that_an_earlier_run_started(mo
     launcher.launch(fakes.trial(on=on), Path(), lambda _: None)
     assert seen[0].items() >= {"MINE": "b"}.items()
     assert not seen[0].keys() & {"OTHER", "ONLY_NAMED"}
+
+
+def test_a_server_started_with_other_variables_of_env_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_launcher, "run_trial", lambda *_, **__: None)
+    monkeypatch.setattr(warm_launcher, "_ensure_tracker", lambda: None)
+    monkeypatch.setattr(warm_launcher.WarmLauncher, "_server_is_alive", lambda self: self._server_pid is not None)
+    started: list[int] = []
+
+    def prepare(self: warm_launcher.WarmLauncher) -> None:
+        started.append(len(started))
+        self._server_pid = len(started)
+
+    monkeypatch.setattr(warm_launcher.WarmLauncher, "prepare", prepare)
+    monkeypatch.setattr(warm_launcher, "_forget_server", lambda: None)
+    monkeypatch.setattr(warm_launcher, "_forwarded_to", {})
+    server = None
+    for value, servers in (("a", 1), ("a", 1), ("b", 2), (None, 3)):
+        launcher = warm_launcher.WarmLauncher({} if value is None else {"MINE": value}, SHORT)
+        launcher._server_pid = server  # a new launcher finds the server of this process
+        on = fakes.placement(forwarded_variables=() if value is None else ("MINE",))
+        launcher.launch(fakes.trial(on=on), Path(), lambda _: None)
+        server = launcher._server_pid
+        assert len(started) == servers, value
