@@ -140,6 +140,7 @@ def test_a_row_that_cannot_run_has_a_reason_and_the_others_stay(
     assert "use stage 3" in refused["cpu_full"]
     for op, name, reason, remedy in (
         (ops.CPU_ADAM, "cpu_optimizer", "g++ is missing", "install a C++ compiler"),
+        (ops.ASYNC_IO, "nvme", "async_io requires the dev libaio .so object", "install libaio's headers"),
         (ops.ASYNC_IO, "nvme", ops.NO_TOOLKIT, "install the CUDA toolkit"),
     ):
         with subtests.test(op=op, remedy=remedy):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ds_bench.config.identity import work_key
-from ds_bench.config.spec import Configuration, Placement, Trial, Workload
+from ds_bench.config.spec import Configuration, Inspection, Placement, Trial, Workload
 from ds_bench.config.strategies import CATALOGUE, OFFLOAD_NAMES, ZERO_STAGES, matches, named_strategy
 from ds_bench.config.training_script import Script
 from ds_bench.records import json_files
@@ -115,6 +115,7 @@ def test_the_key_follows_everything_that_decides_the_measurement_and_nothing_els
         *(replace(TRIAL, workload=with_another(TRIAL.workload, field.name)) for field in fields(Workload)),
         *(replace(TRIAL, placement=with_another(TRIAL.placement, name)) for name in deciding),
         replace(TRIAL, repeat=0),
+        replace(TRIAL, inspection=Inspection(checkpoint=True)),
         replace(TRIAL, configuration=fakes.offload("cpu_full")),
         replace(TRIAL, ds_config={**TRIAL.ds_config, "gradient_clipping": 0.5}),
     ]
