@@ -114,3 +114,6 @@ def test_source_has_what_we_rely_on() -> None:
     assert "'zero_stage_3', f'{torch_dtype_string}params'" in text
     assert "'optimizer'" in source("runtime/swap_tensor/optimizer_utils.py")
     assert "if result.returncode > 0:" in source("launcher/runner.py")
+    text = source("runtime/comm/coalesced_collectives.py")
+    assert ".div_(world_sz)" in text, "with Ulysses too stage 3 divides by all ranks (docs/metrics.md)"
+    assert "sequence" not in text

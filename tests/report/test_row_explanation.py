@@ -107,6 +107,8 @@ def test_reports_contain_each_pair_that_matters_once(monkeypatch: pytest.MonkeyP
     assert all(heading in page and heading in block for heading in headings)
     monkeypatch.setattr(row_explanation, "_MOST_PAIRS", 2)
     assert [heading for heading, _ in report_paragraphs(whole)][2:] == ["1 more pair"]
+    unmeasured = [fakes.failure(fakes.trial(fakes.zero(stage), on=CARDS)) for stage in (0, 1)]
+    assert report_paragraphs(report(*unmeasured)) == []
 
 
 def timed(difference: RowDifference) -> dict[str, tuple[str, str]]:
