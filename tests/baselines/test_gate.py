@@ -225,6 +225,7 @@ def test_more_steps_or_another_configuration_compare_and_a_limit_holds_on_any_ma
     assert "the DeepSpeed configuration is not the baseline's" in verdict.message
     assert compare_to_baseline(measured(), entry(tokens=1e9, peak=None)).regressions == ("throughput",)
     assert compare_to_baseline(result(memory="host"), entry(memory="gpu")).passed is None
+    assert compare_to_baseline(replace(OURS, environment=None), BaselineEntry.of(OURS)).passed is None
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ def test_accelerator_and_ranks_follow_flags_environment_and_visible_gpus() -> No
         ("", 4, {"WORLD_SIZE": "2"}, ("cuda", 2)),
         ("", 0, {"WORLD_SIZE": "2"}, ("cpu", 2)),
         ("", 4, {"WORLD_SIZE": "²"}, ("cuda", 4)),
+        ("", 4, {"WORLD_SIZE": "0"}, ("cuda", 4)),
         ("", 4, {"CUDA_VISIBLE_DEVICES": "2,0"}, ("cuda", 2)),
         ("", 4, {"CUDA_VISIBLE_DEVICES": ""}, ("cpu", 1)),
     ):
