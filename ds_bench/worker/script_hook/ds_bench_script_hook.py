@@ -88,27 +88,27 @@ def count_tokens(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> dic
 
     The tokens are ``input_ids``, else ``labels``, else the first tensor of whole numbers.
     """
-    import torch
-
     found = [*tensors_in(arguments, ""), *tensors_in(keywords, "")]
     named = dict(reversed(found))
-    kinds = (torch.int64, torch.int32, torch.int16, torch.uint8)
     ids = named.get("input_ids", named.get("labels"))
-    if ids is None or ids.dtype not in kinds:
-        ids = next((tensor for _, tensor in found if tensor.dtype in kinds and tensor.dim() > 0), None)
+    if ids is None or not holds_ids(ids):
+        ids = next((tensor for _, tensor in found if tensor.dim() > 0 and holds_ids(tensor)), None)
     if ids is None:
         return {"tokens": 0, "unpadded": 0, "trained": None, "id_sum": None}
     mask: Any = named.get("attention_mask")
     labels: Any = named.get("labels")
     has_mask = mask is not None and mask.shape == ids.shape
-    has_labels = labels is not None and labels.dtype in kinds
-    with torch.no_grad():
-        return {
-            "tokens": ids.numel(),
-            "unpadded": (mask != 0).sum() if has_mask else ids.numel(),
-            "trained": (labels != -100).sum() if has_labels else None,
-            "id_sum": ids.detach().sum(),
-        }
+    return {
+        "tokens": ids.numel(),
+        "unpadded": (mask != 0).sum() if has_mask else ids.numel(),
+        "trained": (labels != -100).sum() if labels is not None and holds_ids(labels) else None,
+        "id_sum": ids.sum(),
+    }
+
+
+def holds_ids(tensor: Any) -> bool:
+    """Whether a tensor is of whole numbers; torch counts no gradient of these."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is sys.modules["torch"].bool)
 
 
 class Hook:
@@ -130,8 +130,8 @@ class Hook:
         self.names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self.all_names: list[str] = []
         self.main: Any = None
-        self.micro_batches: list[dict[str, Any]] = []
-        self.losses: list[Any] = []
+        self.micro_batches: list[tuple[Any, dict[str, Any]]] = []
+        self.losses: list[tuple[Any, Any]] = []
         self.evaluations = self.saves = 0
         self.gap = 0.0
         self.call_ended: float | None = None
@@ -202,18 +202,19 @@ class Hook:
 
         return bool(torch.is_grad_enabled() and module.training)
 
-    def is_other(self, engine: Any) -> bool:
-        """Whether another engine is the one that is measured."""
-        name = self.name_of(engine)
+    def measures(self, engine: Any) -> bool:
+        """Whether this engine is measured; until one has stepped, any that was not left out by name."""
+        if not self.active:
+            return False
         if self.main is not None:
-            return engine is not self.main
-        return self.asked_engine not in (None, name)
+            return engine is self.main
+        return self.name_of(engine) == (self.asked_engine or self.name_of(engine))
 
     def before_forward(self, engine: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        if not self.active or self.is_other(engine) or not self.is_training(engine.module):
+        if not self.measures(engine) or not self.is_training(engine.module):
             return
         self.begin_call()
-        self.micro_batches.append({**count_tokens(arguments, keywords), "engine": self.name_of(engine)})
+        self.micro_batches.append((engine, count_tokens(arguments, keywords)))
         self.beat("forward")
 
     def begin_call(self) -> None:
@@ -227,20 +228,15 @@ class Hook:
             self.gap += time.perf_counter() - self.call_ended
             self.call_ended = None
 
-    def note_call(self, engine: Any, phase: str) -> None:
-        if self.active and not self.is_other(engine):
-            self.beat(phase)
-
     def after_backward(self, engine: Any, loss: Any, divided: bool) -> None:
-        if not self.active or self.is_other(engine):
+        if not self.measures(engine):
             return
         if getattr(loss, "numel", lambda: 0)() == 1:
-            share = loss.detach() / (engine.gradient_accumulation_steps() if divided else 1)
-            self.losses.append({"loss": share, "engine": self.name_of(engine)})
+            self.losses.append((engine, (loss, engine.gradient_accumulation_steps() if divided else 1)))
         self.call_ended = time.perf_counter()
 
     def after_step(self, engine: Any, steps_before: int) -> None:
-        if self.active and not self.is_other(engine):
+        if self.measures(engine):
             if engine.global_steps > steps_before:
                 self.end_step(engine)
             self.call_ended = time.perf_counter()
@@ -321,8 +317,8 @@ class Hook:
         micro, accumulation = int(engine.train_micro_batch_size_per_gpu()), int(engine.gradient_accumulation_steps())
         warmup = seconds_between(self.marks[:boundary])
         measured = seconds_between(self.marks[boundary + 1 :])
-        of_steps = [[float(each["loss"]) for each in self.of_main(step["losses"])] for step in self.steps]
-        losses = [sum(each) for each in of_steps if each]
+        shares = [[float(loss) / share for loss, share in self.of_main(step["losses"])] for step in self.steps]
+        losses = [sum(each) for each in shares if each]
         return {
             "rank": self.rank,
             "world_size": self.world_size,
@@ -359,9 +355,9 @@ class Hook:
             "script": self.script_facts(),
         }
 
-    def of_main(self, seen: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def of_main(self, seen: list[tuple[Any, Any]]) -> list[Any]:
         """Return what is of the engine that is measured: until its first step it is not known which one that is."""
-        return [each for each in seen if each["engine"] == self.name_of(self.main)]
+        return [each for engine, each in seen if engine is self.main]
 
     def script_facts(self) -> dict[str, Any]:
         """The fields of a ScriptMeasurement."""
@@ -456,7 +452,8 @@ class Hook:
             return original(engine, *arguments, **keywords)
 
         def backward(original: Any, engine: Any, loss: Any, *arguments: Any, **keywords: Any) -> Any:
-            self.note_call(engine, "backward")
+            if self.measures(engine):
+                self.beat("backward")
             # Before backward, which may scale or free the tensor.
             kept = loss.detach().clone() if hasattr(loss, "detach") else None
             returned = original(engine, loss, *arguments, **keywords)
@@ -464,7 +461,8 @@ class Hook:
             return returned
 
         def step(original: Any, engine: Any, *arguments: Any, **keywords: Any) -> Any:
-            self.note_call(engine, "step")
+            if self.measures(engine):  # without a beat, which follows at the end of the step
+                self.phase = "step"
             steps_before = engine.global_steps
             returned = original(engine, *arguments, **keywords)
             self.after_step(engine, steps_before)
@@ -479,14 +477,14 @@ class Hook:
 
     def patch_pipeline(self, module: Any) -> None:
         def train_batch(original: Any, engine: Any, *arguments: Any, **keywords: Any) -> Any:
-            if not self.active or self.is_other(engine):
+            if not self.measures(engine):
                 return original(engine, *arguments, **keywords)
             self.begin_call()
             self.in_train_batch = True
             loss = original(engine, *arguments, **keywords)
             self.in_train_batch, self.losses = False, []
             if hasattr(loss, "detach"):
-                self.losses.append({"loss": loss.detach(), "engine": self.name_of(engine)})
+                self.losses.append((engine, (loss.detach(), 1)))
             self.end_step(engine)
             self.call_ended = time.perf_counter()
             return loss
