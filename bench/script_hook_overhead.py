@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the hook in a user's script costs per step, in pairs of blocks within one process.
+"""Cost per step of the hook in a user's script, in pairs of blocks within one process.
 
     python bench/script_hook_overhead.py [--blocks 2000] [--steps 1]
 

@@ -1,8 +1,8 @@
 """Checks that rows of a user's script did the same work: parameters, tokens, data, losses, in this order.
 
 A script may draw its data after it has built its model, and so train on other data at stage 3 than at stage 2 with
-losses that hardly differ. What was trained in a step decides whether times compare, and disqualifies; data and losses
-may differ on purpose, as generated text does, and are caveats.
+losses that hardly differ. Times compare only between equal steps, so other parameters or tokens disqualify a row. Data
+and losses may differ on purpose, as generated text does: they are caveats.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EARLY_STEPS = 10
 
 
 def with_work_caveats(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs, those of a script with the caveats that comparing them with each other gives."""
+    """Return the runs. Runs of a script get the caveats that comparing them with each other gives."""
     compared, groups = list(runs), dict[str, list[int]]()
     for index, run in enumerate(runs):
         if run.trial.workload.script is not None and run.ranks:
@@ -70,7 +70,7 @@ def _differences(reference: Run, run: Run) -> Iterator[Caveat]:
 
 
 def _other_step(theirs: RankMeasurement, own: RankMeasurement, row: str) -> Caveat | None:
-    """The caveat of the first step whose tokens, micro-steps or data differ; None if none does."""
+    """The caveat of the first step whose tokens, micro-steps or data differ; None if all are equal."""
     mine, other = own.script, theirs.script
     assert mine is not None
     assert other is not None

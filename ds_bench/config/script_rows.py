@@ -25,7 +25,7 @@ def make_script_row(
 ) -> Configuration:
     """Make the configuration of a row. Raises UsageError for a file whose stage cannot be read.
 
-    ``base``: the file that strategies edit. ``changes``: those of ``--set``.
+    ``base``: the file that strategies edit. ``changes``: from ``--set``.
     """
     file = origin if isinstance(origin, ConfigurationFile) else base
     assert file is not None, "Options refuse strategies without a file"

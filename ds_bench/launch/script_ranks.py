@@ -36,9 +36,9 @@ def script_words(trial: Trial, folder: Path, output_folder: str | None) -> list[
 
 
 def script_variables(trial: Trial, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables of every rank: ``environ``, in which this program finds its own interpreter and package, and the hook.
+    """Variables of every rank: ``environ`` without the paths of this program, and the hook.
 
-    The script must find its own: other versions of the same packages may be next to ours.
+    The script must find its own packages: ours may have other versions.
     """
     script = trial.workload.script
     assert script is not None

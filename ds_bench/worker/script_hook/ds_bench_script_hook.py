@@ -1,9 +1,9 @@
-"""Measures the DeepSpeed training of a script that knows nothing of it, and ends the script after the measured steps.
+"""Measures the DeepSpeed training of an unmodified script, and ends the script after the measured steps.
 
 It runs in the script's own interpreter, whatever packages that has: only the standard library is imported, Python 3.9
 and DeepSpeed 0.14 are enough, and of DeepSpeed only public names are used. Modules are patched as the script imports
 them. The modules of this package that measure memory and load and classify errors are used too (:func:`load`), so the
-same holds for them. What the trial asks for is in its folder (``trial.json``); the rank's file has the form of any
+same holds for them. The request is in the trial's folder (``trial.json``); the rank's file has the form of any
 other rank's (``records.schema.RankMeasurement``). A test compares the names that are written down here too.
 """
 
@@ -112,7 +112,7 @@ def holds_ids(tensor: Any) -> bool:
 
 
 class Hook:
-    """What one rank has done so far. Only the process that made it measures: children of a rank report nothing."""
+    """The progress of one rank. Only the process that made it measures: children of a rank report nothing."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.pid = folder, os.getpid()
@@ -580,7 +580,7 @@ class Hook:
 
 
 def replace(owner: Any, function: Callable[..., Any]) -> None:
-    """Put a function in the place of that of the same name, which it gets as its first argument."""
+    """Replace an attribute by a function of the same name, which gets the original as its first argument."""
     original = getattr(owner, function.__name__)
 
     @functools.wraps(original)
