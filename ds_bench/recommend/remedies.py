@@ -49,6 +49,8 @@ _ENDINGS: Mapping[str, Ending] = {
     schema.SKIPPED: Ending("skipped", "skipped"),
     schema.INTERRUPTED: Ending("interrupted", "interrupted"),
     schema.TIMEOUT: Ending("timed out", _timeout_remedy),
+    schema.NO_ENGINE: Ending("did not train with DeepSpeed", "no_engine"),
+    schema.ENDED_EARLY: Ending("ended early", "ended_early"),
     schema.OOM_DISK: Ending("filled a disk", lambda run: "swap_disk_full" if _swaps(run) else "disk_full"),
 }
 """By status; any other is an exception's class."""

@@ -136,7 +136,7 @@ CASES = {
         command="k_no_deepspeed.py --deepspeed_config {config}",
         configs="zero2",
         status="❌ NoEngine",
-        error="without an engine",
+        error="without a step of a DeepSpeed engine",
     ),
     "fails on one rank": Case(
         command="k_fails.py --rank 1 --deepspeed_config {config}",

@@ -229,6 +229,8 @@ STARTED = failed(schema.TIMEOUT, phase="init")
         ("unsupported", failed(schema.UNSUPPORTED)),
         ("skipped", failed(schema.SKIPPED)),
         ("interrupted", failed(schema.INTERRUPTED)),
+        ("no_engine", failed(schema.NO_ENGINE)),
+        ("ended_early", failed(schema.ENDED_EARLY)),
         ("exception", failed("RuntimeError")),
         ("nvme_exception", failed("RuntimeError", OFFLOAD("nvme"))),
         ("shared_memory", failed("RuntimeError", kind="shared_memory")),

@@ -419,15 +419,12 @@ class Hook:
         if error is not None:
             self.on_exception(error)
             return
-        done, needed = len(self.steps), self.warmup_steps + self.num_steps
-        name, text = "EndedEarly", f"the script ended after {done} of {needed} steps"
-        if not self.all_names:
-            name, text = "NoEngine", "the script ended without an engine of deepspeed.initialize"
-        elif not done:
-            asked = f"no step was taken by {self.asked_engine}; " if self.asked_engine else ""
-            name = "NoEngine"
-            text = f"{asked}the script took no step with the engines that it made: {', '.join(self.all_names)}"
-        kind = {"EndedEarly": "ended_early", "NoEngine": "no_engine"}[name]
+        done, kind, name = len(self.steps), "ended_early", "EndedEarly"
+        text = f"the script ended after {done} of {self.warmup_steps + self.num_steps} steps"
+        if not done:
+            kind, name = "no_engine", "NoEngine"
+            made = f"; it made {', '.join(self.all_names)}" if self.all_names else ""
+            text = f"the script ended without a step of {self.asked_engine or 'a DeepSpeed engine'}{made}"
         facts = {"error_class": name, "message": text, "phase": self.phase, "time": time.time(), "kind": kind}
         self.write({"failure": {"rank": self.rank, "step": done or None, **facts}})
 
