@@ -293,9 +293,11 @@ def _moments(inputs: MemoryInputs, sizes: _Activations) -> dict[str, Ledger]:
     if stage < 2 and inputs.engine == "deepspeed":
         # As backward enters the last layer, the LM head's gradient is the only one, or, of a later micro-batch, a
         # second one until it is added to the first. A tied LM head is listed as the embedding, which comes first.
+        # Where gradients are reduced meanwhile, it goes into a bucket.
         head = inputs.element * profile.tensors[0 if profile.trains_tied_embeddings else -1]
         buckets = bare["backward"].get("gpu", {}).get("deepspeed_buffers", 0)
-        own = {"gradients" if inputs.grad_accum == 1 else "temporaries": head}
+        stays = inputs.grad_accum == 1 and not stages_0_to_2.reduces_meanwhile(inputs)
+        own = {"gradients" if stays else "temporaries": head}
         enter = plus(bare["forward"], deepspeed_buffers=buckets, **own)
     # Autograd keeps the gradient of a tied LM head until that of the embedding exists, and sums both into a new tensor.
     tied = 2 * inputs.element * profile.tensors[0] if profile.trains_tied_embeddings else 0

@@ -96,12 +96,36 @@ def owned_elements(tensors: Sequence[int], data_parallel_size: int) -> int:
     return most
 
 
-def _owned_elements(inputs: MemoryInputs) -> int:
-    """``owned_elements`` in the order of the flat parameters (zero/stage_1_and_2.py, _round_robin_reorder)."""
+def _in_flat_order(inputs: MemoryInputs) -> Sequence[int]:
+    """Sizes of the tensors in the order of the flat parameters (zero/stage_1_and_2.py, _round_robin_reorder)."""
     tensors, ranks = inputs.profile.tensors, inputs.data_parallel_size
     if inputs.settings.round_robin:
-        tensors = tuple(each for rank in range(ranks) for each in tensors[rank::ranks])
-    return owned_elements(tensors, ranks)
+        return tuple(each for rank in range(ranks) for each in tensors[rank::ranks])
+    return tensors
+
+
+def _owned_elements(inputs: MemoryInputs) -> int:
+    return owned_elements(_in_flat_order(inputs), inputs.data_parallel_size)
+
+
+def _large_gradients(inputs: MemoryInputs) -> tuple[int, int]:
+    """Elements that one rank keeps until backward ends where stage 1 reduces meanwhile: the most together with
+    its own, and the most without them. Others' gradients are not freed when they are reduced
+    (zero/stage_1_and_2.py, reduce_ipg_grads): small ones lie in the bucket, those larger than it do not
+    (reduce_independent_p_g_buckets_and_remove_grads)."""
+    tensors, ranks = _in_flat_order(inputs), inputs.data_parallel_size
+    ends = [0, *accumulate(tensors)]
+    large = [0, *accumulate(size if size > inputs.settings.reduce_bucket_elements else 0 for size in tensors)]
+    part = flat_elements(ends[-1], ranks) // ranks
+    with_own = others = 0
+    for rank in range(ranks):
+        last = min(bisect_left(ends, (rank + 1) * part), len(tensors))
+        first = min(bisect_right(ends, rank * part) - 1, last)
+        padding = max(0, (rank + 1) * part - max(rank * part, ends[-1]))
+        of_others = large[-1] - (large[last] - large[first])
+        with_own = max(with_own, ends[last] - ends[first] + padding + of_others)
+        others = max(others, of_others)
+    return with_own, others
 
 
 def _norm_bytes(tensors: Sequence[int], part: int) -> int:
@@ -119,6 +143,8 @@ def _partitioned(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Pha
     if _keeps_every_gradient(inputs):
         extra = kept = inputs.accumulated * _owned_elements(inputs)
         every = inputs.accumulated * inputs.profile.parameters
+    elif inputs.settings.stage == 1:  # reduced meanwhile
+        every = inputs.element * _large_gradients(inputs)[0]
     elif inputs.accumulates_apart:  # one fp32 buffer of the part's size (_build_compact_grad_partition_buffer)
         kept = every = FP32_BYTES * part
     elif inputs.grad_accum > 1:  # gradients of a second micro-batch get a buffer of their own before they are added
@@ -139,11 +165,16 @@ def _partitioned(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Pha
 
 
 def _keeps_every_gradient(inputs: MemoryInputs) -> bool:
-    """Whether gradients of other ranks' parts stay until the last one is there: at stage 1, unless they are reduced
-    while backward goes on (zero/stage_1_and_2.py, reduce_gradients, reduce_ipg_grads)."""
+    """Whether all gradients of other ranks' parts stay until the last one is there: at stage 1, unless they go into a
+    bucket and are reduced while backward goes on (zero/stage_1_and_2.py, reduce_gradients, reduce_ipg_grads)."""
+    return inputs.settings.stage == 1 and not reduces_meanwhile(inputs)
+
+
+def reduces_meanwhile(inputs: MemoryInputs) -> bool:
+    """Whether stage 1 moves each gradient into a bucket, which is reduced while backward goes on."""
     settings = inputs.settings
-    meanwhile = settings.overlap_comm and inputs.grad_accum == 1 and not inputs.accumulates_apart
-    return settings.stage == 1 and not meanwhile
+    buckets = settings.overlap_comm and (settings.contiguous_gradients or settings.offload_optimizer is not None)
+    return settings.stage == 1 and buckets and inputs.grad_accum == 1 and not inputs.accumulates_apart
 
 
 def _offloaded(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Phases:
@@ -167,9 +198,11 @@ def _offloaded(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Phase
     if inputs.accumulates_apart:  # _get_compact_grad_partition_buffer
         builder.add("gpu", "gradients", FP32_BYTES * part)
     every = inputs.accumulated * inputs.profile.parameters if _keeps_every_gradient(inputs) else 0
+    if reduces_meanwhile(inputs):
+        every = inputs.element * _large_gradients(inputs)[1]
     bucket = _bucket(inputs)
     inner = _norm_bytes(tensors[1:] if inputs.profile.trains_tied_embeddings else tensors, part)
-    in_flight = (0 if every else single) + _copy_to_send(inputs)
+    in_flight = (0 if _keeps_every_gradient(inputs) else single) + _copy_to_send(inputs)
     return {
         "forward": builder.plus(gradients=every if inputs.grad_accum > 1 else 0),
         "backward": builder.plus(gradients=every, deepspeed_buffers=bucket, temporaries=in_flight + inner),

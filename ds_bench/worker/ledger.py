@@ -122,6 +122,21 @@ def optimizer_states(engine: Any) -> Iterator[torch.Tensor]:
     yield from map(_own_part, find_tensors({id(key): value for key, value in getattr(base, "state", {}).items()}))
 
 
+def stays_after_reduction(engine: Any, parameter: torch.Tensor) -> bool:
+    """Whether the tensor that backward computes is kept as this parameter's gradient until backward ends.
+
+    At stage 1 with overlap it is copied into a bucket, or, of this rank's part, out of the way (runtime/zero/
+    stage_1_and_2.py, reduce_independent_p_g_buckets_and_remove_grads, copy_grads_in_partition).
+    """
+    wrapper, stage = engine.optimizer, engine.zero_optimization_stage()
+    if stage != 1 or not (getattr(wrapper, "overlap_comm", False) and wrapper.contiguous_gradients):
+        return bool(stage < 2)
+    if engine.gradient_accumulation_steps() > 1 or wrapper.use_grad_accum_attribute:
+        return True
+    is_own = wrapper.is_param_in_current_partition[wrapper.get_param_id(parameter)]
+    return parameter.numel() > wrapper.reduce_bucket_size and not is_own
+
+
 def _deepspeed_tensors(engine: Any) -> Iterator[tuple[str, Iterable[torch.Tensor | None]]]:
     """Categories and the tensors of each, first to claim a storage first."""
     wrapper, module = engine.optimizer, engine.module
@@ -130,6 +145,10 @@ def _deepspeed_tensors(engine: Any) -> Iterator[tuple[str, Iterable[torch.Tensor
     yield "parameters", parameters
     yield "parameters", (getattr(parameter, "ds_tensor", None) for parameter in parameters)
     yield "parameters", (getattr(parameter, "ds_secondary_tensor", None) for parameter in parameters)  # of hpZ
+    # Before the optimizer states: after its step a pipelined swapper leaves the master weights as views of its buffers
+    # (runtime/swap_tensor/pipelined_optimizer_swapper.py, _complete_swap_out).
+    swapper = getattr(wrapper, "optimizer_swapper", None)
+    yield "deepspeed_buffers", find_tensors(getattr(swapper, "swap_buffer_manager", None))
     # What the optimizer updates: the fp32 master weights. After the parameters, which it updates itself without such.
     groups = getattr(base, "param_groups", ())
     masters = [each for group in groups for each in group["params"] if isinstance(each, torch.Tensor)]
@@ -137,6 +156,10 @@ def _deepspeed_tensors(engine: Any) -> Iterator[tuple[str, Iterable[torch.Tensor
         masters += find_tensors(getattr(wrapper, name, None))
     yield "optimizer_states", masters
     yield "optimizer_states", optimizer_states(engine)
+    # A gradient larger than the bucket waits outside it to be copied to a place that is counted below, or dropped
+    # (runtime/zero/stage_1_and_2.py, extra_large_param_to_reduce).
+    waiting = find_tensors(getattr(wrapper, "extra_large_param_to_reduce", None))
+    yield "other", [each.grad for each in waiting if not stays_after_reduction(engine, each)]
     # Before the gradients, which are views into the bucket while backward runs.
     yield "deepspeed_buffers", find_tensors(gradient_buckets(wrapper))
     yield "gradients", (each.grad for each in (*parameters, *masters))

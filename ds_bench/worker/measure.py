@@ -248,7 +248,7 @@ def _backward_with_ledger(engine: Any, loss: torch.Tensor) -> ledger.Ledger:
         seen.add(id(parameter))
         if len(seen) == moment and not inside:
             counter = ledger.count_storages(engine, others=False)
-            if engine.zero_optimization_stage() < 2:  # kept, but not yet the gradient of its parameter
+            if ledger.stays_after_reduction(engine, parameter):  # but is not yet the gradient of its parameter
                 counter.claim("gradients", [gradient])
             inside.update(counter.ledger)
 

@@ -88,6 +88,7 @@ BUCKETS = {
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 FP32_ACCUMULATION = {"data_types": {"grad_accum_dtype": "fp32"}}
 SUB_GROUPS = {"zero_optimization": {"sub_group_size": 30_000}}
+LARGER_THAN_BUCKET = {"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 5000}}
 Case = tuple[str, str, int, dict[str, Any], dict[str, Any]]
 """Architecture, strategy, ranks, changes of the workload and of DeepSpeed's configuration."""
 # How parts are padded, and how much of the model a rank holds, depends on the number of ranks.
@@ -103,6 +104,7 @@ PAIRWISE: tuple[Case, ...] = (
     ("mixtral", "cpu_optimizer-2", 2, {"grad_accum": 3}, {}),  # experts: by far the most tensors
     ("mixtral", "zero3", 2, {"activation_checkpointing": True}, SUB_GROUPS),
     ("swapped", "nvme", 2, {}, {}),
+    ("llama", "cpu_optimizer-1", 3, {}, LARGER_THAN_BUCKET),
 )
 FULL: tuple[Case, ...] = (
     ("gpt2", "ddp", 2, {"precision": "fp32"}, {}),

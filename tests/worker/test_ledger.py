@@ -42,6 +42,46 @@ def test_the_peak_of_two_ledgers_is_taken_cell_by_cell() -> None:
     assert ledger.largest_by_category(first, second) == {"cpu": {"a": 3, "b": 5}, "gpu": {"c": 2}}
 
 
+def engine_of(module: torch.nn.Module, stage: int, optimizer: object) -> SimpleNamespace:
+    return SimpleNamespace(
+        module=module,
+        optimizer=optimizer,
+        zero_optimization_stage=lambda: stage,
+        gradient_accumulation_steps=lambda: 1,
+    )
+
+
+def test_master_weights_left_in_a_swap_buffer_count_as_buffers() -> None:
+    buffer, module = torch.zeros(1000), torch.nn.Linear(2, 2, bias=False)
+    wrapper = SimpleNamespace(optimizer_swapper=SimpleNamespace(swap_buffer_manager=[buffer]))
+    wrapper.fp32_partitioned_groups_flat = [buffer[:4]]
+    count = ledger.count_storages(engine_of(module, 3, wrapper), others=False)
+    assert count.ledger == {"cpu": {"parameters": 16, "deepspeed_buffers": 4000}}
+
+
+def test_stage_1_with_overlap_keeps_gradients_of_others_that_no_bucket_holds() -> None:
+    """Of an own one that waits, the copy is counted."""
+    module = torch.nn.Sequential(*(torch.nn.Linear(10, width, bias=False) for width in (1, 2, 3)))
+    small, own, others = module.parameters()
+    own.grad = torch.zeros_like(own)
+    wrapper = SimpleNamespace(
+        overlap_comm=True,
+        contiguous_gradients=True,
+        use_grad_accum_attribute=False,
+        reduce_bucket_size=10,
+        get_param_id=id,
+        is_param_in_current_partition={id(small): False, id(own): True, id(others): False},
+        extra_large_param_to_reduce={torch.bfloat16: own},
+        all_grad_tensors=[torch.zeros(20)],
+    )
+    engine = engine_of(module, 1, wrapper)
+    assert [ledger.stays_after_reduction(engine, each) for each in (small, own, others)] == [False, False, True]
+    count = ledger.count_storages(engine, others=False)
+    assert count.ledger == {"cpu": {"parameters": 240, "other": 80, "gradients": 80}}
+    wrapper.contiguous_gradients = False
+    assert ledger.stays_after_reduction(engine, small)
+
+
 def test_a_tensor_that_a_thread_is_about_to_drop_is_not_counted() -> None:
     """gloo's threads drop a collective's tensors only once they get the interpreter's lock."""
     held, may_drop = threading.Event(), threading.Event()
