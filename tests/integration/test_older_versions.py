@@ -56,13 +56,14 @@ def test_every_stage_and_offload_train_and_hold_what_was_predicted(python: Path,
         folder = tmp_path / Path(script).stem
         folder.mkdir()
         for record in records(python, folder, script, flags):
-            name, (rank, *_) = record["trial"]["configuration"]["name"], record["ranks"]
-            predicted, counted = record["trial"]["prediction"]["ledger"]["cpu"], rank["ledger"]["cpu"]
+            name, ranks = record["trial"]["configuration"]["name"], record["ranks"]
+            predicted = record["trial"]["prediction"]["ledger"]["cpu"]
             if (name, DEEPSPEED[:4]) != ("zero0", "0.16"):  # which partitions the states of a bf16 stage 0
                 for category in ("parameters", "gradients", "optimizer_states"):
-                    assert counted[category] == pytest.approx(predicted[category], abs=200), (name, category)
-            assert rank["deepspeed_version"] == DEEPSPEED
-            assert rank["weight_change"], name
+                    counted = max(rank["ledger"]["cpu"][category] for rank in ranks)
+                    assert counted == pytest.approx(predicted[category], abs=200), (name, category)
+            assert ranks[0]["deepspeed_version"] == DEEPSPEED
+            assert ranks[0]["weight_change"], name
 
 
 def test_wrong_training_with_accumulation_is_said_of_the_rows(python: Path, tmp_path: Path) -> None:
