@@ -58,7 +58,7 @@ def test_every_stage_and_offload_train_and_hold_what_was_predicted(python: Path,
         for record in records(python, folder, script, flags):
             name, ranks = record["trial"]["configuration"]["name"], record["ranks"]
             predicted = record["trial"]["prediction"]["ledger"]["cpu"]
-            if (name, DEEPSPEED[:4]) != ("zero0", "0.16"):  # which partitions the states of a bf16 stage 0
+            if name != "zero0" or DEEPSPEED >= "0.18":  # before, stage 0 in bf16 had other wrappers
                 for category in ("parameters", "gradients", "optimizer_states"):
                     counted = max(rank["ledger"]["cpu"][category] for rank in ranks)
                     assert counted == pytest.approx(predicted[category], abs=200), (name, category)

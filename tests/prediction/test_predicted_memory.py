@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ds_bench.config import axis_rows
+from ds_bench.config import axis_rows, deepspeed_keys
 from ds_bench.config.axes import RowFacts
 from ds_bench.config.deepspeed_config import overlay
 from ds_bench.config.spec import Configuration
@@ -200,6 +200,11 @@ def test_tensors_below_the_threshold_stay_gathered_with_their_padding() -> None:
     assert gathered_elements(case(1)) == GatheredElements(persistent=0, peak=0)
     assert gathered_elements(case(1, offload_param="cpu")).peak == 140
     assert gathered_elements(case(2, persistence_elements=0)).peak == 140
+    # Before DeepSpeed 0.19 a tied embedding above the threshold stays too.
+    asked = case(2, persistence_elements=20, prefetch_elements=0)
+    tied = replace(asked, profile=replace(asked.profile, tied_embeddings=True))
+    with deepspeed_keys.answer_for("0.18"):
+        assert gathered_elements(tied).persistent == gathered_elements(asked).persistent + tied.profile.tensors[0]
 
 
 @given(st.integers(0, 200), st.integers(0, 200), st.integers(0, 50))
