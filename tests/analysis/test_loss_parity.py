@@ -113,6 +113,7 @@ def test_rows_whose_losses_differ_are_named(rows: list[Run], kinds: dict[int, Ca
 
 
 USUAL_NORMS = losing(1, 7.0, 6.9, grad_norms=(2.5, 2.4), grad_norm=2.1)
+SEEN_NORMS = (5.323, 5.153, 4.811)
 LION = [on_axis(6.9), on_axis(6.0, optimizer="lion")]
 POINTS = [at_point(rate, stage, loss) for rate, loss in ((1e-4, 6.9), (1e-2, 5.0)) for stage in (0, 1)]
 RIGHT = changed(2, CHANGE, optimizer_settings=(ASKED,), weight_change=CHANGE)
@@ -169,6 +170,20 @@ WRONG_RATE = ({**ASKED, "lr": 2e-4},)
         ([USUAL_NORMS, losing(2, 7.0, 6.9, grad_norms=(None, None), grad_norm=1.05)], [1]),
         ([USUAL_NORMS, losing(2, 7.0, 6.9, grad_norms=(2.51, 2.41), grad_norm=2.12)], []),
         ([USUAL_NORMS, losing(2, 7.0, 6.9, grad_norms=(None, 2.4))], []),
+        # Seen with the quirk of stage 0: the first norm is the same, later ones differ by less than those of the
+        # reference change from one step to the next.
+        *(
+            ([losing(1, 7.0, 6.9, grad_norms=SEEN_NORMS), losing(0, 7.0, 6.9, grad_norms=norms, **QUIRK)], found)
+            for norms, found in (
+                ((5.323, 5.217, 4.975), []),
+                ((5.5, 5.217, 4.975), [1]),
+                ((2.661, 2.577, 2.406), [1]),
+                ((None, 2.577, 2.406), [1]),
+                ((5.323, 5.6, 4.975), [1]),
+                ((5.323, 5.217, 5.4), [1]),
+            )
+        ),
+        ([losing(1, 7.0, 6.9, grad_norms=SEEN_NORMS), losing(2, 7.0, 6.9, grad_norms=(5.323, 5.217, 4.975))], [1]),
         (
             [
                 losing(0, 7.0, 6.9, grad_norms=(None, None)),  # it agrees with any norm, so its vote counts less

@@ -121,12 +121,10 @@ def judged(records: Mapping[str, TrialRecord]) -> dict[str, list[Caveat]]:
 
 
 @pytest.mark.nvme
-def test_honest_strategies_raise_nothing_but_the_quirk_of_stage_0(trained: Trained, train: Train) -> None:
-    assert judged({name: trained[name] for name in ROWS if name != "zero0"}) == {key: [] for key in list(ROWS)[1:]}
-    tiny = fakes.workload(batch_size=2, seq_length=32, num_steps=3, warmup_steps=5)
-    found = judged({row.name: train(make_trial(row, workload=tiny)) for row in map(fakes.zero, (0, 1))})
-    assert [(each.kind, each.disqualifying) for each in found["zero0"]] == [(CaveatKind.LOSS_QUIRK, False)]
-    assert found["zero1"] == []
+def test_honest_strategies_raise_nothing_but_the_quirk_of_stage_0(trained: Trained) -> None:
+    found = judged({name: trained[name] for name in ROWS})
+    assert [(each.kind, each.disqualifying) for each in found.pop("zero0")] == [(CaveatKind.LOSS_QUIRK, False)]
+    assert found == {key: [] for key in list(ROWS)[1:]}
     for record in trained.values():
         run = make_run(record)
         assert (run.row.repeated_loss or math.inf) < (run.row.first_loss or 0.0)
