@@ -322,3 +322,9 @@ def test_an_interval_distinguishes_that_leaves_out_1_and_on_a_shared_processor_i
         assert found.distinguishable is alone, (low, high)
         assert found.on_shared_processor.distinguishable is shared, (low, high)
         assert found.on_shared_processor.inverse.distinguishable is shared, (low, high)
+
+
+def test_an_interval_ends_at_1_where_its_level_is_the_probability_of_the_difference() -> None:
+    difference = LogDifference(plain=0.3, adjusted=0.2, standard_error=0.1, degrees_of_freedom=7.0)
+    assert difference.interval(difference.probability).low == pytest.approx(1.0)
+    assert difference.probability == pytest.approx(2 * scipy.stats.t.sf(2.0, 7.0))
