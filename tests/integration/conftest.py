@@ -1,4 +1,4 @@
-"""Each of two workers has half of these tests: trainings in one, in the other what waits for programs and hosts."""
+"""Three workers: trainings; scripts and environments of users; what waits for programs, hosts and browsers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,25 @@ from ds_bench.records.schema import TrialRecord
 from ds_bench.system import processes
 from tests.support.real_trials import SHORT, Train
 
-TRAININGS = ("axes", "computation", "configuration_files", "factories", "prediction", "strategies", "trial_endings")
+GROUPS = {
+    "trainings": (
+        "axes",
+        "computation",
+        "configuration_files",
+        "factories",
+        "prediction",
+        "strategies",
+        "trial_endings",
+    ),
+    "environments": ("own_script", "older_versions", "install", "check_against_deepspeed"),
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        trains = item.path.stem.removeprefix("test_") in TRAININGS
-        item.add_marker(pytest.mark.xdist_group("trainings" if trains else "programs"))
+        name = item.path.stem.removeprefix("test_")
+        group = next((group for group, names in GROUPS.items() if name in names), "programs")
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")
