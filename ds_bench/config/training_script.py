@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
 import re
@@ -19,12 +20,21 @@ ConfigSource = Literal["command", "accelerate_env", "override"]
 """How a row's configuration reaches the script: ``{config}`` in its command, Accelerate's variables, or by replacing
 the one that the script gives to DeepSpeed."""
 PLACEHOLDERS = ("config", "row", "stage", "num_gpus", "output_dir", "micro_batch", "grad_accum")
-_PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}|\{(" + "|".join(PLACEHOLDERS) + r")\}")
+_NAMES = "|".join(PLACEHOLDERS)
+_PLACEHOLDER = re.compile(rf"\{{\{{({_NAMES})\}}\}}|\{{({_NAMES})\}}")
 _LAUNCHERS = re.compile(r"python[\d.]*|torchrun|deepspeed|accelerate")
+_LAUNCHING_MODULES = ("torch.distributed.", "accelerate", "deepspeed")
+"""Beginnings of the names of modules that start ranks."""
 _REFUSED = (
     *("model.name", "model.factory", "model.trust_remote_code", "training.local_batch_size"),
     *("training.global_batch_size", "training.seq_len", "training.grad_accum", "training.precision"),
-    *("training.activation_checkpointing", "training.dropout", "training.pass_type", "training.synchronized"),
+    *(
+        "training.activation_checkpointing",
+        "training.dropout",
+        "training.seed",
+        "training.pass_type",
+        "training.synchronized",
+    ),
     *("configurations.keep_batch", "configurations.common_batch", "dataset", "dataloader", "optimizer", "profiling"),
     *("launch.cpu_memory_limit", "launch.gpu_memory_limit", "launch.skip_predicted_oom", "output.monitor"),
     *("output.checkpoint", "output.checkpoint_path"),
@@ -68,9 +78,11 @@ def read_script(
 ) -> Script:
     """Return the script of a command line. Raises UsageError for one that cannot be started as it is."""
     first = command[0]
-    if _LAUNCHERS.fullmatch(Path(first).name):
+    launches = first == "-m" and "".join(command[1:2]).startswith(_LAUNCHING_MODULES)
+    if launches or _LAUNCHERS.fullmatch(Path(first).name):
+        launcher = " ".join(command[: 2 if launches else 1])
         raise UsageError(
-            f"{first} after --: the ranks are started by this program, each with torchrun's variables",
+            f"{launcher} after --: the ranks are started by this program, each with torchrun's variables",
             remedy=f"give only the script: -- {shlex.join(_without_launcher(command))}",
         )
     if first == "-m":
@@ -81,8 +93,19 @@ def read_script(
         file = Path(first)
         if file.suffix != ".py":
             raise UsageError(f"{first} is not a Python file", remedy="give -- SCRIPT.py or -- -m MODULE")
+        if file.is_dir():
+            raise UsageError(f"{first} is a folder", remedy="give the file in it, or -m and its module")
         if not file.is_file():
             raise UsageError(f"the script {first} does not exist", remedy="give its path from the current folder")
+    for word in command:
+        if (name := re.fullmatch(r"\{(\w+)\}", word)) is None or name[1] in PLACEHOLDERS:
+            continue
+        if near := difflib.get_close_matches(name[1], PLACEHOLDERS, n=1):
+            problem = f"{word} in the script's arguments is no placeholder"
+            raise UsageError(problem, remedy=f"write {{{near[0]}}}")
+    if override and accelerate_env:
+        problem = "--override-config and --accelerate-env together"
+        raise UsageError(problem, remedy="give the one by which the script takes its configuration")
     in_command = any(match[2] == "config" for word in command for match in _PLACEHOLDER.finditer(word))
     if not (override or accelerate_env or in_command):
         ways = "{config} among the script's arguments, --accelerate-env, or --override-config"
@@ -109,8 +132,8 @@ def find_python(python: str | None) -> str:
 
 def _without_launcher(command: Sequence[str]) -> Sequence[str]:
     for number, word in enumerate(command):
-        module = word == "-m" and not command[number + 1].startswith(("torch.distributed", "accelerate"))
-        if module or word.endswith(".py"):
+        module = word == "-m" and not "".join(command[number + 1 : number + 2]).startswith(_LAUNCHING_MODULES)
+        if (module and command[number + 1 :]) or word.endswith(".py"):
             return command[number:]
     return ("train.py",)
 

@@ -35,10 +35,18 @@ def script(*command: str) -> Script:
 
 
 def test_placeholders_are_exact_words_and_other_braces_survive() -> None:
-    command = ("train.py", "--ds={config}", '{"config": {"a": 1}}', "{{config}}", "{row}-{stage}", "{num_gpus}")
+    command = (
+        "train.py",
+        "--ds={config}",
+        '{"config": {"a": 1}}',
+        "{{config}}",
+        "{row}-{stage}",
+        "{num_gpus}",
+        "{{bos}}",
+    )
     values = placeholder_values(script(*command), "mine", OWN, 4)
     words = script(*command).words({**values, "config": "/t/c.json"})
-    assert words == ["train.py", "--ds=/t/c.json", '{"config": {"a": 1}}', "{config}", "mine-3", "4"]
+    assert words == ["train.py", "--ds=/t/c.json", '{"config": {"a": 1}}', "{config}", "mine-3", "4", "{{bos}}"]
 
 
 @pytest.mark.parametrize(
@@ -50,6 +58,9 @@ def test_placeholders_are_exact_words_and_other_braces_survive() -> None:
         ),
         (["accelerate", "launch", "-m", "pkg.train", "{config}"], r"-- -m pkg.train"),
         (["/usr/bin/python3", "-m", "torch.distributed.run", "train.py"], r"-- train.py"),
+        (["-m", "torch.distributed.run", "--nproc_per_node=2", "train.py", "{config}"], r"-- train.py '\{config\}'"),
+        (["python", "-m"], "-- train.py"),
+        (["train.py", "{config}", "{outputdir}"], r"write \{output_dir\}"),
         (["absent.py", "{config}"], "does not exist"),
         (["train.sh", "{config}"], "not a Python file"),
         (["train.py", "{{config}}"], r"\{config\} among .*--accelerate-env, or --override-config"),
@@ -72,11 +83,12 @@ MICRO = ("--configs", "own.json", "--", "train.py", "{config}", "{micro_batch}")
             for flag in (
                 *("--model tiny", "--batch-size 2", "--batch-size auto", "--seq-length 8", "--grad-accum 2"),
                 *("--precision bf16", "--data a.u16", "--optimizer Lion", "--checkpoint", "--launcher warm"),
-                *("--profile torch", "--monitor"),
+                *("--profile torch", "--monitor", "--seed 3"),
             )
         ),
         (("--base-config", "own.json", "--strategies", "ddp", *TRAIN), "--strategies ddp together with a script"),
         (("--configs", "own.json", "--base-config", "own.json", *TRAIN), "--configs and --base-config"),
+        (("--configs", "own.json", "--override-config", "--accelerate-env", *TRAIN), "--accelerate-env together"),
         (("--stages", "1", *TRAIN), "--base-config FILE"),
         (TRAIN, "without configurations"),
         (("--configs", "own.json", "--axis", "attention=sdpa", *TRAIN), "changes the built-in training"),

@@ -39,6 +39,7 @@ OVERRIDDEN = "ds_bench_overridden"
 OWN_KEYS = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler"),
     *("bf16", "bfloat16", "fp16", "torch_autocast"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
 )
 """Keys that stay the script's where the row's file replaces its configuration."""
 
