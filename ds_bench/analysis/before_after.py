@@ -23,7 +23,7 @@ from .loss_parity import compare_losses
 if TYPE_CHECKING:
     from .row import Run
 
-_CHANGES = ("num_steps", "warmup_steps", "launch", "torch", "deepspeed")
+_CHANGES = ("num_steps", "warmup_steps", "launch", "torch", "deepspeed", "script.python")
 """Facts that may be the change itself: they do not forbid a ratio."""
 _IRRELEVANT = ("launcher", "nvme_path", "supported_precisions")
 """Facts that do not change what runs, or whose effect ``launch`` or the configuration shows."""
@@ -110,21 +110,23 @@ def _pair_rows(
 
 def _pair(before: ComparisonRow, after: ComparisonRow, hardware: Sequence[str], *, versions_known: bool) -> RowChange:
     found = _differences(before, after)
-    reasons = [*hardware, *(each.text for each in found if each.field not in _CHANGES)]
+    changed = [each for each in found if not {each.field, each.fact}.isdisjoint(_CHANGES)]
+    reasons = [*hardware, *(each.text for each in found if each not in changed)]
     shared = [caveat for caveat in before.caveats if caveat in after.caveats]
     caveats = [
         *(("before and after", caveat) for caveat in shared),
         *(("before", caveat) for caveat in before.caveats if caveat not in shared),
         *(("after", caveat) for caveat in after.caveats if caveat not in shared),
     ]
-    # Rows that do not compare have other losses for that reason.
-    if not reasons and (loss_caveat := _loss_caveat(before, after)):
+    # Rows that do not compare have other losses for that reason, and those of another torch or DeepSpeed may differ.
+    same_versions = {"torch", "deepspeed"}.isdisjoint(each.field for each in changed)
+    if not reasons and same_versions and (loss_caveat := _loss_caveat(before, after)):
         caveats.append(("after against before", loss_caveat))
     reasons += [f"{side}: {caveat.text}" for side, caveat in caveats if caveat.disqualifying]
     config_changes = list(_config_changes(before.representative, after.representative))
     # Versions are reported once for both results (BeforeAfter.software).
     told = ("torch", "deepspeed") if versions_known else ()
-    changes = [each.text for each in found if each.field in _CHANGES and each.field not in told]
+    changes = [each.text for each in changed if each.field not in told]
     ratio, interval = None, None
     if not reasons and before.tokens_per_second and after.tokens_per_second:
         ratio = after.tokens_per_second / before.tokens_per_second

@@ -14,6 +14,7 @@ from ds_bench.analysis.load_results import Result, load
 from ds_bench.cli.commands import main
 from ds_bench.cli.compare import lines
 from ds_bench.config.spec import Trial
+from ds_bench.config.training_script import Script
 from ds_bench.records.schema import METHOD_VERSION, TrialRecord
 from ds_bench.system.environment import Environment
 from tests.support import fakes
@@ -212,3 +213,17 @@ def test_explain_compares_rows_of_two_results(tmp_path: Path, capsys: pytest.Cap
     assert text.count("compared with") == 1
     (line,) = [line for line in text.splitlines() if line.startswith("reduce_bucket_size")]
     assert line.split()[1:3] == ["5e8", "5e6"]
+
+
+def test_a_script_in_two_environments_has_a_ratio_and_another_script_has_none(tmp_path: Path) -> None:
+    own = Script(command=("train.py", "{config}"), digest="abc", python="/old/bin/python", config_source="command")
+    work = {"model": "train.py", "model_source": "script", "num_steps": 10, "warmup_steps": 2}
+
+    def measured(script: Script) -> list[TrialRecord]:
+        return [fakes.success(trial(of=fakes.workload(script=script, **work)), step_seconds=(0.1,) * 10)]
+
+    upgraded = of(tmp_path / "1", measured(own), measured(replace(own, python="/new/bin/python")), NEWER)
+    assert upgraded.rows[0].ratio is not None
+    assert "script.python /old/bin/python against /new/bin/python" in "\n".join(lines(upgraded))
+    edited = of(tmp_path / "2", measured(own), measured(replace(own, digest="def")))
+    assert edited.rows[0].ratio is None
