@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
 from functools import cache
 
 from ..config.caveats import Caveat, CaveatKind, as_caveat
+from ..config.deepspeed_config import AUTO
+from ..config.identity import Difference, differences
+from ..config.training_script import OWN_KEYS
 from ..prediction.trial_predictions import is_gpu_miss, is_miss, outside_allocator_bytes
 from ..records.schema import RankMeasurement, TrialRecord, measured_values
+from ..system.redaction import redacted_config
 from ..units import format_ratio
 from .intervals import sample_std
 from .step_costs import disk_wait
@@ -54,6 +59,9 @@ _OUTLIER_FENCE = 3.0
 _MIN_OUTLIER_RATIO = 1.25
 """An outlier takes at least this many medians: where steps hardly vary, Tukey's fence would find every small one."""
 _MAX_NAMED_OUTLIERS = 3
+_MAX_NAMED_KEYS = 3
+_OF_LIBRARIES = {"steps_per_print", "zero_allow_untested_optimizer", "checkpoint.use_node_local_storage"}
+"""Keys that Accelerate and the Trainer set whatever the file says."""
 _OPTIMIZER_FAMILIES = ("muon", "adagrad", "adam", "lion", "lamb", "sgd")
 """Parts of the names of optimizers and their classes; the first that matches counts: ``MuonWithAuxAdam`` is a Muon."""
 
@@ -140,11 +148,27 @@ def _script_caveats(record: TrialRecord) -> Iterator[Caveat]:
     if ran != named:
         texts = [f"stage {stage}, optimizer on {_place(a)}, parameters on {_place(b)}" for stage, a, b in (ran, named)]
         yield Caveat(CaveatKind.OTHER_ENGINE, {"ran": texts[0], "asked": texts[1]})
+    elif unlike := _other_values(record):
+        ran_values = [f"{each.fact} {'not set' if each.a is None else json.dumps(each.a)}" for each in unlike]
+        asked_values = [json.dumps(each.b) for each in unlike]
+        yield Caveat(CaveatKind.OTHER_ENGINE, {"ran": ", ".join(ran_values), "asked": ", ".join(asked_values)})
     usual, apart = _usual_steps(record.slowest_rank)
     if apart and usual:
         values = {"count": len(apart), "steps": len(apart) + len(usual)}
         means = {"apart": statistics.fmean(apart), "usual": statistics.fmean(usual)}
         yield Caveat(CaveatKind.EVALUATED, {**values, **means})
+
+
+def _other_values(record: TrialRecord) -> list[Difference]:
+    """The first values of the row's file that the script's engine does not have; none if its own are not known."""
+    script, ran = record.trial.workload.script, record.ranks[0].resolved_config
+    own = OWN_KEYS if script is not None and script.config_source == "override" else ()
+    found = [
+        each
+        for each in differences(ran, redacted_config(record.trial.ds_config))
+        if ran and each.b not in (None, AUTO) and each.fact not in _OF_LIBRARIES and each.field not in own
+    ]
+    return found[:_MAX_NAMED_KEYS]
 
 
 def _place(device: str) -> str:

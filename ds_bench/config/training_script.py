@@ -19,6 +19,11 @@ from ..errors import UsageError
 ConfigSource = Literal["command", "accelerate_env", "override"]
 """How a row's configuration reaches the script: ``{config}`` in its command, Accelerate's variables, or by replacing
 the one that the script gives to DeepSpeed."""
+OWN_KEYS = (
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler"),
+    *("bf16", "bfloat16", "fp16", "torch_autocast"),
+)
+"""Keys that stay the script's where its configuration is replaced; ``ds_bench_script_hook`` has them a second time."""
 PLACEHOLDERS = ("config", "row", "stage", "num_gpus", "output_dir", "micro_batch", "grad_accum")
 _NAMES = "|".join(PLACEHOLDERS)
 _PLACEHOLDER = re.compile(rf"\{{\{{({_NAMES})\}}\}}|\{{({_NAMES})\}}")

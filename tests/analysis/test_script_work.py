@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,6 +75,27 @@ def test_an_engine_that_did_not_run_the_rows_file_disqualifies_it() -> None:
     for changes in ({"stage": 0}, {"offload_optimizer": "cpu"}, {"offload_param": "cpu"}):
         (caveat,) = row(3, **changes).caveats
         assert (caveat.kind, caveat.disqualifying) == (CaveatKind.OTHER_ENGINE, True)
+
+
+@pytest.mark.parametrize(
+    ("ran", "source", "unlike"),
+    [
+        ({}, "command", {"ran": "zero_optimization.overlap_comm not set, bf16.enabled not set", "asked": "true, true"}),
+        ({"overlap_comm": False}, "override", {"ran": "zero_optimization.overlap_comm false", "asked": "true"}),
+        # "auto" is anyone's to replace, Accelerate sets steps_per_print, and an overridden script keeps its precision.
+        ({"overlap_comm": True}, "override", None),
+    ],
+)
+def test_a_value_of_the_rows_file_that_the_engine_does_not_have_disqualifies_it(
+    ran: dict[str, Any], source: Any, unlike: dict[str, str] | None
+) -> None:
+    zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": "auto"}
+    file = {"steps_per_print": 10, "zero_optimization": zero, "bf16": {"enabled": True}}
+    of = replace(OF, script=replace(SCRIPT, config_source=source))
+    trial = replace(fakes.trial(fakes.zero(2), of=of), ds_config=file)
+    engine = {"steps_per_print": "Infinity", "zero_optimization": {"stage": 2, "reduce_bucket_size": 16384, **ran}}
+    caveats = make_run(fakes.success(trial, resolved_config=engine), None, None).caveats
+    assert [(each.kind, each.values) for each in caveats] == ([(CaveatKind.OTHER_ENGINE, unlike)] if unlike else [])
 
 
 def test_steps_with_an_evaluation_or_a_save_are_named_and_do_not_make_a_row_unstable() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
+from ds_bench.config import training_script
 from ds_bench.records import rank_files
 
 PACKAGE = Path(rank_files.__file__).parents[1]
@@ -32,8 +33,9 @@ def hook() -> ModuleType:
     return module
 
 
-def test_the_heartbeat_has_the_form_of_any_ranks(hook: ModuleType) -> None:
+def test_what_is_written_down_a_second_time_is_the_same(hook: ModuleType) -> None:
     assert (hook.PHASES, hook.BEAT.format) == (rank_files.PHASES, rank_files._BEAT.format)
+    assert hook.OWN_KEYS == training_script.OWN_KEYS
 
 
 def test_what_runs_in_the_scripts_interpreter_needs_only_the_standard_library_and_an_old_python() -> None:

@@ -336,7 +336,7 @@ class Hook:
             "parameter_count": sum(sizes.values()),
             "trainable_parameter_count": sum(sizes[id(each)] for each in parameters if each.requires_grad),
             "largest_parameter": max(sizes.values(), default=0),
-            "resolved_config": load("system.redaction").redacted_config(plain(getattr(engine, "config", {}))),
+            "resolved_config": load("system.redaction").redacted_config(plain(engine.config)),
             "step_seconds": measured,
             "warmup_step_seconds": warmup,
             "window_seconds": window_seconds,
@@ -662,7 +662,8 @@ def finite_number(value: Any) -> float | None:
 
 def plain(value: Any) -> Any:
     """Return a configuration as JSON holds it, which knows no infinity: Accelerate sets ``steps_per_print`` to it."""
-    return json.loads(json.dumps(value, default=str), parse_constant=str) if isinstance(value, dict) else {}
+    config = value if isinstance(value, dict) else read_config(value)
+    return json.loads(json.dumps(config, default=str), parse_constant=str)
 
 
 def read_config(given: Any) -> dict[str, Any]:
