@@ -18,6 +18,7 @@ from .config.caveats import Caveat, CaveatKind
 from .config.configuration_file_rows import FileRowMaker, gives_accumulation, has_other_batch
 from .config.configuration_files import (
     ConfigurationFile,
+    ConfigurationFileError,
     explain_files,
     read_configuration_file,
     read_configuration_files,
@@ -465,7 +466,11 @@ def with_files(options: Options) -> Options:
         return options
     files, lines = read_configuration_files(options.configs)
     if options.base_config is not None:
-        options = replace(options, base_file=read_configuration_file(options.base_config))
+        try:
+            options = replace(options, base_file=read_configuration_file(options.base_config))
+        except ConfigurationFileError as error:
+            problem = f"{options.say('base_config')} {error.path}: {error.reason}"
+            raise UsageError(problem, remedy=error.remedy) from None
         if not options.stages and not options.strategies and options.base_file is not None:
             files = [options.base_file]
     for file in options.inline:

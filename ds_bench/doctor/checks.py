@@ -58,6 +58,7 @@ def run_all_checks(
     )
     own = [FileRowMaker(facts=facts).make(file) for file in files]
     variables: dict[str, str] = {}
+    python = None if interpreter is None else interpreter.python
 
     def check_ops() -> Iterator[Finding]:
         variables.update(
@@ -68,10 +69,10 @@ def run_all_checks(
         if build:
             names = software.strategies_by_op(placement.accelerator, own)
             with terminal.StatusLine(sys.stderr) as line:
-                python = None if interpreter is None else interpreter.python
                 states = ops.prepare_ops(names, folder, variables, say=line.say, show_elapsed=line.show, python=python)
+        nvme = nvme_path is not None
         yield from software.check_ops(
-            system, placement.accelerator, folder, check_nvme=nvme_path is not None, own=own, states=states
+            system, placement.accelerator, folder, check_nvme=nvme, own=own, states=states, python=python
         )
 
     groups = {
@@ -96,7 +97,7 @@ def run_all_checks(
                 nvme += run_check("NVMe speed", lambda: disk.check_speed(nvme_path, variables))
             else:
                 text = "not measured: DeepSpeed's AsyncIO op is not built"
-                nvme.append(warning("NVMe speed", text, software.BUILD_COMMAND))
+                nvme.append(warning("NVMe speed", text, software.build_command(python)))
         groups["NVMe"] = nvme
     # What the user named must be usable: a check of it that breaks is a problem, not a warning.
     if files:

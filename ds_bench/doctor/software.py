@@ -41,7 +41,13 @@ MIN_DRIVER_BRANCH = {11: 450, 12: 525, 13: 580}
 COMPATIBLE_MINORS = {10: range(3), 11: range(9), 12: (0, 1, 2, 3, 4, 5, 6, 8, 9)}
 """CUDA releases that DeepSpeed accepts in any combination (op_builder/builder.py, cuda_minor_mismatch_ok)."""
 _NO_OPS = "no DeepSpeed op can be built or loaded"
-BUILD_COMMAND = invocation.command("doctor", "--build")
+
+
+def build_command(python: str | None) -> str:
+    """Return the command that builds missing ops. ``python``: the interpreter of a user's script."""
+    return invocation.command("doctor", "--build", *([] if python is None else ["--python", python]))
+
+
 _LIBAIO_PROGRAM = "#include <libaio.h>\nint main(void) { return io_submit(0, 0, 0); }\n"
 
 # ------------------------------------------------------------------ packages
@@ -242,8 +248,12 @@ def check_ops(
     check_nvme: bool,
     own: Sequence[Configuration] = (),
     states: Mapping[str, ops.OpState] | None = None,
+    python: str | None = None,
 ) -> Iterator[Finding]:
-    """Yield one finding per op. ``folder``: the cache of ops. ``states``: results of a build, if there was one."""
+    """Yield one finding per op.
+
+    ``folder``: the cache of ops. ``states``: results of a build, if there was one. ``python``: see ``build_command``.
+    """
     every = len(strategies.ZERO_STAGES) + len(strategies.OFFLOAD_NAMES) + sum(each.refusal is None for each in own)
     for op, names in strategies_by_op(accelerator, own).items():
         # Torch's AdamW can replace FusedAdam, and perhaps nobody wants NVMe offload.
@@ -251,7 +261,7 @@ def check_ops(
         level: Level = "warning" if optional else "problem"
         state = None if states is None else states.get(op)
         if state is None:
-            level, text, remedy = _check_unbuilt(system, op, accelerator, folder, level)
+            level, text, remedy = _check_unbuilt(system, op, accelerator, folder, level, build_command(python))
         elif state.ready:
             level, text, remedy = "ok", "built", None
         else:
@@ -261,7 +271,7 @@ def check_ops(
 
 
 def _check_unbuilt(
-    system: SystemAccess, op: str, accelerator: Accelerator, folder: Path, level: Level
+    system: SystemAccess, op: str, accelerator: Accelerator, folder: Path, level: Level, build: str
 ) -> tuple[Level, str, str | None]:
     """Level, text and remedy of an op according to the cache and the installed programs, without building it."""
     if ops.is_built(op, folder):
@@ -281,8 +291,8 @@ def _check_unbuilt(
     log = folder / f"{op}.log"
     # The log of a build stays. The op is missing, so that build failed.
     if log.exists():
-        return level, f"the last build failed: {log}", f"read it, then {BUILD_COMMAND}"
-    return "ok", "not built yet, but can be", f"{BUILD_COMMAND} builds it now; else the first comparison does"
+        return level, f"the last build failed: {log}", f"read it, then {build}"
+    return "ok", "not built yet, but can be", f"{build} builds it now; else the first comparison does"
 
 
 def has_libaio(system: SystemAccess) -> bool:

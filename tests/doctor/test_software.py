@@ -147,6 +147,9 @@ def test_op_is_built_buildable_or_failed_before_and_a_missing_part_has_its_remed
     assert found["ShareMemComm op"].text.startswith("not built yet, but can be")
     assert (found["AsyncIO op"].level, "AsyncIOBuilder.log" in found["AsyncIO op"].text) == ("warning", True)
     states = {ops.CPU_ADAM: ops.OpState(op=ops.CPU_ADAM, ready=False, reason="no g++")}
+    of_script = by_name(software.check_ops(machine(), "cpu", tmp_path, check_nvme=False, python="/venv/bin/python"))
+    for op in ("ShareMemComm op", "AsyncIO op"):
+        assert "doctor --build --python /venv/bin/python" in (of_script[op].remedy or "")
     said = by_name(software.check_ops(machine(), "cpu", tmp_path, check_nvme=False, states=states))["CPUAdam op"]
     assert (said.level, "no g++" in said.text) == ("problem", True)
     for path in tmp_path.iterdir():
