@@ -29,7 +29,7 @@ from .config.recipe import PATHS, Recipe, can_be_swept, nearest_path
 from .errors import DsBenchError, PreflightError, UsageError
 from .prediction.predicted_memory import FITS, TIGHT
 from .recommend.recommendation import Recommendation
-from .records.run_folder import RUN_FILE, is_finished
+from .records.run_folder import RUN_FILE, RunFolder, is_finished
 from .report import html_report, memory_plan
 from .report.comparison_report import ComparisonReport
 from .report.export_formats import data_frame
@@ -157,7 +157,11 @@ def _how_to_go_on(folder: str | None) -> str:
         return "nothing was measured"
     if is_finished(Path(folder)):  # the signal came after the last trial
         return f"every trial had finished: ds_bench.load({folder!r})"
-    return f"go on with ds_bench.run(resume={folder!r})"
+    # A run folder does not start a script by itself.
+    script = None
+    with contextlib.suppress(DsBenchError, AttributeError):  # removed, or edited by hand
+        script = RunFolder.open(Path(folder)).load_run().recipe.get("values", {}).get("script")
+    return f"go on with ds_bench.run(resume={folder!r}{f', script={script}' if script else ''})"
 
 
 def _section_arguments(name: str, section: object) -> Iterator[str]:

@@ -17,6 +17,8 @@ from ..analysis.comparison import ComparisonRow, rows_called
 from ..analysis.merge_results import ResultGroup
 from ..config import strategies
 from ..config.options import GOALS, ROW_FORMATS
+from ..config.recipe import check_recipe, find_sweep, options_of
+from ..config.recipe_file import RecipeText
 from ..errors import UsageError
 from ..records.json_files import json_text
 from ..records.run_folder import RUN_FILE, csv_text
@@ -229,7 +231,14 @@ def _flags_of_run(group: ResultGroup) -> tuple[str | None, str | None, str | Non
     if group.recipe:
         goal = load_results.recipe_value(group.recipe, "output", "goal")
         row = load_results.recipe_value(group.recipe, "configurations", "relative_to")
-        resume = None if folder is None else invocation.comparison("recipe", ["--resume", str(folder)])
+        resume = None
+        if folder is not None:
+            resume = invocation.comparison("recipe", ["--resume", str(folder)])
+            with contextlib.suppress(UsageError, ValueError, TypeError, KeyError, AttributeError):  # of another version, or edited by hand
+                text = RecipeText(name="", folder=Path(str(group.recipe.get("folder"))), data=group.recipe["values"])
+                asked = find_sweep(text)
+                options = options_of(check_recipe(text, asked.data_of(asked.first_point)), text.folder)
+                resume = provenance.resume_command(options, folder)
         return goal if goal in GOALS else None, row if isinstance(row, str) else None, resume
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # --help, which an edited file may hold, prints

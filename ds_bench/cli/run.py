@@ -79,16 +79,19 @@ def run_command(
     }
     points, first = _points(text, asked, run_flags, allow_many=yes)
     if "resume" in flags and recipe is None:
-        from ..analysis.provenance import flags_to_repeat
+        from ..analysis.provenance import flags_to_repeat, resume_command
 
         # The folder may come from somebody else: it starts neither code nor other machines.
         again = {*flags, *(setting.partition("=")[0] for setting in settings)}
         needed = {name: words for each in points for name, words in flags_to_repeat(each).items() if name not in again}
         if needed:
+            # Points of a sweep may need different ones, which only a recipe can give.
+            same = all(flags_to_repeat(each) == flags_to_repeat(points[0]) for each in points)
+            remedy = resume_command(points[0], flags["resume"]) if same else _resume_command(flags["resume"])
             raise UsageError(
                 f"--resume {flags['resume']}: a run folder does not start code or other machines by itself: it asks "
                 f"for {', '.join(map(shlex.join, needed.values()))}",
-                remedy=f"if you trust it, give its recipe again: {_resume_command(flags['resume'])}",
+                remedy=f"if you trust it, give {'them' if same else 'its recipe'} again: {remedy}",
             )
     # Imported here, since printing a recipe needs neither of the two.
     from .launched import runs_comparison
