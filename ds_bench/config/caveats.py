@@ -129,7 +129,7 @@ class CaveatKind(StrEnum):
     OTHER_FIRST_LOSS = "other_first_loss", "the first loss is {own:.4f}, in {row} {theirs:.4f}", _SEED
     OTHER_LOSSES = "other_losses", "loss differs by {difference:percent} from {row}'s in the first ten steps", _SEED
     EVALUATED = ("evaluated",
-        "{count} of {steps} measured steps include an evaluation or a save: {apart:ms} ms; the others: {usual:ms} ms",
+        "an evaluation or a save is in {count} of {steps} measured steps: {apart:ms} ms; in the others: {usual:ms} ms",
         "for the steps alone, turn evaluation and saving off in the script's arguments")
     STAGE_3_ALONE = "stage_3_alone", "loss parity was checked among rows of stage 3 only, not against another stage"
 

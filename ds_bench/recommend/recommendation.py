@@ -327,6 +327,8 @@ def _actions(
         yield Fact("try", settings={"optimizer.params.torch_adam": "true"})
     if has_kind(caveats, CaveatKind.TOO_FEW_REPEATS):
         yield Fact("try", settings={"repeats": FEWEST_RUNS})
+    if has_kind(caveats, CaveatKind.EVALUATED):  # which may explain unsteady steps
+        yield Fact("caveat", {"remedy": CaveatKind.EVALUATED.remedy})
     if has_kind(caveats, CaveatKind.UNSTABLE_RUNS):
         yield Fact("try", settings={"repeats": max(5, 2 * len(row.successes))})
     if has_kind(caveats, CaveatKind.NOT_STEADY):
@@ -365,7 +367,9 @@ def _steps_for_failures(comparison: Comparison) -> Iterator[Fact]:
 
 
 def _caveat_steps(caveats: Sequence[Caveat]) -> Iterator[Fact]:
-    yield from (Fact("caveat", {"remedy": each.next_step}) for each in caveats if each.next_step is not None)
+    explained = (CaveatKind.UNSTABLE_STEPS, CaveatKind.NOT_STEADY) if has_kind(caveats, CaveatKind.EVALUATED) else ()
+    steps = (each.next_step for each in caveats if each.kind not in explained)
+    yield from (Fact("caveat", {"remedy": step}) for step in steps if step is not None)
 
 
 # ------------------------------------------------------------------ no choice

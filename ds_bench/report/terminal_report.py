@@ -40,6 +40,14 @@ _GENERAL_KINDS = (
     CaveatKind.ONE_GPU,
 )
 """Kinds of caveats of the whole comparison that do."""
+_SHOWN_KINDS = (
+    CaveatKind.OTHER_DATA,
+    CaveatKind.OTHER_FIRST_LOSS,
+    CaveatKind.OTHER_LOSSES,
+    CaveatKind.EVALUATED,
+    CaveatKind.LONGEST_POSSIBLE,
+)
+"""Kinds of caveats of single rows that always have a line."""
 
 
 def print_reports(
@@ -210,7 +218,7 @@ def _answer_lines(report: ComparisonReport, width: int, unicode: bool) -> Iterat
         yield from map(Line, indented(str(recommendation.provisional)))
     shown = [] if recommendation.alternative is None else [str(recommendation.alternative)]
     shown += notes_that_matter(report)
-    shown += _notes_of_rows(report.comparison, lambda caveat: caveat.kind is CaveatKind.LONGEST_POSSIBLE)
+    shown += _notes_of_rows(report.comparison, lambda caveat: caveat.kind in _SHOWN_KINDS)
     if any(caveat.kind is CaveatKind.CPU_ACCELERATOR for caveat in report.comparison.caveats):
         shown.append("CPU ranks: this says nothing about GPUs.")
     for text in shown:

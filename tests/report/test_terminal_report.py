@@ -13,6 +13,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from ds_bench.analysis.row import make_run
+from ds_bench.config.caveats import Caveat, CaveatKind
 from ds_bench.config.spec import Configuration
 from ds_bench.records import schema
 from ds_bench.records.schema import Profile, TrialRecord
@@ -131,6 +132,21 @@ def test_the_end_of_a_run_at_80_columns(name: str, snapshot: SnapshotAssertion) 
     text = text_of(SITUATIONS[name]())
     assert text == snapshot
     assert len(text.splitlines()) <= 14  # and three lines of paths
+
+
+def test_what_makes_rows_of_a_script_differ_has_lines_of_its_own_and_explains_unsteady_steps() -> None:
+    row = {"row": "ZeRO-1", "step": 2, "rank": 0, "own": 1.0, "theirs": 2.0, "difference": 0.1}
+    evaluated = {"count": 1, "steps": 5, "apart": 2.0, "usual": 1.0}
+    kinds = (CaveatKind.OTHER_DATA, CaveatKind.OTHER_FIRST_LOSS, CaveatKind.OTHER_LOSSES, CaveatKind.EVALUATED)
+    shown = [Caveat(kind, row | evaluated) for kind in kinds]
+    hidden = [Caveat(CaveatKind.UNSTABLE_STEPS), Caveat(CaveatKind.NOT_STEADY)]
+    each = [make_run(replace(record, caveats=(*hidden, *shown))) for record in runs(ZERO(1), 1000, 8)]
+    found = build_report(each, environments=[fakes.environment()])
+    lines = text_of(found, 200)
+    assert [caveat.text for caveat in shown if caveat.text not in lines] == []
+    steps = {str(found.recommendation.try_next), *map(str, found.recommendation.next_steps)}
+    assert CaveatKind.EVALUATED.remedy in steps
+    assert not steps & {caveat.next_step for caveat in hidden}
 
 
 def test_the_whole_report(snapshot: SnapshotAssertion) -> None:
