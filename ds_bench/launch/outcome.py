@@ -59,6 +59,8 @@ class Evidence:
     """Whether the file system of the swap folder had no room left when the trial ended."""
     host_error: HostError | None = None
     """Set if a host failed to start, answer or end the trial."""
+    script_steps: int | None = None
+    """Warm-up and measured steps of a user's script; None for another workload."""
     server_died: bool = False
     """Whether the preloaded server was gone when the trial ended. Its ranks die with it."""
 
@@ -337,5 +339,9 @@ def _missing_file_outcome(problems: Mapping[int, str], evidence: Evidence) -> Ou
     rank = next((rank for rank in missing if rank in exits), missing[0])
     entry = exits.get(rank) or exits.get(None)
     code = f"exit code {entry.code}" if entry is not None and entry.code is not None else "no exit code seen"
-    when = "before saying hello" if _read_phase(evidence, rank) is None else "without writing its file"
+    beat = read_beat(evidence.folder, rank)
+    if evidence.script_steps is not None and beat is not None:
+        text = f"the script ended ({code}) after {max(beat.step, 0)} of {evidence.script_steps} steps"
+        return _fail(evidence, schema.CRASHED, rank, text)
+    when = "before saying hello" if beat is None else "without writing its file"
     return _fail(evidence, schema.CRASHED, rank, f"rank {rank} ended {when} ({code})")

@@ -137,6 +137,7 @@ def run_trial(
     # Only here, so that an error in the run leaves neither processes nor files behind.
     if interruption is not None and not isinstance(interruption, KeyboardInterrupt):
         raise interruption
+    work = trial.workload
     result = determine_outcome(
         Evidence(
             folder=folder,
@@ -145,6 +146,7 @@ def run_trial(
             limits=limits,
             host_ran_out=read_oom_kill_count() > oom_kills_before or ended.oom_killed,
             disk_full=disk_full or ended.disk_full,
+            script_steps=None if work.script is None else work.warmup_steps + work.num_steps,
             host_error=host_error or ended.lost,
             server_died=not server_is_alive(),
         )

@@ -42,14 +42,19 @@ def _timeout_remedy(run: Run) -> str:
     return "timeout_at_start_of_hosts" if run.trial.placement.num_nodes > 1 else "timeout_at_start"
 
 
+def _no_engine_remedy(run: Run) -> str:
+    script = run.trial.workload.script
+    return "no_engine" if script is None or script.engine is None else "other_engine"
+
+
 _ENDINGS: Mapping[str, Ending] = {
     schema.KILLED: Ending("killed", "killed"),
-    schema.CRASHED: Ending("crashed", "crashed"),
+    schema.CRASHED: Ending("crashed", lambda run: "crashed_script" if run.trial.workload.script else "crashed"),
     schema.UNSUPPORTED: Ending("cannot run here", "unsupported"),
     schema.SKIPPED: Ending("skipped", "skipped"),
     schema.INTERRUPTED: Ending("interrupted", "interrupted"),
     schema.TIMEOUT: Ending("timed out", _timeout_remedy),
-    schema.NO_ENGINE: Ending("did not train with DeepSpeed", "no_engine"),
+    schema.NO_ENGINE: Ending("did not train with DeepSpeed", _no_engine_remedy),
     schema.ENDED_EARLY: Ending("ended early", "ended_early"),
     schema.OOM_DISK: Ending("filled a disk", lambda run: "swap_disk_full" if _swaps(run) else "disk_full"),
 }

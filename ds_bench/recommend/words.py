@@ -119,11 +119,13 @@ TEMPLATES: Mapping[str, str] = {
     "interface between the hosts (export NCCL_SOCKET_IFNAME=…)",
     "killed": "check what killed it (scheduler limits, dmesg), then run it again with --resume and --retry Killed",
     "crashed": f"read the end of its log, rebuild the ops ({invocation.command('ops')}), then run only this row",
+    "crashed_script": "read the end of its log (--verbose names it)",
     "unsupported": "take another configuration: this machine or these versions cannot run it",
     "skipped": "try a smaller micro-batch, more GPUs, a shorter --seq-length or a smaller model",
     "interrupted": "--resume with the run's folder: rows are missing",
     "no_engine": "make the script train with the engine of deepspeed.initialize, with Accelerate without "
     "ACCELERATE_USE_CPU; its log shows how it ended",
+    "other_engine": "give --engine one of these names",
     "ended_early": "let the script train for more steps, or lower --warmup-steps and --num-steps",
     "exception": "read the traceback in its log (--verbose names it)",
     "nvme_exception": "read the traceback in its log; check that --nvme-path is a writable folder on a real disk with "

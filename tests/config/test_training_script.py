@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,10 +11,15 @@ from typing import Any
 
 import pytest
 
+from ds_bench.analysis.load_results import load
+from ds_bench.analysis.merge_results import merge
+from ds_bench.api import _how_to_go_on
 from ds_bench.cli import commands
+from ds_bench.cli.report import _flags_of_run
 from ds_bench.config.spec import Configuration
 from ds_bench.config.training_script import Script, placeholder_values, read_script
 from ds_bench.errors import UsageError
+from ds_bench.system import invocation
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher
 from tests.support.scripted_run import ScriptedRun
@@ -90,6 +96,7 @@ MICRO = ("--configs", "own.json", "--", "train.py", "{config}", "{micro_batch}")
         (("--configs", "own.json", "--base-config", "own.json", *TRAIN), "--configs and --base-config"),
         (("--configs", "own.json", "--override-config", "--accelerate-env", *TRAIN), "--accelerate-env together"),
         (("--stages", "1", *TRAIN), "--base-config FILE"),
+        (("--base-config", "absent.json", *TRAIN), "^--base-config .*absent.json"),
         (TRAIN, "without configurations"),
         (("--configs", "own.json", "--axis", "attention=sdpa", *TRAIN), "changes the built-in training"),
         (MICRO, "train_micro_batch_size_per_gpu of own is 'auto'"),
@@ -143,6 +150,23 @@ def test_rows_are_the_users_file_with_only_what_was_asked_for(
         folder = machine.folder / "recommended"
         assert [json.loads((folder / "ds_config.json").read_text())] == [*rows.values()]
         assert f"--nproc_per_node=1 train.py {folder.resolve()}/ds_config.json" in (folder / "README.md").read_text()
+
+
+def test_what_a_run_folder_does_not_start_by_itself_is_in_every_command_that_goes_on_with_it(
+    machine: ScriptedRun,
+) -> None:
+    machine.launcher = FakeLauncher("Success", "Interrupted")
+    run(machine, "--configs", "own.json", "offloading.json")
+    command, values = commands.parse(["run", "--resume", str(machine.folder)])
+    with pytest.raises(UsageError) as refused:
+        commands.function_of(command)(**values)
+    line = invocation.command("run", "--resume", str(machine.folder), *TRAIN)
+    assert str(refused.value.remedy).endswith(f": {line}")
+    assert _flags_of_run(*merge([load(machine.folder)]))[2] == line
+    assert _how_to_go_on(str(machine.folder)).endswith(", script=['train.py', '{config}'])")
+    machine.launcher = FakeLauncher()
+    assert commands.main(shlex.split(line)[shlex.split(line).index("run") :]) == 0
+    assert [trial.configuration.name for trial in machine.launcher.launched] == ["offloading"]
 
 
 def test_rows_with_auto_do_not_start_once_deepspeed_has_refused_it_in_one(machine: ScriptedRun) -> None:

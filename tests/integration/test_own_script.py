@@ -74,7 +74,7 @@ CASES = {
         configs="auto2 auto3",
         row={"batch_size": 4, "grad_accum": 2, "precision": "bf16"},
         tokens=(512, 512),
-        caveat="3 of 5 measured steps include an evaluation or a save",
+        caveat="an evaluation or a save is in 3 of 5 measured steps",
     ),
     "trainer, other values": Case(
         command=WITH_DEEPSPEED.replace("batch_size 4 --gradient_accumulation_steps 2", "batch_size 8"),
@@ -129,7 +129,7 @@ CASES = {
     "evaluates and saves": Case(
         command="j_eval_save.py --deepspeed_config {config}",
         configs="zero2",
-        caveat="3 of 5 measured steps include an evaluation or a save",
+        caveat="an evaluation or a save is in 3 of 5 measured steps",
     ),
     "spawned workers": Case(command="j_eval_save.py --deepspeed_config {config} --context spawn", configs="zero2"),
     "no engine": Case(
@@ -156,7 +156,7 @@ CASES = {
         command="a_plain.py --deepspeed_config {config}",
         configs="auto2",
         status="❌ TypeError",
-        error='"auto" at .*only the Trainer, Accelerate and TRL',
+        error='in init: only the Trainer, Accelerate and TRL replace "auto", here at train_',
     ),
 }
 

@@ -279,6 +279,11 @@ def test_cause_of_an_ending(scene: Scene, name: str) -> None:
     assert said in (outcome.error or "")
 
 
+def test_script_that_ended_itself_is_said_to_have_ended_after_its_steps(scene: Scene) -> None:
+    outcome = scene.reached(0, "step").ended(0, code=7).outcome(world=1, script_steps=7)
+    assert (outcome.status, outcome.error) == ("Crashed", "the script ended (exit code 7) after 3 of 7 steps")
+
+
 def test_rank_that_never_joined_a_collective_is_named_though_the_others_were_aborted(scene: Scene) -> None:
     scene.wrote("rank0.log", watchdog(78)).wrote("rank2.log", watchdog(78)).wrote("rank1.log", "step 4\n")
     scene.reached(1, "forward").ended(0, by=ABRT).ended(2, by=ABRT)

@@ -13,6 +13,7 @@ from ds_bench.analysis.comparison import Comparison, compare
 from ds_bench.analysis.row import make_run
 from ds_bench.cli.arguments import parse
 from ds_bench.config.spec import Configuration, Trial
+from ds_bench.config.training_script import Script
 from ds_bench.prediction import trial_predictions
 from ds_bench.prediction.trial_predictions import MemoryCapacity
 from ds_bench.recommend.recommendation import Recommendation, recommend
@@ -56,6 +57,11 @@ def ended(trial: Trial, gigabytes: float | None = None) -> TrialRecord:
 
 def failed(status: str, strategy: Configuration | None = None, **more: Any) -> TrialRecord:
     return fakes.failure(out_of_memory(strategy or ZERO(2), 4).trial, status, **more)
+
+
+def of_script(record: TrialRecord) -> TrialRecord:
+    script = Script(command=("train.py",), digest=None, python="python", config_source="override", engine="Nope")
+    return replace(record, trial=replace(record.trial, workload=replace(record.trial.workload, script=script)))
 
 
 def advice(*records: TrialRecord, host_gb: int = 256) -> Recommendation:
@@ -226,6 +232,8 @@ STARTED = failed(schema.TIMEOUT, phase="init")
         ("swap_disk_full", failed(schema.OOM_DISK, OFFLOAD("nvme"))),
         ("killed", failed(schema.KILLED)),
         ("crashed", failed(schema.CRASHED)),
+        ("crashed_script", of_script(failed(schema.CRASHED))),
+        ("other_engine", of_script(failed(schema.NO_ENGINE))),
         ("unsupported", failed(schema.UNSUPPORTED)),
         ("skipped", failed(schema.SKIPPED)),
         ("interrupted", failed(schema.INTERRUPTED)),

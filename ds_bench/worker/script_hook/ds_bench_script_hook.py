@@ -508,9 +508,9 @@ class Hook:
                 paths = list(paths_of_auto(given))
                 if not paths:
                     raise
-                text = f'{error}; the configuration has "auto" at {", ".join(paths[:3])}, which only the Trainer, '
-                kind = TypeError if isinstance(error, TypeError) else ValueError
-                raise kind(f"{text}Accelerate and TRL replace") from error
+                # The cause first: a table may cut the end off.
+                text = f'only the Trainer, Accelerate and TRL replace "auto", here at {", ".join(paths[:3])}: {error}'
+                raise (TypeError if isinstance(error, TypeError) else ValueError)(text) from error
             self.name_of(made[0])
             self.note_device()
             self.end_phase("initialize")
