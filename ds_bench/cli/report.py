@@ -234,7 +234,8 @@ def _flags_of_run(group: ResultGroup) -> tuple[str | None, str | None, str | Non
         resume = None
         if folder is not None:
             resume = invocation.comparison("recipe", ["--resume", str(folder)])
-            with contextlib.suppress(UsageError, ValueError, TypeError, KeyError, AttributeError):  # of another version, or edited by hand
+            # Of another version, or edited by hand.
+            with contextlib.suppress(UsageError, ValueError, TypeError, KeyError, AttributeError):
                 text = RecipeText(name="", folder=Path(str(group.recipe.get("folder"))), data=group.recipe["values"])
                 asked = find_sweep(text)
                 options = options_of(check_recipe(text, asked.data_of(asked.first_point)), text.folder)
