@@ -22,6 +22,7 @@ the one that the script gives to DeepSpeed."""
 OWN_KEYS = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler"),
     *("bf16", "bfloat16", "fp16", "torch_autocast"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
 )
 """Keys that stay the script's where its configuration is replaced; ``ds_bench_script_hook`` has them a second time."""
 PLACEHOLDERS = ("config", "row", "stage", "num_gpus", "output_dir", "micro_batch", "grad_accum")

@@ -321,7 +321,13 @@ def _exception_outcome(
         return None
     for failure in causes or failures:
         if failure.kind in _ENDING_OF_SCRIPT:
-            return _fail(evidence, _ENDING_OF_SCRIPT[failure.kind], failure.rank, failure.message, phase="")
+            status, text = _ENDING_OF_SCRIPT[failure.kind], failure.message
+            code = next((each.code for each in read_exits(evidence.folder) if each.rank == failure.rank), None)
+            if code:
+                # ``sys.exit``, also of argparse: no hook of exceptions sees it.
+                last_line = failure.traceback[:_MOST_CAVEAT_LENGTH]
+                status, text = "SystemExit", f"{text}, with exit code {code}" + (f": {last_line}" if last_line else "")
+            return _fail(evidence, status, failure.rank, text, phase="")
         text = f"{failure.error_class} in {failure.phase}: {failure.message}"
         # A class of exceptions may be named like one of our statuses.
         is_status = failure.error_class.isidentifier() and failure.error_class not in schema.STATUSES

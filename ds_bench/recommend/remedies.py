@@ -56,6 +56,7 @@ _ENDINGS: Mapping[str, Ending] = {
     schema.TIMEOUT: Ending("timed out", _timeout_remedy),
     schema.NO_ENGINE: Ending("did not train with DeepSpeed", _no_engine_remedy),
     schema.ENDED_EARLY: Ending("ended early", "ended_early"),
+    "SystemExit": Ending("exited by itself", "exited"),
     schema.OOM_DISK: Ending("filled a disk", lambda run: "swap_disk_full" if _swaps(run) else "disk_full"),
 }
 """By status; any other is an exception's class."""

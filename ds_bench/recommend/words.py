@@ -127,6 +127,7 @@ TEMPLATES: Mapping[str, str] = {
     "ACCELERATE_USE_CPU; its log shows how it ended",
     "other_engine": "give --engine one of these names",
     "ended_early": "let the script train for more steps, or lower --warmup-steps and --num-steps",
+    "exited": "read the end of its log (--verbose names it)",
     "exception": "read the traceback in its log (--verbose names it)",
     "nvme_exception": "read the traceback in its log; check that --nvme-path is a writable folder on a real disk with "
     "{need} free",

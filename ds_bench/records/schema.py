@@ -364,6 +364,7 @@ class RankFailure:
     requested_bytes: int | None = None
     free_bytes: int | None = None
     traceback: str = ""
+    """Of ``no_engine`` and ``ended_early`` the last line of the rank's output."""
     step: int | None = None
     """0-based number of the step where it happened, warm-up steps included."""
 

@@ -417,3 +417,12 @@ def test_any_two_ends_in_any_way_make_one_outcome(tmp_path: Path) -> None:
             assert outcome.success is (first == second == "measured")
             assert outcome.success or outcome.error
             assert outcome.status == "OOM" or "device_oom" not in (first, second)
+
+
+def test_a_script_that_ends_with_an_exit_code_is_told_by_its_last_line(tmp_path: Path) -> None:
+    ways = {0: ("EndedEarly", "3 of 7"), 2: ("SystemExit", "3 of 7, with exit code 2: error: no such flag")}
+    for code, expected in ways.items():
+        scene = Scene(tmp_path / str(code)).ended(0, code=code)
+        scene.failed(0, kind="ended_early", message="3 of 7", traceback="error: no such flag")
+        found = scene.outcome(world=1)
+        assert (found.status, found.error) == expected

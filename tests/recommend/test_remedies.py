@@ -239,6 +239,7 @@ STARTED = failed(schema.TIMEOUT, phase="init")
         ("interrupted", failed(schema.INTERRUPTED)),
         ("no_engine", failed(schema.NO_ENGINE)),
         ("ended_early", failed(schema.ENDED_EARLY)),
+        ("exited", failed("SystemExit")),
         ("exception", failed("RuntimeError")),
         ("nvme_exception", failed("RuntimeError", OFFLOAD("nvme"))),
         ("shared_memory", failed("RuntimeError", kind="shared_memory")),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -125,3 +127,36 @@ def test_an_overriding_configuration_keeps_the_scripts_batch_optimizer_and_preci
         **expected,
         "train_batch_size": 16,
     }
+
+
+ENDS = """
+import json, os, sys, threading
+sys.path.insert(0, sys.argv[1])
+import ds_bench_script_hook
+ds_bench_script_hook.install()
+sys.stdout = None
+{}
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "error_class", "text"),
+    [
+        ("sys.exit('the data set is gone')", "NoEngine", "the data set is gone"),
+        ("thread = threading.Thread(target=lambda: {}['x']); thread.start(); thread.join()", "KeyError", "KeyError"),
+    ],
+)
+def test_an_exit_leaves_its_last_line_and_an_exception_of_a_thread_is_the_scripts(
+    script: str, error_class: str, text: str, tmp_path: Path
+) -> None:
+    workload = {"warmup_steps": 2, "num_steps": 5, "script": {"engine": None, "config_source": "command"}}
+    trial = {"trial": {"workload": workload, "placement": {"gpu_memory_limit_bytes": None}}}
+    (tmp_path / "trial.json").write_text(json.dumps(trial))
+    (tmp_path / "ds_config.json").write_text("{}")
+    variables = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "DS_BENCH_SCRIPT": str(tmp_path)}
+    with (tmp_path / "rank0.log").open("w") as log:
+        command = [sys.executable, "-c", ENDS.replace("{}", script, 1), str(FILE.parent)]
+        subprocess.run(command, env=variables, stdout=log, stderr=log, check=False)
+    failure = json.loads((tmp_path / "rank0.json").read_text())["failure"]
+    assert failure["error_class"] == error_class
+    assert text in failure["traceback"]

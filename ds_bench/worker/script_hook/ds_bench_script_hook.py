@@ -10,6 +10,7 @@ other rank's (``records.schema.RankMeasurement``). A test compares the names tha
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import dis
 import faulthandler
@@ -24,6 +25,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 import types
 import weakref
@@ -142,6 +144,7 @@ class Hook:
         self.marks: list[Any] = []
         self.window: dict[str, Any] = {}
         self.written = False
+        self.failure_of_thread: dict[str, Any] | None = None
         self.beat_file = os.open(folder / f"rank{self.rank}.beat", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self.beats, self.phase, self.last_step_seconds, self.last_step_at = 0, "hello", 0.0, 0.0
         self.beat("hello")
@@ -300,8 +303,7 @@ class Hook:
         self.beat("write")
         self.write(measured)
         self.beat("exit")
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         os._exit(0)
 
     def measurement(self, window_seconds: float) -> dict[str, Any]:
@@ -420,6 +422,9 @@ class Hook:
         if error is not None:
             self.on_exception(error)
             return
+        if self.failure_of_thread is not None:
+            self.write({"failure": self.failure_of_thread})
+            return
         done, kind, name = len(self.steps), "ended_early", "EndedEarly"
         text = f"the script ended after {done} of {self.warmup_steps + self.num_steps} steps"
         if not done:
@@ -427,7 +432,20 @@ class Hook:
             made = f"; it made {', '.join(self.all_names)}" if self.all_names else ""
             text = f"the script ended without a step of {self.asked_engine or 'a DeepSpeed engine'}{made}"
         facts = {"error_class": name, "message": text, "phase": self.phase, "time": time.time(), "kind": kind}
-        self.write({"failure": {"rank": self.rank, "step": done or None, **facts}})
+        # Where it exits with a code, the last line of its output says why.
+        self.write({"failure": {"rank": self.rank, "step": done or None, "traceback": self.last_line(), **facts}})
+
+    def last_line(self) -> str:
+        """The last line of the rank's output that is not empty, without credentials."""
+        flush_output()
+        redaction = load("system.redaction")
+        try:
+            with (self.folder / f"rank{self.rank}.log").open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+                lines = file.read().decode(errors="replace").strip().splitlines()
+        except OSError:
+            return ""
+        return str(redaction.without(lines[-1], redaction.secrets_of(self.config))) if lines else ""
 
     def write(self, result: dict[str, Any]) -> None:
         """Write the rank's file: under a temporary name first, since the parent takes it as soon as it is there."""
@@ -624,7 +642,14 @@ def install() -> None:
         shown(kind, error, traceback)
         hook.on_exception(error)
 
-    sys.excepthook = note_exception
+    shown_of_thread = threading.excepthook
+
+    def note_exception_of_thread(seen: Any) -> None:
+        shown_of_thread(seen)
+        if hook.active and hook.failure_of_thread is None and isinstance(seen.exc_value, Exception):
+            hook.failure_of_thread = hook.failure(seen.exc_value)  # reported if the script ends early: it may go on
+
+    sys.excepthook, threading.excepthook = note_exception, note_exception_of_thread
     # Registered first, so that it runs after what the script registers.
     atexit.register(hook.at_exit)
     hook.beat("import")
@@ -636,6 +661,12 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
     wrapped: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return wrapped
+
+
+def flush_output() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # None, on a full disk, closed
+            stream.flush()
 
 
 def wait_for_ranks() -> None:
