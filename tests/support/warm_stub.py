@@ -78,7 +78,7 @@ def main(base: Path) -> None:
         return record
 
     def kill(word: bytes) -> None:
-        victims = _processes(word)
+        victims = sorted(_processes(word))  # the server before what it has forked, which then finds it dead
         processes.send_signal(victims, signal.SIGKILL)
         while any(map(processes.is_alive, victims)):
             time.sleep(0.01)
