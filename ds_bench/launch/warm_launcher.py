@@ -149,7 +149,9 @@ class WarmLauncher:
         return TrialRecord(trial=trial, outcome=outcome, launch="warm", caveats=trial.caveats)
 
     def _server_is_alive(self) -> bool:
-        return self._server_pid is not None and processes.is_alive(self._server_pid)
+        pid = self._server_pid
+        # Killed together with its ranks, it may be the last to be gone.
+        return pid is not None and processes.is_alive(pid) and not processes.is_ending(pid)
 
     def _start(self, trial: Trial, folder: Path, _remote: RemoteTrial | None) -> Leader:
         # No daemon: multiprocessing lets neither a daemon nor the ranks forked from one start processes.

@@ -164,6 +164,13 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def is_ending(pid: int) -> bool:
+    """Whether a process has been sent SIGKILL, or is exiting: it runs no more code, but may still hold resources."""
+    values = stat_values(Path(f"/proc/{pid}/stat"))
+    # Fields 9 (flags, with PF_EXITING) and 31 (pending signals) of proc_pid_stat(5).
+    return bool(values) and bool(int(values[6]) & 0x4 or int(values[28]) & 1 << (signal.SIGKILL - 1))
+
+
 def stat_values(stat: Path) -> list[str]:
     """The values in a ``stat`` file from the state on, which is field 3 in proc_pid_stat(5). Empty if it has ended."""
     try:

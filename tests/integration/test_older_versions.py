@@ -17,8 +17,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DEEPSPEED, TRANSFORMERS = os.environ.get("OLDER_STACK", "0.18.9 4.57.6").split()
-PACKAGES = ("tokenizers<=0.23.0" if TRANSFORMERS >= "4.56" else "tokenizers<0.22", "huggingface_hub<1", "requests")
-"""What these versions of Transformers need in versions of their own."""
+PACKAGES = (
+    *("tokenizers<=0.23.0" if TRANSFORMERS >= "4.56" else "tokenizers<0.22", "huggingface_hub<1", "requests"),
+    *("setuptools>=77.0.3", "wheel"),  # those of a new environment are older, and come first on its path
+)
+"""What these versions of Transformers need in versions of their own, and what builds DeepSpeed."""
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from ds_bench.records.run_folder import RunFolder
 from ds_bench.records.schema import Outcome, RankFailure, RankMeasurement, ScriptMeasurement, TrialRecord
 from ds_bench.system.environment import Environment, Machine
 from ds_bench.system.gpu_state import GpuFacts, GpuInventory
+from ds_bench.system.redaction import redacted_config
 
 GB = 2**30
 
@@ -129,7 +130,7 @@ def measurement(of: Trial | None = None, *, step_seconds: Sequence[float] = (), 
         "engine_optimizer_class": "DeepSpeedZeroOptimizer",
         "parameter_count": 1_000_000,
         "largest_parameter": 500_000,
-        "resolved_config": {"train_batch_size": 4, **of.ds_config},
+        "resolved_config": redacted_config({"train_batch_size": 4, **of.ds_config}),
         "step_seconds": steps,
         "warmup_step_seconds": warmup,
         "window_seconds": sum(steps),

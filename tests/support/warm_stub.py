@@ -78,7 +78,8 @@ def main(base: Path) -> None:
         return record
 
     def kill(word: bytes) -> None:
-        victims = sorted(_processes(word))  # the server before what it has forked, which then finds it dead
+        # The server before what it has forked: process ids wrap around.
+        victims = sorted(_processes(word), key=lambda pid: pid != launcher._server_pid)
         processes.send_signal(victims, signal.SIGKILL)
         while any(map(processes.is_alive, victims)):
             time.sleep(0.01)
