@@ -28,8 +28,8 @@ from ds_bench.config import strategies  # noqa: E402
 from ds_bench.config.spec import Placement, Trial, Workload  # noqa: E402
 from ds_bench.config.training_script import Script  # noqa: E402
 from ds_bench.launch.rank_environment import rank_environment  # noqa: E402
-from ds_bench.launch.script_ranks import script_variables  # noqa: E402
-from ds_bench.records.rank_files import Assignment  # noqa: E402
+from ds_bench.launch.script_ranks import script_variables, script_words  # noqa: E402
+from ds_bench.records.rank_files import CONFIG_FILE, Assignment  # noqa: E402
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
@@ -83,7 +83,7 @@ def main() -> None:
         ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577"}
         variables = {**os.environ, **rank_environment(place, os.environ)}
         environment = {**script_variables(trial, folder, variables), **ranks}
-        words = [sys.executable, *script.words({"config": folder / "ds_config.json"})]
+        words = script_words(trial, folder / CONFIG_FILE, None)
         done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     blocks = json.loads(done.stdout.splitlines()[-1])
     for place_of, what in enumerate(("wall", "CPU")):

@@ -275,7 +275,7 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
         placement, machine.variables, inventory=machine.gpus, interpreter=machine.interpreter
     )
     # Over what this program would set, such as the interface of NCCL on one host.
-    built = rank_environment.BUILT_FROM_THE_USERS
+    built = rank_environment.DERIVED_FROM_USER
     variables |= {name: value for name, value in first.variables.items() if name not in built}
 
     @cache

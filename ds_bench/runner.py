@@ -41,6 +41,7 @@ from .prediction import trial_predictions
 from .prediction.model_profile import ModelProfile, variant_of
 from .records import schema
 from .records.json_files import json_text, write_json
+from .records.rank_files import CONFIG_FILE
 from .records.run_folder import (
     RUN_FILE,
     RunFolder,
@@ -268,9 +269,12 @@ def print_dry_run(plan: RunPlan) -> int:
         if plan.options.inspection.checkpoint and not any(each.facts.profile for each in plan.plans):
             terminal.print_text("# whether there is room for a checkpoint is checked when this is run\n")
         for trial in plan.trials:
-            command = launch_command(trial.placement, Path("TRIAL_FOLDER"))
-            if trial.workload.script is not None:
-                command = script_words(trial, Path("TRIAL_FOLDER"), "TRIAL_FOLDER/output")
+            if trial.workload.script is None:
+                command = launch_command(trial.placement, Path("TRIAL_FOLDER"))
+                heading, program = "# the same ranks, started cold:", invocation.python(with_package=True)
+            else:
+                command = script_words(trial, Path("TRIAL_FOLDER", CONFIG_FILE), "TRIAL_FOLDER/output")
+                heading, program = "# every rank:", shlex.quote(command[0])
             terminal.print_text(f"# {trial.trial_id}: {trial.configuration.label}")
             own = {**trial.configuration.workload_changes, **trial.configuration.variables}
             if own:
@@ -278,8 +282,7 @@ def print_dry_run(plan: RunPlan) -> int:
             if trial.unsupported:
                 terminal.print_text(f"# Unsupported: {trial.unsupported}")
             terminal.print_json(json.dumps(trial.to_dict()["ds_config"], indent=2))
-            program = invocation.python(with_package=True) if trial.workload.script is None else shlex.quote(command[0])
-            terminal.print_text("# the same ranks, started cold:" if trial.workload.script is None else "# every rank:")
+            terminal.print_text(heading)
             terminal.print_text(f"{program} {shlex.join(command[1:])}\n")
     return OK
 

@@ -218,9 +218,9 @@ def _is_row_of(row: Row, entry: StoredRecord) -> bool:
     window_seconds = (row.avg_step_time_ms or 0.0) / 1000 * row.num_steps
     if not math.isclose(window_seconds, entry.window_seconds, rel_tol=1e-6):
         return False
-    sizes = (row.batch_size, row.grad_accum, row.data_parallel_size, row.seq_length, row.num_steps)
     if row.script is not None:  # whose lengths vary: only its record knows its tokens
         return True
+    sizes = (row.batch_size, row.grad_accum, row.data_parallel_size, row.seq_length, row.num_steps)
     tokens = math.prod(size or 0 for size in sizes)
     return math.isclose((row.throughput_tokens_per_sec or 0.0) * window_seconds, tokens, rel_tol=1e-6)
 

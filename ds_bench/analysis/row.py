@@ -184,7 +184,7 @@ class Measured:
         """The sum over all ranks of what a script's micro-batches in the window held, by its time."""
         if self.script is None or self.slowest is None:
             return None
-        seen = [getattr(rank.script, name)[-len(rank.step_seconds) :] for rank in self.ranks]
+        seen = [rank.in_window(name) for rank in self.ranks]
         return sum(map(sum, seen)) / self.slowest.window_seconds or None
 
     @cached_property
@@ -343,7 +343,7 @@ def _script_command(m: Measured) -> str | None:
 def _gap(m: Measured) -> float | None:
     if m.slowest is None or m.slowest.script is None:
         return None
-    return statistics.fmean(m.slowest.script.gap_seconds[-len(m.slowest.step_seconds) :])
+    return statistics.fmean(m.slowest.in_window("gap_seconds"))
 
 
 def _later(_measured: Measured) -> None:
@@ -787,7 +787,6 @@ def make_run(
     if record.ranks:
         found = trial_caveats.trial_caveats(
             record,
-            measured.step_seconds_std,
             measured.flops.get("mfu"),
             measured.over_measured,
             measured.over_ledger,

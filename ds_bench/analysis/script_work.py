@@ -60,11 +60,11 @@ def _differences(reference: Run, run: Run) -> Iterator[Caveat]:
         if caveat := _other_step(theirs, own, row):
             yield caveat
             return
-    pairs = [each for each in zip(reference.losses, run.losses, strict=False) if None not in each]
-    apart = [abs(own - theirs) / max(abs(theirs), 1e-9) for theirs, own in pairs[:_EARLY_STEPS] if own and theirs]
+    every = zip(reference.losses, run.losses, strict=False)
+    pairs = [(theirs, own) for theirs, own in every if theirs and own][:_EARLY_STEPS]
+    apart = [abs(own - theirs) / max(abs(theirs), 1e-9) for theirs, own in pairs]
     if apart and apart[0] > _FIRST_LOSS_TOLERANCE:
-        losses = {"own": float(pairs[0][1] or 0), "theirs": float(pairs[0][0] or 0)}
-        yield Caveat(CaveatKind.OTHER_FIRST_LOSS, {**losses, "row": row})
+        yield Caveat(CaveatKind.OTHER_FIRST_LOSS, {"own": pairs[0][1], "theirs": pairs[0][0], "row": row})
     elif apart and max(apart) > _LOSS_TOLERANCE:
         yield Caveat(CaveatKind.OTHER_LOSSES, {"difference": max(apart), "row": row})
 

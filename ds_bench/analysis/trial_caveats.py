@@ -11,6 +11,7 @@ from functools import cache
 from ..config.caveats import Caveat, CaveatKind, as_caveat
 from ..config.deepspeed_config import AUTO
 from ..config.identity import Difference, differences
+from ..config.spec import Trial
 from ..config.training_script import OWN_KEYS
 from ..prediction.trial_predictions import is_gpu_miss, is_miss, outside_allocator_bytes
 from ..records.schema import RankMeasurement, TrialRecord, measured_values
@@ -84,23 +85,20 @@ def gpu_fraction(record: TrialRecord) -> float | None:
 
 def trial_caveats(
     record: TrialRecord,
-    step_seconds_std: float | None,
     mfu: float | None,
     predicted_over_measured: float | None,
     predicted_over_ledger: float | None,
 ) -> Iterator[Caveat]:
-    """The caveats that the measurements of one trial show, then the texts that its ranks wrote.
-
-    ``step_seconds_std``: standard deviation of the step times of the slowest rank.
-    """
+    """The caveats that the measurements of one trial show, then the texts that its ranks wrote."""
     trial, ranks, slowest = record.trial, record.ranks, record.slowest_rank
     if not trial.workload.synchronized:
         meaning = "these are the times of launching the work; throughput, TFLOP/s and MFU are wrong with them"
         if trial.placement.accelerator == "cpu":
             meaning = "harmless here, as a CPU is done when a function returns; on a GPU these would be launch times"
         yield Caveat(CaveatKind.NOT_SYNCHRONIZED, {"meaning": meaning})
-    yield from _script_caveats(record)
-    yield from _step_time_caveats(_usual_steps(slowest)[0], _usual_std(slowest, step_seconds_std))
+    usual, evaluated = _usual_steps(slowest)
+    yield from _script_caveats(record, usual, evaluated)
+    yield from _step_time_caveats(usual)
     ran, asked = (slowest.micro_batch_size, slowest.grad_accum), (trial.workload.batch_size, trial.workload.grad_accum)
     if ran != asked and trial.workload.script is None:
         values = {"ran": "{} × accumulation {}".format(*ran), "asked": "{} × {}".format(*asked)}
@@ -124,8 +122,9 @@ def trial_caveats(
     if any(rank.gpu_alloc_retries for rank in ranks):
         yield Caveat(CaveatKind.ALLOCATOR_RETRIED)
     # Its implementation may differ from the configuration's, its family must not.
-    own_optimizer = trial.workload.script is not None and trial.workload.script.config_source == "override"
-    requested = "" if own_optimizer else str(trial.ds_config.get("optimizer", {}).get("type", ""))
+    requested = (
+        "" if "optimizer" in _keys_of_script(trial) else str(trial.ds_config.get("optimizer", {}).get("type", ""))
+    )
     families = optimizer_family(requested), optimizer_family(slowest.optimizer_class)
     if None not in families and families[0] != families[1]:
         yield Caveat(CaveatKind.OTHER_OPTIMIZER, {"used": slowest.optimizer_class, "asked": requested})
@@ -139,8 +138,11 @@ def trial_caveats(
     yield from map(as_caveat, dict.fromkeys(each for rank in ranks for each in rank.notes))
 
 
-def _script_caveats(record: TrialRecord) -> Iterator[Caveat]:
-    """The caveats that one trial of a script shows by itself: another engine than its row's, evaluations and saves."""
+def _script_caveats(record: TrialRecord, usual: Sequence[float], apart: Sequence[float]) -> Iterator[Caveat]:
+    """The caveats that one trial of a script shows by itself: another engine than its row's, evaluations and saves.
+
+    ``usual``, ``apart``: of :func:`_usual_steps`.
+    """
     asked, script = record.trial.configuration, record.slowest_rank.script
     if script is None:
         return
@@ -152,7 +154,6 @@ def _script_caveats(record: TrialRecord) -> Iterator[Caveat]:
         ran_values = [f"{each.fact} {'not set' if each.a is None else json.dumps(each.a)}" for each in unlike]
         asked_values = [json.dumps(each.b) for each in unlike]
         yield Caveat(CaveatKind.OTHER_ENGINE, {"ran": ", ".join(ran_values), "asked": ", ".join(asked_values)})
-    usual, apart = _usual_steps(record.slowest_rank)
     if apart and usual:
         values = {"count": len(apart), "steps": len(apart) + len(usual)}
         means = {"apart": statistics.fmean(apart), "usual": statistics.fmean(usual)}
@@ -161,14 +162,19 @@ def _script_caveats(record: TrialRecord) -> Iterator[Caveat]:
 
 def _other_values(record: TrialRecord) -> list[Difference]:
     """The first values of the row's file that the script's engine does not have; none if its own are not known."""
-    script, ran = record.trial.workload.script, record.ranks[0].resolved_config
-    own = OWN_KEYS if script is not None and script.config_source == "override" else ()
+    ran, own = record.ranks[0].resolved_config, _keys_of_script(record.trial)
     found = [
         each
         for each in differences(ran, redacted_config(record.trial.ds_config))
         if ran and each.b not in (None, AUTO) and each.fact not in _OF_LIBRARIES and each.field not in own
     ]
     return found[:_MAX_NAMED_KEYS]
+
+
+def _keys_of_script(trial: Trial) -> tuple[str, ...]:
+    """Keys that stay the script's, where the row's file replaces its configuration."""
+    script = trial.workload.script
+    return OWN_KEYS if script is not None and script.config_source == "override" else ()
 
 
 def _place(device: str) -> str:
@@ -179,20 +185,15 @@ def _usual_steps(rank: RankMeasurement) -> tuple[list[float], list[float]]:
     """Return the durations of the measured steps without an evaluation or a save in them, and those of the others."""
     if rank.script is None:
         return list(rank.step_seconds), []
-    count = len(rank.step_seconds)
-    extra = zip(rank.script.evaluation_forwards[-count:], rank.script.saves[-count:], strict=True)
+    extra = zip(rank.in_window("evaluation_forwards"), rank.in_window("saves"), strict=True)
     marked = [*zip(rank.step_seconds, (bool(evaluated or saved) for evaluated, saved in extra), strict=True)]
     usual = [seconds for seconds, apart in marked if not apart]
     # Where every step has one, as with a reference model, none is unusual.
     return (usual, [seconds for seconds, apart in marked if apart]) if usual else (list(rank.step_seconds), [])
 
 
-def _usual_std(rank: RankMeasurement, every: float | None) -> float | None:
-    """Standard deviation of the steps without an evaluation or a save in them. ``every``: of all steps."""
-    return every if rank.script is None else sample_std(_usual_steps(rank)[0])
-
-
-def _step_time_caveats(seconds: Sequence[float], std: float | None) -> Iterator[Caveat]:
+def _step_time_caveats(seconds: Sequence[float]) -> Iterator[Caveat]:
+    std = sample_std(seconds)
     if std is not None and std > UNSTABLE_CV * (sum(seconds) / len(seconds)):
         yield Caveat(CaveatKind.UNSTABLE_STEPS)
     # Two steps in each half at least.

@@ -52,16 +52,6 @@ def show_findings(
 
     ``deepspeed_version``: one of ``deepspeed_keys.MINOR_VERSIONS``; None for the installed one.
     """
-    if deepspeed_version is not None:
-        with deepspeed_keys.answer_for(deepspeed_version):
-            return show_findings(
-                paths,
-                num_gpus=num_gpus,
-                model=model,
-                deepspeed_version=None,
-                output_format=output_format,
-                as_json=as_json,
-            )
     capability = default_placement(os.environ, read_gpus()).compute_capability
     size = None
     if model is not None:
@@ -72,7 +62,8 @@ def show_findings(
             raise UsageError(f"--model {model} is not a built-in model", remedy=remedy)
         size = ModelSize(name=facts.name, parameters=facts.parameters, largest_parameter=facts.largest_parameter)
     check = partial(lint.check_config, num_gpus=num_gpus, model=size, compute_capability=capability)
-    reports = check_files(paths, check)
+    with deepspeed_keys.answer_for(deepspeed_version):
+        reports = check_files(paths, check)
     findings = [finding for report in reports for finding in report.findings]
     if as_json:
         entries = [

@@ -17,8 +17,6 @@ from ..analysis.comparison import ComparisonRow, rows_called
 from ..analysis.merge_results import ResultGroup
 from ..config import strategies
 from ..config.options import GOALS, ROW_FORMATS
-from ..config.recipe import check_recipe, find_sweep, options_of
-from ..config.recipe_file import RecipeText
 from ..errors import UsageError
 from ..records.json_files import json_text
 from ..records.run_folder import RUN_FILE, csv_text
@@ -107,7 +105,7 @@ def report(
 
 @contextlib.contextmanager
 def _paused_gc() -> Iterator[None]:
-    """Thousands of records become objects that stay: looking for garbage among them would take a third of the time."""
+    """Pause garbage collection, which would take a third of the time among thousands of objects that stay."""
     gc.disable()
     try:
         yield
@@ -233,6 +231,9 @@ def _flags_of_run(group: ResultGroup) -> tuple[str | None, str | None, str | Non
         row = load_results.recipe_value(group.recipe, "configurations", "relative_to")
         resume = None
         if folder is not None:
+            from ..config.recipe import check_recipe, find_sweep, options_of
+            from ..config.recipe_file import RecipeText
+
             resume = invocation.comparison("recipe", ["--resume", str(folder)])
             # Of another version, or edited by hand.
             with contextlib.suppress(UsageError, ValueError, TypeError, KeyError, AttributeError):

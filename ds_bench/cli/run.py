@@ -83,10 +83,11 @@ def run_command(
 
         # The folder may come from somebody else: it starts neither code nor other machines.
         again = {*flags, *(setting.partition("=")[0] for setting in settings)}
-        needed = {name: words for each in points for name, words in flags_to_repeat(each).items() if name not in again}
+        repeated = [flags_to_repeat(each) for each in points]
+        needed = {name: words for each in repeated for name, words in each.items() if name not in again}
         if needed:
             # Points of a sweep may need different ones, which only a recipe can give.
-            same = all(flags_to_repeat(each) == flags_to_repeat(points[0]) for each in points)
+            same = all(each == repeated[0] for each in repeated)
             remedy = resume_command(points[0], flags["resume"]) if same else _resume_command(flags["resume"])
             raise UsageError(
                 f"--resume {flags['resume']}: a run folder does not start code or other machines by itself: it asks "

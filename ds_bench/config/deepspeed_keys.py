@@ -23,9 +23,9 @@ _chosen: ContextVar[str | None] = ContextVar("deepspeed_version", default=None)
 
 
 @contextlib.contextmanager
-def answer_for(version: str) -> Iterator[None]:
-    """Makes this module, and the rules, answer for one of :data:`MINOR_VERSIONS`."""
-    token = _chosen.set(_table(version)["version"])
+def answer_for(version: str | None) -> Iterator[None]:
+    """Makes this module, and the rules, answer for one of :data:`MINOR_VERSIONS`; None: for the installed version."""
+    token = _chosen.set(None if version is None else _table(version)["version"])
     try:
         yield
     finally:
@@ -37,9 +37,13 @@ def version() -> str:
     return _chosen.get() or _installed() or str(_table(MINOR_VERSIONS[-1])["version"])
 
 
-def is_before(major: int, minor: int) -> bool:
-    """Return whether :func:`version` is older than this one."""
-    return tuple(map(int, version().split(".")[:2])) < (major, minor)
+def is_before(minor_version: str) -> bool:
+    """Return whether :func:`version` is older than this one, such as ``0.19``."""
+    return _numbers(version()) < _numbers(minor_version)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")[:2]))
 
 
 @cache
@@ -57,13 +61,19 @@ def _table(minor_version: str) -> Mapping[str, Any]:
 
 def tables() -> Mapping[str, Any]:
     """Return the whole table of :func:`version`, or of the nearest version that has one. Do not modify it."""
-    later = [each for each in MINOR_VERSIONS[1:] if is_before(*map(int, each.split(".")))]
-    return _table(MINOR_VERSIONS[-1 - len(later)])
+    return _table(_minor_version_for(version()))
+
+
+@cache
+def _minor_version_for(version: str) -> str:
+    """The newest of MINOR_VERSIONS that is not newer; the oldest if all are."""
+    known = [each for each in MINOR_VERSIONS if _numbers(each) <= _numbers(version)]
+    return known[-1] if known else MINOR_VERSIONS[0]
 
 
 def keys_added_later() -> Mapping[str, str]:
     """Return path → the minor version that added it, for keys that the newest table has and :func:`tables` lacks."""
-    return _keys_added_after(str(tables()["version"]).rpartition(".")[0])
+    return _keys_added_after(_minor_version_for(version()))
 
 
 @cache

@@ -4,14 +4,15 @@
 (``validation``): a refusal makes it Unsupported, a caveat is printed with it, and an ignored setting is left out of
 the copy of a file that a row trains (:func:`without_ignored`); only a row whose flags ask for it is refused.
 
-Every rule was read in the code of DeepSpeed 0.19.8, at ``source`` below its package, or run with it, but for those
-that name other ``versions``.
+Unless it names ``versions``, a rule was read in the code of DeepSpeed 0.19.8, at ``source`` below its package, or run
+with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 from ..units import format_series
@@ -126,6 +127,13 @@ class Case:
 When = Callable[[Case], bool]
 
 
+@cache
+def _contains(versions: str, version: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(versions).contains(version, prereleases=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """One fact about configurations: when it applies, why it matters, and what to do."""
@@ -158,11 +166,7 @@ class Rule:
         return self.holds_in(case.deepspeed_version) and self.when(case)
 
     def holds_in(self, version: str) -> bool:
-        if not self.versions:
-            return True
-        from packaging.specifiers import SpecifierSet
-
-        return SpecifierSet(self.versions).contains(version, prereleases=True)
+        return not self.versions or _contains(self.versions, version)
 
     def reason_for(self, case: Case) -> str:
         values = {name: getattr(case, name) for name in ("stage", "optimizer", "precision", "accelerator", "ranks")}
@@ -622,7 +626,7 @@ WRONG_TRAINING = (
          remedy="read its memory as stage 1's", source="runtime/bf16_optimizer.py"),
 )
 # fmt: on
-"""What some DeepSpeed versions do otherwise than a configuration says, without an error."""
+"""Where some DeepSpeed versions silently do something other than the configuration says."""
 
 RULES: tuple[Rule, ...] = (*_REFUSED_IN_ROWS, *_CAVEATS_OF_ROWS, *_OF_FILES, *WRONG_TRAINING)
 """Every rule. A row is refused by the first that applies."""

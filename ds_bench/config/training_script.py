@@ -68,7 +68,13 @@ class Script:
         return self.command[1] if self.command[0] == "-m" else Path(self.command[0]).name
 
     def uses(self, placeholder: str) -> bool:
-        return any(match[2] == placeholder for word in self.command for match in _PLACEHOLDER.finditer(word))
+        return _uses(self.command, placeholder)
+
+    def accelerate_variables(self, config: Path) -> dict[str, str]:
+        """Variables that give Accelerate a configuration; none if it reaches the script another way."""
+        if self.config_source != "accelerate_env":
+            return {}
+        return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(config)}
 
     def words(self, values: Mapping[str, object]) -> list[str]:
         """Return the command with ``values`` in place of the placeholders; ``{{config}}`` becomes ``{config}``."""
@@ -77,6 +83,10 @@ class Script:
             return f"{{{match[1]}}}" if match[1] else str(values[match[2]])
 
         return [_PLACEHOLDER.sub(value, word) for word in self.command]
+
+
+def _uses(command: Sequence[str], placeholder: str) -> bool:
+    return any(match[2] == placeholder for word in command for match in _PLACEHOLDER.finditer(word))
 
 
 def read_script(
@@ -88,7 +98,7 @@ def read_script(
     if launches or _LAUNCHERS.fullmatch(Path(first).name):
         launcher = " ".join(command[: 2 if launches else 1])
         raise UsageError(
-            f"{launcher} after --: the ranks are started by this program, each with torchrun's variables",
+            f"{launcher} after --: this program starts the ranks itself, with torchrun's variables",
             remedy=f"give only the script: -- {shlex.join(_without_launcher(command))}",
         )
     if first == "-m":
@@ -107,15 +117,14 @@ def read_script(
         if (name := re.fullmatch(r"\{(\w+)\}", word)) is None or name[1] in PLACEHOLDERS:
             continue
         if near := difflib.get_close_matches(name[1], PLACEHOLDERS, n=1):
-            problem = f"{word} in the script's arguments is no placeholder"
+            problem = f"{word} in the script's arguments is not a placeholder"
             raise UsageError(problem, remedy=f"write {{{near[0]}}}")
     if override and accelerate_env:
         problem = "--override-config and --accelerate-env together"
         raise UsageError(problem, remedy="give the one by which the script takes its configuration")
-    in_command = any(match[2] == "config" for word in command for match in _PLACEHOLDER.finditer(word))
-    if not (override or accelerate_env or in_command):
+    if not (override or accelerate_env or _uses(command, "config")):
         ways = "{config} among the script's arguments, --accelerate-env, or --override-config"
-        raise UsageError("nothing leads the configuration of a row to the script", remedy=f"give one of: {ways}")
+        raise UsageError("the script would not receive the row's configuration", remedy=f"give one of: {ways}")
     return Script(
         command=tuple(command),
         digest=None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()[:12],

@@ -58,12 +58,14 @@ def unsupported_reason(configuration: Configuration, placement: Placement) -> st
 
 
 def _unread_key(configuration: Configuration) -> str | None:
-    # Without a key that only a later DeepSpeed reads a row would be another than it says. In the copy of a file it is
-    # left out, with a note.
-    if configuration.source != "file" and not configuration.is_reference:
-        for path, since in sorted(keys_read_later(configuration.deepspeed_config).items()):
-            return f"DeepSpeed {deepspeed_keys.version()} does not read {path}; use {since} or later"
-    return None
+    """Why a key that only a later DeepSpeed reads refuses a row, which would not be what it says."""
+    if configuration.source == "file" or configuration.is_reference:
+        return None  # the copy of a file leaves such a key out, with a note
+    later = keys_read_later(configuration.deepspeed_config)
+    if not later:
+        return None
+    path = min(later)
+    return f"DeepSpeed {deepspeed_keys.version()} does not read {path}; use {later[path]} or later"
 
 
 def missing_requirement(configuration: Configuration, placement: Placement) -> str | None:
@@ -118,13 +120,13 @@ def _unsupported_step(workload: Workload, placement: Placement) -> str | None:
             return f"{what} runs on GPUs only; use {instead} here"
         if package is not None and importlib.util.find_spec(package) is None:
             return f"{what} needs the package {package}, which is not installed; install it, or use {instead}"
-    for what, wanted, minor in (
-        ("loss chunked", loss == "chunked", 19),
-        ("loss tiled", loss == "tiled", 17),
-        ("tiled_mlp", workload.tiled_mlp, 17),
+    for what, wanted, since in (
+        ("loss chunked", loss == "chunked", "0.19"),
+        ("loss tiled", loss == "tiled", "0.17"),
+        ("tiled_mlp", workload.tiled_mlp, "0.17"),
     ):
-        if wanted and deepspeed_keys.is_before(0, minor):
-            return f"DeepSpeed {deepspeed_keys.version()} has no {what}; use 0.{minor} or later"
+        if wanted and deepspeed_keys.is_before(since):
+            return f"DeepSpeed {deepspeed_keys.version()} has no {what}; use {since} or later"
     if loss == "tiled" and workload.precision == "fp16":
         return "loss tiled computes gradients before the loss scale, which fp16 needs; use --precision bf16"
     return None

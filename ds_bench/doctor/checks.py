@@ -45,11 +45,11 @@ def run_all_checks(
     """Return the findings of every check. Never raises because of the machine's state.
 
     ``build``: build missing ops first. ``files``: configurations that are to run here, with the lines that reading
-    them gave. ``hostfile``: the hosts that it names are checked too. ``interpreter``: of a user's
-    script, in place of this one. Raises UsageError for a bad hostfile.
+    them gave. ``hostfile``: the hosts that it names are checked too. ``interpreter``: of a user's script,
+    in place of this one. Raises UsageError for a bad hostfile.
     """
-    torch_cuda, inventory = environment.torch_cuda_version(), system.read_gpus()
-    torch_cuda = torch_cuda if interpreter is None else interpreter.torch_cuda_version
+    torch_cuda = environment.torch_cuda_version() if interpreter is None else interpreter.torch_cuda_version
+    inventory = system.read_gpus()
     placement = default_placement(system.environ, inventory)
     placement = dataclasses.replace(placement, nvme_path=None if nvme_path is None else str(nvme_path))
     slots = {} if hostfile is None else read_hostfile(hostfile)
@@ -70,9 +70,14 @@ def run_all_checks(
             names = software.strategies_by_op(placement.accelerator, own)
             with terminal.StatusLine(sys.stderr) as line:
                 states = ops.prepare_ops(names, folder, variables, say=line.say, show_elapsed=line.show, python=python)
-        nvme = nvme_path is not None
         yield from software.check_ops(
-            system, placement.accelerator, folder, check_nvme=nvme, own=own, states=states, python=python
+            system,
+            placement.accelerator,
+            folder,
+            check_nvme=nvme_path is not None,
+            own=own,
+            states=states,
+            python=python,
         )
 
     groups = {
@@ -147,10 +152,9 @@ def run_plan_checks(
     ``interpreter``: of a user's script.
     """
     system = SystemAccess() if system is None else system
-    torch_cuda, inventory = environment.torch_cuda_version(), system.read_gpus()
+    torch_cuda = environment.torch_cuda_version() if interpreter is None else interpreter.torch_cuda_version
+    inventory = system.read_gpus()
     findings = run_check("packages", lambda: software.check_packages_of(interpreter))
-    if interpreter is not None:
-        torch_cuda = interpreter.torch_cuda_version
     if placement.accelerator == "cuda":
         findings += run_check("GPU driver", lambda: software.check_driver(inventory.driver_version, torch_cuda))
         findings += run_check("GPUs", lambda: host.check_gpus(system, inventory, torch_cuda, slots))

@@ -27,12 +27,12 @@ def command(number: int) -> list[str]:
     return [sys.executable, "-m", "ds_bench.launch.script_ranks", str(number)]
 
 
-def script_words(trial: Trial, folder: Path, output_folder: str | None) -> list[str]:
-    """The interpreter and the script's command, placeholders filled in. ``folder``: of the trial."""
+def script_words(trial: Trial, config: Path, output_folder: str | None) -> list[str]:
+    """The interpreter and the script's command, placeholders filled in. ``config``: the row's file."""
     script = trial.workload.script
     assert script is not None
     values = placeholder_values(script, trial.configuration.name, trial.ds_config, trial.placement.num_gpus)
-    return [script.python, *script.words({**values, "config": folder / CONFIG_FILE, "output_dir": output_folder})]
+    return [script.python, *script.words({**values, "config": config, "output_dir": output_folder})]
 
 
 def script_variables(trial: Trial, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
@@ -54,10 +54,7 @@ def script_variables(trial: Trial, folder: Path, environ: Mapping[str, str]) -> 
     # The sockets of a data loader's workers are in this folder, and their paths hold at most 107 bytes (unix(7)).
     if len(os.fsencode(temporary := variables.get("TMPDIR", ""))) > _LONGEST_TMPDIR:
         variables["TMPDIR"] = str(Path(temporary).parent)
-    if script.config_source == "accelerate_env":
-        variables |= {"ACCELERATE_USE_DEEPSPEED": "true"}
-        variables |= {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(folder / CONFIG_FILE)}
-    return variables
+    return variables | script.accelerate_variables(folder / CONFIG_FILE)
 
 
 def main() -> int:
@@ -69,28 +66,23 @@ def main() -> int:
     address, port = "127.0.0.1", assignment.scratch_id
     if placement.hosts:  # the agent has set where they meet
         address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    words = script_words(trial, folder, assignment.checkpoint_folder)
+    words = script_words(trial, folder / CONFIG_FILE, assignment.checkpoint_folder)
     variables = script_variables(trial, folder, {**os.environ, **assignment.environment})
     if placement.hostfile is not None and (slots := placement.slots_of_node(number)):
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
-    if placement.hosts and trial.workload.script is not None and trial.workload.script.python != sys.executable:
+    if placement.hosts and words[0] != sys.executable:
         # An agent's folder of ops is for its own torch; another one builds what it needs where it always does.
         variables.pop("TORCH_EXTENSIONS_DIR", None)
+    variables |= {"WORLD_SIZE": str(placement.num_gpus), "LOCAL_WORLD_SIZE": str(counts[number])}
+    variables |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
     at = assignment.working_folder
     ranks = {}
     for local_rank in range(counts[number]):
         rank = sum(counts[:number]) + local_rank
-        own: dict[str, object] = {
-            "RANK": rank,
-            "LOCAL_RANK": local_rank,
-            "WORLD_SIZE": sum(counts),
-            "LOCAL_WORLD_SIZE": counts[number],
-        }
-        own |= {"MASTER_ADDR": address, "MASTER_PORT": port}
         with log_file(folder, rank).open("ab") as log:
             child = subprocess.Popen(
                 words,
-                env={**variables, **{name: str(value) for name, value in own.items()}},
+                env={**variables, "RANK": str(rank), "LOCAL_RANK": str(local_rank)},
                 cwd=at if at is not None and Path(at).is_dir() else None,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -238,10 +238,11 @@ class DeepSpeedLauncher:
         return variables
 
     def _start(self, trial: Trial, folder: Path, remote: RemoteTrial | None) -> Leader:
+        is_script = trial.workload.script is not None
         if remote is None:
-            command = [*script_ranks.command(0), str(folder.resolve())]
-            if trial.workload.script is None:
-                command = launch_command(trial.placement, folder.resolve(), self._devices)
+            at = folder.resolve()
+            own = [*script_ranks.command(0), str(at)]
+            command = own if is_script else launch_command(trial.placement, at, self._devices)
             process = start_leader(folder, command, processes.child_environment(self._variables(trial)), folder)
 
             def wait_for_process(seconds: float) -> bool:
@@ -252,9 +253,7 @@ class DeepSpeedLauncher:
             return Leader(process.pid, wait_for_process)
 
         def command_of(number: int) -> list[str]:
-            if trial.workload.script is not None:
-                return script_ranks.command(number)
-            return node_command(trial.placement, number, remote.master)
+            return script_ranks.command(number) if is_script else node_command(trial.placement, number, remote.master)
 
         remote.start_ranks(command_of)
 

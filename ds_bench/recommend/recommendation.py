@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -192,7 +193,13 @@ def _command_to_decide(decision: Decision, comparison: Comparison, resume: str |
     # Runs that failed are not repeated, so each missing run is one more.
     missing = FEWEST_RUNS - decision.fewest_runs
     repeats = attempts + missing if missing > 0 else max(5, 2 * attempts)
-    return Fact("decide", {"command": resume or "the same command with"}, {"repeats": repeats})
+    values = {"command": resume or "the same command with"}
+    script = comparison.row(decision.choice.key).trial.workload.script
+    if resume is not None and script is not None:
+        # The command ends with the script, and flags come before it: what follows -- is the script's.
+        end = f" {shlex.join(['--', *script.command])}"
+        values = {"command": resume.removesuffix(end), "script": end}
+    return Fact("decide", values, {"repeats": repeats})
 
 
 # ------------------------------------------------------------------ facts

@@ -22,11 +22,7 @@ class Fact:
 
     def __str__(self) -> str:
         lists = {name: format_list(value) for name, value in self.values.items() if isinstance(value, list)}
-        values = {**self.values, **lists, "flags": flags(self.settings)}
-        # What follows -- is a script's, so that flags come before it.
-        command, dashes, script = str(values.get("command", "")).partition(" -- ")
-        if dashes:
-            values |= {"command": command, "flags": f"{values['flags']} -- {script}"}
+        values = {"script": "", **self.values, **lists, "flags": flags(self.settings)}
         return format_template(TEMPLATES[self.kind], values)
 
 
@@ -38,7 +34,7 @@ TEMPLATES: Mapping[str, str] = {
     "use_longest": "Use {choice}: trains sequences of {tokens:,} tokens, the longest; {why}.",
     "tie": "Too close to call{reason}. Start with {choice}, the simplest.",
     "tie_for_memory": "Too close to call{reason}. Start with {choice}, which needs less memory.",
-    "provisional": "Provisional: after {runs}, a lead below {lead} may be chance. To decide: {command} {flags}",
+    "provisional": "Provisional: after {runs}, a lead below {lead} may be chance. To decide: {command} {flags}{script}",
     "only": "the only {row} that can be recommended",
     "least_memory": "least {memory} of {count} {row}s",
     "nearly_least_memory": "least {memory} of {count} {row}s, within 3 % of others",
@@ -84,7 +80,7 @@ TEMPLATES: Mapping[str, str] = {
     "tied_saves": "saves {saved:bytes} of {memory} against {best}, which is tied with it",
     "tied_takes": "takes {saved:bytes} more of {memory} against {best}, which is tied with it",
     # What to try.
-    "decide": "{command} {flags}",
+    "decide": "{command} {flags}{script}",
     "try": "{flags}",
     "try_gpu": "the same command where there is a GPU",
     "caveat": "{remedy}",

@@ -345,6 +345,11 @@ class RankMeasurement:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more")
 
+    def in_window(self, name: str) -> tuple[Any, ...]:
+        """Return a series of ``script`` without its warm-up; empty without a script."""
+        series: tuple[Any, ...] = () if self.script is None else getattr(self.script, name)
+        return series[-len(self.step_seconds) :]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailure:

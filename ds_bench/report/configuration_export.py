@@ -12,6 +12,7 @@ Sources: DeepSpeed 0.19.8 ``runtime/config.py``; Transformers 5 ``integrations/d
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
@@ -30,8 +31,8 @@ from ..config.deepspeed_config import MEASURING_KEYS, Config
 from ..config.hosts import read_hostfile
 from ..config.options import Options
 from ..config.spec import BATCH_KEYS, OFFLOAD_BLOCKS, Configuration, Placement, Trial, block_of, offload_device
-from ..config.training_script import placeholder_values
 from ..errors import UsageError
+from ..launch.script_ranks import script_words
 from ..records.json_files import write_json
 from ..records.schema import TrialRecord
 from ..system.environment import Environment
@@ -84,8 +85,7 @@ def write_exports(
     # Everything that can be refused is made before the folder is.
     raw, trainer, accelerate = raw_config(record), trainer_config(record), accelerate_config(record)
     readme = _readme(record, raw, accelerate, environment, doubt)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with _writing_to(folder):
         # Absolute, so that the YAML finds the JSON from whatever folder it is used in.
         yaml = accelerate_yaml(record, folder.resolve() / ACCELERATE_FILE)
         write_json(folder / RAW_FILE, raw)
@@ -93,12 +93,20 @@ def write_exports(
         write_json(folder / ACCELERATE_FILE, accelerate)
         write_text(folder / YAML_FILE, yaml)
         write_text(folder / README_FILE, readme)
+    return [folder / name for name in (RAW_FILE, TRAINER_FILE, ACCELERATE_FILE, YAML_FILE, README_FILE)]
+
+
+@contextlib.contextmanager
+def _writing_to(folder: Path) -> Iterator[None]:
+    """Make the folder of an export. Raises UsageError for what cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as error:
         problem = f"cannot write the configurations to {folder}: {error.strerror or error}"
         raise UsageError(problem, remedy="give a folder that you may write to") from None
     except ValueError as error:  # json's for NaN and infinities; mkdir's for a NUL in the name
         raise UsageError(f"cannot export this row: {error}", remedy="mend the value or the folder's name") from None
-    return [folder / name for name in (RAW_FILE, TRAINER_FILE, ACCELERATE_FILE, YAML_FILE, README_FILE)]
 
 
 def _write_script_export(record: TrialRecord, folder: Path, doubt: str | None) -> list[Path]:
@@ -117,13 +125,9 @@ def _write_script_export(record: TrialRecord, folder: Path, doubt: str | None) -
     if script is not None and script.config_source == "override":
         how = "Put its values in place of those that the script gives to DeepSpeed, then run:"
     lines += [f"`{RAW_FILE}` is your own file with the changes of this row. {how}", "", command]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with _writing_to(folder):
         write_json(folder / RAW_FILE, config)
         write_text(folder / README_FILE, "\n".join([*lines, ""]))
-    except OSError as error:
-        problem = f"cannot write the configurations to {folder}: {error.strerror or error}"
-        raise UsageError(problem, remedy="give a folder that you may write to") from None
     return [folder / RAW_FILE, folder / README_FILE]
 
 
@@ -131,16 +135,13 @@ def training_command(trial: Trial, config: Path) -> str:
     """Return the command that trains a script with a configuration: torchrun with the words of the row."""
     script = trial.workload.script
     assert script is not None
-    values = placeholder_values(script, trial.configuration.name, trial.ds_config, trial.placement.num_gpus)
-    words = script.words({**values, "config": config, "output_dir": "OUTPUT_DIR"})
-    variables = []
-    if script.config_source == "accelerate_env":
-        variables = ["ACCELERATE_USE_DEEPSPEED=true", f"ACCELERATE_DEEPSPEED_CONFIG_FILE={config}"]
+    python, *words = script_words(trial, config, "OUTPUT_DIR")
+    variables = [f"{name}={value}" for name, value in script.accelerate_variables(config).items()]
     if trial.placement.accelerator == "cpu":
         variables.append("DS_ACCELERATOR=cpu")
     placement = trial.placement
     nodes = [f"--nnodes={placement.num_nodes}"] if placement.num_nodes > 1 else []
-    torchrun = [script.python, "-m", "torch.distributed.run", *nodes, f"--nproc_per_node={placement.ranks_per_node}"]
+    torchrun = [python, "-m", "torch.distributed.run", *nodes, f"--nproc_per_node={placement.ranks_per_node}"]
     return shlex.join([*(["env", *variables] if variables else []), *torchrun, *words])
 
 

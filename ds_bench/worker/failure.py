@@ -1,8 +1,8 @@
 """Classifies an exception in a rank: the kind of failure, and the bytes requested and free.
 
 Texts come from torch 2.11-2.13 and DeepSpeed 0.19.8; each pattern has a test that raises the real exception, or its
-text where that needs a GPU. The hook of a user's script loads this file by its path, in the script's interpreter
-(``script_hook``): nothing but the standard library is imported here, and Python 3.9 is enough.
+text where that needs a GPU. The hook of a user's script imports this module in the script's interpreter
+(``script_hook``): keep it to the standard library and Python 3.9.
 """
 
 from __future__ import annotations

@@ -1,31 +1,25 @@
 """Where DeepSpeed, Transformers and torch differ between the versions that this package supports.
 
-Each function answers one question; its callers do not know versions. Supported are DeepSpeed 0.16.9 to 0.19,
-Transformers 4.51.3 to 5, torch 2.6 and later.
+Each function hides one difference, so that its callers need not check versions. The supported ranges are in
+pyproject.toml.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from typing import Any
 
 import torch
 
-
-@functools.cache
-def _version_of(package: str) -> tuple[int, int]:
-    """Major and minor version of an installed package."""
-    from packaging.version import Version
-
-    from ..system.environment import installed_version
-
-    return Version(installed_version(package) or "0").release[:2]  # type: ignore[return-value]
+from ..config import deepspeed_keys
 
 
 def dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The keyword argument of Transformers' ``from_config`` for the number format; ``torch_dtype`` before 4.56."""
-    return {"dtype" if _version_of("transformers") >= (4, 56) else "torch_dtype": dtype}
+    import transformers
+    from packaging.version import Version
+
+    return {"dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype": dtype}
 
 
 def no_init_weights() -> contextlib.AbstractContextManager[None]:
@@ -39,12 +33,12 @@ def no_init_weights() -> contextlib.AbstractContextManager[None]:
 
 
 def adapt_engine(engine: Any) -> None:
-    """Makes ``engine.step`` work on several CPU ranks.
+    """Make ``engine.step`` work on several CPU ranks.
 
-    Before 0.19 stages 1 and 2 flatten parameters with gradients enabled, so that they are views of one buffer, which
-    gloo's all-gather in place refuses (``runtime/zero/stage_1_and_2.py``). A step needs no gradients.
+    Before 0.19 stages 1 and 2 flatten parameters with gradients enabled (``runtime/zero/stage_1_and_2.py``). They are
+    views of one buffer then, and gloo refuses to gather into them. A step needs no gradients.
     """
-    if _version_of("deepspeed") < (0, 19):
+    if deepspeed_keys.is_before("0.19"):
         engine.step = torch.no_grad()(engine.step)
 
 

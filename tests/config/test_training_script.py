@@ -40,7 +40,7 @@ def script(*command: str) -> Script:
     return read_script(command, python=None, override=False, accelerate_env=False, engine=None)
 
 
-def test_placeholders_are_exact_words_and_other_braces_survive() -> None:
+def test_only_known_placeholders_are_replaced() -> None:
     command = (
         "train.py",
         "--ds={config}",
@@ -72,7 +72,7 @@ def test_placeholders_are_exact_words_and_other_braces_survive() -> None:
         (["train.py", "{{config}}"], r"\{config\} among .*--accelerate-env, or --override-config"),
     ],
 )
-def test_what_cannot_be_started_is_refused_with_what_works(command: list[str], error: str) -> None:
+def test_a_command_that_cannot_start_is_refused_with_one_that_can(command: list[str], error: str) -> None:
     with pytest.raises(UsageError, match=error):
         script(*command)
 
@@ -104,7 +104,7 @@ MICRO = ("--configs", "own.json", "--", "train.py", "{config}", "{micro_batch}")
         (("--model", "tiny", "--base-config", "own.json"), "--base-config without a script"),
     ],
 )
-def test_what_contradicts_a_script_is_refused(words: Sequence[str], error: str) -> None:
+def test_options_that_conflict_with_a_script_are_refused(words: Sequence[str], error: str) -> None:
     command, values = commands.parse(["run", *words])
     with pytest.raises(UsageError, match=error):
         commands.function_of(command)(**values)
@@ -142,7 +142,7 @@ WITH_CPU = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
         ),
     ],
 )
-def test_rows_are_the_users_file_with_only_what_was_asked_for(
+def test_rows_keep_the_users_file_except_for_requested_changes(
     machine: ScriptedRun, words: list[str], rows: dict[str, Any]
 ) -> None:
     assert {name: row.deepspeed_config for name, row in run(machine, *words).items()} == rows
@@ -152,7 +152,7 @@ def test_rows_are_the_users_file_with_only_what_was_asked_for(
         assert f"--nproc_per_node=1 train.py {folder.resolve()}/ds_config.json" in (folder / "README.md").read_text()
 
 
-def test_what_a_run_folder_does_not_start_by_itself_is_in_every_command_that_goes_on_with_it(
+def test_every_resume_command_repeats_the_script(
     machine: ScriptedRun,
 ) -> None:
     machine.launcher = FakeLauncher("Success", "Interrupted")

@@ -121,7 +121,7 @@ CASES = {
         flags=("--override-config",),
         row={"stage": 3, "config_source": "override"},
     ),
-    "not led to the script": Case(
+    "ignored by the script": Case(
         command="i_zero_init.py {configs}/zero2.json --ignored {config}",
         configs="zero3",
         caveat="the script's engine ran stage 2.*this row's file says stage 3",

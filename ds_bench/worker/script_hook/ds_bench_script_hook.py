@@ -89,7 +89,7 @@ def tensors_in(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any
 def count_tokens(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Count the tokens of a micro-batch: all, without padding, trained, and the sum of their ids. Waits for nothing.
 
-    The tokens are ``input_ids``, else ``labels``, else the first tensor of whole numbers.
+    The tokens are ``input_ids``, else ``labels``, else the first integer tensor.
     """
     found = [*tensors_in(arguments, ""), *tensors_in(keywords, "")]
     named = dict(reversed(found))
@@ -110,7 +110,7 @@ def count_tokens(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> dic
 
 
 def holds_ids(tensor: Any) -> bool:
-    """Whether a tensor is of whole numbers; torch counts no gradient of these."""
+    """Whether a tensor holds integers."""
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is sys.modules["torch"].bool)
 
 
@@ -212,7 +212,7 @@ class Hook:
             return False
         if self.main is not None:
             return engine is self.main
-        return self.name_of(engine) == (self.asked_engine or self.name_of(engine))
+        return self.asked_engine in (None, self.name_of(engine))
 
     def before_forward(self, engine: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if not self.measures(engine) or not self.is_training(engine.module):
@@ -233,8 +233,6 @@ class Hook:
             self.call_ended = None
 
     def after_backward(self, engine: Any, loss: Any, divided: bool) -> None:
-        if not self.measures(engine):
-            return
         if getattr(loss, "numel", lambda: 0)() == 1:
             self.losses.append((engine, (loss, engine.gradient_accumulation_steps() if divided else 1)))
         self.call_ended = time.perf_counter()
@@ -468,12 +466,14 @@ class Hook:
             return original(engine, *arguments, **keywords)
 
         def backward(original: Any, engine: Any, loss: Any, *arguments: Any, **keywords: Any) -> Any:
-            if self.measures(engine):
+            measured = self.measures(engine)
+            if measured:
                 self.beat("backward")
             # Before backward, which may scale or free the tensor.
-            kept = loss.detach().clone() if hasattr(loss, "detach") else None
+            kept = loss.detach().clone() if measured and hasattr(loss, "detach") else None
             returned = original(engine, loss, *arguments, **keywords)
-            after_backward(engine, kept, keywords.get("scale_wrt_gas", True))
+            if measured:
+                after_backward(engine, kept, keywords.get("scale_wrt_gas", True))
             return returned
 
         def step(original: Any, engine: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -523,7 +523,7 @@ class Hook:
             try:
                 made = original(*call.args, **call.kwargs)
             except (TypeError, ValueError) as error:
-                paths = list(paths_of_auto(given))
+                paths = list(paths_of_auto(read_config(given)))
                 if not paths:
                     raise
                 # The cause first: a table may cut the end off.
@@ -708,9 +708,7 @@ def read_config(given: Any) -> dict[str, Any]:
 
 
 def paths_of_auto(value: Any, path: str = "") -> Iterator[str]:
-    """Yield the paths of the values "auto" in a configuration, which may be a file."""
-    if not path and not isinstance(value, Mapping):
-        value = read_config(value)
+    """Yield the paths of the values "auto" in a configuration."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from paths_of_auto(item, f"{path}.{key}" if path else str(key))
