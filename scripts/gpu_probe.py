@@ -8,6 +8,8 @@ Never fails for what it finds: the file is rewritten after each answer.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import os
 import sys
 import time
@@ -21,6 +23,60 @@ from ds_bench.launch import Limits, ops, rank_environment
 from ds_bench.launch.warm_launcher import WarmLauncher
 from ds_bench.records.json_files import write_json
 from ds_bench.system import environment, gpu_state
+
+
+class NvmlRecorder:
+    """Passes calls on to ``pynvml`` and keeps each with its answer, as ``tests/support/nvml_replay.py`` replays them.
+
+    UUIDs are replaced by the number of the GPU. What a machine's file says beyond that names nobody.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self.calls: dict[str, Any] = {}
+        """Text of a call → its answer."""
+        self._handles: dict[int, tuple[Any, str]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._library, name)
+
+        def call(*arguments: Any) -> Any:
+            words = [self._handles.get(id(each), (None, str(each)))[1] for each in arguments]
+            text = f"{name}({', '.join(words)})"
+            try:
+                answer = function(*arguments)
+            except Exception as error:
+                self.calls[text] = {"error": type(error).__name__}
+                raise
+            if name == "nvmlDeviceGetUUID":
+                self.calls[text] = (
+                    words[0].replace("GPU ", "MIG-" if "MIG" in words[0] else "GPU-").replace(" MIG ", "-")
+                )
+            elif name.endswith("HandleByIndex"):
+                self.calls[text] = f"GPU {words[0]}" if len(words) == 1 else f"{words[0]} MIG {words[1]}"
+                self._handles[id(answer)] = answer, self.calls[text]
+            elif answer is not None:
+                self.calls[text] = _plain(answer)
+            return answer
+
+        return call
+
+
+def _plain(answer: Any) -> Any:
+    if isinstance(answer, list | tuple):
+        return [_plain(each) for each in answer]
+    names = [name for name, *_ in getattr(answer, "_fields_", ())] or list(getattr(answer, "__dict__", ()))
+    return {name: getattr(answer, name) for name in names} if names else answer
+
+
+def record_nvml(library: Any) -> dict[str, Any]:
+    """Return every call that the product makes to NVML, and the memory that its first version shows."""
+    recorder = NvmlRecorder(library)
+    for gpu in gpu_state.read_gpus(recorder).gpus:
+        with contextlib.suppress(Exception):
+            recorder.nvmlInit()
+            recorder.nvmlDeviceGetMemoryInfo(recorder.nvmlDeviceGetHandleByIndex(gpu.index))
+    return {"source": "scripts/gpu_probe.py", "unknown": [], "calls": recorder.calls}
 
 
 def main() -> int:
@@ -39,6 +95,8 @@ def main() -> int:
         write_json(args.output, found)
 
     keep("cards", cards)
+    with contextlib.suppress(ImportError):
+        keep("nvml", record_nvml(importlib.import_module("pynvml")))
     device_op = ops.FUSED_ADAM if args.accelerator == "cuda" else ops.SHARED_MEMORY
     folder = Path(variables["TORCH_EXTENSIONS_DIR"])
     for name in (device_op, ops.CPU_ADAM, ops.ASYNC_IO):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -22,6 +23,8 @@ from ds_bench.system.gpu_state import (
     select_visible,
     throttle_faults,
 )
+from tests.support.nvml_replay import MACHINES, NvmlReplay
+from tests.support.real_trials import ROOT
 
 GB = 2**30
 RESERVED = GB // 2
@@ -37,6 +40,7 @@ class FakeNvml:
         running = [process(pid=77, usedGpuMemory=3 * GB), process(pid=os.getpid(), usedGpuMemory=1)]
         facts = {
             "Name": "NVIDIA H200", "CudaComputeCapability": (9, 0), "MaxClockInfo": 1980, "Temperature": 41,
+            "PowerUsage": 310_500, "TotalEnergyConsumption": 7_000_250,
             "EnforcedPowerLimit": 700_000, "PowerManagementDefaultLimit": 800_000, "PersistenceMode": 1,
             "CurrentClocksEventReasons": 0x1 | 0x40 | 0x8000, "ComputeRunningProcesses": running, "MigMode": [0, 0],
             "GraphicsRunningProcesses": [process(pid=12, usedGpuMemory=None)],
@@ -79,7 +83,8 @@ def test_each_fact_has_the_unit_of_its_name() -> None:
     assert inventory.gpus[1] == GpuFacts(
         index=1, name="NVIDIA H200", uuid="GPU-1", compute_capability=(9, 0),
         memory_total_bytes=140 * GB - RESERVED, memory_used_bytes=1 * GB, sm_clock_mhz=345, max_sm_clock_mhz=1980,
-        memory_clock_mhz=3201, temperature_celsius=41, power_limit_watts=700.0, default_power_limit_watts=800.0,
+        memory_clock_mhz=3201, temperature_celsius=41, power_watts=310.5, energy_joules=7000.25,
+        power_limit_watts=700.0, default_power_limit_watts=800.0,
         persistence_mode=True, throttle_reasons=("gpu_idle", "hw_thermal_slowdown", "0x8000"),
         other_processes=((12, None), (77, 3 * GB)), mig=False,
     )  # fmt: skip
@@ -98,6 +103,40 @@ def test_failing_call_costs_only_its_own_fact_and_the_session_is_closed(call: st
         whole = read_gpus(FakeNvml()).gpus[0]
         lost = [name for name in GpuFacts.__slots__ if getattr(cards[0], name) != getattr(whole, name)]
         assert len(lost) <= 2, lost
+
+
+RECORDED: dict[str, dict[str, Any]] = {
+    # The driver keeps 479 of 81,559 MiB.
+    "h100": {"memory_total_bytes": 81_080 * 2**20, "memory_used_bytes": 19_818 * 2**20, "sm_clock_mhz": 1980,
+             "power_limit_watts": 700.0, "throttle_reasons": (), "temperature_celsius": 59, "mig": False,
+             "other_processes": ((11327, 2566 * 2**20), (11328, 1542 * 2**20), (11345, 15690 * 2**20))},
+    "h200": {"memory_total_bytes": 143_157 * 2**20, "memory_clock_mhz": 3201, "compute_capability": (9, 0)},
+    "a100_mig": {"memory_total_bytes": 81_051 * 2**20, "mig": True, "persistence_mode": False,
+                 "mig_uuids": ("MIG-0-0", "MIG-0-1", "MIG-0-2", "MIG-0-3"), "default_power_limit_watts": 500.0},
+    # On GeForce cards MIG is N/A; Chrome is in both lists of processes.
+    "rtx4090": {"memory_total_bytes": 24_210 * 2**20, "mig": None, "throttle_reasons": ("gpu_idle",),
+                "other_processes": tuple((pid, mib * 2**20)
+                                         for pid, mib in ((1180, 290), (1424, 110), (3132, 64), (12636, 60)))},
+    "wsl2": {"memory_total_bytes": 7948 * 2**20, "memory_used_bytes": 0, "other_processes": (), "mig": None,
+             "power_limit_watts": 61.24, "max_sm_clock_mhz": 3105},
+}  # fmt: skip
+
+
+def test_recorded_machines_are_read_and_recorded_again_as_they_were(subtests: pytest.Subtests) -> None:
+    spec = importlib.util.spec_from_file_location("gpu_probe", ROOT / "scripts" / "gpu_probe.py")
+    assert spec is not None
+    assert spec.loader is not None
+    probe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(probe)
+    assert sorted(RECORDED) == list(MACHINES)
+    for machine, expected in RECORDED.items():
+        with subtests.test(machine):
+            (gpu,) = read_gpus(NvmlReplay(machine)).gpus
+            assert {name: getattr(gpu, name) for name in expected} == expected
+            replay = NvmlReplay(machine)
+            again = probe.record_nvml(replay)["calls"]
+            assert {text: again.get(text) for text in replay.calls} == replay.calls
+            assert all("error" in again[text] for text in again.keys() - replay.calls)
 
 
 def test_without_the_module_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
