@@ -23,7 +23,8 @@ _CAUSES = tuple(
         ("collective_timeout", r"Watchdog caught collective operation timeout"),
         (
             "shared_memory",
-            r"creating shared memory segment|workers are out of shared memory|unable to write to file </torch_|"
+            r"creating shared memory segment|failed to extend /dev/shm/|workers are out of shared memory|"
+            r"unable to write to file </torch_|"
             r"(?:shared memory|/dev/shm/).*(?:No space left|Resource temporarily)|No space left.*/dev/shm/",
         ),
         ("memlock", r"(?:ibv_|NET/OFI Unable to register memory).*Cannot allocate memory"),
@@ -33,8 +34,8 @@ _CAUSES = tuple(
         (
             "device_oom",
             r"CUDA out of memory|HIP out of memory|CUDA (?:driver )?error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
-            r"CUDNN_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|cudaMalloc failed: out of memory|"
-            r"Triton Error \[CUDA\]: out of memory|Failed to CUDA (?:calloc|malloc)|"
+            r"CUDNN_STATUS_(?:\w+_DEVICE_ALLOCATION|ALLOC)_FAILED|cudaErrorMemoryAllocation|"
+            r"cudaMalloc failed: out of memory|Triton Error \[CUDA\]: out of memory|Failed to CUDA (?:calloc|malloc)|"
             r"NCCL.*(?:Cuda failure 2\b|out of memory)",
         ),
         (
@@ -44,8 +45,11 @@ _CAUSES = tuple(
         (
             "host_oom",
             r"DefaultCPUAllocator: (?:can't|not enough)|Cannot allocate memory|std::bad_alloc|unable to mmap|"
-            r"cudaHostAlloc.*(?:failed|out of memory)|Failed to CUDA host alloc|Unable to allocate .* for an array",
+            r"CUDNN_STATUS_\w+_HOST_ALLOCATION_FAILED|cudaHostAlloc.*(?:failed|out of memory)|"
+            r"Failed to CUDA host alloc|Unable to allocate .* for an array",
         ),
+        # NCCL reports an error of CUDA in this rank; its peers only lose their connections.
+        ("other", r"Cuda failure(?: \d+)? '"),
         # Last: an NCCL error that mentions a lack of memory is a memory error.
         (
             "peer_lost",
