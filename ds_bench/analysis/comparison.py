@@ -18,6 +18,7 @@ from ..errors import UsageError
 from ..records.schema import TrialRecord, measured_values
 from ..system.environment import Environment, comparability_differences
 from ..system.gpu_state import throttle_faults
+from ..system.host_memory import is_wsl
 from ..units import BYTES_PER_GB, format_names
 from . import trial_caveats
 from .comparability import group_repeats, incomparable_facts, unique_labels
@@ -426,6 +427,9 @@ def comparison_caveats(rows: Sequence[Sequence[Run]], environments: Sequence[Env
         if differences := comparability_differences(environments[0], environment):
             caveats.append(Caveat(CaveatKind.ENVIRONMENT_DIFFERS, {"differences": "; ".join(differences)}))
     caveats += _apart_caveats(rows)
+    hosts = [host for environment in environments for host in (environment, *environment.hosts)]
+    if any(each.accelerator == "cuda" for each in placements) and any(is_wsl(host.kernel) for host in hosts):
+        caveats.append(Caveat(CaveatKind.WSL))
     for environment in environments:
         for number, host in enumerate(environment.hosts or (environment,)):
             slots = {slot for each in placements for slot in each.slots_of_node(number)}

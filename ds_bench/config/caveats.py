@@ -177,6 +177,8 @@ class CaveatKind(StrEnum):
     OTHER_PROCESS = ("other_process", "{gpu} is also used by {processes} other process(es), which slows the rows down",
         "stop the other process, or choose a free card with CUDA_VISIBLE_DEVICES")
     THROTTLED_BEFORE = "throttled_before", "{gpu} was throttled before the first trial: {reasons}", _THROTTLED
+    WSL = ("wsl", "measured under WSL, whose driver would move GPU memory to the host: each rank was limited to what "
+        "was free on its GPU at its start", "measure on Linux itself where figures must hold for it")
     SWAP_USED = ("swap_used", "{host} has {swapped:bytes} swapped out",
         "free host memory before measuring, above all for offload rows")
     # fmt: on

@@ -15,7 +15,7 @@ from ..config.caveats import CaveatKind
 from ..config.spec import Placement, gpu_precisions
 from ..system import host_memory
 from ..system.gpu_state import GpuFacts, GpuInventory, select_visible, throttle_faults
-from ..system.host_memory import ROOT, parse_numbers, read_text
+from ..system.host_memory import ROOT, is_wsl, parse_numbers, read_text
 from ..units import format_bytes
 from .findings import Finding, SystemAccess, ok, problem, run_checks, unreadable, warning
 
@@ -163,6 +163,10 @@ def check_gpus(
     if torch_cuda is None:
         text = f"{len(visible)} visible, but torch is a CPU build: comparisons run on the CPU"
         yield problem("GPUs", text, "install torch for CUDA (pytorch.org/get-started), or hide the GPUs")
+    if is_wsl(read_text(system.root / "proc/sys/kernel/osrelease")):
+        text = "the driver moves GPU memory to the host instead of failing, and page-locked host memory is limited"
+        remedy = "each rank is limited to the GPU memory that is free at its start; close programs that use the GPU"
+        yield warning("WSL", text, remedy)
     names = sorted({gpu.name or "unnamed" for gpu in visible})
     if len(names) > 1:
         text = f"different models ({', '.join(names)}): the slowest sets the pace"

@@ -65,6 +65,15 @@ def cgroup_peak_bytes(root: Path = ROOT) -> int | None:
     return next((peak for group in groups if (peak := _read_number(group / "memory.peak")) is not None), None)
 
 
+def is_wsl(kernel: str | None) -> bool:
+    """Return whether a kernel release is that of the Windows Subsystem for Linux (microsoft/WSL2-Linux-Kernel).
+
+    Its GPU driver belongs to Windows. It moves GPU memory to host memory instead of failing (microsoft/WSL#11050), and
+    NVML lists no processes.
+    """
+    return "microsoft" in (kernel or "").lower()
+
+
 def read_oom_kill_count(root: Path = ROOT) -> int:
     """Return how many processes the kernel has killed for memory so far. Only a rise of the number means anything.
 

@@ -13,6 +13,7 @@ import deepspeed
 import torch
 
 from ..config.spec import Engine, Placement, Workload
+from ..system.host_memory import is_wsl
 from ..system.redaction import redacted_config
 from .library_versions import adapt_engine
 from .reference_engines import DdpEngine, Fsdp2Engine, PassEngine, ReferenceEngine
@@ -22,7 +23,9 @@ _OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum")
 
 
 def select_device(placement: Placement) -> torch.device:
-    """This rank's device, made the current one on CUDA; its memory is limited where a smaller GPU is emulated."""
+    """This rank's device, made the current one on CUDA. Its memory is limited to that of a smaller GPU to emulate, and
+    under WSL to what is free now, so that allocations fail there instead of going to host memory.
+    """
     if placement.accelerator == "cpu":
         return torch.device("cpu")
     from deepspeed.accelerator import cuda_accelerator
@@ -32,6 +35,9 @@ def select_device(placement: Placement) -> torch.device:
     # DeepSpeed asks NVML for free memory at stages 1 and 2, and the preloaded server has closed NVML before the fork.
     if cuda_accelerator.pynvml is not None:
         cuda_accelerator.pynvml.nvmlInit()
+    if placement.gpu_memory_limit_bytes is None and is_wsl(os.uname().release):
+        free, total = torch.cuda.mem_get_info(local_rank)
+        torch.cuda.set_per_process_memory_fraction(free / total)
     if placement.gpu_memory_limit_bytes is not None:
         total = torch.cuda.get_device_properties(local_rank).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, placement.gpu_memory_limit_bytes / total))

@@ -334,12 +334,14 @@ def card(index: int = 0, **changes: Any) -> GpuFacts:
         ({"gpus": (card(throttle_reasons=("applications_clocks_setting",)),)}, set()),
         ({"swap_used_bytes": 3 * GB}, {CaveatKind.SWAP_USED}),
         ({"swap_used_bytes": 0}, set()),
+        ({"kernel": "5.15.167.4-microsoft-standard-WSL2"}, {CaveatKind.WSL}),
+        ({"kernel": "6.8.0-1015-azure"}, set()),
     ],
 )
 def test_what_disturbs_the_machine_is_said_of_the_cards_that_were_used(
     changes: dict[str, Any], expected: set[CaveatKind]
 ) -> None:
-    disturbances = {CaveatKind.OTHER_PROCESS, CaveatKind.THROTTLED_BEFORE, CaveatKind.SWAP_USED}
+    disturbances = {CaveatKind.OTHER_PROCESS, CaveatKind.THROTTLED_BEFORE, CaveatKind.SWAP_USED, CaveatKind.WSL}
     found = kinds(compared(ran(0), on=(fakes.environment(**changes),)))
     assert found.keys() & disturbances == expected
 

@@ -166,6 +166,9 @@ FAULTS: tuple[tuple[dict[str, Finding], str, str, str], ...] = (
 def test_fault_of_a_gpu_has_its_level_and_its_words(tmp_path: Path) -> None:
     for found, name, expected, said in FAULTS:
         assert (found[name].level, said in found[name].text) == (expected, True), found[name]
+    write(tmp_path / "proc/sys/kernel/osrelease", "5.15.167.4-microsoft-standard-WSL2\n")
+    assert "WSL" in gpus(card(), root=tmp_path)
+    assert "WSL" not in gpus(card(), root=Path("/nowhere"))
     assert "GPU 0 bf16" not in gpus(card(compute_capability=(8, 0)))
     for path, said in (("proc/driver/nvidia/version", "the driver is loaded"), ("dev/kfd", "ROCm is not supported")):
         write(tmp_path / path, "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from torch.distributed.fsdp import fully_shard
 
 from ds_bench.worker import measure
 from ds_bench.worker.engine import _to_json_value as to_json_value
+from ds_bench.worker.engine import select_device
 from ds_bench.worker.reference_engines import _create_optimizer
+from tests.support import fakes
 
 
 class Config:
@@ -36,6 +39,21 @@ def test_a_resolved_configuration_is_plain_json_without_addresses_whatever_is_in
         "e": {"enabled": False, "inner": "<object object>"},
     }
     assert " at 0x" not in str(to_json_value({"x": [Config(), object(), len, lambda: 1]}))
+
+
+@pytest.mark.parametrize(("kernel", "fractions"), [("5.15.167.4-microsoft-standard-WSL2", [0.75]), ("6.8.0", [])])
+def test_under_wsl_a_rank_is_limited_to_free_memory(
+    kernel: str, fractions: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_fractions: list[float] = []
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr("os.uname", lambda: SimpleNamespace(release=kernel))
+    monkeypatch.setattr("deepspeed.accelerator.cuda_accelerator.pynvml", None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (18 * fakes.GB, 24 * fakes.GB))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", set_fractions.append)
+    assert select_device(fakes.placement(accelerator="cuda")) == torch.device("cuda", 0)
+    assert set_fractions == fractions
 
 
 def test_tf32_is_recorded_however_it_was_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
