@@ -828,8 +828,20 @@ def _completed_row(
     trained = replace(workload, precision=deepspeed_config.trained_precision(config, workload.precision))
     unsupported = validation.unsupported_reason(completed, placement)
     unsupported = unsupported or validation.unsupported_workload_reason(completed, trained, placement)
-    differences = _differences_from_name(configuration, workload, trained)
-    return config, unsupported, [*differences, *validation.ineffective_settings(completed, workload, placement)]
+    # The edited DeepSpeed configuration may differ from what the row's name and the flags say.
+    caveats: list[str | Caveat] = []
+    strategy = strategies.find_strategy(configuration.name, configuration.stage)
+    if strategy is not None and configuration.source == "catalogue":
+        for part, used, named in (
+            ("optimizer", configuration.offload_optimizer, strategy.offload_optimizer),
+            ("parameter", configuration.offload_param, strategy.offload_param),
+        ):
+            if used != named:
+                caveats.append(Caveat(CaveatKind.OTHER_OFFLOAD, {"part": part, "used": used, "named": named}))
+    if trained.precision != workload.precision:
+        asked = f"as the DeepSpeed config says, not this row's {workload.precision}"
+        caveats.append(f"ran precision {trained.precision}, {asked}")
+    return config, unsupported, [*caveats, *validation.ineffective_settings(completed, workload, placement)]
 
 
 def refuse_unresolved(record: TrialRecord, waiting: Sequence[Trial]) -> list[Trial]:
@@ -866,20 +878,3 @@ def ordered_for_round(configurations: Sequence[Configuration], seed: int, number
         shuffles = [shuffled(f"{seed} {later} {attempt}") for attempt in range(4)]
         rounds.append(min(shuffles, key=lambda order: sum(sum(map(operator.eq, order, earlier)) for earlier in rounds)))
     return [configurations[index] for index in rounds[number]]
-
-
-def _differences_from_name(
-    configuration: Configuration, requested: Workload, trained: Workload
-) -> Iterator[str | Caveat]:
-    """Caveats of a row whose edited DeepSpeed configuration differs from what its name and the flags say."""
-    strategy = strategies.find_strategy(configuration.name, configuration.stage)
-    if strategy is not None and configuration.source == "catalogue":
-        for part, used, named in (
-            ("optimizer", configuration.offload_optimizer, strategy.offload_optimizer),
-            ("parameter", configuration.offload_param, strategy.offload_param),
-        ):
-            if used != named:
-                yield Caveat(CaveatKind.OTHER_OFFLOAD, {"part": part, "used": used, "named": named})
-    if trained.precision != requested.precision:
-        asked = f"as the DeepSpeed config says, not this row's {requested.precision}"
-        yield f"ran precision {trained.precision}, {asked}"

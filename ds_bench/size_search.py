@@ -71,8 +71,13 @@ class SizeSearch:
         trained = self._previous_trials(row)
         start = self.predict_largest(row)
         while (units := next_size(trained, start, self.limit)) is not None:
-            outcome = self._probe(row, units).outcome
-            status = outcome.status
+            trial = self._trial(row, units, predicted=True)
+            kind = "batch" if self.dimension == "batch_size" else "seq"
+            trial_id = f"probe_{row.name}_{kind}{units * self.unit}"
+            trial = replace(trial, trial_id=trial_id, workload=_of_probe(trial.workload), inspection=NO_INSPECTION)
+            record = self.launcher.launch(trial, self.store.trial_folder(trial_id), lambda _progress: None)
+            self.store.append(record, PROBES_FILE)
+            outcome, status = record.outcome, record.outcome.status
             # A signal may also come when the probe has just ended, with a status of its own.
             if status == schema.INTERRUPTED or processes.interrupt_requested():
                 self.say(f"the search was interrupted at {row.label}")
@@ -126,15 +131,6 @@ class SizeSearch:
         size = units * self.unit
         build = self.plan.builder.build if self.dimension == "batch_size" else self.plan.builder.build_at_length
         return self.plan.trials_of([build(row, size)], predicted=predicted)[0]
-
-    def _probe(self, row: RequestedRow, units: int) -> TrialRecord:
-        trial = self._trial(row, units, predicted=True)
-        kind = "batch" if self.dimension == "batch_size" else "seq"
-        trial_id = f"probe_{row.name}_{kind}{units * self.unit}"
-        trial = replace(trial, trial_id=trial_id, workload=_of_probe(trial.workload), inspection=NO_INSPECTION)
-        record = self.launcher.launch(trial, self.store.trial_folder(trial.trial_id), lambda _progress: None)
-        self.store.append(record, PROBES_FILE)
-        return record
 
     def _previous_trials(self, row: RequestedRow) -> dict[int, bool]:
         """Size in units → whether it trained, from earlier probes of this run.

@@ -74,38 +74,35 @@ def compare_before_after(before: Result, after: Result) -> BeforeAfter:
     else:
         hardware, software = environment.hardware_differences(a, b), environment.software_differences(a, b)
         settings = environment.setting_differences(a, b)
-    rows = tuple(_pair_rows(before.runs, after.runs, hardware, versions_known=None not in (a, b)))
-    pairs = [(row.before, row.after) for row in rows if row.before and row.after]
+    # Rows are paired by model and strategy, in the order of before; then come the rows that only after has.
+    rows: list[RowChange] = []
+
+    def name(row: ComparisonRow) -> tuple[object, ...]:
+        return row.configuration.name, row.configuration.stage, row.trial.workload.model
+
+    unpaired = list(compare(after.runs).rows)
+    for row in compare(before.runs).rows:
+        same_name = [other for other in unpaired if name(other) == name(row)]
+        # Of several rows of one name, as with other batches, the one that differs least.
+        partner = min(same_name, key=lambda other: len(_differences(row, other)), default=None)
+        if partner is None:
+            rows.append(
+                RowChange(label=row.label, before=row, after=None, incomparable_reasons=("after: no such row",))
+            )
+        else:
+            unpaired.remove(partner)
+            rows.append(_pair(row, partner, hardware, versions_known=None not in (a, b)))
+    for row in unpaired:
+        rows.append(RowChange(label=row.label, before=None, after=row, incomparable_reasons=("before: no such row",)))
+    pairs = [(each.before, each.after) for each in rows if each.before and each.after]
     return BeforeAfter(
-        rows=rows,
+        rows=tuple(rows),
         hardware=tuple(hardware),
         software=tuple(software),
         settings=tuple(settings),
         environment_unknown=None in (a, b),
         configs_unknown=any(side.representative.row.config_hash is None for pair in pairs for side in pair),
     )
-
-
-def _pair_rows(
-    before: Sequence[Run], after: Sequence[Run], hardware: Sequence[str], *, versions_known: bool
-) -> Iterator[RowChange]:
-    """Pair rows by model and strategy, in the order of ``before``; then the rows that only ``after`` has."""
-
-    def name(row: ComparisonRow) -> tuple[object, ...]:
-        return row.configuration.name, row.configuration.stage, row.trial.workload.model
-
-    unpaired = list(compare(after).rows)
-    for row in compare(before).rows:
-        same_name = [other for other in unpaired if name(other) == name(row)]
-        # Of several rows of one name, as with other batches, the one that differs least.
-        partner = min(same_name, key=lambda other: len(_differences(row, other)), default=None)
-        if partner is None:
-            yield RowChange(label=row.label, before=row, after=None, incomparable_reasons=("after: no such row",))
-        else:
-            unpaired.remove(partner)
-            yield _pair(row, partner, hardware, versions_known=versions_known)
-    for row in unpaired:
-        yield RowChange(label=row.label, before=None, after=row, incomparable_reasons=("before: no such row",))
 
 
 def _pair(before: ComparisonRow, after: ComparisonRow, hardware: Sequence[str], *, versions_known: bool) -> RowChange:

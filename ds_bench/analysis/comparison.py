@@ -433,7 +433,17 @@ def comparison_caveats(rows: Sequence[Sequence[Run]], environments: Sequence[Env
     for environment in environments:
         for number, host in enumerate(environment.hosts or (environment,)):
             slots = {slot for each in placements for slot in each.slots_of_node(number)}
-            caveats += _machine_caveats(host, slots, f" on {host.hostname}" if environment.hosts else "")
+            where = f" on {host.hostname}" if environment.hosts else ""
+            for gpu in (gpu for slot, gpu in enumerate(host.gpus) if slot in slots):
+                name = f"GPU {gpu.index}{where}"
+                if gpu.other_processes:
+                    processes = len(gpu.other_processes)
+                    caveats.append(Caveat(CaveatKind.OTHER_PROCESS, {"gpu": name, "processes": processes}))
+                if reasons := throttle_faults(gpu):
+                    caveats.append(Caveat(CaveatKind.THROTTLED_BEFORE, {"gpu": name, "reasons": ", ".join(reasons)}))
+            if host.swap_used_bytes:
+                name = f"the host {host.hostname}" if where else "the host"
+                caveats.append(Caveat(CaveatKind.SWAP_USED, {"host": name, "swapped": host.swap_used_bytes}))
     return list(dict.fromkeys(caveats))
 
 
@@ -484,19 +494,6 @@ def _apart_caveats(rows: Sequence[Sequence[Run]]) -> Iterator[Caveat]:
         texts.append(f"and {len(labels) - 4} more runs")
     where = "on different hosts" if len(set(hosts.values())) > 1 else "in different runs"
     yield Caveat(CaveatKind.MEASURED_APART, {"where": where, "runs": "; ".join(texts)})
-
-
-def _machine_caveats(environment: Environment, slots: set[int], where: str) -> Iterator[Caveat]:
-    """State of the host, and of the GPUs in the slots that the job used. ``where``: `` on HOST`` for one of several."""
-    for gpu in (gpu for slot, gpu in enumerate(environment.gpus) if slot in slots):
-        name = f"GPU {gpu.index}{where}"
-        if gpu.other_processes:
-            yield Caveat(CaveatKind.OTHER_PROCESS, {"gpu": name, "processes": len(gpu.other_processes)})
-        if reasons := throttle_faults(gpu):
-            yield Caveat(CaveatKind.THROTTLED_BEFORE, {"gpu": name, "reasons": ", ".join(reasons)})
-    if environment.swap_used_bytes:
-        host = f"the host {environment.hostname}" if where else "the host"
-        yield Caveat(CaveatKind.SWAP_USED, {"host": host, "swapped": environment.swap_used_bytes})
 
 
 def device_capacity_bytes(runs: Sequence[Run], environments: Sequence[Environment]) -> int | None:

@@ -236,23 +236,20 @@ def _other_training(runs: Sequence[Run]) -> dict[int, Caveat]:
         # All rows of no file are in one part, which comes first whatever its size.
         sizes = [(not all(map(_may_train_otherwise, part.values())), len(part)) for part in parts]
         usual = parts[sizes.index(max(sizes))] if sizes.count(max(sizes)) == 1 else None
-        for part in parts:
-            if part is not usual:
-                other = usual or next(each for each in parts if each is not part)
-                known = next(iter(other.values()))
-                caveats |= {index: _other_training_caveat(known, run) for index, run in part.items()}
+        for part in (each for each in parts if each is not usual):
+            other = usual or next(each for each in parts if each is not part)
+            known = next(iter(other.values()))
+            for index, run in part.items():
+                apart = _greatest_difference(known.losses, run.losses)
+                if difference := _asked_difference(known, run, learning=True):
+                    caveats[index] = Caveat(CaveatKind.OTHER_TRAINING, {"how": difference})
+                elif apart > _OTHER_FORMAT_TOLERANCE:
+                    label = known.trial.configuration.label
+                    caveats[index] = Caveat(CaveatKind.LOSS_OF_FORMAT_DIFFERS, {"difference": apart, "row": label})
+                else:
+                    how = _asked_difference(known, run)
+                    caveats[index] = note(f"its losses are compared only with rows that train alike: {how}")
     return caveats
-
-
-def _other_training_caveat(known: Run, run: Run) -> Caveat:
-    """Return what to say about a row that was asked for other training than ``known``: learning, or formats only."""
-    if difference := _asked_difference(known, run, learning=True):
-        return Caveat(CaveatKind.OTHER_TRAINING, {"how": difference})
-    apart = _greatest_difference(known.losses, run.losses)
-    if apart > _OTHER_FORMAT_TOLERANCE:
-        label = known.trial.configuration.label
-        return Caveat(CaveatKind.LOSS_OF_FORMAT_DIFFERS, {"difference": apart, "row": label})
-    return note(f"its losses are compared only with rows that train alike: {_asked_difference(known, run)}")
 
 
 def _may_train_otherwise(run: Run) -> bool:

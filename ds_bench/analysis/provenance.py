@@ -70,7 +70,15 @@ def machine(environment: Environment) -> dict[str, str]:
     Of several hosts each value is listed once, with the hosts that have it where they differ.
     """
     if environment.hosts:
-        return _machines(environment.hosts)
+        of_hosts = [(each.hostname, machine(each)) for each in environment.hosts]
+        shared = {"hosts": ", ".join(name for name, _ in of_hosts)}
+        for label in dict.fromkeys(label for _, own in of_hosts for label in own):
+            hosts_of: dict[str, list[str]] = {}
+            for name, own in of_hosts:
+                hosts_of.setdefault(own.get(label, "unknown"), []).append(name)
+            values = [f"{value} ({', '.join(names)})" for value, names in hosts_of.items()]
+            shared[label] = "; ".join(values) if len(values) > 1 else next(iter(hosts_of))
+        return shared
     physical, quota = environment.physical_cores, environment.cpu_quota_cores
     cores = f"{environment.logical_cores} threads"
     cores += "" if physical is None else f" on {physical} cores"
@@ -91,18 +99,6 @@ def machine(environment: Environment) -> dict[str, str]:
         **environment.packages,
     }
     return {label: str(value) for label, value in facts.items() if value not in (None, "", units.MISSING)}
-
-
-def _machines(hosts: Sequence[Environment]) -> dict[str, str]:
-    facts = {"hosts": ", ".join(each.hostname for each in hosts)}
-    of_hosts = [(each.hostname, machine(each)) for each in hosts]
-    for label in dict.fromkeys(label for _, own in of_hosts for label in own):
-        hosts_of: dict[str, list[str]] = {}
-        for name, own in of_hosts:
-            hosts_of.setdefault(own.get(label, "unknown"), []).append(name)
-        values = [f"{value} ({', '.join(names)})" for value, names in hosts_of.items()]
-        facts[label] = "; ".join(values) if len(values) > 1 else next(iter(hosts_of))
-    return facts
 
 
 def one_line(environment: Environment) -> str:
@@ -128,7 +124,10 @@ def facts(runs: Sequence[Run]) -> tuple[str, ...]:
         devices = f"{placement.ranks_text} × {next(iter([*measured, *known]), 'GPU').removeprefix('NVIDIA ')}"
     if workload.script is not None:
         return f"{workload.model}{_trained_share(runs)}", devices, f"{workload.num_steps} steps"
-    own = _varied_by_axes(runs)
+    trials = [run.trial for run in runs]
+    axis_fields = {name for trial in trials for name in workload_fields(trial.configuration.axis_values)}
+    # Fields of the workload that axes set to different values in these rows.
+    own = {name for name in axis_fields if len({getattr(trial.workload, name) for trial in trials}) > 1}
     precision = "each row's precision" if "precision" in own else workload.precision
     batch = "each row's micro-batch" if "batch_size" in own else f"micro-batch {workload.batch_size}"
     if workload.batch_policy == "largest":
@@ -171,10 +170,3 @@ def _trained_share(runs: Sequence[Run]) -> str:
                 return ""
             return f" · {units.format_parameters(row.parameter_count, row.trainable_parameter_count)}"
     return ""
-
-
-def _varied_by_axes(runs: Sequence[Run]) -> set[str]:
-    """Fields of the workload that axes set to different values in these rows."""
-    trials = [run.trial for run in runs]
-    names = {name for trial in trials for name in workload_fields(trial.configuration.axis_values)}
-    return {name for name in names if len({getattr(trial.workload, name) for trial in trials}) > 1}

@@ -273,6 +273,59 @@ class Measured:
     def over_ledger(self) -> float | None:
         return trial_predictions.predicted_over_ledger(self.record) if self.ranks else None
 
+    @property
+    def num_nodes(self) -> int | None:
+        placement = self.trial.placement
+        if self.ranks:
+            return len(self.host_peaks)
+        # The number is unknown if the hostfile was never read.
+        return placement.num_nodes if placement.hosts or placement.hostfile is None else None
+
+    @property
+    def host_peaks_json(self) -> str | None:
+        known = {host: to_gb(size) for host, size in self.host_peaks.items() if size is not None}
+        return json.dumps(known) if known and len(self.host_peaks) > 1 else None
+
+    @property
+    def slowest_rank_host(self) -> str | None:
+        """The host of the rank that the others waited for; None on one node."""
+        if len({rank.hostname for rank in self.ranks}) < 2:
+            return None
+        # The slowest rank waits least; where waiting was not timed on all ranks, the window decides.
+        waits = [[operation.wait_seconds for operation in rank.communication or ()] for rank in self.ranks]
+        if all(own and None not in own for own in waits):
+            sums = [math.fsum(each for each in own if each is not None) for own in waits]
+            return self.ranks[sums.index(min(sums))].hostname
+        return self.record.slowest_rank.hostname
+
+    @property
+    def gpu_names(self) -> str | None:
+        gpus = self.environment.gpus if self.environment else ()
+        return " + ".join(sorted({f"{gpu.name or 'unnamed'}{MIG_SUFFIX if gpu.mig else ''}" for gpu in gpus})) or None
+
+    @property
+    def smallest_gpu_bytes(self) -> int | None:
+        """None if the size of one GPU is not known."""
+        sizes = [gpu.memory_total_bytes for gpu in self.environment.gpus] if self.environment else []
+        return None if None in sizes else min((size for size in sizes if size is not None), default=None)
+
+    @property
+    def repeated_loss(self) -> float | None:
+        values = measured_values(self.ranks, "repeated_loss")
+        return math.fsum(values) / len(values) if values and len(values) == len(self.ranks) else None
+
+    @property
+    def mfu(self) -> float | None:
+        mfu: float | None = self.flops.get("mfu")
+        # Above 1 it is an error of accounting, which a caveat reports.
+        return mfu if mfu is not None and mfu <= 1 else None
+
+    @property
+    def step_time_cv(self) -> float | None:
+        if self.step_seconds_std is None or not self.mean_step_seconds:
+            return None
+        return self.step_seconds_std / self.mean_step_seconds
+
 
 Source = Callable[[Measured], Any]
 _SCALES = {"ms": 1000.0, "GB": 1 / BYTES_PER_GB, "GB/s": 1 / BYTES_PER_GB, "GB/step": 1 / BYTES_PER_GB, "%": 100}
@@ -305,16 +358,9 @@ def column(meaning: str, source: str | Source, unit: str = "", default: Any = No
     ``source``: a function, or attributes and keys of :class:`Measured` joined by dots; where one of them is None or
     missing, so is the value. ``default``: ``...`` if every row has it. ``signed``: it may be negative.
     """
-    read = _read(source) if isinstance(source, str) else source
-    least, most = (None, None) if signed else (0, _LARGEST)
-    made = Column(read, unit, _SCALES.get(unit))
-    return Field(default, description=meaning, ge=least, le=most, json_schema_extra=made)
+    names = source.split(".") if isinstance(source, str) else []
 
-
-def _read(path: str) -> Source:
-    names = path.split(".")
-
-    def value(measured: Measured) -> Any:
+    def read_attributes(measured: Measured) -> Any:
         found: Any = measured
         for name in names:
             found = found.get(name) if type(found) is dict else getattr(found, name)
@@ -322,7 +368,10 @@ def _read(path: str) -> Source:
                 return None
         return found
 
-    return value
+    read = read_attributes if isinstance(source, str) else source
+    least, most = (None, None) if signed else (0, _LARGEST)
+    made = Column(read, unit, _SCALES.get(unit))
+    return Field(default, description=meaning, ge=least, le=most, json_schema_extra=made)
 
 
 def text(meaning: str, source: str | Source, default: Any = None) -> Any:
@@ -333,17 +382,6 @@ def text(meaning: str, source: str | Source, default: Any = None) -> Any:
 def _built_in(name: str) -> Source:
     """A field of the workload; None for a script, which decides it itself."""
     return lambda m: getattr(m.trial.workload, name) if m.trial.workload.script is None else None
-
-
-def _script_command(m: Measured) -> str | None:
-    script = m.trial.workload.script
-    return None if script is None else shlex.join(script.command)
-
-
-def _gap(m: Measured) -> float | None:
-    if m.slowest is None or m.slowest.script is None:
-        return None
-    return statistics.fmean(m.slowest.in_window("gap_seconds"))
 
 
 def _later(_measured: Measured) -> None:
@@ -384,59 +422,6 @@ def _ledger(tier: str, category: str) -> Callable[[Measured], Any]:
         return max(ledger.get(tier, {}).get(category, 0) for ledger in ledgers)
 
     return value
-
-
-def _nodes(m: Measured) -> int | None:
-    placement = m.trial.placement
-    if m.ranks:
-        return len(m.host_peaks)
-    # The number is unknown if the hostfile was never read.
-    return placement.num_nodes if placement.hosts or placement.hostfile is None else None
-
-
-def _peaks_of_nodes(m: Measured) -> str | None:
-    known = {host: to_gb(size) for host, size in m.host_peaks.items() if size is not None}
-    return json.dumps(known) if known and len(m.host_peaks) > 1 else None
-
-
-def _slowest_rank_host(m: Measured) -> str | None:
-    """The host of the rank that the others waited for; None on one node."""
-    if len({rank.hostname for rank in m.ranks}) < 2:
-        return None
-    # The slowest rank waits least; where waiting was not timed on all ranks, the window decides.
-    waits = [[operation.wait_seconds for operation in rank.communication or ()] for rank in m.ranks]
-    if all(own and None not in own for own in waits):
-        sums = [math.fsum(each for each in own if each is not None) for own in waits]
-        return m.ranks[sums.index(min(sums))].hostname
-    return m.record.slowest_rank.hostname
-
-
-def _gpu_names(m: Measured) -> str | None:
-    gpus = m.environment.gpus if m.environment else ()
-    return " + ".join(sorted({f"{gpu.name or 'unnamed'}{MIG_SUFFIX if gpu.mig else ''}" for gpu in gpus})) or None
-
-
-def _smallest_gpu_bytes(m: Measured) -> int | None:
-    """None if the size of one GPU is not known."""
-    sizes = [gpu.memory_total_bytes for gpu in m.environment.gpus] if m.environment else []
-    return None if None in sizes else min((size for size in sizes if size is not None), default=None)
-
-
-def _repeated_loss(m: Measured) -> float | None:
-    values = measured_values(m.ranks, "repeated_loss")
-    return math.fsum(values) / len(values) if values and len(values) == len(m.ranks) else None
-
-
-def _mfu(m: Measured) -> float | None:
-    mfu: float | None = m.flops.get("mfu")
-    # Above 1 it is an error of accounting, which a caveat reports.
-    return mfu if mfu is not None and mfu <= 1 else None
-
-
-def _step_time_cv(m: Measured) -> float | None:
-    if m.step_seconds_std is None or not m.mean_step_seconds:
-        return None
-    return m.step_seconds_std / m.mean_step_seconds
 
 
 # ------------------------------------------------------------------ the row
@@ -506,7 +491,7 @@ class Row(BaseModel):
     causal_flops_per_token: int | None = column("With half the attention term", "flops.causal", "FLOP")
     hardware_flops_per_token: int | None = column("With recomputation", "flops.hardware", "FLOP")
     flops_convention: str | None = text("Source of ``model_flops_per_token``", "flops.convention")
-    mfu: float | None = column("Model FLOPs as a fraction of the device's dense peak", _mfu)
+    mfu: float | None = column("Model FLOPs as a fraction of the device's dense peak", "mfu")
     first_loss: float | None = text("Mean over ranks", lambda m: m.losses[0] if m.losses else None)
     final_loss: float | None = text("Mean over ranks", lambda m: m.losses[-1] if m.losses else None)
     gpu_peak_reserved_gb: float | None = column(
@@ -567,22 +552,22 @@ class Row(BaseModel):
         "Greatest probability of a dropout",
         lambda m: m.rank.dropout if m.rank else m.trial.workload.dropout,
     )
-    repeated_loss: float | None = text("Loss on the first batches after all steps, mean over ranks", _repeated_loss)
+    repeated_loss: float | None = text("Loss on the first batches after all steps, mean over ranks", "repeated_loss")
     weight_change_norm: float | None = column(
         "Norm of the weights' change", lambda m: None if m.weight_change is None else math.hypot(*m.weight_change)
     )
     weight_change_cosine: float | None = text("Cosine with the reference row's change", _later)
     cpu_threads: int | None = column("Threads in a parallel region of torch", "rank.cpu_threads")
     cpu_other_cores: float | None = column("Cores that other programs used", _worst("cpu_other_cores"), "cores")
-    num_nodes: int | None = column("Hosts of the job", _nodes)
+    num_nodes: int | None = column("Hosts of the job", "num_nodes")
     run_id: str | None = text("Folder of the run", "run_id")
     config_hash: str | None = text(
         "Hash of the DeepSpeed configuration without its folders",
         lambda m: hash_config(m.trial.ds_config, m.trial.configuration.engine),
     )
-    gpu_name: str | None = text("Names of the host's GPUs", _gpu_names)
+    gpu_name: str | None = text("Names of the host's GPUs", "gpu_names")
     gpu_count: int | None = column("GPUs of the host", lambda m: len(m.environment.gpus) if m.environment else None)
-    gpu_memory_gb: float | None = column("Memory of the smallest GPU", _smallest_gpu_bytes, "GB")
+    gpu_memory_gb: float | None = column("Memory of the smallest GPU", "smallest_gpu_bytes", "GB")
     cpu_model: str | None = text("Processor", "environment.cpu_model")
     cpu_logical_cores: int | None = column("Threads of the host", "environment.logical_cores")
     cpu_physical_cores: int | None = column("Cores of the host", "environment.physical_cores")
@@ -600,7 +585,7 @@ class Row(BaseModel):
     )
     engine: str | None = text("``deepspeed``, ``ddp`` or ``fsdp2``", "trial.configuration.engine")
     pass_type: str | None = text("What a step was", "trial.workload.pass_type")
-    step_time_cv_percent: float | None = column("Coefficient of variation of the step times", _step_time_cv, "%")
+    step_time_cv_percent: float | None = column("Coefficient of variation of the step times", "step_time_cv", "%")
     synchronized: bool | None = text("Whether the clock waited for the device", "trial.workload.synchronized")
     phase_communication_ms: float | None = column("Collective operations", "costs.communication_seconds", "ms")
     phase_transfer_ms: float | None = column("Waiting for swap files and copies", "costs.transfer_seconds", "ms")
@@ -643,20 +628,27 @@ class Row(BaseModel):
         "Host memory", "checkpoint.model_16bit.host_peak_bytes", "GB"
     )
     checkpoint_restored: bool | None = text("Whether loading restored the saved state", lambda m: is_restored(m.ranks))
-    slowest_rank_host: str | None = text("Host of the rank that the others waited for", _slowest_rank_host)
-    cpu_used_gb_of_nodes: str | None = text("``cpu_used_gb`` of each of several nodes, as JSON", _peaks_of_nodes)
+    slowest_rank_host: str | None = text("Host of the rank that the others waited for", "slowest_rank_host")
+    cpu_used_gb_of_nodes: str | None = text("``cpu_used_gb`` of each of several nodes, as JSON", "host_peaks_json")
     first_grad_norm: float | None = column(
         "Norm of the gradients in the first step", lambda m: next(iter(m.rank.grad_norms), None) if m.rank else None
     )
     grad_norm: float | None = column("The same after the measured window", "rank.grad_norm")
-    script: str | None = text("Command of the user's own script", _script_command)
+    script: str | None = text(
+        "Command of the user's own script",
+        lambda m: shlex.join(m.trial.workload.script.command) if m.trial.workload.script else None,
+    )
     script_hash: str | None = text("Hash of its file", "trial.workload.script.digest")
     python: str | None = text("Interpreter that ran it", "trial.workload.script.python")
     config_source: str | None = text("How the configuration reached it", "trial.workload.script.config_source")
     tokens_unpadded_per_sec: float | None = column(
         "Throughput of a script without padding", lambda m: m.seen_per_second("unpadded_tokens"), "tokens/s"
     )
-    gap_ms: float | None = column("Time of a script's step before its forward passes, slowest rank", _gap, "ms")
+    gap_ms: float | None = column(
+        "Time of a script's step before its forward passes, slowest rank",
+        lambda m: statistics.fmean(m.slowest.in_window("gap_seconds")) if m.slowest and m.slowest.script else None,
+        "ms",
+    )
     main_engine: str | None = text("Model class of the engine that was measured", "script.main_engine")
     other_engines: str | None = text(
         "The same of a script's other engines",

@@ -357,8 +357,13 @@ def _memory_differences(a: ComparisonRow, b: ComparisonRow) -> Iterator[TierDiff
     device: Tier = "cpu" if a.on_cpu and b.on_cpu else "gpu"
     moments: list[tuple[Tier, Moment]] = [(device, "peak"), (device, "after_step")]
     moments += [(tier, "peak") for tier in ("cpu", "nvme") if tier != device]
+    predictions = [each for row in (a, b) if (each := stored_prediction(row.representative.trial)) is not None]
     for tier, moment in moments:
-        predicted = _predicted_difference(a, b, tier) if moment == "peak" else None
+        predicted = None
+        if moment == "peak" and len(predictions) == 2:
+            scope: Scope = "fullest rank" if tier == "gpu" else "fullest node"
+            categories = _categories(*(each.in_tier(tier) for each in predictions))
+            predicted = TierDifference(tier=tier, moment="peak", scope=scope, categories=categories, predicted=True)
         difference = _measured_difference(a, b, tier, moment)
         if difference is None:
             difference = predicted
@@ -402,16 +407,6 @@ def _measured_difference(a: ComparisonRow, b: ComparisonRow, tier: Tier, moment:
                 side[REST] = (whole or 0) - sum(side.values())
     scope: Scope = "fullest rank" if tier == "gpu" else "fullest node"
     return TierDifference(tier=tier, moment=moment, scope=scope, categories=_categories(*sides))
-
-
-def _predicted_difference(a: ComparisonRow, b: ComparisonRow, tier: Tier) -> TierDifference | None:
-    """Both rows at their predicted fullest moment; None without predictions of both."""
-    predictions = [stored_prediction(row.representative.trial) for row in (a, b)]
-    if None in predictions:
-        return None
-    sides = [each.in_tier(tier) for each in predictions if each is not None]
-    scope: Scope = "fullest rank" if tier == "gpu" else "fullest node"
-    return TierDifference(tier=tier, moment="peak", scope=scope, categories=_categories(*sides), predicted=True)
 
 
 def _categories(a: Mapping[str, int], b: Mapping[str, int]) -> tuple[CategoryDifference, ...]:

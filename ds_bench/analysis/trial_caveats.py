@@ -10,7 +10,7 @@ from functools import cache
 
 from ..config.caveats import Caveat, CaveatKind, as_caveat
 from ..config.deepspeed_config import AUTO
-from ..config.identity import Difference, differences
+from ..config.identity import differences
 from ..config.spec import Trial
 from ..config.training_script import OWN_KEYS
 from ..prediction.trial_predictions import is_gpu_miss, is_miss, outside_allocator_bytes
@@ -147,10 +147,17 @@ def _script_caveats(record: TrialRecord, usual: Sequence[float], apart: Sequence
     if script is None:
         return
     ran, named = (script.stage, script.offload_optimizer, script.offload_param), asked.layout
+    resolved, own = record.ranks[0].resolved_config, _keys_of_script(record.trial)
+    # Values of the row's file that the script's engine does not have; none if its own are not known.
+    unlike = [
+        each
+        for each in differences(resolved, redacted_config(record.trial.ds_config))
+        if resolved and each.b not in (None, AUTO) and each.fact not in _OF_LIBRARIES and each.field not in own
+    ][:_MAX_NAMED_KEYS]
     if ran != named:
         texts = [f"stage {stage}, optimizer on {_place(a)}, parameters on {_place(b)}" for stage, a, b in (ran, named)]
         yield Caveat(CaveatKind.OTHER_ENGINE, {"ran": texts[0], "asked": texts[1]})
-    elif unlike := _other_values(record):
+    elif unlike:
         ran_values = [f"{each.fact} {'not set' if each.a is None else json.dumps(each.a)}" for each in unlike]
         asked_values = [json.dumps(each.b) for each in unlike]
         yield Caveat(CaveatKind.OTHER_ENGINE, {"ran": ", ".join(ran_values), "asked": ", ".join(asked_values)})
@@ -158,17 +165,6 @@ def _script_caveats(record: TrialRecord, usual: Sequence[float], apart: Sequence
         values = {"count": len(apart), "steps": len(apart) + len(usual)}
         means = {"apart": statistics.fmean(apart), "usual": statistics.fmean(usual)}
         yield Caveat(CaveatKind.EVALUATED, {**values, **means})
-
-
-def _other_values(record: TrialRecord) -> list[Difference]:
-    """The first values of the row's file that the script's engine does not have; none if its own are not known."""
-    ran, own = record.ranks[0].resolved_config, _keys_of_script(record.trial)
-    found = [
-        each
-        for each in differences(ran, redacted_config(record.trial.ds_config))
-        if ran and each.b not in (None, AUTO) and each.fact not in _OF_LIBRARIES and each.field not in own
-    ]
-    return found[:_MAX_NAMED_KEYS]
 
 
 def _keys_of_script(trial: Trial) -> tuple[str, ...]:

@@ -83,9 +83,29 @@ def benchmark_result(
         raise ValueError("runs must hold one run at least")
     good = [run for run in runs if run.outcome.success]
     representative = (good or runs)[-1]
+    figures: dict[str, Any] = {}
+    if good:
+        rows = [run.row for run in good]
+        on_gpu = rows[-1].accelerator == "cuda"
+        peaks = measured_values(rows, "gpu_peak_gb" if on_gpu else "cpu_used_gb")
+        held = measured_values(rows, "gpu_allocated_gb" if on_gpu else "cpu_pss_gb")
+        rates = measured_values(rows, "throughput_tokens_per_sec")
+        variations = measured_values(rows, "step_time_cv_percent")
+        records = [run.record for run in good if run.record]
+        figures = {
+            "throughput_tokens_per_sec": geometric_mean(rates),
+            "samples_per_sec": geometric_mean(measured_values(rows, "throughput_samples_per_sec")),
+            "peak_memory_mb": max(peaks) * 1024 if peaks else None,
+            "average_memory_mb": statistics.fmean(held) * 1024 if held else None,
+            "memory": "gpu" if on_gpu else "host",
+            "tokens_per_sec_runs": tuple(rates),
+            "peak_memory_mb_runs": tuple(peak * 1024 for peak in peaks),
+            "step_seconds": tuple(seconds for record in records for seconds in record.slowest_rank.step_seconds),
+            "step_variation": max(variations) / 100 if variations else None,
+        }
     return BenchmarkResult(
         name=name or baseline_name(representative),
-        **_figures(good),
+        **figures,
         status=representative.outcome.status,
         error=representative.outcome.error,
         failed_runs=len(runs) - len(good),
@@ -101,30 +121,6 @@ def _caveat_texts(runs: Sequence[Run], chosen: Callable[[CaveatKind], bool]) -> 
     """Texts of the disqualifying caveats of these kinds, each once."""
     caveats = (caveat for run in runs for caveat in run.caveats if caveat.disqualifying and chosen(caveat.kind))
     return tuple(dict.fromkeys(caveat.text for caveat in caveats))
-
-
-def _figures(good: Sequence[Run]) -> dict[str, Any]:
-    """Fields of a BenchmarkResult from its successful runs; empty without any."""
-    if not good:
-        return {}
-    rows = [run.row for run in good]
-    on_gpu = rows[-1].accelerator == "cuda"
-    peaks = measured_values(rows, "gpu_peak_gb" if on_gpu else "cpu_used_gb")
-    held = measured_values(rows, "gpu_allocated_gb" if on_gpu else "cpu_pss_gb")
-    rates, variations = (measured_values(rows, name) for name in ("throughput_tokens_per_sec", "step_time_cv_percent"))
-    return {
-        "throughput_tokens_per_sec": geometric_mean(rates),
-        "samples_per_sec": geometric_mean(measured_values(rows, "throughput_samples_per_sec")),
-        "peak_memory_mb": max(peaks) * 1024 if peaks else None,
-        "average_memory_mb": statistics.fmean(held) * 1024 if held else None,
-        "memory": "gpu" if on_gpu else "host",
-        "tokens_per_sec_runs": tuple(rates),
-        "peak_memory_mb_runs": tuple(peak * 1024 for peak in peaks),
-        "step_seconds": tuple(
-            seconds for run in good if run.record for seconds in run.record.slowest_rank.step_seconds
-        ),
-        "step_variation": max(variations) / 100 if variations else None,
-    }
 
 
 def workload_facts(run: Run) -> dict[str, Any]:

@@ -110,9 +110,16 @@ def check_command(
     # A regression in one row goes before the error that no other row could be judged.
     if failed:
         return REGRESSION
-    if not any(map(_was_judged, verdicts)):
-        _refuse_undecided(verdicts)
-    return OK
+    incomparable = [verdict for verdict in verdicts if not verdict.comparable]
+    noisy = [verdict for verdict in verdicts if verdict.noisy]
+    if any(map(_was_judged, verdicts)) or not (incomparable or noisy):
+        return OK
+    problem = f"noise hides a regression in every row, {noisy[0].name} among them" if noisy else ""
+    remedy = "measure both again with more --repeats, or on a quieter machine"
+    if incomparable:
+        problem = f"{incomparable[0].name} is {incomparable[0].message}"
+        remedy = "measure both on one machine with the same versions, or save new baselines"
+    raise UsageError(terminal.escape_controls(f"nothing was checked: {problem}"), remedy=remedy)
 
 
 def _was_judged(verdict: BaselineComparison) -> bool:
@@ -187,16 +194,3 @@ def as_data(verdicts: Sequence[BaselineComparison], fail_on: Collection[str] = F
     ]
     not_comparable = [verdict.name for verdict in verdicts if not verdict.comparable]
     return {"failed": failed, "not_comparable": not_comparable, "entries": entries}
-
-
-def _refuse_undecided(verdicts: Sequence[BaselineComparison]) -> None:
-    """Raises UsageError if rows have baselines and none of them could be compared."""
-    if incomparable := [verdict for verdict in verdicts if not verdict.comparable]:
-        problem = f"{incomparable[0].name} is {incomparable[0].message}"
-        remedy = "measure both on one machine with the same versions, or save new baselines"
-    elif noisy := [verdict for verdict in verdicts if verdict.noisy]:
-        problem = f"noise hides a regression in every row, {noisy[0].name} among them"
-        remedy = "measure both again with more --repeats, or on a quieter machine"
-    else:
-        return
-    raise UsageError(terminal.escape_controls(f"nothing was checked: {problem}"), remedy=remedy)

@@ -49,20 +49,15 @@ def unsupported_reason(configuration: Configuration, placement: Placement) -> st
     refused only once the DeepSpeed configuration is completed.
     """
     case = Case(config=configuration.deepspeed_config, placement=placement)
-    return (
+    reason = (
         missing_requirement(configuration, placement)
         or (_refused_by_reference(configuration) if configuration.is_reference else None)
         or next(row_texts(case, "refusal", "ignored"), None)
-        or _unread_key(configuration)
     )
-
-
-def _unread_key(configuration: Configuration) -> str | None:
-    """Why a key that only a later DeepSpeed reads refuses a row, which would not be what it says."""
-    if configuration.source == "file" or configuration.is_reference:
-        return None  # the copy of a file leaves such a key out, with a note
-    later = keys_read_later(configuration.deepspeed_config)
-    if not later:
+    # The copy of a file leaves out what only a later DeepSpeed reads, with a note.
+    if reason is not None or configuration.source == "file" or configuration.is_reference:
+        return reason
+    if not (later := keys_read_later(configuration.deepspeed_config)):
         return None
     path = min(later)
     return f"DeepSpeed {deepspeed_keys.version()} does not read {path}; use {later[path]} or later"
@@ -96,12 +91,22 @@ def unsupported_workload_reason(configuration: Configuration, workload: Workload
 
     ``configuration``: with its completed DeepSpeed configuration.
     """
-    return (
+    config = configuration.deepspeed_config
+    reason = (
         _unsupported_step(workload, placement)
         or _unsupported_host_use(workload, placement)
-        or _unsupported_groups(workload, placement, configuration.deepspeed_config)
-        or _unsupported_pass(configuration, workload)
+        or _unsupported_groups(workload, placement, config)
     )
+    if reason is not None or workload.pass_type == "train":
+        return reason
+    what = f"pass_type {workload.pass_type} times only the model"
+    if configuration.is_reference or configuration.layout != (0, "none", "none"):
+        return f"{what}, without what {configuration.label} adds; time it at stage 0"
+    if workload.compile != "none" or is_deepcompiled(config):
+        return f"{what}, uncompiled; leave compile out"
+    if max(tensor_parallel_size(config), sequence_parallel_size(config)) > 1:
+        return f"{what}, on one rank; leave autotp_size and sequence_parallel_size out"
+    return None
 
 
 def _unsupported_step(workload: Workload, placement: Placement) -> str | None:
@@ -173,20 +178,6 @@ def _unsupported_groups(workload: Workload, placement: Placement, config: Config
         return "Ulysses does not split eager attention; use attention sdpa"
     if tensor > 1 and workload.loss != "model":
         return f"loss {workload.loss} needs the whole output layer, which AutoTP splits; use loss model"
-    return None
-
-
-def _unsupported_pass(configuration: Configuration, workload: Workload) -> str | None:
-    """Why only whole training steps are timed in a row; None if other passes are, or none are asked for."""
-    config, what = configuration.deepspeed_config, f"pass_type {workload.pass_type} times only the model"
-    if workload.pass_type == "train":
-        return None
-    if configuration.is_reference or configuration.layout != (0, "none", "none"):
-        return f"{what}, without what {configuration.label} adds; time it at stage 0"
-    if workload.compile != "none" or is_deepcompiled(config):
-        return f"{what}, uncompiled; leave compile out"
-    if max(tensor_parallel_size(config), sequence_parallel_size(config)) > 1:
-        return f"{what}, on one rank; leave autotp_size and sequence_parallel_size out"
     return None
 
 

@@ -24,7 +24,6 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -305,10 +304,20 @@ class HostAgent:
         def say(text: str) -> None:
             self._stream.send({"id": request_id, "say": text})
 
+        def build_ops(placement: Mapping[str, Any], configurations: Sequence[Mapping[str, Any]]) -> dict[str, OpState]:
+            here = json_files.build(Placement, placement)
+            rows = json_files.build(list[Configuration], configurations)
+            return rank_environment.build_ops(here, rows, _host_variables(here, os.environ), say, lambda _elapsed: None)
+
+        def lock_devices(accelerator: str, slots: Sequence[int]) -> gpu_state.DeviceLocks:
+            # Held until the agent ends.
+            names = gpu_state.device_names(accelerator, read_environment().gpus, slots)
+            return self._locks.enter_context(gpu_state.locked_devices(names, say))
+
         answers: dict[str, Callable[..., Any]] = {
             "environment": read_environment,
-            "build_ops": partial(_build_ops, say),
-            "lock": partial(self._lock_devices, say),
+            "build_ops": build_ops,
+            "lock": lock_devices,
             "doctor": _run_checks,
             "listen": self._listen,
             "stop_listening": self._stop_listening,
@@ -384,11 +393,6 @@ class HostAgent:
         own = {name: value for name, value in self._variables.items() if name != "PYTHONPATH"}
         self._trial.begin(folder, asked, config, own)
 
-    def _lock_devices(self, say: Say, accelerator: str, slots: Sequence[int]) -> gpu_state.DeviceLocks:
-        """Hold the locks of the devices in these slots of this host until the agent ends; wait for them."""
-        names = gpu_state.device_names(accelerator, read_environment().gpus, slots)
-        return self._locks.enter_context(gpu_state.locked_devices(names, say))
-
     def _end(self, trial: str, grace_seconds: float) -> HostEnd:
         """End the trial of this id, which an earlier agent of this host may have begun."""
         own = self._trial
@@ -448,14 +452,6 @@ def _host_variables(placement: Placement, environ: Mapping[str, str]) -> dict[st
     """Variables of every process of every trial on this host."""
     variables = rank_environment.rank_environment(placement, environ)
     return {**variables, **temporary_folder_variables(environ, variables["TORCH_EXTENSIONS_DIR"])[0]}
-
-
-def _build_ops(
-    say: Say, placement: Mapping[str, Any], configurations: Sequence[Mapping[str, Any]]
-) -> dict[str, OpState]:
-    here = json_files.build(Placement, placement)
-    rows = json_files.build(list[Configuration], configurations)
-    return rank_environment.build_ops(here, rows, _host_variables(here, os.environ), say, lambda _elapsed: None)
 
 
 def _run_checks(**values: Any) -> list[dict[str, Any]]:

@@ -124,7 +124,18 @@ class MessageStream:
     def _exchange(self) -> None:
         heard = pinged = time.monotonic()
         while not self._closed:
-            if self._read_messages(self._wait_for_events()):
+            poll = select.poll()
+            poll.register(self._reader, select.POLLIN)
+            poll.register(self._wake_reader, select.POLLIN)
+            if self._outgoing:
+                # Where both are one socket this call replaces the events of the first, which must stay among them.
+                poll.register(self._writer, select.POLLOUT | (select.POLLIN if self._writer == self._reader else 0))
+            events = dict(poll.poll(_POLL_SECONDS * 1000))
+            if self._wake_reader in events:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_reader, _READ_BYTES)
+            # An error or a hang-up counts as input: reading then reports it.
+            if events.get(self._reader, 0) & ~select.POLLOUT and self._read_messages():
                 heard = time.monotonic()
             now = time.monotonic()
             if now - heard > self.silence_seconds:
@@ -132,27 +143,14 @@ class MessageStream:
             if now - pinged > PING_SECONDS:
                 pinged = now
                 self.send({"ping": True})
-            self._write_messages()
+            with self._lock, contextlib.suppress(BlockingIOError):
+                while self._outgoing:
+                    # A part, since the slice is a copy of it.
+                    written = os.write(self._writer, self._outgoing[:_READ_BYTES])
+                    del self._outgoing[:written]
 
-    def _wait_for_events(self) -> bool:
-        """Wait for something to do. Return whether there is input."""
-        poll = select.poll()
-        poll.register(self._reader, select.POLLIN)
-        poll.register(self._wake_reader, select.POLLIN)
-        if self._outgoing:
-            # Where both are one socket this call replaces the events of the first, which must stay among them.
-            poll.register(self._writer, select.POLLOUT | (select.POLLIN if self._writer == self._reader else 0))
-        events = dict(poll.poll(_POLL_SECONDS * 1000))
-        if self._wake_reader in events:
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._wake_reader, _READ_BYTES)
-        # An error or a hang-up counts as input: reading then reports it.
-        return bool(events.get(self._reader, 0) & ~select.POLLOUT)
-
-    def _read_messages(self, is_ready: bool) -> bool:
+    def _read_messages(self) -> bool:
         """Receive what has arrived. Return whether anything has. Raises EOFError, OSError, what ``receive`` does."""
-        if not is_ready:
-            return False
         try:
             data = os.read(self._reader, _READ_BYTES)
         except BlockingIOError:
@@ -173,13 +171,3 @@ class MessageStream:
             if isinstance(message, dict) and "ping" not in message:
                 self._receive(message)
         return True
-
-    def _write_messages(self) -> None:
-        with self._lock:
-            while self._outgoing:
-                try:
-                    # A part, since the slice is a copy of it.
-                    written = os.write(self._writer, self._outgoing[:_READ_BYTES])
-                except BlockingIOError:
-                    return
-                del self._outgoing[:written]

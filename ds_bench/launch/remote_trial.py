@@ -182,23 +182,20 @@ class FileReceiver:
             data, start = base64.b64decode(message["data"]), int(message["start"])
             if not message["whole"] or (start == 0 and message["last"]):
                 data = shift_times(name, data, -self.clock_ahead_seconds)
-            self._write(name, start, data, message)
+            # Each host has a leader's log.
+            path = self._folder / (f"leader.host{self._number}.log" if name == LEADER_LOG else name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Renamed when complete, since the monitor takes a rank's file for its result as soon as it exists.
+            target = path.with_name(f".{path.name}.part") if message["whole"] else path
+            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            flags |= os.O_TRUNC if message["whole"] and start == 0 else 0
+            flags |= os.O_APPEND if name == EXITS_FILE else 0  # each host adds to it
+            with os.fdopen(os.open(target, flags, 0o644), "wb") as file:
+                if name != EXITS_FILE:
+                    file.seek(start)
+                file.write(data)
+            if message["whole"] and message["last"]:
+                target.replace(path)
         except OSError as error:
             self._stopped = True
             self.problem = f"files of another host could not be written: {error.strerror or error}"
-
-    def _write(self, name: str, start: int, data: bytes, message: Message) -> None:
-        # Each host has a leader's log.
-        path = self._folder / (f"leader.host{self._number}.log" if name == LEADER_LOG else name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Renamed when complete, since the monitor takes a rank's file for its result as soon as it exists.
-        target = path.with_name(f".{path.name}.part") if message["whole"] else path
-        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        flags |= os.O_TRUNC if message["whole"] and start == 0 else 0
-        flags |= os.O_APPEND if name == EXITS_FILE else 0  # each host adds to it
-        with os.fdopen(os.open(target, flags, 0o644), "wb") as file:
-            if name != EXITS_FILE:
-                file.seek(start)
-            file.write(data)
-        if message["whole"] and message["last"]:
-            target.replace(path)

@@ -122,7 +122,15 @@ class _Watcher:
     def check(self, listen: ProgressCallback) -> Ending | None:
         """Read the trial's files once. Return how the trial ended; None while it runs."""
         now = time.monotonic()
-        self._read_heartbeats(now)
+        for rank in self._ranks:
+            beat = read_beat(self._folder, rank)
+            if beat is not None and beat != self._beats.get(rank):
+                self._beats[rank] = beat
+                self._last_sign_of_life = now
+        self._check_growth(now)
+        all_started = len(self._beats) == len(self._ranks)
+        if self.start_seconds is None and all_started and all(beat.step >= 0 for beat in self._beats.values()):
+            self.start_seconds = now - self._start
         if self._beats:
             slowest = min(self._beats.values(), key=lambda beat: beat.step)
             listen(
@@ -140,17 +148,6 @@ class _Watcher:
         if now - self._start > self._limits.timeout_seconds:
             return "timeout"
         return "stalled" if now - self._last_sign_of_life > self._limits.stall_timeout_seconds else None
-
-    def _read_heartbeats(self, now: float) -> None:
-        for rank in self._ranks:
-            beat = read_beat(self._folder, rank)
-            if beat is not None and beat != self._beats.get(rank):
-                self._beats[rank] = beat
-                self._last_sign_of_life = now
-        self._check_growth(now)
-        all_started = len(self._beats) == len(self._ranks)
-        if self.start_seconds is None and all_started and all(beat.step >= 0 for beat in self._beats.values()):
-            self.start_seconds = now - self._start
 
     def _check_growth(self, now: float) -> None:
         """Count growth as a sign of life: libraries load, build or initialise for minutes without a heartbeat."""
@@ -234,32 +231,30 @@ class StepMonitor:
 
     def update(self) -> None:
         """Write the steps finished since the last call. A full disk ends the monitor, not the trial."""
+        if self.problem is not None:
+            return
         try:
-            if self.problem is None:
-                self._write_new_steps()
+            for reader, samples in zip(self._readers, self._unwritten, strict=True):
+                # A rank's file keeps only its last steps, so they are read as they come.
+                samples.extend(reader.new_samples())
+            while all(self._unwritten):
+                number = max(samples[0][0] for samples in self._unwritten)
+                if any(samples[0][0] < number for samples in self._unwritten):  # another rank's was missed
+                    for samples in self._unwritten:
+                        if samples[0][0] < number:
+                            samples.popleft()
+                    continue
+                step = _trial_step(
+                    number, [samples.popleft()[1] for samples in self._unwritten], self._readers[0].tokens_per_step
+                )
+                self._file.write(json_line(step) + b"\n")
+                if self._event_file is not None:
+                    self._event_file.add_scalars(step.shown_values, step.step, step.time)
+            self._file.flush()
+            if self._event_file is not None:
+                self._event_file.flush()
         except OSError as error:
             self.problem = f"--monitor could not write all steps: {error.strerror or error}"
-
-    def _write_new_steps(self) -> None:
-        for reader, samples in zip(self._readers, self._unwritten, strict=True):
-            # A rank's file keeps only its last steps, so they are read as they come.
-            samples.extend(reader.new_samples())
-        while all(self._unwritten):
-            number = max(samples[0][0] for samples in self._unwritten)
-            if any(samples[0][0] < number for samples in self._unwritten):  # another rank's was missed
-                for samples in self._unwritten:
-                    if samples[0][0] < number:
-                        samples.popleft()
-                continue
-            step = _trial_step(
-                number, [samples.popleft()[1] for samples in self._unwritten], self._readers[0].tokens_per_step
-            )
-            self._file.write(json_line(step) + b"\n")
-            if self._event_file is not None:
-                self._event_file.add_scalars(step.shown_values, step.step, step.time)
-        self._file.flush()
-        if self._event_file is not None:
-            self._event_file.flush()
 
     def close(self) -> None:
         """Write what is left, close the files, and remove the ranks' files."""

@@ -118,6 +118,16 @@ def recommend(comparison: Comparison, goal: str = "balanced", resume: str | None
         lead = two_digits(max(decision.speeds.chance_lead(choice, row) for row in undecided))
         values = {**decide_by.values, "runs": runs_of_each(decision.fewest_runs), "lead": lead}
         provisional = Fact("provisional", values, decide_by.settings)
+    if undecided:
+        spread = two_digits(max(row.step_spread for row in (choice, *undecided)))
+        is_short = decision.fewest_runs < FEWEST_RUNS
+        reason = f" after {runs_of_each(decision.fewest_runs)}" if is_short else f": runs vary by up to {spread}"
+        kind = "tie" if choice == decision.simplest_tied else "tie_for_memory"
+        headline = Fact(kind, {"choice": choice.label, "reason": reason})
+    else:
+        values = {"choice": choice.label, "why": _why(decision, eligible, comparison, goal)}
+        length = comparison.row(choice.key).longest_seq_length
+        headline = Fact("use", values) if length is None else Fact("use_longest", {**values, "tokens": length})
     alternative = None if undecided else _alternative(decision, eligible, comparison)
     steps = _steps(comparison.row(choice.key), None if provisional else decide_by, eligible, comparison, goal)
     return Recommendation(
@@ -126,7 +136,7 @@ def recommend(comparison: Comparison, goal: str = "balanced", resume: str | None
         key=choice.key,
         tied=tuple(candidate.label for candidate in decision.tied),
         undecided=tuple(row.label for row in (choice, *undecided)) if undecided else (),
-        headline=_headline(decision, eligible, comparison, goal),
+        headline=headline,
         provisional=provisional,
         alternative=alternative,
         facts=tuple(_facts(decision, eligible, comparison, alternative)),
@@ -141,18 +151,6 @@ def _once(steps: Iterable[Fact]) -> tuple[Fact, ...]:
 
 
 # ------------------------------------------------------------------ the headline
-
-
-def _headline(decision: Decision, eligible: EligibleRows, comparison: Comparison, goal: str) -> Fact:
-    choice, fewest = decision.choice, decision.fewest_runs
-    if decision.undecided:
-        spread = two_digits(max(row.step_spread for row in (choice, *decision.undecided)))
-        reason = f" after {runs_of_each(fewest)}" if fewest < FEWEST_RUNS else f": runs vary by up to {spread}"
-        kind = "tie" if choice == decision.simplest_tied else "tie_for_memory"
-        return Fact(kind, {"choice": choice.label, "reason": reason})
-    values = {"choice": choice.label, "why": _why(decision, eligible, comparison, goal)}
-    length = comparison.row(choice.key).longest_seq_length
-    return Fact("use", values) if length is None else Fact("use_longest", {**values, "tokens": length})
 
 
 def _why(decision: Decision, eligible: EligibleRows, comparison: Comparison, goal: str) -> Fact:

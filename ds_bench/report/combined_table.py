@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -226,7 +226,14 @@ def pass_tables(reports: Sequence[ComparisonReport]) -> list[Table]:
         for named in rows
         if not named.row.succeeded
     ]
-    return [*tables[:-1], replace(tables[-1], notes=[*notes, *_pass_notes(reports)])]
+    trials = [report.first_trial for report in reports]
+    if any(trial.placement.accelerator == "cpu" for trial in trials):
+        notes.append("CPU: these times say nothing about GPUs, and the memory is the host memory of the process.")
+    if any(not trial.workload.synchronized for trial in trials):
+        notes.append(_NOT_SYNCHRONIZED)
+    if any(trial.workload.pass_type != "train" for trial in trials):
+        notes.append("Forward and backward passes are of the model without DeepSpeed; training steps are DeepSpeed's.")
+    return [*tables[:-1], replace(tables[-1], notes=notes)]
 
 
 def _model_line(report: ComparisonReport) -> str:
@@ -242,13 +249,3 @@ def _model_line(report: ComparisonReport) -> str:
         f"{format_count(counts[0])} parameters ({format_millions(counts[0])})" if counts else "parameters not counted"
     )
     return f"{workload.model}: {' · '.join(parts)}"
-
-
-def _pass_notes(reports: Sequence[ComparisonReport]) -> Iterator[str]:
-    trials = [report.first_trial for report in reports]
-    if any(trial.placement.accelerator == "cpu" for trial in trials):
-        yield "CPU: these times say nothing about GPUs, and the memory is the host memory of the process."
-    if any(not trial.workload.synchronized for trial in trials):
-        yield _NOT_SYNCHRONIZED
-    if any(trial.workload.pass_type != "train" for trial in trials):
-        yield "Forward and backward passes are of the model without DeepSpeed; training steps are DeepSpeed's."

@@ -6,7 +6,7 @@ The columns of the JSON and CSV files are ``analysis.row``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -276,20 +276,7 @@ _LABEL: Column[ComparisonRow] = Column("Strategy", lambda row: row.label)
 def detail_tables(comparison: Comparison) -> list[Table]:
     """Small tables, each about one thing that was observed; rows, columns and tables without values are left out."""
     rows = [row for row in comparison.rows if row.succeeded]
-    tables = (*_memory_tables(rows), _checkpoint_table(rows), _step_table(rows))
-    return [table for table in tables if table.rows]
 
-
-def _columns(headings: Mapping[str, str], cell: Callable[[ComparisonRow, str], str]) -> list[Column[ComparisonRow]]:
-    """The label and a column for each key of ``headings``, whose cells get the key."""
-
-    def of_key(key: str) -> Cell:
-        return lambda row: cell(row, key)
-
-    return [_LABEL, *(Column(heading, of_key(key)) for key, heading in headings.items())]
-
-
-def _memory_tables(rows: Sequence[ComparisonRow]) -> Iterator[Table]:
     def host(row: ComparisonRow, phase: str) -> str:
         peak, end = (_most(row, f"cpu_{phase}_{moment}_gb") for moment in ("peak", "end"))
         return MISSING if peak is end is None else f"{format_significant(peak)} → {format_significant(end)}"
@@ -300,9 +287,23 @@ def _memory_tables(rows: Sequence[ComparisonRow]) -> Iterator[Table]:
 
     of_node = "GB of the fullest node: peak within the phase → at its end; pages that ranks share count once"
     of_gpu = "GB, peak allocated within the phase on the fullest GPU"
-    for what, meaning, cell in (("Host", of_node, host), ("GPU", of_gpu, gpu)):
-        columns = _columns(_PHASES, cell)
-        yield make_table(columns, rows, title=(f"{what} memory by phase",), meaning=meaning, drop_empty_rows=True)
+    tables = [
+        make_table(
+            _columns(_PHASES, cell), rows, title=(f"{what} memory by phase",), meaning=meaning, drop_empty_rows=True
+        )
+        for what, meaning, cell in (("Host", of_node, host), ("GPU", of_gpu, gpu))
+    ]
+    tables += [_checkpoint_table(rows), _step_table(rows)]
+    return [table for table in tables if table.rows]
+
+
+def _columns(headings: Mapping[str, str], cell: Callable[[ComparisonRow, str], str]) -> list[Column[ComparisonRow]]:
+    """The label and a column for each key of ``headings``, whose cells get the key."""
+
+    def of_key(key: str) -> Cell:
+        return lambda row: cell(row, key)
+
+    return [_LABEL, *(Column(heading, of_key(key)) for key, heading in headings.items())]
 
 
 def _checkpoint_table(rows: Sequence[ComparisonRow]) -> Table:

@@ -284,15 +284,23 @@ def accelerate_yaml(record: TrialRecord, config_file: Path) -> str:
         "deepspeed_config_file": str(config_file),
         "zero3_init_flag": record.trial.configuration.stage == 3 and record.trial.workload.zero_init,
     }
+    num_machines = placement.num_nodes
     if placement.hostfile is not None:
         deepspeed |= {"deepspeed_hostfile": placement.hostfile, "deepspeed_multinode_launcher": "pdsh"}
         deepspeed |= {"deepspeed_inclusion_filter": placement.include} if placement.include else {}
+        if not placement.hosts and record.ranks:
+            num_machines = len({rank.hostname for rank in record.ranks})  # the file may hold more than took part
+        elif not placement.hosts:
+            num_machines = 1
+            # For a row from another machine it cannot be read; the README says to check the count.
+            with contextlib.suppress(UsageError):
+                num_machines = len(read_hostfile(Path(placement.hostfile)))
     settings = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "DEEPSPEED",
         "machine_rank": 0,
         "main_training_function": "main",
-        "num_machines": _node_count(record, placement),
+        "num_machines": num_machines,
         "num_processes": placement.num_gpus,
         "use_cpu": False,
         "deepspeed_config": deepspeed,
@@ -300,19 +308,6 @@ def accelerate_yaml(record: TrialRecord, config_file: Path) -> str:
     # Without allow_unicode, as PyYAML would write a next-line character (U+0085) as a line break.
     text: str = yaml.safe_dump(settings, sort_keys=False, width=10_000)  # a path stays on its line
     return text
-
-
-def _node_count(record: TrialRecord, placement: Placement) -> int:
-    if placement.hosts or placement.hostfile is None:
-        return placement.num_nodes
-    # A hostfile may hold more hosts than took part.
-    seen = {rank.hostname for rank in record.ranks}
-    if seen:
-        return len(seen)
-    try:
-        return len(read_hostfile(Path(placement.hostfile)))
-    except UsageError:  # a row from another machine; the README says to check the count
-        return 1
 
 
 def _is_number(value: object) -> bool:

@@ -17,8 +17,8 @@ from ..records.schema import SUCCESS
 from ..system.environment import require_installed
 from . import charts, combined_table, row_explanation
 from .comparison_charts import charts_of
-from .comparison_columns import TableColumn, detail_tables, measured_columns, row_status
-from .comparison_report import ComparisonReport, Note
+from .comparison_columns import detail_tables, measured_columns, row_status
+from .comparison_report import ComparisonReport
 from .memory_plan import MemoryPlan, answer_text, plan_table
 from .table_layout import Column, make_table
 from .terminal_report import notes_that_matter
@@ -114,11 +114,33 @@ def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
             chart.name.partition("-")[0], "Steps"
         )
         sections[heading].append({"chart": chart, "source": charts.image_source(chart)})
+    baseline, rows = report.comparison.baseline, []
+    for row in report.comparison.rows:
+        last = row.runs[-1]
+        notes = [note for note in report.row_notes[row.key] if report.labels_by_note[note]]
+        # A flat JSON does not hold the whole configuration.
+        config = (
+            json.dumps(last.trial.ds_config, indent=2, ensure_ascii=False, default=str) if last.has_record else None
+        )
+        rows.append(
+            {
+                "label": row.label,
+                "recommended": row.key == report.recommendation.key,
+                "baseline": baseline is not None and row.key == baseline.key,
+                "status": _status(row),
+                "succeeded": row.succeeded,
+                # an empty key sorts last
+                "cells": [(each.cell(row), "" if (key := each.value(row)) is None else repr(key)) for each in columns],
+                "runs": len(row.runs),
+                "footnotes": sorted(numbers[note] for note in notes),
+                "config": config,
+            }
+        )
     return {
         "uid": uid,
         "report": report,
         "columns": columns,
-        "rows": [_row(row, report, columns, numbers) for row in report.comparison.rows],
+        "rows": rows,
         "explanations": row_explanation.report_paragraphs(report),
         "explanations_heading": row_explanation.HEADING,
         "profiles": report.profiles,
@@ -126,26 +148,4 @@ def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
         "footnotes": list(report.labels_by_note.items()),
         "chart_sections": [(heading, drawn) for heading, drawn in sections.items() if drawn],
         "left_out": left_out,
-    }
-
-
-def _row(
-    row: ComparisonRow, report: ComparisonReport, columns: Sequence[TableColumn], numbers: Mapping[Note, int]
-) -> dict[str, Any]:
-    baseline, last = report.comparison.baseline, row.runs[-1]
-    notes = [note for note in report.row_notes[row.key] if report.labels_by_note[note]]
-    return {
-        "label": row.label,
-        "recommended": row.key == report.recommendation.key,
-        "baseline": baseline is not None and row.key == baseline.key,
-        "status": _status(row),
-        "succeeded": row.succeeded,
-        # an empty key sorts last
-        "cells": [(each.cell(row), "" if (key := each.value(row)) is None else repr(key)) for each in columns],
-        "runs": len(row.runs),
-        "footnotes": sorted(numbers[note] for note in notes),
-        # A flat JSON does not hold the whole configuration.
-        "config": json.dumps(last.trial.ds_config, indent=2, ensure_ascii=False, default=str)
-        if last.has_record
-        else None,
     }

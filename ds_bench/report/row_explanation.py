@@ -42,6 +42,14 @@ def explanation_tables(difference: RowDifference) -> list[Table]:
     a, b = difference.a.label, difference.b.label
     traffic = [_traffic(row) for row in (difference.a, difference.b)]
     sent = None not in traffic and traffic[0] != traffic[1] and difference.time is not None
+    savings = []
+    for saving in difference.savings:
+        on_gpu = saving.gpu_bytes > 0
+        saved = f"{signed(-(saving.gpu_bytes if on_gpu else saving.host_bytes))} per {'GPU' if on_gpu else 'node'}"
+        if on_gpu and saving.host_bytes < 0:
+            saved += f", {signed(-saving.host_bytes)} of host memory per node"
+        name = "smaller buffers (--axis buffers=small_buffers)" if saving.name == "small_buffers" else saving.name
+        savings.append((f"{name} on {difference.larger.label}", saved))
     sections = {
         "Memory": (_memory_rows(difference), _failures(difference)),
         "Time": (_time_rows(difference), [f"By formula, {a}: {traffic[0]}. {b}: {traffic[1]}."] if sent else []),
@@ -50,7 +58,7 @@ def explanation_tables(difference: RowDifference) -> list[Table]:
             [f"The machines differ: {text}." for text in difference.environment_differences],
         ),
         "Predicted savings": (
-            _saving_rows(difference),
+            savings,
             [f"The result does not contain {', '.join(difference.unknown)}."] if difference.unknown else [],
         ),
     }
@@ -277,13 +285,3 @@ def _value(value: Any) -> str:
     if isinstance(value, int) and value >= 100_000 and not str(value)[1:].strip("0"):
         return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _saving_rows(difference: RowDifference) -> Iterator[tuple[str, str]]:
-    for saving in difference.savings:
-        on_gpu = saving.gpu_bytes > 0
-        saved = f"{signed(-(saving.gpu_bytes if on_gpu else saving.host_bytes))} per {'GPU' if on_gpu else 'node'}"
-        if on_gpu and saving.host_bytes < 0:
-            saved += f", {signed(-saving.host_bytes)} of host memory per node"
-        name = "smaller buffers (--axis buffers=small_buffers)" if saving.name == "small_buffers" else saving.name
-        yield f"{name} on {difference.larger.label}", saved

@@ -244,7 +244,15 @@ def _own_fragments(engine: Any) -> Iterator[Fragment]:
     if engine.zero_optimization_stage() == 3:
         yield from _stage3_fragments(wrapper, names)
     elif engine.zero_optimization_stage() > 0 and getattr(wrapper, "round_robin_gradients", False):
-        yield from _reordered_fragments(wrapper, names)
+        # The parameters are reordered, and DeepSpeed's own mapping to the partitions follows the old order
+        # (zero/stage_1_and_2.py, link_hp_params).
+        for index, flat in enumerate(wrapper.single_partition_of_fp32_groups):
+            begin = torch.distributed.get_rank(wrapper.real_dp_process_group[index]) * flat.numel()
+            offsets = wrapper.round_robin_bit16_offsets[index]
+            for parameter, offset in zip(wrapper.round_robin_bit16_groups[index], offsets, strict=True):
+                start, stop = max(0, begin - offset), min(parameter.numel(), begin + flat.numel() - offset)
+                if start < stop:
+                    yield names[id(parameter)], start, flat.detach()[offset + start - begin : offset + stop - begin]
     elif engine.zero_optimization_stage() > 0:
         # The part of each parameter in this rank's partition (utils/tensor_fragment.py).
         for parameter in engine.module.parameters():
@@ -266,18 +274,6 @@ def _stage0_masters(wrapper: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
     else:
         for group in wrapper.param_groups:
             yield from ((parameter, parameter) for parameter in group["params"] if parameter.requires_grad)
-
-
-def _reordered_fragments(wrapper: Any, names: dict[int, str]) -> Iterator[Fragment]:
-    """This rank's parts at stages 1 and 2 where ``round_robin_gradients`` reorders the parameters: DeepSpeed's own
-    mapping to the partitions follows the old order then (zero/stage_1_and_2.py, link_hp_params)."""
-    for index, flat in enumerate(wrapper.single_partition_of_fp32_groups):
-        begin = torch.distributed.get_rank(wrapper.real_dp_process_group[index]) * flat.numel()
-        offsets = wrapper.round_robin_bit16_offsets[index]
-        for parameter, offset in zip(wrapper.round_robin_bit16_groups[index], offsets, strict=True):
-            start, stop = max(0, begin - offset), min(parameter.numel(), begin + flat.numel() - offset)
-            if start < stop:
-                yield names[id(parameter)], start, flat.detach()[offset + start - begin : offset + stop - begin]
 
 
 def _stage3_fragments(wrapper: Any, names: dict[int, str]) -> Iterator[Fragment]:
