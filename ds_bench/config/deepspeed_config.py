@@ -143,7 +143,23 @@ def complete_config(
     ``largest_parameter``: elements in the model's largest tensor, which decides the size of NVMe buffers.
     """
     config: Config = copy.deepcopy(dict(base))
-    _complete_batch(config, placement.num_gpus)
+    micro, accum = config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps", 1)
+    # type() and not isinstance(), for which True is an int.
+    if type(micro) is not int or type(accum) is not int or micro < 1 or accum < 1:
+        raise UsageError(
+            f"train_micro_batch_size_per_gpu is {micro!r} and gradient_accumulation_steps is {accum!r}",
+            remedy="both must be whole numbers of 1 or more",
+        )
+    # DeepSpeed counts sequences of sequence-parallel groups, but of all ranks with tensor parallelism (config.py).
+    num_gpus = max(1, placement.num_gpus // sequence_parallel_size(config))
+    total = config.get("train_batch_size", micro * accum)
+    # base_config writes the total of one GPU; a user's configuration may have the total of all.
+    if total not in (micro * accum, micro * accum * num_gpus):
+        raise UsageError(
+            f"train_batch_size {total} is neither {micro} × {accum} (one GPU) nor {micro} × {accum} × {num_gpus} GPUs",
+            remedy="leave train_batch_size out, or make it agree with the other keys and --batch-size, --grad-accum",
+        )
+    config |= {"gradient_accumulation_steps": accum, "train_batch_size": micro * accum * num_gpus}
     if workload.precision != "fp32" and not any(block in config for block in PRECISION_BLOCKS):
         config[workload.precision] = {"enabled": True}
     if not isinstance(config.get("optimizer"), dict):
@@ -169,27 +185,6 @@ def trained_precision(config: Mapping[str, Any], requested: Precision) -> Precis
         return requested
     formats: tuple[Precision, ...] = ("bf16", "fp16")
     return next((name for name in formats if config.get(name, {}).get("enabled")), "fp32")
-
-
-def _complete_batch(config: Config, num_gpus: int) -> None:
-    micro, accum = config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps", 1)
-    # type() and not isinstance(), for which True is an int.
-    if type(micro) is not int or type(accum) is not int or micro < 1 or accum < 1:
-        raise UsageError(
-            f"train_micro_batch_size_per_gpu is {micro!r} and gradient_accumulation_steps is {accum!r}",
-            remedy="both must be whole numbers of 1 or more",
-        )
-    # DeepSpeed counts sequences of sequence-parallel groups, but of all ranks with tensor parallelism (config.py).
-    num_gpus = max(1, num_gpus // sequence_parallel_size(config))
-    total = config.get("train_batch_size", micro * accum)
-    # base_config writes the total of one GPU; a user's configuration may have the total of all.
-    if total not in (micro * accum, micro * accum * num_gpus):
-        raise UsageError(
-            f"train_batch_size {total} is neither {micro} × {accum} (one GPU) nor {micro} × {accum} × {num_gpus} GPUs",
-            remedy="leave train_batch_size out, or make it agree with the other keys and --batch-size, --grad-accum",
-        )
-    config["gradient_accumulation_steps"] = accum
-    config["train_batch_size"] = micro * accum * num_gpus
 
 
 def with_optimizer(config: Config, name: str) -> Config:

@@ -54,46 +54,42 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def used_slots(options: Options, environ: Mapping[str, str], visible: int | None) -> Slots:
-    """Return the slots of each host that are used, in the order of the hostfile or of the job; empty without both."""
+    """Return the slots of each host that are used, in the order of the hostfile or of the job; empty without both.
+
+    ``visible``: GPUs of this host; None on a CPU. Raises UsageError if the ranks do not divide equally among the nodes
+    of a job.
+    """
     if options.hostfile is not None:
         slots = {name: range(number) for name, number in read_hostfile(options.hostfile).items()}
         return select_slots(slots, options.include, options.exclude)
-    nodes = _slots_of_job(options, environ, visible)
+    # Else those of a job of Slurm, torchrun or DeepSpeed's launcher, if this is one.
+    launched = job.ranks_of_hosts()
+    nodes = launched or job.tasks_of_nodes(environ)
+    requested = options.num_gpus or world_size(environ)
+    if nodes and requested != sum(nodes.values()) and (requested, visible) != (None, None):
+        # The requested number of ranks, or one for each GPU that is visible here, is shared out among the nodes.
+        ranks, left = divmod(requested or len(nodes) * (visible or 1), len(nodes))
+        if left or not ranks:
+            raise UsageError(
+                f"{requested} ranks cannot be shared out equally among the {len(nodes)} nodes of this "
+                f"{'' if launched else 'Slurm '}job",
+                remedy=f"{options.say('num_gpus')} with a multiple of {len(nodes)}, or use one node"
+                + ("" if launched else ": srun --nodes=1 --ntasks=1"),
+            )
+        nodes = dict.fromkeys(nodes, ranks)
     for name in SEVERAL_NODES:
         of_jobs = name == "env" or (nodes and name in ("host_command", "master_addr", "master_port"))
         if getattr(options, name) is not None and not of_jobs:
             hostfile = options.say("hostfile")
             problem = f"{options.say(name)} without {hostfile}"
             raise UsageError(problem, remedy=f"add {hostfile} FILE, or leave it out")
-    return nodes
+    return {node: range(count) for node, count in nodes.items()}
 
 
 def world_size(environ: Mapping[str, str]) -> int | None:
     """Return the number of ranks of the launcher that started this program; None without a launcher."""
     text = environ.get("WORLD_SIZE", "")
     return int(text) if text.isdecimal() and int(text) > 0 else None
-
-
-def _slots_of_job(options: Options, environ: Mapping[str, str], visible: int | None) -> Slots:
-    """Return the slots of the nodes of a job of Slurm, torchrun or DeepSpeed's launcher; empty elsewhere.
-
-    The number of ranks is the requested one, or one for each GPU that is visible here (``visible``; None on a CPU: one
-    for each task of Slurm). Raises UsageError if it does not divide equally among the nodes.
-    """
-    launched = job.ranks_of_hosts()
-    tasks = launched or job.tasks_of_nodes(environ)
-    requested = options.num_gpus or world_size(environ)
-    if not tasks or requested == sum(tasks.values()) or (requested is None and visible is None):
-        return {node: range(count) for node, count in tasks.items()}
-    ranks, left = divmod(requested or len(tasks) * (visible or 1), len(tasks))
-    if left or not ranks:
-        raise UsageError(
-            f"{requested} ranks cannot be shared out equally among the {len(tasks)} nodes of this "
-            f"{'' if launched else 'Slurm '}job",
-            remedy=f"{options.say('num_gpus')} with a multiple of {len(tasks)}, or use one node"
-            + ("" if launched else ": srun --nodes=1 --ntasks=1"),
-        )
-    return {node: range(ranks) for node in tasks}
 
 
 def select_slots(slots: Slots, include: str | None, exclude: str | None) -> Slots:

@@ -211,25 +211,23 @@ class HostTrial:
             disk_full=files.disk_is_full(self._assignment.swap_folder if self._assignment is not None else None),
         )
         if send_files and self._folder is not None:
-            self._send_rest(self._folder)
+            # The rest of every file, including profiles, but not the checkpoint.
+            self.send_changes(sys.maxsize)
+            checkpoint = self._assignment.checkpoint_folder if self._assignment is not None else None
+            for path in sorted(self._folder.rglob("*")):
+                in_folder = path.parent == self._folder
+                was_sent = in_folder and (_REPLACED.fullmatch(path.name) or _GROWING.fullmatch(path.name))
+                # The run has written these itself, and holds its own version (FileReceiver refuses them).
+                is_own = path.name in (TRIAL_FILE, CONFIG_FILE) or path.name.startswith(".")
+                if not (was_sent or is_own or (checkpoint is not None and path.is_relative_to(checkpoint))):
+                    with contextlib.suppress(OSError):  # a folder
+                        self._send_whole(path)
         if self._assignment is not None:
             remove_scratch(self._assignment)
         with contextlib.suppress(OSError):
             if self._private.lstat().st_uid == os.getuid():
                 shutil.rmtree(self._private)
         return end
-
-    def _send_rest(self, folder: Path) -> None:
-        """Send the rest of every file, including profiles, but not the checkpoint."""
-        self.send_changes(sys.maxsize)
-        checkpoint = self._assignment.checkpoint_folder if self._assignment is not None else None
-        for path in sorted(folder.rglob("*")):
-            was_sent = path.parent == folder and (_REPLACED.fullmatch(path.name) or _GROWING.fullmatch(path.name))
-            # The run has written these itself, and holds its own version (FileReceiver refuses them).
-            is_own = path.name in (TRIAL_FILE, CONFIG_FILE) or path.name.startswith(".")
-            if not (was_sent or is_own or (checkpoint is not None and path.is_relative_to(checkpoint))):
-                with contextlib.suppress(OSError):  # a folder
-                    self._send_whole(path)
 
 
 def find_trial_processes(scratch_id: str) -> set[int]:

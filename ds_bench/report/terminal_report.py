@@ -174,8 +174,34 @@ def render_markdown(report: ComparisonReport) -> str:
 
 def report_lines(report: ComparisonReport, width: int, unicode: bool = True) -> list[Line]:
     """The table and the answer, no line wider than ``width`` unless a single word is. ``unicode``: else ASCII only."""
-    lines = short_table(report).to_terminal(width, unicode=unicode)
-    return [*lines, Line(""), *_answer_lines(report, min(width, MAX_TEXT_WIDTH), unicode)]
+    lines = [*short_table(report).to_terminal(width, unicode=unicode), Line("")]
+    recommendation, text_width = report.recommendation, min(width, MAX_TEXT_WIDTH)
+    mark = printable("?" if recommendation.undecided else "★" if recommendation.choice is not None else "✗", unicode)
+    indent = " " * (len(mark) + 1)
+
+    def indented(text: str, hanging: str = "", max_lines: int | None = None) -> list[str]:
+        wrapped = wrap(printable(text, unicode), text_width - len(indent), hanging, max_lines=max_lines)
+        return [indent + line for line in wrapped]
+
+    headline = printable(str(recommendation.headline), unicode)
+    lines += [Line(line, "bold") for line in wrap(f"{mark} {headline}", text_width, indent)]
+    if recommendation.provisional is not None:  # never shortened, since it ends with a command
+        lines += map(Line, indented(str(recommendation.provisional)))
+    shown = [] if recommendation.alternative is None else [str(recommendation.alternative)]
+    shown += notes_that_matter(report)
+    shown += _notes_of_rows(report.comparison, lambda caveat: caveat.kind in _SHOWN_KINDS)
+    if any(caveat.kind is CaveatKind.CPU_ACCELERATOR for caveat in report.comparison.caveats):
+        shown.append("CPU ranks: this says nothing about GPUs.")
+    for text in shown:
+        lines += map(Line, indented(text, max_lines=3))
+    # What to try, and how many notes there are; on one line if both fit.
+    try_next = None if recommendation.provisional is not None else recommendation.try_next
+    last = [] if try_next is None else indented(f"Try:    {try_next}", " " * 8)
+    if count := len(report.numbered_notes) + len(report.general_lines):
+        notes = f"{format_items(count, 'note')}: --verbose, or the HTML report"
+        fits = len(last) == 1 and len(last[0]) + 4 + len(notes) <= min(text_width, 100)
+        last = [f"{last[0]}    {notes}"] if fits else [*last, indent + notes]
+    return [*lines, *map(Line, last)]
 
 
 def short_table(report: ComparisonReport) -> Table:
@@ -201,36 +227,6 @@ def short_table(report: ComparisonReport) -> Table:
         ],
         styles=["red" if not row.succeeded else "bold" if row.key == report.recommendation.key else "" for row in rows],
     )
-
-
-def _answer_lines(report: ComparisonReport, width: int, unicode: bool) -> Iterator[Line]:
-    recommendation = report.recommendation
-    mark = printable("?" if recommendation.undecided else "★" if recommendation.choice is not None else "✗", unicode)
-    indent = " " * (len(mark) + 1)
-
-    def indented(text: str, hanging: str = "", max_lines: int | None = None) -> list[str]:
-        lines = wrap(printable(text, unicode), width - len(indent), hanging, max_lines=max_lines)
-        return [indent + line for line in lines]
-
-    headline = printable(str(recommendation.headline), unicode)
-    yield from (Line(line, "bold") for line in wrap(f"{mark} {headline}", width, indent))
-    if recommendation.provisional is not None:  # never shortened, since it ends with a command
-        yield from map(Line, indented(str(recommendation.provisional)))
-    shown = [] if recommendation.alternative is None else [str(recommendation.alternative)]
-    shown += notes_that_matter(report)
-    shown += _notes_of_rows(report.comparison, lambda caveat: caveat.kind in _SHOWN_KINDS)
-    if any(caveat.kind is CaveatKind.CPU_ACCELERATOR for caveat in report.comparison.caveats):
-        shown.append("CPU ranks: this says nothing about GPUs.")
-    for text in shown:
-        yield from map(Line, indented(text, max_lines=3))
-    # What to try, and how many notes there are; on one line if both fit.
-    try_next = None if recommendation.provisional is not None else recommendation.try_next
-    last = [] if try_next is None else indented(f"Try:    {try_next}", " " * 8)
-    if count := len(report.numbered_notes) + len(report.general_lines):
-        notes = f"{format_items(count, 'note')}: --verbose, or the HTML report"
-        fits = len(last) == 1 and len(last[0]) + 4 + len(notes) <= min(width, 100)
-        last = [f"{last[0]}    {notes}"] if fits else [*last, indent + notes]
-    yield from map(Line, last)
 
 
 def notes_that_matter(report: ComparisonReport) -> list[str]:
