@@ -115,7 +115,7 @@ def _pair(before: ComparisonRow, after: ComparisonRow, hardware: Sequence[str], 
         *(("before", caveat) for caveat in before.caveats if caveat not in shared),
         *(("after", caveat) for caveat in after.caveats if caveat not in shared),
     ]
-    # Rows that do not compare have other losses for that reason, and those of another torch or DeepSpeed may differ.
+    # Losses of rows that do not compare differ for that reason; another torch or DeepSpeed may change them too.
     same_versions = {"torch", "deepspeed"}.isdisjoint(each.field for each in changed)
     if not reasons and same_versions and (loss_caveat := _loss_caveat(before, after)):
         caveats.append(("after against before", loss_caveat))

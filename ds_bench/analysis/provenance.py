@@ -53,7 +53,7 @@ def flags_to_repeat(options: Options) -> dict[str, list[str]]:
             flags[name] = words
     if options.python is not None:
         flags["python"] = ["--python", options.python]
-    if options.script:  # last, since all that follows -- is the script's
+    if options.script:  # last: the script gets everything after --
         flags["script"] = ["--", *options.script]
     return flags
 

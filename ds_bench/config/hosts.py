@@ -62,7 +62,7 @@ def used_slots(options: Options, environ: Mapping[str, str], visible: int | None
     if options.hostfile is not None:
         slots = {name: range(number) for name, number in read_hostfile(options.hostfile).items()}
         return select_slots(slots, options.include, options.exclude)
-    # Else those of a job of Slurm, torchrun or DeepSpeed's launcher, if this is one.
+    # A job of Slurm, torchrun or DeepSpeed's launcher has nodes; elsewhere there are none.
     launched = job.ranks_of_hosts()
     nodes = launched or job.tasks_of_nodes(environ)
     requested = options.num_gpus or world_size(environ)
@@ -95,7 +95,7 @@ def world_size(environ: Mapping[str, str]) -> int | None:
 def select_slots(slots: Slots, include: str | None, exclude: str | None) -> Slots:
     """Return the slots that DeepSpeed's ``--include`` or ``--exclude`` leaves, hosts in their order.
 
-    The syntax is that of launcher/runner.py: ``host@host:0,2``; a host without slots means all of its slots.
+    Follows the syntax of launcher/runner.py: ``host@host:0,2``; a host without slots means all of its slots.
     Raises UsageError for other syntax, an unknown host or slot, and if no slot is left.
     """
     if include is not None and exclude is not None:

@@ -146,7 +146,7 @@ def training_command(trial: Trial, config: Path) -> str:
 
 
 def exported_row(options: Options, report: ComparisonReport) -> ComparisonRow | None:
-    """Return the recommended row, or that of ``--export``; None if there is none."""
+    """Return the recommended row, or the row of ``--export``; None without either."""
     if options.export:
         return next((row for row in report.comparison.rows if row.configuration.name == options.export), None)
     return report.recommended_row
