@@ -27,7 +27,7 @@ from .cli.report import build_reports, flat_rows_of
 from .config.options import FLAGS, OPTIONS
 from .config.recipe import PATHS, Recipe, can_be_swept, nearest_path
 from .errors import DsBenchError, PreflightError, UsageError
-from .prediction.predicted_memory import FITS, TIGHT
+from .prediction.gpu_need import FITS, TIGHT
 from .recommend.recommendation import Recommendation
 from .records.run_folder import RUN_FILE, RunFolder, is_finished
 from .report import html_report, memory_plan
@@ -362,9 +362,10 @@ class PlannedRow:
     stage: int
     """ZeRO stage."""
     verdict: str
-    """``fits``, ``tight`` (above 90 %), ``does not fit``, or ``not known`` without the activations."""
+    """``fits``, ``tight`` (may retry allocations or run out), ``does not fit``, or ``not known`` without the
+    activations."""
     gpu_bytes: int
-    """Of the fullest GPU at its fullest moment."""
+    """The least memory of a GPU that it runs in."""
     host_bytes: int
     """Of a node's host."""
     nvme_bytes: int
@@ -375,6 +376,10 @@ class PlannedRow:
     """GPUs needed; None unless it was asked for, or if no number is enough."""
     max_batch: int | None
     """Largest micro-batch; None unless it was asked for, or if one sequence does not fit."""
+    gpu_reserved_bytes: int
+    """What it reserves of a GPU with room to spare: with that much it ``fits``."""
+    decided_in: str
+    """The phase that needs most of the GPU: ``initialize``, ``forward``, ``backward`` or ``step``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,13 +399,14 @@ class Plan:
         import pandas as pd
 
         names = {"gpu_bytes": "gpu_gb", "host_bytes": "host_gb", "nvme_bytes": "nvme_gb"}
+        names["gpu_reserved_bytes"] = "gpu_reserved_gb"
         rows = [
             {names.get(name, name): to_gb(value) if name in names else value for name, value in asdict(row).items()}
             for row in self.rows
         ]
         # Types of pandas that have a missing value: None would make columns of floats or of objects.
         types = {"stage": "Int64", "min_gpus": "Int64", "max_batch": "Int64"}
-        types |= dict.fromkeys(("strategy", "label", "verdict", "smallest_change"), "string")
+        types |= dict.fromkeys(("strategy", "label", "verdict", "smallest_change", "decided_in"), "string")
         return pd.DataFrame(rows).astype(types)
 
     def __str__(self) -> str:
@@ -408,8 +414,8 @@ class Plan:
         return "\n".join(memory_plan.plan_lines(self.memory_plan, WIDTH_OF_FILES, verbose=False))
 
     def __repr__(self) -> str:
-        fitting = sum(row.verdict in (FITS, TIGHT) for row in self.rows)
-        return f"<ds_bench.Plan: {fitting} of {len(self.rows)} rows fit>"
+        fitting, tight = (sum(row.verdict == verdict for row in self.rows) for verdict in (FITS, TIGHT))
+        return f"<ds_bench.Plan: {fitting} of {len(self.rows)} rows fit, {tight} tight>"
 
     def _repr_html_(self) -> str:
         """The answer and the table for notebooks, with escaped text and without scripts."""
@@ -431,12 +437,14 @@ def plan(**keywords: Unpack[PlanKeywords]) -> Plan:
             label=row.label,
             stage=row.configuration.stage,
             verdict=row.verdict,
-            gpu_bytes=row.prediction.gpu_bytes,
+            gpu_bytes=row.prediction.least_gpu_bytes,
             host_bytes=row.prediction.host_bytes,
             nvme_bytes=row.prediction.nvme_bytes,
             smallest_change=row.change.text if row.change else None,
             min_gpus=row.min_gpus,
             max_batch=row.max_batch,
+            gpu_reserved_bytes=row.prediction.gpu_need.reserved_bytes,
+            decided_in=row.prediction.gpu_need.phase,
         )
         for row in predicted.rows
     )

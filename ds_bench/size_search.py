@@ -14,8 +14,9 @@ from .config.caveats import Caveat, CaveatKind
 from .config.spec import NO_INSPECTION, SEARCH_ACCURACY, Configuration, Trial, Workload
 from .launch import Launcher
 from .planner import SHORTEST_SEQ_LENGTH, Plan, RequestedRow
+from .prediction.gpu_need import DOES_NOT_FIT
 from .prediction.model_profile import ModelProfile
-from .prediction.predicted_memory import DOES_NOT_FIT, predict
+from .prediction.predicted_memory import predict
 from .records import schema
 from .records.run_folder import PROBES_FILE, RunFolder
 from .records.schema import TrialRecord

@@ -25,8 +25,8 @@ from ..errors import UsageError
 from ..models.lookup import resolve_model
 from ..prediction import fit_search, trial_predictions
 from ..prediction.fit_search import PlannedTrial
+from ..prediction.gpu_need import DOES_NOT_FIT
 from ..prediction.model_profile import Variant
-from ..prediction.predicted_memory import DOES_NOT_FIT
 from ..report.memory_plan import MemoryPlan, PlanRow, plan_lines
 from ..system import device_specifications, terminal
 from ..units import format_names
@@ -222,7 +222,7 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None]:
 
 def _json_entry(row: PlanRow) -> dict[str, Any]:
     """Return the row for ``--json``: bytes, not rounded."""
-    change = row.change
+    change, need = row.change, row.prediction.gpu_need
     return {
         "strategy": row.configuration.name,
         "stage": row.configuration.stage,
@@ -239,4 +239,10 @@ def _json_entry(row: PlanRow) -> dict[str, Any]:
         ),
         "min_gpus": row.min_gpus,
         "max_batch": row.max_batch,
+        "gpu_least_bytes": need.least_bytes,
+        "gpu_reserved_bytes": need.reserved_bytes,
+        "decided_in": need.phase,
+        "method": need.method,
+        "not_predicted": list(need.unknowns),
+        "gpu_terms_bytes": dict(row.prediction.terms),
     }

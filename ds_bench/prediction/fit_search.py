@@ -14,8 +14,9 @@ from ..config import axes, deepspeed_config, strategies
 from ..config.deepspeed_config import overlay
 from ..config.spec import Configuration, Placement, Workload
 from ..units import format_items
+from .gpu_need import DOES_NOT_FIT, FITS, TIGHT
 from .model_profile import ModelProfile
-from .predicted_memory import DOES_NOT_FIT, FITS, TIGHT, Alternative, Prediction, Saving, predict
+from .predicted_memory import Alternative, Prediction, Saving, predict
 
 LARGEST_BATCH = 65536
 """Largest micro-batch that is tried: if it fits, the largest that fits may be larger."""
@@ -110,22 +111,23 @@ def alternatives(planned: PlannedTrial) -> list[Alternative]:
             yield from (factor * trial.placement.num_gpus for factor in (2, 4, 8))
 
     unchanged = planned.predict()
-    needs = [(unchanged.gpu_bytes, unchanged.host_bytes)]
+    needs = [(unchanged.least_gpu_bytes, unchanged.host_bytes)]
     found = []
     for rank, settings in enumerate(_combined(planned, halves, doublings)):
         changed = with_settings(planned, settings)
         prediction = changed.predict()
         strategy_alone = settings.keys() == {"strategy"}
         compared = needs[:1] if strategy_alone else needs
-        if any(gpu <= prediction.gpu_bytes and host <= prediction.host_bytes for gpu, host in compared):
+        if any(gpu <= prediction.least_gpu_bytes and host <= prediction.host_bytes for gpu, host in compared):
             continue
         if not strategy_alone:
-            needs.append((prediction.gpu_bytes, prediction.host_bytes))
+            needs.append((prediction.least_gpu_bytes, prediction.host_bytes))
         found.append(
             Alternative(
                 settings=settings,
                 rank=rank,
-                gpu_bytes=prediction.gpu_bytes,
+                gpu_bytes=prediction.least_gpu_bytes,
+                gpu_reserved_bytes=0 if prediction.need is None else prediction.need.reserved_bytes,
                 host_bytes=prediction.host_bytes,
                 layout=changed.configuration.layout,
             )

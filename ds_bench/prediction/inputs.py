@@ -200,7 +200,7 @@ class MemoryInputs:
 
 Phases = dict[str, Ledger]
 """``forward``, ``backward``, ``reduced`` (after backward), ``flatten`` and ``update`` (in the step) → one rank's ledger
-without activations."""
+without activations; and ``initialize`` where ``deepspeed.initialize`` may need more than a step."""
 
 
 def times_sent(configuration: Configuration, parameters: int, grad_accum: int) -> tuple[int, int]:

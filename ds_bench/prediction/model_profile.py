@@ -161,6 +161,10 @@ class ModelProfile:
     in none of the three tuples above."""
     rows: tuple[int, ...] = ()
     """Size of the first dimension of every tensor of the model, which FSDP2 splits; empty if it is not known."""
+    attention_width: int = 0
+    """Query heads × elements per head; 0 if not known."""
+    vocabulary_size: int = 0
+    """Logits per token; 0 if not known."""
     stage_3_activations: Mapping[str, Activations] = field(default_factory=dict, hash=False)
     """The same with DeepSpeed's memory-efficient linear layers, if they keep more: only with frozen parameters."""
     variants: Mapping[Variant, ModelProfile] = field(default_factory=dict, hash=False)
@@ -267,7 +271,8 @@ def find_profile(
     # One number is from arithmetic, the other from the built model: where they differ, the profile is of another model.
     if profile.parameters != facts.parameters:
         raise UsageError(f"{facts.name} was counted as {facts.parameters} parameters and built as {profile.parameters}")
-    return profile
+    width = facts.attention_heads * facts.head_dim
+    return replace(profile, attention_width=width, vocabulary_size=facts.vocabulary_size)
 
 
 def measure_profile(

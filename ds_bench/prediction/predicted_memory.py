@@ -2,37 +2,40 @@
 
 Model states and DeepSpeed's buffers follow DeepSpeed's code (``stages_0_to_2``, ``stage_3``), activations were measured
 (``model_profile``). Two terms are assumptions: the memory of the CUDA context and NCCL outside torch's allocator, and
-the memory that a process needs for its libraries. ``fit_search`` finds what would make a trial fit.
+the memory that a process needs for its libraries. ``gpu_need`` judges whether a GPU is large enough; ``fit_search``
+finds what would make a trial fit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from ..config.deepspeed_config import PRECISION_BLOCKS, is_deepcompiled, sequence_parallel_size
+from ..config.deepspeed_config import PRECISION_BLOCKS, is_deepcompiled, sequence_parallel_size, tensor_parallel_size
 from ..config.spec import Engine, Placement, Precision, Workload, block_of
 from ..records.schema import Tier
 from ..units import from_gb
 from . import stage_3, stages_0_to_2, torch_engines
-from .inputs import MemoryInputs, Phases, ZeroSettings
+from .gpu_need import DOES_NOT_FIT, FITS, TIGHT, UNKNOWN, DecidingPhase, GpuNeed
+from .inputs import MemoryInputs, Phases, ZeroSettings, unpredicted_settings
 from .model_profile import ModelProfile, variant_of
 from .model_states import FP32_BYTES, Ledger, LedgerBuilder, plus
 
-CONTEXT_BYTES = from_gb(0.75)
-"""Assumed per GPU: CUDA context and kernels, outside torch's allocator."""
+CONTEXT_BYTES = from_gb(0.3)
+"""Assumed per GPU: CUDA context and kernels, outside torch's allocator, where kernels are loaded when first used (CUDA
+11.7 and later; pytorch/pytorch#107667, #86509: 274 MiB)."""
 _WORKSPACES = 2
 """Workspaces of cuBLAS in torch's allocator: one for the thread of the forward pass and one for the backward pass
 (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
 _WORKSPACE_BYTES, _HOPPER_WORKSPACE_BYTES = 8_519_680, 32 * 2**20
 """Of one workspace: 8.125 MiB, and on GPUs of compute capability 9 the second."""
-NCCL_BYTES = from_gb(1.2)
-"""Assumed per GPU if there are several: channels and buffers of one NCCL communicator. It depends on the number of
-ranks, their links and NCCL's version."""
-NCCL_RANGE_BYTES = from_gb(0.7), from_gb(1.6)
-"""Range that users have reported per communicator; ``NCCL_BYTES`` is in the middle."""
+NCCL_PAIR_BYTES, NCCL_BYTES = 544 * 2**20, 688 * 2**20
+"""Assumed per GPU and NCCL communicator of two ranks, and of more: channels and buffers, measured on A100 with NVLink
+(NVIDIA/nccl#964). It depends on the links and on NCCL's version."""
+NCCL_RANGE_BYTES = NCCL_PAIR_BYTES, from_gb(1.6)
+"""Range that users have reported per communicator (NVIDIA/nccl#964, #864)."""
 PROCESS_BYTES = from_gb(1.5)
 """Assumed host memory per rank of a GPU job: Python, torch and CUDA's libraries before the model is built."""
 CPU_PROCESS_BYTES = from_gb(0.4)
@@ -40,12 +43,28 @@ CPU_PROCESS_BYTES = from_gb(0.4)
 CPU_PROCESS_DATA_BYTES = from_gb(0.6)
 """The same under ``--cpu-memory-limit``, which also counts memory that is mapped but untouched, or kept by malloc."""
 TIGHT_FRACTION = 0.9
-"""A prediction above this share of the memory is ``tight``: fragmentation and what a layer needs while it runs are not
-in the prediction."""
+"""A prediction above this share of a node's host memory is ``tight``."""
+_DECIDING_PHASES: Mapping[str, DecidingPhase] = {
+    "build": "initialize",
+    "initialize": "initialize",
+    "loss": "forward",
+    "enter": "backward",
+    "leave": "backward",
+    "reduce": "backward",
+    "flatten": "step",
+    "update": "step",
+}
 
-FITS, TIGHT, DOES_NOT_FIT, UNKNOWN = "fits", "tight", "does not fit", "not known"
-
-UNCOUNTED = ("temporaries", "gathered_parameters", "logits_and_loss", "pinned_rounding", "workspaces", "overhead")
+UNCOUNTED = (
+    "temporaries",
+    "square_roots",
+    "attention_gradient",
+    "gathered_parameters",
+    "logits_and_loss",
+    "pinned_rounding",
+    "workspaces",
+    "overhead",
+)
 """Categories that the ledger of a run does not hold: temporary tensors, and memory outside tensors."""
 
 
@@ -58,10 +77,13 @@ class Alternative:
     rank: int
     """Position in the order of cost, 0 for the change that costs least."""
     gpu_bytes: int
+    """The least GPU that it runs in (``GpuNeed.least_bytes``); 0 on the CPU accelerator."""
     host_bytes: int
     """Per node."""
     layout: tuple[int, str, str]
     """Stage and both offload devices afterwards, as ``Configuration.layout``."""
+    gpu_reserved_bytes: int = 0
+    """What it reserves of a roomy GPU (``GpuNeed.reserved_bytes``); 0 on the CPU accelerator, and in older records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +113,7 @@ class Prediction:
     phase: str
     """The fullest moment on the GPU (of host memory on the CPU accelerator): ``loss`` (all activations, logits and
     their temporaries), ``enter`` and ``leave`` (backward at the last and at the first layer), ``reduce``, ``flatten``,
-    ``update``, or ``build`` where every rank builds the model whole."""
+    ``update``, or before the first step ``build``, where every rank builds the model whole, and ``initialize``."""
     ledger: Mapping[str, Mapping[str, int]]
     """Tier → category → bytes of one rank, comparable with ``RankMeasurement.ledger``."""
     unknown: str | None = None
@@ -100,11 +122,28 @@ class Prediction:
     """For advice after the run; ``fit_search`` finds them."""
     savings: tuple[Saving, ...] = ()
     """For explanations after the run; ``fit_search`` finds them."""
+    need: GpuNeed | None = None
+    """What decides whether a GPU is large enough; None on the CPU accelerator, and in older records."""
+    terms: Mapping[str, int] = field(default_factory=dict)
+    """Term → bytes per GPU at the moment that has it, of terms that are part of a category: ``initialize_clone``,
+    ``kept_logits``, ``attention_gradient``, ``square_roots``, ``workspaces``, ``context``, ``nccl``."""
 
     @property
     def gpu_bytes(self) -> int:
-        """Per GPU, everything at the fullest moment."""
+        """Per GPU, everything that is allocated at the fullest moment, and what is outside the allocator."""
         return sum(self.gpu.values())
+
+    @property
+    def gpu_need(self) -> GpuNeed:
+        """``need``; of an older record by the rule."""
+        outside = self.gpu.get("overhead", 0)
+        phase = _DECIDING_PHASES.get(self.phase, "step")
+        return self.need or GpuNeed.by_rule(self.gpu_bytes - outside, outside, phase)
+
+    @property
+    def least_gpu_bytes(self) -> int:
+        """The least GPU that the trial runs in; 0 on the CPU accelerator."""
+        return self.gpu_need.least_bytes if self.gpu else 0
 
     @property
     def host_bytes(self) -> int:
@@ -132,20 +171,20 @@ class Prediction:
         return tuple(tier for tier, found in alone.items() if found == verdict != FITS)
 
     def verdict(self, gpu_capacity_bytes: int | None, host_capacity_bytes: int | None = None) -> str:
-        """Return ``fits``, ``tight`` (above 90 %) or ``does not fit``, by the worse of the two; None means no limit.
+        """Return ``fits``, ``tight`` or ``does not fit``, by the worse of the two; None means no limit.
 
-        ``not known`` if the known part would fit, and activations are unknown.
+        Of a GPU as ``GpuNeed.verdict``; host memory is tight above 90 %. ``not known`` if the known part would fit, and
+        activations are unknown.
         """
-        shares = [
-            used / capacity
-            for used, capacity in ((self.gpu_bytes, gpu_capacity_bytes), (self.host_bytes, host_capacity_bytes))
-            if capacity is not None
-        ]
-        share = max(shares, default=0.0)
+        found = FITS
+        if gpu_capacity_bytes is not None and self.gpu:
+            found = self.gpu_need.verdict(gpu_capacity_bytes)
+        if host_capacity_bytes is not None:
+            share = self.host_bytes / host_capacity_bytes
+            of_host = DOES_NOT_FIT if share > 1 else TIGHT if share > TIGHT_FRACTION else FITS
+            found = max(found, of_host, key=(FITS, TIGHT, DOES_NOT_FIT).index)
         # Activations that are not known could still decide, unless the rest is too much already.
-        if share <= 1 and self.unknown is not None:
-            return UNKNOWN
-        return DOES_NOT_FIT if share > 1 else TIGHT if share > TIGHT_FRACTION else FITS
+        return UNKNOWN if found != DOES_NOT_FIT and self.unknown is not None else found
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values, which ``trial_predictions.stored_prediction`` reads."""
@@ -177,6 +216,7 @@ def predict(
     )
     sizes = _activations(inputs, workload, ds_config)
     moments = _moments(inputs, sizes)
+    start = moments.pop("initialize", None)
     tier = "cpu" if placement.accelerator == "cpu" else "gpu"
     if tier == "cpu":  # the CPU accelerator has in host memory what a GPU would hold
         for name, ledger in moments.items():
@@ -193,13 +233,25 @@ def predict(
         # The whole model in every rank's host memory, and whole on its GPU before it is split.
         whole = inputs.element * (inputs.profile.parameters + inputs.profile.frozen_parameters)
         moments["build"] = {each: {"parameters": whole} for each in dict.fromkeys((tier, "cpu"))}
+    elif tier == "gpu" and start is not None:
+        moments["initialize"] = start
     phase = fullest_moment()
     gpu = dict(moments[phase].get("gpu", {}))
+    terms: dict[str, int] = {}
+    need = None
     if tier == "gpu":
-        if phase != "build":  # that is before the first matrix product
-            on_hopper = placement.compute_capability is not None and placement.compute_capability[0] == 9
-            gpu["workspaces"] = _WORKSPACES * (_HOPPER_WORKSPACE_BYTES if on_hopper else _WORKSPACE_BYTES)
-        gpu["overhead"] = CONTEXT_BYTES + (NCCL_BYTES if placement.num_gpus > 1 else 0)
+        on_hopper = placement.compute_capability is not None and placement.compute_capability[0] == 9
+        terms = _terms(inputs, sizes, moments, ds_config, on_hopper=on_hopper)
+        deciding = _DECIDING_PHASES[phase]
+        if deciding != "initialize":  # that is before the first matrix product
+            gpu["workspaces"] = terms["workspaces"]
+        allocated, outside = sum(gpu.values()), terms["context"] + terms["nccl"]
+        # While backward runs, the training loop may still hold the output object and its logits.
+        in_backward = max(sum(moments.get(name, {}).get("gpu", {}).values()) for name in ("enter", "leave"))
+        kept = in_backward + terms["workspaces"] + terms["kept_logits"] - allocated
+        unknowns = tuple(unpredicted_settings(ds_config))
+        need = GpuNeed.by_rule(allocated, outside, deciding, kept_bytes=max(0, kept), unknowns=unknowns)
+        gpu["overhead"] = outside
     cpu_process = CPU_PROCESS_BYTES if placement.cpu_memory_limit_bytes is None else CPU_PROCESS_DATA_BYTES
     process = cpu_process if tier == "cpu" else PROCESS_BYTES
     ranks = min(placement.num_gpus, ranks_per_node or placement.num_gpus)
@@ -215,7 +267,36 @@ def predict(
         phase=phase,
         ledger=ledger,
         unknown=sizes.unknown,
+        need=need,
+        terms=terms,
     )
+
+
+def _terms(
+    inputs: MemoryInputs,
+    sizes: _Activations,
+    moments: Mapping[str, Ledger],
+    ds_config: Mapping[str, Any],
+    *,
+    on_hopper: bool,
+) -> dict[str, int]:
+    """Bytes of the terms of ``Prediction.terms`` on a GPU, each where it is largest."""
+    # DeepSpeed has the world's communicator and a clone of it (utils/groups.py, _clone_world_group), and one for each
+    # further kind of group; torch's engines have one.
+    groups = (inputs.settings.secondary_ranks, sequence_parallel_size(ds_config), tensor_parallel_size(ds_config))
+    own = inputs.engine == "deepspeed" and inputs.pass_type == "train"
+    communicators = 2 + sum(size > 1 for size in groups) if own else 1
+    ranks = inputs.data_parallel_size
+    each = 0 if ranks == 1 else NCCL_PAIR_BYTES if ranks == 2 else NCCL_BYTES
+    return {
+        "initialize_clone": moments.get("initialize", {}).get("gpu", {}).get("temporaries", 0),
+        "kept_logits": sizes.kept_logits,
+        "attention_gradient": sizes.attention_gradient,
+        "square_roots": moments.get("update", {}).get("gpu", {}).get("square_roots", 0),
+        "workspaces": _WORKSPACES * (_HOPPER_WORKSPACE_BYTES if on_hopper else _WORKSPACE_BYTES),
+        "context": CONTEXT_BYTES,
+        "nccl": communicators * each,
+    }
 
 
 def _precision(workload: Workload, ds_config: Mapping[str, Any]) -> Precision:
@@ -239,6 +320,11 @@ class _Activations:
     """The part of ``saved`` that the layers hold while backward runs through the last of them."""
     one_layer: int = 0
     """Of one layer without checkpointing: what exists while a layer is recomputed, or the first is left."""
+    kept_logits: int = 0
+    """The logits in 16 bit, if the training loop holds the model's output object while backward runs."""
+    attention_gradient: int = 0
+    """The query's gradient in fp32, which flash attention's backward pass sums up for one layer, on GPUs (Dao,
+    FlashAttention-2, algorithm 2; csrc/flash_attn/flash_api.cpp, ``dq_accum``)."""
     unknown: str | None = None
 
 
@@ -263,7 +349,11 @@ def _activations(inputs: MemoryInputs, workload: Workload, ds_config: Mapping[st
     largest = measured.largest_layer
     one_layer = largest.fixed_bytes(*size[1:]) if largest else measured.plain.layer_bytes(*size[1:])
     recomputed = one_layer if workload.activation_checkpointing else 0
+    tokens, profile = batch * workload.seq_length, inputs.profile
+    flash = inputs.accelerator == "cuda" and workload.attention not in ("eager", "math")
     return _Activations(
+        kept_logits=2 * profile.vocabulary_size * tokens if workload.loss == "model" else 0,
+        attention_gradient=FP32_BYTES * profile.attention_width * tokens if flash else 0,
         saved=saved.bytes(*size),
         logits_and_loss=max(0, measured.loss_bytes(*size) - measured.plain.bytes(*size)),
         layers=size[0] * saved.layer_bytes(*size[1:]) + recomputed,
@@ -286,6 +376,7 @@ def _moments(inputs: MemoryInputs, sizes: _Activations) -> dict[str, Ledger]:
         # Every rank holds parameters that are not trained whole; DDP's weights are fp32 in every precision.
         frozen = (inputs.element if inputs.engine == "deepspeed" else FP32_BYTES) * profile.frozen_parameters
         bare = {name: plus(ledger, parameters=frozen) for name, ledger in bare.items()}
+    queries = {"attention_gradient": sizes.attention_gradient}
     loss = plus(bare["forward"], activations=sizes.saved, logits_and_loss=sizes.logits_and_loss)
     if inputs.pass_type == "forward":
         return {"loss": loss}
@@ -303,12 +394,11 @@ def _moments(inputs: MemoryInputs, sizes: _Activations) -> dict[str, Ledger]:
     tied = 2 * inputs.element * profile.tensors[0] if profile.trains_tied_embeddings else 0
     return {
         "loss": loss,
-        "enter": plus(enter, activations=sizes.layers),
-        "leave": plus(bare["backward"], activations=sizes.one_layer, temporaries=tied),
+        "enter": plus(enter, activations=sizes.layers, **queries),
+        "leave": plus(bare["backward"], activations=sizes.one_layer, temporaries=tied, **queries),
         # Backward has ended: no activations are left.
         "reduce": bare["reduced"],
-        "flatten": bare["flatten"],
-        "update": bare["update"],
+        **{name: bare[name] for name in ("flatten", "update", "initialize") if name in bare},
     }
 
 

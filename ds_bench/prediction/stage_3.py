@@ -194,10 +194,10 @@ def _step(inputs: MemoryInputs, groups: list[list[int]], builder: LedgerBuilder)
     master = inputs.settings.master_bytes
     cast = master if inputs.accumulated != master else 0
     # The flat copy is freed once it is cast; without a cast it is the gradient that the optimizer updates with.
-    update = max(cast, inputs.accumulated) + inputs.torch_step
+    update = max(cast, inputs.accumulated)
     return {
         "flatten": builder.plus(temporaries=max(norm, (inputs.accumulated + cast) * largest)),
-        "update": builder.plus(temporaries=update * largest),
+        "update": builder.plus(temporaries=update * largest, square_roots=inputs.torch_step * largest),
     }
 
 

@@ -25,8 +25,11 @@ def ledger_by_phase(inputs: MemoryInputs) -> Phases:
     part = flat // inputs.data_parallel_size
     builder = LedgerBuilder()
     builder.add("gpu", "parameters", inputs.element * flat)
+    # The rank's part is cloned on the accelerator before it becomes the master copy, wherever that is
+    # (zero/stage_1_and_2.py, __init__: ``.detach().clone().to(device=…)``).
+    start = builder.plus(temporaries=inputs.element * part)
     if inputs.settings.offload_optimizer:
-        return _offloaded(inputs, part, builder)
+        return {**_offloaded(inputs, part, builder), "initialize": start}
     builder.add("gpu", "optimizer_states", inputs.state * part)
     # engine.py, _do_optimizer_sanity_check
     settings = inputs.settings
@@ -46,14 +49,14 @@ def _unpartitioned(inputs: MemoryInputs) -> Phases:
     # Only DeepSpeed's FusedAdam gets the fused wrapper (engine.py, use_fused_optimizer).
     unfused = inputs.accelerator == "cpu" or inputs.settings.torch_optimizer
     copies = 0 if inputs.precision == "fp32" else 1 if unfused else 2
-    update = (FP32_BYTES * min(copies, 1) + inputs.torch_step) * count
+    update = FP32_BYTES * min(copies, 1) * count
     # From the second micro-batch on the gradients of those before it are there during the forward pass.
     return {
         "forward": builder.plus(gradients=gradients if inputs.grad_accum > 1 else 0),
         "backward": builder.plus(gradients=gradients),
         "reduced": builder.plus(gradients=gradients, temporaries=bucket + _copy_to_send(inputs)),
         "flatten": builder.plus(gradients=gradients, temporaries=FP32_BYTES * copies * count),
-        "update": builder.plus(gradients=gradients, temporaries=update),
+        "update": builder.plus(gradients=gradients, temporaries=update, square_roots=inputs.torch_step * count),
     }
 
 
@@ -160,7 +163,7 @@ def _partitioned(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Pha
         "reduced": builder.plus(gradients=every, deepspeed_buffers=bucket, temporaries=extra + sent),
         "flatten": builder.plus(gradients=kept, temporaries=max(norm, flattened + cast)),
         # The step frees the gradients once their fp32 copy exists (free_grad_in_param_list).
-        "update": builder.plus(temporaries=(master + inputs.torch_step) * part),
+        "update": builder.plus(temporaries=master * part, square_roots=inputs.torch_step * part),
     }
 
 
@@ -224,5 +227,5 @@ def _bf16_optimizer(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> 
         "backward": single,
         "reduced": single,
         "flatten": builder.ledger,
-        "update": builder.plus(temporaries=inputs.torch_step * part),
+        "update": builder.plus(square_roots=inputs.torch_step * part),
     }

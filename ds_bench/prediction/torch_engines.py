@@ -35,7 +35,7 @@ def _ddp(inputs: MemoryInputs, builder: LedgerBuilder) -> Phases:
         "backward": builder.plus(temporaries=FP32_BYTES * max(inputs.profile.tensors)),
         "reduced": builder.ledger,
         "flatten": builder.ledger,
-        "update": builder.plus(temporaries=_square_roots(inputs, size)),
+        "update": builder.plus(square_roots=_square_roots(inputs, size)),
     }
 
 
@@ -76,5 +76,5 @@ def _fsdp2(inputs: MemoryInputs, builder: LedgerBuilder) -> Phases:
         "backward": builder.plus(gathered_parameters=gathered, temporaries=gathered, gradients=waiting or reduced),
         "reduced": builder.plus(gradients=reduced),
         "flatten": builder.plus(gradients=reduced),
-        "update": builder.plus(gradients=reduced, temporaries=_square_roots(inputs, reduced)),
+        "update": builder.plus(gradients=reduced, square_roots=_square_roots(inputs, reduced)),
     }

@@ -194,7 +194,7 @@ def _with_caveat(trial: Trial, why: str) -> Trial:
 
 
 def _reason_to_skip(prediction: Prediction, capacity: MemoryCapacity, *, skip: bool, force: bool) -> str | None:
-    need, host_need = prediction.gpu_bytes, _resident_host_bytes(prediction)
+    need, host_need = prediction.least_gpu_bytes, _resident_host_bytes(prediction)
     there, remedy = None, "leave out --skip-predicted-oom to try it"
     unit = "of host memory"
     # The first two are what the user asked to skip; the last protects the machine, and only --force turns it off.

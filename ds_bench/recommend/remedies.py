@@ -255,10 +255,12 @@ class FailedSetup:
 
     def smallest_fit(self) -> Alternative | None:
         """Return the least intrusive change predicted to fit, preferably with room to spare; None without any."""
-        for share in (TIGHT_FRACTION, 1.0):
+        for roomy in (True, False):
             for each in self.alternatives:
-                pairs = ((each.gpu_bytes, self.gpu_limit_bytes), (each.host_bytes, self.host_limit_bytes))
-                if self.limits_known and all(limit is None or size <= share * limit for size, limit in pairs):
+                gpu_bytes = each.gpu_reserved_bytes if roomy else each.gpu_bytes
+                host_bytes = each.host_bytes / (TIGHT_FRACTION if roomy else 1)
+                pairs = ((gpu_bytes, self.gpu_limit_bytes), (host_bytes, self.host_limit_bytes))
+                if self.limits_known and all(limit is None or size <= limit for size, limit in pairs):
                     return each
         return None
 
@@ -274,7 +276,8 @@ def setup_of(row: ComparisonRow, comparison: Comparison) -> FailedSetup | None:
         return None
     if _lacks_memory(run):
         return failed_setup(run, comparison, shortage_of(run))
-    needed = predicted_bytes(run.trial, "gpu")
+    prediction = stored_prediction(run.trial)
+    needed = prediction.least_gpu_bytes if prediction is not None and prediction.gpu else None
     if run.outcome.status != schema.SKIPPED or capacity is None or needed is None or needed <= capacity:
         return None
     return failed_setup(run, comparison, Shortage(requested_bytes=needed, free_bytes=capacity))
@@ -319,7 +322,7 @@ def failed_setup(run: Run, comparison: Comparison, shortage: Shortage) -> Failed
             for each in prediction.alternatives
             if _acts_on(each, run) and not (each.settings.keys() == {"strategy"} and each.layout in failed)
         ),
-        gpu_limit_bytes=of_device.lower(_gpu_capacity(prediction, comparison), prediction.gpu_bytes),
+        gpu_limit_bytes=of_device.lower(_gpu_capacity(prediction, comparison), prediction.least_gpu_bytes),
         host_limit_bytes=of_host.lower(min(filter(None, sizes), default=None), prediction.host_bytes),
         trained=frozenset(trained),
     )
@@ -392,7 +395,7 @@ def _change_fact(change: Alternative, setup: FailedSetup) -> Fact:
     sizes = [
         f"{format_bytes(new)} {where} instead of {format_bytes(old)}"
         for where, new, old in (
-            ("per GPU", change.gpu_bytes, setup.prediction.gpu_bytes),
+            ("per GPU", change.gpu_bytes, setup.prediction.least_gpu_bytes),
             ("of host memory per node", change.host_bytes, setup.prediction.host_bytes),
         )
         if new != old

@@ -8,17 +8,8 @@ from dataclasses import dataclass, replace
 from ..config.spec import Configuration
 from ..prediction import fit_search
 from ..prediction.fit_search import Change, PlannedTrial
-from ..prediction.predicted_memory import (
-    CONTEXT_BYTES,
-    DOES_NOT_FIT,
-    FITS,
-    NCCL_BYTES,
-    NCCL_RANGE_BYTES,
-    PROCESS_BYTES,
-    TIGHT,
-    UNKNOWN,
-    Prediction,
-)
+from ..prediction.gpu_need import DOES_NOT_FIT, FITS, TIGHT, UNKNOWN
+from ..prediction.predicted_memory import NCCL_RANGE_BYTES, PROCESS_BYTES, Prediction
 from ..recommend.decision import simplicity
 from ..recommend.words import format_list
 from ..units import format_gigabytes, format_items, format_parameters, format_significant, to_gb
@@ -33,10 +24,20 @@ _CATEGORIES: Mapping[str, tuple[str, ...]] = {
     "Buffers": ("deepspeed_buffers",),
     "Activ": ("activations",),
     "Loss": ("logits_and_loss",),
-    "Temp": ("temporaries", "workspaces", "pinned_rounding"),
+    "Temp": ("temporaries", "square_roots", "attention_gradient", "workspaces", "pinned_rounding"),
     "Other": ("overhead",),
 }
 """Heading → categories of the prediction, per GPU at its fullest moment, GB."""
+_TERMS: Mapping[str, str] = {
+    "initialize_clone": "initialize clones the rank's part of the parameters",
+    "kept_logits": "16-bit logits that a training loop may keep during backward",
+    "attention_gradient": "flash attention's fp32 gradient of the query, one layer",
+    "square_roots": "square roots of torch's multi-tensor Adam",
+    "workspaces": "cuBLAS's workspaces, inside the allocator",
+    "context": "CUDA context, outside the allocator",
+    "nccl": "NCCL's communicators, outside the allocator",
+}
+"""Term of ``Prediction.terms`` → its description."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,13 +99,17 @@ def answer_text(plan: MemoryPlan) -> str:
         trial, total = best.trial, len(plan.rows)
         tightly = ""
         if best.verdict == TIGHT:
-            tightly = ", but tightly" if "gpu" in best.decisive_tiers else ", but nearly fills the host's memory"
-        if len(fitting) == 1:
-            text = f"{'only ' if total > 1 else ''}{best.label} fits{tightly}: {_needs(trial, best.prediction)}"
+            on_gpu = "gpu" in best.decisive_tiers
+            tightly = "tight (may retry allocations or run out)" if on_gpu else "nearly fills the host's memory"
+        needs = _needs(trial, best.prediction)
+        if total == 1:
+            text = f"{best.label} {'fits' if not tightly else f'is {tightly}' if on_gpu else tightly}: {needs}"
         else:
-            every = "both" if total == 2 else f"all {total}"
-            count = every if len(fitting) == total else f"{len(fitting)} of {total}"
-            text = f"{count} strategies fit; {best.label} is the simplest{tightly}: {_needs(trial, best.prediction)}"
+            verdicts = [row.verdict for row in plan.rows]
+            words = {FITS: "fits" if verdicts.count(FITS) == 1 else "fit", TIGHT: "tight", UNKNOWN: "not known"}
+            words[DOES_NOT_FIT] = "does not fit" if verdicts.count(DOES_NOT_FIT) == 1 else "do not fit"
+            counts = (f"{verdicts.count(each)} {word}" for each, word in words.items() if each in verdicts)
+            text = f"{', '.join(counts)}; {best.label} is the simplest{f', but {tightly}' if tightly else ''}: {needs}"
         text += _without_offload(plan, trial)
     elif unknown := next((row for row in plan.rows if row.verdict == UNKNOWN), None):
         text = (
@@ -127,7 +132,7 @@ def answer_text(plan: MemoryPlan) -> str:
                     simplicity(each.trial.configuration.layout),
                 ),
             )
-            verb = {FITS: "does", TIGHT: "does, but tightly", UNKNOWN: "may"}[_verdict(plan, change)]
+            verb = {FITS: "does", TIGHT: "does, but is tight", UNKNOWN: "may"}[_verdict(plan, change)]
             others = {name: value for name, value in change.settings.items() if name != "strategy"}
             settings = f" with {fit_search.settings_text(others)}" if others else ""
             text += f"; {change.trial.configuration.label}{settings} {verb}, {_needs(change.trial, change.prediction)}"
@@ -136,7 +141,8 @@ def answer_text(plan: MemoryPlan) -> str:
             # The smallest need of the memory that is too small in all rows.
             on_host = all("host" in row.decisive_tiers for row in plan.rows)
             sizes = [
-                (row.prediction.host_bytes if on_host else row.prediction.gpu_bytes, row.label) for row in plan.rows
+                (row.prediction.host_bytes if on_host else row.prediction.least_gpu_bytes, row.label)
+                for row in plan.rows
             ]
             size, label = min(sizes)
             least = f"{format_gigabytes(size)} per {'node' if on_host else 'GPU'}"
@@ -160,9 +166,10 @@ def _without_offload(plan: MemoryPlan, trial: PlannedTrial) -> str:
 
 
 def _needs(trial: PlannedTrial, prediction: Prediction) -> str:
-    """``61.2 GB per GPU``, and host memory and NVMe if the configuration offloads."""
+    """``18.2–24.9 GB per GPU, decided in initialize``, and host memory and NVMe if the configuration offloads."""
     where = " per node" if trial.placement.num_gpus > (trial.ranks_per_node or trial.placement.num_gpus) else ""
-    parts = [f"{format_gigabytes(prediction.gpu_bytes)} per GPU"]
+    need = prediction.gpu_need
+    parts = [f"{_gb(need.least_bytes)}–{format_gigabytes(need.reserved_bytes)} per GPU (decided in {need.phase})"]
     if trial.configuration.offloads:
         parts.append(f"{format_gigabytes(prediction.host_bytes)} of host memory{where}")
     if prediction.nvme_bytes:
@@ -205,12 +212,14 @@ def plan_table(plan: MemoryPlan) -> Table:
         name, size = row.prediction.biggest_in(tier)
         return f"{'host: ' if tier == 'host' else ''}{category_text(name, tier)} {_gb(size)}"
 
+    def reserved(row: PlanRow) -> int:
+        return row.prediction.gpu_need.reserved_bytes
+
     columns: list[Column[PlanRow]] = [
         Column("Strategy", lambda row: row.label),
         Column("Fits", fits, left=True),
-        Column("GPU GB", lambda row: _gb(row.prediction.gpu_bytes)),
-        # Whole percents, with three significant digits: 9 %, 98 %, 1,930 %.
-        Column("share", lambda row: f"{float(f'{100 * row.prediction.gpu_bytes / plan.gpu_bytes:.3g}'):,.0f} %"),
+        Column("GPU GB", lambda row: f"{_gb(row.prediction.least_gpu_bytes)}–{_gb(reserved(row))}"),
+        Column("in", lambda row: row.prediction.gpu_need.phase, left=True),
         Column("Host GB", lambda row: _gb(row.prediction.host_bytes)),
         Column("NVMe GB", lambda row: _gb(row.prediction.nvme_bytes or None)),
         *([Column("GPUs needed", gpus_needed)] if plan.shows_min_gpus else []),
@@ -231,10 +240,20 @@ def plan_table(plan: MemoryPlan) -> Table:
         *([] if plan.host_bytes is None else [f"nodes with {_capacity(plan.host_bytes)} of host memory"]),
     ]
     notes = [
-        "predicted, nothing was run; GB is 2^30 bytes: of one GPU at its fullest moment, of one node's host and NVMe"
+        "predicted, nothing was run; GB is 2^30 bytes: of one GPU the least that it runs in, and what it reserves of a "
+        "roomy one; of one node's host and NVMe",
     ]
-    if any(row.verdict == TIGHT for row in plan.rows):
-        notes.append("tight is above 90 %")
+    methods = {row.prediction.gpu_need.method for row in plan.rows}
+    if "rule" in methods:
+        of_some = "" if len(methods) == 1 else " of the rows that fit clearly or not at all"
+        notes.append(f"the second figure{of_some} is an upper bound: 5 % and 6.5 GB above what is allocated")
+    tight = {tier for row in plan.rows if row.verdict == TIGHT for tier in row.decisive_tiers}
+    if "gpu" in tight:
+        notes.append("tight: the first figure fits and the second does not; it may retry allocations or run out")
+    if "host" in tight:
+        notes.append("host memory is tight above 90 %")
+    for why in dict.fromkeys(why for row in plan.rows for why in row.prediction.gpu_need.unknowns):
+        notes.append(f"may need more: {why} is not predicted")
     if plan.shows_min_gpus and plan.asked.ranks_per_node != 1:
         whole = f"GPUs are counted in whole nodes of {plan.asked.ranks_per_node}"
         notes.append(f"above one node {whole}, or as given if those fit")
@@ -259,16 +278,25 @@ def _category_table(plan: MemoryPlan) -> Table:
         Column("GPU GB by category", lambda row: row.label),
         *(Column(heading, cell(names)) for heading, names in _CATEGORIES.items()),
     ]
-    nccl = NCCL_BYTES if plan.num_gpus > 1 else 0
-    other, process = format_gigabytes(CONTEXT_BYTES + nccl), format_gigabytes(PROCESS_BYTES)
-    notes = [f"Other ({other}) and {process} of host memory per rank are assumed, the rest is computed"]
-    if nccl:
+    notes = [f"Other and {format_gigabytes(PROCESS_BYTES)} of host memory per rank are assumed, the rest is computed"]
+    if plan.num_gpus > 1:
         low, high = map(format_gigabytes, NCCL_RANGE_BYTES)
         notes.append(
-            f"NCCL takes {format_gigabytes(nccl)} of Other; {low} to {high} per communicator are reported, so measure "
-            "where a card is nearly full (gpu_outside_allocator_gb of a run)"
+            f"{low} to {high} per NCCL communicator are reported, so measure where a card is nearly full "
+            "(gpu_outside_allocator_gb of a run)"
         )
-    return replace(make_table(columns, plan.rows, always=len(columns)), notes=notes)
+    return replace(make_table(columns, plan.rows, always=len(columns)), notes=[*_term_notes(plan), *notes])
+
+
+def _term_notes(plan: MemoryPlan) -> Iterator[str]:
+    """One note per term that is part of a category: its size, or its size in each strategy that has it."""
+    for name, text in _TERMS.items():
+        sizes = {row.label: row.prediction.terms.get(name, 0) for row in plan.rows}
+        named = [f"{label} {_gb(size)}" for label, size in sizes.items() if size]
+        if len(set(sizes.values())) == 1 and named:
+            named = [format_gigabytes(next(iter(sizes.values())))]
+        if named:
+            yield f"{text}: {', '.join(named)}"
 
 
 def _capacity(count_bytes: int) -> str:

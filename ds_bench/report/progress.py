@@ -15,7 +15,7 @@ from ..config.caveats import CaveatKind, as_caveat, has_kind
 from ..config.spec import Trial
 from ..launch import Progress, ProgressCallback
 from ..planner import Plan, RunPlan
-from ..prediction.predicted_memory import DOES_NOT_FIT, UNKNOWN
+from ..prediction.gpu_need import DOES_NOT_FIT, TIGHT, UNKNOWN
 from ..prediction.trial_predictions import stored_prediction
 from ..recommend.remedies import predicted_bytes
 from ..records.schema import INTERRUPTED, Tier, TrialRecord
@@ -161,8 +161,8 @@ def run_plan_lines(plan: RunPlan, most: int) -> list[str]:
             sizes = [size for trial in each.trials if (size := predicted_bytes(trial, tier)) is not None]
             memory = " – ".join(dict.fromkeys(map(format_bytes, (min(sizes), max(sizes))))) if sizes else ""
             verdicts = [*{trial.configuration.name: _fit_text(each, trial) for trial in each.trials}.values()]
-            unknown = f", {verdicts.count('?')} ?" if "?" in verdicts else ""
-            fits = f"{verdicts.count('yes')} of {len(verdicts)}{unknown}"
+            others = "".join(f", {verdicts.count(name)} {name}" for name in ("tight", "?") if name in verdicts)
+            fits = f"{verdicts.count('yes')} of {len(verdicts)}{others}"
             cells.append((each.options.point_text, str(len(each.trials)), memory, fits))
     else:
         headings = ("Configuration", "fits")
@@ -181,14 +181,14 @@ def run_plan_lines(plan: RunPlan, most: int) -> list[str]:
 
 
 def _fit_text(plan: Plan, trial: Trial) -> str:
-    """``yes``, ``no``, or ``?`` if a part of its memory is not predicted and the rest would fit."""
+    """``yes``, ``tight``, ``no``, or ``?`` if a part of its memory is not predicted and the rest would fit."""
     if trial.not_launched:
         return "no"
     prediction = stored_prediction(trial)
     if prediction is None:
         return "?"
     verdict = prediction.verdict(plan.facts.memory.gpu_bytes, plan.facts.memory.host_bytes)
-    return {DOES_NOT_FIT: "no", UNKNOWN: "?"}.get(verdict, "yes")
+    return {DOES_NOT_FIT: "no", UNKNOWN: "?", TIGHT: "tight"}.get(verdict, "yes")
 
 
 # ------------------------------------------------------------------ profiles

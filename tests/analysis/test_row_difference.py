@@ -105,7 +105,12 @@ def test_a_higher_stage_is_split_into_what_grew_and_what_shrank() -> None:
     assert by_category(peak) == {**changes, REST: int(15.5 * GB)}
     assert by_category(after) == {**changes, REST: int(-8.5 * GB)}
     assert [each.b_bytes for each in (peak, after, host)] == [56 * GB, 25 * GB, difference.b.host_peak_bytes]
-    assert {each.category for each in peak.uncounted} == {"gathered_parameters", "logits_and_loss", "workspaces"}
+    assert {each.category for each in peak.uncounted} == {
+        "attention_gradient",
+        "gathered_parameters",
+        "logits_and_loss",
+        "workspaces",
+    }
     assert difference.larger is difference.b is explain(difference.b, difference.a).larger
     (saving,) = difference.savings  # predicted for the larger row
     assert (saving.name, saving.gpu_bytes) == ("small_buffers", pytest.approx(2 * 5e8, rel=0.05))

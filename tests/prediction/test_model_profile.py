@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,9 @@ def test_measured_profile_is_cached_and_an_error_is_not(
     replies = [[answers["gpt2"]], [{"error": "ValueError: no such thing"}]]
     monkeypatch.setattr(model_profile, "measure_profiles", lambda *_, **__: replies.pop(0))
     facts, deeper = (facts_from_config("gpt2", "gpt2", {**SMALL["gpt2"], "n_layer": depth}) for depth in (4, 9))
-    assert find_profile(facts, 64) == profiles["gpt2"]
+    width, vocabulary = facts.attention_heads * facts.head_dim, facts.vocabulary_size
+    expected = replace(profiles["gpt2"], attention_width=width, vocabulary_size=vocabulary)
+    assert find_profile(facts, 64) == expected
     assert find_profile(deeper, 128).layers == 9  # depth and length do not make another architecture
     with pytest.raises(UsageError, match=r"^the activations of mine cannot be measured: ValueError: no such thing"):
         find_profile(facts_from_config("mine", "gpt2", {**SMALL["gpt2"], "n_embd": 96}), 64)

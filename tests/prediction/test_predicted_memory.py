@@ -13,10 +13,12 @@ from ds_bench.config import axis_rows, deepspeed_keys
 from ds_bench.config.axes import RowFacts
 from ds_bench.config.deepspeed_config import overlay
 from ds_bench.config.spec import Configuration
+from ds_bench.config.strategies import make_configuration, named_strategy
 from ds_bench.prediction import predicted_memory
+from ds_bench.prediction.gpu_need import DOES_NOT_FIT, FITS, TIGHT, GpuNeed
 from ds_bench.prediction.inputs import MemoryInputs, ZeroSettings
 from ds_bench.prediction.model_profile import Activations, ModelProfile, Polynomial, find_profile
-from ds_bench.prediction.predicted_memory import DOES_NOT_FIT, FITS, TIGHT, Prediction
+from ds_bench.prediction.predicted_memory import Prediction
 from ds_bench.prediction.stage_3 import GatheredElements, gathered_elements
 from ds_bench.prediction.stages_0_to_2 import owned_elements
 from tests.support.fakes import offload, preset, zero
@@ -227,14 +229,46 @@ def test_host_memory_counts_every_rank_of_a_node_but_not_of_the_job() -> None:
     assert "pinned_rounding" not in on_cpu.host
 
 
-def test_the_verdict_turns_at_nine_tenths_and_at_all_of_the_card() -> None:
-    def verdict(gpu: int, host: int | None = None) -> str:
-        found = replace(llama(zero(3)).predict(), gpu={"parameters": gpu}, host={"parameters": 2000})
-        return found.verdict(1000, host)
+def test_the_verdict_turns_at_the_least_and_at_the_reserved_memory_of_a_card() -> None:
+    need = GpuNeed(least_bytes=900, reserved_bytes=1000, phase="step")
 
-    by_bytes = {900: FITS, 901: TIGHT, 1000: TIGHT, 1001: DOES_NOT_FIT}
-    assert {used: verdict(used) for used in by_bytes} == by_bytes
-    assert verdict(1, 1000) == DOES_NOT_FIT, "the worse of both decides"
+    def verdict(gpu: int, host: int | None = None) -> str:
+        return replace(llama(zero(3)).predict(), need=need, host={"parameters": 2000}).verdict(gpu, host)
+
+    by_card = {899: DOES_NOT_FIT, 900: TIGHT, 999: TIGHT, 1000: FITS}
+    assert {card: verdict(card) for card in by_card} == by_card
+    assert [verdict(1000, host) for host in (1999, 2000, 2223)] == [DOES_NOT_FIT, TIGHT, FITS]
+    assert verdict(899, 4000) == DOES_NOT_FIT, "the worse of both decides"
+
+
+def test_cpu_optimizer_below_stage_3_needs_most_where_initialize_clones_the_part() -> None:
+    """Llama-2-7B on one GPU: 2 bytes of each parameter in the flat buffer, and 2 in its clone."""
+    found = llama(offload("cpu_optimizer", 2), 1, seq_length=1).predict()
+    allocated, outside = 4 * 6_738_415_616, predicted_memory.CONTEXT_BYTES
+    assert (found.phase, found.gpu_need.phase, found.gpu_bytes) == ("initialize", "initialize", allocated + outside)
+    assert found.gpu_need == GpuNeed.by_rule(allocated, outside, "initialize")
+    assert found.verdict(24 * GB) == DOES_NOT_FIT
+    assert llama(offload("cpu_optimizer", 2), 8, seq_length=1).predict().gpu_need.phase == "backward"
+
+
+def test_terms_outside_and_inside_the_allocator_are_worked_by_hand() -> None:
+    # DeepSpeed has the world's communicator and its clone, and one more for hpZ; torch has one.
+    by_ranks = {1: 0, 2: 2 * 544 * 2**20, 8: 2 * 688 * 2**20}
+    assert {ranks: llama(zero(2), ranks).predict().terms["nccl"] for ranks in by_ranks} == by_ranks
+    assert of_axis(zero(3), "hpz=2").terms["nccl"] == 3 * 688 * 2**20
+    fsdp2 = make_configuration(named_strategy("fsdp2"))
+    assert llama(fsdp2).predict().terms["nccl"] == 688 * 2**20
+    found = llama(zero(3), batch_size=3, seq_length=1000).predict()
+    # Llama-2-7B: 32 heads of 128 elements, and 32,000 logits.
+    assert found.terms["attention_gradient"] == 4 * 3 * 1000 * 4096
+    assert found.terms["kept_logits"] == 2 * 3 * 1000 * 32_000
+    assert llama(zero(3), loss="liger").predict().terms["kept_logits"] == 0
+    assert llama(zero(3), attention="eager").predict().terms["attention_gradient"] == 0
+
+
+def test_settings_without_a_formula_are_named_in_the_need() -> None:
+    row = replace(llama(zero(2)), changes={"zero_optimization": {"zenflow": {}}})
+    assert (row.predict().gpu_need.unknowns, llama(zero(2)).predict().gpu_need.unknowns) == (("ZenFlow's buffers",), ())
 
 
 @settings(max_examples=40, deadline=None)

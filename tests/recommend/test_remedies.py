@@ -178,19 +178,24 @@ def test_what_would_let_a_row_train(name: str, snapshot: SnapshotAssertion) -> N
 
 
 def test_limit_is_what_the_run_had_less_what_others_hold() -> None:
-    """20 GB were missing of what was predicted; and 2 GB of overhead were assumed where 0.5 GB were measured."""
+    """20 GB were missing of what was predicted; and overhead of two ranks was assumed where 0.5 GB were measured."""
     trial = planned(ZERO(3), 4)
     case = setup(fakes.failure(trial, schema.OOM, requested_bytes=21 * GB, free_bytes=GB))
     assert case.gpu_limit_bytes == sum((trial.prediction or {})["gpu"].values()) - 20 * GB
     used = {"gpu_device_used_bytes": 3 * GB, "gpu_reserved_bytes": int(2.5 * GB), "gpu_total_bytes": 32 * GB}
     seen = fakes.success(planned(ZERO(3), 2), **used)
-    limit = setup(ended(planned(ZERO(1), 2)), seen, shortage=Shortage()).gpu_limit_bytes
-    assert limit == 32 * GB + (trial.prediction or {})["gpu"]["overhead"] - GB // 2
+    pair = planned(ZERO(1), 2)
+    limit = setup(ended(pair), seen, shortage=Shortage()).gpu_limit_bytes
+    assert limit == 32 * GB + (pair.prediction or {})["gpu"]["overhead"] - GB // 2
 
 
 def test_change_with_room_to_spare_is_preferred_to_a_tight_one() -> None:
     case = setup(ended(planned(ZERO(3), 4)))
-    tight, roomy, large = (replace(case.alternatives[0], gpu_bytes=size, host_bytes=0) for size in (95, 90, 101))
+    sizes = ((90, 101), (90, 100), (101, 120))
+    tight, roomy, large = (
+        replace(case.alternatives[0], gpu_bytes=least, gpu_reserved_bytes=reserved, host_bytes=0)
+        for least, reserved in sizes
+    )
     for alternatives, expected in (((tight, roomy), roomy), ((large, tight), tight), ((large,), None)):
         changed = replace(case, alternatives=alternatives, gpu_limit_bytes=100, host_limit_bytes=None)
         assert changed.smallest_fit() == expected

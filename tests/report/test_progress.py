@@ -201,16 +201,16 @@ def test_the_plan_of_a_run_has_the_predicted_memory_and_what_fits() -> None:
     assert run_plan_lines(replace(made, plans=[plan]), 3) == [
         "4 rows × 2 runs = 8 trials",
         "",
-        "Configuration  trials  GPU memory  fits",
-        "ZeRO-0              2     9.00 GB   yes",
-        "ZeRO-1              2    12.00 GB    no",
-        "ZeRO-2              2   ≥ 2.00 GB     ?",
+        "Configuration  trials  GPU memory   fits",
+        "ZeRO-0              2     9.00 GB  tight",
+        "ZeRO-1              2    12.00 GB     no",
+        "ZeRO-2              2   ≥ 2.00 GB      ?",
         "and 1 more",
     ]
     points = [replace(plan, options=replace(plan.options, point={"training.seq_len": size})) for size in (64, 128)]
     lines = run_plan_lines(replace(made, plans=points), 20)
     assert lines[0] == "2 points × 4 rows × 2 runs = 16 trials"
-    assert [line.split("  ")[-2:] for line in lines[3:]] == [["2.00 GB – 12.00 GB", "1 of 4, 2 ?"]] * 2
+    assert [line.split("  ")[-2:] for line in lines[3:]] == [["2.00 GB – 12.00 GB", "0 of 4, 1 tight, 2 ?"]] * 2
 
 
 # ------------------------------------------------------------------ profiles

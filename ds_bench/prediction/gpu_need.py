@@ -1,0 +1,63 @@
+"""The two numbers that decide whether a trial fits a GPU: the least memory that it runs in, and what it would reserve.
+
+A GPU runs out of *reserved* memory: what is allocated, and what the caching allocator keeps of what was freed. Under
+pressure the allocator gives back cached memory, so a trial runs in less than it reserves on a roomy GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..units import from_gb
+
+DecidingPhase = Literal["initialize", "forward", "backward", "step"]
+FITS, TIGHT, DOES_NOT_FIT, UNKNOWN = "fits", "tight", "does not fit", "not known"
+
+_ALLOCATED_SHARE, _CACHE_BYTES = 1.05, from_gb(6.5)
+"""The rule for what is reserved: an upper bound, 5 % and 6.5 GiB above what is allocated. With it none of 88 published
+verdicts is optimistic, and 69 of the 79 configurations that ran fit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuNeed:
+    """The memory that a trial needs of one GPU. Both figures include what lies outside torch's allocator."""
+
+    least_bytes: int
+    """The smallest GPU that it runs in, freeing cached memory and retrying where needed."""
+    reserved_bytes: int
+    """What it takes of a GPU with room to spare, as nvidia-smi shows it."""
+    phase: DecidingPhase
+    """The part of training that needs most: ``initialize`` is ``deepspeed.initialize`` and what builds the model."""
+    method: Literal["rule", "replay"] = "rule"
+    """``rule``: from what is allocated, with an upper bound of the cache. ``replay``: every allocation was replayed."""
+    unknowns: tuple[str, ...] = ()
+    """Why the interval is wider than the method alone makes it; empty in most cases."""
+
+    @classmethod
+    def by_rule(
+        cls,
+        allocated_bytes: int,
+        outside_bytes: int,
+        phase: DecidingPhase,
+        *,
+        kept_bytes: int = 0,
+        unknowns: tuple[str, ...] = (),
+    ) -> GpuNeed:
+        """Bound the need from the peak of allocated memory.
+
+        ``outside_bytes``: outside the allocator. ``kept_bytes``: what the training loop may hold besides.
+        """
+        reserved = round(_ALLOCATED_SHARE * (allocated_bytes + kept_bytes)) + _CACHE_BYTES
+        return cls(
+            least_bytes=allocated_bytes + outside_bytes,
+            reserved_bytes=reserved + outside_bytes,
+            phase=phase,
+            unknowns=unknowns,
+        )
+
+    def verdict(self, capacity_bytes: int) -> str:
+        """Return ``fits``, ``tight`` (it may retry allocations, which is slower, or run out) or ``does not fit``."""
+        if self.least_bytes > capacity_bytes:
+            return DOES_NOT_FIT
+        return TIGHT if self.reserved_bytes > capacity_bytes else FITS
