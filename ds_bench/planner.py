@@ -683,7 +683,7 @@ class ConfigurationBuilder:
         )
         config = deepspeed_config.apply_changes(configuration.deepspeed_config, setting.config)
         axis_values = {value.axis_name: value.text for value in row.axis_values}
-        caveats = list(configuration.caveats)
+        caveats, is_script = list(configuration.caveats), self.options.own_script is not None
         if other := ", ".join(f"{name}={value}" for name, value in other_arithmetic(axis_values).items()):
             caveats.append(f"{other} changes the arithmetic: losses are compared only among rows of this value")
         return replace(
@@ -692,9 +692,8 @@ class ConfigurationBuilder:
             label=row.label,
             deepspeed_config=config,
             # A script's batch and precision are in its configuration, and nowhere else.
-            workload_changes=(
-                {} if self.options.own_script else {**configuration.workload_changes, **setting.workload}
-            ),
+            workload_changes={} if is_script else {**configuration.workload_changes, **setting.workload},
+            refusal=validation.unread_key(setting.config) if is_script else None,
             variables=setting.variables,
             requires=setting.requires,
             source="axis" if configuration.source == "catalogue" else configuration.source,
@@ -846,13 +845,10 @@ def _completed_row(
 
 def refuse_unresolved(record: TrialRecord, waiting: Sequence[Trial]) -> list[Trial]:
     """Return the trials that wait. Once a script has handed "auto" to DeepSpeed, which refuses it, none such starts."""
-    trial, outcome = record.trial, record.outcome
-    refused = (outcome.status, outcome.phase) == ("TypeError", "init") and trial.workload.script is not None
-    if not refused or not any(deepspeed_config.paths_of_auto(trial.ds_config)):
+    if record.outcome.kind != "auto_refused":
         return list(waiting)
-    reason = (
-        f'its file says "auto", which the script hands to DeepSpeed, as in {trial.configuration.label}; give numbers'
-    )
+    label = record.trial.configuration.label
+    reason = f'its file says "auto", which the script hands to DeepSpeed, as in {label}; give numbers'
     return [
         replace(each, unsupported=reason) if any(deepspeed_config.paths_of_auto(each.ds_config)) else each
         for each in waiting

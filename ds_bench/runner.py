@@ -21,6 +21,7 @@ from . import __version__, size_search
 from .analysis import flops, provenance
 from .analysis.comparison import rows_of
 from .config.deepspeed_config import MakeConfig
+from .config.deepspeed_keys import answer_for
 from .config.identity import work_key
 from .config.options import Options
 from .config.spec import Trial, point_text
@@ -57,7 +58,7 @@ from .report.progress import ProgressReporter, nsys_command, profile_files_line,
 from .report.terminal_report import print_reports
 from .system import files, gpu_state, invocation, processes, terminal
 from .system.environment import Environment, Machine, read_machine, require_installed, require_packages
-from .system.script_interpreter import with_interpreter
+from .system.script_interpreter import environment_of, read_interpreter
 from .units import format_items, format_names
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def run_comparison(
     if options.inspection.monitor == "tensorboard":
         require_installed("tensorboard", "--monitor tensorboard")
     store: RunFolder | None = None
-    with processes.handling_signals():
+    with processes.handling_signals(), contextlib.ExitStack() as versions:
         try:
             with processes.raising_on_interrupt():
                 # A file that cannot be written is reported before hours of trials, not after them.
@@ -98,6 +99,8 @@ def run_comparison(
                     files.require_writable(options.output_dir, "--output-dir", files.FIRST_FILES_BYTES)
                     require_writable_csv(options.csv)
                 machine = _read_machine(options)
+                script_packages = {} if machine.interpreter is None else machine.interpreter.packages
+                versions.enter_context(answer_for(script_packages.get("deepspeed")))
                 if options.resume is not None:  # before anything that the folder names is looked at
                     require_same_machine(RunFolder.open(options.resume), machine.environment)
                 plan, nvme_folder = with_nvme_folder(make_run_plan(points, make_config, machine))
@@ -148,7 +151,10 @@ def run_comparison(
 def _read_machine(options: Options) -> Machine:
     """Read this machine, with the versions of the script's interpreter if there is a script."""
     machine = read_machine()
-    return with_interpreter(machine, find_python(options.python)) if options.script else machine
+    if not options.script:
+        return machine
+    interpreter = read_interpreter(find_python(options.python))
+    return replace(machine, environment=environment_of(machine.environment, interpreter), interpreter=interpreter)
 
 
 @contextlib.contextmanager
@@ -161,8 +167,11 @@ def connected_hosts(plan: RunPlan, machine: Machine) -> Iterator[tuple[Hosts | N
     if plan.options.dry_run or not plan.placement.hosts:
         yield None, machine
         return
-    with host_checks.connected_hosts(plan.placement) as hosts:
+    python = None if machine.interpreter is None else machine.interpreter.python
+    with host_checks.connected_hosts(plan.placement, python) as hosts:
         environment = host_checks.environment_with_hosts(hosts, plan.placement, machine.environment)
+        if plan.options.own_script is not None:
+            host_checks.require_script(hosts, plan.options.own_script)
         if plan.options.resume is not None:
             require_same_machine(RunFolder.open(plan.options.resume), environment)
         yield hosts, replace(machine, environment=environment)

@@ -54,7 +54,7 @@ class ComparisonRow:
     runs: tuple[Run, ...]
     """All runs, failed ones included, in order."""
     tokens_per_second: float | None = None
-    """Geometric mean of the successful runs' means."""
+    """Geometric mean of the successful runs' means; of a script without token ids in :attr:`rate_unit`."""
     mean_step_seconds: float | None = None
     """Geometric mean of the successful runs' means."""
     step_seconds_std: float | None = None
@@ -98,7 +98,7 @@ class ComparisonRow:
         text shows the same run.
         """
         mean = self.tokens_per_second or 0.0
-        return sorted(self.successes, key=lambda run: abs((run.row.throughput_tokens_per_sec or 0.0) - mean))
+        return sorted(self.successes, key=lambda run: abs((run.row.rate or 0.0) - mean))
 
     @property
     def representative(self) -> Run:
@@ -142,9 +142,16 @@ class ComparisonRow:
         return workload.seq_length if workload.seq_policy == "longest" else None
 
     @property
+    def rate_unit(self) -> str:
+        """``Row.rate_unit`` of its runs."""
+        return next((run.row.rate_unit for run in self.successes), "tokens/s")
+
+    @property
     def samples_per_second(self) -> float | None:
         """Geometric mean of the runs' means if samples have another length than the workload's, or none: of a factory
         that makes its own batches. None for any other row."""
+        if self.rate_unit == "samples/s":
+            return self.tokens_per_second
         if self.tokens_per_second is None or not has_kind(self.caveats, CaveatKind.OWN_BATCHES):
             return None
         return self.tokens_per_second / self.trial.workload.seq_length
@@ -247,7 +254,7 @@ def _row(key: str, label: str, runs: Sequence[Run]) -> ComparisonRow:
         sizes = values(name)
         return round(max(sizes) * BYTES_PER_GB) if sizes else None
 
-    rates, step_seconds = values("throughput_tokens_per_sec"), values("avg_step_time_ms", 1 / 1000)
+    rates, step_seconds = values("rate"), values("avg_step_time_ms", 1 / 1000)
     rate, gpu_peak_bytes = geometric_mean(rates), most_bytes("gpu_peak_gb")
     predictions = values("predicted_over_measured")
     return ComparisonRow(
@@ -262,7 +269,7 @@ def _row(key: str, label: str, runs: Sequence[Run]) -> ComparisonRow:
         else next(iter(values("std_step_time_ms", 1 / 1000)), None),
         interval=mean_interval(rates),
         tokens_per_second_per_gb=rate / (gpu_peak_bytes / BYTES_PER_GB)
-        if rate is not None and gpu_peak_bytes
+        if rate is not None and gpu_peak_bytes and values("throughput_tokens_per_sec")
         else None,
         gpu_peak_bytes=gpu_peak_bytes,
         gpu_fraction=max(values("gpu_percent", 1 / 100), default=None),
@@ -353,9 +360,9 @@ def _means(rows: Sequence[ComparisonRow]) -> dict[str, list[RunMean]]:
     positions = {start: position for position, start in enumerate(starts)}
     return {
         row.key: [
-            RunMean(mean=run.row.throughput_tokens_per_sec, round=round_of(run), position=positions[start_of(run)])
+            RunMean(mean=run.row.rate, round=round_of(run), position=positions[start_of(run)])
             for run in row.successes
-            if run.row.throughput_tokens_per_sec is not None
+            if run.row.rate is not None
         ]
         for row in rows
     }
@@ -370,9 +377,7 @@ def ratio_between(row: ComparisonRow, other: ComparisonRow) -> RatioInterval | N
     """
     if row.ratios is not None and row.ratios is other.ratios:
         return _mark_if_too_wide(row.ratios.between(row.key, other.key), row)
-    rates, other_rates = (
-        measured_values([run.row for run in each.successes], "throughput_tokens_per_sec") for each in (row, other)
-    )
+    rates, other_rates = (measured_values([run.row for run in each.successes], "rate") for each in (row, other))
     return _mark_if_too_wide(ratio_interval(rates, other_rates), row)
 
 

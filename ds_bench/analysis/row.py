@@ -169,7 +169,9 @@ class Measured:
 
     @cached_property
     def samples_per_second(self) -> float | None:
-        if self.slowest is None or self.mean_step_seconds is None or self.script is not None:
+        if self.script is not None:
+            return self.seen_per_second("samples")
+        if self.slowest is None or self.mean_step_seconds is None:
             return None
         # Not world_size: ranks of a tensor-parallel group train the same samples.
         samples = self.slowest.micro_batch_size * self.slowest.grad_accum * self.slowest.data_parallel_size
@@ -657,6 +659,20 @@ class Row(BaseModel):
 
     caveat_list: tuple[Caveat, ...] = ()
     """Only in JSON: caveats from the record first, then caveats found from its numbers."""
+
+    @property
+    def rate_unit(self) -> str:
+        """``tokens/s``; of a script without token ids ``samples/s``, or ``steps/s`` if it shows no samples either."""
+        if self.script is None or not self.success or self.throughput_tokens_per_sec is not None:
+            return "tokens/s"
+        return "steps/s" if self.throughput_samples_per_sec is None else "samples/s"
+
+    @property
+    def rate(self) -> float | None:
+        """The throughput by which rows compare, in :attr:`rate_unit`."""
+        if self.rate_unit == "steps/s":
+            return self.avg_step_time_ms and 1000 / self.avg_step_time_ms
+        return self.throughput_tokens_per_sec if self.rate_unit == "tokens/s" else self.throughput_samples_per_sec
 
     def values(self) -> dict[str, Any]:
         """Return the values by the names of their columns, in order, and ``caveat_list``."""

@@ -76,9 +76,13 @@ def _other_step(theirs: RankMeasurement, own: RankMeasurement, row: str) -> Cave
     assert other is not None
     steps = range(min(len(mine.tokens), len(other.tokens)))
     for step in steps:
-        works = [(each.tokens[step], each.micro_steps[step]) for each in (mine, other)]
+        samples = [each.samples[step : step + 1] or (0,) for each in (mine, other)]
+        works = [
+            (each.tokens[step], *own, each.micro_steps[step]) for each, own in zip((mine, other), samples, strict=True)
+        ]
         if works[0] != works[1]:
-            texts = [f"{tokens:,} tokens in {count} micro-batches" for tokens, count in works]
+            names = "tokens" if any(each[0] for each in works) else "samples"
+            texts = [f"{tokens or own:,} {names} in {count} micro-batches" for tokens, own, count in works]
             place = {"step": step + 1, "rank": own.rank}
             return Caveat(CaveatKind.OTHER_TOKENS, {**place, "own": texts[0], "theirs": texts[1], "row": row})
     for step in steps:

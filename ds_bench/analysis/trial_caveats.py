@@ -8,11 +8,14 @@ import statistics
 from collections.abc import Iterator, Sequence
 from functools import cache
 
-from ..config.caveats import Caveat, CaveatKind, as_caveat
+from ..config.caveats import Caveat, CaveatKind, as_caveat, note
 from ..config.deepspeed_config import AUTO
+from ..config.deepspeed_keys import answer_for
 from ..config.identity import differences
+from ..config.rules import WRONG_TRAINING, Case
 from ..config.spec import Trial
 from ..config.training_script import OWN_KEYS
+from ..config.validation import unread_key
 from ..prediction.trial_predictions import is_gpu_miss, is_miss, outside_allocator_bytes
 from ..records.schema import RankMeasurement, TrialRecord, measured_values
 from ..system.redaction import redacted_config
@@ -139,7 +142,8 @@ def trial_caveats(
 
 
 def _script_caveats(record: TrialRecord, usual: Sequence[float], apart: Sequence[float]) -> Iterator[Caveat]:
-    """The caveats that one trial of a script shows by itself: another engine than its row's, evaluations and saves.
+    """The caveats that one trial of a script shows by itself: another engine than its row's, what its DeepSpeed does
+    otherwise, evaluations and saves.
 
     ``usual``, ``apart``: of :func:`_usual_steps`.
     """
@@ -161,6 +165,15 @@ def _script_caveats(record: TrialRecord, usual: Sequence[float], apart: Sequence
         ran_values = [f"{each.fact} {'not set' if each.a is None else json.dumps(each.a)}" for each in unlike]
         asked_values = [json.dumps(each.b) for each in unlike]
         yield Caveat(CaveatKind.OTHER_ENGINE, {"ran": ", ".join(ran_values), "asked": ", ".join(asked_values)})
+    rank = record.slowest_rank
+    with answer_for(rank.deepspeed_version):  # the script's, which may be another than this program's
+        case = Case(config={**rank.resolved_config, "gradient_accumulation_steps": rank.grad_accum})
+        texts = [rule.row_text(case) for rule in WRONG_TRAINING if rule.applies(case)]
+        texts += filter(None, [unread_key(record.trial.ds_config)])
+    seen = [name for name in ("tokens", "samples") if any(sum(rank.in_window(name)) for rank in record.ranks)]
+    if "tokens" not in seen:
+        texts.append(f"no token ids in the script's batches: rows compare by {(*seen, 'steps')[0]} per second")
+    yield from map(note, texts)
     if apart and usual:
         values = {"count": len(apart), "steps": len(apart) + len(usual)}
         means = {"apart": statistics.fmean(apart), "usual": statistics.fmean(usual)}

@@ -117,7 +117,7 @@ def _throughput(row: ComparisonRow | None) -> str:
         return "absent"
     if row.tokens_per_second is None:
         return row.runs[-1].outcome.status
-    return f"{units.format_count(row.tokens_per_second)} tokens/s"
+    return f"{units.format_count(row.tokens_per_second)} {row.rate_unit}"
 
 
 def _memory_change(name: str, before: int | None, after: int | None) -> list[str]:

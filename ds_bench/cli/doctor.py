@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..config import placement
 from ..config.configuration_files import read_configuration_files
+from ..config.deepspeed_keys import answer_for
 from ..config.training_script import find_python
 from ..doctor import checks, software
 from ..doctor.findings import Groups, SystemAccess, format_count, format_finding
@@ -35,15 +36,17 @@ def show_findings(
     """
     # Read first: an invalid file is refused before checks that may take minutes.
     files, file_lines = read_configuration_files(configs)
-    groups = checks.run_all_checks(
-        SystemAccess(),
-        nvme_path=nvme_path,
-        build=build,
-        files=files,
-        file_lines=file_lines,
-        hostfile=hostfile,
-        interpreter=None if python is None else read_interpreter(find_python(python)),
-    )
+    interpreter = None if python is None else read_interpreter(find_python(python))
+    with answer_for(None if interpreter is None else interpreter.packages["deepspeed"]):
+        groups = checks.run_all_checks(
+            SystemAccess(),
+            nvme_path=nvme_path,
+            build=build,
+            files=files,
+            file_lines=file_lines,
+            hostfile=hostfile,
+            interpreter=interpreter,
+        )
     with terminal.ignoring_broken_pipe():
         if as_json:
             entries = [

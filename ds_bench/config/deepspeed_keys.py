@@ -24,8 +24,11 @@ _chosen: ContextVar[str | None] = ContextVar("deepspeed_version", default=None)
 
 @contextlib.contextmanager
 def answer_for(version: str | None) -> Iterator[None]:
-    """Makes this module, and the rules, answer for one of :data:`MINOR_VERSIONS`; None: for the installed version."""
-    token = _chosen.set(None if version is None else _table(version)["version"])
+    """Makes this module, and the rules, answer for a version; None: for the installed one.
+
+    One of :data:`MINOR_VERSIONS` stands for the release that its table was made from.
+    """
+    token = _chosen.set(_table(version)["version"] if version in MINOR_VERSIONS else version)
     try:
         yield
     finally:

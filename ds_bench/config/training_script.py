@@ -63,6 +63,11 @@ class Script:
     """Name of the engine that is measured, its model's class; None: the one that steps first."""
 
     @property
+    def file(self) -> Path | None:
+        """The script's file; None for a module that is not below the current folder."""
+        return _file_of(self.command)
+
+    @property
     def name(self) -> str:
         """The file's name, or the module's."""
         return self.command[1] if self.command[0] == "-m" else Path(self.command[0]).name
@@ -104,7 +109,6 @@ def read_script(
     if first == "-m":
         if len(command) < 2:
             raise UsageError("-m names no module", remedy="give -- -m PACKAGE.MODULE and its arguments")
-        file = next(filter(Path.is_file, _files_of_module(command[1])), None)
     else:
         file = Path(first)
         if file.suffix != ".py":
@@ -127,7 +131,7 @@ def read_script(
         raise UsageError("the script would not receive the row's configuration", remedy=f"give one of: {ways}")
     return Script(
         command=tuple(command),
-        digest=None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()[:12],
+        digest=None if (found := _file_of(command)) is None else file_digest(found),
         python=find_python(python),
         config_source="override" if override else "accelerate_env" if accelerate_env else "command",
         engine=engine,
@@ -153,9 +157,19 @@ def _without_launcher(command: Sequence[str]) -> Sequence[str]:
     return ("train.py",)
 
 
-def _files_of_module(module: str) -> list[Path]:
-    path = Path(*module.split("."))
-    return [path.with_suffix(".py"), path / "__main__.py"]
+def _file_of(command: Sequence[str]) -> Path | None:
+    if command[0] != "-m":
+        return Path(command[0])
+    path = Path(*command[1].split("."))
+    return next(filter(Path.is_file, [path.with_suffix(".py"), path / "__main__.py"]), None)
+
+
+def file_digest(path: str | Path) -> str | None:
+    """Return the hash of a file; None for one that cannot be read."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
+    except OSError:
+        return None
 
 
 def refuse_other_workload(paths: Collection[str], spell: Mapping[str, str]) -> None:

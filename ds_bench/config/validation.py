@@ -49,15 +49,19 @@ def unsupported_reason(configuration: Configuration, placement: Placement) -> st
     refused only once the DeepSpeed configuration is completed.
     """
     case = Case(config=configuration.deepspeed_config, placement=placement)
-    reason = (
+    return (
         missing_requirement(configuration, placement)
         or (_refused_by_reference(configuration) if configuration.is_reference else None)
         or next(row_texts(case, "refusal", "ignored"), None)
+        # The copy of a file leaves such a key out, with a note.
+        or (None if configuration.source == "file" or configuration.is_reference else unread_key(case.config))
     )
-    # The copy of a file leaves out what only a later DeepSpeed reads, with a note.
-    if reason is not None or configuration.source == "file" or configuration.is_reference:
-        return reason
-    if not (later := keys_read_later(configuration.deepspeed_config)):
+
+
+def unread_key(config: Config) -> str | None:
+    """Return which key only a later DeepSpeed reads, so that a row that sets it would not be what it says."""
+    later = keys_read_later(config)
+    if not later:
         return None
     path = min(later)
     return f"DeepSpeed {deepspeed_keys.version()} does not read {path}; use {later[path]} or later"

@@ -25,6 +25,7 @@ from ..errors import PreflightError
 from ..launch import ops, rank_environment
 from ..records import json_files
 from ..system import environment, invocation, terminal
+from ..system.script_interpreter import environment_of, read_interpreter
 from . import cluster, disk, host, software
 from .findings import Finding, Groups, SystemAccess, format_count, format_finding, ok, problem, run_check, warning
 
@@ -116,8 +117,10 @@ def run_all_checks(
             hostfile=str(hostfile.absolute()),
             host_command=SSH,
         )
-        local = environment.read_environment(system.environ, inventory)
-        groups["Hosts"] = run_check("hosts", lambda: cluster.check_all(several, own, local), failed_level="problem")
+        local = environment_of(environment.read_environment(system.environ, inventory), interpreter)
+        groups["Hosts"] = run_check(
+            "hosts", lambda: cluster.check_all(several, own, local, python), failed_level="problem"
+        )
     return groups
 
 
@@ -203,14 +206,17 @@ def main() -> None:
     """Check this host as one of several.
 
     Reads one JSON object from standard input: ``placement`` and ``configurations``; ``slots``, the numbers of the GPUs
-    that have ranks; ``need_host_bytes``, the predicted memory of this host or null. Prints one with the ``findings``.
+    that have ranks; ``need_host_bytes``, the predicted memory of this host or null; ``python``, the interpreter of a
+    user's script or null. Prints one with the ``findings``.
     """
     asked = json.loads(sys.stdin.read())
+    python = asked.get("python")
     findings = run_plan_checks(
         json_files.build(Placement, asked["placement"]),
         json_files.build(list[Configuration], asked["configurations"]),
         need_host_bytes=asked["need_host_bytes"],
         slots=asked["slots"],
+        interpreter=None if python is None else read_interpreter(python),
     )
     terminal.print_json(json.dumps({"findings": [dataclasses.asdict(each) for each in findings]}))
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from operator import attrgetter
 
 from ..config.spec import Configuration, Placement
+from ..config.training_script import Script
 from ..errors import PreflightError
 from ..launch.host_connections import HostConnection, HostError, Hosts, agent_words, command_on_host
 from ..launch.ops import OpState
@@ -40,10 +41,11 @@ _SHOULD_AGREE: Facts = (
 
 
 @contextmanager
-def connected_hosts(placement: Placement) -> Iterator[Hosts]:
+def connected_hosts(placement: Placement, python: str | None = None) -> Iterator[Hosts]:
     """Connect to all hosts of a placement, until the context ends.
 
-    Raises PreflightError for a host that cannot be reached or used, in one line with ssh's message.
+    ``python``: the interpreter of a user's script, at the same path on every host; None for this program's. Raises
+    PreflightError for a host that cannot be reached or used, in one line with ssh's message.
     """
     template = placement.host_command
     if template is not None and find_program(program := shlex.split(template)[0]) is None:
@@ -59,6 +61,7 @@ def connected_hosts(placement: Placement) -> Iterator[Hosts]:
 
     connected = job.accept_nodes() if template is None else {}
     with Hosts([name for name, _ in placement.hosts], start_agent, connected=connected) as hosts:
+        hosts.python = python
         if problems := hosts.connect():
             how = "see what the launcher's processes have printed there"
             if template is not None:
@@ -95,7 +98,7 @@ def environment_with_hosts(hosts: Hosts, placement: Placement, local: Environmen
     Raises PreflightError, in one line, if versions or GPUs differ, or a host has fewer GPUs than ranks.
     """
     with naming_lost_host():
-        environments: dict[str, Environment] = hosts.request_all("environment", kind=Environment)
+        environments: dict[str, Environment] = hosts.request_all("environment", kind=Environment, python=hosts.python)
     names: dict[str, str] = {}
     for name, environment in environments.items():
         if (other := names.setdefault(environment.hostname, name)) != name:
@@ -125,6 +128,18 @@ def environment_with_hosts(hosts: Hosts, placement: Placement, local: Environmen
             remedy=f"give every host the same versions and GPUs, or {_way_to_leave_out('hosts', placement)}",
         )
     return replace(local, hosts=tuple(environments.values()))
+
+
+def require_script(hosts: Hosts, script: Script) -> None:
+    """Raise PreflightError if a host lacks the script's file, or has another one at its path."""
+    if script.file is None:  # a module, found by each interpreter
+        return
+    path = script.file.absolute()
+    with naming_lost_host():
+        digests = hosts.request_all("file_digest", kind=str | None, path=str(path))
+    if others := [name for name, digest in digests.items() if digest != script.digest]:
+        problem = f"{path} is missing or another file on {format_names(others, 5)}"
+        raise PreflightError(problem, remedy="copy the script to this path on every host")
 
 
 def _differences(facts: Facts, environments: Mapping[str, Environment]) -> list[str]:
@@ -182,9 +197,11 @@ def _try_connections(listener: HostConnection, others: Sequence[HostConnection],
         listener.request("stop_listening")
 
 
-def check_all(placement: Placement, configurations: Sequence[Configuration], local: Environment) -> Iterator[Finding]:
+def check_all(
+    placement: Placement, configurations: Sequence[Configuration], local: Environment, python: str | None
+) -> Iterator[Finding]:
     """Run every check of the hosts of a hostfile, for the doctor. Raises PreflightError if they cannot be used."""
-    with connected_hosts(placement) as hosts:
+    with connected_hosts(placement, python) as hosts:
         environment = environment_with_hosts(hosts, placement, local)
         yield ok("hosts", f"{format_names(hosts.names, 5)}: reached, same versions")
         yield from check_hosts(hosts, placement, configurations, environment)
@@ -221,6 +238,7 @@ def check_hosts(
             timeout_seconds=_CHECK_SECONDS,
             kind=list[Finding],
             configurations=configurations,
+            python=hosts.python,
         )
     for name, own in answers.items():
         for finding in own:
@@ -245,6 +263,7 @@ def build_ops(
             kind=dict[str, OpState],
             placement=placement,
             configurations=configurations,
+            python=hosts.python,
         )
     merged: dict[str, OpState] = {}
     for name, states in states_of.items():

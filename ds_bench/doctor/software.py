@@ -99,9 +99,14 @@ def check_packages(
         more = f" and {len(fitting) - len(shown)} more" if len(fitting) > len(shown) else ""
         yield ok("packages", f"{', '.join(shown)}{more}: within the ranges that {PROJECT} supports")
     yield from bad
-    if (deepspeed := versions.get("deepspeed")) is not None:
-        wrong = [rule for rule in WRONG_TRAINING if rule.level != "hint" and rule.holds_in(deepspeed)]
-        yield from (warning("deepspeed", rule.reason, rule.remedy) for rule in wrong)
+    yield from _wrong_training(versions.get("deepspeed"))
+
+
+def _wrong_training(deepspeed: str | None) -> Iterator[Finding]:
+    """A warning for each way in which this version trains wrongly; None: it is not installed."""
+    for rule in WRONG_TRAINING:
+        if deepspeed is not None and rule.level != "hint" and rule.holds_in(deepspeed):
+            yield warning("deepspeed", rule.reason, rule.remedy)
 
 
 def check_packages_of(interpreter: Interpreter | None) -> Iterator[Finding]:
@@ -111,6 +116,7 @@ def check_packages_of(interpreter: Interpreter | None) -> Iterator[Finding]:
         return
     shown = ", ".join(f"{name} {version}" for name, version in interpreter.packages.items() if name in RUN_PACKAGES)
     yield ok("packages", f"{interpreter.python}: Python {interpreter.python_version}, {shown}")
+    yield from _wrong_training(interpreter.packages.get("deepspeed"))
 
 
 def _check_requirement(wanted: Requirement, version: str | None) -> Finding | None:

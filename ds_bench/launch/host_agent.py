@@ -24,10 +24,12 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ..config.spec import Configuration, Placement
+from ..config.training_script import file_digest
 from ..errors import DsBenchError
 from ..records import json_files
 from ..records.rank_files import (
@@ -41,9 +43,10 @@ from ..records.rank_files import (
     append_exit,
 )
 from ..system import files, gpu_state, processes
-from ..system.environment import read_environment
+from ..system.environment import Environment, Interpreter, read_environment
 from ..system.helper_programs import run_tool
 from ..system.host_memory import read_oom_kill_count
+from ..system.script_interpreter import environment_of, read_interpreter
 from . import rank_environment
 from .leader import start_leader
 from .message_stream import Message, MessageStream, code_digest
@@ -302,10 +305,13 @@ class HostAgent:
         def say(text: str) -> None:
             self._stream.send({"id": request_id, "say": text})
 
-        def build_ops(placement: Mapping[str, Any], configurations: Sequence[Mapping[str, Any]]) -> dict[str, OpState]:
+        def build_ops(
+            placement: Mapping[str, Any], configurations: Sequence[Mapping[str, Any]], python: str | None = None
+        ) -> dict[str, OpState]:
             here = json_files.build(Placement, placement)
             rows = json_files.build(list[Configuration], configurations)
-            return rank_environment.build_ops(here, rows, _host_variables(here, os.environ), say, lambda _elapsed: None)
+            variables = _host_variables(here, os.environ, _interpreter(python))
+            return rank_environment.build_ops(here, rows, variables, say, lambda _elapsed: None, python)
 
         def lock_devices(accelerator: str, slots: Sequence[int]) -> gpu_state.DeviceLocks:
             # Held until the agent ends.
@@ -313,7 +319,8 @@ class HostAgent:
             return self._locks.enter_context(gpu_state.locked_devices(names, say))
 
         answers: dict[str, Callable[..., Any]] = {
-            "environment": read_environment,
+            "environment": _read_environment,
+            "file_digest": file_digest,
             "build_ops": build_ops,
             "lock": lock_devices,
             "doctor": _run_checks,
@@ -378,11 +385,11 @@ class HostAgent:
         """Prepare a trial. ``trial``: its id. ``variables``: those that the user has set."""
         asked = Assignment.from_dict(assignment)
         placement, environ = asked.trial.placement, {**os.environ, **variables}
-        address, port = master
+        script, (address, port) = asked.trial.workload.script, master
         self._variables = {
             **variables,
             **chosen_devices(placement, environ),
-            **_host_variables(placement, environ),
+            **_host_variables(placement, environ, _interpreter(None if script is None else script.python)),
             **_interface_variables(address, environ),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
@@ -446,9 +453,21 @@ def chosen_devices(placement: Placement, environ: Mapping[str, str]) -> dict[str
     return {name: value for name, value in environ.items() if name == "CUDA_VISIBLE_DEVICES"}
 
 
-def _host_variables(placement: Placement, environ: Mapping[str, str]) -> dict[str, str]:
+@cache
+def _interpreter(python: str | None) -> Interpreter | None:
+    """The interpreter of a user's script on this host, None without one. Raises PreflightError."""
+    return None if python is None else read_interpreter(python)
+
+
+def _read_environment(python: str | None = None) -> Environment:
+    return environment_of(read_environment(), _interpreter(python))
+
+
+def _host_variables(
+    placement: Placement, environ: Mapping[str, str], interpreter: Interpreter | None
+) -> dict[str, str]:
     """Variables of every process of every trial on this host."""
-    variables = rank_environment.rank_environment(placement, environ)
+    variables = rank_environment.rank_environment(placement, environ, interpreter=interpreter)
     return {**variables, **temporary_folder_variables(environ, variables["TORCH_EXTENSIONS_DIR"])[0]}
 
 
@@ -457,7 +476,7 @@ def _run_checks(**values: Any) -> list[dict[str, Any]]:
     placement = json_files.build(Placement, values["placement"])
     reply = run_tool(
         "doctor.checks",
-        environment=_host_variables(placement, os.environ),
+        environment=_host_variables(placement, os.environ, _interpreter(values.get("python"))),
         requests=[values],
         timeout_seconds=_CHECK_SECONDS,
     ).last_object("the checks")

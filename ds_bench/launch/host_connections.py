@@ -268,6 +268,8 @@ class Hosts:
         """``command_of``: what starts the agent of a host. ``connected``: host → connection to a running agent."""
         self.names, self._command_of = tuple(names), command_of
         self._connected = frozenset(connected)
+        self.python: str | None = None
+        """Interpreter of a user's script, which the hosts look at in place of this program's; None without one."""
         self.connections = [
             HostConnection(name, () if name in connected else command_of(name), connected=connected.get(name))
             for name in names

@@ -348,6 +348,9 @@ def _missing_file_outcome(problems: Mapping[int, str], evidence: Evidence) -> Ou
     beat = read_beat(evidence.folder, rank)
     if evidence.script_steps is not None and beat is not None:
         text = f"the script ended ({code}) after {max(beat.step, 0)} of {evidence.script_steps} steps"
-        return _fail(evidence, schema.CRASHED, rank, text)
+        # ``os._exit(0)``, as of a script that has had enough: no hook sees it.
+        ended_well = entry is not None and entry.code == 0
+        early = schema.ENDED_EARLY if beat.step > 0 else schema.NO_ENGINE
+        return _fail(evidence, early if ended_well else schema.CRASHED, rank, text)
     when = "before saying hello" if beat is None else "without writing its file"
     return _fail(evidence, schema.CRASHED, rank, f"rank {rank} ended {when} ({code})")

@@ -70,9 +70,6 @@ def main() -> int:
     variables = script_variables(trial, folder, {**os.environ, **assignment.environment})
     if placement.hostfile is not None and (slots := placement.slots_of_node(number)):
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
-    if placement.hosts and words[0] != sys.executable:
-        # An agent's folder of ops is for its own torch; another one builds what it needs where it always does.
-        variables.pop("TORCH_EXTENSIONS_DIR", None)
     variables |= {"WORLD_SIZE": str(placement.num_gpus), "LOCAL_WORLD_SIZE": str(counts[number])}
     variables |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
     at = assignment.working_folder

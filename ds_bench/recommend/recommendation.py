@@ -214,7 +214,8 @@ def _facts(
         memory = f"{format_bytes(choice.memory_bytes)} of {terms.memory}{share}"
     tokens = choice.tokens_per_second
     speed = format_count(tokens) if tokens >= 100 else f"{tokens:.3g}"
-    yield Fact("numbers", {"choice": choice.label, "speed": speed, "memory": memory})
+    unit = comparison.row(choice.key).rate_unit
+    yield Fact("numbers", {"choice": choice.label, "speed": speed, "memory": memory, "unit": unit})
     rivals = [each for each in speeds.with_optimizer_of(choice) if each != choice]
     if rivals and (rival := fastest(rivals)).tokens_per_second <= tokens:  # of a slower choice, the cost says how much
         kind = "lead"

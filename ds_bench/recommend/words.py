@@ -51,7 +51,7 @@ TEMPLATES: Mapping[str, str] = {
     "none_valid": "No row to use: see the reasons at the rows that trained.",
     "none_trained": "No row trained: {counts}.",
     # Numbers and certainty.
-    "numbers": "{choice}: {speed} tokens/s with {memory}",
+    "numbers": "{choice}: {speed} {unit} with {memory}",
     "lead": "its lead over {rival} ({difference:percent}) is more than the noise of {runs}",
     "lead_in_noise": "its lead over {rival} ({difference:percent}) is inside the noise of {runs}",
     "lead_untested": "its lead over {rival} ({difference:percent}) is not tested: {runs}, 3 are needed",

@@ -176,6 +176,8 @@ class ScriptMeasurement:
     """Class of the module of the engine that is measured."""
     other_engines: tuple[str, ...]
     """The same of the script's other engines."""
+    samples: tuple[int, ...] = ()
+    """First dimension of the micro-batches in which no token ids were seen; 0 for others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,7 +367,7 @@ class RankFailure:
     """What ran out: ``device_oom``, ``host_oom``, ``pinned_memory``, ``disk_full``, ``shared_memory`` (/dev/shm) or
     ``memlock`` (locked memory of InfiniBand). Other causes: ``peer_access`` (GPUs without it), ``fabric_manager`` (not
     running), ``collective_timeout`` (NCCL's watchdog), ``peer_lost`` (a broken collective), or of a script
-    ``no_engine`` and ``ended_early``; else ``other``."""
+    ``no_engine``, ``ended_early`` and ``auto_refused`` (DeepSpeed got "auto" in place of a value); else ``other``."""
     requested_bytes: int | None = None
     free_bytes: int | None = None
     traceback: str = ""

@@ -154,9 +154,9 @@ def _throughput_chart(rows: _Rows) -> Chart | None:
     measured = [row for row in rows.measured if row.tokens_per_second is not None]
     if not measured:
         return None
-    drawn = rows.to_draw(measured)
+    drawn, unit = rows.to_draw(measured), measured[0].rate_unit
     speeds = [row.tokens_per_second or 0.0 for row in drawn]
-    runs = [measured_values([run.row for run in row.successes], "throughput_tokens_per_sec") for row in drawn]
+    runs = [measured_values([run.row for run in row.successes], "rate") for row in drawn]
     labels = [(rows.label(row), format_value(speed)) for row, speed in zip(drawn, speeds, strict=True)]
 
     def draw(axes: Any, columns: int) -> Drawing:
@@ -169,13 +169,13 @@ def _throughput_chart(rows: _Rows) -> Chart | None:
                 shown = values[:20]
                 axes.plot(shown, [place] * len(shown), "o", mfc="white", mec=INK, markersize=4, zorder=4)
         end = max([*speeds, *(row.interval[1] for row in drawn if row.interval), *(max(own) for own in runs if own)])
-        return Drawing(label_bars(axes, "tokens/s", [(*label, False) for label in labels], end, columns))
+        return Drawing(label_bars(axes, unit, [(*label, False) for label in labels], end, columns))
 
     note = (
         "Bars are geometric means over runs, dots the runs, whiskers 95 % confidence intervals (from --repeats 3 on)."
     )
     note = rows.note(note, measured, drawn)
-    return Chart(name="throughput", title="Throughput", axis="tokens/s", values=labels, draw=draw, note=note)
+    return Chart(name="throughput", title="Throughput", axis=unit, values=labels, draw=draw, note=note)
 
 
 class _Bar(NamedTuple):
@@ -413,6 +413,7 @@ def _pareto_chart(rows: _Rows) -> Chart | None:
         peak_gb = to_gb(row.gpu_peak_bytes if tier == "gpu" else row.host_peak_bytes)
         if peak_gb is not None and row.tokens_per_second is not None:
             dots.append((row, peak_gb, row.tokens_per_second))
+    unit = dots[0][0].rate_unit if dots else ""
     if not front or len(dots) < 2:
         return None
     requests = [(row, *(_request(row, tier, comparison) or (None, ""))) for row in rows.failed]
@@ -451,13 +452,13 @@ def _pareto_chart(rows: _Rows) -> Chart | None:
             place = min(needed_gb, end)
             axes.plot(place, 0, "X", color=WARNING, markersize=9, clip_on=False, zorder=4)
             labels.append(DotLabel(place, 0, f"{_two_lines(row.label)}\n{text} GB{' →' * (needed_gb > end)}", WARNING))
-        label_plane(axes, f"peak {memory} memory, GB", "tokens/s")
+        label_plane(axes, f"peak {memory} memory, GB", unit)
         return Drawing(21, legend, labels)
 
     return Chart(
         name=f"pareto-{memory}",
         title=f"Throughput against {memory} memory",
-        axis="tokens/s",
+        axis=unit,
         values=[
             *((rows.label(row), f"{format_value(y)} at {format_value(x)} GB") for row, x, y in dots),
             *((row.label, text) for row, _, text in failed),

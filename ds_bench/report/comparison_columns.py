@@ -108,6 +108,8 @@ def failure_sentence(row: ComparisonRow) -> str:
 
 
 def _throughput_interval(row: ComparisonRow) -> str:
+    if row.rate_unit != "tokens/s":
+        return MISSING
     if row.interval is None:
         return NOT_TESTED if row.succeeded else MISSING
     return f"{format_count(row.interval[0])} to {format_count(row.interval[1])}"
@@ -149,7 +151,7 @@ TABLE_COLUMNS: tuple[TableColumn, ...] = (
     _number("± ms", "standard deviation between runs, or between the steps of a single run",
             lambda row: row.step_seconds_std, format_ms),
     _number("Tokens/s", "throughput of the whole job, geometric mean of the runs",
-            lambda row: row.tokens_per_second, format_count),
+            lambda row: row.tokens_per_second if row.rate_unit == "tokens/s" else None, format_count),
     _number("Samples/s", "samples of the whole job, where a sample is not a sequence of the given length",
             lambda row: row.samples_per_second, format_significant, page_only=True),
     TableColumn(heading="Tokens/s, 95 %", meaning="95 % confidence interval of the mean tokens/s, from three runs on",
@@ -200,6 +202,8 @@ def short_columns(report: ComparisonReport) -> list[Column[ComparisonRow]]:
     speed = Column[ComparisonRow]("tok/s", lambda row: format_significant(row.tokens_per_second))
     if any(row.samples_per_second is not None for row in rows):
         speed = Column("samples/s", lambda row: format_significant(row.samples_per_second))
+    elif unit := next((row.rate_unit for row in rows if row.rate_unit != "tokens/s"), None):
+        speed = Column(unit, lambda row: format_significant(row.tokens_per_second))
     host = Column[ComparisonRow]("host GB", lambda row: format_significant(to_gb(row.host_peak_bytes)), priority=3)
     if all(row.gpu_peak_bytes is None for row in rows):
         capacity = report.comparison.host_capacity_bytes or math.inf

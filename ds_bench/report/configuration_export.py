@@ -124,6 +124,8 @@ def _write_script_export(record: TrialRecord, folder: Path, doubt: str | None) -
     script, how = record.trial.workload.script, "The same command trains with it:"
     if script is not None and script.config_source == "override":
         how = "Put its values in place of those that the script gives to DeepSpeed, then run:"
+    if record.trial.placement.num_nodes > 1:
+        how = f"{how[:-1]}, on every host:"
     lines += [f"`{RAW_FILE}` is your own file with the changes of this row. {how}", "", command]
     with _writing_to(folder):
         write_json(folder / RAW_FILE, config)
@@ -132,16 +134,17 @@ def _write_script_export(record: TrialRecord, folder: Path, doubt: str | None) -
 
 
 def training_command(trial: Trial, config: Path) -> str:
-    """Return the command that trains a script with a configuration: torchrun with the words of the row."""
+    """Return the command that trains a script with a configuration: torchrun with the words of the row.
+
+    On several hosts it is run on each, with the file at the same path; ``srun`` does so by itself.
+    """
     script = trial.workload.script
     assert script is not None
     python, *words = script_words(trial, config, "OUTPUT_DIR")
     variables = [f"{name}={value}" for name, value in script.accelerate_variables(config).items()]
     if trial.placement.accelerator == "cpu":
         variables.append("DS_ACCELERATOR=cpu")
-    placement = trial.placement
-    nodes = [f"--nnodes={placement.num_nodes}"] if placement.num_nodes > 1 else []
-    torchrun = [python, "-m", "torch.distributed.run", *nodes, f"--nproc_per_node={placement.ranks_per_node}"]
+    torchrun = _torchrun(trial.placement, python, "-m", "torch.distributed.run")
     return shlex.join([*(["env", *variables] if variables else []), *torchrun, *words])
 
 
@@ -380,12 +383,19 @@ def _launcher(placement: Placement) -> list[str]:
         own += ["--master_addr", placement.master_addr] if placement.master_addr else []
         return ["deepspeed", "--hostfile", placement.hostfile, *own]
     if placement.hosts:  # of a job of Slurm or torchrun
-        nodes, first = placement.num_nodes, placement.hosts[0][0]
-        own = [f"--nnodes={nodes}", f"--nproc-per-node={placement.ranks_per_node}", "--rdzv-backend=c10d"]
-        by_slurm = (placement.host_command or "").startswith("srun ")
-        launch = [*(["srun", f"--nodes={nodes}", "--ntasks-per-node=1"] if by_slurm else []), "torchrun", *own]
-        return [*launch, f"--rdzv-endpoint={first}:29500"]
+        return _torchrun(placement, "torchrun")
     return ["deepspeed", "--num_gpus", str(placement.num_gpus)]
+
+
+def _torchrun(placement: Placement, *program: str) -> list[str]:
+    """The program, torchrun by some name, with the flags of the placement; under Slurm srun starts it."""
+    ranks = f"--nproc-per-node={placement.ranks_per_node}"
+    if not placement.hosts:
+        return [*program, ranks]
+    nodes, first = placement.num_nodes, placement.master_addr or placement.hosts[0][0]
+    by_slurm = (placement.host_command or "").startswith("srun ")
+    launch = [*(["srun", f"--nodes={nodes}", "--ntasks-per-node=1"] if by_slurm else []), *program]
+    return [*launch, f"--nnodes={nodes}", ranks, "--rdzv-backend=c10d", f"--rdzv-endpoint={first}:29500"]
 
 
 def _command(words: Sequence[str]) -> str:

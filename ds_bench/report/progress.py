@@ -125,7 +125,7 @@ def _result_text(record: TrialRecord) -> str:
 
     run = make_run(record)
     row = run.row
-    speed = f"✓ {format_significant(row.throughput_tokens_per_sec)} tok/s"
+    speed = f"✓ {format_significant(row.rate)} {row.rate_unit.replace('tokens', 'tok')}"
     if has_kind(run.caveats, CaveatKind.OWN_BATCHES):
         speed = f"✓ {format_significant(row.throughput_samples_per_sec)} samples/s"
     if row.gpu_peak_gb is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..errors import PreflightError
-from .environment import PACKAGES, Interpreter, Machine
+from .environment import PACKAGES, Environment, Interpreter
 from .helper_programs import run_tool
 
 _OLDEST = (3, 9)
@@ -29,13 +29,13 @@ def read_interpreter(python: str) -> Interpreter:
     return found
 
 
-def with_interpreter(machine: Machine, python: str) -> Machine:
-    """Return the machine with the versions of the script's interpreter in place of this program's."""
-    found = read_interpreter(python)
-    environment = replace(
-        machine.environment,
-        python_version=found.python_version,
-        packages={name: version for name, version in found.packages.items() if name in PACKAGES},
-        torch_cuda_version=found.torch_cuda_version,
+def environment_of(environment: Environment, interpreter: Interpreter | None) -> Environment:
+    """Return the environment with the versions of a script's interpreter, if any, in place of this program's."""
+    if interpreter is None:
+        return environment
+    return replace(
+        environment,
+        python_version=interpreter.python_version,
+        packages={name: version for name, version in interpreter.packages.items() if name in PACKAGES},
+        torch_cuda_version=interpreter.torch_cuda_version,
     )
-    return replace(machine, environment=environment, interpreter=found)

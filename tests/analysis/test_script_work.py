@@ -12,6 +12,8 @@ from ds_bench.analysis.loss_parity import with_loss_caveats
 from ds_bench.analysis.row import Run, make_run
 from ds_bench.config.caveats import CaveatKind
 from ds_bench.config.training_script import Script
+from ds_bench.report.comparison_columns import short_columns
+from ds_bench.report.comparison_report import build_report
 from tests.support import fakes
 
 SCRIPT = Script(
@@ -48,6 +50,21 @@ def test_figures_are_of_the_tokens_seen_and_what_does_not_exist_is_empty() -> No
     assert flat_run(found).trial.workload.script == SCRIPT
 
 
+def test_without_token_ids_rows_compare_by_samples_and_without_samples_by_steps() -> None:
+    none, seconds = {"tokens": (0,) * 6, "unpadded_tokens": (0,) * 6}, (0.5,) * 4
+    for samples, rate, unit in (((8,) * 6, 8 * 2 / 0.5, "samples/s"), ((), 1 / 0.5, "steps/s")):
+        runs = [row(stage, seconds=seconds, samples=samples, **none) for stage in (1, 2)]
+        report = build_report(runs)
+        rows = report.comparison.rows
+        assert [(each.tokens_per_second, each.rate_unit, each.ratio) for each in rows] == [(rate, unit, 1)] * 2
+        found = runs[0].row
+        expected = None if unit == "steps/s" else rate
+        assert (found.throughput_tokens_per_sec, found.throughput_samples_per_sec) == (None, expected)
+        assert f"{unit[:-2]} per second" in str(found.caveats)
+        assert report.recommendation.facts[0].values["unit"] == unit
+        assert unit in [column.heading for column in short_columns(report)]
+
+
 @pytest.mark.parametrize(
     ("changes", "kind"),
     [
@@ -55,6 +72,7 @@ def test_figures_are_of_the_tokens_seen_and_what_does_not_exist_is_empty() -> No
         ({"parameter_count": 5, "tokens": (9,) * 6}, CaveatKind.OTHER_PARAMETERS),
         ({"tokens": (64, 64, 64, 63, 64, 64), "id_sums": (9,) * 6}, CaveatKind.OTHER_TOKENS),
         ({"micro_steps": (2,) * 6}, CaveatKind.OTHER_TOKENS),
+        ({"samples": (0, 0, 0, 0, 0, 9)}, CaveatKind.OTHER_TOKENS),
         ({"id_sums": (0, 1, 2, 3, 4, 9)}, CaveatKind.OTHER_DATA),
         ({"losses": (7.1, *(7.0,) * 5)}, CaveatKind.OTHER_FIRST_LOSS),
         ({"losses": (7.0, *(8.0,) * 5)}, CaveatKind.OTHER_LOSSES),
@@ -96,6 +114,19 @@ def test_a_value_of_the_rows_file_that_the_engine_does_not_have_disqualifies_it(
     engine = {"steps_per_print": "Infinity", "zero_optimization": {"stage": 2, "reduce_bucket_size": 16384, **ran}}
     caveats = make_run(fakes.success(trial, resolved_config=engine), None, None).caveats
     assert [(each.kind, each.values) for each in caveats] == ([(CaveatKind.OTHER_ENGINE, unlike)] if unlike else [])
+
+
+def test_what_the_scripts_own_deepspeed_does_otherwise_is_a_caveat_of_the_row() -> None:
+    file = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": "auto", "disable_python_gc": True}
+    trial = replace(fakes.trial(fakes.zero(2), of=OF), ds_config=file)
+
+    def texts(version: str) -> str:
+        measured = {"deepspeed_version": version, "grad_accum": 4, "resolved_config": file}
+        return str(make_run(fakes.success(trial, **measured), None, None).row.caveats)
+
+    assert "issue 7718" in texts("0.18.1")
+    assert "issue 7718" not in texts("0.18.4")
+    assert "0.17.6 does not read disable_python_gc" in texts("0.17.6")
 
 
 def test_steps_with_an_evaluation_or_a_save_are_named_and_do_not_make_a_row_unstable() -> None:

@@ -6,11 +6,13 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ds_bench import runner
 from ds_bench.analysis.load_results import load
 from ds_bench.analysis.merge_results import merge
 from ds_bench.api import _how_to_go_on
@@ -20,6 +22,7 @@ from ds_bench.config.spec import Configuration
 from ds_bench.config.training_script import Script, placeholder_values, read_script
 from ds_bench.errors import UsageError
 from ds_bench.system import invocation
+from ds_bench.system.script_interpreter import read_interpreter
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher
 from tests.support.scripted_run import ScriptedRun
@@ -149,7 +152,17 @@ def test_rows_keep_the_users_file_except_for_requested_changes(
     if len(rows) == 1:  # it is recommended: ready for the same command
         folder = machine.folder / "recommended"
         assert [json.loads((folder / "ds_config.json").read_text())] == [*rows.values()]
-        assert f"--nproc_per_node=1 train.py {folder.resolve()}/ds_config.json" in (folder / "README.md").read_text()
+        assert f"--nproc-per-node=1 train.py {folder.resolve()}/ds_config.json" in (folder / "README.md").read_text()
+
+
+def test_a_row_of_an_axis_that_the_scripts_own_deepspeed_does_not_read_is_unsupported(
+    machine: ScriptedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = replace(read_interpreter(sys.executable), packages={"torch": "2.6.0", "deepspeed": "0.17.6"})
+    monkeypatch.setattr(runner, "read_interpreter", lambda _python: old)
+    run(machine, "--base-config", "own.json", "--stages", "2", "3", "--axis", "allgather_sequential=true")
+    assert [(row["stage"], row["status"]) for row in machine.rows()] == [(2, "✅ Success"), (3, "❌ Unsupported")]
+    assert "DeepSpeed 0.17.6 does not read zero_optimization.stage3_allgather_" in machine.rows()[1]["error"]
 
 
 def test_every_resume_command_repeats_the_script(
@@ -172,7 +185,7 @@ def test_every_resume_command_repeats_the_script(
 def test_rows_with_auto_do_not_start_once_deepspeed_has_refused_it_in_one(machine: ScriptedRun) -> None:
     Path("other.json").write_text(json.dumps(OWN | {"my": 2}))
     Path("numbers.json").write_text(json.dumps(OFFLOADING))
-    machine.launcher = FakeLauncher(lambda trial: fakes.failure(trial, "TypeError", phase="init"))
+    machine.launcher = FakeLauncher(lambda trial: fakes.failure(trial, "TypeError", kind="auto_refused"))
     assert [*run(machine, "--configs", "own.json", "other.json", "numbers.json")] == ["own", "numbers"]
     statuses = {row["strategy"]: row["status"] for row in machine.rows()}
     assert statuses == {"own": "❌ TypeError", "other": "❌ Unsupported", "numbers": "✅ Success"}

@@ -38,7 +38,7 @@ class MadeUpHosts:
     """Stands for connections; ``answers`` to any request, by the name in the hostfile."""
 
     def __init__(self, **answers: Any) -> None:
-        self.names, self._answers = tuple(answers), answers
+        self.names, self._answers, self.python = tuple(answers), answers, None
 
     def request_all(self, _what: str, **_: object) -> Mapping[str, Any]:
         return self._answers
@@ -122,7 +122,7 @@ def test_op_is_ready_where_it_is_on_every_host() -> None:
         assert (state.ready, state.reason) == (False, "on b: no compiler")
 
 
-def test_every_host_runs_the_checks_of_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_host_runs_the_checks_of_its_own_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Through a real agent, on this host."""
     monkeypatch.setattr(cluster, "command_on_host", lambda _template, _host, words: words)
     place = fakes.placement(hosts=(("here", 1),), hostfile="/not/there", host_command=SSH, nvme_path="/proc")
@@ -134,6 +134,13 @@ def test_every_host_runs_the_checks_of_its_own_ranks(monkeypatch: pytest.MonkeyP
     assert "--nvme-path /proc cannot be written" in names["here: NVMe path"].text
     with pytest.raises(PreflightError, match="cannot use here: "), cluster.naming_lost_host():
         connections.request_all("environment")
+    # Of a user's script it is the script's interpreter that must have the packages, on every host.
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S "$@"\n')
+    bare.chmod(0o755)
+    lacks = pytest.raises(PreflightError, match=r"cannot use here: the script's .* no torch and no deepspeed")
+    with cluster.connected_hosts(place, str(bare)) as connections, lacks:
+        cluster.environment_with_hosts(connections, place, read_environment())
 
 
 def test_ranks_that_could_not_meet_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,8 @@ class Case:
     status: str = "✅ Success"
     error: str = ""
     """Pattern in the error."""
+    kind: str | None = None
+    """Of the failure, if the program acts on it."""
     row: dict[str, Any] = field(default_factory=dict)
     """Column → value, in every row."""
     tokens: tuple[int, ...] | None = None
@@ -156,6 +158,7 @@ CASES = {
         command="a_plain.py --deepspeed_config {config}",
         configs="auto2",
         status="❌ TypeError",
+        kind="auto_refused",
         error='in init: only the Trainer, Accelerate and TRL replace "auto", here at train_',
     ),
 }
@@ -172,6 +175,7 @@ def test_script(case: Case, tmp_path: Path) -> None:
         assert re.search(case.error, row["error"] or "")
         assert {name: row[name] for name in case.row} == case.row
         assert row["wall_seconds"] < 100
+    assert case.kind in (None, records[0]["outcome"]["kind"])
     if case.tokens is not None:
         for record in records:
             assert tuple(record["ranks"][0]["script"]["tokens"][: len(case.tokens)]) == case.tokens

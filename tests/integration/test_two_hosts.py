@@ -59,7 +59,7 @@ class Run:
         return self.process.returncode, output, errors
 
     def rows(self) -> list[dict[str, Any]]:
-        (path,) = self.hosts.a.path(self.output).glob("*_comparison_*.json")
+        (path,) = self.hosts.a.path(self.output).glob("*comparison_*.json")
         rows: list[dict[str, Any]] = json.loads(path.read_text())
         return rows
 
@@ -96,9 +96,9 @@ class Run:
 def start(hosts: TwoHosts, script: str, *words: str | Path, output: str, **variables: str) -> Run:
     """Starts a script on both hosts, with CPU ranks."""
     folder = hosts.folder / output
-    command = [sys.executable, ROOT / script, "--accelerator", "cpu", "--output-dir", folder, *words]
-    if "--hostfile" not in words:
-        command += ["--hostfile", hosts.hostfile]
+    program = [ROOT / script] if script.endswith(".py") else ["-m", "ds_bench", script]
+    hostfile = [] if "--hostfile" in words else ["--hostfile", hosts.hostfile]
+    command = [sys.executable, *program, "--accelerator", "cpu", "--output-dir", folder, *hostfile, *words]
     earlier = {host.name: host.temporary_files() for host in (hosts.a, hosts.b)}
     process = hosts.a.start(
         command,
@@ -267,6 +267,40 @@ def test_processes_with_a_pytorchjobs_variables_are_one_comparison_that_no_stran
     run.assert_nothing_left()
     assert not any(list(host.path(disk).iterdir()) for host in (hosts.a, hosts.b))
     assert not any(list(host.path(hosts.folder).rglob("hit")) for host in (hosts.a, hosts.b))
+
+
+# ------------------------------------------------------------------ a user's own script
+
+
+@pytest.mark.slow
+def test_the_users_script_trains_on_both_hosts_and_another_file_on_one_is_refused(hosts: TwoHosts) -> None:
+    page = (ROOT / "docs" / "own_script.md").read_text(encoding="utf-8").partition("### Plain DeepSpeed")[2]
+    config, script = (page.partition(f"```{language}\n")[2].partition("```")[0] for language in ("json", "python"))
+    hosts.a.path(hosts.folder / "ds.json").write_text(config)
+    path = hosts.folder / "train.py"
+    hosts.a.path(path).write_text(script)
+    hosts.b.path(path).write_text(f"# Older.\n{script}")
+    steps = ("--num-steps", "3", "--warmup-steps", "1", "--stages", "2", "3")
+    words = ("--base-config", "ds.json", *steps, "--", "train.py", "{config}", "{output_dir}")
+    paths = os.pathsep.join([str(ROOT), hosts.variables["PYTHONPATH"]])
+    refused = start(hosts, "run", *words, output="own", PYTHONPATH=paths)
+    code, _, errors = refused.finish()
+    assert code == 2
+    assert f"{path} is missing or another file on node-b" in errors
+    hosts.b.path(path).write_text(script)
+    run = start(hosts, "run", *words, output="own", PYTHONPATH=paths)
+    code, output, errors = run.finish()
+    rows = run.rows()
+    assert [(row["status"], row["stage"]) for row in rows] == [("✅ Success", 2), ("✅ Success", 3)], errors + output
+    assert {(row["num_nodes"], row["num_gpus"], row["launch"]) for row in rows} == {(2, 2, "script")}
+    for record in run.records():
+        assert [rank["hostname"] for rank in record["ranks"]] == ["node-a", "node-b"]
+        assert [rank["script"]["tokens"] for rank in record["ranks"]] == [[256] * 4] * 2
+    assert (
+        "-m torch.distributed.run --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=node-a:" in errors
+    )
+    run.assert_nothing_left()
+    hosts.b.path(path).unlink()
 
 
 # ------------------------------------------------------------------ hosts that cannot be used

@@ -57,8 +57,8 @@ class Scene:
         append_line(self.folder / "exits.jsonl", asdict(line))
         return self
 
-    def reached(self, rank: int, phase: str) -> Scene:
-        HeartbeatWriter(self.folder, rank).beat(phase, 3)
+    def reached(self, rank: int, phase: str, step: int = 3) -> Scene:
+        HeartbeatWriter(self.folder, rank).beat(phase, step)
         return self
 
     def findings(self, ending: Ending | None = "ended", *, world: int = 2, **more: Any) -> TrialOutcome:
@@ -279,9 +279,16 @@ def test_cause_of_an_ending(scene: Scene, name: str) -> None:
     assert said in (outcome.error or "")
 
 
-def test_script_that_ended_itself_is_said_to_have_ended_after_its_steps(scene: Scene) -> None:
-    outcome = scene.reached(0, "step").ended(0, code=7).outcome(world=1, script_steps=7)
-    assert (outcome.status, outcome.error) == ("Crashed", "the script ended (exit code 7) after 3 of 7 steps")
+@pytest.mark.parametrize(
+    ("phase", "steps", "code", "status"),
+    [("step", 3, 7, "Crashed"), ("step", 3, 0, "EndedEarly"), ("build", -1, 0, "NoEngine")],
+)
+def test_script_that_ended_itself_is_said_to_have_ended_after_its_steps(
+    phase: str, steps: int, code: int, status: str, scene: Scene
+) -> None:
+    outcome = scene.reached(0, phase, step=steps).ended(0, code=code).outcome(world=1, script_steps=7)
+    text = f"the script ended (exit code {code}) after {max(steps, 0)} of 7 steps"
+    assert (outcome.status, outcome.error) == (status, text)
 
 
 def test_rank_that_never_joined_a_collective_is_named_though_the_others_were_aborted(scene: Scene) -> None:

@@ -89,15 +89,19 @@ def tensors_in(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any
 def count_tokens(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Count the tokens of a micro-batch: all, without padding, trained, and the sum of their ids. Waits for nothing.
 
-    The tokens are ``input_ids``, else ``labels``, else the first integer tensor.
+    The tokens are ``input_ids``, else ``labels``, else the first integer tensor. A batch without any, such as images
+    with one class each, is counted in samples: the first dimension of its first tensor.
     """
-    found = [*tensors_in(arguments, ""), *tensors_in(keywords, "")]
+    found = [each for each in (*tensors_in(arguments, ""), *tensors_in(keywords, "")) if each[1].dim() > 0]
     named = dict(reversed(found))
     ids = named.get("input_ids", named.get("labels"))
     if ids is None or not holds_ids(ids):
-        ids = next((tensor for _, tensor in found if tensor.dim() > 0 and holds_ids(tensor)), None)
-    if ids is None:
-        return {"tokens": 0, "unpadded": 0, "trained": None, "id_sum": None}
+        ids = next((tensor for _, tensor in found if holds_ids(tensor)), None)
+    numbers = [tensor for _, tensor in found if tensor.is_floating_point()]
+    is_class = ids is not None and ids.dim() == 1 and any(len(tensor) == len(ids) for tensor in numbers)
+    if ids is None or (is_class and "input_ids" not in named):
+        empty = {"tokens": 0, "unpadded": 0, "trained": None, "id_sum": None if ids is None else ids.sum()}
+        return {**empty, "samples": len(found[0][1]) if found else 0}
     mask: Any = named.get("attention_mask")
     labels: Any = named.get("labels")
     has_mask = mask is not None and mask.shape == ids.shape
@@ -106,6 +110,7 @@ def count_tokens(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> dic
         "unpadded": (mask != 0).sum() if has_mask else ids.numel(),
         "trained": (labels != -100).sum() if labels is not None and holds_ids(labels) else None,
         "id_sum": ids.sum(),
+        "samples": 0,
     }
 
 
@@ -145,6 +150,7 @@ class Hook:
         self.window: dict[str, Any] = {}
         self.written = False
         self.failure_of_thread: dict[str, Any] | None = None
+        self.refusal_of_auto: Exception | None = None
         self.beat_file = os.open(folder / f"rank{self.rank}.beat", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self.beats, self.phase, self.last_step_seconds, self.last_step_at = 0, "hello", 0.0, 0.0
         self.beat("hello")
@@ -404,6 +410,8 @@ class Hook:
             device_free_bytes=failure.device_free_bytes(),
         )
         facts["traceback"] = failure.full_traceback(error)
+        if root is self.refusal_of_auto:
+            facts["kind"] = "auto_refused"
         secrets = redaction.secrets_of(self.config)
         return {**facts, **{name: redaction.without(facts[name], secrets) for name in ("message", "traceback")}}
 
@@ -528,7 +536,8 @@ class Hook:
                     raise
                 # The cause first: a table may cut the end off.
                 text = f'only the Trainer, Accelerate and TRL replace "auto", here at {", ".join(paths[:3])}: {error}'
-                raise (TypeError if isinstance(error, TypeError) else ValueError)(text) from error
+                self.refusal_of_auto = (TypeError if isinstance(error, TypeError) else ValueError)(text)
+                raise self.refusal_of_auto from error
             self.name_of(made[0])
             self.note_device()
             self.end_phase("initialize")
@@ -606,7 +615,13 @@ def replace(owner: Any, function: Callable[..., Any]) -> None:
     setattr(owner, function.__name__, wrapped)
 
 
-COUNTS = {"tokens": "tokens", "unpadded_tokens": "unpadded", "trained_tokens": "trained", "id_sums": "id_sum"}
+COUNTS = {
+    "tokens": "tokens",
+    "unpadded_tokens": "unpadded",
+    "trained_tokens": "trained",
+    "id_sums": "id_sum",
+    "samples": "samples",
+}
 """Field of a ScriptMeasurement → its name in what :func:`count_tokens` returns."""
 
 
