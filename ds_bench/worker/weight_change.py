@@ -82,9 +82,9 @@ class WeightChange:
 
     def _since(self, before: torch.Tensor | None) -> list[float] | None:
         after = None if before is None else self._read()
-        if before is None or after is None:
+        if before is None or after is None or not torch.isfinite(change := after - before).all():
             return None
-        return [float(f"{value:.{_DIGITS}g}") for value in (after - before).tolist()]
+        return [float(f"{value:.{_DIGITS}g}") for value in change.tolist()]
 
     def _read(self) -> torch.Tensor | None:
         try:

@@ -1,4 +1,4 @@
-"""Three workers: trainings; scripts and environments of users; what waits for programs, hosts and browsers."""
+"""Groups, in three workers: trainings, on cards too; environments of users; what waits for programs and hosts."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ GROUPS = {
         "strategies",
         "trial_endings",
     ),
+    "cards": ("simulated_card",),
     "environments": ("own_script", "older_versions", "install", "check_against_deepspeed"),
 }
 

@@ -52,6 +52,14 @@ def test_only_what_changes_within_the_window_is_in_its_sketch(monkeypatch: pytes
         assert change.since_start() != change.early_window["weight_change"]
 
 
+def test_weights_that_have_become_nan_have_no_sketch(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = torch.zeros(3)
+    monkeypatch.setattr(weight_change, "read_fragments", lambda _engine: iter([("a", 0, weights)]))
+    change = WeightChange(None, HEARTBEAT)
+    weights[1] = math.nan
+    assert change.since_start() is None
+
+
 def test_a_sketch_is_of_the_tensors_and_not_of_how_ranks_hold_them() -> None:
     values = torch.randn(700_000, generator=torch.Generator().manual_seed(1))
     whole = sketch(iter([("a", 0, values), ("b", 0, values[:5])]))
