@@ -5,7 +5,7 @@ GB means 2**30 bytes everywhere (README.md). A missing value is ``None`` and is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from string import Formatter
 from typing import Any
@@ -153,25 +153,25 @@ def format_percent(fraction: float | None, *, digits: int = 1) -> str:
 
 def format_template(template: str, values: Mapping[str, Any]) -> str:
     """Fill a template of ``str.format`` that may name units: ``{size:bytes}``, ``{wait:ms}``, ``{share:percent0}``."""
-    return "".join(
-        literal if name is None else literal + _format_value(values[name], unit or "")
-        for literal, name, unit, _ in _parsed(template)
-    )
+    formats: dict[str | None, Callable[[Any], str]] = {
+        "bytes": format_bytes,
+        "gigabytes": format_gigabytes,
+        "ms": format_ms,
+    }
+    text = ""
+    for literal, name, unit, _ in _parsed(template):
+        text += literal
+        if name is None:
+            continue
+        if unit in formats:
+            text += formats[unit](values[name])
+        elif unit is not None and unit.startswith("percent"):
+            text += format_percent(values[name], digits=int(unit.removeprefix("percent") or 1))
+        else:
+            text += format(values[name], unit or "")
+    return text
 
 
 @cache
 def _parsed(template: str) -> list[tuple[str, str | None, str | None, str | None]]:
     return list(Formatter().parse(template))
-
-
-def _format_value(value: Any, unit: str) -> str:
-    match unit:
-        case "bytes":
-            return format_bytes(value)
-        case "gigabytes":
-            return format_gigabytes(value)
-        case "ms":
-            return format_ms(value)
-    if unit.startswith("percent"):
-        return format_percent(value, digits=int(unit.removeprefix("percent") or 1))
-    return format(value, unit)

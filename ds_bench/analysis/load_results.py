@@ -345,14 +345,7 @@ def _trial(row: Row) -> Trial:
         workload=Workload(
             model=row.model,
             model_source="script" if row.script else "preset" if facts else "factory" if ":" in row.model else "hub",
-            script=None
-            if row.script is None
-            else Script(
-                command=tuple(shlex.split(row.script)),
-                digest=row.script_hash,
-                python=row.python or "",
-                config_source=row.config_source,  # type: ignore[arg-type]
-            ),
+            script=_script(row),
             model_type=facts.model_type if facts else None,
             model_config=facts.config if facts else {},
             num_steps=row.num_steps,
@@ -373,6 +366,17 @@ def _trial(row: Row) -> Trial:
         ds_config=configuration.deepspeed_config,
         round_position=row.round_position,
         point=point,
+    )
+
+
+def _script(row: Row) -> Script | None:
+    if row.script is None:
+        return None
+    return Script(
+        command=tuple(shlex.split(row.script)),
+        digest=row.script_hash,
+        python=row.python or "",
+        config_source=row.config_source,  # type: ignore[arg-type]
     )
 
 

@@ -340,8 +340,12 @@ def _early_difference(reference: Run, run: Run) -> Caveat | None:
     if norm:
         how = f"the norm of its gradients differs by {norm:.2%}, more than rounding explains"
         return Caveat(CaveatKind.TRAINED_DIFFERENTLY, {"row": label, "how": how})
-    # Another precision loses other small gradients, and Adam makes updates of usual size from them.
-    distance = _weight_distance(reference, run) if theirs == own else 0.0
+    # The norm of the difference of the two changes of the weights, relative to the norm of the reference's change: 1 if
+    # the row's weights did not move, infinite if only the reference's did not. Another precision loses other small
+    # gradients, and Adam makes updates of usual size from them.
+    known, change = _compared_changes(reference, run) or ((), ())
+    distance, moved = math.dist(known, change) if theirs == own else 0.0, math.hypot(*known)
+    distance = distance / moved if moved else math.inf if distance else 0.0
     window = run.early_window
     # The signs of small gradients, which rounding decides, weigh more in a shorter window.
     weight_tolerance = _WEIGHT_TOLERANCE[precision] * (_WINDOW_STEPS / window.steps if window else 1.0)
@@ -522,17 +526,6 @@ def _compared_changes(a: Run, b: Run) -> tuple[Sequence[float], Sequence[float]]
     else:
         known, change = before.weight_change, now.weight_change
     return (known, change) if known and change and len(known) == len(change) else None
-
-
-def _weight_distance(a: Run, b: Run) -> float:
-    """Norm of the difference of the two changes of the weights, relative to the norm of the change of ``a``.
-
-    0 for equal changes and where they do not compare, 1 if the weights of ``b`` did not move.
-    """
-    known, change = _compared_changes(a, b) or ((), ())
-    distance, norm = math.dist(known, change), math.hypot(*known)
-    # The reference did not move: only a row that did not move either is like it.
-    return distance / norm if norm else math.inf if distance else 0.0
 
 
 def _moved(reference: Run, run: Run) -> str:

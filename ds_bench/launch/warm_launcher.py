@@ -284,7 +284,15 @@ class GpuMonitoringLauncher:
         self._expected_host_bytes = (available or 0) if trial.configuration.offloads else 0
         count, caveats = trial.placement.num_gpus, list[str | Caveat]()
         expected = self._expected_free_bytes.get(count, 0)
-        free_bytes = self._wait_for(lambda: self._read_free_bytes(trial.placement), expected - _TOLERANCE_BYTES)
+
+        def read_free_bytes() -> int | None:
+            # Of the GPU that has the least.
+            facts = [
+                (gpu.memory_total_bytes, gpu.memory_used_bytes) for gpu in self._read_gpus(trial.placement).values()
+            ]
+            return min((total - used for total, used in facts if total is not None and used is not None), default=None)
+
+        free_bytes = self._wait_for(read_free_bytes, expected - _TOLERANCE_BYTES)
         if free_bytes is None or free_bytes >= expected - _TOLERANCE_BYTES:
             self._expected_free_bytes[count] = max(free_bytes or 0, expected)
         elif not processes.interrupt_requested():  # else the launcher below ends the trial at once, and records it
@@ -317,11 +325,6 @@ class GpuMonitoringLauncher:
             if is_enough or processes.interrupt_requested() or time.monotonic() >= deadline:
                 return free_bytes
             time.sleep(_POLL_SECONDS)
-
-    def _read_free_bytes(self, placement: Placement) -> int | None:
-        """Free bytes of the GPU that has the least; None if unknown."""
-        facts = [(gpu.memory_total_bytes, gpu.memory_used_bytes) for gpu in self._read_gpus(placement).values()]
-        return min((total - used for total, used in facts if total is not None and used is not None), default=None)
 
     def _read_gpus(self, placement: Placement) -> dict[int | str, gpu_state.GpuFacts]:
         """Index, or ``INDEX of HOST`` on several hosts → GPU that the trial uses; empty if a host is silent."""

@@ -312,6 +312,13 @@ def failed_setup(run: Run, comparison: Comparison, shortage: Shortage) -> Failed
     failed = {row.configuration.layout for row in rows} - trained
     # On the CPU accelerator host memory is all there is, and predictions have none of a GPU.
     of_device, of_host = (Shortage(), shortage) if _is_host_memory(run) else (shortage, Shortage())
+    # Corrected by what rows that trained hold outside torch's allocator.
+    gpu_bytes = comparison.device_capacity_bytes
+    successes = [run.row for row in comparison.rows for run in row.successes]
+    outside: float | None = max(measured_values(successes, "gpu_outside_allocator_gb"), default=None)
+    if gpu_bytes is not None and outside is not None:
+        outside_bytes = round(outside * BYTES_PER_GB)
+        gpu_bytes += prediction.gpu.get("overhead", outside_bytes) - outside_bytes
     rank_limit = trial.placement.cpu_memory_limit_bytes
     sizes = [comparison.host_capacity_bytes, rank_limit and rank_limit * trial.placement.ranks_per_node]
     return FailedSetup(
@@ -322,7 +329,7 @@ def failed_setup(run: Run, comparison: Comparison, shortage: Shortage) -> Failed
             for each in prediction.alternatives
             if _acts_on(each, run) and not (each.settings.keys() == {"strategy"} and each.layout in failed)
         ),
-        gpu_limit_bytes=of_device.lower(_gpu_capacity(prediction, comparison), prediction.least_gpu_bytes),
+        gpu_limit_bytes=of_device.lower(gpu_bytes, prediction.least_gpu_bytes),
         host_limit_bytes=of_host.lower(min(filter(None, sizes), default=None), prediction.host_bytes),
         trained=frozenset(trained),
     )
@@ -338,17 +345,6 @@ def _acts_on(change: Alternative, run: Run) -> bool:
     # Only stage 3 partitions the model while it is built.
     other_build = change.layout[0] == 3 and bool({"strategy", "num_gpus"} & settings.keys())
     return phase not in _PHASES_BEFORE_BUILD and (phase != "build" or other_build)
-
-
-def _gpu_capacity(prediction: Prediction, comparison: Comparison) -> int | None:
-    """Return the GPU's memory, corrected by what rows that trained hold outside torch's allocator."""
-    capacity = comparison.device_capacity_bytes
-    rows = [run.row for row in comparison.rows for run in row.successes]
-    outside: float | None = max(measured_values(rows, "gpu_outside_allocator_gb"), default=None)
-    if capacity is None or outside is None:
-        return capacity
-    measured = round(outside * BYTES_PER_GB)
-    return capacity + prediction.gpu.get("overhead", measured) - measured
 
 
 def smallest_change(comparison: Comparison) -> Fact | None:
