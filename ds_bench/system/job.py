@@ -30,7 +30,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from ..errors import PreflightError, UsageError
 from ..units import format_names
@@ -455,13 +455,17 @@ def join_first_node(nodes: LaunchedNodes, agent: Sequence[str], environ: Mapping
         with contextlib.suppress(OSError, EOFError):
             answer = connection.recv_bytes(_MOST_GREETING_BYTES)
         if answer == _ACCEPTED:
-            # This process is replaced, so that the launcher's signals reach the agent, and its exit code the launcher.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            # The agent reads requests from its standard input and answers on its standard output.
-            os.dup2(connection.fileno(), 0)
-            os.dup2(connection.fileno(), 1)
-            os.execvpe(agent[0], list(agent), dict(environ))
+            _replace_process(agent, connection, environ)
+
+
+def _replace_process(agent: Sequence[str], connection: Connection, environ: Mapping[str, str]) -> NoReturn:
+    """Replace this process, so that the launcher's signals reach the agent, and its exit code the launcher."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The agent reads requests from its standard input and answers on its standard output.
+    os.dup2(connection.fileno(), 0)
+    os.dup2(connection.fileno(), 1)
+    os.execvpe(agent[0], list(agent), dict(environ))
 
 
 def _greet_first_node(nodes: LaunchedNodes) -> Connection:

@@ -159,12 +159,13 @@ def _swaps_optimizer(engine: Any) -> bool:
 
 def _state_norms(engine: Any) -> list[float]:
     """The norm of each tensor of optimizer states on this rank, in any order; empty if they are on a disk."""
-    norms: list[float] = []
-    for values in [] if _swaps_optimizer(engine) else ledger.optimizer_states(engine):
-        # In float64, piece by piece: torch would make a float64 copy of the whole tensor.
-        pieces = torch.split(values.detach().flatten(), _PIECE_ELEMENTS)
-        norms.append(math.hypot(*(float(torch.linalg.vector_norm(piece, dtype=torch.float64)) for piece in pieces)))
-    return sorted(norms)
+    return [] if _swaps_optimizer(engine) else sorted(map(_norm, ledger.optimizer_states(engine)))
+
+
+def _norm(values: torch.Tensor) -> float:
+    """In float64, piece by piece: torch would make a float64 copy of the whole tensor."""
+    pieces = torch.split(values.detach().flatten(), _PIECE_ELEMENTS)
+    return math.hypot(*(float(torch.linalg.vector_norm(piece, dtype=torch.float64)) for piece in pieces))
 
 
 def _remove(folder: Path) -> None:
