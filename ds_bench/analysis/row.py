@@ -268,6 +268,12 @@ class Measured:
         return _sum_of_sketches([rank.weight_change for rank in self.ranks])
 
     @cached_property
+    def gpu_power_watts(self) -> float | None:
+        """Power of all GPUs of the job; None if that of one is unknown."""
+        known = [each.mean_power_watts for each in self.record.gpu_windows if each.mean_power_watts is not None]
+        return math.fsum(known) if known and len(known) == len(self.record.gpu_windows) else None
+
+    @cached_property
     def over_measured(self) -> float | None:
         return trial_predictions.predicted_over_measured(self.record) if self.ranks else None
 
@@ -655,6 +661,24 @@ class Row(BaseModel):
     other_engines: str | None = text(
         "The same of a script's other engines",
         lambda m: ", ".join(m.script.other_engines) or None if m.script else None,
+    )
+    gpu_sm_clock_mhz: float | None = column(
+        "Mean clock of the slowest GPU in the window",
+        lambda m: min(
+            (each.mean_sm_clock_mhz for each in m.record.gpu_windows if each.mean_sm_clock_mhz), default=None
+        ),
+        "MHz",
+    )
+    gpu_temperature_celsius: float | None = column(
+        "Highest of a GPU in the window",
+        lambda m: max(filter(None, (each.max_temperature_celsius for each in m.record.gpu_windows)), default=None),
+        "°C",
+    )
+    gpu_power_watts: float | None = column("Mean in the window, all GPUs of the job", "gpu_power_watts", "W")
+    gpu_joules_per_token: float | None = column(
+        "GPU energy per token",
+        lambda m: m.gpu_power_watts / m.tokens_per_second if m.gpu_power_watts and m.tokens_per_second else None,
+        "J",
     )
 
     caveat_list: tuple[Caveat, ...] = ()

@@ -62,6 +62,8 @@ _OUTLIER_FENCE = 3.0
 """Interquartile ranges above the third quartile: Tukey's outer fence ("Exploratory Data Analysis", 1977)."""
 _MIN_OUTLIER_RATIO = 1.25
 """An outlier takes at least this many medians: where steps hardly vary, Tukey's fence would find every small one."""
+_MAX_CLOCK_DIFFERENCE = 0.05
+"""GPUs of one model run within a few percent of each other when none is throttled."""
 _MAX_NAMED_OUTLIERS = 3
 _MAX_NAMED_KEYS = 3
 _OF_LIBRARIES = {"steps_per_print", "zero_allow_untested_optimizer", "checkpoint.use_node_local_storage"}
@@ -119,6 +121,7 @@ def trial_caveats(
         yield Caveat(CaveatKind.NO_WARM_UP)
     elif trial.workload.num_steps == 1:
         yield Caveat(CaveatKind.ONE_STEP)
+    yield from _gpu_caveats(record)
     fraction = gpu_fraction(record)
     if fraction is not None and fraction > NEAR_CAPACITY:
         yield Caveat(CaveatKind.NEAR_CAPACITY, {"fraction": fraction})
@@ -305,6 +308,19 @@ def _cpu_caveats(record: TrialRecord) -> Iterator[Caveat]:
     throttled = max(measured_values(record.ranks, "cpu_throttled_fraction"), default=0.0)
     if throttled > _MAX_THROTTLED_FRACTION:
         yield Caveat(CaveatKind.CPU_QUOTA, {"fraction": throttled})
+
+
+def _gpu_caveats(record: TrialRecord) -> Iterator[Caveat]:
+    """Reports a GPU slower than the others, and masks that only a compiled model builds."""
+    clocks = {each.name: each.mean_sm_clock_mhz for each in record.gpu_windows if each.mean_sm_clock_mhz}
+    if clocks:
+        slowest, fastest = min(clocks, key=clocks.__getitem__), max(clocks, key=clocks.__getitem__)
+        if clocks[slowest] < (1 - _MAX_CLOCK_DIFFERENCE) * clocks[fastest]:
+            values = {"gpu": slowest, "clock": clocks[slowest], "other": fastest, "fastest": clocks[fastest]}
+            yield Caveat(CaveatKind.SLOW_GPU, values)
+    rank = record.slowest_rank
+    if rank.compiled_graphs is not None and rank.attention == "sdpa" and record.trial.workload.script is None:
+        yield Caveat(CaveatKind.COMPILED_MASK)
 
 
 def _bucket_caveats(record: TrialRecord) -> Iterator[Caveat]:

@@ -75,6 +75,12 @@ class CaveatKind(StrEnum):
         "the CPU was busy: the container's CPU quota stopped this row in {fraction:percent0} of its periods", _CPU,
         True)
     CLOCKS_THROTTLED = "clocks_throttled", "GPU {gpu} was throttled while this ran: {reasons}", _THROTTLED
+    SLOW_GPU = ("slow_gpu",
+        "GPU {gpu} ran at {clock:.0f} MHz on average, GPU {other} at {fastest:.0f}: the slowest sets the pace",
+        _THROTTLED)
+    COMPILED_MASK = ("compiled_mask", "attends with an explicit mask, which flash attention cannot take: Transformers "
+        "builds it while torch.compile traces; uncompiled rows use is_causal",
+        "flash_attention_2, a value of the axis attention, needs no mask")
     MFU_ABOVE_1 = "mfu_above_1", "MFU of {mfu:percent0} is an accounting error (wrong peak?)"
 
     # What a row trained.

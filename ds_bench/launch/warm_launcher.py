@@ -13,6 +13,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import statistics
 import sys
 import time
 import warnings
@@ -25,7 +26,7 @@ from typing import Any
 from ..config.caveats import Caveat, CaveatKind
 from ..config.spec import Placement, Trial
 from ..errors import UsageError
-from ..records.schema import CRASHED, Outcome, TrialRecord
+from ..records.schema import CRASHED, GpuWindow, Outcome, TrialRecord
 from ..system import gpu_state, processes
 from ..system.host_memory import available_host_bytes
 from ..units import format_bytes
@@ -249,13 +250,38 @@ _HOST_TOLERANCE_BYTES = 2 * 2**30
 """The same for host memory, which other programs use too."""
 _POLL_SECONDS = 0.2
 _READ_SECONDS = 5.0
+_SAMPLE_SECONDS = 1.0
+"""Time between two readings of the GPUs. NVML's power is a mean over one second (nvmlDeviceGetPowerUsage)."""
+
+_Gpu = tuple[int, str | None]
+"""NVML's index, and the host on several hosts."""
+_Sample = tuple[float, dict[_Gpu, gpu_state.GpuFacts]]
+"""Monotonic time in seconds, and the GPUs of the trial."""
+
+
+def _summarise(gpu: _Gpu, samples: Sequence[_Sample]) -> GpuWindow:
+    """Return what one GPU did between the first and the last sample."""
+    seen = [(at, gpus[gpu]) for at, gpus in samples if gpu in gpus]
+    clocks = [facts.sm_clock_mhz for _, facts in seen if facts.sm_clock_mhz is not None]
+    temperatures = [facts.temperature_celsius for _, facts in seen if facts.temperature_celsius is not None]
+    energies = [(at, facts.energy_joules) for at, facts in seen if facts.energy_joules is not None]
+    elapsed = energies[-1][0] - energies[0][0] if energies else 0.0
+    return GpuWindow(
+        index=gpu[0],
+        host=gpu[1],
+        samples=len(seen),
+        mean_sm_clock_mhz=statistics.fmean(clocks) if clocks else None,
+        max_temperature_celsius=max(temperatures, default=None),
+        mean_power_watts=(energies[-1][1] - energies[0][1]) / elapsed if elapsed >= _SAMPLE_SECONDS else None,
+        throttled_by=tuple(dict.fromkeys(fault for _, facts in seen for fault in gpu_state.throttle_faults(facts))),
+    )
 
 
 class GpuMonitoringLauncher:
     """Launches trials through ``launcher``; waits at most ``wait_seconds`` for memory that an earlier trial held.
 
-    Adds to each record the bytes that were free when it began, and a caveat for each GPU throttled in the middle of
-    its steps.
+    Adds to each record the bytes that were free when it began, what the GPUs did in the measured steps, and a caveat
+    for each GPU that was throttled in them.
     """
 
     def __init__(
@@ -299,22 +325,28 @@ class GpuMonitoringLauncher:
             self._expected_free_bytes[count] = free_bytes  # another program has it: the next trial does not wait
             less = format_bytes(expected - free_bytes)
             caveats.append(f"{less} less of the card was free than when an earlier trial began")
-        middle = trial.workload.warmup_steps + trial.workload.num_steps // 2
-        clocks_read = False
+        first, last = trial.workload.warmup_steps, trial.workload.warmup_steps + trial.workload.num_steps
+        samples: list[_Sample] = []
+        middle_read = False
 
-        def listen_and_read_clocks(progress: Progress) -> None:
-            nonlocal clocks_read
-            # Not ==: the monitor polls a few times a second and misses shorter steps.
-            if progress.step >= middle and not clocks_read:
-                clocks_read = True
-                for name, gpu in self._read_gpus(trial.placement).items():
-                    if faults := gpu_state.throttle_faults(gpu):
-                        reasons = ", ".join(faults)
-                        caveats.append(Caveat(CaveatKind.CLOCKS_THROTTLED, {"gpu": name, "reasons": reasons}))
+        def listen_and_sample(progress: Progress) -> None:
+            nonlocal middle_read
+            # The middle is read too, as a short window may have no second sample.
+            is_middle = progress.step >= (first + last) // 2 and not middle_read
+            is_due = not samples or time.monotonic() - samples[-1][0] >= _SAMPLE_SECONDS
+            if first <= progress.step < last and (is_due or is_middle):
+                middle_read = middle_read or is_middle
+                samples.append((time.monotonic(), self._read_gpus(trial.placement)))
             listen(progress)
 
-        record = self._launcher.launch(trial, folder, listen_and_read_clocks)
-        return replace(record, caveats=(*record.caveats, *caveats), gpu_free_start_bytes=free_bytes)
+        record = self._launcher.launch(trial, folder, listen_and_sample)
+        windows = tuple(_summarise(gpu, samples) for gpu in dict.fromkeys(gpu for _, gpus in samples for gpu in gpus))
+        for each in windows:
+            if each.throttled_by:
+                values = {"gpu": each.name, "reasons": ", ".join(each.throttled_by)}
+                caveats.append(Caveat(CaveatKind.CLOCKS_THROTTLED, values))
+        found = (*record.caveats, *caveats)
+        return replace(record, caveats=found, gpu_free_start_bytes=free_bytes, gpu_windows=windows)
 
     def _wait_for(self, read: Callable[[], int | None], enough_bytes: int) -> int | None:
         """Read free memory until it is enough, for at most ``wait_seconds`` or until the user interrupts."""
@@ -326,11 +358,11 @@ class GpuMonitoringLauncher:
                 return free_bytes
             time.sleep(_POLL_SECONDS)
 
-    def _read_gpus(self, placement: Placement) -> dict[int | str, gpu_state.GpuFacts]:
-        """Index, or ``INDEX of HOST`` on several hosts → GPU that the trial uses; empty if a host is silent."""
+    def _read_gpus(self, placement: Placement) -> dict[_Gpu, gpu_state.GpuFacts]:
+        """Return the GPUs that the trial uses; none if a host is silent."""
         if self._hosts is None:
             used = self._indices[: placement.num_gpus]
-            return {gpu.index: gpu for gpu in self._read().gpus if gpu.index in used}
+            return {(gpu.index, None): gpu for gpu in self._read().gpus if gpu.index in used}
         try:
             answers = self._hosts.request_all(
                 "gpus", timeout_seconds=_READ_SECONDS, kind=tuple[gpu_state.GpuFacts, ...]
@@ -338,7 +370,7 @@ class GpuMonitoringLauncher:
         except HostError:
             return {}
         return {
-            f"{visible[slot].index} of {host}": visible[slot]
+            (visible[slot].index, host): visible[slot]
             for host, visible in answers.items()
             for slot in placement.slots_of(host)
             if slot < len(visible)

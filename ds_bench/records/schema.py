@@ -422,6 +422,28 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuWindow:
+    """One GPU during the measured steps, read from NVML about once per second. None where NVML does not tell."""
+
+    index: int
+    """NVML's index on its host."""
+    host: str | None = None
+    """Name of the host; None on one host."""
+    samples: int
+    mean_sm_clock_mhz: float | None = None
+    max_temperature_celsius: int | None = None
+    mean_power_watts: float | None = None
+    """Energy between the first and the last sample over the time between them, at least a second."""
+    throttled_by: tuple[str, ...] = ()
+    """Faults among the reasons for a low clock, in any sample."""
+
+    @property
+    def name(self) -> str | int:
+        """The index, with the host if there are several."""
+        return self.index if self.host is None else f"{self.index} of {self.host}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRecord:
     """A trial and its observations: one line of records.jsonl."""
 
@@ -439,6 +461,8 @@ class TrialRecord:
     """From the launch to the first warm-up step."""
     gpu_free_start_bytes: int | None = None
     """Free memory of the fullest GPU of the job just before the launch; None without GPUs or if NVML cannot tell."""
+    gpu_windows: tuple[GpuWindow, ...] = ()
+    """Clock, power and temperature of each GPU of the job in the measured steps; empty without GPUs."""
     caveats: tuple[str | Caveat, ...] = ()
     """Caveats for readers of this row."""
     schema_version: int = SCHEMA_VERSION

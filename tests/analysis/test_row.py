@@ -96,7 +96,13 @@ def distinct_run() -> Run:
     environment = fakes.environment(
         physical_cores=8, cpu_quota_cores=4.5, torch_cuda_version="13.0", gpu_driver_version="580.95"
     )
-    return make_run(replace(found, ranks=ranks), find_preset("tiny"), 1e15, environment, "run-7")
+    windows = tuple(
+        schema.GpuWindow(index=index, samples=9, mean_sm_clock_mhz=clock, max_temperature_celsius=celsius,
+                         mean_power_watts=watts)
+        for index, (clock, celsius, watts) in enumerate(((1990.5, 71, 612.5), (1985.25, 67, 620.0)))
+    )  # fmt: skip
+    record = replace(found, ranks=ranks, gpu_windows=windows)
+    return make_run(record, find_preset("tiny"), 1e15, environment, "run-7")
 
 
 def test_every_column_has_its_own_value_and_that_of_the_right_rank(snapshot: SnapshotAssertion) -> None:

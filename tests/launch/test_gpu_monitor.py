@@ -1,4 +1,4 @@
-"""The GPUs' clocks are read once while a trial runs, their memory before it begins."""
+"""The GPUs' clocks are read while a trial's steps are measured, their memory before it begins."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any, cast
 
 import pytest
 
+from ds_bench.analysis.row import make_run
 from ds_bench.config.caveats import Caveat, CaveatKind
 from ds_bench.config.spec import Trial
-from ds_bench.launch import Progress, ProgressCallback
+from ds_bench.launch import Progress, ProgressCallback, warm_launcher
 from ds_bench.launch.host_connections import HostLostError, Hosts
 from ds_bench.launch.trial_watcher import Limits
 from ds_bench.launch.warm_launcher import GpuMonitoringLauncher, choose_launcher
-from ds_bench.records.schema import TrialRecord
+from ds_bench.records.schema import GpuWindow, TrialRecord
 from ds_bench.system import processes
 from ds_bench.system.gpu_state import GpuFacts, GpuInventory
 from tests.support import fakes
@@ -44,8 +45,40 @@ def caveats(*reasons: str, indices: tuple[int, ...] = (0, 1), **facts: float) ->
 
     trial = fakes.trial(on=fakes.placement(accelerator="cuda", num_gpus=2))
     record = GpuMonitoringLauncher(steps, read, indices).launch(trial, Path("unused"), lambda _progress: None)
-    assert read_at == [None, trial.workload.warmup_steps + trial.workload.num_steps // 2]
+    first = trial.workload.warmup_steps
+    assert read_at == [None, first, first + trial.workload.num_steps // 2], "its steps take less than a second"
     return record.caveats
+
+
+def test_clock_power_and_temperature_are_those_of_the_measured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps()
+    trial = fakes.trial(on=fakes.placement(accelerator="cuda", num_gpus=2))
+    seconds = [0.5 * step for step in range(trial.workload.warmup_steps + trial.workload.num_steps + 1)]
+    monkeypatch.setattr(warm_launcher.time, "monotonic", lambda: seconds[steps.step or 0])
+
+    def read() -> GpuInventory:
+        """Hot and slow outside the window of 2 to 11 steps; in it the first card draws 300 W."""
+        step = steps.step or 0
+        inside = trial.workload.warmup_steps <= step < len(seconds) - 1
+        facts = {"temperature_celsius": 50 + step if inside else 99, "sm_clock_mhz": 1900 + step if inside else 100}
+        first, second = (replace(gpu, **facts) for gpu in fakes.inventory(cards=2).gpus)
+        return GpuInventory(gpus=(replace(first, energy_joules=300 * seconds[step]), second))
+
+    record = GpuMonitoringLauncher(steps, read, (0, 1)).launch(trial, Path("unused"), lambda _progress: None)
+    first, second = record.gpu_windows
+    # Of steps of half a second those numbered 2, 4, 6, 7 (the middle), 9 and 11.
+    assert first == GpuWindow(
+        index=0, samples=6, mean_sm_clock_mhz=1906.5, max_temperature_celsius=61, mean_power_watts=300.0
+    )
+    assert second == replace(first, index=1, mean_power_watts=None)
+    measured = make_run(replace(record, gpu_windows=(first, replace(first, index=1, mean_power_watts=100.0)))).row
+    assert measured.gpu_power_watts == 400.0
+    assert measured.throughput_tokens_per_sec is not None
+    assert measured.gpu_joules_per_token == pytest.approx(400 / measured.throughput_tokens_per_sec)
+    assert make_run(record).row.gpu_power_watts is None, "of one card it is not known"
+    slow = replace(second, index=1, host="b", mean_sm_clock_mhz=1410.0)
+    (caveat,) = make_run(replace(record, gpu_windows=(first, slow))).row.caveat_list
+    assert (caveat.kind, caveat.values["gpu"]) == (CaveatKind.SLOW_GPU, "1 of b")
 
 
 def test_a_throttled_card_that_the_job_uses_is_a_caveat() -> None:
