@@ -32,7 +32,7 @@ PROBE = "a key that no model has"
 SEEDS: dict[tuple[str, ...], dict[str, Any]] = {
     (): {"train_batch_size": 1},
     ("optimizer",): {"type": "Adam"},
-    ("fp16",): {"enabled": True},
+    ("fp16",): {"enabled": True, "initial_scale_power": 16},
     ("scheduler",): {"type": "WarmupLR"},
     ("expert_parallel",): {"enabled": True},
 }

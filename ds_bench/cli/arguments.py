@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..config.deepspeed_keys import MINOR_VERSIONS
 from ..config.options import COUNT, EMPTY_PATH, MAX_NUMBER, OPTIONS, SCRIPT_OPTIONS, Family, Options
 from ..config.shard import Shard
 from ..config.strategies import STRATEGY_NAMES
@@ -256,6 +258,14 @@ def path(text: str) -> Path:
     if not text.strip():
         raise argparse.ArgumentTypeError(EMPTY_PATH)
     return Path(text)
+
+
+def deepspeed_version(text: str) -> str:
+    """A supported version: ``0.18``, ``0.18.2``."""
+    minor = re.fullmatch(r"(\d+\.\d+)(\.\d+)?", text)
+    if minor is None or minor[1] not in MINOR_VERSIONS:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is none of {', '.join(MINOR_VERSIONS)}, or a release of them")
+    return text
 
 
 def factory(text: str) -> str:

@@ -50,7 +50,7 @@ def show_findings(
 ) -> int:
     """Print the findings. Return 0 without errors and warnings, 1 with any, 2 if a file could not be checked.
 
-    ``deepspeed_version``: one of ``deepspeed_keys.MINOR_VERSIONS``; None for the installed one.
+    ``deepspeed_version``: such as ``0.18`` or ``0.18.2``; None for the installed one.
     """
     capability = default_placement(os.environ, read_gpus()).compute_capability
     size = None

@@ -17,12 +17,11 @@ try:
     from typing import Any
 
     from .. import __version__
-    from ..config.deepspeed_keys import MINOR_VERSIONS
     from ..config.options import COUNT, FAIL_ON, FAIL_ON_DEFAULT, GOALS, ROW_FORMATS, TRACKERS
     from ..config.spec import PASS_TYPES, PRECISIONS
     from ..config.strategies import ALIASES, OFFLOAD_NAMES, REFERENCES, ZERO_STAGES
     from ..system import files, invocation, terminal
-    from .arguments import Parser, add_flags_over_recipe, flag_of, names_from, number, path
+    from .arguments import Parser, add_flags_over_recipe, deepspeed_version, flag_of, names_from, number, path
     from .script import ENDINGS, report_error
 except KeyboardInterrupt:  # Ctrl-C while these modules are loaded
     print("interrupted", file=sys.stderr)
@@ -343,8 +342,9 @@ COMMANDS: Mapping[str, Command] = {
                       "help": "DeepSpeed JSON, Accelerate YAML, a folder, or - for stdin"},
             "--num-gpus": {**_INTEGER, "help": "also check the batch sizes for this number of GPUs"},
             "--model": {"metavar": "NAME", "help": "also compare buffer sizes with this built-in model"},
-            "--deepspeed-version": {"choices": MINOR_VERSIONS,
-                                    "help": "the version that will read the files (default: the installed one)"},
+            "--deepspeed-version": {"type": deepspeed_version, "metavar": "0.16-0.19",
+                                    "help": "the version that will read the files, such as 0.18 or 0.18.2 (default: "
+                                            "the installed one)"},
             "--format": {"choices": ("text", "github"), "default": "text", "dest": "output_format",
                          "help": "github: annotations of a workflow (default: text)"},
             **_JSON,

@@ -18,8 +18,8 @@ from ..units import format_names
 from . import deepspeed_config, deepspeed_keys, lint
 from .automatic_values import TRAINING_DEFAULTS, TrainingFacts, resolve
 from .configuration_files import ConfigurationFile
-from .deepspeed_config import AUTO, Config, json_values, nested, overlay
-from .rules import RULES, Case, keys_read_later, without_ignored
+from .deepspeed_config import AUTO, Config, json_values
+from .rules import RULES, Case, keys_read_later, without_ignored, without_later_keys
 from .spec import BATCH_KEYS, OFFLOAD_BLOCKS, BatchPolicy, Configuration
 
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
@@ -103,10 +103,8 @@ class FileRowMaker:
             written["zero_optimization"] = {"stage": int(zero)}
         known = deepspeed_keys.top_level_keys() | deepspeed_keys.removed_keys()
         version = deepspeed_keys.version()
-        # Inside blocks: those that only a later DeepSpeed reads.
-        unknown = sorted(path for path in keys_read_later(written) if "." in path)
-        for path in unknown:
-            written = overlay(written, nested(path, None))
+        unknown = sorted(keys_read_later(written))
+        written = without_later_keys(written)
         for key in sorted(written.keys() - known):
             near = deepspeed_keys.nearest_key(key, known, 0.85)
             unknown.append(f"{key} (did you mean {near}?)" if near else key)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextvars import ContextVar
 from functools import cache
@@ -19,6 +20,14 @@ from typing import Any
 _FOLDER = Path(__file__).with_name("deepspeed_keys_by_version")
 MINOR_VERSIONS = ("0.16", "0.17", "0.18", "0.19")
 """Oldest first."""
+_FIRST_VERSIONS = {
+    "torch_autocast": "0.17.2",
+    "zero_optimization.zenflow": "0.17.5",
+    "bf16.bf16_master_weights_and_grads": "0.18.3",
+    "bf16.bf16_optimizer_states": "0.18.3",
+    "zero_optimization.stage3_allgather_sequential": "0.18.5",
+}
+"""Keys of rows of ours that came after the first release of their minor version (seen in the code of each release)."""
 _chosen: ContextVar[str | None] = ContextVar("deepspeed_version", default=None)
 
 
@@ -46,7 +55,7 @@ def is_before(minor_version: str) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")[:2]))
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 @cache
@@ -75,20 +84,21 @@ def _minor_version_for(version: str) -> str:
 
 
 def keys_added_later() -> Mapping[str, str]:
-    """Return path → the minor version that added it, for keys that the newest table has and :func:`tables` lacks."""
-    return _keys_added_after(_minor_version_for(version()))
+    """Return path → the version that added it, for keys that a newer version reads and :func:`version` does not."""
+    return _keys_added_after(version())
 
 
 @cache
-def _keys_added_after(minor_version: str) -> Mapping[str, str]:
-    def paths(version: str) -> set[str]:
-        return {
-            f"{block}.{key}".lstrip(".") for block, each in _table(version)["blocks"].items() for key in each["keys"]
-        }
+def _keys_added_after(version: str) -> Mapping[str, str]:
+    def paths(minor_version: str) -> set[str]:
+        blocks = _table(minor_version)["blocks"].items()
+        return {f"{block}.{key}".lstrip(".") for block, each in blocks for key in each["keys"]}
 
+    minor_version = _minor_version_for(version)
     later = MINOR_VERSIONS[MINOR_VERSIONS.index(minor_version) + 1 :]
     known = paths(minor_version)
-    return {path: version for version in reversed(later) for path in paths(version) - known}
+    added = {path: minor for minor in reversed(later) for path in paths(minor) - known}
+    return added | {path: first for path, first in _FIRST_VERSIONS.items() if _numbers(version) < _numbers(first)}
 
 
 def blocks() -> Mapping[str, Mapping[str, Any]]:
@@ -107,7 +117,7 @@ def keys_of(block_path: str) -> Mapping[str, Mapping[str, Any]]:
 
 def top_level_keys() -> frozenset[str]:
     """Return the top-level keys that DeepSpeed reads; it ignores others."""
-    return frozenset(keys_of(""))
+    return frozenset(keys_of("")) - keys_added_later().keys()
 
 
 def refuses_unknown(block_path: str) -> bool:

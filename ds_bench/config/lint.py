@@ -19,7 +19,7 @@ from . import deepspeed_keys
 from .automatic_values import TrainingFacts, fill_in
 from .axes import ZERO
 from .deepspeed_config import ADAMW_PARAMETERS, AUTO, nested, paths_of_auto
-from .rules import RULES, TRAINING_STARTS, Case, Level, ModelSize
+from .rules import RULES, TRAINING_STARTS, Case, Level, ModelSize, without_later_keys
 from .spec import BATCH_KEYS
 
 Config = Mapping[str, Any]
@@ -61,11 +61,12 @@ def check_config(
     ``num_gpus``: ranks of the job, for the batch sizes. ``model``: for the sizes of buffers. ``compute_capability``:
     the oldest GPU's, for the number format.
     """
-    # Findings about keys use the spelling of the file; the other checks see the blocks that DeepSpeed reads: bfloat16
-    # if there is no bf16.
+    # Findings about keys use the spelling of the file; the other checks see what DeepSpeed reads: bfloat16 if
+    # there is no bf16, and no key of a later version.
     written = Case(config=config)
     renamed = {**config, "bf16": config["bfloat16"]} if "bfloat16" in config and config.get("bf16") is None else config
-    case = Case(config=renamed, num_gpus=num_gpus, model=model, compute_capability=compute_capability)
+    read = without_later_keys(renamed)
+    case = Case(config=read, num_gpus=num_gpus, model=model, compute_capability=compute_capability)
     removed = "the feature was removed from DeepSpeed (0.19.7 or 0.19.8), which refuses the key"
     found = [
         *_unknown_top_level_keys(config),
@@ -312,7 +313,7 @@ def _optimizer_findings(case: Case) -> Iterator[Finding]:
     name, known, path = case.value("optimizer.type"), deepspeed_keys.tables()["optimizers"], "optimizer.type"
     if not isinstance(name, str):
         return
-    if case.optimizer in ("onebitadam", "onebitlamb", "zerooneadam"):
+    if case.optimizer in {"onebitadam", "onebitlamb", "zerooneadam"} - {*known["names"]}:
         reason = f"{name} was removed in DeepSpeed 0.19.7"
         yield _stops("removed-optimizer", path, reason, "use AdamW, or DeepSpeed 0.19.6")
         return

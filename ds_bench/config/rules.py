@@ -163,7 +163,8 @@ class Rule:
     """The DeepSpeed versions in which it holds, such as ``>=0.17.6,<0.18.3``; empty: all."""
 
     def applies(self, case: Case) -> bool:
-        return self.holds_in(case.deepspeed_version) and self.when(case)
+        unread = self.path in deepspeed_keys.keys_added_later()
+        return not unread and self.holds_in(case.deepspeed_version) and self.when(case)
 
     def holds_in(self, version: str) -> bool:
         return not self.versions or _contains(self.versions, version)
@@ -463,7 +464,7 @@ _OF_FILES = (
          when=_not_in("torch_autocast.dtype", *_AUTOCAST_FORMATS),
          reason="DeepSpeed knows no such number format", remedy="use bfloat16 or float16", source=_CONFIG),
     Rule("no-sequence-parallel-ranks", "error", "sequence_parallel_size",
-         when=lambda case: case.number("sequence_parallel_size", 1) < 1,
+         versions=">=0.17", when=lambda case: case.number("sequence_parallel_size", 1) < 1,
          reason="DeepSpeed divides the number of ranks by sequence_parallel_size", remedy="give 1 or more",
          source=_CONFIG),
     Rule("patterns-not-text", "error", "data_types.keep_in_fp32_modules",
@@ -511,9 +512,9 @@ _OF_FILES = (
          remedy="give update_interval, with select_strategy and select_interval", source=_ZENFLOW),
     *(Rule(f"fp16-{name.replace('_', '-')}", "error", f"fp16.{name}", when=_wrong_in_dynamic_scaling(f"fp16.{name}"),
            reason="must be a whole number above 0 if the loss scale is dynamic", remedy="give one, or remove it",
-           source=_PRECISION)
+           source=_PRECISION, versions=">=0.19")
       for name in ("loss_scale_window", "min_loss_scale")),
-    Rule("fp16-loss-scale", "error", "fp16.loss_scale",
+    Rule("fp16-loss-scale", "error", "fp16.loss_scale", versions=">=0.18",
          when=lambda case: isinstance(case.value("fp16.loss_scale"), bool) or case.number("fp16.loss_scale", 0) < 0,
          reason="must be a number of 0 or more", remedy="use 0 for dynamic loss scaling", source=_PRECISION),
     # What deepspeed.initialize raises an exception for.
@@ -603,6 +604,10 @@ WRONG_TRAINING = (
          when=lambda case: case.stage == 2 and case.number("gradient_accumulation_steps", 1) > 1,
          reason="DeepSpeed 0.17.6 to 0.18.2 computes wrong gradients at stage 2 with accumulation (issue 7718)",
          remedy="use DeepSpeed 0.18.3 or later, stage 1, or no accumulation", source="DeepSpeed#7718"),
+    Rule("stage-0-in-bf16-7837", "error", "bf16.enabled", versions=">=0.17.6,<0.18.6", row="caveat",
+         when=lambda case: case.stage == 0 and case.is_on("bf16.enabled"),
+         reason="DeepSpeed 0.17.6 to 0.18.5 keeps the gradients of earlier steps at stage 0 in bf16 (issue 7837)",
+         remedy="use DeepSpeed 0.18.6 or later, or stage 1", source="DeepSpeed#7837"),
     Rule("zero2-shared-module-8224", "warning", f"{ZERO}stage", versions=">=0.18.3,<0.19.4", row="caveat",
          when=lambda case: case.stage == 2 and case.precision == "bf16",
          reason="DeepSpeed 0.18.3 to 0.19.3 trains wrongly at stage 2 in bf16 if the model uses a submodule twice in a "
@@ -620,9 +625,9 @@ WRONG_TRAINING = (
          reason="before DeepSpeed 0.19.8 Muon computes other updates with an offloaded optimizer (issue 8463) and at "
                 "stage 3 with accumulation (issue 8443)",
          remedy="use DeepSpeed 0.19.8 or later", source="DeepSpeed#8463"),
-    Rule("stage-0-is-partitioned", "hint", f"{ZERO}stage", versions="<0.17", row="caveat",
+    Rule("stage-0-is-partitioned", "hint", f"{ZERO}stage", versions="<0.17.6", row="caveat",
          when=lambda case: case.stage == 0 and case.is_on("bf16.enabled"),
-         reason="before DeepSpeed 0.17 stage 0 in bf16 partitions the optimizer states as stage 1 does",
+         reason="before DeepSpeed 0.17.6 stage 0 in bf16 partitions the optimizer states as stage 1 does",
          remedy="read its memory as stage 1's", source="runtime/bf16_optimizer.py"),
 )
 # fmt: on
@@ -633,9 +638,21 @@ RULES: tuple[Rule, ...] = (*_REFUSED_IN_ROWS, *_CAVEATS_OF_ROWS, *_OF_FILES, *WR
 
 
 def keys_read_later(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return path → minor version that added it, for keys of a configuration that this DeepSpeed does not read yet."""
-    case = Case(config=config)
-    return {path: since for path, since in deepspeed_keys.keys_added_later().items() if case.value(path) is not None}
+    """Return path → minor version that added it, for keys of a configuration that this DeepSpeed does not read yet.
+
+    Of a block that it does not read, the keys inside are left out.
+    """
+    case, later = Case(config=config), deepspeed_keys.keys_added_later()
+    outermost = (path for path in later if path.rpartition(".")[0] not in later)
+    return {path: later[path] for path in outermost if case.value(path) is not None}
+
+
+def without_later_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a configuration without the keys that this DeepSpeed does not read yet."""
+    kept = dict(config)
+    for path in keys_read_later(config):
+        kept = overlay(kept, nested(path, None))
+    return kept
 
 
 def row_texts(case: Case, *uses: RowUse) -> Iterator[str]:

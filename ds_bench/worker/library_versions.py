@@ -52,6 +52,11 @@ def partition_rank(parameter: Any) -> int:
     return int(comm.get_rank(group=parameter.ds_process_group))
 
 
+def is_partitioned_at_stage_0(optimizer: Any) -> bool:
+    """Return whether it is ``BF16_Optimizer``, which DeepSpeed takes at stage 0 in bf16 before 0.17.6."""
+    return hasattr(optimizer, "bf16_groups")
+
+
 def gradient_buckets(optimizer: Any) -> list[Any]:
     """The buffers in which stages 1 to 3 collect gradients: one per number format, or before 0.17 a single one."""
     buckets = [bucket.buffer for bucket in getattr(optimizer, "ipg_buckets", {}).values()]

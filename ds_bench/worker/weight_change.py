@@ -24,7 +24,7 @@ import torch.distributed
 
 from ..config.spec import block_of
 from ..records.rank_files import HeartbeatWriter
-from .library_versions import partition_rank
+from .library_versions import is_partitioned_at_stage_0, partition_rank
 from .reference_engines import ReferenceEngine
 
 EARLY_STEPS = 5
@@ -253,7 +253,7 @@ def _own_fragments(engine: Any) -> Iterator[Fragment]:
                 start, stop = max(0, begin - offset), min(parameter.numel(), begin + flat.numel() - offset)
                 if start < stop:
                     yield names[id(parameter)], start, flat.detach()[offset + start - begin : offset + stop - begin]
-    elif engine.zero_optimization_stage() > 0:
+    elif engine.zero_optimization_stage() > 0 or is_partitioned_at_stage_0(wrapper):
         # The part of each parameter in this rank's partition (utils/tensor_fragment.py).
         for parameter in engine.module.parameters():
             if id(parameter) in names and (mapping := parameter._hp_mapping) is not None:

@@ -53,7 +53,12 @@ def test_some_rules_hold_in_some_versions_only() -> None:
         ("gradients-divided-twice", {**zero(0), **accumulated}, {"0.18.2": 0, "0.18.3": 1, "0.19.5": 1, "0.19.6": 0}),
         ("gradients-divided-twice", {**zero(3), **accumulated}, {"0.18.9": 0}),
         ("muon-updates-8463", {**zero(2, offload_optimizer=CPU), **muon}, {"0.19.7": 1, "0.19.8": 0}),
-        ("stage-0-is-partitioned", {**zero(0), "bf16": {"enabled": True}}, {"0.16.9": 1, "0.17.0": 0}),
+        ("stage-0-is-partitioned", {**zero(0), "bf16": {"enabled": True}}, {"0.17.5": 1, "0.17.6": 0}),
+        (
+            "stage-0-in-bf16-7837",
+            {**zero(0), "bf16": {"enabled": True}},
+            {"0.17.5": 0, "0.17.6": 1, "0.18.5": 1, "0.18.6": 0},
+        ),
     ):
         config = deepspeed_config.overlay(CLEAN, change)
         (known,) = (each for each in rules.RULES if each.name == rule)
@@ -62,21 +67,27 @@ def test_some_rules_hold_in_some_versions_only() -> None:
 
 
 def test_each_version_has_its_keys_and_defaults() -> None:
+    later = {"bf16": {"enabled": True, "bf16_optimizer_states": True}, "torch_autocast": {"enabled": True}}
+    later |= zero(2, offload_optimizer=CPU, zenflow={"topk_ratio": 0.1, "update_interval": 4})
+    known = {"amp": {"enabled": False}, "fp16": {"hysteresis": 4}, **optimizer("OneBitAdam")}
     found = {}
-    for version in deepspeed_keys.MINOR_VERSIONS:
+    for version in ("0.16", "0.17.1", "0.17", "0.18.2", "0.18", "0.19"):
         with deepspeed_keys.answer_for(version):
-            unknown = names({"torch_autocast": {"enabled": False}, "amp": {"enabled": False}})
-            later = rules.keys_read_later(
-                {"bf16": {"bf16_optimizer_states": True}, "torch_autocast": {"enabled": True}}
-            )
-            found[version] = sorted(unknown & {"later-key", "removed-key"}), later
+            unread = rules.keys_read_later({**later, **known})
+            assert rules.without_later_keys({**later, **known}).keys() == {*later, *known} - unread.keys()
+            # What depends on a key that is not read is not said of it.
+            errors = {name for name in names(optimizer("AdamW") | later) if name.startswith(("bf16-", "zenflow-"))}
+            found[version] = unread, errors, sorted(names(known) & {"removed-key", "removed-optimizer", "unknown-key"})
+    states, zenflow, autocast = "bf16.bf16_optimizer_states", "zero_optimization.zenflow", "torch_autocast"
+    wrong, removed = {"bf16-states-without-master-weights"}, ["removed-key", "removed-optimizer"]
     assert found == {
-        "0.16": (["later-key"], {"bf16.bf16_optimizer_states": "0.18", "torch_autocast": "0.17",
-                                   "torch_autocast.enabled": "0.17"}),
-        "0.17": ([], {"bf16.bf16_optimizer_states": "0.18"}),
-        "0.18": ([], {}),
-        "0.19": (["removed-key"], {}),
-    }  # fmt: skip
+        "0.16": ({states: "0.18.3", zenflow: "0.17.5", autocast: "0.17.2"}, set(), []),
+        "0.17.1": ({states: "0.18.3", zenflow: "0.17.5", autocast: "0.17.2"}, set(), []),
+        "0.17": ({states: "0.18.3"}, set(), []),
+        "0.18.2": ({states: "0.18.3"}, set(), []),
+        "0.18": ({}, wrong, []),
+        "0.19": ({}, wrong, removed),
+    }
 
 
 def test_nothing_is_found_in_a_configuration_that_leaves_nothing_open() -> None:

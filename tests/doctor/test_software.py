@@ -47,7 +47,7 @@ def test_a_deepspeed_that_is_known_to_train_wrongly_is_named() -> None:
         ]
         for version in ("0.17.5", "0.17.6", "0.19.8")
     ]
-    assert [[each.name for each in findings] for findings in found] == [["deepspeed"], ["deepspeed"] * 2, []]
+    assert [[each.name for each in findings] for findings in found] == [["deepspeed"], ["deepspeed"] * 3, []]
     assert "7718" in found[1][0].text
 
 
