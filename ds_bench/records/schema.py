@@ -347,6 +347,11 @@ class RankMeasurement:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more")
 
+    @property
+    def all_step_seconds(self) -> tuple[float, ...]:
+        """The time of every step, warm-up first."""
+        return (*self.warmup_step_seconds, *self.step_seconds)
+
     def in_window(self, name: str) -> tuple[Any, ...]:
         """Return a series of ``script`` without its warm-up; empty without a script."""
         series: tuple[Any, ...] = () if self.script is None else getattr(self.script, name)

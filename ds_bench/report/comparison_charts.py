@@ -66,7 +66,7 @@ def charts_of(comparison: Comparison, recommended: str | None = None) -> tuple[l
         _phase_chart(rows),
         _line_chart(
             rows,
-            _step_ms,
+            lambda run: list(map(to_ms, run.record.slowest_rank.all_step_seconds)) if run.record and run.ranks else [],
             name="steps",
             title="Step times",
             axis="ms per optimizer step",
@@ -473,14 +473,6 @@ def _two_lines(label: str) -> str:
 
 
 # ------------------------------------------------------------------ lines over steps
-
-
-def _step_ms(run: Run) -> list[float | None]:
-    """Every step of the slowest rank, warm-up first."""
-    if run.record is None or not run.ranks:
-        return []
-    slowest = run.record.slowest_rank
-    return [to_ms(seconds) for seconds in (*slowest.warmup_step_seconds, *slowest.step_seconds)]
 
 
 def _line_chart(

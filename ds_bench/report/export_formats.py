@@ -141,10 +141,9 @@ def _steps(run: Run, run_folder: Path | None) -> Iterator[TrialStep]:
         return
     tokens_per_step = row.throughput_tokens_per_sec * row.avg_step_time_ms / 1000
     slowest, losses = record.slowest_rank, run.losses
-    seconds = [*slowest.warmup_step_seconds, *slowest.step_seconds]
     end = 0.0 if record.started_at is None else datetime.fromisoformat(record.started_at).timestamp()
     end += record.start_seconds or 0.0
-    for number, duration in enumerate(seconds):
+    for number, duration in enumerate(slowest.all_step_seconds):
         end += duration
         yield TrialStep(
             step=number,
