@@ -132,7 +132,9 @@ def test_categories_sum_to_the_total_of_the_run_in_every_result(path: Any) -> No
 
 def test_a_row_that_ran_out_of_memory_is_held_by_predictions_of_both() -> None:
     failed = fakes.failure(fakes.trial(fakes.zero(0), on=CARDS), requested_bytes=2 * GB, free_bytes=GB)
-    difference = explained(*predicted([failed, *runs(fakes.zero(3), 0.1)]))
+    records = predicted([failed, *runs(fakes.zero(3), 0.1)])
+    difference = explained(*records)
+    assert explained(failed, records[1]).main is None
     assert difference.time is None
     assert difference.main is not None
     assert difference.main.predicted
