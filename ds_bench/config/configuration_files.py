@@ -136,8 +136,22 @@ def read_configuration_files(paths: Sequence[Path]) -> tuple[list[ConfigurationF
                 lines.append(f"{file.path} is given twice and compared once")
             else:
                 found[file.path.resolve()] = file
-    named = _with_unique_names(list(found.values()), lines)
-    return named, lines + [f"{file.path}: {note}" for file in named for note in file.notes]
+    read = list(found.values())
+    names = [file.name for file in read]
+    folders = [list(file.path.resolve().parts[1:-1]) for file in read]
+    # Names of folders go in front, the nearest first, until no name is taken twice and none is a strategy's.
+    while clashing := [index for index, name in enumerate(names) if name in STRATEGY_NAMES or names.count(name) > 1]:
+        for index in clashing:
+            if not folders[index]:
+                reason = f"another row has the name {names[index]}"
+                raise ConfigurationFileError(read[index].path, reason, remedy="rename the file")
+            names[index] = _machine_name(f"{folders[index].pop()}_{names[index]}")
+    for file, name in zip(read, names, strict=True):
+        if name != file.name:
+            other = "a strategy" if file.name in STRATEGY_NAMES else "another row"
+            lines.append(f"{file.path} is the row {name}, since {file.name} is the name of {other}")
+    lines += [f"{file.path}: {note}" for file in read for note in file.notes]
+    return [replace(file, name=name) for file, name in zip(read, names, strict=True)], lines
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -300,26 +314,6 @@ def _with_deepspeed_file(file: ConfigurationFile, name: object, key: str) -> Con
 def _machine_name(stem: str) -> str:
     """Return a file's name as a row's: letters and digits of any script, dots, dashes and underscores."""
     return re.sub(r"[^\w.-]+", "_", unicodedata.normalize("NFC", stem)).strip("._-")[:_LONGEST_NAME] or "configuration"
-
-
-def _with_unique_names(read: list[ConfigurationFile], lines: list[str]) -> list[ConfigurationFile]:
-    """Return the files with names that no other file and no strategy has.
-
-    Names of folders go in front, the nearest first, until no name is taken twice.
-    """
-    names = [file.name for file in read]
-    folders = [list(file.path.resolve().parts[1:-1]) for file in read]
-    while clashing := [index for index, name in enumerate(names) if name in STRATEGY_NAMES or names.count(name) > 1]:
-        for index in clashing:
-            if not folders[index]:
-                reason = f"another row has the name {names[index]}"
-                raise ConfigurationFileError(read[index].path, reason, remedy="rename the file")
-            names[index] = _machine_name(f"{folders[index].pop()}_{names[index]}")
-    for file, name in zip(read, names, strict=True):
-        if name != file.name:
-            other = "a strategy" if file.name in STRATEGY_NAMES else "another row"
-            lines.append(f"{file.path} is the row {name}, since {file.name} is the name of {other}")
-    return [replace(file, name=name) for file, name in zip(read, names, strict=True)]
 
 
 # Text
