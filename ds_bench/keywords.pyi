@@ -97,6 +97,8 @@ class PlanKeywords(TypedDict, total=False):
     host_memory: float | None
     batch_size: int
     seq_length: int | None
+    image_tokens: int
+    image_size: int
     grad_accum: int
     precision: str
     activation_checkpointing: bool

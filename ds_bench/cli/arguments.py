@@ -253,6 +253,14 @@ def number(kind: type, limits: Mapping[str, Any] = COUNT, auto: bool = False) ->
     return convert
 
 
+def image_size(text: str) -> tuple[int, int]:
+    """Width and height in pixels: ``1024x768``, or one number for a square."""
+    parts = text.lower().split("x")
+    if len(parts) > 2 or not all(part.isdecimal() and 0 < int(part) <= MAX_NUMBER for part in parts):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no size in pixels such as 1024x768")
+    return int(parts[0]), int(parts[-1])
+
+
 def path(text: str) -> Path:
     """A path. An empty text, which a shell variable without value leaves, would be the current folder."""
     if not text.strip():

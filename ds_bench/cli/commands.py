@@ -21,7 +21,16 @@ try:
     from ..config.spec import PASS_TYPES, PRECISIONS
     from ..config.strategies import ALIASES, OFFLOAD_NAMES, REFERENCES, ZERO_STAGES
     from ..system import files, invocation, terminal
-    from .arguments import Parser, add_flags_over_recipe, deepspeed_version, flag_of, names_from, number, path
+    from .arguments import (
+        Parser,
+        add_flags_over_recipe,
+        deepspeed_version,
+        flag_of,
+        image_size,
+        names_from,
+        number,
+        path,
+    )
     from .script import ENDINGS, report_error
 except KeyboardInterrupt:  # Ctrl-C while these modules are loaded
     print("interrupted", file=sys.stderr)
@@ -151,7 +160,7 @@ COMMANDS: Mapping[str, Command] = {
         usage="%(prog)s [--model NAME] [--num-gpus N] [--gpu CARD] [options]",
         function="plan:plan_command",
         flags={
-            "--model": flag_of("model", help="preset, local path, or with --online a Hub name"),
+            "--model": flag_of("model", help="preset, folder, config.json, or with --online a Hub name"),
             "--model-factory": flag_of("model_factory"),
             **_NUM_GPUS,
             "--gpus-per-node": {**_INTEGER, "help": "GPUs of one node (default: all, 8 at most)"},
@@ -161,6 +170,9 @@ COMMANDS: Mapping[str, Command] = {
             "--batch-size": {**_INTEGER, "default": 4, "help": "micro-batch per GPU (default: 4)"},
             "--seq-length": {**_INTEGER, "help": "tokens per sequence (default: 512, or the model's positions where it "
                                                  "has fewer)"},
+            "--image-tokens": {**_INTEGER, "help": "tokens of images in each sequence of a vision-language model"},
+            "--image-size": {"type": image_size, "metavar": "WxH",
+                             "help": "pixels of the one image in each sequence (default: 448x448, or the model's own)"},
             **_GRAD_ACCUM,
             **_PRECISION,
             "--activation-checkpointing": flag_of("activation_checkpointing"),

@@ -22,11 +22,12 @@ from ..config.configuration_files import ConfigurationFile, explain_files, read_
 from ..config.deepspeed_config import tensor_parallel_size
 from ..config.spec import Configuration, Placement, Precision, Workload, block_of, gpu_precisions
 from ..errors import UsageError
-from ..models.lookup import resolve_model
+from ..models.lookup import ResolvedModel, resolve_model
 from ..prediction import fit_search, trial_predictions
 from ..prediction.fit_search import PlannedTrial
+from ..prediction.formula_profile import formula_profile
 from ..prediction.gpu_need import DOES_NOT_FIT
-from ..prediction.model_profile import Variant
+from ..prediction.model_profile import ModelProfile, Variant
 from ..report.memory_plan import MemoryPlan, PlanRow, plan_lines
 from ..system import device_specifications, terminal
 from ..units import format_names
@@ -61,6 +62,10 @@ class PlanOptions:
     strategies: tuple[str, ...]
     configs: tuple[Path, ...]
     keep_batch: bool
+    image_tokens: int | None
+    """Of one sequence, which includes them."""
+    image_size: tuple[int, int] | None
+    """Width and height in pixels of the one image of a sequence."""
     min_gpus: bool
     max_batch: bool
     online: bool
@@ -99,7 +104,7 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
     # Card and files first: an error in them does not wait for the model.
     capacity = device_specifications.memory_bytes(options.gpu)
     files, lines = read_configuration_files(options.configs)
-    question, hidden_size = _planned_trial(options)
+    question, hidden_size, notes = _planned_trial(options)
     host = None if options.host_memory is None else units.from_gb(options.host_memory)
     configurations = [strategies.make_configuration(strategies.named_strategy(name)) for name in options.strategies]
     rows = []
@@ -129,6 +134,7 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
         rows=rows,
         shows_min_gpus=options.min_gpus,
         shows_max_batch=options.max_batch,
+        notes=notes,
     )
     return predicted, lines
 
@@ -167,8 +173,8 @@ def _of_files(
     return predicted
 
 
-def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None]:
-    """Return the planned trial, with a stand-in for the configuration, and the model's hidden size."""
+def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None, list[str]]:
+    """Return the planned trial, with a stand-in for the configuration, the model's hidden size, and notes on both."""
     if options.batch_size * (options.seq_length or 1) > _MAX_TOKENS:
         raise UsageError(f"--batch-size {options.batch_size} is beyond any memory", remedy="give a smaller one")
     if options.num_gpus > _MAX_GPUS:
@@ -180,17 +186,30 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None]:
         # With HF_HUB_OFFLINE huggingface_hub makes no request, so that no name that is typed starts a download.
         environment={} if options.online else {"HF_HUB_OFFLINE": "1"},
         offline_reason=None if options.online else "plan asks the Hub only with --online",
+        by_config=True,
     )
-    length = planner.resolve_seq_length(options.seq_length, model)
+    images, length = _image_tokens(options, model)
     # DDP in bf16 runs under torch.autocast, which keeps other activations: a variant that is counted too.
     autocast = "ddp" in options.strategies and options.precision == "bf16"
-    profile = trial_predictions.profile_model(
-        model,
-        length,
-        "cuda",
-        variants=[Variant(autocast=True)] if autocast else [],
-        trust_remote_code=options.trust_remote_code,
-    )
+    notes = []
+    profile: ModelProfile | trial_predictions.Unpredicted
+    if model.architecture is not None:
+        tensors = model.architecture.tensors
+        profile = formula_profile(model.architecture, tensors, [True] * len(tensors), image_tokens=images)
+        notes.append("parameters are exact, activations computed from config.json and not measured on the model")
+        if model.architecture.active_parameters < model.architecture.facts.parameters:
+            active = units.format_parameters(model.architecture.active_parameters)
+            notes.append(f"a token uses {active}")
+        if images:
+            notes.append(f"each sequence has {images:,} image tokens (--image-tokens)")
+    else:
+        profile = trial_predictions.profile_model(
+            model,
+            length,
+            "cuda",
+            variants=[Variant(autocast=True)] if autocast else [],
+            trust_remote_code=options.trust_remote_code,
+        )
     if isinstance(profile, trial_predictions.Unpredicted):
         raise UsageError(f"--model {model.name}: {profile.reason}", remedy="measure it with the command run")
     workload = Workload(
@@ -217,7 +236,32 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None]:
         configuration=strategies.make_configuration(strategies.named_strategy("zero0")),
         ranks_per_node=options.gpus_per_node or 8,
     )
-    return planned, model.hidden_size
+    return planned, model.hidden_size, notes
+
+
+def _image_tokens(options: PlanOptions, model: ResolvedModel) -> tuple[int, int]:
+    """Tokens of one sequence that come from images, and the sequence's length, which includes them.
+
+    Raises UsageError for flags that do not suit the model.
+    """
+    given = [flag for flag in ("image_tokens", "image_size") if getattr(options, flag) is not None]
+    reader = model.architecture if model.architecture is not None and model.architecture.image else None
+    if reader is None:
+        if given:
+            flag = given[0].replace("_", "-")
+            raise UsageError(f"--{flag}: {model.name} reads no images", remedy="leave it out")
+        return 0, planner.resolve_seq_length(options.seq_length, model)
+    tokens = options.image_tokens
+    if tokens is None:
+        tokens = reader.image_tokens(*(options.image_size or (None, None)))
+    if options.seq_length is None:
+        return tokens, tokens + planner.resolve_seq_length(None, model)
+    if tokens >= options.seq_length:
+        raise UsageError(
+            f"--seq-length {options.seq_length} has no room for {tokens} image tokens and text",
+            remedy="give a longer sequence; its tokens include those of the images",
+        )
+    return tokens, planner.resolve_seq_length(options.seq_length, model)
 
 
 def _json_entry(row: PlanRow) -> dict[str, Any]:

@@ -1,13 +1,16 @@
 """Finds the model that a user names: a preset, a local folder, a model on the Hub, or a factory of the user's own.
 
 Anything but a preset is looked up with Transformers in a child process, because this one never loads torch; a factory
-is imported there. A folder or Hub name is trained only as the class that its ``architectures`` names: without a head
-(``GPT2Model``) or with another one (``BartForConditionalGeneration``) it is a different model, with other parameters or
-without a loss. If it names no class, it is trained as the causal language model of its type.
+is imported there. Without these packages, and for models that read images or have an encoder, ``plan`` reads the
+``config.json`` instead (``architectures``). A folder or Hub name is trained only as the class that its
+``architectures`` names: without a head (``GPT2Model``) or with another one (``BartForConditionalGeneration``) it is a
+different model, with other parameters or without a loss. If it names no class, it is trained as the causal language
+model of its type.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -21,7 +24,7 @@ from ..errors import UsageError
 from ..system import invocation
 from ..system.environment import MODEL_PACKAGES, install_command, missing_packages, require_packages
 from ..system.helper_programs import run_tool
-from . import presets
+from . import architectures, presets
 
 ANSWER_SECONDS = 3.0
 """Time that the Hub has to answer, including the look-up of its name."""
@@ -46,6 +49,8 @@ class ResolvedModel:
     """Longest sequence in tokens; None without a limit, and for a factory."""
     vocabulary_size: int | None = None
     """Number of token ids; None for a factory, and if its config has none."""
+    architecture: architectures.Architecture | None = None
+    """Every tensor, if the model was read from its ``config.json`` and was not built."""
     hidden_size: int | None = None
     """Width from which the Trainer computes "auto" values; None for a factory, and if its config has none."""
 
@@ -58,11 +63,13 @@ def resolve_model(
     environment: Mapping[str, str],
     offline_reason: str | None = None,
     option: str = "--model",
+    by_config: bool = False,
 ) -> ResolvedModel:
     """Find the model with this name. Raise UsageError if it does not exist.
 
     ``environment``: variables of the child process. ``offline_reason``: why the Hub is not asked; None if it is.
-    ``option``: the flag or the key of a recipe that gave the name.
+    ``option``: the flag or the key of a recipe that gave the name. ``by_config``: models that cannot be built here are
+    read from their ``config.json``; they can be planned, not run.
     """
     if factory:
         # Imported in a child process, as every rank will.
@@ -84,14 +91,20 @@ def resolve_model(
             facts=preset,
             **{size: getattr(preset, size) for size in _SIZES},
         )
-    return _look_up(name, trust_remote_code, environment, offline_reason, option)
+    return _look_up(name, trust_remote_code, environment, offline_reason, option, by_config)
 
 
 def _look_up(
-    name: str, trust_remote_code: bool, environment: Mapping[str, str], offline_reason: str | None, option: str
+    name: str,
+    trust_remote_code: bool,
+    environment: Mapping[str, str],
+    offline_reason: str | None,
+    option: str,
+    by_config: bool,
 ) -> ResolvedModel:
-    is_folder = Path(name).is_dir()
-    if missing := missing_packages(MODEL_PACKAGES):
+    is_folder = Path(name).exists()
+    missing = missing_packages(MODEL_PACKAGES)
+    if missing and not by_config:
         similar = presets.similar_presets(name)
         nearest = f"the nearest presets are {', '.join(similar)}; " if similar else ""
         problem = f"{option} {name} is not a preset, and reading another model needs {' and '.join(missing)}"
@@ -106,6 +119,10 @@ def _look_up(
         offline_reason = f"{switch} is set" if switch else connection_failure(endpoint)
         if offline_reason is not None:
             environment = {**environment, "HF_HUB_OFFLINE": "1"}  # the cache may have the model
+    if by_config and (missing or is_folder or not missing_packages(["huggingface_hub"])):
+        config = _read_config(name, option, offline_reason, required=bool(missing))
+        if config is not None and (missing or config.get("model_type") in architectures.not_causal_families()):
+            return _by_config(name, config, is_folder)
     facts = _ask_child(name, "--trust-remote-code" if trust_remote_code else None, environment)
     if "error" in facts:
         similar = presets.similar_presets(name)
@@ -134,6 +151,49 @@ def _look_up(
         else presets.ModelFacts(name=name, model_type=facts["model_type"], config=facts["config"], **facts["counts"]),
         **{size: facts[size] for size in _SIZES},
     )
+
+
+def _by_config(name: str, config: Mapping[str, Any], is_local: bool) -> ResolvedModel:
+    architecture = architectures.read_architecture(name, config)
+    facts = architecture.facts
+    return ResolvedModel(
+        name=name,
+        source="local" if is_local else "hub",
+        model_type=facts.model_type,
+        config={"path": str(Path(name).resolve())} if is_local else {},
+        facts=facts,
+        architecture=architecture,
+        **{size: getattr(facts, size) for size in _SIZES},
+    )
+
+
+def _read_config(name: str, option: str, offline_reason: str | None, *, required: bool) -> dict[str, Any] | None:
+    """The ``config.json`` of a folder, of a model on the Hub or in its cache, or the file with that name.
+
+    Raises UsageError for a file that is no configuration. If there is none: the same if it is ``required``, else None.
+    """
+    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    try:
+        if not path.exists():
+            import huggingface_hub
+
+            path = Path(
+                huggingface_hub.hf_hub_download(name, "config.json", local_files_only=offline_reason is not None)
+            )
+        config = json.loads(path.read_text(encoding="utf-8"))
+    # The Hub's client raises errors of its own, of its transport, and OSError or ValueError.
+    except Exception as error:
+        if not required:
+            return None
+        similar = presets.similar_presets(name)
+        nearest = f"nearest presets: {', '.join(similar)}; or " if similar else ""
+        why = offline_reason if offline_reason and not path.exists() else str(error).strip().partition("\n")[0]
+        raise UsageError(
+            f"{option} {name}: no config.json can be read: {why}", remedy=f"{nearest}give its folder or config.json"
+        ) from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise UsageError(f"{option} {name} has no model_type in its config.json", remedy="give a model's own file")
+    return config
 
 
 def send_request(address: str) -> None:

@@ -78,6 +78,8 @@ class MemoryPlan:
     rows: Sequence[PlanRow]
     shows_min_gpus: bool
     shows_max_batch: bool
+    notes: Sequence[str] = ()
+    """On the model and what is trained of it."""
 
     @property
     def num_gpus(self) -> int:
@@ -243,6 +245,7 @@ def plan_table(plan: MemoryPlan) -> Table:
         "predicted, nothing was run; GB is 2^30 bytes: of one GPU the least that it runs in, and what it reserves of a "
         "roomy one; of one node's host and NVMe",
     ]
+    notes += plan.notes
     methods = {row.prediction.gpu_need.method for row in plan.rows}
     if "rule" in methods:
         of_some = "" if len(methods) == 1 else " of the rows that fit clearly or not at all"

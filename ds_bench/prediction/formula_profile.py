@@ -1,0 +1,208 @@
+"""Computes a model's profile from its ``config.json``: tensors exactly, activations by formula, without torch.
+
+The formulas count what autograd saves for each kind of module, as ``worker.measure_activations`` does on the model
+itself. Per token, with e bytes per element:
+
+=============== =======================================================================================================
+RMSNorm         its input in fp32 and a reciprocal root; e per element more for a trained weight (Transformers,
+                ``LlamaRMSNorm``)
+LayerNorm       its input, mean and reciprocal deviation (aten, ``native_layer_norm``)
+linear layers   the input that some of them share, if a weight of theirs is trained or has an adapter
+attention       queries, keys, values, output, and fp32 log-sum-exps of each head (FlashAttention 2, section 3.1);
+                of latent attention the scores twice, as keys and values differ in width
+MLP             gated: both halves and the activation of one; then the input of the last layer
+experts         of each that a token uses: permuted input, both halves, activation, product and output
+loss            fp32 log-probabilities; at its peak two more tensors of their size
+=============== =======================================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from ..models.architectures import Architecture, Stack, Tensor
+from .model_profile import Activations, ModelProfile, Polynomial
+from .model_states import FP32_BYTES
+
+_MLP_INPUTS = {"gate_proj", "up_proj", "gate_up_proj", "fc1", "c_fc", "dense_h_to_4h", "wi", "wi_0", "wi_1"}
+_MLP_INPUTS |= {"linear_fc1", "fc_in", "gate", "router", "shared_expert_gate"}
+_MLP_OUTPUTS = {"down_proj", "fc2", "dense_4h_to_h", "wo", "linear_fc2", "fc_out"}
+_GATES = {"gate_proj", "gate_up_proj", "wi_0"}
+_ATTENTION_OUTPUTS = {"o_proj", "out_proj", "dense", "proj", "o", "c_proj"}
+"""Their input is attention's output, which is saved anyway."""
+_USUAL_TOKENS = 1024
+"""Tokens of a sequence at which the layer that saves most is chosen."""
+_SORTING_BYTES = 38
+"""Of the indices and weights by which Transformers' grouped experts sort a token, for each expert that it uses."""
+
+
+def formula_profile(
+    architecture: Architecture, tensors: Sequence[Tensor], trained: Sequence[bool], *, image_tokens: int = 0
+) -> ModelProfile:
+    """Return the profile of a model.
+
+    ``tensors``: the architecture's, with those of adapters. ``trained``: of each tensor. ``image_tokens``: of one
+    sequence.
+    """
+    facts, frozen = architecture.facts, not all(trained)
+    formats, stage_3_formats = (
+        {
+            name: _activations(architecture, tensors, trained, size, image_tokens, all_inputs=all_inputs)
+            for name, size in (("bf16", 2), ("fp32", FP32_BYTES))
+        }
+        for all_inputs in (False, True)
+    )
+    sizes = [each.elements for each, is_trained in zip(tensors, trained, strict=True) if is_trained]
+    before, layer, after = sizes, sizes[:0], sizes[:0]
+    numbers = [number for number, each in enumerate(tensors) if each.part == "layers"]
+    first, end, step = numbers[0], numbers[-1] + 1, len(numbers) // facts.layers
+    if not frozen and sizes[first : first + step] * facts.layers == sizes[first:end]:
+        before, layer, after = sizes[:first], sizes[first : first + step], sizes[end:]
+    return ModelProfile(
+        name=facts.name,
+        layers=facts.layers,
+        before=tuple(before),
+        layer=tuple(layer),
+        after=tuple(after),
+        # A tied head is taken to be the first tensor, which the tower of a vision-language model is not.
+        tied_embeddings=facts.tied_embeddings and architecture.image is None,
+        activations=formats,
+        stage_3_activations=stage_3_formats if frozen else {},
+        frozen=tuple((number, each.elements) for number, each in enumerate(tensors) if not trained[number]),
+        rows=tuple(each.shape[0] for each in tensors),
+    )
+
+
+def _activations(
+    architecture: Architecture,
+    tensors: Sequence[Tensor],
+    trained: Sequence[bool],
+    size: int,
+    image_tokens: int,
+    *,
+    all_inputs: bool,
+) -> Activations:
+    """``all_inputs``: linear layers save their input whether their weight is trained or not, as DeepSpeed's own do at
+    stage 3 (zero/linear.py)."""
+    facts = architecture.facts
+    first = list(trained).index(True)
+    of_layers: dict[tuple[str, int], list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        if tensor.layer is not None:
+            of_layers.setdefault((tensor.part, tensor.layer), []).append(number)
+    around, others, layers, checkpoints, one_layer = (Counter[str]() for _ in range(5))
+    for stack in architecture.stacks:
+        is_vision = stack.part == "vision"
+        count = architecture.patches(image_tokens) if is_vision and image_tokens else 0 if is_vision else 1
+        for (part, _), numbers in of_layers.items():
+            # Nothing is saved before the first tensor that is trained.
+            if part == stack.part and numbers[-1] >= first:
+                one = _layer_bytes(stack, [(tensors[n], trained[n]) for n in numbers], size, all_inputs)
+                if is_vision:
+                    one = Counter({"b": one["bs"] * count})
+                inputs = Counter({"b" if is_vision else "bs": size * stack.hidden * count})
+                (layers if part == "layers" else others).update(one)
+                checkpoints.update(inputs)
+                one_layer = max(one_layer, one, key=lambda each: each["bs"] + each["b"] / _USUAL_TOKENS)
+    for number, tensor in enumerate(tensors):
+        if number < first or tensor.layer is not None:
+            continue
+        if len(tensor.shape) == 1 and "norm" in tensor.name and tensor.part == "" and tensor.name.endswith("weight"):
+            around["bs"] += _norm_bytes(tensor.elements, 1, architecture.stacks[-1], size, trained[number])
+        if tensor.part in ("projector", "vision") and "pos" not in tensor.name and image_tokens:
+            if len(tensor.shape) == 2 and (trained[number] or all_inputs):
+                around["b"] += 2 * size * tensor.shape[1] * image_tokens
+            elif len(tensor.shape) > 3 and trained[number]:
+                around["b"] += size * math.prod(tensor.shape[1:]) * architecture.patches(image_tokens)
+    head = -1 if tensors[-1].name.startswith("lm_head") else 0
+    around["bs"] += size * facts.hidden_size * (trained[head] or all_inputs)
+    if architecture.config.get("final_logit_softcapping"):
+        around["bs"] += size * facts.vocabulary_size
+    around += Counter({"1": FP32_BYTES, "bs": FP32_BYTES * facts.vocabulary_size + 20})
+    at_peak = Counter({"1": FP32_BYTES, "bs": 2 * FP32_BYTES * facts.vocabulary_size})
+
+    def polynomial(fixed: Mapping[str, float], per_layer: Mapping[str, float]) -> Polynomial:
+        by_layer = {term: value / facts.layers for term, value in per_layer.items()}
+        return Polynomial(fixed=dict(fixed), per_layer=by_layer)
+
+    return Activations(
+        plain=polynomial(around + others, layers),
+        loss=polynomial(around + others + at_peak, layers),
+        checkpointed=polynomial(around, checkpoints),
+        largest_layer=polynomial(one_layer, {}),
+    )
+
+
+def _norm_bytes(width: int, rows: int, stack: Stack, size: int, is_trained: bool) -> int:
+    """Of one token, whose ``width`` elements are normalised in as many ``rows``."""
+    if stack.layer_norm:
+        return size * width + 8 * rows
+    return FP32_BYTES * (width + rows) + (FP32_BYTES if stack.norm_in_fp32 else size) * width * is_trained
+
+
+def _layer_bytes(stack: Stack, tensors: Iterable[tuple[Tensor, bool]], size: int, all_inputs: bool) -> Counter[str]:
+    """What a layer saves per token (``bs``) and per pair of tokens (``bss``)."""
+    per_token = 0.0
+    inputs: set[str] = set()
+    mlps: dict[str, int] = {}
+    attentions: set[str] = set()
+    gated: set[str] = set()
+    fused = False
+    for tensor, is_trained in tensors:
+        module, _, adapter = tensor.name.removesuffix(".weight").partition(".lora_")
+        parent, _, name = module.rpartition(".")
+        shape = tensor.shape
+        if adapter.startswith("A"):
+            per_token += size * shape[0]  # the input of lora_B
+        if module.endswith("bias") or adapter.startswith("B") or name in ("sinks", "relative_attention_bias"):
+            continue
+        saves = is_trained or (all_inputs and len(shape) == 2)
+        if len(shape) == 1:
+            rows = 1
+            if shape[0] == stack.head_dim != stack.hidden:  # of each head
+                rows = stack.kv_heads if name.startswith("k") else stack.heads
+            per_token += _norm_bytes(rows * shape[0], rows, stack, size, is_trained)
+        elif len(shape) == 3:
+            per_token += _expert_bytes(name, shape, stack, size, is_trained)
+        elif name in _MLP_OUTPUTS or (name == "c_proj" and parent.endswith("mlp")):
+            mlps[parent] = shape[1] if shape[0] == stack.hidden else shape[0]
+            if adapter:
+                mlps[parent] = shape[1]
+            inputs |= {f"{parent}.inner"} if saves else set()
+        elif name in ("q_b_proj", "kv_b_proj"):
+            per_token += size * shape[1] * saves
+        elif name in _ATTENTION_OUTPUTS:
+            attentions.add(parent)
+        else:
+            if name in _GATES:
+                gated.add(parent)
+            if name == "shared_expert_gate":
+                per_token += size * stack.hidden  # what it is multiplied with
+            # Values are a view of the fused projection's output, which then stays as a whole.
+            fused = fused or name in ("qkv_proj", "query_key_value", "qkv")
+            inputs |= {"mlp" if name in _MLP_INPUTS else parent} if saves else set()
+    per_token += size * stack.hidden * sum(not each.endswith(".inner") for each in inputs)
+    for parent, inner in mlps.items():
+        # With a gate also the other half and the product's factor; the output of a ReLU is the last layer's input.
+        count = stack.inner + 2 * (parent in gated)
+        per_token += size * inner * ((count or 1) + (f"{parent}.inner" in inputs) * bool(count))
+    queries, scores = stack.heads * stack.head_dim, stack.score_bytes[size == FP32_BYTES]
+    keys = queries if scores else stack.kv_heads * stack.head_dim
+    saved = 2 * queries + 2 * keys + queries * stack.copies_output + (queries + keys) * fused
+    per_token += len(attentions) * (size * saved + FP32_BYTES * stack.heads)
+    if stack.dropout:
+        per_token += stack.hidden * (len(attentions) + len(mlps))  # masks of one byte
+    per_pair = len(attentions) * stack.heads * (2 * size if stack.is_latent else scores)
+    return Counter({"bs": per_token, "bss": per_pair})
+
+
+def _expert_bytes(name: str, shape: tuple[int, ...], stack: Stack, size: int, is_trained: bool) -> float:
+    """Of one token that uses some of the experts, whose weights are one tensor."""
+    first = shape[2] == stack.hidden or shape[1] == stack.hidden
+    width = (shape[1] if shape[2] == stack.hidden else shape[2]) if first else 0
+    if name == "down_proj":
+        return stack.experts_per_token * size * (stack.hidden + width * is_trained)
+    each = max(3, stack.inner) * size * width / 2 + size * stack.hidden * is_trained + _SORTING_BYTES
+    return stack.experts_per_token * each + FP32_BYTES * shape[0] + FP32_BYTES
