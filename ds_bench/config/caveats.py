@@ -122,6 +122,10 @@ class CaveatKind(StrEnum):
         True)
     LOSS_QUIRK = "loss_quirk", f"loss differs by {{difference:percent3}}: {_QUIRK}"
     WEIGHTS_QUIRK = "weights_quirk", f"trained differently from {{row}}: {{how}}, {_QUIRK}"
+    TRAINED_WRONGLY = "trained_wrongly", "{text}", None, True
+    """By this version of DeepSpeed, as its code shows (``config/rules.py``)."""
+    MAY_TRAIN_WRONGLY = "may_train_wrongly", "{text}"
+    """The same, if the model is of a certain kind."""
     OTHER_TRAINING = ("other_training", "trains differently on purpose: {how}",
         "compare what both rows learn in a whole training before you choose by speed")
     """Never recommended for its speed (``recommend/decision.py``)."""

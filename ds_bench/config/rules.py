@@ -18,6 +18,7 @@ from typing import Any, Literal
 from ..units import format_series
 from . import deepspeed_keys
 from .axes import AXES, OPTIMIZER, PARAM, ZERO, Axis
+from .caveats import Caveat, CaveatKind
 from .deepspeed_config import AUTO, nested, overlay
 from .spec import Accelerator, Placement, Precision, Workload, gpu_precisions
 
@@ -437,7 +438,7 @@ _CAVEATS_OF_ROWS = (
 _OF_FILES = (
     # What DeepSpeedConfig raises an exception for, besides keys and types.
     *(Rule(f"{name.replace('_', '-')}-at-stage-0", "error", f"{name[:4]}.{name}",
-           when=_is_enabled(f"{name[:4]}.{name}", 0), reason="refused at stage 0",
+           versions=">=0.17", when=_is_enabled(f"{name[:4]}.{name}", 0), reason="refused at stage 0",
            remedy="set zero_optimization.stage to 1, 2 or 3", source=_CONFIG)
       for name in ("fp16_master_weights_and_grads", "bf16_master_weights_and_grads", "bf16_optimizer_states")),
     Rule("bf16-states-without-master-weights", "error", "bf16.bf16_optimizer_states",
@@ -491,10 +492,11 @@ _OF_FILES = (
     Rule("zenflow-select-interval", "error", f"{ZERO}zenflow.select_interval",
          when=_not_a_count(f"{ZERO}zenflow.select_interval", float("-inf")),
          reason='DeepSpeed takes "auto" or a whole number', remedy="give one of them", source=_ZENFLOW_CONFIG),
-    Rule("zenflow-update-interval", "error", f"{ZERO}zenflow.update_interval",
-         when=_not_a_count(f"{ZERO}zenflow.update_interval", 1),
-         reason='DeepSpeed takes "auto" or a whole number of 1 or more', remedy="give one of them",
-         source=_ZENFLOW_CONFIG),
+    *(Rule("zenflow-update-interval", "error", f"{ZERO}zenflow.update_interval", versions=versions,
+           when=_not_a_count(f"{ZERO}zenflow.update_interval", least),
+           reason='DeepSpeed takes "auto" or a whole number of 1 or more', remedy="give one of them",
+           source=_ZENFLOW_CONFIG)
+      for versions, least in (("<0.19", float("-inf")), (">=0.19", 1))),
     Rule("zenflow-intervals", "error", f"{ZERO}zenflow", when=_has_wrong_intervals, stops_when=TRAINING_STARTS,
          reason="ZenFlow takes a select_interval only with a select_strategy, and then one that is not below "
                 "update_interval",
@@ -606,7 +608,8 @@ WRONG_TRAINING = (
          remedy="use DeepSpeed 0.18.3 or later, stage 1, or no accumulation", source="DeepSpeed#7718"),
     Rule("stage-0-in-bf16-7837", "error", "bf16.enabled", versions=">=0.17.6,<0.18.6", row="caveat",
          when=lambda case: case.stage == 0 and case.is_on("bf16.enabled"),
-         reason="DeepSpeed 0.17.6 to 0.18.5 keeps the gradients of earlier steps at stage 0 in bf16 (issue 7837)",
+         reason="DeepSpeed 0.17.6 to 0.18.5 adds the gradients of earlier steps to those of a step at stage 0 in bf16, "
+                "unless the model is a PipelineModule (issue 7837)",
          remedy="use DeepSpeed 0.18.6 or later, or stage 1", source="DeepSpeed#7837"),
     Rule("zero2-shared-module-8224", "warning", f"{ZERO}stage", versions=">=0.18.3,<0.19.4", row="caveat",
          when=lambda case: case.stage == 2 and case.precision == "bf16",
@@ -655,9 +658,20 @@ def without_later_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def row_texts(case: Case, *uses: RowUse) -> Iterator[str]:
-    """Yield what the rules of these uses say about a row."""
-    return (rule.row_text(case) for rule in RULES if rule.row in uses and rule.applies(case))
+def refusals(case: Case) -> Iterator[str]:
+    """Yield why a row is refused: also for a setting that DeepSpeed ignores, which the copy of a file leaves out."""
+    return (rule.row_text(case) for rule in RULES if rule.row in ("refusal", "ignored") and rule.applies(case))
+
+
+def row_caveats(case: Case) -> Iterator[str | Caveat]:
+    """Yield the caveats of a row."""
+    kinds = {"error": CaveatKind.TRAINED_WRONGLY, "warning": CaveatKind.MAY_TRAIN_WRONGLY}
+    for rule in RULES:
+        if rule.row == "caveat" and rule.applies(case):
+            if rule in WRONG_TRAINING and rule.level in kinds:
+                yield Caveat(kinds[rule.level], {"text": f"{rule.reason_for(case)}; {rule.remedy}"})
+            else:
+                yield rule.row_text(case)
 
 
 def without_ignored(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

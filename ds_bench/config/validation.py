@@ -16,9 +16,10 @@ from typing import Any
 from ..errors import UsageError
 from ..system import host_memory
 from . import deepspeed_keys, lint
+from .caveats import Caveat
 from .deepspeed_config import MEASURING_KEYS, is_deepcompiled, sequence_parallel_size, tensor_parallel_size
 from .lint import Finding
-from .rules import Case, keys_read_later, row_texts
+from .rules import Case, keys_read_later, refusals, row_caveats
 from .spec import BATCH_KEYS, DEFAULT_PREFETCH, Configuration, Placement, Workload, block_of
 
 Config = Mapping[str, Any]
@@ -52,7 +53,7 @@ def unsupported_reason(configuration: Configuration, placement: Placement) -> st
     return (
         missing_requirement(configuration, placement)
         or (_refused_by_reference(configuration) if configuration.is_reference else None)
-        or next(row_texts(case, "refusal", "ignored"), None)
+        or next(refusals(case), None)
         # The copy of a file leaves such a key out, with a note.
         or (None if configuration.source == "file" or configuration.is_reference else unread_key(case.config))
     )
@@ -185,14 +186,14 @@ def _unsupported_groups(workload: Workload, placement: Placement, config: Config
     return None
 
 
-def ineffective_settings(configuration: Configuration, workload: Workload, placement: Placement) -> list[str]:
-    """Return caveats for settings that have no effect, or that slow down what is measured.
+def ineffective_settings(configuration: Configuration, workload: Workload, placement: Placement) -> list[str | Caveat]:
+    """Return caveats for settings that have no effect, slow down what is measured, or are known to train wrongly.
 
     ``configuration``: with its completed DeepSpeed configuration.
     """
     config = configuration.deepspeed_config
     if not configuration.is_reference:
-        return list(row_texts(Case(config=config, workload=workload, placement=placement), "caveat"))
+        return list(row_caveats(Case(config=config, workload=workload, placement=placement)))
     keys = sorted(block_of(config, "zero_optimization").keys() - {"stage"})
     names = ", ".join(f"zero_optimization.{key}" for key in keys)
     return [f"{configuration.label} does not read {names}: torch has no such setting"] if keys else []

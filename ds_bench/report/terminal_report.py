@@ -41,6 +41,7 @@ _GENERAL_KINDS = (
 )
 """Kinds of caveats of the whole comparison that do."""
 _SHOWN_KINDS = (
+    CaveatKind.MAY_TRAIN_WRONGLY,
     CaveatKind.OTHER_DATA,
     CaveatKind.OTHER_FIRST_LOSS,
     CaveatKind.OTHER_LOSSES,

@@ -15,7 +15,7 @@ from ds_bench.records import json_files
 DISQUALIFYING = """
 all_steps_skipped cpu_busy cpu_quota does_not_train first_loss_far frozen_weights_changed loss_differs loss_not_finite
 loss_of_format_differs not_synchronized nothing_reached_disk nothing_swapped nvme_in_memory other_offload
-other_engine other_optimizer other_parameters other_tokens trained_differently
+other_engine other_optimizer other_parameters other_tokens trained_differently trained_wrongly
 """.split()
 
 
