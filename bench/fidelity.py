@@ -14,8 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -41,6 +40,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of each, by turns (default: 5)")
     parser.add_argument("--launcher", choices=tuple(LAUNCHERS), default="warm", help="of the product (default: warm)")
     parser.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS", help="per run (default: 1800)")
+    harness.add_runs_flag(parser)
     return parser.parse_args(arguments)
 
 
@@ -105,8 +105,8 @@ class Bench:
         return self._scratch / f"{self._count:03d}_{name}"
 
 
-def run_rounds(bench: Bench, rounds: int, launchers: Sequence[str]) -> list[Round]:
-    """Bare, product, bare, product, …; each round is printed as it ends."""
+def run_rounds(bench: Bench, rounds: int, launchers: Sequence[str]) -> Iterator[list[Round]]:
+    """Bare, product, bare, product, …; yields all rounds so far after each."""
     print("round    bare ms" + "".join(f"{name + ' ms':>14}   ratio" for name in launchers))
     done = []
     for number in range(1, rounds + 1):
@@ -117,7 +117,7 @@ def run_rounds(bench: Bench, rounds: int, launchers: Sequence[str]) -> list[Roun
             line += f"{seen[name] * 1000:14.3f} {seen[name] / seen['bare']:7.3f}"
         print(line, flush=True)
         done.append(seen)
-    return done
+        yield done
 
 
 def summarise(rounds: Sequence[Round], launchers: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -152,21 +152,21 @@ def show(rounds: Sequence[Round], summary: dict[str, dict[str, float]], busy: Se
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     launchers = LAUNCHERS[args.launcher]
-    with tempfile.TemporaryDirectory(prefix="ds_bench_fidelity_") as scratch:
-        bench = Bench(harness.setting_of(args), args.stage, Path(scratch), args.timeout)
+    with harness.folder_of_runs(args.runs) as folder:
+        bench = Bench(harness.setting_of(args), args.stage, folder, args.timeout)
         setting, facts = bench.setting, harness.machine_facts(bench.setting)
         shape = f"micro-batch {setting.batch_size} × {setting.seq_length}"
         steps = f"{setting.num_steps} steps after {setting.warmup_steps}"
         print(f"fidelity: {setting.model}, ZeRO-{args.stage}, {shape}, {setting.device_word}, {steps}")
         print(harness.facts_line(facts), flush=True)
         bench.prepare()
-        rounds = run_rounds(bench, args.rounds, launchers)
-    summary = summarise(rounds, launchers)
-    show(rounds, summary, bench.busy_before)
-    if args.output is not None:
         asked = {"setting": asdict(setting), "stage": args.stage, "machine": facts, "ds_config": bench.ds_config}
-        seen = {"step_seconds": rounds, "ratio_to_bare": summary, "busy_before": bench.busy_before}
-        write_json(args.output, {**asked, **seen})
+        for rounds in run_rounds(bench, args.rounds, launchers):
+            summary = summarise(rounds, launchers)
+            if args.output is not None:
+                seen = {"step_seconds": rounds, "ratio_to_bare": summary, "busy_before": bench.busy_before}
+                write_json(args.output, {**asked, **seen})
+    show(rounds, summary, bench.busy_before)
     return 0
 
 

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -101,6 +102,20 @@ def add_setting_flags(parser: argparse.ArgumentParser, *, num_steps: int) -> Non
     add("--warmup-steps", type=int, default=5, metavar="N", help="steps before them (default: 5)")
     add("--accelerator", choices=("auto", "cuda", "cpu"), default="auto", help="device type (default: auto)")
     add("--output", type=Path, default=None, metavar="FILE.json", help="also write the figures there")
+
+
+def add_runs_flag(parser: argparse.ArgumentParser) -> None:
+    text = "keep the runs and their logs there (default: a temporary folder)"
+    parser.add_argument("--runs", type=Path, default=None, metavar="DIR", help=text)
+
+
+@contextmanager
+def folder_of_runs(kept: Path | None) -> Iterator[Path]:
+    """The folder given, or a temporary one."""
+    with tempfile.TemporaryDirectory(prefix="ds_bench_runs_") as scratch:
+        folder = kept or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
 
 
 def setting_of(values: argparse.Namespace) -> Setting:

@@ -3,28 +3,29 @@
     python bench/prediction.py                                  every strategy but NVMe, tiny preset
     python bench/prediction.py --model meta-llama/Llama-3.1-8B --num-gpus 8 --batch-size 1 --nvme-path /mnt/nvme
 
-Trains each strategy once with the product, then prints for each what a rank's ledger holds, cell by cell, and on GPUs
-the allocator's peak and the whole card's use next to the prediction. A strategy that fails is reported and left out.
+    python bench/prediction.py --records DIR                    trains nothing: compares what runs below DIR recorded
+
+Trains each strategy once with the product, then prints what its run had predicted next to what it measured: a rank's
+ledger, cell by cell; on GPUs the least memory and the reserved memory that a row needs, the allocator's peak, and what
+is in use outside it. A strategy that fails is reported and left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import harness
 from harness import BenchError
 
-from ds_bench.models import presets
 from ds_bench.prediction import predicted_memory, trial_predictions
-from ds_bench.prediction.model_profile import find_profile
 from ds_bench.records import json_files
 from ds_bench.records.json_files import write_json
-from ds_bench.records.schema import SUCCESS, TrialRecord
+from ds_bench.records.schema import SUCCESS, TrialRecord, measured_values
 from ds_bench.units import format_bytes, format_ratio
 
 _OFFLOADS = ("cpu_optimizer", "cpu_full", "nvme")
@@ -54,6 +55,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--nvme-path", default=None, metavar="DIR", help="also offload to NVMe there")
     add("--activation-checkpointing", action="store_true", help="recompute activations")
     add("--timeout", type=float, default=1800.0, metavar="SECONDS", help="per comparison (default: 1800)")
+    add("--records", type=Path, default=None, metavar="DIR", help="compare the runs below this folder; train nothing")
+    harness.add_runs_flag(parser)
     return parser.parse_args(arguments)
 
 
@@ -73,19 +76,15 @@ def commands(args: argparse.Namespace, setting: harness.Setting, scratch: Path) 
 
 
 def records(folder: Path) -> list[TrialRecord]:
-    lines = [line for path in folder.glob("runs/*/records.jsonl") for line in path.read_text().splitlines()]
+    lines = [line for path in sorted(folder.rglob("records.jsonl")) for line in path.read_text().splitlines()]
     return [json_files.parse(TrialRecord, line.encode()) for line in lines if line.strip()]
 
 
 def pairs(record: TrialRecord) -> list[Pair]:
     """Every cell of the fullest rank's ledger, and on GPUs the peaks."""
-    trial = record.trial
-    facts = presets.find_preset(trial.workload.model)
-    if facts is None:
-        raise BenchError(f"{trial.workload.model} is not a preset")
-    work = trial.workload
-    profile = find_profile(facts, work.seq_length, accelerator=trial.placement.accelerator, dropout=work.dropout)
-    found = predicted_memory.predict(profile, trial.workload, trial.placement, trial.ds_config)
+    trial, found = record.trial, trial_predictions.stored_prediction(record.trial)
+    if found is None:
+        return []
     cells: dict[tuple[str, str], int] = {}
     for rank in record.ranks:
         for tier, row in rank.ledger.items():
@@ -105,22 +104,32 @@ def pairs(record: TrialRecord) -> list[Pair]:
 
 
 def _peaks(record: TrialRecord, found: predicted_memory.Prediction) -> list[Pair]:
-    label, inside = record.trial.configuration.label, found.gpu_bytes - found.gpu.get("overhead", 0)
+    label, outside = record.trial.configuration.label, trial_predictions.outside_allocator_bytes(record.ranks)
+    peaks = {
+        name: max(sizes)
+        for name in ("gpu_init_peak_bytes", "gpu_peak_bytes", "gpu_peak_reserved_bytes")
+        if (sizes := measured_values(record.ranks, name))
+    }
+    allocated = max(peaks.get("gpu_init_peak_bytes", 0), peaks.get("gpu_peak_bytes", 0))
+    overhead = found.gpu.get("overhead", 0)
     seen = {
-        "gpu peak allocated": (inside, [rank.gpu_peak_bytes for rank in record.ranks]),
-        "gpu outside the allocator": (
-            found.gpu.get("overhead", 0),
-            [trial_predictions.outside_allocator_bytes(record.ranks)],
+        "gpu peak allocated": (found.gpu_bytes - overhead, peaks.get("gpu_peak_bytes")),
+        "gpu outside the allocator": (overhead, outside),
+        # What the least GPU must have, if it frees all that is cached.
+        "gpu least": (found.gpu_need.least_bytes, allocated + outside if allocated and outside is not None else None),
+        "gpu reserved": (
+            found.gpu_need.reserved_bytes,
+            peaks["gpu_peak_reserved_bytes"] + outside
+            if "gpu_peak_reserved_bytes" in peaks and outside is not None
+            else None,
         ),
-        "gpu used on the card": (found.gpu_bytes, [rank.gpu_device_used_bytes for rank in record.ranks]),
     }
     result = [
-        Pair(strategy=label, what=what, predicted_bytes=size, measured_bytes=max(n for n in sizes if n is not None))
-        for what, (size, sizes) in seen.items()
-        if any(n is not None for n in sizes)
+        Pair(strategy=label, what=what, predicted_bytes=size, measured_bytes=measured)
+        for what, (size, measured) in seen.items()
+        if measured is not None
     ]
-    host = [rank.host_peak_steps_bytes for rank in record.ranks if rank.host_peak_steps_bytes is not None]
-    if host:
+    if host := measured_values(record.ranks, "host_peak_steps_bytes"):
         result.append(
             Pair(strategy=label, what="host peak", predicted_bytes=found.host_bytes, measured_bytes=sum(host))
         )
@@ -136,33 +145,41 @@ def show(found: Sequence[Pair]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
+    if args.records is not None:
+        return compare([args.records], args.output, {})
     asked = harness.setting_of(args)
-    setting, place, _ = harness.decide(
-        asked if asked.accelerator != "cpu" else replace(asked, num_gpus=args.num_gpus or 2)
-    )
+    setting, _, _ = harness.decide(asked if asked.accelerator != "cpu" else replace(asked, num_gpus=args.num_gpus or 2))
     facts = harness.machine_facts(setting)
     shape = f"micro-batch {setting.batch_size} × {setting.seq_length}"
     print(f"prediction: {setting.model}, {shape}, {setting.device_word}\n{harness.facts_line(facts)}", flush=True)
-    found: list[Pair] = []
-    complete = True
-    with tempfile.TemporaryDirectory(prefix="ds_bench_prediction_") as scratch:
-        for folder, command in commands(args, setting, Path(scratch)):
+    folders: list[Path] = []
+    with harness.folder_of_runs(args.runs) as scratch:
+        for folder, command in commands(args, setting, scratch):
+            folders.append(folder)
             try:
                 harness.timed(command, {}, folder / "stderr.log", Path(command[1]).name, args.timeout)
             except BenchError as error:  # also where a single row fails: what the others measured is kept
                 if not records(folder):
                     raise
                 print(str(error).partition("\n")[0], file=sys.stderr)
-                complete = False
-            for record in records(folder):
-                if record.outcome.status == SUCCESS:
-                    found += pairs(record)
-                else:
-                    print(f"{record.trial.configuration.label}: {record.outcome.status}, {record.outcome.error}")
+            code = compare(folders, args.output, facts)  # written after each comparison
+    return code
+
+
+def compare(folders: Sequence[Path], output: Path | None, machine: Mapping[str, Any]) -> int:
+    """Print and write what the runs below the folders predicted and measured. Return 1 if a row of them failed."""
+    found: list[Pair] = []
+    failed = 0
+    for record in (record for folder in folders for record in records(folder)):
+        if record.outcome.status == SUCCESS:
+            found += pairs(record)
+        else:
+            failed += 1
+            print(f"{record.trial.configuration.label}: {record.outcome.status}, {record.outcome.error}")
     show(found)
-    if args.output is not None:
-        write_json(args.output, {"machine": facts, "accelerator": place.accelerator, "pairs": list(map(asdict, found))})
-    return 0 if complete else 1
+    if output is not None:
+        write_json(output, {"machine": machine, "pairs": list(map(asdict, found))})
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

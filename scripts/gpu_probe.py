@@ -1,4 +1,4 @@
-"""The first questions about a GPU machine: versions, whether ranks may be forked, op builds with their times.
+"""The first questions about a GPU machine: may ranks be forked, what NVML and CUDA say, which ops build and how fast.
 
     python scripts/gpu_probe.py --output FILE.json [--accelerator cpu]
 
@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
+import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,6 +22,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ds_bench.config.spec import Placement
+from ds_bench.doctor import checks
+from ds_bench.doctor.findings import SystemAccess
 from ds_bench.launch import Limits, ops, rank_environment
 from ds_bench.launch.warm_launcher import WarmLauncher
 from ds_bench.records.json_files import write_json
@@ -79,13 +84,55 @@ def record_nvml(library: Any) -> dict[str, Any]:
     return {"source": "scripts/gpu_probe.py", "unknown": [], "calls": recorder.calls}
 
 
+_CUDA_FACTS = """
+import json, time, torch
+found = {}
+free, total = torch.cuda.mem_get_info()
+found["total_bytes"], found["free_after_context_bytes"] = total, free
+a = torch.ones(256, 256, device="cuda", dtype=torch.bfloat16)
+(a @ a).sum().item()
+found["free_after_cublas_bytes"] = torch.cuda.mem_get_info()[0]
+found["allocated_after_cublas_bytes"] = torch.cuda.memory_allocated()
+backends = torch.backends.cuda
+names = ("flash", "mem_efficient", "math", "cudnn")
+found["sdp_enabled"] = {name: getattr(backends, name + "_sdp_enabled")() for name in names}
+found["cudnn_version"], found["nccl_version"] = torch.backends.cudnn.version(), list(torch.cuda.nccl.version())
+found["float32_matmul_precision"] = torch.get_float32_matmul_precision()
+pinned = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
+device = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+for name, source, target in (("to_gpu", pinned, device), ("to_host", device, pinned)):
+    target.copy_(source); torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(8):
+        target.copy_(source, non_blocking=True)
+    torch.cuda.synchronize()
+    found[name + "_bytes_per_second"] = 8 * 2**28 / (time.perf_counter() - start)
+print(json.dumps(found))
+"""
+
+
+def read_cuda_facts(variables: dict[str, str]) -> dict[str, Any]:
+    """Memory before and after cuBLAS, backends of attention, speed of copies: in a child, which uses the GPU."""
+    done = subprocess.run(
+        [sys.executable, "-c", _CUDA_FACTS],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    if done.returncode != 0:
+        return {"error": "\n".join(done.stderr.splitlines()[-3:])}
+    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return facts
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.json")
     parser.add_argument("--accelerator", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()
     found: dict[str, Any] = {"environment": environment.read_environment().to_dict()}
-    cards = [gpu.index for gpu in gpu_state.read_gpus().gpus]
     place = Placement(accelerator=args.accelerator, num_gpus=1)
     variables = rank_environment.rank_environment(place, os.environ) | rank_environment.preload_variables(["gpt2"])
 
@@ -94,17 +141,21 @@ def main() -> int:
         print(f"{name}: {answer}", flush=True)
         write_json(args.output, found)
 
-    keep("cards", cards)
+    # First the question that decides how every trial starts: op builds take minutes.
+    start = time.monotonic()
+    refused = WarmLauncher(variables, Limits()).prepare()
+    keep("fork", {"refused": refused, "seconds": time.monotonic() - start})
     with contextlib.suppress(ImportError):
         keep("nvml", record_nvml(importlib.import_module("pynvml")))
+    findings = checks.run_all_checks(SystemAccess())
+    keep("doctor", {group: [dataclasses.asdict(each) for each in own] for group, own in findings.items()})
+    if args.accelerator == "cuda":
+        keep("cuda", read_cuda_facts(variables))
     device_op = ops.FUSED_ADAM if args.accelerator == "cuda" else ops.SHARED_MEMORY
     folder = Path(variables["TORCH_EXTENSIONS_DIR"])
     for name in (device_op, ops.CPU_ADAM, ops.ASYNC_IO):
         (state,) = ops.prepare_ops([name], folder, variables, timeout_seconds=240, say=print).values()
         keep(name, {"ready": state.ready, "seconds": state.seconds, "reason": state.reason})
-    start = time.monotonic()
-    refused = WarmLauncher(variables, Limits()).prepare()
-    keep("fork", {"refused": refused, "seconds": time.monotonic() - start})
     return 0
 
 

@@ -1,4 +1,6 @@
-"""scripts/gpu_check.sh with an interpreter that answers for the product: what is kept however a chunk ends."""
+"""scripts/gpu_check.sh: whole on a simulated card, and with an interpreter that answers for the product: what is kept
+however a call ends.
+"""
 
 from __future__ import annotations
 
@@ -10,74 +12,73 @@ import sys
 import tarfile
 import time
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ds_bench.system import processes
-from tests.support.real_trials import ROOT, gone_within
+from ds_bench.launch.ops import OpState
+from ds_bench.prediction.predicted_memory import Prediction
+from ds_bench.system import gpu_state, processes
+from tests.support import fakes
+from tests.support.nvml_replay import NvmlReplay
+from tests.support.real_trials import ROOT, SUPPORT, gone_within
+from tests.support.simulated_card import CardPlan, write_plans
 
 ROW = {
-    "strategy": "zero3",
-    "status": "Success",
-    "success": True,
-    "avg_step_time_ms": 20.0,
-    "gpu_peak_gb": 8.0,
-    "predicted_over_measured": 1.25,
-    "start_seconds": 3.0,
-    "caveats": "",
-}
+    "strategy": "zero3", "status": "Success", "success": True, "model": "tiny", "batch_size": 2, "seq_length": 64,
+    "num_steps": 5, "avg_step_time_ms": 20.0, "gpu_peak_gb": 8.0, "start_seconds": 3.0, "caveats": "", "launch": "warm",
+    "num_gpus": 1, "predicted_over_measured": 0.75,
+}  # fmt: skip
 INTERPRETER = """#!/bin/bash
 case "$1" in -c | - | -m) exec {python} "$@" ;; esac
 name=$(basename "$1" .py)
+[[ $name == gpu_check ]] && exec {python} "$@"
 while (($#)); do
     [[ $1 == --output-dir ]] && cp {rows} "$2/zero_comparison_1.json"
-    [[ $1 == --output && $name == prediction ]] && cp {pairs} "$2"
+    [[ $1 == --output-dir ]] && cp -r {runs} "$2/runs"
     [[ $1 == --output && $name == fidelity ]] &&
         echo '{{"ratio_to_bare": {{"warm": {{"median": 1.01, "min": 0.99, "max": 1.02}}}}}}' >"$2"
     shift
 done
-[[ $name == "$HANGS" ]] && echo "before the end" && sleep 600
+echo "GPU-12345678-90ab-cdef-1234-567890abcdef in $PWD"
+[[ $name == "$HANGS" ]] && sleep 600
 exit 0
 """
 
 
-def predicted_pairs() -> Any:
-    """What bench/prediction.py writes of two cells, the second predicted at double its size."""
-    program = """
-import json
-from dataclasses import asdict
-from prediction import Pair
-sizes = {"gpu parameters": (2**30, 2**30), "gpu peak allocated": (2**31, 2**30)}
-pairs = [Pair(strategy="zero3", what=what, predicted_bytes=a, measured_bytes=b) for what, (a, b) in sizes.items()]
-print(json.dumps({"pairs": list(map(asdict, pairs))}))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "bench")},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return json.loads(done.stdout)
+def write_run(folder: Path) -> None:
+    """A row predicted at 2 GB that took 1 GB, and one that failed, each with a log of its rank."""
+    found = Prediction(gpu={"parameters": 2 * fakes.GB}, host={}, nvme={}, phase="update", ledger={})
+    trial = fakes.trial(fakes.zero(3), on=fakes.placement(accelerator="cuda"))
+    sizes = dict.fromkeys(("gpu_peak_bytes", "gpu_init_peak_bytes", "gpu_peak_reserved_bytes"), fakes.GB)
+    sizes |= {"gpu_device_used_bytes": fakes.GB, "gpu_reserved_bytes": fakes.GB}
+    good = fakes.success(replace(trial, prediction=found.to_dict()), **sizes)
+    bad = fakes.failure(replace(trial, trial_id="99_bad"))
+    for record in (good, bad):
+        logs = folder / "run_1/trials" / record.trial.trial_id
+        logs.mkdir(parents=True)
+        (logs / "rank0.log").write_text("line\n" * 50_000)
+    lines = [json.dumps(record.to_dict()) for record in (good, bad)]
+    (folder / "run_1/records.jsonl").write_text("\n".join(lines) + "\n")
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Any:
     rows = tmp_path / "rows.json"
     rows.write_text(json.dumps([ROW]))
-    pairs = tmp_path / "pairs.json"
-    pairs.write_text(json.dumps(predicted_pairs()))
+    write_run(tmp_path / "runs")
     python = tmp_path / "python"
-    python.write_text(INTERPRETER.format(python=sys.executable, rows=rows, pairs=pairs))
+    python.write_text(INTERPRETER.format(python=sys.executable, rows=rows, runs=tmp_path / "runs"))
     python.chmod(0o755)
 
     def go(steps: str, hangs: str = "", stderr: int | None = None, **variables: str) -> subprocess.Popen[str]:
         given = {"GPU_CHECK_ACCELERATOR": "cpu", "GPU_CHECK_MODELS": "tiny", "STEPS": steps, "HANGS": hangs}
         return subprocess.Popen(
             [str(ROOT / "scripts/gpu_check.sh"), str(tmp_path / "out")],
-            env={**os.environ, **given, "PYTHON": str(python), "TMPDIR": str(tmp_path), **variables},
+            cwd=ROOT,
+            env={**os.environ, **given, "PYTHON": str(python), **variables},
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
@@ -87,25 +88,31 @@ def start(tmp_path: Path) -> Any:
     return go
 
 
-def kept(folder: Path) -> set[str]:
+def kept(folder: Path) -> dict[str, str]:
+    """Path in the archive → text."""
     with tarfile.open(folder / "out.tar.gz") as archive:
-        return {Path(name).name for name in archive.getnames()}
+        files = {name: archive.extractfile(name) for name in archive.getnames()}
+        return {name.removeprefix("out/"): file.read().decode() for name, file in files.items() if file}
 
 
-def test_a_chunk_that_ends_reports_and_archives_everything(start: Any, tmp_path: Path) -> None:
-    out, _ = start("tiny-zero launch fidelity").communicate(timeout=120)
-    assert {"tiny-zero.json", "fidelity.json", "launch-cold.json", "report.txt", "steps.json"} <= kept(tmp_path)
-    assert "zero3           Success         20.00      8.00               1.250" in out
+def test_a_call_that_ends_reports_and_archives_everything_but_names(start: Any, tmp_path: Path) -> None:
+    out, _ = start("tiny-zero launch short fidelity").communicate(timeout=120)
+    files = kept(tmp_path)
+    assert {"tiny-zero/zero_comparison_1.json", "fidelity/figures.json", "report.txt", "steps.json"} <= files.keys()
+    logs = {name: len(text) for name, text in files.items() if name.startswith("tiny-zero/") and "rank0.log" in name}
+    assert logs == {"tiny-zero/runs/run_1/trials/99_bad/rank0.log": 100_000}, "of the row that failed, its end"
+    assert files["tiny-zero/log"] == "GPU-UUID in .\n"
+    assert '"hostname": "HOST"' in files["tiny-zero/runs/run_1/records.jsonl"]
+    assert not [name for name, text in files.items() if str(ROOT) in text]
     assert "zero3                  20.00      20.00      1.000            3.0            3.0" in out
     assert "product (warm) / bare loop 1.010 (0.990 to 1.020)" in out
-    assert "nothing failed" in out
-
-
-def test_cells_that_are_predicted_wrongly_are_named(start: Any) -> None:
-    out, _ = start("prediction").communicate(timeout=120)
-    assert "prediction: 2 cells, 1 off by more than 10 %" in out
-    assert "predicted    2.000 GB, measured    1.000 GB" in out
-    assert "prediction off: zero3, gpu peak allocated" in out
+    assert "short sequences at stage 3: 2.000 of 8.000 GB are not predicted" in out
+    assert "ZeRO-3                       gpu least                      2.000     1.000   2.000" in out
+    assert "prediction off: tiny-zero" in out
+    assert "left for the next call: probe" in out
+    # The next call goes on with what is left.
+    again, _ = start("", BUDGET_SECONDS="16").communicate(timeout=120)
+    assert "tiny-zero" not in again.partition("left for the next call:")[2]
 
 
 def test_wheels_are_installed_once_for_all_chunks(start: Any, tmp_path: Path) -> None:
@@ -128,20 +135,19 @@ def test_wheels_are_installed_once_for_all_chunks(start: Any, tmp_path: Path) ->
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_chunk_that_is_cut_short_keeps_what_had_finished(start: Any, tmp_path: Path, number: int) -> None:
     process = start("tiny-zero fidelity", hangs="fidelity")
-    log = next(iter(wait_for(tmp_path, "tmp.*/fidelity/log")))
-    assert log.exists()
+    wait_for(tmp_path, "out/fidelity/log")
     below = processes.descendants(process.pid)
     if number == signal.SIGKILL:
         os.killpg(process.pid, number)
         processes.send_signal(below, number)  # as the end of a machine does, which leaves nothing
     else:
         process.send_signal(number)
-    out, _ = process.communicate(timeout=30)
-    assert "tiny-zero.json" in kept(tmp_path)
+    process.communicate(timeout=60)
+    files = kept(tmp_path)
+    assert "tiny-zero/zero_comparison_1.json" in files
     if number == signal.SIGTERM:
-        assert "fidelity: cut short" in out
-        assert "fidelity.log" in kept(tmp_path)
-        assert not list(tmp_path.glob("tmp.*")), "the folder of unfinished work is left"
+        assert "step fidelity ended with None" in files["report.txt"]
+        assert "fidelity/log" in files
     assert gone_within(below, 15) == set()
 
 
@@ -157,8 +163,8 @@ def wait_for(folder: Path, pattern: str) -> list[Path]:
 def test_a_step_that_hangs_is_ended_within_the_budget_and_named(start: Any, tmp_path: Path) -> None:
     out, _ = start("tiny-zero fidelity", hangs="zero_stage_comparison", BUDGET_SECONDS="37").communicate(timeout=90)
     assert "its time was up" in out
-    assert "fidelity: not started, the budget is spent" in out
     assert "step tiny-zero ended with 124" in out
+    assert "fidelity" in out.partition("left for the next call:")[2]
     steps = {step["name"]: step for step in json.loads((tmp_path / "out/steps.json").read_text())}
     assert steps["tiny-zero"]["timed_out"]
 
@@ -178,10 +184,47 @@ metadata.version = version
     process = start("tiny-zero", PYTHONPATH=str(tmp_path), stderr=subprocess.STDOUT)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 2
-    assert {tuple(line.split(": ")[1:3]) for line in out.splitlines()[:-1]} == {
+    assert {tuple(line.split(": ")[1:3]) for line in out.splitlines()[:-1]} >= {
         ("warning", "jinja2"),
         ("problem", "hjson"),
         ("problem", "deepspeed"),
     }
     assert "make_wheels.sh" in out.splitlines()[-1]
     assert not (tmp_path / "out" / "steps.json").exists()
+
+
+def test_the_probe_and_a_comparison_on_a_simulated_card_are_read_back(
+    built_ops: dict[str, OpState], tmp_path: Path
+) -> None:
+    out, variables = tmp_path / "out", write_plans(tmp_path / "machine", CardPlan())
+    variables["PYTHONPATH"] = os.pathsep.join([variables["PYTHONPATH"], str(SUPPORT)])
+    variables |= {"GPU_CHECK_MODELS": "tiny", "STEPS": "probe short", "PYTHON": sys.executable}
+    done = subprocess.run(
+        [str(ROOT / "scripts/gpu_check.sh"), str(out)],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=560,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ranks may be forked: yes" in done.stdout
+    assert "gpu reserved" in done.stdout
+    (tmp_path / "elsewhere").mkdir()
+    with tarfile.open(tmp_path / "out.tar.gz") as archive:
+        archive.extractall(tmp_path / "elsewhere", filter="data")
+    folder = tmp_path / "elsewhere/out"
+    probe = json.loads((folder / "probe/figures.json").read_text())
+    (folder / "nvml.json").write_text(json.dumps(probe["nvml"]))
+    (gpu,) = gpu_state.read_gpus(NvmlReplay(folder / "nvml.json")).gpus
+    assert (gpu.name, gpu.uuid) == ("NVIDIA H100 80GB HBM3", "GPU-0")
+    report = subprocess.run(
+        [sys.executable, "-m", "ds_bench", "report", str(next(folder.glob("short/runs/*")))],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert report.returncode == 0, report.stderr
+    assert "ZeRO-3" in report.stdout

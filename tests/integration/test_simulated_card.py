@@ -69,6 +69,7 @@ EMPTY = {
     "nvme_stored_gb nvme_read_gb_per_step nvme_written_gb_per_step nvme_needed_gb_per_sec nvme_measured_gb_per_sec "
     "ledger_nvme_parameters_gb ledger_nvme_optimizer_states_gb disk_bound": "offload to a disk",
     "profiled_flops_per_token": "compiled models",
+    "gpu_power_watts gpu_joules_per_token": "windows of a second",
     "phase_data_ms data_wait_ms vocab_size data_file": "data files",
     "checkpoint_save_seconds checkpoint_save_gb checkpoint_save_cpu_peak_gb checkpoint_load_seconds "
     "checkpoint_load_cpu_peak_gb checkpoint_model_16bit_seconds checkpoint_model_16bit_gb "

@@ -1,0 +1,463 @@
+"""The steps of ``scripts/gpu_check.sh``, which says how to call them, their archive and their report."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+
+try:
+    import harness
+    import prediction
+
+    from ds_bench.doctor import host, software
+    from ds_bench.doctor.findings import Finding, SystemAccess
+    from ds_bench.prediction.predicted_memory import CONTEXT_BYTES
+    from ds_bench.prediction.trial_predictions import stored_prediction
+    from ds_bench.records.json_files import write_json
+    from ds_bench.system import environment, gpu_state
+    from ds_bench.units import BYTES_PER_GB
+except ModuleNotFoundError as error:
+    print(f"gpu_check: {sys.executable} lacks {error.name}: name wheels with WHEELS (make_wheels.sh)", file=sys.stderr)
+    sys.exit(2)
+
+PYTHON = os.environ.get("PYTHON") or sys.executable
+CUDA = os.environ.get("GPU_CHECK_ACCELERATOR", "cuda") == "cuda"
+BUDGET_SECONDS = float(os.environ.get("BUDGET_SECONDS", "540"))
+STARTED = time.monotonic()
+_RESERVE_SECONDS = 15
+"""Of the budget, for the last archive and the report."""
+_LEAST_SECONDS = 60
+"""A step is not begun with less time left, unless that is all of the budget."""
+_LOG_BYTES = 100_000
+"""Kept of the end of each log."""
+_NEGLIGIBLE_GB = 0.25
+"""The allocator's rounding and small buffers of libraries."""
+_PREDICTED = ("gpu least", "gpu reserved", "gpu peak allocated", "gpu outside the allocator")
+"""The pairs of ``bench/prediction.py`` that the report shows and checks."""
+
+# Enough for a window of seconds on an H100 or H200; start-up takes most of the time of a row anyway.
+SIZES = {
+    "gpt2": "--batch-size 16 --seq-length 1024 --num-steps 100 --warmup-steps 10",
+    "llama-3.2-1b": "--batch-size 4 --seq-length 2048 --num-steps 40 --warmup-steps 5",
+    "llama-3.2-3b": "--batch-size 1 --seq-length 2048 --num-steps 30 --warmup-steps 3",
+    "llama-2-7b": "--batch-size 1 --seq-length 2048 --num-steps 30 --warmup-steps 3",
+}
+SMALL = "--batch-size 2 --seq-length 64 --num-steps 5 --warmup-steps 2"
+# Axes that the CPU accelerator cannot show, or shows otherwise (docs/axes.md).
+ZERO, OFFLOAD = "zero_stage_comparison.py", "offload_comparison.py"
+AXES = {
+    "attention": f"{ZERO} --stages 2 --axis attention=eager,sdpa,flash_attention_2",
+    "loss": f"{ZERO} --stages 2 --axis loss=model,chunked,tiled,liger",
+    "compile": f"{ZERO} --stages 1 3 --axis compile=none,torch,deepcompile",
+    "data": f"{ZERO} --stages 2 --axis data_workers=2 --axis data_pin_memory=false,true",
+    "allocator": f"{ZERO} --stages 3 --axis allocator=default,expandable_segments",
+    "cores": f"{OFFLOAD} --strategies cpu_optimizer --axis cpu_binding=none,cores",
+    "pin-memory": f"{OFFLOAD} --strategies cpu_optimizer --axis pin_memory=true,false",
+    "pin-backend": f"{OFFLOAD} --strategies cpu_optimizer --axis pin_memory_backend=torch,native",
+    "ratio": f"{OFFLOAD} --strategies cpu_optimizer --axis offload_ratio=0.5,1",
+    "superoffload": f"{OFFLOAD} --strategies cpu_optimizer --axis superoffload=false,true",
+    "zenflow": f"{OFFLOAD} --stage 2 --strategies cpu_optimizer --grad-accum 2 --axis zenflow=off,on,overlap",
+    "qwz": f"{ZERO} --stages 3 --axis qwz=false,true",
+    "states": f"{ZERO} --stages 2 3 --axis bf16_states=off,all",
+    "buffers": f"{ZERO} --stages 2 3 --axis buffers=default,trainer_auto,small_buffers",
+    "overlap": f"{ZERO} --stages 2 3 --axis overlap_comm=true,false",
+    "optimizer": f"{ZERO} --stages 2 --axis optimizer=adamw,torch_adamw,torch_fused_adamw,lion,muon",
+}
+_QUICK_TESTS = "nccl_waits or preloading or driver_in_use or monitor or power_cap or really_full"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    name: str
+    command: list[str]
+    limit_seconds: int
+
+
+def short_name(model: str) -> str:
+    """``meta-llama/Llama-2-7b-hf`` to ``llama-2-7b``."""
+    return model.rpartition("/")[2].lower().removesuffix("-hf")
+
+
+def list_steps(models: list[str], out: Path) -> Iterator[Step]:
+    """Yield every step, the most telling first."""
+    devices = ["--accelerator", "cuda" if CUDA else "cpu"]
+    if count := os.environ.get("NUM_GPUS"):
+        devices += ["--num-gpus", count]
+
+    def sizes(model: str) -> list[str]:
+        return shlex.split(SIZES.get(short_name(model), SMALL) if CUDA else SMALL)
+
+    def compare(name: str, model: str, words: str, *more: str, limit: int = 500) -> Step:
+        script, *flags = shlex.split(words)
+        command = [
+            PYTHON,
+            str(ROOT / script),
+            "--model",
+            model,
+            *sizes(model),
+            *devices,
+            "--output-dir",
+            str(out / name),
+        ]
+        return Step(name=name, command=[*command, *flags, *more], limit_seconds=limit)
+
+    def program(name: str, script: str, *words: str, limit: int = 500) -> Step:
+        figures = str(out / name / "figures.json")
+        return Step(name=name, command=[PYTHON, str(ROOT / script), *words, "--output", figures], limit_seconds=limit)
+
+    def tests(name: str, *words: str) -> Step:
+        # -v names each test in the log, as pytest writes junit.xml at its end. pyproject.toml's settings need plugins,
+        # and make every warning an error, also that of another version of a package.
+        command = [PYTHON, "-m", "pytest", str(ROOT / "tests/integration/test_gpu.py"), "-m", "gpu", "-v"]
+        command += ["-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", "-o", "filterwarnings=default"]
+        command += [*words, "--junit-xml", str(out / name / "junit.xml")]
+        return Step(name=name, command=command, limit_seconds=500)
+
+    def offload(model: str) -> Step:
+        disk = os.environ.get("NVME_PATH")
+        words = f"{OFFLOAD} --strategies none cpu_optimizer cpu_full" + (" nvme --nvme-path " + disk if disk else "")
+        return compare(f"{short_name(model)}-offload", model, words)
+
+    first, second, large = models
+    yield program("probe", "scripts/gpu_probe.py", *devices[:2])
+    yield compare("probe-stages", "tiny", f"{ZERO} --stages 0 1 2 3", limit=240)
+    yield tests("tests-quick", "-k", _QUICK_TESTS)
+    yield compare(f"{short_name(first)}-zero", first, f"{ZERO} --stages 0 1 2 3 --repeats 3")
+    yield offload(first)
+    yield compare("references-bf16", first, f"{ZERO} --stages 0 3 --strategies ddp fsdp2 --precision bf16")
+    if second != first:
+        yield compare(f"{short_name(second)}-zero", second, f"{ZERO} --stages 0 1 2 3")
+        yield offload(second)
+    # Rounds and folder last: a fork that is refused leaves only the cold launcher, which the probe has told by then.
+    refused = (read_json(out / "probe/figures.json") or {}).get("fork", {}).get("refused")
+    launcher = "deepspeed" if refused else "both"
+    runs = ["--runs", str(out / "fidelity/bench")]
+    rounds = ["--rounds", "3" if CUDA else "1", "--launcher", launcher]
+    yield program("fidelity", "bench/fidelity.py", "--model", first, *sizes(first), *devices, *rounds, *runs)
+    yield compare("auto", second, f"{ZERO} --batch-size auto --stages 0 3 --num-steps 10")
+    yield compare("short", second, f"{ZERO} --stages 3 --batch-size 1 --seq-length {64 if not CUDA else 128}")
+    if large != second:
+        # Of 7 B parameters on one GPU stage 3 needs least.
+        yield compare(f"{short_name(large)}-zero", large, f"{ZERO} --stages 3 2")
+    yield compare("launch-cold", first, f"{ZERO} --stages 0 1 2 3 --launcher deepspeed")
+    yield tests("tests")
+    yield compare("references-fp32", first, f"{ZERO} --stages 0 3 --strategies ddp fsdp2 --precision fp32")
+    for axis, words in AXES.items():
+        yield compare(f"axes-{axis}", first, words, "--num-steps", "20" if CUDA else "5", limit=400)
+
+
+def read_json(path: Path) -> Any:
+    """Return what a file holds; None if it is missing or was cut short."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def require_ready(devices: tuple[gpu_state.GpuFacts, ...], inventory: gpu_state.GpuInventory) -> None:
+    """Print everything that a run would be refused for, or warned of. Raise SystemExit(2) if it would be refused."""
+    system, torch_cuda = SystemAccess(), environment.torch_cuda_version()
+    found: list[Finding] = list(software.check_packages())
+    if CUDA:
+        found += [*software.check_driver(inventory.driver_version, torch_cuda)]
+        found += [*host.check_gpus(system, inventory, torch_cuda)]
+    for finding in found:
+        if finding.level != "ok":
+            print(f"gpu_check: {finding.level}: {finding.name}: {finding.text}", file=sys.stderr)
+    if any(finding.level == "problem" for finding in found) or (CUDA and not devices):
+        remedy = "name wheels with WHEELS (scripts/make_wheels.sh) or a folder with PYTHONPATH; see nvidia-smi for GPUs"
+        print(f"gpu_check: {sys.executable} cannot run this: {remedy}", file=sys.stderr)
+        sys.exit(2)
+
+
+class Check:
+    """The results in one folder, the call in progress, and their archive."""
+
+    def __init__(self, out: Path, archive: Path) -> None:
+        self.out, self.archive_path = out, archive
+        self.steps: dict[str, dict[str, Any]] = {each["name"]: each for each in read_json(out / "steps.json") or []}
+        """Name → how it ended, of every call."""
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+        with (self.out / "summary.txt").open("a") as file:
+            file.write(text + "\n")
+
+    def is_due(self, step: Step, words: list[str]) -> bool:
+        """Whether a call runs this step: what ``STEPS`` names, else what has not ended or was cut by the budget."""
+        if words:
+            return any(step.name == word or step.name.startswith(f"{word}-") for word in words)
+        ended = self.steps.get(step.name)
+        return ended is None or (ended["timed_out"] and ended["limit_seconds"] < step.limit_seconds)
+
+    def run(self, step: Step) -> int:
+        """Run a step within its limit and the budget. Return its exit code; 124 if its time was up."""
+        limit = min(step.limit_seconds, math.floor(seconds_left()))
+        print(f"== {step.name} (at most {limit} s)", flush=True)
+        folder = self.out / step.name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        begin, code = time.monotonic(), 124
+        entry = {"name": step.name, "accelerator": "cuda" if CUDA else "cpu", "limit_seconds": limit}
+        entry["started_at"] = datetime.now(UTC).isoformat(timespec="seconds")
+        self._note(entry | {"exit_code": None, "seconds": 0, "timed_out": True})  # as it stands if this call is killed
+        with (folder / "log").open("wb") as log, harness.started(step.command, {}, stdout=log, stderr=log) as process:
+            while (left := begin + limit - time.monotonic()) > 0:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = process.wait(min(60.0, left))
+                    break
+                self.archive()
+        sys.stdout.write((folder / "log").read_bytes()[-2000:].decode(errors="replace"))
+        seconds = round(time.monotonic() - begin)
+        self._note(entry | {"exit_code": code, "seconds": seconds, "timed_out": code == 124})
+        self.say(f"{step.name}: exit code {code} after {seconds} s" + (" (its time was up)" if code == 124 else ""))
+        self.archive()
+        return code
+
+    def _note(self, entry: dict[str, Any]) -> None:
+        self.steps[entry["name"]] = entry
+        write_json(self.out / "steps.json", list(self.steps.values()))
+
+    def archive(self) -> None:
+        """Write what is worth keeping as one file, whole or not at all."""
+        partial = self.archive_path.with_name(self.archive_path.name + ".tmp")
+        with tarfile.open(partial, "w:gz") as file:
+            for path in self._kept():
+                content = scrub(path.read_bytes()[-_LOG_BYTES if path.suffix in _LOGS or path.name == "log" else 0 :])
+                member = tarfile.TarInfo(str(Path(self.out.name) / path.relative_to(self.out)))
+                member.size, member.mtime = len(content), int(path.stat().st_mtime)
+                file.addfile(member, io.BytesIO(content))
+        partial.replace(self.archive_path)
+
+    def _kept(self) -> Iterator[Path]:
+        """Rows, records, figures and configurations; logs of ranks only where a row did not succeed."""
+        succeeded = {
+            path.parent / "trials" / record["trial"]["trial_id"]
+            for path in self.out.rglob("records.jsonl")
+            for record in map(json.loads, path.read_text().splitlines())
+            if record["outcome"]["status"] == "Success"
+        }
+        for path in sorted(self.out.rglob("*")):
+            is_log, is_of_trial = path.suffix in _LOGS, "trials" in path.parts
+            is_wanted = path.name == "ds_config.json" or (is_log and path.parent not in succeeded)
+            is_text = is_log or path.suffix in (".json", ".jsonl", ".csv", ".txt", ".xml") or path.name == "log"
+            if path.is_file() and (is_wanted if is_of_trial else is_text):
+                yield path
+
+
+_LOGS = (".log", ".stacks")
+
+
+def scrub(content: bytes) -> bytes:
+    """Remove what names this machine or its user: host name, folders, UUIDs."""
+    text = content.decode(errors="replace")
+    for folder, word in ((str(ROOT), "."), (str(Path.home()), "~")):
+        text = text.replace(folder, word) if len(folder) > 1 else text
+    if len(name := platform.node()) > 3:
+        text = re.sub(rf"\b{re.escape(name)}\b", "HOST", text)
+    text = re.sub(r'"hostname": ?"[^"]*"', '"hostname": "HOST"', text)
+    return re.sub(r"\b(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", r"\1-UUID", text).encode()
+
+
+def save_nvidia_smi(out: Path) -> None:
+    """Keep ``nvidia-smi -q`` without what names a GPU or its users."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        text = subprocess.run(["nvidia-smi", "-q"], capture_output=True, text=True, timeout=60, check=True).stdout
+        secret = r"Serial|UUID|GUID|PDI|Board ID|Bus Id|Host ID|Chassis|Slot Number|Tray Index|MAC|Process|Name  *: /"
+        kept = [line for line in text.splitlines() if not re.search(secret, line)]
+        (out / "nvidia_smi.txt").write_text(
+            "\n".join("GPU" if re.match("GPU ", line) else line for line in kept) + "\n"
+        )
+
+
+def seconds_left() -> float:
+    return BUDGET_SECONDS - _RESERVE_SECONDS - (time.monotonic() - STARTED)
+
+
+# ------------------------------------------------------------------ report
+
+
+def rows_by_step(out: Path) -> dict[str, list[dict[str, Any]]]:
+    """Step → the flat rows of its comparison, in the order in which the steps ran."""
+    paths = sorted(out.glob("*/*_comparison_*.json"), key=lambda path: path.stat().st_mtime)
+    return {path.parent.name: rows for path in paths if (rows := read_json(path))}
+
+
+def number(value: float | None, form: str = ".2f") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def report(check: Check) -> Iterator[str]:
+    """Yield the lines of the report: all calls together, and last what to check now."""
+    out, wrong = check.out, list[str]()
+    probe = read_json(out / "probe/figures.json") or {}
+    if fork := probe.get("fork"):
+        yield f"ranks may be forked: {'yes' if fork['refused'] is None else 'no, ' + fork['refused']}"
+        wrong += [f"ranks cannot be forked: {fork['refused']}"] if fork["refused"] else []
+    for name, state in probe.items():
+        if name.endswith("Builder"):
+            built = "built" if state["ready"] else "not built"
+            yield f"  {name:<20} {built} in {state['seconds']:.0f} s {state['reason']}"
+            wrong += [] if state["ready"] else [f"{name} does not build: {state['reason']}"]
+    tables = rows_by_step(out)
+    yield "\nstep                 strategy           status         ms/step  peak GB  GPU %   SM MHz  W      caveats"
+    for name, rows in tables.items():
+        for row in rows:
+            yield (
+                f"{name:<20} {row['strategy']:<18} {row['status']:<13} {number(row.get('avg_step_time_ms')):>8} "
+                f"{number(row.get('gpu_peak_gb')):>8} {number(row.get('gpu_percent'), '.0f'):>6} "
+                f"{number(row.get('gpu_sm_clock_mhz'), '.0f'):>8} {number(row.get('gpu_power_watts'), '.0f'):>5}  "
+                f"{(row.get('caveats') or '')[:90]}"
+            )
+            if not row["success"] and row["status"] != "Unsupported":
+                wrong.append(f"{name}: {row['strategy']} {row['status']} {row.get('error') or ''}"[:200])
+    yield from memory_lines(out, tables, wrong)
+    yield from time_lines(out, tables, wrong)
+    yield "\nwhat to check now"
+    wrong += [
+        f"step {each['name']} ended with {each['exit_code']}" for each in check.steps.values() if each["exit_code"] != 0
+    ]
+    yield (
+        "\n".join(f"  {line}" for line in dict.fromkeys(wrong)) or "  nothing failed, nothing is off by more than 10 %"
+    )
+
+
+def memory_lines(out: Path, tables: dict[str, list[dict[str, Any]]], wrong: list[str]) -> Iterator[str]:
+    """Predicted against measured memory, and the phase that decides; what the constants should be."""
+    lines = []
+    for folder in sorted(out.iterdir()):
+        for record in prediction.records(folder) if folder.is_dir() else ():
+            pairs = {pair.what: pair for pair in (prediction.pairs(record) if record.outcome.success else ())}
+            for what in (name for name in _PREDICTED if name in pairs):
+                pair = pairs[what]
+                sizes = [size / BYTES_PER_GB for size in (pair.predicted_bytes, pair.measured_bytes)]
+                row = f"{folder.name:<20} {pair.strategy:<28} {what:<26}"
+                lines.append(f"{row} {sizes[0]:9.3f} {sizes[1]:9.3f} {number(pair.ratio, '.3f'):>7}")
+                if not 0.9 < (pair.ratio or 0) < 1.1 and abs(sizes[0] - sizes[1]) > _NEGLIGIBLE_GB:
+                    wrong.append(f"prediction off: {row.strip()}: {sizes[0]:.2f} GB, measured {sizes[1]:.2f}")
+            if "gpu peak allocated" in pairs:
+                rank, predicted = record.slowest_rank, stored_prediction(record.trial)
+                phases = {"initialize": rank.gpu_init_peak_bytes or 0, "step": rank.gpu_peak_bytes or 0}
+                decided = "initialize" if predicted and predicted.gpu_need.phase == "initialize" else "step"
+                lines.append(f"{'':50}fullest in {max(phases, key=phases.__getitem__)}, predicted {decided}")
+                if phases[decided] < max(phases.values()):
+                    wrong.append(
+                        f"{folder.name}: {record.trial.configuration.label} is not fullest in {decided}, as predicted"
+                    )
+    if lines:
+        yield f"\n{'GPU memory, GB':<20} {'row':<28} {'number':<26} predicted  measured   ratio"
+        yield from lines
+    outside = [
+        row["gpu_outside_allocator_gb"]
+        for rows in tables.values()
+        for row in rows
+        if row.get("num_gpus") == 1 and row.get("gpu_outside_allocator_gb") is not None
+    ]
+    if outside:
+        assumed = f"{CONTEXT_BYTES / BYTES_PER_GB:.2f} assumed"
+        yield f"\noutside the allocator on one GPU: {min(outside):.2f} to {max(outside):.2f} GB, {assumed}"
+        yield "  (CONTEXT_BYTES in ds_bench/prediction/predicted_memory.py; NCCL's constants need several GPUs)"
+    for row in tables.get("short", []):
+        if row["success"] and row.get("predicted_over_measured"):
+            missing = row["gpu_peak_gb"] * (1 - row["predicted_over_measured"])
+            yield f"short sequences at stage 3: {missing:.3f} of {row['gpu_peak_gb']:.3f} GB are not predicted"
+
+
+def time_lines(out: Path, tables: dict[str, list[dict[str, Any]]], wrong: list[str]) -> Iterator[str]:
+    """Warm against cold launch, and the product against a bare loop."""
+    cold = {row["strategy"]: row for row in tables.get("launch-cold", []) if row["success"]}
+    warm = [
+        row
+        for rows in tables.values()
+        for row in rows
+        if row["success"] and row["launch"] == "warm" and row["strategy"] in cold
+        and all(row[name] == cold[row["strategy"]][name] for name in ("model", "batch_size", "seq_length", "num_steps"))
+    ]  # fmt: skip
+    if warm:
+        yield "\nlaunch               warm ms    cold ms  warm/cold   start warm s   start cold s"
+    for row in warm:
+        other = cold[row["strategy"]]
+        ratio = row["avg_step_time_ms"] / other["avg_step_time_ms"]
+        yield (
+            f"{row['strategy']:<18} {row['avg_step_time_ms']:9.2f}  {other['avg_step_time_ms']:9.2f}  {ratio:9.3f}   "
+            f"{number(row.get('start_seconds'), '.1f'):>12}   {number(other.get('start_seconds'), '.1f'):>12}"
+        )
+        if CUDA and not 0.95 < ratio < 1.05:
+            wrong.append(f"warm and cold launch differ: {row['strategy']}, ratio {ratio:.3f}")
+    figures = read_json(out / "fidelity/figures.json") or {}
+    for name, ratio in figures.get("ratio_to_bare", {}).items():
+        spread = f"{ratio['min']:.3f} to {ratio['max']:.3f}"
+        yield f"\nfidelity: product ({name}) / bare loop {ratio['median']:.3f} ({spread})"
+        if CUDA and not 0.97 < ratio["median"] < 1.03:
+            wrong.append(f"the product's step takes {ratio['median']:.3f} of the bare loop's ({name} launch)")
+
+
+# ------------------------------------------------------------------
+
+
+def main() -> int:
+    inventory = gpu_state.read_gpus()
+    devices = gpu_state.select_visible(os.environ, inventory.gpus)
+    require_ready(devices, inventory)
+    large = "meta-llama/Llama-2-7b-hf"
+    if devices and (devices[0].memory_total_bytes or 0) < 100 * BYTES_PER_GB:
+        large = "meta-llama/Llama-3.2-3B"
+    models = os.environ.get("GPU_CHECK_MODELS", f"gpt2 meta-llama/Llama-3.2-1B {large}").split()
+    models += models[-1:] * (3 - len(models))
+    device = re.sub(r"[^a-z0-9]+", "-", (devices[0].name or "gpu").lower().removeprefix("nvidia ")) if CUDA else "cpu"
+    default = ROOT / f"results/gpu_check_{device}_{datetime.now(UTC):%Y%m%d}"
+    out = Path(sys.argv[1] if len(sys.argv) > 1 else default).resolve()
+    words = os.environ.get("STEPS", "").split()
+    names = [step.name for step in list_steps(models, out)]
+    if unknown := [word for word in words if not any(n == word or n.startswith(f"{word}-") for n in names)]:
+        print(f"gpu_check: STEPS names {unknown[0]!r}; there are: {' '.join(names)}", file=sys.stderr)
+        return 2
+    out.mkdir(parents=True, exist_ok=True)
+    check = Check(out, Path(os.environ.get("ARCHIVE") or f"{out}.tar.gz").resolve())
+    harness.end_on_sigterm()
+    check.say(f"gpu_check on {device}, {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}, models: {' '.join(models)}")
+    if not CUDA:
+        check.say("CPU run of the plumbing: these figures say nothing about GPUs")
+    save_nvidia_smi(out)
+    codes = []
+    try:
+        # Asked for one by one: what the probe found changes later steps.
+        for position in range(len(names)):
+            step = list(list_steps(models, out))[position]
+            if check.is_due(step, words) and seconds_left() >= min(
+                _LEAST_SECONDS, BUDGET_SECONDS - 2 * _RESERVE_SECONDS
+            ):
+                codes.append(check.run(step))
+    finally:
+        text = "\n".join(report(check)) + "\n"
+        (out / "report.txt").write_text(text)
+        check.archive()
+    print(text)
+    left = [step.name for step in list_steps(models, out) if check.is_due(step, [])]
+    check.say(f"left for the next call: {' '.join(left)}" if left else "nothing is left")
+    check.say(f"archive: {check.archive_path} (docs/reference_results.md: how to send it)")
+    check.archive()
+    return int(any(codes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
