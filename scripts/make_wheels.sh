@@ -34,10 +34,18 @@ mkdir -p "$FOLDER"
 rm -f "$FOLDER"/*.whl
 # DeepSpeed is published only as source. Its ops are built on the machine that runs them.
 DS_BUILD_OPS=0 "$PYTHON" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$FOLDER" "$(requirement deepspeed)"
-# pydantic brings pydantic-core, annotated-types and typing-inspection in the versions that it is pinned to.
+# What DeepSpeed needs besides what comes with torch and transformers; pydantic brings packages in pinned versions.
+mapfile -t needed < <("$PYTHON" - "$FOLDER"/deepspeed-*.whl <<'PY'
+import re, sys, zipfile
+archive = zipfile.ZipFile(sys.argv[1])
+metadata = archive.read(next(name for name in archive.namelist() if name.endswith("/METADATA"))).decode()
+names = re.findall(r"^Requires-Dist: ([\w.-]+)[^;\n]*$", metadata, re.M)
+print(*(name for name in names if name not in ("torch", "numpy", "packaging", "psutil", "ninja", "tqdm", "pydantic", "hjson")), sep="\n")
+PY
+)
 "$PYTHON" -m pip download --quiet --dest "$FOLDER" --only-binary=:all: --python-version "$TARGET_PYTHON" \
     --platform "$TARGET_PLATFORM" --implementation cp \
-    "$(requirement pydantic)" "$(requirement hjson)"
+    "$(requirement pydantic)" "$(requirement hjson)" "${needed[@]}"
 size=$(cat "$FOLDER"/*.whl | wc -c)
 ls "$FOLDER"
 if ((size > MAX_BYTES)); then

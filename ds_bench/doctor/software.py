@@ -75,11 +75,14 @@ def our_requirements(pyproject: Path = _PYPROJECT) -> list[str]:
 
 
 def check_packages(
-    requirements: Sequence[str] | None = None, installed: Callable[[str], str | None] = installed_version
+    requirements: Sequence[str] | None = None,
+    installed: Callable[[str], str | None] = installed_version,
+    requires: Callable[[str], Sequence[str] | None] = metadata.requires,
 ) -> Iterator[Finding]:
     """Yield one finding for all packages within their ranges, and one for each that is missing or outside.
 
     ``requirements``: None for :func:`our_requirements`. ``installed``: returns the version of a package, or None.
+    ``requires``: returns what an installed package requires.
     """
     from packaging.requirements import Requirement
 
@@ -99,6 +102,13 @@ def check_packages(
         more = f" and {len(fitting) - len(shown)} more" if len(fitting) > len(shown) else ""
         yield ok("packages", f"{', '.join(shown)}{more}: within the ranges that {PROJECT} supports")
     yield from bad
+    # A wheel that was installed without its dependencies cannot be imported.
+    for line in (requires("deepspeed") or ()) if versions.get("deepspeed") else ():
+        needed = Requirement(line)
+        applies = needed.marker is None or needed.marker.evaluate({"extra": ""})
+        if needed.name not in versions and applies and installed(needed.name) is None:
+            text = f"not installed; deepspeed needs {needed.name}{needed.specifier}"
+            yield problem(needed.name, text, f'pip install "{needed.name}{needed.specifier}"')
     yield from _wrong_training(versions.get("deepspeed"))
 
 

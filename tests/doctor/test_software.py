@@ -16,7 +16,13 @@ from tests.support.doctor_machine import by_name, machine, nvcc, versions, witho
 
 
 def packages(lines: Sequence[str], **installed: str) -> dict[str, Finding]:
-    return by_name(software.check_packages(lines, versions(**installed)))
+    return by_name(software.check_packages(lines, versions(**installed), lambda _: []))
+
+
+def test_a_deepspeed_that_was_installed_without_its_dependencies_is_a_problem() -> None:
+    lines = ["hjson", "einops", "msgpack", 'pytest; extra == "dev"']
+    found = software.check_packages(["deepspeed"], versions(deepspeed="0.19.8", msgpack="1"), lambda _: lines)
+    assert [each.name for each in found if each.level == "problem"] == ["hjson", "einops"]
 
 
 def test_each_package_is_within_its_range_or_a_finding_with_the_command() -> None:
@@ -42,7 +48,7 @@ def test_a_deepspeed_that_is_known_to_train_wrongly_is_named() -> None:
     found = [
         [
             each
-            for each in software.check_packages(["deepspeed>=0.16"], versions(deepspeed=version))
+            for each in software.check_packages(["deepspeed>=0.16"], versions(deepspeed=version), lambda _: [])
             if each.level != "ok"
         ]
         for version in ("0.17.5", "0.17.6", "0.19.8")
