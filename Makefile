@@ -27,10 +27,10 @@ test: $(STAMP)
 	$(BIN)/python -m pytest $(SELECTION) -n 3 --dist loadgroup tests/integration $(PYTEST_ARGS) || status=1; \
 	exit $$status
 
-# The older pairs of DeepSpeed and Transformers that CI leaves out.
+# The older versions of DeepSpeed, Transformers and torch that CI leaves out; simulated cards too.
 test-lowest: $(STAMP)
-	for pair in "0.17.6 4.57.6" "0.16.9 4.51.3"; do \
-	OLDER_STACK="$$pair" $(BIN)/python -m pytest tests/integration/test_older_versions.py || exit 1; \
+	for versions in "0.17.6 4.57.6" "0.16.9 4.51.3" "0.19.8 5.17.0 2.11.0"; do \
+	OLDER_STACK="$$versions" $(BIN)/python -m pytest tests/integration/test_older_versions.py || exit 1; \
 	done
 
 lint: $(STAMP)

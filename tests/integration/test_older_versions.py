@@ -1,6 +1,6 @@
-"""The program in an environment with older DeepSpeed and Transformers, on the torch that is here.
+"""The program in an environment with older DeepSpeed and Transformers, and with the torch that is here.
 
-``OLDER_STACK`` names another pair than the usual one: "DEEPSPEED TRANSFORMERS" (``make test-lowest``).
+``OLDER_STACK`` names other versions: DeepSpeed's, Transformers' and, if need be, torch's (``make test-lowest``).
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.simulated_card import CardPlan, write_plans
+
 pytestmark = pytest.mark.timeout(1800)  # ops are built for the new environment
 ROOT = Path(__file__).resolve().parents[2]
-DEEPSPEED, TRANSFORMERS = os.environ.get("OLDER_STACK", "0.18.9 4.57.6").split()
+DEEPSPEED, TRANSFORMERS, *TORCH = os.environ.get("OLDER_STACK", "0.18.9 4.57.6").split()
 PACKAGES = (
     *("tokenizers<=0.23.0" if TRANSFORMERS >= "4.56" else "tokenizers<0.22", "huggingface_hub<1", "requests"),
     *("setuptools>=77.0.3", "wheel"),  # those of a new environment are older, and come first on its path
@@ -33,6 +35,8 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = folder / "bin" / "python"
     site = subprocess.check_output([made, "-c", "import site; print(site.getsitepackages()[0])"], text=True).strip()
     Path(site, "here.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    for version in TORCH:  # with its dependencies, such as CUDA's libraries
+        subprocess.run([made, "-m", "pip", "install", "--quiet", "--upgrade", f"torch=={version}"], check=True)
     pip = [made, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     environment = {**os.environ, "DS_BUILD_OPS": "0"}
     subprocess.run([*pip, *PACKAGES, f"transformers=={TRANSFORMERS}"], check=True, env=environment)
@@ -40,11 +44,11 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def records(python: Path, folder: Path, script: str, flags: str) -> list[dict[str, Any]]:
+def records(python: Path, folder: Path, script: str, flags: str, **variables: str) -> list[dict[str, Any]]:
     """Trains rows, all of which succeed."""
     command = [python, ROOT / script, "--model", "tiny", "--seq-length", "64", "--num-steps", "3", *flags.split()]
     command += ["--output-dir", folder]
-    environment = {**os.environ, "DS_BENCH_OPS_CACHE": str(python.parents[1])}
+    environment = {**os.environ, "DS_BENCH_OPS_CACHE": str(python.parents[1]), **variables}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=1500, check=False, cwd=folder, env=environment
     )
@@ -93,3 +97,23 @@ def test_check_refuses_what_this_version_refuses(python: Path) -> None:
     command += [ROOT / "tests" / "integration" / "test_check_against_deepspeed.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=ROOT)
     assert "1 passed" in done.stdout, done.stdout
+
+
+def test_grouped_query_attention_trains_on_simulated_cards(python: Path, tmp_path: Path) -> None:
+    """With a ledger, step parts and counted FLOPs: each of them reads internals of torch, DeepSpeed or Transformers."""
+    model = tmp_path / "model"
+    model.mkdir()
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 128}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes}
+    (model / "config.json").write_text(json.dumps(config))
+    variables = write_plans(tmp_path / "machine", CardPlan(), CardPlan())
+    flags = f"--model {model} --accelerator cuda --num-gpus 2 --batch-size 2 --stages 0 3"
+    for record in records(python, tmp_path, "zero_stage_comparison.py", flags, **variables):
+        assert "failed" not in str(record["caveats"]), record["caveats"]
+        for rank in record["ranks"]:
+            assert rank["device_name"] == "NVIDIA H100 80GB HBM3"
+            assert rank["ledger"]["gpu"]["parameters"] > 0
+            assert rank["gpu_peak_bytes"] > 0
+            assert rank["phase_seconds"].keys() == {"forward", "backward", "step"}
+            assert rank["forward_backward_flops"] > 0
