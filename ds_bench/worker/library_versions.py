@@ -32,6 +32,24 @@ def no_init_weights() -> contextlib.AbstractContextManager[None]:
     return found
 
 
+def adapt_transformers() -> None:
+    """Replaces the functions of Transformers 5 that read values of tensors, which fake tensors do not have."""
+    try:
+        from transformers import masking_utils
+        from transformers.integrations import moe
+    except ImportError:  # before Transformers 5
+        return
+    # Real runs find no packed sequences in the position ids and so need no mask.
+    masking_utils.find_packed_sequence_indices = lambda *_args, **_kwargs: None
+    original = moe._can_use_grouped_mm
+
+    def can_use_grouped_mm(given: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+        # The shape rule of grouped_mm knows 16-bit only; the fallback saves the same tensors.
+        return given.dtype is not torch.float32 and bool(original(given, *args, **kwargs))
+
+    moe._can_use_grouped_mm = can_use_grouped_mm
+
+
 def adapt_engine(engine: Any) -> None:
     """Make ``engine.step`` work on several CPU ranks.
 
@@ -61,6 +79,11 @@ def gradient_buckets(optimizer: Any) -> list[Any]:
     """The buffers in which stages 1 to 3 collect gradients: one per number format, or before 0.17 a single one."""
     buckets = [bucket.buffer for bucket in getattr(optimizer, "ipg_buckets", {}).values()]
     return buckets or [getattr(optimizer, "ipg_buffer", None)]
+
+
+def step_methods(optimizer: Any) -> list[str]:
+    """The methods in which DeepSpeed's CPU optimizer computes; ``step_subgroup`` is there since 0.18."""
+    return [name for name in ("step", "step_subgroup") if hasattr(optimizer, name)]
 
 
 def loss_scale(optimizer: Any) -> float:

@@ -37,7 +37,7 @@ from . import ledger, replaced_layers, training_loop
 from . import model as build
 from .batches import make_batches
 from .failure import describe_error
-from .library_versions import dtype_argument, no_init_weights
+from .library_versions import adapt_transformers, dtype_argument, no_init_weights
 
 TERMS = ("1", "s", "ss", "b", "bs", "bss")
 """Monomials in micro-batch b and sequence length s, as ``prediction.model_profile.Polynomial`` reads them."""
@@ -265,24 +265,6 @@ def _build_from_config(request: Mapping[str, Any], dtype: torch.dtype, layers: i
         # The constructor leaves it out under no_init_weights.
         model.tie_weights()  # type: ignore[operator]
     return model
-
-
-def _adapt_transformers() -> None:
-    """Replaces the functions of Transformers that read values of tensors, which fake tensors do not have."""
-    try:
-        from transformers import masking_utils
-        from transformers.integrations import moe
-    except ImportError:  # before Transformers 5, which read no values
-        return
-    # Real runs find no packed sequences in the position ids and so need no mask.
-    masking_utils.find_packed_sequence_indices = lambda *_args, **_kwargs: None
-    original = moe._can_use_grouped_mm
-
-    def can_use_grouped_mm(given: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-        # The shape rule of grouped_mm knows 16-bit only; the fallback saves the same tensors.
-        return given.dtype is not torch.float32 and bool(original(given, *args, **kwargs))
-
-    moe._can_use_grouped_mm = can_use_grouped_mm
 
 
 def _split_by_layer(model: torch.nn.Module, layers: list[torch.nn.Module]) -> dict[str, list[int]]:
@@ -573,7 +555,7 @@ def main() -> None:
     def write(answer: Answer) -> None:
         print(json.dumps(answer), file=out, flush=True)
 
-    _adapt_transformers()
+    adapt_transformers()
     for line in sys.stdin:
         known: Answer = {}
 

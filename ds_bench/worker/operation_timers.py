@@ -25,6 +25,7 @@ import torch.distributed
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from ..records.schema import CommunicationOperation, OffloadTimes
+from .library_versions import step_methods
 
 _COLLECTIVES = (
     "all_reduce",
@@ -228,8 +229,7 @@ class OffloadTimer:
     def __enter__(self) -> Self:
         optimizer = getattr(self._engine.optimizer, "optimizer", None)
         if isinstance(optimizer, DeepSpeedCPUAdam):
-            # step_subgroup exists since DeepSpeed 0.18.
-            for name in ("step", "step_subgroup") if hasattr(optimizer, "step_subgroup") else ("step",):
+            for name in step_methods(optimizer):
                 timed = self._timed_adam(optimizer, getattr(optimizer, name))
                 self._stack.enter_context(mock.patch.object(optimizer, name, timed))
         timed_handles: dict[int, TimedHandle] = {}

@@ -16,7 +16,7 @@ from ds_bench.errors import UsageError
 from ds_bench.models.presets import preset_names
 from ds_bench.prediction import model_profile
 from ds_bench.prediction.model_profile import ModelProfile, find_profile, measure_profile, request_for
-from ds_bench.worker import measure_activations
+from ds_bench.worker import library_versions, measure_activations
 from ds_bench.worker.ledger import count_activations
 from ds_bench.worker.model import enable_checkpointing
 from tests.support.built_models import facts_from_config
@@ -84,7 +84,7 @@ def test_bytes_are_exact_at_depths_and_sizes_not_measured(
     """Saved bytes against a real forward pass; the peak against forward and backward of four layers with every live
     tensor counted, where tokens outweigh gradients."""
     model = build(name, **{**SMALL[name], "n_layer" if name == "gpt2" else "num_hidden_layers": 6})
-    measure_activations._adapt_transformers()
+    library_versions.adapt_transformers()
     request = {"model_type": name, "config": SMALL[name]}
     fake = measure_activations.build_fake_model(request, torch.bfloat16, layers=4)[0]
     found = profiles[name].activations_in("bf16")
