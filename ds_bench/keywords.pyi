@@ -20,6 +20,8 @@ class RunKeywords(TypedDict, total=False):
     activation_checkpointing: bool | Sequence[bool]
     seed: int | Sequence[int]
     dropout: float | Sequence[float] | None
+    lora: str | Sequence[str] | None
+    freeze: str | Sequence[str] | None
     pass_type: str | Sequence[str]
     synchronized: bool | Sequence[bool]
     stages: int | Sequence[int]
@@ -97,6 +99,8 @@ class PlanKeywords(TypedDict, total=False):
     host_memory: float | None
     batch_size: int
     seq_length: int | None
+    lora: str | None
+    freeze: str | None
     image_tokens: int
     image_size: int
     grad_accum: int

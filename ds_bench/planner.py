@@ -753,7 +753,7 @@ class ConfigurationBuilder:
 
 _WORKLOAD_OPTIONS = (
     "batch_size", "grad_accum", "num_steps", "warmup_steps", "activation_checkpointing", "seed", "trust_remote_code",
-    "dropout", "vocab_size", "data_pin_memory", "data_prefetch", "pass_type", "synchronized",
+    "dropout", "lora", "freeze", "vocab_size", "data_pin_memory", "data_prefetch", "pass_type", "synchronized",
 )  # fmt: skip
 """Fields that Options and Workload share."""
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from . import __version__, size_search
 from .analysis import flops, provenance
 from .analysis.comparison import rows_of
+from .config import trained_parameters
 from .config.deepspeed_config import MakeConfig
 from .config.deepspeed_keys import answer_for
 from .config.identity import work_key
@@ -90,6 +91,8 @@ def run_comparison(
         require_packages("a run")
     if options.inspection.monitor == "tensorboard":
         require_installed("tensorboard", "--monitor tensorboard")
+    if any(point.lora for point in points) and not options.dry_run:
+        require_installed("peft", "--lora")
     store: RunFolder | None = None
     with processes.handling_signals(), contextlib.ExitStack() as versions:
         try:
@@ -305,7 +308,7 @@ def with_predictions(plan: RunPlan, machine: Machine) -> RunPlan:
         if each.options.own_script is not None:  # nobody knows its model before it runs
             return each.with_facts(memory=memory)
         options, length = each.options, each.trials[0].workload.seq_length
-        key = each.model.name, options.trust_remote_code, length, options.dropout
+        key = each.model.name, options.trust_remote_code, length, options.dropout, options.lora, options.freeze
         if key not in profiles:  # at once for a preset, else measured by a child process
             profiles[key] = trial_predictions.profile_model(
                 each.model,
@@ -319,6 +322,7 @@ def with_predictions(plan: RunPlan, machine: Machine) -> RunPlan:
                 ],
                 trust_remote_code=options.trust_remote_code,
                 environment=plan.variables,
+                choice=trained_parameters.of_workload(each.trials[0].workload),
             )
         return each.with_facts(profile=profiles[key], memory=memory)
 

@@ -331,6 +331,7 @@ def _trial(row: Row) -> Trial:
         name: value
         for name in (
             *("batch_policy", "seq_policy", "pass_type", "synchronized", "vocab_size", "dropout"),
+            *("lora", "freeze"),
             *("batch_size", "seq_length", "grad_accum", "activation_checkpointing"),
         )
         if (value := getattr(row, name)) is not None

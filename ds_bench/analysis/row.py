@@ -680,6 +680,8 @@ class Row(BaseModel):
         lambda m: m.gpu_power_watts / m.tokens_per_second if m.gpu_power_watts and m.tokens_per_second else None,
         "J",
     )
+    lora: str | None = text("Rank and modules of the adapters", "trial.workload.lora")
+    freeze: str | None = text("Names of frozen parameters", "trial.workload.freeze")
 
     caveat_list: tuple[Caveat, ...] = ()
     """Only in JSON: caveats from the record first, then caveats found from its numbers."""
@@ -813,6 +815,8 @@ def make_run(
     ``facts``: of its model; None leaves out FLOPs and MFU. ``peak_flops``: FLOP/s of one device in the trial's
     precision; None leaves out MFU.
     """
+    if record.trial.workload.lora is not None or record.trial.workload.freeze is not None:
+        facts = None  # the passes of a model that is trained in part were counted
     measured = Measured(record=record, facts=facts, peak_flops=peak_flops, environment=environment, run_id=run_id)
     # A mapping as an ordered set: a caveat that was written with the record is not found twice.
     caveats = dict.fromkeys(map(as_caveat, record.caveats))

@@ -74,7 +74,8 @@ def add_flags_over_recipe(parser: argparse.ArgumentParser) -> None:
 _GROUPS = {
     "workload": (
         "model", "batch_size", "common_batch", "seq_length", "grad_accum", "num_steps", "warmup_steps", "precision",
-        "activation_checkpointing", "optimizer", "seed", "dropout", "model_factory", "trust_remote_code",
+        "activation_checkpointing", "optimizer", "seed", "dropout", "lora", "freeze", "model_factory",
+        "trust_remote_code",
     ),
     "data": ("vocab_size", "data", "data_dtype", "data_workers", "data_pin_memory", "data_prefetch"),
     "comparison": (

@@ -21,13 +21,13 @@ from ..config.configuration_file_rows import FileRowMaker
 from ..config.configuration_files import ConfigurationFile, explain_files, read_configuration_files
 from ..config.deepspeed_config import tensor_parallel_size
 from ..config.spec import Configuration, Placement, Precision, Workload, block_of, gpu_precisions
+from ..config.trained_parameters import read_choice
 from ..errors import UsageError
 from ..models.lookup import ResolvedModel, resolve_model
 from ..prediction import fit_search, trial_predictions
 from ..prediction.fit_search import PlannedTrial
-from ..prediction.formula_profile import formula_profile
 from ..prediction.gpu_need import DOES_NOT_FIT
-from ..prediction.model_profile import ModelProfile, Variant
+from ..prediction.model_profile import Variant
 from ..report.memory_plan import MemoryPlan, PlanRow, plan_lines
 from ..system import device_specifications, terminal
 from ..units import format_names
@@ -66,6 +66,8 @@ class PlanOptions:
     """Of one sequence, which includes them."""
     image_size: tuple[int, int] | None
     """Width and height in pixels of the one image of a sequence."""
+    lora: str | None
+    freeze: str | None
     min_gpus: bool
     max_batch: bool
     online: bool
@@ -192,26 +194,27 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None, list
     # DDP in bf16 runs under torch.autocast, which keeps other activations: a variant that is counted too.
     autocast = "ddp" in options.strategies and options.precision == "bf16"
     notes = []
-    profile: ModelProfile | trial_predictions.Unpredicted
-    if model.architecture is not None:
-        tensors = model.architecture.tensors
-        profile = formula_profile(model.architecture, tensors, [True] * len(tensors), image_tokens=images)
+    choice = read_choice(options.lora, options.freeze)
+    profile = trial_predictions.profile_model(
+        model,
+        length,
+        "cuda",
+        variants=[Variant(autocast=True)] if autocast else [],
+        trust_remote_code=options.trust_remote_code,
+        choice=choice,
+        image_tokens=images,
+    )
+    if choice is not None or model.architecture is not None:
         notes.append("parameters are exact, activations computed from config.json and not measured on the model")
-        if model.architecture.active_parameters < model.architecture.facts.parameters:
-            active = units.format_parameters(model.architecture.active_parameters)
-            notes.append(f"a token uses {active}")
-        if images:
-            notes.append(f"each sequence has {images:,} image tokens (--image-tokens)")
-    else:
-        profile = trial_predictions.profile_model(
-            model,
-            length,
-            "cuda",
-            variants=[Variant(autocast=True)] if autocast else [],
-            trust_remote_code=options.trust_remote_code,
-        )
+    if model.architecture is not None and model.architecture.active_parameters < model.architecture.facts.parameters:
+        notes.append(f"a token uses {units.format_parameters(model.architecture.active_parameters)}")
+    if images:
+        notes.append(f"each sequence has {images:,} image tokens (--image-tokens)")
     if isinstance(profile, trial_predictions.Unpredicted):
         raise UsageError(f"--model {model.name}: {profile.reason}", remedy="measure it with the command run")
+    if profile.frozen:
+        frozen = units.format_parameters(profile.frozen_parameters)
+        notes.append(f"frozen: {frozen}, which below ZeRO-3 every GPU holds whole; only what is trained is split there")
     workload = Workload(
         model=model.name,
         model_source=model.source,
@@ -222,6 +225,8 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None, list
         grad_accum=options.grad_accum,
         precision=options.precision,
         activation_checkpointing=options.activation_checkpointing,
+        lora=options.lora,
+        freeze=options.freeze,
     )
     planned = PlannedTrial(
         profile=profile,

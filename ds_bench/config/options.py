@@ -52,6 +52,7 @@ MAX_PORT = 2**16 - 1
 COUNT: Mapping[str, Any] = {"ge": 1, "le": MAX_NUMBER}
 DEFAULT_BATCH_SIZE = 4
 FACTORY = r"^[^:]+:[^:]+$"
+LORA = r"[1-9][0-9]{0,4}(:[^:,\s]+(,[^:,\s]+)*)?"
 """The form of ``--model-factory``."""
 ALL = "all"
 """Stands for every strategy."""
@@ -156,6 +157,12 @@ class Options:
     seed: int = option(int, 42, "seed of weights and data", key="training.seed", limits={"ge": 0, "le": 2**32 - 1})
     dropout: float | None = option(float, None, "probability of every dropout in the model, from 0 to below 1",
         without="the model's own", key="training.dropout", metavar="P", limits={"ge": 0, "lt": 1})
+    lora: str | None = option(str, None,
+        "train adapters of this rank on all linear modules, or on those named, and nothing else (peft)",
+        key="training.lora", metavar="R[:MODULE,...]", limits={"pattern": LORA})
+    freeze: str | None = option(str, None,
+        "do not train these: vision, or parts of names of parameters (embed_tokens,layers.0.)",
+        key="training.freeze", metavar="NAME,...", limits={"min_length": 1})
     pass_type: PassType = option(str, "train",
         "what a step is: the model's forward pass, forward and backward, or with the optimizer's step; all but train "
         "only at stage 0", flag=False, key="training.pass_type", choices=PASS_TYPES)

@@ -103,6 +103,10 @@ class Workload:
     trust_remote_code: bool = False
     dropout: float | None = None
     """None: the model's own."""
+    lora: str | None = None
+    """Adapters that are trained alone, as ``trained_parameters.parse_lora`` reads them; None: none."""
+    freeze: str | None = None
+    """Parts of the names of parameters that are not trained; None: none."""
     attention: str | None = None
     """None: Transformers' own choice."""
     loss: LossName = "model"

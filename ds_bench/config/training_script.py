@@ -37,6 +37,8 @@ _REFUSED = (
     *(
         "training.activation_checkpointing",
         "training.dropout",
+        "training.lora",
+        "training.freeze",
         "training.seed",
         "training.pass_type",
         "training.synchronized",

@@ -22,8 +22,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from ..config.trained_parameters import TrainedParameters, is_frozen
+from ..errors import UsageError
 from ..models.architectures import Architecture, Stack, Tensor
-from .model_profile import Activations, ModelProfile, Polynomial
+from .model_profile import Activations, ModelProfile, NothingTrainedError, Polynomial
 from .model_states import FP32_BYTES
 
 _MLP_INPUTS = {"gate_proj", "up_proj", "gate_up_proj", "fc1", "c_fc", "dense_h_to_4h", "wi", "wi_0", "wi_1"}
@@ -39,13 +41,13 @@ _SORTING_BYTES = 38
 
 
 def formula_profile(
-    architecture: Architecture, tensors: Sequence[Tensor], trained: Sequence[bool], *, image_tokens: int = 0
+    architecture: Architecture, choice: TrainedParameters | None = None, *, image_tokens: int = 0
 ) -> ModelProfile:
-    """Return the profile of a model.
+    """Return the profile of a model. ``choice``: what is trained of it; None: all. ``image_tokens``: of one sequence.
 
-    ``tensors``: the architecture's, with those of adapters. ``trained``: of each tensor. ``image_tokens``: of one
-    sequence.
+    Raises UsageError if the choice names something that the model does not have, or leaves nothing to train.
     """
+    tensors, trained = _choose(architecture, choice)
     facts, frozen = architecture.facts, not all(trained)
     formats, stage_3_formats = (
         {
@@ -73,6 +75,39 @@ def formula_profile(
         frozen=tuple((number, each.elements) for number, each in enumerate(tensors) if not trained[number]),
         rows=tuple(each.shape[0] for each in tensors),
     )
+
+
+def _choose(architecture: Architecture, choice: TrainedParameters | None) -> tuple[list[Tensor], list[bool]]:
+    """All tensors, with those of adapters after the module that they adapt, and which of them are trained."""
+    tensors = list(architecture.tensors)
+    if choice is None:
+        return tensors, [True] * len(tensors)
+    name = architecture.facts.name
+    for pattern in choice.freeze:
+        if not any(is_frozen(tensor.name, [pattern]) for tensor in tensors):
+            example = next((each.name for each in tensors if each.layer is not None), tensors[0].name)
+            raise UsageError(f"--freeze {pattern}: {name} has no such parameter", remedy=f"names are like {example}")
+    has_bias = {tensor.name for tensor in tensors if tensor.name.endswith(".bias")}
+    chosen: list[tuple[Tensor, bool]] = []
+    for tensor in tensors:
+        chosen.append((tensor, choice.trains(tensor.name)))
+        module, _, kind = tensor.name.rpartition(".")
+        if kind == "bias" or (kind == "weight" and f"{module}.bias" not in has_bias):
+            shape = next(each.shape for each in tensors if each.name == f"{module}.weight")
+            if choice.lora is not None and len(shape) == 2 and choice.adapts(module):
+                # GPT-2's Conv1D holds its weight transposed.
+                wide, high = shape if architecture.model_type == "gpt2" else (shape[1], shape[0])
+                rank, where = choice.lora.rank, (tensor.part, tensor.layer)
+                chosen.append((Tensor(f"{module}.lora_A.weight", (rank, wide), *where), True))
+                chosen.append((Tensor(f"{module}.lora_B.weight", (high, rank), *where), True))
+    if choice.lora is not None and len(chosen) == len(tensors):
+        modules = sorted(
+            {each.name.split(".")[-2] for each in tensors if len(each.shape) == 2 and each.layer is not None}
+        )
+        raise UsageError(f"--lora: {name} has no such module", remedy=f"its modules are {', '.join(modules)}")
+    if not any(is_trained for _, is_trained in chosen):
+        raise NothingTrainedError(f"--freeze leaves nothing of {name} to train", remedy="freeze less of it")
+    return [tensor for tensor, _ in chosen], [is_trained for _, is_trained in chosen]
 
 
 def _activations(

@@ -14,7 +14,9 @@ from typing import Any
 from ..config.deepspeed_config import tensor_parallel_size
 from ..config.identity import row_key
 from ..config.spec import Accelerator, Placement, Trial
+from ..config.trained_parameters import TrainedParameters
 from ..errors import DsBenchError, PreflightError, UsageError
+from ..models.architectures import read_architecture
 from ..models.lookup import ResolvedModel
 from ..records import json_files
 from ..records.json_files import InvalidValueError
@@ -22,6 +24,7 @@ from ..records.schema import RankMeasurement, TrialRecord, measured_values
 from ..system.environment import Environment
 from ..units import format_bytes
 from . import fit_search
+from .formula_profile import formula_profile
 from .inputs import unpredicted_settings
 from .model_profile import USUAL, ModelProfile, NothingTrainedError, Variant, find_profile, measure_profile
 from .predicted_memory import Prediction, predict
@@ -96,13 +99,26 @@ def profile_model(
     variants: Iterable[Variant] = (),
     trust_remote_code: bool = False,
     environment: Mapping[str, str] | None = None,
+    choice: TrainedParameters | None = None,
+    image_tokens: int = 0,
 ) -> ModelProfile | Unpredicted:
     """Find the sizes of a model's tensors and activations: stored for a preset, else measured in a child process.
 
     ``dropout``: None for the model's own. ``variants``: those that are needed besides the usual one.
     ``environment``: variables of the trials' processes, so that a model is built as they build it. A run must not fail
-    because nothing can be predicted; raises only NothingTrainedError.
+    because nothing can be predicted; raises only NothingTrainedError, and UsageError for a ``choice`` that the
+    model does not have. ``choice``: what is trained of it. ``image_tokens``: of one sequence.
     """
+    architecture = model.architecture
+    if choice is not None and architecture is None:
+        if model.facts is None:
+            return Unpredicted(reason=f"what --lora and --freeze leave of {model.name} is not known by formula")
+        try:
+            architecture = read_architecture(model.name, {**model.facts.config, "model_type": model.facts.model_type})
+        except UsageError as error:
+            return Unpredicted(reason=error.problem)
+    if architecture is not None:
+        return formula_profile(architecture, choice, image_tokens=image_tokens)
     # Layers of several kinds: a preset's profile has one kind, so measure all of them.
     kinds = None if model.facts is None else model.facts.config.get("layer_types")
     are_alike = not isinstance(kinds, list) or len(set(map(str, kinds))) < 2

@@ -27,7 +27,9 @@ from unittest import mock
 
 import torch
 
+from ..config import trained_parameters
 from ..config.spec import Engine, Workload, block_of
+from ..config.trained_parameters import TrainedParameters
 from .library_versions import dtype_argument
 from .lookup_model import import_factory
 from .replaced_layers import install_loss, install_tiled_mlp
@@ -114,6 +116,9 @@ def build_model(
         stage3 = HfDeepSpeedConfig(dict(config))  # only now: it must not be built inside zero.Init
     if workload.dropout is not None:
         set_dropouts(module, workload.dropout)
+    choice = trained_parameters.of_workload(workload)
+    if choice is not None:
+        choose_trained(module, choice, workload.seed)
     module.train()
     install_loss(module, workload.loss)
     if workload.tiled_mlp:
@@ -121,6 +126,37 @@ def build_model(
     if workload.activation_checkpointing:
         enable_checkpointing(module)
     return BuiltModel(module=module, make_batch=make_batch, stage3=stage3, notes=notes)
+
+
+def choose_trained(module: torch.nn.Module, choice: TrainedParameters, seed: int) -> None:
+    """Freezes parameters of a model, and adds adapters to it in place (peft).
+
+    Raises ValueError if a name fits no parameter, or no linear module.
+    """
+    names = [name for name, _ in module.named_parameters()]
+    for pattern in choice.freeze:
+        if not any(trained_parameters.is_frozen(name, [pattern]) for name in names):
+            raise ValueError(f"--freeze {pattern}: no parameter has this in its name, for example {names[0]}")
+    for name, parameter in module.named_parameters():
+        if not choice.trains(name):
+            parameter.requires_grad_(False)
+    if choice.lora is None:
+        return
+    import peft
+    from transformers.pytorch_utils import Conv1D
+
+    linear = [name for name, each in module.named_modules() if isinstance(each, (torch.nn.Linear, Conv1D))]
+    targets = [name for name in linear if choice.adapts(name)]
+    if not targets:
+        raise ValueError(f"--lora: no linear module is called {', '.join(choice.lora.modules)}")
+    config = peft.LoraConfig(r=choice.lora.rank, target_modules=targets)
+    peft.inject_adapter_in_model(config, module)
+    dtype = next(module.parameters()).dtype
+    for name, parameter in module.named_parameters():
+        if ".lora_" in name:
+            parameter.data = parameter.data.to(dtype)
+            if ".lora_A." in name:  # drawn alike at every stage; lora_B stays zero, as in peft
+                parameter.data.copy_(draw_matrix(name, parameter.shape, seed, dtype, parameter.device))
 
 
 def _build_from_config(workload: Workload, dtype: torch.dtype, device: torch.device, stage3: bool) -> torch.nn.Module:

@@ -99,6 +99,8 @@ OTHER_WORKLOADS: dict[str, Any] = {
     "data_dtype": "uint16",
     "data_tokens": 9,
     "data_digest": "a",
+    "lora": "8",
+    "freeze": "mlp",
 }
 OTHER_PLACEMENTS: dict[str, Any] = {
     "accelerator": "cpu",

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from ds_bench.config.spec import Configuration, Trial, Workload
+from ds_bench.config.trained_parameters import of_workload
+from ds_bench.models.architectures import read_architecture
 from ds_bench.models.lookup import ResolvedModel
 from ds_bench.prediction import trial_predictions
+from ds_bench.prediction.formula_profile import formula_profile
 from ds_bench.prediction.model_profile import ModelProfile, variant_of
 from tests.support import fakes
 from tests.support.ledger_checks import check
@@ -80,3 +83,39 @@ def test_a_documented_factory_is_predicted_labelled_and_trained_alike(
             assert bool(rank.recomputed_flops) is workload.activation_checkpointing
             assert bool(rank.notes) is (example in ("t5", "vit"))  # whose samples are not sequences of that length
         assert record.ranks[0].losses == pytest.approx(reference.losses, rel=0.02), trial.configuration.name
+
+
+LLAMA = {
+    "vocab_size": 509, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "use_cache": False, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "choice"),
+    [
+        ("zero0", {"lora": "4"}),
+        ("zero1", {"lora": "4:q_proj,v_proj"}),
+        ("zero2", {"lora": "4", "freeze": "layers.0."}),
+        ("zero3", {"lora": "4", "activation_checkpointing": True}),
+        ("cpu_optimizer", {"freeze": "embed_tokens,mlp"}),
+        ("zero3", {"freeze": "embed_tokens,layers.0."}),
+    ],
+)
+def test_adapters_and_frozen_parameters_are_trained_as_predicted(
+    row: str, choice: dict[str, Any], launch: Launch
+) -> None:
+    """Of a built-in model, by flags: its ledger is that of the formulas, which know no torch."""
+    sizes = {"batch_size": 2, "seq_length": 16, "num_steps": 2, "warmup_steps": 1}
+    workload = Workload(
+        model="llama", model_source="preset", model_type="llama", model_config=LLAMA, **{**sizes, **choice}
+    )
+    trial = _trial({**ROWS, "zero2": fakes.zero(2)}[row], workload)
+    record = launch(trial)
+    architecture = read_architecture("llama", {**LLAMA, "model_type": "llama"})
+    profile = formula_profile(architecture, of_workload(workload))
+    check(trial, profile, record)
+    for rank in record.ranks:
+        assert rank.trainable_parameter_count == profile.parameters
+        assert rank.parameter_count == profile.parameters + profile.frozen_parameters
+        assert rank.frozen_weights_changed is False

@@ -67,7 +67,7 @@ def test_facts_and_profiles_of_presets_follow_from_their_configs() -> None:
         names = [field.name for field in fields(preset) if field.name != "config"]
         counted[name] = [getattr(found.facts, each) for each in names]
         expected[name] = [getattr(preset, each) for each in names]
-        by_formula = formula_profile(found, found.tensors, [True] * len(found.tensors))
+        by_formula = formula_profile(found)
         measured = find_profile(preset, 512)
         assert by_formula.tensors == measured.tensors
         known, real = by_formula.activations["bf16"], measured.activations["bf16"]

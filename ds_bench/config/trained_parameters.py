@@ -1,0 +1,82 @@
+"""Which parameters are trained: adapters of ``--lora`` and what ``--freeze`` leaves out, by the names of parameters.
+
+Both the worker, which builds the model, and the formulas, which only list its tensors, decide by these functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from .spec import Workload
+
+VISION = ("*visual.*", "*vision_tower.*", "*vision_model.*")
+"""What ``--freeze vision`` stands for: the vision tower, with Qwen's merger, as Transformers names it."""
+_NOT_LINEAR = ("gate", "router", "lm_head", "relative_attention_bias", "shared", "embed")
+"""Ends of names of matrices that get no adapter: routers, output head, tables, whose names have ``embed`` in them."""
+
+
+class Lora(NamedTuple):
+    """The adapters of ``--lora``."""
+
+    rank: int
+    modules: tuple[str, ...] = ()
+    """Last parts of the names of the linear modules that get one; empty: all linear modules but the output head."""
+
+    def adapts(self, module: str) -> bool:
+        """Whether a linear module of this name gets an adapter; peft compares names in the same way."""
+        return not self.modules or any(module == each or module.endswith(f".{each}") for each in self.modules)
+
+
+def parse_lora(text: str) -> Lora:
+    """Read ``16`` or ``16:q_proj,v_proj``. Raises ValueError."""
+    rank, _, modules = text.partition(":")
+    if not rank.isdecimal() or not 1 <= int(rank) <= 65536 or text.endswith(":"):
+        raise ValueError(f"{text[:40]!r} is not a rank, or a rank and modules such as 16:q_proj,v_proj")
+    names = tuple(each.strip() for each in modules.split(",")) if modules else ()
+    if not all(names):
+        raise ValueError(f"{text[:40]!r} has a module without a name")
+    return Lora(int(rank), names)
+
+
+def is_frozen(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a pattern of ``--freeze`` fits this name of a parameter: ``vision``, or a part of it with * and ?."""
+    for each in patterns:
+        globs = VISION if each == "vision" else (f"*{each}*",)
+        if any(fnmatchcase(name, glob) for glob in globs):
+            return True
+    return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedParameters:
+    """What is trained of a model: everything, unless adapters are or something is frozen."""
+
+    lora: Lora | None = None
+    freeze: tuple[str, ...] = ()
+
+    def trains(self, name: str) -> bool:
+        """Whether the parameter of the model itself with this name is trained."""
+        return self.lora is None and not is_frozen(name, self.freeze)
+
+    def adapts(self, module: str) -> bool:
+        """Whether the linear module of this name gets an adapter: not a frozen one."""
+        last = module.rpartition(".")[2]
+        if self.lora is None or last in _NOT_LINEAR or "embed" in last:
+            return False
+        return self.lora.adapts(module) and not is_frozen(f"{module}.weight", self.freeze)
+
+
+def read_choice(lora: str | None, freeze: str | None) -> TrainedParameters | None:
+    """What the flags ask for; None if everything is trained. Raises ValueError."""
+    if lora is None and freeze is None:
+        return None
+    patterns = tuple(filter(None, (each.strip() for each in (freeze or "").split(","))))
+    return TrainedParameters(lora=None if lora is None else parse_lora(lora), freeze=patterns)
+
+
+def of_workload(workload: Workload) -> TrainedParameters | None:
+    """What a workload trains; None if everything."""
+    return read_choice(workload.lora, workload.freeze)
