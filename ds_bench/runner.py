@@ -89,10 +89,10 @@ def run_comparison(
             raise UsageError(f"{name} is not text in UTF-8, as results must be", remedy="rename the file or folder")
     if not (options.dry_run or options.script):
         require_packages("a run")
-    if options.inspection.monitor == "tensorboard":
-        require_installed("tensorboard", "--monitor tensorboard")
-    if any(point.lora for point in points) and not options.dry_run:
-        require_installed("peft", "--lora")
+    asked = [("tensorboard", "--monitor tensorboard")] * (options.inspection.monitor == "tensorboard")
+    asked += [("peft", "--lora")] * (options.lora is not None and not options.dry_run)
+    for package, flag in asked:
+        require_installed(package, flag)
     store: RunFolder | None = None
     with processes.handling_signals(), contextlib.ExitStack() as versions:
         try:

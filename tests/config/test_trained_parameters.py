@@ -15,7 +15,7 @@ from ds_bench.prediction.model_profile import NothingTrainedError
 def test_rank_and_modules_are_read() -> None:
     assert (parse_lora("16"), parse_lora("8:q_proj,v_proj")) == (Lora(16), Lora(8, ("q_proj", "v_proj")))
     for text in ("", "0", "r16", "16:", "16:q_proj,", "-1", "1.5"):
-        with pytest.raises(ValueError, match="rank|module"):
+        with pytest.raises(ValueError, match=r"rank|module"):
             parse_lora(text)
 
 
