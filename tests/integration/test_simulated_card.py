@@ -69,7 +69,6 @@ EMPTY = {
     "nvme_stored_gb nvme_read_gb_per_step nvme_written_gb_per_step nvme_needed_gb_per_sec nvme_measured_gb_per_sec "
     "ledger_nvme_parameters_gb ledger_nvme_optimizer_states_gb disk_bound": "offload to a disk",
     "profiled_flops_per_token": "compiled models",
-    "gpu_power_watts gpu_joules_per_token": "windows of a second",
     "phase_data_ms data_wait_ms vocab_size data_file": "data files",
     "checkpoint_save_seconds checkpoint_save_gb checkpoint_save_cpu_peak_gb checkpoint_load_seconds "
     "checkpoint_load_cpu_peak_gb checkpoint_model_16bit_seconds checkpoint_model_16bit_gb "
@@ -96,7 +95,9 @@ def test_every_strategy_fills_every_column_of_a_gpu(every_strategy: Run, subtest
         expected = always | (BY_OFFLOAD if "offload" not in row["strategy"] else set())
         expected |= BY_DEEPSPEED if row["engine"] != "deepspeed" else set()
         with subtests.test(row["strategy"]):
-            assert {name for name, value in row.items() if value is None} - {"caveats"} == expected
+            empty = {name for name, value in row.items() if value is None}
+            # Power needs a window of a second, which depends on the machine.
+            assert empty - {"caveats", "gpu_power_watts", "gpu_joules_per_token"} == expected
             assert row["launch"] == "warm"
 
 
