@@ -242,7 +242,9 @@ class Check:
         partial = self.archive_path.with_name(self.archive_path.name + ".tmp")
         with tarfile.open(partial, "w:gz") as file:
             for path in self._kept():
-                content = scrub(path.read_bytes()[-_LOG_BYTES if path.suffix in _LOGS or path.name == "log" else 0 :])
+                content = self._scrub(
+                    path.read_bytes()[-_LOG_BYTES if path.suffix in _LOGS or path.name == "log" else 0 :]
+                )
                 member = tarfile.TarInfo(str(Path(self.out.name) / path.relative_to(self.out)))
                 member.size, member.mtime = len(content), int(path.stat().st_mtime)
                 file.addfile(member, io.BytesIO(content))
@@ -263,30 +265,29 @@ class Check:
             if path.is_file() and (is_wanted if is_of_trial else is_text):
                 yield path
 
+    def _scrub(self, content: bytes) -> bytes:
+        """Remove what names this machine or its user: host name, folders, UUIDs."""
+        text = content.decode(errors="replace")
+        for folder, word in ((self.out, "OUT"), (ROOT, "."), (Path.home(), "~")):
+            text = text.replace(str(folder), word) if len(str(folder)) > 1 else text
+        if len(name := platform.node()) > 3:  # a shorter one would hit other words
+            text = re.sub(rf"\b{re.escape(name)}\b", "HOST", text)
+        text = re.sub(r'"hostname": ?"[^"]*"', '"hostname": "HOST"', text)
+        return re.sub(r"\b(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", r"\1-UUID", text).encode()
+
 
 _LOGS = (".log", ".stacks")
-
-
-def scrub(content: bytes) -> bytes:
-    """Remove what names this machine or its user: host name, folders, UUIDs."""
-    text = content.decode(errors="replace")
-    for folder, word in ((str(ROOT), "."), (str(Path.home()), "~")):
-        text = text.replace(folder, word) if len(folder) > 1 else text
-    if len(name := platform.node()) > 3:
-        text = re.sub(rf"\b{re.escape(name)}\b", "HOST", text)
-    text = re.sub(r'"hostname": ?"[^"]*"', '"hostname": "HOST"', text)
-    return re.sub(r"\b(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", r"\1-UUID", text).encode()
 
 
 def save_nvidia_smi(out: Path) -> None:
     """Keep ``nvidia-smi -q`` without what names a GPU or its users."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         text = subprocess.run(["nvidia-smi", "-q"], capture_output=True, text=True, timeout=60, check=True).stdout
-        secret = r"Serial|UUID|GUID|PDI|Board ID|Bus Id|Host ID|Chassis|Slot Number|Tray Index|MAC|Process|Name  *: /"
+        text = re.sub(r"^ *Processes.*?(?=^GPU |\Z)", "", text, flags=re.MULTILINE | re.DOTALL)
+        text = re.sub(r"^GPU [0-9A-Fa-f:.]+$", "GPU", text, flags=re.MULTILINE)
+        secret = r"Serial|UUID|GUID|PDI|Board ID|Bus Id|Host ID|Chassis|Slot Number|Tray Index|MAC"
         kept = [line for line in text.splitlines() if not re.search(secret, line)]
-        (out / "nvidia_smi.txt").write_text(
-            "\n".join("GPU" if re.match("GPU ", line) else line for line in kept) + "\n"
-        )
+        (out / "nvidia_smi.txt").write_text("\n".join(kept) + "\n")
 
 
 def seconds_left() -> float:

@@ -47,6 +47,15 @@ echo "GPU-12345678-90ab-cdef-1234-567890abcdef in $PWD"
 exit 0
 """
 
+NVIDIA_SMI = """GPU 00000000:DB:00.0
+    Product Name                          : NVIDIA H100
+    Serial Number                         : 1650124008279
+    GPU UUID                              : GPU-f7b02328-d6fe-5b1f-9683-15041689bb03
+    Processes
+        Process ID                        : 77
+            Name                          : python of_mine.py
+"""
+
 
 def write_run(folder: Path) -> None:
     """A row predicted at 2 GB that took 1 GB, and one that failed, each with a log of its rank."""
@@ -72,13 +81,17 @@ def start(tmp_path: Path) -> Any:
     python = tmp_path / "python"
     python.write_text(INTERPRETER.format(python=sys.executable, rows=rows, runs=tmp_path / "runs"))
     python.chmod(0o755)
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\ncat <<'END'\n{NVIDIA_SMI}END\n")
+    smi.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
 
     def go(steps: str, hangs: str = "", stderr: int | None = None, **variables: str) -> subprocess.Popen[str]:
         given = {"GPU_CHECK_ACCELERATOR": "cpu", "GPU_CHECK_MODELS": "tiny", "STEPS": steps, "HANGS": hangs}
         return subprocess.Popen(
             [str(ROOT / "scripts/gpu_check.sh"), str(tmp_path / "out")],
             cwd=ROOT,
-            env={**os.environ, **given, "PYTHON": str(python), **variables},
+            env={**os.environ, **given, "PYTHON": str(python), "PATH": path, **variables},
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
@@ -101,6 +114,7 @@ def test_a_call_that_ends_reports_and_archives_everything_but_names(start: Any, 
     assert {"tiny-zero/zero_comparison_1.json", "fidelity/figures.json", "report.txt", "steps.json"} <= files.keys()
     logs = {name: len(text) for name, text in files.items() if name.startswith("tiny-zero/") and "rank0.log" in name}
     assert logs == {"tiny-zero/runs/run_1/trials/99_bad/rank0.log": 100_000}, "of the row that failed, its end"
+    assert files["nvidia_smi.txt"].split() == ["GPU", "Product", "Name", ":", "NVIDIA", "H100"]
     assert files["tiny-zero/log"] == "GPU-UUID in .\n"
     assert '"hostname": "HOST"' in files["tiny-zero/runs/run_1/records.jsonl"]
     assert not [name for name, text in files.items() if str(ROOT) in text]
