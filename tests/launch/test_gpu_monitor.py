@@ -24,12 +24,12 @@ GB = fakes.GB
 
 
 class Steps:
-    """A launcher that reports every step."""
+    """A launcher that reports every step, and one after the window."""
 
     step: int | None = None
 
     def launch(self, trial: Trial, folder: Path, listen: ProgressCallback) -> TrialRecord:  # noqa: ARG002
-        for self.step in range(-1, trial.workload.warmup_steps + trial.workload.num_steps):
+        for self.step in range(-1, trial.workload.warmup_steps + trial.workload.num_steps + 1):
             listen(Progress(phase="forward", step=self.step, last_step_seconds=0.1, elapsed_seconds=1.0))
         return fakes.success(trial)
 
