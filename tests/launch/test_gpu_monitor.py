@@ -24,12 +24,12 @@ GB = fakes.GB
 
 
 class Steps:
-    """A launcher that reports every step, and one after the window."""
+    """A launcher that reports every step, and two after the window."""
 
     step: int | None = None
 
     def launch(self, trial: Trial, folder: Path, listen: ProgressCallback) -> TrialRecord:  # noqa: ARG002
-        for self.step in range(-1, trial.workload.warmup_steps + trial.workload.num_steps + 1):
+        for self.step in range(-1, trial.workload.warmup_steps + trial.workload.num_steps + 2):
             listen(Progress(phase="forward", step=self.step, last_step_seconds=0.1, elapsed_seconds=1.0))
         return fakes.success(trial)
 
@@ -53,13 +53,13 @@ def caveats(*reasons: str, indices: tuple[int, ...] = (0, 1), **facts: float) ->
 def test_clock_power_and_temperature_are_those_of_the_measured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps()
     trial = fakes.trial(on=fakes.placement(accelerator="cuda", num_gpus=2))
-    seconds = [0.5 * step for step in range(trial.workload.warmup_steps + trial.workload.num_steps + 1)]
+    seconds = [0.5 * step for step in range(14)]
     monkeypatch.setattr(warm_launcher.time, "monotonic", lambda: seconds[steps.step or 0])
 
     def read() -> GpuInventory:
         """Hot and slow outside the window of 2 to 11 steps; in it the first card draws 300 W."""
         step = steps.step or 0
-        inside = trial.workload.warmup_steps <= step < len(seconds) - 1
+        inside = trial.workload.warmup_steps <= step < len(seconds) - 2
         facts = {"temperature_celsius": 50 + step if inside else 99, "sm_clock_mhz": 1900 + step if inside else 100}
         first, second = (replace(gpu, **facts) for gpu in fakes.inventory(cards=2).gpus)
         return GpuInventory(gpus=(replace(first, energy_joules=300 * seconds[step]), second))
