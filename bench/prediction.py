@@ -13,6 +13,7 @@ is in use outside it. A strategy that fails is reported and left out.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -76,8 +77,13 @@ def commands(args: argparse.Namespace, setting: harness.Setting, scratch: Path) 
 
 
 def records(folder: Path) -> list[TrialRecord]:
-    lines = [line for path in sorted(folder.rglob("records.jsonl")) for line in path.read_text().splitlines()]
-    return [json_files.parse(TrialRecord, line.encode()) for line in lines if line.strip()]
+    """The records of the runs below a folder, without lines that were cut short."""
+    found = []
+    for path in sorted(folder.rglob("records.jsonl")):
+        for line in path.read_bytes().splitlines():
+            with contextlib.suppress(ValueError):  # json_files.InvalidValueError too
+                found.append(json_files.parse(TrialRecord, line))
+    return found
 
 
 def pairs(record: TrialRecord) -> list[Pair]:

@@ -203,11 +203,13 @@ class Check:
             file.write(text + "\n")
 
     def is_due(self, step: Step, words: list[str]) -> bool:
-        """Whether a call runs this step: what ``STEPS`` names, else what has not ended or was cut by the budget."""
+        """Whether a call runs this step: what ``STEPS`` names, else what has not ended, also for lack of budget."""
         if words:
             return any(step.name == word or step.name.startswith(f"{word}-") for word in words)
         ended = self.steps.get(step.name)
-        return ended is None or (ended["timed_out"] and ended["limit_seconds"] < step.limit_seconds)
+        if ended is None or ended["exit_code"] is None:
+            return True
+        return bool(ended["timed_out"] and ended["limit_seconds"] < step.limit_seconds)
 
     def run(self, step: Step) -> int:
         """Run a step within its limit and the budget. Return its exit code; 124 if its time was up."""
@@ -253,10 +255,10 @@ class Check:
     def _kept(self) -> Iterator[Path]:
         """Rows, records, figures and configurations; logs of ranks only where a row did not succeed."""
         succeeded = {
-            path.parent / "trials" / record["trial"]["trial_id"]
+            path.parent / "trials" / record.trial.trial_id
             for path in self.out.rglob("records.jsonl")
-            for record in map(json.loads, path.read_text().splitlines())
-            if record["outcome"]["status"] == "Success"
+            for record in prediction.records(path.parent)
+            if record.outcome.success
         }
         for path in sorted(self.out.rglob("*")):
             is_log, is_of_trial = path.suffix in _LOGS, "trials" in path.parts
@@ -346,7 +348,7 @@ def memory_lines(out: Path, tables: dict[str, list[dict[str, Any]]], wrong: list
     """Predicted against measured memory, and the phase that decides; what the constants should be."""
     lines = []
     for folder in sorted(out.iterdir()):
-        for record in prediction.records(folder) if folder.is_dir() else ():
+        for record in prediction.records(folder / "runs"):
             pairs = {pair.what: pair for pair in (prediction.pairs(record) if record.outcome.success else ())}
             for what in (name for name in _PREDICTED if name in pairs):
                 pair = pairs[what]
