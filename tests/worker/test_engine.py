@@ -6,9 +6,11 @@ import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -84,3 +86,28 @@ def test_the_optimizer_of_a_gpu_updates_split_parameters(name: str, tmp_path: Pa
         assert not torch.equal(model.weight.to_local(), before)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_sdpa_gets_a_mask_only_when_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caveat ``compiled_mask`` says so; a version of Transformers that builds none makes it wrong."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = transformers.LlamaConfig(num_hidden_layers=1, vocab_size=32, attn_implementation="sdpa", **sizes)
+    model = transformers.LlamaForCausalLM(config)
+    ids, masks = torch.zeros(1, 8, dtype=torch.long), list[object]()
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def record(*arguments: Any, **named: Any) -> torch.Tensor:
+        masks.append(named.get("attn_mask"))
+        return sdpa(*arguments, **named)
+
+    def record_compiled(graph: torch.fx.GraphModule, _inputs: object) -> Any:
+        calls = [node for node in graph.graph.nodes if node.target is sdpa]
+        masks.extend(str(call.kwargs["attn_mask"]) for call in calls)
+        return graph.forward
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+        model(ids, position_ids=torch.arange(8)[None], use_cache=False)
+    assert masks == [None]
+    torch.compile(model, backend=record_compiled)(ids, position_ids=torch.arange(8)[None], use_cache=False)
+    assert masks == [None, "attention_mask"]
