@@ -111,5 +111,7 @@ class PlanKeywords(TypedDict, total=False):
     keep_batch: bool
     min_gpus: bool
     max_batch: bool
+    quick: bool
+    exact: bool
     online: bool
     trust_remote_code: bool

@@ -16,7 +16,7 @@ from .launch import Launcher
 from .planner import SHORTEST_SEQ_LENGTH, Plan, RequestedRow
 from .prediction.gpu_need import DOES_NOT_FIT
 from .prediction.model_profile import ModelProfile
-from .prediction.predicted_memory import predict
+from .prediction.replayed_need import predict_near
 from .records import schema
 from .records.run_folder import PROBES_FILE, RunFolder
 from .records.schema import TrialRecord
@@ -106,7 +106,9 @@ class SizeSearch:
                 return True
             try:
                 engine = trial.configuration.engine
-                prediction = predict(profile, trial.workload, trial.placement, trial.ds_config, engine=engine)
+                prediction = predict_near(
+                    profile, trial.workload, trial.placement, trial.ds_config, memory.gpu_bytes, engine=engine
+                )
             except (ValueError, KeyError, TypeError, ZeroDivisionError):  # a configuration unknown to the formulas
                 return True
             return prediction.verdict(memory.gpu_bytes, memory.host_bytes) == DOES_NOT_FIT

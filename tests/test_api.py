@@ -193,10 +193,10 @@ def test_a_plan_has_the_rows_of_the_command(capsys: pytest.CaptureFixture[str]) 
     assert commands.main(line.split()) == 0
     assert str(plan) == capsys.readouterr().out.rstrip()
     assert [(row.strategy, row.stage, row.verdict) for row in plan.rows] == [
-        ("zero2", 2, "tight"),
-        ("cpu_full", 3, "tight"),
+        ("zero2", 2, "fits"),
+        ("cpu_full", 3, "fits"),
     ]
-    assert repr(plan) == "<ds_bench.Plan: 0 of 2 rows fit, 2 tight>"
+    assert repr(plan) == "<ds_bench.Plan: 2 of 2 rows fit, 0 tight>"
     frame = plan.to_dataframe()
     assert list(frame["gpu_gb"]) == [row.gpu_bytes / 2**30 for row in plan.rows]
     assert frame["max_batch"].dtype == "Int64"

@@ -334,7 +334,7 @@ def test_json_documents_keep_their_keys_and_types(run_script: Run, tmp_path: Pat
     documents = json_documents(run_script, tmp_path)
     assert {name: types_by_path(document) for name, document in documents.items()} == expected("json_types.json")
     assert {finding["level"] for finding in documents["doctor --json"]} <= {"ok", "warning", "problem"}
-    assert {row["verdict"] for row in documents["plan --json"]} == {"tight", "does not fit"}
+    assert {row["verdict"] for row in documents["plan --json"]} == {"fits", "does not fit"}
 
 
 def test_a_baselines_file_of_an_earlier_version_is_read_and_decides_the_exit_code(tmp_path: Path) -> None:

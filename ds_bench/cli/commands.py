@@ -185,6 +185,8 @@ COMMANDS: Mapping[str, Command] = {
             "--keep-batch": {**_ON, "help": "the batch keys of each file of --configs rule"},
             "--min-gpus": {**_ON, "help": "also show how many GPUs each strategy needs"},
             "--max-batch": {**_ON, "help": "also show the largest micro-batch of each strategy"},
+            "--quick": {**_ON, "help": "judge rows near the card's memory by a rule, without replaying allocations"},
+            "--exact": {**_ON, "help": "replay the allocations of every row (seconds)"},
             "--online": {**_ON, "help": "ask the Hub for a model that is neither a preset nor a folder"},
             "--trust-remote-code": flag_of("trust_remote_code"),
             "--verbose": {**_ON, "help": "also print memory by category, and assumptions"},

@@ -70,6 +70,8 @@ class PlanOptions:
     freeze: str | None
     min_gpus: bool
     max_batch: bool
+    quick: bool
+    exact: bool
     online: bool
     trust_remote_code: bool
     verbose: bool
@@ -112,7 +114,7 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
     rows = []
     for configuration in [*configurations, *_of_files(options, question, files, hidden_size, lines)]:
         planned = replace(question, configuration=configuration, workload=configuration.applied_to(question.workload))
-        prediction = planned.predict()
+        prediction = planned.judge(capacity)
         rows.append(
             PlanRow(
                 trial=planned,
@@ -179,6 +181,8 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None, list
     """Return the planned trial, with a stand-in for the configuration, the model's hidden size, and notes on both."""
     if options.batch_size * (options.seq_length or 1) > _MAX_TOKENS:
         raise UsageError(f"--batch-size {options.batch_size} is beyond any memory", remedy="give a smaller one")
+    if options.quick and options.exact:
+        raise UsageError("--quick and --exact exclude each other", remedy="give one of them")
     if options.num_gpus > _MAX_GPUS:
         raise UsageError(f"--num-gpus {options.num_gpus} is beyond any job", remedy=f"give {_MAX_GPUS} or fewer")
     model = resolve_model(
@@ -240,6 +244,7 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None, list
         ),
         configuration=strategies.make_configuration(strategies.named_strategy("zero0")),
         ranks_per_node=options.gpus_per_node or 8,
+        replays="always" if options.exact else "never" if options.quick else "near",
     )
     return planned, model.hidden_size, notes
 

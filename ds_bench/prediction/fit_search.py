@@ -17,6 +17,7 @@ from ..units import format_items
 from .gpu_need import DOES_NOT_FIT, FITS, TIGHT
 from .model_profile import ModelProfile
 from .predicted_memory import Alternative, Prediction, Saving, predict
+from .replayed_need import ReplayMode, predict_near
 
 LARGEST_BATCH = 65536
 """Largest micro-batch that is tried: if it fits, the largest that fits may be larger."""
@@ -45,6 +46,8 @@ class PlannedTrial:
     """Changes of the DeepSpeed configuration, merged into it by ``deepspeed_config.overlay``."""
     torch_adam: bool = False
     """Whether torch's AdamW is used if the optimizer is not offloaded (``deepspeed_config.complete_config``)."""
+    replays: ReplayMode = "near"
+    """Which rows are replayed when they are judged."""
 
     def config(self) -> deepspeed_config.Config:
         """Return the completed DeepSpeed configuration that the trial would run with."""
@@ -70,6 +73,19 @@ class PlannedTrial:
             self.config(),
             engine=self.configuration.engine,
             ranks_per_node=self.ranks_per_node,
+        )
+
+    def judge(self, gpu_bytes: int | None) -> Prediction:
+        """Predict as ``predict`` does, and replay the trial where the verdict about such a GPU is open."""
+        return predict_near(
+            self.profile,
+            self.workload,
+            self.placement,
+            self.config(),
+            gpu_bytes,
+            engine=self.configuration.engine,
+            ranks_per_node=self.ranks_per_node,
+            mode=self.replays,
         )
 
 
@@ -202,7 +218,7 @@ def savings(planned: PlannedTrial) -> list[Saving]:
 
 def fits(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None = None) -> bool:
     """Whether the trial can fit: any verdict other than ``does not fit``."""
-    return planned.predict().verdict(gpu_bytes, host_bytes) != DOES_NOT_FIT
+    return planned.judge(gpu_bytes).verdict(gpu_bytes, host_bytes) != DOES_NOT_FIT
 
 
 def min_gpus(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None = None) -> int | None:
@@ -250,7 +266,8 @@ def max_batch(
     accepted = (FITS, TIGHT) if tight else (FITS,)
 
     def too_large(size: int) -> bool:
-        return with_settings(planned, {"batch_size": size}).predict().verdict(gpu_bytes, host_bytes) not in accepted
+        changed = with_settings(planned, {"batch_size": size})
+        return changed.judge(gpu_bytes).verdict(gpu_bytes, host_bytes) not in accepted
 
     if too_large(1):
         return None
@@ -290,7 +307,7 @@ def smallest_change(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | Non
     tight: Change | None = None
     for settings in _combined(planned, largest_batch, other_gpus):
         changed = with_settings(planned, settings)
-        prediction = changed.predict()
+        prediction = changed.judge(gpu_bytes)
         verdict = prediction.verdict(gpu_bytes, host_bytes)
         change = Change(settings=settings, prediction=prediction, trial=changed)
         if verdict == FITS:

@@ -98,16 +98,17 @@ class Polynomial:
 
     def fixed_bytes(self, batch_size: int, seq_length: int) -> int:
         """Return the bytes that do not grow with the depth: embedding, logits, loss."""
-        return _evaluate(self.fixed, batch_size, seq_length)
+        return round(evaluate_polynomial(self.fixed, batch_size, seq_length))
 
     def layer_bytes(self, batch_size: int, seq_length: int) -> int:
         """Return the bytes of one layer."""
-        return _evaluate(self.per_layer, batch_size, seq_length)
+        return round(evaluate_polynomial(self.per_layer, batch_size, seq_length))
 
 
-def _evaluate(terms: Mapping[str, float], batch: int, sequence: int) -> int:
-    total: float = sum(value * batch ** term.count("b") * sequence ** term.count("s") for term, value in terms.items())
-    return round(total)
+def evaluate_polynomial(terms: Mapping[str, float], batch_size: int, seq_length: int) -> float:
+    """Return the sum of monomials that are named as those of ``Polynomial``."""
+    total: float = sum(v * batch_size ** term.count("b") * seq_length ** term.count("s") for term, v in terms.items())
+    return total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +166,8 @@ class ModelProfile:
     """Query heads × elements per head; 0 if not known."""
     vocabulary_size: int = 0
     """Logits per token; 0 if not known."""
+    facts: ModelFacts | None = field(default=None, compare=False)
+    """The architecture, whose allocations can be traced; None if only its sizes are known."""
     stage_3_activations: Mapping[str, Activations] = field(default_factory=dict, hash=False)
     """The same with DeepSpeed's memory-efficient linear layers, if they keep more: only with frozen parameters."""
     variants: Mapping[Variant, ModelProfile] = field(default_factory=dict, hash=False)
@@ -266,13 +269,13 @@ def find_profile(
     """
     request = request_for(facts, seq_length, accelerator=accelerator, dropout=dropout, variant=variant)
     key = request_key(request)
-    answer = _built_in().get(key) or _cached(key) or _measure(facts.name, request, key)
+    answer = _built_in().get(key) or cached_answer(key) or _measure(facts.name, request, key)
     profile = ModelProfile.from_answer(facts.name, facts.layers, facts.tied_embeddings, answer)
     # One number is from arithmetic, the other from the built model: where they differ, the profile is of another model.
     if profile.parameters != facts.parameters:
         raise UsageError(f"{facts.name} was counted as {facts.parameters} parameters and built as {profile.parameters}")
     width = facts.attention_heads * facts.head_dim
-    return replace(profile, attention_width=width, vocabulary_size=facts.vocabulary_size)
+    return replace(profile, attention_width=width, vocabulary_size=facts.vocabulary_size, facts=facts)
 
 
 def measure_profile(
@@ -307,7 +310,7 @@ def measure_profile(
     # A factory's code, or a model of the Hub, may change under the same name: answers about them are not kept.
     code = _hash_code(name) if source == "path" else None
     key = None if code is None else request_key({**request, "code": code})
-    answer = (_cached(key) if key else None) or _measure(name, request, key, environment)
+    answer = (cached_answer(key) if key else None) or _measure(name, request, key, environment)
     profile = ModelProfile.from_answer(name, 1, False, answer)
     if profile.frozen and not profile.parameters:
         raise NothingTrainedError(
@@ -392,7 +395,8 @@ def _cache_file(key: str) -> Path:
     return root / "ds_bench" / "activations" / versions / f"{key}.json"
 
 
-def _cached(key: str) -> dict[str, Any] | None:
+def cached_answer(key: str) -> dict[str, Any] | None:
+    """Return the answer of an earlier child from the user's cache."""
     # RuntimeError: Path.home() of a user without a home folder.
     with contextlib.suppress(OSError, ValueError, RuntimeError, importlib.metadata.PackageNotFoundError):
         return dict(json.loads(_cache_file(key).read_text(encoding="utf-8")))
@@ -413,12 +417,16 @@ def _measure(
             remedy="run it: the ledger of a run measures them",
         )
     if key is not None and "error" not in answer:
-        # Without a writable home folder it is measured again the next time.
-        with contextlib.suppress(OSError, RuntimeError):
-            path = _cache_file(key)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, answer)
+        cache_answer(key, answer)
     return answer
+
+
+def cache_answer(key: str, answer: Mapping[str, Any]) -> None:
+    """Keep an answer in the user's cache; without a writable home folder it is measured again the next time."""
+    with contextlib.suppress(OSError, RuntimeError, importlib.metadata.PackageNotFoundError):
+        path = _cache_file(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, answer)
 
 
 def measure_profiles(

@@ -204,16 +204,7 @@ def predict(
 
     ``ranks_per_node``: None if all ranks are on one node.
     """
-    inputs = MemoryInputs(
-        profile=profile.for_variant(variant_of(workload, ds_config, engine)),
-        precision=_precision(workload, ds_config),
-        data_parallel_size=placement.num_gpus,
-        grad_accum=int(ds_config.get("gradient_accumulation_steps", workload.grad_accum)),
-        accelerator=placement.accelerator,
-        settings=ZeroSettings.from_config(ds_config),
-        engine=engine,
-        pass_type=workload.pass_type,
-    )
+    inputs = inputs_of(profile, workload, placement, ds_config, engine)
     sizes = _activations(inputs, workload, ds_config)
     moments = _moments(inputs, sizes)
     start = moments.pop("initialize", None)
@@ -269,6 +260,22 @@ def predict(
         unknown=sizes.unknown,
         need=need,
         terms=terms,
+    )
+
+
+def inputs_of(
+    profile: ModelProfile, workload: Workload, placement: Placement, ds_config: Mapping[str, Any], engine: Engine
+) -> MemoryInputs:
+    """Return what decides the memory of one rank; see ``predict``."""
+    return MemoryInputs(
+        profile=profile.for_variant(variant_of(workload, ds_config, engine)),
+        precision=_precision(workload, ds_config),
+        data_parallel_size=placement.num_gpus,
+        grad_accum=int(ds_config.get("gradient_accumulation_steps", workload.grad_accum)),
+        accelerator=placement.accelerator,
+        settings=ZeroSettings.from_config(ds_config),
+        engine=engine,
+        pass_type=workload.pass_type,
     )
 
 

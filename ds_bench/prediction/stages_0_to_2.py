@@ -13,7 +13,7 @@ from itertools import accumulate
 from .inputs import NORM_BYTES, MemoryInputs, Phases
 from .model_states import FP32_BYTES, LedgerBuilder, flat_elements
 
-_ENGINE_BUCKET_ELEMENTS = 500_000_000
+ENGINE_BUCKET_ELEMENTS = 500_000_000
 """Stage 0 reduces gradients in flattened copies of this size (engine.py, buffered_allreduce_fallback)."""
 
 
@@ -45,7 +45,7 @@ def _unpartitioned(inputs: MemoryInputs) -> Phases:
     builder.add("gpu", "parameters", inputs.element * count)
     builder.add("gpu", "optimizer_states", inputs.state * count)
     gradients = inputs.element * count
-    bucket = min(count, _ENGINE_BUCKET_ELEMENTS) * inputs.element if inputs.data_parallel_size > 1 else 0
+    bucket = min(count, ENGINE_BUCKET_ELEMENTS) * inputs.element if inputs.data_parallel_size > 1 else 0
     # Only DeepSpeed's FusedAdam gets the fused wrapper (engine.py, use_fused_optimizer).
     unfused = inputs.accelerator == "cpu" or inputs.settings.torch_optimizer
     copies = 0 if inputs.precision == "fp32" else 1 if unfused else 2
@@ -60,7 +60,7 @@ def _unpartitioned(inputs: MemoryInputs) -> Phases:
     }
 
 
-def _bucket(inputs: MemoryInputs) -> int:
+def bucket_bytes(inputs: MemoryInputs) -> int:
     """Bytes of the buckets during backward, at full size for any model (zero/stage_1_and_2.py, setup_buckets)."""
     settings = inputs.settings
     # Offload switches contiguous gradients on, whatever the configuration says (zero/stage_1_and_2.py, __init__).
@@ -78,7 +78,7 @@ def _copy_to_send(inputs: MemoryInputs) -> int:
     if inputs.sent == inputs.element or inputs.data_parallel_size == 1:
         return 0
     stage = inputs.settings.stage
-    most = inputs.settings.reduce_bucket_elements if stage else _ENGINE_BUCKET_ELEMENTS
+    most = inputs.settings.reduce_bucket_elements if stage else ENGINE_BUCKET_ELEMENTS
     return inputs.sent * min(inputs.profile.parameters, most)
 
 
@@ -152,7 +152,7 @@ def _partitioned(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Pha
         kept = every = FP32_BYTES * part
     elif inputs.grad_accum > 1:  # gradients of a second micro-batch get a buffer of their own before they are added
         extra += kept
-    bucket, sent, norm = _bucket(inputs), _copy_to_send(inputs), _norm_bytes(inputs.profile.tensors, part)
+    bucket, sent, norm = bucket_bytes(inputs), _copy_to_send(inputs), _norm_bytes(inputs.profile.tensors, part)
     master = inputs.settings.master_bytes
     cast = master * part if inputs.accumulated != master else 0
     # Stage 2 accumulates fp32 in one flat buffer (_build_compact_grad_partition_buffer), so nothing is flattened.
@@ -203,7 +203,7 @@ def _offloaded(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Phase
     every = inputs.accumulated * inputs.profile.parameters if _keeps_every_gradient(inputs) else 0
     if reduces_meanwhile(inputs):
         every = inputs.element * _large_gradients(inputs)[1]
-    bucket = _bucket(inputs)
+    bucket = bucket_bytes(inputs)
     inner = _norm_bytes(tensors[1:] if inputs.profile.trains_tied_embeddings else tensors, part)
     in_flight = (0 if _keeps_every_gradient(inputs) else single) + _copy_to_send(inputs)
     return {

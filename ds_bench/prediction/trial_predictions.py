@@ -27,7 +27,8 @@ from . import fit_search
 from .formula_profile import formula_profile
 from .inputs import unpredicted_settings
 from .model_profile import USUAL, ModelProfile, NothingTrainedError, Variant, find_profile, measure_profile
-from .predicted_memory import Prediction, predict
+from .predicted_memory import Prediction
+from .replayed_need import predict_near
 
 _NOT_RESIDENT = ("deepspeed_buffers", "overhead")
 """Categories of host memory that need not become resident: of DeepSpeed's buffers on the CPU accelerator only the
@@ -184,11 +185,12 @@ def attach_predictions(
         if tensor_parallel_size(trial.ds_config) > 1:
             return _with_caveat(trial, "memory is not predicted: AutoTP splits layers, which the formulas do not know")
         try:
-            prediction = predict(
+            prediction = predict_near(
                 profile,
                 trial.workload,
                 trial.placement,
                 trial.ds_config,
+                capacity.gpu_bytes,
                 engine=trial.configuration.engine,
                 ranks_per_node=trial.placement.ranks_per_node,
             )

@@ -83,7 +83,7 @@ def test_smallest_change(subtests: pytest.Subtests) -> None:
             if change is not None:
                 verdict = change.prediction.verdict(card, host)
                 assert verdict == fit if fit else verdict != DOES_NOT_FIT
-                assert change.prediction == change.trial.predict()
+                assert change.prediction == change.trial.judge(card)
     four = smallest_change(eight, 192 * GB, host_of_six)
     assert four is not None
     assert four.text == "4 GPUs"

@@ -109,7 +109,7 @@ def test_tensors_are_the_models_in_order_and_a_tied_head_counts_once(profiles: d
 
 def test_every_preset_is_in_the_shipped_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a preset started a process"))
-    monkeypatch.setattr(model_profile, "_cached", lambda _key: None)
+    monkeypatch.setattr(model_profile, "cached_answer", lambda _key: None)
     for name in preset_names():
         profile = find_profile(preset(name), 4096)
         assert profile.parameters == preset(name).parameters, name

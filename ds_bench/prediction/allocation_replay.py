@@ -1,0 +1,547 @@
+"""Replays every allocation of a training step on a simulated caching allocator, for ZeRO stages 0 to 3.
+
+The model's allocations are traced (``allocation_trace``); DeepSpeed's own are added between them. They follow DeepSpeed
+0.19.8 as ``stages_0_to_2`` and ``stage_3`` do, which name the files; here their order and streams count too. The replay
+says what the first steps reserve, and with a capacity whether they run.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from . import stages_0_to_2
+from .allocation_trace import ALLOCATE, BACKWARD, ENTER, FREE, GRADIENT, Event
+from .cuda_allocator import Block, CachingAllocator, OutOfMemoryError
+from .gpu_need import DecidingPhase
+from .inputs import NORM_BYTES, MemoryInputs
+from .model_states import FP32_BYTES, flat_elements
+
+STEPS = 2
+"""The first step makes the moments; from the second on allocations repeat."""
+_ACCURACY = 0.005
+"""Of the least capacity, which is searched between what is allocated and what is reserved."""
+_COMPUTE, _GATHER, _REDUCE = 0, 1, 2
+_REDUCTIONS_AHEAD = 2
+"""Reductions of a bucket that may be under way before the next waits for the oldest (zero/stage3.py,
+max_param_reduce_events)."""
+_NORM_PIECE_ELEMENTS = 250_000_000
+
+
+def is_replayable(inputs: MemoryInputs) -> bool:
+    """Whether the replay knows every allocation of these settings; other rows are judged by the rule."""
+    settings = inputs.settings
+    return (
+        inputs.engine == "deepspeed"
+        and inputs.pass_type == "train"
+        and inputs.accelerator == "cuda"
+        and not (inputs.profile.frozen or settings.autocast or inputs.accumulates_apart)
+        and not (settings.fp32_accumulation and inputs.precision == "bf16" and settings.stage == 1)
+        and inputs.sent == inputs.element
+        and (settings.stage == 0 or settings.contiguous_gradients or settings.offload_optimizer is not None)
+        and (settings.stage < 3 or (settings.secondary_ranks == 1 and settings.offload_ratio == 1.0))
+        and inputs.profile.layers >= 2
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayResult:
+    """What the allocator held in the first steps, in bytes, without what is outside it."""
+
+    allocated_bytes: int
+    """At the peak."""
+    reserved_bytes: int
+    """At the peak."""
+    phase: DecidingPhase
+    """The phase in which most was allocated, or in which memory ran out."""
+    ran_out: bool = False
+
+
+def replay(
+    inputs: MemoryInputs,
+    events: Sequence[Event],
+    *,
+    workspace_bytes: int,
+    zero_init: bool = True,
+    capacity_bytes: int | None = None,
+    expandable_segments: bool = False,
+) -> ReplayResult:
+    """Replay initialization and the first steps with the events of a whole model (``allocation_trace.full_events``).
+
+    ``workspace_bytes``: of one of cuBLAS's workspaces, which each of two threads keeps. ``capacity_bytes``: what the
+    allocator may reserve; None for no limit.
+    """
+    allocator = CachingAllocator(capacity_bytes, expandable_segments=expandable_segments)
+    rank = _Stage3(inputs, allocator) if inputs.settings.stage == 3 else _Stage0To2(inputs, allocator)
+    ran_out = False
+    try:
+        rank.initialize(zero_init=zero_init)
+        for _ in range(2):
+            rank.allocate(workspace_bytes)
+        for _ in range(STEPS):
+            # Further micro-batches after the second allocate as the second does.
+            for number in range(rank.micro_batches):
+                rank.pass_micro_batch(events, number)
+            rank.begin("step")
+            rank.update()
+    except OutOfMemoryError:
+        ran_out = True
+    rank.begin(rank.phase)
+    return ReplayResult(
+        allocated_bytes=max(rank.peaks.values()),
+        reserved_bytes=allocator.peak_reserved_bytes,
+        phase=rank.phase if ran_out else max(rank.peaks, key=lambda phase: rank.peaks[phase]),
+        ran_out=ran_out,
+    )
+
+
+def least_capacity(
+    inputs: MemoryInputs,
+    events: Sequence[Event],
+    *,
+    low_bytes: int,
+    high_bytes: int,
+    workspace_bytes: int,
+    zero_init: bool,
+) -> tuple[int, DecidingPhase | None]:
+    """Return the least that the allocator needs for the steps to run, and the phase that runs out just below.
+
+    ``low_bytes``: what is allocated at the peak. ``high_bytes``: what is reserved without a limit. The phase is None if
+    nothing runs out above ``low_bytes``.
+    """
+    phase: DecidingPhase | None = None
+    while high_bytes - low_bytes > _ACCURACY * high_bytes:
+        middle = (low_bytes + high_bytes) // 2
+        found = replay(inputs, events, workspace_bytes=workspace_bytes, zero_init=zero_init, capacity_bytes=middle)
+        if found.ran_out:
+            low_bytes, phase = middle, found.phase
+        else:
+            high_bytes = middle
+    return high_bytes, phase
+
+
+class _Rank:
+    """One rank: DeepSpeed's allocations between those of the model."""
+
+    def __init__(self, inputs: MemoryInputs, allocator: CachingAllocator) -> None:
+        self.inputs, self.settings, self.allocator = inputs, inputs.settings, allocator
+        self.tensors, self.ranks, self.element = inputs.profile.tensors, inputs.data_parallel_size, inputs.element
+        self.phase: DecidingPhase = "initialize"
+        self.micro_batches = min(2, inputs.grad_accum)
+        self.peaks: dict[DecidingPhase, int] = {}
+        """What was allocated at most in each phase."""
+        self.storages: dict[int, Block] = {}
+        self.moments: list[Block] = []
+        self.has_moments = False
+
+    def begin(self, phase: DecidingPhase) -> None:
+        """Enter a phase, and note what was allocated at most in the one before."""
+        allocator = self.allocator
+        self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), allocator.peak_allocated_bytes)
+        allocator.peak_allocated_bytes = allocator.allocated_bytes
+        self.phase = phase
+
+    def allocate(self, size_bytes: int, stream: int = _COMPUTE) -> Block:
+        return self.allocator.allocate(size_bytes, stream)
+
+    def free(self, *blocks: Block | None) -> None:
+        for block in blocks:
+            if block is not None:
+                self.allocator.free(block)
+
+    def pulse(self, *sizes_bytes: int, stream: int = _COMPUTE) -> None:
+        """Allocate blocks that exist together, and free them."""
+        self.free(*[self.allocate(size, stream) for size in sizes_bytes if size])
+
+    def make_moments(self, elements: int) -> None:
+        if not self.has_moments:
+            sizes = [self.settings.moment_bytes * elements] * self.settings.moments
+            self.moments += [self.allocate(size) for size in sizes]
+
+    def pass_micro_batch(self, events: Sequence[Event], number: int) -> None:
+        """Forward and backward pass. ``number``: of the micro-batch in the step."""
+        self.begin("forward")
+        self.begin_pass(events)
+        storages, allocate, free = self.storages, self.allocator.allocate, self.allocator.free
+        for event in events:
+            kind = event[0]
+            if kind == ALLOCATE:
+                storages[event[1]] = allocate(event[2])
+            elif kind == FREE:
+                block = storages.pop(event[1], None)
+                if block is not None:
+                    free(block)
+            elif kind == GRADIENT:
+                self.take_gradient(event[1], event[2])
+            elif kind == BACKWARD:
+                self.begin("backward")
+                self.begin_backward()
+            elif kind == ENTER:
+                self.enter(event[1])
+            else:
+                self.leave(event[1])
+        self.end_backward(number)
+        self.free(*storages.values())
+        storages.clear()
+
+    def initialize(self, *, zero_init: bool) -> None:
+        raise NotImplementedError
+
+    def begin_pass(self, events: Sequence[Event]) -> None:
+        """Before the forward pass."""
+
+    def begin_backward(self) -> None:
+        """``backward`` is called."""
+
+    def take_gradient(self, parameter: int, storage: int) -> None:
+        """A gradient is complete in a storage, which the model frees next unless it is taken out of ``storages``."""
+        raise NotImplementedError
+
+    def enter(self, parameters: tuple[int, ...]) -> None:
+        """A module begins, in either direction."""
+
+    def leave(self, parameters: tuple[int, ...]) -> None:
+        """A module ends."""
+
+    def end_backward(self, number: int) -> None:
+        raise NotImplementedError
+
+    def update(self) -> None:
+        raise NotImplementedError
+
+
+class _Stage0To2(_Rank):
+    """Stages 0 to 2: every rank has all parameters."""
+
+    def __init__(self, inputs: MemoryInputs, allocator: CachingAllocator) -> None:
+        super().__init__(inputs, allocator)
+        self.stage, self.kept = inputs.settings.stage, dict[int, Block]()
+        self.flat = flat_elements(inputs.profile.parameters, self.ranks) if self.stage else inputs.profile.parameters
+        self.part = self.flat // self.ranks if self.stage else self.flat
+        self.offloads = self.settings.offload_optimizer is not None and self.stage > 0
+        # Stage 2, and stage 1 that reduces meanwhile, put gradients into a bucket as they come.
+        self.uses_bucket = self.stage == 2 or stages_0_to_2.reduces_meanwhile(inputs)
+        self.owned_elements = stages_0_to_2.owned_elements(self.tensors, self.ranks) if self.stage else 0
+        ends = list(accumulate(self.tensors))
+        first = bisect_right(ends, self.part * (self.ranks // 2))
+        last = bisect_left(ends, min(self.part * (self.ranks // 2 + 1), ends[-1]))
+        self.owned = range(first, last + 1) if self.stage else range(len(self.tensors))
+        """Tensors of which the rank in the middle owns a part."""
+        self.buckets: list[Block] = []
+        self.bucket_elements = 0
+        self.bucket_members: list[int] = []
+        self.own_gradients: list[Block] = []
+        """What the rank owns of the gradients of this micro-batch, and ``reduced_gradients`` of those before."""
+        self.reduced_gradients: list[Block] = []
+
+    def initialize(self, *, zero_init: bool) -> None:  # noqa: ARG002
+        separate = [self.allocate(self.element * each) for each in self.tensors]
+        if self.stage == 0:
+            if self.element != FP32_BYTES:
+                self.allocate(self.settings.master_bytes * self.flat)
+            return
+        self.allocator.empty_cache()
+        limit, flat_bytes = self.allocator.capacity_bytes, self.element * self.flat
+        # Without room for a copy the parameters go through host memory (stage_1_and_2.py, flatten_on_accelerator).
+        is_copied = limit is None or limit - self.allocator.reserved_bytes >= flat_bytes
+        if not is_copied:
+            self.free(*separate)
+            self.allocator.empty_cache()
+        self.allocate(flat_bytes)
+        if is_copied:
+            self.free(*separate)
+        clone = self.allocate(self.element * self.part)
+        if self.offloads:
+            self.free(clone)
+            self.allocate(self.element * max(self.tensors))
+            return
+        self.allocate(self.settings.master_bytes * self.part)
+        self.free(clone)
+        self.pulse(self.settings.master_bytes * self.part)
+
+    def begin_backward(self) -> None:
+        if self.stage:
+            size = stages_0_to_2.bucket_bytes(self.inputs)
+            count = 2 if self.settings.overlap_comm else 1
+            self.buckets = [self.allocate(size // count) for _ in range(count)]
+
+    def take_gradient(self, parameter: int, storage: int) -> None:
+        if self.uses_bucket:
+            self._put_into_bucket(parameter)
+        elif parameter not in self.kept and storage in self.storages:
+            # The first micro-batch's stays, a later one's is added to it and freed.
+            self.kept[parameter] = self.storages.pop(storage)
+
+    def _put_into_bucket(self, parameter: int) -> None:
+        elements, limit = self.tensors[parameter], self.settings.reduce_bucket_elements
+        if self.bucket_elements + elements > limit:
+            self._reduce()
+        if elements > limit:
+            self._take_reduced([parameter])
+        else:
+            self.bucket_elements += elements
+            self.bucket_members.append(parameter)
+
+    def _reduce(self) -> None:
+        members, self.bucket_members, self.bucket_elements = self.bucket_members, [], 0
+        self._take_reduced(members)
+
+    def _take_reduced(self, members: Iterable[int]) -> None:
+        """Store what the rank owns of gradients that were reduced."""
+        owned = [each for each in members if each in self.owned]
+        if self.offloads:
+            for each in owned:
+                self.pulse(NORM_BYTES * min(self.tensors[each], self.part))
+        elif owned and not self.own_gradients:
+            self.own_gradients = [self.allocate(self.element * self.owned_elements)]
+
+    def end_backward(self, number: int) -> None:
+        if self.stage == 0 and self.ranks > 1 and number == self.micro_batches - 1:
+            bucket = min(self.flat, stages_0_to_2.ENGINE_BUCKET_ELEMENTS)
+            self.pulse(self.element * bucket)
+        if self.stage and self.kept and number == self.micro_batches - 1:
+            # Stage 1 reduces when every gradient is there: each leaves its place as it moves into the bucket.
+            for each in sorted(self.kept):
+                self._put_into_bucket(each)
+                self.free(self.kept.pop(each))
+        self._reduce()
+        self.free(*self.buckets)
+        self.buckets = []
+        # A later micro-batch's own gradients are added to those of the first.
+        if number == 0 or not self.uses_bucket:
+            self.reduced_gradients += self.own_gradients
+        else:
+            self.free(*self.own_gradients)
+        self.own_gradients = []
+
+    def update(self) -> None:
+        master = self.settings.master_bytes
+        if self.stage == 0:
+            self._update_unpartitioned()
+        elif not self.offloads:
+            for each in self.owned:
+                self.pulse(NORM_BYTES * min(self.tensors[each], self.part))
+            flat = self.allocate(self.element * self.part)
+            gradient = self.allocate(master * self.part) if self.element != master else flat
+            self.free(flat if gradient is not flat else None, *self.reduced_gradients)
+            self.reduced_gradients = []
+            self.make_moments(self.part)
+            self.pulse(self.inputs.torch_step * self.part)
+            self.free(gradient)
+        self.has_moments = True
+
+    def _update_unpartitioned(self) -> None:
+        """Stage 0: in 16 bit the gradients are cast one by one, and DeepSpeed's fused optimizer flattens them."""
+        casts = [self.allocate(FP32_BYTES * each) for each in self.tensors] if self.element != FP32_BYTES else []
+        fused = bool(casts) and not self.settings.torch_optimizer
+        flat = self.allocate(FP32_BYTES * self.flat) if fused else None
+        if fused:
+            self.free(*casts)
+        self.make_moments(self.flat)
+        self.pulse(self.inputs.torch_step * self.flat)
+        self.free(flat, *([] if fused else casts), *self.kept.values())
+        self.kept.clear()
+
+
+class _Stage3(_Rank):
+    """Stage 3: parameters are gathered before their module runs, ahead of it, and released after it."""
+
+    def __init__(self, inputs: MemoryInputs, allocator: CachingAllocator) -> None:
+        super().__init__(inputs, allocator)
+        settings = self.settings
+        self.parts = [-(-each // self.ranks) for each in self.tensors]
+        self.offloads, self.offloads_parameters = (
+            settings.offload_optimizer is not None,
+            settings.offload_param is not None,
+        )
+        self.streams = (_GATHER, _REDUCE) if settings.overlap_comm else (_COMPUTE, _COMPUTE)
+        self.gathers = self.ranks > 1 or self.offloads_parameters
+        self.groups: list[int] = [0]
+        for part in self.parts:
+            if settings.sub_group_elements and self.groups[-1] >= settings.sub_group_elements:
+                self.groups.append(0)
+            self.groups[-1] += part
+        self.order: list[int] = []
+        """Parameters that are gathered, in the order of their uses in a pass."""
+
+    def initialize(self, *, zero_init: bool) -> None:
+        settings, element = self.settings, self.element
+        whole = [] if zero_init else [self.allocate(element * each) for each in self.tensors]
+        parts = []
+        for number, each in enumerate(self.tensors):
+            built = self.allocate(element * each) if zero_init else whole[number]
+            if not self.offloads_parameters:
+                parts.append(self.allocate(element * self.parts[number]))
+            self.free(built)
+        if not self.offloads_parameters:  # zero/utils.py, defragment: through host memory
+            self.free(*parts)
+            self.allocator.empty_cache()
+            self.allocate(element * sum(self.parts))
+        if not self.offloads:
+            for group in self.groups:
+                clone = self.allocate(element * group)
+                self.allocate(settings.master_bytes * group)
+                self.free(clone)
+            self.pulse(settings.master_bytes * max(self.groups))
+        self.allocate(self.inputs.bucket_bytes * settings.reduce_bucket_elements)
+        if not self.offloads:
+            self.allocate(self.inputs.accumulated * sum(self.parts))
+        if self.gathers:
+            for each in self.tensors:
+                if each <= settings.persistence_elements:
+                    self.allocate(element * each, self.streams[0])
+
+    # ------------------------------------------------------------------ gathering
+
+    def begin_pass(self, events: Sequence[Event]) -> None:
+        self.bucket_elements, self.members = 0, list[int]()
+        self.large: list[Block] = []
+        self.reductions: deque[int] = deque()
+        if not self.gathers:
+            return
+        if not self.order:
+            least = self.settings.persistence_elements
+            uses = [[each for each in event[1] if self.tensors[each] > least] for event in events if event[0] == ENTER]
+            self.order = [each for use in uses for each in use]
+            self.elements_before = [0, *accumulate(self.tensors[each] for each in self.order)]
+            self.uses: dict[int, list[int]] = {}
+            for place, each in enumerate(self.order):
+                self.uses.setdefault(each, []).append(place)
+        self.place = self.queued = self.live_elements = 0
+        self.fetched_for = dict.fromkeys(self.uses, -1)
+        self.gathered: dict[int, Block | None] = {}
+        """Parameter → its tensor; None while it is only in the buffer of its group."""
+        self.group_of: dict[int, list[int]] = {}
+        self.buffers: dict[int, Block] = {}
+
+    def enter(self, parameters: tuple[int, ...]) -> None:
+        if not self.gathers:
+            return
+        own = [each for each in parameters if each in self.uses]
+        self._gather([each for each in own if each not in self.gathered])
+        self._wait(own)
+        self.place += len(own)
+        self.queued = max(self.queued, self.place)
+        for each in own:
+            self.fetched_for[each] = max(self.fetched_for[each], self.place - 1)
+        # Prefetch, as ``stage_3.gathered_elements`` describes it.
+        room = min(self.settings.max_live_elements - self.live_elements, self.settings.prefetch_elements)
+        ahead: list[int] = []
+        count = 0
+        while self.queued < len(self.order) and count < room:
+            following = self.order[self.queued]
+            self.fetched_for[following] = self.queued
+            if following not in self.gathered and following not in ahead:
+                ahead.append(following)
+                count += self.tensors[following]
+            self.queued += 1
+        self._gather(ahead)
+
+    def leave(self, parameters: tuple[int, ...]) -> None:
+        if not self.gathers:
+            return
+        for each in parameters:
+            block = self.gathered.get(each)
+            if block is None:
+                continue
+            next_use = bisect_left(self.uses[each], self.place)
+            used_soon = next_use < len(self.uses[each]) and (
+                self.elements_before[self.uses[each][next_use]] - self.elements_before[self.place]
+                < self.settings.max_reuse_elements
+            )
+            if self.fetched_for[each] < self.place and not used_soon:
+                self._release(each, block)
+
+    def _gather(self, parameters: Sequence[int]) -> None:
+        """Gather tensors: one by itself in its own buffer, several in one, from which each is copied when it is waited
+        for (zero/partition_parameters.py, _all_gather_sequential, _all_gather_dtype)."""
+        if not parameters:
+            return
+        self.live_elements += sum(self.tensors[each] for each in parameters)
+        if self.ranks == 1 or len(parameters) == 1:
+            for each in parameters:
+                self.gathered[each] = self.allocate(self.element * self.parts[each] * self.ranks, self.streams[0])
+            return
+        group = list(parameters)
+        size = self.element * self.ranks * sum(self.parts[each] for each in group)
+        self.buffers[id(group)] = self.allocate(size, self.streams[0])
+        for each in group:
+            self.gathered[each], self.group_of[each] = None, group
+
+    def _wait(self, parameters: Iterable[int]) -> None:
+        """Waiting for one tensor copies its whole group; the buffer ends when the last of the group was waited for."""
+        for each in parameters:
+            group = self.group_of.pop(each, None)
+            if group is None:
+                continue
+            for member in group:
+                if self.gathered.get(member, self) is None:
+                    self.gathered[member] = self.allocate(self.element * self.tensors[member], self.streams[0])
+            if not any(self.group_of.get(member) is group for member in group):
+                self.free(self.buffers.pop(id(group)))
+
+    def _release(self, parameter: int, block: Block) -> None:
+        del self.gathered[parameter]
+        self.live_elements -= self.tensors[parameter]
+        self.free(block)
+
+    # ------------------------------------------------------------------ gradients
+
+    def take_gradient(self, parameter: int, storage: int) -> None:
+        elements, limit = self.tensors[parameter], self.settings.reduce_bucket_elements
+        if self.bucket_elements and self.bucket_elements + elements > limit:
+            self._reduce()
+        block = self.storages.pop(storage, None)
+        if self.bucket_elements + elements <= limit:
+            # Copied on the other stream, which the allocator waits for before the memory is used again.
+            if block is not None:
+                self.allocator.free(block, is_pending=self.settings.overlap_comm)
+        elif block is not None:
+            self.large.append(block)
+        self.bucket_elements += elements
+        self.members.append(parameter)
+
+    def _reduce(self) -> None:
+        """Reduce the bucket on its stream (zero/stage3.py, __reduce_and_partition_ipg_grads): scattered from a copy,
+        unless a single tensor needs no padding."""
+        if not self.members:
+            return
+        if len(self.reductions) > _REDUCTIONS_AHEAD:
+            self.allocator.finish_pending(self.reductions.popleft())
+        stream, parts = self.streams[1], [self.parts[each] for each in self.members]
+        needs_copy = len(parts) > 1 or self.tensors[self.members[0]] % self.ranks
+        copy = self.allocate(self.element * self.ranks * sum(parts), stream) if needs_copy else None
+        if self.offloads:
+            for part in parts:
+                self.pulse(self.element * part, NORM_BYTES * min(part, _NORM_PIECE_ELEMENTS), stream=stream)
+        self.free(copy, *self.large)
+        self.reductions.append(self.allocator.pending_count() - sum(self.reductions))
+        self.large, self.members, self.bucket_elements = [], [], 0
+
+    def end_backward(self, number: int) -> None:  # noqa: ARG002
+        self._reduce()
+        self.allocator.finish_pending()
+        if self.gathers:
+            self._wait(list(self.group_of))
+            for each, block in list(self.gathered.items()):
+                if block is not None:
+                    self._release(each, block)
+
+    def update(self) -> None:
+        if self.offloads:
+            return
+        for part in self.parts:
+            self.pulse(NORM_BYTES * part)
+        for group in self.groups:
+            flat = self.allocate(self.inputs.accumulated * group)
+            gradient = flat
+            if self.inputs.accumulated != self.settings.master_bytes:
+                gradient = self.allocate(self.settings.master_bytes * group)
+                self.free(flat)
+            self.make_moments(group)
+            self.pulse(self.inputs.torch_step * group)
+            self.free(gradient)
+        self.has_moments = True

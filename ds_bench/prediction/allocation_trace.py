@@ -1,0 +1,175 @@
+"""The allocations of a model's forward and backward pass, which ``worker.trace_allocations`` traced with three layers.
+
+Traces of presets are part of the package (``allocation_traces.json.xz``, written by ``bench/allocation_traces.py``).
+A trace of another model is made once by a child process and kept in the user's cache.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from ..models.presets import ModelFacts
+from ..system.environment import MODEL_PACKAGES, missing_packages
+from ..system.helper_programs import run_tool
+from . import model_profile
+from .model_profile import COUNTING_SECONDS, ModelProfile, evaluate_polynomial
+
+ALLOCATE, FREE, GRADIENT, ENTER, LEAVE, BACKWARD = range(6)
+"""Events, as in ``worker.trace_allocations``."""
+LAYERS = 3
+"""Layers of a traced model."""
+_SEGMENTS = (("P", 0), ("F", 0), ("F", 1), ("F", 2), ("H", 0), ("B", 2), ("B", 1), ("B", 0), ("T", 0))
+"""Kind and layer of each part of a trace."""
+_LEAST_BYTES = 2**16
+"""Smaller storages are left out: together they are far below one segment."""
+TABLE_NAME = "allocation_traces.json.xz"
+
+Event = tuple[Any, ...]
+"""``(ALLOCATE, storage, bytes)``, ``(FREE, storage)``, ``(GRADIENT, parameter, storage)``, ``(ENTER, parameters)``,
+``(LEAVE, parameters)`` or ``(BACKWARD,)``."""
+Trace = Mapping[str, Any]
+"""An answer of ``worker.trace_allocations`` in one number format."""
+
+
+def trace_request(
+    facts: ModelFacts, seq_length: int, *, checkpointing: bool, dropout: float | None = None
+) -> dict[str, Any]:
+    """Make the request to the child; ``model_profile.request_key`` of it is the key of its answer."""
+    request = model_profile.request_for(facts, seq_length, dropout=dropout)
+    return {**request, "checkpointing": checkpointing}
+
+
+def find_trace(
+    facts: ModelFacts, seq_length: int, *, checkpointing: bool, element_bytes: int, dropout: float | None = None
+) -> Trace | None:
+    """Return the trace of a model; None if its layers differ, or if it is no preset and torch is missing.
+
+    A child process makes the trace of a model that is no preset, which takes seconds the first time.
+    """
+    request = trace_request(facts, seq_length, checkpointing=checkpointing, dropout=dropout)
+    if request.get("whole"):
+        return None
+    key = model_profile.request_key(request)
+    answer = _built_in().get(key) or model_profile.cached_answer(f"{key}_trace")
+    if answer is None and not missing_packages(MODEL_PACKAGES):
+        (answer,) = make_traces([request])
+        model_profile.cache_answer(f"{key}_trace", answer)
+    found = (answer or {}).get("bf16" if element_bytes == 2 else "fp32")
+    return found if found and can_extend(found) else None
+
+
+def make_traces(
+    requests: Sequence[Mapping[str, Any]], timeout_seconds: float = COUNTING_SECONDS
+) -> list[dict[str, Any]]:
+    """Trace models in a child process; an answer with ``error`` says what could not be traced."""
+    reply = run_tool(
+        "worker.trace_allocations",
+        environment={"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"},
+        requests=requests,
+        timeout_seconds=timeout_seconds,
+    )
+    left = len(requests) - len(reply.objects)
+    return [*reply.objects, *([{"error": f"the tracing process {reply.ending}"}] * left)]
+
+
+@cache
+def _built_in() -> dict[str, Any]:
+    data = (files(__package__) / TABLE_NAME).read_bytes()
+    return dict(json.loads(lzma.decompress(data))["traces"])
+
+
+def can_extend(trace: Trace) -> bool:
+    """Whether the middle layer can stand for any number of layers: neighbours allocate alike."""
+    counts = [sum(event[0] == ALLOCATE for event in events) for events in trace["segments"]]
+    return len({*counts[1:4]}) == len({*counts[5:8]}) == 1
+
+
+def full_events(trace: Trace, profile: ModelProfile, batch_size: int, seq_length: int) -> list[Event]:
+    """Return the events of the whole model, whose parameters are numbered as ``profile.tensors``.
+
+    The middle layer is repeated; the first and the last one stand for themselves. Storages are numbered anew.
+    """
+    sizes = [round(evaluate_polynomial(terms, batch_size, seq_length)) for terms in trace["sizes"]]
+    return list(_Extension(trace, profile, sizes).events())
+
+
+class _Extension:
+    def __init__(self, trace: Trace, profile: ModelProfile, sizes: Sequence[int]) -> None:
+        self.segments, self.sizes, self.layers = trace["segments"], sizes, profile.layers
+        self.before, self.per_layer = len(profile.before), len(profile.layer)
+        self.owners: list[tuple[int, int]] = []
+        """Segment and position there of each traced storage."""
+        counts: list[int] = []
+        for number, events in enumerate(self.segments):
+            allocated = sum(event[0] == ALLOCATE for event in events)
+            self.owners += [(number, position) for position in range(allocated)]
+            counts.append(allocated)
+        self.stride = max(counts)
+        self.small: set[int] = set()
+
+    def events(self) -> Iterator[Event]:
+        last = self.layers - 1
+        order = [(0, 0), (1, 0), *((2, depth) for depth in range(1, last)), (3, last), (4, last)]
+        order += [(5, last), *((6, depth) for depth in range(last - 1, 0, -1)), (7, 0), (8, 0)]
+        for segment, depth in order:
+            yield from self._segment(segment, depth)
+
+    def _segment(self, segment: int, depth: int) -> Iterator[Event]:
+        position = 0
+        for kind, *values in self.segments[segment]:
+            if kind == ALLOCATE:
+                storage, size = self._number(segment, depth, position), self.sizes[values[0]]
+                position += 1
+                if size < _LEAST_BYTES:
+                    self.small.add(storage)
+                else:
+                    yield ALLOCATE, storage, size
+            elif kind == FREE:
+                for storage in self._storages(values[0], segment, depth):
+                    if storage not in self.small:
+                        yield FREE, storage
+            elif kind == GRADIENT:
+                traced = values[1]
+                storages = self._storages(traced, segment, depth) if traced >= 0 else [-1]
+                yield GRADIENT, self._parameter(values[0], segment, depth), storages[0]
+            elif kind == BACKWARD:
+                yield (BACKWARD,)
+            else:
+                yield kind, tuple(self._parameter(each, segment, depth) for each in values)
+
+    def _number(self, segment: int, depth: int, position: int) -> int:
+        kind = _SEGMENTS[segment][0]
+        group: int = {"P": 0, "H": 1, "T": 2, "F": 3 + depth, "B": 3 + self.layers + depth}[kind]
+        return group * self.stride + position
+
+    def _storages(self, traced: int, segment: int, depth: int) -> list[int]:
+        """Storages of the whole model that a traced one stands for, seen from a segment at a depth."""
+        owner, position = self.owners[traced]
+        kind, layer = _SEGMENTS[owner]
+        if kind not in "FB":
+            return [self._number(owner, 0, position)]
+        if _SEGMENTS[segment][0] not in "FB" and layer == 1:  # the head and the end free what every layer left
+            return [self._number(owner, each, position) for each in range(1, max(2, self.layers - 1))]
+        return [self._number(owner, self._depth(layer, segment, depth), position)]
+
+    def _depth(self, layer: int, segment: int, depth: int) -> int:
+        """Depth in the whole model of a traced layer, seen from a segment at a depth."""
+        kind, own = _SEGMENTS[segment]
+        if kind in "FB" and own == 1:
+            return depth + layer - 1
+        if kind in "FB" and own == 2:
+            return (0, self.layers - 2, self.layers - 1)[layer]
+        return (0, min(1, self.layers - 1), self.layers - 1)[layer]
+
+    def _parameter(self, traced: int, segment: int, depth: int) -> int:
+        if traced < self.before:
+            return traced
+        layer, place = divmod(traced - self.before, self.per_layer)
+        if layer >= LAYERS:
+            return traced + (self.layers - LAYERS) * self.per_layer
+        return self.before + self._depth(layer, segment, depth) * self.per_layer + place

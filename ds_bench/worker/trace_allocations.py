@@ -1,0 +1,219 @@
+"""Traces the tensors that a model's passes allocate and free: ``python -m ds_bench.worker.trace_allocations``.
+
+Reads one JSON request per line, as ``measure_activations`` does, with ``checkpointing`` besides, and prints one answer
+per line: the events of a model of three layers in one number format, with sizes as polynomials in micro-batch and
+sequence. ``prediction.allocation_trace`` reads them and repeats the middle layer. The model runs on fake tensors; its
+passes are traced at six sizes, which must make the same events.
+
+Events are lists of whole numbers, segment by segment (``SEGMENTS``):
+
+======================= ===============================================================
+``[ALLOCATE, size]``    a storage; ``size``: index in the answer's ``sizes``. Storages are numbered in this order
+``[FREE, storage]``     the end of a storage
+``[GRADIENT, p, s]``    the gradient of parameter ``p`` is complete in storage ``s``, and is then dropped
+``[ENTER, *p]``         a module begins that owns these parameters, ``[LEAVE, *p]``: it ends
+``[BACKWARD]``          ``backward`` is called
+======================= ===============================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import measure_activations, training_loop
+from . import model as build
+from .failure import describe_error
+
+ALLOCATE, FREE, GRADIENT, ENTER, LEAVE, BACKWARD = range(6)
+SEGMENTS = ("P", "F0", "F1", "F2", "H", "B2", "B1", "B0", "T")
+"""Before the layers, forward through each layer, the head and the loss, backward through the layers, and the rest."""
+LAYERS = 3
+_DQ_ROWS = 128
+"""FlashAttention pads the sequence to it in its backward pass (csrc/flash_attn/flash_api.cpp, ``seqlen_q_rounded``)."""
+
+Event = list[int]
+
+
+class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Events of the storages that operations make; parameters make none."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.segments: list[tuple[str, list[Event]]] = [("P", [])]
+        self.sizes: list[int] = []
+        self._known: dict[int, int] = {}
+        self._parameters = {storage for storage, _ in measure_activations._storages(parameters)}
+
+    def note(self, *event: int) -> None:
+        self.segments[-1][1].append(list(event))
+
+    def begin(self, name: str) -> None:
+        self.segments.append((name, []))
+
+    def allocate(self, size: int) -> int:
+        self.sizes.append(size)
+        self.note(ALLOCATE, len(self.sizes) - 1)
+        return len(self.sizes) - 1
+
+    def number_of(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's storage; -1 for one that was not traced."""
+        return self._known.get(int(tensor.untyped_storage()._cdata), -1)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = {identity for identity, _ in measure_activations._storages((args, kwargs))}
+        result = function(*args, **(kwargs or {}))
+        temporaries = []
+        if "flash_attention_for_cpu_backward" in function._schema.name:
+            # What CUDA's kernel has besides: the query's gradient in fp32, and the softmax's.
+            batch, heads, length, width = args[1].shape
+            rows = 4 * batch * heads * -(-length // _DQ_ROWS) * _DQ_ROWS
+            temporaries = [self.allocate(rows * width), self.allocate(rows)]
+        for identity, storage in measure_activations._storages(result):
+            if identity not in inputs and identity not in self._known and identity not in self._parameters:
+                self._known[identity] = self.allocate(storage.nbytes())
+                weakref.finalize(storage, self._free, identity)
+        for number in temporaries:
+            self.note(FREE, number)
+        return result
+
+    def _free(self, identity: int) -> None:
+        self.note(FREE, self._known.pop(identity))
+
+
+def trace(request: Mapping[str, Any], precision: str) -> dict[str, Any]:
+    """Return ``segments``, ``sizes``, and the elements of the parameters ``before``, in one and ``after`` the layers.
+
+    Raises ValueError if the events depend on the size, or the layers are not alike, and whatever the model raises.
+    """
+    dtype = measure_activations._FORMATS[precision]
+    model, _ = measure_activations.build_fake_model(request, dtype, LAYERS)
+    blocks = build.find_blocks(model, 0.0)
+    tensors = measure_activations._split_by_layer(model, blocks)
+    if request["checkpointing"]:
+        build.enable_checkpointing(model)
+    tracer, numbers = _install(model, blocks)
+    sizes = [(batch, length) for batch in measure_activations.BATCHES for length in request["sequences"]]
+    runs = [_run(model, tracer, numbers, *size) for size in sizes]
+    segments = runs[0][0]
+    if any(each != segments for each, _ in runs) or tuple(name for name, _ in segments) != SEGMENTS:
+        raise ValueError("the allocations of this model depend on its sizes")
+    table: dict[str, int] = {}
+    polynomials = []
+    for values in zip(*(bytes_ for _, bytes_ in runs), strict=True):
+        terms = measure_activations._name_terms(measure_activations._fit(sizes, list(values)))
+        polynomials.append(table.setdefault(json.dumps(terms), len(table)))
+    for _, events in segments:
+        for event in events:
+            if event[0] == ALLOCATE:
+                event[1] = polynomials[event[1]]
+    return {"tensors": tensors, "segments": [events for _, events in segments], "sizes": [json.loads(t) for t in table]}
+
+
+def _install(
+    model: torch.nn.Module, blocks: list[torch.nn.Module]
+) -> tuple[list[_Tracer], dict[torch.nn.Parameter, int]]:
+    """Hooks that report to the tracer in the returned list, and the number of each parameter."""
+    current: list[_Tracer] = []
+    numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
+    in_backward = [False]
+
+    def gradient(parameter: torch.nn.Parameter) -> None:
+        assert parameter.grad is not None
+        current[0].note(GRADIENT, numbers[parameter], current[0].number_of(parameter.grad))
+        parameter.grad = None
+
+    for parameter in numbers:
+        parameter.register_post_accumulate_grad_hook(gradient)  # type: ignore[no-untyped-call]
+    for module in model.modules():
+        if owned := [numbers[parameter] for parameter in module.parameters(recurse=False)]:
+            for register, kind in (
+                (module.register_forward_pre_hook, ENTER),
+                (module.register_forward_hook, LEAVE),
+                (module.register_full_backward_pre_hook, ENTER),
+                (module.register_full_backward_hook, LEAVE),
+            ):
+                register(lambda *_, kind=kind, owned=owned: current[0].note(kind, *owned))
+
+    def begin(name: str, *, backward: bool) -> None:
+        in_backward[0] = in_backward[0] or backward
+        if backward == in_backward[0]:  # not a layer that is computed again
+            current[0].begin(name)
+
+    last = len(blocks) - 1
+    for number, block in enumerate(blocks):
+        block.register_forward_pre_hook(lambda *_, n=number: begin(f"F{n}", backward=False))
+        block.register_full_backward_pre_hook(lambda *_, n=number: begin(f"B{n}", backward=True))
+    blocks[last].register_forward_hook(lambda *_: begin("H", backward=False))
+    blocks[0].register_full_backward_hook(lambda *_: begin("T", backward=True))
+    current.append(None)  # type: ignore[arg-type]  # set by each run
+    model.ds_bench_in_backward = in_backward  # type: ignore[assignment]
+    return current, numbers
+
+
+def _run(
+    model: torch.nn.Module,
+    current: list[_Tracer],
+    numbers: Mapping[torch.nn.Parameter, int],
+    batch_size: int,
+    sequence: int,
+) -> tuple[list[tuple[str, list[Event]]], list[int]]:
+    """One forward and backward pass: the segments, and the bytes of each storage."""
+    tracer = current[0] = _Tracer(list(numbers))
+    model.ds_bench_in_backward[0] = False  # type: ignore[operator]
+    with next(iter(numbers)).fake_mode, _cuda_kernels(), tracer:  # type: ignore[attr-defined]
+        batch = measure_activations.make_fake_tokens(batch_size, sequence)
+        loss = training_loop.loss_of(model(**batch))
+        tracer.note(BACKWARD)
+        with warnings.catch_warnings():  # the embedding's inputs have no gradient
+            warnings.simplefilter("ignore")
+            loss.backward()  # type: ignore[no-untyped-call]
+        del loss, batch
+    return tracer.segments, tracer.sizes
+
+
+@contextlib.contextmanager
+def _cuda_kernels() -> Iterator[None]:
+    """Dropout and attention as ``measure_activations`` takes them for CUDA; as patches, since a mode for functions is
+    not active where backward computes a layer again."""
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def dropout(tensor: torch.Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.native_dropout(tensor, p, True)[0] if training and 0 < p < 1 else tensor
+
+    def without_dropout(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return attention(*args[:4], **{**kwargs, "dropout_p": 0.0})
+
+    functional = torch.nn.functional
+    with (
+        mock.patch.object(functional, "dropout", dropout),
+        mock.patch.object(functional, "scaled_dot_product_attention", without_dropout),
+    ):
+        yield
+
+
+def main() -> None:
+    out, sys.stdout = sys.stdout, sys.stderr  # libraries print; only the answers go to stdout
+    measure_activations._adapt_transformers()
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer: dict[str, Any] = {name: trace(request, name) for name in request["precisions"]}
+        except (Exception, SystemExit) as error:
+            answer = {"error": describe_error(error)}
+        print(json.dumps(answer), file=out, flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
