@@ -103,4 +103,4 @@ def _replayed_need(
 def _code_hash() -> str:
     """Hash of what decides the result of a replay."""
     modules = (allocation_replay, allocation_trace, cuda_allocator)
-    return hashlib.sha256(b"".join(Path(module.__file__).read_bytes() for module in modules)).hexdigest()
+    return hashlib.sha256(b"".join(Path(str(module.__file__)).read_bytes() for module in modules)).hexdigest()

@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from . import measure_activations, training_loop
 from . import model as build
 from .failure import describe_error
+from .library_versions import adapt_transformers
 
 ALLOCATE, FREE, GRADIENT, ENTER, LEAVE, BACKWARD = range(6)
 SEGMENTS = ("P", "F0", "F1", "F2", "H", "B2", "B1", "B0", "T")
@@ -204,7 +205,7 @@ def _cuda_kernels() -> Iterator[None]:
 
 def main() -> None:
     out, sys.stdout = sys.stdout, sys.stderr  # libraries print; only the answers go to stdout
-    measure_activations._adapt_transformers()
+    adapt_transformers()
     for line in sys.stdin:
         request = json.loads(line)
         try:
