@@ -654,7 +654,11 @@ class Row(BaseModel):
     )
     gap_ms: float | None = column(
         "Time of a script's step before its forward passes, slowest rank",
-        lambda m: statistics.fmean(m.slowest.in_window("gap_seconds")) if m.slowest and m.slowest.script else None,
+        lambda m: (
+            statistics.fmean(m.slowest.in_window("gap_seconds"))
+            if m.slowest and any(m.slowest.in_window("micro_steps"))
+            else None
+        ),
         "ms",
     )
     main_engine: str | None = text("Model class of the engine that was measured", "script.main_engine")

@@ -175,7 +175,10 @@ def _script_caveats(record: TrialRecord, usual: Sequence[float], apart: Sequence
         texts += filter(None, [unread_key(record.trial.ds_config)])
     seen = [name for name in ("tokens", "samples") if any(sum(rank.in_window(name)) for rank in record.ranks)]
     if "tokens" not in seen:
-        texts.append(f"no token ids in the script's batches: rows compare by {(*seen, 'steps')[0]} per second")
+        what = (
+            "no token ids in the script's batches" if any(script.micro_steps) else "no forward pass of the engine seen"
+        )
+        texts.append(f"{what}: rows compare by {(*seen, 'steps')[0]} per second")
     yield from map(note, texts)
     if apart and usual:
         values = {"count": len(apart), "steps": len(apart) + len(usual)}

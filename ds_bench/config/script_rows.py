@@ -23,22 +23,27 @@ _FIELDS_IN_FILE = {"batch_size", "grad_accum", "precision"}
 def make_script_row(
     origin: Strategy | ConfigurationFile, base: ConfigurationFile | None, changes: Sequence[Mapping[str, Any]]
 ) -> Configuration:
-    """Make the configuration of a row. Raises UsageError for a file whose stage cannot be read.
+    """Make the configuration of a row. Raises UsageError for a file whose stage cannot be read, and for another stage
+    from ``--set`` than the row is named after.
 
     ``base``: the file that strategies edit. ``changes``: from ``--set``.
     """
     file = origin if isinstance(origin, ConfigurationFile) else base
     assert file is not None, "Options refuse strategies without a file"
-    config = copy.deepcopy(dict(file.config))
+    config = apply_changes(copy.deepcopy(dict(file.config)), *changes)
     if not isinstance(zero := config.get("zero_optimization", {}), dict):
         problem = f"zero_optimization of {file.path} is {zero!r}, not a block"
         raise UsageError(problem, remedy='write {"stage": N}')
     if isinstance(origin, Strategy):
         config["zero_optimization"] = _with_layout(zero, origin)
+        config = apply_changes(config, *changes)
+        if (stage := config["zero_optimization"]["stage"]) != origin.stage:
+            problem = f"--set gives zero_optimization.stage {stage!r} to the row {origin.label}"
+            raise UsageError(problem, remedy="choose stages with --stages")
     return Configuration(
         name=origin.name,
         label=origin.name if isinstance(origin, ConfigurationFile) else origin.label,
-        deepspeed_config=json_values(apply_changes(config, *changes)),
+        deepspeed_config=json_values(config),
         source="file",
         file_text=file.text,
     )

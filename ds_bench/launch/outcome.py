@@ -351,6 +351,8 @@ def _missing_file_outcome(problems: Mapping[int, str], evidence: Evidence) -> Ou
         # ``os._exit(0)``, as of a script that has had enough: no hook sees it.
         ended_well = entry is not None and entry.code == 0
         early = schema.ENDED_EARLY if beat.step > 0 else schema.NO_ENGINE
-        return _fail(evidence, early if ended_well else schema.CRASHED, rank, text)
+        if ended_well:
+            return _fail(evidence, early, rank, text, phase="")
+        return _fail(evidence, schema.CRASHED, rank, text)
     when = "before saying hello" if beat is None else "without writing its file"
     return _fail(evidence, schema.CRASHED, rank, f"rank {rank} ended {when} ({code})")

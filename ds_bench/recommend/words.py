@@ -119,8 +119,8 @@ TEMPLATES: Mapping[str, str] = {
     "unsupported": "take another configuration: this machine or these versions cannot run it",
     "skipped": "try a smaller micro-batch, more GPUs, a shorter --seq-length or a smaller model",
     "interrupted": "--resume with the run's folder: rows are missing",
-    "no_engine": "make the script train with the engine of deepspeed.initialize, with Accelerate without "
-    "ACCELERATE_USE_CPU; its log shows how it ended",
+    "no_engine": "make the script train with the engine of deepspeed.initialize in the process that is started, with "
+    "Accelerate without ACCELERATE_USE_CPU; its log shows how it ended",
     "other_engine": "give --engine one of these names",
     "ended_early": "let the script train for more steps, or lower --warmup-steps and --num-steps",
     "exited": "read the end of its log (--verbose names it)",

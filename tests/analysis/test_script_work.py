@@ -53,7 +53,8 @@ def test_figures_are_of_the_tokens_seen_and_what_does_not_exist_is_empty() -> No
 def test_without_token_ids_rows_compare_by_samples_and_without_samples_by_steps() -> None:
     none, seconds = {"tokens": (0,) * 6, "unpadded_tokens": (0,) * 6}, (0.5,) * 4
     for samples, rate, unit in (((8,) * 6, 8 * 2 / 0.5, "samples/s"), ((), 1 / 0.5, "steps/s")):
-        runs = [row(stage, seconds=seconds, samples=samples, **none) for stage in (1, 2)]
+        seen = {"samples": samples, "micro_steps": (len(samples),) * 6}
+        runs = [row(stage, seconds=seconds, **seen, **none) for stage in (1, 2)]
         report = build_report(runs)
         rows = report.comparison.rows
         assert [(each.tokens_per_second, each.rate_unit, each.ratio) for each in rows] == [(rate, unit, 1)] * 2
@@ -61,6 +62,7 @@ def test_without_token_ids_rows_compare_by_samples_and_without_samples_by_steps(
         expected = None if unit == "steps/s" else rate
         assert (found.throughput_tokens_per_sec, found.throughput_samples_per_sec) == (None, expected)
         assert f"{unit[:-2]} per second" in str(found.caveats)
+        assert ("no forward pass" in str(found.caveats)) == (found.gap_ms is None) == (unit == "steps/s")
         assert report.recommendation.facts[0].values["unit"] == unit
         assert unit in [column.heading for column in short_columns(report)]
 

@@ -37,6 +37,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("train.py").write_text("")
     Path("own.json").write_text(json.dumps(OWN))
     Path("offloading.json").write_text(json.dumps(OFFLOADING))
+    Path("old.json").write_text('{"zero_optimization": true}')
 
 
 def script(*command: str) -> Script:
@@ -99,6 +100,11 @@ MICRO = ("--configs", "own.json", "--", "train.py", "{config}", "{micro_batch}")
         (("--configs", "own.json", "--base-config", "own.json", *TRAIN), "--configs and --base-config"),
         (("--configs", "own.json", "--override-config", "--accelerate-env", *TRAIN), "--accelerate-env together"),
         (("--stages", "1", *TRAIN), "--base-config FILE"),
+        (
+            ("--base-config", "own.json", "--stages", "2", "--set", "zero_optimization.stage=1", *TRAIN),
+            "stage 1 to the row Z",
+        ),
+        (("--configs", "own.json", "--set", "zero_optimization=2", *TRAIN), "is 2, not a block"),
         (("--base-config", "absent.json", *TRAIN), "^--base-config .*absent.json"),
         (TRAIN, "without configurations"),
         (("--configs", "own.json", "--axis", "attention=sdpa", *TRAIN), "changes the built-in training"),
@@ -143,6 +149,8 @@ WITH_CPU = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
             "--base-config offloading.json --stages 2 --strategies cpu_optimizer".split(),
             {"zero2": {"zero_optimization": {"stage": 2}}, "cpu_optimizer": {"zero_optimization": WITH_CPU}},
         ),
+        # A file in the old form, which --set mends.
+        ("--configs old.json --set zero_optimization.stage=2".split(), {"old": {"zero_optimization": {"stage": 2}}}),
     ],
 )
 def test_rows_keep_the_users_file_except_for_requested_changes(

@@ -206,6 +206,54 @@ def run(folder: Path, case: Case, tmp_path: Path) -> tuple[list[dict[str, Any]],
     return json.loads(flat.read_text()), [json.loads(line) for line in records.read_text().splitlines()]
 
 
+BESIDE_ANOTHER = """
+import sys, deepspeed, torch
+class Critic(torch.nn.Linear): pass
+def engine(model): return deepspeed.initialize(model=model, config=sys.argv[1], model_parameters=model.parameters())[0]
+critic, model = engine(Critic(8, 1)), engine(torch.nn.Embedding(64, 32)).eval()
+for _ in range(50):
+    with torch.no_grad():
+        critic(torch.ones(2, 8))
+    model.backward(model(torch.randint(0, 64, (4, 16))).float().square().mean())
+    model.step()
+"""
+DPO = """
+from datasets import Dataset
+from d_trl_sft_lora import tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+from trl import DPOConfig, DPOTrainer, TrlParser
+(args,) = TrlParser((DPOConfig,)).parse_args_and_config()
+llama = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+class Reference(LlamaForCausalLM): pass
+data = Dataset.from_list([{"prompt": "w1 w2", "chosen": "w3 w4 w5", "rejected": "w6"}] * 400)
+DPOTrainer(LlamaForCausalLM(llama), Reference(llama), args, train_dataset=data, processing_class=tokenizer()).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "case", "other", "evaluations"),
+    [
+        (BESIDE_ANOTHER, Case(command="{config}", configs="zero2", tokens=(64, 64)), "Critic", 1),
+        (DPO, Case(command=f"--deepspeed {{config}} {TRAINER}", configs="auto2", needs="trl"), "Reference", 2),
+    ],
+    ids=["in evaluation mode", "DPO"],
+)
+def test_only_the_engine_that_steps_is_measured(
+    text: str, case: Case, other: str, evaluations: int, tmp_path: Path
+) -> None:
+    if case.needs is not None and importlib.util.find_spec(case.needs) is None:
+        pytest.skip(f"{case.needs} is not installed")
+    folder = shared_files("own_scripts", "*.py")[0].parent
+    (path := tmp_path / "train.py").write_text(f"import sys; sys.path.append({str(folder)!r})\n{text}")
+    ((row,), (record,)) = run(folder, replace(case, command=f"{path} {case.command}"), tmp_path)
+    seen = record["ranks"][0]["script"]
+    # Chosen and rejected of four pairs, each of six tokens or fewer, in two micro-batches.
+    assert seen["tokens"] == [64 if case.tokens else 2 * 8 * 6] * 7
+    assert seen["evaluation_forwards"] == [evaluations] * 7
+    assert row["other_engines"] == other
+    assert row["throughput_tokens_per_sec"] == pytest.approx(seen["tokens"][0] / row["avg_step_time_ms"] * 1000)
+
+
 EXAMPLE = re.compile(r"^### (.+?)\n(.*?)(?=^##)", re.MULTILINE | re.DOTALL)
 
 

@@ -138,10 +138,7 @@ class Hook:
         self.names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self.all_names: list[str] = []
         self.main: Any = None
-        self.micro_batches: list[tuple[Any, dict[str, Any]]] = []
-        self.losses: list[tuple[Any, Any]] = []
-        self.evaluations = self.saves = 0
-        self.gap = 0.0
+        self.seen = new_step()
         self.call_ended: float | None = None
         """When the last backward or step ended; None while a micro-batch is on its way."""
         self.in_train_batch = False
@@ -199,18 +196,12 @@ class Hook:
             self.all_names.append(self.names[engine])
 
             def count_evaluation(module: Any, _inputs: Any) -> None:
-                if self.active and not self.is_training(module):
-                    self.evaluations += 1
+                if self.active and not (sys.modules["torch"].is_grad_enabled() and module.training):
+                    self.seen["evaluations"] += 1
                     self.beat(self.phase)
 
             engine.module.register_forward_pre_hook(untraced(count_evaluation))
         return self.names[engine]
-
-    @staticmethod
-    def is_training(module: Any) -> bool:
-        import torch
-
-        return bool(torch.is_grad_enabled() and module.training)
 
     def measures(self, engine: Any) -> bool:
         """Whether this engine is measured; until one has stepped, any that was not left out by name."""
@@ -221,10 +212,10 @@ class Hook:
         return self.asked_engine in (None, self.name_of(engine))
 
     def before_forward(self, engine: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        if not self.measures(engine) or not self.is_training(engine.module):
+        if not self.measures(engine) or not sys.modules["torch"].is_grad_enabled():
             return
         self.begin_call()
-        self.micro_batches.append((engine, count_tokens(arguments, keywords)))
+        self.seen["micro_batches"].append((engine, (engine.module.training, count_tokens(arguments, keywords))))
         self.beat("forward")
 
     def begin_call(self) -> None:
@@ -235,12 +226,12 @@ class Hook:
         elif not self.window and self.warmup_steps == 0:
             self.begin_window()
         if self.call_ended is not None and not self.in_train_batch:
-            self.gap += time.perf_counter() - self.call_ended
+            self.seen["gap"] += time.perf_counter() - self.call_ended
             self.call_ended = None
 
     def after_backward(self, engine: Any, loss: Any, divided: bool) -> None:
         if getattr(loss, "numel", lambda: 0)() == 1:
-            self.losses.append((engine, (loss, engine.gradient_accumulation_steps() if divided else 1)))
+            self.seen["losses"].append((engine, (loss, engine.gradient_accumulation_steps() if divided else 1)))
         self.call_ended = time.perf_counter()
 
     def after_step(self, engine: Any, steps_before: int) -> None:
@@ -252,10 +243,15 @@ class Hook:
     def end_step(self, engine: Any) -> None:
         """An optimizer step has ended: note it, and begin or end the measured window."""
         self.main = engine
+        step, self.seen = self.seen, new_step()
+        for name in ("micro_batches", "losses"):  # until the first step it is not known which engine is measured
+            step[name] = [each for other, each in step[name] if other is engine]
+        trained = [counts for is_training, counts in step["micro_batches"] if is_training]
+        if not trained:  # a script may train with its model in evaluation mode
+            trained = [counts for _, counts in step["micro_batches"]]
+            step["evaluations"] = max(0, step["evaluations"] - len(trained))
         norm = getattr(engine, "get_global_grad_norm", lambda: None)()
-        step = {"micro_batches": self.micro_batches, "losses": self.losses, "gap": self.gap, "grad_norm": norm}
-        self.steps.append({**step, "evaluations": self.evaluations, "saves": self.saves})
-        self.micro_batches, self.losses, self.gap, self.evaluations, self.saves = [], [], 0.0, 0, 0
+        self.steps.append({**step, "micro_batches": trained, "grad_norm": norm})
         now = time.time()
         self.last_step_seconds, self.last_step_at = now - (self.last_step_at or now), now
         done = len(self.steps)
@@ -324,7 +320,7 @@ class Hook:
         micro, accumulation = int(engine.train_micro_batch_size_per_gpu()), int(engine.gradient_accumulation_steps())
         warmup = seconds_between(self.marks[:boundary])
         measured = seconds_between(self.marks[boundary + 1 :])
-        shares = [[float(loss) / share for loss, share in self.of_main(step["losses"])] for step in self.steps]
+        shares = [[float(loss) / share for loss, share in step["losses"]] for step in self.steps]
         losses = [sum(each) for each in shares if each]
         return {
             "rank": self.rank,
@@ -362,16 +358,12 @@ class Hook:
             "script": self.script_facts(),
         }
 
-    def of_main(self, seen: list[tuple[Any, Any]]) -> list[Any]:
-        """Return what is of the engine that is measured: until its first step it is not known which one that is."""
-        return [each for engine, each in seen if engine is self.main]
-
     def script_facts(self) -> dict[str, Any]:
         """The fields of a ScriptMeasurement."""
         engine, main = self.main, self.name_of(self.main)
 
         def per_step(name: str) -> list[int | None]:
-            counts = [[micro[name] for micro in self.of_main(step["micro_batches"])] for step in self.steps]
+            counts = [[micro[name] for micro in step["micro_batches"]] for step in self.steps]
             return [None if None in each else sum(int(count) for count in each) for each in counts]
 
         def offload(name: str) -> str:
@@ -383,7 +375,7 @@ class Hook:
         known = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
         return {
             **{name: per_step(key) for name, key in COUNTS.items()},
-            "micro_steps": [len(self.of_main(step["micro_batches"])) for step in self.steps],
+            "micro_steps": [len(step["micro_batches"]) for step in self.steps],
             "gap_seconds": [step["gap"] for step in self.steps],
             "evaluation_forwards": [step["evaluations"] for step in self.steps],
             "saves": [step["saves"] for step in self.steps],
@@ -433,6 +425,8 @@ class Hook:
             return
         done, kind, name = len(self.steps), "ended_early", "EndedEarly"
         text = f"the script ended after {done} of {self.warmup_steps + self.num_steps} steps"
+        if len(self.all_names) > 1 and done:
+            text += f" of {self.name_of(self.main)}, one of {len(self.all_names)} engines"
         if not done:
             kind, name = "no_engine", "NoEngine"
             made = f"; it made {', '.join(self.all_names)}" if self.all_names else ""
@@ -493,7 +487,7 @@ class Hook:
             return returned
 
         def save_checkpoint(original: Any, engine: Any, *arguments: Any, **keywords: Any) -> Any:
-            self.saves += 1
+            self.seen["saves"] += 1
             return original(engine, *arguments, **keywords)
 
         for function in (forward, backward, step, save_checkpoint):
@@ -506,9 +500,8 @@ class Hook:
             self.begin_call()
             self.in_train_batch = True
             loss = original(engine, *arguments, **keywords)
-            self.in_train_batch, self.losses = False, []
-            if hasattr(loss, "detach"):
-                self.losses.append((engine, (loss.detach(), 1)))
+            self.in_train_batch = False
+            self.seen["losses"] = [(engine, (loss.detach(), 1))] if hasattr(loss, "detach") else []
             self.end_step(engine)
             self.call_ended = time.perf_counter()
             return loss
@@ -623,6 +616,11 @@ COUNTS = {
     "samples": "samples",
 }
 """Field of a ScriptMeasurement → its name in what :func:`count_tokens` returns."""
+
+
+def new_step() -> dict[str, Any]:
+    """What is seen during a step; micro-batches and losses come with their engine."""
+    return {"micro_batches": [], "losses": [], "evaluations": 0, "saves": 0, "gap": 0.0}
 
 
 class Finder(importlib.abc.MetaPathFinder):
