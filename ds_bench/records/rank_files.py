@@ -28,8 +28,11 @@ from ..config.spec import Trial
 from ..system import files
 from . import json_files
 
-PHASES = ("hello", "import", "build", "init", "warmup", "forward", "backward", "step", "inspect", "write", "exit")
-"""Phases of a rank in order; forward, backward and step repeat."""
+PHASES = (
+    *("hello", "import", "build", "init", "warmup", "loop", "forward", "backward", "step"),
+    *("inspect", "write", "exit"),
+)
+"""Phases of a rank in order; those from ``loop`` (a script between two steps) to ``step`` repeat."""
 
 TRIAL_FILE = "trial.json"
 CONFIG_FILE = "ds_config.json"

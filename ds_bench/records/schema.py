@@ -391,6 +391,7 @@ _PHASE_TEXTS = {
     "build": "while building the model",
     "init": "in optimizer init",
     "warmup": "in warm-up",
+    "loop": "between two steps",
     "forward": "in forward",
     "backward": "in backward",
     "step": "in the optimizer step",
@@ -405,8 +406,8 @@ class Outcome:
     error: str | None = None
     """One line that says what happened."""
     phase: str | None = None
-    """``import``, ``build``, ``init``, ``warmup``, ``forward``, ``backward``, ``step``, ``inspect`` or ``exit``; None
-    if unknown."""
+    """``import``, ``build``, ``init``, ``warmup``, ``loop`` (between two steps), ``forward``, ``backward``, ``step``,
+    ``inspect`` or ``exit``; None if unknown."""
     rank: int | None = None
     """The rank of the root cause."""
     details: str | None = None

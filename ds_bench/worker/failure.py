@@ -109,6 +109,8 @@ def _summarise(error: BaseException) -> str:
         return f"{lines[0]}: {lines[1]}: {lines[2].strip()}"
     if lines[0].endswith(":"):  # what follows is the message, as in the Trainer's list of values that mismatch
         return " ".join(line.strip() for line in lines)
+    if re.match(r"Caught \w+ in ", lines[0]):  # of a worker of a data loader (torch/_utils.py, ExceptionWrapper)
+        return f"{lines[0]} {lines[-1].strip()}"
     # NCCL names the call that failed in the first line, and why only here.
     last_error = lines.index("Last error:") + 1 if "Last error:" in lines else len(lines)
     return " ".join([lines[0], *lines[last_error : last_error + 1]])

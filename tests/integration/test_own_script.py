@@ -145,7 +145,7 @@ CASES = {
         configs="zero2",
         ranks=2,
         status="❌ KeyError",
-        error="KeyError .*column 'text' is not in the data set",
+        error="KeyError in loop: .*column 'text' is not in the data set",
     ),
     "ends early": Case(
         command="k_short.py --steps 4 --deepspeed_config {config}",
@@ -210,10 +210,10 @@ BESIDE_ANOTHER = """
 import sys, deepspeed, torch
 class Critic(torch.nn.Linear): pass
 def engine(model): return deepspeed.initialize(model=model, config=sys.argv[1], model_parameters=model.parameters())[0]
-critic, model = engine(Critic(8, 1)), engine(torch.nn.Embedding(64, 32)).eval()
+critic, model = engine(Critic(8, 1)), engine(torch.nn.Embedding(64, 32))
+model.eval()
 for _ in range(50):
-    with torch.no_grad():
-        critic(torch.ones(2, 8))
+    critic(torch.ones(2, 8).bfloat16())
     model.backward(model(torch.randint(0, 64, (4, 16))).float().square().mean())
     model.step()
 """
@@ -233,8 +233,13 @@ DPOTrainer(LlamaForCausalLM(llama), Reference(llama), args, train_dataset=data, 
 @pytest.mark.parametrize(
     ("text", "case", "other", "evaluations"),
     [
-        (BESIDE_ANOTHER, Case(command="{config}", configs="zero2", tokens=(64, 64)), "Critic", 1),
-        (DPO, Case(command=f"--deepspeed {{config}} {TRAINER}", configs="auto2", needs="trl"), "Reference", 2),
+        (BESIDE_ANOTHER, Case(command="{config}", configs="zero2", tokens=(64,)), "Critic", 0),
+        (
+            DPO,
+            Case(command=f"--deepspeed {{config}} {TRAINER}", configs="auto2", needs="trl", tokens=(80,)),
+            "Reference",
+            2,
+        ),
     ],
     ids=["in evaluation mode", "DPO"],
 )
@@ -247,8 +252,8 @@ def test_only_the_engine_that_steps_is_measured(
     (path := tmp_path / "train.py").write_text(f"import sys; sys.path.append({str(folder)!r})\n{text}")
     ((row,), (record,)) = run(folder, replace(case, command=f"{path} {case.command}"), tmp_path)
     seen = record["ranks"][0]["script"]
-    # Chosen and rejected of four pairs, each of six tokens or fewer, in two micro-batches.
-    assert seen["tokens"] == [64 if case.tokens else 2 * 8 * 6] * 7
+    # Of the pairs both texts, padded to five tokens: 2 micro-batches × 4 pairs × 2 × 5.
+    assert seen["tokens"] == [*(case.tokens or ())] * 7
     assert seen["evaluation_forwards"] == [evaluations] * 7
     assert row["other_engines"] == other
     assert row["throughput_tokens_per_sec"] == pytest.approx(seen["tokens"][0] / row["avg_step_time_ms"] * 1000)

@@ -136,6 +136,9 @@ def test_the_message_is_the_cause_in_one_line(tmp_path: Path, monkeypatch: pytes
     refused = raised_by(lambda: DeepSpeedZeroConfig(stage=1, overlap_com=True))
     expected = "1 validation error for DeepSpeedZeroConfig: overlap_com: Extra inputs are not permitted"
     assert failure_of(refused).message.startswith(expected)
+    loader = torch.utils.data.DataLoader([1, "x"], batch_size=2, num_workers=1)
+    of_worker = "Caught TypeError in DataLoader worker process 0. TypeError: new(): invalid data type 'str'"
+    assert failure_of(raised_by(lambda: next(iter(loader)))).message == of_worker
     (tmp_path / "own_check.py").write_text("def check(size):\n    assert size % 2 == 0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     bare = raised_by(lambda: importlib.import_module("own_check").check(3))

@@ -147,6 +147,12 @@ sys.stdout = None
     ("script", "error_class", "text"),
     [
         ("sys.exit('the data set is gone')", "NoEngine", "the data set is gone"),
+        # A script that starts itself again in its own process, as to set LD_PRELOAD.
+        (
+            "os.environ.get('AGAIN') or os.execve(sys.executable, sys.orig_argv, {**os.environ, 'AGAIN': '1'})",
+            "NoEngine",
+            "",
+        ),
         ("thread = threading.Thread(target=lambda: {}['x']); thread.start(); thread.join()", "KeyError", "KeyError"),
     ],
 )

@@ -33,8 +33,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-FOLDER_VARIABLE = "DS_BENCH_SCRIPT"
-PHASES = ("hello", "import", "build", "init", "warmup", "forward", "backward", "step", "inspect", "write", "exit")
+FOLDER_VARIABLE, PID_VARIABLE = "DS_BENCH_SCRIPT", "DS_BENCH_SCRIPT_PID"
+PHASES = (
+    *("hello", "import", "build", "init", "warmup", "loop", "forward", "backward", "step"),
+    *("inspect", "write", "exit"),
+)
 BEAT = struct.Struct("<qdqqdq")
 OVERRIDDEN = "ds_bench_overridden"
 """Marks a configuration that has replaced the script's, until ``deepspeed.initialize`` takes it."""
@@ -256,7 +259,7 @@ class Hook:
         self.last_step_seconds, self.last_step_at = now - (self.last_step_at or now), now
         done = len(self.steps)
         self.marks.append(self.mark())
-        self.beat("warmup" if done <= self.warmup_steps else "step")
+        self.beat("loop")
         if done == 1:
             self.end_phase("first_step")
         if done == self.warmup_steps:
@@ -645,7 +648,10 @@ class Finder(importlib.abc.MetaPathFinder):
 
 def install() -> None:
     """Begin to watch this process; its children, such as workers of a data loader, are not watched."""
-    hook = Hook(Path(os.environ.pop(FOLDER_VARIABLE)))
+    pid = str(os.getpid())
+    if os.environ.setdefault(PID_VARIABLE, pid) != pid:  # the same where the script replaces its process (exec)
+        return
+    hook = Hook(Path(os.environ[FOLDER_VARIABLE]))
     stacks = (hook.folder / f"rank{hook.rank}.stacks").open("w")
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     sys.meta_path.insert(0, Finder(hook.patches))
