@@ -3,7 +3,7 @@
     python bench/prediction.py                                  every strategy but NVMe, tiny preset
     python bench/prediction.py --model meta-llama/Llama-3.1-8B --num-gpus 8 --batch-size 1 --nvme-path /mnt/nvme
 
-    python bench/prediction.py --records DIR                    trains nothing: compares what runs below DIR recorded
+    python bench/prediction.py --records DIR                    compares the records below DIR, without a training
 
 Trains each strategy once with the product, then prints what its run had predicted next to what it measured: a rank's
 ledger, cell by cell; on GPUs the least memory and the reserved memory that a row needs, the allocator's peak, and what
@@ -56,7 +56,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--nvme-path", default=None, metavar="DIR", help="also offload to NVMe there")
     add("--activation-checkpointing", action="store_true", help="recompute activations")
     add("--timeout", type=float, default=1800.0, metavar="SECONDS", help="per comparison (default: 1800)")
-    add("--records", type=Path, default=None, metavar="DIR", help="compare the runs below this folder; train nothing")
+    add(
+        "--records",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="instead of training, compare the runs below this folder",
+    )
     harness.add_runs_flag(parser)
     return parser.parse_args(arguments)
 

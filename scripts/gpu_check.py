@@ -126,7 +126,7 @@ def list_steps(models: list[str], out: Path) -> Iterator[Step]:
 
     def tests(name: str, *words: str) -> Step:
         # -v names each test in the log, as pytest writes junit.xml at its end. pyproject.toml's settings need plugins,
-        # and make every warning an error, also that of another version of a package.
+        # and make every warning an error, also one from another version of a package.
         command = [PYTHON, "-m", "pytest", str(ROOT / "tests/integration/test_gpu.py"), "-m", "gpu", "-v"]
         command += ["-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", "-o", "filterwarnings=default"]
         command += [*words, "--junit-xml", str(out / name / "junit.xml")]
@@ -147,7 +147,7 @@ def list_steps(models: list[str], out: Path) -> Iterator[Step]:
     if second != first:
         yield compare(f"{short_name(second)}-zero", second, f"{ZERO} --stages 0 1 2 3")
         yield offload(second)
-    # Rounds and folder last: a fork that is refused leaves only the cold launcher, which the probe has told by then.
+    # Only the cold launcher is left where the probe found that ranks cannot be forked.
     refused = (read_json(out / "probe/figures.json") or {}).get("fork", {}).get("refused")
     launcher = "deepspeed" if refused else "both"
     runs = ["--runs", str(out / "fidelity/bench")]

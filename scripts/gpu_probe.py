@@ -33,7 +33,7 @@ from ds_bench.system import environment, gpu_state
 class NvmlRecorder:
     """Passes calls on to ``pynvml`` and keeps each with its answer, as ``tests/support/nvml_replay.py`` replays them.
 
-    UUIDs are replaced by the number of the GPU. What a machine's file says beyond that names nobody.
+    UUIDs are replaced by the number of the GPU, so that a recording identifies no machine.
     """
 
     def __init__(self, library: Any) -> None:
