@@ -333,7 +333,8 @@ class GpuMonitoringLauncher:
             nonlocal middle_read
             # The middle is read too, as a short window may have no second sample.
             is_middle = progress.step >= (first + last) // 2 and not middle_read
-            is_due = not samples or time.monotonic() - samples[-1][0] >= _SAMPLE_SECONDS
+            # A host that is silent would hold this process up for seconds each time.
+            is_due = not samples or (samples[-1][1] and time.monotonic() - samples[-1][0] >= _SAMPLE_SECONDS)
             if first <= progress.step < last and (is_due or is_middle):
                 middle_read = middle_read or is_middle
                 samples.append((time.monotonic(), self._read_gpus(trial.placement)))
