@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..config.caveats import Caveat
+from ..config.deepspeed_config import USED_UP
 from ..config.identity import Difference, differences
 from ..records.schema import TrialRecord
 from ..system import environment
@@ -179,5 +180,5 @@ def _config_changes(a: Run, b: Run) -> Iterator[str]:
         known = {each.fact for each in written}
         # The rest are defaults that differ, as between versions.
         for each in differences(a.ranks[0].resolved_config, b.ranks[0].resolved_config):
-            if each.fact not in known:
+            if each.fact not in known and not (each.fact in USED_UP and None in (each.a, each.b)):
                 yield f"{each.text} (as DeepSpeed resolved it)"

@@ -8,11 +8,11 @@ import statistics
 from collections.abc import Iterator, Sequence
 from functools import cache
 
-from ..config.caveats import Caveat, CaveatKind, as_caveat, note
-from ..config.deepspeed_config import AUTO
+from ..config.caveats import Caveat, CaveatKind, as_caveat
+from ..config.deepspeed_config import AUTO, USED_UP
 from ..config.deepspeed_keys import answer_for
 from ..config.identity import differences
-from ..config.rules import WRONG_TRAINING, Case
+from ..config.rules import WRONG_TRAINING, Case, row_caveats
 from ..config.spec import Trial
 from ..config.training_script import OWN_KEYS
 from ..config.validation import unread_key
@@ -160,6 +160,7 @@ def _script_caveats(record: TrialRecord, usual: Sequence[float], apart: Sequence
         each
         for each in differences(resolved, redacted_config(record.trial.ds_config))
         if resolved and each.b not in (None, AUTO) and each.fact not in _OF_LIBRARIES and each.field not in own
+        if each.a is not None or each.fact not in USED_UP
     ][:_MAX_NAMED_KEYS]
     if ran != named:
         texts = [f"stage {stage}, optimizer on {_place(a)}, parameters on {_place(b)}" for stage, a, b in (ran, named)]
@@ -171,15 +172,15 @@ def _script_caveats(record: TrialRecord, usual: Sequence[float], apart: Sequence
     rank = record.slowest_rank
     with answer_for(rank.deepspeed_version):  # the script's, which may be another than this program's
         case = Case(config={**rank.resolved_config, "gradient_accumulation_steps": rank.grad_accum})
-        texts = [rule.row_text(case) for rule in WRONG_TRAINING if rule.applies(case)]
-        texts += filter(None, [unread_key(record.trial.ds_config)])
+        found = list(row_caveats(case, WRONG_TRAINING))
+        found += filter(None, [unread_key(record.trial.ds_config)])
     seen = [name for name in ("tokens", "samples") if any(sum(rank.in_window(name)) for rank in record.ranks)]
     if "tokens" not in seen:
         what = (
             "no token ids in the script's batches" if any(script.micro_steps) else "no forward pass of the engine seen"
         )
-        texts.append(f"{what}: rows compare by {(*seen, 'steps')[0]} per second")
-    yield from map(note, texts)
+        found.append(f"{what}: rows compare by {(*seen, 'steps')[0]} per second")
+    yield from map(as_caveat, found)
     if apart and usual:
         values = {"count": len(apart), "steps": len(apart) + len(usual)}
         means = {"apart": statistics.fmean(apart), "usual": statistics.fmean(usual)}

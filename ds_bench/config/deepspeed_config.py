@@ -40,6 +40,9 @@ MakeConfig = Callable[[Strategy, int, int], Config]
 
 AUTO = "auto"
 """A value that the Transformers Trainer or Accelerate fills in (``automatic_values``)."""
+USED_UP = ("optimizer.params.torch_adam", "optimizer.params.adam_w_mode")
+"""Keys that DeepSpeed before 0.19 takes out of its own configuration as it makes the optimizer (``runtime/engine.py``,
+``_configure_basic_optimizer``)."""
 OPTIMIZERS = ("AdamW", "Adam", "Adagrad", "Lion", "SGD")
 """Values of ``--optimizer``."""
 ADAMW_PARAMETERS: Config = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}

@@ -10,7 +10,7 @@ with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from typing import Any, Literal
@@ -611,6 +611,13 @@ WRONG_TRAINING = (
          reason="DeepSpeed 0.17.6 to 0.18.5 adds the gradients of earlier steps to those of a step at stage 0 in bf16, "
                 "unless the model is a PipelineModule (issue 7837)",
          remedy="use DeepSpeed 0.18.6 or later, or stage 1", source="DeepSpeed#7837"),
+    Rule("bf16-stage-1-in-fp32-7985", "error", "data_types.grad_accum_dtype", versions=">=0.18.3,<0.19", row="caveat",
+         when=lambda case: (case.stage == 1 and case.is_on("bf16.enabled") and case.offload("optimizer") is None
+                            and case.value("data_types.grad_accum_dtype") in ("fp32", "float32", "float")
+                            and not case.is_on("bf16.immediate_grad_update") and case.ranks != 1),
+         reason="DeepSpeed 0.18.3 to 0.18.9 averages all micro-batches but the last over the ranks at stage 1 in bf16 "
+                "with gradients accumulated in fp32 (pull request 7985)",
+         remedy="use DeepSpeed 0.19 or later, or stage 2", source="DeepSpeed#7985"),
     Rule("zero2-shared-module-8224", "warning", f"{ZERO}stage", versions=">=0.18.3,<0.19.4", row="caveat",
          when=lambda case: case.stage == 2 and case.precision == "bf16",
          reason="DeepSpeed 0.18.3 to 0.19.3 trains wrongly at stage 2 in bf16 if the model uses a submodule twice in a "
@@ -663,10 +670,10 @@ def refusals(case: Case) -> Iterator[str]:
     return (rule.row_text(case) for rule in RULES if rule.row in ("refusal", "ignored") and rule.applies(case))
 
 
-def row_caveats(case: Case) -> Iterator[str | Caveat]:
-    """Yield the caveats of a row."""
+def row_caveats(case: Case, rules: Sequence[Rule] = RULES) -> Iterator[str | Caveat]:
+    """Yield what these rules say about a row that runs."""
     kinds = {"error": CaveatKind.TRAINED_WRONGLY, "warning": CaveatKind.MAY_TRAIN_WRONGLY}
-    for rule in RULES:
+    for rule in rules:
         if rule.row == "caveat" and rule.applies(case):
             if rule in WRONG_TRAINING and rule.level in kinds:
                 yield Caveat(kinds[rule.level], {"text": f"{rule.reason_for(case)}; {rule.remedy}"})

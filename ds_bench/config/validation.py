@@ -15,6 +15,7 @@ from typing import Any
 
 from ..errors import UsageError
 from ..system import host_memory
+from ..system.environment import installed_version
 from . import deepspeed_keys, lint
 from .caveats import Caveat
 from .deepspeed_config import MEASURING_KEYS, is_deepcompiled, sequence_parallel_size, tensor_parallel_size
@@ -52,7 +53,7 @@ def unsupported_reason(configuration: Configuration, placement: Placement) -> st
     case = Case(config=configuration.deepspeed_config, placement=placement)
     return (
         missing_requirement(configuration, placement)
-        or (_refused_by_reference(configuration) if configuration.is_reference else None)
+        or (_refused_by_reference(configuration, placement) if configuration.is_reference else None)
         or next(refusals(case), None)
         # The copy of a file leaves such a key out, with a note.
         or (None if configuration.source == "file" or configuration.is_reference else unread_key(case.config))
@@ -212,11 +213,14 @@ _ABOUT_DEEPSPEED = {
 _BF16_KEYS = {"enabled", "check_grad_overflow", "immediate_grad_update"}
 
 
-def _refused_by_reference(configuration: Configuration) -> str | None:
+def _refused_by_reference(configuration: Configuration, placement: Placement) -> str | None:
     """Why a reference engine would not train as the configuration says; None if it would."""
     config, label = configuration.deepspeed_config, configuration.label
     optimizer = str(block_of(config, "optimizer").get("type", ""))
     without = f"remove it, or leave --strategies {configuration.name} out"
+    on_cpu = configuration.engine == "fsdp2" and placement.accelerator == "cpu"
+    if on_cpu and (installed_version("torch") or "").startswith("2.6."):
+        return f"{label} on the CPU needs torch 2.7 or later, whose CPU streams record events"
     if configuration.offloads:
         return f"{label} does not offload here; {without}"
     if block_of(config, "fp16").get("enabled"):

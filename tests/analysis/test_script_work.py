@@ -111,9 +111,11 @@ def test_a_value_of_the_rows_file_that_the_engine_does_not_have_disqualifies_it(
 ) -> None:
     zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": "auto"}
     file = {"steps_per_print": 10, "zero_optimization": zero, "bf16": {"enabled": True}}
+    file["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True}}  # before 0.19 DeepSpeed takes it out
     of = replace(OF, script=replace(SCRIPT, config_source=source))
     trial = replace(fakes.trial(fakes.zero(2), of=of), ds_config=file)
     engine = {"steps_per_print": "Infinity", "zero_optimization": {"stage": 2, "reduce_bucket_size": 16384, **ran}}
+    engine["optimizer"] = {"type": "AdamW", "params": {}}
     caveats = make_run(fakes.success(trial, resolved_config=engine), None, None).caveats
     assert [(each.kind, each.values) for each in caveats] == ([(CaveatKind.OTHER_ENGINE, unlike)] if unlike else [])
 

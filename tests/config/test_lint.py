@@ -51,6 +51,11 @@ def test_some_rules_hold_in_some_versions_only() -> None:
             {"0.18.2": 0, "0.18.3": 1, "0.19.3": 1, "0.19.4": 0},
         ),
         ("gradients-divided-twice", {**zero(0), **accumulated}, {"0.18.2": 0, "0.18.3": 1, "0.19.5": 1, "0.19.6": 0}),
+        (
+            "bf16-stage-1-in-fp32-7985",
+            {**zero(1), "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+            {"0.18.2": 0, "0.18.3": 1, "0.18.9": 1, "0.19.0": 0},
+        ),
         ("gradients-divided-twice", {**zero(3), **accumulated}, {"0.18.9": 0}),
         ("muon-updates-8463", {**zero(2, offload_optimizer=CPU), **muon}, {"0.19.7": 1, "0.19.8": 0}),
         ("stage-0-is-partitioned", {**zero(0), "bf16": {"enabled": True}}, {"0.17.5": 1, "0.17.6": 0}),

@@ -205,6 +205,18 @@ def reference(name: str, **changes: Any) -> Configuration:
     return replace(row, deepspeed_config=config)
 
 
+def test_fsdp2_on_the_cpu_needs_a_newer_torch_than_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for version in ("2.6.0+cu124", "2.7.1", None):
+        monkeypatch.setattr(validation, "installed_version", lambda _package, version=version: version)
+        found.append([validation.unsupported_reason(reference(name), CPU) for name in ("ddp", "fsdp2")])
+    assert found[0][0] is None
+    assert "needs torch 2.7" in (found[0][1] or "")
+    assert found[1:] == [[None, None], [None, None]]
+    monkeypatch.setattr(validation, "installed_version", lambda _package: "2.6.0")
+    assert validation.unsupported_reason(reference("fsdp2"), CUDA) is None
+
+
 def test_a_reference_row_is_refused_if_it_would_train_differently(subtests: pytest.Subtests) -> None:
     for name in REFERENCES:
         assert validation.unsupported_reason(reference(name), CUDA) is None
