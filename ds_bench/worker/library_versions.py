@@ -23,7 +23,7 @@ def dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 
 def no_init_weights() -> contextlib.AbstractContextManager[None]:
-    """Transformers' context in which a model is built without drawing its weights."""
+    """Transformers' context manager for building a model without drawing its weights."""
     try:
         from transformers.initialization import no_init_weights as context
     except ImportError:  # before Transformers 5
@@ -76,13 +76,13 @@ def is_partitioned_at_stage_0(optimizer: Any) -> bool:
 
 
 def gradient_buckets(optimizer: Any) -> list[Any]:
-    """The buffers in which stages 1 to 3 collect gradients: one per number format, or before 0.17 a single one."""
+    """The buffers where stages 1 to 3 collect gradients: one per number format, or before 0.17 a single one."""
     buckets = [bucket.buffer for bucket in getattr(optimizer, "ipg_buckets", {}).values()]
     return buckets or [getattr(optimizer, "ipg_buffer", None)]
 
 
 def step_methods(optimizer: Any) -> list[str]:
-    """The methods in which DeepSpeed's CPU optimizer computes; ``step_subgroup`` is there since 0.18."""
+    """The methods of DeepSpeed's CPU optimizer that compute a step; ``step_subgroup`` exists since 0.18."""
     return [name for name in ("step", "step_subgroup") if hasattr(optimizer, name)]
 
 

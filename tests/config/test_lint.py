@@ -40,7 +40,7 @@ def test_each_rule_applies_to_its_configuration_and_no_other_rule_does(subtests:
 
 
 def test_some_rules_hold_in_some_versions_only() -> None:
-    """What a version trains wrongly is said of that version: below, at and above the ends of each range."""
+    """Wrong training is reported for the versions that have it: below, at and above the ends of each range."""
     accumulated, muon = {"gradient_accumulation_steps": 4}, optimizer("Muon")
     for rule, change, versions in (
         ("zero2-accumulation-7718", {**zero(2), **accumulated}, {"0.17.5": 0, "0.17.6": 1, "0.18.2": 1, "0.18.3": 0}),
@@ -80,7 +80,7 @@ def test_each_version_has_its_keys_and_defaults() -> None:
         with deepspeed_keys.answer_for(version):
             unread = rules.keys_read_later({**later, **known})
             assert rules.without_later_keys({**later, **known}).keys() == {*later, *known} - unread.keys()
-            # What depends on a key that is not read is not said of it.
+            # A rule about a key that is not read does not apply.
             errors = {name for name in names(optimizer("AdamW") | later) if name.startswith(("bf16-", "zenflow-"))}
             found[version] = unread, errors, sorted(names(known) & {"removed-key", "removed-optimizer", "unknown-key"})
     states, zenflow, autocast = "bf16.bf16_optimizer_states", "zero_optimization.zenflow", "torch_autocast"

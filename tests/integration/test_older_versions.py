@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEEPSPEED, TRANSFORMERS, *TORCH = os.environ.get("OLDER_STACK", "0.18.9 4.57.6").split()
 PACKAGES = (
     *("tokenizers<=0.23.0" if TRANSFORMERS >= "4.56" else "tokenizers<0.22", "huggingface_hub<1", "requests"),
-    *("setuptools>=77.0.3", "wheel"),  # those of a new environment are older, and come first on its path
+    *("setuptools>=77.0.3", "wheel"),  # a new environment's are older, and come first on its path
 )
 """What these versions of Transformers need in versions of their own, and what builds DeepSpeed."""
 
@@ -77,7 +77,7 @@ def test_every_stage_and_offload_train_and_hold_what_was_predicted(python: Path,
             assert ranks[0]["weight_change"], name
 
 
-def test_wrong_training_is_said_of_the_rows_and_seen_in_their_losses(python: Path, tmp_path: Path) -> None:
+def test_wrong_training_is_a_caveat_of_the_row_and_shows_in_its_loss(python: Path, tmp_path: Path) -> None:
     flags = "--num-gpus 2 --batch-size 2 --stages 1 2 3 --grad-accum 4 --precision fp32 --verbose"
     found = records(python, tmp_path, "zero_stage_comparison.py", flags)
     said = {each["trial"]["configuration"]["name"]: str(each["trial"]["caveats"]) for each in found}
