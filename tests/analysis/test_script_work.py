@@ -124,13 +124,16 @@ def test_what_the_scripts_own_deepspeed_does_otherwise_is_a_caveat_of_the_row() 
     file = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": "auto", "disable_python_gc": True}
     trial = replace(fakes.trial(fakes.zero(2), of=OF), ds_config=file)
 
-    def texts(version: str) -> str:
+    def texts(version: str, *kinds: CaveatKind) -> str:
         measured = {"deepspeed_version": version, "grad_accum": 4, "resolved_config": file}
-        return str(make_run(fakes.success(trial, **measured), None, None).row.caveats)
+        return str(
+            [each.text for each in make_run(fakes.success(trial, **measured), None, None).caveats if each.kind in kinds]
+        )
 
-    assert "issue 7718" in texts("0.18.1")
-    assert "issue 7718" not in texts("0.18.4")
-    assert "0.17.6 does not read disable_python_gc" in texts("0.17.6")
+    assert "issue 7718" in texts("0.18.1", CaveatKind.TRAINED_WRONGLY)
+    assert "issue 7718" not in texts("0.18.4", *CaveatKind)
+    assert "divides gradients" in texts("0.18.4", CaveatKind.MAY_TRAIN_WRONGLY), "if the model is of a certain kind"
+    assert "0.17.6 does not read disable_python_gc" in texts("0.17.6", CaveatKind.NOTE)
 
 
 def test_steps_with_an_evaluation_or_a_save_are_named_and_do_not_make_a_row_unstable() -> None:

@@ -81,15 +81,20 @@ def test_each_version_has_its_keys_and_defaults() -> None:
             unread = rules.keys_read_later({**later, **known})
             assert rules.without_later_keys({**later, **known}).keys() == {*later, *known} - unread.keys()
             # A rule about a key that is not read does not apply.
-            errors = {name for name in names(optimizer("AdamW") | later) if name.startswith(("bf16-", "zenflow-"))}
+            errors = {
+                name
+                for name in names(optimizer("AdamW") | later)
+                if name.startswith(("bf16-", "zenflow-", "open-overflow"))
+            }
             found[version] = unread, errors, sorted(names(known) & {"removed-key", "removed-optimizer", "unknown-key"})
     states, zenflow, autocast = "bf16.bf16_optimizer_states", "zero_optimization.zenflow", "torch_autocast"
-    wrong, removed = {"bf16-states-without-master-weights"}, ["removed-key", "removed-optimizer"]
+    overflow, removed = "open-overflow-check", ["removed-key", "removed-optimizer"]  # its key came with 0.17
+    wrong = {overflow, "bf16-states-without-master-weights"}
     assert found == {
         "0.16": ({states: "0.18.3", zenflow: "0.17.5", autocast: "0.17.2"}, set(), []),
-        "0.17.1": ({states: "0.18.3", zenflow: "0.17.5", autocast: "0.17.2"}, set(), []),
-        "0.17": ({states: "0.18.3"}, set(), []),
-        "0.18.2": ({states: "0.18.3"}, set(), []),
+        "0.17.1": ({states: "0.18.3", zenflow: "0.17.5", autocast: "0.17.2"}, {overflow}, []),
+        "0.17": ({states: "0.18.3"}, {overflow}, []),
+        "0.18.2": ({states: "0.18.3"}, {overflow}, []),
         "0.18": ({}, wrong, []),
         "0.19": ({}, wrong, removed),
     }
