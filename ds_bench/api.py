@@ -29,11 +29,12 @@ from .config.recipe import PATHS, Recipe, can_be_swept, nearest_path
 from .errors import DsBenchError, PreflightError, UsageError
 from .prediction.gpu_need import FITS, TIGHT
 from .recommend.recommendation import Recommendation
-from .records.run_folder import RUN_FILE, RunFolder, is_finished
+from .records.resume import is_finished
+from .records.run_folder import RUN_FILE, RunFolder
 from .report import html_report, memory_plan
 from .report.comparison_report import ComparisonReport
-from .report.export_formats import data_frame
 from .report.memory_plan import MemoryPlan
+from .report.result_formats import data_frame
 from .report.terminal_report import print_reports
 from .system import job, processes, terminal
 from .units import to_gb

@@ -44,16 +44,10 @@ from .prediction.model_profile import ModelProfile, variant_of
 from .records import schema
 from .records.json_files import json_text, write_json
 from .records.rank_files import CONFIG_FILE
-from .records.run_folder import (
-    RUN_FILE,
-    RunFolder,
-    is_finished,
-    remaining_trials,
-    require_same_machine,
-    require_same_workload,
-)
+from .records.resume import is_finished, remaining_trials, require_same_machine, require_same_workload
+from .records.run_folder import RUN_FILE, RunFolder
 from .records.schema import Outcome, TrialRecord
-from .report import configuration_export
+from .report import exported_configuration
 from .report.comparison_report import ComparisonReport, build_report
 from .report.progress import ProgressReporter, nsys_command, profile_files_line, run_plan_lines
 from .report.terminal_report import print_reports
@@ -572,10 +566,10 @@ class ComparisonRun:
         code = exit_code(options, runs)
         if not options.quiet:
             self._print_places(folders, runs)
-            exported = [configuration_export.exported_row(plan.options, report) for plan, report in reports]
+            exported = [exported_configuration.exported_row(plan.options, report) for plan, report in reports]
             for row, path in zip(filter(None, exported), folders, strict=False):
                 if row.trial.workload.script is not None:
-                    command = configuration_export.training_command(row.trial, path / configuration_export.RAW_FILE)
+                    command = exported_configuration.training_command(row.trial, path / exported_configuration.RAW_FILE)
                     terminal.print_text(f"  Train:  {command}", sys.stderr)
             if code == INTERRUPTED_CODE:
                 # A signal that came after the last trial left nothing undone.
@@ -597,7 +591,7 @@ class ComparisonRun:
                     plain += f"-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
                 folder = folder / "points" / plain
             folders.append(
-                configuration_export.write_configuration(plan.options, report, folder, self.machine.environment)
+                exported_configuration.write_configuration(plan.options, report, folder, self.machine.environment)
             )
         values = [{"point": dict(plan.options.point), **report.recommendation.to_dict()} for plan, report in reports]
         if len(reports) == 1 and not reports[0][0].options.point:

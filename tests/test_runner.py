@@ -24,7 +24,8 @@ from ds_bench.config.spec import Trial
 from ds_bench.doctor import disk
 from ds_bench.prediction import fit_search
 from ds_bench.records import schema
-from ds_bench.records.run_folder import RunFolder, remaining_trials
+from ds_bench.records.resume import remaining_trials
+from ds_bench.records.run_folder import RunFolder
 from ds_bench.records.schema import TrialRecord
 from ds_bench.runner import ResultBuilder
 from ds_bench.system import environment, gpu_state, processes

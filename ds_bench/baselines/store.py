@@ -66,7 +66,7 @@ class BaselineEntry:
     step_variation: float | None = None
     """Coefficient of variation of step times inside a run."""
     workload: Mapping[str, Any] = field(default_factory=dict)
-    """Facts that must be equal in a compared result (``result.workload_facts``)."""
+    """Facts that must be equal in a compared result (``names.workload_facts``)."""
     environment: Environment | None = None
     """Hardware and versions, which must be equal."""
     run_id: str | None = None

@@ -16,7 +16,7 @@ from ..analysis.comparison import ComparisonRow, rows_called
 from ..analysis.row_difference import RowDifference, explain
 from ..errors import UsageError
 from ..report.comparison_report import ComparisonReport
-from ..report.export_formats import TestCase, junit_text
+from ..report.result_formats import TestCase, junit_text
 from ..report.row_explanation import explanation_lines
 from ..system import terminal
 from .report import build_reports, check_output, write_output
@@ -129,8 +129,6 @@ def _memory_change(name: str, before: int | None, after: int | None) -> list[str
 
 # ------------------------------------------------------------------ explain
 
-_MOST_COLUMNS = 80
-
 
 def show_explanation(a: str, b: str, results: Sequence[Path], as_json: bool) -> int:
     """Prints why row ``b`` differs from row ``a``. Returns 0; raises UsageError."""
@@ -139,7 +137,7 @@ def show_explanation(a: str, b: str, results: Sequence[Path], as_json: bool) -> 
         found = [{"title": title, **difference.to_dict()} for title, difference in pairs]
         terminal.print_json(json.dumps(found, indent=1, allow_nan=False, ensure_ascii=False))
         return 0
-    width = min(_MOST_COLUMNS, terminal.width_of(sys.stdout))
+    width = terminal.width_of(sys.stdout)
     for number, (title, difference) in enumerate(pairs):
         if number:
             terminal.print_text("")

@@ -21,7 +21,7 @@ from ..errors import UsageError
 from ..records.json_files import json_text
 from ..records.run_folder import RUN_FILE, csv_text
 from ..report.comparison_report import ComparisonReport, build_report
-from ..report.export_formats import parquet_bytes, tracked_runs, write_tensorboard
+from ..report.result_formats import parquet_bytes, tracked_runs, write_tensorboard
 from ..report.terminal_report import print_reports
 from ..system import invocation, terminal
 from ..system.environment import require_installed
@@ -94,13 +94,13 @@ def report(
         _write_charts(reports, plots)
     if exported is not None:
         of, row = exported
-        from ..report import configuration_export
+        from ..report import exported_configuration
 
-        folder = Path(configuration_export.folder_name(row.configuration.name))
+        folder = Path(exported_configuration.folder_name(row.configuration.name))
         assert row.last_run.record is not None, "_row_to_export chose a row with a record"
         # The last run that trained; a row without any is exported as it was tried, and its README says so.
         environment = next(iter(of.environments), None)
-        for path in configuration_export.write_exports(row.last_run.record, folder, environment):
+        for path in exported_configuration.write_exports(row.last_run.record, folder, environment):
             terminal.print_text(f"config {path}", sys.stderr)
     if to is not None:
         line = write_tensorboard(tracked_runs([load_results.load(path) for path in results]))
@@ -279,9 +279,9 @@ def _row_to_export(reports: Sequence[ComparisonReport], name: str) -> tuple[Comp
         raise UsageError(f"--export {name}: no such row", remedy=f"one of {', '.join(names)}")
     for each, row in matching:
         if row.last_run.has_record:
-            from ..report import configuration_export
+            from ..report import exported_configuration
 
-            configuration_export.require_deepspeed(row.configuration)
+            exported_configuration.require_deepspeed(row.configuration)
             if len(matching) > 1:
                 origin = f"{row.label} of {each.title} ({', '.join(each.sources)})"
                 text = f"--export {name}: {len(matching)} rows match that name; taken from {origin}"

@@ -21,6 +21,7 @@ from ..launch.scratch import remove_abandoned
 from ..models.lookup import ResolvedModel
 from ..prediction.model_profile import ModelProfile
 from ..system import files
+from ..system.file_systems import IN_MEMORY, NETWORK, file_system
 from ..system.helper_programs import run_tool
 from ..system.host_memory import read_text
 from ..units import format_bytes, format_millions, from_gb
@@ -32,8 +33,6 @@ _CHECKPOINT_BYTES = 14
 """Per parameter of a checkpoint: the 16-bit weight, its fp32 master and Adam's two moments."""
 _SWAPPED_BYTES = 12
 """Added if the optimizer is on a disk: DeepSpeed copies its swap files into the checkpoint."""
-_IN_MEMORY = ("tmpfs", "ramfs")
-_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "fuse", "ceph", "9p", "virtiofs")
 _SLOW_BYTES_PER_SECOND = from_gb(5.0)
 _MIN_TEST_BYTES, _MAX_TEST_BYTES = 64 * 2**20, 2**30
 _SECONDS_EACH_WAY = 5.0
@@ -64,11 +63,11 @@ def check_nvme_folder(path: Path) -> NvmeFolder:
     remove_abandoned(path)
     kind = file_system(path)
     caveat = None
-    if kind in _IN_MEMORY:
+    if kind in IN_MEMORY:
         caveat = Caveat(CaveatKind.NVME_IN_MEMORY, {"file_system": kind})
     elif kind == "overlay":
         caveat = note("--nvme-path is a container's overlay (overlay), not an NVMe disk")
-    elif kind is not None and kind.startswith(_NETWORK):
+    elif kind is not None and kind.startswith(NETWORK):
         caveat = note(f"--nvme-path is on a network or shared file system ({kind}), not a local NVMe disk")
     return NvmeFolder(file_system=kind, caveat=caveat)
 
@@ -84,19 +83,6 @@ def lack_of_space(path: Path, model: ResolvedModel) -> str | None:
         f"--nvme-path {path} has {format_bytes(free)} free, and swapping {model.name} needs about "
         f"{format_bytes(need)}; free some space, or give another disk"
     )
-
-
-def file_system(path: Path) -> str | None:
-    """Return the type of the file system that holds ``path``; None if the kernel does not show it."""
-    import psutil
-
-    try:
-        mounts = [(Path(mount.mountpoint), mount.fstype) for mount in psutil.disk_partitions(all=True)]
-    except OSError:
-        return None
-    # The deepest mount above the path holds it; of several at one place the last, which covers the others.
-    holding = [mount for mount in reversed(mounts) if path.resolve().is_relative_to(mount[0])]
-    return max(holding, key=lambda mount: len(mount[0].parts), default=(None, None))[1]
 
 
 def check_nvme(system: SystemAccess, path: Path, folder: NvmeFolder | None = None) -> Iterator[Finding]:

@@ -31,6 +31,7 @@ _SAME_FRACTION = 0.01
 _MOST_PAIRS = 8
 _WIDEST = 200
 """Columns of a table; what a setting acts on may be long."""
+_WIDEST_TEXT = 80
 _TIERS = {"gpu": "GPU memory", "cpu": "Host memory", "nvme": "NVMe swap files"}
 
 Row = tuple[str, str, str, str]
@@ -72,7 +73,8 @@ def explanation_tables(difference: RowDifference) -> list[Table]:
 
 
 def explanation_lines(difference: RowDifference, title: str, width: int) -> Iterator[str]:
-    """Format the whole explanation as text. Only tables may be wider than ``width`` characters."""
+    """Format the whole explanation as text. Only tables may be wider than ``width`` characters, or than 80."""
+    width = min(width, _WIDEST_TEXT)
     yield from wrap(f"{difference.b.label} compared with {difference.a.label} · {title}", width)
     if sentence := largest_change(difference):
         yield from wrap(sentence, width)

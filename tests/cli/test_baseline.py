@@ -17,7 +17,7 @@ from ds_bench.config import recipe, recipe_file
 from ds_bench.errors import UsageError
 from ds_bench.records import schema
 from ds_bench.records.schema import TrialRecord
-from ds_bench.report.export_formats import TestCase, junit_text
+from ds_bench.report.result_formats import TestCase, junit_text
 from tests.support import fakes
 from tests.support.real_trials import ROOT
 

@@ -18,6 +18,7 @@ from ds_bench.doctor import disk
 from ds_bench.doctor.findings import Finding, SystemAccess, run_check
 from ds_bench.errors import PreflightError
 from ds_bench.prediction.model_profile import find_profile
+from ds_bench.system.file_systems import file_system
 from tests.support import fakes
 
 MIB, GB = 2**20, 2**30
@@ -34,7 +35,7 @@ def looked(path: Path, root: Path = Path("/")) -> dict[str, Finding]:
 def test_real_folder_on_a_disk_can_be_used_if_it_takes_direct_io(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if disk.file_system(tmp_path) in ("tmpfs", "ramfs"):
+    if file_system(tmp_path) in ("tmpfs", "ramfs"):
         pytest.skip("temporary folders of this machine are in memory")
     found = looked(tmp_path)
     assert "problem" not in {each.level for each in found.values()}

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from ds_bench.errors import UsageError
-from ds_bench.records.run_folder import RunFolder, require_same_machine, require_same_workload
+from ds_bench.records.resume import require_same_machine, require_same_workload
+from ds_bench.records.run_folder import RunFolder
 from tests.support import fakes
 
 TRIAL = fakes.trial(fakes.zero(2))

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from ds_bench.config.spec import Placement
-from ds_bench.doctor import disk
 from ds_bench.launch import ops, rank_environment
+from ds_bench.system.file_systems import file_system
 
 pytestmark = pytest.mark.nvme
 MIB = 2**20
@@ -43,7 +43,7 @@ def test_a_real_disk_is_written_and_read_back_from_the_disk_itself(tmp_path: Pat
         answer, _ = start(*arguments).communicate(timeout=120)
         return dict(json.loads(answer))
 
-    if disk.file_system(tmp_path) in ("tmpfs", "ramfs"):
+    if file_system(tmp_path) in ("tmpfs", "ramfs"):
         pytest.skip("temporary folders of this machine are in memory")
     answer = measured(tmp_path, 192 * MIB)
     assert (answer["bytes"], answer["from_disk"]) == (192 * MIB, True)

@@ -30,7 +30,7 @@ from ds_bench.launch import rank_environment
 from ds_bench.launch.ops import OpState
 from ds_bench.records import schema
 from ds_bench.records.schema import TrialRecord
-from ds_bench.report import configuration_export
+from ds_bench.report import exported_configuration
 from ds_bench.system.environment import Environment
 from tests.support.fakes import GB, failure, offload, placement, success, workload, zero
 from tests.support.real_trials import SUPPORT, free_port
@@ -111,7 +111,7 @@ def write(trial: Trial | TrialRecord, folder: Path) -> dict[str, Any]:
     """The exports read back by name: JSON and YAML as values, the README as text."""
     record = trial if isinstance(trial, TrialRecord) else success(trial)
     before = json.dumps(record.to_dict(), sort_keys=True)
-    paths = configuration_export.write_exports(record, folder)
+    paths = exported_configuration.write_exports(record, folder)
     assert json.dumps(record.to_dict(), sort_keys=True) == before  # exporting changes nothing
     assert [path.name for path in paths] == FILES
     texts = {path.name: path.read_text(encoding="utf-8") for path in paths}
@@ -244,8 +244,8 @@ def test_what_was_auto_in_the_users_file_stays_auto_for_the_trainer_alone(tmp_pa
     trial = replace(row(zero(3)), configuration=configuration, ds_config=row(configuration).ds_config)
     trial = replace(trial, ds_config={**trial.ds_config, **configuration.deepspeed_config})
     blocks = {
-        "raw": configuration_export.raw_config(success(trial)),
-        "trainer": configuration_export.trainer_config(success(trial)),
+        "raw": exported_configuration.raw_config(success(trial)),
+        "trainer": exported_configuration.trainer_config(success(trial)),
     }
     assert blocks["raw"]["zero_optimization"]["reduce_bucket_size"] == 128 * 128
     block = blocks["trainer"]["zero_optimization"]
@@ -318,7 +318,7 @@ def test_the_readme_of_a_row_that_trained_and_of_one_that_did_not(tmp_path: Path
         hostname="node-0", logical_cores=8, packages={"torch": "2.13.0", "transformers": "5.23.0"}
     )
     seen = success(row(zero(3), num_gpus=2, grad_accum=4), gpu_peak_bytes=8 * GB)
-    configuration_export.write_exports(seen, tmp_path, environment, doubt="Too close to call.")
+    exported_configuration.write_exports(seen, tmp_path, environment, doubt="Too close to call.")
     assert (tmp_path / "README.md").read_text() == snapshot(name="trained")
     work = {"attention": "eager", "loss": "tiled", "tiled_mlp": True, "compile": "torch", "data_workers": 2}
     changes = {"sequence_parallel_size": 2, "steps_per_print": 10, "wall_clock_breakdown": True}
@@ -348,7 +348,7 @@ def test_a_hostile_model_name_cannot_write_markup_into_the_readme(tmp_path: Path
 @pytest.mark.parametrize("text", ["\x85 \u2028", "\ud800", "'\"\n: #", "{a: !!python/object:os.system}"])
 def test_any_path_comes_back_out_of_the_yaml(text: str) -> None:
     file = Path(f"/{text}/f.json")
-    said = yaml.safe_load(configuration_export.accelerate_yaml(success(row(hostfile=f"/{text}")), file))
+    said = yaml.safe_load(exported_configuration.accelerate_yaml(success(row(hostfile=f"/{text}")), file))
     assert said["deepspeed_config"]["deepspeed_hostfile"] == f"/{text}"
     assert said["deepspeed_config"]["deepspeed_config_file"] == str(file)
     assert said["deepspeed_config"]["zero3_init_flag"] is False, "of stage 2"
@@ -365,7 +365,7 @@ def test_what_cannot_be_written_is_one_line_and_writes_nothing(tmp_path: Path) -
         (odd, "x"),
     ):
         with pytest.raises(UsageError) as caught:
-            configuration_export.write_exports(record, tmp_path / folder)
+            exported_configuration.write_exports(record, tmp_path / folder)
         assert len(str(caught.value).splitlines()) == 1
     assert (tmp_path / "file").read_text() == "mine"
     assert list((tmp_path / "x").iterdir()) == []
@@ -375,7 +375,7 @@ def test_older_files_are_replaced_and_nothing_else_is_left(tmp_path: Path) -> No
     for stage in (1, 3):
         assert write(row(zero(stage)), tmp_path)["ds_config.json"]["zero_optimization"]["stage"] == stage
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)
-    assert configuration_export.folder_name("../a\0b\\c d-2.1") == "ds_config_.._a_b_c_d-2.1"
+    assert exported_configuration.folder_name("../a\0b\\c d-2.1") == "ds_config_.._a_b_c_d-2.1"
 
 
 # For real: two of the README's commands, word for word, each with two steps of training on one CPU rank.

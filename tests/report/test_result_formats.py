@@ -14,7 +14,7 @@ from ds_bench.analysis import load_results
 from ds_bench.cli import commands
 from ds_bench.config.options import TRACKERS
 from ds_bench.records.step_series import STEPS_FILE
-from ds_bench.report.export_formats import data_frame, tracked_runs
+from ds_bench.report.result_formats import data_frame, tracked_runs
 from ds_bench.system import environment
 from tests.support import fakes
 

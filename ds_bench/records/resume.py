@@ -1,0 +1,100 @@
+"""What ``--resume`` requires of a run, and which of its trials it runs again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from ..config.identity import placement_facts, work_key
+from ..config.spec import Trial
+from ..errors import UsageError
+from ..system.environment import Environment, comparability_differences
+from . import reader
+from .run_folder import RUN_FILE, RunFolder, cannot_resume
+from .schema import INTERRUPTED, TrialRecord
+
+
+def require_same_machine(store: RunFolder, facts: Environment) -> None:
+    """Raises UsageError if the run was made with other hardware or versions: its rows would not compare."""
+    earlier = store.load_run().environment
+    if earlier is None:
+        raise UsageError(f"{store.folder} has no readable environment", remedy="start a new run")
+    differences = comparability_differences(earlier, facts)
+    if differences:
+        raise cannot_resume(store.folder, f"not the same machine: {'; '.join(differences)}")
+
+
+def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: Sequence[str]) -> None:
+    """Raises UsageError if the run has another workload, placement or inspection, or if its trials cannot be read.
+
+    Stages, strategies and repeats may be added.
+
+    ``leave_out``: fields that may differ, besides those that a row itself sets. Of a sweep, each stored trial must have
+    the workload of one of the points.
+    """
+    present = {
+        # Thousands of trials share a few workloads: each is converted once.
+        "workload": [asdict(each) for each in {id(trial.workload): trial.workload for trial in trials}.values()],
+        "placement": [placement_facts(trial.placement) for trial in trials],
+    }
+    own_changes = {field for trial in trials for field in trial.configuration.workload_changes}
+    texts = {trial.configuration.name: trial.configuration.file_text for trial in trials}
+    digests = {trial.workload.data_path: trial.workload.data_digest for trial in trials}
+    scripts = {each.command: {each.digest} for trial in trials if (each := trial.workload.script) is not None}
+    inspections = {replace(trial.inspection, checkpoint_path=None) for trial in trials}  # the run may have been moved
+    known: dict[tuple[str, frozenset[str]], set[str]] = {}
+    for stored in reader.read_trials(store.folder / RUN_FILE):
+        configuration, workload = stored.configuration, stored.workload
+        # A row that is not requested this time is compared with itself; None is a row of no file.
+        if configuration.file_text not in (None, texts.get(configuration.name, configuration.file_text)):
+            raise cannot_resume(
+                store.folder,
+                f"the file of {configuration.name} has changed since the run began",
+                remedy="put it back as it was (run.json has its text), or start a new run",
+            )
+        if replace(stored.inspection, checkpoint_path=None) not in inspections:
+            raise cannot_resume(store.folder, "other --profile, --checkpoint or --monitor flags than it began with")
+        script = workload.script
+        if script is not None and script.digest not in scripts.get(script.command, {script.digest}):
+            raise cannot_resume(
+                store.folder,
+                f"the script {script.name} has changed since the run began",
+                remedy="put it back as it was, or start a new run",
+            )
+        path, digest = workload.data_path, workload.data_digest
+        if path is not None and digests.get(path, digest) != digest:
+            raise cannot_resume(
+                store.folder,
+                f"the file {path} has changed since the run began",
+                remedy="put it back as it was, or start a new run",
+            )
+        # A row may set fields of the workload itself, those that are stored as well as those that are added.
+        left_out = frozenset({*leave_out, *own_changes, *configuration.workload_changes})
+        for name, part in (("workload", asdict(workload)), ("placement", placement_facts(stored.placement))):
+            # Kept for each set of fields, as a sweep has thousands of trials and few such sets.
+            if (name, left_out) not in known:
+                known[name, left_out] = {_text_without(each, left_out) for each in present[name]}
+            if _text_without(part, left_out) not in known[name, left_out]:
+                raise cannot_resume(store.folder, f"another {name} than it began with")
+
+
+def _text_without(part: dict[str, Any], left_out: Container[str]) -> str:
+    """A part of a trial as text, without some of its fields; a list and a tuple, as in a file, are the same."""
+    return json.dumps({key: value for key, value in part.items() if key not in left_out}, sort_keys=True)
+
+
+def remaining_trials(trials: Sequence[Trial], done: Sequence[TrialRecord], retry: Sequence[str]) -> list[Trial]:
+    """Returns the trials without a record, by ``work_key``. Interrupted ones, and those with a status in ``retry``,
+    are run again."""
+    repeated = {INTERRUPTED.lower(), *(status.lower() for status in retry)}
+    finished = {work_key(record.trial) for record in done if record.outcome.status.lower() not in repeated}
+    return [trial for trial in trials if work_key(trial) not in finished]
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether every trial that a run has planned has ended by itself; False before it has planned any."""
+    planned = reader.read_trials(folder / RUN_FILE)
+    return bool(planned) and not remaining_trials(planned, RunFolder.open(folder).records(), retry=())
