@@ -153,7 +153,7 @@ def main() -> int:
         keep("cuda", read_cuda_facts(variables))
     device_op = ops.FUSED_ADAM if args.accelerator == "cuda" else ops.SHARED_MEMORY
     folder = Path(variables["TORCH_EXTENSIONS_DIR"])
-    for name in (device_op, ops.CPU_ADAM, ops.ASYNC_IO):
+    for name in (device_op, ops.CPU_ADAM, *([ops.ASYNC_IO] if os.environ.get("NVME_PATH") else [])):
         (state,) = ops.prepare_ops([name], folder, variables, timeout_seconds=240, say=print).values()
         keep(name, {"ready": state.ready, "seconds": state.seconds, "reason": state.reason})
     return 0
