@@ -10,7 +10,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,7 +67,10 @@ class Script:
     @property
     def file(self) -> Path | None:
         """The script's file; None for a module that is not below the current folder."""
-        return _file_of(self.command)
+        if self.command[0] != "-m":
+            return Path(self.command[0])
+        path = Path(*self.command[1].split("."))
+        return next(filter(Path.is_file, [path.with_suffix(".py"), path / "__main__.py"]), None)
 
     @property
     def name(self) -> str:
@@ -75,7 +78,7 @@ class Script:
         return self.command[1] if self.command[0] == "-m" else Path(self.command[0]).name
 
     def uses(self, placeholder: str) -> bool:
-        return _uses(self.command, placeholder)
+        return any(match[2] == placeholder for word in self.command for match in _PLACEHOLDER.finditer(word))
 
     def accelerate_variables(self, config: Path) -> dict[str, str]:
         """Variables that give Accelerate a configuration; none if it reaches the script another way."""
@@ -90,10 +93,6 @@ class Script:
             return f"{{{match[1]}}}" if match[1] else str(values[match[2]])
 
         return [_PLACEHOLDER.sub(value, word) for word in self.command]
-
-
-def _uses(command: Sequence[str], placeholder: str) -> bool:
-    return any(match[2] == placeholder for word in command for match in _PLACEHOLDER.finditer(word))
 
 
 def read_script(
@@ -128,16 +127,17 @@ def read_script(
     if override and accelerate_env:
         problem = "--override-config and --accelerate-env together"
         raise UsageError(problem, remedy="give the one by which the script takes its configuration")
-    if not (override or accelerate_env or _uses(command, "config")):
-        ways = "{config} among the script's arguments, --accelerate-env, or --override-config"
-        raise UsageError("the script would not receive the row's configuration", remedy=f"give one of: {ways}")
-    return Script(
+    script = Script(
         command=tuple(command),
-        digest=None if (found := _file_of(command)) is None else file_digest(found),
+        digest=None,
         python=find_python(python),
         config_source="override" if override else "accelerate_env" if accelerate_env else "command",
         engine=engine,
     )
+    if not (override or accelerate_env or script.uses("config")):
+        ways = "{config} among the script's arguments, --accelerate-env, or --override-config"
+        raise UsageError("the script would not receive the row's configuration", remedy=f"give one of: {ways}")
+    return script if script.file is None else replace(script, digest=file_digest(script.file))
 
 
 def find_python(python: str | None) -> str:
@@ -157,13 +157,6 @@ def _without_launcher(command: Sequence[str]) -> Sequence[str]:
         if (module and command[number + 1 :]) or word.endswith(".py"):
             return command[number:]
     return ("train.py",)
-
-
-def _file_of(command: Sequence[str]) -> Path | None:
-    if command[0] != "-m":
-        return Path(command[0])
-    path = Path(*command[1].split("."))
-    return next(filter(Path.is_file, [path.with_suffix(".py"), path / "__main__.py"]), None)
 
 
 def file_digest(path: str | Path) -> str | None:

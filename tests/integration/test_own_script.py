@@ -8,21 +8,13 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ds_bench.config import strategies
-from ds_bench.config.spec import Workload
-from ds_bench.config.training_script import Script
-from ds_bench.launch import rank_environment
-from ds_bench.launch.host_connections import Hosts
-from ds_bench.launch.trial import DeepSpeedLauncher
-from tests.support.local_agents import local_agents, make_hosts_trial
-from tests.support.real_trials import ROOT, SHORT
+from tests.support.real_trials import ROOT
 from tests.support.shared_files import shared_files
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.usefixtures("built_ops")]
@@ -286,28 +278,3 @@ def test_example_of_the_docs_trains_at_both_stages(name: str, tmp_path: Path) ->
     assert [(row["status"], row["stage"]) for row in rows] == [("✅ Success", 2), ("✅ Success", 3)]
     # The printed command is the same command, with the recommended row's file.
     assert "recommended/ds_config.json" in done.stderr
-
-
-def test_the_agents_of_two_hosts_start_the_script_with_one_world(tmp_path: Path) -> None:
-    own = shared_files("own_scripts", "a_plain.py")[0]
-    script = Script(
-        command=(str(own), "--deepspeed_config", "{config}"),
-        digest=None,
-        python=sys.executable,
-        config_source="command",
-    )
-    workload = Workload(model="a_plain.py", model_source="script", num_steps=3, warmup_steps=1, script=script)
-    config = json.loads((own.parent / "configs" / "zero2.json").read_text())
-    row = strategies.make_configuration(strategies.ZERO_STAGES[2], config)
-    trial = replace(make_hosts_trial(row=row, workload=workload), ds_config=config)
-    with tempfile.TemporaryDirectory(prefix="h") as short, Hosts(["a", "b"], local_agents(Path(short))) as hosts:
-        hosts.connect()
-        variables = rank_environment.rank_environment(trial.placement, os.environ)
-        (folder := tmp_path / "run" / "trial").mkdir(parents=True)
-        record = DeepSpeedLauncher(variables, SHORT, hosts=hosts).launch(trial, folder, lambda _progress: None)
-    assert (record.outcome.status, record.launch, [rank.world_size for rank in record.ranks]) == (
-        "Success",
-        "script",
-        [2, 2],
-    )
-    assert [rank.script and rank.script.id_sums[0] for rank in record.ranks] == [67811, 68634]

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-FOLDER_VARIABLE, PID_VARIABLE = "DS_BENCH_SCRIPT", "DS_BENCH_SCRIPT_PID"
+FOLDER_VARIABLE = "DS_BENCH_SCRIPT"
 PHASES = (
     *("hello", "import", "build", "init", "warmup", "loop", "forward", "backward", "step"),
     *("inspect", "write", "exit"),
@@ -648,9 +648,6 @@ class Finder(importlib.abc.MetaPathFinder):
 
 def install() -> None:
     """Begin to watch this process; its children, such as workers of a data loader, are not watched."""
-    pid = str(os.getpid())
-    if os.environ.setdefault(PID_VARIABLE, pid) != pid:  # the same where the script replaces its process (exec)
-        return
     hook = Hook(Path(os.environ[FOLDER_VARIABLE]))
     stacks = (hook.folder / f"rank{hook.rank}.stacks").open("w")
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)

@@ -9,7 +9,9 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-if "DS_BENCH_SCRIPT" in os.environ:
+_pid = str(os.getpid())
+# Also where the script replaces its process by another (exec), but in no child, which has another number.
+if "DS_BENCH_SCRIPT" in os.environ and os.environ.setdefault("DS_BENCH_SCRIPT_PID", _pid) == _pid:
     import ds_bench_script_hook  # type: ignore[import-not-found]
 
     ds_bench_script_hook.install()
