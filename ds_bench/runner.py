@@ -636,8 +636,8 @@ class ResultBuilder:
 
     def __init__(self, plan: RunPlan, environment: Environment, run_id: str) -> None:
         self.plan, self._environment, self._run_id = plan, environment, run_id
-        gpus = environment.gpus if plan.placement.accelerator == "cuda" else ()
-        self._gpu_name = gpus[0].name if gpus else None
+        gpus = environment.gpus[: plan.placement.num_gpus] if plan.placement.accelerator == "cuda" else ()
+        self._gpu_names = tuple(gpu.name or "unnamed" for gpu in gpus)
         self._predictor = trial_predictions.ChangePredictor()
         self._run_of_key: dict[str, Run] = {}
 
@@ -653,7 +653,7 @@ class ResultBuilder:
     def gpu_without_peak(self) -> str | None:
         """Name of a GPU whose peak rate is unknown, so that MFU is left out; None if it is known, and on a CPU."""
         precision = self.plan.plans[0].trials[0].workload.precision
-        return None if self._peak_flops(precision) else self._gpu_name
+        return None if self._peak_flops(precision) else " + ".join(sorted(set(self._gpu_names))) or None
 
     def point_text(self, trial: Trial) -> str:
         """The values of the trial's point; empty without a sweep."""
@@ -695,4 +695,4 @@ class ResultBuilder:
         """Return peak FLOP/s of one device in that precision; None if it is unknown."""
         if self.plan.options.peak_tflops:
             return self.plan.options.peak_tflops * 1e12
-        return flops.peak_flops(self._gpu_name, precision) if self._gpu_name else None
+        return flops.mean_peak_flops(self._gpu_names, precision)

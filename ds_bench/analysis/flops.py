@@ -94,3 +94,10 @@ def peak_flops(device_name: str, precision: str) -> float | None:
         raise ValueError(f"precision must be one of {', '.join(PEAK_PRECISIONS)}, not {precision!r}")
     tflops = device_specifications.peak_tflops(device_name, precision)
     return None if tflops is None else tflops * 1e12
+
+
+def mean_peak_flops(device_names: tuple[str, ...], precision: str) -> float | None:
+    """Mean of the dense peak rates of a job's devices in FLOP/s; None without devices, or if one rate is unknown."""
+    peaks = [peak_flops(name, precision) for name in device_names]
+    known = [peak for peak in peaks if peak is not None]
+    return sum(known) / len(known) if known and len(known) == len(peaks) else None

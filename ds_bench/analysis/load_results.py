@@ -91,7 +91,7 @@ def make_runs(
     run_id: str | None = None,
 ) -> tuple[Run, ...]:
     """Make the runs of one table. ``peak_tflops``: of one device, if the user gave it."""
-    find_model, find_peak = cache(find_preset), cache(flops.peak_flops)
+    find_model, find_peak = cache(find_preset), cache(flops.mean_peak_flops)
     runs = []
     for record in records:
         workload = record.trial.workload
@@ -99,7 +99,8 @@ def make_runs(
         # The user's rate applies to any device; the table only has GPUs.
         peak_flops = peak_tflops * 1e12 if peak_tflops else None
         if peak_flops is None and record.ranks and record.trial.placement.accelerator == "cuda":
-            peak_flops = find_peak(record.ranks[0].device_name, flops.peak_precision(record))
+            names = tuple(rank.device_name for rank in record.ranks)
+            peak_flops = find_peak(names, flops.peak_precision(record))
         runs.append(make_run(record, facts, peak_flops, environment, run_id))
     return tuple(with_loss_caveats(runs))
 

@@ -307,6 +307,10 @@ class Measured:
         return self.record.slowest_rank.hostname
 
     @property
+    def device_names(self) -> str | None:
+        return " + ".join(sorted({rank.device_name for rank in self.ranks})) or None
+
+    @property
     def gpu_names(self) -> str | None:
         gpus = self.environment.gpus if self.environment else ()
         return " + ".join(sorted({f"{gpu.name or 'unnamed'}{MIG_SUFFIX if gpu.mig else ''}" for gpu in gpus})) or None
@@ -480,7 +484,7 @@ class Row(BaseModel):
     trial_id: str | None = text("Folder of the trial in its run", "trial.trial_id")
     num_gpus: int = column("Ranks of the job", "trial.placement.num_gpus", default=...)
     accelerator: str = text("``cuda`` or ``cpu``", "trial.placement.accelerator", ...)
-    device: str | None = text("Name of the device, from its driver", "rank.device_name")
+    device: str | None = text("Names of the ranks' devices, from their driver", "device_names")
     precision: str = text(
         "Number format", lambda m: m.script.precision if m.script else m.trial.workload.precision, ...
     )

@@ -14,6 +14,7 @@ from ds_bench.analysis.flops import (
     PEAK_PRECISIONS,
     causal_flops_per_token,
     hardware_flops_per_token,
+    mean_peak_flops,
     mfu,
     model_flops_per_token,
     peak_flops,
@@ -73,6 +74,15 @@ def test_a_device_that_only_resembles_a_known_one_has_no_peak() -> None:
         "AMD Instinct MI250X / MI250",
     ]
     assert [(each, name) for each in devices for name in PEAK_PRECISIONS if peak_flops(each, name)] == []
+
+
+def test_mfu_on_different_devices_is_of_their_mean_rate() -> None:
+    mixed = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")
+    rates = [peak_flops(name, "bf16") or 0 for name in mixed]
+    assert rates[0] > rates[1] > 0
+    assert mean_peak_flops(mixed, "bf16") == sum(rates) / 2
+    assert mean_peak_flops((*mixed, "a card of tomorrow"), "bf16") is None
+    assert mean_peak_flops((), "bf16") is None
 
 
 def test_each_row_of_the_table_is_reached_by_its_name_and_mixes_no_dense_with_sparse_rates() -> None:

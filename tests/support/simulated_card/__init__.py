@@ -80,7 +80,7 @@ def visible_cards() -> list[int]:
 
 
 def usage_file(card: int) -> Path:
-    """The file in which this process publishes its bytes on a card, as eight bytes."""
+    """This process publishes its bytes on a card here, as eight bytes."""
     return simulated_folder() / f"card{card}.{os.getpid()}"
 
 

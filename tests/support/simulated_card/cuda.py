@@ -112,9 +112,9 @@ def _devices(torch: Any) -> dict[str, Any]:
 
     def properties(device: Any = None) -> Any:
         card = simulated_card(visible_cards()[index_of(device)])
-        major, minor = card.answer("nvmlDeviceGetCudaComputeCapability", card.handle)
+        major, minor = card.recorded("nvmlDeviceGetCudaComputeCapability")
         return SimpleNamespace(
-            name=card.answer("nvmlDeviceGetName", card.handle), total_memory=card.capacity, major=major, minor=minor,
+            name=card.recorded("nvmlDeviceGetName"), total_memory=card.capacity, major=major, minor=minor,
             multi_processor_count=132, warp_size=32, gcnArchName="",
         )  # fmt: skip
 
@@ -131,8 +131,6 @@ def _devices(torch: Any) -> dict[str, Any]:
         "set_device": set_device,
         "is_initialized": lambda: CARD.is_used,
         "get_device_properties": properties,
-        "get_device_name": lambda device=None: properties(device).name,
-        "get_device_capability": lambda device=None: (properties(device).major, properties(device).minor),
         "synchronize": _calling(CARD.run_into_errors),
         "_lazy_call": lambda call, **_: call(),
         "init": _always(None),
@@ -140,7 +138,6 @@ def _devices(torch: Any) -> dict[str, Any]:
         "_is_in_bad_fork": _always(False),
         "get_arch_list": _always(["sm_80", "sm_90"]),
         "is_bf16_supported": _always(True),
-        "ipc_collect": _always(None),
         "Event": Event,
         "Stream": Stream,
         "stream": lambda given: given or stream,
@@ -155,48 +152,24 @@ def _devices(torch: Any) -> dict[str, Any]:
 
 
 def _memory() -> dict[str, Any]:
-    def nested_statistics(*_: Any) -> dict[str, Any]:
-        allocated, reserved = (
-            {"all": {"current": current, "peak": peak, "allocated": peak, "freed": peak - current}}
-            for current, peak in (
-                (CARD.allocator.allocated_bytes, CARD.peak_allocated),
-                (CARD.allocator.reserved_bytes, CARD.peak_reserved),
-            )
-        )
-        sizes = {"allocated_bytes": allocated, "active_bytes": allocated, "reserved_bytes": reserved}
-        return {**sizes, "num_alloc_retries": CARD.retries, "num_ooms": CARD.ooms}
+    """Only what torch asks of C++: its other functions look into these statistics (torch/cuda/memory.py)."""
 
-    def statistics(*_: Any) -> dict[str, int]:
-        return {
-            key: value
-            for name, part in nested_statistics().items()
-            for key, value in (
-                [(name, part)]
-                if isinstance(part, int)
-                else [(f"{name}.all.{key}", each) for key, each in part["all"].items()]
-            )
+    def statistics(*_: Any, **__: Any) -> dict[str, Any]:
+        sizes = {
+            "allocated_bytes": (CARD.allocator.allocated_bytes, CARD.peak_allocated),
+            "reserved_bytes": (CARD.allocator.reserved_bytes, CARD.peak_reserved),
         }
+        found = {name: {"all": {"current": now, "peak": peak}} for name, (now, peak) in sizes.items()}
+        return {**found, "num_alloc_retries": CARD.retries}
 
-    def limit(fraction: float, *_: Any) -> None:
+    def limit(fraction: float, *_: Any, **__: Any) -> None:
         CARD.fraction = fraction
 
-    def reserved() -> int:
-        return CARD.allocator.reserved_bytes
-
     return {
-        "mem_get_info": lambda *_: (CARD.free_bytes, CARD.capacity),
-        "memory_stats": statistics,
-        "memory_stats_as_nested_dict": nested_statistics,
-        "memory_allocated": lambda *_: CARD.allocator.allocated_bytes,
-        "max_memory_allocated": lambda *_: CARD.peak_allocated,
-        "memory_reserved": _calling(reserved),
-        "memory_cached": _calling(reserved),
-        "max_memory_reserved": lambda *_: CARD.peak_reserved,
-        "max_memory_cached": lambda *_: CARD.peak_reserved,
+        "mem_get_info": lambda *_, **__: (CARD.free_bytes, CARD.capacity),
+        "memory_stats_as_nested_dict": statistics,
         "reset_peak_memory_stats": _calling(CARD.reset_peaks),
-        "reset_max_memory_allocated": _calling(CARD.reset_peaks),
-        "reset_max_memory_cached": _calling(CARD.reset_peaks),
-        "memory_summary": lambda *_: f"{CARD.allocator.allocated_bytes} bytes allocated",
+        "memory_summary": lambda *_, **__: f"{CARD.allocator.allocated_bytes} bytes allocated",
         "set_per_process_memory_fraction": limit,
         "empty_cache": lambda: CARD.allocator.empty_cache(),
     }

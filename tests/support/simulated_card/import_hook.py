@@ -7,9 +7,12 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
+
+from . import read_plans, simulated_folder
 
 
 def _change_torch(torch: Any) -> None:
@@ -29,10 +32,16 @@ def _change_environment(module: Any) -> None:
     module.torch_cuda_version = lambda: "13.0"
 
 
+def _change_interpreter(module: Any) -> None:
+    read = module.read_interpreter
+    module.read_interpreter = lambda *args: replace(read(*args), torch_cuda_version="13.0")
+
+
 _CHANGES: dict[str, Callable[[Any], None]] = {
     "torch": _change_torch,
     "deepspeed.accelerator.cuda_accelerator": _change_accelerator,
     "ds_bench.system.environment": _change_environment,
+    "ds_bench.system.script_interpreter": _change_interpreter,
 }
 
 
@@ -59,7 +68,6 @@ def install() -> None:
     if any("measure_activations" in word for word in sys.orig_argv):  # shapes only, on no card in reality either
         del _CHANGES["torch"]
     sys.meta_path.insert(0, _Finder())
-    if folder := os.environ.get("SIMULATED_CARDS_LINES"):
-        from . import executed_lines
-
-        executed_lines.record(Path(folder))
+    if any(plan.machine == "wsl2" for plan in read_plans(simulated_folder())):
+        facts = os.uname()
+        os.uname = lambda: os.uname_result((*facts[:2], "6.6.87.2-microsoft-standard-WSL2", *facts[3:]))

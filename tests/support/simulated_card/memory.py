@@ -8,31 +8,20 @@ import os
 import sys
 import time
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 from . import CardPlan, read_plans, simulated_folder, usage_file, visible_cards
 from .nvml import SimulatedCard
 
 _READ_SECONDS = 0.2
-"""How often the memory of other processes is read, and once more before memory is said to have run out."""
+"""How often the memory of other processes is read; always before an out-of-memory error."""
 
 
-class Allocator(Protocol):
-    """Memory that torch's allocator has from the driver, and what of it tensors hold."""
+class Allocator:
+    """Rounds each block up to 512 bytes (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize) and caches no freed one.
 
-    allocated_bytes: int
-    reserved_bytes: int
-    """Never less than ``allocated_bytes``: freed blocks may stay cached."""
-
-    def allocate(self, size: int, limit: int) -> int | None:
-        """Return the number of a new block; None where more than ``limit`` bytes would be reserved."""
-
-    def free(self, block: int) -> None: ...
-    def empty_cache(self) -> None: ...
-
-
-class RoundingAllocator:
-    """Rounds each block up to 512 bytes and caches none (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
+    A model of torch's caching allocator has the same methods and keeps ``reserved_bytes`` of its own.
+    """
 
     def __init__(self) -> None:
         self.allocated_bytes = 0
@@ -44,6 +33,7 @@ class RoundingAllocator:
         return self.allocated_bytes
 
     def allocate(self, size: int, limit: int) -> int | None:
+        """Return the number of a new block; None where more than ``limit`` bytes would be reserved."""
         size = -(-size // 512) * 512
         if self.allocated_bytes + size > limit:
             return None
@@ -64,8 +54,8 @@ class CardMemory:
     def __init__(self) -> None:
         self.index, self.fraction = 0, 1.0
         self.plan, self.capacity = CardPlan(), 0
-        self.allocator: Allocator = RoundingAllocator()  # the place for a model of torch's caching allocator
-        self.peak_allocated = self.peak_reserved = self.retries = self.ooms = self.operations = 0
+        self.allocator = Allocator()
+        self.peak_allocated = self.peak_reserved = self.retries = self.operations = 0
         self.live: dict[int, tuple[int | None, weakref.ref[Any]]] = {}
         """Address of each storage on the card → its block, and what notices its end."""
         self.pinned: dict[int, weakref.ref[Any]] = {}
@@ -107,16 +97,16 @@ class CardMemory:
         self.live[key] = None, reference
         if size:
             self.live[key] = self._allocate(size), reference
+        self.peak_allocated = max(self.peak_allocated, self.allocator.allocated_bytes)
+        self.peak_reserved = max(self.peak_reserved, self.allocator.reserved_bytes)
         self._publish()
 
     def check_room(self, size: int) -> None:
         """Raise torch.OutOfMemoryError if a block of this size has no room."""
-        peaks = self.peak_allocated, self.peak_reserved
         self.allocator.free(self._allocate(size))
-        self.peak_allocated, self.peak_reserved = peaks
 
     def run_into_errors(self) -> None:
-        """Raise the error that the plan of the card has after so many operations. Called before each."""
+        """Raise the error that the plan of the card has for this moment. Called before each operation."""
         self.operations += 1
         if self.plan.error is not None and self.operations > self.plan.error_after:
             import torch
@@ -139,10 +129,7 @@ class CardMemory:
             self._read_others(0.0)
             block = self.allocator.allocate(size, self._limit())
         if block is None:
-            self.ooms += 1
             raise self._out_of_memory(size)
-        self.peak_allocated = max(self.peak_allocated, self.allocator.allocated_bytes)
-        self.peak_reserved = max(self.peak_reserved, self.allocator.reserved_bytes)
         return block
 
     def _limit(self) -> int:

@@ -11,7 +11,7 @@ from nvml_replay import NVMLError, NvmlReplay
 from simulated_card import CardPlan, read_plans, simulated_folder, used_bytes
 
 __all__ = ["NVMLError"]
-_WATTS = 300
+WATTS = 300
 
 
 class NVMLError_GpuIsLost(NVMLError): ...  # noqa: N801, N818
@@ -22,7 +22,6 @@ class SimulatedCard:
 
     def __init__(self, index: int, plan: CardPlan) -> None:
         self._index, self._plan = index, plan
-        self.handle = f"GPU {index}"
         self._replay = NvmlReplay(plan.machine)
         self._replay.calls |= plan.answers
 
@@ -31,6 +30,10 @@ class SimulatedCard:
         """Bytes as CUDA reports them, without what the driver reserves."""
         memory = self._replay.calls["nvmlDeviceGetMemoryInfo(GPU 0, 33554472)"]
         return self._plan.total_bytes or int(memory["total"] - memory["reserved"])
+
+    def recorded(self, name: str) -> Any:
+        """The recorded answer of a call about the card, lost or not."""
+        return getattr(self._replay, name)("GPU 0")
 
     @property
     def processes(self) -> list[tuple[int, int]]:
@@ -54,7 +57,7 @@ class SimulatedCard:
         if name == "nvmlDeviceGetComputeRunningProcesses":
             return [SimpleNamespace(pid=process, usedGpuMemory=size) for process, size in self.processes]
         if name == "nvmlDeviceGetTotalEnergyConsumption":
-            return int(time.monotonic() * _WATTS * 1000)  # millijoules
+            return int(time.monotonic() * WATTS * 1000)  # millijoules
         recorded = getattr(self._replay, name)(handle.replace(f"GPU {self._index}", "GPU 0", 1), *arguments)
         return recorded.replace("-0", f"-{self._index}", 1) if name == "nvmlDeviceGetUUID" else recorded
 

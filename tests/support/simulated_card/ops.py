@@ -1,4 +1,4 @@
-"""DeepSpeed's ops on a simulated card: those of the CPU accelerator from its own cache, and FusedAdam by torch."""
+"""DeepSpeed's ops on a simulated card: the CPU accelerator's from its own cache, and FusedAdam by torch."""
 
 from __future__ import annotations
 

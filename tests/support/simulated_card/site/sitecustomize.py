@@ -1,11 +1,14 @@
-"""Imported by every Python process that has this folder on PYTHONPATH. Does nothing unless SIMULATED_CARDS is set."""
+"""Runs in every Python process that has this folder on PYTHONPATH. Does nothing unless a variable below is set."""
 
 import os
 import sys
 from pathlib import Path
 
-if os.environ.get("SIMULATED_CARDS"):
+if os.environ.get("SIMULATED_CARDS") or os.environ.get("SIMULATED_CARDS_LINES"):
     sys.path.append(str(Path(__file__).parents[2]))
-    from simulated_card import import_hook
+    from simulated_card import executed_lines, import_hook
 
-    import_hook.install()
+    if folder := os.environ.get("SIMULATED_CARDS_LINES"):
+        executed_lines.record(Path(folder))
+    if os.environ.get("SIMULATED_CARDS"):
+        import_hook.install()
