@@ -1,4 +1,4 @@
-"""Replays every allocation of a training step on a simulated caching allocator, for ZeRO stages 0 to 3.
+"""Replays every allocation of a training step on a simulated caching allocator, for ZeRO stages 0 to 3 and FSDP2.
 
 The model's allocations are traced (``allocation_trace``); DeepSpeed's own are added between them. They follow DeepSpeed
 0.19.8 as ``stages_0_to_2`` and ``stage_3`` do, which name the files; here their order and streams count too. The replay
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from . import stages_0_to_2
 from .allocation_trace import ALLOCATE, BACKWARD, ENTER, FREE, GRADIENT, Event
@@ -34,6 +35,8 @@ _NORM_PIECE_ELEMENTS = 250_000_000
 def is_replayable(inputs: MemoryInputs) -> bool:
     """Whether the replay knows every allocation of these settings; other rows are judged by the rule."""
     settings = inputs.settings
+    if inputs.engine == "fsdp2":
+        return inputs.grad_accum == 1 and bool(inputs.profile.layer) and not inputs.profile.frozen
     return (
         inputs.engine == "deepspeed"
         and inputs.pass_type == "train"
@@ -68,14 +71,16 @@ def replay(
     zero_init: bool = True,
     capacity_bytes: int | None = None,
     expandable_segments: bool = False,
+    rank_type: type[Rank] | None = None,
 ) -> ReplayResult:
     """Replay initialization and the first steps with the events of a whole model (``allocation_trace.full_events``).
 
     ``workspace_bytes``: of one of cuBLAS's workspaces, which each of two threads keeps. ``capacity_bytes``: what the
-    allocator may reserve; None for no limit.
+    allocator may reserve; None for no limit. ``rank_type``: another engine than that of ``inputs``.
     """
     allocator = CachingAllocator(capacity_bytes, expandable_segments=expandable_segments)
-    rank = _Stage3(inputs, allocator) if inputs.settings.stage == 3 else _Stage0To2(inputs, allocator)
+    kind = rank_type or (Fsdp2 if inputs.engine == "fsdp2" else _Stage3 if inputs.settings.stage == 3 else _Stage0To2)
+    rank = kind(inputs, allocator)
     ran_out = False
     try:
         rank.initialize(zero_init=zero_init)
@@ -99,23 +104,17 @@ def replay(
 
 
 def least_capacity(
-    inputs: MemoryInputs,
-    events: Sequence[Event],
-    *,
-    low_bytes: int,
-    high_bytes: int,
-    workspace_bytes: int,
-    zero_init: bool,
+    inputs: MemoryInputs, events: Sequence[Event], *, low_bytes: int, high_bytes: int, **how: Any
 ) -> tuple[int, DecidingPhase | None]:
     """Return the least that the allocator needs for the steps to run, and the phase that runs out just below.
 
-    ``low_bytes``: what is allocated at the peak. ``high_bytes``: what is reserved without a limit. The phase is None if
-    nothing runs out above ``low_bytes``.
+    ``low_bytes``: a lower bound, such as what is allocated. ``high_bytes``: what is reserved without a limit. ``how``:
+    further arguments of ``replay``. The phase is None if nothing runs out above ``low_bytes``.
     """
     phase: DecidingPhase | None = None
     while high_bytes - low_bytes > _ACCURACY * high_bytes:
         middle = (low_bytes + high_bytes) // 2
-        found = replay(inputs, events, workspace_bytes=workspace_bytes, zero_init=zero_init, capacity_bytes=middle)
+        found = replay(inputs, events, capacity_bytes=middle, **how)
         if found.ran_out:
             low_bytes, phase = middle, found.phase
         else:
@@ -123,7 +122,7 @@ def least_capacity(
     return high_bytes, phase
 
 
-class _Rank:
+class Rank:
     """One rank: DeepSpeed's allocations between those of the model."""
 
     def __init__(self, inputs: MemoryInputs, allocator: CachingAllocator) -> None:
@@ -213,7 +212,7 @@ class _Rank:
         raise NotImplementedError
 
 
-class _Stage0To2(_Rank):
+class _Stage0To2(Rank):
     """Stages 0 to 2: every rank has all parameters."""
 
     def __init__(self, inputs: MemoryInputs, allocator: CachingAllocator) -> None:
@@ -346,7 +345,7 @@ class _Stage0To2(_Rank):
         self.kept.clear()
 
 
-class _Stage3(_Rank):
+class _Stage3(Rank):
     """Stage 3: parameters are gathered before their module runs, ahead of it, and released after it."""
 
     def __init__(self, inputs: MemoryInputs, allocator: CachingAllocator) -> None:
@@ -545,3 +544,91 @@ class _Stage3(_Rank):
             self.pulse(self.inputs.torch_step * group)
             self.free(gradient)
         self.has_moments = True
+
+
+class Fsdp2(Rank):
+    """torch's FSDP2 (2.13, distributed/fsdp/_fully_shard, _fsdp_param_group.py, _fsdp_collectives.py). Its groups are
+    the blocks, and a root group of all other tensors that stays gathered from forward to the end of backward.
+
+    A group is gathered into one buffer and copied out to its tensors; the buffer ends with the next gather. In backward
+    the group before is gathered ahead. Its gradients are copied into a buffer, which ends with the next one.
+    """
+
+    state_bytes = FP32_BYTES
+    """Bytes of an element of the parts of parameters, gradients and moments."""
+
+    def initialize(self, *, zero_init: bool) -> None:  # noqa: ARG002
+        rows = self.inputs.profile.rows or self.tensors
+        self.parts = [
+            -(-first // self.ranks) * (size // max(1, first)) for first, size in zip(rows, self.tensors, strict=True)
+        ]
+        for part in self.parts:
+            self.allocate(self.state_bytes * part)
+        self.before, self.per_block = len(self.inputs.profile.before), len(self.inputs.profile.layer)
+
+    def _group_of(self, parameter: int) -> int:
+        """Number of a parameter's block; -1 for the root group."""
+        number = (parameter - self.before) // self.per_block
+        return number if 0 <= number < self.inputs.profile.layers and parameter >= self.before else -1
+
+    def begin_pass(self, events: Sequence[Event]) -> None:  # noqa: ARG002
+        self.members: dict[int, list[int]] = {}
+        for parameter in range(len(self.tensors)):
+            self.members.setdefault(self._group_of(parameter), []).append(parameter)
+        self.gathered: dict[int, list[Block]] = {}
+        self.gradients: dict[int, list[Block]] = {}
+        self.gather_buffer: Block | None = None
+        self.reduce_buffer: Block | None = None
+        self.shards: list[Block] = []
+        self.current = -1
+        self._gather(-1)
+
+    def _gather(self, group: int) -> None:
+        if group in self.gathered or group not in self.members:
+            return
+        sizes = [self.element * self.parts[each] * self.ranks for each in self.members[group]]
+        buffer = self.allocate(sum(sizes), _GATHER)
+        self.gathered[group] = [self.allocate(size) for size in sizes]
+        self.free(self.gather_buffer)
+        self.gather_buffer = buffer
+
+    def enter(self, parameters: tuple[int, ...]) -> None:
+        group = self._group_of(parameters[0])
+        if group < 0:
+            return
+        if group != self.current and self.current >= 0 and self.phase == "forward":
+            self.free(*self.gathered.pop(self.current, []))
+        self.current = group
+        self._gather(group)
+        if self.phase == "backward":
+            self._gather(group - 1)
+
+    def take_gradient(self, parameter: int, storage: int) -> None:
+        group = self._group_of(parameter)
+        for each in [each for each in self.gradients if each not in (group, -1)]:
+            self._reduce(each)
+        held = self.gradients.setdefault(group, [])
+        if storage in self.storages:
+            held.append(self.storages.pop(storage))
+
+    def _reduce(self, group: int) -> None:
+        self.free(*self.gathered.pop(group, []))
+        size = sum(self.parts[each] for each in self.members[group])
+        buffer = self.allocate(self.element * size * self.ranks, _REDUCE)
+        self.free(*self.gradients.pop(group), self.reduce_buffer)
+        self.reduce_buffer = buffer
+        self.shards.append(self.allocate(self.state_bytes * size, _REDUCE))
+
+    def end_backward(self, number: int) -> None:  # noqa: ARG002
+        for group in sorted(self.gradients, reverse=True):
+            self._reduce(group)
+        for blocks in self.gathered.values():
+            self.free(*blocks)
+        self.free(self.gather_buffer, self.reduce_buffer)
+
+    def update(self) -> None:
+        if not self.has_moments:
+            for part in self.parts:
+                self.make_moments(part)
+        self.has_moments = True
+        self.free(*self.shards)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ds_bench.config.spec import Configuration
+from ds_bench.config.strategies import make_configuration, named_strategy
 from ds_bench.prediction import allocation_replay, allocation_trace, replayed_need
 from ds_bench.prediction.allocation_trace import ALLOCATE, FREE, full_events
 from ds_bench.prediction.fit_search import PlannedTrial
@@ -132,3 +133,15 @@ def test_traces_of_presets_are_part_of_the_package() -> None:
         trace = allocation_trace.find_trace(facts, 128, checkpointing=checkpointing, element_bytes=2)
         assert trace is not None
         assert len(trace["segments"]) == 9
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_fsdp2_allocates_what_its_ledger_has(checkpointing: bool) -> None:
+    planned = llama(
+        make_configuration(named_strategy("fsdp2")), 8, seq_length=8192, activation_checkpointing=checkpointing
+    )
+    by_formula = planned.predict()
+    need = replace(planned, replays="always").judge(None).gpu_need
+    assert need.method == "replay"
+    assert by_formula.gpu_bytes * 0.97 < need.least_bytes < 1.08 * by_formula.gpu_bytes
+    assert need.least_bytes <= need.reserved_bytes
