@@ -602,6 +602,39 @@ def axis_notes(options: Options) -> list[str]:
     return axis_rows.idle_axes(options.axes, {row.label: _layout(row, options) for row in rows})
 
 
+def row_facts(configuration: Configuration, model: ResolvedModel, placement: Placement, grad_accum: int) -> RowFacts:
+    """What decides which axes act in a configuration, and what their values set there."""
+    return RowFacts(
+        stage=configuration.stage,
+        offload_optimizer=offload_device(configuration.deepspeed_config, "offload_optimizer"),
+        offload_param=offload_device(configuration.deepspeed_config, "offload_param"),
+        engine=configuration.engine,
+        grad_accum=configuration.workload_changes.get("grad_accum", grad_accum),
+        ranks=placement.num_gpus,
+        hidden_size=model.hidden_size,
+        parameters=None if model.facts is None else model.facts.parameters,
+    )
+
+
+def with_axes(configuration: Configuration, values: AxisValues, facts: RowFacts) -> Configuration:
+    """Return a configuration with what the values of axes set. Raises UsageError for one that cannot be set in it."""
+    setting = axis_rows.setting_of(values, facts)
+    axis_values = {value.axis_name: value.text for value in values}
+    caveats = list(configuration.caveats)
+    if other := ", ".join(f"{name}={value}" for name, value in other_arithmetic(axis_values).items()):
+        caveats.append(f"{other} changes the arithmetic: losses are compared only among rows of this value")
+    return replace(
+        configuration,
+        deepspeed_config=deepspeed_config.apply_changes(configuration.deepspeed_config, setting.config),
+        workload_changes={**configuration.workload_changes, **setting.workload},
+        variables=setting.variables,
+        requires=setting.requires,
+        source="axis" if configuration.source == "catalogue" else configuration.source,
+        axis_values=axis_values,
+        caveats=tuple(caveats),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigurationBuilder:
     """Builds the configuration of a requested row, from the user's function or file and then the flags."""
@@ -668,38 +701,13 @@ class ConfigurationBuilder:
         # A refused row has a stand-in configuration, where axes would change nothing that is trained.
         if configuration.refusal is not None:
             return replace(configuration, name=row.name, label=row.label)
-        facts = self.model.facts
-        setting = axis_rows.setting_of(
-            row.axis_values,
-            RowFacts(
-                stage=configuration.stage,
-                offload_optimizer=offload_device(configuration.deepspeed_config, "offload_optimizer"),
-                offload_param=offload_device(configuration.deepspeed_config, "offload_param"),
-                grad_accum=configuration.workload_changes.get("grad_accum", self.options.grad_accum),
-                ranks=self.placement.num_gpus,
-                hidden_size=self.model.hidden_size,
-                parameters=None if facts is None else facts.parameters,
-            ),
-        )
-        config = deepspeed_config.apply_changes(configuration.deepspeed_config, setting.config)
-        axis_values = {value.axis_name: value.text for value in row.axis_values}
-        caveats, is_script = list(configuration.caveats), self.options.own_script is not None
-        if other := ", ".join(f"{name}={value}" for name, value in other_arithmetic(axis_values).items()):
-            caveats.append(f"{other} changes the arithmetic: losses are compared only among rows of this value")
-        return replace(
-            configuration,
-            name=row.name,
-            label=row.label,
-            deepspeed_config=config,
-            # A script's batch and precision are in its configuration, and nowhere else.
-            workload_changes={} if is_script else {**configuration.workload_changes, **setting.workload},
-            refusal=validation.unread_key(setting.config) if is_script else None,
-            variables=setting.variables,
-            requires=setting.requires,
-            source="axis" if configuration.source == "catalogue" else configuration.source,
-            axis_values=axis_values,
-            caveats=tuple(caveats),
-        )
+        facts = row_facts(configuration, self.model, self.placement, self.options.grad_accum)
+        changed = with_axes(replace(configuration, name=row.name, label=row.label), row.axis_values, facts)
+        if self.options.own_script is None:
+            return changed
+        # A script's batch and precision are in its configuration, and nowhere else.
+        refusal = validation.unread_key(axis_rows.setting_of(row.axis_values, facts).config)
+        return replace(changed, workload_changes={}, refusal=refusal)
 
     def _build_without_axes(self, row: RequestedRow, batch_size: int, policy: BatchPolicy) -> Configuration:
         options, strategy = self.options, row.origin

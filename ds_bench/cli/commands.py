@@ -170,6 +170,7 @@ COMMANDS: Mapping[str, Command] = {
             "--batch-size": {**_INTEGER, "default": 4, "help": "micro-batch per GPU (default: 4)"},
             "--seq-length": {**_INTEGER, "help": "tokens per sequence (default: 512, or the model's positions where it "
                                                  "has fewer)"},
+            "--axis": flag_of("axes", dest="axes"),
             "--lora": flag_of("lora"),
             "--freeze": flag_of("freeze"),
             "--image-tokens": {**_INTEGER, "help": "tokens of images in each sequence of a vision-language model"},

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import planner, units
-from ..config import strategies
+from ..config import axis_rows, strategies
 from ..config.automatic_values import TrainingFacts
+from ..config.axis_rows import AxisValues
 from ..config.configuration_file_rows import FileRowMaker
 from ..config.configuration_files import ConfigurationFile, explain_files, read_configuration_files
 from ..config.deepspeed_config import tensor_parallel_size
@@ -66,6 +67,7 @@ class PlanOptions:
     """Of one sequence, which includes them."""
     image_size: tuple[int, int] | None
     """Width and height in pixels of the one image of a sequence."""
+    axes: tuple[AxisValues, ...]
     lora: str | None
     freeze: str | None
     min_gpus: bool
@@ -78,11 +80,13 @@ class PlanOptions:
     json: bool
 
 
-def plan_options(*, strategies: Sequence[str], configs: Sequence[Path], **flags: Any) -> PlanOptions:
+def plan_options(
+    *, strategies: Sequence[str], configs: Sequence[Path], axes: Sequence[str], **flags: Any
+) -> PlanOptions:
     """Return the parsed flags of ``plan``: with only ``--configs``, no strategies."""
     names = [] if configs and strategies is ALL_STRATEGIES else strategies
     names = PREDICTED_STRATEGIES if "all" in names else tuple(dict.fromkeys(names))
-    return PlanOptions(strategies=names, configs=tuple(configs), **flags)
+    return PlanOptions(strategies=names, configs=tuple(configs), axes=axis_rows.read_axes(axes), **flags)
 
 
 def plan_command(**flags: Any) -> int:
@@ -108,11 +112,12 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
     # Card and files first: an error in them does not wait for the model.
     capacity = device_specifications.memory_bytes(options.gpu)
     files, lines = read_configuration_files(options.configs)
-    question, hidden_size, notes = _planned_trial(options)
+    question, model, notes = _planned_trial(options)
     host = None if options.host_memory is None else units.from_gb(options.host_memory)
     configurations = [strategies.make_configuration(strategies.named_strategy(name)) for name in options.strategies]
+    configurations += _of_files(options, question, files, model.hidden_size, lines)
     rows = []
-    for configuration in [*configurations, *_of_files(options, question, files, hidden_size, lines)]:
+    for configuration in _with_axes(configurations, options, model, question.placement, lines):
         planned = replace(question, configuration=configuration, workload=configuration.applied_to(question.workload))
         prediction = planned.judge(capacity)
         rows.append(
@@ -141,6 +146,27 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
         notes=notes,
     )
     return predicted, lines
+
+
+def _with_axes(
+    configurations: Sequence[Configuration],
+    options: PlanOptions,
+    model: ResolvedModel,
+    placement: Placement,
+    lines: list[str],
+) -> list[Configuration]:
+    """Return each configuration with every combination of the axes that act in it. ``lines`` get where one does not."""
+    if not options.axes:
+        return list(configurations)
+    facts = {each.label: planner.row_facts(each, model, placement, options.grad_accum) for each in configurations}
+    lines += axis_rows.idle_axes(options.axes, facts)
+    rows = []
+    for each in configurations:
+        for values in axis_rows.combinations(options.axes, facts[each.label]):
+            name, label = axis_rows.row_name(each.name, values), axis_rows.row_label(each.label, values)
+            rows.append(planner.with_axes(replace(each, name=name, label=label), values, facts[each.label]))
+    axis_rows.require_few(len(rows))
+    return rows
 
 
 def _of_files(
@@ -177,8 +203,8 @@ def _of_files(
     return predicted
 
 
-def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None, list[str]]:
-    """Return the planned trial, with a stand-in for the configuration, the model's hidden size, and notes on both."""
+def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, list[str]]:
+    """Return the planned trial, with a stand-in for the configuration, the model, and notes on both."""
     if options.batch_size * (options.seq_length or 1) > _MAX_TOKENS:
         raise UsageError(f"--batch-size {options.batch_size} is beyond any memory", remedy="give a smaller one")
     if options.quick and options.exact:
@@ -203,7 +229,8 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None, list
         model,
         length,
         "cuda",
-        variants=[Variant(autocast=True)] if autocast else [],
+        variants=_variants(options, autocast),
+        losses_by_formula=True,
         trust_remote_code=options.trust_remote_code,
         choice=choice,
         image_tokens=images,
@@ -243,10 +270,31 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None, list
             compute_capability=device_specifications.compute_capability(options.gpu),
         ),
         configuration=strategies.make_configuration(strategies.named_strategy("zero0")),
+        may_replace_loss=Variant(loss="tiled") in profile.variants,
         ranks_per_node=options.gpus_per_node or 8,
         replays="always" if options.exact else "never" if options.quick else "near",
     )
-    return planned, model.hidden_size, notes
+    return planned, model, notes
+
+
+def _variants(options: PlanOptions, autocast: bool) -> list[Variant]:
+    """The variants of the model's activations that the rows need, and the tiled loss, which may be proposed."""
+    values = {each[0].axis_name: [one.value for one in each] for each in options.axes}
+    own = Variant()
+    losses, attentions = values.get("loss", ["model"]), values.get("attention", [own.attention])
+    chosen = [
+        Variant(
+            attention="sdpa" if str(attention).startswith("flash") else attention,  # type: ignore[arg-type]
+            loss=loss,  # type: ignore[arg-type]
+            autocast=cast,
+            tiled_mlp=bool(tiled_mlp),
+        )
+        for attention in attentions
+        for loss in losses
+        for tiled_mlp in values.get("tiled_mlp", [False])
+        for cast in (False, True)[: 1 + (autocast or "torch_autocast" in values)]
+    ]
+    return list(dict.fromkeys(each for each in (Variant(loss="tiled"), *chosen) if each != own))
 
 
 def _image_tokens(options: PlanOptions, model: ResolvedModel) -> tuple[int, int]:

@@ -44,6 +44,8 @@ class PlannedTrial:
     """The model's, which decides the size of small buffers; None if unknown."""
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Changes of the DeepSpeed configuration, merged into it by ``deepspeed_config.overlay``."""
+    may_replace_loss: bool = False
+    """Whether another loss may be proposed: the profile has the variant ``tiled``."""
     torch_adam: bool = False
     """Whether torch's AdamW is used if the optimizer is not offloaded (``deepspeed_config.complete_config``)."""
     replays: ReplayMode = "near"
@@ -178,6 +180,7 @@ def settings_text(settings: Settings) -> str:
         "batch_size": lambda size: f"batch size {size}",
         "activation_checkpointing": lambda _: "activation checkpointing",
         BUCKET_KEY: lambda _: "reduce_bucket_size 5e7",
+        "loss": lambda name: f"{name} loss (--axis loss={name})",
     }
     return ", ".join(texts[name](value) for name, value in settings.items())
 
@@ -321,16 +324,31 @@ _Numbers = Callable[[PlannedTrial], Iterator[int]]
 _CHECKPOINTING: Settings = {"activation_checkpointing": True}
 
 
+_TILED_LOSS: Settings = {"loss": "tiled"}
+
+
+def _logits_dominate(planned: PlannedTrial) -> bool:
+    """Whether logits and loss take more of the GPU than any other category, in a trial that may have another loss."""
+    if not planned.may_replace_loss or planned.workload.loss != "model":
+        return False
+    sizes = dict(planned.predict().gpu)
+    # A third of them, the log-probabilities, is kept for the backward pass and counts as activations.
+    kept = sizes.get("logits_and_loss", 0) // 2
+    logits = sizes.pop("logits_and_loss", 0) + kept
+    sizes["activations"] = sizes.get("activations", 0) - kept
+    return logits > max(sizes.values())
+
+
 def _combined(planned: PlannedTrial, smaller: _Numbers, others: _Numbers) -> Iterator[Settings]:
     """Yield single changes, then these with changes that need no more hardware, then later stages on other GPUs.
 
     ``smaller``: yields the micro-batches to try. ``others``: yields the numbers of GPUs.
     """
-    cheap: list[Settings] = []
+    cheap: list[Settings] = [_TILED_LOSS] if _logits_dominate(planned) else []
     if not planned.workload.activation_checkpointing:
-        cheap.append(_CHECKPOINTING)
+        cheap.append({**(cheap[0] if cheap else {}), **_CHECKPOINTING})
     if planned.workload.batch_size > 1:
-        cheap.append({**(cheap[0] if cheap else {}), "batch_size": 1})
+        cheap.append({**(cheap[-1] if cheap else {}), "batch_size": 1})
     yield from _remedies(planned, smaller, others)
     for settings in cheap:
         yield settings
@@ -343,6 +361,8 @@ def _combined(planned: PlannedTrial, smaller: _Numbers, others: _Numbers) -> Ite
 
 def _remedies(planned: PlannedTrial, smaller: _Numbers, others: _Numbers) -> Iterator[Settings]:
     """Yield single changes, in the order of their cost."""
+    if _logits_dominate(planned):
+        yield _TILED_LOSS
     if planned.configuration.stage and not planned.configuration.is_reference:
         yield {BUCKET_KEY: SMALL_BUCKET}
     if not planned.workload.activation_checkpointing:

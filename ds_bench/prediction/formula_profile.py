@@ -21,10 +21,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
+from ..config.spec import LossName
 from ..config.trained_parameters import TrainedParameters, is_frozen
 from ..errors import UsageError
 from ..models.architectures import Architecture, Stack, Tensor
+from ..models.presets import ModelFacts
 from .model_profile import Activations, ModelProfile, NothingTrainedError, Polynomial
 from .model_states import FP32_BYTES
 
@@ -34,6 +37,8 @@ _MLP_OUTPUTS = {"down_proj", "fc2", "dense_4h_to_h", "wo", "linear_fc2", "fc_out
 _GATES = {"gate_proj", "gate_up_proj", "wi_0"}
 _ATTENTION_OUTPUTS = {"o_proj", "out_proj", "dense", "proj", "o", "c_proj"}
 """Their input is attention's output, which is saved anyway."""
+_TILES, _TILE_TOKENS = 8, 2048
+"""Of the tiled loss: fewest parts, and most tokens of one (``worker.replaced_layers``)."""
 _USUAL_TOKENS = 1024
 """Tokens of a sequence at which the layer that saves most is chosen."""
 _SORTING_BYTES = 38
@@ -75,6 +80,57 @@ def formula_profile(
         frozen=tuple((number, each.elements) for number, each in enumerate(tensors) if not trained[number]),
         rows=tuple(each.shape[0] for each in tensors),
     )
+
+
+def with_loss(profile: ModelProfile, facts: ModelFacts, name: LossName) -> ModelProfile:
+    """Return a profile with another loss than the model's, whose terms replace those of the usual one.
+
+    ``tiled`` and ``liger`` keep the gradients of the output layer and of its input; parts of a fixed number of tokens
+    have logits (``worker.replaced_layers``; liger_kernel/ops/fused_linear_cross_entropy.py, whose parts have at most
+    twice tokens x hidden / vocabulary tokens, and which adds up the gradient in fp32). ``chunked`` keeps logits in the
+    number format (deepspeed/runtime/chunked_cross_entropy.py).
+    """
+    if name == "model":
+        return profile
+    vocabulary, hidden = facts.vocabulary_size, facts.hidden_size
+
+    def changed(activations: Activations, size: int) -> Activations:
+        weight, log_probabilities = size * vocabulary * hidden, FP32_BYTES * vocabulary
+        if name == "chunked":
+            kept: dict[str, float] = {"bs": size * vocabulary + 5 - log_probabilities}
+            peak: dict[str, float]
+            limit: dict[str, float] | None
+            peak, limit = {"bs": size * (vocabulary + hidden), "1": weight}, None
+        else:
+            kept = {"1": weight, "bs": -log_probabilities - 8}
+            in_parts, limit = 3 * FP32_BYTES * vocabulary, None
+            if name == "tiled":
+                peak = {"bs": in_parts / _TILES + size * hidden}
+                limit = {"1": in_parts * _TILE_TOKENS, "bs": size * hidden}
+            else:
+                peak = {"bs": 3 * size * hidden, "1": (size + FP32_BYTES) * vocabulary * hidden}
+
+        def add(polynomial: Polynomial, *terms: Mapping[str, float]) -> Polynomial:
+            total = dict(polynomial.fixed)
+            for term, value in (each for one in terms for each in one.items()):
+                total[term] = total.get(term, 0) + value
+            return replace(polynomial, fixed=total)
+
+        plain = add(activations.plain, kept)
+        checkpointed = activations.checkpointed
+        return replace(
+            activations,
+            plain=plain,
+            loss=add(plain, peak),
+            loss_limit=None if limit is None else add(plain, limit),
+            checkpointed=None if checkpointed is None else add(checkpointed, kept),
+        )
+
+    by_format, by_stage_3 = (
+        {name: changed(each, 2 if name == "bf16" else FP32_BYTES) for name, each in formats.items()}
+        for formats in (profile.activations, profile.stage_3_activations)
+    )
+    return replace(profile, activations=by_format, stage_3_activations=by_stage_3)
 
 
 def _choose(architecture: Architecture, choice: TrainedParameters | None) -> tuple[list[Tensor], list[bool]]:

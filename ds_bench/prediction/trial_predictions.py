@@ -18,13 +18,14 @@ from ..config.trained_parameters import TrainedParameters
 from ..errors import DsBenchError, PreflightError, UsageError
 from ..models.architectures import read_architecture
 from ..models.lookup import ResolvedModel
+from ..models.presets import ModelFacts
 from ..records import json_files
 from ..records.json_files import InvalidValueError
 from ..records.schema import RankMeasurement, TrialRecord, measured_values
 from ..system.environment import Environment
 from ..units import format_bytes
 from . import fit_search
-from .formula_profile import formula_profile
+from .formula_profile import formula_profile, with_loss
 from .inputs import unpredicted_settings
 from .model_profile import USUAL, ModelProfile, NothingTrainedError, Variant, find_profile, measure_profile
 from .predicted_memory import Prediction
@@ -97,11 +98,12 @@ def profile_model(
     accelerator: Accelerator,
     *,
     dropout: float | None = None,
-    variants: Iterable[Variant] = (),
+    variants: Sequence[Variant] = (),
     trust_remote_code: bool = False,
     environment: Mapping[str, str] | None = None,
     choice: TrainedParameters | None = None,
     image_tokens: int = 0,
+    losses_by_formula: bool = False,
 ) -> ModelProfile | Unpredicted:
     """Find the sizes of a model's tensors and activations: stored for a preset, else measured in a child process.
 
@@ -109,6 +111,7 @@ def profile_model(
     ``environment``: variables of the trials' processes, so that a model is built as they build it. A run must not fail
     because nothing can be predicted; raises only NothingTrainedError, and UsageError for a ``choice`` that the
     model does not have. ``choice``: what is trained of it. ``image_tokens``: of one sequence.
+    ``losses_by_formula``: other losses are not measured by a child process, which takes some seconds each.
     """
     architecture = model.architecture
     if choice is not None and architecture is None:
@@ -119,7 +122,7 @@ def profile_model(
         except UsageError as error:
             return Unpredicted(reason=error.problem)
     if architecture is not None:
-        return formula_profile(architecture, choice, image_tokens=image_tokens)
+        return _with_losses(formula_profile(architecture, choice, image_tokens=image_tokens), model.facts, variants)
     # Layers of several kinds: a preset's profile has one kind, so measure all of them.
     kinds = None if model.facts is None else model.facts.config.get("layer_types")
     are_alike = not isinstance(kinds, list) or len(set(map(str, kinds))) < 2
@@ -153,14 +156,29 @@ def profile_model(
     if isinstance(usual, Unpredicted):
         return usual
     profiles = {}
-    for variant in {each for each in variants if each != USUAL and each.loss != "liger"}:  # its kernels need a GPU
+    # Liger's kernels need a GPU.
+    by_formula = [
+        each
+        for each in variants
+        if each.loss == "liger" or (losses_by_formula and each._replace(loss="model") == USUAL)
+    ]
+    for variant in {each for each in variants if each != USUAL and each not in by_formula}:
         other = profile(variant)
         profiles[variant] = (
             replace(usual, activations={}, stage_3_activations={}, unknown=other.reason)
             if isinstance(other, Unpredicted)
             else other
         )
-    return replace(usual, variants=profiles)
+    return _with_losses(replace(usual, variants=profiles), model.facts, by_formula)
+
+
+def _with_losses(profile: ModelProfile, facts: ModelFacts | None, variants: Iterable[Variant]) -> ModelProfile:
+    """Return the profile with the variants that differ from the usual one only in the loss, by formula."""
+    known = {each: each.loss for each in variants if each != USUAL and each._replace(loss="model") == USUAL}
+    if facts is None or facts.config.get("final_logit_softcapping"):  # which no other loss computes
+        return profile
+    losses = {each: with_loss(profile, facts, name) for each, name in known.items()}
+    return replace(profile, variants={**profile.variants, **losses})
 
 
 def attach_predictions(
