@@ -114,5 +114,6 @@ class PlanKeywords(TypedDict, total=False):
     max_batch: bool
     quick: bool
     exact: bool
+    export: str | int | None
     online: bool
     trust_remote_code: bool

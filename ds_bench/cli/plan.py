@@ -21,14 +21,16 @@ from ..config.axis_rows import AxisValues
 from ..config.configuration_file_rows import FileRowMaker
 from ..config.configuration_files import ConfigurationFile, explain_files, read_configuration_files
 from ..config.deepspeed_config import tensor_parallel_size
-from ..config.spec import Configuration, Placement, Precision, Workload, block_of, gpu_precisions
+from ..config.spec import Configuration, Placement, Precision, Trial, Workload, block_of, gpu_precisions
 from ..config.trained_parameters import read_choice
 from ..errors import UsageError
 from ..models.lookup import ResolvedModel, resolve_model
 from ..prediction import fit_search, trial_predictions
 from ..prediction.fit_search import PlannedTrial
-from ..prediction.gpu_need import DOES_NOT_FIT
+from ..prediction.gpu_need import DOES_NOT_FIT, FITS
 from ..prediction.model_profile import Variant
+from ..records.schema import Outcome, TrialRecord
+from ..report import exported_configuration
 from ..report.memory_plan import MemoryPlan, PlanRow, plan_lines
 from ..system import device_specifications, terminal
 from ..units import format_names
@@ -74,6 +76,8 @@ class PlanOptions:
     max_batch: bool
     quick: bool
     exact: bool
+    export: Path | None
+    """Folder for the configurations of the rows that fit."""
     online: bool
     trust_remote_code: bool
     verbose: bool
@@ -145,7 +149,42 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
         shows_max_batch=options.max_batch,
         notes=notes,
     )
+    if options.export is not None:
+        lines += _export(rows, options.export)
     return predicted, lines
+
+
+def _export(rows: Sequence[PlanRow], folder: Path) -> list[str]:
+    """Write the configuration of every row that fits, as a run writes that of the row to use. Return what was written.
+
+    Raises UsageError for a folder that cannot be written.
+    """
+    written = []
+    for row in rows:
+        if row.verdict != FITS or row.configuration.is_reference:
+            continue
+        trial, placement = row.trial, row.trial.placement
+        nodes = -(-placement.num_gpus // (trial.ranks_per_node or placement.num_gpus))
+        doubt = "Planned: the prediction is that it fits, nothing was run."
+        if trial.configuration.uses_nvme:
+            doubt += f" {placement.nvme_path} stands for your NVMe folder."
+        if nodes > 1:
+            doubt += f" For {nodes} nodes set num_machines in accelerate.yaml, and start it on each."
+        name = exported_configuration.folder_name(row.configuration.name)
+        planned = Trial(
+            trial_id=row.configuration.name,
+            repeat=0,
+            configuration=trial.configuration,
+            workload=trial.workload,
+            placement=placement,
+            ds_config=trial.config(),
+        )
+        outcome = Outcome(status="Planned", error="predicted only")
+        exported_configuration.write_exports(TrialRecord(trial=planned, outcome=outcome), folder / name, doubt=doubt)
+        written.append(name)
+    if not written:
+        return [f"nothing was written to {folder}: no row fits with room to spare"]
+    return [f"wrote the configurations of the rows that fit to {folder}: {', '.join(written)}"]
 
 
 def _with_axes(
@@ -239,6 +278,9 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, l
         notes.append("parameters are exact, activations computed from config.json and not measured on the model")
     if model.architecture is not None and model.architecture.active_parameters < model.architecture.facts.parameters:
         notes.append(f"a token uses {units.format_parameters(model.architecture.active_parameters)}")
+    if device_specifications.compute_capability(options.gpu) is None:
+        shared = "where vLLM or another process shares it, give the rest"
+        notes.append(f"{options.gpu} is what this job may use of each card: {shared}")
     if images:
         notes.append(f"each sequence has {images:,} image tokens (--image-tokens)")
     if isinstance(profile, trial_predictions.Unpredicted):
@@ -270,6 +312,7 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, l
             compute_capability=device_specifications.compute_capability(options.gpu),
         ),
         configuration=strategies.make_configuration(strategies.named_strategy("zero0")),
+        loads_weights=True,
         may_replace_loss=Variant(loss="tiled") in profile.variants,
         ranks_per_node=options.gpus_per_node or 8,
         replays="always" if options.exact else "never" if options.quick else "near",
@@ -331,6 +374,7 @@ def _json_entry(row: PlanRow) -> dict[str, Any]:
         "verdict": row.verdict,
         "gpu_bytes": dict(row.prediction.gpu),
         "host_bytes_per_node": dict(row.prediction.host),
+        "host_bytes_per_node_by_phase": dict(row.prediction.host_phases),
         "nvme_bytes_per_node": dict(row.prediction.nvme),
         "gpu_total_bytes": row.prediction.gpu_bytes,
         "fullest_moment": row.prediction.phase,

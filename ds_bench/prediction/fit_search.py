@@ -44,6 +44,8 @@ class PlannedTrial:
     """The model's, which decides the size of small buffers; None if unknown."""
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Changes of the DeepSpeed configuration, merged into it by ``deepspeed_config.overlay``."""
+    loads_weights: bool = False
+    """Whether every run begins with ``from_pretrained`` (``predicted_memory.predict``)."""
     may_replace_loss: bool = False
     """Whether another loss may be proposed: the profile has the variant ``tiled``."""
     torch_adam: bool = False
@@ -75,6 +77,7 @@ class PlannedTrial:
             self.config(),
             engine=self.configuration.engine,
             ranks_per_node=self.ranks_per_node,
+            loads_weights=self.loads_weights,
         )
 
     def judge(self, gpu_bytes: int | None) -> Prediction:
@@ -88,6 +91,7 @@ class PlannedTrial:
             engine=self.configuration.engine,
             ranks_per_node=self.ranks_per_node,
             mode=self.replays,
+            loads_weights=self.loads_weights,
         )
 
 

@@ -79,6 +79,8 @@ def formula_profile(
         stage_3_activations=stage_3_formats if frozen else {},
         frozen=tuple((number, each.elements) for number, each in enumerate(tensors) if not trained[number]),
         rows=tuple(each.shape[0] for each in tensors),
+        attention_width=facts.attention_heads * facts.head_dim,
+        vocabulary_size=facts.vocabulary_size,
     )
 
 

@@ -19,6 +19,8 @@ stage  source
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterable
 
 from ..config.spec import Configuration, Precision
@@ -43,16 +45,25 @@ class LedgerBuilder:
             row[category] = row.get(category, 0) + count_bytes
 
     def add_pinned(self, category: str, count_bytes: int, *, pinned: bool) -> None:
-        """Add one piece of host memory, which torch's pinned allocator rounds up to a power of two."""
+        """Add one piece of host memory, which torch's pinned allocator rounds up to a power of two, unless it is larger
+        than ``pinned_max_round_threshold_mb`` (aten/src/ATen/core/CachingHostAllocator.h, allocate)."""
         self.add("cpu", category, count_bytes)
         # A category of its own: the ledger of a run counts tensors, which are not rounded
         # (``predicted_memory.UNCOUNTED``).
-        if pinned and count_bytes > 1:
+        if pinned and 1 < count_bytes <= _largest_rounded_bytes():
             self.add("cpu", "pinned_rounding", (1 << (count_bytes - 1).bit_length()) - count_bytes)
 
     def plus(self, **gpu_bytes: int) -> Ledger:
         """Return a copy of the ledger with further bytes on the GPU, by category."""
         return plus(self.ledger, **gpu_bytes)
+
+
+def _largest_rounded_bytes() -> float:
+    """Of a pinned buffer: from the variables that torch reads (c10/core/AllocatorConfig.h); infinite without them."""
+    text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    options = dict(each.partition(":")[::2] for each in text.replace(" ", "").split(","))
+    limit = options.get("pinned_max_round_threshold_mb", "")
+    return int(limit) * 2**20 if limit.isdecimal() else math.inf
 
 
 def plus(ledger: Ledger, **gpu_bytes: int) -> Ledger:

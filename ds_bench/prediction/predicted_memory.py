@@ -122,6 +122,9 @@ class Prediction:
     """For advice after the run; ``fit_search`` finds them."""
     savings: tuple[Saving, ...] = ()
     """For explanations after the run; ``fit_search`` finds them."""
+    host_phases: Mapping[str, int] = field(default_factory=dict)
+    """Phase → bytes of one node's host memory: ``load`` if weights are loaded, ``initialize``, ``forward``,
+    ``backward`` and ``step``; empty in older records."""
     need: GpuNeed | None = None
     """What decides whether a GPU is large enough; None on the CPU accelerator, and in older records."""
     terms: Mapping[str, int] = field(default_factory=dict)
@@ -149,6 +152,11 @@ class Prediction:
     def host_bytes(self) -> int:
         """Per node."""
         return sum(self.host.values())
+
+    @property
+    def host_phase(self) -> str:
+        """The phase in which host memory is fullest."""
+        return max(self.host_phases, key=self.host_phases.__getitem__, default="step")
 
     @property
     def nvme_bytes(self) -> int:
@@ -199,10 +207,13 @@ def predict(
     *,
     engine: Engine = "deepspeed",
     ranks_per_node: int | None = None,
+    loads_weights: bool = False,
 ) -> Prediction:
     """Predict the memory of a trial. Micro-batch, accumulation and precision of ``ds_config`` override the workload's.
 
-    ``ranks_per_node``: None if all ranks are on one node.
+    ``ranks_per_node``: None if all ranks are on one node. ``loads_weights``: the model is loaded by
+    ``from_pretrained``, into host memory: by every rank, with zero.Init only by rank 0 (Transformers,
+    ``modeling_utils.py``, ``_load_pretrained_model``).
     """
     inputs = inputs_of(profile, workload, placement, ds_config, engine)
     sizes = _activations(inputs, workload, ds_config)
@@ -247,13 +258,24 @@ def predict(
     process = cpu_process if tier == "cpu" else PROCESS_BYTES
     ranks = min(placement.num_gpus, ranks_per_node or placement.num_gpus)
     # The host may be fullest at another moment than the GPU.
-    fullest_host = max((ledger.get("cpu", {}) for ledger in moments.values()), key=lambda row: sum(row.values()))
+    host = {name: {key: ranks * size for key, size in row.get("cpu", {}).items()} for name, row in moments.items()}
+    if loads_weights and tier == "gpu":
+        is_split = inputs.settings.stage == 3 and engine == "deepspeed" and workload.zero_init
+        size = inputs.element if engine == "deepspeed" else FP32_BYTES
+        whole = size * (inputs.profile.parameters + inputs.profile.frozen_parameters)
+        host["load"] = {"parameters": whole * (1 if is_split else ranks)}
+    host_phases: dict[str, int] = {}
+    for name, row in host.items():
+        row["overhead"] = ranks * process
+        host_phase = "load" if name == "load" else _DECIDING_PHASES[name]
+        host_phases[host_phase] = max(host_phases.get(host_phase, 0), sum(row.values()))
     # The ledger of a run counts as activations what its forward pass saved (worker/measure.py), not what is left later.
     if sizes.unknown is None:
         ledger.setdefault(tier, {})["activations"] = sizes.saved
     return Prediction(
         gpu=gpu,
-        host={name: ranks * size for name, size in {**fullest_host, "overhead": process}.items()},
+        host=max(host.values(), key=lambda row: sum(row.values())),
+        host_phases=host_phases,
         nvme={name: ranks * size for name, size in moments[in_step].get("nvme", {}).items()},
         phase=phase,
         ledger=ledger,

@@ -34,13 +34,15 @@ def predict_near(
     engine: Engine = "deepspeed",
     ranks_per_node: int | None = None,
     mode: ReplayMode = "near",
+    loads_weights: bool = False,
 ) -> Prediction:
     """Predict as ``predict`` does, and replay the trial if ``mode`` asks for it and its trace is known.
 
     ``gpu_capacity_bytes``: the GPU that the rule's verdict is about; None if it is not known, which replays nothing
     unless ``mode`` is ``always``.
     """
-    found = predict(profile, workload, placement, ds_config, engine=engine, ranks_per_node=ranks_per_node)
+    how: dict[str, Any] = {"engine": engine, "ranks_per_node": ranks_per_node, "loads_weights": loads_weights}
+    found = predict(profile, workload, placement, ds_config, **how)
     if found.need is None or found.unknown is not None or found.need.unknowns or mode == "never":
         return found
     is_near = gpu_capacity_bytes is not None and found.need.verdict(gpu_capacity_bytes) == TIGHT

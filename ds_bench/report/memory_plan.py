@@ -183,7 +183,7 @@ def plan_lines(plan: MemoryPlan, width: int, *, verbose: bool) -> Iterator[str]:
     """The whole text, in lines of at most ``width`` characters if its longest words leave that room."""
     yield from wrap(answer_text(plan), min(width, _MAX_SENTENCE_WIDTH))
     notes = () if verbose else ("categories and assumptions: --verbose",)
-    tables = [plan_table(plan), *([_category_table(plan)] if verbose else [])]
+    tables = [plan_table(plan), *([_category_table(plan), _host_table(plan)] if verbose else [])]
     for table in tables:
         yield ""
         yield from (line.text for line in replace(table, notes=[*table.notes, *notes]).to_terminal(width))
@@ -246,6 +246,8 @@ def plan_table(plan: MemoryPlan) -> Table:
         "roomy one; of one node's host and NVMe",
     ]
     notes += plan.notes
+    if any(row.prediction.host_phase == "load" for row in plan.rows):
+        notes.append("Host GB is fullest while from_pretrained loads the weights, in rows below ZeRO-3 in every rank")
     methods = {row.prediction.gpu_need.method for row in plan.rows}
     if "rule" in methods:
         of_some = "" if len(methods) == 1 else " of the rows that fit clearly or not at all"
@@ -300,6 +302,24 @@ def _term_notes(plan: MemoryPlan) -> Iterator[str]:
             named = [format_gigabytes(next(iter(sizes.values())))]
         if named:
             yield f"{text}: {', '.join(named)}"
+
+
+def _host_table(plan: MemoryPlan) -> Table:
+    """Host memory of a node by phase, and what is assumed of loading."""
+
+    def cell(phase: str) -> Callable[[PlanRow], str]:
+        return lambda row: _gb(row.prediction.host_phases.get(phase))
+
+    columns: list[Column[PlanRow]] = [
+        Column("Host GB by phase", lambda row: row.label),
+        *(Column(phase, cell(phase)) for phase in ("load", "initialize", "forward", "backward", "step")),
+    ]
+    notes = [
+        "load: from_pretrained holds the weights once in every rank, at stage 3 with zero.Init only in rank 0 "
+        "(Transformers 5.23; earlier versions are reported to load in every rank there too)",
+        "pinned buffers are rounded up to a power of two, up to pinned_max_round_threshold_mb of PYTORCH_ALLOC_CONF",
+    ]
+    return replace(make_table(columns, plan.rows, always=len(columns)), notes=notes)
 
 
 def _capacity(count_bytes: int) -> str:

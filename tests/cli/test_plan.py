@@ -14,7 +14,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from ds_bench.cli.commands import main
-from ds_bench.prediction import trial_predictions
+from ds_bench.prediction import predicted_memory, trial_predictions
 
 LLAMA = ["plan", "--model", "meta-llama/Llama-2-70b-hf", "--num-gpus", "8", "--batch-size", "1", "--seq-length", "4096"]
 
@@ -55,7 +55,7 @@ SCREENS = {
     "one, and the host is nearly full": [*SEVEN_B, "--num-gpus", "2", "--gpu", "24GB", "--host-memory", "64"],
     "nothing, with what each row needs": [*SEVENTY_B, "--min-gpus", "--verbose"],
     "nothing, and nothing helps": ["--gpu", "1GB", "--strategies", "zero3", "nvme"],
-    "a host that is too small": [*SEVEN_B, "--num-gpus", "8", "--host-memory", "10", "--min-gpus"],
+    "a host that is too small": [*SEVEN_B, "--num-gpus", "8", "--host-memory", "20", "--min-gpus"],
     "a host that is far too small": [*SEVEN_B, "--num-gpus", "8", "--host-memory", "1"],
     "GPUs too small without offload, the host with it": [*SEVEN_B, "--num-gpus", "2", "--gpu", "24GB",
                                                          "--host-memory", "32"],
@@ -190,3 +190,76 @@ def test_bf16_on_a_card_without_it_and_questions_without_an_answer(
             error = capsys.readouterr().err
             assert len(error.splitlines()) == bool(words), error
             assert all(word in error for word in words), error
+
+
+# ------------------------------------------------------------------ axes, adapters, the host, files
+
+
+def test_an_axis_makes_rows_and_its_loss_is_proposed_first_where_logits_dominate(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ["plan", "--model", "Llama-3.1-8B", "--num-gpus", "8", "--seq-length", "32768", "--batch-size", "1",
+             "--activation-checkpointing", "--strategies", "zero2", "zero0"]  # fmt: skip
+    found = rows(capsys, *asked, "--axis", "loss=model,tiled,liger", "--axis", "overlap_comm=true")
+    assert list(found) == [
+        *(f"zero2+loss={name}+overlap_comm=true" for name in ("model", "tiled", "liger")),
+        *(f"zero0+loss={name}" for name in ("model", "tiled", "liger")),
+    ]
+    model, tiled, liger = list(found.values())[:3]
+    logits = 32768 * 128_256  # a log-probability of 4 bytes is kept and two more tensors of that size at the peak
+    saved = sum(model["gpu_bytes"].values()) - sum(tiled["gpu_bytes"].values())
+    assert 8 * logits < saved <= 12 * logits
+    assert liger["verdict"] == tiled["verdict"] == "fits"
+    assert rows(capsys, *asked)["zero2"]["smallest_change"] == "tiled loss (--axis loss=tiled)"
+    short = rows(capsys, *asked, "--seq-length", "512", "--gpu", "20GB")["zero2"]
+    assert "loss" not in (short["smallest_change"] or "")
+    assert main([*asked, "--axis", "loss=best"]) == 2
+
+
+def test_host_memory_is_fullest_while_every_rank_loads_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    """16 GPUs in nodes of 8: below stage 3 eight copies of 13.5 GB per node, with zero.Init one."""
+    asked = ["plan", "--model", "meta-llama/Llama-2-7b-hf", "--num-gpus", "16", "--gpus-per-node", "8"]
+    found = rows(capsys, *asked, "--strategies", "zero2", "zero3", "cpu_full", "--host-memory", "100")
+    weights, process = 2 * 6_738_415_616, round(1.5 * 2**30)
+    loads = {name: row["host_bytes_per_node_by_phase"]["load"] for name, row in found.items()}
+    once = weights + 8 * process
+    assert loads == {"zero2": 8 * (weights + process), "zero3": once, "cpu_full": once}
+    assert (found["zero2"]["verdict"], found["zero2"]["exceeded"]) == ("does not fit", ["host_memory"])
+    assert max(found["cpu_full"]["host_bytes_per_node_by_phase"].values()) > once
+
+
+def test_pinned_buffers_are_rounded_as_torch_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["plan", "--model", "meta-llama/Llama-2-7b-hf", "--num-gpus", "8", "--strategies", "cpu_full"]
+    rounding = {}
+    for conf in ("", "expandable_segments:True,pinned_max_round_threshold_mb:1"):
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", conf)
+        predicted_memory._phases.cache_clear()
+        rounding[conf] = rows(capsys, *asked)["cpu_full"]["host_bytes_per_node"].get("pinned_rounding", 0)
+    without, limited = rounding.values()
+    assert without > 2**30 > 1000 > limited
+
+
+def test_every_row_that_fits_is_exported(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["plan", "--model", "gpt2", "--num-gpus", "16", "--gpu", "20GB", "--batch-size", "1"]
+    asked += ["--strategies", "zero0", "zero3", "nvme", "fsdp2", "--export", str(tmp_path / "out")]
+    found = rows(capsys, *asked, "--axis", "overlap_comm=false")
+    fitting = [name for name, row in found.items() if row["verdict"] == "fits" and name != "fsdp2"]
+    assert len(fitting) >= 2
+    folders = {folder.name.removeprefix("ds_config_"): folder for folder in (tmp_path / "out").iterdir()}
+    assert folders.keys() == {name.replace("+", "_").replace("=", "_") for name in fitting}
+    for folder in folders.values():
+        names = {"ds_config.json", "ds_config_trainer.json", "ds_config_accelerate.json", "accelerate.yaml"}
+        assert {file.name for file in folder.iterdir()} == {*names, "README.md"}
+        config = json.loads((folder / "ds_config.json").read_text())
+        assert config["train_batch_size"] == 16
+        assert "2 nodes" in (folder / "README.md").read_text()
+        monkeypatch.chdir(folder)
+        assert main(["check", "ds_config.json", "--num-gpus", "16"]) == 0
+    (tmp_path / "file").write_text("")
+    capsys.readouterr()
+    assert main([*asked[:-1], str(tmp_path / "file")]) == 2
+    assert "may write to" in capsys.readouterr().err

@@ -14,7 +14,7 @@ import pytest
 from ds_bench.errors import UsageError
 from ds_bench.models import presets
 from ds_bench.models.architectures import families, read_architecture
-from ds_bench.prediction.formula_profile import formula_profile
+from ds_bench.prediction.formula_profile import formula_profile, with_loss
 from ds_bench.prediction.model_profile import find_profile
 
 PUBLIC: dict[str, dict[str, Any]] = json.loads(
@@ -79,6 +79,25 @@ def test_facts_and_profiles_of_presets_follow_from_their_configs() -> None:
                 off[name, kind] = ratio
     assert counted == expected
     assert not off
+
+
+def test_other_losses_take_the_bytes_that_were_counted_on_a_model() -> None:
+    """Llama-2-7B in bf16, counted by the measuring process: kept per model and token, and at the peak."""
+    llama = presets.find_preset("meta-llama/Llama-2-7b-hf")
+    assert llama is not None
+    usual = find_profile(llama, 512)
+    found = {}
+    for name in ("tiled", "chunked"):
+        bf16 = with_loss(usual, llama, name).activations["bf16"]
+        peaks = [bf16.loss.fixed, *([bf16.loss_limit.fixed] if bf16.loss_limit else [])]
+        found[name] = [(each["1"], each["bs"]) for each in (bf16.plain.fixed, *peaks)]
+    counted = {
+        "tiled": [(262_144_000, 32_780), (262_144_046, 88_980), (1_048_576_014, 40_980)],
+        "chunked": [(8, 96_793), (262_144_008, 168_972)],
+    }
+    for name, pairs in counted.items():
+        for pair, expected in zip(found[name], pairs, strict=True):
+            assert pair == pytest.approx(expected, rel=1e-3, abs=50)
 
 
 def test_active_parameters_leave_out_the_experts_that_a_token_skips() -> None:
