@@ -374,7 +374,6 @@ def _json_entry(row: PlanRow) -> dict[str, Any]:
         "verdict": row.verdict,
         "gpu_bytes": dict(row.prediction.gpu),
         "host_bytes_per_node": dict(row.prediction.host),
-        "host_bytes_per_node_by_phase": dict(row.prediction.host_phases),
         "nvme_bytes_per_node": dict(row.prediction.nvme),
         "gpu_total_bytes": row.prediction.gpu_bytes,
         "fullest_moment": row.prediction.phase,
@@ -391,4 +390,5 @@ def _json_entry(row: PlanRow) -> dict[str, Any]:
         "method": need.method,
         "not_predicted": list(need.unknowns),
         "gpu_terms_bytes": dict(row.prediction.terms),
+        "host_bytes_per_node_by_phase": dict(row.prediction.host_phases),
     }
