@@ -517,15 +517,36 @@ def show(points: Sequence[Point]) -> None:
             print(f"{point.number:3} {point.model[:26]:27} {figure}: not predicted, {point.reason}")
 
 
+def markdown(points: Sequence[Point]) -> str:
+    """The figures of reserved memory as a Markdown table, largest error first."""
+    lines = [
+        "| model | GPUs | stage, offload | batch × tokens | published | A | B | error of B | by |",
+        "|---|--:|---|---|--:|--:|--:|--:|---|",
+    ]
+    of_b = [point for point in points if point.error is not None and point.quantity in ("reserved", "nvidia-smi")]
+    for point in sorted(of_b, key=lambda each: -abs(each.error or 0)):
+        layout = point.stage if point.offload == "none" else f"{point.stage}, {point.offload}"
+        work = f"{point.batch} × {point.sequence.removeprefix('alpaca ')}"
+        figures = (
+            f"{point.published:.1f} | {point.least:.1f} | {point.reserved:.1f} | {100 * (point.error or 0):+.1f} %"
+        )
+        lines.append(f"| {point.model} | {point.gpus} | {layout} | {work} | {figures} | {point.method} |")
+    return "\n".join(lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("points", type=Path, metavar="POINTS.csv", help="published figures")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the comparison as JSON")
+    parser.add_argument("--markdown", action="store_true", help="print only the table of reserved memory, as Markdown")
     args = parser.parse_args(arguments)
     points = compare_all(args.points)
     summary = summarize(points)
-    show(points)
-    print(json.dumps(summary, indent=1))
+    if args.markdown:
+        print(markdown(points))
+    else:
+        show(points)
+        print(json.dumps(summary, indent=1))
     if args.output is not None:
         versions = {name: importlib.metadata.version(name) for name in ("deepspeed", "torch", "transformers")}
         rows = [{**asdict(point), "error": point.error} for point in points]

@@ -71,6 +71,10 @@ def test_cpu_optimizer_on_a_small_card_runs_out_in_initialize() -> None:
     found = replayed(planned, capacity_bytes=25 * GB)  # 25.1 are needed
     assert (found.ran_out, found.phase) == (True, "initialize")
     assert not replayed(planned, capacity_bytes=26 * GB).ran_out
+    # Among 8 ranks the clone is small, and without room for a second copy parameters are flattened on the host.
+    among_8 = llama(offload("cpu_optimizer", 2), 8, seq_length=512, activation_checkpointing=True)
+    assert not replayed(among_8, capacity_bytes=20 * GB).ran_out
+    assert replayed(among_8).reserved_bytes > 25 * GB
 
 
 def test_only_rows_that_the_rule_leaves_open_are_replayed() -> None:
