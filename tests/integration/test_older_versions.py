@@ -20,8 +20,13 @@ from tests.support.simulated_card import CardPlan, write_plans
 pytestmark = pytest.mark.timeout(1800)  # ops are built for the new environment
 ROOT = Path(__file__).resolve().parents[2]
 DEEPSPEED, TRANSFORMERS, *TORCH = os.environ.get("OLDER_STACK", "0.18.9 4.57.6").split()
+OF_TRANSFORMERS_4 = (
+    "tokenizers<=0.23.0" if TRANSFORMERS >= "4.56" else "tokenizers<0.22",
+    "huggingface_hub<1",
+    "requests",
+)
 PACKAGES = (
-    *("tokenizers<=0.23.0" if TRANSFORMERS >= "4.56" else "tokenizers<0.22", "huggingface_hub<1", "requests"),
+    *(OF_TRANSFORMERS_4 if TRANSFORMERS < "5" else ()),
     *("setuptools>=77.0.3", "wheel"),  # a new environment's are older, and come first on its path
 )
 """What these versions of Transformers need in versions of their own, and what builds DeepSpeed."""
