@@ -40,8 +40,9 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = folder / "bin" / "python"
     site = subprocess.check_output([made, "-c", "import site; print(site.getsitepackages()[0])"], text=True).strip()
     Path(site, "here.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    for version in TORCH:  # with its dependencies, such as CUDA's libraries
-        subprocess.run([made, "-m", "pip", "install", "--quiet", "--upgrade", f"torch=={version}"], check=True)
+    for version in TORCH:  # with their dependencies, such as CUDA's libraries
+        wanted = [f"torch=={version}", f"transformers=={TRANSFORMERS}"]
+        subprocess.run([made, "-m", "pip", "install", "--quiet", "--upgrade", *wanted], check=True)
     pip = [made, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     environment = {**os.environ, "DS_BUILD_OPS": "0"}
     subprocess.run([*pip, *PACKAGES, f"transformers=={TRANSFORMERS}"], check=True, env=environment)
