@@ -244,11 +244,11 @@ def test_pinned_buffers_are_rounded_as_torch_is_told(
 def test_every_row_that_fits_is_exported(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = ["plan", "--model", "gpt2", "--num-gpus", "16", "--gpu", "20GB", "--batch-size", "1"]
+    asked = ["plan", "--model", "gpt2-xl", "--num-gpus", "16", "--gpu", "24GB", "--batch-size", "1"]
     asked += ["--strategies", "zero0", "zero3", "nvme", "fsdp2", "--export", str(tmp_path / "out")]
     found = rows(capsys, *asked, "--axis", "overlap_comm=false")
     fitting = [name for name, row in found.items() if row["verdict"] == "fits" and name != "fsdp2"]
-    assert len(fitting) >= 2
+    assert 2 <= len(fitting) < 3 == len(found) - 1
     folders = {folder.name.removeprefix("ds_config_"): folder for folder in (tmp_path / "out").iterdir()}
     assert folders.keys() == {name.replace("+", "_").replace("=", "_") for name in fitting}
     for folder in folders.values():
