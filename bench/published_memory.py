@@ -72,7 +72,7 @@ class Point:
     predicted: float | str | None = None
     """What is compared: B, what is allocated or resident, or a verdict."""
     card_verdict: str | None = None
-    """The verdict about the card that the row ran on; None if the card is not given."""
+    """The verdict about the card that the row ran on; None if the card or its kernels are not known."""
     method: str | None = None
     phase: str | None = None
 
@@ -160,6 +160,8 @@ def _model(name: str) -> ResolvedModel:
         text = {**config, "architectures": [architectures[config["model_type"]]]}
         Path(folder, "config.json").write_text(json.dumps(text), encoding="utf-8")
         found = resolve_model(folder, factory=False, trust_remote_code=False, environment={})
+    if found.facts is None:
+        raise NotComputableError("a family whose layers are not counted")
     return replace(found, name=name)
 
 
@@ -306,7 +308,7 @@ def question_of(row: Mapping[str, str]) -> PlannedTrial:
 
 def _refuse(row: Mapping[str, str]) -> None:
     """Raise for a point whose settings have no formula, with the first reason."""
-    text = " ".join((row["notes"], row["precision"], row["offload"], row["activation_ckpt"], row["model"])).lower()
+    text = " ".join(row.values()).lower()
     reasons: list[tuple[str, str]] = [
         ("selective", "selective activation checkpointing"),
         ("compile", "a compiled model"),
@@ -379,7 +381,7 @@ def _compare(number: int, row: Mapping[str, str]) -> Point:
     )
     try:
         quantity, published = _quantity(row)
-        if "foak" in row["notes"] and quantity in ("allocated", "nvidia-smi"):
+        if "foak" in row["notes"] and quantity != "resident":
             raise NotComputableError("fused kernels of another library")
         planned = question_of(row)
         pure = _replay_pure(planned, row) if row["precision"].startswith("bf16 pure") else None
@@ -421,7 +423,7 @@ def _compare(number: int, row: Mapping[str, str]) -> Point:
         least=(need.least_bytes - outside) / _GIB,
         reserved=(need.reserved_bytes - outside) / _GIB,
         outside=outside / _GIB,
-        card_verdict=verdict,
+        card_verdict=None if "foak" in row["notes"] else verdict,
         method=need.method,
         phase=need.phase,
     )

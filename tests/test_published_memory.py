@@ -1,0 +1,42 @@
+"""Predictions against published memory figures; the table of points is at ``DS_BENCH_PUBLISHED_POINTS``, if at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "bench"))
+RESULT = ROOT / "results" / "reference" / "published_memory.json"
+
+
+def test_verdicts_about_published_configurations_are_never_optimistic() -> None:
+    """The committed comparison, which docs/prediction.md shows."""
+    summary = json.loads(RESULT.read_text(encoding="utf-8"))["summary"]
+    assert summary["ran_out"] >= 4
+    assert summary["ran_out_but_fits"] == 0
+    replayed = summary["errors"]["replayed"]
+    assert replayed["points"] >= 9
+    assert replayed["median_absolute_error"] <= 0.09
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_errors_are_those_of_the_committed_comparison() -> None:
+    points = os.environ.get("DS_BENCH_PUBLISHED_POINTS")
+    if points is None:
+        pytest.skip("no table of published points (DS_BENCH_PUBLISHED_POINTS)")
+    import published_memory
+
+    found = published_memory.summarize(published_memory.compare_all(Path(points)))
+    committed = json.loads(RESULT.read_text(encoding="utf-8"))["summary"]
+    for name, errors in committed["errors"].items():
+        then, now = errors["median_absolute_error"], found["errors"][name]["median_absolute_error"]
+        assert now == (then if then is None else pytest.approx(then, abs=0.005)), name
+    assert {name: found[name] for name in ("ran", "ran_out", "ran_out_but_fits")} == {
+        name: committed[name] for name in ("ran", "ran_out", "ran_out_but_fits")
+    }
