@@ -91,7 +91,7 @@ def test_wrong_training_is_a_caveat_of_the_row_and_shows_in_its_loss(python: Pat
     for name, text in expected.get(DEEPSPEED[:4], {}).items():
         assert text in said[name]
     assert "gradients" not in said["zero3"]
-    (flat,) = tmp_path.glob("*.json")
+    (flat,) = tmp_path.glob("zero_comparison_*.json")
     kinds = {row["strategy"]: {each["kind"] for each in row["caveat_list"]} for row in json.loads(flat.read_text())}
     both = {"trained_wrongly", "loss_differs"}
     if DEEPSPEED == "0.17.6":
@@ -102,7 +102,7 @@ def test_check_refuses_what_this_version_refuses(python: Path) -> None:
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "key_by_key"]
     command += [ROOT / "tests" / "integration" / "test_check_against_deepspeed.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=ROOT)
-    assert "1 passed" in done.stdout, done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_grouped_query_attention_trains_on_simulated_cards(python: Path, tmp_path: Path) -> None:
