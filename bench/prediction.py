@@ -127,7 +127,7 @@ def _peaks(record: TrialRecord, found: predicted_memory.Prediction) -> list[Pair
     seen = {
         "gpu peak allocated": (found.gpu_bytes - overhead, peaks.get("gpu_peak_bytes")),
         "gpu outside the allocator": (overhead, outside),
-        # What the least GPU must have, if it frees all that is cached.
+        # The smallest sufficient GPU, if the allocator frees its whole cache.
         "gpu least": (found.gpu_need.least_bytes, allocated + outside if allocated and outside is not None else None),
         "gpu reserved": (
             found.gpu_need.reserved_bytes,

@@ -67,10 +67,10 @@ class Point:
     least: float | None = None
     """A: the smallest GPU that it runs in, without what is outside the allocator."""
     reserved: float | None = None
-    """B, likewise."""
+    """B, in the same unit."""
     outside: float | None = None
     predicted: float | str | None = None
-    """What is compared: B, what is allocated or resident, or a verdict."""
+    """The compared quantity: B, allocated or resident memory, or a verdict."""
     card_verdict: str | None = None
     """The verdict about the card that the row ran on; None if the card or its kernels are not known."""
     method: str | None = None
@@ -84,7 +84,7 @@ class Point:
         return self.predicted / self.published - 1
 
 
-# ------------------------------------------------------------------ models that are no presets
+# ------------------------------------------------------------------ models without a preset
 
 
 def _qwen_1(hidden: int, layers: int, heads: int, mlp: int) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def _model(name: str) -> ResolvedModel:
             config |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
             config["activation_function"] = "gelu"
     if config is None:
-        raise NotComputableError("the model's shape is not given, or it is no language model")
+        raise NotComputableError("the model's shape is not given, or it is not a language model")
     with tempfile.TemporaryDirectory() as folder:
         architectures = {"gpt2": "GPT2LMHeadModel", "qwen2": "Qwen2ForCausalLM", "granite": "GraniteForCausalLM"}
         text = {**config, "architectures": [architectures[config["model_type"]]]}
@@ -221,7 +221,7 @@ class _PureFsdp(_SquareRoots, allocation_replay.Fsdp2):
 
 
 def _replay_pure(planned: PlannedTrial, row: Mapping[str, str]) -> tuple[int, GpuNeed]:
-    """What is allocated, and the need without what is outside the allocator."""
+    """Return the allocated bytes, and the need without memory outside the allocator."""
     work, facts = planned.workload, planned.profile.facts
     sharded = row["stage"].startswith("FSDP")
     inputs = inputs_of(planned.profile, work, planned.placement, planned.config(), "fsdp2" if sharded else "deepspeed")
@@ -271,7 +271,7 @@ def question_of(row: Mapping[str, str]) -> PlannedTrial:
             strategies.offload_strategy(name, int(stage)) if name != "none" else strategies.ZERO_STAGES[int(stage)]
         )
     else:
-        raise NotComputableError(f"stage {stage} is no engine of this package")
+        raise NotComputableError(f"stage {stage} is not an engine of this package")
     checkpoints = {"full": True, "no": False, "Megatron default": False, "yes": True}
     if row["activation_ckpt"] not in checkpoints:
         raise NotComputableError(f"activation checkpointing: {row['activation_ckpt'] or 'not given'}")
@@ -334,7 +334,7 @@ def _refuse(row: Mapping[str, str]) -> None:
 
 
 def _quantity(row: Mapping[str, str]) -> tuple[Quantity, float | str]:
-    """What a point publishes, in GiB or as a verdict. Raise NotComputableError."""
+    """Return the published figure of a point, in GiB or as a verdict. Raise NotComputableError."""
     kind, value, notes = row["quantity"], row["value"], row["notes"].lower()
     if kind == "fits":
         return "verdict", value
@@ -353,7 +353,7 @@ def _quantity(row: Mapping[str, str]) -> tuple[Quantity, float | str]:
             return "allocated", float(value)
         total = float(value) / (_number(row, "gpus") if "sum over" in notes else 1)
         return ("reserved" if "reserved" in notes else "nvidia-smi"), total
-    raise NotComputableError(f"{kind} is no peak of one GPU")
+    raise NotComputableError(f"{kind} is not the peak of one GPU")
 
 
 def compare(number: int, row: Mapping[str, str]) -> list[Point]:

@@ -221,7 +221,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _nearest(text: str, known: Iterable[str]) -> str | None:
-    """Return the name in ``known`` that ``text`` most likely misspells; None if none is similar."""
+    """Return the name in ``known`` that ``text`` most likely misspells, or None."""
     by_lower_case = {name.casefold(): name for name in known}
     near = difflib.get_close_matches(text.casefold(), by_lower_case, n=1, cutoff=0.7)
     return by_lower_case[near[0]] if near else None
@@ -258,7 +258,7 @@ def image_size(text: str) -> tuple[int, int]:
     """Width and height in pixels: ``1024x768``, or one number for a square."""
     parts = text.lower().split("x")
     if len(parts) > 2 or not all(part.isdecimal() and 0 < int(part) <= MAX_NUMBER for part in parts):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no size in pixels such as 1024x768")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a size in pixels, for example 1024x768")
     return int(parts[0]), int(parts[-1])
 
 

@@ -166,7 +166,7 @@ def _find_pairs(a: str, b: str, reports: Sequence[ComparisonReport]) -> list[tup
         for first in rows(report, a)[:1]:
             found += [(report.title, first, row) for row in rows(report, b) if row.key != first.key][:1]
     if not found:
-        # The same row is compared across the first two comparisons that have it, such as those of two batch sizes.
+        # The same row is compared across the first two comparisons that have it, for example two batch sizes.
         across = (
             pair
             for report, other in permutations(reports, 2)

@@ -155,7 +155,7 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
 
 
 def _export(rows: Sequence[PlanRow], folder: Path) -> list[str]:
-    """Write the configuration of every row that fits, as a run writes that of the row to use. Return what was written.
+    """Write the configuration of every row that fits, in the form of a run's recommendation. Return the written files.
 
     Raises UsageError for a folder that cannot be written.
     """
@@ -360,7 +360,7 @@ def _image_tokens(options: PlanOptions, model: ResolvedModel) -> tuple[int, int]
     if tokens >= options.seq_length:
         raise UsageError(
             f"--seq-length {options.seq_length} has no room for {tokens} image tokens and text",
-            remedy="give a longer sequence; its tokens include those of the images",
+            remedy="give a longer sequence; image tokens count towards its length",
         )
     return tokens, planner.resolve_seq_length(options.seq_length, model)
 

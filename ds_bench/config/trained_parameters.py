@@ -52,7 +52,7 @@ def is_frozen(name: str, patterns: Sequence[str]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedParameters:
-    """What is trained of a model: everything, unless adapters are or something is frozen."""
+    """The trained part of a model: everything, unless it has adapters or frozen modules."""
 
     lora: Lora | None = None
     freeze: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ class TrainedParameters:
 
 
 def read_choice(lora: str | None, freeze: str | None) -> TrainedParameters | None:
-    """What the flags ask for; None if everything is trained. Raises ValueError."""
+    """Return the part that the flags select; None if everything is trained. Raises ValueError."""
     if lora is None and freeze is None:
         return None
     patterns = tuple(filter(None, (each.strip() for each in (freeze or "").split(","))))
@@ -78,5 +78,5 @@ def read_choice(lora: str | None, freeze: str | None) -> TrainedParameters | Non
 
 
 def of_workload(workload: Workload) -> TrainedParameters | None:
-    """What a workload trains; None if everything."""
+    """Return the trained part of a workload; None if everything is trained."""
     return read_choice(workload.lora, workload.freeze)

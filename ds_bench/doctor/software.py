@@ -113,7 +113,7 @@ def check_packages(
 
 
 def _wrong_training(deepspeed: str | None) -> Iterator[Finding]:
-    """A warning for each way in which this version trains wrongly; None: it is not installed."""
+    """Yield a warning for each known wrong training of this version; None if it is not installed."""
     for rule in WRONG_TRAINING:
         if deepspeed is not None and rule.level != "hint" and rule.holds_in(deepspeed):
             yield warning("deepspeed", rule.reason, rule.remedy)

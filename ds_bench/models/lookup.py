@@ -52,7 +52,7 @@ class ResolvedModel:
     architecture: architectures.Architecture | None = None
     """Every tensor, if the model was read from its ``config.json`` and was not built."""
     hidden_size: int | None = None
-    """Width from which the Trainer computes "auto" values; None for a factory, and if its config has none."""
+    """Width that the Trainer computes "auto" values from; None for a factory, or if the config does not state it."""
 
 
 def resolve_model(
@@ -170,7 +170,7 @@ def _by_config(name: str, config: Mapping[str, Any], is_local: bool) -> Resolved
 def _read_config(name: str, option: str, offline_reason: str | None, *, required: bool) -> dict[str, Any] | None:
     """The ``config.json`` of a folder, of a model on the Hub or in its cache, or the file with that name.
 
-    Raises UsageError for a file that is no configuration. If there is none: the same if it is ``required``, else None.
+    None if it is missing. Raises UsageError for a file that is not a configuration, and if a ``required`` one is missing.
     """
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     try:

@@ -52,14 +52,14 @@ def is_replayable(inputs: MemoryInputs) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayResult:
-    """What the allocator held in the first steps, in bytes, without what is outside it."""
+    """Bytes that the allocator held in the first steps, without memory outside it."""
 
     allocated_bytes: int
     """At the peak."""
     reserved_bytes: int
     """At the peak."""
     phase: DecidingPhase
-    """The phase in which most was allocated, or in which memory ran out."""
+    """The phase with the largest allocated total, or where memory ran out."""
     ran_out: bool = False
 
 
@@ -76,7 +76,7 @@ def replay(
     """Replay initialization and the first steps with the events of a whole model (``allocation_trace.full_events``).
 
     ``workspace_bytes``: of one of cuBLAS's workspaces, which each of two threads keeps. ``capacity_bytes``: what the
-    allocator may reserve; None for no limit. ``rank_type``: another engine than that of ``inputs``.
+    allocator may reserve; None for no limit. ``rank_type``: an engine other than the one in ``inputs``.
     """
     allocator = CachingAllocator(capacity_bytes, expandable_segments=expandable_segments)
     kind = rank_type or (Fsdp2 if inputs.engine == "fsdp2" else _Stage3 if inputs.settings.stage == 3 else _Stage0To2)
@@ -123,7 +123,7 @@ def least_capacity(
 
 
 class Rank:
-    """One rank: DeepSpeed's allocations between those of the model."""
+    """One rank: DeepSpeed's allocations interleaved with the model's."""
 
     def __init__(self, inputs: MemoryInputs, allocator: CachingAllocator) -> None:
         self.inputs, self.settings, self.allocator = inputs, inputs.settings, allocator
@@ -131,7 +131,7 @@ class Rank:
         self.phase: DecidingPhase = "initialize"
         self.micro_batches = min(2, inputs.grad_accum)
         self.peaks: dict[DecidingPhase, int] = {}
-        """What was allocated at most in each phase."""
+        """Peak allocated bytes of each phase."""
         self.storages: dict[int, Block] = {}
         self.moments: list[Block] = []
         self.has_moments = False
@@ -228,12 +228,12 @@ class _Stage0To2(Rank):
         first = bisect_right(ends, self.part * (self.ranks // 2))
         last = bisect_left(ends, min(self.part * (self.ranks // 2 + 1), ends[-1]))
         self.owned = range(first, last + 1) if self.stage else range(len(self.tensors))
-        """Tensors of which the rank in the middle owns a part."""
+        """Tensors that the rank in the middle owns a part of."""
         self.buckets: list[Block] = []
         self.bucket_elements = 0
         self.bucket_members: list[int] = []
         self.own_gradients: list[Block] = []
-        """What the rank owns of the gradients of this micro-batch, and ``reduced_gradients`` of those before."""
+        """The rank's part of this micro-batch's gradients; ``reduced_gradients`` has earlier ones."""
         self.reduced_gradients: list[Block] = []
 
     def initialize(self, *, zero_init: bool) -> None:  # noqa: ARG002
@@ -309,7 +309,7 @@ class _Stage0To2(Rank):
         self._reduce()
         self.free(*self.buckets)
         self.buckets = []
-        # A later micro-batch's own gradients are added to those of the first.
+        # A later micro-batch's gradients are added to the first one's.
         if number == 0 or not self.uses_bucket:
             self.reduced_gradients += self.own_gradients
         else:
@@ -455,7 +455,7 @@ class _Stage3(Rank):
                 self._release(each, block)
 
     def _gather(self, parameters: Sequence[int]) -> None:
-        """Gather tensors: one by itself in its own buffer, several in one, from which each is copied when it is waited
+        """Gather tensors: one by itself in its own buffer, several in one, and each is copied out when it is waited
         for (zero/partition_parameters.py, _all_gather_sequential, _all_gather_dtype)."""
         if not parameters:
             return

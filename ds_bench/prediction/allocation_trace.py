@@ -47,9 +47,9 @@ def trace_request(
 def find_trace(
     facts: ModelFacts, seq_length: int, *, checkpointing: bool, element_bytes: int, dropout: float | None = None
 ) -> Trace | None:
-    """Return the trace of a model; None if its layers differ, or if it is no preset and torch is missing.
+    """Return the trace of a model; None if its layers differ, or if it has no preset and torch is missing.
 
-    A child process makes the trace of a model that is no preset, which takes seconds the first time.
+    A child process makes the trace of a model without a preset, which takes seconds the first time.
     """
     request = trace_request(facts, seq_length, checkpointing=checkpointing, dropout=dropout)
     if request.get("whole"):
@@ -92,7 +92,7 @@ def can_extend(trace: Trace) -> bool:
 def full_events(trace: Trace, profile: ModelProfile, batch_size: int, seq_length: int) -> list[Event]:
     """Return the events of the whole model, whose parameters are numbered as ``profile.tensors``.
 
-    The middle layer is repeated; the first and the last one stand for themselves. Storages are numbered anew.
+    The middle layer is repeated; the first and the last one stand for themselves. Storages are renumbered.
     """
     sizes = [round(evaluate_polynomial(terms, batch_size, seq_length)) for terms in trace["sizes"]]
     return list(_Extension(trace, profile, sizes).events())

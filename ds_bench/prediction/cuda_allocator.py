@@ -1,6 +1,6 @@
 """Simulates torch's caching allocator for CUDA: which segments it takes for a sequence of allocations.
 
-The rules are those of torch 2.13, ``c10/cuda/CUDACachingAllocator.cpp`` with its defaults: round_size,
+The rules come from torch 2.13, ``c10/cuda/CUDACachingAllocator.cpp`` with its defaults: round_size,
 get_allocation_size, get_free_block (best fit), should_split, free_block (merges with free neighbours), and
 release_cached_blocks, which gives whole free segments back before memory runs out. A block belongs to one stream.
 """
@@ -69,7 +69,7 @@ class CachingAllocator:
         self._segments = 0
 
     def allocate(self, size_bytes: int, stream: int = 0) -> Block:
-        """Allocate a block. Raise OutOfMemoryError if there is no room even without cached segments."""
+        """Allocate a block. Raise OutOfMemoryError if it does not fit even without cached segments."""
         size = max(MIN_BLOCK_BYTES, -(-size_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES)
         is_small = size <= SMALL_BYTES
         kind = stream, is_small

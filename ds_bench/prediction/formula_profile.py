@@ -42,7 +42,7 @@ _TILES, _TILE_TOKENS = 8, 2048
 _USUAL_TOKENS = 1024
 """Tokens of a sequence at which the layer that saves most is chosen."""
 _SORTING_BYTES = 38
-"""Of the indices and weights by which Transformers' grouped experts sort a token, for each expert that it uses."""
+"""Indices and weights that Transformers' grouped experts use to sort a token, for each expert that it uses."""
 
 
 def formula_profile(
@@ -85,7 +85,7 @@ def formula_profile(
 
 
 def with_loss(profile: ModelProfile, facts: ModelFacts, name: LossName) -> ModelProfile:
-    """Return a profile with another loss than the model's, whose terms replace those of the usual one.
+    """Return a profile with another loss than the model's, whose terms replace the usual ones.
 
     ``tiled`` and ``liger`` keep the gradients of the output layer and of its input; parts of a fixed number of tokens
     have logits (``worker.replaced_layers``; liger_kernel/ops/fused_linear_cross_entropy.py, whose parts have at most
@@ -136,7 +136,7 @@ def with_loss(profile: ModelProfile, facts: ModelFacts, name: LossName) -> Model
 
 
 def _choose(architecture: Architecture, choice: TrainedParameters | None) -> tuple[list[Tensor], list[bool]]:
-    """All tensors, with those of adapters after the module that they adapt, and which of them are trained."""
+    """All tensors, adapters after the module that they adapt, and which of them are trained."""
     tensors = list(architecture.tensors)
     if choice is None:
         return tensors, [True] * len(tensors)
@@ -164,7 +164,7 @@ def _choose(architecture: Architecture, choice: TrainedParameters | None) -> tup
         )
         raise UsageError(f"--lora: {name} has no such module", remedy=f"its modules are {', '.join(modules)}")
     if not any(is_trained for _, is_trained in chosen):
-        raise NothingTrainedError(f"--freeze leaves nothing of {name} to train", remedy="freeze less of it")
+        raise NothingTrainedError(f"--freeze leaves no parameters of {name} to train", remedy="freeze less of it")
     return [tensor for tensor, _ in chosen], [is_trained for _, is_trained in chosen]
 
 
@@ -236,7 +236,7 @@ def _norm_bytes(width: int, rows: int, stack: Stack, size: int, is_trained: bool
 
 
 def _layer_bytes(stack: Stack, tensors: Iterable[tuple[Tensor, bool]], size: int, all_inputs: bool) -> Counter[str]:
-    """What a layer saves per token (``bs``) and per pair of tokens (``bss``)."""
+    """Elements that a layer saves per token (``bs``) and per pair of tokens (``bss``)."""
     per_token = 0.0
     inputs: set[str] = set()
     mlps: dict[str, int] = {}

@@ -26,13 +26,13 @@ class GpuNeed:
     least_bytes: int
     """The smallest GPU that it runs in, freeing cached memory and retrying where needed."""
     reserved_bytes: int
-    """What it takes of a GPU with room to spare, as nvidia-smi shows it."""
+    """Memory taken on a GPU with room to spare, as nvidia-smi shows it."""
     phase: DecidingPhase
     """The part of training that needs most: ``initialize`` is ``deepspeed.initialize`` and what builds the model."""
     method: Literal["rule", "replay"] = "rule"
     """``rule``: from what is allocated, with an upper bound of the cache. ``replay``: every allocation was replayed."""
     unknowns: tuple[str, ...] = ()
-    """Why the interval is wider than the method alone makes it; empty in most cases."""
+    """Why the interval is wider than the method itself requires; empty in most cases."""
 
     @classmethod
     def by_rule(

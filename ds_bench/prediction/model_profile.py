@@ -106,7 +106,7 @@ class Polynomial:
 
 
 def evaluate_polynomial(terms: Mapping[str, float], batch_size: int, seq_length: int) -> float:
-    """Return the sum of monomials that are named as those of ``Polynomial``."""
+    """Return the sum of monomials named like the fields of ``Polynomial``."""
     total: float = sum(v * batch_size ** term.count("b") * seq_length ** term.count("s") for term, v in terms.items())
     return total
 
@@ -294,7 +294,7 @@ def measure_profile(
     A child process measures it; the result of a folder is cached. If the forward pass does not run on fake tensors, or
     takes too long, the profile has no activations and says why. Raises UsageError if not even the tensors could be
     counted, NothingTrainedError for a model whose parameters are all frozen. ``environment``: variables that the child
-    gets besides those of this process.
+    gets besides this process's.
     """
     # Up to the length in question, as a model's attention may change its form with the length.
     longest = max(3 * _STEP, seq_length)

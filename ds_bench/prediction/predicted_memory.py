@@ -83,7 +83,7 @@ class Alternative:
     layout: tuple[int, str, str]
     """Stage and both offload devices afterwards, as ``Configuration.layout``."""
     gpu_reserved_bytes: int = 0
-    """What it reserves of a roomy GPU (``GpuNeed.reserved_bytes``); 0 on the CPU accelerator, and in older records."""
+    """Bytes reserved on a roomy GPU (``GpuNeed.reserved_bytes``); 0 on the CPU accelerator, and in older records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,7 @@ class Prediction:
 
     @property
     def host_phase(self) -> str:
-        """The phase in which host memory is fullest."""
+        """The phase with the highest host memory."""
         return max(self.host_phases, key=self.host_phases.__getitem__, default="step")
 
     @property
@@ -419,7 +419,7 @@ def _moments(inputs: MemoryInputs, sizes: _Activations) -> dict[str, Ledger]:
         stays = inputs.grad_accum == 1 and not stages_0_to_2.reduces_meanwhile(inputs)
         own = {"gradients" if stays else "temporaries": head}
         enter = plus(bare["forward"], deepspeed_buffers=buckets, **own)
-    # Autograd keeps the gradient of a tied LM head until that of the embedding exists, and sums both into a new tensor.
+    # Autograd keeps the gradient of a tied LM head until the embedding's exists, and sums both into a new tensor.
     tied = 2 * inputs.element * profile.tensors[0] if profile.trains_tied_embeddings else 0
     return {
         "loss": loss,

@@ -53,7 +53,7 @@ def _fsdp2(inputs: MemoryInputs, builder: LedgerBuilder) -> Phases:
     the flat copy that is reduced. Whole gradients of all groups are held while micro-batches are accumulated.
     """
     profile, element, ranks = inputs.profile, inputs.element, inputs.data_parallel_size
-    # Of the rank with the most: a tensor is split by rows, of which each rank but the last ones has the same number
+    # Of the rank with the most: a tensor is split by rows, and all ranks but the last ones have the same number
     # (distributed/tensor/placement_types.py, Shard). Without known rows it counts as split by elements, the finest
     # split there is.
     sizes = profile.all_tensors

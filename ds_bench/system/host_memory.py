@@ -66,7 +66,7 @@ def cgroup_peak_bytes(root: Path = ROOT) -> int | None:
 
 
 def is_wsl(kernel: str | None) -> bool:
-    """Return whether a kernel release is that of the Windows Subsystem for Linux (microsoft/WSL2-Linux-Kernel).
+    """Return whether a kernel release belongs to the Windows Subsystem for Linux (microsoft/WSL2-Linux-Kernel).
 
     Its GPU driver belongs to Windows. It moves GPU memory to host memory instead of failing (microsoft/WSL#11050), and
     NVML lists no processes.

@@ -23,7 +23,7 @@ _OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum")
 
 
 def select_device(placement: Placement) -> torch.device:
-    """This rank's device, made the current one on CUDA. Its memory is limited to that of a smaller GPU to emulate, and
+    """This rank's device, made the current one on CUDA. Its memory is limited to emulate a smaller GPU, and
     under WSL to what is free now, so that allocations fail there instead of going to host memory.
     """
     if placement.accelerator == "cpu":

@@ -131,7 +131,7 @@ def device_free_bytes() -> int | None:
 
 
 def full_traceback(error: BaseException) -> str:
-    """The traceback with those of the causes; of a long one the end, where the exception was raised."""
+    """The traceback, including its causes; a long one is cut to its end, where the exception was raised."""
     return "".join(traceback.format_exception(type(error), error, error.__traceback__))[-20000:]
 
 

@@ -198,7 +198,7 @@ def test_mfu_by_hand() -> None:
     assert (row.model_tflops_per_gpu, row.mfu) == (pytest.approx(0.755347968), pytest.approx(0.0755347968))
     eight = make_run(record_of(*[replace(entry.ranks[0], data_parallel_size=8)] * 8), facts, 10e12).row
     assert eight.mfu == pytest.approx(row.mfu)
-    # It needs a peak and a model, and is no result above 1.
+    # It needs a peak and a model, and must not exceed 1.
     without_peak, without_model = make_run(entry, facts).row, make_run(entry, None, 1e15).row
     assert (without_peak.mfu, without_model.mfu, without_model.model_tflops_per_gpu) == (None, None, None)
     assert without_peak.model_tflops_per_gpu is not None

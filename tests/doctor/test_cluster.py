@@ -70,7 +70,7 @@ def test_hosts_that_agree_are_kept_in_the_order_of_their_ranks_and_others_refuse
             checked(a=HERE, b=on("b", **changes))
         assert said in str(caught.value)
         assert "\n" not in str(caught.value)
-    # The host that starts the ranks needs the same versions, also where it is none of them.
+    # The host that starts the ranks needs the same versions, even if it trains nothing.
     login = on("login", packages={**PACKAGES, "torch": "2.11.0"})
     with pytest.raises(PreflightError, match=r"torch 2\.13\.0 on a, b, 2\.11\.0 on this host"):
         checked(a=HERE, b=on("b"), local=login)

@@ -105,7 +105,7 @@ LLAMA = {
 def test_adapters_and_frozen_parameters_are_trained_as_predicted(
     row: str, choice: dict[str, Any], launch: Launch
 ) -> None:
-    """Of a built-in model, by flags: its ledger is that of the formulas, which know no torch."""
+    """A built-in model with adapters by flags: its ledger equals the formulas, which work without torch."""
     sizes = {"batch_size": 2, "seq_length": 16, "num_steps": 2, "warmup_steps": 1}
     workload = Workload(
         model="llama", model_source="preset", model_type="llama", model_config=LLAMA, **{**sizes, **choice}

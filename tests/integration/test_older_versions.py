@@ -51,7 +51,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def records(python: Path, folder: Path, script: str, flags: str, **variables: str) -> list[dict[str, Any]]:
-    """Trains rows, all of which succeed."""
+    """Trains rows; all must succeed."""
     command = [python, ROOT / script, "--model", "tiny", "--seq-length", "64", "--num-steps", "3", *flags.split()]
     command += ["--output-dir", folder]
     environment = {**os.environ, "DS_BENCH_OPS_CACHE": str(python.parents[1]), **variables}

@@ -24,7 +24,7 @@ Start = Callable[..., "subprocess.Popen[bytes]"]
 
 @pytest.fixture
 def start() -> Start:
-    """Starts a measurement of at most so many bytes and seconds."""
+    """Starts a measurement with limits on bytes and seconds."""
     variables = rank_environment.rank_environment(Placement(accelerator="cpu"), os.environ)
     # The mark of a built op is where the doctor looks for it.
     assert ops.is_built(ops.ASYNC_IO, Path(variables["TORCH_EXTENSIONS_DIR"]))

@@ -59,7 +59,7 @@ def test_what_runs_in_the_scripts_interpreter_needs_only_the_standard_library_an
         ((), {"pixels": [[0.5]], "labels": [[3, 4]]}, (2, 2, 2, 7, 0)),
         (([[0.5]], [[1, 2, 3]]), {}, (3, 3, None, 6, 0)),
         (({"input_ids": [[7, 7]]},), {}, (2, 2, None, 14, 0)),
-        # Packed into one row, and the classes of images, of which there is one for each sample.
+        # Packed into one row, and image classes, one for each sample.
         ((), {"position": [0.5], "input_ids": [7, 8]}, (2, 2, None, 15, 0)),
         ((), {"labels": [3, 9], "pixels": [[0.5], [0.5]]}, (0, 0, None, 12, 2)),
         ((0.5, [[0.5], [0.1], [0.2]]), {}, (0, 0, None, None, 3)),

@@ -1,4 +1,4 @@
-"""Lists the statements that run only with a GPU, and those of them that no process has recorded as executed.
+"""Lists the statements that run only with a GPU, and which of them no process has recorded as executed.
 
 ``SIMULATED_CARDS_LINES=FOLDER PYTHONPATH=tests/support/simulated_card/site pytest …`` records them in files in FOLDER;
 ``python -m tests.support.simulated_card.gpu_statements FOLDER`` prints the list.

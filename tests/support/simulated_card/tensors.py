@@ -116,7 +116,7 @@ def install(torch: Any) -> None:  # noqa: C901 - one function for each method of
                 if storage._cdata not in CARD.live
                 and storage._cdata not in newborn
                 and tensor.numel()
-                and (tensor.dim() or function.namespace == "c10d")  # a number may lie on the host
+                and (tensor.dim() or function.namespace == "c10d")  # a number may be on the host
             ]
             if on_host and function.namespace == "c10d" and "barrier" not in function._opname:
                 raise RuntimeError("No backend type associated with device type cpu")
