@@ -170,7 +170,7 @@ def _by_config(name: str, config: Mapping[str, Any], is_local: bool) -> Resolved
 def _read_config(name: str, option: str, offline_reason: str | None, *, required: bool) -> dict[str, Any] | None:
     """The ``config.json`` of a folder, of a model on the Hub or in its cache, or the file with that name.
 
-    None if it is missing. Raises UsageError for a file that is not a configuration, and if a ``required`` one is missing.
+    None if missing. Raises UsageError for a file that is not a configuration, and if a ``required`` one is missing.
     """
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     try:

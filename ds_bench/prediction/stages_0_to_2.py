@@ -114,7 +114,7 @@ def _owned_elements(inputs: MemoryInputs) -> int:
 def _large_gradients(inputs: MemoryInputs) -> tuple[int, int]:
     """Elements that one rank keeps until backward ends where stage 1 reduces meanwhile: the most together with
     its own, and the most without them. Others' gradients are not freed when they are reduced
-    (zero/stage_1_and_2.py, reduce_ipg_grads): small ones lie in the bucket, those larger than it do not
+    (zero/stage_1_and_2.py, reduce_ipg_grads): small ones are in the bucket, larger ones are not
     (reduce_independent_p_g_buckets_and_remove_grads)."""
     tensors, ranks = _in_flat_order(inputs), inputs.data_parallel_size
     ends = [0, *accumulate(tensors)]
