@@ -70,6 +70,17 @@ def test_the_readmes_table_is_what_report_prints_of_the_committed_rows() -> None
     assert f"```\n{table}```" in readme
 
 
+def test_the_readmes_plan_is_what_plan_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    command = re.search(r"^python -m ds_bench (plan .*)$", readme, re.MULTILINE)
+    assert command
+    monkeypatch.setenv("COLUMNS", "100")
+    assert commands.main(shlex.split(command[1])) == 0
+    assert f"```\n{capsys.readouterr().out}```" in readme
+
+
 EXAMPLES = {
     "Checkpoint\n": "comparison_20261122_160859.json",
     "Model ": "comparison_20261122_161908.json",
