@@ -114,7 +114,14 @@ def cache_folder(
     # contain absolute paths, and another ninja repeats them.
     cpu = (read_text(Path("/proc/cpuinfo")) or "").splitlines()
     flags = next((line for line in cpu if line.startswith(("flags", "Features"))), "")
-    tools = f"{flags} {sys.prefix if interpreter is None else interpreter.prefix} {find_version('ninja')}"
+    prefix = Path(sys.prefix if interpreter is None else interpreter.prefix)
+    # After another installation of the same versions, ninja would compile again when an op is loaded within a trial.
+    installed = [
+        path.stat().st_mtime_ns
+        for package in ("torch", "deepspeed")
+        for path in prefix.glob(f"lib/python3*/site-packages/{package}/__init__.py")
+    ]
+    tools = f"{flags} {prefix} {installed} {find_version('ninja')}"
     parts += [accelerator, hashlib.sha256(tools.encode()).hexdigest()[:12]]
     if architectures:
         parts.append(architectures.replace(";", "+"))

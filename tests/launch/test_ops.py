@@ -87,6 +87,15 @@ def test_cache_folder_names_everything_that_a_build_depends_on(monkeypatch: pyte
             change(patch)
             folders.add(ops.cache_folder("cpu"))
     assert len(folders) == 3 + len(changes)
+    # The same versions installed again: ninja would compile within a trial, as their headers are newer.
+    torch = tmp_path / "lib/python3.11/site-packages/torch/__init__.py"
+    torch.parent.mkdir(parents=True)
+    torch.touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "prefix", str(tmp_path))
+        before = ops.cache_folder("cpu")
+        os.utime(torch, (1, 1))
+        assert ops.cache_folder("cpu") != before
     monkeypatch.setattr(ops, "installed_version", lambda _package: None)
     with pytest.raises(PreflightError, match=r"torch is not installed"):
         ops.cache_folder("cpu")
