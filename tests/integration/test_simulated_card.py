@@ -18,6 +18,9 @@ from tests.support.real_trials import ROOT, gone_within
 from tests.support.simulated_card import CardPlan, gpu_statements, write_plans
 from tests.support.simulated_card.nvml import WATTS
 
+# In one worker: the last test reads what ran in the processes of all others.
+pytestmark = pytest.mark.xdist_group("cards")
+
 MIB = 2**20
 H100 = CardPlan()
 TINY = ("--model", "tiny", "--batch-size", "2", "--seq-length", "64", "--num-steps", "4", "--warmup-steps", "2")
