@@ -1,4 +1,4 @@
-"""Groups, in three workers: trainings, on cards too; environments of users; what waits for programs and hosts."""
+"""Fixtures of tests that start whole runs."""
 
 from __future__ import annotations
 
@@ -15,27 +15,6 @@ from ds_bench.launch.warm_launcher import WarmLauncher
 from ds_bench.records.schema import TrialRecord
 from ds_bench.system import processes
 from tests.support.real_trials import SHORT, Train
-
-GROUPS = {
-    "trainings": (
-        "axes",
-        "computation",
-        "configuration_files",
-        "factories",
-        "prediction",
-        "strategies",
-        "trial_endings",
-    ),
-    "cards": ("simulated_card",),
-    "environments": ("own_script", "older_versions", "install", "check_against_deepspeed"),
-}
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        name = item.path.stem.removeprefix("test_")
-        group = next((group for group, names in GROUPS.items() if name in names), "programs")
-        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")

@@ -18,9 +18,6 @@ from tests.support.real_trials import ROOT, gone_within
 from tests.support.simulated_card import CardPlan, gpu_statements, write_plans
 from tests.support.simulated_card.nvml import WATTS
 
-# In one worker: the last test reads what ran in the processes of all others.
-pytestmark = pytest.mark.xdist_group("cards")
-
 MIB = 2**20
 H100 = CardPlan()
 TINY = ("--model", "tiny", "--batch-size", "2", "--seq-length", "64", "--num-steps", "4", "--warmup-steps", "2")
@@ -369,6 +366,7 @@ def test_a_users_script_trains_on_the_card(run: RunOnCards, tmp_path: Path) -> N
 
 NOT_RUN = {
     "ds_bench/worker/measure_activations.py": "counts shapes on the CPU, as for any trial",
+    "ds_bench/worker/trace_allocations.py": "traces shapes on the CPU, as for any trial",
     "ds_bench/worker/build_op.py": "an op that does not build: the simulated card has none to build",
     "ds_bench/worker/library_versions.py": "torch before 2.8",
 }
