@@ -27,8 +27,7 @@ def main() -> int:
     for name in presets.preset_names():
         facts = presets.find_preset(name)
         assert facts is not None
-        window = model_profile.sliding_window(facts)
-        lengths = (1, *([window] if window and window < (facts.max_positions or 0) else []))
+        lengths = model_profile.stored_lengths(facts)
         for length, accelerator, dropout in itertools.product(lengths, ("cuda", "cpu"), (None, 0.0)):
             request = model_profile.request_for(facts, length, accelerator=accelerator, dropout=dropout)
             requests[model_profile.request_key(request)] = request

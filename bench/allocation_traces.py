@@ -28,8 +28,7 @@ def main() -> int:
     for name in presets.preset_names():
         facts = presets.find_preset(name)
         assert facts is not None
-        window = model_profile.sliding_window(facts)
-        lengths = (1, *([window] if window and window < (facts.max_positions or 0) else []))
+        lengths = model_profile.stored_lengths(facts)
         for length, checkpointing, dropout in itertools.product(lengths, (False, True), (None, 0.0)):
             request = allocation_trace.trace_request(facts, length, checkpointing=checkpointing, dropout=dropout)
             if not request.get("whole"):  # its layers are of several kinds

@@ -10,7 +10,7 @@ from functools import cache
 from itertools import groupby
 from typing import Any
 
-from .config import axis_rows, deepspeed_config, lint, strategies, validation
+from .config import axis_rows, deepspeed_config, lint, strategies, trained_parameters, validation
 from .config.automatic_values import TrainingFacts
 from .config.axes import RowFacts, other_arithmetic
 from .config.axis_rows import AxisValues
@@ -770,6 +770,7 @@ def make_trials(
     options: Options, model: ResolvedModel, placement: Placement, configurations: Sequence[Configuration]
 ) -> list[Trial]:
     """Make the trials in running order. :func:`complete` adds ops, disks and predictions."""
+    trained_parameters.read_choice(options.lora, options.freeze, options.say("lora"))  # refused before anything starts
     file = options.token_file
     common = Workload(
         model=model.name,
@@ -793,17 +794,16 @@ def make_trials(
     trials: list[Trial] = []
     for repeat in range(options.repeats):
         for position, configuration in enumerate(ordered_for_round(configurations, options.seed, repeat)):
-            workload = configuration.applied_to(common)
-            config, unsupported, caveats = _completed_row(configuration, workload, placement, model)
+            workload, config, unsupported, caveats = _completed_row(
+                configuration, configuration.applied_to(common), placement, model
+            )
             trials.append(
                 Trial(
                     trial_id=f"{len(trials):02d}_{configuration.name}" + (f"_r{repeat}" if options.repeats > 1 else ""),
                     repeat=repeat,
                     round_position=position,
                     configuration=configuration,
-                    workload=replace(
-                        workload, precision=deepspeed_config.trained_precision(config, workload.precision)
-                    ),
+                    workload=workload,
                     placement=placement,
                     ds_config=config,
                     unsupported=unsupported,
@@ -817,12 +817,14 @@ def make_trials(
 
 def _completed_row(
     configuration: Configuration, workload: Workload, placement: Placement, model: ResolvedModel
-) -> tuple[dict[str, Any], str | None, list[str | Caveat]]:
-    """Return the configuration that runs, why it cannot run here, and caveats. Raises UsageError."""
+) -> tuple[Workload, dict[str, Any], str | None, list[str | Caveat]]:
+    """Return the workload in the precision that trains, the configuration that runs, why it cannot run here, and
+    caveats. Raises UsageError."""
     if workload.script is not None:  # it and its libraries complete the configuration
         config = dict(configuration.deepspeed_config)
         placeholder_values(workload.script, configuration.name, config, placement.num_gpus)
-        return config, validation.missing_requirement(configuration, placement), []
+        trained = replace(workload, precision=deepspeed_config.trained_precision(config, workload.precision))
+        return trained, config, validation.missing_requirement(configuration, placement), []
     config = deepspeed_config.complete_config(
         configuration.deepspeed_config,
         workload,
@@ -848,7 +850,7 @@ def _completed_row(
     if trained.precision != workload.precision:
         asked = f"as the DeepSpeed config says, not this row's {workload.precision}"
         caveats.append(f"ran precision {trained.precision}, {asked}")
-    return config, unsupported, [*caveats, *validation.ineffective_settings(completed, workload, placement)]
+    return trained, config, unsupported, [*caveats, *validation.ineffective_settings(completed, workload, placement)]
 
 
 def refuse_unresolved(record: TrialRecord, waiting: Sequence[Trial]) -> list[Trial]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import __version__, size_search
 from .analysis import flops, provenance
-from .analysis.comparison import rows_of
+from .analysis.comparison import ComparisonRow, rows_of
 from .config import trained_parameters
 from .config.deepspeed_config import MakeConfig
 from .config.deepspeed_keys import answer_for
@@ -542,9 +542,9 @@ class ComparisonRun:
                 resume=resume,
             )
             reports.append((plan, report))
-        folders: list[Path] = []
+        exported: list[tuple[ComparisonRow, Path]] = []
         try:
-            folders = [] if removed else self._write_recommendations(reports)
+            exported = [] if removed else self._write_recommendations(reports)
         except (OSError, UsageError) as error:
             failure = failure or error
         shown = [report for _, report in reports]
@@ -565,9 +565,8 @@ class ComparisonRun:
             raise failure
         code = exit_code(options, runs)
         if not options.quiet:
-            self._print_places(folders, runs)
-            exported = [exported_configuration.exported_row(plan.options, report) for plan, report in reports]
-            for row, path in zip(filter(None, exported), folders, strict=False):
+            self._print_places([path for _, path in exported], runs)
+            for row, path in exported:
                 if row.trial.workload.script is not None:
                     command = exported_configuration.training_command(row.trial, path / exported_configuration.RAW_FILE)
                     terminal.print_text(f"  Train:  {command}", sys.stderr)
@@ -577,9 +576,11 @@ class ComparisonRun:
                 terminal.print_text(f"interrupted; {then}", sys.stderr)
         return code
 
-    def _write_recommendations(self, reports: Sequence[tuple[Plan, ComparisonReport]]) -> list[Path]:
-        """Write the run's recommendation and the recommended configurations. Return the folders of these."""
-        folders = []
+    def _write_recommendations(
+        self, reports: Sequence[tuple[Plan, ComparisonReport]]
+    ) -> list[tuple[ComparisonRow, Path]]:
+        """Write the run's recommendation and the configurations to use. Return the rows of these, and their folders."""
+        exported = []
         for plan, report in reports:
             folder = self.store.folder
             if plan.options.point:  # in a sweep, a folder for each point
@@ -590,9 +591,11 @@ class ComparisonRun:
                 if plain != name:  # two names must not become one
                     plain += f"-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
                 folder = folder / "points" / plain
-            folders.append(
-                exported_configuration.write_configuration(plan.options, report, folder, self.machine.environment)
-            )
+            # None: no row is recommended, or the run was interrupted before the row of --export.
+            if (row := exported_configuration.exported_row(plan.options, report)) is not None:
+                environment = self.machine.environment
+                path = exported_configuration.write_configuration(plan.options, report, row, folder, environment)
+                exported.append((row, path))
         values = [{"point": dict(plan.options.point), **report.recommendation.to_dict()} for plan, report in reports]
         if len(reports) == 1 and not reports[0][0].options.point:
             recommendation = reports[0][1].recommendation.to_dict()
@@ -601,7 +604,7 @@ class ComparisonRun:
         self.store.save_run({**self.saved, "recommendation": recommendation})
         for path in (self.store.folder / "recommendation.json", self.store.recommendation_path):
             write_json(path, recommendation)
-        return [folder for folder in folders if folder is not None]
+        return exported
 
     def _print_places(self, folders: Sequence[Path], runs: Sequence[Run]) -> None:
         """Print where the recommended configurations and the files of the results are."""

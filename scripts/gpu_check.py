@@ -120,9 +120,9 @@ def list_steps(models: list[str], out: Path) -> Iterator[Step]:
         ]
         return Step(name=name, command=[*command, *flags, *more], limit_seconds=limit)
 
-    def program(name: str, script: str, *words: str, limit: int = 500) -> Step:
+    def program(name: str, script: str, *words: str) -> Step:
         figures = str(out / name / "figures.json")
-        return Step(name=name, command=[PYTHON, str(ROOT / script), *words, "--output", figures], limit_seconds=limit)
+        return Step(name=name, command=[PYTHON, str(ROOT / script), *words, "--output", figures], limit_seconds=500)
 
     def tests(name: str, *words: str) -> Step:
         # -v names each test in the log, as pytest writes junit.xml at its end. pyproject.toml's settings need plugins,
@@ -165,6 +165,11 @@ def list_steps(models: list[str], out: Path) -> Iterator[Step]:
         yield compare(f"axes-{axis}", first, words, "--num-steps", "20" if CUDA else "5", limit=400)
 
 
+def is_named(step: str, word: str) -> bool:
+    """Whether a word of ``STEPS`` names a step: by its whole name, or by the part before a dash."""
+    return step == word or step.startswith(f"{word}-")
+
+
 def read_json(path: Path) -> Any:
     """Return what a file holds; None if it is missing or was cut short."""
     try:
@@ -205,7 +210,7 @@ class Check:
     def is_due(self, step: Step, words: list[str]) -> bool:
         """Whether a call runs this step: what ``STEPS`` names, else what has not ended, also for lack of budget."""
         if words:
-            return any(step.name == word or step.name.startswith(f"{word}-") for word in words)
+            return any(is_named(step.name, word) for word in words)
         ended = self.steps.get(step.name)
         if ended is None or ended["exit_code"] is None:
             return True
@@ -231,7 +236,7 @@ class Check:
         sys.stdout.write((folder / "log").read_bytes()[-2000:].decode(errors="replace"))
         seconds = round(time.monotonic() - begin)
         self._note(entry | {"exit_code": code, "seconds": seconds, "timed_out": code == 124})
-        self.say(f"{step.name}: exit code {code} after {seconds} s" + (" (its time was up)" if code == 124 else ""))
+        self.say(f"{step.name}: exit code {code} after {seconds} s" + (" (timed out)" if code == 124 else ""))
         self.archive()
         return code
 
@@ -337,11 +342,11 @@ def report(check: Check) -> Iterator[str]:
     yield from time_lines(out, tables, wrong)
     yield "\nwhat to check now"
     wrong += [
-        f"step {each['name']} ended with {each['exit_code']}" for each in check.steps.values() if each["exit_code"] != 0
+        f"step {each['name']} " + ("was cut short" if each["exit_code"] is None else f"ended with {each['exit_code']}")
+        for each in check.steps.values()
+        if each["exit_code"] != 0
     ]
-    yield (
-        "\n".join(f"  {line}" for line in dict.fromkeys(wrong)) or "  nothing failed, nothing is off by more than 10 %"
-    )
+    yield ("\n".join(f"  {line}" for line in dict.fromkeys(wrong)) or "  nothing failed, nothing is off")
 
 
 def memory_lines(out: Path, tables: dict[str, list[dict[str, Any]]], wrong: list[str]) -> Iterator[str]:
@@ -364,9 +369,8 @@ def memory_lines(out: Path, tables: dict[str, list[dict[str, Any]]], wrong: list
                 decided = "initialize" if predicted and predicted.gpu_need.phase == "initialize" else "step"
                 lines.append(f"{'':50}fullest in {max(phases, key=phases.__getitem__)}, predicted {decided}")
                 if phases[decided] < max(phases.values()):
-                    wrong.append(
-                        f"{folder.name}: {record.trial.configuration.label} is not fullest in {decided}, as predicted"
-                    )
+                    label = record.trial.configuration.label
+                    wrong.append(f"{folder.name}: {label} was predicted to peak in {decided}, and did not")
     if lines:
         yield f"\n{'GPU memory, GB':<20} {'row':<28} {'number':<26} predicted  measured   ratio"
         yield from lines
@@ -432,7 +436,7 @@ def main() -> int:
     out = Path(sys.argv[1] if len(sys.argv) > 1 else default).resolve()
     words = os.environ.get("STEPS", "").split()
     names = [step.name for step in list_steps(models, out)]
-    if unknown := [word for word in words if not any(n == word or n.startswith(f"{word}-") for n in names)]:
+    if unknown := [word for word in words if not any(is_named(name, word) for name in names)]:
         print(f"gpu_check: STEPS names {unknown[0]!r}; there are: {' '.join(names)}", file=sys.stderr)
         return 2
     out.mkdir(parents=True, exist_ok=True)
@@ -444,9 +448,7 @@ def main() -> int:
     save_nvidia_smi(out)
     codes = []
     try:
-        # Asked for one by one: what the probe found changes later steps.
-        for position in range(len(names)):
-            step = list(list_steps(models, out))[position]
+        for step in list_steps(models, out):  # lazily: what the probe finds changes later steps
             if check.is_due(step, words) and seconds_left() >= min(
                 _LEAST_SECONDS, BUDGET_SECONDS - 2 * _RESERVE_SECONDS
             ):

@@ -306,6 +306,12 @@ def test_a_function_may_leave_batch_and_stage_out_but_must_return_a_configuratio
             trials(fakes.options("zero", "--stages", "0"), make=lambda *_, value=value: value)
 
 
+def test_adapters_that_cannot_be_read_are_refused_before_anything_starts(subtests: pytest.Subtests) -> None:
+    for text in ("abc16x", "16:", "99999"):
+        with subtests.test(text), pytest.raises(UsageError, match=f"^--lora '{text}' is not a rank"):
+            trials(fakes.options("zero", "--lora", text))
+
+
 # ------------------------------------------------------------------ completed by later facts
 
 

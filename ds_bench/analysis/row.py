@@ -824,7 +824,7 @@ def make_run(
     precision; None leaves out MFU.
     """
     if record.trial.workload.lora is not None or record.trial.workload.freeze is not None:
-        facts = None  # the passes of a model that is trained in part were counted
+        facts = None  # no FLOP formula covers a model that is trained in part
     measured = Measured(record=record, facts=facts, peak_flops=peak_flops, environment=environment, run_id=run_id)
     # A mapping as an ordered set: a caveat that was written with the record is not found twice.
     caveats = dict.fromkeys(map(as_caveat, record.caveats))

@@ -145,12 +145,13 @@ def trial_caveats(
 
 
 def _script_caveats(record: TrialRecord, usual: Sequence[float], apart: Sequence[float]) -> Iterator[Caveat]:
-    """The caveats that one trial of a script shows by itself: another engine than its row's, what its DeepSpeed does
-    otherwise, evaluations and saves.
+    """The caveats that one trial of a script shows by itself: another engine than its row's, where its DeepSpeed
+    departs from the configuration, evaluations and saves.
 
     ``usual``, ``apart``: of :func:`_usual_steps`.
     """
-    asked, script = record.trial.configuration, record.slowest_rank.script
+    asked, rank = record.trial.configuration, record.slowest_rank
+    script = rank.script
     if script is None:
         return
     ran, named = (script.stage, script.offload_optimizer, script.offload_param), asked.layout
@@ -169,7 +170,6 @@ def _script_caveats(record: TrialRecord, usual: Sequence[float], apart: Sequence
         ran_values = [f"{each.fact} {'not set' if each.a is None else json.dumps(each.a)}" for each in unlike]
         asked_values = [json.dumps(each.b) for each in unlike]
         yield Caveat(CaveatKind.OTHER_ENGINE, {"ran": ", ".join(ran_values), "asked": ", ".join(asked_values)})
-    rank = record.slowest_rank
     with answer_for(rank.deepspeed_version):  # the script's, which may be another than this program's
         case = Case(config={**rank.resolved_config, "gradient_accumulation_steps": rank.grad_accum})
         found = list(row_caveats(case, WRONG_TRAINING))

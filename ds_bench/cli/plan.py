@@ -28,7 +28,7 @@ from ..models.lookup import ResolvedModel, resolve_model
 from ..prediction import fit_search, trial_predictions
 from ..prediction.fit_search import PlannedTrial
 from ..prediction.gpu_need import DOES_NOT_FIT, FITS
-from ..prediction.model_profile import Variant
+from ..prediction.model_profile import Variant, measured_attention
 from ..records.schema import Outcome, TrialRecord
 from ..report import exported_configuration
 from ..report.memory_plan import MemoryPlan, PlanRow, plan_lines
@@ -155,7 +155,8 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
 
 
 def _export(rows: Sequence[PlanRow], folder: Path) -> list[str]:
-    """Write the configuration of every row that fits, in the form of a run's recommendation. Return the written files.
+    """Write the configuration of every row that fits, in the form of a run's recommendation. Return a note
+    that says what was written.
 
     Raises UsageError for a folder that cannot be written.
     """
@@ -165,7 +166,7 @@ def _export(rows: Sequence[PlanRow], folder: Path) -> list[str]:
             continue
         trial, placement = row.trial, row.trial.placement
         nodes = -(-placement.num_gpus // (trial.ranks_per_node or placement.num_gpus))
-        doubt = "Planned: the prediction is that it fits, nothing was run."
+        doubt = "Planned, not run: it is predicted to fit."
         if trial.configuration.uses_nvme:
             doubt += f" {placement.nvme_path} stands for your NVMe folder."
         if nodes > 1:
@@ -277,10 +278,10 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, l
     if choice is not None or model.architecture is not None:
         notes.append("parameters are exact, activations computed from config.json and not measured on the model")
     if model.architecture is not None and model.architecture.active_parameters < model.architecture.facts.parameters:
-        notes.append(f"a token uses {units.format_parameters(model.architecture.active_parameters)}")
+        notes.append(f"{units.format_parameters(model.architecture.active_parameters)} are active per token")
     if device_specifications.compute_capability(options.gpu) is None:
-        shared = "where vLLM or another process shares it, give the rest"
-        notes.append(f"{options.gpu} is what this job may use of each card: {shared}")
+        shared = "if vLLM or another process shares the card, give what is left"
+        notes.append(f"{options.gpu} is the memory that this job may use on each card; {shared}")
     if images:
         notes.append(f"each sequence has {images:,} image tokens (--image-tokens)")
     if isinstance(profile, trial_predictions.Unpredicted):
@@ -327,7 +328,7 @@ def _variants(options: PlanOptions, autocast: bool) -> list[Variant]:
     losses, attentions = values.get("loss", ["model"]), values.get("attention", [own.attention])
     chosen = [
         Variant(
-            attention="sdpa" if str(attention).startswith("flash") else attention,  # type: ignore[arg-type]
+            attention=measured_attention(None if attention is None else str(attention)),
             loss=loss,  # type: ignore[arg-type]
             autocast=cast,
             tiled_mlp=bool(tiled_mlp),

@@ -231,7 +231,7 @@ def _flags_of_run(group: ResultGroup) -> tuple[str | None, str | None, str | Non
             resume = invocation.comparison("recipe", ["--resume", str(folder)])
             # Of another version, or edited by hand.
             with contextlib.suppress(UsageError, ValueError, TypeError, KeyError, AttributeError):
-                text = RecipeText(name="", folder=Path(str(group.recipe.get("folder"))), data=group.recipe["values"])
+                text = RecipeText.of_stored(group.recipe)
                 asked = find_sweep(text)
                 options = options_of(check_recipe(text, asked.data_of(asked.first_point)), text.folder)
                 resume = provenance.resume_command(options, folder)

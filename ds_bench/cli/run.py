@@ -197,7 +197,7 @@ def _recipe_text(recipe: Path | None, typed: Sequence[str], flags: dict[str, Any
             f"--resume {folder}: it has values that may be credentials, which were not kept",
             remedy=f"give its recipe again: {_resume_command(folder)}",
         )
-    return RecipeText(name="", folder=Path(str(stored.get("folder"))), data=stored["values"]), earlier.arguments
+    return RecipeText.of_stored(stored), earlier.arguments
 
 
 def _resume_command(folder: Path) -> str:

@@ -139,7 +139,7 @@ def read_configuration_files(paths: Sequence[Path]) -> tuple[list[ConfigurationF
     read = list(found.values())
     names = [file.name for file in read]
     folders = [list(file.path.resolve().parts[1:-1]) for file in read]
-    # Names of folders go in front, the nearest first, until no name is taken twice and none is a strategy's.
+    # Names of folders go in front, the nearest first, until every name is unique and none is a strategy's.
     while clashing := [index for index, name in enumerate(names) if name in STRATEGY_NAMES or names.count(name) > 1]:
         for index in clashing:
             if not folders[index]:

@@ -27,7 +27,7 @@ _FIRST_VERSIONS = {
     "bf16.bf16_optimizer_states": "0.18.3",
     "zero_optimization.stage3_allgather_sequential": "0.18.5",
 }
-"""Keys of rows of ours that came after the first release of their minor version (seen in the code of each release)."""
+"""Keys that our rows set and that a later release of a minor version added (seen in the code of each release)."""
 _chosen: ContextVar[str | None] = ContextVar("deepspeed_version", default=None)
 
 
@@ -49,9 +49,9 @@ def version() -> str:
     return _chosen.get() or _installed() or str(_table(MINOR_VERSIONS[-1])["version"])
 
 
-def is_before(minor_version: str) -> bool:
-    """Return whether :func:`version` is older than this one, such as ``0.19``."""
-    return _numbers(version()) < _numbers(minor_version)
+def is_before(other: str) -> bool:
+    """Return whether :func:`version` is older than another one, such as ``0.19`` or ``0.19.3``."""
+    return _numbers(version()) < _numbers(other)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

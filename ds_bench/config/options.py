@@ -52,8 +52,9 @@ MAX_PORT = 2**16 - 1
 COUNT: Mapping[str, Any] = {"ge": 1, "le": MAX_NUMBER}
 DEFAULT_BATCH_SIZE = 4
 FACTORY = r"^[^:]+:[^:]+$"
-LORA = r"[1-9][0-9]{0,4}(:[^:,\s]+(,[^:,\s]+)*)?"
 """The form of ``--model-factory``."""
+LORA = r"^[1-9][0-9]{0,4}(:\s*[^:,\s]+(\s*,\s*[^:,\s]+)*\s*)?$"
+"""The form of ``--lora``."""
 ALL = "all"
 """Stands for every strategy."""
 EMPTY_PATH = "an empty text is not a path; . is the current folder"

@@ -26,7 +26,7 @@ from ..units import format_place
 from . import axis_rows, deepspeed_config, deepspeed_keys, strategies
 from .configuration_files import ConfigurationFile
 from .deepspeed_config import Config, MakeConfig, base_config
-from .options import ALL, COUNT, EMPTY_PATH, FACTORY, OPTIONS, Option, Options
+from .options import ALL, COUNT, EMPTY_PATH, FACTORY, LORA, OPTIONS, Option, Options
 from .recipe_file import Data, KeyPath, RecipeText
 from .spec import BATCH_KEYS, Strategy
 from .strategies import STRATEGY_NAMES
@@ -213,7 +213,11 @@ def _reason(error: Any) -> str:
             if near[0] != given[0]:  # as gpu and cpu, which mean different things
                 break
             return f"did you mean {names[near]}?"
-    forms = {FACTORY: "package.module:function", _NAME: "a name of letters, digits, dots, dashes and underscores"}
+    forms = {
+        FACTORY: "package.module:function",
+        LORA: "a rank, or a rank and modules such as 16:q_proj,v_proj",
+        _NAME: "a name of letters, digits, dots, dashes and underscores",
+    }
     if (form := forms.get(context.get("pattern"))) is not None:
         return f"it must be {form}"
     said = str(error["msg"]).removeprefix("Value error, ").replace("a valid array", "a list")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,11 @@ class RecipeText:
     data: Data
     lines: dict[KeyPath, int] = field(default_factory=dict)
     """Path of each key and list item → its line, from 1."""
+
+    @classmethod
+    def of_stored(cls, stored: Mapping[str, Any]) -> RecipeText:
+        """The recipe that a run's ``run.json`` keeps."""
+        return cls(name="", folder=Path(str(stored.get("folder"))), data=stored["values"])
 
     def place(self, path: KeyPath) -> str:
         """``recipe.yaml, line 4: `` for a key path, or for the nearest block around it; empty if no line is known."""

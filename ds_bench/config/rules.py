@@ -648,7 +648,7 @@ RULES: tuple[Rule, ...] = (*_REFUSED_IN_ROWS, *_CAVEATS_OF_ROWS, *_OF_FILES, *WR
 
 
 def keys_read_later(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return path → minor version that added it, for keys of a configuration that this DeepSpeed does not read yet.
+    """Return path → version that added it, for keys of a configuration that this DeepSpeed does not read yet.
 
     Of a block that it does not read, the keys inside are left out.
     """

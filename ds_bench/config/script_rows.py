@@ -6,7 +6,6 @@ libraries do that.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,7 +29,7 @@ def make_script_row(
     """
     file = origin if isinstance(origin, ConfigurationFile) else base
     assert file is not None, "Options refuse strategies without a file"
-    config = apply_changes(copy.deepcopy(dict(file.config)), *changes)
+    config = apply_changes(file.config, *changes)
     if not isinstance(zero := config.get("zero_optimization", {}), dict):
         problem = f"zero_optimization of {file.path} is {zero!r}, not a block"
         raise UsageError(problem, remedy='write {"stage": N}')

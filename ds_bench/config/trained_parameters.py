@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from ..errors import UsageError
 from .spec import Workload
 
 VISION = ("*visual.*", "*vision_tower.*", "*vision_model.*")
 """What ``--freeze vision`` stands for: the vision tower, with Qwen's merger, as Transformers names it."""
 _NOT_LINEAR = ("gate", "router", "lm_head", "relative_attention_bias", "shared", "embed")
-"""Ends of names of matrices that get no adapter: routers, output head, tables, whose names have ``embed`` in them."""
+"""Last parts of the names of matrices that get no adapter: routers and the output head. Embedding tables get none
+either; they have ``embed`` in their name."""
 
 
 class Lora(NamedTuple):
@@ -69,12 +71,15 @@ class TrainedParameters:
         return self.lora.adapts(module) and not is_frozen(f"{module}.weight", self.freeze)
 
 
-def read_choice(lora: str | None, freeze: str | None) -> TrainedParameters | None:
-    """Return the part that the flags select; None if everything is trained. Raises ValueError."""
+def read_choice(lora: str | None, freeze: str | None, option: str = "--lora") -> TrainedParameters | None:
+    """Return the part that the flags select; None if everything is trained. Raises UsageError about ``option``."""
     if lora is None and freeze is None:
         return None
     patterns = tuple(filter(None, (each.strip() for each in (freeze or "").split(","))))
-    return TrainedParameters(lora=None if lora is None else parse_lora(lora), freeze=patterns)
+    try:
+        return TrainedParameters(lora=None if lora is None else parse_lora(lora), freeze=patterns)
+    except ValueError as error:
+        raise UsageError(f"{option} {error}", remedy="give a rank from 1 to 65536, such as 16") from None
 
 
 def of_workload(workload: Workload) -> TrainedParameters | None:

@@ -60,8 +60,7 @@ def connected_hosts(placement: Placement, python: str | None = None) -> Iterator
         return words if template is None else command_on_host(template, host, words)
 
     connected = job.accept_nodes() if template is None else {}
-    with Hosts([name for name, _ in placement.hosts], start_agent, connected=connected) as hosts:
-        hosts.python = python
+    with Hosts([name for name, _ in placement.hosts], start_agent, connected=connected, python=python) as hosts:
         if problems := hosts.connect():
             how = "see what the launcher's processes have printed there"
             if template is not None:

@@ -219,7 +219,7 @@ def check_checkpoint_folder(given: str | None, profiles: Sequence[ModelProfile],
     remove_abandoned(path)
     if not profiles:  # their sizes are not known
         return
-    parameters, name = max((each.parameters + each.frozen_parameters, each.name) for each in profiles)
+    parameters, name = max((each.all_parameters, each.name) for each in profiles)
     swaps = any(trial.configuration.offload_optimizer == "nvme" for trial in trials)
     bytes_each = _CHECKPOINT_BYTES + _SWAPPED_BYTES * swaps
     free, need = shutil.disk_usage(path).free, bytes_each * parameters

@@ -310,7 +310,7 @@ class HostAgent:
         ) -> dict[str, OpState]:
             here = json_files.build(Placement, placement)
             rows = json_files.build(list[Configuration], configurations)
-            variables = _host_variables(here, os.environ, _interpreter(python))
+            variables = _host_variables(here, os.environ, python)
             return rank_environment.build_ops(here, rows, variables, say, lambda _elapsed: None, python)
 
         def lock_devices(accelerator: str, slots: Sequence[int]) -> gpu_state.DeviceLocks:
@@ -389,7 +389,7 @@ class HostAgent:
         self._variables = {
             **variables,
             **chosen_devices(placement, environ),
-            **_host_variables(placement, environ, _interpreter(None if script is None else script.python)),
+            **_host_variables(placement, environ, None if script is None else script.python),
             **_interface_variables(address, environ),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
@@ -463,11 +463,9 @@ def _read_environment(python: str | None = None) -> Environment:
     return environment_of(read_environment(), _interpreter(python))
 
 
-def _host_variables(
-    placement: Placement, environ: Mapping[str, str], interpreter: Interpreter | None
-) -> dict[str, str]:
-    """Variables of every process of every trial on this host."""
-    variables = rank_environment.rank_environment(placement, environ, interpreter=interpreter)
+def _host_variables(placement: Placement, environ: Mapping[str, str], python: str | None) -> dict[str, str]:
+    """Variables of every process of every trial on this host. ``python``: the interpreter of a user's script."""
+    variables = rank_environment.rank_environment(placement, environ, interpreter=_interpreter(python))
     return {**variables, **temporary_folder_variables(environ, variables["TORCH_EXTENSIONS_DIR"])[0]}
 
 
@@ -476,7 +474,7 @@ def _run_checks(**values: Any) -> list[dict[str, Any]]:
     placement = json_files.build(Placement, values["placement"])
     reply = run_tool(
         "doctor.checks",
-        environment=_host_variables(placement, os.environ, _interpreter(values.get("python"))),
+        environment=_host_variables(placement, os.environ, values["python"]),
         requests=[values],
         timeout_seconds=_CHECK_SECONDS,
     ).last_object("the checks")

@@ -264,11 +264,12 @@ class Hosts:
         command_of: Callable[[str], list[str]],
         *,
         connected: Mapping[str, socket.socket] = MappingProxyType({}),
+        python: str | None = None,
     ) -> None:
         """``command_of``: what starts the agent of a host. ``connected``: host → connection to a running agent."""
         self.names, self._command_of = tuple(names), command_of
         self._connected = frozenset(connected)
-        self.python: str | None = None
+        self.python = python
         """Interpreter of a user's script, which the hosts look at in place of this program's; None without one."""
         self.connections = [
             HostConnection(name, () if name in connected else command_of(name), connected=connected.get(name))

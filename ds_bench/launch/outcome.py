@@ -348,11 +348,8 @@ def _missing_file_outcome(problems: Mapping[int, str], evidence: Evidence) -> Ou
     beat = read_beat(evidence.folder, rank)
     if evidence.script_steps is not None and beat is not None:
         text = f"the script ended ({code}) after {max(beat.step, 0)} of {evidence.script_steps} steps"
-        # ``os._exit(0)``, as of a script that has had enough: no hook sees it.
-        ended_well = entry is not None and entry.code == 0
-        early = schema.ENDED_EARLY if beat.step > 0 else schema.NO_ENGINE
-        if ended_well:
-            return _fail(evidence, early, rank, text, phase="")
+        if entry is not None and entry.code == 0:  # os._exit(0), which runs no exit handlers
+            return _fail(evidence, schema.ENDED_EARLY if beat.step > 0 else schema.NO_ENGINE, rank, text, phase="")
         return _fail(evidence, schema.CRASHED, rank, text)
     when = "before saying hello" if beat is None else "without writing its file"
     return _fail(evidence, schema.CRASHED, rank, f"rank {rank} ended {when} ({code})")

@@ -251,7 +251,7 @@ _HOST_TOLERANCE_BYTES = 2 * 2**30
 _POLL_SECONDS = 0.2
 _READ_SECONDS = 5.0
 _SAMPLE_SECONDS = 1.0
-"""Time between two readings of the GPUs. NVML's power is a mean over one second (nvmlDeviceGetPowerUsage)."""
+"""Time between two readings of the GPUs, and the shortest time over which energy gives a mean power."""
 
 _Gpu = tuple[int, str | None]
 """NVML's index, and the host on several hosts."""
@@ -336,7 +336,7 @@ class GpuMonitoringLauncher:
             # A host that is silent would hold this process up for seconds each time.
             is_due = not samples or (samples[-1][1] and time.monotonic() - samples[-1][0] >= _SAMPLE_SECONDS)
             if first <= progress.step < last and (is_due or is_middle):
-                middle_read = middle_read or is_middle
+                middle_read |= is_middle
                 samples.append((time.monotonic(), self._read_gpus(trial.placement)))
             listen(progress)
 

@@ -173,10 +173,8 @@ def read_architecture(name: str, config: Mapping[str, Any]) -> Architecture:
     try:
         builder.add_family(model_type, config)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise UsageError(
-            f"{name}: its config.json lacks {error} or gives it no usable value",
-            remedy="compare it with the model's own",
-        ) from error
+        problem = f"lacks {error}" if isinstance(error, KeyError) else f"has a value that cannot be used ({error})"
+        raise UsageError(f"{name}: its config.json {problem}", remedy="compare it with the model's own") from error
     return builder.finish(model_type)
 
 
@@ -374,7 +372,7 @@ def _symbols(config: Mapping[str, Any], family: Mapping[str, Any]) -> dict[str, 
         symbols["nv"] = config["qk_nope_head_dim"] + config["v_head_dim"]
     if "patch_size" in config:
         patch = _pair(config["patch_size"])
-        symbols["patch_size"], symbols["in_channels"] = patch[0], symbols["in_channels"]
+        symbols["patch_size"] = patch[0]
         if config.get("image_size"):
             sizes = _pair(config["image_size"])
             symbols["patches"] = (sizes[0] // patch[0]) * (sizes[1] // patch[1])

@@ -119,7 +119,7 @@ def _look_up(
         offline_reason = f"{switch} is set" if switch else connection_failure(endpoint)
         if offline_reason is not None:
             environment = {**environment, "HF_HUB_OFFLINE": "1"}  # the cache may have the model
-    if by_config and (missing or is_folder or not missing_packages(["huggingface_hub"])):
+    if by_config:
         config = _read_config(name, option, offline_reason, required=bool(missing))
         if config is not None and (missing or config.get("model_type") in architectures.not_causal_families()):
             return _by_config(name, config, is_folder)

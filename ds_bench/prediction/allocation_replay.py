@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from . import stages_0_to_2
+from . import stage_3, stages_0_to_2, torch_engines
 from .allocation_trace import ALLOCATE, BACKWARD, ENTER, FREE, GRADIENT, Event
 from .cuda_allocator import Block, CachingAllocator, OutOfMemoryError
 from .gpu_need import DecidingPhase
 from .inputs import NORM_BYTES, MemoryInputs
 from .model_states import FP32_BYTES, flat_elements
 
-STEPS = 2
+_STEPS = 2
 """The first step makes the moments; from the second on allocations repeat."""
 _ACCURACY = 0.005
 """Of the least capacity, which is searched between what is allocated and what is reserved."""
@@ -29,12 +29,13 @@ _COMPUTE, _GATHER, _REDUCE = 0, 1, 2
 _REDUCTIONS_AHEAD = 2
 """Reductions of a bucket that may be under way before the next waits for the oldest (zero/stage3.py,
 max_param_reduce_events)."""
-_NORM_PIECE_ELEMENTS = 250_000_000
 
 
 def is_replayable(inputs: MemoryInputs) -> bool:
     """Whether the replay knows every allocation of these settings; other rows are judged by the rule."""
     settings = inputs.settings
+    if inputs.profile.layers < 2:
+        return False
     if inputs.engine == "fsdp2":
         return inputs.grad_accum == 1 and bool(inputs.profile.layer) and not inputs.profile.frozen
     return (
@@ -46,7 +47,6 @@ def is_replayable(inputs: MemoryInputs) -> bool:
         and inputs.sent == inputs.element
         and (settings.stage == 0 or settings.contiguous_gradients or settings.offload_optimizer is not None)
         and (settings.stage < 3 or (settings.secondary_ranks == 1 and settings.offload_ratio == 1.0))
-        and inputs.profile.layers >= 2
     )
 
 
@@ -86,7 +86,7 @@ def replay(
         rank.initialize(zero_init=zero_init)
         for _ in range(2):
             rank.allocate(workspace_bytes)
-        for _ in range(STEPS):
+        for _ in range(_STEPS):
             # Further micro-batches after the second allocate as the second does.
             for number in range(rank.micro_batches):
                 rank.pass_micro_batch(events, number)
@@ -352,17 +352,11 @@ class _Stage3(Rank):
         super().__init__(inputs, allocator)
         settings = self.settings
         self.parts = [-(-each // self.ranks) for each in self.tensors]
-        self.offloads, self.offloads_parameters = (
-            settings.offload_optimizer is not None,
-            settings.offload_param is not None,
-        )
+        self.offloads = settings.offload_optimizer is not None
+        self.offloads_parameters = settings.offload_param is not None
         self.streams = (_GATHER, _REDUCE) if settings.overlap_comm else (_COMPUTE, _COMPUTE)
         self.gathers = self.ranks > 1 or self.offloads_parameters
-        self.groups: list[int] = [0]
-        for part in self.parts:
-            if settings.sub_group_elements and self.groups[-1] >= settings.sub_group_elements:
-                self.groups.append(0)
-            self.groups[-1] += part
+        self.groups = [sum(group) for group in stage_3.sub_groups(self.parts, settings.sub_group_elements)]
         self.order: list[int] = []
         """Parameters that are gathered, in the order of their uses in a pass."""
 
@@ -515,7 +509,7 @@ class _Stage3(Rank):
         copy = self.allocate(self.element * self.ranks * sum(parts), stream) if needs_copy else None
         if self.offloads:
             for part in parts:
-                self.pulse(self.element * part, NORM_BYTES * min(part, _NORM_PIECE_ELEMENTS), stream=stream)
+                self.pulse(self.element * part, NORM_BYTES * min(part, stage_3.NORM_PIECE_ELEMENTS), stream=stream)
         self.free(copy, *self.large)
         self.reductions.append(self.allocator.pending_count() - sum(self.reductions))
         self.large, self.members, self.bucket_elements = [], [], 0
@@ -555,13 +549,10 @@ class Fsdp2(Rank):
     """
 
     state_bytes = FP32_BYTES
-    """Bytes of an element of the parts of parameters, gradients and moments."""
+    """Bytes of an element of the parts of parameters and gradients."""
 
     def initialize(self, *, zero_init: bool) -> None:  # noqa: ARG002
-        rows = self.inputs.profile.rows or self.tensors
-        self.parts = [
-            -(-first // self.ranks) * (size // max(1, first)) for first, size in zip(rows, self.tensors, strict=True)
-        ]
+        self.parts = torch_engines.row_parts(self.inputs.profile, self.ranks)
         for part in self.parts:
             self.allocate(self.state_bytes * part)
         self.before, self.per_block = len(self.inputs.profile.before), len(self.inputs.profile.layer)
@@ -627,8 +618,7 @@ class Fsdp2(Rank):
         self.free(self.gather_buffer, self.reduce_buffer)
 
     def update(self) -> None:
-        if not self.has_moments:
-            for part in self.parts:
-                self.make_moments(part)
+        for part in self.parts:
+            self.make_moments(part)
         self.has_moments = True
         self.free(*self.shards)

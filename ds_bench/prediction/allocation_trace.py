@@ -49,18 +49,27 @@ def find_trace(
 ) -> Trace | None:
     """Return the trace of a model; None if its layers differ, or if it has no preset and torch is missing.
 
-    A child process makes the trace of a model without a preset, which takes seconds the first time.
+    The table of the presets has 16 bit only. A child process makes the trace of a model without a preset, which takes
+    seconds the first time.
     """
     request = trace_request(facts, seq_length, checkpointing=checkpointing, dropout=dropout)
     if request.get("whole"):
         return None
+    found = _answer(json.dumps(request, sort_keys=True, default=str)).get("bf16" if element_bytes == 2 else "fp32")
+    return found if found and can_extend(found) else None
+
+
+@cache
+def _answer(request_json: str) -> dict[str, Any]:
+    """Traces of a request by number format: from the package, the user's cache or a child, once in this process."""
+    request = json.loads(request_json)
     key = model_profile.request_key(request)
     answer = _built_in().get(key) or model_profile.cached_answer(f"{key}_trace")
     if answer is None and not missing_packages(MODEL_PACKAGES):
         (answer,) = make_traces([request])
-        model_profile.cache_answer(f"{key}_trace", answer)
-    found = (answer or {}).get("bf16" if element_bytes == 2 else "fp32")
-    return found if found and can_extend(found) else None
+        if "error" not in answer:
+            model_profile.cache_answer(f"{key}_trace", answer)
+    return dict(answer or {})
 
 
 def make_traces(

@@ -54,13 +54,13 @@ def formula_profile(
     """
     tensors, trained = _choose(architecture, choice)
     facts, frozen = architecture.facts, not all(trained)
-    formats, stage_3_formats = (
-        {
+
+    def by_format(*, all_inputs: bool) -> dict[str, Activations]:
+        return {
             name: _activations(architecture, tensors, trained, size, image_tokens, all_inputs=all_inputs)
             for name, size in (("bf16", 2), ("fp32", FP32_BYTES))
         }
-        for all_inputs in (False, True)
-    )
+
     sizes = [each.elements for each, is_trained in zip(tensors, trained, strict=True) if is_trained]
     before, layer, after = sizes, sizes[:0], sizes[:0]
     numbers = [number for number, each in enumerate(tensors) if each.part == "layers"]
@@ -75,8 +75,8 @@ def formula_profile(
         after=tuple(after),
         # A tied head is taken to be the first tensor, which the tower of a vision-language model is not.
         tied_embeddings=facts.tied_embeddings and architecture.image is None,
-        activations=formats,
-        stage_3_activations=stage_3_formats if frozen else {},
+        activations=by_format(all_inputs=False),
+        stage_3_activations=by_format(all_inputs=True) if frozen else {},
         frozen=tuple((number, each.elements) for number, each in enumerate(tensors) if not trained[number]),
         rows=tuple(each.shape[0] for each in tensors),
         attention_width=facts.attention_heads * facts.head_dim,
@@ -145,13 +145,13 @@ def _choose(architecture: Architecture, choice: TrainedParameters | None) -> tup
         if not any(is_frozen(tensor.name, [pattern]) for tensor in tensors):
             example = next((each.name for each in tensors if each.layer is not None), tensors[0].name)
             raise UsageError(f"--freeze {pattern}: {name} has no such parameter", remedy=f"names are like {example}")
-    has_bias = {tensor.name for tensor in tensors if tensor.name.endswith(".bias")}
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
     chosen: list[tuple[Tensor, bool]] = []
     for tensor in tensors:
         chosen.append((tensor, choice.trains(tensor.name)))
         module, _, kind = tensor.name.rpartition(".")
-        if kind == "bias" or (kind == "weight" and f"{module}.bias" not in has_bias):
-            shape = next(each.shape for each in tensors if each.name == f"{module}.weight")
+        if kind == "bias" or (kind == "weight" and f"{module}.bias" not in shapes):
+            shape = shapes[f"{module}.weight"]
             if choice.lora is not None and len(shape) == 2 and choice.adapts(module):
                 # GPT-2's Conv1D holds its weight transposed.
                 wide, high = shape if architecture.model_type == "gpt2" else (shape[1], shape[0])
@@ -236,7 +236,7 @@ def _norm_bytes(width: int, rows: int, stack: Stack, size: int, is_trained: bool
 
 
 def _layer_bytes(stack: Stack, tensors: Iterable[tuple[Tensor, bool]], size: int, all_inputs: bool) -> Counter[str]:
-    """Elements that a layer saves per token (``bs``) and per pair of tokens (``bss``)."""
+    """Bytes that a layer saves per token (``bs``) and per pair of tokens (``bss``)."""
     per_token = 0.0
     inputs: set[str] = set()
     mlps: dict[str, int] = {}

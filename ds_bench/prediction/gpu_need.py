@@ -1,7 +1,7 @@
 """The two numbers that decide whether a trial fits a GPU: the least memory that it runs in, and what it would reserve.
 
 A GPU runs out of *reserved* memory: what is allocated, and what the caching allocator keeps of what was freed. Under
-pressure the allocator gives back cached memory, so a trial runs in less than it reserves on a roomy GPU.
+pressure the allocator gives back cached memory, so a trial runs in less than it reserves on a GPU with room to spare.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class GpuNeed:
     method: Literal["rule", "replay"] = "rule"
     """``rule``: from what is allocated, with an upper bound of the cache. ``replay``: every allocation was replayed."""
     unknowns: tuple[str, ...] = ()
-    """Why the interval is wider than the method itself requires; empty in most cases."""
+    """Parts of the configuration whose memory neither figure includes; such a trial is not replayed."""
 
     @classmethod
     def by_rule(

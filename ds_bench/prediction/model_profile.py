@@ -67,16 +67,19 @@ class Variant(NamedTuple):
 USUAL = Variant()
 
 
+def measured_attention(name: str | None) -> str | None:
+    """Return the attention to measure. Flash attention runs only on a GPU and keeps what torch's fused one keeps."""
+    return "sdpa" if name is not None and name.startswith("flash") else name
+
+
 def variant_of(workload: Workload, ds_config: Mapping[str, Any], engine: Engine = "deepspeed") -> Variant:
     """Return the variant that a workload trains with a DeepSpeed configuration.
 
-    Flash attention runs only on a GPU; it keeps what torch's own fused attention keeps. DDP in bf16 runs under
-    autocast, and so does DeepSpeed with ``torch_autocast``.
+    DDP in bf16 runs under autocast, and so does DeepSpeed with ``torch_autocast``.
     """
-    attention = workload.attention
     block = block_of(ds_config, "bf16" if engine == "ddp" else "torch_autocast")
     return Variant(
-        attention="sdpa" if attention is not None and attention.startswith("flash") else attention,
+        attention=measured_attention(workload.attention),
         loss=workload.loss,
         autocast=engine != "fsdp2" and bool(block.get("enabled")),
         tiled_mlp=workload.tiled_mlp,
@@ -196,6 +199,11 @@ class ModelProfile:
     def frozen_parameters(self) -> int:
         """Number of elements that are not trained."""
         return sum(elements for _, elements in self.frozen)
+
+    @property
+    def all_parameters(self) -> int:
+        """Number of elements, trained or not."""
+        return self.parameters + self.frozen_parameters
 
     @property
     def trains_tied_embeddings(self) -> bool:
@@ -366,6 +374,13 @@ def request_for(
     if drops if dropout is None else dropout > 0:  # without dropout all accelerators save the same
         request["accelerator"] = accelerator
     return request | _variant_request(variant, accelerator)
+
+
+def stored_lengths(facts: ModelFacts) -> tuple[int, ...]:
+    """Return a sequence length for each answer that the package's tables need: below the sliding window, and from it on
+    if the model has sequences that long."""
+    window = sliding_window(facts)
+    return (1, window) if window and window < (facts.max_positions or 0) else (1,)
 
 
 def sliding_window(facts: ModelFacts) -> int | None:

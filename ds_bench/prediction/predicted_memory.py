@@ -26,7 +26,7 @@ from .model_states import FP32_BYTES, Ledger, LedgerBuilder, plus
 CONTEXT_BYTES = from_gb(0.3)
 """Assumed per GPU: CUDA context and kernels, outside torch's allocator, where kernels are loaded when first used (CUDA
 11.7 and later; pytorch/pytorch#107667, #86509: 274 MiB)."""
-_WORKSPACES = 2
+WORKSPACES = 2
 """Workspaces of cuBLAS in torch's allocator: one for the thread of the forward pass and one for the backward pass
 (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
 _WORKSPACE_BYTES, _HOPPER_WORKSPACE_BYTES = 8_519_680, 32 * 2**20
@@ -83,7 +83,7 @@ class Alternative:
     layout: tuple[int, str, str]
     """Stage and both offload devices afterwards, as ``Configuration.layout``."""
     gpu_reserved_bytes: int = 0
-    """Bytes reserved on a roomy GPU (``GpuNeed.reserved_bytes``); 0 on the CPU accelerator, and in older records."""
+    """``GpuNeed.reserved_bytes``; 0 on the CPU accelerator, and in older records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +233,7 @@ def predict(
     ledger, in_step = _largest_by_category(moments), fullest_moment()  # as in a run, whose ledger is counted in a step
     if inputs.settings.stage == 3 and engine == "deepspeed" and not workload.zero_init:
         # The whole model in every rank's host memory, and whole on its GPU before it is split.
-        whole = inputs.element * (inputs.profile.parameters + inputs.profile.frozen_parameters)
+        whole = inputs.element * inputs.profile.all_parameters
         moments["build"] = {each: {"parameters": whole} for each in dict.fromkeys((tier, "cpu"))}
     elif tier == "gpu" and start is not None:
         moments["initialize"] = start
@@ -262,7 +262,7 @@ def predict(
     if loads_weights and tier == "gpu":
         is_split = inputs.settings.stage == 3 and engine == "deepspeed" and workload.zero_init
         size = inputs.element if engine == "deepspeed" else FP32_BYTES
-        whole = size * (inputs.profile.parameters + inputs.profile.frozen_parameters)
+        whole = size * inputs.profile.all_parameters
         host["load"] = {"parameters": whole * (1 if is_split else ranks)}
     host_phases: dict[str, int] = {}
     for name, row in host.items():
@@ -322,7 +322,7 @@ def _terms(
         "kept_logits": sizes.kept_logits,
         "attention_gradient": sizes.attention_gradient,
         "square_roots": moments.get("update", {}).get("gpu", {}).get("square_roots", 0),
-        "workspaces": _WORKSPACES * (_HOPPER_WORKSPACE_BYTES if on_hopper else _WORKSPACE_BYTES),
+        "workspaces": WORKSPACES * (_HOPPER_WORKSPACE_BYTES if on_hopper else _WORKSPACE_BYTES),
         "context": CONTEXT_BYTES,
         "nccl": communicators * each,
     }
@@ -379,7 +379,7 @@ def _activations(inputs: MemoryInputs, workload: Workload, ds_config: Mapping[st
     one_layer = largest.fixed_bytes(*size[1:]) if largest else measured.plain.layer_bytes(*size[1:])
     recomputed = one_layer if workload.activation_checkpointing else 0
     tokens, profile = batch * workload.seq_length, inputs.profile
-    flash = inputs.accelerator == "cuda" and workload.attention not in ("eager", "math")
+    flash = inputs.accelerator == "cuda" and workload.attention != "eager"
     return _Activations(
         kept_logits=2 * profile.vocabulary_size * tokens if workload.loss == "model" else 0,
         attention_gradient=FP32_BYTES * profile.attention_width * tokens if flash else 0,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..config.spec import Engine, Placement, Workload
-from . import allocation_replay, allocation_trace, cuda_allocator, model_profile
+from . import allocation_replay, allocation_trace, model_profile
 from .gpu_need import TIGHT, GpuNeed
 from .inputs import MemoryInputs
 from .model_profile import USUAL, ModelProfile, variant_of
@@ -75,14 +75,14 @@ def _replayed_need(
     facts = inputs.profile.facts
     if facts is None or not allocation_replay.is_replayable(inputs):
         return None
-    trace = allocation_trace.find_trace(
-        facts, seq_length, checkpointing=checkpointing, element_bytes=inputs.element, dropout=dropout
-    )
-    if trace is None:
-        return None
     key = model_profile.request_key({"inputs": repr(inputs), "sizes": sizes, "code": _code_hash()})
     kept = model_profile.cached_answer(f"{key}_need")
     if kept is None:
+        trace = allocation_trace.find_trace(
+            facts, seq_length, checkpointing=checkpointing, element_bytes=inputs.element, dropout=dropout
+        )
+        if trace is None:
+            return None
         events = allocation_trace.full_events(trace, inputs.profile, batch_size, seq_length)
         how: dict[str, Any] = {"workspace_bytes": workspace_bytes, "zero_init": zero_init}
         roomy = allocation_replay.replay(inputs, events, **how)
@@ -103,6 +103,7 @@ def _replayed_need(
 
 @cache
 def _code_hash() -> str:
-    """Hash of what decides the result of a replay."""
-    modules = (allocation_replay, allocation_trace, cuda_allocator)
-    return hashlib.sha256(b"".join(Path(str(module.__file__)).read_bytes() for module in modules)).hexdigest()
+    """Hash of the code and of the traces in the package, which decide the result of a replay."""
+    folder = Path(__file__).parent
+    files = [*sorted(folder.glob("*.py")), folder / allocation_trace.TABLE_NAME]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -14,7 +14,7 @@ from ..config import deepspeed_keys
 from .inputs import NORM_BYTES, MemoryInputs, Phases
 from .model_states import LedgerBuilder, partition_elements
 
-_NORM_PIECE_ELEMENTS = 250_000_000
+NORM_PIECE_ELEMENTS = 250_000_000
 """Elements whose norm is taken at once with the optimizer offloaded (zero/stage3.py, _constant_buffered_norm2)."""
 
 
@@ -23,7 +23,7 @@ def ledger_by_phase(inputs: MemoryInputs) -> Phases:
     settings, tensors = inputs.settings, inputs.profile.tensors
     # Tensor by tensor, because sub-groups, swap files and norms depend on single sizes.
     parts = [partition_elements([elements], inputs.data_parallel_size) for elements in tensors]
-    groups = _sub_groups(parts, settings.sub_group_elements)
+    groups = sub_groups(parts, settings.sub_group_elements)
     whole, builder = gathered_elements(inputs), LedgerBuilder()
     _parameters(inputs, parts, groups, builder)
     _states(inputs, groups, builder)
@@ -52,7 +52,7 @@ def ledger_by_phase(inputs: MemoryInputs) -> Phases:
     }
 
 
-def _sub_groups(parts: Iterable[int], limit: int) -> list[list[int]]:
+def sub_groups(parts: Iterable[int], limit: int) -> list[list[int]]:
     """Groups the tensors' parts as they are updated together (zero/stage3.py, _create_fp16_sub_groups)."""
     groups: list[list[int]] = [[]]
     for part in parts:
@@ -181,7 +181,7 @@ def _norm(inputs: MemoryInputs, parts: Sequence[int]) -> int:
     piece by piece, whose norm is computed (zero/stage3.py, partition_grads, _constant_buffered_norm2)."""
     if not inputs.settings.offload_optimizer:
         return 0
-    return inputs.accumulated * max(parts) + NORM_BYTES * min(max(parts), _NORM_PIECE_ELEMENTS)
+    return inputs.accumulated * max(parts) + NORM_BYTES * min(max(parts), NORM_PIECE_ELEMENTS)
 
 
 def _step(inputs: MemoryInputs, groups: list[list[int]], builder: LedgerBuilder) -> Phases:
@@ -235,7 +235,8 @@ def gathered_elements(inputs: MemoryInputs) -> GatheredElements:
     if deepspeed_keys.is_before("0.19.3"):
         # Nothing releases a module after its backward pass if its input needs no gradient (since 0.19.3:
         # release_backward_leftovers). Measured with 0.16.9 to 0.18.9 on tied and untied embeddings.
-        before = len(inputs.profile.before)
+        # Without known layers the tensors in front are not known either: only the first one, the embedding, counts.
+        before = len(inputs.profile.before) if inputs.profile.layer else 1
         persistent += sum(size for size, stays in zip(sizes[:before], small, strict=False) if not stays)
     return GatheredElements(persistent=persistent, peak=persistent + _peak_elements(order, sizes, inputs))
 

@@ -8,6 +8,7 @@ parameters, gradients and moments and no further master copy.
 from __future__ import annotations
 
 from .inputs import MemoryInputs, Phases
+from .model_profile import ModelProfile
 from .model_states import FP32_BYTES, LedgerBuilder
 
 
@@ -44,6 +45,16 @@ def _square_roots(inputs: MemoryInputs, updated_bytes: int) -> int:
     return updated_bytes if inputs.accelerator == "cpu" else 0
 
 
+def row_parts(profile: ModelProfile, ranks: int) -> list[int]:
+    """Return the elements of each tensor on the rank with the most: FSDP2 splits tensors by rows, and all ranks but the
+    last ones have the same number (distributed/tensor/placement_types.py, Shard).
+
+    Without known rows a tensor counts as split by elements, the finest split there is.
+    """
+    sizes = profile.all_tensors
+    return [-(-rows // ranks) * (size // max(1, rows)) for size, rows in zip(sizes, profile.rows or sizes, strict=True)]
+
+
 def _fsdp2(inputs: MemoryInputs, builder: LedgerBuilder) -> Phases:
     """Ledgers of FSDP2: fp32 parts of every tensor, split by rows, and gathered groups in the number format of training
     (distributed/fsdp/_fully_shard).
@@ -53,19 +64,13 @@ def _fsdp2(inputs: MemoryInputs, builder: LedgerBuilder) -> Phases:
     the flat copy that is reduced. Whole gradients of all groups are held while micro-batches are accumulated.
     """
     profile, element, ranks = inputs.profile, inputs.element, inputs.data_parallel_size
-    # Of the rank with the most: a tensor is split by rows, and all ranks but the last ones have the same number
-    # (distributed/tensor/placement_types.py, Shard). Without known rows it counts as split by elements, the finest
-    # split there is.
-    sizes = profile.all_tensors
-    parts = [
-        -(-rows // ranks) * (size // max(1, rows)) for size, rows in zip(sizes, profile.rows or sizes, strict=True)
-    ]
+    parts = row_parts(profile, ranks)
     part = sum(parts) - sum(parts[position] for position, _ in profile.frozen)
     if profile.layer:
         block, outside = sum(profile.layer), sum(profile.before) + sum(profile.after)
     else:  # the blocks are not known by themselves: all but the largest tensor is taken to be in equal ones
-        outside = max(sizes)
-        block = (profile.parameters + profile.frozen_parameters - outside) // profile.layers
+        outside = max(profile.all_tensors)
+        block = (profile.all_parameters - outside) // profile.layers
     builder.add("gpu", "parameters", FP32_BYTES * sum(parts))
     builder.add("gpu", "optimizer_states", FP32_BYTES * inputs.settings.moments * part)
     gathered = element * (outside + 2 * block)

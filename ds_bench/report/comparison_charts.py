@@ -413,9 +413,9 @@ def _pareto_chart(rows: _Rows) -> Chart | None:
         peak_gb = to_gb(row.gpu_peak_bytes if tier == "gpu" else row.host_peak_bytes)
         if peak_gb is not None and row.tokens_per_second is not None:
             dots.append((row, peak_gb, row.tokens_per_second))
-    unit = dots[0][0].rate_unit if dots else ""
     if not front or len(dots) < 2:
         return None
+    unit = dots[0][0].rate_unit
     requests = [(row, *(_request(row, tier, comparison) or (None, ""))) for row in rows.failed]
     failed = [(row, size, text) for row, size, text in requests if size is not None]
     capacity = _capacity_line(comparison, tier)

@@ -121,11 +121,10 @@ def _write_script_export(record: TrialRecord, folder: Path, doubt: str | None) -
     ]
     if not record.outcome.success:
         lines += [f"**This row did not train here** ({escape(record.outcome.status)}).", ""]
-    script, how = record.trial.workload.script, "The same command trains with it:"
+    where = ", on every host" if record.trial.placement.num_nodes > 1 else ""
+    script, how = record.trial.workload.script, f"The same command trains with it{where}:"
     if script is not None and script.config_source == "override":
-        how = "Put its values in place of those that the script gives to DeepSpeed, then run:"
-    if record.trial.placement.num_nodes > 1:
-        how = f"{how[:-1]}, on every host:"
+        how = f"Put its values in place of the script's own DeepSpeed values, then run{where}:"
     lines += [f"`{RAW_FILE}` is your own file with the changes of this row. {how}", "", command]
     with _writing_to(folder):
         write_json(folder / RAW_FILE, config)
@@ -156,12 +155,9 @@ def exported_row(options: Options, report: ComparisonReport) -> ComparisonRow | 
 
 
 def write_configuration(
-    options: Options, report: ComparisonReport, run_folder: Path, environment: Environment
-) -> Path | None:
-    """Write the configuration of the recommended row, or of the row of ``--export``. Return its folder, or None."""
-    row = exported_row(options, report)
-    if row is None:  # no row is recommended, or the run was interrupted before the row of --export
-        return None
+    options: Options, report: ComparisonReport, row: ComparisonRow, run_folder: Path, environment: Environment
+) -> Path:
+    """Write the configuration of the row that :func:`exported_row` returns. Return its folder."""
     folder = run_folder / (f"export_{row.configuration.name}" if options.export else "recommended")
     folder.mkdir(parents=True, exist_ok=True)
     doubt = None

@@ -235,19 +235,19 @@ def plan_table(plan: MemoryPlan) -> Table:
     own_sizes = any(row.trial.workload.batch_size != work.batch_size for row in plan.rows)
     title = [
         profile.name,
-        format_parameters(profile.parameters + profile.frozen_parameters, profile.parameters),
+        format_parameters(profile.all_parameters, profile.parameters),
         work.precision,
         f"micro-batch {work.batch_size:,} × {work.seq_length:,} tokens{' if no other is named' if own_sizes else ''}",
         *(["activation checkpointing"] if work.activation_checkpointing else []),
         *([] if plan.host_bytes is None else [f"nodes with {_capacity(plan.host_bytes)} of host memory"]),
     ]
     notes = [
-        "predicted, nothing was run; GB is 2^30 bytes: of one GPU the least that it runs in, and what it reserves of a "
-        "roomy one; of one node's host and NVMe",
+        "predicted, nothing was run; GB is 2^30 bytes; per GPU the least that it runs in, and what it reserves on a "
+        "GPU with room to spare; host and NVMe per node",
     ]
     notes += plan.notes
     if any(row.prediction.host_phase == "load" for row in plan.rows):
-        notes.append("Host GB is fullest while from_pretrained loads the weights, in rows below ZeRO-3 in every rank")
+        notes.append("host memory peaks while from_pretrained loads the weights, all of them in each rank below ZeRO-3")
     methods = {row.prediction.gpu_need.method for row in plan.rows}
     if "rule" in methods:
         of_some = "" if len(methods) == 1 else " of the rows that fit clearly or not at all"
@@ -258,7 +258,7 @@ def plan_table(plan: MemoryPlan) -> Table:
     if "host" in tight:
         notes.append("host memory is tight above 90 %")
     for why in dict.fromkeys(why for row in plan.rows for why in row.prediction.gpu_need.unknowns):
-        notes.append(f"may need more: {why} is not predicted")
+        notes.append(f"not predicted: {why}")
     if plan.shows_min_gpus and plan.asked.ranks_per_node != 1:
         whole = f"GPUs are counted in whole nodes of {plan.asked.ranks_per_node}"
         notes.append(f"above one node {whole}, or as given if those fit")

@@ -33,7 +33,7 @@ def no_init_weights() -> contextlib.AbstractContextManager[None]:
 
 
 def adapt_transformers() -> None:
-    """Replaces the functions of Transformers 5 that read values of tensors, which fake tensors do not have."""
+    """Replace the functions of Transformers 5 that read values of tensors, which fake tensors do not have."""
     try:
         from transformers import masking_utils
         from transformers.integrations import moe

@@ -332,7 +332,7 @@ def card(index: int = 0, **changes: Any) -> GpuFacts:
         ({"compiled_graphs": None, "attention": "sdpa"}, False),
     ],
 )
-def test_a_compiled_model_that_builds_a_mask_is_said(measured: dict[str, Any], told: bool) -> None:
+def test_a_compiled_model_that_builds_a_mask_gets_a_caveat(measured: dict[str, Any], told: bool) -> None:
     run = make_run(fakes.success(gpu(0), **measured))
     assert (CaveatKind.COMPILED_MASK in {each.kind for each in run.row.caveat_list}) is told
 

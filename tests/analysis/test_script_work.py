@@ -120,7 +120,7 @@ def test_a_value_of_the_rows_file_that_the_engine_does_not_have_disqualifies_it(
     assert [(each.kind, each.values) for each in caveats] == ([(CaveatKind.OTHER_ENGINE, unlike)] if unlike else [])
 
 
-def test_what_the_scripts_own_deepspeed_does_otherwise_is_a_caveat_of_the_row() -> None:
+def test_known_bugs_of_the_scripts_deepspeed_are_caveats() -> None:
     file = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": "auto", "disable_python_gc": True}
     trial = replace(fakes.trial(fakes.zero(2), of=OF), ds_config=file)
 

@@ -233,9 +233,10 @@ def test_pinned_buffers_are_rounded_as_torch_is_told(
 ) -> None:
     asked = ["plan", "--model", "meta-llama/Llama-2-7b-hf", "--num-gpus", "8", "--strategies", "cpu_full"]
     rounding = {}
+    # The cache does not know the variable, and would keep its effect for the tests that follow.
+    monkeypatch.setattr(predicted_memory, "_phases", predicted_memory._phases.__wrapped__)
     for conf in ("", "expandable_segments:True,pinned_max_round_threshold_mb:1"):
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", conf)
-        predicted_memory._phases.cache_clear()
         rounding[conf] = rows(capsys, *asked)["cpu_full"]["host_bytes_per_node"].get("pinned_rounding", 0)
     without, limited = rounding.values()
     assert without > 2**30 > 1000 > limited
@@ -248,7 +249,7 @@ def test_every_row_that_fits_is_exported(
     asked += ["--strategies", "zero0", "zero3", "nvme", "fsdp2", "--export", str(tmp_path / "out")]
     found = rows(capsys, *asked, "--axis", "overlap_comm=false")
     fitting = [name for name, row in found.items() if row["verdict"] == "fits" and name != "fsdp2"]
-    assert 2 <= len(fitting) < 3 == len(found) - 1
+    assert (len(fitting), len(found)) == (2, 4)
     folders = {folder.name.removeprefix("ds_config_"): folder for folder in (tmp_path / "out").iterdir()}
     assert folders.keys() == {name.replace("+", "_").replace("=", "_") for name in fitting}
     for folder in folders.values():

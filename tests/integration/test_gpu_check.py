@@ -129,7 +129,7 @@ def test_a_call_that_ends_reports_and_archives_everything_but_names(start: Any, 
     assert "tiny-zero" not in again.partition("left for the next call:")[2]
 
 
-def test_wheels_are_installed_once_for_all_chunks(start: Any, tmp_path: Path) -> None:
+def test_wheels_are_installed_once_for_all_calls(start: Any, tmp_path: Path) -> None:
     """DeepSpeed's ops are built again where its sources are newer, or lie elsewhere."""
     wheels, info = tmp_path / "wheels", "a_package-1.0.dist-info"
     wheels.mkdir()
@@ -147,9 +147,9 @@ def test_wheels_are_installed_once_for_all_chunks(start: Any, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_chunk_that_is_cut_short_keeps_what_had_finished(start: Any, tmp_path: Path, number: int) -> None:
+def test_a_call_that_is_cut_short_keeps_finished_steps(start: Any, tmp_path: Path, number: int) -> None:
     process = start("tiny-zero fidelity", hangs="fidelity")
-    wait_for(tmp_path, "out/fidelity/log")
+    wait_for(tmp_path / "out/fidelity/log")
     below = processes.descendants(process.pid)
     if number == signal.SIGKILL:
         os.killpg(process.pid, number)
@@ -160,30 +160,29 @@ def test_a_chunk_that_is_cut_short_keeps_what_had_finished(start: Any, tmp_path:
     files = kept(tmp_path)
     assert "tiny-zero/zero_comparison_1.json" in files
     if number == signal.SIGTERM:
-        assert "step fidelity ended with None" in files["report.txt"]
+        assert "step fidelity was cut short" in files["report.txt"]
         assert "fidelity/log" in files
     assert gone_within(below, 15) == set()
 
 
-def wait_for(folder: Path, pattern: str) -> list[Path]:
+def wait_for(path: Path) -> None:
     deadline = time.monotonic() + 60
-    while not (found := [path for path in folder.glob(pattern) if path.stat().st_size]):
+    while not (path.is_file() and path.stat().st_size):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    return found
 
 
 @pytest.mark.slow
 def test_a_step_that_hangs_is_ended_within_the_budget_and_named(start: Any, tmp_path: Path) -> None:
     out, _ = start("tiny-zero fidelity", hangs="zero_stage_comparison", BUDGET_SECONDS="37").communicate(timeout=90)
-    assert "its time was up" in out
+    assert "(timed out)" in out
     assert "step tiny-zero ended with 124" in out
     assert "fidelity" in out.partition("left for the next call:")[2]
     steps = {step["name"]: step for step in json.loads((tmp_path / "out/steps.json").read_text())}
     assert steps["tiny-zero"]["timed_out"]
 
 
-def test_everything_that_a_run_would_be_refused_for_is_named_before_the_first_step(start: Any, tmp_path: Path) -> None:
+def test_all_blocking_problems_are_listed_before_the_first_step(start: Any, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         """
 from importlib import metadata

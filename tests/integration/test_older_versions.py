@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.real_trials import ROOT
 from tests.support.simulated_card import CardPlan, write_plans
 
 pytestmark = pytest.mark.timeout(1800)  # ops are built for the new environment
-ROOT = Path(__file__).resolve().parents[2]
 DEEPSPEED, TRANSFORMERS, *TORCH = os.environ.get("OLDER_STACK", "0.18.9 4.57.6").split()
 OF_TRANSFORMERS_4 = (
     "tokenizers<=0.23.0" if TRANSFORMERS >= "4.56" else "tokenizers<0.22",

@@ -158,8 +158,6 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_script(case: Case, tmp_path: Path) -> None:
-    if case.needs is not None and importlib.util.find_spec(case.needs) is None:
-        pytest.skip(f"{case.needs} is not installed")
     folder = shared_files("own_scripts", "*.py")[0].parent
     rows, records = run(folder, case, tmp_path)
     for row in rows:
@@ -183,6 +181,8 @@ def test_script(case: Case, tmp_path: Path) -> None:
 
 def run(folder: Path, case: Case, tmp_path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Run a script in an empty folder. Return its flat rows and its records."""
+    if case.needs is not None and importlib.util.find_spec(case.needs) is None:
+        pytest.skip(f"{case.needs} is not installed")
     script, *arguments = case.command.replace("{configs}", str(folder / "configs")).split()
     command = [
         *(sys.executable, "-m", "ds_bench", "run", "--accelerator", "cpu", "--num-gpus", str(case.ranks)),
@@ -238,8 +238,6 @@ DPOTrainer(LlamaForCausalLM(llama), Reference(llama), args, train_dataset=data, 
 def test_only_the_engine_that_steps_is_measured(
     text: str, case: Case, other: str, evaluations: int, tmp_path: Path
 ) -> None:
-    if case.needs is not None and importlib.util.find_spec(case.needs) is None:
-        pytest.skip(f"{case.needs} is not installed")
     folder = shared_files("own_scripts", "*.py")[0].parent
     (path := tmp_path / "train.py").write_text(f"import sys; sys.path.append({str(folder)!r})\n{text}")
     ((row,), (record,)) = run(folder, replace(case, command=f"{path} {case.command}"), tmp_path)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ds_bench.launch.ops import OpState
-from tests.support.real_trials import ROOT, gone_within
+from tests.support.real_trials import ROOT, gone_within, rows_of
 from tests.support.simulated_card import CardPlan, gpu_statements, write_plans
 from tests.support.simulated_card.nvml import WATTS
 
@@ -34,9 +34,7 @@ class Run:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        (path,) = self.folder.glob("*comparison_*.json")
-        rows: list[dict[str, Any]] = json.loads(path.read_text())
-        return rows
+        return rows_of(self.folder)
 
     def records(self, name: str = "records.jsonl") -> list[dict[str, Any]]:
         (path,) = self.folder.glob(f"runs/*/{name}")
@@ -61,11 +59,16 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(built_ops: dict[str, OpState], tmp_path_factory: pytest.TempPathFactory, lines: Path) -> RunOnCards:
     """Runs ``python -m ds_bench run`` on these cards, with a rank on each of them."""
 
-    def go(*arguments: str, cards: tuple[CardPlan, ...] = (H100, H100), script: str = "", **variables: str) -> Run:
+    def go(
+        *arguments: str,
+        cards: tuple[CardPlan, ...] = (H100, H100),
+        ranks: int | None = None,
+        script: str = "",
+        **variables: str,
+    ) -> Run:
         folder = tmp_path_factory.mktemp("run")
         variables = {**write_plans(folder / "machine", *cards), **variables, "SIMULATED_CARDS_LINES": str(lines)}
-        ranks = variables.pop("RANKS", str(len(cards)))
-        common = ("--accelerator", "cuda", "--num-gpus", ranks, "--output-dir", str(folder))
+        common = ("--accelerator", "cuda", "--num-gpus", str(ranks or len(cards)), "--output-dir", str(folder))
         done = subprocess.run(
             [sys.executable, *(("-m", "ds_bench", "run") if script else ("zero_stage_comparison.py",)), *common,
              *arguments, *script.split()],
@@ -157,9 +160,7 @@ def test_every_strategy_fills_every_column_of_a_gpu(every_strategy: Run, subtest
             assert row["launch"] == "warm"
 
 
-def test_memory_lies_where_the_strategy_puts_it_and_within_the_card(
-    every_strategy: Run, subtests: pytest.Subtests
-) -> None:
+def test_memory_is_where_the_strategy_puts_it_and_fits_the_card(every_strategy: Run, subtests: pytest.Subtests) -> None:
     for row, record in zip(every_strategy.rows, every_strategy.records(), strict=True):
         names = ("parameters", "optimizer_states", "deepspeed_buffers", "other")
         held = sum(row[f"ledger_gpu_{name}_gb"] for name in names)
@@ -198,18 +199,21 @@ def test_the_page_shows_memory_of_the_device_and_its_share_of_the_card(every_str
     [
         # Gradients of zero2 are reduced in a bucket of 0.93 GiB, which backward allocates first; zero3 does so before.
         (512 * MIB, (*TINY, "--stages", "3", "2", "0"), ["init", "backward", None]),
-        (64 * MIB, (*TINY, "--batch-size", "64", "--seq-length", "256", "--stages", "1"), ["forward"]),
+        (64 * MIB, (*TINY, *SMALL_BUCKET, "--batch-size", "64", "--seq-length", "256", "--stages", "1"), ["forward"]),
         # torch's AdamW makes its states in the first step.
-        (8 * MIB, (*TINY, "--batch-size", "1", "--seq-length", "16", "--strategies", "ddp", "zero3"), ["step", None]),
-        (MIB // 2, (*TINY, "--stages", "0"), ["build"]),
+        (
+            8 * MIB,
+            (*TINY, *SMALL_BUCKET, "--batch-size", "1", "--seq-length", "16", "--strategies", "ddp", "zero3"),
+            ["step", None],
+        ),
+        (MIB // 2, (*TINY, *SMALL_BUCKET, "--stages", "0"), ["build"]),
     ],
     ids=["init and backward", "forward", "step", "build"],
 )
 def test_memory_that_runs_out_on_one_rank_ends_its_row_only(
     run: RunOnCards, capacity: int, arguments: tuple[str, ...], phases: list[str | None]
 ) -> None:
-    bucket = () if capacity == 512 * MIB else SMALL_BUCKET
-    done = run(*arguments, *bucket, cards=(H100, CardPlan(total_bytes=capacity)))
+    done = run(*arguments, cards=(H100, CardPlan(total_bytes=capacity)))
     records = done.records()
     assert [record["outcome"]["phase"] for record in records] == phases, done.output
     assert done.code == (0 if None in phases else 1)
@@ -256,7 +260,8 @@ def test_other_programs_low_clocks_and_different_cards_are_noticed(run: RunOnCar
     other = replace(late, machine="h200", held_bytes=2**30, answers=slowed)
     done = run(*TINY, "--num-steps", "24", *SMALL_BUCKET, "--stages", "1", "2", cards=(late, other))
     assert done.code == 0, done.output
-    for record, row in zip(done.records(), done.rows, strict=True):
+    assert len(done.rows) == 2
+    for row in done.rows:
         assert row["device"] == "NVIDIA H100 80GB HBM3 + NVIDIA H200"
         # Outside the allocator: both the contexts and what the other program holds.
         assert row["gpu_outside_allocator_gb"] == pytest.approx(1 + 600 / 1024, abs=1e-3)
@@ -264,7 +269,8 @@ def test_other_programs_low_clocks_and_different_cards_are_noticed(run: RunOnCar
         assert "GPU 1 was throttled while this ran: hw_thermal_slowdown" in row["caveats"]
         assert "sw_power_cap" not in row["caveats"]
         assert "less of the card was free" not in row["caveats"]
-        assert record["gpu_free_start_bytes"] == done.records()[0]["gpu_free_start_bytes"]
+    first, second = (record["gpu_free_start_bytes"] for record in done.records())
+    assert first == second
     assert {"GPUs", "GPU 1 memory", "GPU 1 clocks"} <= _findings(done.output)
 
 
@@ -292,7 +298,9 @@ def test_a_card_that_fails_ends_every_row_that_uses_it(run: RunOnCards) -> None:
     text = "CUDA error: uncorrectable ECC error encountered"
     cards = (H100, CardPlan(error=f"{text}\nCUDA kernel errors might be asynchronously reported", error_after=3000))
     done = run(*TINY, *SMALL_BUCKET, "--stages", "1", "2", cards=cards)
-    for outcome in (record["outcome"] for record in done.records()):
+    outcomes = [record["outcome"] for record in done.records()]
+    assert len(outcomes) == 2
+    for outcome in outcomes:
         assert (outcome["status"], outcome["rank"], outcome["kind"]) == ("AcceleratorError", 1, "other")
         assert text in outcome["error"]
     assert gone_within(done.processes, 0) == set()
@@ -300,7 +308,7 @@ def test_a_card_that_fails_ends_every_row_that_uses_it(run: RunOnCards) -> None:
 
 def test_the_visible_card_is_used_by_ranks_of_deepspeeds_launcher(run: RunOnCards) -> None:
     cards = (H100, CardPlan(machine="h200"))
-    done = run(*TINY, *SMALL_BUCKET, "--stages", "2", "--launcher", "deepspeed", cards=cards, RANKS="1",
+    done = run(*TINY, *SMALL_BUCKET, "--stages", "2", "--launcher", "deepspeed", cards=cards, ranks=1,
                CUDA_VISIBLE_DEVICES="1")  # fmt: skip
     (row,) = done.rows
     assert (row["success"], row["launch"], row["device"]) == (True, "deepspeed", "NVIDIA H200"), done.output
@@ -374,7 +382,9 @@ NOT_RUN = {
 
 
 def test_every_statement_for_a_gpu_in_the_ranks_has_run(lines: Path) -> None:
-    """Of the other packages see ``python -m tests.support.simulated_card.gpu_statements``."""
+    """Reads what the other tests of this file ran. ``python -m tests.support.simulated_card.gpu_statements`` lists the
+    statements of other packages.
+    """
     count, missing = gpu_statements.report(lines)
     assert count > 400
     in_ranks = [place for place in missing if place.startswith("ds_bench/worker/")]

@@ -18,7 +18,7 @@ import pytest
 from ds_bench.records.rank_files import read_beat
 from ds_bench.records.reader import parse_record
 from ds_bench.report.exported_configuration import training_command
-from tests.support.real_trials import ROOT
+from tests.support.real_trials import ROOT, rows_of
 from tests.support.two_hosts import (
     Host,
     NoHostsError,
@@ -61,9 +61,7 @@ class Run:
         return self.process.returncode, output, errors
 
     def rows(self) -> list[dict[str, Any]]:
-        (path,) = self.hosts.a.path(self.output).glob("*comparison_*.json")
-        rows: list[dict[str, Any]] = json.loads(path.read_text())
-        return rows
+        return rows_of(self.hosts.a.path(self.output))
 
     def folder(self) -> Path:
         """The run folder, as this machine names it."""

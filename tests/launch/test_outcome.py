@@ -283,7 +283,7 @@ def test_cause_of_an_ending(scene: Scene, name: str) -> None:
     ("phase", "steps", "code", "status"),
     [("step", 3, 7, "Crashed"), ("step", 3, 0, "EndedEarly"), ("build", -1, 0, "NoEngine")],
 )
-def test_script_that_ended_itself_is_said_to_have_ended_after_its_steps(
+def test_a_script_that_exits_early_is_reported_with_its_step_count(
     phase: str, steps: int, code: int, status: str, scene: Scene
 ) -> None:
     outcome = scene.reached(0, phase, step=steps).ended(0, code=code).outcome(world=1, script_steps=7)

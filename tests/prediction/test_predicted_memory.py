@@ -207,6 +207,10 @@ def test_tensors_below_the_threshold_stay_gathered_with_their_padding() -> None:
     for version, more in (("0.19.2", TOY.before[0]), ("0.19.3", 0)):
         with deepspeed_keys.answer_for(version):
             assert gathered_elements(asked).persistent == 2 * 6 + more
+    # Without known layers only the embedding is known to come before them.
+    unlayered = replace(asked, profile=replace(TOY, before=(*TOY.tensors,), layer=(), after=()))
+    with deepspeed_keys.answer_for("0.19.2"):
+        assert gathered_elements(unlayered).persistent == gathered_elements(asked).persistent
 
 
 @given(st.integers(0, 200), st.integers(0, 200), st.integers(0, 50))

@@ -30,8 +30,11 @@ class NvmlReplay:
 
     def __init__(self, machine: str | Path) -> None:
         path = machine if isinstance(machine, Path) else FOLDER / f"{machine}.json"
-        self.calls: dict[str, Any] = json.loads(path.read_text())["calls"]
+        recording = json.loads(path.read_text())
+        self.calls: dict[str, Any] = recording["calls"]
         """Tests may replace an answer, e.g. the bytes in use."""
+        self.unknown: list[str] = recording["unknown"]
+        """Functions whose answer the source does not hold, and fields of structures as ``FUNCTION (FIELD)``."""
 
     def nvmlInit(self) -> None: ...  # noqa: N802
 

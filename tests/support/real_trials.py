@@ -82,7 +82,7 @@ class Script:
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    (path,) = folder.glob("*_comparison_*.json")
+    (path,) = folder.glob("*comparison_*.json")
     rows: list[dict[str, Any]] = json.loads(path.read_text())
     return rows
 

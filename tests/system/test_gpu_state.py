@@ -150,6 +150,8 @@ def test_recorded_machines_are_read_and_recorded_again_as_they_were(subtests: py
             again = probe.record_nvml(replay)["calls"]
             assert {text: again.get(text) for text in replay.calls} == replay.calls
             assert all("error" in again[text] for text in again.keys() - replay.calls)
+            functions = {text.partition("(")[0] for text in again.keys() - replay.calls}
+            assert functions == {each for each in replay.unknown if " (" not in each}
 
 
 def test_without_the_module_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,8 +77,7 @@ def find_root(error: BaseException) -> BaseException:
 
 def tensors_in(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Yield the tensors of an argument with their names, in order."""
-    import torch
-
+    torch: Any = sys.modules["torch"]
     if isinstance(value, torch.Tensor):
         yield name, value
     elif depth < 4 and isinstance(value, Mapping):  # also Transformers' BatchEncoding
@@ -100,9 +99,8 @@ def count_tokens(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> dic
     ids = named.get("input_ids", named.get("labels"))
     if ids is None or not holds_ids(ids):
         ids = next((tensor for _, tensor in found if holds_ids(tensor)), None)
-    numbers = [tensor for _, tensor in found if tensor.is_floating_point()]
-    is_class = ids is not None and ids.dim() == 1 and any(len(tensor) == len(ids) for tensor in numbers)
-    if ids is None or (is_class and "input_ids" not in named):
+    has_classes = ids is not None and ids.dim() == 1 and "input_ids" not in named
+    if ids is None or (has_classes and any(each.is_floating_point() and len(each) == len(ids) for _, each in found)):
         empty = {"tokens": 0, "unpadded": 0, "trained": None, "id_sum": None if ids is None else ids.sum()}
         return {**empty, "samples": len(found[0][1]) if found else 0}
     mask: Any = named.get("attention_mask")
@@ -110,7 +108,7 @@ def count_tokens(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> dic
     has_mask = mask is not None and mask.shape == ids.shape
     return {
         "tokens": ids.numel(),
-        "unpadded": (mask != 0).sum() if has_mask else ids.numel(),
+        "unpadded": mask.count_nonzero() if has_mask else ids.numel(),
         "trained": (labels != -100).sum() if labels is not None and holds_ids(labels) else None,
         "id_sum": ids.sum(),
         "samples": 0,
@@ -199,7 +197,7 @@ class Hook:
             self.all_names.append(self.names[engine])
 
             def count_evaluation(module: Any, _inputs: Any) -> None:
-                if self.active and not (sys.modules["torch"].is_grad_enabled() and module.training):
+                if not (module.training and sys.modules["torch"].is_grad_enabled()) and self.active:
                     self.seen["evaluations"] += 1
                     self.beat(self.phase)
 
@@ -238,10 +236,9 @@ class Hook:
         self.call_ended = time.perf_counter()
 
     def after_step(self, engine: Any, steps_before: int) -> None:
-        if self.measures(engine):
-            if engine.global_steps > steps_before:
-                self.end_step(engine)
-            self.call_ended = time.perf_counter()
+        if engine.global_steps > steps_before:
+            self.end_step(engine)
+        self.call_ended = time.perf_counter()
 
     def end_step(self, engine: Any) -> None:
         """An optimizer step has ended: note it, and begin or end the measured window."""
@@ -482,11 +479,12 @@ class Hook:
             return returned
 
         def step(original: Any, engine: Any, *arguments: Any, **keywords: Any) -> Any:
-            if self.measures(engine):  # without a beat, which follows at the end of the step
+            measured, steps_before = self.measures(engine), engine.global_steps
+            if measured:  # without a beat, which follows at the end of the step
                 self.phase = "step"
-            steps_before = engine.global_steps
             returned = original(engine, *arguments, **keywords)
-            self.after_step(engine, steps_before)
+            if measured:
+                self.after_step(engine, steps_before)
             return returned
 
         def save_checkpoint(original: Any, engine: Any, *arguments: Any, **keywords: Any) -> Any:

@@ -41,8 +41,7 @@ class CardPlan:
     context_bytes: int = 0
     """Memory that each process takes outside torch's allocator."""
     held_bytes: int = 0
-    """Memory of another program, process ``held_by``."""
-    held_by: int = 999_999
+    """Memory of another program."""
     freed_after_seconds: float = 0.0
     """The driver shows the memory of a process for so long after its end."""
     answers: dict[str, Any] = field(default_factory=dict)

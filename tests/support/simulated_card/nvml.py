@@ -17,6 +17,10 @@ WATTS = 300
 class NVMLError_GpuIsLost(NVMLError): ...  # noqa: N801, N818
 
 
+OTHER_PROGRAM = 999_999
+"""Process number of the program that holds ``CardPlan.held_bytes``."""
+
+
 class SimulatedCard:
     """NVML's answers about one card. Its calls are recorded for ``GPU 0``, whatever its number here."""
 
@@ -39,7 +43,7 @@ class SimulatedCard:
     def processes(self) -> list[tuple[int, int]]:
         """Process and bytes, of the other program too."""
         found = sorted(used_bytes(self._index, self._plan.freed_after_seconds))
-        return [*found, *([(self._plan.held_by, self._plan.held_bytes)] if self._plan.held_bytes else [])]
+        return [*found, *([(OTHER_PROGRAM, self._plan.held_bytes)] if self._plan.held_bytes else [])]
 
     @property
     def free_bytes(self) -> int:
