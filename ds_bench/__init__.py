@@ -6,7 +6,7 @@ The packages in the order that data takes: ``cli`` reads the flags; ``config`` h
 ranks are ``worker``; ``records`` keeps what was observed; ``analysis`` computes numbers, caveats and a comparison from
 it; ``recommend`` chooses a row; ``report`` shows all of it. ``runner`` is the main path through these, ``size_search``
 finds the largest micro-batch or the longest sequence, and ``baselines`` compares later results with stored ones.
-``api`` has the functions and classes of ``__all__`` (docs/python.md).
+``api`` has the functions and classes of ``__all__`` (docs/ci_and_python.md).
 """
 
 from __future__ import annotations

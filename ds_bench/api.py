@@ -1,4 +1,4 @@
-"""The functions of ``import ds_bench``: run a comparison, load a result, predict memory (docs/python.md).
+"""The functions of ``import ds_bench``: run a comparison, load a result, predict memory (docs/ci_and_python.md).
 
 They take what the commands ``run``, ``report`` and ``plan`` take, by the same names, and print nothing. What those
 commands say in one line and exit with 2 is an exception here: UsageError or PreflightError. ``keywords.pyi`` has the

@@ -64,7 +64,7 @@ class BenchmarkConfig:
     """Optimizer steps run first and left out of every statistic."""
     backend: str = "deepspeed"
     """How ranks are started: ``deepspeed``, by its launcher, in new processes; ``warm``, forked from one preloaded
-    process, which lives as long as this one; ``auto``. See docs/ci.md."""
+    process, which lives as long as this one; ``auto``. See docs/ci_and_python.md."""
     device: str = "auto"
     """``cuda``, ``cpu``, or ``auto``: GPUs if there are any."""
     strategy: str = "zero0"

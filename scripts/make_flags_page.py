@@ -16,7 +16,7 @@ from ds_bench.cli import arguments, commands  # noqa: E402
 INTRODUCTION = """# Flags
 
 Made from the parsers by `python scripts/make_flags_page.py`; `--help` of each command says the same. What several
-flags mean together is in [reading.md](reading.md), [choosing.md](choosing.md) and [metrics.md](metrics.md).
+flags mean together is in [reading.md](reading.md) and [metrics.md](metrics.md).
 
 Flags cannot be abbreviated. `--gpus` and `--num_gpus` are other names of `--num-gpus`.
 

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ds_bench.analysis.row import COLUMNS
 from ds_bench.cli import arguments, commands
+from ds_bench.records import schema
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -85,7 +87,6 @@ EXAMPLES = {
     "Checkpoint\n": "comparison_20261122_160859.json",
     "Model ": "comparison_20261122_161908.json",
     "Host memory by phase": "zero_comparison_20261122_160058.json",
-    "ZeRO-1: torch": "profiles.txt",
     '{"step"': "zero1_steps.jsonl",
 }
 """How a measured example of docs begins → the committed file that it shows."""
@@ -112,3 +113,38 @@ def test_measured_examples_are_lines_of_committed_results(
     assert blocks, "the example is gone from the docs"
     for block in blocks:
         assert [line for line in block.splitlines() if line.strip() not in shown] == []
+
+
+def test_the_checked_file_has_the_findings_that_the_page_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "own_work.md").read_text(encoding="utf-8").partition("### Check a file")[2]
+    monkeypatch.chdir(tmp_path)
+    Path("ds_config.json").write_text(re.findall(r"```json\n(.*?)```", page, re.DOTALL)[0], encoding="utf-8")
+    assert commands.main(["check", "ds_config.json"]) == 1
+    assert f"```\n{capsys.readouterr().out}```" in page
+
+
+def test_the_factory_that_the_page_shows_is_the_example() -> None:
+    page = (ROOT / "docs" / "own_work.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```python\n[^`]*?(def build_.*?)```", page, re.DOTALL)
+    example = (ROOT / "examples" / "own_models.py").read_text(encoding="utf-8")
+    assert shown in re.sub(r'^    """.*"""\n', "", example, flags=re.MULTILINE)
+
+
+def test_every_flat_column_is_defined() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    phases, actions = "|".join(schema.MEMORY_PHASES), "|".join(schema.CHECKPOINT_ACTIONS)
+    patterns = {
+        "cpu_<phase>_": rf"cpu_({phases})_(?=peak|end)",
+        "checkpoint_<action>_": rf"checkpoint_({actions})_",
+        "ledger_<tier>_<category>_gb": r"ledger_.*_gb",
+    }
+    missing = []
+    for column in COLUMNS:
+        name = column
+        for general, pattern in patterns.items():
+            name = re.sub(f"^{pattern}", general, name)
+        if f"`{name}`" not in page:
+            missing.append(column)
+    assert missing == []

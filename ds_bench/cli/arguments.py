@@ -86,14 +86,14 @@ _GROUPS = {
         "num_gpus", "accelerator", "launcher", "hostfile", "include", "exclude", "host_command", "env", "master_addr",
         "master_port", "cpu_memory_limit", "gpu_memory_limit", "peak_tflops",
     ),
-    "a training script of your own, after -- (docs/own_script.md)": (
+    "a training script of your own, after -- (docs/own_work.md)": (
         "python", "override_config", "accelerate_env", "engine",
     ),
     "DeepSpeed configuration": ("ds_config", "set"),
-    "profiles, of further steps after the measured ones (docs/profiles.md)": (
+    "profiles, of further steps after the measured ones (docs/reading.md)": (
         "profiles", "profile_steps", "profile_ranks", "nsys_start", "nsys_end",
     ),
-    "checkpoints, after the measured steps (docs/checkpoints.md)": ("checkpoint", "checkpoint_path"),
+    "checkpoints, after the measured steps (docs/metrics.md)": ("checkpoint", "checkpoint_path"),
     "run": (
         "output_dir", "timeout", "stall_timeout", "resume", "retry", "shard", "skip_predicted_oom", "force", "dry_run",
         "print_recipe", "format", "quiet", "verbose", "strict", "monitor",

@@ -227,7 +227,7 @@ COMMANDS: Mapping[str, Command] = {
             "--verbose": {**_ON, "help": "print every column, all notes and all next steps"},
             "--to": {"choices": TRACKERS,
                      "help": "write every trial as a TensorBoard run with its settings, steps and figures "
-                             "(docs/monitor.md)"},
+                             "(docs/reading.md)"},
         },
     ),
     "compare": Command(

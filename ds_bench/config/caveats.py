@@ -130,7 +130,7 @@ class CaveatKind(StrEnum):
         "compare what both rows learn in a whole training before you choose by speed")
     """Never recommended for its speed (``recommend/decision.py``)."""
     OTHER_ENGINE = ("other_engine", "the script's engine ran {ran}; this row's file says {asked}",
-        "pass the configuration to the script another way (docs/own_script.md)", True)
+        "pass the configuration to the script another way (docs/own_work.md)", True)
     OTHER_PARAMETERS = ("other_parameters", "trains {own} parameters, {row} {theirs}: another model", None, True)
     OTHER_TOKENS = ("other_tokens", "step {step} on rank {rank} has {own}, in {row} {theirs}: other work",
         "make the script's data and accumulation independent of the configuration", True)

@@ -59,7 +59,7 @@ ALL = "all"
 """Stands for every strategy."""
 EMPTY_PATH = "an empty text is not a path; . is the current folder"
 GOALS = ("speed", "balanced", "memory")
-"""Aims of a recommendation (docs/choosing.md)."""
+"""Aims of a recommendation (docs/reading.md)."""
 ROW_FORMATS = ("json", "csv", "parquet")
 """Output forms of flat rows in ``report``."""
 FAIL_ON = ("regression", "missing", "unmatched", "noisy")
@@ -237,7 +237,7 @@ class Options:
 
     # a script of the user's own
     script: tuple[str, ...] = option(str, (),
-        "training script of your own and its arguments, in place of a model (docs/own_script.md)", flag=False,
+        "training script of your own and its arguments, in place of a model (docs/own_work.md)", flag=False,
         key="script", many=True)
     python: str | None = option(str, None, "interpreter that runs the script", without="this one", key="launch.python",
         metavar="PROGRAM", limits={"min_length": 1})
@@ -256,7 +256,7 @@ class Options:
         "warm: ranks forked from one preloaded process; deepspeed: its launcher for every trial", key="launch.launcher",
         choices=("auto", "warm", "deepspeed"))
     hostfile: Path | None = option(Path, None,
-        "DeepSpeed hostfile: the hosts of every trial, reached by ssh (docs/many_nodes.md)", key="launch.hostfile",
+        "DeepSpeed hostfile: the hosts of every trial, reached by ssh (docs/many_machines.md)", key="launch.hostfile",
         metavar="FILE")
     include: str | None = option(str, None, "hosts and slots of the hostfile to use, e.g. a@b:0,1",
         key="launch.include", metavar="HOST[:SLOTS]@...")
@@ -265,7 +265,7 @@ class Options:
     host_command: str | None = option(str, None, "runs a program on {host}, e.g. 'kubectl exec -i {host} --'",
         without="ssh {host}; in a Slurm job srun", key="launch.host_command", metavar="COMMAND")
     env: tuple[str, ...] = option(str, (),
-        "variable for the ranks of every host, besides NCCL_*, HF_* … (docs/many_nodes.md); may be repeated",
+        "variable for the ranks of every host, besides NCCL_*, HF_* … (docs/many_machines.md); may be repeated",
         key="launch.env", metavar="NAME[=VALUE]", many=True,
         arguments={"action": "append", "nargs": None, "default": []})
     master_addr: str | None = option(str, None, "address of the first host that all others reach", without="its first",
@@ -294,7 +294,7 @@ class Options:
     output_dir: Path = option(Path, Path("results"), "folder of the results, created when missing", key="output.dir",
         metavar="DIR")
     repeats: int = option(int, 1,
-        "runs of every row, in rounds whose order is rotated and reversed; 3 or more give intervals",
+        "runs of every row, in rounds of shuffled order; 3 or more give intervals",
         key="output.repeats", metavar="R", limits={"ge": 1, "le": MAX_REPEATS})
     goal: str = option(str, "balanced", "what the recommendation is for: the fastest row, the least memory, or both",
         key="output.goal", choices=GOALS)

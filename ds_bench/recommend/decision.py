@@ -1,4 +1,4 @@
-"""Which row to choose: the rule of ``docs/choosing.md`` on plain numbers, and which rows it may choose."""
+"""Which row to choose: the rule of ``docs/reading.md`` on plain numbers, and which rows it may choose."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ class Observed:
         """What keeps less on a GPU: a higher stage that has not failed, else offload; empty without either."""
         if self.one_gpu:
             return format_series(["--activation-checkpointing", "a smaller micro-batch", *self.offloads[:1]])
-        # Stage 2 at least, which docs/choosing.md names for a row that barely fits.
+        # Stage 2 at least, which shards gradients too, for a row that barely fits.
         below = max(self.avoided) if self.fastest is None else max(self.fastest, 1)
         stage = next((each for each in range(below + 1, 4) if each not in self.avoided), None)
         if stage is not None:

@@ -48,7 +48,7 @@ class Recommendation:
     key: str | None = None
     """Key of the row in the comparison."""
     tied: tuple[str, ...] = ()
-    """Labels of the rows tied with the fastest (docs/choosing.md); empty without a tie."""
+    """Labels of the rows tied with the fastest (docs/reading.md); empty without a tie."""
     undecided: tuple[str, ...] = ()
     """Labels of the rows, the choice first, that the measurements cannot rank although the difference matters."""
     headline: Fact

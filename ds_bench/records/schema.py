@@ -72,7 +72,7 @@ class PhaseMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Files and findings of one profiler on one rank (docs/profiles.md)."""
+    """Files and findings of one profiler on one rank (docs/reading.md)."""
 
     name: str
     """As in ``--profile``."""
@@ -115,7 +115,7 @@ class CommunicationOperation:
 
 
 CHECKPOINT_ACTIONS = ("save", "load", "model_16bit")
-"""Actions with a checkpoint after the measured window, in order (docs/checkpoints.md)."""
+"""Actions with a checkpoint after the measured window, in order (docs/metrics.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

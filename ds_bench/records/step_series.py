@@ -55,7 +55,7 @@ class StepSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialStep:
-    """One step of the whole job: a line of ``steps.jsonl`` (docs/monitor.md)."""
+    """One step of the whole job: a line of ``steps.jsonl`` (docs/reading.md)."""
 
     step: int
     """From 0, warm-up steps included."""

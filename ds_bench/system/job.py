@@ -100,7 +100,7 @@ def tasks_of_nodes(environ: Mapping[str, str]) -> dict[str, int]:
         said = " ".join((of_scontrol or str(error)).split())[:400]
         mend = "see whether sinfo answers"
         if isinstance(error, FileNotFoundError):
-            mend = "put scontrol and srun on PATH, start the command by srun on every node (docs/many_nodes.md)"
+            mend = "put scontrol and srun on PATH, start the command by srun on every node (docs/many_machines.md)"
         raise UsageError(
             f"this is a Slurm job of the nodes {nodes}, but scontrol does not list their names: {said}",
             remedy=f"{mend}, or start one process on one node: srun --nodes=1 --ntasks=1",

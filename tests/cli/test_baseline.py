@@ -212,6 +212,6 @@ def test_a_name_that_xml_cannot_hold_is_spelled_out() -> None:
 
 
 def test_the_recipe_of_the_page_on_ci_is_one() -> None:
-    page = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "ci_and_python.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"```yaml\n(model: .*?)```", page, re.DOTALL)
     assert recipe.check_recipe(recipe_file.parse_recipe(text))["output.repeats"] >= 3

@@ -1,4 +1,4 @@
-"""The models of docs/models.md under real DeepSpeed, DDP and FSDP2: predicted, labelled, and trained alike by all."""
+"""The models of examples/own_models.py under DeepSpeed, DDP and FSDP2: predicted, labelled, and trained alike."""
 
 from __future__ import annotations
 

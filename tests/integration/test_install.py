@@ -1,4 +1,4 @@
-"""The wheel in one new environment: reading results without torch, docs/ci.md, action.yml, and a run."""
+"""The wheel in one new environment: reading results without torch, docs/ci_and_python.md, action.yml, and a run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ configurations: {stages: [1]}
 launch: {num_gpus: 1, accelerator: cpu}
 output: {repeats: 3}
 """
-PAGE = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "ci_and_python.md").read_text(encoding="utf-8").partition("\n## Python\n")[0]
 
 
 def link_requirements(names: Iterator[str], folder: Path) -> None:
@@ -156,7 +156,7 @@ def test_without_torch_everything_works_that_runs_nothing(machine: Machine, whee
 
 
 def commands_of_the_page() -> Iterator[str]:
-    """The commands of docs/ci.md in order: shell blocks, then the workflow."""
+    """The commands of the page's part on CI in order: shell blocks, then the workflow."""
     for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL):
         yield from (line.partition("  #")[0].strip() for line in block.splitlines() if line)
     for block in re.findall(r"```yaml\n(name: .*?)```", PAGE, re.DOTALL):

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
@@ -249,25 +250,20 @@ def test_only_the_engine_that_steps_is_measured(
     assert row["throughput_tokens_per_sec"] == pytest.approx(seen["tokens"][0] / row["avg_step_time_ms"] * 1000)
 
 
-EXAMPLE = re.compile(r"^### (.+?)\n(.*?)(?=^##)", re.MULTILINE | re.DOTALL)
+EXAMPLES = ROOT / "examples" / "own_script"
 
 
-@pytest.mark.parametrize("name", ["Plain DeepSpeed", "Trainer", "Accelerate", "TRL"])
+@pytest.mark.parametrize("name", ["deepspeed", "trainer", "accelerate", "trl"])
 def test_example_of_the_docs_trains_at_both_stages(name: str, tmp_path: Path) -> None:
-    if name == "TRL" and importlib.util.find_spec("trl") is None:
+    if name == "trl" and importlib.util.find_spec("trl") is None:
         pytest.skip("trl is not installed")
-    page = (ROOT / "docs" / "own_script.md").read_text(encoding="utf-8")
-    text = dict(EXAMPLE.findall(page))[name]
-
-    def block(language: str) -> str:
-        return re.findall(rf"```{language}\n(.*?)```", text if f"```{language}" in text else page, re.DOTALL)[0]
-
-    (tmp_path / "train.py").write_text(block("python"))
-    (tmp_path / "ds_config.json").write_text(block("json"))
-    words, _, script = block("sh").partition(" -- ")
+    page = (ROOT / "docs" / "own_work.md").read_text(encoding="utf-8")
+    (line,) = re.findall(rf"^python (.* -- train_{name}\.py.*)$", page, re.MULTILINE)
+    shutil.copytree(EXAMPLES, tmp_path, dirs_exist_ok=True)
+    words, _, script = line.partition(" -- ")
     short = "--accelerator cpu --num-gpus 1 --warmup-steps 1 --num-steps 2 --output-dir out"
     cpu = " --use_cpu --max_steps 50" if "output_dir" in script else ""
-    command = [sys.executable, *f"{words} {short} -- {script.strip()}{cpu}".split()[1:]]
+    command = [sys.executable, *f"{words} {short} -- {script}{cpu}".split()]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

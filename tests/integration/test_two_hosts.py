@@ -274,8 +274,8 @@ def test_processes_with_a_pytorchjobs_variables_are_one_comparison_that_no_stran
 
 @pytest.mark.slow
 def test_the_users_script_trains_on_both_hosts_and_another_file_on_one_is_refused(hosts: TwoHosts) -> None:
-    page = (ROOT / "docs" / "own_script.md").read_text(encoding="utf-8").partition("### Plain DeepSpeed")[2]
-    config, script = (page.partition(f"```{language}\n")[2].partition("```")[0] for language in ("json", "python"))
+    examples = ROOT / "examples" / "own_script"
+    config, script = ((examples / name).read_text() for name in ("ds_config.json", "train_deepspeed.py"))
     hosts.a.path(hosts.folder / "ds.json").write_text(config)
     path = hosts.folder / "train.py"
     hosts.a.path(path).write_text(script)

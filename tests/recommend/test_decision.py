@@ -1,4 +1,4 @@
-"""The rule of docs/choosing.md: worked examples, its edges, its laws by search, and that noise never decides."""
+"""The rule of docs/reading.md: worked examples, its edges, its laws by search, and that noise never decides."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The factories of docs/models.md, word for word but for their sizes, which train in a second."""
+"""The factories of examples/own_models.py, word for word but for their sizes, which train in a second."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 _SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
@@ -16,8 +15,7 @@ _SIZES = {
     "ViTConfig(num_labels=1000)": {**_SMALL, "num_labels": 1000, "image_size": 32, "patch_size": 8},
 }  # fmt: skip
 
-_page = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
-for _block in re.findall(r"```python\n(.*?)```", _page, re.DOTALL):
-    for _call, _arguments in _SIZES.items():
-        _block = _block.replace(_call, f"{_call.partition('(')[0]}(**{_arguments!r})")
-    exec(_block)
+_text = (Path(__file__).resolve().parents[2] / "examples" / "own_models.py").read_text(encoding="utf-8")
+for _call, _arguments in _SIZES.items():
+    _text = _text.replace(_call, f"{_call.partition('(')[0]}(**{_arguments!r})")
+exec(_text)
