@@ -8,28 +8,35 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ..config import configuration_files, deepspeed_keys, lint
 from ..config.configuration_files import ConfigurationFileError, LocatedObject, MissingFileError
 from ..config.lint import Finding
 from ..config.placement import default_placement
-from ..config.rules import Level, ModelSize
+from ..config.rule_explanations import explain, file_finding, rule_table
+from ..config.rules import ModelSize
 from ..errors import UsageError
 from ..models import presets
-from ..system import invocation, terminal
+from ..system import invocation, redaction, terminal
 from ..system.gpu_state import read_gpus
 from ..units import format_items
 
 _REMEDY = "give a DeepSpeed JSON, an Accelerate YAML, or a Trainer's arguments"
 _GITHUB_LEVELS = {"error": "error", "warning": "warning", "hint": "notice"}
 STANDARD_INPUT = Path("-")
-_CONFIG = "runtime/config.py"
+_UNREAD = ("syntax", "missing-file")
+"""Rules about files that were not checked."""
+_EXPLAINED = ("rule", "level", "what", "why", "versions", "given", "example", "remedy", "source")
+_EXCERPT_WIDTH = 120
+"""Characters of a line."""
 _ACCELERATE_KEYS = {
     "zero_optimization.stage": "zero_stage",
     "zero_optimization.offload_optimizer": "offload_optimizer_device",
@@ -45,13 +52,28 @@ def show_findings(
     num_gpus: int | None,
     model: str | None,
     deepspeed_version: str | None,
+    select: Sequence[str],
+    ignore: Sequence[str],
+    rule: str | None,
     output_format: str,
     as_json: bool,
 ) -> int:
     """Print the findings. Return 0 without errors and warnings, 1 with any, 2 if a file could not be checked.
 
-    ``deepspeed_version``: such as ``0.18`` or ``0.18.2``; None for the installed one.
+    ``deepspeed_version``: such as ``0.18`` or ``0.18.2``; None for the installed one. ``select`` and ``ignore``: rules
+    or levels. ``rule``: explain it, and check nothing.
     """
+    names = (*rule_table(), *_GITHUB_LEVELS)
+    for name in (*select, *ignore, *([rule] if rule not in (None, "all") else [])):
+        if name not in names:
+            near = deepspeed_keys.nearest_key(name, names)
+            every = f"{invocation.command('check')} --explain all lists the rules"
+            raise UsageError(f"unknown rule {name!r}", remedy=f"did you mean {near}?" if near else every)
+    if rule is not None:
+        _print_explanations([*rule_table()] if rule == "all" else [rule], brief=rule == "all", as_json=as_json)
+        return 0
+    if not paths:
+        raise UsageError("no file to check", remedy="give a file, a folder, - for standard input, or --explain RULE")
     capability = default_placement(os.environ, read_gpus()).compute_capability
     size = None
     if model is not None:
@@ -64,6 +86,14 @@ def show_findings(
     check = partial(lint.check_config, num_gpus=num_gpus, model=size, compute_capability=capability)
     with deepspeed_keys.answer_for(deepspeed_version):
         reports = check_files(paths, check)
+
+    def is_shown(finding: Finding) -> bool:
+        named = {finding.rule, finding.level}
+        # A file that cannot be read must not pass because other rules are selected.
+        selected = not select or named & {*select, *_UNREAD}
+        return bool(selected) and not named & {*ignore}
+
+    reports = [replace(report, findings=[*filter(is_shown, report.findings)]) for report in reports]
     findings = [finding for report in reports for finding in report.findings]
     if as_json:
         entries = [
@@ -83,10 +113,11 @@ def show_findings(
     else:
         for report in reports:
             for finding in report.findings:
-                place = f"{report.path}:{finding.line}" if finding.line else f"{report.path}"
+                place = ":".join(str(part) for part in (report.path, finding.line, finding.column) if part)
                 key = f"{finding.path}: " if finding.path else ""
                 remedy = f"    → {finding.remedy} [{finding.rule}, {finding.source}]"
-                lines = [f"{place}: {finding.level}: {key}{finding.text}", remedy]
+                excerpt = _excerpt(report.lines, finding)
+                lines = [f"{place}: {finding.level}: {key}{finding.text}", *excerpt, remedy]
                 if output_format == "github":
                     lines = [_annotation(report.path, finding)]
                 # A line break in a key would make a second line, which GitHub could take for a command.
@@ -112,9 +143,48 @@ def _annotation(path: Path, finding: Finding) -> str:
         return "".join(f"%{ord(sign):02X}" if sign in f"%\r\n{more}" else sign for sign in str(text))
 
     title = f"{finding.rule}: {finding.path}".rstrip(": ")
-    properties = {"file": path, "line": finding.line, "title": title}
+    properties = {"file": path, "line": finding.line, "col": finding.column, "title": title}
     named = ",".join(f"{name}={escaped(value, ':,')}" for name, value in properties.items() if value is not None)
     return f"::{_GITHUB_LEVELS[finding.level]} {named}::{escaped(f'{finding.text} → {finding.remedy}')}"
+
+
+def _excerpt(lines: Sequence[str], finding: Finding) -> list[str]:
+    """Return the line of a finding with a caret under each character of the key; empty without a line to show."""
+    if finding.line is None or finding.line > len(lines) or not lines[finding.line - 1].strip():
+        return []
+    line = lines[finding.line - 1].replace("\t", " ")
+    start = (finding.column or 1) - 1
+    word = re.match(r'"(?:[^"\\]|\\.)*"|[\w.-]+|.?', line[start:])
+    end = start + len(word[0] if word else "")
+    first = max(0, start - _EXCERPT_WIDTH // 2)  # of a file that is one line
+    before, marked, after = map(
+        terminal.escape_controls, (line[first:start], line[start:end], line[end : first + _EXCERPT_WIDTH])
+    )
+    shown = [f"{finding.line:>6} | {before}{marked}{after}".rstrip()]
+    return shown if finding.column is None else [*shown, f"       | {' ' * len(before)}{'^' * len(marked)}"]
+
+
+def _print_explanations(rules: Sequence[str], *, brief: bool, as_json: bool) -> None:
+    """``brief``: one line for each rule."""
+    explained = [explain(rule) for rule in rules]
+    if as_json:
+        copied = ("rule", "level", "remedy", "source")
+        entries = [
+            {name: getattr(each.finding if name in copied else each, name) for name in _EXPLAINED} for each in explained
+        ]
+        terminal.print_json(json.dumps(entries, indent=1))
+        return
+    for each in explained:
+        finding, lines = each.finding, each.example.split("\n")
+        if brief:
+            terminal.print_text(f"{finding.rule} ({finding.level}): {each.what}")
+            continue
+        example = [f"{number:>6} | {line}" for number, line in enumerate(lines, 1)]
+        example[finding.line or 0 : finding.line or 0] = _excerpt(lines, finding)[1:]
+        texts = [f"{finding.rule} ({finding.level})", f"what: {each.what}", f"why: {each.why}"]
+        texts += [f"versions: DeepSpeed {each.versions}"] if each.versions else []
+        texts += [f"example, with {each.given}:" if each.given else "example:", *example]
+        terminal.print_text("\n".join([*texts, f"remedy: {finding.remedy}", f"source: {finding.source}"]))
 
 
 # Files
@@ -128,10 +198,12 @@ class FileReport:
     findings: Sequence[Finding] = ()
     problem: str | None = None
     """Why the file could not be checked; None if it was."""
+    lines: Sequence[str] = ()
+    """The file's lines; empty those that may hold a credential."""
 
 
 Check = Callable[[lint.Config], list[Finding]]
-LineOf = Callable[[str], int | None]
+PositionOf = Callable[[str], tuple[int, int] | None]
 
 
 def check_files(paths: Sequence[Path], check: Check) -> list[FileReport]:
@@ -158,17 +230,21 @@ def check_files(paths: Sequence[Path], check: Check) -> list[FileReport]:
 
 def _check_file(path: Path, check: Check) -> list[FileReport]:
     """Return the reports of a file and of the JSON that it names; one with a problem if it cannot be checked."""
+    text = ""
     try:
         text = _standard_input() if path == STANDARD_INPUT else configuration_files.read_text(path)
         data, lax_line = configuration_files.parse(path, text)
-        line_of = partial(configuration_files.line_of, text, data)
+        position_of = partial(configuration_files.position_of, text, data)
+        lines = _lines_without_secrets(text, data)
         if not isinstance(data, LocatedObject) or configuration_files.kind_of(data) in ("accelerate", "trainer"):
-            return _check_read_by_others(path, line_of, check)
+            own, *others = _check_read_by_others(path, position_of, check)
+            return [replace(own, lines=lines), *others]
     except ConfigurationFileError as error:
         if error.syntax_error is None:
             return [FileReport(path=path, problem=error.reason)]
-        reason, line = f"DeepSpeed cannot read it: {error.syntax_error.problem}", error.syntax_error.line
-        return [FileReport(path=path, findings=[Finding("syntax", "error", "", reason, "correct it", _CONFIG, line)])]
+        syntax = error.syntax_error
+        found = [file_finding("syntax", f"DeepSpeed cannot read it: {syntax.problem}", "", syntax.line, syntax.column)]
+        return [FileReport(path=path, findings=found, lines=_lines_without_secrets(text, {}))]
     known = deepspeed_keys.top_level_keys() | deepspeed_keys.removed_keys()
     # Similarity is slow, and other JSON may have thousands of keys.
     if not known & data.keys() and not any(deepspeed_keys.nearest_key(key, known, 0.85) for key in list(data)[:50]):
@@ -177,9 +253,16 @@ def _check_file(path: Path, check: Check) -> list[FileReport]:
     found = check(data)
     if lax_line:
         reason = "not strict JSON, which DeepSpeed reads and Trainer and Accelerate refuse"
-        remedy = "correct it if one of them reads the file"
-        found.append(Finding("not-strict-json", "hint", "", reason, remedy, _CONFIG, lax_line))
-    return [FileReport(path=path, findings=_located(found, line_of))]
+        found.append(file_finding("not-strict-json", reason, "", lax_line))
+    return [FileReport(path=path, findings=_located(found, position_of), lines=lines)]
+
+
+def _lines_without_secrets(text: str, data: Mapping[str, Any]) -> list[str]:
+    secrets = redaction.secrets_of(data)
+    if not all(secret in text for secret in secrets):  # the file writes them escaped
+        return []
+    lines = text.split("\n")
+    return ["" if redaction.looks_secret("", line) or any(map(line.__contains__, secrets)) else line for line in lines]
 
 
 def _standard_input() -> str:
@@ -192,40 +275,38 @@ def _standard_input() -> str:
         raise ConfigurationFileError(STANDARD_INPUT, "not UTF-8 text") from None
 
 
-def _check_read_by_others(path: Path, line_of: LineOf, check: Check) -> list[FileReport]:
+def _check_read_by_others(path: Path, position_of: PositionOf, check: Check) -> list[FileReport]:
     """Return the reports of an Accelerate or Trainer file, and of the JSON that it names."""
 
-    def at_name(rule: str, level: Level, reason: str, remedy: str) -> Finding:
+    def at_name(rule: str, reason: str) -> Finding:
         """Make a finding at the key that names the other file."""
-        key = "deepspeed" if line_of("deepspeed") else "deepspeed_config.deepspeed_config_file"
-        return Finding(rule, level, key, reason, remedy, "Accelerate, utils/dataclasses.py", line_of(key))
+        key = "deepspeed" if position_of("deepspeed") else "deepspeed_config.deepspeed_config_file"
+        return file_finding(rule, reason, key).at(position_of(key))
 
     try:
         file = configuration_files.read_configuration_file(path)
     except MissingFileError as error:
-        return [FileReport(path=path, findings=[at_name("missing-file", "error", error.reason, error.remedy)])]
+        return [FileReport(path=path, findings=[at_name("missing-file", error.reason)])]
     if file.deepspeed_file is not None:
         found = []
         if file.conflicts:
-            reason, remedy = configuration_files.conflict_text(file.conflicts), "keep them in one of the two files"
-            found.append(at_name("accelerate-conflict", "error", reason, remedy))
+            found.append(at_name("accelerate-conflict", configuration_files.conflict_text(file.conflicts)))
         if file.deepspeed_file.resolve() != Path(file.deepspeed_name).resolve():
             reason = f"found as {file.deepspeed_file}; the program that trains looks below the folder it is started in"
-            remedy = "start it in the folder that the path is relative to, or write an absolute path"
-            found.append(at_name("relative-file", "hint", reason, remedy))
+            found.append(at_name("relative-file", reason))
         return [FileReport(path=path, findings=found), *_check_file(file.deepspeed_file, check)]
 
-    def line_in_block(key: str) -> int | None:
+    def position_in_block(key: str) -> tuple[int, int] | None:
         if file.kind == "trainer":
-            return line_of(f"deepspeed.{key}".rstrip("."))
-        return line_of(f"deepspeed_config.{_ACCELERATE_KEYS.get(key, key.rpartition('.')[2])}".rstrip("."))
+            return position_of(f"deepspeed.{key}".rstrip("."))
+        return position_of(f"deepspeed_config.{_ACCELERATE_KEYS.get(key, key.rpartition('.')[2])}".rstrip("."))
 
     found = [finding for finding in check(file.config) if finding.rule != "automatic-value"]  # they fill it in
-    return [FileReport(path=path, findings=_located(found, line_in_block))]
+    return [FileReport(path=path, findings=_located(found, position_in_block))]
 
 
-def _located(found: Iterable[Finding], line_of: LineOf) -> list[Finding]:
-    """Return the findings with their lines, errors first, then by line."""
-    located = [replace(finding, line=finding.line or line_of(finding.path)) for finding in found]
+def _located(found: Iterable[Finding], position_of: PositionOf) -> list[Finding]:
+    """Return the findings with their positions, errors first, then by line."""
+    located = [finding if finding.line else finding.at(position_of(finding.path)) for finding in found]
     order = ("error", "warning", "hint")
     return sorted(located, key=lambda finding: (order.index(finding.level), finding.line or 0))

@@ -30,6 +30,7 @@ try:
         names_from,
         number,
         path,
+        split_names,
     )
     from .script import ENDINGS, report_error
 except KeyboardInterrupt:  # Ctrl-C while these modules are loaded
@@ -140,6 +141,7 @@ _SECONDS = number(float, {"gt": 0})
 _RESULTS: Flags = {"results": {"nargs": "+", "type": path, "metavar": "RUN_OR_JSON", "help": _RESULT}}
 _JSON: Flags = {"--json": {**_ON, "dest": "as_json", "help": "print JSON"}}
 _JUNIT: Flags = {"--junit": {**_FILE, "help": "also write JUnit XML with a test for each row"}}
+_RULES: dict[str, Any] = {"type": split_names, "action": "extend", "default": [], "metavar": "RULE,..."}
 _CONFIGS: Flags = {
     "--configs": flag_of("configs", default=[], help="configurations of your own: DeepSpeed JSON, Accelerate YAML, a "
                                                      "Trainer's arguments"),
@@ -354,16 +356,21 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "check": Command(
         purpose="what is wrong, ineffective or left open in DeepSpeed configurations, without a GPU",
-        examples=("ds_config.json", "configs/*.json --num-gpus 8 --model meta-llama/Llama-2-7b-hf"),
+        examples=("ds_config.json", "configs/*.json --num-gpus 8 --model meta-llama/Llama-2-7b-hf",
+                  "ds_config.json --ignore hint,unread-key", "--explain removed-key"),
         function="check:show_findings",
         flags={
-            "paths": {"nargs": "+", "type": path, "metavar": "FILE",
+            "paths": {"nargs": "*", "type": path, "metavar": "FILE",
                       "help": "DeepSpeed JSON, Accelerate YAML, a folder, or - for stdin"},
             "--num-gpus": {**_INTEGER, "help": "also check the batch sizes for this number of GPUs"},
             "--model": {"metavar": "NAME", "help": "also compare buffer sizes with this built-in model"},
             "--deepspeed-version": {"type": deepspeed_version, "metavar": "0.16-0.19",
                                     "help": "the version that will read the files, such as 0.18 or 0.18.2 (default: "
                                             "the installed one)"},
+            "--select": {**_RULES, "help": "report only these rules or levels (error, warning, hint)"},
+            "--ignore": {**_RULES, "help": "leave out these rules or levels"},
+            "--explain": {"metavar": "RULE", "dest": "rule",
+                          "help": "what a rule finds, why, an example, the remedy and the source; all lists the rules"},
             "--format": {"choices": ("text", "github"), "default": "text", "dest": "output_format",
                          "help": "github: annotations of a workflow (default: text)"},
             **_JSON,

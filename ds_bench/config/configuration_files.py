@@ -52,11 +52,11 @@ _ACCELERATE_CONFLICTS = (
 
 
 class ConfigSyntaxError(Exception):
-    """DeepSpeed cannot read the text; ``line`` counts from 1."""
+    """DeepSpeed cannot read the text; ``line`` and ``column`` count from 1."""
 
-    def __init__(self, problem: str, line: int) -> None:
+    def __init__(self, problem: str, line: int, column: int | None = None) -> None:
         super().__init__(problem)
-        self.problem, self.line = problem, line
+        self.problem, self.line, self.column = problem, line, column
 
 
 class ConfigurationFileError(UsageError):
@@ -420,7 +420,7 @@ def _require_bounded(path: Path, data: Any) -> Config:
 
 
 class LocatedObject(dict[str, Any]):
-    """A JSON object that knows where in the text the value of each key begins."""
+    """A JSON object that knows where in the text each key begins."""
 
     offsets: dict[str, int]
 
@@ -442,10 +442,12 @@ def parse_hjson(text: str) -> Any:
             found = LocatedObject()
             found.offsets = {}
             for (name, value), start in zip(pairs, starts, strict=True):
+                # hjson notes only the start of the value; a key with escapes is not in the text as it reads.
+                offset = text.rfind(name, 0, start)
+                offset = start if offset < 0 else offset - (text[offset - 1 : offset] in ("'", '"'))
                 if name in found:
-                    line = text.count("\n", 0, start) + 1
-                    raise ConfigSyntaxError(f"the key {name!r} appears twice in one block", line)
-                found[name], found.offsets[name] = value, start
+                    raise ConfigSyntaxError(f"the key {name!r} appears twice in one block", *_position(text, offset))
+                found[name], found.offsets[name] = value, offset
             return found
 
         return decoder.JSONObject(state, encoding, strict, scan_noting_start, None, located, *rest[2:])
@@ -457,23 +459,29 @@ def parse_hjson(text: str) -> Any:
     try:
         return reader.decode(text)
     except hjson.HjsonDecodeError as error:
-        raise ConfigSyntaxError(error.msg.replace(" %r", "").removesuffix(" at"), error.lineno) from None
+        problem = error.msg.replace(" %r", "").removesuffix(" at")
+        raise ConfigSyntaxError(problem, error.lineno, error.colno) from None
     except (IndexError, OverflowError, ValueError) as error:  # an open comment, 1e999, a number of thousands of digits
         raise ConfigSyntaxError(f"cannot be read: {error}", text.count("\n") + 1) from None
 
 
-def line_of(text: str, data: Any, path: str) -> int | None:
-    """Return the line of a key, or of the innermost block around it; None without either.
+def _position(text: str, offset: int) -> tuple[int, int]:
+    """Return line and column, from 1."""
+    return text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset)
+
+
+def position_of(text: str, data: Any, path: str) -> tuple[int, int] | None:
+    """Return line and column of a key, or of the innermost block around it; None without either.
 
     ``data``: what :func:`parse` made of the text.
     """
-    line = None
+    position = None
     if isinstance(data, LocatedObject):
         for name in path.split("."):
             if not isinstance(data, LocatedObject) or name not in data:
                 break
-            line, data = text.count("\n", 0, data.offsets[name]) + 1, data[name]
-        return line
+            position, data = _position(text, data.offsets[name]), data[name]
+        return position
     import yaml
 
     node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -482,5 +490,6 @@ def line_of(text: str, data: Any, path: str) -> int | None:
         found = [(key, value) for key, value in pairs if key.value == name]
         if not found:
             break
-        line, node = found[0][0].start_mark.line + 1, found[0][1]
-    return line
+        mark, node = found[0][0].start_mark, found[0][1]
+        position = mark.line + 1, mark.column + 1
+    return position

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import UsageError
@@ -43,6 +43,12 @@ class Finding:
     """Line of the file, from 1; None if unknown."""
     stops_when: str = ""
     """When DeepSpeed raises its error; empty: when it reads the configuration, or never."""
+    column: int | None = None
+    """Column of the line at which the key begins, from 1; None if unknown."""
+
+    def at(self, position: tuple[int, int] | None) -> Finding:
+        """Return the finding at a line and column; unchanged without."""
+        return self if position is None else replace(self, line=position[0], column=position[1])
 
     @property
     def text(self) -> str:

@@ -14,7 +14,9 @@ import pytest
 import yaml
 from syrupy.assertion import SnapshotAssertion
 
-from ds_bench.cli import commands
+from ds_bench.cli import check, commands
+from ds_bench.config import lint
+from ds_bench.config.rules import RULES
 
 GOOD = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0}
 BAD = """\
@@ -104,7 +106,7 @@ def test_standard_input_is_a_file(
     for text, code in ((BAD, 1), (" " * 300_000, 2)):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
         assert commands.main(["check", "-"]) == code
-    assert "-:5: error: zero_optimization.mics_shard_size" in capsys.readouterr().out
+    assert "-:5:5: error: zero_optimization.mics_shard_size" in capsys.readouterr().out
 
 
 def test_json_has_every_file_and_finding(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +116,7 @@ def test_json_has_every_file_and_finding(write: Write, capsys: pytest.CaptureFix
     bad, other, one = json.loads(shown.out)
     assert shown.err.startswith("ds_bench: package.json: not a DeepSpeed configuration: it has name (give ")
     assert (bad["file"], bad["problem"], bad["findings"][0]["line"]) == ("ds.json", None, 5)
-    assert bad["findings"][0].keys() == {"rule", "level", "path", "reason", "remedy", "source", "line"}
+    assert bad["findings"][0].keys() == {"rule", "level", "path", "reason", "remedy", "source", "line", "column"}
     assert (other["findings"], other["problem"]) == ([], "not a DeepSpeed configuration: it has name")
     assert one["findings"][0]["reason"].endswith(": DeepSpeed stops when training starts")
 
@@ -123,9 +125,76 @@ def test_a_file_cannot_write_an_annotation_of_its_own(write: Write, capsys: pyte
     write({**GOOD, "a\u001b[2J\n::error::b": 1})
     commands.main(["check", "--format", "github", "ds.json", write(BAD, "a,b.json")])
     out = capsys.readouterr().out
-    assert "::error file=a%2Cb.json,line=5,title=removed-key%3A zero_optimization." in out
+    assert "::error file=a%2Cb.json,line=5,col=5,title=removed-key%3A zero_optimization." in out
     assert "\u001b" not in out
     assert not [line for line in out.splitlines() if line.startswith("::error::b")]
+
+
+def test_the_excerpt_marks_the_key_and_never_shows_a_credential(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def excerpt(text: str, name: str = "ds.json") -> list[str]:
+        commands.main(["check", write(text, name), "--ignore", "hint"])
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith(" ") and " | " in line]
+
+    assert excerpt('{\n\t"typo": 1 // tab\n}') == ['     2 |  "typo": 1 // tab', "       |  ^^^^^^"]
+    line, carets = excerpt(json.dumps({**GOOD, "steps_per_print": "x" * 200, "bf16": {"enabeld": True}}))[:2]
+    assert line[carets.index("^") : carets.rindex("^") + 1] == '"enabeld"'
+    assert len(line) <= 130
+    for secret in ('"hf_abcdefgh"', "1 // token=abcdefgh", '{"cookie": "bob"}', '{"cookie": "b\\u006fb"}', '"sk-1" 1'):
+        assert excerpt(f'{{"train_batch_size": 1,\n"typo": {secret}}}') == [], secret
+
+
+def test_only_selected_rules_count_and_no_selection_hides_an_unreadable_file(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write({**GOOD, "typo": 1, "wall_clock_breakdown": True, "fp16": {"enable": True}})
+    for flags, rules, code in (
+        ([], ["unknown-key", "ignored-key", "wall-clock-breakdown"], 1),
+        (["--select", "wall-clock-breakdown"], ["wall-clock-breakdown"], 0),
+        (["--select", "warning", "--select", "hint"], ["ignored-key", "wall-clock-breakdown"], 1),
+        (["--ignore", "error,warning"], ["wall-clock-breakdown"], 0),
+        (["--select", "warning", "--ignore", "ignored-key"], [], 0),
+    ):
+        assert commands.main(["check", "ds.json", "--json", *flags]) == code
+        (report,) = json.loads(capsys.readouterr().out)
+        assert [finding["rule"] for finding in report["findings"]] == rules
+    assert commands.main(["check", write('{"a": 1, "a": 2}', "twice.json"), "--select", "type"]) == 1
+    for flags in (["--select", "tipe"], ["--ignore", "tipe"], ["--explain", "tipe"]):
+        capsys.readouterr()
+        assert commands.main(["check", "ds.json", *flags]) == 2
+        assert capsys.readouterr().err == "ds_bench: unknown rule 'tipe' (did you mean type?)\n"
+    assert commands.main(["check"]) == 2
+
+
+def test_an_explained_example_breaks_its_rule_as_the_explanation_says(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("sub/ds_config.json", "sub/configs/ds_config.json"):
+        (Path.cwd() / name).parent.mkdir(parents=True)
+        write(GOOD, name)
+    assert commands.main(["check", "--explain", "all", "--json"]) == 0
+    explained = json.loads(capsys.readouterr().out)
+    for each in explained:
+        if "compute capability" in each["given"]:  # needs another machine
+            continue
+        file = write(each["example"], "sub/ds.json" if each["example"].startswith("{") else "sub/ds.yaml")
+        commands.main(["check", "--json", file, *each["given"].split()])
+        own = json.loads(capsys.readouterr().out)[0]["findings"]
+        (found,) = [finding for finding in own if finding["rule"] == each["rule"]]
+        assert {found[name] == each[name] for name in ("level", "remedy", "source")} == {True}, each["rule"]
+    # Every rule that the code names has an explanation, and every explanation has a rule.
+    code = "".join(Path(module.__file__ or "").read_text(encoding="utf-8") for module in (lint, check))
+    named = re.findall(r'(?:Finding|_stops|at_name|file_finding)\(\s*"([\w-]+)"', code)
+    rules = {rule.name for rule in RULES if rule.level}
+    assert {each["rule"] for each in explained} == {*named, *rules}
+
+
+def test_an_explanation_reads_as_it_should(capsys: pytest.CaptureFixture[str], snapshot: SnapshotAssertion) -> None:
+    commands.main(["check", "--explain", "muon-updates-8463"])
+    assert capsys.readouterr().out == snapshot
+    commands.main(["check", "--explain", "all"])
+    assert "\nunknown-key (error): A key that its block does not have." in capsys.readouterr().out
 
 
 def test_the_hook_runs_this_command_on_files_with_names_of_configurations() -> None:

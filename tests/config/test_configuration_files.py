@@ -12,8 +12,8 @@ import yaml
 from ds_bench.config.configuration_files import (
     ConfigSyntaxError,
     ConfigurationFileError,
-    line_of,
     parse_hjson,
+    position_of,
     read_configuration_file,
     read_configuration_files,
 )
@@ -158,22 +158,24 @@ TEXT = """// comment {
 """
 
 
-def test_a_key_has_its_line_and_a_missing_one_that_of_its_block() -> None:
+def test_a_key_has_its_position_and_a_missing_one_that_of_its_block() -> None:
     data = parse_hjson(TEXT)
     assert data["zero"] == {"stage": 3, "quoteless": {"device": "cpu"}, "list": [{"x": 1}, {"y": 2}]}
-    lines = {"a": 3, "zero": 5, "zero.stage": 6, "zero.quoteless.device": 8, "zero.list": 10, "text": 13}
-    lines |= {"zero.absent": 5}
-    assert {path: line_of(TEXT, data, path) for path in lines} == lines
-    assert line_of(TEXT, data, "absent") is None
+    places = {"a": (3, 3), "zero": (5, 3), "zero.stage": (6, 5), "zero.quoteless": (7, 5), "text": (13, 3)}
+    places |= {"zero.quoteless.device": (8, 9), "zero.list": (10, 5), "zero.absent": (5, 3)}
+    assert {path: position_of(TEXT, data, path) for path in places} == places
+    assert position_of(TEXT, data, "absent") is None
+    escaped = '{"\\u0061": 1}'
+    assert position_of(escaped, parse_hjson(escaped), "a") == (1, 12)  # its value
 
 
 def test_what_deepspeed_cannot_read_is_an_error_with_its_line() -> None:
-    for text, line, problem in (
-        ('{\n"b": {"c": 1,\n"c": 2}}', 3, "'c' appears twice"),
-        ('{\n"a" 1}', 2, "Expecting ':'"),
-        ('{"a": 1e999}', 1, "infinity"),
-        ('{"a": /* ', 1, "cannot be read"),
+    for text, position, problem in (
+        ('{\n"b": {"c": 1,\n "c": 2}}', (3, 2), "'c' appears twice"),
+        ('{\n"a" 1}', (2, 5), "Expecting ':'"),
+        ('{"a": 1e999}', (1, None), "infinity"),
+        ('{"a": /* ', (1, None), "cannot be read"),
     ):
         with pytest.raises(ConfigSyntaxError, match=problem) as caught:
             parse_hjson(text)
-        assert caught.value.line == line
+        assert (caught.value.line, caught.value.column) == position

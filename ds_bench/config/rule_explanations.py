@@ -1,0 +1,94 @@
+"""What ``check --explain`` says about a rule: what it finds, why it matters, an example, the remedy and the source.
+
+``lint_rules.json`` has an example for every rule, which the tests check too, and a sentence for the rules that
+``rules`` does not describe. Level, reason, remedy and source come from the finding that ``check`` makes of the example.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from . import deepspeed_keys, lint
+from .configuration_files import parse_hjson, position_of
+from .deepspeed_config import overlay
+from .lint import Finding
+from .rules import RULES, WRONG_TRAINING, ModelSize
+
+BASE: Mapping[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0}
+"""The configuration without a finding that every example changes."""
+_WHY = {
+    "error": "DeepSpeed stops when {}.",
+    "warning": "DeepSpeed accepts the file, but ignores the setting, acts otherwise, or fails later.",
+    "hint": "DeepSpeed accepts the file. This is worth knowing.",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """One rule in words."""
+
+    finding: Finding
+    """What ``check`` reports about the example, with its place there."""
+    what: str
+    why: str
+    example: str
+    """Text of a file that breaks the rule and no other."""
+    given: str
+    """Flags, or a GPU, that ``check`` needs to find it; empty for none."""
+    versions: str
+    """The DeepSpeed versions in which the rule holds; empty: all."""
+
+
+@cache
+def rule_table() -> Mapping[str, Mapping[str, Any]]:
+    """Return the name of every rule → its entry in ``lint_rules.json``: ``what``, ``why``, ``given`` and an example.
+
+    The example is a ``config`` laid over :data:`BASE`, where null removes a key, or for a rule about a whole file its
+    ``text``; such an entry has ``level``, ``remedy`` and ``source`` too.
+    """
+    table: dict[str, Any] = json.loads(Path(__file__).with_name("lint_rules.json").read_text(encoding="utf-8"))
+    return table
+
+
+def file_finding(rule: str, reason: str, path: str = "", line: int | None = None, column: int | None = None) -> Finding:
+    """Make the finding of a rule about a whole file."""
+    entry = rule_table()[rule]
+    return Finding(rule, entry["level"], path, reason, entry["remedy"], entry["source"], line, column=column)
+
+
+def explain(rule: str) -> Explanation:
+    """Explain a rule of :func:`rule_table`."""
+    entry = rule_table()[rule]
+    known: dict[str, Any] = dict(entry.get("given", {}))
+    given = [f"--{name.replace('_', '-')} {known[name]}" for name in ("deepspeed_version", "num_gpus") if name in known]
+    version = known.pop("deepspeed_version", None)
+    if "model" in known:
+        known["model"] = ModelSize(**known["model"])
+        given.append(f"--model {known['model'].name}")
+    if "compute_capability" in known:
+        known["compute_capability"] = tuple(known["compute_capability"])
+        given.append(f"a GPU of compute capability {'.'.join(map(str, known['compute_capability']))}")
+    if "text" in entry:
+        finding, text = file_finding(rule, entry["what"]), entry["text"]
+    else:
+        config = overlay(BASE, entry["config"])
+        with deepspeed_keys.answer_for(version):
+            finding = next(each for each in lint.check_config(config, **known) if each.rule == rule)
+        text = json.dumps(config, indent=2, ensure_ascii=False)
+        finding = finding.at(position_of(text, parse_hjson(text), finding.path))
+    why = _WHY[finding.level].format(finding.stops_when or "it reads the file")
+    if rule in {each.name for each in WRONG_TRAINING}:
+        why = "Training runs, and in these versions its result differs from what the file says."
+    return Explanation(
+        finding=finding,
+        what=entry.get("what") or f"{finding.path}: {finding.reason}",
+        why=entry.get("why", why),
+        example=text,
+        given=" ".join(given),
+        versions=next((each.versions for each in RULES if each.name == rule), ""),
+    )
