@@ -191,7 +191,8 @@ def test_an_explained_example_breaks_its_rule_as_the_explanation_says(
 
 
 def test_an_explanation_reads_as_it_should(capsys: pytest.CaptureFixture[str], snapshot: SnapshotAssertion) -> None:
-    commands.main(["check", "--explain", "muon-updates-8463"])
+    for rule in ("muon-updates-8463", "swap-buffer-too-small"):
+        commands.main(["check", "--explain", rule])
     assert capsys.readouterr().out == snapshot
     commands.main(["check", "--explain", "all"])
     assert "\nunknown-key (error): A key that its block does not have." in capsys.readouterr().out
