@@ -137,7 +137,7 @@ def test_the_excerpt_marks_the_key_and_never_shows_a_credential(
         commands.main(["check", write(text, name), "--ignore", "hint"])
         return [line for line in capsys.readouterr().out.splitlines() if line.startswith(" ") and " | " in line]
 
-    assert excerpt('{"train_batch_size": 1,\n\t"typo": 1 // tab\n}') == ['     2 |  "typo": 1 // tab', "       |  ^^^^^^"]
+    assert excerpt('{"train_batch_size": 1,\n\t"typo": 1 // 5\n}') == ['     2 |  "typo": 1 // 5', "       |  ^^^^^^"]
     line, carets = excerpt(json.dumps({**GOOD, "steps_per_print": "x" * 200, "bf16": {"enabeld": True}}))[:2]
     assert line[carets.index("^") : carets.rindex("^") + 1] == '"enabeld"'
     assert len(line) <= 130

@@ -1,4 +1,4 @@
-"""The hook of .pre-commit-hooks.yaml, which pre-commit itself installs and runs when somebody commits."""
+"""The hook of .pre-commit-hooks.yaml, installed and run by pre-commit itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GOOD = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0}
 BAD = {**GOOD, "zero_optimization": {"stage": 2, "mics_shard_size": 8}}
 
 
-def test_pre_commit_installs_the_hook_which_refuses_a_commit_until_it_is_mended(tmp_path: Path) -> None:
+def test_pre_commit_installs_the_hook_and_it_refuses_a_wrong_configuration(tmp_path: Path) -> None:
     package, repository = tmp_path / "package", tmp_path / "repository"
     shutil.copytree(ROOT / "ds_bench", package / "ds_bench", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE", ".pre-commit-hooks.yaml"):
