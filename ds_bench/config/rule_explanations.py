@@ -1,6 +1,7 @@
 """What ``check --explain`` says about a rule: what it finds, why it matters, an example, the remedy and the source.
 
-``lint_rules.json`` has an example for every rule, and a sentence where ``rules`` has none. Level, reason, remedy and source come from the finding that ``check`` makes of the example.
+``lint_rules.json`` has an example for every rule, and a sentence where ``rules`` has none. Level, reason, remedy and
+source come from the finding that ``check`` makes of the example.
 """
 
 from __future__ import annotations
