@@ -280,13 +280,23 @@ def _row(key: str, label: str, runs: Sequence[Run]) -> ComparisonRow:
 
 
 def _row_caveats(runs: Sequence[Run], rates: Sequence[float]) -> tuple[Caveat, ...]:
-    """Caveats of the runs, then of the row, each once. A busy CPU is reported for the run with the busiest CPU only."""
-    # Each run has other figures in this text, so that they would all be listed.
-    busy = [
-        (run.row.cpu_other_cores or 0.0, caveat) for run in runs for caveat in run.caveats if caveat.kind in CPU_KINDS
-    ]
-    _, busiest = max(busy, key=lambda pair: pair[0], default=(0.0, None))
-    caveats = [caveat for run in runs for caveat in run.caveats if caveat.kind not in CPU_KINDS or caveat == busiest]
+    """Caveats of the runs, then of the row, each once.
+
+    A busy CPU and slow steps are reported for the run with most of them, since the text has figures of that run.
+    """
+    found = [(run, caveat) for run in runs for caveat in run.caveats]
+    busiest = max(
+        (pair for pair in found if pair[1].kind in CPU_KINDS),
+        key=lambda pair: pair[0].row.cpu_other_cores or 0.0,
+        default=None,
+    )
+    slowest = max(
+        (pair for pair in found if pair[1].kind is CaveatKind.OUTLIERS),
+        key=lambda pair: pair[1].values["count"],
+        default=None,
+    )
+    once = (*CPU_KINDS, CaveatKind.OUTLIERS)
+    caveats = [caveat for run, caveat in found if caveat.kind not in once or (run, caveat) in (busiest, slowest)]
     failed = sum(not run.row.success for run in runs)
     if 0 < failed < len(runs):
         caveats.append(note(f"{failed} of {len(runs)} runs failed"))

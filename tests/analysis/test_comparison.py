@@ -89,9 +89,11 @@ def test_a_run_that_failed_takes_no_part_in_the_numbers_and_is_counted() -> None
 
 
 def test_each_caveat_of_several_runs_is_said_once() -> None:
-    wobbly = [fakes.success(gpu(1, n), step_seconds=[0.1] * 9 + [0.5]) for n in range(3)]
+    wobbly = [fakes.success(gpu(1, n), step_seconds=[0.1] * 20 + [0.5] * (1 + n)) for n in (0, 2, 1)]
     (row,) = rows(*wobbly)
-    assert [caveat.kind for caveat in row.caveats] == [CaveatKind.UNSTABLE_STEPS, CaveatKind.OUTLIERS]
+    kinds = [caveat.kind for caveat in row.caveats]
+    assert len(kinds) == len(set(kinds))
+    assert row.caveats[kinds.index(CaveatKind.OUTLIERS)].values["count"] == 3, "of the run with most of them"
     plain = [make_run(each) for each in (ran(1), ran(3, losses=(85.0,) * 12))]
     for given_runs in (plain, with_loss_caveats(plain)):
         assert [caveat.kind for caveat in compare(given_runs).rows[1].caveats] == [CaveatKind.LOSS_DIFFERS]
