@@ -62,6 +62,7 @@ _ENDINGS: Mapping[str, Ending] = {
 """By status; any other is an exception's class."""
 _KINDS = (
     "shared_memory", "bus_error", "pinned_memory", "memlock", "peer_access", "fabric_manager", "collective_timeout",
+    "gathered_views",
 )  # fmt: skip
 """Values of ``Outcome.kind`` with a remedy of their own, whatever the status; no smaller workload helps."""
 _PHASES_BEFORE_BUILD = ("hello", "import")

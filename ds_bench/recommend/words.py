@@ -133,6 +133,8 @@ TEMPLATES: Mapping[str, str] = {
     "memlock": "raise the limit of locked memory: ulimit -l unlimited (limits.conf; UsePAM yes for sshd)",
     "peer_access": "set NCCL_P2P_DISABLE=1: these GPUs cannot access each other's memory",
     "fabric_manager": "start the GPUs' fabric manager: systemctl start nvidia-fabricmanager",
+    "gathered_views": "use DeepSpeed 0.19 or later, ZeRO-3 or one rank: before 0.19 several CPU ranks cannot gather "
+    "parameters at ZeRO-1 and ZeRO-2 with a recent torch",
     "collective_timeout": "read what the late ranks did last in their logs; for a mixture of experts at ZeRO-3 name "
     "its expert block in zero_optimization.leaf_module.classes",
 }

@@ -371,8 +371,9 @@ class RankFailure:
     kind: str = "other"
     """What ran out: ``device_oom``, ``host_oom``, ``pinned_memory``, ``disk_full``, ``shared_memory`` (/dev/shm) or
     ``memlock`` (locked memory of InfiniBand). Other causes: ``peer_access`` (GPUs without it), ``fabric_manager`` (not
-    running), ``collective_timeout`` (NCCL's watchdog), ``peer_lost`` (a broken collective), or of a script
-    ``no_engine``, ``ended_early`` and ``auto_refused`` (DeepSpeed got "auto" in place of a value); else ``other``."""
+    running), ``collective_timeout`` (NCCL's watchdog), ``gathered_views`` (DeepSpeed before 0.19 on CPU ranks),
+    ``peer_lost`` (a broken collective), or of a script ``no_engine``, ``ended_early`` and ``auto_refused`` (DeepSpeed
+    got "auto" in place of a value); else ``other``."""
     requested_bytes: int | None = None
     free_bytes: int | None = None
     traceback: str = ""

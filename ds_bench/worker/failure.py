@@ -30,6 +30,8 @@ _CAUSES = tuple(
         ("memlock", r"(?:ibv_|NET/OFI Unable to register memory).*Cannot allocate memory"),
         ("peer_access", r"peer access is not supported"),
         ("fabric_manager", r"system not yet initialized"),
+        # DeepSpeed before 0.19, stages 1 and 2, several CPU ranks (``library_versions.adapt_engine``).
+        ("gathered_views", r"Output 0 of Split\w* is a view and is being modified inplace"),
         ("host_oom", r"node running low on memory|GB \([\d.]+%?\).{0,30}(?:exceeds the memory|OOM)"),  # Ray
         (
             "device_oom",

@@ -253,6 +253,7 @@ STARTED = failed(schema.TIMEOUT, phase="init")
         ("memlock", failed("DistBackendError", kind="memlock")),
         ("peer_access", failed("DistBackendError", kind="peer_access")),
         ("fabric_manager", failed("AcceleratorError", kind="fabric_manager")),
+        ("gathered_views", failed("RuntimeError", kind="gathered_views")),
         ("collective_timeout", failed(schema.TIMEOUT, kind="collective_timeout")),
     ],
 )

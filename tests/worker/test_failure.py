@@ -78,6 +78,9 @@ SEEN: list[tuple[str, str, BaseException | str]] = [
     ("peer_access", "EasyR1#579", PEER_ACCESS),
     ("fabric_manager", "pytorch#35710", "CUDA error: system not yet initialized"),
     ("fabric_manager", "cudaErrorSystemNotReady", nccl("Cuda failure 802 'system not yet initialized'")),
+    ("gathered_views", "DeepSpeed 0.18.9 on two CPU ranks, torch 2.13",
+     "Output 0 of Split is a view and is being modified inplace. This view is the output of a function that returns "
+     "multiple views. Such functions do not allow the output views to be modified inplace."),
     ("pinned_memory", "DeepSpeed#7150", "in pin_memory thread: CUDA error: invalid argument"),
     ("collective_timeout", "sglang#1693", "[Rank 5] Watchdog caught collective operation timeout"),
     ("peer_lost", "nccl#1410", "ncclUnhandledCudaError: Call to CUDA function failed."),
