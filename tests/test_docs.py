@@ -1,4 +1,4 @@
-"""README and docs: the flags page is the parsers', commands parse, links lead to files, the table is a real one."""
+"""README and docs: the flags page is the parsers', commands parse, links lead to files, outputs are real ones."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ def test_every_command_of_readme_and_docs_parses() -> None:
                 words = shlex.split(line, comments=True)
                 if words[:3] == ["python", "-m", "ds_bench"]:
                     commands.parse(words[3:])
+                elif words[:1] == ["ds-compare"]:
+                    commands.parse(words[1:])
                 elif words[:2] == ["python", "zero_stage_comparison.py"]:
                     arguments.parse("zero", words[1], words[2:])
                 elif words[:2] == ["python", "offload_comparison.py"]:
@@ -57,36 +59,36 @@ def test_links_lead_to_files_and_headings_that_are_there() -> None:
             file = (page.parent / path).resolve() if path else page
             if "://" in target or (file.is_dir() and not heading):
                 continue
-            headings = (
-                re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE) if file.is_file() else []
-            )
+            is_page = file.is_file() and file.suffix == ".md"
+            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE) if is_page else []
             anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}
             if not file.is_file() or (heading and heading not in anchors):
                 broken.append((page.name, target))
     assert broken == []
 
 
-def test_the_readmes_table_is_what_report_prints_of_the_committed_rows() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = (ROOT / "tests" / "data" / "public_surface" / "reference_table.txt").read_text(encoding="utf-8")
-    assert f"```\n{table}```" in readme
+def test_outputs_of_readme_and_docs_are_what_their_commands_print(subtests: pytest.Subtests) -> None:
+    outputs = runpy.run_path(str(ROOT / "scripts" / "make_docs_outputs.py"))
+    for page in outputs["PAGES"]:
+        with subtests.test(page.name):
+            assert page.read_text(encoding="utf-8") == outputs["page_text"](page), "run scripts/make_docs_outputs.py"
 
 
-def test_the_readmes_plan_is_what_plan_prints(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    command = re.search(r"^python -m ds_bench (plan .*)$", readme, re.MULTILINE)
-    assert command
-    monkeypatch.setenv("COLUMNS", "100")
-    assert commands.main(shlex.split(command[1])) == 0
-    assert f"```\n{capsys.readouterr().out}```" in readme
+@pytest.mark.parametrize("page", ["README.md", "docs/quick_start.md", "docs/questions.md", "docs/prediction.md"])
+def test_each_command_has_its_output_below_it_or_a_comment_that_says_what_it_needs(page: str) -> None:
+    """Such as ``# trains``; outputs are compared above."""
+    outputs, text = runpy.run_path(str(ROOT / "scripts" / "make_docs_outputs.py")), (ROOT / page).read_text("utf-8")
+    shown = [command for command, *_ in outputs["examples"](text)]
+    for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL):
+        lines = [
+            line for line in block.splitlines() if re.match(r"ds-compare |python (?:-m ds_bench|\w+_comparison)", line)
+        ]
+        assert [line for line in lines if " # " not in line and outputs["OURS"].sub("", line) not in shown] == []
 
 
 EXAMPLES = {
-    "Checkpoint\n": "comparison_20261122_160859.json",
-    "Model ": "comparison_20261122_161908.json",
     "Host memory by phase": "zero_comparison_20261122_160058.json",
+    "ZeRO-1: torch": "profiles.txt",
     '{"step"': "zero1_steps.jsonl",
 }
 """How a measured example of docs begins → the committed file that it shows."""

@@ -15,6 +15,7 @@ import pytest
 
 import ds_bench
 from ds_bench.config import deepspeed_config, deepspeed_keys, strategies
+from ds_bench.launch import ops
 
 _ASK = """
 import json, sys
@@ -117,3 +118,70 @@ def test_source_has_what_we_rely_on() -> None:
     text = source("runtime/comm/coalesced_collectives.py")
     assert ".div_(world_sz)" in text, "with Ulysses too stage 3 divides by all ranks (docs/metrics.md)"
     assert "sequence" not in text
+
+
+_TRAIN = """
+import os, sys
+import deepspeed, torch
+folder, stage, resumed = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "resume"
+rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+deepspeed.init_distributed("gloo", init_method=f"file://{folder}/meet{ranks}", rank=rank, world_size=ranks)
+data = torch.randn(4, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+def engine(**more):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 16))
+    config = {"train_micro_batch_size_per_gpu": 4 // ranks, "zero_optimization": {"stage": stage}, **more,
+              "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
+    return deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())[0]
+def losses(engine, steps):
+    for _ in range(steps):
+        loss = (engine(data.chunk(ranks)[rank]) - data.chunk(ranks)[rank]).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        torch.distributed.all_reduce(mean := loss.detach().clone())
+        yield mean.item() / ranks
+if resumed:
+    try:
+        engine().load_checkpoint(folder)
+        print("accepted")
+    except Exception as error:
+        print("refused", "Automatic adjustment" in str(error))
+    trained = engine(checkpoint={"load_universal": True})
+    trained.load_checkpoint(folder)
+else:
+    trained = engine()
+    list(losses(trained, 5))
+    trained.save_checkpoint(folder)
+print("losses", *losses(trained, 3))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_universal_checkpoint_goes_on_with_another_number_of_ranks(stage: int, tmp_path: Path) -> None:
+    """The commands of docs/questions.md."""
+    environ = {**os.environ, "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCH_EXTENSIONS_DIR": str(ops.cache_folder("cpu"))}
+
+    def train(ranks: int, action: str) -> list[str]:
+        command = [sys.executable, "-c", _TRAIN, str(tmp_path), str(stage), action]
+        started = []
+        for rank in map(str, range(ranks)):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}
+            started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ | place))
+        try:
+            return [process.communicate(timeout=250)[0] for process in started].pop().splitlines()
+        finally:
+            for process in started:
+                process.kill()
+
+    (saved,) = [line for line in train(2, "save") if line.startswith("losses")]
+    page = Path(__file__).resolve().parents[2].joinpath("docs", "questions.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^python (-m deepspeed.checkpoint.ds_to_universal .*)$", page, re.MULTILINE)
+    words = shown.replace("ckpt/global_step100", f"{tmp_path}/global_step5").split()
+    subprocess.run([sys.executable, *words], check=True, capture_output=True, timeout=250, env=environ)
+    lines = train(1, "resume")
+    assert "refused True" in lines
+    (went_on,) = [line for line in lines if line.startswith("losses")]
+    assert [*map(float, went_on.split()[1:])] == pytest.approx([*map(float, saved.split()[1:])], rel=0.01)
