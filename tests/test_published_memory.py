@@ -24,6 +24,21 @@ def test_verdicts_about_published_configurations_are_never_optimistic() -> None:
     assert replayed["median_absolute_error"] <= 0.09
 
 
+def test_the_page_shows_figures_of_the_committed_comparison() -> None:
+    import published_memory
+
+    data = json.loads(RESULT.read_text(encoding="utf-8"))
+    points = [{name: value for name, value in row.items() if name != "error"} for row in data["points"]]
+    figures = published_memory.markdown([published_memory.Point(**point) for point in points]).splitlines()
+    for name, errors in data["summary"]["errors"].items():
+        absolute, signed = errors["median_absolute_error"], errors["median_error"]
+        figures.append(f"| {name} | {errors['points']} | {100 * absolute:.1f} % | {100 * signed:+.1f} % |")
+    page = (ROOT / "docs" / "prediction.md").read_text(encoding="utf-8").partition("## How far off")[2]
+    shown = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith("| group")]
+    assert len(shown) > 10
+    assert [line for line in shown if line not in figures] == []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_errors_are_those_of_the_committed_comparison() -> None:
