@@ -11,10 +11,11 @@ import pytest
 from ds_bench.analysis.row import make_run
 from ds_bench.config.caveats import Caveat, CaveatKind
 from ds_bench.config.spec import Trial
-from ds_bench.launch import Progress, ProgressCallback, warm_launcher
+from ds_bench.launch import Progress, ProgressCallback, gpu_monitor
+from ds_bench.launch.gpu_monitor import GpuMonitoringLauncher
 from ds_bench.launch.host_connections import HostLostError, Hosts
 from ds_bench.launch.trial_watcher import Limits
-from ds_bench.launch.warm_launcher import GpuMonitoringLauncher, choose_launcher
+from ds_bench.launch.warm_launcher import choose_launcher
 from ds_bench.records.schema import GpuWindow, TrialRecord
 from ds_bench.system import processes
 from ds_bench.system.gpu_state import GpuFacts, GpuInventory
@@ -54,7 +55,7 @@ def test_clock_power_and_temperature_are_those_of_the_measured_steps(monkeypatch
     steps = Steps()
     trial = fakes.trial(on=fakes.placement(accelerator="cuda", num_gpus=2))
     seconds = [0.5 * step for step in range(14)]
-    monkeypatch.setattr(warm_launcher.time, "monotonic", lambda: seconds[steps.step or 0])
+    monkeypatch.setattr(gpu_monitor.time, "monotonic", lambda: seconds[steps.step or 0])
 
     def read() -> GpuInventory:
         """Hot and slow outside the window of 2 to 11 steps; in it the first card draws 300 W."""
