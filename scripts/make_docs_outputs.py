@@ -32,7 +32,7 @@ WIDTH = "100"
 
 
 def page_text(page: Path) -> str:
-    """The page with the outputs of today. Raises ValueError if a line after ``…`` is no longer printed."""
+    """The page with the outputs of today, for ``COLUMNS`` of ``WIDTH``. Raises ValueError if a line after ``…`` is no longer printed."""
     text = page.read_text(encoding="utf-8")
     parts, end = [], 0
     for command, config, shown in examples(text):
@@ -57,7 +57,6 @@ def _output(command: str, config: str) -> list[str]:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         Path("results").symlink_to(ROOT / "results")
         Path("ds_config.json").write_text(config, encoding="utf-8")
-        os.environ["COLUMNS"] = WIDTH
         with contextlib.redirect_stdout(printed):
             commands.main(shlex.split(command))
     printed.flush()
@@ -82,5 +81,6 @@ def _refreshed(shown: list[str], printed: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
+    os.environ["COLUMNS"] = WIDTH
     for page in PAGES:
         page.write_text(page_text(page), encoding="utf-8")

@@ -67,8 +67,11 @@ def test_links_lead_to_files_and_headings_that_are_there() -> None:
     assert broken == []
 
 
-def test_outputs_of_readme_and_docs_are_what_their_commands_print(subtests: pytest.Subtests) -> None:
+def test_outputs_of_readme_and_docs_are_what_their_commands_print(
+    subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
+) -> None:
     outputs = runpy.run_path(str(ROOT / "scripts" / "make_docs_outputs.py"))
+    monkeypatch.setenv("COLUMNS", outputs["WIDTH"])
     for page in outputs["PAGES"]:
         with subtests.test(page.name):
             assert page.read_text(encoding="utf-8") == outputs["page_text"](page), "run scripts/make_docs_outputs.py"
