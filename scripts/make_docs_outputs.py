@@ -32,7 +32,7 @@ WIDTH = "100"
 
 
 def page_text(page: Path) -> str:
-    """The page with the outputs of today, for ``COLUMNS`` of ``WIDTH``. Raises ValueError if a line after ``…`` is no longer printed."""
+    """The page with today's outputs, if ``COLUMNS`` is ``WIDTH``. Raises ValueError if a shown line is gone."""
     text = page.read_text(encoding="utf-8")
     parts, end = [], 0
     for command, config, shown in examples(text):
