@@ -1,13 +1,14 @@
-"""Predictions against published memory figures; the table of points is at ``DS_BENCH_PUBLISHED_POINTS``, if at all."""
+"""Predictions against published memory figures; their table lies outside the repository, if anywhere."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.shared_files import shared_files
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "bench"))
@@ -42,12 +43,10 @@ def test_the_page_shows_figures_of_the_committed_comparison() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_errors_are_those_of_the_committed_comparison() -> None:
-    points = os.environ.get("DS_BENCH_PUBLISHED_POINTS")
-    if points is None:
-        pytest.skip("no table of published points (DS_BENCH_PUBLISHED_POINTS)")
+    (points,) = shared_files("published", "points.csv")
     import published_memory
 
-    found = published_memory.summarize(published_memory.compare_all(Path(points)))
+    found = published_memory.summarize(published_memory.compare_all(points))
     committed = json.loads(RESULT.read_text(encoding="utf-8"))["summary"]
     for name, errors in committed["errors"].items():
         then, now = errors["median_absolute_error"], found["errors"][name]["median_absolute_error"]

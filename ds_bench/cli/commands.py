@@ -173,6 +173,7 @@ COMMANDS: Mapping[str, Command] = {
             "--batch-size": {**_INTEGER, "default": 4, "help": "micro-batch per GPU (default: 4)"},
             "--seq-length": {**_INTEGER, "help": "tokens per sequence (default: 512, or the model's positions where it "
                                                  "has fewer)"},
+            "--varying-lengths": {**_ON, "help": "sequences have up to --seq-length tokens: wider ranges"},
             "--axis": flag_of("axes", dest="axes"),
             "--lora": flag_of("lora"),
             "--freeze": flag_of("freeze"),

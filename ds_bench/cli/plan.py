@@ -59,6 +59,8 @@ class PlanOptions:
     """GB (2**30) of one node."""
     batch_size: int
     seq_length: int | None
+    varying_lengths: bool
+    """Whether sequences have up to this length."""
     grad_accum: int
     precision: Precision
     activation_checkpointing: bool
@@ -121,20 +123,27 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
     configurations = [strategies.make_configuration(strategies.named_strategy(name)) for name in options.strategies]
     configurations += _of_files(options, question, files, model.hidden_size, lines)
     rows = []
-    for configuration in _with_axes(configurations, options, model, question.placement, lines):
-        planned = replace(question, configuration=configuration, workload=configuration.applied_to(question.workload))
-        prediction = planned.judge(capacity)
-        rows.append(
-            PlanRow(
-                trial=planned,
-                prediction=prediction,
-                verdict=prediction.verdict(capacity, host),
-                change=fit_search.smallest_change(planned, capacity, host),
-                decisive_tiers=prediction.decisive_tiers(capacity, host),
-                min_gpus=fit_search.min_gpus(planned, capacity, host) if options.min_gpus else None,
-                max_batch=fit_search.max_batch(planned, capacity, host) if options.max_batch else None,
+    configurations = _with_axes(configurations, options, model, question.placement, lines)
+    with terminal.StatusLine(sys.stderr, quiet=not sys.stderr.isatty()) as line:
+        for number, configuration in enumerate(configurations):
+            line.show(f"predicting {configuration.label} ({number + 1} of {len(configurations)})")
+            workload = configuration.applied_to(question.workload)
+            planned = replace(question, configuration=configuration, workload=workload)
+            prediction = planned.judge(capacity)
+            verdict = prediction.verdict(capacity, host)
+            # A search judges many trials: only those near the GPU's memory are replayed.
+            near = replace(planned, replays="near") if options.exact else planned
+            rows.append(
+                PlanRow(
+                    trial=planned,
+                    prediction=prediction,
+                    verdict=verdict,
+                    change=fit_search.smallest_change(near, capacity, host) if verdict == DOES_NOT_FIT else None,
+                    decisive_tiers=prediction.decisive_tiers(capacity, host),
+                    min_gpus=fit_search.min_gpus(near, capacity, host) if options.min_gpus else None,
+                    max_batch=fit_search.max_batch(near, capacity, host) if options.max_batch else None,
+                )
             )
-        )
     if "bf16" not in gpu_precisions(question.placement.compute_capability):
         in_bf16 = [row.label for row in rows if block_of(row.trial.config(), "bf16").get("enabled")]
         if in_bf16:
@@ -317,6 +326,7 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, l
         may_replace_loss=Variant(loss="tiled") in profile.variants,
         ranks_per_node=options.gpus_per_node or 8,
         replays="always" if options.exact else "never" if options.quick else "near",
+        varying_lengths=options.varying_lengths,
     )
     return planned, model, notes
 
@@ -386,10 +396,12 @@ def _json_entry(row: PlanRow) -> dict[str, Any]:
         "min_gpus": row.min_gpus,
         "max_batch": row.max_batch,
         "gpu_least_bytes": need.least_bytes,
-        "gpu_reserved_bytes": need.reserved_bytes,
+        "gpu_reserved_bytes": None if need.is_lower_bound else need.reserved_bytes,
         "decided_in": need.phase,
         "method": need.method,
         "not_predicted": list(need.unknowns),
         "gpu_terms_bytes": dict(row.prediction.terms),
         "host_bytes_per_node_by_phase": dict(row.prediction.host_phases),
+        "not_replayed": need.not_replayed,
+        "varying_lengths": row.trial.varying_lengths,
     }

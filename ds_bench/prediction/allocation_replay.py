@@ -31,23 +31,24 @@ _REDUCTIONS_AHEAD = 2
 max_param_reduce_events)."""
 
 
-def is_replayable(inputs: MemoryInputs) -> bool:
-    """Whether the replay knows every allocation of these settings; other rows are judged by the rule."""
-    settings = inputs.settings
-    if inputs.profile.layers < 2:
-        return False
-    if inputs.engine == "fsdp2":
-        return inputs.grad_accum == 1 and bool(inputs.profile.layer) and not inputs.profile.frozen
-    return (
-        inputs.engine == "deepspeed"
-        and inputs.pass_type == "train"
-        and inputs.accelerator == "cuda"
-        and not (inputs.profile.frozen or settings.autocast or inputs.accumulates_apart)
-        and not (settings.fp32_accumulation and inputs.precision == "bf16" and settings.stage == 1)
-        and inputs.sent == inputs.element
-        and (settings.stage == 0 or settings.contiguous_gradients or settings.offload_optimizer is not None)
-        and (settings.stage < 3 or (settings.secondary_ranks == 1 and settings.offload_ratio == 1.0))
-    )
+def unknown_to_replay(inputs: MemoryInputs) -> str | None:
+    """Name what the replay does not know of these settings, which are judged by the rule; None if it knows all."""
+    settings, profile, on_deepspeed = inputs.settings, inputs.profile, inputs.engine == "deepspeed"
+    reasons = {
+        "frozen parameters": bool(profile.frozen),
+        "layers of several kinds": profile.layers < 2 or not profile.layer,
+        "DDP": inputs.engine == "ddp",
+        "accumulation in FSDP2": inputs.engine == "fsdp2" and inputs.grad_accum > 1,
+        "passes without an optimizer": inputs.pass_type != "train",
+        "gradients in another number format": on_deepspeed
+        and (inputs.accumulates_apart or inputs.sent != inputs.element),
+        "contiguous_gradients off": settings.stage > 0
+        and on_deepspeed
+        and not (settings.contiguous_gradients or settings.offload_optimizer),
+        "hpZ": settings.secondary_ranks > 1,
+        "a partial offload": settings.stage == 3 and settings.offload_ratio != 1.0,
+    }
+    return next((name for name, is_there in reasons.items() if is_there), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +72,14 @@ def replay(
     zero_init: bool = True,
     capacity_bytes: int | None = None,
     expandable_segments: bool = False,
+    shorter: Sequence[Sequence[Event]] = (),
     rank_type: type[Rank] | None = None,
 ) -> ReplayResult:
     """Replay initialization and the first steps with the events of a whole model (``allocation_trace.full_events``).
 
     ``workspace_bytes``: of one of cuBLAS's workspaces, which each of two threads keeps. ``capacity_bytes``: what the
-    allocator may reserve; None for no limit. ``rank_type``: an engine other than the one in ``inputs``.
+    allocator may reserve; None for no limit. ``shorter``: events of steps before these, with shorter sequences.
+    ``rank_type``: an engine other than the one in ``inputs``.
     """
     allocator = CachingAllocator(capacity_bytes, expandable_segments=expandable_segments)
     kind = rank_type or (Fsdp2 if inputs.engine == "fsdp2" else _Stage3 if inputs.settings.stage == 3 else _Stage0To2)
@@ -86,10 +89,10 @@ def replay(
         rank.initialize(zero_init=zero_init)
         for _ in range(2):
             rank.allocate(workspace_bytes)
-        for _ in range(_STEPS):
+        for of_step in (*shorter, *[events] * _STEPS):
             # Further micro-batches after the second allocate as the second does.
             for number in range(rank.micro_batches):
-                rank.pass_micro_batch(events, number)
+                rank.pass_micro_batch(of_step, number)
             rank.begin("step")
             rank.update()
     except OutOfMemoryError:

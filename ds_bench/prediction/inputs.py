@@ -125,8 +125,11 @@ class ZeroSettings:
         return 2 if self.autocast else 1
 
 
-def unpredicted_settings(config: Mapping[str, Any]) -> list[str]:
-    """Name what a DeepSpeed configuration asks for whose memory the formulas do not know; nothing in most cases."""
+def unpredicted_settings(config: Mapping[str, Any], *, only_more: bool = False) -> list[str]:
+    """Name what a DeepSpeed configuration asks for whose memory the formulas do not know; nothing in most cases.
+
+    ``only_more``: without what takes less memory than predicted.
+    """
     zero = block_of(config, "zero_optimization")
     asked = {
         "ZenFlow's buffers": zero.get("zenflow") is not None,
@@ -134,7 +137,7 @@ def unpredicted_settings(config: Mapping[str, Any]) -> list[str]:
         "the buffers of quantised communication": bool(
             zero.get("zero_quantized_weights") or zero.get("zero_quantized_gradients")
         ),
-        "what Muon saves of Adam's states": optimizer_kind(config) == "muon",
+        "what Muon saves of Adam's states": optimizer_kind(config) == "muon" and not only_more,
     }
     return [name for name, is_asked in asked.items() if is_asked]
 

@@ -50,7 +50,7 @@ class LedgerBuilder:
         self.add("cpu", category, count_bytes)
         # A category of its own: the ledger of a run counts tensors, which are not rounded
         # (``predicted_memory.UNCOUNTED``).
-        if pinned and 1 < count_bytes <= _largest_rounded_bytes():
+        if pinned and 1 < count_bytes <= largest_rounded_bytes():
             self.add("cpu", "pinned_rounding", (1 << (count_bytes - 1).bit_length()) - count_bytes)
 
     def plus(self, **gpu_bytes: int) -> Ledger:
@@ -58,7 +58,7 @@ class LedgerBuilder:
         return plus(self.ledger, **gpu_bytes)
 
 
-def _largest_rounded_bytes() -> float:
+def largest_rounded_bytes() -> float:
     """Of a pinned buffer: from the variables that torch reads (c10/core/AllocatorConfig.h); infinite without them."""
     text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     options = dict(each.partition(":")[::2] for each in text.replace(" ", "").split(","))

@@ -9,7 +9,7 @@ finds what would make a trial fit.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +21,7 @@ from . import stage_3, stages_0_to_2, torch_engines
 from .gpu_need import DOES_NOT_FIT, FITS, TIGHT, UNKNOWN, DecidingPhase, GpuNeed
 from .inputs import MemoryInputs, Phases, ZeroSettings, unpredicted_settings
 from .model_profile import ModelProfile, variant_of
-from .model_states import FP32_BYTES, Ledger, LedgerBuilder, plus
+from .model_states import FP32_BYTES, Ledger, LedgerBuilder, largest_rounded_bytes, plus
 
 CONTEXT_BYTES = from_gb(0.3)
 """Assumed per GPU: CUDA context and kernels, outside torch's allocator, where kernels are loaded when first used (CUDA
@@ -77,13 +77,13 @@ class Alternative:
     rank: int
     """Position in the order of cost, 0 for the change that costs least."""
     gpu_bytes: int
-    """The least GPU that it runs in (``GpuNeed.least_bytes``); 0 on the CPU accelerator."""
+    """The least GPU that it runs in by the rule, as ``Prediction.gpu_bytes``; 0 on the CPU accelerator."""
     host_bytes: int
     """Per node."""
     layout: tuple[int, str, str]
     """Stage and both offload devices afterwards, as ``Configuration.layout``."""
     gpu_reserved_bytes: int = 0
-    """``GpuNeed.reserved_bytes``; 0 on the CPU accelerator, and in older records."""
+    """``GpuNeed.reserved_bytes`` by the rule: an upper bound. 0 on the CPU accelerator, and in older records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +182,7 @@ class Prediction:
         """Return ``fits``, ``tight`` or ``does not fit``, by the worse of the two; None means no limit.
 
         Of a GPU as ``GpuNeed.verdict``; host memory is tight above 90 %. ``not known`` if the known part would fit, and
-        activations are unknown.
+        another part is unknown.
         """
         found = FITS
         if gpu_capacity_bytes is not None and self.gpu:
@@ -191,8 +191,9 @@ class Prediction:
             share = self.host_bytes / host_capacity_bytes
             of_host = DOES_NOT_FIT if share > 1 else TIGHT if share > TIGHT_FRACTION else FITS
             found = max(found, of_host, key=(FITS, TIGHT, DOES_NOT_FIT).index)
-        # Activations that are not known could still decide, unless the rest is too much already.
-        return UNKNOWN if found != DOES_NOT_FIT and self.unknown is not None else found
+        # What is not known could still decide, unless the rest is too much already.
+        is_open = self.unknown is not None or (gpu_capacity_bytes is not None and self.gpu_need.is_lower_bound)
+        return UNKNOWN if found != DOES_NOT_FIT and is_open else found
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values, which ``trial_predictions.stored_prediction`` reads."""
@@ -251,8 +252,11 @@ def predict(
         # While backward runs, the training loop may still hold the output object and its logits.
         in_backward = max(sum(moments.get(name, {}).get("gpu", {}).values()) for name in ("enter", "leave"))
         kept = in_backward + terms["workspaces"] + terms["kept_logits"] - allocated
-        unknowns = tuple(unpredicted_settings(ds_config))
-        need = GpuNeed.by_rule(allocated, outside, deciding, kept_bytes=max(0, kept), unknowns=unknowns)
+        need = replace(
+            GpuNeed.by_rule(allocated, outside, deciding, kept_bytes=max(0, kept)),
+            unknowns=tuple(unpredicted_settings(ds_config)),
+            is_lower_bound=sizes.unknown is not None or bool(unpredicted_settings(ds_config, only_more=True)),
+        )
         gpu["overhead"] = outside
     cpu_process = CPU_PROCESS_BYTES if placement.cpu_memory_limit_bytes is None else CPU_PROCESS_DATA_BYTES
     process = cpu_process if tier == "cpu" else PROCESS_BYTES
@@ -391,8 +395,10 @@ def _activations(inputs: MemoryInputs, workload: Workload, ds_config: Mapping[st
 
 
 @lru_cache(maxsize=512)
-def _phases(inputs: MemoryInputs) -> Phases:
-    """One rank's ledgers without activations; cached for searches over micro-batches, so do not modify them."""
+def _phases(inputs: MemoryInputs, _rounded_bytes: float) -> Phases:
+    """One rank's ledgers without activations; cached for searches over micro-batches, so do not modify them.
+
+    ``_rounded_bytes``: ``largest_rounded_bytes`` of this process's environment, which the ledgers depend on."""
     if inputs.engine != "deepspeed" or inputs.pass_type != "train":
         return torch_engines.ledger_by_phase(inputs)
     return stage_3.ledger_by_phase(inputs) if inputs.settings.stage == 3 else stages_0_to_2.ledger_by_phase(inputs)
@@ -400,7 +406,7 @@ def _phases(inputs: MemoryInputs) -> Phases:
 
 def _moments(inputs: MemoryInputs, sizes: _Activations) -> dict[str, Ledger]:
     """Return the phases of DeepSpeed's memory with the activations that exist at the same time."""
-    profile, stage, bare = inputs.profile, inputs.settings.stage, _phases(inputs)
+    profile, stage, bare = inputs.profile, inputs.settings.stage, _phases(inputs, largest_rounded_bytes())
     if stage != 3 and inputs.engine != "fsdp2":
         # Every rank holds parameters that are not trained whole; DDP's weights are fp32 in every precision.
         frozen = (inputs.element if inputs.engine == "deepspeed" else FP32_BYTES) * profile.frozen_parameters

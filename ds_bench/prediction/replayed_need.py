@@ -18,10 +18,13 @@ from . import allocation_replay, allocation_trace, model_profile
 from .gpu_need import TIGHT, GpuNeed
 from .inputs import MemoryInputs
 from .model_profile import USUAL, ModelProfile, variant_of
-from .predicted_memory import Prediction, inputs_of, predict
+from .predicted_memory import WORKSPACES, Prediction, inputs_of, predict
 
 ReplayMode = Literal["near", "never", "always"]
 """Which rows are replayed: those that the rule calls ``tight``, none, or all."""
+_LENGTHS = 8
+"""Steps of equally growing length that stand for varying lengths, the longest included: a longer sequence finds no
+cached block that is large enough, so that this order reserves much."""
 
 
 def predict_near(
@@ -35,47 +38,66 @@ def predict_near(
     ranks_per_node: int | None = None,
     mode: ReplayMode = "near",
     loads_weights: bool = False,
+    varying_lengths: bool = False,
+    verdict_only: bool = False,
 ) -> Prediction:
     """Predict as ``predict`` does, and replay the trial if ``mode`` asks for it and its trace is known.
 
     ``gpu_capacity_bytes``: the GPU that the rule's verdict is about; None if it is not known, which replays nothing
-    unless ``mode`` is ``always``.
+    unless ``mode`` is ``always``. ``varying_lengths``: whether the workload's sequence length is only the largest.
+    ``verdict_only``: do not search the least memory of a replayed trial, which is then on the right side of the GPU's
+    and no more; two replays instead of eight.
     """
     how: dict[str, Any] = {"engine": engine, "ranks_per_node": ranks_per_node, "loads_weights": loads_weights}
     found = predict(profile, workload, placement, ds_config, **how)
-    if found.need is None or found.unknown is not None or found.need.unknowns or mode == "never":
+    rule = found.need
+    if rule is None:
         return found
-    is_near = gpu_capacity_bytes is not None and found.need.verdict(gpu_capacity_bytes) == TIGHT
-    if mode == "near" and not is_near:
-        return found
-    usual = variant_of(workload, ds_config, engine)._replace(attention=None) == USUAL
-    if not usual or workload.attention == "eager" or workload.compile != "none":
+    if varying_lengths:
+        rule = rule.with_varying_lengths()
+        found = replace(found, need=rule)
+    is_near = gpu_capacity_bytes is not None and rule.verdict(gpu_capacity_bytes) == TIGHT
+    if mode == "never" or (mode == "near" and not is_near) or found.unknown is not None or rule.unknowns:
         return found
     inputs = inputs_of(profile, workload, placement, ds_config, engine)
-    batch_size = int(ds_config.get("train_micro_batch_size_per_gpu", workload.batch_size))
-    sizes = (batch_size, workload.seq_length, workload.activation_checkpointing, workload.dropout, workload.zero_init)
-    need = _replayed_need(inputs, *sizes, found.terms["workspaces"] // 2, found.need.least_bytes, found.gpu["overhead"])
-    return found if need is None else replace(found, need=need)
+    variant = variant_of(workload, ds_config, engine)
+    obstacle = allocation_replay.unknown_to_replay(inputs)
+    if variant._replace(attention=None) != USUAL or variant.attention == "eager":
+        obstacle = obstacle or "another loss, attention or number format than the model's own"
+    if obstacle is None:
+        batch_size = int(ds_config.get("train_micro_batch_size_per_gpu", workload.batch_size))
+        need = _replayed_need(
+            inputs,
+            (batch_size, workload.seq_length, workload.activation_checkpointing, workload.dropout, workload.zero_init),
+            found.terms["workspaces"] // WORKSPACES,
+            rule.least_bytes,
+            found.gpu["overhead"],
+            varying_lengths,
+            gpu_capacity_bytes if verdict_only else None,
+        )
+        if need is not None:
+            return replace(found, need=need)
+    return replace(found, need=replace(rule, not_replayed=obstacle or "a model without a trace"))
 
 
 @lru_cache(maxsize=256)
 def _replayed_need(
     inputs: MemoryInputs,
-    batch_size: int,
-    seq_length: int,
-    checkpointing: bool,
-    dropout: float | None,
-    zero_init: bool,
+    sizes: tuple[int, int, bool, float | None, bool],
     workspace_bytes: int,
     least_by_rule: int,
     outside_bytes: int,
+    varying_lengths: bool,
+    asked_bytes: int | None,
 ) -> GpuNeed | None:
-    """The need by a replay; None without a trace of the model, and for settings that the replay does not know."""
-    sizes = (batch_size, seq_length, checkpointing, dropout, zero_init, workspace_bytes)
+    """The need by a replay; None without a trace of the model. ``sizes``: micro-batch, sequence length, checkpointing,
+    dropout, zero.Init. ``asked_bytes``: the GPU of which only the verdict is wanted."""
+    batch_size, seq_length, checkpointing, dropout, zero_init = sizes
     facts = inputs.profile.facts
-    if facts is None or not allocation_replay.is_replayable(inputs):
+    if facts is None:
         return None
-    key = model_profile.request_key({"inputs": repr(inputs), "sizes": sizes, "code": _code_hash()})
+    asked = (*sizes, workspace_bytes, varying_lengths, asked_bytes)
+    key = model_profile.request_key({"inputs": repr(inputs), "sizes": asked, "code": _code_hash()})
     kept = model_profile.cached_answer(f"{key}_need")
     if kept is None:
         trace = allocation_trace.find_trace(
@@ -83,15 +105,27 @@ def _replayed_need(
         )
         if trace is None:
             return None
-        events = allocation_trace.full_events(trace, inputs.profile, batch_size, seq_length)
-        how: dict[str, Any] = {"workspace_bytes": workspace_bytes, "zero_init": zero_init}
-        roomy = allocation_replay.replay(inputs, events, **how)
-        # On a smaller GPU less may be allocated: stages 1 and 2 then flatten parameters in host memory.
-        low = min(roomy.allocated_bytes, least_by_rule - outside_bytes)
-        least, phase = allocation_replay.least_capacity(
-            inputs, events, low_bytes=low, high_bytes=roomy.reserved_bytes, **how
-        )
-        kept = {"least": least, "reserved": roomy.reserved_bytes, "phase": phase or roomy.phase}
+        parts = range(1 if varying_lengths else _LENGTHS, _LENGTHS + 1)
+        lengths = [seq_length * part // _LENGTHS or 1 for part in parts]
+        *shorter, events = (allocation_trace.full_events(trace, inputs.profile, batch_size, each) for each in lengths)
+        kept = {"least": 0, "reserved": 0, "phase": "step"}
+        for before in ([], shorter)[: 1 + varying_lengths]:
+            how: dict[str, Any] = {"workspace_bytes": workspace_bytes, "zero_init": zero_init, "shorter": before}
+            roomy = allocation_replay.replay(inputs, events, **how)
+            # On a smaller GPU less may be allocated: stages 1 and 2 then flatten parameters in host memory.
+            low = min(roomy.allocated_bytes, least_by_rule - outside_bytes)
+            if asked_bytes is None:
+                least, phase = allocation_replay.least_capacity(
+                    inputs, events, low_bytes=low, high_bytes=roomy.reserved_bytes, **how
+                )
+            else:
+                capacity = asked_bytes - outside_bytes
+                least, phase = min(roomy.reserved_bytes, capacity), None
+                if roomy.reserved_bytes > capacity:
+                    least += allocation_replay.replay(inputs, events, capacity_bytes=capacity, **how).ran_out
+            if least > kept["least"]:
+                kept |= {"least": least, "phase": phase or roomy.phase}
+            kept["reserved"] = max(kept["reserved"], roomy.reserved_bytes)
         model_profile.cache_answer(f"{key}_need", kept)
     return GpuNeed(
         least_bytes=kept["least"] + outside_bytes,

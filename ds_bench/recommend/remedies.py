@@ -330,7 +330,7 @@ def failed_setup(run: Run, comparison: Comparison, shortage: Shortage) -> Failed
             for each in prediction.alternatives
             if _acts_on(each, run) and not (each.settings.keys() == {"strategy"} and each.layout in failed)
         ),
-        gpu_limit_bytes=of_device.lower(gpu_bytes, prediction.least_gpu_bytes),
+        gpu_limit_bytes=of_device.lower(gpu_bytes, prediction.gpu_bytes),
         host_limit_bytes=of_host.lower(min(filter(None, sizes), default=None), prediction.host_bytes),
         trained=frozenset(trained),
     )
@@ -392,7 +392,7 @@ def _change_fact(change: Alternative, setup: FailedSetup) -> Fact:
     sizes = [
         f"{format_bytes(new)} {where} instead of {format_bytes(old)}"
         for where, new, old in (
-            ("per GPU", change.gpu_bytes, setup.prediction.least_gpu_bytes),
+            ("per GPU", change.gpu_bytes, setup.prediction.gpu_bytes),
             ("of host memory per node", change.host_bytes, setup.prediction.host_bytes),
         )
         if new != old

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ..config.spec import Configuration
 from ..prediction import fit_search
 from ..prediction.fit_search import Change, PlannedTrial
-from ..prediction.gpu_need import DOES_NOT_FIT, FITS, TIGHT, UNKNOWN
+from ..prediction.gpu_need import DOES_NOT_FIT, FITS, TIGHT, UNKNOWN, VARYING_PERCENT, GpuNeed
 from ..prediction.predicted_memory import NCCL_RANGE_BYTES, PROCESS_BYTES, Prediction
 from ..recommend.decision import simplicity
 from ..recommend.words import format_list
@@ -115,8 +115,8 @@ def answer_text(plan: MemoryPlan) -> str:
         text += _without_offload(plan, trial)
     elif unknown := next((row for row in plan.rows if row.verdict == UNKNOWN), None):
         text = (
-            f"not known, because activations are not counted ({unknown.prediction.unknown}); "
-            f"without them {unknown.label} takes {_needs(unknown.trial, unknown.prediction)}"
+            f"not known, because {_not_counted(unknown.prediction)}; "
+            f"without that {unknown.label} takes {_needs(unknown.trial, unknown.prediction)}"
         )
     else:
         text = f"{plan.rows[0].label} does not fit" if len(plan.rows) == 1 else "nothing fits as asked"
@@ -171,12 +171,23 @@ def _needs(trial: PlannedTrial, prediction: Prediction) -> str:
     """``18.2–24.9 GB per GPU, decided in initialize``, and host memory and NVMe if the configuration offloads."""
     where = " per node" if trial.placement.num_gpus > (trial.ranks_per_node or trial.placement.num_gpus) else ""
     need = prediction.gpu_need
-    parts = [f"{_gb(need.least_bytes)}–{format_gigabytes(need.reserved_bytes)} per GPU (decided in {need.phase})"]
+    parts = [f"{_range(need)} GB per GPU (decided in {need.phase})"]
     if trial.configuration.offloads:
         parts.append(f"{format_gigabytes(prediction.host_bytes)} of host memory{where}")
     if prediction.nvme_bytes:
         parts.append(f"{format_gigabytes(prediction.nvme_bytes)} of NVMe{where}")
     return format_list(parts)
+
+
+def _range(need: GpuNeed) -> str:
+    """The two figures in GB, the second ``?`` if something is not counted."""
+    return f"{_gb(need.least_bytes)}–{'?' if need.is_lower_bound else _gb(need.reserved_bytes)}"
+
+
+def _not_counted(prediction: Prediction) -> str:
+    if prediction.unknown is not None:
+        return f"activations are not counted: {prediction.unknown}"
+    return f"the prediction leaves out {format_list(prediction.gpu_need.unknowns)}"
 
 
 def plan_lines(plan: MemoryPlan, width: int, *, verbose: bool) -> Iterator[str]:
@@ -200,7 +211,8 @@ def plan_table(plan: MemoryPlan) -> Table:
 
     def gpus_needed(row: PlanRow) -> str:
         """Without activations in the figures the true number may be larger."""
-        return "none" if row.min_gpus is None else f"{'≥ ' if row.prediction.unknown else ''}{row.min_gpus:,}"
+        is_open = row.prediction.gpu_need.is_lower_bound
+        return "none" if row.min_gpus is None else f"{'≥ ' if is_open else ''}{row.min_gpus:,}"
 
     def largest_batch(row: PlanRow) -> str:
         """A batch at the limit of the search has ``≥``: larger ones were not tried."""
@@ -214,13 +226,10 @@ def plan_table(plan: MemoryPlan) -> Table:
         name, size = row.prediction.biggest_in(tier)
         return f"{'host: ' if tier == 'host' else ''}{category_text(name, tier)} {_gb(size)}"
 
-    def reserved(row: PlanRow) -> int:
-        return row.prediction.gpu_need.reserved_bytes
-
     columns: list[Column[PlanRow]] = [
         Column("Strategy", lambda row: row.label),
         Column("Fits", fits, left=True),
-        Column("GPU GB", lambda row: f"{_gb(row.prediction.least_gpu_bytes)}–{_gb(reserved(row))}"),
+        Column("GPU GB", lambda row: _range(row.prediction.gpu_need)),
         Column("in", lambda row: row.prediction.gpu_need.phase, left=True),
         Column("Host GB", lambda row: _gb(row.prediction.host_bytes)),
         Column("NVMe GB", lambda row: _gb(row.prediction.nvme_bytes or None)),
@@ -237,21 +246,20 @@ def plan_table(plan: MemoryPlan) -> Table:
         profile.name,
         format_parameters(profile.all_parameters, profile.parameters),
         work.precision,
-        f"micro-batch {work.batch_size:,} × {work.seq_length:,} tokens{' if no other is named' if own_sizes else ''}",
+        f"micro-batch {work.batch_size:,} × {'up to ' if plan.asked.varying_lengths else ''}{work.seq_length:,} tokens"
+        f"{' if no other is named' if own_sizes else ''}",
         *(["activation checkpointing"] if work.activation_checkpointing else []),
         *([] if plan.host_bytes is None else [f"nodes with {_capacity(plan.host_bytes)} of host memory"]),
     ]
+    constant = "" if plan.asked.varying_lengths else " for sequences of constant length"
     notes = [
-        "predicted, nothing was run; GB is 2^30 bytes; per GPU the least that it runs in, and what it reserves on a "
-        "GPU with room to spare; host and NVMe per node",
+        f"predicted{constant}, nothing was run; GB is 2^30 bytes; per GPU the least that it runs in, and what it "
+        "reserves on a GPU with room to spare; host and NVMe per node",
     ]
     notes += plan.notes
     if any(row.prediction.host_phase == "load" for row in plan.rows):
         notes.append("host memory peaks while from_pretrained loads the weights, all of them in each rank below ZeRO-3")
-    methods = {row.prediction.gpu_need.method for row in plan.rows}
-    if "rule" in methods:
-        of_some = "" if len(methods) == 1 else " of the rows that fit clearly or not at all"
-        notes.append(f"the second figure{of_some} is an upper bound: 5 % and 6.5 GB above what is allocated")
+    notes += _method_notes(plan)
     tight = {tier for row in plan.rows if row.verdict == TIGHT for tier in row.decisive_tiers}
     if "gpu" in tight:
         notes.append("tight: the first figure fits and the second does not; it may retry allocations or run out")
@@ -267,6 +275,25 @@ def plan_table(plan: MemoryPlan) -> Table:
             labels = [row.label for row in plan.rows if row.prediction.unknown == reason]
             notes.append(f"activations of {format_list(labels)} are not counted: {reason}")
     return replace(make_table(columns, plan.rows), title=tuple(title), notes=notes)
+
+
+def _method_notes(plan: MemoryPlan) -> Iterator[str]:
+    """What the second figure of the rows is, and why some are not replayed."""
+    needs = {row.label: row.prediction.gpu_need for row in plan.rows}
+    methods = {need.method for need in needs.values()}
+    varies = plan.asked.varying_lengths
+    if varies:
+        yield (
+            "lengths vary: the second figure is of lengths that grow, as a longer sequence finds no cached memory that "
+            "is large enough; a first step with the longest sequences avoids most of it"
+        )
+    if "rule" in methods:
+        of_some = "" if len(methods) == 1 else " of rows that were not replayed"
+        more = f", and {VARYING_PERCENT} % for varying lengths" if varies else ""
+        yield f"the second figure{of_some} is an upper bound: 5 % and 6.5 GB above what is allocated{more}"
+    for obstacle in dict.fromkeys(filter(None, (need.not_replayed for need in needs.values()))):
+        labels = [label for label, need in needs.items() if need.not_replayed == obstacle]
+        yield f"not replayed: {format_list(labels)}, because of {obstacle}"
 
 
 def _category_table(plan: MemoryPlan) -> Table:

@@ -48,8 +48,6 @@ class GpuFacts:
     """Clock of the memory at this moment."""
     temperature_celsius: int | None = None
     """Temperature of the chip."""
-    power_watts: float | None = None
-    """Power that the GPU and its memory draw: the mean of the last second on recent GPUs, else of this moment."""
     energy_joules: float | None = None
     """Energy used since the driver was loaded; None before Volta and on some GeForce cards."""
     power_limit_watts: float | None = None
@@ -177,7 +175,7 @@ def _read_gpu(nvml: Any, index: int) -> GpuFacts:
     # The first version of this call counts what the driver reserves as total and used.
     memory = get("MemoryInfo", _MEMORY_V2)
     capability, mig_modes = get("CudaComputeCapability"), get("MigMode")
-    power_milliwatts, energy_millijoules = get("PowerUsage"), get("TotalEnergyConsumption")
+    energy_millijoules = get("TotalEnergyConsumption")
     limit_milliwatts, default_milliwatts = get("EnforcedPowerLimit"), get("PowerManagementDefaultLimit")
     persistence_mode = get("PersistenceMode")
     lists = [get("ComputeRunningProcesses"), get("GraphicsRunningProcesses")]
@@ -197,7 +195,6 @@ def _read_gpu(nvml: Any, index: int) -> GpuFacts:
         max_sm_clock_mhz=get("MaxClockInfo", _CLOCK_SM),
         memory_clock_mhz=get("ClockInfo", _CLOCK_MEMORY),
         temperature_celsius=get("Temperature", _SENSOR_CHIP),
-        power_watts=None if power_milliwatts is None else power_milliwatts / 1000,
         energy_joules=None if energy_millijoules is None else energy_millijoules / 1000,
         power_limit_watts=None if limit_milliwatts is None else limit_milliwatts / 1000,
         default_power_limit_watts=None if default_milliwatts is None else default_milliwatts / 1000,

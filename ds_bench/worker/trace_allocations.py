@@ -93,14 +93,14 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def trace(request: Mapping[str, Any], precision: str) -> dict[str, Any]:
-    """Return ``segments``, ``sizes``, and the elements of the parameters ``before``, in one and ``after`` the layers.
+    """Return ``segments`` and ``sizes``.
 
-    Raises ValueError if the events depend on the size, or the layers are not alike, and whatever the model raises.
+    Raises ValueError if the events depend on the size, or the layers do not lie together, and what the model raises.
     """
     dtype = measure_activations._FORMATS[precision]
     model, _ = measure_activations.build_fake_model(request, dtype, LAYERS)
     blocks = build.find_blocks(model, 0.0)
-    tensors = measure_activations._split_by_layer(model, blocks)
+    measure_activations._split_by_layer(model, blocks)
     if request["checkpointing"]:
         build.enable_checkpointing(model)
     tracer, numbers = _install(model, blocks)
@@ -118,7 +118,7 @@ def trace(request: Mapping[str, Any], precision: str) -> dict[str, Any]:
         for event in events:
             if event[0] == ALLOCATE:
                 event[1] = polynomials[event[1]]
-    return {"tensors": tensors, "segments": [events for _, events in segments], "sizes": [json.loads(t) for t in table]}
+    return {"segments": [events for _, events in segments], "sizes": [json.loads(terms) for terms in table]}
 
 
 def _install(

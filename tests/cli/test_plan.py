@@ -14,7 +14,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from ds_bench.cli.commands import main
-from ds_bench.prediction import predicted_memory, trial_predictions
+from ds_bench.prediction import trial_predictions
 
 LLAMA = ["plan", "--model", "meta-llama/Llama-2-70b-hf", "--num-gpus", "8", "--batch-size", "1", "--seq-length", "4096"]
 
@@ -233,8 +233,6 @@ def test_pinned_buffers_are_rounded_as_torch_is_told(
 ) -> None:
     asked = ["plan", "--model", "meta-llama/Llama-2-7b-hf", "--num-gpus", "8", "--strategies", "cpu_full"]
     rounding = {}
-    # The cache does not know the variable, and would keep its effect for the tests that follow.
-    monkeypatch.setattr(predicted_memory, "_phases", predicted_memory._phases.__wrapped__)
     for conf in ("", "expandable_segments:True,pinned_max_round_threshold_mb:1"):
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", conf)
         rounding[conf] = rows(capsys, *asked)["cpu_full"]["host_bytes_per_node"].get("pinned_rounding", 0)

@@ -9,10 +9,11 @@ import pytest
 
 from ds_bench.config.spec import Configuration
 from ds_bench.config.strategies import make_configuration, named_strategy
-from ds_bench.prediction import allocation_replay, allocation_trace, replayed_need
+from ds_bench.prediction import allocation_replay, allocation_trace, formula_profile, replayed_need
 from ds_bench.prediction.allocation_trace import ALLOCATE, FREE, full_events
 from ds_bench.prediction.fit_search import PlannedTrial
 from ds_bench.prediction.gpu_need import DOES_NOT_FIT, FITS, TIGHT
+from ds_bench.prediction.model_profile import Variant
 from ds_bench.prediction.predicted_memory import inputs_of
 from tests.support.fakes import offload, preset, zero
 from tests.support.predictions import GB, TOY, llama
@@ -92,12 +93,43 @@ def test_only_rows_that_the_rule_leaves_open_are_replayed() -> None:
 
 
 def test_settings_that_the_replay_does_not_know_are_left_to_the_rule() -> None:
-    for changes in ({"zero_hpz_partition_size": 2}, {"zenflow": {}}):
-        planned = replace(llama(zero(3)), changes={"zero_optimization": changes}, replays="always")
-        assert planned.judge(None).gpu_need.method == "rule", changes
-    for work in ({"loss": "tiled"}, {"attention": "eager"}, {"compile": "torch"}):
-        planned = replace(llama(zero(3), **work), replays="always")
-        assert planned.judge(None).gpu_need.method == "rule", work
+    of_variant = "another loss, attention or number format than the model's own"
+    asked: list[tuple[PlannedTrial, str | None]] = [
+        (replace(llama(zero(3)), changes={"zero_optimization": {"zero_hpz_partition_size": 2}}), "hpZ"),
+        (replace(llama(zero(3)), changes={"zero_optimization": {"zenflow": {}}}), None),  # listed as unknown
+        (replace(llama(zero(2)), changes={"zero_optimization": {"contiguous_gradients": False}}),
+         "contiguous_gradients off"),
+        (replace(llama(zero(1)), changes={"data_types": {"grad_accum_dtype": "fp32"}}),
+         "gradients in another number format"),
+        (llama(make_configuration(named_strategy("ddp")), precision="fp32"), "DDP"),
+        (with_tiled_loss(llama(zero(3), loss="tiled")), of_variant),
+        (llama(zero(3), compile="torch"), None),  # whose activations are not known
+        (replace(llama(zero(3)), profile=replace(llama(zero(3)).profile, facts=None)), "a model without a trace"),
+    ]  # fmt: skip
+    for planned, obstacle in asked:
+        need = replace(planned, replays="always").judge(None).gpu_need
+        assert (need.method, need.not_replayed) == ("rule", obstacle)
+
+
+def with_tiled_loss(planned: PlannedTrial) -> PlannedTrial:
+    profile, facts = planned.profile, planned.profile.facts
+    assert facts is not None
+    tiled = formula_profile.with_loss(profile, facts, "tiled")
+    return replace(planned, profile=replace(profile, variants={Variant(loss="tiled"): tiled}))
+
+
+@pytest.mark.parametrize("strategy", [zero(3), offload("cpu_full")])
+def test_varying_lengths_reserve_more_within_the_rule_and_the_longest_first_does_not(strategy: Configuration) -> None:
+    planned = llama(strategy, 8, seq_length=4096)
+    constant, varying = (
+        replace(planned, replays="always", varying_lengths=varies).judge(None).gpu_need for varies in (False, True)
+    )
+    assert varying.method == "replay"
+    assert constant.reserved_bytes * 1.02 < varying.reserved_bytes
+    assert constant.least_bytes * 0.995 <= varying.least_bytes
+    rule = replace(planned, replays="never", varying_lengths=True).judge(None).gpu_need
+    assert varying.reserved_bytes < rule.reserved_bytes
+    assert rule.least_bytes == planned.predict().gpu_need.least_bytes
 
 
 def test_middle_layer_is_repeated_and_frees_what_its_neighbours_left() -> None:

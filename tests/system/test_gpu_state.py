@@ -83,7 +83,7 @@ def test_each_fact_has_the_unit_of_its_name() -> None:
     assert inventory.gpus[1] == GpuFacts(
         index=1, name="NVIDIA H200", uuid="GPU-1", compute_capability=(9, 0),
         memory_total_bytes=140 * GB - RESERVED, memory_used_bytes=1 * GB, sm_clock_mhz=345, max_sm_clock_mhz=1980,
-        memory_clock_mhz=3201, temperature_celsius=41, power_watts=310.5, energy_joules=7000.25,
+        memory_clock_mhz=3201, temperature_celsius=41, energy_joules=7000.25,
         power_limit_watts=700.0, default_power_limit_watts=800.0,
         persistence_mode=True, throttle_reasons=("gpu_idle", "hw_thermal_slowdown", "0x8000"),
         other_processes=((12, None), (77, 3 * GB)), mig=False,
