@@ -377,8 +377,8 @@ class PlannedRow:
     """GPUs needed; None unless it was asked for, or if no number is enough."""
     max_batch: int | None
     """Largest micro-batch; None unless it was asked for, or if one sequence does not fit."""
-    gpu_reserved_bytes: int
-    """What it reserves of a GPU with room to spare: with that much it ``fits``."""
+    gpu_reserved_bytes: int | None
+    """What it reserves of a GPU with room to spare: with that much it ``fits``. None if a part is not counted."""
     decided_in: str
     """The phase that needs most of the GPU: ``initialize``, ``forward``, ``backward`` or ``step``."""
 
@@ -444,7 +444,7 @@ def plan(**keywords: Unpack[PlanKeywords]) -> Plan:
             smallest_change=row.change.text if row.change else None,
             min_gpus=row.min_gpus,
             max_batch=row.max_batch,
-            gpu_reserved_bytes=row.prediction.gpu_need.reserved_bytes,
+            gpu_reserved_bytes=row.prediction.gpu_need.known_reserved_bytes,
             decided_in=row.prediction.gpu_need.phase,
         )
         for row in predicted.rows

@@ -99,6 +99,7 @@ class PlanKeywords(TypedDict, total=False):
     host_memory: float | None
     batch_size: int
     seq_length: int | None
+    varying_lengths: bool
     axis: str
     lora: str | None
     freeze: str | None

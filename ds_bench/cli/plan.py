@@ -396,7 +396,7 @@ def _json_entry(row: PlanRow) -> dict[str, Any]:
         "min_gpus": row.min_gpus,
         "max_batch": row.max_batch,
         "gpu_least_bytes": need.least_bytes,
-        "gpu_reserved_bytes": None if need.is_lower_bound else need.reserved_bytes,
+        "gpu_reserved_bytes": need.known_reserved_bytes,
         "decided_in": need.phase,
         "method": need.method,
         "not_predicted": list(need.unknowns),

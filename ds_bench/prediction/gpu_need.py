@@ -61,6 +61,11 @@ class GpuNeed:
             phase=phase,
         )
 
+    @property
+    def known_reserved_bytes(self) -> int | None:
+        """``reserved_bytes``; None if a part is not counted."""
+        return None if self.is_lower_bound else self.reserved_bytes
+
     def with_varying_lengths(self) -> GpuNeed:
         """Return the need of a trial whose sequences have up to the length that was predicted."""
         return replace(self, reserved_bytes=round((1 + VARYING_PERCENT / 100) * self.reserved_bytes))
