@@ -125,7 +125,10 @@ def _peaks(record: TrialRecord, found: predicted_memory.Prediction) -> list[Pair
     allocated = max(peaks.get("gpu_init_peak_bytes", 0), peaks.get("gpu_peak_bytes", 0))
     overhead = found.gpu.get("overhead", 0)
     seen = {
-        "gpu peak allocated": (found.gpu_bytes - overhead, peaks.get("gpu_peak_bytes")),
+        "gpu peak allocated": (
+            found.gpu_bytes - overhead,
+            peaks.get("gpu_init_peak_bytes" if found.phase in ("build", "initialize") else "gpu_peak_bytes"),
+        ),
         "gpu outside the allocator": (overhead, outside),
         # The smallest sufficient GPU, if the allocator frees its whole cache.
         "gpu least": (found.gpu_need.least_bytes, allocated + outside if allocated and outside is not None else None),

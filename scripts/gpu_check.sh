@@ -4,7 +4,7 @@
 #   scripts/gpu_check.sh [OUT_DIR]          default: results/gpu_check_<gpu>_<date>, and OUT_DIR.tar.gz next to it
 #
 # Call it again with the same OUT_DIR until it says that nothing is left: each call goes on where the last one ended,
-# also from the unpacked archive of another machine. scripts/gpu_check.py lists the steps, the most telling first.
+# within a comparison too, also from the unpacked archive of another machine. scripts/gpu_check.py lists the steps, the most telling first.
 #
 # Results are written as they are measured. After each step, once per minute and at the end the archive is rewritten:
 # rows, records, figures, and the logs of what failed, without host name, folders and UUIDs. At the end the script
@@ -35,6 +35,7 @@ if [[ -n ${WHEELS:-} ]]; then
     key=$({ cat "$WHEELS"/*.whl && "$PYTHON" -c 'import sys; print(sys.version, sys.prefix)'; } | sha256sum | cut -c1-16)
     site=${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/ds_bench/gpu_check/$key
     if [[ ! -d $site ]]; then
+        trap 'rm -rf "$site.$$"' EXIT
         "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --target "$site.$$" "$WHEELS"/*.whl || exit 2
         mv -T "$site.$$" "$site" 2>/dev/null || rm -rf "$site.$$" # another call was first
     fi

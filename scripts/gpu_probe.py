@@ -87,6 +87,7 @@ def record_nvml(library: Any) -> dict[str, Any]:
 _CUDA_FACTS = """
 import json, time, torch
 found = {}
+torch.cuda.set_device(0)
 free, total = torch.cuda.mem_get_info()
 found["total_bytes"], found["free_after_context_bytes"] = total, free
 a = torch.ones(256, 256, device="cuda", dtype=torch.bfloat16)
@@ -138,7 +139,7 @@ def main() -> int:
 
     def keep(name: str, answer: object) -> None:
         found[name] = answer
-        print(f"{name}: {answer}", flush=True)
+        print(f"{name}: {answer}"[:500], flush=True)
         write_json(args.output, found)
 
     # First the question that decides how every trial starts: op builds take minutes.

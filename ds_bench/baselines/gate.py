@@ -40,7 +40,7 @@ class BaselineComparison:
     baseline: BaselineEntry | None = None
     """None if no baseline has that name: the result has passed, and the message says so."""
     throughput_ratio: float | None = None
-    """Tokens/s divided by the baseline's."""
+    """Tokens/s, or samples/s where the result has no tokens, divided by the baseline's."""
     memory_ratio: float | None = None
     """Peak memory divided by the baseline's."""
     regressions: tuple[str, ...] = ()
@@ -308,10 +308,14 @@ def _compare_metrics(result: BenchmarkResult, baseline: BaselineEntry) -> list[_
     def format_mb(count: float) -> str:
         return units.format_bytes(count * units.BYTES_PER_MB)
 
+    throughput: tuple[str, str, str, Callable[[float], str]]
+    throughput = ("tokens/s", "throughput_tokens_per_sec", "tokens_per_sec_runs", units.format_count)
+    if result.throughput_tokens_per_sec is None:  # a script whose batches hold no token ids
+        throughput = ("samples/s", "samples_per_sec", "samples_per_sec_runs", units.format_significant)
     memory = {"gpu": "peak GPU memory", "host": "peak CPU memory", None: "peak memory"}[result.memory]
     metrics = []
     for kind, label, name, runs_name, format_value in (
-        ("throughput", "tokens/s", "throughput_tokens_per_sec", "tokens_per_sec_runs", units.format_count),
+        ("throughput", *throughput),
         ("memory", memory, "peak_memory_mb", "peak_memory_mb_runs", format_mb),
     ):
         value, baseline_value = getattr(result, name), getattr(baseline, name)

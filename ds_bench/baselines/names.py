@@ -34,19 +34,20 @@ def baseline_name(run: Run) -> str:
     """Return ``<model>/<strategy>``, then the values that are not the scripts' defaults: ``/batch8-seq1024-4ranks``.
 
     It does not depend on other rows. Hardware, versions and the DeepSpeed configuration are left out, so that a row
-    keeps its name, and its baseline, when these change.
+    keeps its name, and its baseline, when these change. So are batch and precision of a script, which decides them
+    itself: a row that failed does not know them.
     """
     facts, workload = workload_facts(run), run.trial.workload
     # The file of token ids, and values of a sweep's point that no other part shows.
     texts = [] if workload.data_path is None else [f"data {Path(workload.data_path).name}"]
     texts += [point_text({path: value}) for path, value in unnamed_values(run.trial)]
-    by_stage = facts["strategy"] == f"zero{facts['stage']}"
+    by_stage, built_in = facts["strategy"] == f"zero{facts['stage']}", workload.script is None
     parts = (
         # Written out, so that another default of a flag does not rename baselines that are stored.
-        (f"batch{facts['batch_size']}", facts["batch_size"] != 4),
+        (f"batch{facts['batch_size']}", built_in and facts["batch_size"] != 4),
         (f"seq{facts['seq_length']}", facts["seq_length"] not in (None, 512)),
-        (f"accum{facts['grad_accum']}", facts["grad_accum"] != 1),
-        (facts["precision"], facts["precision"] != "bf16"),
+        (f"accum{facts['grad_accum']}", built_in and facts["grad_accum"] != 1),
+        (facts["precision"], built_in and facts["precision"] != "bf16"),
         ("checkpointing", facts["activation_checkpointing"]),
         (f"stage{facts['stage']}", not by_stage and facts["stage"] != 3),
         (f"{facts['num_gpus']}ranks", facts["num_gpus"] != 1),

@@ -42,6 +42,7 @@ class BenchmarkResult:
     """Kind of memory of the two fields above; None if not known."""
     tokens_per_sec_runs: tuple[float, ...] = ()
     """Mean of each successful run: the samples of the test against noise."""
+    samples_per_sec_runs: tuple[float, ...] = ()
     peak_memory_mb_runs: tuple[float, ...] = ()
     step_seconds: tuple[float, ...] = ()
     """Measured optimizer steps on the slowest rank, run after run."""
@@ -87,15 +88,17 @@ def benchmark_result(
         peaks = measured_values(rows, "gpu_peak_gb" if on_gpu else "cpu_used_gb")
         held = measured_values(rows, "gpu_allocated_gb" if on_gpu else "cpu_pss_gb")
         rates = measured_values(rows, "throughput_tokens_per_sec")
+        samples = measured_values(rows, "throughput_samples_per_sec")
         variations = measured_values(rows, "step_time_cv_percent")
         records = [run.record for run in good if run.record]
         figures = {
             "throughput_tokens_per_sec": geometric_mean(rates),
-            "samples_per_sec": geometric_mean(measured_values(rows, "throughput_samples_per_sec")),
+            "samples_per_sec": geometric_mean(samples),
             "peak_memory_mb": max(peaks) * 1024 if peaks else None,
             "average_memory_mb": statistics.fmean(held) * 1024 if held else None,
             "memory": "gpu" if on_gpu else "host",
             "tokens_per_sec_runs": tuple(rates),
+            "samples_per_sec_runs": tuple(samples),
             "peak_memory_mb_runs": tuple(peak * 1024 for peak in peaks),
             "step_seconds": tuple(seconds for record in records for seconds in record.slowest_rank.step_seconds),
             "step_variation": max(variations) / 100 if variations else None,

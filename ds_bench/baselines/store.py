@@ -34,8 +34,8 @@ _PACKAGES = ("torch", "deepspeed", "transformers")
 _GPU = ("name", "memory_total_bytes", "mig")
 _FIGURES = ("throughput_tokens_per_sec", "peak_memory_mb", "samples_per_sec", "average_memory_mb")
 _SHARED = (
-    *_FIGURES, "memory", "tokens_per_sec_runs", "peak_memory_mb_runs", "step_variation", "workload", "environment",
-    "run_id",
+    *_FIGURES, "memory", "tokens_per_sec_runs", "samples_per_sec_runs", "peak_memory_mb_runs", "step_variation",
+    "workload", "environment", "run_id",
 )  # fmt: skip
 """Fields that a result has too."""
 
@@ -62,6 +62,7 @@ class BaselineEntry:
     """``gpu`` or ``host``."""
     tokens_per_sec_runs: tuple[float, ...] = ()
     """Mean of every run: the samples of the test against noise."""
+    samples_per_sec_runs: tuple[float, ...] = ()
     peak_memory_mb_runs: tuple[float, ...] = ()
     step_variation: float | None = None
     """Coefficient of variation of step times inside a run."""

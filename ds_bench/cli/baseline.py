@@ -41,8 +41,11 @@ def save_command(results: Sequence[Path], file: Path, tolerance: float | None) -
     with terminal.ignoring_broken_pipe():
         for entry in saved:
             memory = None if entry.peak_memory_mb is None else entry.peak_memory_mb * units.BYTES_PER_MB
+            speed = f"{units.format_count(entry.throughput_tokens_per_sec)} tokens/s"
+            if entry.throughput_tokens_per_sec is None:
+                speed = f"{units.format_significant(entry.samples_per_sec)} samples/s"
             text = (
-                f"saved {entry.name}: {units.format_count(entry.throughput_tokens_per_sec)} tokens/s, "
+                f"saved {entry.name}: {speed}, "
                 f"peak {'CPU' if entry.memory == 'host' else 'GPU'} memory {units.format_bytes(memory)}, "
                 f"tolerance {units.format_percent(entry.tolerance)}"
             )
@@ -54,7 +57,9 @@ def save_command(results: Sequence[Path], file: Path, tolerance: float | None) -
     if not saved:
         raise UsageError("nothing was saved: no row can be a baseline", remedy="the lines above say why")
     for entry in saved:
-        for what, runs in (("tokens/s", entry.tokens_per_sec_runs), ("peak memory", entry.peak_memory_mb_runs)):
+        speed = "tokens/s" if entry.tokens_per_sec_runs else "samples/s"
+        rates = entry.tokens_per_sec_runs or entry.samples_per_sec_runs
+        for what, runs in ((speed, rates), ("peak memory", entry.peak_memory_mb_runs)):
             deviation = intervals.sample_std(runs)
             if deviation is not None and (variation := deviation * len(runs) / sum(runs)) > UNSTABLE_CV:
                 text = f"{what} of its {len(runs)} runs varies by {units.format_percent(variation)}"

@@ -337,8 +337,8 @@ def predicted_over_measured(record: TrialRecord) -> float | None:
     prediction = stored_prediction(record.trial)
     if prediction is None or prediction.unknown is not None:
         return None
-    # Where building the model is the fullest moment, the peak of building is what was predicted.
-    name = "gpu_init_peak_bytes" if prediction.phase == "build" else "gpu_peak_bytes"
+    # Where the fullest moment is before the first step, its peak is what was predicted.
+    name = "gpu_init_peak_bytes" if prediction.phase in ("build", "initialize") else "gpu_peak_bytes"
     peak = max(measured_values(record.ranks, name), default=0)
     return (prediction.gpu_bytes - prediction.gpu.get("overhead", 0)) / peak if peak else None
 

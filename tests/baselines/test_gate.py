@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from ds_bench.baselines import gate
 from ds_bench.baselines.gate import BaselineEntry, compare_to_baseline, load_baseline, save_baseline
 from ds_bench.baselines.names import baseline_name
 from ds_bench.baselines.result import BenchmarkResult, benchmark_result
+from ds_bench.config.training_script import Script
 from ds_bench.errors import UsageError
 from ds_bench.records import schema
 from tests.support import fakes
@@ -172,6 +173,37 @@ def test_slowdown_by_other_programs_is_not_a_regression_but_memory_is(
     assert bool(seen.disturbances) == busy
     verdict = compare_to_baseline(result(tokens, peak, disturbances=seen.disturbances), entry())
     assert (verdict.passed, verdict.noisy) == (passed, noisy)
+
+
+SCRIPT = Script(command=("train.py", "{config}"), digest="abc", python="python", config_source="command")
+
+
+def of_script(seconds: Sequence[float], **changes: Any) -> BenchmarkResult:
+    """Runs of a script without token ids: 6 samples in each step."""
+    trial = fakes.trial(of=fakes.workload(model="train.py", model_source="script", script=SCRIPT), on=ON_GPU)
+    script = fakes.script_of_samples(trial, 6)
+    runs = [fakes.success(trial, step_seconds=(each,) * 10, script=script, micro_batch_size=6) for each in seconds]
+    return replace(measured(*map(make_run, runs or [fakes.failure(trial)])), **changes)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "passed", "text"),
+    [
+        ((0.1,), True, "samples/s 60.0 against 60.0 (+0.0 %), no worse; peak GPU memory"),
+        ((0.2,), False, "samples/s 30.0 against 60.0 (-50.0 %), beyond the tolerance of 5.0 %; peak GPU memory"),
+        ((0.2,) * 3, False, "beyond the tolerance of 5.0 % (95 % interval -50.0 % to -50.0 %)"),
+        ((), False, "it ended with OOM"),
+    ],
+)
+def test_a_script_without_token_ids_is_held_to_its_samples(seconds: tuple[float, ...], passed: bool, text: str) -> None:
+    """Also where it fails: its row keeps its name, though its own batch of 6 is not known then."""
+    before = of_script([0.1] * max(1, len(seconds)))
+    found = of_script(seconds)
+    assert before.throughput_tokens_per_sec is None
+    assert (found.name, before.name) == ("train.py/zero0",) * 2
+    verdict = compare_to_baseline(found, BaselineEntry.of(before))
+    assert (verdict.passed, verdict.throughput_ratio) == (passed, pytest.approx(0.1 / seconds[0]) if seconds else None)
+    assert text in verdict.message
 
 
 # ------------------------------------------------------------------ what does not compare

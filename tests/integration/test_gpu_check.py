@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,13 +37,14 @@ case "$1" in -c | - | -m) exec {python} "$@" ;; esac
 name=$(basename "$1" .py)
 [[ $name == gpu_check ]] && exec {python} "$@"
 while (($#)); do
+    [[ $1 == --resume ]] && resumed="goes on with $2"
     [[ $1 == --output-dir ]] && cp {rows} "$2/zero_comparison_1.json"
     [[ $1 == --output-dir ]] && cp -r {runs} "$2/runs"
     [[ $1 == --output && $name == fidelity ]] &&
         echo '{{"ratio_to_bare": {{"warm": {{"median": 1.01, "min": 0.99, "max": 1.02}}}}}}' >"$2"
     shift
 done
-echo "GPU-12345678-90ab-cdef-1234-567890abcdef in $PWD"
+echo "GPU-12345678-90ab-cdef-1234-567890abcdef in $PWD $resumed"
 [[ $name == "$HANGS" ]] && sleep 600
 exit 0
 """
@@ -70,6 +72,7 @@ def write_run(folder: Path) -> None:
         logs.mkdir(parents=True)
         (logs / "rank0.log").write_text("line\n" * 50_000)
     lines = [json.dumps(record.to_dict()) for record in (good, bad)]
+    (folder / "run_1/run.json").write_text("{}")
     (folder / "run_1/records.jsonl").write_text("\n".join(lines) + "\n")
 
 
@@ -115,14 +118,16 @@ def test_a_call_that_ends_reports_and_archives_everything_but_names(start: Any, 
     logs = {name: len(text) for name, text in files.items() if name.startswith("tiny-zero/") and "rank0.log" in name}
     assert logs == {"tiny-zero/runs/run_1/trials/99_bad/rank0.log": 100_000}, "of the row that failed, its end"
     assert files["nvidia_smi.txt"].split() == ["GPU", "Product", "Name", ":", "NVIDIA", "H100"]
-    assert files["tiny-zero/log"] == "GPU-UUID in .\n"
+    assert files["tiny-zero/log"] == "GPU-UUID in . \n"
     assert '"hostname": "HOST"' in files["tiny-zero/runs/run_1/records.jsonl"]
     assert not [name for name, text in files.items() if str(ROOT) in text]
     assert "zero3                  20.00      20.00      1.000            3.0            3.0" in out
     assert "product (warm) / bare loop 1.010 (0.990 to 1.020)" in out
-    assert "short sequences at stage 3: 2.000 of 8.000 GB are not predicted" in out
-    assert "ZeRO-3                       gpu least                      2.000     1.000   2.000" in out
-    assert "prediction off: tiny-zero" in out
+    assert "short sequences at stage 3: of 8.000 GB allocated 2.000 GB not predicted" in out
+    (row,) = re.findall(r"^tiny-zero +ZeRO-3 +(2.*)", out, re.MULTILINE)
+    assert row.split() == "2.00 1.00 2.00 8.60 1.00 8.60 2.00 1.00 2.00 1.00, 1.00; step (rule)".split()
+    numbers = "least 2.00 GB, measured 1.00; peak allocated 2.00 GB, measured 1.00"
+    assert f"prediction off: tiny-zero ZeRO-3: {numbers}\n" in out, "what is reserved is an upper bound"
     assert "left for the next call: probe" in out
     # The next call goes on with what is left.
     again, _ = start("", BUDGET_SECONDS="16").communicate(timeout=120)
@@ -138,18 +143,27 @@ def test_wheels_are_installed_once_for_all_calls(start: Any, tmp_path: Path) -> 
         wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: a-package\nVersion: 1.0\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
-    times = set()
+    times, variables = set(), {"WHEELS": str(wheels), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     for _ in range(2):
-        start("tiny-zero", WHEELS=str(wheels), XDG_CACHE_HOME=str(tmp_path / "cache")).communicate(timeout=120)
+        out, _ = start("fidelity", **variables).communicate(timeout=120)
         (installed,) = (tmp_path / "cache").rglob("a_package.py")
         times.add(installed.stat().st_mtime_ns)
     assert len(times) == 1
+    assert "nothing failed, nothing is off" in out
+    # Wheels that cannot be installed leave no folder, which a later call would take for a whole one.
+    (wheels / "broken-1.0-py3-none-any.whl").write_bytes(b"cut short")
+    failing = start("fidelity", **variables)
+    failing.communicate(timeout=120)
+    assert failing.returncode == 2
+    assert list((tmp_path / "cache/ds_bench/gpu_check").iterdir()) == [installed.parent]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_call_that_is_cut_short_keeps_finished_steps(start: Any, tmp_path: Path, number: int) -> None:
-    process = start("tiny-zero fidelity", hangs="fidelity")
-    wait_for(tmp_path / "out/fidelity/log")
+def test_a_call_that_is_cut_short_keeps_finished_steps_and_the_next_goes_on(
+    start: Any, tmp_path: Path, number: int
+) -> None:
+    process = start("tiny-zero tiny-offload", hangs="offload_comparison")
+    wait_for(tmp_path / "out/tiny-offload/log")
     below = processes.descendants(process.pid)
     if number == signal.SIGKILL:
         os.killpg(process.pid, number)
@@ -160,9 +174,12 @@ def test_a_call_that_is_cut_short_keeps_finished_steps(start: Any, tmp_path: Pat
     files = kept(tmp_path)
     assert "tiny-zero/zero_comparison_1.json" in files
     if number == signal.SIGTERM:
-        assert "step fidelity was cut short" in files["report.txt"]
-        assert "fidelity/log" in files
+        assert "step tiny-offload was cut short" in files["report.txt"]
+        assert "tiny-offload/log" in files
     assert gone_within(below, 15) == set()
+    start("tiny-offload").communicate(timeout=60)
+    log = (tmp_path / "out/tiny-offload/log").read_text().splitlines()
+    assert log[-1].endswith(f"goes on with {tmp_path}/out/tiny-offload/runs/run_1")
 
 
 def wait_for(path: Path) -> None:
@@ -177,6 +194,7 @@ def test_a_step_that_hangs_is_ended_within_the_budget_and_named(start: Any, tmp_
     out, _ = start("tiny-zero fidelity", hangs="zero_stage_comparison", BUDGET_SECONDS="37").communicate(timeout=90)
     assert "(timed out)" in out
     assert "step tiny-zero ended with 124" in out
+    assert "not begun, the budget is spent: fidelity\n" in out
     assert "fidelity" in out.partition("left for the next call:")[2]
     steps = {step["name"]: step for step in json.loads((tmp_path / "out/steps.json").read_text())}
     assert steps["tiny-zero"]["timed_out"]
@@ -197,7 +215,7 @@ metadata.version = version
     process = start("tiny-zero", PYTHONPATH=str(tmp_path), stderr=subprocess.STDOUT)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 2
-    assert {tuple(line.split(": ")[1:3]) for line in out.splitlines()[:-1]} >= {
+    assert {tuple(line.split(": ")[1:3]) for line in out.splitlines()[:-1]} == {
         ("warning", "jinja2"),
         ("problem", "hjson"),
         ("problem", "deepspeed"),

@@ -218,6 +218,10 @@ CAUSES: dict[str, tuple[Build, Ending, str, int | None, str]] = {  # → status,
     "a signal after the file": (
         lambda s: s.measured(0).ended(0, by=SEGV, at=90).failed(1, error_class="ValueError"),
         "ended", "ValueError", 1, ""),
+    "an interrupt that the script raised itself": (
+        lambda s: s.failed(1, error_class="KeyboardInterrupt").ended(1, by=signal.SIGINT),
+        "rank_failed", "KeyboardInterrupt", 1, ""),
+    "an interrupt from outside": (lambda s: s.ended(1, by=signal.SIGINT), "rank_failed", "Killed", 1, "SIGINT"),
     "the launcher's code 256 - 9": (lambda s: s.ended(None, code=247), "ended", "Killed", None, ""),
     "the launcher's code 256 - 11": (lambda s: s.ended(None, code=245), "ended", "Crashed", None, "SIGSEGV"),
     "the launcher's signal is late": (

@@ -169,10 +169,11 @@ def test_prediction_is_compared_with_the_allocators_peak_on_gpus_and_with_the_le
     record = recorded({"parameters": 900, "overhead": 5000}, {}, gpu_peak_bytes=1000)
     record = replace(record, ranks=(record.ranks[0], replace(record.ranks[1], gpu_peak_bytes=800)))
     assert trial_predictions.predicted_over_measured(record) == pytest.approx(0.9)
-    # If building the model is the fullest moment, the peak of building is compared.
-    built = replace(record.trial, prediction={**(record.trial.prediction or {}), "phase": "build"})
-    built_record = fakes.success(built, gpu_peak_bytes=1000, gpu_init_peak_bytes=1800)
-    assert trial_predictions.predicted_over_measured(built_record) == pytest.approx(0.5)
+    # If the fullest moment is before the steps, the peak before them is compared.
+    for phase in ("build", "initialize"):
+        built = replace(record.trial, prediction={**(record.trial.prediction or {}), "phase": phase})
+        built_record = fakes.success(built, gpu_peak_bytes=1000, gpu_init_peak_bytes=1800)
+        assert trial_predictions.predicted_over_measured(built_record) == pytest.approx(0.5)
     failed = fakes.failure(record.trial)
     assert trial_predictions.predicted_over_measured(failed) is None
     assert trial_predictions.predicted_over_ledger(failed) is None

@@ -175,6 +175,13 @@ def script_measurement(of: Trial, **changes: Any) -> ScriptMeasurement:
     return ScriptMeasurement(**{**values, **changes})
 
 
+def script_of_samples(of: Trial, samples: int) -> ScriptMeasurement:
+    """The same of a script without token ids, with so many samples in each step."""
+    steps = of.workload.warmup_steps + of.workload.num_steps
+    none = dict.fromkeys(("tokens", "unpadded_tokens"), (0,) * steps)
+    return script_measurement(of, **none, samples=(samples,) * steps)
+
+
 def success(of: Trial | None = None, *, step_seconds: Sequence[float] = (), **changes: Any) -> TrialRecord:
     """A trial that ended well, with one measurement per rank; ``changes`` apply to every rank."""
     of = of or trial()

@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -134,7 +135,7 @@ def test_an_overriding_configuration_keeps_the_scripts_batch_optimizer_and_preci
 
 
 ENDS = """
-import json, os, sys, threading
+import json, os, signal, sys, threading
 sys.path.insert(0, sys.argv[1])
 import ds_bench_script_hook
 ds_bench_script_hook.install()
@@ -154,11 +155,20 @@ sys.stdout = None
             "",
         ),
         ("thread = threading.Thread(target=lambda: {}['x']); thread.start(); thread.join()", "KeyError", "KeyError"),
+        ("raise KeyboardInterrupt('enough')", "KeyboardInterrupt", "KeyboardInterrupt: enough"),
+        # A signal: its handler raised, Python's own or the script's.
+        ("os.kill(os.getpid(), signal.SIGINT)", None, ""),
+        (
+            "def end(*_): raise KeyboardInterrupt\nsignal.signal(signal.SIGTERM, end)\nos.kill(os.getpid(), 15)",
+            None,
+            "",
+        ),
     ],
 )
 def test_an_exit_leaves_its_last_line_and_an_exception_of_a_thread_is_the_scripts(
-    script: str, error_class: str, text: str, tmp_path: Path
+    script: str, error_class: str | None, text: str, tmp_path: Path
 ) -> None:
+    """None: no file of the rank, so that the signal that ended it is the cause."""
     workload = {"warmup_steps": 2, "num_steps": 5, "script": {"engine": None, "config_source": "command"}}
     trial = {"trial": {"workload": workload, "placement": {"gpu_memory_limit_bytes": None}}}
     (tmp_path / "trial.json").write_text(json.dumps(trial))
@@ -166,7 +176,10 @@ def test_an_exit_leaves_its_last_line_and_an_exception_of_a_thread_is_the_script
     variables = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "DS_BENCH_SCRIPT": str(tmp_path)}
     with (tmp_path / "rank0.log").open("w") as log:
         command = [sys.executable, "-c", ENDS.replace("{}", script, 1), str(FILE.parent)]
-        subprocess.run(command, env=variables, stdout=log, stderr=log, check=False)
+        ended = subprocess.run(command, env=variables, stdout=log, stderr=log, check=False)
+    if error_class is None:
+        assert (ended.returncode, (tmp_path / "rank0.json").exists()) == (-signal.SIGINT, False)
+        return
     failure = json.loads((tmp_path / "rank0.json").read_text())["failure"]
     assert failure["error_class"] == error_class
     assert text in failure["traceback"]
