@@ -425,9 +425,7 @@ def _baseline_caveats(
         why = requested.invalid_reason or requested.runs[0].outcome.status
         return [note(f"ratios are relative to {chosen.label}, because {requested.label} has no usable result: {why}")]
     if not chosen.valid:
-        return [
-            note(f"ratios are relative to {chosen.label}, which has no usable result itself: {chosen.invalid_reason}")
-        ]
+        return [note(f"ratios are relative to {chosen.label}, which has no usable result itself")]
     return []
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 MAX_OVERLAID_ROWS = 8
 """More lines in one chart cannot be distinguished."""
-MAX_BARS = 40
+MAX_BARS = 16
 CATEGORIES = ("parameters", "gradients", "optimizer_states", "deepspeed_buffers", "activations", "other")
 HATCHES = ("", "///", "||", "--", "\\\\\\", "++", "")
 """By category, so that categories differ without colour too."""

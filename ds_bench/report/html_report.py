@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..analysis import provenance
 from ..analysis.comparison import ComparisonRow
+from ..config.caveats import CaveatKind
+from ..recommend.words import Fact
 from ..records.schema import SUCCESS
 from ..system.environment import require_installed
 from . import charts, combined_table, row_explanation
@@ -42,16 +44,25 @@ def render_page(reports: Sequence[ComparisonReport], generated: str) -> str:
     machines = [[*{str(m): m for m in map(provenance.machine, each.environments)}.values()] for each in reports]
     # One machine is shown once, for all comparisons; with several, each comparison shows its own.
     one_machine = len(set(map(str, machines))) == 1 and len(machines[0]) < 2
+    common = combined_table.common_facts(reports) if reports else ()
+    with_rows = [report for report in reports if report.comparison.rows]
+    passes = combined_table.has_passes(with_rows)
+    # Points of a sweep are grouped by model where that makes groups.
+    models = [report.facts[0] for report in reports]
+    grouped = 1 < len(set(models)) < len(models)
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for number, (report, own) in enumerate(zip(reports, machines, strict=True), 1):
+        facts = [fact for fact in report.facts[grouped:] if fact not in common]
+        part = _section(report, f"s{number}")
+        part |= {"point": " · ".join(facts) or report.title, "environments": None if one_machine else own}
+        groups.setdefault(report.facts[0] if grouped else "", []).append(part)
     page = engine.get_template("report.html").render(
-        title=reports[0].title if len(reports) == 1 else f"{len(reports)} comparisons",
+        title=reports[0].title if len(reports) == 1 else " · ".join([f"{len(reports)} comparisons", *common]),
         generated=generated,
         command="\n".join(dict.fromkeys(command for report in reports for command in report.commands)),
         environment=next(iter(machines[0]), {}) if one_machine else {},
-        parts=[
-            {**_section(report, f"s{number}"), "environments": None if one_machine else own}
-            for number, (report, own) in enumerate(zip(reports, machines, strict=True), 1)
-        ],
-        passes=combined_table.pass_tables(reports) if combined_table.has_passes(reports) else [],
+        groups=groups,
+        overview=(combined_table.pass_tables if passes else combined_table.model_tables)(with_rows),
         styles=styles,
         script=script,
     )
@@ -103,9 +114,32 @@ def _status(row: ComparisonRow) -> str:
     return row_status(row, lambda status: f"{'✓' if status == SUCCESS else '✗'} {status}")
 
 
+def _answer(report: ComparisonReport) -> dict[str, Any]:
+    """The recommendation, without what the notes below it state."""
+    answer, stated = report.recommendation, {note.text for note in report.labels_by_note}
+    on_cpu = any(caveat.kind is CaveatKind.CPU_ACCELERATOR for caveat in report.comparison.caveats)
+    facts = (answer.provisional, *answer.facts, answer.alternative)
+    why = answer.headline.values.get("why")
+    return {
+        "decided": answer.decided,
+        "goal": answer.goal,
+        "headline": answer.headline,
+        "facts": [
+            fact
+            for fact in filter(None, facts)
+            if str(fact.values.get("reason")) not in stated and not (on_cpu and fact.kind == "on_host")
+        ],
+        # Without the cost if the headline states it.
+        "cost": None if isinstance(why, Fact) and why.kind == "less_memory" else answer.cost,
+        "steps": [step for step in answer.next_steps if step.kind != "caveat"],
+    }
+
+
 def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
     """Variables of the template for one report. ``uid``: prefix of all its ids."""
-    drawable, left_out = charts_of(report.comparison, report.recommendation.key)
+    answer = report.recommendation
+    chosen = answer.key if answer.decided else None
+    drawable, left_out = charts_of(report.comparison, chosen)
     numbers = {note: number for number, note in enumerate(report.labels_by_note, 1)}
     columns = measured_columns(report.comparison)
     sections: dict[str, list[dict[str, Any]]] = {"Speed": [], "Memory": [], "Steps": []}
@@ -125,7 +159,8 @@ def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
         rows.append(
             {
                 "label": row.label,
-                "recommended": row.key == report.recommendation.key,
+                "recommended": row.key == chosen,
+                "first": row.key == answer.key != chosen,
                 "baseline": baseline is not None and row.key == baseline.key,
                 "status": _status(row),
                 "succeeded": row.succeeded,
@@ -139,6 +174,7 @@ def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
     return {
         "uid": uid,
         "report": report,
+        "answer": _answer(report),
         "columns": columns,
         "rows": rows,
         "explanations": row_explanation.report_paragraphs(report),

@@ -136,6 +136,10 @@ def report_paragraphs(report: ComparisonReport) -> list[tuple[str, str]]:
         if a.key != b.key:
             unique.setdefault(frozenset((a.key, b.key)), (a, b))
     differences = [explain(a, b) for a, b in unique.values()]
+    # The notes of the rows say why their speeds do not compare.
+    differences = [
+        replace(each, time=None) if each.time and each.time.incomparable_reasons else each for each in differences
+    ]
     known = [each for each in differences if each.main is not None or each.time is not None]
     paragraphs = [
         (f"{each.b.label} compared with {each.a.label}", largest_change(each)) for each in known[:_MOST_PAIRS]

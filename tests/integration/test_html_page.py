@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +111,7 @@ def test_the_page_asks_for_nothing_shows_its_charts_and_runs_no_foreign_script(o
     other = samples.row(f"{EVIL}2", samples.run(fakes.zero(1), 0.2, peak=4))
     evil = samples.report(samples.comparison(row, other), title="harmless", notes=(EVIL,))
     driver = opened(evil, samples.report(samples.offload_comparison(), title="harmless"))
-    assert driver.title == "2 comparisons"
+    assert driver.title == "2 comparisons · harmless"
     assert driver.get_log("browser") == []
     assert [url for url in requests(driver) if not url.startswith("data:")] == [driver.current_url]
     images = driver.execute_script("return [...document.images].map((one) => [one.className, one.naturalWidth > 0])")
@@ -228,10 +231,16 @@ def test_on_paper_nothing_is_wider_than_the_sheet(opened: Opened, driver: Any) -
     """A4 at 96 dots per inch, less two margins of half an inch."""
     show(driver, width=698, media="print")
     opened(samples.report(samples.zero_comparison(), recommendation=samples.recommendation(key="ZeRO-2")))
-    driver.execute_script("dispatchEvent(new Event('beforeprint'))")
     ends = driver.execute_script(
         "return [...document.querySelectorAll('figure, table')].map((e) => e.getBoundingClientRect().right)"
     )
     assert len(ends) > 7
     assert max(ends) <= 698
-    assert driver.execute_script("return document.querySelectorAll('details.config[open]').length") == 1
+
+
+def test_a_comparison_prints_on_three_pages_and_a_sweep_folds(opened: Opened, driver: Any) -> None:
+    for of in ([samples.zero_comparison()], [samples.many_rows(40)], [samples.zero_comparison()] * 12):
+        opened(*[replace(samples.report(each), facts=("gpt2", f"point {n}")) for n, each in enumerate(of)])
+        printed = driver.execute_cdp_cmd("Page.printToPDF", {"paperWidth": 8.27, "paperHeight": 11.69})
+        assert 1 <= len(re.findall(rb"/Type\s*/Page\b", base64.b64decode(printed["data"]))) <= 3
+        assert 900 < driver.execute_script("return document.documentElement.scrollHeight") < 4000

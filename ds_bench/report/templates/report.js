@@ -73,9 +73,4 @@
       setTimeout(() => { button.textContent = "Copy"; }, 2000);
     });
   }
-
-  // Printed pages show the numbers of the charts and the recommended configuration; of the others, those unfolded.
-  addEventListener("beforeprint", () => {
-    for (const one of document.querySelectorAll("figure details, details.recommended")) one.open = true;
-  });
 })();
