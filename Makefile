@@ -16,8 +16,11 @@ $(STAMP): requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --requirement requirements.txt
 	touch $@
 
+# Without a GPU on two CPU ranks, where there are two cores.
 demo: $(STAMP)
-	$(BIN)/python zero_stage_comparison.py --model tiny --batch-size 4 --seq-length 128
+	$(BIN)/python zero_stage_comparison.py --model tiny --batch-size 4 --seq-length 128 --repeats 3 \
+	$$(nvidia-smi --list-gpus >/dev/null 2>&1 || test $$(nproc) -lt 2 || echo --num-gpus 2)
+	$(BIN)/python -m ds_bench report --html results/demo.html >/dev/null
 
 test: $(STAMP)
 	PYTHON=$(PYTHON) scripts/install_system_packages.sh test

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 
 class DsBenchError(Exception):
-    """Something the user can mend. ``str()`` gives one line: what is wrong, and the remedy."""
+    """Something the user can mend. ``str()`` gives one line: what is wrong. What to do."""
 
     exit_code = 2
 
@@ -25,7 +25,8 @@ class DsBenchError(Exception):
         self.remedy = remedy
 
     def __str__(self) -> str:
-        line = f"{self.problem} ({self.remedy})" if self.remedy else self.problem
+        # Only the first letter changes, so that no remedy may begin with a command.
+        line = f"{self.problem}. {self.remedy[:1].upper()}{self.remedy[1:]}" if self.remedy else self.problem
         return " ".join(line.split())
 
 

@@ -563,7 +563,7 @@ def with_row_names(options: Options) -> Options:
             continue
         said = f"{options.say(name)} {text}"
         if (row := next((row for row in rows if row.matches(text)), None)) is None:
-            raise UsageError(f"{said}: no such row", remedy=f"one of {', '.join(row.name for row in rows)}")
+            raise UsageError(f"{said}: no such row", remedy=f"choose from {', '.join(row.name for row in rows)}")
         if name == "export" and row.engine != "deepspeed":
             problem = f"{said}: {row.label} is torch's own engine, it has no DeepSpeed configuration"
             raise UsageError(problem, remedy="export a row that DeepSpeed trains")

@@ -48,6 +48,7 @@ from .records.resume import is_finished, remaining_trials, require_same_machine,
 from .records.run_folder import RUN_FILE, RunFolder
 from .records.schema import Outcome, TrialRecord
 from .report import exported_configuration
+from .report.combined_table import has_passes
 from .report.comparison_report import ComparisonReport, build_report
 from .report.progress import ProgressReporter, nsys_command, profile_files_line, run_plan_lines
 from .report.terminal_report import print_reports
@@ -548,6 +549,11 @@ class ComparisonRun:
         except (OSError, UsageError) as error:
             failure = failure or error
         shown = [report for _, report in reports]
+        # The files are part of the answer; what has no room for them there gets a line of its own.
+        in_answer = options.format == "table" and not options.verbose and len(shown) == 1 and not has_passes(shown)
+        if in_answer and not options.quiet and not removed:
+            files_text = self._files_text([path for _, path in exported])
+            shown = [replace(shown[0], files=files_text, page_command=self._page_command())]
         with terminal.ignoring_broken_pipe():  # last: standard output may be gone
             if options.format == "json":
                 recommendations = (
@@ -565,7 +571,11 @@ class ComparisonRun:
             raise failure
         code = exit_code(options, runs)
         if not options.quiet:
-            self._print_places([path for _, path in exported], runs)
+            if not in_answer or removed:
+                terminal.print_text(f"  Files: {self._files_text([path for _, path in exported])}", sys.stderr)
+                terminal.print_text(f"  Page:  {self._page_command()}", sys.stderr)
+            if line := profile_files_line(runs, store.folder):
+                terminal.print_text(f"  {line}", sys.stderr)
             for row, path in exported:
                 if row.trial.workload.script is not None:
                     command = exported_configuration.training_command(row.trial, path / exported_configuration.RAW_FILE)
@@ -606,19 +616,19 @@ class ComparisonRun:
             write_json(path, recommendation)
         return exported
 
-    def _print_places(self, folders: Sequence[Path], runs: Sequence[Run]) -> None:
-        """Print where the recommended configurations and the files of the results are."""
+    def _files_text(self, folders: Sequence[Path]) -> str:
+        """Where the files of the results are. ``folders``: of the configurations to use, below the run's folder."""
         options, store = self.plan.options, self.store
-        for folder in dict.fromkeys(store.folder / "points" if options.point else folder for folder in folders):
-            terminal.print_text(f"  Config: {folder}", sys.stderr)
-        shown = shlex.quote(str(store.folder))
-        if options.shard is not None:
-            shown = f"{shlex.quote(str(store.folder.parent))}/*of{options.shard.count}"
-        report_command = f"{invocation.program()} report {shown} --html r.html"
+        inside = dict.fromkeys(folder.relative_to(store.folder).parts[0] for folder in folders)
+        configurations = f" (how to train: {', '.join(inside)}/README.md)" if inside and not options.point else ""
         also = "" if options.csv is None else f", {options.csv}"
-        terminal.print_text(f"  Report: {report_command}\n  Files:  {store.json_path} and .csv{also}", sys.stderr)
-        if line := profile_files_line(runs, store.folder):
-            terminal.print_text(f"  {line}", sys.stderr)
+        return f"{store.folder}{configurations}, {store.json_path} and .csv{also}"
+
+    def _page_command(self) -> str:
+        """The command that writes the run's HTML page."""
+        shard, folder = self.plan.options.shard, self.store.folder
+        runs = shlex.quote(str(folder)) if shard is None else f"{shlex.quote(str(folder.parent))}/*of{shard.count}"
+        return f"{invocation.program()} report {runs} --html report.html"
 
 
 def exit_code(options: Options, runs: Sequence[Run]) -> int:

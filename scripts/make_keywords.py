@@ -57,7 +57,7 @@ def plan_types() -> Iterator[tuple[str, list[str]]]:
     options = {option.flag: option for option in OPTIONS.values()}
     for flag, facts in commands.COMMANDS["plan"].flags.items():
         name = flag.removeprefix("--").replace("-", "_")
-        if name in ("verbose", "json"):
+        if name in ("name", "verbose", "json"):
             continue
         if facts.get("action") == "store_true":
             types = ["bool"]

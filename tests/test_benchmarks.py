@@ -81,7 +81,7 @@ def test_a_run_that_fails_is_an_exception_that_says_how_and_keeps_its_folder(
     scripted.launcher = FakeLauncher("OOM (host)")
     with pytest.raises(BenchmarkFailedError, match=r"^benchmark small failed: OOM \(host\)") as caught:
         MemoryBenchmark(name="small", **TINY).run()
-    kept = Path(str(caught.value).rpartition("logs in ")[2].rstrip(")"))
+    kept = Path(str(caught.value).rpartition("Logs in ")[2])
     assert (kept / "records.jsonl").is_file()
 
 

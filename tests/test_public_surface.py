@@ -221,7 +221,7 @@ def test_the_scripts_and_the_package_run_as_programs(tmp_path: Path) -> None:
     for script in SCRIPTS:
         refused = program(ROOT / script, "--no-such-flag")
         assert (refused.returncode, refused.stdout) == (2, "")
-        assert refused.stderr == f"{script}: unrecognized arguments: --no-such-flag (see {script} --help)\n"
+        assert refused.stderr == f"ds-compare: Unknown argument --no-such-flag. See {script} --help\n"
     shown = program("-m", "ds_bench", "report", REFERENCE)
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout == expected("reference_table_ascii.txt")

@@ -281,7 +281,7 @@ def test_the_end_recommends_a_row_and_leaves_its_configuration(
 ) -> None:
     assert scripted.run("--stages", "1", "3") == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "? Too close to call after one run each. Start with ZeRO-1, the simplest." in shown
+    assert "? Too close to call between ZeRO-1 and 3. Start with ZeRO-1, the simplest." in shown
     (folder,) = (scripted.output / "runs").glob("*/recommended")
     assert {path.name for path in folder.iterdir()} == {
         "README.md",
@@ -295,7 +295,7 @@ def test_the_end_recommends_a_row_and_leaves_its_configuration(
     assert (stored["choice"], stored["decided"], stored["tied"]) == ("ZeRO-1", False, ["ZeRO-1", "ZeRO-3"])
     # The command that decides is the one that works: it adds two rounds to this run.
     assert stored["try_next"] == f"python zero_stage_comparison.py --resume {folder.parent} --repeats 3"
-    assert f"To decide: {stored['try_next']}" in shown
+    assert f"Next: {stored['try_next']}" in shown
     assert json.loads((folder.parent / "run.json").read_text(encoding="utf-8"))["recommendation"] == stored
     assert json.loads((folder.parent / "recommendation.json").read_text(encoding="utf-8")) == stored
     (beside,) = scripted.output.glob("zero_recommendation_*.json")

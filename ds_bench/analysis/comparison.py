@@ -220,7 +220,7 @@ def compare(
     requested = next(iter(rows if relative_to is None else rows_called(rows, relative_to)), None)
     if requested is None and rows:
         choices = ", ".join(dict.fromkeys(row.configuration.name for row in rows))
-        raise UsageError(f"--relative-to {relative_to}: no such row", remedy=f"one of {choices}")
+        raise UsageError(f"--relative-to {relative_to}: no such row", remedy=f"choose from {choices}")
     chosen = _first_valid_row(rows, requested) if relative_to is None else requested
     reference = chosen if chosen is None or chosen.succeeded else _first_valid_row(rows, chosen)
     baseline = chosen if chosen is not None and chosen.succeeded else None

@@ -14,6 +14,7 @@ from ..config.spec import PassType, Trial, point_text
 from ..models import presets
 from ..system import invocation
 from ..system.environment import Environment
+from ..system.invocation import OpenCommand
 
 if TYPE_CHECKING:
     from .row import Run
@@ -58,10 +59,10 @@ def flags_to_repeat(options: Options) -> dict[str, list[str]]:
     return flags
 
 
-def resume_command(options: Options, folder: Path) -> str:
+def resume_command(options: Options, folder: Path) -> OpenCommand:
     """The command that goes on with a run. ``options``: of a script's run, or of the first point of a recipe's."""
-    again = [word for words in flags_to_repeat(options).values() for word in words]
-    return invocation.comparison(options.family, ["--resume", str(folder), *again])
+    again = [word for name, words in flags_to_repeat(options).items() if name != "script" for word in words]
+    return OpenCommand(invocation.comparison(options.family, ["--resume", str(folder), *again]), options.script)
 
 
 def machine(environment: Environment) -> dict[str, str]:

@@ -90,7 +90,7 @@ def _model_facts(model: str) -> ModelFacts:
     if facts is None:
         raise UsageError(
             f"--model {model}: its parameters cannot be counted without building it",
-            remedy=f"{invocation.command('models')} lists the architectures that can",
+            remedy=f"list the architectures that can with {invocation.command('models')}",
         )
     return facts
 

@@ -36,13 +36,34 @@ _ZERO_EXAMPLES = """examples:
   %(prog)s --model gpt2 --repeats 3 --set zero_optimization.overlap_comm=false
   %(prog)s --resume results/runs/zero_20261121_093000 --retry Timeout
 
-exit codes: 0 a row succeeded, 1 none did, 2 usage or preflight, 130 interrupted"""
+exit codes: 0 a row succeeded, 1 none did, 2 usage or preflight, 130 interrupted
+
+{aliases}"""
 _OFFLOAD_EXAMPLES = """examples:
   %(prog)s --model gpt2 --batch-size 4 --strategies none cpu_optimizer cpu_full
   %(prog)s --model meta-llama/Llama-2-7b-hf --batch-size 2 --nvme-path /mnt/nvme
   %(prog)s --model gpt2 --stage 2 --strategies none cpu_optimizer
 
-exit codes: 0 a row succeeded, 1 none did, 2 usage or preflight, 130 interrupted"""
+exit codes: 0 a row succeeded, 1 none did, 2 usage or preflight, 130 interrupted
+
+{aliases}"""
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "--per_device_train_batch_size": ("--batch-size",),
+    "--gradient_accumulation_steps": ("--grad-accum",),
+    "--gradient_checkpointing": ("--activation-checkpointing",),
+    "--max_seq_length": ("--seq-length",),
+    "--bf16": ("--precision", "bf16"),
+    "--fp16": ("--precision", "fp16"),
+    "--deepspeed": ("--configs",),
+    "--gpus": ("--num-gpus",),
+}
+"""Flag as other programs name it (TrainingArguments and SFTConfig, launchers) → the same flag here, with its value."""
+_SWITCHES = ("--gradient_checkpointing", "--bf16", "--fp16")
+"""Aliases that other programs also take with ``True`` or ``False``."""
+ALIASES_TEXT = "names from other tools:\n" + "\n".join(
+    f"  {alias:<30} = {' '.join(words)}" for alias, words in ALIASES.items()
+)
+"""For ``--help``."""
 
 
 def build_parser(family: Family, prog: str) -> argparse.ArgumentParser:
@@ -52,7 +73,7 @@ def build_parser(family: Family, prog: str) -> argparse.ArgumentParser:
         prog=prog,
         usage=_USAGE.format(rows="--stages N" if zero else "--strategies NAME"),
         description=_ZERO_TEXT if zero else _OFFLOAD_TEXT,
-        epilog=_ZERO_EXAMPLES if zero else _OFFLOAD_EXAMPLES,
+        epilog=(_ZERO_EXAMPLES if zero else _OFFLOAD_EXAMPLES).format(aliases=ALIASES_TEXT),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_flags(parser, family)
@@ -178,9 +199,9 @@ def parse(family: Family, prog: str, arguments: Sequence[str]) -> Options:
 class Parser(argparse.ArgumentParser):
     """A parser that raises UsageError, which is printed in one line like every other error.
 
-    The line names the nearest flag or value where one is near. Flags cannot be abbreviated, and ``--num-gpus`` has the
-    aliases that other launchers use. Lists of values may be separated by commas too. Where ``typed`` has a default, it
-    holds the arguments as they were typed.
+    The line names the nearest flag or value where one is near. Flags cannot be abbreviated. They may be written with
+    underscores, and have the ``ALIASES``. Commas may separate lists of values. Where ``typed`` has a default, it holds
+    the arguments as they were typed.
     """
 
     def __init__(self, **arguments: Any) -> None:
@@ -188,21 +209,40 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str, near: str | None = None) -> NoReturn:
         """Raises UsageError. ``near``: what was probably meant."""
-        raise UsageError(message, remedy=f"{f'did you mean {near}? ' if near else ''}see {self.prog} --help")
+        problem = message.removeprefix("argument ")  # argparse's own word
+        raise UsageError(problem, remedy=f"did you mean {near}?" if near else f"see {self.prog} --help")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuses what it does not know, where argparse would leave that to the parser above a subcommand's."""
-        if num_gpus := self._option_string_actions.get("--num-gpus"):
-            self._option_string_actions |= {"--gpus": num_gpus, "--num_gpus": num_gpus}
-        values, unknown = super().parse_known_args(args, namespace)
+        values, unknown = super().parse_known_args(self._with_own_flags(args), namespace)
         # Only the parser of run has this default: its arguments are kept in run.json.
         if self.get_default("typed") is not None:
             values.typed = list(args)
         if unknown:
             shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
             flags = [flag for action in shown for flag in action.option_strings]
-            self.error(f"unrecognized arguments: {' '.join(unknown)}", _nearest(unknown[0].partition("=")[0], flags))
+            near = _nearest(unknown[0].partition("=")[0], flags)
+            if not unknown[0].startswith("-") and "--model" in flags:
+                near = f"--model {unknown[0]}"
+            self.error(f"Unknown argument {unknown[0]}", near)
         return values, unknown
+
+    def _with_own_flags(self, words: Sequence[str]) -> list[str]:
+        """The words with this parser's flags in place of the names that other programs have for them."""
+        own, waiting = [], list(words)
+        while waiting and waiting[0] != "--":
+            name, equals, value = (word := waiting.pop(0)).partition("=")
+            alias = name.replace("-", "_").replace("__", "--", 1)
+            flag, *values = ALIASES.get(alias, (name.replace("_", "-"),))
+            if name in self._option_string_actions or flag not in self._option_string_actions:
+                own.append(word)
+                continue
+            if alias in _SWITCHES and (equals or (waiting and waiting[0].lower() in ("true", "false"))):
+                if (value if equals else waiting.pop(0)).lower() == "false":
+                    continue
+                equals = ""
+            own += [f"{flag}={value}" if equals else flag, *values]
+        return own + waiting
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         # argparse drops the value of --flag=-- and checks neither its type nor how many are left.
@@ -215,9 +255,11 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            name = " or ".join(action.option_strings) or action.metavar or action.dest
-            choices = ", ".join(map(str, action.choices))
-            self.error(f"{name} {value} is none of {choices}", _nearest(str(value), map(str, action.choices)))
+            choices, name = [*map(str, action.choices)], " or ".join(action.option_strings)
+            near = _nearest(str(value), choices)
+            remedy = f"did you mean {near!r}?" if near else f"choose from {', '.join(choices)}"
+            problem = f"Unknown {name or action.dest} {value!r}"
+            raise UsageError(problem, remedy=remedy)
 
 
 def _nearest(text: str, known: Iterable[str]) -> str | None:

@@ -25,9 +25,10 @@ from ..config.rule_explanations import explain, file_finding, rule_table
 from ..config.rules import ModelSize
 from ..errors import UsageError
 from ..models import presets
-from ..system import invocation, redaction, terminal
+from ..system import redaction, terminal
 from ..system.gpu_state import read_gpus
 from ..units import format_items
+from .script import report_error
 
 _REMEDY = "give a DeepSpeed JSON, an Accelerate YAML, or a Trainer's arguments"
 _GITHUB_LEVELS = {"error": "error", "warning": "warning", "hint": "notice"}
@@ -79,9 +80,7 @@ def show_findings(
     if model is not None:
         facts = presets.find_preset(model)
         if facts is None:
-            similar = presets.similar_presets(model)
-            remedy = f"nearest: {', '.join(similar)}" if similar else f"{invocation.command('models')} lists them"
-            raise UsageError(f"--model {model} is not a built-in model", remedy=remedy)
+            raise UsageError(f"--model {model} is not a built-in model", remedy=presets.preset_remedy(model))
         size = ModelSize(name=facts.name, parameters=facts.parameters, largest_parameter=facts.largest_parameter)
     check = partial(lint.check_config, num_gpus=num_gpus, model=size, compute_capability=capability)
     with deepspeed_keys.answer_for(deepspeed_version):
@@ -130,7 +129,7 @@ def show_findings(
         levels = [format_items(counts[level], level) for level in ("error", "warning", "hint") if counts[level]]
         terminal.print_text(f"{format_items(checked, 'file')} checked: {', '.join(levels) or 'nothing found'}")
     for report in unchecked:
-        terminal.print_text(f"ds_bench: {report.path}: {report.problem} ({_REMEDY})", sys.stderr)
+        report_error(UsageError(f"{report.path}: {report.problem}", remedy=_REMEDY))
     # To CI, 2 means that the check itself failed, whatever was found.
     return 2 if unchecked else int(any(finding.level != "hint" for finding in findings))
 

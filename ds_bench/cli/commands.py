@@ -22,6 +22,7 @@ try:
     from ..config.strategies import ALIASES, OFFLOAD_NAMES, REFERENCES, ZERO_STAGES
     from ..system import files, invocation, terminal
     from .arguments import (
+        ALIASES_TEXT,
         Parser,
         add_flags_over_recipe,
         deepspeed_version,
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with terminal.ignoring_broken_pipe():
             return function_of(command)(**values)
     except ENDINGS as error:
-        return report_error("ds_bench", error)
+        return report_error(error)
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[Command, dict[str, Any]]:
@@ -101,12 +102,13 @@ def _add_commands(parser: argparse.ArgumentParser, kind: str, commands: Mapping[
     subparsers = parser.add_subparsers(dest=kind, required=True, metavar=kind.upper(), parser_class=Parser)
     for name, command in commands.items():
         lines = [f"  %(prog)s {example}".rstrip() for example in command.examples]
+        lines += ["", ALIASES_TEXT] if name in ("plan", "run") else []
         added = subparsers.add_parser(
             name,
             help=command.purpose,
             usage=command.usage,
             description=f"{command.purpose[0].upper()}{command.purpose[1:]}.",
-            epilog="\n".join(["examples:" if len(lines) > 1 else "example:", *lines]),
+            epilog="\n".join(["examples:" if len(command.examples) > 1 else "example:", *lines]),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if command.actions:
@@ -139,6 +141,8 @@ _FILE: dict[str, Any] = {"type": path, "metavar": "FILE"}
 _FOLDER: dict[str, Any] = {"type": path, "metavar": "DIR"}
 _SECONDS = number(float, {"gt": 0})
 _RESULTS: Flags = {"results": {"nargs": "+", "type": path, "metavar": "RUN_OR_JSON", "help": _RESULT}}
+_RESULTS_OR_LATEST: Flags = {"results": {**_RESULTS["results"], "nargs": "*",
+                                         "help": f"{_RESULT} (default: the latest run in results/)"}}
 _JSON: Flags = {"--json": {**_ON, "dest": "as_json", "help": "print JSON"}}
 _JUNIT: Flags = {"--junit": {**_FILE, "help": "also write JUnit XML with a test for each row"}}
 _RULES: dict[str, Any] = {"type": split_names, "action": "extend", "default": [], "metavar": "RULE,..."}
@@ -157,12 +161,13 @@ _BASELINES: Flags = {
 COMMANDS: Mapping[str, Command] = {
     "plan": Command(
         purpose="predict each strategy's memory, without a GPU and without running",
-        examples=("--model meta-llama/Llama-2-7b-hf --num-gpus 8 --gpu 80GB --host-memory 512",
-                  "--model gpt2-xl --gpu 24GB --min-gpus"),
-        usage="%(prog)s [--model NAME] [--num-gpus N] [--gpu CARD] [options]",
+        examples=("meta-llama/Llama-3.1-8B --num-gpus 8 --gpu 80GB --host-memory 512",
+                  "gpt2-xl --gpu 24GB --min-gpus"),
+        usage="%(prog)s [MODEL] [--num-gpus N] [--gpu CARD] [options]",
         function="plan:plan_command",
         flags={
-            "--model": flag_of("model", help="preset, folder, config.json, or with --online a Hub name"),
+            "name": {"nargs": "?", "metavar": "MODEL", "help": "the same as --model"},
+            "--model": flag_of("model", help="preset, Hub name, folder or config.json (default: gpt2)"),
             "--model-factory": flag_of("model_factory"),
             **_NUM_GPUS,
             "--gpus-per-node": {**_INTEGER, "help": "GPUs of one node (default: all, 8 at most)"},
@@ -193,7 +198,7 @@ COMMANDS: Mapping[str, Command] = {
             "--quick": {**_ON, "help": "judge rows near the card's memory by a rule, without replaying allocations"},
             "--exact": {**_ON, "help": "replay the allocations of every row (seconds)"},
             "--export": {**_FOLDER, "help": "write the configuration of every row that fits below this folder"},
-            "--online": {**_ON, "help": "ask the Hub for a model that is neither a preset nor a folder"},
+            "--online": {**_ON, "help": "ask the Hub for a name without an organization too"},
             "--trust-remote-code": flag_of("trust_remote_code"),
             "--verbose": {**_ON, "help": "also print memory by category, and assumptions"},
             "--json": {**_ON, "help": "print JSON with sizes in bytes"},
@@ -214,10 +219,10 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "report": Command(
         purpose="show results again, several together, as text, HTML or plots",
-        examples=(f"{_RUN} --html report.html", "results/runs/* --markdown"),
+        examples=("--html report.html", "results/runs/* --markdown"),
         function="report:report",
         flags={
-            **_RESULTS,
+            **_RESULTS_OR_LATEST,
             "--html": {**_FILE, "help": "write one self-contained page"},
             "--markdown": {**_ON, "help": "print a Markdown block instead of the table"},
             "--format": {"choices": ("table", "markdown", *ROW_FORMATS), "default": "table", "dest": "output_format",
@@ -237,7 +242,12 @@ COMMANDS: Mapping[str, Command] = {
         purpose="two results row by row, before and after a change",
         examples=(f"{_RUN} {_LATER_RUN}",),
         function="compare:show_changes",
-        flags={"before": {"type": path, "help": _RESULT}, "after": {"type": path, "help": _RESULT}, **_JUNIT},
+        flags={
+            "before": {"type": path, "help": _RESULT},
+            "after": {"type": path, "help": _RESULT},
+            "--markdown": {**_ON, "help": "print a Markdown table"},
+            **_JSON, **_JUNIT,
+        },
     ),
     "baseline": Command(
         purpose="keep results as baselines; check others against them",
@@ -341,12 +351,12 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "explain": Command(
         purpose="why one row needs more memory or time than another",
-        examples=(f"zero2 zero3 {_RUN}", "none cpu_optimizer RUN --json"),
+        examples=("zero2 zero3", f"none cpu_optimizer {_RUN} --json"),
         function="compare:show_explanation",
         flags={
             "a": {"metavar": "A", "help": "a row: its name, label or stage, such as zero2 or cpu_optimizer"},
             "b": {"metavar": "B", "help": "the row to compare it with"},
-            **_RESULTS, **_JSON,
+            **_RESULTS_OR_LATEST, **_JSON,
         },
     ),
     "axes": Command(

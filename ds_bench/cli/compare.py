@@ -8,27 +8,39 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, permutations, product
 from pathlib import Path
+from typing import Any
 
 from .. import units
 from ..analysis import load_results, provenance
 from ..analysis.before_after import BeforeAfter, RowChange, compare_before_after
 from ..analysis.comparison import ComparisonRow, rows_called
+from ..analysis.intervals import RatioInterval
 from ..analysis.row_difference import RowDifference, explain
 from ..errors import UsageError
 from ..report.comparison_report import ComparisonReport
 from ..report.result_formats import TestCase, junit_text
 from ..report.row_explanation import explanation_lines
+from ..report.table_layout import Column, make_table
 from ..system import terminal
 from .report import build_reports, check_output, write_output
 
 
-def show_changes(before: Path, after: Path, junit: Path | None = None) -> int:
+def show_changes(
+    before: Path, after: Path, junit: Path | None = None, markdown: bool = False, as_json: bool = False
+) -> int:
     """Prints both results row by row. Returns 0; raises UsageError. ``junit``: file that gets a test for each row."""
+    if markdown and as_json:
+        raise UsageError("--markdown and --json together", remedy="give one of them")
     if junit is not None:
         check_output("--junit", junit)
     comparison = compare_before_after(load_results.load(before), load_results.load(after))
-    for line in lines(comparison):
-        terminal.print_text(line)
+    if as_json:
+        terminal.print_json(json.dumps(as_data(comparison), indent=1, allow_nan=False, ensure_ascii=False))
+    elif markdown:
+        terminal.print_text(_markdown(comparison))
+    else:
+        for line in lines(comparison):
+            terminal.print_text(line)
     if junit is not None:
         cases = []
         for row in comparison.rows:
@@ -51,6 +63,55 @@ def lines(comparison: BeforeAfter) -> Iterator[str]:
     """The comparison as text: the rows, then the differences between machines, versions and settings."""
     yield from _row_lines(comparison)
     yield ""
+    yield from _general_lines(comparison)
+
+
+def _markdown(comparison: BeforeAfter) -> str:
+    """The figures of each row as a table, and all remarks below it."""
+    columns: list[Column[RowChange]] = [
+        Column("Row", lambda row: row.label),
+        Column("Before", lambda row: _throughput(row.before)),
+        Column("After", lambda row: _throughput(row.after)),
+        Column("Ratio", lambda row: units.format_ratio(row.ratio)),
+        Column("95 % interval", lambda row: _interval_text(row.interval) if row.ratio is not None else units.MISSING),
+        Column("Memory", lambda row: "; ".join(_memory_changes(row)) or units.MISSING),
+    ]
+    table = make_table(columns, comparison.rows, always=len(columns))
+    remarks = [f"{', '.join(labels)}: {text}" for text, labels in _labels_by_remark(comparison).items()]
+    return replace(table, notes=[*remarks, *_general_lines(comparison)]).to_markdown()
+
+
+def as_data(comparison: BeforeAfter) -> dict[str, Any]:
+    """Return both results for JSON, with sizes in bytes."""
+
+    def side(row: ComparisonRow | None) -> dict[str, Any] | None:
+        if row is None:
+            return None
+        names = ("tokens_per_second", "rate_unit", "mean_step_seconds", "gpu_peak_bytes", "host_peak_bytes")
+        status = row.last_run.outcome.status
+        return {"status": status, "runs": len(row.successes), **{name: getattr(row, name) for name in names}}
+
+    def interval(of: RatioInterval | None) -> dict[str, Any] | None:
+        return None if of is None else {"low": of.low, "high": of.high, "distinguishable": of.distinguishable}
+
+    rows = [
+        {
+            "label": row.label,
+            "before": side(row.before),
+            "after": side(row.after),
+            "ratio": row.ratio,
+            "interval": interval(row.interval),
+            "incomparable_reasons": row.incomparable_reasons,
+            "changes": row.changes,
+            "caveats": row.caveats,
+        }
+        for row in comparison.rows
+    ]
+    return {"rows": rows, **{name: getattr(comparison, name) for name in ("hardware", "software", "settings")}}
+
+
+def _general_lines(comparison: BeforeAfter) -> Iterator[str]:
+    """Differences between machines, versions and settings, and how far ratios can be trusted."""
     without_ratio = f"{'' if comparison.environment_unknown else 'hardware differs, so '}no ratio is given"
     for heading, differences in (
         (without_ratio, comparison.hardware),
@@ -73,27 +134,29 @@ def lines(comparison: BeforeAfter) -> Iterator[str]:
 def _row_lines(comparison: BeforeAfter) -> Iterator[str]:
     """Yield each row with its own remarks, then once each the remarks of several rows."""
     width = max((len(row.label) for row in comparison.rows), default=0)
-    remarks: dict[str, list[str]] = {}
+    labels_of = _labels_by_remark(comparison)
+    for row in comparison.rows:
+        yield f"{row.label:<{width}}  {_figures(row)}"
+        for text, labels in labels_of.items():
+            if labels == [row.label]:
+                yield f"{'':<{width}}    {text}"
+    for text, labels in labels_of.items():
+        if len(labels) > 1:
+            yield f"{'all rows' if len(labels) == len(comparison.rows) else ', '.join(labels)}: {text}"
+
+
+def _labels_by_remark(comparison: BeforeAfter) -> dict[str, list[str]]:
+    """Return every remark about rows with the labels of its rows."""
+    labels_of: dict[str, list[str]] = {}
     for row in comparison.rows:
         reasons = row.incomparable_reasons
         if comparison.environment_unknown:  # said once for all rows, with the hardware
             reasons = tuple(reason for reason in reasons if reason not in comparison.hardware)
         texts = [*(f"no ratio: {reason}" for reason in reasons), *(f"changed: {change}" for change in row.changes)]
         # A caveat that holds before and after is one.
-        remarks[row.label] = list(dict.fromkeys([*texts, *row.caveats]))
-    # By text, since a remark of several rows is printed once, below all of them.
-    labels_of: dict[str, list[str]] = {}
-    for label, texts in remarks.items():
-        for text in texts:
-            labels_of.setdefault(text, []).append(label)
-    for row in comparison.rows:
-        yield f"{row.label:<{width}}  {_figures(row)}"
-        for text in remarks[row.label]:
-            if len(labels_of[text]) == 1:
-                yield f"{'':<{width}}    {text}"
-    for text, labels in labels_of.items():
-        if len(labels) > 1:
-            yield f"{'all rows' if len(labels) == len(comparison.rows) else ', '.join(labels)}: {text}"
+        for text in dict.fromkeys([*texts, *row.caveats]):
+            labels_of.setdefault(text, []).append(row.label)
+    return labels_of
 
 
 def _figures(row: RowChange) -> str:
@@ -101,15 +164,25 @@ def _figures(row: RowChange) -> str:
     if row.before is None or row.after is None:
         return parts[0]
     if row.ratio is not None:
-        text = "not tested: fewer than three runs"
-        if (interval := row.interval) is not None:
-            unsure = ", too wide to decide anything" if interval.too_wide else ", inside the noise"
-            verdict = "" if interval.distinguishable else unsure
-            text = f"95 % interval {interval.low:.2f} to {interval.high:.2f}{verdict}"
-        parts.append(f"{units.format_ratio(row.ratio)} ({text})")
-    parts += _memory_change("GPU", row.before.gpu_peak_bytes, row.after.gpu_peak_bytes)
-    parts += _memory_change("CPU", row.before.host_peak_bytes, row.after.host_peak_bytes)
-    return "; ".join(parts)
+        of = "" if row.interval is None else "95 % interval "
+        parts.append(f"{units.format_ratio(row.ratio)} ({of}{_interval_text(row.interval)})")
+    return "; ".join([*parts, *_memory_changes(row)])
+
+
+def _interval_text(interval: RatioInterval | None) -> str:
+    if interval is None:
+        return "not tested: fewer than three runs"
+    unsure = ", too wide to decide anything" if interval.too_wide else ", inside the noise"
+    return f"{interval.low:.2f} to {interval.high:.2f}{'' if interval.distinguishable else unsure}"
+
+
+def _memory_changes(row: RowChange) -> list[str]:
+    if row.before is None or row.after is None:
+        return []
+    return [
+        *_memory_change("GPU", row.before.gpu_peak_bytes, row.after.gpu_peak_bytes),
+        *_memory_change("CPU", row.before.host_peak_bytes, row.after.host_peak_bytes),
+    ]
 
 
 def _throughput(row: ComparisonRow | None) -> str:
@@ -159,7 +232,7 @@ def _find_pairs(a: str, b: str, reports: Sequence[ComparisonReport]) -> list[tup
     for text in (a, b):
         if not any(rows(report, text) for report in reports):
             names = dict.fromkeys(row.configuration.name for report in reports for row in report.comparison.rows)
-            raise UsageError(f"{text}: no row is called that", remedy=f"one of {', '.join(names)}")
+            raise UsageError(f"{text}: no row is called that", remedy=f"choose from {', '.join(names)}")
     found = []
     for report in reports:
         # Both texts may mean several rows, such as a stage with and without offload: take two different ones.

@@ -1,7 +1,7 @@
 """The command ``plan``: memory that every strategy needs per GPU, of the host and of NVMe, predicted and not measured.
 
-Runs nothing, and downloads nothing without ``--online``. The figures come from ``prediction/``, their text from
-``report/memory_plan.py``.
+Runs nothing. Of a model on the Hub it downloads only ``config.json``. The figures come from ``prediction/``, their text
+from ``report/memory_plan.py``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ..config.axis_rows import AxisValues
 from ..config.configuration_file_rows import FileRowMaker
 from ..config.configuration_files import ConfigurationFile, explain_files, read_configuration_files
 from ..config.deepspeed_config import tensor_parallel_size
+from ..config.options import OPTIONS
 from ..config.spec import Configuration, Placement, Precision, Trial, Workload, block_of, gpu_precisions
 from ..config.trained_parameters import read_choice
 from ..errors import UsageError
@@ -87,9 +88,13 @@ class PlanOptions:
 
 
 def plan_options(
-    *, strategies: Sequence[str], configs: Sequence[Path], axes: Sequence[str], **flags: Any
+    *, name: str | None, strategies: Sequence[str], configs: Sequence[Path], axes: Sequence[str], **flags: Any
 ) -> PlanOptions:
-    """Return the parsed flags of ``plan``: with only ``--configs``, no strategies."""
+    """Return the parsed flags of ``plan``: with only ``--configs``, no strategies. ``name``: the positional model."""
+    if name is not None:
+        if flags["model"] not in (name, OPTIONS["model"].default):
+            raise UsageError(f"two models: {name} and --model {flags['model']}", remedy="give one of them")
+        flags["model"] = name
     names = [] if configs and strategies is ALL_STRATEGIES else strategies
     names = PREDICTED_STRATEGIES if "all" in names else tuple(dict.fromkeys(names))
     return PlanOptions(strategies=names, configs=tuple(configs), axes=axis_rows.read_axes(axes), **flags)
@@ -260,13 +265,14 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, l
         raise UsageError("--quick and --exact exclude each other", remedy="give one of them")
     if options.num_gpus > _MAX_GPUS:
         raise UsageError(f"--num-gpus {options.num_gpus} is beyond any job", remedy=f"give {_MAX_GPUS} or fewer")
+    online = options.online or "/" in options.model  # a short name that is mistyped starts no request
     model = resolve_model(
         options.model_factory or options.model,
         factory=options.model_factory is not None,
         trust_remote_code=options.trust_remote_code,
         # With HF_HUB_OFFLINE huggingface_hub makes no request, so that no name that is typed starts a download.
-        environment={} if options.online else {"HF_HUB_OFFLINE": "1"},
-        offline_reason=None if options.online else "plan asks the Hub only with --online",
+        environment={} if online else {"HF_HUB_OFFLINE": "1"},
+        offline_reason=None if online else "the Hub was not asked for a name without an organization (--online does)",
         by_config=True,
     )
     images, length = _image_tokens(options, model)
@@ -286,6 +292,8 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, l
     )
     if choice is not None or model.architecture is not None:
         notes.append("parameters are exact, activations computed from config.json and not measured on the model")
+    if model.source == "preset" and not model.name.lower().endswith(options.model.lower()):
+        notes.append(f"{options.model} has the shapes of {model.name}")
     if model.architecture is not None and model.architecture.active_parameters < model.architecture.facts.parameters:
         notes.append(f"{units.format_parameters(model.architecture.active_parameters)} are active per token")
     if device_specifications.compute_capability(options.gpu) is None:

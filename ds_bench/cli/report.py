@@ -19,19 +19,20 @@ from ..config import strategies
 from ..config.options import GOALS, ROW_FORMATS
 from ..errors import UsageError
 from ..records.json_files import json_text
-from ..records.run_folder import RUN_FILE, csv_text
+from ..records.run_folder import RUN_FILE, csv_text, latest_run
 from ..report.comparison_report import ComparisonReport, build_report
 from ..report.result_formats import parquet_bytes, tracked_runs, write_tensorboard
 from ..report.terminal_report import print_reports
 from ..system import invocation, terminal
 from ..system.environment import require_installed
 from ..system.files import write_text
+from ..system.invocation import OpenCommand
 from . import arguments
 
 
 def report(
     *,
-    results: Sequence[Path],
+    results: Sequence[Path] = (),
     html: Path | None = None,
     markdown: bool = False,
     output_format: str = "table",
@@ -43,7 +44,7 @@ def report(
     verbose: bool = False,
     to: str | None = None,
 ) -> int:
-    """Print the results and write the files that the flags name. Return 0; raises UsageError.
+    """Print the results, or the latest run, and write the files that the flags name. Return 0; raises UsageError.
 
     ``output_format``: ``table``, ``markdown``, or flat rows, which go to ``output`` or standard output.
     ``relative_to`` and ``goal``: see :func:`build_reports`. ``to``: the tracker that gets the runs.
@@ -103,7 +104,7 @@ def report(
         for path in exported_configuration.write_exports(row.last_run.record, folder, environment):
             terminal.print_text(f"config {path}", sys.stderr)
     if to is not None:
-        line = write_tensorboard(tracked_runs([load_results.load(path) for path in results]))
+        line = write_tensorboard(tracked_runs([load_results.load(path) for path in results or [latest_run()]]))
         terminal.print_text(terminal.escape_controls(line), sys.stderr)
     return 0
 
@@ -172,11 +173,12 @@ def build_reports(
 ) -> list[ComparisonReport]:
     """Return one report per workload and machine, with repeats from several files pooled. Raises UsageError.
 
+    ``paths``: empty: the latest run below ``results``.
     If ``relative_to`` or ``goal`` is None, the run's own is used; of several runs, the first known one.
     ``tell``: called with each note on a result that is left out; every report has these notes too.
     """
     results, notes = [], []
-    for path in paths:
+    for path in (paths := paths or [latest_run()]):
         try:
             results.append(load_results.load(path, whole=len(paths) > 1))
         except load_results.NoTrialsError as error:
@@ -214,7 +216,7 @@ def build_reports(
     return reports
 
 
-def _flags_of_run(group: ResultGroup) -> tuple[str | None, str | None, str | None]:
+def _flags_of_run(group: ResultGroup) -> tuple[str | None, str | None, OpenCommand | None]:
     """Goal and baseline row from the flags or the recipe of the run, and the command that goes on with it.
 
     None for what the run does not record; the command only if all rows come from one run folder.
@@ -228,7 +230,7 @@ def _flags_of_run(group: ResultGroup) -> tuple[str | None, str | None, str | Non
             from ..config.recipe import check_recipe, find_sweep, options_of
             from ..config.recipe_file import RecipeText
 
-            resume = invocation.comparison("recipe", ["--resume", str(folder)])
+            resume = OpenCommand(invocation.comparison("recipe", ["--resume", str(folder)]))
             # Of another version, or edited by hand.
             with contextlib.suppress(UsageError, ValueError, TypeError, KeyError, AttributeError):
                 text = RecipeText.of_stored(group.recipe)
@@ -276,7 +278,7 @@ def _row_to_export(reports: Sequence[ComparisonReport], name: str) -> tuple[Comp
     matching = [(each, row) for each in reports for row in each.comparison.rows if id(row) in called]
     if not matching:
         names = dict.fromkeys(row.configuration.name for row in rows)
-        raise UsageError(f"--export {name}: no such row", remedy=f"one of {', '.join(names)}")
+        raise UsageError(f"--export {name}: no such row", remedy=f"choose from {', '.join(names)}")
     for each, row in matching:
         if row.last_run.has_record:
             from ..report import exported_configuration

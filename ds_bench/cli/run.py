@@ -88,7 +88,7 @@ def run_command(
         if needed:
             # Points of a sweep may need different ones, which only a recipe can give.
             same = all(each == repeated[0] for each in repeated)
-            remedy = resume_command(points[0], flags["resume"]) if same else _resume_command(flags["resume"])
+            remedy = str(resume_command(points[0], flags["resume"])) if same else _resume_command(flags["resume"])
             raise UsageError(
                 f"--resume {flags['resume']}: a run folder does not start code or other machines by itself: it asks "
                 f"for {', '.join(map(shlex.join, needed.values()))}",

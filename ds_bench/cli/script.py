@@ -11,8 +11,8 @@ from pathlib import Path
 from ..config.deepspeed_config import MakeConfig
 from ..config.options import Family, Options
 from ..config.spec import Strategy
-from ..errors import DsBenchError, UsageError
-from ..system import files, terminal
+from ..errors import DsBenchError, ResultsNotWrittenError, UsageError
+from ..system import files, invocation, terminal
 from ..system.redaction import REDACTED, redacted_arguments
 from .arguments import build_parser, parse, to_options
 
@@ -20,21 +20,20 @@ ENDINGS = (DsBenchError, OSError, KeyboardInterrupt)
 """What ends a command in one line: an error of the user, of the system, and Ctrl-C."""
 
 
-def report_error(prog: str, error: BaseException) -> int:
-    """Print one of ``ENDINGS`` in one line that begins with ``prog``, and return the exit code."""
-    if isinstance(error, DsBenchError):
-        terminal.print_text(f"{prog}: {error}", sys.stderr)
-        return error.exit_code
+def report_error(error: BaseException) -> int:
+    """Print one of ``ENDINGS`` in one line, and return the exit code."""
     if isinstance(error, OSError):  # such as a full disk; what was written before stays
-        terminal.print_text(f"{prog}: {error} ({files.remedy_of(error)})", sys.stderr)
-        return 1
+        error = ResultsNotWrittenError(str(error), remedy=files.remedy_of(error))
+    if isinstance(error, DsBenchError):
+        terminal.print_text(f"{invocation.PROGRAM}: {error}", sys.stderr)
+        return error.exit_code
     terminal.print_text("interrupted", sys.stderr)  # before a run handles signals, or after
     return 130
 
 
 def main(family: Family, make_config: MakeConfig, arguments: Sequence[str] | None = None) -> int:
     """Runs a comparison script and returns its exit code. ``make_config``: the script's ``create_deepspeed_config``."""
-    # A file's name may hold control characters, and this one begins every error.
+    # A file's name may hold control characters, and errors name the program's help.
     prog = terminal.escape_controls(Path(sys.argv[0]).name)
     typed_flags = list(sys.argv[1:] if arguments is None else arguments)
     # Before anything is opened: with a closed stream (>&-) the next file would get that stream's number.
@@ -59,7 +58,7 @@ def main(family: Family, make_config: MakeConfig, arguments: Sequence[str] | Non
 
             return run_comparison([options], make_config, redacted_arguments(kept))
         except ENDINGS as error:
-            return report_error(prog, error)
+            return report_error(error)
 
 
 def _with_resumed_flags(family: Family, prog: str, typed_flags: list[str]) -> tuple[Options, list[str]]:

@@ -62,7 +62,7 @@ def read_axes(texts: Sequence[str]) -> tuple[AxisValues, ...]:
     for text in texts:
         name, separator, values = (part.strip() for part in text.partition("="))
         if not separator or not values:
-            raise UsageError(f"axis {text!r} is not NAME=V1,V2,…", remedy="e.g. --axis overlap_comm=true,false")
+            raise UsageError(f"axis {text!r} is not NAME=V1,V2,…", remedy="for example, --axis overlap_comm=true,false")
         if name in axes:
             raise UsageError(f"axis {name} is given twice", remedy="give all its values together")
         axes[name] = read_values(name, [value.strip() for value in values.split(",")])
@@ -91,8 +91,8 @@ def find_axis(name: str) -> Axis:
     by_spelling = {key.rpartition(".")[2]: axis.name for axis in AXES.values() for key in axis.keys if key != "bf16"}
     by_spelling |= {axis: axis for axis in AXES}
     near = difflib.get_close_matches(name, by_spelling, n=1)
-    remedy = f"did you mean {by_spelling[near[0]]}?" if near else f"{invocation.command('axes')} lists them"
-    raise UsageError(f"unknown axis {name!r}", remedy=remedy)
+    remedy = f"did you mean {by_spelling[near[0]]!r}?" if near else f"list them with {invocation.command('axes')}"
+    raise UsageError(f"Unknown axis {name!r}", remedy=remedy)
 
 
 def _read_value(axis: Axis, text: str) -> Value:

@@ -120,7 +120,7 @@ def conflict_text(keys: Sequence[str]) -> str:
 
 def explain_files(paths: Sequence[Path]) -> str:
     """Return the remedy for refused files; empty for configurations inside a recipe."""
-    return f"{invocation.command('check', *map(str, paths))} explains it" if paths else ""
+    return f"explain it with {invocation.command('check', *map(str, paths))}" if paths else ""
 
 
 def read_configuration_files(paths: Sequence[Path]) -> tuple[list[ConfigurationFile], list[str]]:

@@ -371,7 +371,7 @@ def parse_set(text: str) -> Config:
     path, separator, raw = text.partition("=")
     if not separator or not all(path.split(".")):
         problem = f"--set {text!r} is not key.path=value"
-        raise UsageError(problem, remedy="e.g. --set zero_optimization.overlap_comm=false")
+        raise UsageError(problem, remedy="for example, --set zero_optimization.overlap_comm=false")
     try:
         value: Any = json.loads(raw)
     except json.JSONDecodeError:

@@ -108,14 +108,14 @@ def select_slots(slots: Slots, include: str | None, exclude: str | None) -> Slot
     for part in text.split("@"):
         host, colon, numbers = part.partition(":")
         if host not in slots:
-            raise UsageError(f"{said}: no host {host!r} in the hostfile", remedy=f"one of {format_names(slots)}")
+            raise UsageError(f"{said}: no host {host!r} in the hostfile", remedy=f"choose from {format_names(slots)}")
         words = numbers.split(",") if colon else []
         if not all(re.fullmatch("[0-9]{1,4}", word) for word in words):
             raise UsageError(f"{said}: {part!r} is not a host with slots", remedy="write: HOST@HOST:SLOT,SLOT")
         for slot in map(int, words):
             if slot not in slots[host]:
                 last = len(slots[host]) - 1
-                remedy = f"{host} has slots 0 to {last}" if last else f"{host} has only slot 0"
+                remedy = f"its slots are 0 to {last}" if last else "its only slot is 0"
                 raise UsageError(f"{said}: no slot {slot} on {host}", remedy=remedy)
         named.setdefault(host, set()).update(map(int, words))
     kept = {}

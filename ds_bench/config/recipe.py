@@ -194,7 +194,7 @@ def _validated(model: type[Model], values: object, text: RecipeText, place: KeyP
         near, section = nearest_path(path), str(path[0])
         known = [*known_paths(), *(f"sweep.{name}" for name in SweepSection.model_fields)]
         keys = [each.removeprefix(f"{section}.") for each in known if each.startswith(f"{section}.")]
-        has = f"{section} has" if keys else "the sections are"
+        has = f"the keys of {section} are" if keys else "the sections are"
         names = f"{has} {', '.join(keys or _RecipeFile.model_fields)}; docs/recipes.md describes them"
         is_key = re.fullmatch(r"[\w.\[\]-]{1,80}", shown)  # what another file holds may be secret
         problem = f"unknown key {shown}" if is_key else "no key of a recipe"

@@ -28,7 +28,7 @@ _MOST_DIGITS = 40
 _INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
 FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 _WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
-_REMEDY = "docs/recipes.md has examples"
+_REMEDY = "see docs/recipes.md for examples"
 
 KeyPath = tuple[str | int, ...]
 Data = dict[str, Any]
@@ -96,7 +96,9 @@ def parse_setting(text: str) -> tuple[KeyPath, Any]:
     path, separator, value = text.partition("=")
     names = tuple(path.split("."))
     if not separator or not all(names) or len(names) > MOST_LEVELS:
-        raise UsageError(f"--set {text[:60]!r} is not key.path=value", remedy="e.g. --set training.seq_len=2048")
+        raise UsageError(
+            f"--set {text[:60]!r} is not key.path=value", remedy="for example, --set training.seq_len=2048"
+        )
     try:
         return names, _read_yaml(value, f"--set {path}", {}, names)
     except (yaml.YAMLError, RecursionError):

@@ -108,7 +108,7 @@ def cache_folder(
     parts = [".".join(python.split(".")[:2])]
     for package in ("torch", "deepspeed"):
         if (version := find_version(package)) is None:
-            raise PreflightError(f"{package} is not installed", remedy=install_command())
+            raise PreflightError(f"{package} is not installed", remedy=f"install with {install_command()}")
         parts.append(f"{package}{version}")
     # Ops are compiled for this processor's instruction set (-march=native), and hosts may share the folder. Builds
     # contain absolute paths, and another ninja repeats them.

@@ -21,7 +21,6 @@ from urllib.parse import urlsplit
 
 from ..config.spec import ModelSource
 from ..errors import UsageError
-from ..system import invocation
 from ..system.environment import MODEL_PACKAGES, install_command, missing_packages, require_packages
 from ..system.helper_programs import run_tool
 from . import architectures, presets
@@ -105,10 +104,8 @@ def _look_up(
     is_folder = Path(name).exists()
     missing = missing_packages(MODEL_PACKAGES)
     if missing and not by_config:
-        similar = presets.similar_presets(name)
-        nearest = f"the nearest presets are {', '.join(similar)}; " if similar else ""
-        problem = f"{option} {name} is not a preset, and reading another model needs {' and '.join(missing)}"
-        raise UsageError(problem, remedy=f"{nearest}{install_command()}")
+        problem = f"{option} {name} is not a preset, and other models need {' and '.join(missing)}"
+        raise UsageError(problem, remedy=f"{presets.preset_remedy(name)} To install them: {install_command()}")
     if not is_folder and offline_reason is None:
         # Transformers itself would ask six times, with pauses between: half a minute without a network, and longer if
         # packets are dropped.
@@ -125,16 +122,11 @@ def _look_up(
             return _by_config(name, config, is_folder)
     facts = _ask_child(name, "--trust-remote-code" if trust_remote_code else None, environment)
     if "error" in facts:
-        similar = presets.similar_presets(name)
-        all_presets = f"{invocation.command('models')} lists the presets"
-        remedy = f"nearest presets: {', '.join(similar)}" if similar else all_presets
         if is_folder:
-            problem = f"cannot be read: {facts['error']}"
-        elif offline_reason is not None and facts["error"].startswith("OSError"):  # not in the cache either
-            problem = f"is not a preset or a local folder, and {offline_reason}"
-        else:
-            problem = f"is not a preset or a local folder, and the Hub does not have it: {facts['error']}"
-        raise UsageError(f"{option} {name} {problem}", remedy=remedy)
+            raise UsageError(f"{option} {name} cannot be read: {facts['error']}", remedy="give a model's folder")
+        if offline_reason is not None and facts["error"].startswith("OSError"):  # not in the cache either
+            raise _unknown_model(name, option, offline_reason)
+        raise _unknown_model(name, option, f"the Hub does not have it: {facts['error']}")
     declared, built = facts["architectures"], facts["built_architecture"]
     if declared and built not in declared:
         raise UsageError(
@@ -185,15 +177,18 @@ def _read_config(name: str, option: str, offline_reason: str | None, *, required
     except Exception as error:
         if not required:
             return None
-        similar = presets.similar_presets(name)
-        nearest = f"nearest presets: {', '.join(similar)}; or " if similar else ""
         why = offline_reason if offline_reason and not path.exists() else str(error).strip().partition("\n")[0]
-        raise UsageError(
-            f"{option} {name}: no config.json can be read: {why}", remedy=f"{nearest}give its folder or config.json"
-        ) from error
+        raise _unknown_model(name, option, why) from error
     if not isinstance(config, dict) or "model_type" not in config:
         raise UsageError(f"{option} {name} has no model_type in its config.json", remedy="give a model's own file")
     return config
+
+
+def _unknown_model(name: str, option: str, why: str) -> UsageError:
+    """``why``: why it was not found on the Hub."""
+    place = f" ({option})" if option != "--model" else ""
+    problem = f"Unknown model {name!r}{place}: neither a preset nor a folder, and {why}"
+    return UsageError(problem, remedy=presets.preset_remedy(name))
 
 
 def send_request(address: str) -> None:

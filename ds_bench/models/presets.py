@@ -21,6 +21,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ..system import invocation
+from ..units import format_series
+
 _PRESET_FILES = (
     "gpt2", "model_sizes", "opt", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3",
     "phi3", "deepseek_v2", "gpt_oss",
@@ -28,6 +31,8 @@ _PRESET_FILES = (
 """Names of the JSON files, in the order of the list of presets; inside a file they go by release and size."""
 _SUFFIXES = re.compile(r"-(hf|pt|v[0-9.]+)$")
 """Ends of names on the Hub that a short name leaves out."""
+_TUNING = re.compile(r"-(base|chat|instruct|it)(?=-|$)")
+"""Parts of names on the Hub that say how the weights were trained: the shapes are those of the name without them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +79,20 @@ def preset_names() -> tuple[str, ...]:
 def find_preset(name: str) -> ModelFacts | None:
     """The preset with this name or short name, in upper or lower case; None if no preset has it.
 
-    A short name does not stand for a preset where a folder of that name is in the current folder.
+    Names of chat models, and of Llama 3, stand for the preset with their shapes: ``Qwen2.5-7B-Instruct``,
+    ``Meta-Llama-3-8B``. A name that is not a preset's own means a folder of that name if the current folder has one.
     """
     full, short = _names()
     folded = name.casefold()
-    known = full.get(folded) or (short.get(folded) if folded in short and not Path(name).is_dir() else None)
+    known = full.get(folded)
     if known is None:
-        return None
+        organization, slash, model = folded.rpartition("/")
+        model = model if model in short and not slash else _TUNING.sub("", model.removeprefix("meta-"))
+        # Llama 3 has the shapes of 3.1, only fewer positions.
+        model = re.sub(r"^llama-3-(?=\d)", "llama-3.1-", model)
+        known = full.get(f"{organization}/{model}") or short.get(model)
+        if known is None or not known.casefold().startswith(organization + slash) or Path(name).is_dir():
+            return None
     entry = preset_entries()[known]
     counts = _read("counts")[known]
     # Copied, since presets are read once and shared.
@@ -94,8 +106,18 @@ def short_names() -> Mapping[str, str]:
     return {known: short for short, known in _names()[1].items()}
 
 
+def preset_remedy(name: str) -> str:
+    """What to do about an unknown model: the presets that may be meant, or how to list them."""
+    similar = similar_presets(name)
+    return (
+        f"did you mean {format_series(similar)}?"
+        if similar
+        else f"list the presets with {invocation.command('models')}"
+    )
+
+
 def similar_presets(name: str) -> list[str]:
-    """Up to three preset names that contain ``name`` or are similar to it, best first, for the remedy of an error."""
+    """Up to three preset names that contain ``name`` or are similar to it, best first."""
     from difflib import get_close_matches
 
     typed, (full, _) = name.casefold(), _names()

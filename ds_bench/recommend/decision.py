@@ -11,7 +11,7 @@ from ..analysis.comparison import Comparison, ComparisonRow, ratio_between
 from ..analysis.intervals import FEWEST_RUNS, RatioInterval, normal_range_quantile
 from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..config import deepspeed_config
-from ..config.caveats import CaveatKind
+from ..config.caveats import CPU_KINDS, CaveatKind, has_kind
 from ..config.deepspeed_config import paths_of
 from ..config.options import GOALS
 from ..config.spec import DEVICES, SAME_TRAINING_FIELDS, SEARCH_ACCURACY, Workload
@@ -189,7 +189,7 @@ def decide(
     Raises UsageError for a goal that is not one of ``GOALS``.
     """
     if goal not in GOALS:
-        raise UsageError(f"goal {goal!r} is not known", remedy=f"one of {', '.join(GOALS)}")
+        raise UsageError(f"goal {goal!r} is not known", remedy=f"choose from {', '.join(GOALS)}")
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
         return None
@@ -286,6 +286,8 @@ class EligibleRows:
     """Rows that may be chosen, and rows that are too full, which the rule drops."""
     left_out: Mapping[str, Fact]
     """Key of every other row, and of those that are too full → why it is left out."""
+    disturbed: Sequence[str] = ()
+    """Labels of the candidates that ran while the CPU was busy: an answer from them is provisional."""
 
     def left_out_as(self, kind: str) -> list[str]:
         """Return the keys of the rows that are left out for a reason of this kind."""
@@ -314,15 +316,18 @@ def eligible_rows(comparison: Comparison) -> EligibleRows:
     enough = max(lengths.values(), default=0) * (1 - SEARCH_ACCURACY)
     short = {key: Fact("too_short", {"tokens": length}) for key, length in lengths.items() if length < enough}
     candidates = [each for each in candidates if each.key not in short]
-    return EligibleRows(terms=terms, candidates=candidates, left_out={**left_out, **short})
+    disturbed = [each.label for each in candidates if has_kind(comparison.row(each.key).caveats, *CPU_KINDS)]
+    return EligibleRows(terms=terms, candidates=candidates, left_out={**left_out, **short}, disturbed=disturbed)
 
 
 def _reason_not_eligible(row: ComparisonRow) -> Fact | None:
     """Return why a row with numbers cannot be chosen, whatever its memory and speed; None if it can."""
     if row.differences:
         return Fact("not_comparable", {"differences": "; ".join(row.differences)})
-    if row.invalid_reason is not None:
-        return Fact("invalid", {"text": row.invalid_reason})
+    # Of several reasons a busy CPU is the least.
+    disqualifying = [caveat for caveat in row.caveats if caveat.disqualifying and caveat.kind not in CPU_KINDS]
+    if disqualifying:
+        return Fact("invalid", {"text": disqualifying[0].text})
     if count := sum(run.outcome.status in RAN_OUT for run in row.runs if not run.row.success):
         return Fact("ran_out", {"count": count, "runs": len(row.runs)})
     for caveat in row.caveats:

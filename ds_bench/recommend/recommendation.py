@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from ..analysis.comparison import Comparison, ComparisonRow, ratio_between
 from ..analysis.intervals import FEWEST_RUNS
 from ..config.caveats import UNSTABLE_KINDS, Caveat, CaveatKind, has_kind
 from ..records import schema
+from ..system.invocation import OpenCommand
 from ..units import format_bytes, format_count, format_percent
 from . import guide, remedies
 from .decision import (
@@ -29,10 +29,12 @@ from .decision import (
     intervals,
     nearly_least_memory,
 )  # fmt: skip
-from .words import Fact, format_list, runs_of_each, two_digits
+from .words import Fact, flags, format_list, runs_of_each, two_digits
 
 MOST_ROWS_NAMED = 6
 """Number of failed rows, or of rows left out, that are named one by one."""
+MOST_LETTERS_NAMED = 24
+"""Letters of the labels that a headline names, which is to fit one line: of four stages."""
 MORE_STEPS = 50
 """Measured steps of a run that is to decide between rows."""
 
@@ -53,8 +55,10 @@ class Recommendation:
     """Labels of the rows, the choice first, that the measurements cannot rank although the difference matters."""
     headline: Fact
     """The row to use and why, a tie, or why no row can be recommended."""
+    disturbed: tuple[str, ...] = ()
+    """Labels of the rows that ran while the CPU was busy: the answer is provisional."""
     provisional: Fact | None = None
-    """Set if fewer than three runs leave the choice open: why, and the command that decides it."""
+    """Set if fewer than three runs leave the choice open: why. ``try_next`` has the command that decides it."""
     alternative: Fact | None = None
     """The fastest row that was not chosen, by label and key: its lead, and why it was not chosen."""
     facts: tuple[Fact, ...] = ()
@@ -69,7 +73,7 @@ class Recommendation:
     @property
     def decided(self) -> bool:
         """Whether the measurements decide, as far as it matters. False without a choice."""
-        return self.choice is not None and not self.undecided
+        return self.choice is not None and not self.undecided and not self.disturbed
 
     @property
     def reason(self) -> str:
@@ -83,6 +87,8 @@ class Recommendation:
         choice = self.choice or "none"
         if self.undecided:
             choice = f"start with {choice}; {format_list(self.undecided)} are too close to call"
+        elif self.disturbed:
+            choice = f"{choice}, provisionally"
         steps = (f"Next: {step}" for step in self.next_steps if step.kind != "caveat")
         facts = (self.headline, self.provisional, *self.facts, self.alternative)
         cost = [] if self.cost is None else [f"Cost: {self.cost}"]
@@ -99,7 +105,7 @@ class Recommendation:
         return {**values, **texts, "next_steps": tuple(map(str, self.next_steps))}
 
 
-def recommend(comparison: Comparison, goal: str = "balanced", resume: str | None = None) -> Recommendation:
+def recommend(comparison: Comparison, goal: str = "balanced", resume: OpenCommand | None = None) -> Recommendation:
     """Recommend a row for a goal. ``resume``: the command that continues the run; None without one run's folder.
 
     Raises UsageError for a goal that is not one of ``config.options.GOALS``.
@@ -112,36 +118,42 @@ def recommend(comparison: Comparison, goal: str = "balanced", resume: str | None
     if decision is None or (eligible.left_out_as("not_comparable") and len(eligible.candidates) < 2):
         return _without_choice(comparison, eligible, goal)
     choice, undecided = decision.choice, decision.undecided
-    decide_by = _command_to_decide(decision, comparison, resume)
+    decide_by = Fact("run_idle") if eligible.disturbed else _command_to_decide(decision, comparison, resume)
     provisional = None
-    if decide_by is not None and decision.fewest_runs < FEWEST_RUNS:
+    if undecided and decision.fewest_runs < FEWEST_RUNS:
         lead = two_digits(max(decision.speeds.chance_lead(choice, row) for row in undecided))
-        values = {**decide_by.values, "runs": runs_of_each(decision.fewest_runs), "lead": lead}
-        provisional = Fact("provisional", values, decide_by.settings)
-    if undecided:
-        spread = two_digits(max(row.step_spread for row in (choice, *undecided)))
-        is_short = decision.fewest_runs < FEWEST_RUNS
-        reason = f" after {runs_of_each(decision.fewest_runs)}" if is_short else f": runs vary by up to {spread}"
+        provisional = Fact("provisional", {"runs": runs_of_each(decision.fewest_runs), "lead": lead})
+    if eligible.disturbed:
+        tied = "as fast as any" if choice in decision.tied else "best"
+        looks = "fastest" if choice == decision.fastest else tied
+        headline = Fact("disturbed", {"choice": choice.label, "looks": looks})
+    elif undecided:
+        rivals = sorted((choice, *undecided), key=lambda row: row.complexity)
+        labels = [row.label for row in rivals]
+        rows = format_list(labels) if sum(map(len, labels)) <= MOST_LETTERS_NAMED else f"{len(labels)} rows"
+        if all(row.label == f"ZeRO-{row.stage}" for row in rivals):
+            rows = f"ZeRO-{format_list([str(row.stage) for row in rivals])}"
         kind = "tie" if choice == decision.simplest_tied else "tie_for_memory"
-        headline = Fact(kind, {"choice": choice.label, "reason": reason})
+        headline = Fact(kind, {"choice": choice.label, "rows": rows})
     else:
         values = {"choice": choice.label, "why": _why(decision, eligible, comparison, goal)}
         length = comparison.row(choice.key).longest_seq_length
         headline = Fact("use", values) if length is None else Fact("use_longest", {**values, "tokens": length})
-    alternative = None if undecided else _alternative(decision, eligible, comparison)
-    steps = _steps(comparison.row(choice.key), None if provisional else decide_by, eligible, comparison, goal)
+    alternative = None if decide_by else _alternative(decision, eligible, comparison)
+    steps = _steps(comparison.row(choice.key), decide_by, eligible, comparison, goal)
     return Recommendation(
         goal=goal,
         choice=choice.label,
         key=choice.key,
         tied=tuple(candidate.label for candidate in decision.tied),
         undecided=tuple(row.label for row in (choice, *undecided)) if undecided else (),
+        disturbed=tuple(eligible.disturbed),
         headline=headline,
         provisional=provisional,
         alternative=alternative,
         facts=tuple(_facts(decision, eligible, comparison, alternative)),
         cost=_cost(decision, eligible),
-        try_next=next(_actions(comparison.row(choice.key), decide_by, eligible, comparison), None),
+        try_next=next(_actions(comparison.row(choice.key), decide_by, eligible, comparison, resume), None),
         next_steps=_once(steps),
     )
 
@@ -167,7 +179,7 @@ def _why(decision: Decision, eligible: EligibleRows, comparison: Comparison, goa
         return Fact("nearly_least_memory" if len(nearly_least_memory(rows)) > 1 else "least_memory", values)
     # A sweep shows only the headline, so it says itself that it rests on too few runs.
     fewest = min(each.runs for each in ((choice, best) if best != choice else compared))
-    values["runs"] = f", by {runs_of_each(fewest)}" if fewest < FEWEST_RUNS else ""
+    values["runs"] = f" after {runs_of_each(fewest)}" if fewest < FEWEST_RUNS else ""
     if best != choice:  # the rule traded speed for memory
         saved = (best.memory_bytes or 0) - (choice.memory_bytes or 0)
         share = choice.tokens_per_second / best.tokens_per_second
@@ -179,11 +191,18 @@ def _why(decision: Decision, eligible: EligibleRows, comparison: Comparison, goa
         return Fact("simplest", {**values, "count": len(decision.tied)})
     if len(compared) == 1:
         return Fact("only_with_optimizer", values)
-    full = any(each.gpu_fraction is not None and not each.leaves_room for each in comparison.rows)
-    return Fact("fastest_with_room" if full else "fastest", {**values, "count": len(compared)})
+    rival = fastest([row for row in compared if row != choice])
+    ratio = choice.tokens_per_second / rival.tokens_per_second
+    ahead = f"{two_digits(ratio - 1)} ahead of" if ratio < 2 else f"{ratio:.1f} times as fast as"
+    is_short = len(choice.label) + len(rival.label) <= MOST_LETTERS_NAMED
+    values |= {"count": len(compared), "ahead": f", {ahead} {rival.label}" if is_short else ""}
+    if any(each.gpu_fraction is not None and not each.leaves_room for each in comparison.rows):
+        return Fact("fastest_with_room", values)
+    ran_out = any(map(remedies.short_of_memory, comparison.rows)) and not optimizer
+    return Fact("fastest_that_fits" if ran_out else "fastest", values)
 
 
-def _command_to_decide(decision: Decision, comparison: Comparison, resume: str | None) -> Fact | None:
+def _command_to_decide(decision: Decision, comparison: Comparison, resume: OpenCommand | None) -> Fact | None:
     """The command that adds runs to an open choice; None for a decided one."""
     if not decision.undecided:
         return None
@@ -191,13 +210,10 @@ def _command_to_decide(decision: Decision, comparison: Comparison, resume: str |
     # Runs that failed are not repeated, so each missing run is one more.
     missing = FEWEST_RUNS - decision.fewest_runs
     repeats = attempts + missing if missing > 0 else max(5, 2 * attempts)
-    values = {"command": resume or "the same command with"}
-    script = comparison.row(decision.choice.key).trial.workload.script
-    if resume is not None and script is not None:
-        # The command ends with the script, and flags come before it: what follows -- is the script's.
-        end = f" {shlex.join(['--', *script.command])}"
-        values = {"command": resume.removesuffix(end), "script": end}
-    return Fact("decide", values, {"repeats": repeats})
+    settings = {"repeats": repeats}
+    if resume is None:
+        return Fact("decide_again", settings=settings)
+    return Fact("decide", {"command": resume.with_flags(flags(settings))})
 
 
 # ------------------------------------------------------------------ facts
@@ -310,13 +326,17 @@ def _cost(decision: Decision, eligible: EligibleRows) -> Fact | None:
 
 
 def _actions(
-    row: ComparisonRow, decide_by: Fact | None, eligible: EligibleRows, comparison: Comparison
+    row: ComparisonRow,
+    decide_by: Fact | None,
+    eligible: EligibleRows,
+    comparison: Comparison,
+    resume: OpenCommand | None,
 ) -> Iterator[Fact]:
     """Reasons for another run, most useful first. ``row``: the choice; ``decide_by``: what decides an open choice."""
     caveats, workload = [*row.caveats, *comparison.caveats], row.trial.workload
     # Before all else: the rows that are missing may change the choice.
     if any(run.outcome.status == schema.INTERRUPTED for each in comparison.rows for run in each.runs):
-        yield Fact("interrupted")
+        yield Fact("resume", {"command": resume or "the same command with --resume RUN_DIR"})
     if decide_by is not None:
         yield decide_by
     # A row that ran out at its largest size may also be in the table at a smaller one.
@@ -352,7 +372,7 @@ def _actions(
 def _steps(
     row: ComparisonRow, decide_by: Fact | None, eligible: EligibleRows, comparison: Comparison, goal: str
 ) -> Iterator[Fact]:
-    """Steps after a choice. ``decide_by``: the command that decides it, unless the answer has it already."""
+    """Steps after a choice. ``decide_by``: the command that decides it."""
     if decide_by is not None:
         yield decide_by
     yield from _steps_for_failures(comparison)

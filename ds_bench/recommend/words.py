@@ -22,7 +22,7 @@ class Fact:
 
     def __str__(self) -> str:
         lists = {name: format_list(value) for name, value in self.values.items() if isinstance(value, list)}
-        values = {"script": "", **self.values, **lists, "flags": flags(self.settings)}
+        values = {**self.values, **lists, "flags": flags(self.settings)}
         return format_template(TEMPLATES[self.kind], values)
 
 
@@ -32,23 +32,25 @@ TEMPLATES: Mapping[str, str] = {
     # The headline and why.
     "use": "Use {choice}: {why}.",
     "use_longest": "Use {choice}: trains sequences of {tokens:,} tokens, the longest; {why}.",
-    "tie": "Too close to call{reason}. Start with {choice}, the simplest.",
-    "tie_for_memory": "Too close to call{reason}. Start with {choice}, which needs less memory.",
-    "provisional": "Provisional: after {runs}, a lead below {lead} may be chance. To decide: {command} {flags}{script}",
+    "tie": "Too close to call between {rows}. Start with {choice}, the simplest.",
+    "tie_for_memory": "Too close to call between {rows}. Start with {choice}, which needs less memory.",
+    "disturbed": "Provisional: the CPU was busy during the run. {choice} looks {looks}; run again when it is idle.",
+    "provisional": "Provisional: after {runs}, a lead below {lead} may be chance.",
     "only": "the only {row} that can be recommended",
     "least_memory": "least {memory} of {count} {row}s",
     "nearly_least_memory": "least {memory} of {count} {row}s, within 3 % of others",
-    "less_memory": "{share:percent0} of {best}'s speed with {saved:gigabytes} less of {memory}{runs}",
+    "less_memory": "{share:percent0} of {best}'s speed with {saved:gigabytes} less {memory}{runs}",
     "offloads_less": "within 3 % of the fastest, {best}, and offloads less",
-    "simplest": "simplest of {count} {row}s that are tied by speed",
+    "simplest": "the simplest of {count} {row}s that are tied for speed",
     "only_with_optimizer": "the only {row}{with_optimizer}",
-    "fastest_with_room": "fastest {row}{with_optimizer} under 95 % of {capacity}{runs}",
-    "fastest": "fastest of {count} {row}s{with_optimizer}{runs}",
+    "fastest_with_room": "fastest {row}{with_optimizer} under 95 % of {capacity}{ahead}{runs}",
+    "fastest_that_fits": "fastest {row} that fits{ahead}{runs}",
+    "fastest": "fastest of {count} {row}s{with_optimizer}{ahead}{runs}",
     # Why there is no choice.
-    "other_pass": "These are passes of the model without training steps, which a choice of configuration needs.",
-    "no_rows": "No row to use: nothing was run.",
-    "none_compares": "No row to use: the rows do not compare with each other.",
-    "none_valid": "No row to use: see the reasons at the rows that trained.",
+    "other_pass": "Only passes without an optimizer step were timed, so no configuration can be recommended.",
+    "no_rows": "Nothing was run, so no row can be recommended.",
+    "none_compares": "No row can be recommended: the rows do not compare with each other.",
+    "none_valid": "No row can be recommended: the rows that trained have no valid figures.",
     "none_trained": "No row trained: {counts}.",
     # Numbers and certainty.
     "numbers": "{choice}: {speed} {unit} with {memory}",
@@ -80,7 +82,9 @@ TEMPLATES: Mapping[str, str] = {
     "tied_saves": "saves {saved:bytes} of {memory} against {best}, which is tied with it",
     "tied_takes": "takes {saved:bytes} more of {memory} against {best}, which is tied with it",
     # What to try.
-    "decide": "{command} {flags}{script}",
+    "decide": "{command}",
+    "decide_again": "the same command with {flags}",
+    "run_idle": "the same command when the CPU is idle",
     "try": "{flags}",
     "try_gpu": "the same command where there is a GPU",
     "caveat": "{remedy}",
@@ -118,6 +122,7 @@ TEMPLATES: Mapping[str, str] = {
     "crashed_script": "read the end of its log (--verbose names it)",
     "unsupported": "take another configuration: this machine or these versions cannot run it",
     "skipped": "try a smaller micro-batch, more GPUs, a shorter --seq-length or a smaller model",
+    "resume": "{command}",
     "interrupted": "--resume with the run's folder: rows are missing",
     "no_engine": "make the script train with the engine of deepspeed.initialize in the process that is started, with "
     "Accelerate without ACCELERATE_USE_CPU; its log shows how it ended",

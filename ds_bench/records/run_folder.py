@@ -240,3 +240,11 @@ def _cell(value: Any) -> Any:
         value = value.replace("\r\n", "\n").replace("\r", "\n")  # a lone \r is not quoted before Python 3.13
         return "'" + value if value.startswith(_FORMULA_STARTS) else value
     return "" if value is None else value
+
+
+def latest_run(output_dir: Path = Path("results")) -> Path:
+    """Return the folder of the run that was written last. Raises UsageError if there is none."""
+    runs = [(file.stat().st_mtime, file.parent) for file in (output_dir / "runs").glob(f"*/{RECORDS_FILE}")]
+    if not runs:
+        raise UsageError(f"no run in {output_dir / 'runs'}", remedy="give a run folder, or measure something first")
+    return max(runs)[1]

@@ -16,6 +16,7 @@ from ..config.caveats import Caveat
 from ..config.spec import Trial
 from ..recommend.recommendation import Recommendation, recommend
 from ..system.environment import Environment
+from ..system.invocation import OpenCommand
 
 if TYPE_CHECKING:
     from ..analysis.row import Run
@@ -56,6 +57,10 @@ class ComparisonReport:
     environments: tuple[Environment, ...] = ()
     sources: tuple[str, ...] = ()
     """The files that it was made from; empty at the end of a run."""
+    files: str = ""
+    """Where a run that has just ended wrote its files; empty for one that is read again."""
+    page_command: str = ""
+    """The command that writes its HTML page, at the end of a run."""
 
     @property
     def title(self) -> str:
@@ -148,7 +153,7 @@ def build_report(
     environments: Sequence[Environment] = (),
     sources: Sequence[str] = (),
     facts: tuple[str, ...] | None = None,
-    resume: str | None = None,
+    resume: OpenCommand | None = None,
 ) -> ComparisonReport:
     """Compares rows of one workload and recommends one for the goal.
 

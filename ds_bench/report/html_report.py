@@ -79,7 +79,8 @@ def render_tables(reports: Sequence[ComparisonReport]) -> str:
             Column("Status", _status),
             *measured_columns(report.comparison),
         ]
-        lines = [*map(str, filter(None, (answer.headline, answer.provisional))), *notes_that_matter(report)]
+        next_step = f"Next: {answer.try_next}" if answer.provisional else None
+        lines = [*map(str, filter(None, (answer.headline, next_step, answer.provisional))), *notes_that_matter(report)]
         return {"title": report.title, "table": make_table(columns, rows, always=len(columns)), "lines": lines}
 
     return _render_tables([*map(part, reports)])

@@ -174,35 +174,37 @@ def render_markdown(report: ComparisonReport) -> str:
 
 
 def report_lines(report: ComparisonReport, width: int, unicode: bool = True) -> list[Line]:
-    """The table and the answer, no line wider than ``width`` unless a single word is. ``unicode``: else ASCII only."""
-    lines = [*short_table(report).to_terminal(width, unicode=unicode), Line("")]
+    """The answer, the table and notes. ``unicode``: else ASCII only.
+
+    No line is wider than ``width`` unless it holds a command or a path, or its only word is.
+    """
     recommendation, text_width = report.recommendation, min(width, MAX_TEXT_WIDTH)
-    mark = printable("?" if recommendation.undecided else "★" if recommendation.choice is not None else "✗", unicode)
+    mark = "?" if recommendation.choice is not None else "✗"
+    mark = printable("★" if recommendation.decided else mark, unicode)
     indent = " " * (len(mark) + 1)
-
-    def indented(text: str, hanging: str = "", max_lines: int | None = None) -> list[str]:
-        wrapped = wrap(printable(text, unicode), text_width - len(indent), hanging, max_lines=max_lines)
-        return [indent + line for line in wrapped]
-
     headline = printable(str(recommendation.headline), unicode)
-    lines += [Line(line, "bold") for line in wrap(f"{mark} {headline}", text_width, indent)]
-    if recommendation.provisional is not None:  # never shortened, since it ends with a command
-        lines += map(Line, indented(str(recommendation.provisional)))
-    shown = [] if recommendation.alternative is None else [str(recommendation.alternative)]
+    lines = [Line(line, "bold") for line in wrap(f"{mark} {headline}", text_width, indent)]
+    if (step := recommendation.try_next) is not None:
+        flags = "the same command with " if step.kind == "try" else ""
+        # Not wrapped: a command of two lines is two commands in a shell.
+        lines.append(Line(f"{indent}Next:  {printable(flags + str(step), unicode)}"))
+    if report.files:
+        lines.append(Line(f"{indent}Files: {printable(report.files, unicode)}"))
+    lines += [Line(""), *short_table(report).to_terminal(width, unicode=unicode)]
+    shown = [] if recommendation.provisional is None else [str(recommendation.provisional)]
+    shown += [] if recommendation.alternative is None else [str(recommendation.alternative)]
     shown += notes_that_matter(report)
     shown += _notes_of_rows(report.comparison, lambda caveat: caveat.kind in _SHOWN_KINDS)
     if any(caveat.kind is CaveatKind.CPU_ACCELERATOR for caveat in report.comparison.caveats):
-        shown.append("CPU ranks: this says nothing about GPUs.")
+        shown.append("CPU ranks: these figures say nothing about GPUs.")
+    notes = []
     for text in shown:
-        lines += map(Line, indented(text, max_lines=3))
-    # What to try, and how many notes there are; on one line if both fit.
-    try_next = None if recommendation.provisional is not None else recommendation.try_next
-    last = [] if try_next is None else indented(f"Try:    {try_next}", " " * 8)
-    if count := len(report.numbered_notes) + len(report.general_lines):
-        notes = f"{format_items(count, 'note')}: --verbose, or the HTML report"
-        fits = len(last) == 1 and len(last[0]) + 4 + len(notes) <= min(text_width, 100)
-        last = [f"{last[0]}    {notes}"] if fits else [*last, indent + notes]
-    return [*lines, *map(Line, last)]
+        notes += wrap(printable(text, unicode), text_width - len(indent), max_lines=3)
+    count = len(report.numbered_notes) + len(report.general_lines)
+    what = format_items(count, "note") if count else "Charts"
+    if report.page_command or count:
+        notes.append(f"{what}: {report.page_command or '--verbose or --html FILE'}")
+    return [*lines, *([Line("")] if notes else []), *(Line(indent + line) for line in notes)]
 
 
 def short_table(report: ComparisonReport) -> Table:
@@ -250,8 +252,7 @@ def notes_that_matter(report: ComparisonReport) -> list[str]:
     too_few = any(caveat.kind is CaveatKind.TOO_FEW_REPEATS for caveat in comparison.caveats)
     if too_few and report.recommendation.choice is not None and not undecided:
         notes.append(f"Rows with fewer than {FEWEST_RUNS} runs: differences marked ? are not tested.")
-    kinds = [kind for kind in _ROW_KINDS if not (undecided and kind in UNSTABLE_KINDS)]
-    notes += _notes_of_rows(comparison, lambda caveat: caveat.kind in kinds)
+    notes += _notes_of_rows(comparison, lambda caveat: caveat.kind in _ROW_KINDS)
     return list(dict.fromkeys(notes))[:_MAX_NOTES]
 
 
@@ -272,6 +273,6 @@ def _notes_of_rows(
         texts = dict.fromkeys(caveat.text for _, caveat in labelled)
         long = any("," in label for label in labels)  # as rows of axes and files have
         named = f"{len(labels)} rows" if long and len(labels) > 2 else format_list(labels, most=4)
-        which = "all rows" if len(labels) == len(trained) > 1 else named
+        which = "All rows" if len(labels) == len(trained) > 1 else named
         example = f" (here {labels[0]})" if len(texts) > 1 or which == f"{len(labels)} rows" else ""
         yield f"{which}{example}: {next(iter(texts))}."

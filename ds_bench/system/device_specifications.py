@@ -18,7 +18,7 @@ from importlib.resources import files
 from typing import Any
 
 from ..errors import UsageError
-from ..units import from_gb
+from ..units import format_series, from_gb
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:GB|GIB|G)?", re.IGNORECASE)
 _SIZE_IN_NAME = re.compile(r"\b(\d+)[ -]?G(?:I?B)?\b", re.IGNORECASE)
@@ -97,12 +97,13 @@ def memory_bytes(text: str) -> int:
 
     near = [names_by_spelling[each] for each in get_close_matches(_normalise(text), names_by_spelling, n=3, cutoff=0.5)]
     if matching:
-        problem, remedy = f"may be {' or '.join(matching)}", "name one"
+        problem, remedy = f"may be {' or '.join(matching)}", "name one."
     else:
         problem = "is not a known GPU"
-        known = f"known are {', '.join(_EXAMPLES)} and {len(names()) - len(_EXAMPLES)} more"
-        remedy = f"nearest: {', '.join(near)}" if near else known
-    raise UsageError(f"--gpu {text!r} {problem}", remedy=f"{remedy}, or give its memory, such as --gpu 80GB")
+        known = f"known are {', '.join(_EXAMPLES)} and {len(names()) - len(_EXAMPLES)} more."
+        remedy = f"did you mean {format_series(near)}?" if near else known
+        remedy += " Or give its memory: --gpu 80GB"
+    raise UsageError(f"--gpu {text!r} {problem}", remedy=remedy)
 
 
 def _devices_with_memory(text: str) -> list[str]:

@@ -315,13 +315,15 @@ def require_packages(purpose: str, names: Sequence[str] = RUN_PACKAGES, extra: s
     if missing := missing_packages(names):
         are = "is" if len(missing) == 1 else "are"
         problem = f"{purpose} needs {', '.join(missing)}, which {are} not installed"
-        raise PreflightError(problem, remedy=install_command(extra))
+        raise PreflightError(problem, remedy=f"install with {install_command(extra)}")
 
 
 def require_installed(package: str, asked_by: str) -> None:
     """Raise UsageError if a package is missing. ``asked_by``: the flag and value that need it."""
     if missing_packages([package]):
-        raise UsageError(f"{asked_by}: the package {package} is not installed", remedy=f"pip install {package}")
+        raise UsageError(
+            f"{asked_by}: the package {package} is not installed", remedy=f"install it with pip install {package}"
+        )
 
 
 def torch_cuda_version() -> str | None:

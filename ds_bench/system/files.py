@@ -198,4 +198,4 @@ def require_working_folder() -> None:
     try:
         Path.cwd()
     except FileNotFoundError:
-        raise PreflightError("the current folder no longer exists", remedy="cd to one that does") from None
+        raise PreflightError("the current folder no longer exists", remedy="go to one that does") from None

@@ -10,12 +10,29 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 PROGRAM = "ds-compare"
 """The installed program."""
 _ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {"zero": "zero_stage_comparison.py", "offload": "offload_comparison.py"}
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCommand:
+    """A command that may get more flags. ``str`` gives it without."""
+
+    start: str
+    """The program and its flags, quoted for a shell."""
+    script: tuple[str, ...] = ()
+    """The user's script and its arguments, which come last, after ``--``."""
+
+    def with_flags(self, flags: str) -> str:
+        return " ".join(filter(None, [self.start, flags, shlex.join(["--", *self.script]) if self.script else ""]))
+
+    def __str__(self) -> str:
+        return self.with_flags("")
 
 
 def python(*, with_package: bool = False) -> str:

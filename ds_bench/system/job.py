@@ -295,7 +295,7 @@ def _require_secret(nodes: LaunchedNodes) -> None:
             return
     raise PreflightError(
         f"everybody who reaches {nodes.where} could take part in this job, whose processes have no secret in common",
-        remedy=f"export {_SECRET}=$(openssl rand -hex 16), the same on every node"
+        remedy=f"set the same on every node: export {_SECRET}=$(openssl rand -hex 16)"
         + (", or give torchrun --rdzv-id with such an id" if nodes.launcher == "torchrun" else ""),
     )
 

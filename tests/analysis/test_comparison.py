@@ -189,7 +189,7 @@ def test_any_row_can_be_the_baseline_by_any_of_its_names() -> None:
     for name, place in (("zero2", 2), ("ZeRO-1", 1), ("stage 2", 2), ("ZeRO-2 (micro-batch 8)", 3)):
         comparison = compared(*(ran(stage, 0.1 * (stage + 1)) for stage in (0, 1, 2)), large, relative_to=name)
         assert comparison.baseline == comparison.rows[place] == comparison.row(comparison.rows[place].key), name
-    with pytest.raises(UsageError, match=r"--relative-to zero7.*one of zero0, zero3"):
+    with pytest.raises(UsageError, match=r"--relative-to zero7.*Choose from zero0, zero3"):
         compared(ran(0), ran(3), relative_to="zero7")
 
 

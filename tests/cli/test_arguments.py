@@ -66,16 +66,16 @@ def test_a_bad_value_is_one_line_with_flag_value_and_remedy(subtests: pytest.Sub
         ("--dropout 1", "--dropout", "'1'"),
         ("--stages 1,7", "--stages", "7"),
         ("--stages", "--stages", ""),
-        ("--optimizer adamw", "--optimizer", "did you mean AdamW?"),
+        ("--optimizer adamw", "--optimizer", "Did you mean 'AdamW'?"),
         ("--timeout 0", "--timeout", "'0'"),
         ("--timeout nan", "--timeout", "'nan'"),
         ("--timeout inf", "--timeout", "'inf'"),
         ("--profile-steps 51", "--profile-steps", "'51'"),
         ("--model-factory :build", "--model-factory", "':build'"),
         ("--configs a.json ''", "--configs", "an empty text is not a path"),
-        ("--bach-size 2", "--bach-size", "did you mean --batch-size?"),
-        ("--stage 2", "--stage", "did you mean --stages?"),
-        ("gpt2", "gpt2", ""),
+        ("--bach-size 2", "--bach-size", "Did you mean --batch-size?"),
+        ("--stage 2", "--stage", "Did you mean --stages?"),
+        ("gpt2", "gpt2", "Did you mean --model gpt2?"),
     ):
         with subtests.test(line):
             with pytest.raises(UsageError) as caught:
@@ -83,7 +83,9 @@ def test_a_bad_value_is_one_line_with_flag_value_and_remedy(subtests: pytest.Sub
             text = str(caught.value)
             assert flag in text
             assert value in text
-            assert "see zero_stage_comparison.py --help" in text
+            assert (
+                text.endswith("See zero_stage_comparison.py --help") or "Did you mean" in text or "Choose from" in text
+            )
             assert "\n" not in text
 
 
@@ -112,9 +114,9 @@ def test_a_row_is_named_by_its_strategy_or_stage_and_must_be_compared(subtests: 
         options = with_row_names(zero(f"--relative-to '{text}' --export '{text}'"))
         assert (options.relative_to, options.export) == ("zero2", "zero2")
     for options, rows in (
-        (zero("--stages 1 2 --relative-to 0"), "one of zero1, zero2"),
-        (zero("--export fastest"), "one of zero0, zero1, zero2, zero3"),
-        (offload("--export nvme"), "one of none, cpu_optimizer, cpu_full"),
+        (zero("--stages 1 2 --relative-to 0"), "Choose from zero1, zero2"),
+        (zero("--export fastest"), "Choose from zero0, zero1, zero2, zero3"),
+        (offload("--export nvme"), "Choose from none, cpu_optimizer, cpu_full"),
         (zero("--strategies ddp --stages 1 --export ddp"), "torch's own engine"),
     ):
         with subtests.test(rows=rows), pytest.raises(UsageError, match=rows):
@@ -165,7 +167,7 @@ def test_no_flag_takes_two_dashes_or_is_abbreviated_or_lacks_a_help_text() -> No
                 parser.parse_args([f"{flag}=--"])
             short = flag[:-1]
             if short not in known and len(short) > 2 and short not in ("--gpu",):
-                with pytest.raises(UsageError, match=f"unrecognized arguments: {short}=1"):
+                with pytest.raises(UsageError, match=f"Unknown argument {short}=1"):
                     parser.parse_args([*required_words(parser), f"{short}=1"])
 
 

@@ -159,7 +159,7 @@ def test_a_row_that_cannot_be_exported_is_refused_before_anything_is_printed_or_
     reference = fakes.success(fakes.trial(make_configuration(REFERENCES["ddp"]), on=GPUS))
     torch_only = fakes.write_run(tmp_path / "reference", [reference]).folder
     for folder, name, problem in (
-        (result, "zero7", "--export zero7: no such row (one of zero0, zero1, zero2, zero3)"),
+        (result, "zero7", "--export zero7: no such row. Choose from zero0, zero1, zero2, zero3"),
         (flat_copy(result, tmp_path), "zero2", "a flat JSON does not have the configuration"),
         (torch_only, "ddp", "is torch's own engine"),
     ):
@@ -209,10 +209,9 @@ def test_every_command_says_what_it_is_for_with_an_example_and_refuses_by_its_ow
     assert commands.main(["reprot"]) == 2
     assert commands.main(["plan", "--frobnicate"]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "ds_bench: unrecognized arguments: --modle gpt2 (did you mean --model? see python -m ds_bench plan --help)",
-        f"ds_bench: COMMAND reprot is none of {', '.join(commands.COMMANDS)} "
-        "(did you mean report? see python -m ds_bench --help)",
-        "ds_bench: unrecognized arguments: --frobnicate (see python -m ds_bench plan --help)",
+        "ds-compare: Unknown argument --modle. Did you mean --model?",
+        "ds-compare: Unknown command 'reprot'. Did you mean 'report'?",
+        "ds-compare: Unknown argument --frobnicate. See python -m ds_bench plan --help",
     ]
 
 

@@ -193,7 +193,7 @@ def test_explain_finds_rows_by_name_label_or_stage(capsys: pytest.CaptureFixture
     for a, b, named in (("zero0", "zero7", "zero7"), ("zero2", "2", "zero2")):
         assert main(["explain", a, b, str(STORED_RUN)]) == 2
         error = capsys.readouterr().err
-        assert error.startswith(f"ds_bench: {named}")
+        assert error.startswith(f"ds-compare: {named}")
         assert error.count("\n") == 1
 
 

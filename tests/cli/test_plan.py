@@ -183,7 +183,11 @@ def test_bf16_on_a_card_without_it_and_questions_without_an_answer(
         (["--num-gpus", "1000000000"], 2, ["1000000000", "100000"]),
         (["--seq-length", "2000"], 2, ["2000", "1024"]),
         (["--batch-size", "99999999999999"], 2, ["99999999999999"]),
-        (["--model", "meta-llama/Llama-9-1B"], 2, ["only with --online"]),
+        (
+            ["--model", "Llama-9-1B"],
+            2,
+            ["Unknown model 'Llama-9-1B'", "Did you mean meta-llama/Llama-3.2-1B", "--online"],
+        ),
     ):
         with subtests.test(" ".join(flags)):
             assert main(["plan", *flags]) == code

@@ -93,9 +93,8 @@ def test_flags_to_try_are_taken_by_the_command_that_printed_them(
     tried: set[str] = set()
     for launcher in (FakeLauncher(*["OOM (host)"] * 9), FakeLauncher("Success", *["OOM (host)"] * 9), FakeLauncher()):
         compare("--num-gpus", "2", "--precision", "fp32", script=launcher)
-        lines = [line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("Try:")]
-        tried |= {re.split(r"  +", line.strip())[1] for line in lines}
-    flags = {line for line in tried if line.startswith("--")}
+        tried |= set(re.findall(r"^  Next:  the same command with (--.*)$", capsys.readouterr().out, re.MULTILINE))
+    flags = {line for line in tried if "RUN_DIR" not in line}
     assert flags, tried
     for line in flags:
         assert compare(*shlex.split(line.replace("DIR", str(tmp_path))), "--dry-run") == 0, line
@@ -122,11 +121,15 @@ def test_commands_at_the_end_of_a_run(
     else:
         words = ["--model", "tiny", "--seq-length", "16", "--strategies", "zero1", "zero3"]
         assert script.main(family, fakes.make_config, [*words, "--output-dir", str(scripted.output)]) == 130
-    shown = capsys.readouterr().err
-    (report,) = re.findall(r"^  Report: (.*)$", shown, re.MULTILINE)
-    (resume,) = re.findall(r"go on with: (.*)$", shown, re.MULTILINE)
-    run_line(report)
-    assert (tmp_path / "r.html").is_file()
+    shown = capsys.readouterr()
+    answer, _, notes = shown.out.partition("\n\n")
+    (page,) = re.findall(r"^  \d+ notes?: (.*)$", notes, re.MULTILINE)
+    (resume,) = re.findall(r"go on with: (.*)$", shown.err, re.MULTILINE)
+    _, next_line, files_line = answer.splitlines()
+    assert next_line == f"  Next:  {resume}"
+    assert files_line.startswith(f"  Files: {scripted.folder} (how to train: recommended/README.md), ")
+    run_line(page)
+    assert (tmp_path / "report.html").is_file()
     run_line(resume, "--dry-run")
 
     def start(line: str) -> int:
@@ -191,7 +194,7 @@ def test_commands_run_in_the_users_environment(name: str, tmp_path: Path, monkey
         environ = {**os.environ, **variables}
         return subprocess.run([*words, *more], env=environ, capture_output=True, text=True, check=False)
 
-    (axes,) = re.findall(r"\((.*) lists them\)", output("--axis", "colour=red").stderr)
+    (axes,) = re.findall(r"List them with (.*)$", output("--axis", "colour=red").stderr)
     assert "overlap_comm" in run_line(axes, variables=variables)
     first = output(*small, "--profile", "nsys")
     (recorded,) = re.findall(r"--output=nsys_window (.*)$", first.stderr, re.MULTILINE)

@@ -117,21 +117,21 @@ def test_a_run_folder_starts_no_code_and_keeps_no_credential(
 HUNDRED = list(range(1, 101))
 REFUSED = {
     "training: {seq_len: 4096}\nmodel: {name: gpt2}": "training.seq_len 4096 is beyond the 1024 positions",
-    "configurations: {strategies: nvme}": "configurations.strategies nvme needs a disk (add launch.nvme_path DIR",
+    "configurations: {strategies: nvme}": "configurations.strategies nvme needs a disk. Add launch.nvme_path DIR",
     "configurations: {relative_to: zero9}": "configurations.relative_to zero9: no such row",
     "axes: {micro_batch: [1, 2]}\ntraining: {local_batch_size: 2}": "axis micro_batch and training.local_batch_size",
     "axes: {prefetch: [1]}\nconfigurations: {deepspeed: {zero_optimization: {stage3_prefetch_bucket_size: 3}}}": (
         "axis prefetch and configurations.deepspeed both set"
     ),
-    "launch: {include: a}": "launch.include without launch.hostfile (add launch.hostfile FILE",
+    "launch: {include: a}": "launch.include without launch.hostfile. Add launch.hostfile FILE",
     "launch: {accelerator: cuda}": "launch.accelerator cuda, but ",
     "configurations: {configs: [refused.json]}": "configurations.configs refused: ",
     "launch: {env: [A B]}": "launch.env 'A B' is not a variable",
     "model: {name: tiny}\ndataset: {vocab_size: 2000}": "dataset.vocab_size 2000 is beyond the 1000 ids of tiny",
     "dataset: {dtype: uint16}": "dataset.dtype without dataset.path",
-    "dataloader: {prefetch: 4}": "dataloader.prefetch 4 without worker processes (add dataloader.workers 1 or more)",
+    "dataloader: {prefetch: 4}": "dataloader.prefetch 4 without worker processes. Add dataloader.workers 1 or more",
     "dataset: {path: ids.uint16}\nmodel: {name: tiny}": "holds the id 2000",
-    "dataset: {path: short.uint16}\nmodel: {name: tiny}": "8 tokens, fewer than one sequence of 256 (give a longer",
+    "dataset: {path: short.uint16}\nmodel: {name: tiny}": "8 tokens, fewer than one sequence of 256. Give a longer",
     f"training: {{seq_len: {HUNDRED}, steps: {HUNDRED}, grad_accum: {HUNDRED}}}": "makes 4,000,000 trials",
 }
 
@@ -160,7 +160,7 @@ def test_a_recipe_that_cannot_run_is_refused_before_anything_starts(
 GLOBAL_BATCHES: list[tuple[str, int, int, list[tuple[int, int, int]] | str]] = [
     # rows, ranks, global batch, and micro-batch, accumulation and train_batch_size of each row, or the error
     ("{stages: [0]}", 3, 12, [(2, 2, 12)]),
-    ("{stages: [0]}", 2, 6, "give 4 or 8, or another local_batch_size"),
+    ("{stages: [0]}", 2, 6, "Give 4 or 8, or another local_batch_size"),
     ("{stages: [2]}\naxes: {sequence_parallel: [2]}", 2, 2, [(2, 1, 2)]),  # whole for the ranks with other data
     ("{stages: [2]}", 2, 2, "not a multiple of 2 sequences × 2 data-parallel ranks in ZeRO-2"),
     # So do rows of a recipe, and a value of every row.
@@ -302,7 +302,7 @@ def test_a_budget_ends_the_run_between_two_trials_lists_the_rest_and_resume_runs
     monkeypatch.setattr(runner.time, "monotonic", lambda: float(next(clock)))
     assert run(SWEEP, "--budget", "1") == 0
     assert scripted.trials == [(16, "zero0", 0)]
-    assert capsys.readouterr().err.splitlines()[-5:-3] == [
+    assert capsys.readouterr().err.splitlines()[-2:] == [
         "--budget 1 is used up; --resume RUN_DIR runs the 3 trials left:",
         "  ZeRO-2 at seq_len 16; ZeRO-0 at seq_len 32; ZeRO-2 at seq_len 32",
     ]
@@ -405,7 +405,7 @@ def test_a_changed_file_is_another_trial_and_is_not_resumed(
     scripted.launcher = FakeLauncher()
     for dry in ([], ["--dry-run"]):
         assert commands.main(["run", "--resume", str(scripted.folder), *dry]) == 2
-        assert f"the file {path} has changed since the run began (put it back as it was" in capsys.readouterr().err
+        assert f"the file {path} has changed since the run began. Put it back as it was" in capsys.readouterr().err
     write_ids(path)
     assert commands.main(["run", "--resume", str(scripted.folder)]) == 0
     assert len(scripted.launcher.launched) == 4

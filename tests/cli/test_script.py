@@ -43,7 +43,7 @@ BAD_INPUT = [
     (ZERO, "--model meta-llama/Llama-2-7b", ("meta-llama/Llama-2-7b-hf",)),
     (ZERO, "--model-factory nowhere:build", ("--model-factory nowhere:build", "No module named 'nowhere'")),
     (ZERO, "--resume absent", ("--resume absent", "run.json")),
-    (ZERO, "--resume unsettled/runs/zero_20261121_093000", ("nothing to resume", "start it again")),
+    (ZERO, "--resume unsettled/runs/zero_20261121_093000", ("nothing to resume", "Start it again")),
     (ZERO, "--accelerator cpu --gpu-memory-limit 8", ("--gpu-memory-limit", "--cpu-memory-limit")),
     (ZERO, "--hostfile absent", ("hostfile absent",)),
     # Before the model and the machine are looked at.

@@ -45,7 +45,7 @@ def test_shards_have_every_trial_once_with_the_numbers_of_the_plan_and_are_read_
     assert commands.main(["run", "--resume", str(second)]) == 0
     assert commands.main(["run", "--resume", str(second), "--shard", "1/2"]) == 2
     shown = capsys.readouterr().err
-    assert "is shard 2/2, not shard 1/2 (leave --shard out)" in shown
+    assert "is shard 2/2, not shard 1/2. Leave --shard out" in shown
     assert f"report {scripted.output / 'runs'}/*of2" in shown
     identities = [t.trial_id for t in (*launched, *scripted.launcher.launched)]
     assert (len(identities), set(identities)) == (18, whole)
@@ -100,7 +100,7 @@ def test_a_shard_that_the_plan_does_not_have_is_refused(
 ) -> None:
     for text, flags, message in (
         (RECIPE, ["--shard", "4/3"], "4/3: I must be from 1 to N"),
-        (RECIPE, ["--shard", "1/10"], "10 shards of a plan with 9 rows in all (give 9 or fewer)"),
+        (RECIPE, ["--shard", "1/10"], "10 shards of a plan with 9 rows in all. Give 9 or fewer"),
         (RECIPE + "output: {csv: all.csv}", ["--shard", "1/3"], "output.csv with --shard: each shard would replace"),
         (ONE_POINT, ["--shard", "1/2", "--batch-size", "auto", "--common-batch"], "more shards than points (2 of 1)"),
     ):

@@ -76,10 +76,10 @@ def test_a_value_sets_what_its_row_needs(subtests: pytest.Subtests) -> None:
 
 def test_a_wrong_axis_is_an_error_with_the_nearest(subtests: pytest.Subtests) -> None:
     for text, remedy in (
-        ("overlap_comm=", "e.g. --axis overlap_comm=true,false"),
-        ("overlap_com=true", "did you mean overlap_comm?"),
-        ("stage3_prefetch_bucket_size=1", "did you mean prefetch?"),
-        ("colour=red", "python -m ds_bench axes lists them"),
+        ("overlap_comm=", "for example, --axis overlap_comm=true,false"),
+        ("overlap_com=true", "did you mean 'overlap_comm'?"),
+        ("stage3_prefetch_bucket_size=1", "did you mean 'prefetch'?"),
+        ("colour=red", "list them with python -m ds_bench axes"),
         ("overlap_comm=on", "did you mean true?"),
         ("overlap_comm=2", "give true or false"),
         ("buffers=small_bufers", "did you mean small_buffers?"),

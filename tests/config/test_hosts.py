@@ -25,5 +25,5 @@ def test_a_hostfile_is_read_by_lines_with_comments_and_blanks(tmp_path: Path, su
     path.write_bytes(b"# nobody\n")
     with pytest.raises(UsageError, match="names no host"):
         read_hostfile(path)
-    with pytest.raises(UsageError, match=r"hostfile .*give a readable file"):
+    with pytest.raises(UsageError, match=r"hostfile .*Give a readable file"):
         read_hostfile(tmp_path)

@@ -50,10 +50,10 @@ def test_accelerator_and_ranks_follow_flags_environment_and_visible_gpus() -> No
 
 def test_gpus_that_are_not_there_are_refused(subtests: pytest.Subtests) -> None:
     for flags, cards, environ, message in (
-        ("--accelerator cuda", 0, {}, r"no GPU is visible .*CUDA_VISIBLE_DEVICES, or --accelerator cpu"),
-        ("--num-gpus 2", 4, {"CUDA_VISIBLE_DEVICES": "3"}, r"--num-gpus 2, but 1 are visible \(give 1 or less\)"),
+        ("--accelerator cuda", 0, {}, r"no GPU is visible\. .*CUDA_VISIBLE_DEVICES, or --accelerator cpu"),
+        ("--num-gpus 2", 4, {"CUDA_VISIBLE_DEVICES": "3"}, r"--num-gpus 2, but 1 are visible\. Give 1 or less"),
         ("", 4, {"WORLD_SIZE": "16"}, "16 processes were started .* but 4 are visible"),
-        ("--gpu-memory-limit 1", 0, {}, "use --cpu-memory-limit on a CPU"),
+        ("--gpu-memory-limit 1", 0, {}, "Use --cpu-memory-limit on a CPU"),
     ):
         with subtests.test(flags, environ=environ), pytest.raises(UsageError, match=message):
             place(*flags.split(), cards=cards, **environ)
@@ -62,7 +62,7 @@ def test_gpus_that_are_not_there_are_refused(subtests: pytest.Subtests) -> None:
 def test_a_torch_without_cuda_runs_on_the_cpu_unless_cuda_is_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "torch_cuda_version", lambda: None)
     assert place().accelerator == "cpu"
-    with pytest.raises(UsageError, match=r"--accelerator cuda, but the installed torch is a CPU build \(install"):
+    with pytest.raises(UsageError, match=r"--accelerator cuda, but the installed torch is a CPU build\. Install"):
         place("--accelerator", "cuda")
     monkeypatch.setattr(environment, "torch_rocm_version", lambda: "6.4.43482")
     with pytest.raises(UsageError, match=r"torch is for ROCm 6.4.43482, which is not supported"):
@@ -76,7 +76,7 @@ def test_a_hostfile_gives_the_ranks_and_paths_become_absolute(tmp_path: Path, mo
     found = place("--hostfile", "hosts", "--nvme-path", "swap", "--num-gpus", "16")
     assert (found.num_gpus, found.launcher, found.host_command) == (16, "deepspeed", SSH)
     assert (found.hostfile, found.nvme_path) == (str(tmp_path.resolve() / "hosts"), str(tmp_path.resolve() / "swap"))
-    with pytest.raises(UsageError, match=r"--num-gpus 8, but the hostfile has 16 slots \(leave --num-gpus out; --incl"):
+    with pytest.raises(UsageError, match=r"--num-gpus 8, but the hostfile has 16 slots\. Leave --num-gpus out; --incl"):
         place("--hostfile", "hosts", "--num-gpus", "8")
 
 
@@ -105,25 +105,25 @@ def test_wrong_flags_for_several_hosts_are_refused_in_one_line(tmp_path: Path, s
     path = tmp_path / "hosts"
     path.write_text("a slots=4\nb slots=1\n")
     for flags, message in (
-        (("--include", "a", "--exclude", "b"), "include and exclude together (give one"),
-        (("--include", "a:4"), "include 'a:4': no slot 4 on a (a has slots 0 to 3)"),
-        (("--include", "a:0,"), "'a:0,' is not a host with slots (write: HOST@HOST:SLOT,SLOT)"),
-        (("--include", "a\nb"), "no host 'a\\nb' in the hostfile (one of a, b)"),
+        (("--include", "a", "--exclude", "b"), "include and exclude together. Give one"),
+        (("--include", "a:4"), "include 'a:4': no slot 4 on a. Its slots are 0 to 3"),
+        (("--include", "a:0,"), "'a:0,' is not a host with slots. Write: HOST@HOST:SLOT,SLOT"),
+        (("--include", "a\nb"), "no host 'a\\nb' in the hostfile. Choose from a, b"),
         (("--include=-oProxyCommand=x",), "no host '-oProxyCommand=x' in the hostfile"),
         (("--exclude", "a@b"), "exclude 'a@b' leaves no slot"),
         (("--master-addr=-oProxyCommand=x",), "--master-addr '-oProxyCommand=x' is not a host or address"),
-        (("--host-command", "ssh 'y"), "No closing quotation (close the quotation mark)"),
+        (("--host-command", "ssh 'y"), "No closing quotation. Close the quotation mark"),
         (("--host-command", "{host}"), "does not say where the host's name goes"),
         (("--host-command", "ssh {host}\n"), "does not say where the host's name goes"),
-        (("--env", "A B=1"), "--env 'A B' is not a variable (write NAME or NAME=VALUE)"),
-        (("--env", "HF_TOKEN=hf_secret"), "(export HF_TOKEN and give only its name)"),
+        (("--env", "A B=1"), "--env 'A B' is not a variable. Write NAME or NAME=VALUE"),
+        (("--env", "HF_TOKEN=hf_secret"), "Export HF_TOKEN and give only its name"),
     ):
         with subtests.test(flags), pytest.raises(UsageError) as error:
             place("--hostfile", str(path), *flags)
         assert message in str(error.value)
         assert "\n" not in str(error.value)
     for flag, value in (("--include", "a"), ("--master-port", "1"), ("--host-command", "ssh {host}")):
-        with subtests.test(flag), pytest.raises(UsageError, match=rf"{flag} without --hostfile \(add --hostfile FILE"):
+        with subtests.test(flag), pytest.raises(UsageError, match=rf"{flag} without --hostfile\. Add --hostfile FILE"):
             place(flag, value)
 
 

@@ -52,18 +52,18 @@ def test_unusable_files_are_refused_with_the_remedy(tmp_path: Path, subtests: py
     os.mkfifo(tmp_path / "pipe.uint16")  # opening it would wait for a writer
     for name, message in (
         ("none.uint16", "none.uint16: No such file or directory"),
-        ("header.npy", "give the type of its ids, uint16 or uint32"),
-        ("odd.uint16", r"has 3 bytes, which is not a whole number of uint16 ids \(it is cut off"),
+        ("header.npy", "Give the type of its ids, uint16 or uint32"),
+        ("odd.uint16", r"has 3 bytes, which is not a whole number of uint16 ids\. It is cut off"),
         ("empty.uint32", "is empty"),
         ("pipe.uint16", "is not a regular file"),
     ):
         with subtests.test(name), pytest.raises(UsageError, match=message):
             read_token_file(tmp_path / name, None)
-    with pytest.raises(UsageError, match=r"write only the ids: array\.tofile"):
+    with pytest.raises(UsageError, match=r"Write only the ids: array\.tofile"):
         read_token_file(tmp_path / "header.npy", "uint16")
     found = read_token_file(write(tmp_path / "ids.uint16", [5, 999, 0]), None)
     found.require_usable(1000, "the model tiny", 3)
     with pytest.raises(UsageError, match=r"holds the id 999 \(token 1\), beyond the 999 ids of the model tiny"):
         found.require_usable(999, "the model tiny", 3)
-    with pytest.raises(UsageError, match=r"has 3 tokens, fewer than one sequence of 4 .* 3 tokens or less"):
+    with pytest.raises(UsageError, match=r"has 3 tokens, fewer than one sequence of 4. Give .* 3 tokens or less"):
         found.require_usable(None, "", 4)

@@ -64,13 +64,13 @@ def test_only_known_placeholders_are_replaced() -> None:
     [
         (
             ["torchrun", "--nproc_per_node", "2", "train.py", "{config}"],
-            r"give only the script: -- train.py '\{config\}'",
+            r"Give only the script: -- train.py '\{config\}'",
         ),
         (["accelerate", "launch", "-m", "pkg.train", "{config}"], r"-- -m pkg.train"),
         (["/usr/bin/python3", "-m", "torch.distributed.run", "train.py"], r"-- train.py"),
         (["-m", "torch.distributed.run", "--nproc_per_node=2", "train.py", "{config}"], r"-- train.py '\{config\}'"),
         (["python", "-m"], "-- train.py"),
-        (["train.py", "{config}", "{outputdir}"], r"write \{output_dir\}"),
+        (["train.py", "{config}", "{outputdir}"], r"Write \{output_dir\}"),
         (["absent.py", "{config}"], "does not exist"),
         (["train.sh", "{config}"], "not a Python file"),
         (["train.py", "{{config}}"], r"\{config\} among .*--accelerate-env, or --override-config"),
@@ -183,7 +183,7 @@ def test_every_resume_command_repeats_the_script(
         commands.function_of(command)(**values)
     line = invocation.command("run", "--resume", str(machine.folder), *TRAIN)
     assert str(refused.value.remedy).endswith(f": {line}")
-    assert _flags_of_run(*merge([load(machine.folder)]))[2] == line
+    assert str(_flags_of_run(*merge([load(machine.folder)]))[2]) == line
     assert _how_to_go_on(str(machine.folder)).endswith(", script=['train.py', '{config}'])")
     machine.launcher = FakeLauncher()
     assert commands.main(shlex.split(line)[shlex.split(line).index("run") :]) == 0

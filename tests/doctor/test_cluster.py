@@ -53,11 +53,11 @@ def on(name: str, **changes: Any) -> Environment:
 
 
 DIFFERENCES: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"packages": {**PACKAGES, "torch": "2.11.0"}}, "torch 2.13.0 on a, 2.11.0 on b ("),
-    ({"packages": {**PACKAGES, "nvidia-nccl-cu12": "2.27"}}, "NCCL none on a, 2.27 on b ("),
-    ({"torch_cuda_version": "13.0"}, "CUDA none on a, 13.0 on b ("),
+    ({"packages": {**PACKAGES, "torch": "2.11.0"}}, "torch 2.13.0 on a, 2.11.0 on b. "),
+    ({"packages": {**PACKAGES, "nvidia-nccl-cu12": "2.27"}}, "NCCL none on a, 2.27 on b. "),
+    ({"torch_cuda_version": "13.0"}, "CUDA none on a, 13.0 on b. "),
     ({"python_version": "3.11.7", "packages": {**PACKAGES, "deepspeed": "0.18.0"}},
-     "Python 3.12.1 on a, 3.11.7 on b; deepspeed 0.19.8 on a, 0.18.0 on b ("),
+     "Python 3.12.1 on a, 3.11.7 on b; deepspeed 0.19.8 on a, 0.18.0 on b. "),
     ({"hostname": "a"}, "a and b both call themselves a: "),
 )  # fmt: skip
 
@@ -93,7 +93,7 @@ def test_gpus_are_those_of_the_slots_that_have_ranks() -> None:
     a, b = on("a", gpus=six), on("b", gpus=(*busy, replace(six[5], other_processes=((9, None),))))
     four = replace(TWO, accelerator="cuda", num_gpus=4, hosts=(("a", 2), ("b", 2)), include="a:4,5@b:4,5")
     known = checked(four, a, a=a, b=b)
-    with pytest.raises(PreflightError, match=r"b has 5 GPUs for 2 ranks in slots 4, 5 \("):
+    with pytest.raises(PreflightError, match=r"b has 5 GPUs for 2 ranks in slots 4, 5\. "):
         checked(four, a, a=a, b=replace(b, gpus=six[:5]))
     assert MemoryCapacity.from_environment(known, four).gpu_bytes == H100.memory_total_bytes
     told = comparison_caveats([[make_run(fakes.success(fakes.trial(on=four)))]], [known])
@@ -186,12 +186,12 @@ def test_every_way_to_a_host_has_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp
         ("kubectl exec -i {host} --", "/hosts", "`kubectl exec -i a -- true` work", ["a", "--", *every_gpu]),
     ):
         place = replace(TWO, hostfile=hostfile, host_command=command, hosts=(("a", 1),))
-        refused = pytest.raises(PreflightError, match=f"cannot use a: refused .*{remedy}")
+        refused = pytest.raises(PreflightError, match=rf"cannot use a: refused\. .*{remedy}")
         with refused, cluster.connected_hosts(place):
             pass
         told = (tmp_path / f"{command.split()[0]}.words").read_text().splitlines()
         assert told[-len(words) :] == words
         assert ("BatchMode=yes" in told) == (command == SSH)
-    missing = pytest.raises(PreflightError, match=r"this host has no program nothing .*--host-command")
+    missing = pytest.raises(PreflightError, match=r"this host has no program nothing. Put .*--host-command")
     with missing, cluster.connected_hosts(replace(TWO, host_command="nothing {host}")):
         pass

@@ -19,6 +19,7 @@ from ds_bench.recommend.recommendation import recommend
 from ds_bench.recommend.words import Fact
 from ds_bench.records import schema
 from ds_bench.records.schema import TrialRecord
+from ds_bench.system.invocation import OpenCommand
 from tests.support import fakes
 from tests.support.recommendations import GB, answer, compared, out_of_memory, repeated, row, text_of
 
@@ -151,10 +152,26 @@ def test_the_goal_decides_between_speed_and_memory(goal: str, snapshot: Snapshot
 
 
 def test_provisional_answer_names_the_command_that_decides_it() -> None:
-    found = answer(*SITUATIONS["one run each"], resume="python zero_stage_comparison.py --resume RUN")
-    assert str(found.try_next) == "python zero_stage_comparison.py --resume RUN --repeats 3"
+    found = answer(
+        *SITUATIONS["one run each"], resume=OpenCommand("python -m ds_bench run --resume RUN", ("train.py", "a b"))
+    )
+    assert str(found.try_next) == "python -m ds_bench run --resume RUN --repeats 3 -- train.py 'a b'"
+    assert found.next_steps[0] == found.try_next
     assert found.provisional is not None
-    assert str(found.provisional).endswith(f"may be chance. To decide: {found.try_next}")
+
+
+def test_rows_of_a_busy_cpu_are_ranked_provisionally_and_other_wrong_rows_are_not() -> None:
+    """Three rows on CPU ranks whose processors others used; the fastest does not learn either."""
+    busy = {"cpu_other_cores": 1.5, "cpu_own_cores": 2.0, "cpu_cores": 2.0, "cpu_threads": 1}
+    speeds = ((0, 1000, {}), (2, 1300, {}), (3, 5000, NO_LOSS))
+    rows = [
+        fakes.success(fakes.trial(ZERO(stage)), step_seconds=[512 / speed] * 10, **busy, **more)
+        for stage, speed, more in speeds
+    ]
+    found = answer(*rows)
+    assert (found.choice, found.decided, found.disturbed) == ("ZeRO-2", False, ("ZeRO-0", "ZeRO-2"))
+    assert str(found.headline).startswith("Provisional: the CPU was busy during the run. ZeRO-2 looks fastest")
+    assert found.try_next == Fact("run_idle")
 
 
 def test_cpu_accelerator_weighs_host_memory_and_does_not_mention_gpus() -> None:

@@ -105,7 +105,7 @@ def test_a_folder_that_cannot_be_written_fails_before_any_work_and_names_itself(
     with pytest.raises(PreflightError) as caught:
         RunFolder.create(path, "zero")
     assert f"--output-dir {path} cannot be written" in str(caught.value)
-    assert "give a folder that you may write to" in str(caught.value)
+    assert "Give a folder that you may write to" in str(caught.value)
     assert caught.value.exit_code == 2
 
 
@@ -276,7 +276,7 @@ def test_an_earlier_run_is_found_again_with_its_files_from_inside_itself_too(
 
 def test_a_folder_that_is_no_run_is_a_usage_error(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "gone"):
-        with pytest.raises(UsageError, match=r"no run\.json there \(give a folder below <output-dir>/runs\)"):
+        with pytest.raises(UsageError, match=r"no run\.json there\. Give a folder below <output-dir>/runs"):
             RunFolder.open(path)
 
 

@@ -13,6 +13,7 @@ from ds_bench.recommend import recommendation
 from ds_bench.recommend.recommendation import Recommendation
 from ds_bench.records import schema
 from ds_bench.records.schema import TrialRecord
+from ds_bench.system.invocation import OpenCommand
 from tests.support import fakes
 
 GB = 2**30
@@ -43,7 +44,7 @@ def compared(*records: TrialRecord) -> Comparison:
     return compare([make_run(each, find_preset("tiny"), None) for each in records])
 
 
-def answer(*records: TrialRecord, goal: str = "balanced", resume: str | None = None) -> Recommendation:
+def answer(*records: TrialRecord, goal: str = "balanced", resume: OpenCommand | None = None) -> Recommendation:
     return recommendation.recommend(compared(*records), goal, resume)
 
 

@@ -97,7 +97,7 @@ def test_no_file_or_number_given_to_a_flag_is_waited_for_or_a_traceback(
             code = end.code  # type: ignore[assignment]
         err = capsys.readouterr().err
         assert code in ((2,) if place < of_files else (0, 1, 2)), (line, code, err)
-        assert code != 2 or (err.count("\n") == 1 and err.startswith("ds_bench: ")), (line, err)
+        assert code != 2 or (err.count("\n") == 1 and err.startswith("ds-compare: ")), (line, err)
 
 
 # ------------------------------------------------------------------ a full disk
@@ -137,7 +137,7 @@ def test_full_disk_at_the_first_file_is_one_line_with_the_remedy(
         assert scripted.run() == code
         (line,) = capsys.readouterr().err.strip().splitlines()
         assert "No space left on device" in line
-        assert "(free space or inodes on that disk, or give a folder on another one)" in line
+        assert "Free space or inodes on that disk, or give a folder on another one" in line
         assert scripted.launcher.launched == []
 
 
@@ -153,7 +153,7 @@ def test_removed_working_folder_is_one_line_with_the_remedy(
     gone.rmdir()
     assert [scripted.run(), commands.main(["models"])] == [2, 2]
     lines = [line.partition(": ")[2] for line in capsys.readouterr().err.strip().splitlines()]
-    assert lines == ["the current folder no longer exists (cd to one that does)"] * 2
+    assert lines == ["the current folder no longer exists. Go to one that does"] * 2
 
 
 @pytest.mark.parametrize("part", ["", "runs"])
@@ -167,7 +167,7 @@ def test_output_folder_that_is_removed_during_a_run_ends_it_in_one_line(
     assert scripted.run("--stages", "0", "1", "2", script=FakeLauncher("Success", remove)) == 1
     printed = capsys.readouterr()
     (line,) = printed.err.strip().splitlines()
-    assert "give a folder that you may write to, and leave it in place while this runs" in line
+    assert "Give a folder that you may write to, and leave it in place while this runs" in line
     assert "ZeRO-0 " in printed.out  # what had finished is shown
     assert len(scripted.launcher.launched) == 2
 
