@@ -25,7 +25,7 @@ from ..config.rule_explanations import explain, file_finding, rule_table
 from ..config.rules import ModelSize
 from ..errors import UsageError
 from ..models import presets
-from ..system import redaction, terminal
+from ..system import invocation, redaction, terminal
 from ..system.gpu_state import read_gpus
 from ..units import format_items
 from .script import report_error
@@ -68,8 +68,8 @@ def show_findings(
     for name in (*select, *ignore, *([rule] if rule not in (None, "all") else [])):
         if name not in names:
             near = deepspeed_keys.nearest_key(name, names)
-            every = f"{invocation.command('check')} --explain all lists the rules"
-            raise UsageError(f"unknown rule {name!r}", remedy=f"did you mean {near}?" if near else every)
+            every = f"list the rules with {invocation.command('check', '--explain', 'all')}"
+            raise UsageError(f"Unknown rule {name!r}", remedy=f"did you mean {near!r}?" if near else every)
     if rule is not None:
         _print_explanations([*rule_table()] if rule == "all" else [rule], brief=rule == "all", as_json=as_json)
         return 0

@@ -163,7 +163,7 @@ def test_only_selected_rules_count_and_no_selection_hides_an_unreadable_file(
     for flags in (["--select", "tipe"], ["--ignore", "tipe"], ["--explain", "tipe"]):
         capsys.readouterr()
         assert commands.main(["check", "ds.json", *flags]) == 2
-        assert capsys.readouterr().err == "ds_bench: unknown rule 'tipe' (did you mean type?)\n"
+        assert capsys.readouterr().err == "ds-compare: Unknown rule 'tipe'. Did you mean 'type'?\n"
     assert commands.main(["check"]) == 2
 
 
