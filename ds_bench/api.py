@@ -1,8 +1,8 @@
 """The functions of ``import ds_bench``: run a comparison, load a result, predict memory (docs/ci_and_python.md).
 
-They take what the commands ``run``, ``report`` and ``plan`` take, by the same names, and print nothing. What those
-commands say in one line and exit with 2 is an exception here: UsageError or PreflightError. ``keywords.pyi`` has the
-types of their keywords for type checkers; ``scripts/make_keywords.py`` makes it from the flags.
+They take what the commands ``run``, ``report`` and ``plan`` take, under the same names, and print nothing. Where a
+command prints one line and exits with 2, they raise UsageError or PreflightError. ``keywords.pyi`` types their keywords
+for type checkers; ``scripts/make_keywords.py`` makes it from the flags.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _INTERRUPTED = 130
 _POLL_SECONDS = 0.1
 _ERRORS: Mapping[str, type[DsBenchError]] = {"UsageError": UsageError, "PreflightError": PreflightError}
 RUN_ONLY = ("resume", "shard", "retry", "budget", "yes")
-"""Keywords of :func:`run` that are flags of its command but not values of a recipe."""
+"""Keywords of :func:`run` that a recipe cannot set."""
 
 
 # ------------------------------------------------------------------ results
@@ -58,12 +58,12 @@ RUN_ONLY = ("resume", "shard", "retry", "budget", "yes")
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The measurements of a run, or of several results together. ``print`` shows the report."""
+    """The measurements of a run, or of several results pooled. ``print`` shows the report."""
 
     reports: tuple[ComparisonReport, ...]
     """One report for each workload on one machine; a sweep has several."""
     folder: Path | None
-    """The run's folder; None for a flat JSON and for several results together."""
+    """The run's folder; None for a flat JSON or several results."""
 
     @property
     def comparison(self) -> Comparison:
@@ -78,16 +78,16 @@ class Result:
     def _only_report(self) -> ComparisonReport:
         if len(self.reports) != 1:
             problem = f"this result has {len(self.reports)} comparisons, one for each workload"
-            raise UsageError(problem, remedy="take one of result.reports, which have .comparison and .recommendation")
+            raise UsageError(problem, remedy="take .comparison or .recommendation of one of result.reports")
         return self.reports[0]
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """One row per trial with the columns of the CSV (docs/metrics.md), each of one type; failed trials too."""
+        """Return one row per trial, failed ones too; each column of the CSV (docs/metrics.md) has one dtype."""
         return data_frame(flat_rows_of(self.reports))
 
     def __str__(self) -> str:
         """The report as text."""
-        # The report asks the stream for its encoding, which an io.StringIO lacks: its signs would become ASCII.
+        # The report looks up the stream's encoding. An io.StringIO has none, so symbols would become ASCII.
         stream = io.TextIOWrapper(buffer := io.BytesIO(), encoding="utf-8")
         print_reports(self.reports, stream)
         stream.flush()
@@ -100,14 +100,14 @@ class Result:
         return f"<ds_bench.Result: {rows} row{'s'[: rows != 1]}, recommended: {choices}{more}>"
 
     def _repr_html_(self) -> str:
-        """The table for notebooks; text of users and models is escaped, and nothing in it is a script."""
+        """The table for notebooks, with escaped text and without scripts."""
         return html_report.render_tables(self.reports)
 
 
 def load(path: PathText, *more: PathText) -> Result:
-    """Reads a result: a run folder, its ``records.jsonl`` or ``run.json``, or a flat JSON.
+    """Read a result: a run folder, its ``records.jsonl`` or ``run.json``, or a flat JSON.
 
-    ``more``: further results; repeats of one row are pooled, as ``report`` pools them. Raises UsageError.
+    ``more``: further results; repeats of a row are pooled, as in ``report``. Raises UsageError.
     """
     paths = [Path(each) for each in (path, *more)]
     reports = build_reports(paths)
@@ -123,14 +123,14 @@ def load(path: PathText, *more: PathText) -> Result:
 def run(
     recipe: PathText | Mapping[str, Any] | None = None, *, progress: bool = False, **keywords: Unpack[RunKeywords]
 ) -> Result:
-    """Compare what a recipe asks for, as the command ``run`` does, and return what was measured.
+    """Run a recipe's comparison, as the command ``run`` does, and return the measurements.
 
     ``recipe``: a YAML file, a dict of its sections, or None to use only keywords. ``keywords``: flags of the command,
-    whose values replace the recipe's; a list for a value of ``model`` or ``training`` makes a sweep; sections of a
-    recipe as dicts. ``progress``: whether progress goes to standard error.
+    which override the recipe, or its sections as dicts; a list for a value of ``model`` or ``training`` makes a sweep.
+    ``progress``: print progress to standard error.
 
-    A trial that fails is a row of the result. Raises UsageError and PreflightError before anything runs. Ctrl-C ends
-    the run, keeps its rows and raises KeyboardInterrupt, whose text says how to go on.
+    A failed trial is a row of the result. Raises UsageError and PreflightError before anything runs. Ctrl-C ends the
+    run, keeps its rows and raises KeyboardInterrupt with a message that says how to go on.
     """
     if isinstance(recipe, Mapping):
         arguments = [each for name, section in recipe.items() for each in _section_arguments(name, section)]
@@ -147,7 +147,7 @@ def run(
         for line in error["notes"]:
             made.add_note(line)
         raise made
-    # Without an error and a folder: Ctrl-C came before the run had made its folder.
+    # Neither error nor folder: Ctrl-C came before the run made its folder.
     if answer["code"] == _INTERRUPTED or folder is None:
         raise KeyboardInterrupt(_how_to_go_on(folder))
     return load(folder)
@@ -158,7 +158,7 @@ def _how_to_go_on(folder: str | None) -> str:
         return "nothing was measured"
     if is_finished(Path(folder)):  # the signal came after the last trial
         return f"every trial had finished: ds_bench.load({folder!r})"
-    # A run folder does not start a script by itself.
+    # A run folder never starts a script by itself: the user names it again.
     script = None
     with contextlib.suppress(DsBenchError, AttributeError):  # removed, or edited by hand
         script = RunFolder.open(Path(folder)).load_run().recipe.get("values", {}).get("script")
@@ -177,14 +177,14 @@ def _setting(path: str, value: object) -> list[str]:
     try:
         # JSON is YAML, which --set reads, and keeps the type of each value: 1 is a number, "1" a text.
         return ["--set", f"{path}={json.dumps(value, default=_json_value, ensure_ascii=False)}"]
-    except (TypeError, ValueError):  # no type of JSON, or a list that holds itself
+    except (TypeError, ValueError):  # not a JSON type, or a list that contains itself
         raise UsageError(
             f"{path} is {value!r:.60}", remedy="give a number, a text, True, False, None or a list"
         ) from None
 
 
 def _json_value(value: object) -> object:
-    """Return a path as text, and a number of numpy or pandas as Python's."""
+    """Convert a path to text, and a numpy or pandas number to Python's."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if callable(item := getattr(value, "item", None)):
@@ -193,12 +193,12 @@ def _json_value(value: object) -> object:
 
 
 def keyword_of(name: str) -> str:
-    """Return the keyword that gives a field of Options: its flag's name, or the field's if it has no flag."""
+    """Return the keyword for a field of Options: its flag's name, or the field's if it has no flag."""
     return (OPTIONS[name].flag or name).removeprefix("--").replace("-", "_")
 
 
 def _keyword_arguments(keyword: str, value: object) -> Iterator[str]:
-    # model and optimizer are names of a flag and of a section: a dict means the section.
+    # model and optimizer name both a flag and a section: a dict means the section.
     if isinstance(value, Mapping) and keyword in (*Recipe.model_fields, "sweep"):
         yield from _section_arguments(keyword, value)
         return
@@ -211,20 +211,20 @@ def _keyword_arguments(keyword: str, value: object) -> Iterator[str]:
         raise UsageError(f"ds_bench.run has no keyword {keyword}", remedy=hint)
     swept = isinstance(value, (list, tuple)) and path is not None and can_be_swept(path)
     if path is not None and (flag not in FLAGS or value is None or value is False or swept):
-        yield from _setting(path, value)  # no flag can say it
-    elif keyword == "retry" and isinstance(value, (list, tuple)):  # one text, where other flags take several words
+        yield from _setting(path, value)  # no flag can express it
+    elif keyword == "retry" and isinstance(value, (list, tuple)):  # one word, where other flags take several
         yield from _flag(flag, ",".join(map(str, value)))
     else:
         yield from _flag(flag, value)
 
 
 def _flag(flag: str, value: object) -> list[str]:
-    """Return the words of a flag; none for one that is off. A list becomes several values of one flag."""
+    """Return a flag's words, none if it is off. A list becomes several values of one flag."""
     if value is None or value is False:
         return []
     if value is True:
         return [flag]
-    # With = a value that begins with a dash is not taken for a flag.
+    # With =, a value that begins with a dash is not taken for a flag.
     return [flag, *map(_text, value)] if isinstance(value, (list, tuple)) else [f"{flag}={_text(value)}"]
 
 
@@ -235,12 +235,12 @@ def _text(value: object) -> str:
 def _run_in_process(arguments: Sequence[str], progress: bool) -> dict[str, Any]:
     """Run :func:`main` in a process of its own and return its answer.
 
-    So threads, signal handlers, children and GPU memory of this process stay untouched. Raises KeyboardInterrupt after
-    that process has saved its rows and ended, and DsBenchError if it was killed.
+    Threads, signal handlers, children and GPU memory of this process stay untouched. Raises KeyboardInterrupt once the
+    other process has saved its rows and ended, and DsBenchError if it was killed or crashed.
     """
-    # Files, not pipes: a pipe can be full, and children may hold it after the process has ended.
+    # Files, not pipes: a pipe can fill up, and children may keep it open after the process has ended.
     with tempfile.TemporaryFile() as request, tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as log:
-        # The parent's id: this process may end before the other one has asked the kernel to signal it.
+        # The parent's id: this process may end before the other one asks the kernel to signal it in that case.
         asked = {"arguments": list(arguments), "parent": os.getpid(), "progress": progress}
         request.write(json.dumps(asked).encode())
         request.seek(0)
@@ -265,26 +265,26 @@ def _run_in_process(arguments: Sequence[str], progress: bool) -> dict[str, Any]:
             answered = json.loads(answer.read())
     if interrupted:
         raise KeyboardInterrupt(_how_to_go_on(answered.get("folder")))
-    # Errors of the user and of the system are answers: only a process that was killed or that crashed gives none.
+    # User and system errors are answers too: only a killed or crashed process gives none.
     if not answered:
         raise DsBenchError(
-            f"the process of the run ended with code {process.returncode}: {last_line}",
-            remedy="its folder below output_dir has what was measured: ds_bench.run(resume=FOLDER)",
+            f"the run's process ended with code {process.returncode}: {last_line}",
+            remedy="its folder in output_dir keeps the finished trials: go on with ds_bench.run(resume=FOLDER)",
         )
     return answered
 
 
 def _follow(process: subprocess.Popen[bytes], log: IO[bytes], progress: bool) -> tuple[bool, str]:
-    """Wait for the end of a process, passing on Ctrl-C and, for ``progress``, the lines of its log.
+    """Wait for a process to end; pass on Ctrl-C and, with ``progress``, the lines of its log.
 
-    Return whether Ctrl-C came, and the last line. Raises KeyboardInterrupt for a second Ctrl-C.
+    Return whether Ctrl-C was pressed, and the last line. Raises KeyboardInterrupt on a second Ctrl-C.
     """
     position, unfinished, last_line, interrupted = 0, b"", "", False
     while True:
         try:
-            # Asked first: what it wrote before its end is in the file by then.
+            # Polled before the read: if it has ended, all its output is in the file.
             ended = process.poll() is not None
-            # At a position of its own: both processes share the file's.
+            # pread, since both processes share the file's position.
             chunk = os.pread(log.fileno(), 65536, position)
             position += len(chunk)
             *lines, unfinished = (unfinished + chunk).split(b"\n")
@@ -306,15 +306,15 @@ def _follow(process: subprocess.Popen[bytes], log: IO[bytes], progress: bool) ->
 
 
 def main() -> None:
-    """Do the other side of :func:`run`: read the request, run it, write the answer.
+    """Serve :func:`run` in its other process: read the request, run it, write the answer.
 
-    The request on standard input has the arguments of the command ``run``, the process id of the program that asks, and
-    whether to report progress on standard error. The answer is one line of JSON on standard output.
+    The request on standard input has the arguments of the command ``run``, the caller's process id, and whether to
+    report progress on standard error. The answer is one line of JSON on standard output.
     """
     request = json.load(sys.stdin)
-    # SIGTERM rather than SIGKILL: on it a run ends its ranks and saves its rows.
+    # SIGTERM rather than SIGKILL, so that the run ends its ranks and saves its rows.
     processes.die_with_parent(signal.SIGTERM)
-    if os.getppid() != request["parent"]:  # it ended before this line
+    if os.getppid() != request["parent"]:  # the caller has ended already
         return
     terminal.print_json(json.dumps(run_arguments(request["arguments"], quiet=not request["progress"])))
     sys.stdout.flush()
@@ -327,7 +327,7 @@ def run_arguments(arguments: Sequence[str], *, quiet: bool) -> dict[str, Any]:
     """
     folders: list[Path] = []
     try:
-        # Each process of a launcher would call ds_bench.run, and each would start a comparison of its own.
+        # Each of a launcher's processes would call ds_bench.run and start its own comparison.
         if job.rank_of_process(os.environ) != 0 or job.find_nodes(os.environ) is not None:
             raise UsageError(
                 "ds_bench.run was called by a launcher's rank other than the first, or on several nodes",
@@ -342,7 +342,7 @@ def run_arguments(arguments: Sequence[str], *, quiet: bool) -> dict[str, Any]:
         lines = getattr(error, "__notes__", [])
         kind = type(error).__name__
         answer = {"error": {"kind": kind, "problem": error.problem, "remedy": error.remedy, "notes": lines}}
-    except OSError as error:  # such as a full disk; what was written before stays
+    except OSError as error:  # such as a full disk; earlier rows are kept
         answer = {"error": {"kind": "DsBenchError", "problem": str(error), "remedy": "", "notes": []}}
     except KeyboardInterrupt:
         answer = {"code": _INTERRUPTED}
@@ -354,7 +354,7 @@ def run_arguments(arguments: Sequence[str], *, quiet: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRow:
-    """The memory that is predicted for one strategy or configuration."""
+    """The predicted memory of one strategy or configuration."""
 
     strategy: str
     """Name, as ``strategies`` of :func:`run` takes it."""
@@ -363,24 +363,24 @@ class PlannedRow:
     stage: int
     """ZeRO stage."""
     verdict: str
-    """``fits``, ``tight`` (may retry allocations or run out), ``does not fit``, or ``not known`` without the
-    activations."""
+    """``fits``, ``tight`` (may retry allocations or run out), ``does not fit``, or ``not known`` if the activations
+    are not known."""
     gpu_bytes: int
-    """The least memory of a GPU that it runs in."""
+    """The smallest GPU memory that it runs in."""
     host_bytes: int
-    """Of a node's host."""
+    """Host memory per node."""
     nvme_bytes: int
-    """Of a node's NVMe disk."""
+    """NVMe space per node."""
     smallest_change: str | None
-    """What would make it fit; None if it fits, or nothing helps."""
+    """The smallest change that makes it fit; None if it fits or no change helps."""
     min_gpus: int | None
-    """GPUs needed; None unless it was asked for, or if no number is enough."""
+    """GPUs needed; None if not requested or no number is enough."""
     max_batch: int | None
-    """Largest micro-batch; None unless it was asked for, or if one sequence does not fit."""
+    """Largest micro-batch; None if not requested or even one sequence does not fit."""
     gpu_reserved_bytes: int | None
-    """What it reserves of a GPU with room to spare: with that much it ``fits``. None if a part is not counted."""
+    """GPU memory it reserves when there is room to spare: with this much it ``fits``. None if a part is not counted."""
     decided_in: str
-    """The phase that needs most of the GPU: ``initialize``, ``forward``, ``backward`` or ``step``."""
+    """The phase that needs most GPU memory: ``initialize``, ``forward``, ``backward`` or ``step``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -391,12 +391,12 @@ class Plan:
     """One sentence: what fits, or the smallest change that makes something fit."""
     rows: tuple[PlannedRow, ...]
     notes: tuple[str, ...]
-    """What must be known about the files of ``configs``."""
+    """Notes on the files of ``configs``."""
     memory_plan: MemoryPlan
-    """The predictions at length: by category and moment."""
+    """The predictions in full, by category and moment."""
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """One row per strategy, in GB of 2**30 bytes."""
+        """Return one row per strategy, with sizes in GB (2**30 bytes)."""
         import pandas as pd
 
         names = {"gpu_bytes": "gpu_gb", "host_bytes": "host_gb", "nvme_bytes": "nvme_gb"}
@@ -405,7 +405,7 @@ class Plan:
             {names.get(name, name): to_gb(value) if name in names else value for name, value in asdict(row).items()}
             for row in self.rows
         ]
-        # Types of pandas that have a missing value: None would make columns of floats or of objects.
+        # Nullable types: None would turn a column into floats or objects.
         types = {"stage": "Int64", "min_gpus": "Int64", "max_batch": "Int64"}
         types |= dict.fromkeys(("strategy", "label", "verdict", "smallest_change", "decided_in"), "string")
         return pd.DataFrame(rows).astype(types)
@@ -424,11 +424,11 @@ class Plan:
 
 
 def plan(**keywords: Unpack[PlanKeywords]) -> Plan:
-    """Predict the memory of each strategy as the command ``plan`` does; run nothing and need no GPU.
+    """Predict the memory of each strategy, as the command ``plan`` does, without a run and without a GPU.
 
     ``keywords``: flags of the command. Raises UsageError.
     """
-    # Through the parser, so that values are checked and defaults taken as on the command line.
+    # The parser checks values and fills in defaults as on the command line.
     arguments = [each for name, value in keywords.items() for each in _flag(f"--{name.replace('_', '-')}", value)]
     _, flags = commands.parse(["plan", *arguments])
     predicted, notes = predict_plan(plan_options(**flags))

@@ -63,14 +63,14 @@ class BenchmarkConfig:
     warmup_steps: int = 2
     """Optimizer steps run first and left out of every statistic."""
     backend: str = "deepspeed"
-    """How ranks are started: ``deepspeed``, by its launcher, in new processes; ``warm``, forked from one preloaded
-    process, which lives as long as this one; ``auto``. See docs/ci_and_python.md."""
+    """How ranks are started: ``deepspeed``, by its launcher in new processes; ``warm``, forked from one preloaded
+    process that lives as long as this one; or ``auto``. See docs/ci_and_python.md."""
     device: str = "auto"
     """``cuda``, ``cpu``, or ``auto``: GPUs if there are any."""
     strategy: str = "zero0"
     """``zero0`` to ``zero3``, or an offload strategy: ``none``, ``cpu_optimizer``, ``cpu_full``, ``nvme``."""
     repeats: int = 1
-    """Number of runs. With three or more a difference can be tested against noise."""
+    """Number of runs. With three or more, a difference can be tested against noise."""
     arguments: tuple[str, ...] = ()
     """Further flags of the comparison scripts, such as ``("--num-gpus", "2", "--precision", "fp32")``."""
 
@@ -151,7 +151,7 @@ class _Benchmark:
             (run,) = (folder / "runs").iterdir()
             loaded = load_results.load(run)
         except BaseException:
-            # The request was refused or the user has interrupted it. A failed run raises nothing: the result has it.
+            # The request was refused or interrupted. A failed run raises nothing here: the result records it.
             shutil.rmtree(folder)
             raise
         finally:
@@ -203,20 +203,20 @@ step_clock = _StepClock()
 
 
 def run_under(benchmark: Any, bench: _Benchmark) -> BenchmarkResult:
-    """Runs ``bench`` once under pytest-benchmark's fixture; every measured optimizer step is a round of its table.
+    """Run ``bench`` once under pytest-benchmark's fixture; every measured optimizer step is a round of its table.
 
     Figures other than times go to ``extra_info``. With ``--benchmark-disable`` the benchmark runs and nothing is
     recorded. Raises what ``bench.run`` raises, and UsageError for a test without
     ``@pytest.mark.benchmark(timer=step_clock)``.
     """
     results: list[BenchmarkResult] = []
-    # A group that the test itself names is kept.
+    # Keep a group that the test named itself.
     benchmark.group = benchmark.group or bench.group
 
     def before_round() -> None:
         # pytest-benchmark calls this before every round; the trial runs before the first.
         if not results:
-            # None with --benchmark-disable, under which nothing is timed.
+            # stats is None with --benchmark-disable, which times nothing.
             if benchmark.stats is not None and benchmark.stats.options.get("timer") is not step_clock:
                 raise UsageError(
                     f"{benchmark.name} would be timed by the wall clock, process start and model build included",

@@ -1,8 +1,8 @@
 """Explains why one row needs more or less memory and time than another: by category, by phase, by configuration key.
 
-Categories of memory sum to the difference of the totals. Measured values come first; predictions replace them only
-where a row measured nothing, for both rows and marked so. The savings of other configurations were predicted when the
-trial was planned (``prediction.fit_search.savings``).
+The differences by memory category add up to the difference of the totals. Predictions stand in only where a row
+measured nothing, then for both rows, and are marked. The savings of other configurations were predicted when the trial
+was planned (``prediction.fit_search.savings``).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from .row import Run
 
 REST = "rest"
-"""Category for the part of the total that is in no counted tensor; negative where categories, each at its own largest,
+"""Category for the part of the total that is in no counted tensor; negative if the categories, each at its own peak,
 sum to more than the total."""
 TOTAL = "total"
 """The only category where a row has no ledger."""
 PHASES = ("forward", "backward", "step")
 _LEAST_SAVING = 0.05
-"""Fraction of the row's memory below which a saving is not named."""
+"""Smallest saving to mention, as a fraction of the row's memory."""
 _MOST_SAVINGS = 2
 
 Moment = Literal["peak", "after_step"]
@@ -99,8 +99,8 @@ ACTS_ON: Mapping[str, tuple[str, ...]] = {
     "sequence_parallel_size": ("activations", "forward", "backward"),
     "engine": ("parameters", "gradients", "optimizer_states", "deepspeed_buffers"),
 }
-"""Key of the DeepSpeed configuration, or field of workload or placement → the categories of memory and the phases of a
-step that it acts on. From the formulas of ``prediction`` and from DeepSpeed 0.19.8."""
+"""Key of the DeepSpeed configuration, or field of workload or placement → the memory categories and step phases that it
+affects. From the formulas of ``prediction`` and from DeepSpeed 0.19.8."""
 
 _RESOLVED_BLOCKS = {
     "zero_optimization": "zero_config",
@@ -127,7 +127,7 @@ class CategoryDifference:
     """One category of memory in both rows, in bytes."""
 
     category: str
-    """Of the ledger or of a prediction, ``rest`` or ``total``."""
+    """A category of the ledger or of a prediction, or ``rest`` or ``total``."""
     a_bytes: int
     b_bytes: int
 
@@ -142,15 +142,15 @@ class TierDifference:
 
     tier: Tier
     moment: Moment
-    """``peak``: of the measured steps, the categories each at its own largest. ``after_step``: between two steps."""
+    """``peak``: in the measured steps, each category at its own peak. ``after_step``: between two steps."""
     scope: Scope
     categories: tuple[CategoryDifference, ...]
     """The largest difference first."""
     predicted: bool = False
     """Whether both rows are predicted, at their fullest moment, because one of them measured nothing."""
     uncounted: tuple[CategoryDifference, ...] = ()
-    """Predicted categories that no ledger counts, at the fullest moment: the likely content of ``rest``. Empty without
-    predictions of both rows."""
+    """Predicted categories that no ledger counts, at the fullest moment: the likely content of ``rest``. Empty unless
+    both rows have predictions."""
 
     @property
     def a_bytes(self) -> int:
@@ -179,30 +179,30 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeDifference:
-    """Time of an optimizer step in both rows, which have both trained."""
+    """Time per optimizer step of two rows that both trained."""
 
     step_seconds: Pair
     tokens_per_second: Pair
     same_tokens: bool
-    """Whether both rows train as many tokens in a step; else only throughputs compare."""
+    """Whether both rows train the same number of tokens per step; if not, only throughputs compare."""
     interval: RatioInterval | None
-    """Of the throughput of b divided by the throughput of a; None if it was not tested or the rows do not compare."""
+    """Interval of b's throughput divided by a's; None if it was not tested or the rows are not comparable."""
     incomparable_reasons: tuple[str, ...]
-    """Reasons why the rows have no ratio; empty if they have one."""
+    """Why the rows have no ratio; empty if they have one."""
     phase_seconds: Mapping[str, Pair]
     """``forward``, ``backward`` and ``step``, then ``communication`` and ``transfer`` within them: from synchronised
-    steps after the window, on the slowest rank of the run nearest to the row's mean, as in the chart of phases. Those
+    steps after the window, on the slowest rank of the run nearest the row's mean, as in the phase chart. Only phases
     that both rows measured."""
     gap_seconds: Pair
-    """Of a user's script: the part of a step before its forward passes."""
+    """The part of a user script's step before its forward passes."""
     nvme_read_bytes: Pair
-    """Per step."""
+    """Per step, largest of any run."""
     nvme_written_bytes: Pair
-    """Per step."""
+    """Per step, largest of any run."""
     skipped_steps: Pair
-    """Most of any run."""
+    """Largest count of any run."""
     allocator_retries: Pair
-    """Most of any run."""
+    """Largest count of any run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +215,7 @@ class KeyDifference:
     b: Any
     """None: not set, or not read at this row's stage."""
     acts_on: tuple[str, ...]
-    """Categories of memory and phases of a step; empty if not known."""
+    """Memory categories and step phases; empty if not known."""
     from_layout: bool = False
     """Whether both values follow only from stage and offload devices."""
 
@@ -229,19 +229,19 @@ class RowDifference:
     memory: tuple[TierDifference, ...]
     """First the peak of the memory that the rows train in: of the GPU, or of the host on the CPU accelerator."""
     resident_bytes: Pair
-    """On the CPU accelerator the peak resident size of a node's ranks, which counts libraries and leaves out pages that
-    were never written; elsewhere it is the total of host memory, and None here."""
+    """Peak resident size of a node's ranks on the CPU accelerator; it counts libraries but no pages that were never
+    written. None on GPUs, where it is the total of the tier ``cpu``."""
     phase_peaks: Mapping[str, Pair]
-    """Phase → peak of host memory of the fullest node in it, worst run; of phases that both rows measured."""
+    """Phase → peak host memory of the fullest node, worst run; only phases that both rows measured."""
     time: TimeDifference | None
     """None unless both rows trained."""
     keys: tuple[KeyDifference, ...]
     environment_differences: tuple[str, ...]
     """Hardware, versions and other settings of the machine."""
     larger: ComparisonRow
-    """The row with the higher peak, which ``savings`` change; ``b`` if that is not known."""
+    """The row with the higher peak, to which ``savings`` apply; ``b`` if the peaks are equal or unknown."""
     savings: tuple[Saving, ...]
-    """Predicted for ``larger``, the greatest first, at most two of at least 5 % of its memory."""
+    """Predicted for ``larger``, largest first: at most two, each at least 5 % of its memory."""
     unknown: tuple[str, ...]
     """Missing parts of the results."""
 
@@ -262,7 +262,7 @@ class RowDifference:
             return [{**asdict(each), "difference_bytes": each.difference_bytes} for each in of]
 
         def finite(value: Any) -> Any:
-            """None for the infinite ends that an interval may have."""
+            """Replace an interval's infinite ends by None."""
             if isinstance(value, dict):
                 return {key: finite(inner) for key, inner in value.items()}
             return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -336,7 +336,7 @@ def explain(a: ComparisonRow, b: ComparisonRow) -> RowDifference:
 
 
 def ledger_of_tier(ranks: Sequence[RankMeasurement], tier: str, moment: Moment = "peak") -> Counter[str]:
-    """Return the bytes by category of the fullest rank on a GPU; elsewhere of the fullest node, whose ranks share the
+    """Return the bytes by category of the fullest rank on a GPU, elsewhere of the fullest node, whose ranks share the
     memory."""
     totals: dict[str | int, Counter[str]] = {}
     for rank in ranks:
@@ -353,7 +353,7 @@ def ledger_of_row(row: ComparisonRow, tier: str, moment: Moment = "peak") -> Cou
 
 
 def _memory_differences(a: ComparisonRow, b: ComparisonRow) -> Iterator[TierDifference]:
-    """The tiers that either row uses: first the peak of the one that the rows train in."""
+    """Yield the tiers that either row uses, beginning with the peak of the one they train in."""
     device: Tier = "cpu" if a.on_cpu and b.on_cpu else "gpu"
     moments: list[tuple[Tier, Moment]] = [(device, "peak"), (device, "after_step")]
     moments += [(tier, "peak") for tier in ("cpu", "nvme") if tier != device]
@@ -368,7 +368,7 @@ def _memory_differences(a: ComparisonRow, b: ComparisonRow) -> Iterator[TierDiff
         if difference is None:
             difference = predicted
         elif predicted is not None and tier != "nvme":
-            # The allocator's peak has no memory outside the allocator.
+            # The allocator's peak leaves out memory outside the allocator.
             uncounted = tuple(
                 each
                 for each in predicted.categories
@@ -380,10 +380,10 @@ def _memory_differences(a: ComparisonRow, b: ComparisonRow) -> Iterator[TierDiff
 
 
 def _measured_difference(a: ComparisonRow, b: ComparisonRow, tier: Tier, moment: Moment) -> TierDifference | None:
-    """None if a row measured neither a total nor a ledger."""
+    """None unless both rows have a total or both have a ledger."""
 
     def total(row: ComparisonRow) -> int | None:
-        """The total that the categories and ``rest`` sum to; None where only the ledger counts."""
+        """Return the sum of the categories and ``rest``; None if only the ledger counts."""
         if tier == "gpu":
             allocated = measured_values([run.row for run in row.successes], "gpu_allocated_gb")
             return (
@@ -397,12 +397,12 @@ def _measured_difference(a: ComparisonRow, b: ComparisonRow, tier: Tier, moment:
     if None in ledgers and None in totals:
         return None
     if None in ledgers:
-        # Categories of only one row explain no difference.
+        # Categories of one row explain no difference.
         sides = [{TOTAL: total or 0} for total in totals]
     else:
         sides = [dict(ledger or {}) for ledger in ledgers]
         if None not in totals:
-            # Of both rows or of none: a rest against nothing would look like a difference.
+            # For both rows or neither: a rest in one row only would look like a difference.
             for side, whole in zip(sides, totals, strict=True):
                 side[REST] = (whole or 0) - sum(side.values())
     scope: Scope = "fullest rank" if tier == "gpu" else "fullest node"
@@ -419,7 +419,7 @@ def _categories(a: Mapping[str, int], b: Mapping[str, int]) -> tuple[CategoryDif
 
 
 def _savings(row: ComparisonRow) -> list[Saving]:
-    """The greatest savings of the memory that the row trains in, as they were predicted with it."""
+    """Return the largest savings of the memory that the row trains in, as predicted when it was planned."""
     prediction = stored_prediction(row.representative.trial)
     if prediction is None:
         return []
@@ -479,8 +479,8 @@ def _time_difference(a: ComparisonRow, b: ComparisonRow) -> TimeDifference:
 
 
 def _key_differences(a: Run, b: Run) -> Iterator[KeyDifference]:
-    """Keys of the DeepSpeed configurations, as resolved where that is known; then fields of workload and placement."""
-    if a.has_record == b.has_record:  # of flat rows stage and devices
+    """Yield differing DeepSpeed keys, as resolved if known, then differing fields of workload and placement."""
+    if a.has_record == b.has_record:  # a flat row has only stage and devices
         yield from _config_differences(a, b)
     optimizers = [run.row.optimizer for run in (a, b)]
     if None not in optimizers and optimizers[0] != optimizers[1]:
@@ -499,7 +499,7 @@ def _config_differences(a: Run, b: Run) -> Iterator[KeyDifference]:
         dict(paths_of(layout_config(each.ds_config, each.configuration, each.workload, each.placement)))
         for each in trials
     ]
-    # Known keys first, though nobody wrote them: what DeepSpeed resolved them to may differ.
+    # Known keys first, even if nobody wrote them: DeepSpeed may have resolved them to different values.
     for path in dict.fromkeys([*ACTS_ON, *written[0], *written[1]]):
         if path == "engine" or path.rpartition(".")[2] in _LEFT_OUT_KEYS:  # the engine is a fact of the trial
             continue
@@ -509,7 +509,7 @@ def _config_differences(a: Run, b: Run) -> Iterator[KeyDifference]:
         ]
         block, _, key = path.partition(".")
         of_lower_stages = block == "zero_optimization" and not deepspeed_keys.is_read_at_stage(key.partition(".")[0], 3)
-        # A key that only stages 1 and 2 read is not a further difference to a row of stage 3 that sets it alike.
+        # A key that only stages 1 and 2 read is no further difference from a stage 3 row that sets it the same.
         if values[0] == values[1] or (known[0] == known[1] and of_lower_stages):
             continue
         from_layout = all(
@@ -519,12 +519,12 @@ def _config_differences(a: Run, b: Run) -> Iterator[KeyDifference]:
         if path.endswith(".overlap_comm") and not any(
             value is True and trial.configuration.stage < 3 for value, trial in zip(values, trials, strict=True)
         ):
-            acts_on = tuple(name for name in acts_on if name != "deepspeed_buffers")  # a second bucket: stages 1 and 2
+            acts_on = tuple(name for name in acts_on if name != "deepspeed_buffers")  # stages 1 and 2: second bucket
         yield KeyDifference(path=path, a=values[0], b=values[1], acts_on=acts_on, from_layout=from_layout)
 
 
 def _is_read(path: str, configuration: Configuration) -> bool:
-    """Whether the row's engine reads the key for its stage and offload devices."""
+    """Return whether the row's engine reads the key at its stage and with its offload devices."""
     block, _, key = path.partition(".")
     if block != "zero_optimization":
         return True
@@ -538,7 +538,7 @@ def _is_read(path: str, configuration: Configuration) -> bool:
 
 
 def _effective_value(path: str, written: Mapping[str, Any], resolved: Mapping[str, Any]) -> Any:
-    """The value as the engine resolved it, else as it was written; None if neither is known."""
+    """Return the value as the engine resolved it, else as written; None if neither is known."""
     block, _, key = path.partition(".")
     name = _RESOLVED_KEYS.get(path)
     if name is None and block in _RESOLVED_BLOCKS:
@@ -548,5 +548,5 @@ def _effective_value(path: str, written: Mapping[str, Any], resolved: Mapping[st
         name = path.replace("optimizer.params.", "optimizer_params.")
     value = resolved.get(name, written.get(path))
     if path.endswith(".device") and value == "none":
-        return None  # which is the same
+        return None  # same as not set
     return value.lower() if path == "optimizer.type" and isinstance(value, str) else value

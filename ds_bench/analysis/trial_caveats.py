@@ -1,4 +1,4 @@
-"""Caveats that the measurements of one trial show by themselves, without another row."""
+"""Caveats that follow from the measurements of one trial, without another row."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from .step_costs import disk_wait
 UNSTABLE_CV = 0.05
 """Coefficient of variation of step times above which a row is called unstable."""
 NOT_STEADY = 0.05
-"""Relative difference of the medians of the two halves of the window above which a row is not steady."""
+"""Relative difference between the medians of the window's two halves above which a row is not steady."""
 NEAR_CAPACITY = 0.95
 """Fraction of the GPU's memory above which a row is near running out."""
 _BUCKET_FRACTION = 0.5
 """Fraction of the counted memory above which DeepSpeed's buffers dominate."""
 _SMALL_BUCKET = 50_000_000
-"""Elements; the size that the remedy asks for, so that a bucket of at most this size needs no advice."""
+"""Elements; the remedy suggests this size, so a bucket no larger than this needs no advice."""
 _DEFAULT_BUCKET = 500_000_000
 """Elements; DeepSpeed's default of ``reduce_bucket_size``."""
 _EXCESS_OF_FIRST_LOSS = 0.5
-"""Excess over ln(V), relative, above which a first loss is reported; above twice that the row is disqualified.
+"""Relative excess over ln(V) above which a first loss is reported; above twice this, the row is disqualified.
 
 Random logits of standard deviation s add s²/2 to ln(V): matrices of N(0, 0.02²) under a final norm give
 s² = 0.0004 × hidden size, which adds 1.6 at the 8,192 of a 70B model (ln V is 9 to 12) and 3.3 at 16,384. Embeddings of
 N(0, 1) tied to the head start at a loss of 44 or 85.
 """
 _MIN_EXCESS_OF_FIRST_LOSS = 2.0
-"""The same, absolute: for small vocabularies, whose ln(V) is not larger than chance."""
+"""The same in absolute terms, for small vocabularies: their ln(V) is within random variation."""
 _MIN_OTHER_CORES = 0.5
 """Cores that other programs must use on average before a row counts as disturbed.
 
@@ -53,15 +53,15 @@ thirds of a core.
 _MIN_OTHER_CORES_FRACTION = 0.05
 """The same as a fraction of the cores, for large machines, where more runs in the background."""
 _MAX_THROTTLED_FRACTION = 0.05
-"""Fraction of a CPU quota's periods (0.1 s each by default) that the quota may stop the trial in."""
+"""Fraction of a CPU quota's periods (0.1 s by default) in which it may throttle the trial."""
 _MAX_DATA_WAIT = 0.05
-"""Fraction of a step that it may wait for the data loader before the row says so."""
+"""Fraction of a step that may be spent waiting for the data loader before the row says so."""
 _MIN_STEPS_FOR_OUTLIERS = 8
 """Number of steps below which quartiles are too uncertain to call a step an outlier."""
 _OUTLIER_FENCE = 3.0
 """Interquartile ranges above the third quartile: Tukey's outer fence ("Exploratory Data Analysis", 1977)."""
 _MIN_OUTLIER_RATIO = 1.25
-"""An outlier takes at least this many medians: where steps hardly vary, Tukey's fence would find every small one."""
+"""An outlier takes at least this multiple of the median: if steps hardly vary, Tukey's fence flags tiny deviations."""
 _MAX_CLOCK_DIFFERENCE = 0.05
 """GPUs of one model run within a few percent of each other when none is throttled."""
 _MAX_NAMED_OUTLIERS = 3
@@ -69,14 +69,14 @@ _MAX_NAMED_KEYS = 3
 _OF_LIBRARIES = {"steps_per_print", "zero_allow_untested_optimizer", "checkpoint.use_node_local_storage"}
 """Keys that Accelerate and the Trainer set whatever the file says."""
 _OPTIMIZER_FAMILIES = ("muon", "adagrad", "adam", "lion", "lamb", "sgd")
-"""Parts of the names of optimizers and their classes; the first that matches counts: ``MuonWithAuxAdam`` is a Muon."""
+"""Substrings of the names of optimizers and their classes; the first match counts: ``MuonWithAuxAdam`` is a Muon."""
 
 
 def gpu_fraction(record: TrialRecord) -> float | None:
-    """Peak memory as a fraction of the GPU's, real or emulated, on the fullest rank; None without a GPU.
+    """Return peak memory as a fraction of the GPU's, real or emulated, on the fullest rank; None without a GPU.
 
-    Counted is what torch's allocator had reserved, which is nearest to what runs out (docs/reading.md), and what was in
-    use outside it: CUDA's context, NCCL, other processes. A limit that emulates a smaller GPU is one of the allocator.
+    It counts what torch's allocator reserved, which is closest to what runs out (docs/reading.md), and what was in use
+    outside it: CUDA's context, NCCL, other processes. An emulated limit applies only to the allocator.
     """
     limit = record.trial.placement.gpu_memory_limit_bytes
     fractions = []
@@ -94,12 +94,12 @@ def trial_caveats(
     predicted_over_measured: float | None,
     predicted_over_ledger: float | None,
 ) -> Iterator[Caveat]:
-    """The caveats that the measurements of one trial show, then the texts that its ranks wrote."""
+    """Yield the caveats that follow from one trial's measurements, then the notes that its ranks wrote."""
     trial, ranks, slowest = record.trial, record.ranks, record.slowest_rank
     if not trial.workload.synchronized:
-        meaning = "these are the times of launching the work; throughput, TFLOP/s and MFU are wrong with them"
+        meaning = "these are launch times; the throughput, TFLOP/s and MFU from them are wrong"
         if trial.placement.accelerator == "cpu":
-            meaning = "harmless here, as a CPU is done when a function returns; on a GPU these would be launch times"
+            meaning = "harmless here: a CPU has finished when a call returns; on a GPU these would be launch times"
         yield Caveat(CaveatKind.NOT_SYNCHRONIZED, {"meaning": meaning})
     usual, evaluated = _usual_steps(slowest)
     yield from _script_caveats(record, usual, evaluated)
@@ -127,7 +127,7 @@ def trial_caveats(
         yield Caveat(CaveatKind.NEAR_CAPACITY, {"fraction": fraction})
     if any(rank.gpu_alloc_retries for rank in ranks):
         yield Caveat(CaveatKind.ALLOCATOR_RETRIED)
-    # Its implementation may differ from the configuration's, its family must not.
+    # The optimizer's implementation may differ from the configured one; its family must not.
     requested = (
         "" if "optimizer" in _keys_of_script(trial) else str(trial.ds_config.get("optimizer", {}).get("type", ""))
     )
@@ -145,8 +145,8 @@ def trial_caveats(
 
 
 def _script_caveats(record: TrialRecord, usual: Sequence[float], apart: Sequence[float]) -> Iterator[Caveat]:
-    """The caveats that one trial of a script shows by itself: another engine than its row's, where its DeepSpeed
-    departs from the configuration, evaluations and saves.
+    """Yield the caveats of one trial of a script: an engine other than its row's, points where its DeepSpeed departs
+    from the configuration, evaluations and saves.
 
     ``usual``, ``apart``: of :func:`_usual_steps`.
     """
@@ -170,7 +170,7 @@ def _script_caveats(record: TrialRecord, usual: Sequence[float], apart: Sequence
         ran_values = [f"{each.fact} {'not set' if each.a is None else json.dumps(each.a)}" for each in unlike]
         asked_values = [json.dumps(each.b) for each in unlike]
         yield Caveat(CaveatKind.OTHER_ENGINE, {"ran": ", ".join(ran_values), "asked": ", ".join(asked_values)})
-    with answer_for(rank.deepspeed_version):  # the script's, which may be another than this program's
+    with answer_for(rank.deepspeed_version):  # may differ from this program's
         case = Case(config={**rank.resolved_config, "gradient_accumulation_steps": rank.grad_accum})
         found = list(row_caveats(case, WRONG_TRAINING))
         found += filter(None, [unread_key(record.trial.ds_config)])
@@ -188,7 +188,7 @@ def _script_caveats(record: TrialRecord, usual: Sequence[float], apart: Sequence
 
 
 def _keys_of_script(trial: Trial) -> tuple[str, ...]:
-    """Keys that stay the script's, where the row's file replaces its configuration."""
+    """Return the keys that the script keeps when the row's file replaces its configuration."""
     script = trial.workload.script
     return OWN_KEYS if script is not None and script.config_source == "override" else ()
 
@@ -198,7 +198,7 @@ def _place(device: str) -> str:
 
 
 def _usual_steps(rank: RankMeasurement) -> tuple[list[float], list[float]]:
-    """Return the durations of the measured steps without an evaluation or a save in them, and those of the others."""
+    """Return the durations of the measured steps without an evaluation or save, and of those with one."""
     if rank.script is None:
         return list(rank.step_seconds), []
     extra = zip(rank.in_window("evaluation_forwards"), rank.in_window("saves"), strict=True)
@@ -212,7 +212,7 @@ def _step_time_caveats(seconds: Sequence[float]) -> Iterator[Caveat]:
     std = sample_std(seconds)
     if std is not None and std > UNSTABLE_CV * (sum(seconds) / len(seconds)):
         yield Caveat(CaveatKind.UNSTABLE_STEPS)
-    # Two steps in each half at least.
+    # At least two steps in each half.
     if len(seconds) >= 4:
         half = len(seconds) // 2
         # Medians, so that one slow step in a half does not count as drift.
@@ -233,7 +233,7 @@ def _step_time_caveats(seconds: Sequence[float]) -> Iterator[Caveat]:
 
 
 def unstable_between_runs(means: Sequence[float]) -> Caveat | None:
-    """The caveat of a row whose runs vary too much, or None. ``means``: one per successful run, in any unit."""
+    """Return the caveat of a row whose runs vary too much, or None. ``means``: one per successful run, in any unit."""
     std = sample_std(means)
     variation = 0.0 if std is None else std / (math.fsum(means) / len(means))
     if variation <= UNSTABLE_CV:
@@ -242,7 +242,7 @@ def unstable_between_runs(means: Sequence[float]) -> Caveat | None:
 
 
 def _nvme_caveats(record: TrialRecord) -> Iterator[Caveat]:
-    """Reports NVMe offload that did not happen, or not to a disk."""
+    """Report NVMe offload that did not happen, did not reach a disk, or was bound by one."""
     config, ranks = record.trial.ds_config, record.ranks
     # DeepSpeed: the larger of 1 MiB and aio.block_size (swap_tensor/optimizer_utils.py, MIN_AIO_BYTES).
     block_bytes = max(2**20, int(config.get("aio", {}).get("block_size", 2**20)))
@@ -259,7 +259,7 @@ def _nvme_caveats(record: TrialRecord) -> Iterator[Caveat]:
 
 
 def _training_caveats(record: TrialRecord) -> Iterator[Caveat]:
-    """Reports skipped steps, losses that are not finite or too high at first, and weights that did not train.
+    """Report skipped steps, losses that are not finite or too high at first, and weights that did not train.
 
     ln(V), with V the size of the vocabulary, is the loss of an untrained model on random tokens; a first loss far above
     it shows wrong initial weights.
@@ -288,8 +288,9 @@ def _training_caveats(record: TrialRecord) -> Iterator[Caveat]:
 
 
 def _cpu_caveats(record: TrialRecord) -> Iterator[Caveat]:
-    """Reports that other programs used cores which the trial needed, or that a CPU quota stopped it: once at most, of
-    the processors that were the busiest.
+    """Report that other programs used cores the trial needed or, failing that, that a CPU quota throttled it.
+
+    At most one caveat, of the busiest processors.
     """
     sharing: dict[object, list[RankMeasurement]] = {}
     for rank in record.ranks:
@@ -315,7 +316,7 @@ def _cpu_caveats(record: TrialRecord) -> Iterator[Caveat]:
 
 
 def _gpu_caveats(record: TrialRecord) -> Iterator[Caveat]:
-    """Reports a GPU slower than the others, and masks that only a compiled model builds."""
+    """Report a GPU slower than the others, and masks that only a compiled model builds."""
     clocks = {each.name: each.mean_sm_clock_mhz for each in record.gpu_windows if each.mean_sm_clock_mhz}
     if clocks:
         slowest, fastest = min(clocks, key=clocks.__getitem__), max(clocks, key=clocks.__getitem__)
@@ -328,7 +329,7 @@ def _gpu_caveats(record: TrialRecord) -> Iterator[Caveat]:
 
 
 def _bucket_caveats(record: TrialRecord) -> Iterator[Caveat]:
-    """Reports buckets that take most of the memory: DeepSpeed's default size is meant for large models."""
+    """Report buckets that take most of the memory: DeepSpeed's default size is meant for large models."""
     size = record.trial.ds_config.get("zero_optimization", {}).get("reduce_bucket_size", _DEFAULT_BUCKET)
     tier = "cpu" if record.trial.placement.accelerator == "cpu" else "gpu"
     fullest = max((rank.ledger.get(tier, {}) for rank in record.ranks), key=lambda cells: sum(cells.values()))
@@ -341,5 +342,5 @@ def _bucket_caveats(record: TrialRecord) -> Iterator[Caveat]:
 
 @cache
 def optimizer_family(name: str) -> str | None:
-    """``adam`` for Adam, AdamW and their implementations, ``lion``, …; None for an unknown family."""
+    """Return ``adam`` for Adam, AdamW and their implementations, ``lion``, …; None for an unknown family."""
     return next((family for family in _OPTIMIZER_FAMILIES if family in name.lower()), None)

@@ -25,7 +25,7 @@ DEFAULT_PATH = Path("baselines.json")
 _MAX_SHOWN_RISE, _MAX_SHOWN_FALL = 100.0, 0.9995
 """Rise of memory and fall of throughput, as fractions of the baseline, above which no number is shown."""
 _ROUNDING = 1e-9
-"""Relative error of a computed limit: a value at the limit is not beyond it."""
+"""Relative rounding error of a computed limit: a value at the limit is not beyond it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class BaselineComparison:
     message: str
     """One line: the figures and the reason."""
     baseline: BaselineEntry | None = None
-    """None if no baseline has that name: the result has passed, and the message says so."""
+    """None if no baseline has that name; the result then passes, and the message says why."""
     throughput_ratio: float | None = None
     """Tokens/s, or samples/s where the result has no tokens, divided by the baseline's."""
     memory_ratio: float | None = None
@@ -47,9 +47,9 @@ class BaselineComparison:
     """Any of ``throughput``, ``memory``, ``status`` (it no longer trains, or a caveat disqualifies its figures) and
     ``missing`` (the result has no such row)."""
     unmatched: bool = False
-    """The row trained and no baseline has its name, so that it is not guarded. False for a row that failed."""
+    """The row trained but no baseline has its name, so nothing guards it. False for a row that failed."""
     noisy: bool = False
-    """It passed, but a regression beyond the tolerance would be hidden by the noise between runs."""
+    """It passed, but noise could hide a regression beyond the tolerance."""
 
     @property
     def comparable(self) -> bool:
@@ -72,7 +72,7 @@ def save_baseline(entry: BaselineEntry, path: Path | str = DEFAULT_PATH) -> None
 def save_results(
     results: Iterable[BenchmarkResult], path: Path | str = DEFAULT_PATH, tolerance: float | None = None
 ) -> list[BaselineEntry]:
-    """Save all results in one write. ``tolerance``: None keeps an existing entry's; 0.05 for a new one."""
+    """Save all results in one write. ``tolerance``: None keeps an existing entry's, or takes 0.05."""
     saved: list[BaselineEntry] = []
 
     def change(entries: store.Entries) -> store.Entries:
@@ -102,11 +102,11 @@ def load_baseline(name: str, path: Path | str = DEFAULT_PATH) -> BaselineEntry |
 
 
 def missing_baselines(results: Sequence[BenchmarkResult], path: Path | str = DEFAULT_PATH) -> list[BaselineEntry]:
-    """Return the entries of the file that are expected next to these results but are missing.
+    """Return the file's entries that should have a result here but have none.
 
-    An entry is expected next to a result if both are from one saved run (``BaselineEntry.run_id``) or, if the file has
-    no run names, from one script and one workload. A limit set by hand is never expected. Raises UsageError if the file
-    is invalid.
+    An entry should have one if it was saved from the same run (``BaselineEntry.run_id``) as an entry that has one. An
+    entry without a run name should have one if a result has the same script and workload. A limit set by hand need not
+    have one. Raises UsageError if the file is invalid.
     """
     entries = [_entry(name, data, path) for name, data in (store.read(Path(path)) or {}).items()]
     names = {result.name for result in results}
@@ -162,7 +162,7 @@ def compare_to_baseline(
         )
     metrics, tolerance = _compare_metrics(result, baseline), baseline.tolerance
     regressed = [metric for metric in metrics if metric.regressed(tolerance)]
-    # What other programs took from the processors slows a row down, whatever its code: neither passed nor a regression.
+    # Other programs on the same processors slow a row down, whatever its code: that is noise, not a regression.
     excused = [metric for metric in regressed if result.disturbances and not metric.more_is_worse]
     regressions = tuple(metric.kind for metric in regressed if metric not in excused)
     ratios = {metric.kind: metric.ratio for metric in metrics}
@@ -183,7 +183,7 @@ def compare_to_baseline(
 
 def _incomparable_reasons(result: BenchmarkResult, baseline: BaselineEntry) -> Iterator[str]:
     """Differences of hardware, versions and workload; workload fields are compared if both sides have them."""
-    # Neither ran to its end, which says nothing about the code.
+    # An interrupted or skipped row says nothing about the code.
     if result.status in (INTERRUPTED, SKIPPED):
         yield f"it ended with {result.status}"
     if not baseline.set_by_hand:
@@ -194,7 +194,7 @@ def _incomparable_reasons(result: BenchmarkResult, baseline: BaselineEntry) -> I
             yield from comparability_differences(result.environment, baseline.environment)
     for key, ours in {**result.workload, "memory": result.memory}.items():
         theirs = baseline.memory if key == "memory" else baseline.workload.get(key)
-        # Another DeepSpeed configuration may be the change that is checked, so it is only a remark.
+        # A different DeepSpeed configuration may be the change under test, so it is only a remark.
         if key != "ds_config" and None not in (ours, theirs) and ours != theirs:
             yield f"{key} {ours} against {theirs}"
     if result.succeeded and not _compare_metrics(result, baseline):
@@ -258,7 +258,7 @@ class _MetricComparison:
         """The largest change for the worse, as a fraction, that the noise would hide; None if not tested."""
         if self.interval is None:
             return None
-        # On logarithms the width of the interval does not depend on the ratio: it excludes 1 from these factors on.
+        # On a log scale the interval's width does not depend on the ratio: beyond these factors it excludes 1.
         centre, low, high = self.interval.ratio, self.interval.low, self.interval.high
         if self.more_is_worse:
             return centre / low - 1 if low > 0 else math.inf

@@ -1,7 +1,7 @@
 """The command ``check``: what is wrong, ineffective or left open in DeepSpeed configurations, each with its line.
 
 A DeepSpeed JSON is read as DeepSpeed reads it; an Accelerate YAML, or a Trainer's arguments, as ``--configs`` reads
-them. Needs no GPU, asks the driver for those that are here, and loads neither torch nor DeepSpeed.
+them. Needs no GPU, but asks the driver for any that are present; loads neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def show_findings(
             {
                 "file": str(report.path),
                 "problem": report.problem,
-                # The reason says where DeepSpeed stops, too.
+                # The reason also says where DeepSpeed stops.
                 "findings": [
                     {name: value for name, value in asdict(each).items() if name != "stops_when"}
                     | {"reason": each.text}
@@ -135,7 +135,7 @@ def show_findings(
 
 
 def _annotation(path: Path, finding: Finding) -> str:
-    """Return a workflow command of GitHub Actions, which shows the finding next to its line."""
+    """Return the GitHub Actions workflow command that shows the finding next to its line."""
 
     def escaped(text: object, more: str = "") -> str:
         # As GitHub's toolkit escapes: %, CR and LF everywhere, : and , in properties (packages/core/src/command.ts).
@@ -155,7 +155,7 @@ def _excerpt(lines: Sequence[str], finding: Finding) -> list[str]:
     start = (finding.column or 1) - 1
     word = re.match(r'"(?:[^"\\]|\\.)*"|[\w.-]+|.?', line[start:])
     end = start + len(word[0] if word else "")
-    first = max(0, start - _EXCERPT_WIDTH // 2)  # of a file that is one line
+    first = max(0, start - _EXCERPT_WIDTH // 2)  # the whole file may be one line
     before, marked, after = map(
         terminal.escape_controls, (line[first:start], line[start:end], line[end : first + _EXCERPT_WIDTH])
     )
@@ -198,7 +198,7 @@ class FileReport:
     problem: str | None = None
     """Why the file could not be checked; None if it was."""
     lines: Sequence[str] = ()
-    """The file's lines; empty those that may hold a credential."""
+    """The file's lines; those that may hold a credential are empty."""
 
 
 Check = Callable[[lint.Config], list[Finding]]
@@ -245,13 +245,13 @@ def _check_file(path: Path, check: Check) -> list[FileReport]:
         found = [file_finding("syntax", f"DeepSpeed cannot read it: {syntax.problem}", "", syntax.line, syntax.column)]
         return [FileReport(path=path, findings=found, lines=_lines_without_secrets(text, {}))]
     known = deepspeed_keys.top_level_keys() | deepspeed_keys.removed_keys()
-    # Similarity is slow, and other JSON may have thousands of keys.
+    # Fuzzy matching is slow, and other JSON may have thousands of keys.
     if not known & data.keys() and not any(deepspeed_keys.nearest_key(key, known, 0.85) for key in list(data)[:50]):
         problem = f"not a DeepSpeed configuration: it has {', '.join(list(data)[:4]) or 'no key'}"
         return [FileReport(path=path, problem=problem)]
     found = check(data)
     if lax_line:
-        reason = "not strict JSON, which DeepSpeed reads and Trainer and Accelerate refuse"
+        reason = "not strict JSON: DeepSpeed reads it, but Trainer and Accelerate refuse it"
         found.append(file_finding("not-strict-json", reason, "", lax_line))
     return [FileReport(path=path, findings=_located(found, position_of), lines=lines)]
 
@@ -291,7 +291,9 @@ def _check_read_by_others(path: Path, position_of: PositionOf, check: Check) -> 
         if file.conflicts:
             found.append(at_name("accelerate-conflict", configuration_files.conflict_text(file.conflicts)))
         if file.deepspeed_file.resolve() != Path(file.deepspeed_name).resolve():
-            reason = f"found as {file.deepspeed_file}; the program that trains looks below the folder it is started in"
+            reason = (
+                f"found as {file.deepspeed_file}; the training program looks relative to the folder it is started in"
+            )
             found.append(at_name("relative-file", reason))
         return [FileReport(path=path, findings=found), *_check_file(file.deepspeed_file, check)]
 

@@ -1,7 +1,7 @@
 """The DeepSpeed configuration that trains a strategy's workload on a placement, and the changes that users make to it.
 
-:func:`base_config` makes what the user's script may edit: batch, optimizer and ZeRO block for one GPU, with every
-default that DeepSpeed has changed between versions. :func:`apply_changes` merges in ``--ds-config`` and ``--set``.
+:func:`base_config` makes the part that a user's script may edit: batch, optimizer and ZeRO block for one GPU, with
+explicit values where DeepSpeed has changed a default. :func:`apply_changes` merges in ``--ds-config`` and ``--set``.
 :func:`complete_config` adds what only the run knows: number of ranks, precision, the optimizer that works here, NVMe
 buffers. ``rules`` finds what DeepSpeed would refuse, ignore or change.
 
@@ -41,12 +41,12 @@ MakeConfig = Callable[[Strategy, int, int], Config]
 AUTO = "auto"
 """A value that the Transformers Trainer or Accelerate fills in (``automatic_values``)."""
 USED_UP = ("optimizer.params.torch_adam", "optimizer.params.adam_w_mode")
-"""Keys that DeepSpeed before 0.19 takes out of its own configuration as it makes the optimizer (``runtime/engine.py``,
+"""Keys that DeepSpeed before 0.19 removes from its configuration when it makes the optimizer (``runtime/engine.py``,
 ``_configure_basic_optimizer``)."""
 OPTIMIZERS = ("AdamW", "Adam", "Adagrad", "Lion", "SGD")
 """Values of ``--optimizer``."""
 ADAMW_PARAMETERS: Config = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
-"""Parameters of the AdamW that every configuration of the catalogue has."""
+"""AdamW parameters of every configuration in the catalogue."""
 PRECISION_BLOCKS = ("bf16", "fp16", "torch_autocast")
 """Top-level keys; the one that is present decides the number format."""
 MEASURING_KEYS: Config = {
@@ -64,13 +64,13 @@ DEFAULT_SIZES = {
     "stage3_max_live_parameters": 1_000_000_000,
     "stage3_max_reuse_distance": 1_000_000_000,
 }
-"""DeepSpeed's defaults of buffer sizes in elements, by key of ``zero_optimization``."""
+"""DeepSpeed's default buffer sizes in elements, by key of ``zero_optimization``."""
 _ZERO_ON_NVME = ("stage3_prefetch_bucket_size", "stage3_max_reuse_distance")
 """Sizes that are 0 if parameters live on NVMe.
 
-With the default reuse distance a model of fewer than 1e9 elements keeps every parameter gathered and its swap buffer
-taken, and the second step fails with "Not enough buffers" (partitioned_param_coordinator.py). Prefetching asks the disk
-twice for a parameter whose next two uses are close together: "param 24 already assigned swap buffer id 1" (same file,
+With the default reuse distance, a model of fewer than 1e9 elements keeps every parameter gathered and its swap buffer
+taken, so the second step fails with "Not enough buffers" (partitioned_param_coordinator.py). Prefetching requests a
+parameter twice if its next two uses are close together: "param 24 already assigned swap buffer id 1" (same file,
 __prefetch_nvme_param_partitions).
 """
 _LARGEST_FILE_BYTES = 2**22
@@ -84,7 +84,7 @@ def base_config(strategy: Strategy | Configuration, batch_size: int, grad_accum:
         "train_batch_size": batch_size * grad_accum,
         "train_micro_batch_size_per_gpu": batch_size,
         "gradient_accumulation_steps": grad_accum,
-        # Written down, since its default was 0 before DeepSpeed 0.19.3.
+        # Explicit, since its default was 0 before DeepSpeed 0.19.3.
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": copy.deepcopy(ADAMW_PARAMETERS)},
         "zero_optimization": zero_block(strategy),
@@ -107,7 +107,7 @@ def zero_block(strategy: Strategy | Configuration) -> Config:
         }
     if strategy.stage == 3:
         block["sub_group_size"] = 1_000_000_000
-    # pin_memory is written down in both blocks, since its default was false before DeepSpeed 0.19.5.
+    # pin_memory is explicit in both blocks, since its default was false before DeepSpeed 0.19.5.
     if strategy.offload_optimizer != "none":
         block["offload_optimizer"] = {"device": strategy.offload_optimizer, "pin_memory": True, "ratio": 1.0}
     if strategy.offload_param != "none":
@@ -126,7 +126,7 @@ def sizes_for(sizes: Mapping[str, int], stage: int, offload_param: str | None) -
 
 
 def with_offload(config: Config, strategy: Strategy) -> Config:
-    """Return a configuration made for a stage, with the offload blocks of a strategy of that stage."""
+    """Return a configuration made for the strategy's stage, with the strategy's offload blocks added."""
     stage_alone = replace(strategy, offload_optimizer="none", offload_param="none")
     added = _difference(zero_block(strategy), zero_block(stage_alone))
     return {**config, "zero_optimization": {**config.get("zero_optimization", {}), **added}} if added else config
@@ -153,7 +153,7 @@ def complete_config(
             f"train_micro_batch_size_per_gpu is {micro!r} and gradient_accumulation_steps is {accum!r}",
             remedy="both must be whole numbers of 1 or more",
         )
-    # DeepSpeed counts sequences of sequence-parallel groups, but of all ranks with tensor parallelism (config.py).
+    # train_batch_size counts each sequence-parallel group once, but every rank of a tensor-parallel one (config.py).
     num_gpus = max(1, placement.num_gpus // sequence_parallel_size(config))
     total = config.get("train_batch_size", micro * accum)
     # base_config writes the total of one GPU; a user's configuration may have the total of all.
@@ -170,7 +170,7 @@ def complete_config(
     name = optimizer_kind(config)
     if name in ("adam", "adamw") and torch_adam and not offload_device(config, "offload_optimizer"):
         config["optimizer"].setdefault("params", {}).setdefault("torch_adam", True)
-    # DeepSpeed stops for an optimizer that it has not tested with ZeRO (runtime/engine.py), such as SGD.
+    # DeepSpeed rejects optimizers that it has not tested with ZeRO (runtime/engine.py), such as SGD.
     if name not in ("adam", "adamw", "lion", "adagrad"):
         config.setdefault("zero_allow_untested_optimizer", True)
     _complete_nvme(config, placement, largest_parameter)
@@ -182,7 +182,7 @@ def complete_config(
 def trained_precision(config: Mapping[str, Any], requested: Precision) -> Precision:
     """Return the number format that a DeepSpeed configuration trains in.
 
-    ``requested``: the workload's, which holds without a precision block and under ``torch_autocast``.
+    ``requested``: the workload's format, which applies without a precision block or with ``torch_autocast``.
     """
     if "torch_autocast" in config or not any(block in config for block in PRECISION_BLOCKS):
         return requested
@@ -191,13 +191,13 @@ def trained_precision(config: Mapping[str, Any], requested: Precision) -> Precis
 
 
 def with_optimizer(config: Config, name: str) -> Config:
-    """Return the configuration with another optimizer and the parameters that it takes."""
+    """Return the configuration with the optimizer ``name`` and the parameters that it takes."""
     given = config.get("optimizer", {}).get("params", {})
     params: Config = {key: given.get(key, ADAMW_PARAMETERS[key]) for key in ("lr", "weight_decay")}
     if name.lower() in ("adam", "adamw"):
         params |= {key: ADAMW_PARAMETERS[key] for key in ("betas", "eps")}
     if name.lower() == "adam":
-        params["adam_w_mode"] = False  # DeepSpeed's default makes AdamW of it (runtime/engine.py)
+        params["adam_w_mode"] = False  # by default DeepSpeed makes it AdamW (runtime/engine.py)
     return {**config, "optimizer": {"type": name, "params": params}}
 
 
@@ -286,7 +286,7 @@ def paths_of_auto(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def minimal_config(strategy: Strategy | Configuration) -> dict[str, Any]:
-    """Make a configuration of only stage and offload devices, for a row whose whole configuration is unknown."""
+    """Make a configuration of only stage and offload devices, for a row whose full configuration is unknown."""
     devices = {"offload_optimizer": strategy.offload_optimizer, "offload_param": strategy.offload_param}
     offloads = {name: {"device": device} for name, device in devices.items() if device != "none"}
     return {"zero_optimization": {"stage": strategy.stage, **offloads}}
@@ -295,7 +295,7 @@ def minimal_config(strategy: Strategy | Configuration) -> dict[str, Any]:
 def hash_config(ds_config: Mapping[str, Any], engine: Engine = "deepspeed") -> str:
     """Return 12 hexadecimal digits of the SHA-256 of a DeepSpeed configuration without ``nvme_path``.
 
-    The name of a reference engine is part of it.
+    The hash covers the name of a reference engine.
     """
     named = ds_config if engine == "deepspeed" else {**ds_config, "engine": engine}
     text = json.dumps(_without_folders(named), sort_keys=True, default=str)

@@ -18,7 +18,7 @@ from .spec import SAME_TRAINING_FIELDS, Placement, Trial, Workload
 
 Role = Literal["work", "computation", "window", "policy", "place", "cosmetic", "config", "name", "repeat", "inspection"]
 """``work``: another value trains or measures something else. ``computation``: how a step is computed, which a row may
-vary on purpose. ``window``: how long is measured. ``policy``: how a micro-batch or sequence was chosen. ``place``:
+vary on purpose. ``window``: how many steps run. ``policy``: how a micro-batch or sequence was chosen. ``place``:
 where it runs. ``cosmetic``: no influence on the measurement."""
 
 _ROLES: Mapping[str, Role] = {
@@ -30,7 +30,7 @@ _ROLES: Mapping[str, Role] = {
     "launcher": "place",
     "nvme_path": "place",
     "supported_precisions": "place",
-    # The number of hosts and of ranks on each counts, not their names and not where the ranks meet.
+    # What counts is the number of hosts and of ranks on each, not the names or where the ranks meet.
     "hostfile": "cosmetic",
     "hosts": "cosmetic",
     "include": "cosmetic",
@@ -38,7 +38,7 @@ _ROLES: Mapping[str, Role] = {
     "master_port": "cosmetic",
     "host_command": "cosmetic",
     "forwarded_variables": "cosmetic",
-    # Device name and precisions say what the capability does.
+    # Device name and precisions already cover it.
     "compute_capability": "cosmetic",
     "ds_config": "config",
     "settings": "config",
@@ -83,7 +83,7 @@ def role_of(fact: str) -> Role:
 
 
 def facts(trial: Trial, *, leave_out: Collection[Role | str] = ()) -> dict[str, Any]:
-    """Return what was requested, by name. ``leave_out``: roles, and names of single facts."""
+    """Return the requested values, by name. ``leave_out``: roles, and names of single facts."""
     requested = {
         **{each.name: getattr(trial.workload, each.name) for each in fields(Workload)},
         "script": None if trial.workload.script is None else asdict(trial.workload.script),
@@ -94,7 +94,7 @@ def facts(trial: Trial, *, leave_out: Collection[Role | str] = ()) -> dict[str, 
         "configuration": trial.configuration.name,
         "ds_config": trial.ds_config,
         "repeat": trial.repeat,
-        # A checkpoint on another disk is the same trial.
+        # With the checkpoint on another disk it is the same trial.
         "inspection": {**asdict(trial.inspection), "checkpoint_path": None},
     }
     return {
@@ -103,7 +103,7 @@ def facts(trial: Trial, *, leave_out: Collection[Role | str] = ()) -> dict[str, 
 
 
 def placement_facts(placement: Placement) -> dict[str, Any]:
-    """Return the facts of a placement that are not cosmetic: of several hosts the number of ranks on each."""
+    """Return the facts of a placement that are not cosmetic; for several hosts, the number of ranks on each."""
     values = {each.name: getattr(placement, each.name) for each in fields(Placement)}
     nodes = sorted((slots for _, slots in placement.hosts), reverse=True)
     return {
@@ -126,12 +126,12 @@ def work_key(trial: Trial, *, leave_out: Collection[Role | str] = ()) -> str:
 
 
 def row_key(trial: Trial) -> str:
-    """Return the key that all repeats of a row share, whatever else is observed of them."""
+    """Return the key that all repeats of a row share, whatever is inspected in them."""
     return work_key(trial, leave_out=("repeat", "inspection"))
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values by their dotted paths, as JSON has them: without tuples, and without empty mappings."""
+    """Return the values by dotted path, with lists for tuples and without empty mappings."""
     flat = {path: list(value) if isinstance(value, tuple) else value for path, value in paths_of(values)}
     return {path: value for path, value in flat.items() if not isinstance(value, Mapping)}
 

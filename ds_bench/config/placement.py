@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from ..errors import UsageError
 from ..system import environment, gpu_state, job
+from ..units import format_items
 from .hosts import Slots, forwarded_names, host_command, master_address, used_slots, world_size
 from .options import Options
 from .spec import Accelerator, Placement, Precision, gpu_precisions
@@ -50,16 +51,16 @@ def resolve_placement(options: Options, environ: Mapping[str, str], inventory: g
 
 
 def default_placement(environ: Mapping[str, str], inventory: gpu_state.GpuInventory) -> Placement:
-    """Return the placement of this machine without any flag: every visible GPU, or one CPU rank."""
+    """Return this machine's placement without any flags: every visible GPU, or one CPU rank."""
     visible = gpu_state.select_visible(environ, inventory.gpus)
     accelerator = _accelerator("auto", len(visible))
     return Placement(**_device_facts(accelerator, visible), num_gpus=len(visible) if accelerator == "cuda" else 1)
 
 
 def choose_precision(requested: Precision | Literal["auto"], placement: Placement) -> Precision:
-    """Return the requested number format; for ``auto`` the first of bf16, fp16, fp32 that the device trains in.
+    """Return the requested number format, or for ``auto`` the first of bf16, fp16, fp32 that the device trains in.
 
-    A requested format is never replaced: on a device without it every row is Unsupported.
+    A requested format is never replaced: on a device without it, every row is Unsupported.
     """
     return placement.supported_precisions[0] if requested == "auto" else requested
 
@@ -100,7 +101,7 @@ def _ranks(options: Options, environ: Mapping[str, str], accelerator: Accelerato
     if hosts:
         slots = sum(map(len, hosts.values()))
         if options.num_gpus not in (None, slots):
-            selected = "the hostfile has" if not (options.include or options.exclude) else "the hosts selected have"
+            selected = "the hostfile has" if not (options.include or options.exclude) else "the selected hosts have"
             problem = f"{flag} {options.num_gpus}, but {selected} {slots} slots"
             raise UsageError(problem, remedy=f"leave {flag} out; {options.say('include')} selects slots")
         return slots
@@ -109,10 +110,11 @@ def _ranks(options: Options, environ: Mapping[str, str], accelerator: Accelerato
         return requested or (1 if accelerator == "cpu" else visible)
     if options.num_gpus is None and requested > visible:
         raise UsageError(
-            f"{requested} processes were started for this comparison, but {visible} are visible to the first",
+            f"{requested} processes were started, but the first sees {format_items(visible, 'GPU')}",
             remedy="let the first see every GPU (Slurm: srun --gpus-per-node=N --gpu-bind=none), or give "
             f"{flag} {visible}",
         )
     if requested > visible:
-        raise UsageError(f"{flag} {requested}, but {visible} are visible", remedy=f"give {visible} or less")
+        problem = f"{flag} {requested}, but the machine has {format_items(visible, 'visible GPU')}"
+        raise UsageError(problem, remedy=f"give {visible} or less")
     return requested

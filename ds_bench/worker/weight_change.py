@@ -1,14 +1,15 @@
-"""Sketches how training changed the weights, small enough for a rank file, so that rows can be compared.
+"""Sketches how training changed the weights, so that rows can be compared; a sketch fits in a rank file.
 
 A count sketch (Charikar, Chen, Farach-Colton, "Finding frequent items in data streams", 2002): every weight is
-multiplied by a fixed sign and added to one of ``DIMENSIONS`` sums, both chosen by the name of its tensor and its index
-in it. The sketch is linear: the sketch of the change is the difference of two sketches, and the sketch of the whole
-model is the sum of the ranks' sketches. No rank gathers anything or waits for another: each reads its own fp32 master
-weights where DeepSpeed keeps them. Only AutoTP, which may cut tensors along any dimension, gathers layer by layer.
+multiplied by a fixed sign and added to one of ``DIMENSIONS`` sums; its tensor's name and its index in that tensor
+select both. The sketch is linear: the sketch of the change is the difference of two sketches, and the sketch of the
+whole model is the sum of the ranks' sketches. No rank gathers anything or waits for another: each reads its own fp32
+master weights where DeepSpeed keeps them. Only AutoTP, which may cut tensors along any dimension, gathers them layer by
+layer.
 
-Cost: three or four passes over the rank's own share of the weights, in pieces of 0.5 MB; the heartbeat goes on. A pass
-that takes longer than ``MAX_SECONDS`` ends with a note instead of a sketch. Weights on a disk are read through
-DeepSpeed's own buffers, one sub-group after another.
+Cost: three or four passes over the rank's own share of the weights, in pieces of 0.5 MB; the heartbeat continues. A
+pass that takes longer than ``MAX_SECONDS`` ends with a note instead of a sketch. Weights on disk are read through
+DeepSpeed's own buffers, one sub-group at a time.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from .library_versions import is_partitioned_at_stage_0, partition_rank
 from .reference_engines import ReferenceEngine
 
 EARLY_STEPS = 5
-"""Optimizer steps over which the change of the weights is compared, however long the trial is."""
+"""Optimizer steps over which weight changes are compared, however long the trial is."""
 DIMENSIONS = 256
-"""Sums in a sketch: a norm taken from it is within some 10 % (√(2/256) is 0.09), the same error in every row."""
+"""Sums in a sketch: a norm computed from it is accurate to about 10 % (√(2/256) is 0.09)."""
 MAX_SECONDS = 60.0
-"""Limit for one pass over a rank's weights. One core reads some 300 million a second: 23 s for the 7 billion of one
-rank whose optimizer is on the CPU, 29 s for an eighth of 70 billion."""
-# Signs: 0.5 MB in float64. A multiple of DIMENSIONS, so that the sum of a value stays the same after a wrap-around.
+"""Limit for one pass over a rank's weights. One core reads about 300 million per second: 23 s for 7 billion on one rank
+with a CPU optimizer, 29 s for an eighth of 70 billion."""
+# Signs: 0.5 MB in float64. A multiple of DIMENSIONS, so that a wrap-around does not change a value's sum.
 _PERIOD = 256 * DIMENSIONS
 _SIGN_SEED = 2002
 _DIGITS = 9
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element → whole numbers of that size."""
 _PIECE_ELEMENTS = 2**22
-"""Elements of a frozen tensor that are summed at once: their sum takes 8 bytes for each."""
+"""Elements of a frozen tensor summed at once; in int64 each takes 8 bytes."""
 
 Fragment = tuple[str, int, torch.Tensor]
 """Name of a tensor, index of the first value in it, and the values, flat."""
@@ -52,7 +53,7 @@ class NotReadError(Exception):
 
 
 class WeightChange:
-    """Sketches a rank's weights as training begins, and the difference at its end."""
+    """Sketches a rank's weights when training begins, and their change at the end."""
 
     def __init__(self, engine: Any, heartbeat: HeartbeatWriter) -> None:
         self._engine = engine
@@ -63,14 +64,14 @@ class WeightChange:
         self._early_start, self.early_window = self._before, dict[str, Any]()
 
     def since_start(self) -> list[float] | None:
-        """The sketch of what changed in this rank's share since the start; None, with a note, if not readable."""
+        """Return the sketch of this rank's changes since the start; None, with a note, if not readable."""
         return self._since(self._before)
 
     def watch(self, window: range, skipped_steps: Callable[[], int]) -> list[tuple[int, Callable[[], None]]]:
-        """Return what to call after how many steps, so that ``early_window`` gets the fields of an EarlyWindow."""
+        """Return the calls, each after a number of steps, that fill ``early_window`` with an EarlyWindow's fields."""
 
         def start() -> None:
-            # At the first step of the trial it has been read already.
+            # The weights before the first step have been read already.
             self._early_start = self._read() if window.start else self._before
             self.early_window = {"first_step": window.start, "steps": len(window), "skipped_steps": -skipped_steps()}
 
@@ -90,16 +91,16 @@ class WeightChange:
         try:
             return sketch(read_fragments(self._engine), self._heartbeat)
         except NotReadError as reason:
-            self.note = f"the weights' change was not measured: {reason}"
+            self.note = f"the change in weights was not measured: {reason}"
         except (AttributeError, AssertionError, KeyError, RuntimeError, TypeError) as error:  # DeepSpeed's internals
-            self.note = f"the weights' change was not measured ({type(error).__name__}: {str(error)[:200]})"
+            self.note = f"the change in weights was not measured ({type(error).__name__}: {str(error)[:200]})"
         return None
 
 
 class FrozenWeights:
-    """Finds out whether a rank's share of the parameters that are not trained has changed since training began.
+    """Finds changes in a rank's share of the frozen parameters since training began.
 
-    Compared are sums of the bits of their values, which any update changes.
+    It compares sums of the values' bits, which an update hardly ever leaves unchanged.
     """
 
     def __init__(self, engine: Any, heartbeat: HeartbeatWriter) -> None:
@@ -107,14 +108,14 @@ class FrozenWeights:
         self._before = self._read()
 
     def have_changed(self) -> bool | None:
-        """None if no parameter is frozen, and if none could be read in time."""
+        """None if no parameter is frozen, or none could be read."""
         if not self._before:
             return None
-        # A tensor that could not be read in time at the start counts as unchanged.
+        # A tensor that could not be read at the start counts as unchanged.
         return any(self._before.get(name, sums) != sums for name, sums in self._read().items())
 
     def _read(self) -> dict[str, list[int]]:
-        """Sums of the parts of each tensor in memory, by its name."""
+        """Return the sums of the pieces of each tensor in memory, by name."""
         deadline = time.monotonic() + MAX_SECONDS
         sums: dict[str, list[int]] = {}
         for name, parameter in self._engine.module.named_parameters():
@@ -132,26 +133,26 @@ class FrozenWeights:
 
 
 def sketch(fragments: Iterator[Fragment], heartbeat: HeartbeatWriter | None = None) -> torch.Tensor:
-    """The count sketch of these fragments, float64, on the CPU. Raises NotReadError where it takes too long."""
+    """Return the count sketch of the fragments, float64, on the CPU. Raises NotReadError if it takes too long."""
     deadline = time.monotonic() + MAX_SECONDS
     signs_on: dict[torch.device, torch.Tensor] = {}
     total = torch.zeros(DIMENSIONS, dtype=torch.float64)
     with torch.no_grad():
         for name, start, values in fragments:
             if values.device not in signs_on:
-                # Drawn on the CPU: generators of other devices give other numbers, and sketches of ranks are added up.
+                # Drawn on the CPU: other devices' generators give other numbers, and the ranks' sketches are added up.
                 generator = torch.Generator().manual_seed(_SIGN_SEED)
                 signs = torch.randint(0, 2, (_PERIOD,), generator=generator) * 2 - 1
                 signs_on[values.device] = signs.to(device=values.device, dtype=torch.float64)
             signs = signs_on[values.device]
             sums = torch.zeros(DIMENSIONS, dtype=torch.float64, device=values.device)
-            # The sign of value i of a tensor is at (i + hash of the name) % _PERIOD, its sum is that % DIMENSIONS.
+            # Value i takes the sign at (i + hash of the tensor's name) % _PERIOD and the sum at that % DIMENSIONS.
             position, done = (start + zlib.crc32(name.encode())) % _PERIOD, 0
             while done < values.numel():
                 taken = min(_PERIOD - position, values.numel() - done)
                 # In float64: the sketch of a change is the small difference of two large sums.
                 signed = values[done : done + taken].double() * signs[position : position + taken]
-                # Zeros on both sides bring the values into full rows, one column for each sum.
+                # Zeros on both sides fill up the rows; each column belongs to one sum.
                 before, rows = position % DIMENSIONS, -(-(position % DIMENSIONS + taken) // DIMENSIONS)
                 after = rows * DIMENSIONS - before - taken
                 if before or after:
@@ -167,10 +168,10 @@ def sketch(fragments: Iterator[Fragment], heartbeat: HeartbeatWriter | None = No
 
 
 def early_window(config: Mapping[str, Any], warmup_steps: int) -> range:
-    """Return the steps over which the change of the weights is compared: the first ``EARLY_STEPS`` of a trial.
+    """Return the steps over which weight changes are compared: at most ``EARLY_STEPS``, all of them warm-up steps.
 
-    They follow a scheduler's warm-up of the learning rate, as far as the trial's own warm-up reaches, and end with the
-    latter: reading the weights must not take time in the measured window. Empty without warm-up steps.
+    They follow the scheduler's learning-rate warm-up or, if that lasts too long, are the last of the trial's warm-up:
+    reading the weights must not take time in the measured window. Empty without warm-up steps.
     """
     scheduler = block_of(config, "scheduler")
     default = 1000 if str(scheduler.get("type", "")).startswith("Warmup") else 0  # runtime/lr_schedules.py
@@ -181,14 +182,14 @@ def early_window(config: Mapping[str, Any], warmup_steps: int) -> range:
 
 
 def read_fragments(engine: Any) -> Iterator[Fragment]:
-    """This rank's share of the trained weights, in fp32 where DeepSpeed keeps them so.
+    """Yield this rank's share of the trained weights, in fp32 if DeepSpeed keeps them in fp32.
 
-    The shares of all ranks make up the model, each weight once. Raises NotReadError where they would not.
+    Together the ranks' shares hold each weight exactly once. Raises NotReadError if they would not.
     """
     if isinstance(engine, ReferenceEngine):
         yield from engine.weight_fragments()
         return
-    # ZeRO splits among the ranks of a sequence too, which only seq_dp_world_size counts.
+    # ZeRO also shards over sequence-parallel ranks, which only seq_dp_world_size counts.
     tensor_size = torch.distributed.get_world_size() // int(engine.seq_dp_world_size)
     if tensor_size == 1:
         yield from _own_fragments(engine)
@@ -210,10 +211,10 @@ def read_fragments(engine: Any) -> Iterator[Fragment]:
 def gather_tensor_parallel(
     model: torch.nn.Module, part_of: Callable[[str, torch.Tensor], torch.Tensor | None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name of each trained tensor and the whole of it, on the first rank of a tensor-parallel group.
+    """Yield each trained tensor, with its name and whole, on the first rank of a tensor-parallel group.
 
-    All ranks of a group must iterate. ``part_of``: values of the shape of this rank's part; None for zeros. Raises
-    RuntimeError for a layer that DeepSpeed cannot put together (module_inject/layers.py, gather_params).
+    All ranks of a group must iterate. ``part_of`` returns values in the shape of this rank's part, or None for zeros.
+    Raises RuntimeError for a layer that DeepSpeed cannot gather (module_inject/layers.py, gather_params).
     """
     from deepspeed.utils import groups
 
@@ -224,7 +225,7 @@ def gather_tensor_parallel(
         trained = {name: names.pop(id(each)) for name, each in own.items() if id(each) in names}
         if not trained:
             continue
-        # A copy that shares all but the parameters: DeepSpeed's own keep their storages and hooks.
+        # A copy that shares everything but the parameters: DeepSpeed's own keep their storage and hooks.
         whole: Any = copy.copy(module)
         whole._parameters = {}
         for name, each in own.items():
@@ -238,7 +239,7 @@ def gather_tensor_parallel(
 
 
 def _own_fragments(engine: Any) -> Iterator[Fragment]:
-    """This rank's share among the ranks that hold the same tensors."""
+    """Yield this rank's share, among the ranks that hold the same tensors."""
     names = {id(parameter): name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
     wrapper = engine.optimizer
     if engine.zero_optimization_stage() == 3:
@@ -264,7 +265,7 @@ def _own_fragments(engine: Any) -> Iterator[Fragment]:
 
 
 def _stage0_masters(wrapper: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each parameter with its fp32 master (fp16/fused_optimizer.py, fp16/unfused_optimizer.py), or with itself."""
+    """Yield each parameter with its fp32 master (fp16/fused_optimizer.py, fp16/unfused_optimizer.py), or itself."""
     if hasattr(wrapper, "fp32_groups_flat"):
         for group, flat in zip(wrapper.fp16_groups, wrapper.fp32_groups_flat, strict=True):
             yield from zip(group, flat.split([parameter.numel() for parameter in group]), strict=True)
@@ -277,11 +278,11 @@ def _stage0_masters(wrapper: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _stage3_fragments(wrapper: Any, names: dict[int, str]) -> Iterator[Fragment]:
-    """This rank's slice of each parameter, sub-group by sub-group; one on a disk is held in memory meanwhile."""
+    """Yield this rank's slice of each parameter; a sub-group on disk is loaded only while it is read."""
     for index, (group, flat) in enumerate(zip(wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat, strict=True)):
         swapped = wrapper._swappable_optimizer_subgroup(index)
         if swapped:
-            # No next sub-group is read ahead: where the pass ends before that one, training would find the wrong one.
+            # Do not prefetch the next sub-group: if the pass ended first, training would find the wrong one.
             wrapper.optimizer_swapper.swap_in_optimizer_state(parameter=flat, async_parameter=None)
         try:
             offset = 0
