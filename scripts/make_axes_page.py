@@ -26,8 +26,8 @@ An axis is one dimension along which rows differ. `--axis NAME=V1,V2,…` makes 
 the axis acts; several `--axis` make every combination, up to {MAX_ROWS} rows:
 
 ```sh
-python zero_stage_comparison.py --model gpt2 --stages 2 3 --axis overlap_comm=true,false
-python offload_comparison.py --strategies cpu_optimizer --axis pin_memory=true,false --axis sub_group_size=1e7,1e9
+python zero_stage_comparison.py --model gpt2 --stages 2 3 --axis overlap_comm=true,false  # trains
+python offload_comparison.py --axis pin_memory=true,false --axis sub_group_size=1e7,1e9  # trains
 ```
 
 Rows are named `zero2+overlap_comm=false` (for `--relative-to` and `--export`) and shown as `ZeRO-2, overlap_comm off`.
