@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from .row import Run
 
 REQUESTED_AS = {"micro_batch_size": "batch_size", "grad_accum": "grad_accum", "data_parallel_size": "num_gpus"}
-"""Fact of the run → the requested fact that explains a difference in it, so that the difference is reported once."""
+"""Fact of the run → the requested fact that explains its difference, so that the difference is reported once."""
 _parts = attrgetter("configuration", "workload", "placement", "ds_config")
 
 
 def group_repeats(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Group runs by row key, in order of first appearance.
 
-    Trials that do the same work are one row, whatever the name of the configuration; the row has the key of the first.
-    Runs of a row that do not compare with each other (another GPU, other versions) form groups of their own, the later
-    ones under ``<key>-2`` and so on. A run that measured nothing is in the first group.
+    Trials that do the same work form one row, whatever their configuration's name; the row has the key of the first.
+    Runs of a row that are not comparable (another GPU, other versions) form separate groups, the later ones under
+    ``<key>-2`` and so on. A run that measured nothing is in the first group.
     """
     groups: dict[str, list[Run]] = {}
     variants: dict[str, list[tuple[dict[str, object], str | None]]] = {}
@@ -35,8 +35,8 @@ def group_repeats(runs: Sequence[Run]) -> dict[str, list[Run]]:
         part_ids = tuple(map(id, _parts(run.trial)))  # shared by repeats that were read from one file
         if part_ids not in keys:
             work = row_key(run.trial)
-            # The name of a flat row may contain values of axes that no column holds; elsewhere it does not count, and
-            # neither do the folders in the configuration, which the hash leaves out.
+            # A flat row's name may contain axis values that no column holds. Otherwise the name does not count, and
+            # neither do the configuration's folders, which the hash leaves out.
             if run.row.config_hash is not None and run.has_record:
                 leave_out = ("config", "name", "engine", "repeat", "inspection")
                 work = run.row.config_hash + work_key(run.trial, leave_out=leave_out)
@@ -48,7 +48,7 @@ def group_repeats(runs: Sequence[Run]) -> dict[str, list[Run]]:
             known_variants = variants.setdefault(key, [])
             if known not in known_variants:
                 known_variants.append(known)
-            # The first kind of runs keeps the plain key.
+            # The first variant keeps the plain key.
             number = known_variants.index(known) + 1
             key = key if number == 1 else f"{key}-{number}"
         groups.setdefault(key, []).append(run)
@@ -62,14 +62,14 @@ def _is_measured(run: Run) -> bool:
 def incomparable_facts(a: Run, b: Run) -> list[Difference]:
     """Return the facts that forbid a ratio between two rows; empty if nothing does.
 
-    The micro-batch may differ between rows that each run at their own largest one, the sequence between rows at their
-    own longest one, and so may what a row is there to show: ratios are of tokens per second. Facts known only from the
-    run (versions, GPUs, the batch that the engine ran) are compared if both rows were measured.
+    Ratios are of tokens per second, so micro-batches may differ between rows that each use their largest, sequences
+    between rows that each use their longest, and so may what a row is meant to show. Facts known only from the run
+    (versions, GPUs, the batch that the engine ran) are compared if both rows were measured.
     """
     requested = [
         facts(run.trial, leave_out=("config", "name", "engine", "variables", "repeat", "inspection")) for run in (a, b)
     ]
-    # Ranks of hosts are known of jobs on several hosts: against one host num_nodes differs already.
+    # Only jobs on several hosts have ranks of hosts; compared with one host, num_nodes already differs.
     if None in (each["ranks_of_nodes"] for each in requested):
         requested = [{**each, "ranks_of_nodes": None} for each in requested]
     found = {each.fact: each for each in differences(*requested)}
@@ -79,18 +79,18 @@ def incomparable_facts(a: Run, b: Run) -> list[Difference]:
         for each in differences(run_facts(a), run_facts(b)):
             if REQUESTED_AS.get(each.fact, each.fact) not in found:
                 found[each.fact] = each
-    # Where both rows were measured, run_facts has compared it.
+    # If both rows were measured, run_facts has compared it.
     elif a.row.method_version != b.row.method_version:
         found["method_version"] = Difference("method_version", a.row.method_version, b.row.method_version)
-    # Last, since the facts of the runs differ too in what was varied.
+    # Last, since the runs' facts also differ in what was varied.
     allowed = may_differ(a.trial, b.trial)
     return [each for each in found.values() if each.fact not in allowed]
 
 
 def may_differ(a: Trial, b: Trial) -> set[str]:
-    """Return the facts that may differ between two rows: what a row is there to show, and a searched size.
+    """Return the facts that may differ between two rows: what a row is meant to show, and a searched size.
 
-    A row may show how a step is computed, what an axis sets, a file's batch, or ranks that share data.
+    A row may be meant to show how a step is computed, what an axis sets, a file's batch, or ranks that share data.
     """
     names = set[str]()
     for trial in (a, b):
@@ -112,7 +112,7 @@ def may_differ(a: Trial, b: Trial) -> set[str]:
 
 
 def run_facts(run: Run) -> dict[str, Any]:
-    """Return the facts that decide a measurement and are known only from the run, by name."""
+    """Return the facts that affect a measurement and are known only from the run, by name."""
     row, ranks = run.row, run.stored.ranks if isinstance(run.stored, TrialRecord) else ()
     names = [each.device_name for each in ranks] or [row.device or row.accelerator] * row.num_gpus
     rank = next(iter(ranks), None)
@@ -173,7 +173,7 @@ def unique_labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _distinguishing_facts(runs: Sequence[Run]) -> list[str]:
-    """Return the facts that distinguish the runs, as text for each; DeepSpeed settings only if nothing else differs."""
+    """Return the text that distinguishes each run; it has DeepSpeed settings only if other facts do not suffice."""
     measured = all(run.row.device for run in runs)  # a failed row lacks the facts of a run
     known = []
     for run in runs:

@@ -1,8 +1,8 @@
 """Confidence intervals of throughputs and their ratios (docs/reading.md, "How rows are told apart").
 
 The sample is the run, not the step. Steps of one run share its clocks, its temperature and its place in memory, so they
-are not independent, and to count them as samples finds differences that do not exist. Rows of one comparison are
-analysed together (:class:`RowRatios`), rows of two results, which share no rounds, by Welch's interval
+are not independent; counting them as samples finds differences that do not exist. Rows of one comparison are analysed
+together (:class:`RowRatios`); rows of two results, which share no rounds, by Welch's interval
 (:func:`ratio_interval`). All computations are on logarithms: means are geometric means, differences are ratios.
 """
 
@@ -18,17 +18,17 @@ from typing import Any
 FEWEST_RUNS = 3
 """Number of runs of a row below which nothing is tested."""
 ERROR_RATE = 0.05
-"""The accepted fraction of tables of equal rows that show a false difference; 1 less the confidence."""
+"""Accepted fraction of tables of equal rows that show a false difference; 1 minus the confidence."""
 _TABLE_LEVEL = 0.028
-"""Level of the claims about a table of three rows or more: of those against the baseline together, and of those between
-all pairs together. It is below ``ERROR_RATE``, as ``bench/false_differences.py`` shows what noise adds to it."""
+"""Family level in a table of three rows or more: for all comparisons with the baseline, and again for all pairs. It is
+below ``ERROR_RATE`` because noise adds to it, as ``bench/false_differences.py`` shows."""
 _TEST_LEVEL = 0.01
-"""Significance level of the test whether rounds differ, and of the tests of all rows whether one varies more than the
+"""Significance level of the test for differing rounds, and of all tests together for a row that varies more than the
 others."""
 _MIN_FREEDOM_WITH_BLOCKS = 4
-"""Degrees of freedom of the noise that must remain if rounds are taken as blocks."""
+"""Degrees of freedom that must remain for the noise if rounds are blocks."""
 _MAX_BLOCKS = 200
-"""Number of rounds above which they are not taken as blocks: only the trend is fitted."""
+"""Number of rounds above which they are no blocks and only the trend is fitted."""
 _MAX_RATIO_ON_SHARED_PROCESSOR = 2.0
 """Upper end divided by lower end above which an interval on a shared processor is too wide to decide anything."""
 
@@ -43,7 +43,7 @@ class RatioInterval:
     high: float
     degrees_of_freedom: float
     confidence: float = 1 - ERROR_RATE
-    """Of this interval by itself. Among several rows it is higher, since chance makes some of many rows differ."""
+    """Of this interval by itself. It is higher with several rows, since chance makes some of many rows differ."""
     too_wide: bool = False
     """True if it is too wide to decide anything (on the CPU accelerator: more than a factor of two)."""
 
@@ -62,8 +62,8 @@ class RatioInterval:
     def on_shared_processor(self) -> RatioInterval:
         """This interval, marked ``too_wide`` if its ends are more than a factor of two apart.
 
-        Ranks on the CPU accelerator share their processors with all other programs: so large a spread is due to what
-        else ran, and not a property of the rows.
+        Ranks on the CPU accelerator share their processors with all other programs: such a spread comes from what else
+        ran, not from the rows.
         """
         return replace(self, too_wide=self.high > _MAX_RATIO_ON_SHARED_PROCESSOR * self.low)
 
@@ -81,7 +81,7 @@ def sample_std(values: Sequence[float]) -> float | None:
 
 
 def geometric_mean(values: Sequence[float]) -> float | None:
-    """Geometric mean of per-run means, the one estimate of a row everywhere; None without values, 0 if one is 0."""
+    """Geometric mean of per-run means, used everywhere as a row's estimate; None without values, 0 if one is 0."""
     if not values:
         return None
     return math.exp(math.fsum(map(math.log, values)) / len(values)) if min(values) > 0 else 0.0
@@ -90,8 +90,8 @@ def geometric_mean(values: Sequence[float]) -> float | None:
 def ratio_interval(values: Sequence[float], baseline: Sequence[float]) -> RatioInterval | None:
     """Welch's 95 % interval of the ratio of two rows, from the logarithms of their per-run means.
 
-    For rows of two results, which share neither rounds nor a trend; :class:`RowRatios` uses both for rows of one
-    comparison. None below three runs of either row, or if a value is not positive and finite.
+    For rows of two results, which share neither rounds nor a trend; for rows of one comparison :class:`RowRatios` uses
+    both. None if either row has fewer than three runs or a value that is not positive and finite.
 
     Source: B. L. Welch, "The generalization of 'Student's' problem when several different population variances are
     involved", Biometrika 34 (1947); degrees of freedom: F. E. Satterthwaite, "An approximate distribution of estimates
@@ -123,7 +123,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def _exp(exponent: float) -> float:
-    """``math.exp``, but infinity where that would overflow."""
+    """``math.exp``, but infinity instead of an overflow."""
     # math.log of the largest float is 709.78.
     return math.exp(exponent) if exponent < 709 else math.inf
 
@@ -169,23 +169,23 @@ def normal_range_quantile(count: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMean:
-    """The mean of one run, and when it ran."""
+    """The mean of one run, and its place in time."""
 
     mean: float
     round: int
     position: float
-    """Among all runs of the comparison by the time of their start; equal for runs whose order is not known."""
+    """Position by start time among all runs of the comparison; equal for runs whose order is unknown."""
 
 
 class RowRatios:
     """Ratios between the rows of one comparison, estimated from all its runs together.
 
-    Model: the logarithm of a run's mean is the level of its row, plus a linear trend over the order of
-    their starts, plus noise. If rounds differ by more than that (F test at 1 %), they are blocks. The variance of the
-    noise is estimated from all rows together; a row that varies far more than the others (F tests at 1 % in all) has
-    an estimate of its own. An interval covers the ratio of the geometric means, as measured and with the trend removed,
-    and the margin of either. Noise that lasts from run to run is not independent: the shuffled order of the runs
-    (``planner.ordered_for_round``) keeps false differences rare nevertheless (``bench/false_differences.py``).
+    Model: the logarithm of a run's mean is the level of its row, plus a linear trend over the order of the starts, plus
+    noise. If rounds differ by more than that (F test at 1 %), they are blocks. The noise variance is estimated from all
+    rows together; a row that varies far more than the others (F tests at 1 % in all) has its own estimate. An interval
+    covers the ratio of the geometric means, both as measured and with the trend removed, with the margin around each.
+    Noise that lasts from run to run is not independent, but the shuffled order of the runs
+    (``planner.ordered_for_round``) still keeps false differences rare (``bench/false_differences.py``).
 
     Sources: blocks and their preliminary test: T. A. Bancroft, "Analysis and inference for incompletely specified
     models involving the use of preliminary test(s) of significance", Biometrics 20 (1964); several rows: S. Holm, "A
@@ -193,15 +193,15 @@ class RowRatios:
     """
 
     def __init__(self, rows: Mapping[str, Sequence[RunMean]], baseline: str | None) -> None:
-        """Leaves out rows with fewer than three runs or with a mean that is not positive and finite."""
+        """Leave out rows with fewer than three runs or with a mean that is not positive and finite."""
         usable = {key: runs for key, runs in rows.items() if _enough_positive_values([run.mean for run in runs])}
-        # Without a gap, as RunDesign needs it: rows that are left out have no index.
+        # Consecutive, as RunDesign needs them: rows that are left out have no index.
         self._index = {key: index for index, key in enumerate(usable)}
         self._baseline = baseline
         self._level = ERROR_RATE if len(usable) < 3 else _TABLE_LEVEL
         self._levels: dict[str, float] = {}
         self._from_baseline: dict[str, LogDifference] = {}
-        # between() has then no two rows to ask the fit for.
+        # between() then never needs the fit.
         if len(usable) < 2:
             return
         indices = [self._index[key] for key, runs in usable.items() for _ in runs]
@@ -214,12 +214,12 @@ class RowRatios:
             self._levels = dict(zip(self._from_baseline, levels, strict=True))
 
     def between(self, row: str, other: str) -> RatioInterval | None:
-        """The interval of the ratio of ``row`` to ``other``; None if either is left out, or for a row and itself.
+        """Return the interval of the ratio of ``row`` to ``other``; None if either is left out or both are the same.
 
-        For a row and the baseline the level follows Holm's method, so that the interval excludes 1 exactly if that
-        method finds a difference. For two other rows it is Bonferroni's for all pairs of rows: so the fastest row may
-        be compared, although it was not known before which one that is. The level for one row against all others
-        would be too weak: the fastest row is chosen because it is ahead, so that any pair may be the one compared.
+        Between a row and the baseline the level follows Holm's method, so that the interval excludes 1 exactly if that
+        method finds a difference. Between two other rows it is Bonferroni's level for all pairs, so that the fastest
+        row may be compared although nobody knew beforehand which one it is. The level for one row against all others
+        would be too weak: the fastest row is chosen because it is ahead, so any pair may be the one compared.
         """
         if row == other or row not in self._index or other not in self._index:
             return None
@@ -247,12 +247,12 @@ class LogDifference:
 
     @property
     def probability(self) -> float:
-        """Two-sided probability that equal rows differ at least this much, both as measured and adjusted.
+        """Two-sided probability that equal rows differ by at least this much, both as measured and adjusted.
 
         1 if the two differences have different signs.
         """
         smaller = min(abs(self.plain), abs(self.adjusted)) if self.plain * self.adjusted > 0 else 0.0
-        # All runs of each row are equal, so that no difference is due to chance.
+        # All runs of each row are equal, so no difference is due to chance.
         if self.standard_error == 0:
             return 0.0 if smaller else 1.0
         from scipy.special import stdtr
@@ -272,7 +272,7 @@ class LogDifference:
 
 
 def holm_levels(probabilities: Sequence[float], family_level: float) -> list[float]:
-    """The level at which Holm's method tests each hypothesis.
+    """Return the level at which Holm's method tests each hypothesis.
 
     The k-th smallest of n probabilities is tested at ``family_level`` / (n − k + 1). The first that exceeds its level
     ends the method; all larger ones share that level.
@@ -292,13 +292,13 @@ class RunDesign:
     """Row, round and position of every run: everything known of runs besides their measured values."""
 
     def __init__(self, rows: Sequence[int], rounds: Sequence[int], positions: Sequence[float]) -> None:
-        """``rows``: for each run the index of its row, from 0 on without a gap."""
+        """``rows``: for each run the index of its row; indices start at 0 and have no gaps."""
         import numpy as np
 
         self.rows = np.asarray(rows)
         self.run_counts = np.bincount(self.rows).astype(float)
         order = np.asarray(positions, dtype=float)
-        # To a range of 1, the size of the columns of rounds. All positions are equal where no order is known.
+        # Scaled to a range of 1, like the columns of rounds. All positions are equal if no order is known.
         self._trend = ((order - order.mean()) / (np.ptp(order) or 1.0))[:, None]
         numbers = sorted(set(rounds))
         use_blocks = 1 < len(numbers) <= _MAX_BLOCKS
@@ -307,14 +307,14 @@ class RunDesign:
         self._covariates: dict[bytes, tuple[_Covariates, _Covariates | None]] = {}
 
     def fit(self, logs: Any) -> RunFit:
-        """Fits the model. ``logs``: logarithms of the runs' means; one line for each of several independent data sets.
+        """Fit the model. ``logs``: logarithms of the runs' means, one line for each of several independent data sets.
 
         A comparison is one data set; simulations have thousands.
         """
         return RunFit(self, logs)
 
     def row_means(self, values: Any) -> Any:
-        """The mean of each row. The last axis of ``values`` is the runs; the last axis of the result is the rows."""
+        """Return the mean of each row. The last axis of ``values`` is the runs; that of the result is the rows."""
         import numpy as np
 
         sums = np.zeros((*values.shape[:-1], len(self.run_counts)))
@@ -323,9 +323,9 @@ class RunDesign:
         return sums / self.run_counts
 
     def covariates(self, noisy: Any) -> tuple[_Covariates, _Covariates | None]:
-        """The trend by itself; and trend and rounds, None if there are too few runs to estimate both.
+        """Return the trend by itself, and trend with rounds; None for the latter if the runs cannot estimate both.
 
-        ``noisy``: for each row whether it has a noise variance of its own; such rows do not count in the estimate.
+        ``noisy``: for each row, whether it has its own noise variance; such rows do not count in the estimate.
         """
         import numpy as np
 
@@ -354,12 +354,13 @@ class _Covariates:
         # Runs of noisy rows become zeros, which change no slope.
         counted = ~noisy[design.rows]
         left, scales, right = np.linalg.svd(self.within_rows * counted[:, None], full_matrices=False)
-        # A column that others explain has a singular value of rounding size; an absolute limit will do at a range of 1.
+        # A column that others explain has a singular value near rounding error; with columns of range 1, an absolute
+        # limit is enough.
         kept = scales > 1e-9
         self.rank = int(kept.sum())
         self.solution = (right[kept].T / scales[kept]) @ left[:, kept].T
-        """Pseudo-inverse: times the runs' values it gives the slopes."""
-        # Runs less a level for each row, less the slopes.
+        """Pseudo-inverse: its product with the runs' values is the slopes."""
+        # Runs minus one level per row, minus the slopes.
         self.freedom = int(counted.sum() - (~noisy).sum()) - self.rank
 
     def variance_factor(self, row: int, other: int) -> float:
@@ -370,7 +371,7 @@ class _Covariates:
 
 
 class RunFit:
-    """The least-squares fit of rows, trend and, where they differ, rounds to each of several data sets.
+    """The least-squares fit of rows, trend and, if they differ, rounds to each of several data sets.
 
     Arrays have one line for each data set, and one column for each row or run.
     """
@@ -385,7 +386,7 @@ class RunFit:
         self._adjusted, self._variances, self._freedoms = (np.zeros_like(self._means) for _ in range(3))
         self._has_blocks = np.zeros(len(values), dtype=bool)
         self._noisy = np.zeros(self._means.shape, dtype=bool)
-        # A first fit with one variance for all rows, whose residuals show the noisy ones.
+        # The residuals of a first fit, with one variance for all rows, show the noisy rows.
         self._find_noisy_rows(self._fit_sets(np.arange(len(values))))
         self._covariates = []
         # Data sets with the same noisy rows are fitted again together, without these rows in trend and variance.
@@ -394,13 +395,13 @@ class RunFit:
             self._covariates.append((sets, *design.covariates(noisy)))
             if noisy.any():
                 self._fit_sets(np.nonzero(sets)[0])
-        # All other rows have one and the same variance, which min() picks.
+        # All other rows share one variance, which min() picks.
         self._common_variance = np.where(self._noisy, np.inf, self._variances).min(axis=1)
 
     def _fit_sets(self, sets: Any) -> Any:
-        """Fits the data sets of these indices, whose noisy rows are the same ones.
+        """Fit the data sets of these indices, which all have the same noisy rows.
 
-        Returns the sum of squared residuals of each row.
+        Return the sum of squared residuals of each row.
         """
         import numpy as np
         from scipy.special import fdtri
@@ -413,7 +414,7 @@ class RunFit:
         removed, residuals = slopes @ trend.row_means.T, within_rows - slopes @ trend.within_rows.T
         freedom, has_blocks = np.full(len(sets), float(trend.freedom)), np.zeros(len(sets), dtype=bool)
         if blocks is not None:
-            # With rounds as blocks too, kept where they explain more than their number would by chance.
+            # With rounds as blocks too, kept if they explain more than chance would.
             slopes = within_rows @ blocks.solution.T
             residuals_with_blocks = within_rows - slopes @ blocks.within_rows.T
             before, after = ((each[:, counted] ** 2).sum(axis=1) for each in (residuals, residuals_with_blocks))
@@ -424,7 +425,7 @@ class RunFit:
             removed = np.where(has_blocks[:, None], slopes @ blocks.row_means.T, removed)
             residuals = np.where(has_blocks[:, None], residuals_with_blocks, residuals)
             freedom[has_blocks] = blocks.freedom
-        # The variance of each row: its own if it is noisy, else the common one of all the others.
+        # Each row's variance: its own if it is noisy, else the common one.
         squares = self._design.row_means(residuals**2) * self._design.run_counts
         own_freedom = self._design.run_counts - 1
         common_variance = squares[:, ~noisy].sum(axis=1) / freedom
@@ -435,7 +436,7 @@ class RunFit:
         return squares
 
     def _find_noisy_rows(self, squares: Any) -> None:
-        """Finds the rows that vary far more than the others, the noisiest first; at least two rows are left.
+        """Find the rows that vary far more than the others, noisiest first; leave at least two rows.
 
         ``squares``: sums of squared residuals of a fit without noisy rows.
         """
@@ -443,7 +444,7 @@ class RunFit:
         from scipy.special import fdtri
 
         counts = self._design.run_counts
-        # The degrees of freedom are of all rows together: each row gets its share by its runs.
+        # The degrees of freedom belong to all rows together: each row gets a share by its number of runs.
         freedoms = self._freedoms * counts / counts.sum()
         sets, noisy = np.arange(len(squares)), self._noisy
         for _ in range(len(counts) - 2):
@@ -453,14 +454,14 @@ class RunFit:
             rest = np.where(noisy, 0.0, squares).sum(axis=1) - own
             rest_freedom = np.where(noisy, 0.0, freedoms).sum(axis=1) - own_freedom
             limits = fdtri(own_freedom, rest_freedom, 1 - _TEST_LEVEL / len(counts))
-            # Multiplied out, as the rest may be 0, and by rounding below it.
+            # Multiplied out, since the rest may be 0, or below 0 by rounding.
             exceeds = own * rest_freedom > limits * own_freedom * np.maximum(rest, 0.0)
             if not exceeds.any():
                 break
             noisy[sets[exceeds], noisiest[exceeds]] = True
 
     def differences(self, row: int, other: int) -> list[LogDifference]:
-        """The difference between two rows, in each data set."""
+        """Return the difference between two rows in each data set."""
         import numpy as np
 
         # What the estimated slopes add to the variance of the difference.
@@ -474,7 +475,7 @@ class RunFit:
         with np.errstate(invalid="ignore", divide="ignore"):  # Satterthwaite's formula, as in ``_satterthwaite``
             share = variance / (variance + other_variance)
             freedom = 1 / (share**2 / self._freedoms[:, row] + (1 - share) ** 2 / self._freedoms[:, other])
-        # Not finite where both variances are 0: then the degrees of freedom of the fit hold.
+        # Not finite if both variances are 0: then use the fit's degrees of freedom.
         same_noise = ~(self._noisy[:, row] | self._noisy[:, other]) | ~np.isfinite(freedom)
         columns = (
             self._means[:, row] - self._means[:, other],

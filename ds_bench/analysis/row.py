@@ -1,8 +1,8 @@
 """The numbers of one trial: :class:`Row`, as JSON and CSV hold them (docs/metrics.md), and :class:`Run`, a row with its
 record.
 
-A column is declared once: its meaning, where its value comes from, and its unit. ``_gb`` is 2**30 bytes, ``_ms``
-milliseconds; None was not measured.
+A column is declared once, with its meaning, source and unit. ``_gb`` is 2**30 bytes, ``_ms`` milliseconds; None means
+not measured.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .intervals import sample_std
 from .step_costs import NO_COSTS, StepCosts, step_costs, step_parts
 
 MIG_SUFFIX = " (MIG)"
-"""Follows the name of a GPU that is divided into MIG instances."""
+"""Suffix to the name of a GPU that is divided into MIG instances."""
 
 
 # ------------------------------------------------------------------ memory and checkpoints of the whole job
@@ -73,10 +73,10 @@ def node_phase_memory(ranks: Sequence[RankMeasurement]) -> dict[str, NodePhaseMe
 
 def _fullest_node(ranks: Iterable[tuple[str, PhaseMemory]]) -> NodePhaseMemory:
     def peak_share(memory: PhaseMemory) -> int | None:
-        """A rank's part of its node's peak: its own peak less what other processes share.
+        """Return a rank's part of its node's peak: its own peak, with its share of pages used by several processes.
 
-        The kernel keeps no peak of the proportional size. The correction for shared pages and for the processes of a
-        data loader is taken at the end of the phase: it hardly changes within one.
+        The kernel keeps no peak of the proportional size (PSS). The correction for shared pages and data loader
+        processes is taken at the end of the phase, since it hardly changes within one.
         """
         if memory.host_peak_bytes is None or memory.host_end_bytes is None or memory.host_end_pss_bytes is None:
             return None
@@ -93,20 +93,20 @@ def _fullest_node(ranks: Iterable[tuple[str, PhaseMemory]]) -> NodePhaseMemory:
 
 
 def _total(sizes: Iterable[int | None]) -> int | None:
-    """Return the sum; None if one is not known."""
+    """Return the sum; None if any size is unknown."""
     known = list(sizes)
     return None if None in known else sum(filter(None, known))
 
 
 def _largest(sizes: Iterable[int | None]) -> int | None:
-    """Return the largest; None if one is not known, since it may be the largest."""
+    """Return the largest; None if any size is unknown, since it may be the largest."""
     known = list(sizes)
     return None if None in known else max((size for size in known if size is not None), default=None)
 
 
 def checkpoint_costs(ranks: Sequence[RankMeasurement]) -> dict[str, dict[str, Any]]:
-    """Return what each action with a checkpoint cost the whole job: seconds on the slowest rank, bytes written, peak of
-    host memory on the fullest node. Without actions that a rank did not finish."""
+    """Return the cost of each checkpoint action for the whole job: seconds on the slowest rank, bytes written, peak
+    host memory on the fullest node. An action that some rank did not finish is left out."""
     costs: dict[str, dict[str, Any]] = {}
     for name in CHECKPOINT_ACTIONS:
         actions = [rank.checkpoint.get(name, CheckpointAction()) for rank in ranks]
@@ -160,7 +160,7 @@ class Measured:
 
     @cached_property
     def mean_step_seconds(self) -> float | None:
-        """The window, at whose ends the device is synchronised, divided by its steps."""
+        """Length of the window, which begins and ends with a device synchronisation, divided by its steps."""
         return self.slowest.window_seconds / len(self.slowest.step_seconds) if self.slowest else None
 
     @cached_property
@@ -183,7 +183,7 @@ class Measured:
         return self.rank.script if self.rank else None
 
     def seen_per_second(self, name: str) -> float | None:
-        """The sum over all ranks of what a script's micro-batches in the window held, by its time."""
+        """Return the content of a script's micro-batches in the window, over all ranks, per second."""
         if self.script is None or self.slowest is None:
             return None
         seen = [rank.in_window(name) for rank in self.ranks]
@@ -202,16 +202,17 @@ class Measured:
 
     @cached_property
     def flops(self) -> dict[str, Any]:
-        """FLOPs per token by formula where the model's shape is known, else as they were counted; and their rates.
+        """FLOPs per token, by formula if the model's shape is known and else as counted; and their rates.
 
-        The formula comes first, so that all rows of a known model are of one convention: two do not compare.
+        The formula comes first, so that all rows of a known model share one convention; figures of two conventions are
+        not comparable.
         """
         rank, workload, facts, rate = self.slowest, self.trial.workload, self.facts, self.tokens_per_second_per_gpu
         if rank is None or rate is None:
             return {}
         found: dict[str, Any]
         if facts is not None:
-            forward_only = workload.pass_type == "forward"  # a third of both, and nothing is recomputed
+            forward_only = workload.pass_type == "forward"  # a third of forward + backward, and no recomputation
             parts, recomputes = (3, False) if forward_only else (1, workload.activation_checkpointing)
             found = {
                 "model": flops.model_flops_per_token(facts, workload.seq_length) // parts,
@@ -269,7 +270,7 @@ class Measured:
 
     @cached_property
     def gpu_power_watts(self) -> float | None:
-        """Power of all GPUs of the job; None if that of one is unknown."""
+        """Power of all GPUs of the job; None if unknown for any of them."""
         known = [each.mean_power_watts for each in self.record.gpu_windows if each.mean_power_watts is not None]
         return math.fsum(known) if known and len(known) == len(self.record.gpu_windows) else None
 
@@ -299,7 +300,7 @@ class Measured:
         """The host of the rank that the others waited for; None on one node."""
         if len({rank.hostname for rank in self.ranks}) < 2:
             return None
-        # The slowest rank waits least; where waiting was not timed on all ranks, the window decides.
+        # The slowest rank waits least. If waiting was not timed on all ranks, the window decides.
         waits = [[operation.wait_seconds for operation in rank.communication or ()] for rank in self.ranks]
         if all(own and None not in own for own in waits):
             sums = [math.fsum(each for each in own if each is not None) for own in waits]
@@ -317,7 +318,7 @@ class Measured:
 
     @property
     def smallest_gpu_bytes(self) -> int | None:
-        """None if the size of one GPU is not known."""
+        """None if any GPU's size is unknown."""
         sizes = [gpu.memory_total_bytes for gpu in self.environment.gpus] if self.environment else []
         return None if None in sizes else min((size for size in sizes if size is not None), default=None)
 
@@ -329,7 +330,7 @@ class Measured:
     @property
     def mfu(self) -> float | None:
         mfu: float | None = self.flops.get("mfu")
-        # Above 1 it is an error of accounting, which a caveat reports.
+        # Above 1 it is an accounting error, which a caveat reports.
         return mfu if mfu is not None and mfu <= 1 else None
 
     @property
@@ -343,7 +344,7 @@ Source = Callable[[Measured], Any]
 _SCALES = {"ms": 1000.0, "GB": 1 / BYTES_PER_GB, "GB/s": 1 / BYTES_PER_GB, "GB/step": 1 / BYTES_PER_GB, "%": 100}
 """Unit of a column → its size in seconds, bytes or fractions, the units of the sources."""
 _LARGEST = 10**60
-"""More than any measurement; the square of a larger number may be infinite."""
+"""Above any measurement, and low enough that its square is finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +354,7 @@ class Column:
     source: Source
     unit: str
     scale: float | None
-    """Size of a second, a byte or a fraction of 1 in the unit; None for any other unit."""
+    """One second, byte or fraction of 1 in this unit; None for any other unit."""
 
     def __call__(self, schema: dict[str, Any]) -> None:
         schema["unit"] = self.unit
@@ -367,8 +368,8 @@ class Column:
 def column(meaning: str, source: str | Source, unit: str = "", default: Any = None, *, signed: bool = False) -> Any:
     """Declare a column.
 
-    ``source``: a function, or attributes and keys of :class:`Measured` joined by dots; where one of them is None or
-    missing, so is the value. ``default``: ``...`` if every row has it. ``signed``: it may be negative.
+    ``source``: a function, or attributes and keys of :class:`Measured` joined by dots; if one of them is None or a key
+    is missing, the value is None. ``default``: ``...`` if every row has the column. ``signed``: it may be negative.
     """
     names = source.split(".") if isinstance(source, str) else []
 
@@ -387,26 +388,26 @@ def column(meaning: str, source: str | Source, unit: str = "", default: Any = No
 
 
 def text(meaning: str, source: str | Source, default: Any = None) -> Any:
-    """Declare a column of text, of true and false, or of a number without a lower limit."""
+    """Declare a column of text, of booleans, or of numbers without limits."""
     return column(meaning, source, "", default, signed=True)
 
 
 def _built_in(name: str) -> Source:
-    """A field of the workload; None for a script, which decides it itself."""
+    """Return the source of a workload field; None for a script, which decides it itself."""
     return lambda m: getattr(m.trial.workload, name) if m.trial.workload.script is None else None
 
 
 def _later(_measured: Measured) -> None:
-    """A value that is set where rows are compared (``Run.with_row``)."""
+    """Source of a value that is set when rows are compared (``Run.with_row``)."""
 
 
 def _worst(name: str) -> Callable[[Measured], Any]:
-    """The largest value of a field of the ranks that measured it."""
+    """Return the source of a field's largest value over the ranks that measured it."""
     return lambda m: max(measured_values(m.ranks, name), default=None)
 
 
 def _sum(name: str, *, per_step: bool = False) -> Callable[[Measured], Any]:
-    """The sum of a field over all ranks; None if a rank did not measure it."""
+    """Return the source of a field's sum over all ranks; None if a rank did not measure it."""
 
     def value(m: Measured) -> float | None:
         moved = _total(getattr(rank, name) for rank in m.ranks) if m.ranks else None
@@ -416,12 +417,12 @@ def _sum(name: str, *, per_step: bool = False) -> Callable[[Measured], Any]:
 
 
 def _phase(name: str) -> Callable[[Measured], Any]:
-    """Time of one phase of a step on the slowest rank."""
+    """Return the source of the longest time of one phase of a step, over the ranks."""
     return lambda m: max((rank.phase_seconds[name] for rank in m.ranks if name in rank.phase_seconds), default=None)
 
 
 def _ledger(tier: str, category: str) -> Callable[[Measured], Any]:
-    """One cell of the ledger on the fullest rank; None without a ledger, and for a tier that the trial does not use."""
+    """Return the source of a ledger cell, its largest over the ranks; None without a ledger or for an unused tier."""
 
     def value(m: Measured) -> int | None:
         ledgers = [rank.ledger for rank in m.ranks]
@@ -692,11 +693,11 @@ class Row(BaseModel):
     freeze: str | None = text("Names of frozen parameters", "trial.workload.freeze")
 
     caveat_list: tuple[Caveat, ...] = ()
-    """Only in JSON: caveats from the record first, then caveats found from its numbers."""
+    """Only in JSON: caveats stored in the record, then caveats derived from its numbers."""
 
     @property
     def rate_unit(self) -> str:
-        """``tokens/s``; of a script without token ids ``samples/s``, or ``steps/s`` if it shows no samples either."""
+        """``tokens/s``; for a script without token ids ``samples/s``, or ``steps/s`` if it shows no samples either."""
         if self.script is None or not self.success or self.throughput_tokens_per_sec is not None:
             return "tokens/s"
         return "steps/s" if self.throughput_samples_per_sec is None else "samples/s"
@@ -723,7 +724,7 @@ COLUMNS: dict[str, Column] = {
 
 
 def column_type(name: str) -> type:
-    """Return the type of a column's values where they are not None."""
+    """Return the type of a column's values other than None."""
     annotation = Row.model_fields[name].annotation
     kind: type = next(each for each in get_args(annotation) or (annotation,) if each is not type(None))
     return kind
@@ -734,20 +735,20 @@ def column_type(name: str) -> type:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One trial: its row, and what only its record holds, which is empty for a row of a flat file."""
+    """One trial: its row, and what only its record holds (empty for a row of a flat file)."""
 
     row: Row
     stored: TrialRecord | StoredRecord
-    """The record, or where it is. Two runs whose records were not read are of one run folder: their cards and versions
-    are the same, and their losses have been compared."""
+    """The record, or where it is. Two runs whose records were not read come from one run folder: their cards and
+    versions are the same, and their losses have been compared."""
     environment: Environment | None = None
     """Hardware and versions of the host; None if the result does not hold them."""
     round: int | None = None
-    """Number of its round, set where several results are merged; None: the trial's ``repeat``."""
+    """Number of its round, set when several results are merged; None: the trial's ``repeat``."""
 
     @property
     def trial(self) -> Trial:
-        """The trial; for a flat file, as far as the columns describe it."""
+        """The trial; for a flat file, only what the columns describe."""
         return self.stored.trial
 
     @property
@@ -768,7 +769,7 @@ class Run:
 
     @cached_property
     def outcome(self) -> Outcome:
-        """How the trial ended; for a flat file, as far as the columns describe it."""
+        """How the trial ended; for a flat file, only what the columns describe."""
         record = None if self.row.success else self.record
         if record is not None:
             return record.outcome
@@ -783,22 +784,22 @@ class Run:
 
     @property
     def phase_memory(self) -> dict[str, NodePhaseMemory]:
-        """Memory by phase; empty for a row of a flat file, whose columns hold the host's part of it."""
+        """Memory by phase; empty for a row of a flat file, whose columns hold only the host's part."""
         return node_phase_memory(self.ranks)
 
     @cached_property
     def losses(self) -> tuple[float | None, ...]:
-        """The mean over ranks of each step's loss, warm-up steps first; None where a rank's is not finite."""
+        """Mean loss over ranks of each step, warm-up steps first; None if a rank's is not finite."""
         return _mean_losses(self.ranks)
 
     @cached_property
     def weight_change(self) -> tuple[float, ...] | None:
-        """Count sketch of the weights' change by training (worker/weight_change.py)."""
+        """Count sketch of how training changed the weights (worker/weight_change.py)."""
         return _sum_of_sketches([rank.weight_change for rank in self.ranks])
 
     @cached_property
     def early_window(self) -> EarlyWindow | None:
-        """The weights' change over the first steps; None without warm-up steps."""
+        """Change of the weights over the first steps; None without warm-up steps."""
         windows: list[EarlyWindow] = measured_values(self.ranks, "early_window")
         if not windows or len(windows) < len(self.ranks):
             return None
@@ -826,7 +827,7 @@ def make_run(
     if record.trial.workload.lora is not None or record.trial.workload.freeze is not None:
         facts = None  # no FLOP formula covers a model that is trained in part
     measured = Measured(record=record, facts=facts, peak_flops=peak_flops, environment=environment, run_id=run_id)
-    # A mapping as an ordered set: a caveat that was written with the record is not found twice.
+    # A dict as an ordered set: a caveat stored in the record is not listed twice.
     caveats = dict.fromkeys(map(as_caveat, record.caveats))
     if record.ranks:
         found = trial_caveats.trial_caveats(
@@ -842,15 +843,15 @@ def make_run(
 
 
 def _mean_losses(ranks: Sequence[RankMeasurement]) -> tuple[float | None, ...]:
-    """The mean over ranks of each step's loss; None where a rank's is not finite."""
+    """Return the mean loss over ranks of each step; None if a rank's is not finite."""
     count, steps = len(ranks), zip(*(rank.losses for rank in ranks), strict=False)
     return tuple(None if None in step else math.fsum(filter(None, step)) / count for step in steps)
 
 
 def _sum_of_sketches(sketches: Sequence[tuple[float, ...] | None]) -> tuple[float, ...] | None:
-    """The sketch of the whole model's change; each rank's sketch covers its own share of the weights.
+    """Return the sketch of the whole model's change; each rank's sketch covers its own share of the weights.
 
-    None if a rank has none, or sizes differ. The sum is right because a count sketch is linear (Charikar, Chen and
+    None if a rank has none or their sizes differ. The sum is right because a count sketch is linear (Charikar, Chen and
     Farach-Colton, "Finding frequent items in data streams", ICALP 2002).
     """
     known = [sketch for sketch in sketches if sketch is not None]

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def workload_facts(run: Run) -> dict[str, Any]:
-    """Facts that must be equal for two rows to measure the same quantity; None for those that a failed row has not.
+    """Return the facts that two rows must share to measure the same quantity; None for those a failed row lacks.
 
-    The number of steps is not among them: more steps measure the same quantity with less noise. ``ds_config`` is a hash
-    that shows whether the DeepSpeed configuration changed.
+    The number of steps is not one of them: more steps measure the same quantity with less noise. ``ds_config`` is a
+    hash that shows whether the DeepSpeed configuration changed.
     """
     script = {} if run.row.script is None else {"script": run.row.script}
     return {name: getattr(run.row, name) for name in _WORKLOAD_FACTS} | script | {"ds_config": run.row.config_hash}
@@ -43,7 +43,7 @@ def baseline_name(run: Run) -> str:
     texts += [point_text({path: value}) for path, value in unnamed_values(run.trial)]
     by_stage, built_in = facts["strategy"] == f"zero{facts['stage']}", workload.script is None
     parts = (
-        # Written out, so that another default of a flag does not rename baselines that are stored.
+        # Written out, so that a new default of a flag does not rename stored baselines.
         (f"batch{facts['batch_size']}", built_in and facts["batch_size"] != 4),
         (f"seq{facts['seq_length']}", facts["seq_length"] not in (None, 512)),
         (f"accum{facts['grad_accum']}", built_in and facts["grad_accum"] != 1),

@@ -1,7 +1,7 @@
 """The file ``baselines.json`` and its entries: figures that later results are compared with, and their environment.
 
 The file is a JSON object keyed by baseline name. One writer at a time reads and replaces the whole file. It is meant to
-be committed: of the environment it holds only what decides whether two results compare, no host names or variables.
+be committed, so it keeps only what decides whether two results are comparable, no host names or variables.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ class BaselineEntry:
     memory: Memory | None = None
     """``gpu`` or ``host``."""
     tokens_per_sec_runs: tuple[float, ...] = ()
-    """Mean of every run: the samples of the test against noise."""
+    """Mean of each run: the samples for the test against noise."""
     samples_per_sec_runs: tuple[float, ...] = ()
     peak_memory_mb_runs: tuple[float, ...] = ()
     step_variation: float | None = None
-    """Coefficient of variation of step times inside a run."""
+    """Coefficient of variation of step times within a run."""
     workload: Mapping[str, Any] = field(default_factory=dict)
-    """Facts that must be equal in a compared result (``names.workload_facts``)."""
+    """Facts that a compared result must share (``names.workload_facts``)."""
     environment: Environment | None = None
     """Hardware and versions, which must be equal."""
     run_id: str | None = None
-    """Name of the saved run; a result that is checked is expected to have all of its rows."""
+    """Name of the saved run; a result under check must have all of its rows."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -141,7 +141,7 @@ _REMEDY = "restore it from version control, or remove it and save again"
 
 
 def read(path: Path) -> Entries | None:
-    """Return all entries, not validated; None if the file does not exist. Raises UsageError for any other form."""
+    """Return all entries, not validated; None if the file does not exist. Raises UsageError for a malformed file."""
     try:
         data = files.read_bytes(path, _LARGEST_BYTES)
     except FileNotFoundError:
@@ -166,7 +166,7 @@ def read(path: Path) -> Entries | None:
 
 
 def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> None:
-    """Refuse a repeated key, which a merge of two branches may leave: it is not known which one counts."""
+    """Refuse a repeated key, which a merge of two branches may leave: nobody knows which one counts."""
     for name, count in Counter(name for name, _ in pairs).items():
         if count > 1:
             raise ValueError(f"{name!r} is given more than once")
@@ -175,12 +175,12 @@ def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> None:
 def edit(path: Path, change: Callable[[Entries], Entries]) -> None:
     """Replace the entries of the file by ``change(entries)``, atomically.
 
-    A lock serialises writers, so that no writer overwrites another's entries. Raises UsageError if the file is invalid
-    or cannot be written; the file is then unchanged.
+    A lock serialises writers, so that none overwrites another's entries. Raises UsageError if the file is invalid or
+    cannot be written; it is then unchanged.
     """
     try:
         path = path.resolve()  # a link stays one
-        # The lock is on another file: write_json replaces the file itself, and a lock would stay with the old one.
+        # Lock another file: write_json replaces the file itself, and its lock would stay with the old one.
         with _locked(path.with_name(f".{path.name}.lock")):
             # Sorted by name, so that version control shows only the entries that changed.
             write_json(path, dict(sorted(change(read(path) or {}).items())))

@@ -1,4 +1,4 @@
-"""The commands ``advice``, each strategy explained for one model by formula, and ``models``, the built-in models."""
+"""The commands ``advice``, which explains each strategy for one model by formula, and ``models``."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ..units import format_count, format_millions
 
 
 def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int, configs: Sequence[Path] = ()) -> int:
-    """Prints when to use each strategy, and what it saves and costs for this model. Returns 0; raises UsageError.
+    """Print when to use each strategy, and what it saves and costs for this model. Return 0; raises UsageError.
 
-    ``configs``: files and folders of configurations to explain in place of the strategies.
+    ``configs``: files and folders of configurations to explain instead of the strategies.
     """
     facts = _model_facts(model)
     title = f"{facts.name}, {format_millions(facts.parameters)} parameters, {precision}, {num_gpus} GPU(s); by formula"
     terminal.print_text(terminal.escape_controls(title) + "\n")
-    # Without none, which is the same as zero3.
+    # Without the strategy "none", which is the same as zero3.
     offloads = map(strategies.offload_strategy, strategies.OFFLOAD_NAMES[1:])
     catalogue = (*strategies.ZERO_STAGES.values(), *offloads, *strategies.REFERENCES.values())
     configurations = [*map(strategies.make_configuration, catalogue)]
@@ -62,7 +62,7 @@ def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int
 def usable_configurations(
     files: Sequence[ConfigurationFile], maker: FileRowMaker, placement: Placement
 ) -> tuple[list[Configuration], list[str]]:
-    """Return the configurations of files that this placement can run, and why it cannot run the others."""
+    """Return the files' configurations that this placement can run, and why it cannot run the others."""
     usable, refusals = [], []
     for configuration in map(maker.make, files):
         reason = validation.unsupported_reason(configuration, placement)
@@ -74,7 +74,7 @@ def usable_configurations(
 
 
 def _model_facts(model: str) -> ModelFacts:
-    """Facts of a preset, a local folder, or a Hub model that was downloaded before; the network is never used.
+    """Return the facts of a preset, a local folder or an already downloaded Hub model; the network is never used.
 
     Raises UsageError if the model is not found or its parameters cannot be counted.
     """
@@ -82,10 +82,10 @@ def _model_facts(model: str) -> ModelFacts:
     try:
         facts = lookup.resolve_model(model, factory=False, trust_remote_code=False, environment=offline).facts
     except UsageError as error:
-        # A folder that is there was read, so its error is about what it holds.
+        # An existing folder was read, so the error is about its content.
         if Path(model).is_dir():
             raise
-        more = "the folder of a model works too, and the command plan --online asks the Hub"
+        more = "a model's folder works too; plan --online asks the Hub"
         raise UsageError(error.problem, remedy="; ".join(filter(None, [error.remedy, more]))) from None
     if facts is None:
         raise UsageError(
@@ -96,7 +96,7 @@ def _model_facts(model: str) -> ModelFacts:
 
 
 def list_models() -> int:
-    """Prints every preset with the parameters counted from its architecture. Returns 0."""
+    """Print every preset with the parameters counted from its architecture. Return 0."""
     shorter = short_names()
     terminal.print_text(
         f"{'preset':<30} {'architecture':<12} {'parameters':>16} {'':>9} "

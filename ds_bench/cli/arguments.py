@@ -67,7 +67,7 @@ ALIASES_TEXT = "names from other tools:\n" + "\n".join(
 
 
 def build_parser(family: Family, prog: str) -> argparse.ArgumentParser:
-    """The parser of one script."""
+    """Build the parser of one script."""
     zero = family == "zero"
     parser = Parser(
         prog=prog,
@@ -83,10 +83,10 @@ def build_parser(family: Family, prog: str) -> argparse.ArgumentParser:
 
 
 def add_flags_over_recipe(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of the scripts without defaults: one that is given replaces a value of the recipe."""
+    """Add the scripts' flags without defaults: a given flag replaces a value of the recipe."""
     before = len(parser._actions)
     _add_flags(parser, "recipe")
-    # Without a default, the attribute shows that the flag was typed; a default would replace the recipe's value.
+    # Without a default, only typed flags have an attribute; a default would replace the recipe's value.
     for action in parser._actions[before:]:
         action.default = argparse.SUPPRESS
 
@@ -149,7 +149,7 @@ def _add_flags(parser: argparse.ArgumentParser, family: Family) -> None:
 
 
 def flag_of(name: str, **other: Any) -> dict[str, Any]:
-    """The arguments of ``add_argument`` for the flag of an option. ``other``: those that a command has instead."""
+    """Return the arguments of ``add_argument`` for an option's flag. ``other``: a command's own, which win."""
     option = OPTIONS[name]
     arguments: dict[str, Any] = {"help": option.help, "default": option.default}
     if option.kind is bool:
@@ -166,21 +166,21 @@ def flag_of(name: str, **other: Any) -> dict[str, Any]:
 
 
 def to_options(family: Family, values: argparse.Namespace) -> Options:
-    """The parsed flags as Options.
+    """Convert the parsed flags to Options.
 
-    Raises UsageError if two of them contradict each other, and for a value of an axis or of a file that cannot be used.
+    Raises UsageError if two of them contradict each other, or for an unusable value of an axis or in a file.
     """
     from ..config import axis_rows, deepspeed_config
 
     given: dict[str, Any] = vars(values).copy()
     given.pop("local_rank")
     given["retry"] = split_names(given["retry"])
-    # Of --stages and --stage each script has one.
+    # Each script has only one of --stages and --stage.
     for name in ("stages", "strategies", "configs", "profiles", "profile_ranks", "env"):
         given[name] = tuple(given.get(name) or ())
     if not given["stages"] and not given["strategies"] and not given["configs"]:
         given |= DEFAULT_ROWS[family]
-    # Each once: rows are identified by their names, and --resume types --env again.
+    # Remove duplicates: rows are identified by their names, and --resume types --env again.
     for name in ("stages", "strategies", "env"):
         given[name] = tuple(dict.fromkeys(given[name]))
     given["ds_config"] = deepspeed_config.read_changes(given["ds_config"])
@@ -192,7 +192,7 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
 
 
 def parse(family: Family, prog: str, arguments: Sequence[str]) -> Options:
-    """The flags as Options. Raises UsageError; exits with 0 on --help."""
+    """Parse the flags into Options. Raises UsageError; exits with 0 on --help."""
     return to_options(family, build_parser(family, prog).parse_args(list(arguments)))
 
 
@@ -208,12 +208,12 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, **arguments})
 
     def error(self, message: str, near: str | None = None) -> NoReturn:
-        """Raises UsageError. ``near``: what was probably meant."""
+        """Raise UsageError. ``near``: what was probably meant."""
         problem = message.removeprefix("argument ")  # argparse's own word
         raise UsageError(problem, remedy=f"did you mean {near}?" if near else f"see {self.prog} --help")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuses what it does not know, where argparse would leave that to the parser above a subcommand's."""
+        """Refuse unknown arguments here; argparse would leave them to the parent of a subcommand's parser."""
         values, unknown = super().parse_known_args(self._with_own_flags(args), namespace)
         # Only the parser of run has this default: its arguments are kept in run.json.
         if self.get_default("typed") is not None:
@@ -248,7 +248,7 @@ class Parser(argparse.ArgumentParser):
         # argparse drops the value of --flag=-- and checks neither its type nor how many are left.
         if action.option_strings and "--" in arg_strings:
             self.error(f"{'/'.join(action.option_strings)} -- has no value")
-        # Split before argparse checks each word against the choices. A text of only commas stays, to be refused there.
+        # Split before argparse checks each word against the choices; it then refuses a text of only commas.
         if action.nargs == "+" and action.choices is not None:
             arg_strings = [part for text in arg_strings for part in text.split(",") if part] or arg_strings
         return super()._get_values(action, arg_strings)
@@ -275,7 +275,7 @@ AUTO = "auto"
 
 
 def number(kind: type, limits: Mapping[str, Any] = COUNT, auto: bool = False) -> Callable[[str], Any]:
-    """Return what reads a number within limits, named as pydantic names them. ``auto``: whether that is taken too."""
+    """Return a parser for a number within limits, named as in pydantic. ``auto``: whether to accept "auto" too."""
     least, above = limits.get("ge", -math.inf), limits.get("gt", -math.inf)
     range_text = f"from {least} to below {limits['lt']}" if "lt" in limits else f"above {above}"
     what = f"a whole number of {least} or more" if kind is int else f"a number {range_text}"
@@ -297,7 +297,7 @@ def number(kind: type, limits: Mapping[str, Any] = COUNT, auto: bool = False) ->
 
 
 def image_size(text: str) -> tuple[int, int]:
-    """Width and height in pixels: ``1024x768``, or one number for a square."""
+    """Parse width and height in pixels: ``1024x768``, or one number for a square."""
     parts = text.lower().split("x")
     if len(parts) > 2 or not all(part.isdecimal() and 0 < int(part) <= MAX_NUMBER for part in parts):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a size in pixels, for example 1024x768")
@@ -305,14 +305,14 @@ def image_size(text: str) -> tuple[int, int]:
 
 
 def path(text: str) -> Path:
-    """A path. An empty text, which a shell variable without value leaves, would be the current folder."""
+    """Parse a path. An empty text, as left by an unset shell variable, would mean the current folder."""
     if not text.strip():
         raise argparse.ArgumentTypeError(EMPTY_PATH)
     return Path(text)
 
 
 def deepspeed_version(text: str) -> str:
-    """A supported version: ``0.18``, ``0.18.2``."""
+    """Parse a supported version: ``0.18``, ``0.18.2``."""
     minor = re.fullmatch(r"(\d+\.\d+)(\.\d+)?", text)
     if minor is None or minor[1] not in MINOR_VERSIONS:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is none of {', '.join(MINOR_VERSIONS)}, or a release of them")
@@ -328,7 +328,7 @@ def factory(text: str) -> str:
 
 
 def shard(text: str) -> Shard:
-    """A part of a plan: ``3/8``."""
+    """Parse a part of a plan: ``3/8``."""
     try:
         return Shard.parse(text)
     except ValueError as error:
@@ -340,16 +340,16 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "checkpoint_path": lambda text: str(path(text).absolute()),
     "shard": shard,
 }
-"""What reads the values of options that have a form of their own."""
+"""Parsers of options whose values have their own format."""
 
 
 def split_names(text: str) -> tuple[str, ...]:
-    """The names in a text, separated by commas."""
+    """Return the comma-separated names in a text."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def names_from(*choices: str) -> Callable[[str], tuple[str, ...]]:
-    """Some of ``choices``, separated by commas."""
+    """Return a parser for some of ``choices``, separated by commas."""
 
     def convert(text: str) -> tuple[str, ...]:
         names = tuple(dict.fromkeys(split_names(text)))

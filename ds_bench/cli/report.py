@@ -1,4 +1,4 @@
-"""The command ``report``: results read from files, pooled if they are repeats, and shown again without a GPU."""
+"""The command ``report``: read results from files, pool repeats, and show the report again without a GPU."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def report(
         if output_format not in ("table", "markdown"):
             raise UsageError(f"--markdown and --format {output_format} together", remedy="give one of them")
         output_format = "markdown"
-    # Paths that cannot be written are refused before anything is read.
+    # Refuse paths that cannot be written before reading anything.
     if output is not None and output_format not in ROW_FORMATS:
         raise UsageError("--output is a file of rows", remedy=f"add --format, one of {', '.join(ROW_FORMATS)}")
     if output_format == "parquet" and output is None and sys.stdout.isatty():
@@ -66,7 +66,7 @@ def report(
     if plots is not None and plots.exists() and not plots.is_dir():
         raise UsageError(f"--plots {plots} is not a folder", remedy="give a folder")
 
-    # Among thousands of objects that stay, garbage collection would take a third of the time.
+    # With thousands of objects that stay alive, garbage collection would take a third of the time.
     gc.disable()
     try:
         reports = build_reports(
@@ -78,15 +78,15 @@ def report(
     finally:
         gc.freeze()
         gc.enable()
-    # Before anything is printed: a whole table would hide why no configuration is written.
+    # Before anything is printed: below a whole table, nobody would see why no configuration is written.
     exported = None if export is None else _row_to_export(reports, export)
-    # The results are printed before any file is written: a full disk does not hide the answer.
+    # Print the results before writing any file, so that a full disk does not hide the answer.
     if output_format in ROW_FORMATS:
         _write_rows(reports, output_format, output)
     else:
         print_reports(reports, sys.stdout, as_markdown=output_format == "markdown", verbose=verbose)
     if html is not None:
-        from ..report import html_report  # as plots and exports: most reports need none of them
+        from ..report import html_report  # like plots and exports: most reports need none
 
         page = html_report.render_page(reports, f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, ds_bench {__version__}")
         write_output("--html", html, page)
@@ -99,7 +99,7 @@ def report(
 
         folder = Path(exported_configuration.folder_name(row.configuration.name))
         assert row.last_run.record is not None, "_row_to_export chose a row with a record"
-        # The last run that trained; a row without any is exported as it was tried, and its README says so.
+        # The last run that trained. If none did, the row is exported as it was tried, and its README says so.
         environment = next(iter(of.environments), None)
         for path in exported_configuration.write_exports(row.last_run.record, folder, environment):
             terminal.print_text(f"config {path}", sys.stderr)
@@ -110,7 +110,7 @@ def report(
 
 
 def check_output(flag: str, path: Path) -> None:
-    """Raises UsageError for a path that cannot be a file, before anything is read."""
+    """Raise UsageError for a path that cannot be a file, before anything is read."""
     if path.is_dir():
         raise UsageError(f"{flag} {path} is a folder", remedy="give a file name")
     if not path.parent.is_dir():
@@ -118,9 +118,9 @@ def check_output(flag: str, path: Path) -> None:
 
 
 def write_output(flag: str, path: Path, content: str | bytes) -> None:
-    """Writes the file. Raises UsageError where it cannot be written."""
+    """Write the file. Raises UsageError if it cannot be written."""
     try:
-        # Text replaces the file at once, by a rename; a Parquet file is written in its place.
+        # Text replaces the file atomically, by a rename; Parquet is written in place.
         if isinstance(content, str):
             write_text(path, content)
         else:
@@ -138,7 +138,7 @@ def flat_rows_of(reports: Sequence[ComparisonReport]) -> list[dict[str, Any]]:
 def _write_rows(reports: Sequence[ComparisonReport], output_format: str, output: Path | None) -> None:
     """Write the flat rows to a file, else to standard output. Raises UsageError.
 
-    In JSON each row has the recommendation of its comparison too.
+    In JSON each row also has the recommendation of its comparison.
     """
     rows = flat_rows_of(reports)
     content: str | bytes
@@ -174,15 +174,15 @@ def build_reports(
     """Return one report per workload and machine, with repeats from several files pooled. Raises UsageError.
 
     ``paths``: empty: the latest run below ``results``.
-    If ``relative_to`` or ``goal`` is None, the run's own is used; of several runs, the first known one.
-    ``tell``: called with each note on a result that is left out; every report has these notes too.
+    If ``relative_to`` or ``goal`` is None, the run's own is used; with several runs, the first one known.
+    ``tell``: called with a note on each result that is left out; every report has these notes too.
     """
     results, notes = [], []
     for path in (paths := paths or [latest_run()]):
         try:
             results.append(load_results.load(path, whole=len(paths) > 1))
         except load_results.NoTrialsError as error:
-            # A single result without trials is an error; among several, as of results/runs/*, the others are shown.
+            # A single result without trials is an error. Among several, as with results/runs/*, show the others.
             if len(paths) == 1:
                 raise
             notes.append(f"{error.problem}: left out")
@@ -217,9 +217,9 @@ def build_reports(
 
 
 def _flags_of_run(group: ResultGroup) -> tuple[str | None, str | None, OpenCommand | None]:
-    """Goal and baseline row from the flags or the recipe of the run, and the command that goes on with it.
+    """Return goal and baseline row from the run's flags or recipe, and the command that resumes it.
 
-    None for what the run does not record; the command only if all rows come from one run folder.
+    None for what the run does not record; no command unless all rows come from one run folder.
     """
     folder = group.sources[0] if len(group.sources) == 1 and (group.sources[0] / RUN_FILE).is_file() else None
     if group.recipe:
@@ -247,7 +247,7 @@ def _flags_of_run(group: ResultGroup) -> tuple[str | None, str | None, OpenComma
 
 
 def _write_charts(reports: Sequence[ComparisonReport], folder: Path) -> None:
-    """Raises UsageError where the charts cannot be written."""
+    """Raises UsageError if the charts cannot be written."""
     from ..report.charts import save_charts
     from ..report.comparison_charts import charts_of
 
@@ -269,10 +269,10 @@ def _write_charts(reports: Sequence[ComparisonReport], folder: Path) -> None:
 def _row_to_export(reports: Sequence[ComparisonReport], name: str) -> tuple[ComparisonReport, ComparisonRow]:
     """Return the row of that name, from the first report that holds its configuration.
 
-    Says on standard error which one it is, if several rows match the name. Raises UsageError if none can be exported.
+    If several rows match the name, print to standard error which one it is. Raises UsageError if none can be exported.
     """
     rows = [row for each in reports for row in each.comparison.rows]
-    # Over all reports together, so that an exact name in one goes before a similar name in another; by identity,
+    # Search all reports together, so that an exact name in one beats a similar name in another. Compare by identity,
     # since reports may have equal rows.
     called = {id(row) for row in rows_called(rows, name)}
     matching = [(each, row) for each in reports for row in each.comparison.rows if id(row) in called]

@@ -1,7 +1,7 @@
-"""Reads values of axes from text, and makes rows of them: every combination that differs.
+"""Reads axis values from text and makes rows from them, one for each combination that differs.
 
-Axes change what the strategy or file sets; ``--ds-config`` and ``--set`` come last. An axis and a flag that set the
-same key contradict each other.
+Axes change what the strategy or file sets; ``--ds-config`` and ``--set`` come last. It is an error if an axis and a
+flag set the same key.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .deepspeed_config import merge, nested, paths_of
 from .spec import Requirements
 
 MAX_ROWS = 64
-"""Most rows of a comparison."""
+"""Maximum number of rows in a comparison."""
 # float() would also take nan, inf and 1_000.
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 # For remedies only: other spellings of a switch are refused.
@@ -84,7 +84,7 @@ def read_values(name: str, texts: Sequence[str]) -> AxisValues:
 
 
 def find_axis(name: str) -> Axis:
-    """Return the axis of that name. Raises UsageError, with the nearest name, for an unknown one."""
+    """Return the axis of that name. For an unknown one raises UsageError with the nearest name."""
     if name in AXES:
         return AXES[name]
     # Users know DeepSpeed's keys: stage3_prefetch_bucket_size.
@@ -123,7 +123,7 @@ def describe_values(axis: Axis) -> str:
 
 
 def acts(axis: Axis, row: RowFacts) -> bool:
-    """Return whether an axis changes anything in rows of this row."""
+    """Return whether an axis changes anything in rows made from this one."""
     optimizer, param = row.offload_optimizer, row.offload_param
     needed = {"optimizer": optimizer, "optimizer or parameters": optimizer or param, "nvme": optimizer == "nvme"}
     offloads = axis.offload is None or needed[axis.offload]
@@ -185,7 +185,7 @@ def row_label(base: str, values: AxisValues) -> str:
 
 
 def split_name(name: str) -> tuple[str, AxisValues]:
-    """The inverse of :func:`row_name`. Return a name without axes unchanged, and no values."""
+    """Invert :func:`row_name`. A name without axes is returned unchanged, with no values."""
     base, *parts = name.split("+")
     try:
         return base, tuple(read_values(axis, [value])[0] for axis, _, value in (part.partition("=") for part in parts))
@@ -194,9 +194,9 @@ def split_name(name: str) -> tuple[str, AxisValues]:
 
 
 def setting_of(values: AxisValues, facts: RowFacts) -> Setting:
-    """Return what the values together set in a row. Raises UsageError if one cannot, or two contradict each other.
+    """Return what the values together set in a row. Raises UsageError if one cannot be set or two contradict.
 
-    They are applied in the order of the table, as ZenFlow's intervals follow from the accumulation.
+    They are applied in the order of ``AXES``, since ZenFlow's intervals depend on the accumulation.
     """
     total = Setting()
     setters: list[tuple[str, Any, AxisValue]] = []
@@ -212,7 +212,7 @@ def setting_of(values: AxisValues, facts: RowFacts) -> Setting:
             setters.append((path, set_to, value))
         first, second = total.requires, setting.requires
         total = Setting(
-            # merge keeps None, which is to remove a key of the row's configuration; overlay would drop it.
+            # merge keeps None, which removes a key from the row's configuration later; overlay would drop it.
             config=merge(total.config, setting.config),
             workload={**total.workload, **setting.workload},
             variables={**total.variables, **setting.variables},
@@ -228,7 +228,7 @@ def setting_of(values: AxisValues, facts: RowFacts) -> Setting:
 
 
 def _setting(value: AxisValue, facts: RowFacts) -> Setting:
-    """Return what one value sets, with what it needs."""
+    """Return what one value sets and requires."""
     axis = value.axis
     try:
         if axis.compute is not None:
@@ -258,7 +258,7 @@ def _overlap(path: str, other: str) -> bool:
 
 
 def require_no_override(selected: Sequence[AxisValues], other: str, changes: Mapping[str, Any]) -> None:
-    """Raise UsageError if changes to every configuration, which ``other`` names, hold a key that an axis sets."""
+    """Raise UsageError if an axis sets a key that ``changes``, made to every configuration by ``other``, also set."""
     changed = [path for path, _ in paths_of(changes)]
     for values in selected:
         axis = values[0].axis

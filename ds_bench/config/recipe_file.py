@@ -1,8 +1,8 @@
-"""Reads and writes the text of a recipe: YAML as plain values, with the line of each key.
+"""Reads and writes recipes: YAML as plain values, with the line of each key.
 
-Of YAML only what a recipe needs is read, so that a short file cannot become a huge value: anchors and aliases, tags,
-several documents, keys given twice, and large or deeply nested files are refused. Plain scalars follow YAML 1.2:
-``1e-4`` is a number, and ``no`` and ``on`` are texts.
+It reads only the YAML that a recipe needs, so that a short file cannot become a huge value: anchors and aliases, tags,
+several documents, repeated keys, and large or deeply nested files are refused. Plain scalars follow YAML 1.2:
+``1e-4`` is a number; ``no`` and ``on`` are strings.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Data = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeText:
-    """The values of a recipe as written, before any of them is checked."""
+    """The values of a recipe as written, unchecked."""
 
     name: str
     """The file, for messages; empty without a file."""
@@ -48,11 +48,11 @@ class RecipeText:
 
     @classmethod
     def of_stored(cls, stored: Mapping[str, Any]) -> RecipeText:
-        """The recipe that a run's ``run.json`` keeps."""
+        """Return the recipe stored in a run's ``run.json``."""
         return cls(name="", folder=Path(str(stored.get("folder"))), data=stored["values"])
 
     def place(self, path: KeyPath) -> str:
-        """``recipe.yaml, line 4: `` for a key path, or for the nearest block around it; empty if no line is known."""
+        """Return ``recipe.yaml, line 4: `` for a key path or the nearest block around it; empty without a file."""
         while path and path not in self.lines:
             path = path[:-1]
         line = f", line {self.lines[path]}" if path else ""
@@ -75,7 +75,7 @@ def read_recipe(path: Path) -> RecipeText:
 
 
 def parse_recipe(text: str, name: str = "", folder: Path = Path()) -> RecipeText:
-    """Read the text of a recipe. ``name``: for messages. Raises UsageError with the line."""
+    """Parse a recipe. ``name``: for messages. Raises UsageError with the line."""
     lines: dict[KeyPath, int] = {}
     try:
         data = _read_yaml(text, name, lines)
@@ -92,7 +92,7 @@ def parse_recipe(text: str, name: str = "", folder: Path = Path()) -> RecipeText
 
 
 def parse_setting(text: str) -> tuple[KeyPath, Any]:
-    """Read ``training.seq_len=2048``: a key path and a value. Raises UsageError."""
+    """Parse ``training.seq_len=2048`` into a key path and a value. Raises UsageError."""
     path, separator, value = text.partition("=")
     names = tuple(path.split("."))
     if not separator or not all(names) or len(names) > MOST_LEVELS:
@@ -107,7 +107,7 @@ def parse_setting(text: str) -> tuple[KeyPath, Any]:
 
 
 def with_value(text: RecipeText, path: KeyPath, value: Any) -> RecipeText:
-    """Return the recipe with another value at a key path, in place of a list that the sweep has for it.
+    """Return the recipe with another value at a key path, which also replaces the sweep's list for that path.
 
     Raises UsageError.
     """
@@ -126,7 +126,7 @@ def with_value(text: RecipeText, path: KeyPath, value: Any) -> RecipeText:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Refuses what a recipe does not need at its event, before an alias multiplies anything."""
+    """Refuses YAML that a recipe does not need at the parser event, before an alias multiplies anything."""
 
     def __init__(self, name: str, text: str) -> None:
         super().__init__(text)
@@ -151,7 +151,7 @@ def _refuse(name: str, place: Any, problem: str, remedy: str) -> NoReturn:
 
 
 def _read_yaml(text: str, name: str, lines: dict[KeyPath, int], path: KeyPath = ()) -> Any:
-    """Return the value of a document, and fill in ``lines``. ``path``: its place in the recipe."""
+    """Return the value of a document and fill in ``lines``. ``path``: the document's place in the recipe."""
 
     def value_of(node: Any, path: KeyPath) -> Any:
         if isinstance(node, yaml.ScalarNode):
@@ -187,7 +187,7 @@ def _scalar(name: str, node: Any, path: KeyPath) -> Any:
         _refuse(name, node, f"{text[:20]}… is not a number that a recipe can use", "give a smaller one")
     if _INTEGER.fullmatch(text):
         return int(text)
-    return text if path[:1] == ("axes",) else number  # rows of axes are named after the text: 1e8
+    return text if path[:1] == ("axes",) else number  # names of axis rows keep the text: 1e8
 
 
 # Writing
@@ -201,7 +201,7 @@ def yaml_text(data: Data) -> str:
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Quotes texts that YAML 1.2 reads as numbers, writes lists in one line, and no anchors."""
+    """Quotes strings that YAML 1.2 reads as numbers, writes lists on one line and no anchors."""
 
     def ignore_aliases(self, _data: Any) -> bool:
         return True

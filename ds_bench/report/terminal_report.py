@@ -1,4 +1,4 @@
-"""A report as text: the short answer that ends a run, the whole of it (``--verbose``), and Markdown for an issue."""
+"""A report as text: the short answer that ends a run, the full report (``--verbose``), and Markdown for an issue."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ROW_KINDS = (
     CaveatKind.OTHER_OPTIMIZER,
     CaveatKind.TORCH_ADAM,
 )
-"""Kinds of caveats of single rows that change how a table is read, besides those that disqualify a row."""
+"""Caveats of single rows that change how a table is read, besides those that disqualify a row."""
 _GENERAL_KINDS = (
     CaveatKind.ENVIRONMENT_DIFFERS,
     CaveatKind.MEASURED_APART,
@@ -39,7 +39,7 @@ _GENERAL_KINDS = (
     CaveatKind.SWAP_USED,
     CaveatKind.ONE_GPU,
 )
-"""Kinds of caveats of the whole comparison that do."""
+"""Caveats of the whole comparison that change how a table is read."""
 _SHOWN_KINDS = (
     CaveatKind.MAY_TRAIN_WRONGLY,
     CaveatKind.OTHER_DATA,
@@ -48,7 +48,7 @@ _SHOWN_KINDS = (
     CaveatKind.EVALUATED,
     CaveatKind.LONGEST_POSSIBLE,
 )
-"""Kinds of caveats of single rows that always have a line."""
+"""Caveats of single rows that always get a line."""
 
 
 def print_reports(
@@ -61,8 +61,8 @@ def print_reports(
 ) -> None:
     """Print the reports one after the other, then the tables that compare them.
 
-    If passes other than training steps were timed, print only their table. ``in_short``: print the answer of each of
-    several reports in one line, for a sweep that has just run.
+    If passes other than training steps were timed, print only their table. ``in_short``: print one line per answer if
+    there are several reports, for a sweep that has just run.
     """
     of_passes, brief = combined_table.has_passes(reports), not as_markdown and not verbose
     tables = (combined_table.pass_tables if of_passes else combined_table.model_tables)(reports)
@@ -112,7 +112,7 @@ def _print_lines(lines: Sequence[Line], stream: IO[str]) -> None:
 
 
 def whole_table(report: ComparisonReport) -> Table:
-    """Every row with all columns and its numbered notes; failed rows are red on a terminal."""
+    """Return every row with all columns and its numbered notes; failed rows are red on a terminal."""
     comparison = report.comparison
     numbers = {line: str(number) for number, line in enumerate(report.numbered_notes, 1)}
 
@@ -141,7 +141,7 @@ def _explanations(report: ComparisonReport) -> Table:
 
 
 def whole_report_lines(report: ComparisonReport, width: int, unicode: bool = True) -> list[Line]:
-    """The table with its notes, tables of details, the recommendation, why rows differ, and profiles."""
+    """Return the table with notes, the detail tables, the recommendation, the profiles, and why rows differ."""
     lines = whole_table(report).to_terminal(width, unicode=unicode)
     for table in detail_tables(report.comparison):
         lines += [Line(""), *table.to_terminal(width, unicode=unicode)]
@@ -154,7 +154,7 @@ def whole_report_lines(report: ComparisonReport, width: int, unicode: bool = Tru
 
 
 def render_markdown(report: ComparisonReport) -> str:
-    """A block to paste into an issue: table, notes, recommendation, differences, machines, commands."""
+    """Return a block to paste into an issue: table, notes, recommendation, differences, machines, commands."""
     table = whole_table(report)
     lines = report.recommendation.lines
     parts = [
@@ -208,7 +208,7 @@ def report_lines(report: ComparisonReport, width: int, unicode: bool = True) -> 
 
 
 def short_table(report: ComparisonReport) -> Table:
-    """The rows compared with the recommended one, which has a star; a row that failed has its cause."""
+    """Return the rows next to the recommended one, which has a star; a failed row shows its cause."""
     rows = report.comparison.rows
     trained = [row for row in rows if row.succeeded]
 
@@ -233,9 +233,9 @@ def short_table(report: ComparisonReport) -> Table:
 
 
 def notes_that_matter(report: ComparisonReport) -> list[str]:
-    """The notes that change how the table is read, most serious first, at most ``_MAX_NOTES``; each in a sentence.
+    """Return the notes that change how the table is read: at most ``_MAX_NOTES`` sentences, most serious first.
 
-    The row of the alternative is left out, which says what is wrong with it.
+    The alternative's row is left out: the alternative itself says what is wrong with it.
     """
     comparison, alternative = report.comparison, report.recommendation.alternative
     other_key = None if alternative is None else alternative.values["key"]
@@ -259,7 +259,7 @@ def notes_that_matter(report: ComparisonReport) -> list[str]:
 def _notes_of_rows(
     comparison: Comparison, matters: Callable[[Caveat], bool], *, without: str | None = None
 ) -> Iterator[str]:
-    """One note for each kind of caveat, with the rows that have it but for the row of that key."""
+    """Yield one note per kind of caveat, with the rows that have it. ``without``: key of a row to leave out."""
     rows_by_kind: dict[CaveatKind | str, list[tuple[str, Caveat]]] = {}
     for row in (row for row in comparison.rows if row.key != without):
         for caveat in dict.fromkeys(filter(matters, row.caveats)):
@@ -271,7 +271,7 @@ def _notes_of_rows(
     for labelled in rows_by_kind.values():
         labels = [label for label, _ in labelled]
         texts = dict.fromkeys(caveat.text for _, caveat in labelled)
-        long = any("," in label for label in labels)  # as rows of axes and files have
+        long = any("," in label for label in labels)  # as in rows of axes and files
         named = f"{len(labels)} rows" if long and len(labels) > 2 else format_list(labels, most=4)
         which = "All rows" if len(labels) == len(trained) > 1 else named
         example = f" (here {labels[0]})" if len(texts) > 1 or which == f"{len(labels)} rows" else ""
