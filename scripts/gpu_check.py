@@ -86,9 +86,15 @@ AXES = {
     "states": f"{ZERO} --stages 2 3 --axis bf16_states=off,all",
     "buffers": f"{ZERO} --stages 2 3 --axis buffers=default,trainer_auto,small_buffers",
     "overlap": f"{ZERO} --stages 2 3 --axis overlap_comm=true,false",
-    "optimizer": f"{ZERO} --stages 2 --axis optimizer=adamw,torch_adamw,torch_fused_adamw,lion,muon",
+    "optimizer": f"{ZERO} --stages 2 --axis optimizer=adamw,torch_adamw,torch_fused_adamw,muon",
+    "lion": f"{ZERO} --stages 2 --axis optimizer=lion",
 }
 _SMALL_CARD = "--gpu-memory-limit 0.25 --set zero_optimization.reduce_bucket_size=100000"
+_ONLY_ON_GPUS = {
+    **dict.fromkeys(("tests-quick", "tests"), "they are about the driver and the kernels of a GPU"),
+    "axes-lion": "DeepSpeed's Lion is a CUDA kernel",
+}
+"""Step → why it says nothing on simulated cards."""
 _QUICK_TESTS = "nccl_waits or preloading or driver_in_use or monitor or power_cap or really_full"
 
 
@@ -112,24 +118,18 @@ def list_steps(models: list[str], out: Path) -> Iterator[Step]:
     if count := os.environ.get("NUM_GPUS"):
         devices += ["--num-gpus", count]
 
+    def only_on_gpus(name: str) -> str | None:
+        return _ONLY_ON_GPUS.get(name) if SIMULATED else None
+
     def sizes(model: str) -> list[str]:
         return shlex.split(SIZES.get(short_name(model), SMALL) if REAL else SMALL)
 
     def compare(name: str, model: str, words: str, *more: str, limit: int = 500) -> Step:
         script, *flags = shlex.split(words)
-        command = [
-            PYTHON,
-            str(ROOT / script),
-            "--model",
-            model,
-            *sizes(model),
-            *devices,
-            "--output-dir",
-            str(out / name),
-            "--timeout",  # so that a call that begins with this step finishes a row of it
-            str(limit - 60),
-        ]
-        return Step(name=name, command=[*command, *flags, *more], limit_seconds=limit)
+        command = [PYTHON, str(ROOT / script), "--model", model, *sizes(model), *devices, *flags, *more]
+        # So that a call that begins with this step finishes a row of it.
+        command += ["--output-dir", str(out / name), "--timeout", str(limit - 60)]
+        return Step(name=name, command=command, limit_seconds=limit, left_out=only_on_gpus(name))
 
     def program(name: str, script: str, *words: str) -> Step:
         figures = str(out / name / "figures.json")
@@ -138,21 +138,11 @@ def list_steps(models: list[str], out: Path) -> Iterator[Step]:
     def tests(name: str, *words: str) -> Step:
         # -v names each test in the log, as pytest writes junit.xml at its end. pyproject.toml's settings need plugins,
         # conftest.py needs Hypothesis, and every warning would be an error, also one from another version of a package.
-        command = [
-            PYTHON,
-            "-m",
-            "pytest",
-            str(ROOT / "tests/integration/test_gpu.py"),
-            "-m",
-            "gpu",
-            "-v",
-            "--noconftest",
-        ]
-        command += ["-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", "-o", "filterwarnings=default"]
-        command += [*words, "--junit-xml", str(out / name / "junit.xml")]
+        command = [PYTHON, "-m", "pytest", str(ROOT / "tests/integration/test_gpu.py"), "-m", "gpu", "-v"]
+        command += ["--noconftest", "-p", "no:cacheprovider", *words, "--junit-xml", str(out / name / "junit.xml")]
+        command += ["-o", "addopts=--import-mode=importlib", "-o", "filterwarnings=default"]
         lacks = None if importlib.util.find_spec("pytest") else "pytest is not installed"
-        reason = "they are about the driver and kernels of a GPU" if SIMULATED else lacks
-        return Step(name=name, command=command, limit_seconds=500, left_out=reason)
+        return Step(name=name, command=command, limit_seconds=500, left_out=only_on_gpus(name) or lacks)
 
     def offload(model: str) -> Step:
         disk = os.environ.get("NVME_PATH")
@@ -312,7 +302,7 @@ class Check:
         """Remove what names this machine or its user: host name, folders, UUIDs."""
         text = content.decode(errors="replace")
         for folder, word in ((self.out, "OUT"), (ROOT, "."), (Path.home(), "~")):
-            text = text.replace(str(folder), word) if len(str(folder)) > 1 else text
+            text = re.sub(rf"{re.escape(str(folder))}(?![\w-])", word, text) if len(str(folder)) > 1 else text
         if len(name := platform.node()) > 3:  # a shorter one would hit other words
             text = re.sub(rf"\b{re.escape(name)}\b", "HOST", text)
         text = re.sub(r'"hostname": ?"[^"]*"', '"hostname": "HOST"', text)

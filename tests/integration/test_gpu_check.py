@@ -229,7 +229,7 @@ def test_the_probe_and_a_comparison_on_a_simulated_card_are_read_back(
 ) -> None:
     out, variables = tmp_path / "out", write_plans(tmp_path / "machine", CardPlan())
     variables["PYTHONPATH"] = os.pathsep.join([variables["PYTHONPATH"], str(SUPPORT)])
-    variables |= {"GPU_CHECK_MODELS": "tiny", "STEPS": "probe short", "PYTHON": sys.executable}
+    variables |= {"GPU_CHECK_MODELS": "tiny", "STEPS": "probe short axes-lion", "PYTHON": sys.executable}
     done = subprocess.run(
         [str(ROOT / "scripts/gpu_check.sh"), str(out)],
         env={**os.environ, **variables},
@@ -240,12 +240,15 @@ def test_the_probe_and_a_comparison_on_a_simulated_card_are_read_back(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ranks may be forked: yes" in done.stdout
-    assert "gpu reserved" in done.stdout
+    assert "simulated cards, to try the plumbing" in done.stdout
+    assert "\naxes-lion: left out, DeepSpeed's Lion is a CUDA kernel\n" in done.stdout
+    assert re.search(r"^short +ZeRO-3 +[\d.]", done.stdout, re.MULTILINE), "predicted and measured memory"
     (tmp_path / "elsewhere").mkdir()
     with tarfile.open(tmp_path / "out.tar.gz") as archive:
         archive.extractall(tmp_path / "elsewhere", filter="data")
     folder = tmp_path / "elsewhere/out"
     probe = json.loads((folder / "probe/figures.json").read_text())
+    assert probe["cuda"]["to_gpu_bytes_per_second"] > 0
     (folder / "nvml.json").write_text(json.dumps(probe["nvml"]))
     (gpu,) = gpu_state.read_gpus(NvmlReplay(folder / "nvml.json")).gpus
     assert (gpu.name, gpu.uuid) == ("NVIDIA H100 80GB HBM3", "GPU-0")

@@ -20,6 +20,8 @@ def _change_torch(torch: Any) -> None:
 
     cuda.install(torch)
     tensors.install(torch)
+    if "--multiprocessing-fork" in sys.orig_argv:  # SuperOffload's worker pins memory and uses no card
+        torch.cuda._enter_simulation()
 
 
 def _change_accelerator(module: Any) -> None:
