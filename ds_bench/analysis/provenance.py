@@ -1,4 +1,4 @@
-"""Describes where a result comes from: what was trained on what, the machine, the versions, the command line."""
+"""Describes where a result comes from: the model and devices, the machine, the versions, the command line."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ STEP_NAMES: Mapping[PassType, str] = {
 
 
 def command(family: str | None, arguments: Sequence[str]) -> str:
-    """The command line of a run, quoted for a shell; empty if its family is not known."""
+    """Return a run's command line, quoted for a shell; empty if its family is unknown."""
     words = COMMANDS.get(family or "")
     return shlex.join(["python", *words.split(), *arguments]) if words else ""
 
 
 def flags_to_repeat(options: Options) -> dict[str, list[str]]:
-    """Flags that run code or reach other machines, by the names of their fields; each has its value as a second word.
+    """Return the words of the flags that run code or reach other machines, by field name.
 
-    ``--resume`` wants them typed again: a run folder, which holds the others, may come from somebody else.
+    ``--resume`` wants them typed again: a run folder, which holds the other flags, may come from somebody else.
     """
     flags: dict[str, list[str]] = {}
     if options.trust_remote_code:
@@ -49,7 +49,7 @@ def flags_to_repeat(options: Options) -> dict[str, list[str]]:
     for name in SEVERAL_NODES:
         flag, value = f"--{name.replace('_', '-')}", getattr(options, name)
         values = list(value) if isinstance(value, tuple) else [] if value is None else [str(value)]
-        # argparse would take a word that begins with - for a flag of its own.
+        # argparse would take a word that begins with - for a flag.
         if words := [w for each in values for w in ([f"{flag}={each}"] if each.startswith("-") else [flag, each])]:
             flags[name] = words
     if options.python is not None:
@@ -60,15 +60,15 @@ def flags_to_repeat(options: Options) -> dict[str, list[str]]:
 
 
 def resume_command(options: Options, folder: Path) -> OpenCommand:
-    """The command that goes on with a run. ``options``: of a script's run, or of the first point of a recipe's."""
+    """Return the command that resumes a run. ``options``: those of a script's run, or of a recipe's first point."""
     again = [word for name, words in flags_to_repeat(options).items() if name != "script" for word in words]
     return OpenCommand(invocation.comparison(options.family, ["--resume", str(folder), *again]), options.script)
 
 
 def machine(environment: Environment) -> dict[str, str]:
-    """Facts of the machine that a reader needs to judge figures, by label, in reading order, without unknown ones.
+    """Return the known facts about the machine that a reader needs to judge figures, by label, in reading order.
 
-    Of several hosts each value is listed once, with the hosts that have it where they differ.
+    For several hosts each value is listed once, and with its hosts if they differ.
     """
     if environment.hosts:
         of_hosts = [(each.hostname, machine(each)) for each in environment.hosts]
@@ -103,17 +103,17 @@ def machine(environment: Environment) -> dict[str, str]:
 
 
 def one_line(environment: Environment) -> str:
-    """The facts of :func:`machine` in one line, for Markdown."""
+    """Return the facts of :func:`machine` in one line, for Markdown."""
     return " · ".join(f"{label} {value}" for label, value in machine(environment).items())
 
 
 def title(runs: Sequence[Run]) -> str:
-    """One line on what was trained, on what, and for how many steps."""
+    """Return one line with model, devices, batch and number of steps."""
     return " · ".join(facts(runs))
 
 
 def facts(runs: Sequence[Run]) -> tuple[str, ...]:
-    """Return model, devices, precision, batch and steps, each fact a few words."""
+    """Return model, devices, precision, batch and steps in a few words each."""
     if not runs:
         return ("nothing was run",)
     workload, placement = runs[0].trial.workload, runs[0].trial.placement
@@ -127,7 +127,7 @@ def facts(runs: Sequence[Run]) -> tuple[str, ...]:
         return f"{workload.model}{_trained_share(runs)}", devices, f"{workload.num_steps} steps"
     trials = [run.trial for run in runs]
     axis_fields = {name for trial in trials for name in workload_fields(trial.configuration.axis_values)}
-    # Fields of the workload that axes set to different values in these rows.
+    # Workload fields that axes set to different values in these rows.
     own = {name for name in axis_fields if len({getattr(trial.workload, name) for trial in trials}) > 1}
     precision = "each row's precision" if "precision" in own else workload.precision
     batch = "each row's micro-batch" if "batch_size" in own else f"micro-batch {workload.batch_size}"
@@ -155,16 +155,16 @@ _NAMED = (
     "training.grad_accum", "training.steps", "training.precision", "dataset.seq_len", "dataset.path",
     "launch.num_gpus", "training.pass_type", "training.synchronized",
 )  # fmt: skip
-"""Key paths of recipes whose values a title has in any case."""
+"""Recipe key paths whose values every title has."""
 
 
 def unnamed_values(trial: Trial) -> Iterator[tuple[str, Any]]:
-    """The values of a sweep's point that a title would not show otherwise."""
+    """Return the values of a sweep's point that a title would otherwise not show."""
     return ((path, value) for path, value in trial.point.items() if path not in _NAMED)
 
 
 def _trained_share(runs: Sequence[Run]) -> str:
-    """The size of a model that is trained in part, and how much of it; empty for any other."""
+    """Return the size and trained share of a partially trained model; empty for any other."""
     for row in (run.row for run in runs):
         if row.trainable_parameter_count and row.parameter_count:
             if row.trainable_parameter_count == row.parameter_count:

@@ -24,7 +24,7 @@ Memory = Literal["gpu", "host"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkResult:
-    """The runs of one benchmark taken together. Figures are of the whole job unless noted; None if not measured."""
+    """The pooled runs of one benchmark. Figures are for the whole job unless noted; None if not measured."""
 
     name: str
     """Name of its baseline."""
@@ -33,35 +33,35 @@ class BenchmarkResult:
     samples_per_sec: float | None = None
     """Sequences per second; geometric mean of the successful runs' means."""
     peak_memory_mb: float | None = None
-    """Highest of the runs: peak allocated on the fullest GPU in the measured steps; on the CPU accelerator the peak
+    """Maximum over the runs: peak allocated on the fullest GPU in the measured steps; on the CPU accelerator, peak
     resident memory of a node's ranks."""
     average_memory_mb: float | None = None
     """Mean over the runs, not over time, of the memory in use after the last measured step, when activations are freed:
-    allocated on the fullest GPU; on the CPU accelerator the ranks' proportional set size."""
+    allocated on the fullest GPU; on the CPU accelerator, the proportional set size of a node's ranks."""
     memory: Memory | None = None
     """Kind of memory of the two fields above; None if not known."""
     tokens_per_sec_runs: tuple[float, ...] = ()
-    """Mean of each successful run: the samples of the test against noise."""
+    """Mean of each successful run: the samples for the test against noise."""
     samples_per_sec_runs: tuple[float, ...] = ()
     peak_memory_mb_runs: tuple[float, ...] = ()
     step_seconds: tuple[float, ...] = ()
-    """Measured optimizer steps on the slowest rank, run after run."""
+    """Times of the measured optimizer steps on the slowest rank, run after run."""
     step_variation: float | None = None
-    """Coefficient of variation of step times within a run, the largest of the runs: a rough guide to noise."""
+    """Largest coefficient of variation of step times within a run: a rough guide to noise."""
     status: str = SUCCESS
     """Status of the last run if none succeeded."""
     error: str | None = None
-    """One line on how that run failed."""
+    """Why that run failed, in one line."""
     failed_runs: int = 0
     doubts: tuple[str, ...] = ()
     """Texts of the caveats that disqualify the figures: a loss that is not finite, a strategy that did not run."""
     disturbances: tuple[str, ...] = ()
-    """Texts of the caveats that other programs used the processors: the figures may be too low for that reason."""
+    """Texts of the caveats that other programs used the processors, which may have lowered the figures."""
     workload: Mapping[str, Any] = field(default_factory=dict)
     """See ``names.workload_facts``; empty if not known."""
     environment: Environment | None = None
     run_id: str | None = None
-    """Name of the run, the first of several; rows of one run are expected together in later results."""
+    """Name of the run, or of the first of several; later results must have all rows of a run."""
 
     @property
     def succeeded(self) -> bool:
@@ -76,9 +76,9 @@ class BenchmarkResult:
 def benchmark_result(
     runs: Sequence[Run], environment: Environment | None = None, name: str | None = None
 ) -> BenchmarkResult:
-    """Reduces the runs of one row. ``name``: None takes ``baseline_name``. Raises ValueError without runs."""
+    """Reduce the runs of one row. ``name``: None takes ``baseline_name``. Raises ValueError without runs."""
     if not runs:
-        raise ValueError("runs must hold one run at least")
+        raise ValueError("runs must hold at least one run")
     good = [run for run in runs if run.outcome.success]
     representative = (good or runs)[-1]
     figures: dict[str, Any] = {}
@@ -118,6 +118,6 @@ def benchmark_result(
 
 
 def _caveat_texts(runs: Sequence[Run], chosen: Callable[[CaveatKind], bool]) -> tuple[str, ...]:
-    """Texts of the disqualifying caveats of these kinds, each once."""
+    """Return the texts of the disqualifying caveats of these kinds, without repeats."""
     caveats = (caveat for run in runs for caveat in run.caveats if caveat.disqualifying and chosen(caveat.kind))
     return tuple(dict.fromkeys(caveat.text for caveat in caveats))

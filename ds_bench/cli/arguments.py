@@ -199,9 +199,9 @@ def parse(family: Family, prog: str, arguments: Sequence[str]) -> Options:
 class Parser(argparse.ArgumentParser):
     """A parser that raises UsageError, which is printed in one line like every other error.
 
-    The line names the nearest flag or value where one is near. Flags cannot be abbreviated. They may be written with
-    underscores, and have the ``ALIASES``. Commas may separate lists of values. Where ``typed`` has a default, it holds
-    the arguments as they were typed.
+    The line suggests a flag or value with a similar name. Flags cannot be abbreviated. They may be written with
+    underscores, and have the ``ALIASES``. Commas may separate lists of values. If ``typed`` has a default, it receives
+    the arguments as typed.
     """
 
     def __init__(self, **arguments: Any) -> None:

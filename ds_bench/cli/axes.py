@@ -15,7 +15,7 @@ from ..system import terminal
 
 
 def list_axes(names: Sequence[str], as_json: bool) -> int:
-    """Print the axes of these names, all without names. Return 0. Raises UsageError for an unknown name."""
+    """Print the named axes, or all of them without names. Return 0. Raises UsageError for an unknown name."""
     axes = [find_axis(name) for name in names] or list(AXES.values())
     if as_json:
         terminal.print_json(json.dumps([to_dict(axis) for axis in axes], indent=2, ensure_ascii=False))
@@ -31,12 +31,12 @@ def list_axes(names: Sequence[str], as_json: bool) -> int:
 
 
 def _print_wrapped(text: str, first: str, others: str) -> None:
-    """Print a text in lines of 80 columns that begin with ``first`` and ``others``."""
+    """Print a text in lines of at most 80 columns; the first begins with ``first``, the rest with ``others``."""
     terminal.print_text(textwrap.fill(text, 80, initial_indent=first, subsequent_indent=others))
 
 
 def described(axis: Axis) -> dict[str, str]:
-    """Return the facts about an axis, by short title."""
+    """Return the facts about an axis by short title, without empty ones."""
     sets = [*axis.keys, *(f"the workload's {name}" for name in axis.fields)]
     facts = {
         "values": f"{describe_values(axis)} (default: {axis.default})",

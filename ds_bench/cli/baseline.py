@@ -27,8 +27,8 @@ OK, REGRESSION = 0, 3
 def save_command(results: Sequence[Path], file: Path, tolerance: float | None) -> int:
     """Save every valid row as the baseline of its name. Return 0; raises UsageError if no row is valid.
 
-    ``tolerance``: None keeps an earlier entry's tolerance, else 0.05. A row that is not valid, for example because its
-    loss is not finite, is not saved, and a line says why.
+    ``tolerance``: None keeps an existing entry's tolerance, or takes 0.05. An invalid row, for example one whose loss
+    is not finite, is not saved, and a line says why.
     """
     benchmark_results = _read_results(results)
     for name, count in Counter(result.name for result in benchmark_results).items():
@@ -36,7 +36,7 @@ def save_command(results: Sequence[Path], file: Path, tolerance: float | None) -
             problem = f"two rows are called {name}: they differ in steps, machine or DeepSpeed configuration"
             raise UsageError(problem, remedy="save one result at a time, to a file each (--baselines)")
     valid = [result for result in benchmark_results if _invalid_reason(result) is None]
-    # Without a valid row the file of baselines is not written at all.
+    # Without a valid row, do not write the file of baselines at all.
     saved = gate.save_results(valid, file, tolerance) if valid else []
     with terminal.ignoring_broken_pipe():
         for entry in saved:
@@ -76,12 +76,13 @@ def check_command(
     fail_on: Collection[str] = FAIL_ON_DEFAULT,
     junit: Path | None = None,
 ) -> int:
-    """Compare every row with its baseline. Return 3 if a reason in ``fail_on`` holds for any of them, else 0.
+    """Compare every row with its baseline. Return 3 if a reason in ``fail_on`` applies to any of them, else 0.
 
-    ``junit``: file that gets a test for each row: failed is what exits 3, skipped is what was not judged.
+    ``junit``: file that gets a test for each row: it fails if the row causes exit code 3, and is skipped if the row was
+    not judged.
 
-    Raises UsageError, which is exit code 2, if the file of baselines is missing or bad, and, after the lines are
-    printed, if no row could be compared: such a check must not pass.
+    Raises UsageError (exit code 2) if the file of baselines is missing or invalid or, after printing the lines, if no
+    row could be judged: such a check must not pass.
     """
     if junit is not None:
         check_output("--junit", junit)
@@ -101,7 +102,7 @@ def check_command(
             terminal.print_json(json.dumps(as_data(verdicts, fail_on), indent=1, ensure_ascii=True, allow_nan=False))
         else:
             _print_verdicts(verdicts)
-    # Written before the exit code is decided, since CI shows the tests of a check that fails.
+    # Written before the exit code is decided, so that CI can show the tests of a failed check.
     if junit is not None:
         cases = [
             TestCase(
@@ -112,7 +113,7 @@ def check_command(
             for verdict in verdicts
         ]
         write_output("--junit", junit, junit_text("ds_bench baseline", cases))
-    # A regression in one row goes before the error that no other row could be judged.
+    # A regression in one row takes precedence over the error that no other row could be judged.
     if failed:
         return REGRESSION
     incomparable = [verdict for verdict in verdicts if not verdict.comparable]
@@ -133,8 +134,8 @@ def _was_judged(verdict: BaselineComparison) -> bool:
 
 
 def _reasons(verdict: BaselineComparison) -> set[str]:
-    """Return the reasons of ``FAIL_ON`` that hold for a row."""
-    # The verdict of a missing row is failed too; it must not count under both reasons.
+    """Return the reasons of ``FAIL_ON`` that apply to a row."""
+    # A missing row has failed too, but must not count under both reasons.
     failed = {"missing" if "missing" in verdict.regressions else "regression"} if verdict.failed else set()
     return failed | ({"unmatched"} if verdict.unmatched else set()) | ({"noisy"} if verdict.noisy else set())
 
@@ -165,7 +166,7 @@ def _print_verdicts(verdicts: Sequence[BaselineComparison]) -> None:
         if verdict.failed or verdict.noisy:
             sign = "❌" if verdict.failed else "noisy:"
         terminal.print_text(terminal.escape_controls(f"{sign} {verdict.name}: {verdict.message}"))
-    # Missing rows are comparable and failed as verdicts, but no figures of theirs were compared.
+    # Missing rows count as comparable and failed, but none of their figures was compared.
     missing = sum("missing" in verdict.regressions for verdict in verdicts)
     compared = sum(verdict.comparable and verdict.baseline is not None for verdict in verdicts) - missing
     regressed = sum(verdict.failed for verdict in verdicts) - missing

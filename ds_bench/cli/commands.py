@@ -50,14 +50,14 @@ class Command:
     examples: Sequence[str]
     """What follows the program's name."""
     function: str = ""
-    """``module:function`` below ``ds_bench.cli``; empty for a command of actions."""
+    """``module:function`` below ``ds_bench.cli``; empty for a command with actions."""
     flags: Flags = field(default_factory=dict)
     usage: str | None = None
     actions: Mapping[str, Command] = field(default_factory=dict)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code."""
+    """Run one command and return its exit code."""
     terminal.ensure_streams()
     try:
         files.require_working_folder()
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[Command, dict[str, Any]]:
-    """The command and its flags by name, lists as tuples. Raises UsageError; exits with 0 on --help."""
+    """Return the command and its flags by name, lists as tuples. Raises UsageError; exits with 0 on --help."""
     words, script = list(sys.argv[1:] if arguments is None else arguments), None
     if words[:1] == ["run"] and "--" in words:  # a script and its arguments, which may look like flags
         words, script = words[: (end := words.index("--"))], words[end + 1 :]
@@ -83,14 +83,14 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Command, dict[str, An
 
 
 def function_of(command: Command) -> Callable[..., int]:
-    """The function that runs a command; imports its module."""
+    """Return the function that runs a command; import its module."""
     module, _, name = command.function.partition(":")
     function: Callable[..., int] = getattr(import_module(f".{module}", __package__), name)
     return function
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The parser of all commands. ``prog``: name of the program in its help; None for the name that was typed."""
+    """Build the parser of all commands. ``prog``: name of the program in its help; None for the typed name."""
     parser = Parser(prog=prog or invocation.program(), description="Which DeepSpeed configuration should I train with?")
     parser.add_argument("--version", action="version", version=__version__)
     _add_commands(parser, "command", COMMANDS)
@@ -120,7 +120,7 @@ def _add_commands(parser: argparse.ArgumentParser, kind: str, commands: Mapping[
         added.set_defaults(run=command)
         if name == "run":
             add_flags_over_recipe(added)
-            # With this default the parser keeps the words that were typed, which run.json stores.
+            # With this default the parser keeps the typed words, which run.json stores.
             added.set_defaults(typed=())
 
 
@@ -172,19 +172,18 @@ COMMANDS: Mapping[str, Command] = {
             **_NUM_GPUS,
             "--gpus-per-node": {**_INTEGER, "help": "GPUs of one node (default: all, 8 at most)"},
             "--gpu": {"default": "80GB", "metavar": "CARD",
-                      "help": "a card's name, or the memory of it that the job may use (default: 80GB)"},
+                      "help": "a card's name, or the memory that the job may use on it (default: 80GB)"},
             "--host-memory": {"type": _SECONDS, "metavar": "GB",
-                              "help": "memory of one node, which the strategies must fit in too"},
+                              "help": "host memory of one node, which strategies must also fit in"},
             "--batch-size": {**_INTEGER, "default": 4, "help": "micro-batch per GPU (default: 4)"},
-            "--seq-length": {**_INTEGER, "help": "tokens per sequence (default: 512, or the model's positions where it "
-                                                 "has fewer)"},
-            "--varying-lengths": {**_ON, "help": "sequences have up to --seq-length tokens: wider ranges"},
+            "--seq-length": {**_INTEGER, "help": "tokens per sequence (default: 512, or the model's limit if lower)"},
+            "--varying-lengths": {**_ON, "help": "sequences have up to --seq-length tokens; the predictions get wider"},
             "--axis": flag_of("axes", dest="axes"),
             "--lora": flag_of("lora"),
             "--freeze": flag_of("freeze"),
-            "--image-tokens": {**_INTEGER, "help": "tokens of images in each sequence of a vision-language model"},
+            "--image-tokens": {**_INTEGER, "help": "image tokens in each sequence of a vision-language model"},
             "--image-size": {"type": image_size, "metavar": "WxH",
-                             "help": "pixels of the one image in each sequence (default: 448x448, or the model's own)"},
+                             "help": "pixels of the image in each sequence (default: 448x448, or the model's own)"},
             **_GRAD_ACCUM,
             **_PRECISION,
             "--activation-checkpointing": flag_of("activation_checkpointing"),
@@ -192,33 +191,33 @@ COMMANDS: Mapping[str, Command] = {
                              "default": ALL_STRATEGIES,
                              "help": "strategies to predict (default: all, or none with --configs)"},
             **_CONFIGS,
-            "--keep-batch": {**_ON, "help": "the batch keys of each file of --configs rule"},
+            "--keep-batch": {**_ON, "help": "use the batch keys of each file in --configs"},
             "--min-gpus": {**_ON, "help": "also show how many GPUs each strategy needs"},
             "--max-batch": {**_ON, "help": "also show the largest micro-batch of each strategy"},
             "--quick": {**_ON, "help": "judge rows near the card's memory by a rule, without replaying allocations"},
             "--exact": {**_ON, "help": "replay the allocations of every row (seconds)"},
-            "--export": {**_FOLDER, "help": "write the configuration of every row that fits below this folder"},
-            "--online": {**_ON, "help": "ask the Hub for a name without an organization too"},
+            "--export": {**_FOLDER, "help": "write the configuration of every row that fits to this folder"},
+            "--online": {**_ON, "help": "also ask the Hub for names without an organization"},
             "--trust-remote-code": flag_of("trust_remote_code"),
             "--verbose": {**_ON, "help": "also print memory by category, and assumptions"},
             "--json": {**_ON, "help": "print JSON with sizes in bytes"},
         },
     ),
     "doctor": Command(
-        purpose="is this machine ready? each check with its remedy",
+        purpose="check whether this machine is ready, with a remedy for each problem",
         examples=("", "--nvme-path /mnt/nvme --build"),
         function="doctor:show_findings",
         flags={
             "--nvme-path": {**_FOLDER, "help": "also check this disk's folder"},
             **_CONFIGS,
-            "--hostfile": {**_FILE, "help": "also check its hosts, and how they reach each other"},
+            "--hostfile": {**_FILE, "help": "also check these hosts, and whether they reach each other"},
             "--build": {**_ON, "help": "build the ops that are not built yet (minutes)"},
-            "--python": flag_of("python", help="look at this interpreter's packages and ops, as a script uses them"),
+            "--python": flag_of("python", help="check this interpreter's packages and ops, as a script uses them"),
             **_JSON,
         },
     ),
     "report": Command(
-        purpose="show results again, several together, as text, HTML or plots",
+        purpose="show one or more results again, as text, HTML or plots",
         examples=("--html report.html", "results/runs/* --markdown"),
         function="report:report",
         flags={
@@ -239,7 +238,7 @@ COMMANDS: Mapping[str, Command] = {
         },
     ),
     "compare": Command(
-        purpose="two results row by row, before and after a change",
+        purpose="compare two results row by row, before and after a change",
         examples=(f"{_RUN} {_LATER_RUN}",),
         function="compare:show_changes",
         flags={
@@ -250,7 +249,7 @@ COMMANDS: Mapping[str, Command] = {
         },
     ),
     "baseline": Command(
-        purpose="keep results as baselines; check others against them",
+        purpose="save results as baselines; check later ones against them",
         examples=(f"save {_RUN}", f"check {_LATER_RUN}"),
         actions={
             "save": Command(
@@ -279,7 +278,7 @@ COMMANDS: Mapping[str, Command] = {
         },
     ),
     "advice": Command(
-        purpose="when to use each strategy, and what it saves this model, by formula",
+        purpose="explain when to use each strategy and what it saves, by formula",
         examples=("--model meta-llama/Llama-2-7b-hf --num-gpus 8",),
         function="advice:show_advice",
         flags={
@@ -288,7 +287,7 @@ COMMANDS: Mapping[str, Command] = {
         },
     ),
     "run": Command(
-        purpose="compare what a recipe asks for, one workload or a sweep of many",
+        purpose="run the comparison of a recipe, for one workload or a sweep of many",
         examples=("recipes/llama2_7b.yaml --set training.seq_len=2048", "recipes/tiny_cpu.yaml --dry-run",
                   "--model gpt2 --strategies all",
                   "--configs a.json b.json --num-gpus 2 -- train.py --deepspeed {config}"),
@@ -297,13 +296,13 @@ COMMANDS: Mapping[str, Command] = {
         flags={
             "recipe": {"nargs": "?", "type": path, "metavar": "RECIPE",
                        "help": "YAML file (docs/recipes.md); optional, flags are enough"},
-            "--config": {"type": path, "metavar": "RECIPE", "help": "the same file, as other programs spell it"},
+            "--config": {"type": path, "metavar": "RECIPE", "help": "another way to give RECIPE"},
             "--set": {"action": "append", "default": [], "metavar": "KEY.PATH=VALUE", "dest": "settings",
-                      "help": "a value that replaces the recipe's, e.g. training.seq_len=2048, or DeepSpeed's, e.g. "
+                      "help": "set a key of the recipe, e.g. training.seq_len=2048, or of DeepSpeed, e.g. "
                               "zero_optimization.overlap_comm=false; a list [1024,2048] makes a sweep"},
             "--budget": {"type": _SECONDS, "metavar": "MINUTES",
-                         "help": "begin no further trial after this many minutes, and list what --resume runs"},
-            "--yes": {**_ON, "help": "plan a sweep of more than 10,000 trials"},
+                         "help": "start no trial after this many minutes, and list what --resume would run"},
+            "--yes": {**_ON, "help": "allow a sweep of more than 10,000 trials"},
         },
     ),
     "model-size": Command(
@@ -330,13 +329,12 @@ COMMANDS: Mapping[str, Command] = {
                          "help": "one GPU, or the CPU (default: auto)"},
             "--precision": flag_of("precision"),
             "--no-sync": {**_ON, "help": "wrong on purpose, for teaching: read the clock without waiting for the "
-                                         "device, which then shows how long it takes to launch the work; all its rows "
-                                         "say so"},
+                                         "device, which times only the launch of the work; every row says so"},
             "--output": {"type": path, "metavar": "FILE.csv",
                          "help": "also write the rows to this file, which is replaced"},
             "--output-dir": {**_FOLDER, "help": "folder of the results (default: results)"},
             "--timeout": {"type": _SECONDS, "metavar": "SECONDS",
-                          "help": "end a size that takes longer (default: 3600)"},
+                          "help": "stop a size that takes longer (default: 3600)"},
             "--force": flag_of("force"),
             "--dry-run": {**_ON, "help": "print the plan, run nothing"},
         },
@@ -350,7 +348,7 @@ COMMANDS: Mapping[str, Command] = {
         function="doctor:build_ops",
     ),
     "explain": Command(
-        purpose="why one row needs more memory or time than another",
+        purpose="explain why one row needs more memory or time than another",
         examples=("zero2 zero3", f"none cpu_optimizer {_RUN} --json"),
         function="compare:show_explanation",
         flags={
@@ -366,7 +364,7 @@ COMMANDS: Mapping[str, Command] = {
         flags={"names": {"nargs": "*", "metavar": "NAME", "help": "only these axes (default: all)"}, **_JSON},
     ),
     "check": Command(
-        purpose="what is wrong, ineffective or left open in DeepSpeed configurations, without a GPU",
+        purpose="find what is wrong, ineffective or left open in DeepSpeed configurations, without a GPU",
         examples=("ds_config.json", "configs/*.json --num-gpus 8 --model meta-llama/Llama-2-7b-hf",
                   "ds_config.json --ignore hint,unread-key", "--explain removed-key"),
         function="check:show_findings",
@@ -381,9 +379,9 @@ COMMANDS: Mapping[str, Command] = {
             "--select": {**_RULES, "help": "report only these rules or levels (error, warning, hint)"},
             "--ignore": {**_RULES, "help": "leave out these rules or levels"},
             "--explain": {"metavar": "RULE", "dest": "rule",
-                          "help": "what a rule finds, why, an example, the remedy and the source; all lists the rules"},
+                          "help": "explain a rule, with an example, the remedy and the source; all lists the rules"},
             "--format": {"choices": ("text", "github"), "default": "text", "dest": "output_format",
-                         "help": "github: annotations of a workflow (default: text)"},
+                         "help": "text, or annotations for a GitHub workflow (default: text)"},
             **_JSON,
         },
     ),

@@ -28,7 +28,7 @@ from .report import build_reports, check_output, write_output
 def show_changes(
     before: Path, after: Path, junit: Path | None = None, markdown: bool = False, as_json: bool = False
 ) -> int:
-    """Prints both results row by row. Returns 0; raises UsageError. ``junit``: file that gets a test for each row."""
+    """Print both results row by row. Return 0; raises UsageError. ``junit``: file that gets a test for each row."""
     if markdown and as_json:
         raise UsageError("--markdown and --json together", remedy="give one of them")
     if junit is not None:
@@ -44,7 +44,7 @@ def show_changes(
     if junit is not None:
         cases = []
         for row in comparison.rows:
-            # Failed is a row that trained before and does not now: figures have no limit here, as a baseline's have.
+            # A row fails if it trained before and does not now: unlike a baseline, figures have no limit here.
             trained_before = row.before is not None and row.before.succeeded
             case = TestCase(
                 name=row.label, outcome="passed", message="; ".join([_figures(row), *row.changes, *row.caveats])
@@ -60,14 +60,14 @@ def show_changes(
 
 
 def lines(comparison: BeforeAfter) -> Iterator[str]:
-    """The comparison as text: the rows, then the differences between machines, versions and settings."""
+    """Yield the comparison as text: the rows, then the differences between machines, versions and settings."""
     yield from _row_lines(comparison)
     yield ""
     yield from _general_lines(comparison)
 
 
 def _markdown(comparison: BeforeAfter) -> str:
-    """The figures of each row as a table, and all remarks below it."""
+    """Return a table of each row's figures, with all remarks below it."""
     columns: list[Column[RowChange]] = [
         Column("Row", lambda row: row.label),
         Column("Before", lambda row: _throughput(row.before)),
@@ -111,7 +111,7 @@ def as_data(comparison: BeforeAfter) -> dict[str, Any]:
 
 
 def _general_lines(comparison: BeforeAfter) -> Iterator[str]:
-    """Differences between machines, versions and settings, and how far ratios can be trusted."""
+    """Yield differences between machines, versions and settings, and how far ratios can be trusted."""
     without_ratio = f"{'' if comparison.environment_unknown else 'hardware differs, so '}no ratio is given"
     for heading, differences in (
         (without_ratio, comparison.hardware),
@@ -132,7 +132,7 @@ def _general_lines(comparison: BeforeAfter) -> Iterator[str]:
 
 
 def _row_lines(comparison: BeforeAfter) -> Iterator[str]:
-    """Yield each row with its own remarks, then once each the remarks of several rows."""
+    """Yield each row with its own remarks, then each remark that several rows share."""
     width = max((len(row.label) for row in comparison.rows), default=0)
     labels_of = _labels_by_remark(comparison)
     for row in comparison.rows:
@@ -150,10 +150,10 @@ def _labels_by_remark(comparison: BeforeAfter) -> dict[str, list[str]]:
     labels_of: dict[str, list[str]] = {}
     for row in comparison.rows:
         reasons = row.incomparable_reasons
-        if comparison.environment_unknown:  # said once for all rows, with the hardware
+        if comparison.environment_unknown:  # printed once for all rows, with the hardware
             reasons = tuple(reason for reason in reasons if reason not in comparison.hardware)
         texts = [*(f"no ratio: {reason}" for reason in reasons), *(f"changed: {change}" for change in row.changes)]
-        # A caveat that holds before and after is one.
+        # A caveat of both results counts once.
         for text in dict.fromkeys([*texts, *row.caveats]):
             labels_of.setdefault(text, []).append(row.label)
     return labels_of
@@ -204,7 +204,7 @@ def _memory_change(name: str, before: int | None, after: int | None) -> list[str
 
 
 def show_explanation(a: str, b: str, results: Sequence[Path], as_json: bool) -> int:
-    """Prints why row ``b`` differs from row ``a``. Returns 0; raises UsageError."""
+    """Print why row ``b`` differs from row ``a``. Return 0; raises UsageError."""
     pairs = _find_pairs(a, b, build_reports(results))
     if as_json:
         found = [{"title": title, **difference.to_dict()} for title, difference in pairs]
@@ -220,26 +220,26 @@ def show_explanation(a: str, b: str, results: Sequence[Path], as_json: bool) -> 
 
 
 def _find_pairs(a: str, b: str, reports: Sequence[ComparisonReport]) -> list[tuple[str, RowDifference]]:
-    """Return the two rows in each comparison that has both; if none has, the first row of either name.
+    """Return the two rows of each comparison that has both; if none has, the first row of each name.
 
-    Raises UsageError if a text means no row, or both texts the same one.
+    Raises UsageError if a text matches no row, or both texts match only the same one.
     """
 
     def rows(report: ComparisonReport, text: str) -> list[ComparisonRow]:
         return rows_called(report.comparison.rows, text)
 
-    # A text must mean a row somewhere; a comparison that has no such row is passed over below.
+    # Each text must match a row somewhere; the loop below skips comparisons without one.
     for text in (a, b):
         if not any(rows(report, text) for report in reports):
             names = dict.fromkeys(row.configuration.name for report in reports for row in report.comparison.rows)
             raise UsageError(f"{text}: no row is called that", remedy=f"choose from {', '.join(names)}")
     found = []
     for report in reports:
-        # Both texts may mean several rows, such as a stage with and without offload: take two different ones.
+        # Both texts may match several rows, such as a stage with and without offload: take two different ones.
         for first in rows(report, a)[:1]:
             found += [(report.title, first, row) for row in rows(report, b) if row.key != first.key][:1]
     if not found:
-        # The same row is compared across the first two comparisons that have it, for example two batch sizes.
+        # Compare across the first two comparisons that have the rows, for example with two batch sizes.
         across = (
             pair
             for report, other in permutations(reports, 2)

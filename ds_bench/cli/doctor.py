@@ -31,10 +31,10 @@ def show_findings(
     """Run all checks and print their findings. Return 2 if there is a problem, else 0. Warnings do not count.
 
     ``build``: also build missing ops. ``configs``: files and folders of configurations to check. ``hostfile``: hosts
-    to check too. ``python``: interpreter of a user's script, which is looked at in place of this one. Raises UsageError
-    for an invalid configuration or hostfile.
+    to check too. ``python``: interpreter of a user's script, checked instead of this one. Raises UsageError for an
+    invalid configuration or hostfile.
     """
-    # Read first: an invalid file is refused before checks that may take minutes.
+    # Read first, to refuse an invalid file before checks that may take minutes.
     files, file_lines = read_configuration_files(configs)
     interpreter = None if python is None else read_interpreter(find_python(python))
     with answer_for(None if interpreter is None else interpreter.packages["deepspeed"]):
@@ -62,12 +62,12 @@ def show_findings(
 
 
 def exit_code(groups: Groups) -> int:
-    """2 if any finding is a problem, else 0."""
+    """Return 2 if any finding is a problem, else 0."""
     return NOT_READY if any(finding.level == "problem" for finding in chain(*groups.values())) else READY
 
 
 def lines(groups: Groups) -> Iterator[str]:
-    """A heading per group, a line per finding, and the number of problems and warnings at the end."""
+    """Yield a heading per group, a line per finding, and the number of problems and warnings at the end."""
     every = [*chain(*groups.values())]
     width = max((len(finding.name) for finding in every), default=0)
     for heading, findings in groups.items():
@@ -80,9 +80,9 @@ def lines(groups: Groups) -> Iterator[str]:
 
 
 def build_ops() -> int:
-    """Build the ops that are not built yet and print the state of each.
+    """Build the missing ops and print the state of each.
 
-    Return 0 if at least one op can be used, else 1. Raises PreflightError without torch and DeepSpeed.
+    Return 0 if at least one op is usable, else 1. Raises PreflightError without torch and DeepSpeed.
     """
     require_packages("building DeepSpeed's ops", ("torch", "deepspeed"))
     here = placement.default_placement(os.environ, gpu_state.read_gpus())

@@ -1,6 +1,6 @@
-"""The commands ``run``, which compares what a recipe asks for at every point of its sweep, and ``model-size``.
+"""The commands ``run``, which runs a recipe's comparison at every point of its sweep, and ``model-size``.
 
-Flags replace values of the recipe, so that a recipe is not needed: ``run --model tiny --strategies all``.
+Flags override the recipe, and are enough without one: ``run --model tiny --strategies all``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def run_command(
     begun: Callable[[Path], None] = lambda _folder: None,
     **flags: Any,
 ) -> int:
-    """Runs a recipe and returns the exit code. ``flags``: flags of the scripts that were typed.
+    """Run a recipe and return the exit code. ``flags``: the scripts' flags that were typed.
 
     ``typed``: the words of the command line. ``begun``: see ``runner.run_comparison``.
     """
@@ -74,19 +74,19 @@ def run_command(
     run_flags |= {
         "budget": budget,
         "retry": split_names(flags.get("retry", "")),
-        # With a recipe, errors name its keys: a flag would be none that the user has typed.
+        # With a recipe, errors name its keys instead of flags that the user has not typed.
         "typed": None if recipe is None else frozenset(flags),
     }
     points, first = _points(text, asked, run_flags, allow_many=yes)
     if "resume" in flags and recipe is None:
         from ..analysis.provenance import flags_to_repeat, resume_command
 
-        # The folder may come from somebody else: it starts neither code nor other machines.
+        # The folder may come from somebody else, so it must start neither code nor other machines.
         again = {*flags, *(setting.partition("=")[0] for setting in settings)}
         repeated = [flags_to_repeat(each) for each in points]
         needed = {name: words for each in repeated for name, words in each.items() if name not in again}
         if needed:
-            # Points of a sweep may need different ones, which only a recipe can give.
+            # Points of a sweep may need different flags, which only a recipe can give.
             same = all(each == repeated[0] for each in repeated)
             remedy = str(resume_command(points[0], flags["resume"])) if same else _resume_command(flags["resume"])
             raise UsageError(
@@ -94,7 +94,7 @@ def run_command(
                 f"for {', '.join(map(shlex.join, needed.values()))}",
                 remedy=f"if you trust it, give {'them' if same else 'its recipe'} again: {remedy}",
             )
-    # Imported here, since printing a recipe needs neither of the two.
+    # Imported here, since printing a recipe needs neither.
     from .launched import runs_comparison
 
     if not runs_comparison(points[0]):
@@ -102,7 +102,7 @@ def run_command(
         return 0
     from ..runner import run_comparison
 
-    # A standard error that is closed (2>&1 | head) must not end a run that may take hours.
+    # A closed standard error (2>&1 | head) must not end a run that may take hours.
     with terminal.ignoring_broken_stderr():
         return run_comparison(points, config_maker(first), redacted_arguments(stored_arguments), _stored(text), begun)
 
@@ -112,15 +112,14 @@ def _points(
 ) -> tuple[list[Options], Values]:
     """Return the Options of every point and the recipe of the first.
 
-    Raises UsageError for more trials than is usual.
+    Raises UsageError for more than ``MOST_TRIALS`` trials, unless ``allow_many``.
     """
 
     def options_at(point: Point) -> tuple[Values, Options]:
         recipe = check_recipe(text, asked.data_of(point))
         return recipe, options_of(recipe, text.folder, point=tuple(point.items()), **run_flags).checked()
 
-    # The first point is made first and its rows are counted, so that too large a sweep is refused before all its
-    # points are made.
+    # Make only the first point and count its rows, to refuse a sweep that is too large before making all its points.
     first, options = options_at(asked.first_point)
     from ..planner import requested_rows, with_files
 
@@ -135,25 +134,25 @@ def _points(
 
 
 def _given_values(settings: Sequence[str], flags: Mapping[str, Any]) -> list[tuple[recipe_file.KeyPath, Any]]:
-    """The key path and the value of every flag that replaces a value of the recipe, ``--set`` last."""
+    """Return the key path and value of every flag that overrides the recipe, ``--set`` last."""
     given: list[tuple[recipe_file.KeyPath, Any]] = []
     for name, path in PATHS.items():
         if name in flags:
-            if name == "seq_length":  # which a recipe may have in either place
+            if name == "seq_length":  # a recipe may have it in either place
                 given.append((("dataset", "seq_len"), None))
             given.append((tuple(path.split(".")), _from_current_folder(name, flags[name])))
     for text in flags.get("axes", ()):
         name, _, texts = text.partition("=")
         given.append((("axes", name), texts.split(",")))
     for keys, value in map(recipe_file.parse_setting, settings):
-        # Printed remedies name DeepSpeed's keys as --set of the scripts does.
+        # Remedies name DeepSpeed's keys in the form of the scripts' --set.
         of_deepspeed = keys[0] in top_level_keys() and keys[0] not in Recipe.model_fields
         given.append((("configurations", "deepspeed", *keys) if of_deepspeed else keys, value))
     return given
 
 
 def _from_current_folder(name: str, value: Any) -> Any:
-    """The value of a flag as a recipe has it. Files in a recipe are relative to it, files in a flag are not."""
+    """Return a flag's value as a recipe has it. Paths in a recipe are relative to its folder, those in a flag not."""
     if isinstance(value, tuple):
         return [_from_current_folder(name, item) for item in value]
     if isinstance(value, Path):
@@ -165,18 +164,18 @@ def _from_current_folder(name: str, value: Any) -> Any:
 
 
 def _stored(text: RecipeText) -> Data:
-    """What run.json keeps of the recipe, for ``--resume`` and reports; credentials are redacted."""
+    """Return the part of the recipe that run.json keeps for ``--resume`` and reports; credentials are redacted."""
     values = {section: keys for section, keys in text.data.items() if section != "output"}
     output = text.data.get("output")
     if isinstance(output, dict):
-        values["output"] = {key: value for key, value in output.items() if key != "dir"}  # the run's folder is it
+        values["output"] = {key: value for key, value in output.items() if key != "dir"}  # the run's folder already
     return {"name": text.name, "folder": str(text.folder.absolute()), "values": redacted_config(values)}
 
 
 def _recipe_text(recipe: Path | None, typed: Sequence[str], flags: dict[str, Any]) -> tuple[RecipeText, Sequence[str]]:
-    """The recipe, and the arguments to store with the run: on ``--resume`` those that it began with.
+    """Return the recipe and the arguments to store with the run: on ``--resume``, those that it began with.
 
-    A resumed shard stays that shard, unless ``flags`` name one: otherwise it would run the trials of all others too.
+    A resumed shard stays that shard unless ``flags`` name one; otherwise it would also run the trials of all others.
     """
     given = RecipeText(name="", folder=Path(), data={})
     if recipe is not None:
@@ -191,10 +190,10 @@ def _recipe_text(recipe: Path | None, typed: Sequence[str], flags: dict[str, Any
         raise UsageError(f"--resume {folder} is of a script", remedy="use the script that started it")
     if recipe is not None:
         return given, earlier.arguments
-    # With the placeholder in its place the run would go on with another value than it began with.
+    # The placeholder would make the run continue with a different value than it began with.
     if REDACTED in str(stored):
         raise UsageError(
-            f"--resume {folder}: it has values that may be credentials, which were not kept",
+            f"--resume {folder}: values that may be credentials were not stored",
             remedy=f"give its recipe again: {_resume_command(folder)}",
         )
     return RecipeText.of_stored(stored), earlier.arguments
@@ -217,14 +216,14 @@ _KEYS_OF_SIZES = {
     "output_dir": "output.dir",
     "output": "output.csv",
 }
-"""Flag of ``model-size`` → key of the recipe that it stands for."""
+"""Flag of ``model-size`` → the recipe key that it sets."""
 
 
 def time_sizes(
     *, model_size: Sequence[str] | None, model_sizes: Sequence[str] | None, pass_type: Sequence[str], dry_run: bool,
     **flags: Any,
 ) -> int:  # fmt: skip
-    """Run the recipe that the flags of ``model-size`` stand for. Return the exit code.
+    """Run the recipe that the flags of ``model-size`` describe. Return the exit code.
 
     Every size and pass type is a point of a sweep, with one trial.
     """
@@ -233,7 +232,7 @@ def time_sizes(
     values: dict[str, Any] = {
         "model.name": names if len(names) > 1 else names[0],
         "training.pass_type": passes if len(passes) > 1 else passes[0],
-        # One row on one rank at stage 0, where nothing is partitioned or sent.
+        # One row on one rank at stage 0, where nothing is sharded or communicated.
         "configurations.stages": [0],
         "launch.num_gpus": 1,
         **({"training.synchronized": False} if flags["no_sync"] else {}),

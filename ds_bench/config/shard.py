@@ -1,4 +1,4 @@
-"""A part of a plan, ``3/8``, and the rows that it runs."""
+"""A shard of a plan, such as ``3/8``, and the rows that it runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Shard:
     number: int
     """From 1."""
     count: int
-    """Number of parts of the plan."""
+    """Number of shards of the plan."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.number <= self.count <= MOST_SHARDS:
@@ -34,21 +34,21 @@ class Shard:
     def parse(cls, text: str) -> Shard:
         """Read ``3/8``. Raises ValueError."""
         number, _, count = text.partition("/")
-        # int() would take digits of other scripts too, and fail on thousands of digits.
+        # int() would also accept digits of other scripts, and fail on thousands of digits.
         if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in (number, count)):
             raise ValueError(f"expected I/N, for example 3/8; got {text!r}")
         return cls(number=int(number), count=int(count))
 
     @property
     def file_suffix(self) -> str:
-        """``_shard03of12``: the end of the names of its files, which sort by number."""
+        """``_shard03of12``: ends the names of its files, so that they sort by number."""
         return f"_shard{self.number:0{len(str(self.count))}d}of{self.count}"
 
     def rows_of(self, rows_per_point: Sequence[int]) -> list[range]:
         """Return the indices of the rows of each point that it runs; an empty range for a point that it leaves out.
 
-        ``rows_per_point``: in the order of the plan. Points are assigned in turn, every other turn backwards, because
-        the points of a plan become longer along each axis. With fewer points than shards each shard has consecutive
+        ``rows_per_point``: in the order of the plan. Points are dealt out in turn, every second turn backwards, because
+        points take longer towards the end of each axis. With fewer points than shards, each shard gets consecutive
         rows. Raises UsageError for fewer rows than shards.
         """
         points, total = len(rows_per_point), sum(rows_per_point)
