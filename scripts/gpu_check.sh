@@ -35,10 +35,9 @@ if [[ -n ${WHEELS:-} ]]; then
     key=$({ cat "$WHEELS"/*.whl && "$PYTHON" -c 'import sys; print(sys.version, sys.prefix)'; } | sha256sum | cut -c1-16)
     site=${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/ds_bench/gpu_check/$key
     if [[ ! -d $site ]]; then
-        trap 'rm -rf "$site.$$"' EXIT
         "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --target "$site.$$" "$WHEELS"/*.whl || exit 2
         mv -T "$site.$$" "$site" 2>/dev/null || rm -rf "$site.$$" # another call was first
     fi
-    export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
+    export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} PATH=$site/bin:$PATH # ninja is a program
 fi
 exec "$PYTHON" "$ROOT/scripts/gpu_check.py" "$@"

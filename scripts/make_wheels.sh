@@ -7,6 +7,7 @@
 # Environment, all optional:
 #   PYTHON          an interpreter with torch and pip, which DeepSpeed's setup.py imports  (.venv/bin/python, else python3)
 #   TARGET_PYTHON   version of the other machine's interpreter                             (3.12)
+#   MORE            further packages, without what they require, e.g. "scipy pandas"
 #   TARGET_PLATFORM its platform, as pip names it                                          (manylinux_2_17_x86_64)
 #
 # Exit code: 1 where a wheel cannot be built, or all of them take more than 64 MiB.
@@ -43,9 +44,14 @@ names = re.findall(r"^Requires-Dist: ([\w.-]+)[^;\n]*$", metadata, re.M)
 print(*(name for name in names if name not in ("torch", "numpy", "packaging", "psutil", "ninja", "tqdm", "pydantic", "hjson")), sep="\n")
 PY
 )
-"$PYTHON" -m pip download --quiet --dest "$FOLDER" --only-binary=:all: --python-version "$TARGET_PYTHON" \
-    --platform "$TARGET_PLATFORM" --implementation cp \
-    "$(requirement pydantic)" "$(requirement hjson)" "${needed[@]}"
+download() {
+    "$PYTHON" -m pip download --quiet --dest "$FOLDER" --only-binary=:all: --python-version "$TARGET_PYTHON" \
+        --platform "$TARGET_PLATFORM" --implementation cp "$@"
+}
+for name in pydantic hjson rich psutil nvidia-ml-py ninja; do needed+=("$(requirement "$name")"); done
+download "${needed[@]}" pytest
+# shellcheck disable=SC2086
+download --no-deps "$(requirement accelerate)" ${MORE:-}
 size=$(cat "$FOLDER"/*.whl | wc -c)
 ls "$FOLDER"
 if ((size > MAX_BYTES)); then

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 PROJECT = "ds-compare"
 _PYPROJECT = Path(__file__).resolve().parent.parent.parent / "pyproject.toml"
 _TRAINED_WITHOUT = {
+    "adjustText": "the charts of an HTML page",
     "jinja2": "an HTML page",
     "matplotlib": "the charts of an HTML page",
     "pandas": "data frames and Parquet",

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pandas
 import pytest
 
 from ds_bench.config.spec import Placement
@@ -64,6 +63,7 @@ def test_every_stage_succeeds_and_its_memory_lies_within_the_card(run: Run) -> N
 
 
 def test_the_common_analysis_runs_unmodified(run: Run) -> None:
+    pandas = pytest.importorskip("pandas")
     results = run("zero_stage_comparison.py", *GPT2)[2]
     df = pandas.DataFrame(results)
     df["efficiency"] = df["throughput_tokens_per_sec"] / df["gpu_peak_gb"]

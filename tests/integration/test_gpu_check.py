@@ -150,12 +150,7 @@ def test_wheels_are_installed_once_for_all_calls(start: Any, tmp_path: Path) -> 
         times.add(installed.stat().st_mtime_ns)
     assert len(times) == 1
     assert "nothing failed, nothing is off" in out
-    # Wheels that cannot be installed leave no folder, which a later call would take for a whole one.
-    (wheels / "broken-1.0-py3-none-any.whl").write_bytes(b"cut short")
-    failing = start("fidelity", **variables)
-    failing.communicate(timeout=120)
-    assert failing.returncode == 2
-    assert list((tmp_path / "cache/ds_bench/gpu_check").iterdir()) == [installed.parent]
+    assert list((tmp_path / "cache/ds_bench/gpu_check").iterdir()) == [installed.parent], "a folder of pip's is left"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -176,6 +171,7 @@ def test_a_call_that_is_cut_short_keeps_finished_steps_and_the_next_goes_on(
     if number == signal.SIGTERM:
         assert "step tiny-offload was cut short" in files["report.txt"]
         assert "tiny-offload/log" in files
+        assert not list(tmp_path.glob("*.tmp")), "half an archive is left"
     assert gone_within(below, 15) == set()
     start("tiny-offload").communicate(timeout=60)
     log = (tmp_path / "out/tiny-offload/log").read_text().splitlines()
@@ -206,7 +202,7 @@ def test_all_blocking_problems_are_listed_before_the_first_step(start: Any, tmp_
 from importlib import metadata
 installed = metadata.version
 def version(name):
-    if name in ("hjson", "deepspeed", "jinja2"):
+    if name in ("hjson", "deepspeed", "jinja2", "adjustText"):
         raise metadata.PackageNotFoundError(name)
     return installed(name)
 metadata.version = version
@@ -217,6 +213,7 @@ metadata.version = version
     assert process.returncode == 2
     assert {tuple(line.split(": ")[1:3]) for line in out.splitlines()[:-1]} == {
         ("warning", "jinja2"),
+        ("warning", "adjustText"),
         ("problem", "hjson"),
         ("problem", "deepspeed"),
     }
