@@ -1,7 +1,7 @@
-"""Reads a result: the files that the user names become runs and the environment of the measurement.
+"""Reads a result: turns the files that the user names into runs and the environment of the measurement.
 
-A run folder holds everything, a flat JSON only figures (:func:`flat_run`). A file that is not usable is a
-UsageError of one line. :mod:`merge_results` puts several results together.
+A run folder holds everything, a flat JSON only figures (:func:`flat_run`). An unusable file raises a UsageError of one
+line. :mod:`merge_results` combines several results.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from .row import MIG_SUFFIX, Row, Run, make_run
 _FLAT_NAME = re.compile(r"(?:(zero|offload)_)?comparison_(\w+)")
 _MAX_PEAK_TFLOPS = 1e9
 _VALUE_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""Errors that impossible values of a file, of the right type, cause when they are computed with."""
+"""Errors from computing with a file's impossible values, which have the right type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The content of one result. None or empty where its files do not hold it."""
+    """The content of one result; None or empty if its files do not hold it."""
 
     source: Path
     """The path that the user named, or the only result inside that folder."""
@@ -54,7 +54,7 @@ class Result:
     family: str | None
     """``zero``, ``offload`` or ``recipe``."""
     arguments: tuple[str, ...]
-    """As they were typed, without the script."""
+    """As typed, without the script."""
     notes: tuple[str, ...]
     """Notes of the run, then notes from reading it."""
     recipe: Mapping[str, Any] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Result:
 
     @property
     def has_records(self) -> bool:
-        """Whether it was read from a run folder, not from flat rows."""
+        """Whether it was read from a run folder rather than from flat rows."""
         return all(run.has_record for run in self.runs)
 
 
@@ -73,8 +73,8 @@ class NoTrialsError(UsageError):
 def load(path: Path, *, whole: bool = True) -> Result:
     """Read a run folder, its run.json or records.jsonl, a flat JSON, or a folder that holds one such result.
 
-    ``whole``: read every record, as comparing the result with another one needs; else a record is read when something
-    is needed that its flat row does not hold. Raises UsageError.
+    ``whole``: read every record, as a comparison with another result needs; if false, read a record only when its flat
+    row does not suffice. Raises UsageError.
     """
     try:
         return _load(Path(path), whole)
@@ -96,7 +96,7 @@ def make_runs(
     for record in records:
         workload = record.trial.workload
         facts = find_model(workload.model) if workload.model_source == "preset" else None
-        # The user's rate applies to any device; the table only has GPUs.
+        # The user's rate applies to any device; the built-in table has only GPUs.
         peak_flops = peak_tflops * 1e12 if peak_tflops else None
         if peak_flops is None and record.ranks and record.trial.placement.accelerator == "cuda":
             names = tuple(rank.device_name for rank in record.ranks)
@@ -126,7 +126,7 @@ def _load(path: Path, whole: bool) -> Result:
             return _load_run(path.parent, path, whole)
     rows_path = path.with_name(path.name.replace("recommendation_", "comparison_", 1))
     if rows_path != path and _FLAT_NAME.match(rows_path.name) and rows_path.is_file():
-        path = rows_path  # a list of all files of a folder also names the recommendation
+        path = rows_path  # *.json also matches the recommendation
     data = json_files.read_bytes(path)
     if path.suffix.lower() == ".csv" or data[:20].startswith((b"stage,strategy,", b"\xef\xbb\xbfstage,strategy,")):
         json_path = path.with_suffix(".json")
@@ -136,7 +136,7 @@ def _load(path: Path, whole: bool) -> Result:
 
 
 def run_folder_of(path: Path) -> Path | None:
-    """The run folder that holds a result or that its name refers to; None for a flat JSON without one."""
+    """Return the run folder that holds a result or that its name refers to; None for a flat JSON without one."""
     if path.is_dir() or path.name in (RUN_FILE, RECORDS_FILE):
         return (path if path.is_dir() else path.parent).resolve()
     if (name := _FLAT_NAME.match(path.stem)) is None:
@@ -153,7 +153,7 @@ def _holds_run(folder: Path) -> bool:
 
 
 def _load_run(folder: Path, source: Path, whole: bool, rows: Sequence[Row] | None = None) -> Result:
-    """``rows``: of its flat JSON, if they were read already."""
+    """``rows``: those of its flat JSON, if already read."""
     notes: list[str] = []
     run_info, file = reader.read_run(folder / RUN_FILE, notes), folder / RECORDS_FILE
     if not file.exists():
@@ -167,7 +167,7 @@ def _load_run(folder: Path, source: Path, whole: bool, rows: Sequence[Row] | Non
         planned = reader.read_trials(folder / RUN_FILE)
         if not runs:
             records = reader.read_records(file, planned, notes)
-            # Without run.json this need not be a run's folder.
+            # Without run.json this may not be a run folder.
             run_id = file.resolve().parent.name if planned else None
             try:
                 runs = make_runs(records, _peak_tflops(run_info), run_info.environment, run_id)
@@ -207,19 +207,19 @@ def _runs_of_rows(rows: Sequence[Row], file: Path, environment: Environment | No
             if not _is_row_of(row, stored[key]):
                 return ()
             if whole and (record := stored[key].record) is not None:
-                entry = replace(record, trial=entry.trial)  # the trial that it shares with its repeats
+                entry = replace(record, trial=entry.trial)  # shared with its repeats
         except (ValueError, UsageError):
-            return ()  # the error is named where the file is read without the other
+            return ()  # reading the file by itself will report the error
         runs.append(Run(row=row, stored=entry, environment=environment))
     return tuple(runs)
 
 
 def _is_row_of(row: Row, entry: StoredRecord) -> bool:
-    """Whether a row has the step time and the throughput of its record: somebody may have edited the file."""
+    """Return whether a row has its record's step time and throughput: somebody may have edited the file."""
     window_seconds = (row.avg_step_time_ms or 0.0) / 1000 * row.num_steps
     if not math.isclose(window_seconds, entry.window_seconds, rel_tol=1e-6):
         return False
-    if row.script is not None:  # whose lengths vary: only its record knows its tokens
+    if row.script is not None:  # its lengths vary, so only its record knows its tokens
         return True
     sizes = (row.batch_size, row.grad_accum, row.data_parallel_size, row.seq_length, row.num_steps)
     tokens = math.prod(size or 0 for size in sizes)
@@ -227,18 +227,18 @@ def _is_row_of(row: Row, entry: StoredRecord) -> bool:
 
 
 def recipe_value(recipe: Mapping[str, Any], section: str, key: str) -> Any:
-    """A value of the recipe that a run keeps; None where it has none. It is as the file has it, and not checked."""
+    """Return a value of a run's recipe as written, unchecked; None if it has none."""
     sections = recipe.get("values")
     block = sections.get(section) if isinstance(sections, dict) else None
     return block.get(key) if isinstance(block, dict) else None
 
 
 def _peak_tflops(run_info: RunInfo) -> float | None:
-    """The peak rate that the flags or the recipe of a run give; None if it was not given or is impossible."""
+    """Return the peak rate from a run's flags or recipe; None if not given or impossible."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--peak-tflops", type=float)
     value = recipe_value(run_info.recipe, "launch", "peak_tflops")
-    # A recipe's run was given the rate in its file; the words of a script's run are its flags.
+    # A recipe holds the rate itself; for a script, it is among the typed flags.
     if not run_info.recipe:
         with contextlib.suppress(argparse.ArgumentError):
             value = parser.parse_known_args(run_info.arguments)[0].peak_tflops
@@ -250,7 +250,7 @@ def _peak_tflops(run_info: RunInfo) -> float | None:
 
 
 def _load_flat_json(path: Path, data: bytes, whole: bool) -> Result:
-    """The run folder of a flat JSON, if it is there and holds the same trials; else only the rows of the JSON."""
+    """Load the run folder of a flat JSON if it exists and holds the same rows, else only the rows of the JSON."""
     notes: list[str] = []
     rows = read_rows(path, data)
     if (folder := run_folder_of(path)) is not None:
@@ -259,7 +259,7 @@ def _load_flat_json(path: Path, data: bytes, whole: bool) -> Result:
         except UsageError as error:
             notes.append(f"its run folder cannot be used: {error}")
         else:
-            # The file may have been edited, or may be next to another run's folder.
+            # The file may have been edited, or lie next to another run's folder.
             if [each.row for each in run.runs] == rows:
                 return run
             notes.append(f"{folder} holds other rows than {path.name}: the file is used")
@@ -301,14 +301,14 @@ def read_rows(path: Path, data: bytes) -> list[Row]:
 
 
 _MOST_GPUS = 1024
-"""Largest number of GPUs of a host, so that a damaged row cannot ask for millions of objects."""
+"""Maximum number of GPUs per host, so that a damaged row cannot create millions of objects."""
 _MOST_RANKS = 2**20
 """The same for a job."""
 _preset = cache(find_preset)
 
 
 def flat_run(row: Row) -> Run:
-    """Make the run of a row without its record. Raises ValueError if the values contradict each other."""
+    """Make a run from a row without its record. Raises ValueError if the values contradict each other."""
     _check(row)
     return Run(row=row, stored=StoredRecord(trial=_trial(row)), environment=_environment(row))
 
@@ -318,7 +318,7 @@ def _check(row: Row) -> None:
     if (row.status.removeprefix("✅ ") == SUCCESS) != row.success:
         raise ValueError(f"success is {str(row.success).lower()} and status is {row.status}")
     if row.success and not (row.avg_step_time_ms and (row.throughput_tokens_per_sec or row.script)):
-        raise ValueError("a row that succeeded has a step time and a throughput")
+        raise ValueError("a successful row must have a step time and a throughput")
 
 
 def _trial(row: Row) -> Trial:
@@ -384,7 +384,7 @@ def _script(row: Row) -> Script | None:
 
 @cache
 def _configuration(name: str, stage: int, engine: Any) -> Configuration:
-    """Return the strategy of the catalogue, else a configuration of that name without offload."""
+    """Return the strategy from the catalogue, else a configuration of that name without offload."""
     base, values = axis_rows.split_name(name)
     strategy = strategies.find_strategy(base, stage) or Strategy(name=base, label=base, stage=stage)
     strategy = replace(strategy, engine=engine or strategy.engine)
@@ -397,19 +397,20 @@ def _configuration(name: str, stage: int, engine: Any) -> Configuration:
 
 
 def _emulated_bytes(row: Row) -> int | None:
-    """Return the memory of an emulated GPU, which ``gpu_percent`` is a share of; None if that is the real one."""
+    """Return the memory of an emulated GPU, computed from ``gpu_percent``; None if the GPU is real."""
     used = row.gpu_peak_reserved_gb or row.gpu_peak_gb
     if not (row.gpu_total_gb and row.gpu_percent and used):
         return None
     size = used / (row.gpu_percent / 100)
-    # Percent and size of a real GPU give its total again, but for rounding.
+    # For a real GPU, this is its total again, except for rounding.
     return round(size * BYTES_PER_GB) if size < row.gpu_total_gb * (1 - 1e-6) else None
 
 
 def _environment(row: Row) -> Environment | None:
     """Return the facts that make results comparable; None if the row lacks them.
 
-    GPUs of several kinds become one kind with all their names: such a row compares only with rows of the same kinds.
+    GPUs of several kinds become one kind with all their names, so that such a row compares only with rows of the same
+    kinds.
     """
     if not row.cpu_logical_cores:
         return None

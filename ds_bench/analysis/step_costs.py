@@ -1,6 +1,6 @@
 """Costs of a step besides computing: communication, transfers, CPU Adam, the disk (docs/metrics.md).
 
-From synchronised steps after the measured window.
+They come from synchronised steps after the measured window.
 """
 
 from __future__ import annotations
@@ -16,39 +16,41 @@ PARTS = ("forward", "backward", "step", "communication", "transfer", "data_wait"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """Costs of one synchronised step; None where not measured."""
+    """Costs of one synchronised step; None if not measured."""
 
     communication_seconds: float | None = None
-    """On the slowest rank, waiting for other ranks included."""
+    """On the slowest rank, including the wait for other ranks."""
     communication_wait_seconds: float | None = None
-    """Its part that the rank waited for others."""
+    """The part of it that the rank spent waiting for others."""
     communication_bytes: float | None = None
-    """Of one rank, the most of any."""
+    """Largest volume of any rank."""
     transfer_seconds: float | None = None
-    """On the slowest rank: waiting for the disk, and where timed copies between host and device."""
+    """On the slowest rank: waiting for the disk and, if timed, copies between host and device."""
     cpu_adam_bytes_per_second: float | None = None
-    """Of all ranks of a node together; of the slowest node, as the next two."""
+    """Sum over the ranks of a node, on the slowest node."""
     disk_needed_bytes_per_second: float | None = None
+    """Disk speed that would hide the disk, on the node whose disk falls shortest of it."""
     disk_measured_bytes_per_second: float | None = None
+    """Measured disk speed of the same node."""
     disk_bound: bool | None = None
-    """Whether a rank waits for the disk longer than for everything else in a step."""
+    """Whether the rank that waits longest for the disk spends more of a step on that than on everything else."""
 
 
 NO_COSTS = StepCosts()
 
 
 def step_costs(record: TrialRecord) -> StepCosts:
-    """Computes the costs of a step of a trial that measured something."""
+    """Compute the costs of a step for a trial with measurements."""
     ranks = record.ranks
     parts = step_parts(ranks)
-    # One rank for time and waiting, so that the one is a part of the other.
+    # The same rank for time and waiting, so that waiting is part of the time.
     slowest = max(ranks, key=lambda rank: rank.step_parts.get("communication", 0.0))
     operations = slowest.communication or ()
     waits = [each.wait_seconds for each in operations if each.wait_seconds is not None]
     adam_speeds: list[float] = []
     disks: list[tuple[float, float]] = []
     for node in ranks_of_nodes(ranks).values():
-        # Ranks of a node step side by side: the bytes of all in the time of the slowest.
+        # Ranks of a node step in parallel: all their bytes in the time of the slowest.
         stepped = [rank.offload for rank in node if rank.offload is not None and rank.offload.cpu_adam_seconds]
         if stepped:
             slowest_seconds = max(times.cpu_adam_seconds or 0.0 for times in stepped)
@@ -59,7 +61,7 @@ def step_costs(record: TrialRecord) -> StepCosts:
         busy_seconds = max((times.disk_busy_seconds or 0.0 for _, times in swapping), default=0.0)
         if other_seconds and busy_seconds:
             disks.append((moved / other_seconds, moved / busy_seconds))
-    # The node whose disk gives least of what it needs.
+    # The node whose disk delivers the smallest fraction of what it needs.
     needed, measured = min(disks, key=lambda speeds: speeds[1] / speeds[0], default=(None, None))
     wait = disk_wait(record)
     return StepCosts(
@@ -79,8 +81,8 @@ def step_costs(record: TrialRecord) -> StepCosts:
 
 
 def step_parts(ranks: Sequence[RankMeasurement]) -> dict[str, float]:
-    """Seconds of each part of a synchronised step, on the rank that is slowest in it; without those that no rank
-    measured. Ranks that hold no parts have the three phases."""
+    """Return the seconds of each measured part of a synchronised step, on the rank that is slowest in it. Ranks without
+    parts contribute their three phases."""
     parts = [rank.step_parts or rank.phase_seconds for rank in ranks]
     measured = [part for part in PARTS if any(part in each for each in parts)]
     return {part: max(each.get(part, 0.0) for each in parts) for part in measured}

@@ -1,7 +1,7 @@
-"""The command ``plan``: memory that every strategy needs per GPU, of the host and of NVMe, predicted and not measured.
+"""The command ``plan``: predicts the GPU, host and NVMe memory that each strategy needs.
 
-Runs nothing. Of a model on the Hub it downloads only ``config.json``. The figures come from ``prediction/``, their text
-from ``report/memory_plan.py``.
+It runs nothing and downloads only ``config.json`` of a model on the Hub. The figures come from ``prediction/``, their
+text from ``report/memory_plan.py``.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from .advice import usable_configurations
 from .commands import ALL_STRATEGIES, PREDICTED_STRATEGIES
 
 _MAX_TOKENS = 2**40
-"""Tokens of one micro-batch; more is taken for a typing error."""
+"""Tokens in one micro-batch; more must be a typo."""
 _MAX_GPUS = 100_000
-"""GPUs of one job; more is taken for a typing error."""
+"""GPUs in one job; more must be a typo."""
 WIDTH_OF_FILES = 100
-"""Characters of a line that goes into a file or a pipe."""
+"""Line width in characters for a file or a pipe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class PlanOptions:
 
     model: str
     model_factory: str | None
-    """``package.module:function``; takes the place of ``model``."""
+    """``package.module:function``; replaces ``model``."""
     num_gpus: int
     gpu: str
     gpus_per_node: int | None
@@ -61,7 +61,7 @@ class PlanOptions:
     batch_size: int
     seq_length: int | None
     varying_lengths: bool
-    """Whether sequences have up to this length."""
+    """Whether ``seq_length`` is only the maximum length."""
     grad_accum: int
     precision: Precision
     activation_checkpointing: bool
@@ -69,9 +69,9 @@ class PlanOptions:
     configs: tuple[Path, ...]
     keep_batch: bool
     image_tokens: int | None
-    """Of one sequence, which includes them."""
+    """Per sequence; they count towards its length."""
     image_size: tuple[int, int] | None
-    """Width and height in pixels of the one image of a sequence."""
+    """Width and height in pixels of a sequence's only image."""
     axes: tuple[AxisValues, ...]
     lora: str | None
     freeze: str | None
@@ -90,7 +90,7 @@ class PlanOptions:
 def plan_options(
     *, name: str | None, strategies: Sequence[str], configs: Sequence[Path], axes: Sequence[str], **flags: Any
 ) -> PlanOptions:
-    """Return the parsed flags of ``plan``: with only ``--configs``, no strategies. ``name``: the positional model."""
+    """Return the parsed flags of ``plan``; no strategies if only ``--configs`` is given. ``name``: positional model."""
     if name is not None:
         if flags["model"] not in (name, OPTIONS["model"].default):
             raise UsageError(f"two models: {name} and --model {flags['model']}", remedy="give one of them")
@@ -108,7 +108,7 @@ def plan_command(**flags: Any) -> int:
         terminal.print_text(f"note: {terminal.escape_controls(line)}", sys.stderr)
     if options.json:
         terminal.print_json(json.dumps([_json_entry(row) for row in predicted.rows], indent=1, allow_nan=False))
-    elif predicted.rows:  # a file of AutoTP runs, and is not predicted
+    elif predicted.rows:  # empty if the only file is of AutoTP, which is not predicted
         width = shutil.get_terminal_size(fallback=(WIDTH_OF_FILES, 0)).columns
         for line in plan_lines(predicted, width, verbose=options.verbose):
             terminal.print_text(line)
@@ -120,7 +120,7 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
 
     Raises UsageError.
     """
-    # Card and files first: an error in them does not wait for the model.
+    # Card and files first, so that an error in them does not wait for the model.
     capacity = device_specifications.memory_bytes(options.gpu)
     files, lines = read_configuration_files(options.configs)
     question, model, notes = _planned_trial(options)
@@ -136,7 +136,7 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
             planned = replace(question, configuration=configuration, workload=workload)
             prediction = planned.judge(capacity)
             verdict = prediction.verdict(capacity, host)
-            # A search judges many trials: only those near the GPU's memory are replayed.
+            # A search judges many trials, so replay only those near the GPU's memory.
             near = replace(planned, replays="near") if options.exact else planned
             rows.append(
                 PlanRow(
@@ -169,8 +169,7 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
 
 
 def _export(rows: Sequence[PlanRow], folder: Path) -> list[str]:
-    """Write the configuration of every row that fits, in the form of a run's recommendation. Return a note
-    that says what was written.
+    """Write the configuration of every row that fits, like a run's recommendation. Return a note on what was written.
 
     Raises UsageError for a folder that cannot be written.
     """
@@ -209,7 +208,7 @@ def _with_axes(
     placement: Placement,
     lines: list[str],
 ) -> list[Configuration]:
-    """Return each configuration with every combination of the axes that act in it. ``lines`` get where one does not."""
+    """Return each configuration with every combination of its axes; add notes on idle axes to ``lines``."""
     if not options.axes:
         return list(configurations)
     facts = {each.label: planner.row_facts(each, model, placement, options.grad_accum) for each in configurations}
@@ -230,7 +229,7 @@ def _of_files(
     hidden_size: int | None,
     lines: list[str],
 ) -> list[Configuration]:
-    """Return the configurations of files that can be predicted. ``lines`` get their caveats, and why others cannot.
+    """Return the files' configurations that can be predicted; add caveats, and why others cannot, to ``lines``.
 
     Raises UsageError if there is nothing to predict.
     """
@@ -248,7 +247,7 @@ def _of_files(
     predicted = []
     for configuration in usable:
         if tensor_parallel_size(configuration.deepspeed_config) > 1:
-            reason = "AutoTP splits layers, which the formulas do not know; run it"
+            reason = "the formulas do not cover AutoTP, which splits layers; run it"
             lines.append(f"not predicted: {configuration.name}: {reason}")
         else:
             predicted.append(configuration)
@@ -265,18 +264,18 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, l
         raise UsageError("--quick and --exact exclude each other", remedy="give one of them")
     if options.num_gpus > _MAX_GPUS:
         raise UsageError(f"--num-gpus {options.num_gpus} is beyond any job", remedy=f"give {_MAX_GPUS} or fewer")
-    online = options.online or "/" in options.model  # a short name that is mistyped starts no request
+    online = options.online or "/" in options.model  # a mistyped short name starts no request
     model = resolve_model(
         options.model_factory or options.model,
         factory=options.model_factory is not None,
         trust_remote_code=options.trust_remote_code,
-        # With HF_HUB_OFFLINE huggingface_hub makes no request, so that no name that is typed starts a download.
+        # With HF_HUB_OFFLINE, huggingface_hub makes no request, so that no typo starts a download.
         environment={} if online else {"HF_HUB_OFFLINE": "1"},
         offline_reason=None if online else "the Hub was not asked for a name without an organization (--online does)",
         by_config=True,
     )
     images, length = _image_tokens(options, model)
-    # DDP in bf16 runs under torch.autocast, which keeps other activations: a variant that is counted too.
+    # DDP in bf16 runs under torch.autocast, which keeps other activations: count that variant too.
     autocast = "ddp" in options.strategies and options.precision == "bf16"
     notes = []
     choice = read_choice(options.lora, options.freeze)
@@ -322,7 +321,7 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, l
     planned = PlannedTrial(
         profile=profile,
         workload=workload,
-        # Nothing is written there; a row on NVMe only needs some folder to be configured.
+        # Nothing is written there, but a row on NVMe needs a configured folder.
         placement=Placement(
             accelerator="cuda",
             num_gpus=options.num_gpus,
@@ -340,7 +339,7 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, l
 
 
 def _variants(options: PlanOptions, autocast: bool) -> list[Variant]:
-    """The variants of the model's activations that the rows need, and the tiled loss, which may be proposed."""
+    """Return the variants of the model's activations that the rows need, and the tiled loss, which may be proposed."""
     values = {each[0].axis_name: [one.value for one in each] for each in options.axes}
     own = Variant()
     losses, attentions = values.get("loss", ["model"]), values.get("attention", [own.attention])
@@ -360,9 +359,9 @@ def _variants(options: PlanOptions, autocast: bool) -> list[Variant]:
 
 
 def _image_tokens(options: PlanOptions, model: ResolvedModel) -> tuple[int, int]:
-    """Tokens of one sequence that come from images, and the sequence's length, which includes them.
+    """Return the image tokens of one sequence, and the sequence's length, which includes them.
 
-    Raises UsageError for flags that do not suit the model.
+    Raises UsageError for flags that do not fit the model.
     """
     given = [flag for flag in ("image_tokens", "image_size") if getattr(options, flag) is not None]
     reader = model.architecture if model.architecture is not None and model.architecture.image else None
@@ -385,7 +384,7 @@ def _image_tokens(options: PlanOptions, model: ResolvedModel) -> tuple[int, int]
 
 
 def _json_entry(row: PlanRow) -> dict[str, Any]:
-    """Return the row for ``--json``: bytes, not rounded."""
+    """Return the row for ``--json``, in unrounded bytes."""
     change, need = row.change, row.prediction.gpu_need
     return {
         "strategy": row.configuration.name,

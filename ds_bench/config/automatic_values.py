@@ -1,8 +1,8 @@
 """Resolves ``"auto"`` in a DeepSpeed configuration as the Transformers Trainer does.
 
-DeepSpeed does not know ``"auto"``: the Trainer replaces it by values of its TrainingArguments and of the model first.
-Micro-batch, accumulation and precision come from the workload, the other arguments from the user's file, or else from
-TrainingArguments' defaults.
+DeepSpeed does not know ``"auto"``: the Trainer first replaces it with values from its TrainingArguments and the model.
+Micro-batch, accumulation and precision come from the workload, the other arguments from the user's file or, failing
+that, from TrainingArguments' defaults.
 
 Sources: Transformers 5.23, ``integrations/deepspeed.py`` (``HfTrainerDeepSpeedConfig``) and ``training_args.py``;
 Accelerate 1.15, ``utils/dataclasses.py`` (``DeepSpeedPlugin.set_mixed_precision``); DeepSpeed 0.19.8,
@@ -31,12 +31,12 @@ TRAINING_DEFAULTS: Mapping[str, float] = {
     "max_grad_norm": 1.0,
     "warmup_steps": 0,
 }
-"""Defaults of TrainingArguments that "auto" stands for."""
+"""Defaults of TrainingArguments that replace "auto"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingFacts:
-    """What "auto" is resolved from."""
+    """The values that "auto" is resolved from."""
 
     batch_size: int = 1
     """Micro-batch: sequences per GPU in one forward pass."""
@@ -46,29 +46,29 @@ class TrainingFacts:
     hidden_size: int | None
     """``hidden_size`` of the model's config; None if it has none."""
     training_steps: int = 1
-    """Optimizer steps of the training, over which a scheduler runs."""
+    """Optimizer steps in the training, the length of a scheduler."""
     arguments: Mapping[str, float] = field(default_factory=dict)
-    """TrainingArguments in the user's file, over :data:`TRAINING_DEFAULTS`."""
+    """TrainingArguments in the user's file, which override :data:`TRAINING_DEFAULTS`."""
 
 
 def resolve(config: Mapping[str, Any], facts: TrainingFacts) -> tuple[Config, dict[str, Any]]:
-    """Replace every "auto" of a configuration. Raises UsageError for one that nothing replaces.
+    """Replace every "auto" in a configuration. Raises UsageError for one that nothing replaces.
 
     Return the configuration, and path → value of each replaced key; None if DeepSpeed takes its default.
     """
     resolved, values = fill_in(config, facts)
     for path in list(paths_of_auto(resolved)):
         parent, _, key = path.rpartition(".")
-        # In the blocks that it checks with pydantic DeepSpeed drops "auto" and takes its default
-        # (runtime/config_utils.py); elsewhere it would take the text.
+        # In blocks that it checks with pydantic, DeepSpeed drops "auto" and uses its default
+        # (runtime/config_utils.py); elsewhere it would use the string itself.
         if not refuses_unknown(parent):
             problem = f'{path} is "auto", which neither the Trainer nor DeepSpeed fills in'
             raise UsageError(problem, remedy="give a value")
         if (block := _block_at(resolved, parent)) is not None:
             del block[key]
             values[path] = None
-    # Enables the precision of a configuration whose "auto" named only the other 16-bit format, as Accelerate does:
-    # {"fp16": {"enabled": "auto"}} by itself would train fp32 if bf16 is asked for.
+    # Like Accelerate, enable the precision if "auto" stood only in the block of the other 16-bit format:
+    # {"fp16": {"enabled": "auto"}} by itself would train in fp32 if bf16 is requested.
     automatic = any(block_of(config, name).get("enabled") == AUTO for name in ("bf16", "fp16"))
     if automatic and facts.precision != "fp32":
         resolved.setdefault(facts.precision, {"enabled": True})
@@ -76,10 +76,10 @@ def resolve(config: Mapping[str, Any], facts: TrainingFacts) -> tuple[Config, di
 
 
 def fill_in(config: Mapping[str, Any], facts: TrainingFacts) -> tuple[Config, dict[str, Any]]:
-    """Replace the "auto" that the Trainer replaces, and leave any other.
+    """Replace each "auto" that the Trainer replaces, and leave any other.
 
     Return the configuration, and path → value of each replaced key, in the order of the Trainer's code. Raises
-    UsageError if the model has no hidden size that the Trainer knows.
+    UsageError if the Trainer needs the model's hidden size and it has none.
     """
     zero, sizes = block_of(config, "zero_optimization"), trainer_sizes(facts.hidden_size or 0)
     asked = [key for key in sizes if zero.get(key) == AUTO]
@@ -120,7 +120,7 @@ def fill_in(config: Mapping[str, Any], facts: TrainingFacts) -> tuple[Config, di
 
 
 def trainer_sizes(hidden_size: int) -> dict[str, int]:
-    """Return the sizes that the Trainer puts in place of ``"auto"``, by key of ``zero_optimization``.
+    """Return the sizes that the Trainer substitutes for ``"auto"``, by key of ``zero_optimization``.
 
     Source: ``transformers/integrations/deepspeed.py``, trainer_config_finalize.
     """
@@ -132,7 +132,7 @@ def trainer_sizes(hidden_size: int) -> dict[str, int]:
 
 
 def _block_at(config: Config, path: str) -> Config | None:
-    """Return the block at a path, the configuration itself for none; None if there is no such block."""
+    """Return the block at a path, or the configuration itself for an empty path; None if there is no such block."""
     block: Any = config
     for name in filter(None, path.split(".")):
         block = block.get(name) if isinstance(block, dict) else None

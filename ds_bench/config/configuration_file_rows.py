@@ -1,7 +1,7 @@
-"""Makes the configuration of a row from a file of ``--configs``, at a micro-batch.
+"""Makes a row's configuration from a file of ``--configs`` and a micro-batch.
 
-The file decides everything but the batch: stage, offload, optimizer, scheduler and precision. What would reach beyond
-the comparison is left out: folders, and monitors that write or send data.
+The file decides everything but the batch: stage, offload, optimizer, scheduler and precision. Settings with effects
+outside the comparison are left out: folders, and monitors that write or send data.
 
 Sources: DeepSpeed 0.19.8, ``runtime/config.py``, ``runtime/zero/config.py``, ``monitor/config.py``.
 """
@@ -23,7 +23,7 @@ from .rules import RULES, Case, keys_read_later, without_ignored, without_later_
 from .spec import BATCH_KEYS, OFFLOAD_BLOCKS, BatchPolicy, Configuration
 
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
-"""Blocks that make DeepSpeed write or send values of every step."""
+"""Blocks that make DeepSpeed write or send values at every step."""
 _DECIDED_FOR_THE_ROW = frozenset(rule.name for rule in RULES if rule.row == "refusal")
 """Rules that ``validation.unsupported_reason`` applies with the flags and the machine, such as ``--nvme-path``."""
 
@@ -33,11 +33,11 @@ class FileRowMaker:
     """Makes the configurations of files for one workload on one placement."""
 
     facts: TrainingFacts
-    """Facts of the workload. A file without a precision is trained in theirs."""
+    """Facts of the workload; their precision applies to a file without one."""
     keep_batch: bool = False
-    """Whether the batch keys of a file decide."""
+    """Whether the file's batch keys override the workload's."""
     change: Callable[[Config], Config] = lambda config: config
-    """Applies the flags that change every row's configuration."""
+    """Applies the flags that change every row."""
 
     def make(
         self, file: ConfigurationFile, batch_size: int | None = None, policy: BatchPolicy = "given"
@@ -53,7 +53,7 @@ class FileRowMaker:
                 micro, accumulation = batch_of_file(file, common.num_gpus, micro, accumulation)
             config, resolved, caveats = self._resolve(file, micro, accumulation)
         except UsageError as error:
-            # A row that shows the reason, so that the other files are compared all the same.
+            # A row that shows the reason, so that the other files are still compared.
             return Configuration(
                 name=file.name,
                 label=file.name,
@@ -72,7 +72,7 @@ class FileRowMaker:
             ("grad_accum", accumulation, common.grad_accum),
             ("precision", deepspeed_config.trained_precision(config, common.precision), common.precision),
             ("activation_checkpointing", file.activation_checkpointing, False),
-            # DeepSpeed splits a model while it is built only at stage 3.
+            # Only at stage 3 does DeepSpeed shard a model while building it.
             ("zero_init", file.zero_init or config["zero_optimization"].get("stage") != 3, True),
         ):
             if value != usual:
@@ -94,9 +94,10 @@ class FileRowMaker:
     ) -> tuple[Config, dict[str, Any], list[str]]:
         """Return the configuration with its "auto" resolved, the resolved values, and caveats. Raises UsageError."""
         written = json_values(self.change(copy.deepcopy(dict(file.config))))
-        if written.get("optimizer") != file.config.get("optimizer"):  # the flags' optimizer, which may be any
+        if written.get("optimizer") != file.config.get("optimizer"):  # the flags' optimizer may be any
             written.setdefault("zero_allow_untested_optimizer", True)
-        # What DeepSpeed still reads and this program does not, before "auto" is resolved: the Trainer fills in bf16.
+        # Rewrite what DeepSpeed still reads and this program does not, before "auto" is resolved: the Trainer fills in
+        # bf16.
         if "bfloat16" in written:  # ignored next to bf16
             written.setdefault("bf16", written.pop("bfloat16"))
         if isinstance(zero := written.get("zero_optimization"), bool):
@@ -113,11 +114,11 @@ class FileRowMaker:
             self.facts, batch_size=micro, grad_accum=accumulation, precision=precision, arguments=file.arguments
         )
         resolved, values = resolve({key: value for key, value in written.items() if key in known}, facts)
-        # complete_config computes the total batch, for the number of ranks of the run.
+        # complete_config computes the total batch for the run's number of ranks.
         config = {key: value for key, value in resolved.items() if key != "train_batch_size"}
         config |= {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation}
-        # What DeepSpeed refuses: after "auto" is resolved, as DeepSpeed sees it, and before spellings are replaced,
-        # since it refuses one setting under two names.
+        # Refuse what DeepSpeed refuses: after "auto" is resolved, as DeepSpeed sees it, and before spellings are
+        # replaced, since it refuses a setting under two names.
         lint.refuse(config, lambda finding: finding.level == "error" and finding.rule not in _DECIDED_FOR_THE_ROW)
         optimizer = config.get("optimizer", {"type": "AdamW"})
         if not isinstance(optimizer.get("type"), str):
@@ -136,14 +137,14 @@ class FileRowMaker:
                 params |= {"eps": given["adam_epsilon"], "weight_decay": given["weight_decay"]}
             config["optimizer"] = {"type": "AdamW", "params": params}
             caveats.append(f"its file has no optimizer: AdamW of learning rate {params['lr']:g}")
-        config, ignored = without_ignored(config)  # of the completed one, as some rules ask for the optimizer
+        config, ignored = without_ignored(config)  # after completion: some rules need the optimizer
         if left_out := [*left_out, *ignored, *side_effects]:
             caveats.insert(0, f"left out of the copy that runs: {'; '.join(left_out)}")
         return config, values, caveats
 
 
 def batch_of_file(file: ConfigurationFile, num_gpus: int, batch_size: int, grad_accum: int) -> tuple[int, int]:
-    """Return the micro-batch and accumulation of a file as DeepSpeed computes them, or else the given ones.
+    """Return the micro-batch and accumulation of a file as DeepSpeed computes them, else the given ones.
 
     Raises UsageError if its keys contradict each other or the number of GPUs.
     """
@@ -153,7 +154,7 @@ def batch_of_file(file: ConfigurationFile, num_gpus: int, batch_size: int, grad_
     if total not in (None, micro * accumulation * ranks):
         problem = f"train_batch_size {total} is not {micro} × {accumulation} × {ranks} data-parallel ranks"
         remedy = "use another --num-gpus, or leave --keep-batch out"
-        raise UsageError(f"{problem}, and DeepSpeed refuses that", remedy=remedy)
+        raise UsageError(f"{problem}, so DeepSpeed refuses it", remedy=remedy)
     return micro, accumulation
 
 
@@ -163,7 +164,7 @@ def gives_accumulation(file: ConfigurationFile, num_gpus: int) -> bool:
 
 
 def _own_batch(file: ConfigurationFile, num_gpus: int) -> tuple[int | None, int | None, int]:
-    """Return micro-batch and accumulation of a file (None or 0 if it has none), and the data-parallel ranks."""
+    """Return a file's micro-batch and accumulation (None or 0 if it has none), and the data-parallel ranks."""
     ranks = max(1, num_gpus // deepspeed_config.sequence_parallel_size(file.config))
     total, micro, accumulation = (_batch_value(file.config, key) for key in BATCH_KEYS)
     micro = micro or file.batch_arguments.get("per_device_train_batch_size")
@@ -191,7 +192,7 @@ def _batch_value(config: Mapping[str, Any], key: str) -> int | None:
 
 
 def has_other_batch(file: ConfigurationFile, num_gpus: int, batch_size: int, grad_accum: int) -> bool:
-    """Return whether the batch keys of a file give another batch, or contradict each other."""
+    """Return whether a file's batch keys give another batch or contradict each other."""
     try:
         return batch_of_file(file, num_gpus, batch_size, grad_accum) != (batch_size, grad_accum)
     except UsageError:
@@ -199,7 +200,7 @@ def has_other_batch(file: ConfigurationFile, num_gpus: int, batch_size: int, gra
 
 
 def as_deepspeed_reads_it(config: Mapping[str, Any]) -> Config:
-    """Return a configuration with old and alternative spellings replaced by those that this program reads."""
+    """Return a configuration with old and alternative spellings replaced by those this program reads."""
     case, read = Case(config=config), copy.deepcopy(dict(config))
     for name in ("bf16", "fp16"):
         if "enabled" in read.get(name, {}):
@@ -219,7 +220,7 @@ def as_deepspeed_reads_it(config: Mapping[str, Any]) -> Config:
 
 
 def _remove_side_effects(config: Config) -> list[str]:
-    """Remove what would write to other folders or send data. Return what was removed."""
+    """Remove settings that would write to other folders or send data. Return what was removed."""
     removed = []
     for name in _MONITORS:
         if isinstance(block := config.pop(name, None), Mapping) and block.get("enabled"):
@@ -228,14 +229,14 @@ def _remove_side_effects(config: Config) -> list[str]:
         removed.append("flops_profiler.output_file")
     for name in OFFLOAD_BLOCKS:
         if isinstance(block := config["zero_optimization"].get(name), dict):
-            block.pop("nvme_path", None)  # a private folder below --nvme-path takes its place
+            block.pop("nvme_path", None)  # replaced by a private folder below --nvme-path
     return removed
 
 
 def _complete_precision(config: Config, file: ConfigurationFile, wanted: str, usual: str) -> list[str]:
-    """Write the precision down if the file has no block for one. Return caveats.
+    """Set the precision explicitly if the file has no block for it. Return caveats.
 
-    ``wanted``: the file's, else ``usual``, which other rows train in.
+    ``wanted``: the file's precision, else ``usual``, that of the other rows.
     """
     if any(name in config for name in deepspeed_config.PRECISION_BLOCKS):
         in_fp32 = deepspeed_config.trained_precision(config, "bf16") == "fp32"

@@ -1,4 +1,4 @@
-"""Recipes: a comparison as sections of named values, read from YAML and checked whole.
+"""Recipes: a comparison as sections of named values, read from YAML and validated as a whole.
 
 A recipe becomes the same Options as the flags of the scripts (:data:`PATHS`), and Options become a recipe again
 (:func:`recipe_of`). Lists of values and the section ``sweep`` are expanded beforehand (:func:`find_sweep`): a
@@ -36,7 +36,7 @@ Values: TypeAlias = Mapping[str, Any]
 
 
 def _listed(value: Any) -> Any:
-    """Return a list as pydantic and Options want it; one value stands for a list of it."""
+    """Return a list as a tuple, which pydantic and Options want; a single value becomes a tuple of one."""
     return tuple(value) if isinstance(value, list) else (value,)
 
 
@@ -79,7 +79,7 @@ class _Section(BaseModel):
 
 
 def _section(name: str, purpose: str, **more_keys: Any) -> Any:
-    """Make a section of recipes and its default: a key for each of its options, then ``more_keys``."""
+    """Make a recipe section and its default: a key for each of its options, then ``more_keys``."""
     keys: dict[str, Any] = {}
     for option in OPTIONS.values():
         if option.key is not None and option.key.startswith(f"{name}."):
@@ -90,10 +90,10 @@ def _section(name: str, purpose: str, **more_keys: Any) -> Any:
     return model, model()
 
 
-_LENGTH = "Tokens per sequence, where training.seq_len does not say."
-_PARAMETERS = "Its parameters, such as lr and weight_decay, as DeepSpeed takes them."
+_LENGTH = "Tokens per sequence, if training.seq_len is not set."
+_PARAMETERS = "Its parameters under DeepSpeed's names, such as lr and weight_decay."
 _AXES = (
-    "Name of an axis → its values: a row of each, in every row where it acts; several axes make every combination (the "
+    "Name of an axis → its values: one row for each, wherever the axis acts; several axes make every combination (the "
     "command axes lists them)."
 )
 _ROWS = "The rows of the comparison. Without stages, strategies, configs and inline: stages 0, 1, 2 and 3."
@@ -117,14 +117,14 @@ Recipe: type[BaseModel] = create_model(
     output=_section("output", "Where results go, how often rows run, and what the recommendation is for."),
 )
 # fmt: on
-"""The form of a recipe at one point of its sweep."""
+"""The model of a recipe at one point of its sweep."""
 
 SweptValue: TypeAlias = AxisValue | list[Any] | None
 """A value at a point; betas are a list."""
 
 
 class SweepSection(_Section):
-    """Several workloads in one run: every combination of the values in matrix and in lists."""
+    """Several workloads in one run: every combination of the values in matrix and in the sections' lists."""
 
     matrix: dict[str, Annotated[list[SweptValue], Field(min_length=1)]] = {}
     include: list[Annotated[dict[str, SweptValue], Field(min_length=1)]] = []
@@ -134,12 +134,12 @@ class SweepSection(_Section):
 _RecipeFile = create_model("Recipe", __base__=Recipe, sweep=(SweepSection, SweepSection()))
 
 SWEPT_SECTIONS = ("model", "training", "dataset", "dataloader", "optimizer")
-"""Sections whose values may be lists, each value then makes points of a sweep."""
+"""Sections whose values may be lists, which make points of a sweep."""
 _SWEPT_KEYS = ("launch.num_gpus", "launch.cpu_memory_limit", "launch.gpu_memory_limit")
 """Other values that may be lists."""
 _SWEPT_BLOCKS = ("optimizer.params", "configurations.deepspeed")
 """Blocks of DeepSpeed's own keys, whose values may be swept; those of the second only in the section ``sweep``, since
-its lists are DeepSpeed's."""
+lists in it are DeepSpeed's own."""
 _WHOLE_SECTIONS = ("model", "training")
 """Sections that a printed recipe has in full."""
 _LISTS_OF_DEEPSPEED = ("betas",)
@@ -161,19 +161,19 @@ def _by_path(recipe: BaseModel) -> Values:
 PATHS: Mapping[str, str] = {
     name: option.key for name, option in OPTIONS.items() if option.key is not None and option.kind is not dict
 }
-"""Field of Options → the key path of a recipe that gives it as it is."""
+"""Field of Options → the recipe's key path with the same value."""
 
 
 # ------------------------------------------------------------------ from a file
 
 
 def check_recipe(text: RecipeText, data: Data | None = None) -> Values:
-    """Return the checked values of a recipe. ``data``: one point of its sweep, in place of its own values.
+    """Return the checked values of a recipe. ``data``: one point of its sweep, instead of its own values.
 
     Raises UsageError for the first wrong value, with its line.
     """
     values = text.data if data is None else data
-    # A section without keys is one with defaults; an unknown name stays, to be refused.
+    # A section without keys has its defaults; keep unknown names, to refuse them.
     values = {name: keys for name, keys in values.items() if keys is not None or name not in Recipe.model_fields}
     return _by_path(_validated(Recipe, values, text, ()))
 
@@ -183,7 +183,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 def _validated(model: type[Model], values: object, text: RecipeText, place: KeyPath) -> Model:
     try:
-        # As JSON: a strict model then takes lists for tuples and texts for paths.
+        # As JSON: a strict model then accepts lists for tuples and strings for paths.
         return model.model_validate_json(json.dumps(values))
     except ValidationError as error:
         errors = error.errors()
@@ -196,8 +196,8 @@ def _validated(model: type[Model], values: object, text: RecipeText, place: KeyP
         keys = [each.removeprefix(f"{section}.") for each in known if each.startswith(f"{section}.")]
         has = f"the keys of {section} are" if keys else "the sections are"
         names = f"{has} {', '.join(keys or _RecipeFile.model_fields)}; docs/recipes.md describes them"
-        is_key = re.fullmatch(r"[\w.\[\]-]{1,80}", shown)  # what another file holds may be secret
-        problem = f"unknown key {shown}" if is_key else "no key of a recipe"
+        is_key = re.fullmatch(r"[\w.\[\]-]{1,80}", shown)  # another file's content may be secret
+        problem = f"unknown key {shown}" if is_key else "not a key of a recipe"
         raise text.error(path, problem, f"did you mean {near}?" if near else names)
     reasons = [_reason(each) for each in errors if _known_part(each["loc"]) == path[len(place) :]]
     value = json.dumps(first["input"], default=str)
@@ -210,7 +210,7 @@ def _reason(error: Any) -> str:
     if error["type"] == "literal_error" and isinstance(error["input"], str):
         names = {name.casefold(): name for name in re.findall("'([^']+)'", context["expected"])}
         for near in difflib.get_close_matches(given := error["input"].casefold(), names, n=1, cutoff=0.65):
-            if near[0] != given[0]:  # as gpu and cpu, which mean different things
+            if near[0] != given[0]:  # such as gpu and cpu, which mean different things
                 break
             return f"did you mean {names[near]}?"
     forms = {
@@ -226,13 +226,13 @@ def _reason(error: Any) -> str:
 
 
 def _known_part(path: KeyPath) -> KeyPath:
-    """Return a place in the recipe, without pydantic's names of the alternatives of a value."""
+    """Return a place in the recipe, without pydantic's names for a value's alternatives."""
     names = ("constrained-int", "int", "str", "bool", "float", "nullable")
     return tuple(step for step in path if not (isinstance(step, str) and ("[" in step or step in names)))
 
 
 def can_be_swept(path: str) -> bool:
-    """Return whether a sweep may have several values of a key path."""
+    """Return whether a sweep may vary a key path."""
     if path.startswith(tuple(f"{block}." for block in _SWEPT_BLOCKS)):
         return all(path.split("."))
     is_known = path in known_paths() and path not in _SWEPT_BLOCKS
@@ -240,7 +240,7 @@ def can_be_swept(path: str) -> bool:
 
 
 def is_swept_list(path: str, value: Any) -> bool:
-    """Return whether a value in a recipe is a list of values of a sweep, not a list that is one value."""
+    """Return whether a value in a recipe is a sweep's list of values, not a single value that is a list."""
     if not isinstance(value, list) or path.startswith("configurations."):
         return False
     return path.rpartition(".")[2] not in _LISTS_OF_DEEPSPEED or any(isinstance(item, list) for item in value)
@@ -260,11 +260,11 @@ _OTHER_NAMES: Mapping[str, str] = {
     "train_batch_size": "training.global_batch_size",
     "set": "configurations.deepspeed",
 }
-"""Other programs' names of values, if they have little in common with ours."""
+"""Other programs' names that have little in common with ours."""
 
 
 def nearest_path(path: KeyPath) -> str | None:
-    """Return the key path that an unknown one most likely stands for, in its own section if possible."""
+    """Return the key path that an unknown one most likely means, in its own section if possible."""
     *section, key = map(str, path)
     known = {**PATHS, **_OTHER_NAMES}
     if found := known.get(".".join([*section, key])) or known.get(key):
@@ -275,7 +275,7 @@ def nearest_path(path: KeyPath) -> str | None:
     if len(path) == 1:
         names |= {section: section for section in _RecipeFile.model_fields}
     own = {path: name for path, name in names.items() if path.startswith(".".join([*section, ""]))}
-    # Across sections only names that are nearly the same: dataset.tokens is not dataloader.workers.
+    # Across sections, only names that are nearly the same: dataset.tokens is not dataloader.workers.
     for candidates, similarity in ((own, 0.6), (names, 0.6 if len(path) == 1 else 0.8)):
         near = difflib.get_close_matches(key, candidates.values(), n=1, cutoff=similarity)
         if near:
@@ -285,12 +285,12 @@ def nearest_path(path: KeyPath) -> str | None:
 
 # ------------------------------------------------------------------ sweeps
 
-# As the matrix of a CI system: every combination of the axes is a point, except those that an entry of ``exclude``
-# matches. An entry of ``include`` adds its other values to each point that has its values of the axes; without such a
-# point it is a point of its own.
+# Like the matrix of a CI system: every combination of the axes is a point, except those that an entry of ``exclude``
+# matches. An entry of ``include`` adds its other values to each point that matches its values on the axes; if none
+# does, the entry is a point of its own.
 
 MOST_TRIALS = 10_000
-"""More are planned only when the user confirms it."""
+"""Maximum number of trials unless the user confirms more."""
 
 Point = dict[str, Any]
 """Key path of the recipe → its value at one point of the sweep."""
@@ -324,7 +324,7 @@ class Sweep:
         products = [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
         points = [point for point in products if not any(_matches(point, entry) for entry in self.exclude)]
         if not points and not self.include:
-            raise UsageError("sweep.exclude leaves no point of the sweep", remedy="leave some of its entries out")
+            raise UsageError("sweep.exclude leaves no point of the sweep", remedy="remove some of its entries")
         # As in CI systems: an entry may add values to points, but not change the axes.
         added: list[Point] = [{} for _ in points]
         others = []
@@ -380,7 +380,7 @@ def find_sweep(text: RecipeText) -> Sweep:
 
 
 def _listed_axes(text: RecipeText, block: Data, place: KeyPath) -> Iterator[tuple[str, list[Any]]]:
-    """Take the lists of swept values out of a block and the blocks in it, and yield them."""
+    """Remove the lists of swept values from a block and its inner blocks, and yield them."""
     for key, value in list(block.items()):
         path = format_place((*place, key))
         if isinstance(value, dict):
@@ -395,12 +395,12 @@ def _require_swept(text: RecipeText, place: KeyPath, path: str) -> None:
         return
     near = nearest_path(tuple(path.split(".")))
     is_another = near is not None and near != path and can_be_swept(near)
-    remedy = f"did you mean {near}?" if is_another else "docs/recipes.md says which values can be"
+    remedy = f"did you mean {near}?" if is_another else "docs/recipes.md lists the values that can"
     raise text.error(place, f"{path} cannot be swept", remedy)
 
 
 def _checked_values(text: RecipeText, place: KeyPath, values: list[Any]) -> list[Any]:
-    """Return the values of an axis: at least one, each a scalar, none twice."""
+    """Return the values of an axis after checking them: at least one, no nested lists, no repeats."""
     name = format_place(place).removeprefix("sweep.matrix.")
     if not values:
         raise text.error(place, f"{name} has no values", "write [VALUE, …]")
@@ -421,7 +421,7 @@ def _checked_values(text: RecipeText, place: KeyPath, values: list[Any]) -> list
 def options_of(recipe: Values, folder: Path, **run_flags: Any) -> Options:
     """Return the Options of one point.
 
-    ``folder``: of the recipe, to which the files that it names are relative. ``run_flags``: fields of Options that no
+    ``folder``: the recipe's folder, to which its file names are relative. ``run_flags``: fields of Options that no
     recipe holds. Raises UsageError for values that contradict each other.
     """
     values = {name: recipe[path] for name, path in PATHS.items()}
@@ -476,7 +476,7 @@ def options_of(recipe: Values, folder: Path, **run_flags: Any) -> Options:
 
 
 def _strategies(names: tuple[str, ...], stage: int, has_nvme: bool) -> tuple[str, ...]:
-    """Return the names, ``all`` replaced by every stage and offload strategy, each configuration once."""
+    """Return the names; if ``all`` is one, every stage and offload strategy instead, each configuration once."""
     if ALL not in names:
         return names
     by_label: dict[str, str] = {}
@@ -490,12 +490,12 @@ def _strategies(names: tuple[str, ...], stage: int, has_nvme: bool) -> tuple[str
 
 
 def config_maker(recipe: Values) -> MakeConfig:
-    """Return the function that makes each strategy's configuration: the recipe's own if it has one, or the built-in."""
+    """Return the function that makes each strategy's configuration: the recipe's own if any, else the built-in one."""
 
     def make(strategy: Strategy, batch_size: int, grad_accum: int) -> Config:
         config = base_config(strategy, batch_size, grad_accum)
         own = recipe["configurations.inline"].get(strategy.name)
-        # A recipe's own configuration may leave out batch and optimizer, without which no row can run.
+        # A recipe's own configuration may leave out batch and optimizer, but no row can run without them.
         return config if own is None else {key: config[key] for key in (*BATCH_KEYS, "optimizer")} | copy.deepcopy(own)
 
     return make
@@ -505,16 +505,16 @@ def config_maker(recipe: Values) -> MakeConfig:
 
 
 def recipe_of(options: Options, make_config: MakeConfig, rows: list[Strategy]) -> Data:
-    """Return the recipe that runs what these Options and this function of a script run.
+    """Return the recipe that runs the same comparison as these Options and this function of a script.
 
-    ``rows``: the strategies that the Options ask for. The usual sections are whole; the others have only what differs
-    from the defaults.
+    ``rows``: the strategies of the Options. The sections model and training are complete; the others have only values
+    that differ from the defaults.
     """
     data: Data = {section: {} for section in Recipe.model_fields}
     for name, path in PATHS.items():
         section, _, key = path.partition(".")
         value = _json_value(getattr(options, name))
-        # Without a flag it has the script's value anyway.
+        # A field without a flag has the script's value anyway.
         is_empty = value is None or value is False or value == [] or OPTIONS[name].flag is None
         if is_empty or (section not in _WHOLE_SECTIONS and value == _json_value(known_paths()[path])):
             continue
@@ -532,8 +532,8 @@ def recipe_of(options: Options, make_config: MakeConfig, rows: list[Strategy]) -
         data["training"]["seq_len"] = "auto"
     if options.family == "offload" and options.nvme_path is not None and "nvme" not in options.strategies:
         data["configurations"]["strategies"].append("nvme")
-    # The configurations of a script whose function was edited, without the batch keys that it did not change. torch's
-    # engines do not follow the function.
+    # The configurations of a script whose function was edited, without unchanged batch keys. torch's engines do not use
+    # the function.
     inline = {}
     for strategy in (row for row in rows if row.engine == "deepspeed"):
         built_in = base_config(strategy, options.batch_size, options.grad_accum)
@@ -558,7 +558,7 @@ def _json_value(value: Any) -> Any:
 
 
 def recipe_schema() -> Data:
-    """Return the JSON Schema of a recipe's file, with lists in the sections that may be swept, and ``sweep``."""
+    """Return the JSON Schema of a recipe file, with lists for values that may be swept, and with ``sweep``."""
     schema = _RecipeFile.model_json_schema()
     for path in filter(can_be_swept, known_paths()):
         section, _, key = path.partition(".")

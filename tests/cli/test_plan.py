@@ -125,7 +125,7 @@ def test_a_stream_of_ascii_gets_ascii_and_a_preset_needs_no_torch_and_no_process
 def test_a_file_is_predicted_like_a_strategy_and_what_it_ignores_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """AutoTP splits layers: predicted as plain ZeRO-1 it would be called the simplest row that fits."""
+    """the formulas do not cover AutoTP: predicted as plain ZeRO-1 it would be called the simplest row that fits."""
     zero = {"stage": 2, "reduce_bucket_size": "auto", "cpu_offload": True}
     fine, refused, unknown = (tmp_path / f"{name}.json" for name in ("mine", "old", "tp"))
     fine.write_text(json.dumps({"bf16": {"enabled": "auto"}, "zero_optimization": zero, "log": 1}))
@@ -140,7 +140,7 @@ def test_a_file_is_predicted_like_a_strategy_and_what_it_ignores_is_told(
     assert sum(found["mine"]["host_bytes_per_node"].values()) > 80e9  # the optimizer is offloaded
     assert "note: mine: left out of the copy that runs: log, which DeepSpeed 0.19.8 does not read" in captured.err
     assert "note: not predicted: old: zero_optimization.mics_shard_size: the feature was removed" in captured.err
-    assert "note: not predicted: tp: AutoTP splits layers" in captured.err
+    assert "note: not predicted: tp: the formulas do not cover AutoTP" in captured.err
     assert main([*LLAMA, "--configs", str(refused)]) == 2
 
 

@@ -33,7 +33,7 @@ def points(text: str) -> list[tuple[str, Options]]:
 REFUSED = {
     "gpt2": "r.yaml holds no keys",
     "training:\n  seq_length: 512": r"r.yaml, line 2: unknown key training.seq_length\. Did you mean training.seq_len",
-    "root:$6$salt$0123456789abcdef:19000:0:99999:7:::": r"line 1: no key of a recipe\. The sections",
+    "root:$6$salt$0123456789abcdef:19000:0:99999:7:::": r"line 1: not a key of a recipe\. The sections",
     "training: {lr: 1e-4}": r"Did you mean optimizer.params.lr\?",
     "training: {zero_optimization: {}}": r"Did you mean configurations.deepspeed.zero_optimization\?",
     "dataset: {tokens: 8}": r"The keys of dataset are path, dtype, vocab_size, seq_len; ",
