@@ -50,8 +50,9 @@ BUDGET_SECONDS = float(os.environ.get("BUDGET_SECONDS", "540"))
 STARTED = time.monotonic()
 _RESERVE_SECONDS = 15
 """Of the budget, for the last archive and the report."""
-_LEAST_SECONDS = 60
-"""A step is not begun with less time left, unless that is all of the budget."""
+_LEAST_SECONDS, _LEAST_OF_WHOLE_SECONDS = 60, 240
+"""A step is not begun with less time left, unless that is a third of the budget: one that goes on in the next call, and
+one that begins again."""
 _LOG_BYTES = 100_000
 """Kept of the end of each log."""
 _NEGLIGIBLE_GB = 0.25
@@ -103,6 +104,7 @@ class Step:
     name: str
     command: list[str]
     limit_seconds: int
+    least_seconds: int = _LEAST_OF_WHOLE_SECONDS
     left_out: str | None = None
     """Why it says nothing here."""
 
@@ -129,7 +131,8 @@ def list_steps(models: list[str], out: Path) -> Iterator[Step]:
         command = [PYTHON, str(ROOT / script), "--model", model, *sizes(model), *devices, *flags, *more]
         # So that a call that begins with this step finishes a row of it.
         command += ["--output-dir", str(out / name), "--timeout", str(limit - 60)]
-        return Step(name=name, command=command, limit_seconds=limit, left_out=only_on_gpus(name))
+        reason = only_on_gpus(name)
+        return Step(name=name, command=command, limit_seconds=limit, least_seconds=_LEAST_SECONDS, left_out=reason)
 
     def program(name: str, script: str, *words: str) -> Step:
         figures = str(out / name / "figures.json")
@@ -500,7 +503,7 @@ def main() -> int:
                 continue
             if step.left_out:
                 check.say(f"{step.name}: left out, {step.left_out}")
-            elif seconds_left() >= min(_LEAST_SECONDS, BUDGET_SECONDS - 2 * _RESERVE_SECONDS):
+            elif seconds_left() >= min(step.least_seconds, BUDGET_SECONDS / 3):
                 codes.append(check.run(step))
             else:
                 waiting.append(step.name)
