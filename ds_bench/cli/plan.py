@@ -6,6 +6,7 @@ text from ``report/memory_plan.py``.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
@@ -293,13 +294,18 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, l
         notes.append("parameters are exact, activations computed from config.json and not measured on the model")
     if model.source == "preset" and not model.name.lower().endswith(options.model.lower()):
         notes.append(f"{options.model} has the shapes of {model.name}")
-    if model.architecture is not None and model.architecture.active_parameters < model.architecture.facts.parameters:
-        notes.append(f"{units.format_parameters(model.architecture.active_parameters)} are active per token")
+    with contextlib.suppress(UsageError):
+        architecture = trial_predictions.architecture_of(model)
+        if architecture.active_parameters < architecture.facts.parameters:
+            notes.append(f"{units.format_parameters(architecture.active_parameters)} are active per token")
     if device_specifications.compute_capability(options.gpu) is None:
         shared = "if vLLM or another process shares the card, give what is left"
         notes.append(f"{options.gpu} is the memory that this job may use on each card; {shared}")
     if images:
-        notes.append(f"each sequence has {images:,} image tokens (--image-tokens)")
+        sizes = (
+            "--image-tokens" if options.image_size is None else f"--image-size {'x'.join(map(str, options.image_size))}"
+        )
+        notes.append(f"each sequence has {images:,} image tokens ({sizes})")
     if isinstance(profile, trial_predictions.Unpredicted):
         raise UsageError(f"--model {model.name}: {profile.reason}", remedy="measure it with the command run")
     if profile.frozen:

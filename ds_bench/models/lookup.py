@@ -10,6 +10,7 @@ model of its type.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -28,6 +29,7 @@ from . import architectures, presets
 ANSWER_SECONDS = 3.0
 """Time that the Hub has to answer, including the look-up of its name."""
 _SIZES = ("largest_parameter", "max_positions", "vocabulary_size", "hidden_size")
+_OWN_FACTORY = "let a function of your own build it, with --model-factory package.module:function"
 _TRUE = {"1", "ON", "YES", "TRUE"}  # as huggingface_hub reads a switch (constants.py, ENV_VARS_TRUE_VALUES)
 
 
@@ -41,7 +43,8 @@ class ResolvedModel:
     config: Mapping[str, Any]
     """Arguments of ``AutoConfig.for_model`` for a preset, ``path`` for a local model, else empty."""
     facts: presets.ModelFacts | None = None
-    """Counted sizes; None for a factory and for architectures that ``worker.lookup_model`` does not know."""
+    """Counted sizes; None for a factory and for architectures that neither ``worker.lookup_model`` nor, for ``plan``,
+    ``architectures`` knows."""
     largest_parameter: int | None = None
     """Elements of the largest tensor; None for a factory."""
     max_positions: int | None = None
@@ -116,6 +119,7 @@ def _look_up(
         offline_reason = f"{switch} is set" if switch else connection_failure(endpoint)
         if offline_reason is not None:
             environment = {**environment, "HF_HUB_OFFLINE": "1"}  # the cache may have the model
+    config = None
     if by_config:
         config = _read_config(name, option, offline_reason, required=bool(missing))
         if config is not None and (missing or config.get("model_type") in architectures.not_causal_families()):
@@ -123,7 +127,10 @@ def _look_up(
     facts = _ask_child(name, "--trust-remote-code" if trust_remote_code else None, environment)
     if "error" in facts:
         if is_folder:
-            raise UsageError(f"{option} {name} cannot be read: {facts['error']}", remedy="give a model's folder")
+            raise UsageError(
+                f"{option} {name} cannot be read: {facts['error']}",
+                remedy=f"give a causal language model's folder, or {_OWN_FACTORY}",
+            )
         if offline_reason is not None and facts["error"].startswith("OSError"):  # not in the cache either
             raise _unknown_model(name, option, offline_reason)
         raise _unknown_model(name, option, f"the Hub does not have it: {facts['error']}")
@@ -131,16 +138,22 @@ def _look_up(
     if declared and built not in declared:
         raise UsageError(
             f"{option} {name} is a {', '.join(declared)}, but a {built} would train, which is a different model",
-            remedy="let a function of your own build it, with --model-factory package.module:function",
+            remedy=_OWN_FACTORY,
         )
+    counted: presets.ModelFacts | None = None
+    if facts["counts"] is not None:
+        counted = presets.ModelFacts(
+            name=name, model_type=facts["model_type"], config=facts["config"], **facts["counts"]
+        )
+    elif config is not None:
+        with contextlib.suppress(UsageError):  # not a family whose tensors are known by formula
+            counted = architectures.read_architecture(name, config).facts
     return ResolvedModel(
         name=name,
         source="local" if is_folder else "hub",
         model_type=facts["model_type"],
         config={"path": str(Path(name).resolve())} if is_folder else {},
-        facts=None
-        if facts["counts"] is None
-        else presets.ModelFacts(name=name, model_type=facts["model_type"], config=facts["config"], **facts["counts"]),
+        facts=counted,
         **{size: facts[size] for size in _SIZES},
     )
 

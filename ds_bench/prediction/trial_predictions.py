@@ -16,7 +16,7 @@ from ..config.identity import row_key
 from ..config.spec import Accelerator, Placement, Trial
 from ..config.trained_parameters import TrainedParameters
 from ..errors import DsBenchError, PreflightError, UsageError
-from ..models.architectures import read_architecture
+from ..models.architectures import Architecture, read_architecture
 from ..models.lookup import ResolvedModel
 from ..models.presets import ModelFacts
 from ..records import json_files
@@ -114,11 +114,9 @@ def profile_model(
     ``losses_by_formula``: other losses are not measured by a child process, which takes some seconds each.
     """
     architecture = model.architecture
-    if choice is not None and architecture is None:
-        if model.facts is None:
-            return Unpredicted(reason=f"what --lora and --freeze leave of {model.name} is not known by formula")
+    if choice is not None:
         try:
-            architecture = read_architecture(model.name, {**model.facts.config, "model_type": model.facts.model_type})
+            architecture = architecture_of(model)
         except UsageError as error:
             return Unpredicted(reason=error.problem)
     if architecture is not None:
@@ -170,6 +168,17 @@ def profile_model(
             else other
         )
     return _with_losses(replace(usual, variants=profiles), model.facts, by_formula)
+
+
+def architecture_of(model: ResolvedModel) -> Architecture:
+    """Return the tensors of a model by formula. Raises UsageError for a model of another family, or of a factory."""
+    if model.architecture is not None:
+        return model.architecture
+    if model.facts is None:
+        raise UsageError(
+            f"the tensors of {model.name} are not known by formula", remedy="take a model of a known family"
+        )
+    return read_architecture(model.name, {**model.facts.config, "model_type": model.facts.model_type})
 
 
 def _with_losses(profile: ModelProfile, facts: ModelFacts | None, variants: Iterable[Variant]) -> ModelProfile:

@@ -280,7 +280,7 @@ def plan_table(plan: MemoryPlan) -> Table:
 def _method_notes(plan: MemoryPlan) -> Iterator[str]:
     """What the second figure of the rows is, and why some are not replayed."""
     needs = {row.label: row.prediction.gpu_need for row in plan.rows}
-    methods = {need.method for need in needs.values()}
+    methods = {need.method for need in needs.values() if not need.is_lower_bound}
     varies = plan.asked.varying_lengths
     if varies:
         yield (

@@ -144,6 +144,36 @@ def test_a_file_is_predicted_like_a_strategy_and_what_it_ignores_is_told(
     assert main([*LLAMA, "--configs", str(refused)]) == 2
 
 
+def test_what_is_not_counted_leaves_the_range_open(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """ZenFlow's buffers come on top; Muon's states are counted as Adam's and take less."""
+    offloaded = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    blocks: dict[str, dict[str, Any]] = {
+        "zenflow": {"zero_optimization": {**offloaded, "zenflow": {"topk_ratio": 0.1, "update_interval": 4}}},
+        "muon": {"zero_optimization": {"stage": 2}, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}},
+    }
+    files = [tmp_path / f"{name}.json" for name in blocks]
+    for file, block in zip(files, blocks.values(), strict=True):
+        file.write_text(json.dumps({"bf16": {"enabled": True}, **block}))
+    asked = ["--model", "gpt2-xl", "--num-gpus", "2", "--configs", *map(str, files)]
+    found = rows(capsys, "plan", *asked)
+    assert {name: row["verdict"] for name, row in found.items()} == {"zenflow": "not known", "muon": "fits"}
+    assert found["zenflow"]["gpu_reserved_bytes"] is None
+    assert found["muon"]["gpu_reserved_bytes"] > found["muon"]["gpu_least_bytes"]
+    assert rows(capsys, "plan", *asked, "--gpu", "1GB")["zenflow"]["verdict"] == "does not fit"
+    shown = text(capsys, *asked[:4], "--configs", str(files[0]))
+    assert "the prediction leaves out ZenFlow's buffers" in shown
+    assert "–? GB per GPU" in shown
+
+
+def test_varying_lengths_widen_the_range_and_are_stated(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--model", "gpt2-xl", "--num-gpus", "2", "--seq-length", "1024", "--strategies", "zero2", "--quick"]
+    constant, varying = (rows(capsys, "plan", *asked, *more)["zero2"] for more in ((), ("--varying-lengths",)))
+    assert (constant["varying_lengths"], varying["varying_lengths"]) == (False, True)
+    assert varying["gpu_least_bytes"] == constant["gpu_least_bytes"]
+    assert varying["gpu_reserved_bytes"] == 2 * constant["gpu_reserved_bytes"]
+    assert "4 × up to 1,024 tokens" in text(capsys, *asked, "--varying-lengths")
+
+
 @pytest.mark.slow
 def test_a_factory_is_planned_with_what_it_trains_and_one_that_trains_nothing_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,7 @@ import pytest
 from ds_bench.config.spec import Placement
 from ds_bench.errors import UsageError
 from ds_bench.launch.rank_environment import rank_environment
+from ds_bench.models import lookup
 from ds_bench.models.lookup import ResolvedModel, connection_failure, resolve_model
 
 
@@ -99,3 +100,27 @@ def test_folder_is_trained_only_as_the_class_that_it_names(
     with pytest.raises(UsageError, match=f"{named}.*{built}") as caught:
         find(str(tmp_path))
     assert "--model-factory" in caught.value.remedy
+
+
+def test_mixture_that_the_child_does_not_count_is_known_by_formula_for_plan_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen2-57B-A14B has 57,408,658,944 parameters (built with Transformers 5.23)."""
+    sizes = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
+    sizes |= {"num_key_value_heads": 4, "vocab_size": 151936, "num_experts": 64, "num_experts_per_tok": 8}
+    sizes |= {"moe_intermediate_size": 2560, "shared_expert_intermediate_size": 20480, "decoder_sparse_step": 1}
+    answer: dict[str, Any] = dict.fromkeys(
+        ("counts", "largest_parameter", "max_positions", "vocabulary_size", "hidden_size")
+    )
+    answer |= {"architectures": None, "built_architecture": None, "model_type": "qwen2_moe", "config": {}}
+    monkeypatch.setattr(lookup, "_ask_child", lambda *_arguments: answer)
+    counted = {}
+    for family in ("qwen2_moe", "unheard_of"):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **sizes}))
+        for by_config in (False, True):
+            found = resolve_model(
+                str(tmp_path), factory=False, trust_remote_code=False, environment={}, by_config=by_config
+            )
+            counted[family, by_config] = found.facts and found.facts.parameters
+    assert counted.pop(("qwen2_moe", True)) == 57_408_658_944
+    assert set(counted.values()) == {None}
