@@ -147,7 +147,7 @@ _JSON: Flags = {"--json": {**_ON, "dest": "as_json", "help": "print JSON"}}
 _JUNIT: Flags = {"--junit": {**_FILE, "help": "also write JUnit XML with a test for each row"}}
 _RULES: dict[str, Any] = {"type": split_names, "action": "extend", "default": [], "metavar": "RULE,..."}
 _CONFIGS: Flags = {
-    "--configs": flag_of("configs", default=[], help="configurations of your own: DeepSpeed JSON, Accelerate YAML, a "
+    "--configs": flag_of("configs", default=[], help="your own configurations: DeepSpeed JSON, Accelerate YAML, a "
                                                      "Trainer's arguments"),
 }
 _NUM_GPUS: Flags = {"--num-gpus": {**_INTEGER, "default": 1, "help": "GPUs of the whole job (default: 1)"}}
@@ -160,7 +160,7 @@ _BASELINES: Flags = {
 
 COMMANDS: Mapping[str, Command] = {
     "plan": Command(
-        purpose="predict each strategy's memory, without a GPU and without running",
+        purpose="predict each strategy's memory, without a GPU or a run",
         examples=("meta-llama/Llama-3.1-8B --num-gpus 8 --gpu 80GB --host-memory 512",
                   "gpt2-xl --gpu 24GB --min-gpus"),
         usage="%(prog)s [MODEL] [--num-gpus N] [--gpu CARD] [options]",
@@ -253,13 +253,13 @@ COMMANDS: Mapping[str, Command] = {
         examples=(f"save {_RUN}", f"check {_LATER_RUN}"),
         actions={
             "save": Command(
-                purpose="keep these results as the baselines of their names",
+                purpose="save each row as the baseline of its name",
                 examples=(_RUN, "RUN --tolerance 0.1 --baselines ci/baselines.json"),
                 function="baseline:save_command",
                 flags={
                     **_RESULTS, **_BASELINES,
                     "--tolerance": {"type": number(float, {"ge": 0, "lt": 1}), "metavar": "F",
-                                    "help": "loss that still passes, stored with these entries (default: 0.05)"},
+                                    "help": "fraction that may get worse, stored with the entries (default: 0.05)"},
                 },
             ),
             "check": Command(
@@ -269,7 +269,7 @@ COMMANDS: Mapping[str, Command] = {
                 flags={
                     **_RESULTS, **_BASELINES,
                     "--fail-on": {"type": names_from(*FAIL_ON), "default": FAIL_ON_DEFAULT, "metavar": "REASON,...",
-                                  "help": "what exits 3: regression, missing (a row of the saved run that the result "
+                                    "help": "reasons to exit 3: regression, missing (a row of the saved run that the result "
                                           "lacks), unmatched (a row without a baseline), noisy (default: all but "
                                           "noisy)"},
                     **_JSON, **_JUNIT,
@@ -331,7 +331,7 @@ COMMANDS: Mapping[str, Command] = {
             "--no-sync": {**_ON, "help": "wrong on purpose, for teaching: read the clock without waiting for the "
                                          "device, which times only the launch of the work; every row says so"},
             "--output": {"type": path, "metavar": "FILE.csv",
-                         "help": "also write the rows to this file, which is replaced"},
+                         "help": "also write the rows to this file, replacing it"},
             "--output-dir": {**_FOLDER, "help": "folder of the results (default: results)"},
             "--timeout": {"type": _SECONDS, "metavar": "SECONDS",
                           "help": "stop a size that takes longer (default: 3600)"},

@@ -135,11 +135,11 @@ class Options:
 
     # training
     seq_length: int | None = option(int, None,
-        "tokens per sequence; auto: the longest that trains, for each row by itself",
-        without="512, or the model's positions where it has fewer", key="training.seq_len", limits=COUNT, auto=True)
-    """None, also while it is searched for: 512, or the model's positions if it has fewer."""
+        "tokens per sequence; auto: for each row, the longest that trains",
+        without="512, or the model's limit if lower", key="training.seq_len", limits=COUNT, auto=True)
+    """None (also during a search): 512, or the model's limit if lower."""
     batch_size: int = option(int, DEFAULT_BATCH_SIZE,
-        "micro-batch per GPU, in sequences; auto: the largest that trains, for each row by itself",
+        "micro-batch per GPU, in sequences; auto: for each row, the largest that trains",
         key="training.local_batch_size", limits=COUNT, auto=True)
     """1 if it is searched for."""
     global_batch_size: int | None = option(int, None,
@@ -152,7 +152,7 @@ class Options:
     warmup_steps: int = option(int, 5, "steps run first and left out of every statistic", key="training.warmup_steps",
         limits={"ge": 0, "le": MAX_NUMBER})
     precision: Precision | Literal["auto"] = option(str, "auto", "number format",
-        without="auto = bf16 where the device has it", key="training.precision", choices=("auto", *PRECISIONS))
+        without="auto: bf16 if the device supports it", key="training.precision", choices=("auto", *PRECISIONS))
     activation_checkpointing: bool = option(bool, False, "recompute activations in the backward pass",
         key="training.activation_checkpointing")
     seed: int = option(int, 42, "seed of weights and data", key="training.seed", limits={"ge": 0, "le": 2**32 - 1})
@@ -162,7 +162,7 @@ class Options:
         "train adapters of this rank on all linear modules, or on those named, and nothing else (peft)",
         key="training.lora", metavar="R[:MODULE,...]", limits={"pattern": LORA})
     freeze: str | None = option(str, None,
-        "do not train these: vision, or parts of names of parameters (embed_tokens,layers.0.)",
+        "do not train these: vision, or parts of parameter names (embed_tokens,layers.0.)",
         key="training.freeze", metavar="NAME,...", limits={"min_length": 1})
     pass_type: PassType = option(str, "train",
         "what a step is: the model's forward pass, forward and backward, or with the optimizer's step; all but train "
@@ -179,10 +179,10 @@ class Options:
         key="configurations.strategies", choices=(ALL, *STRATEGY_NAMES), many=True, arguments={"default": None})
     stage: int = option(int, 3, "ZeRO stage of the offload strategies", key="configurations.stage", choices=(1, 2, 3))
     configs: tuple[Path, ...] = option(Path, (),
-        "configurations of your own, each file one row: DeepSpeed JSON, Accelerate YAML, a Trainer's arguments",
+        "your own configurations, one row per file: DeepSpeed JSON, Accelerate YAML, a Trainer's arguments",
         key="configurations.configs", many=True, metavar="FILE_OR_DIR", arguments={"default": None})
     keep_batch: bool = option(bool, False,
-        "the batch keys of each file of --configs rule, not --batch-size and --grad-accum",
+        "use the batch keys of each file in --configs, not --batch-size and --grad-accum",
         key="configurations.keep_batch")
     base_config: Path | None = option(Path, None,
         "with a script: your DeepSpeed configuration, which --stages, --strategies and --axis edit", flag=True,
@@ -195,7 +195,7 @@ class Options:
         "a value that replaces every configuration's, e.g. zero_optimization.overlap_comm=false; may be repeated",
         key="configurations.deepspeed", metavar="KEY.PATH=VALUE", arguments={"action": "append", "default": []})
     """Each as ``{"zero_optimization": {"overlap_comm": False}}``; they come after ``ds_config``."""
-    common_batch: bool = option(bool, False, "with --batch-size auto: also rows at the largest that all of them train",
+    common_batch: bool = option(bool, False, "with --batch-size auto: also run all rows at the largest they all train",
         key="configurations.common_batch")
     relative_to: str | None = option(str, None, "row that ratios refer to", without="the first good one",
         key="configurations.relative_to", metavar="STRATEGY")
@@ -204,9 +204,9 @@ class Options:
     data: Path | None = option(Path, None, "train on the token ids of this file, through a data loader",
         without="random ids", key="dataset.path", metavar="FILE")
     data_dtype: TokenType | None = option(str, None, "type of the file's ids",
-        without="as its suffix says, .uint16 or .uint32", key="dataset.dtype", choices=TOKEN_TYPES)
-    vocab_size: int | None = option(int, None, "draw random ids below N, and refuse a file that has others",
-        without="the model's number of ids", key="dataset.vocab_size", limits=COUNT)
+        without="from its suffix, .uint16 or .uint32", key="dataset.dtype", choices=TOKEN_TYPES)
+    vocab_size: int | None = option(int, None, "draw random ids below N; refuse a file with other ids",
+        without="the model's vocabulary", key="dataset.vocab_size", limits=COUNT)
 
     # dataloader
     data_workers: int | None = option(int, None, "worker processes of the data loader, 0: the rank itself",
@@ -223,7 +223,7 @@ class Options:
 
     # profiling
     profiles: tuple[ProfileName, ...] = option(str, (),
-        "torch: trace and table of operators; memory: what allocates it; nsys: a window for Nsight Systems",
+        "torch: trace and table of operators; memory: what allocates memory; nsys: a window for Nsight Systems",
         flag="--profile", key="profiling.profiles", choices=PROFILES, many=True)
     profile_steps: int = option(int, NO_INSPECTION.profile_steps, "steps that each profiler observes",
         key="profiling.steps", limits={"ge": 1, "le": MOST_PROFILE_STEPS})
@@ -237,15 +237,15 @@ class Options:
 
     # a script of the user's own
     script: tuple[str, ...] = option(str, (),
-        "training script of your own and its arguments, in place of a model (docs/own_work.md)", flag=False,
+        "your own training script and its arguments, instead of a model (docs/own_work.md)", flag=False,
         key="script", many=True)
     python: str | None = option(str, None, "interpreter that runs the script", without="this one", key="launch.python",
         metavar="PROGRAM", limits={"min_length": 1})
     override_config: bool = option(bool, False, "each row's configuration replaces the one that the script gives to "
-        "DeepSpeed, but for batch, optimizer and precision", key="launch.override_config")
-    accelerate_env: bool = option(bool, False, "each row's configuration reaches the script by Accelerate's variables",
+        "DeepSpeed, except batch, optimizer and precision", key="launch.override_config")
+    accelerate_env: bool = option(bool, False, "pass each row's configuration in Accelerate's variables",
         key="launch.accelerate_env")
-    engine: str | None = option(str, None, "measure the engine of this model class, where the script has several",
+    engine: str | None = option(str, None, "measure the engine of this model class, if the script has several",
         without="the one that steps first", key="launch.engine", metavar="NAME", limits={"min_length": 1})
 
     # launch
@@ -270,7 +270,7 @@ class Options:
         arguments={"action": "append", "nargs": None, "default": []})
     master_addr: str | None = option(str, None, "address of the first host that all others reach", without="its first",
         key="launch.master_addr", metavar="ADDR")
-    master_port: int | None = option(int, None, "port of it", without="a free one", key="launch.master_port",
+    master_port: int | None = option(int, None, "port there", without="a free one", key="launch.master_port",
         metavar="PORT", limits={"ge": 1, "le": MAX_PORT})
     nvme_path: Path | None = option(Path, None, "folder on the NVMe disk", key="launch.nvme_path", metavar="DIR")
     cpu_memory_limit: float | None = option(float, None,
@@ -283,15 +283,15 @@ class Options:
     timeout: float = option(float, 3600.0, "end a trial that takes longer", without="3600", key="launch.timeout",
         metavar="SECONDS", limits=_AMOUNT)
     stall_timeout: float = option(float, 600.0,
-        "end a trial without a sign of life for so long; until the first step, growth of memory and disk I/O are "
-        "signs too", without="600", key="launch.stall_timeout", metavar="SECONDS", limits=_AMOUNT)
+        "end a trial that shows no sign of life for this long; before the first step, memory growth and "
+        "disk I/O count too", without="600", key="launch.stall_timeout", metavar="SECONDS", limits=_AMOUNT)
     skip_predicted_oom: bool = option(bool, False, "leave out rows that are predicted not to fit; never one that may",
         key="launch.skip_predicted_oom")
-    force: bool = option(bool, False, "run also what is predicted to need more than 1.5 times the host memory there is",
+    force: bool = option(bool, False, "also run rows predicted to need more than 1.5 times the host memory",
         key="launch.force")
 
     # output
-    output_dir: Path = option(Path, Path("results"), "folder of the results, created when missing", key="output.dir",
+    output_dir: Path = option(Path, Path("results"), "folder of the results, created if missing", key="output.dir",
         metavar="DIR")
     repeats: int = option(int, 1,
         "runs of every row, in rounds of shuffled order; 3 or more give intervals",
@@ -315,7 +315,7 @@ class Options:
 
     # flags without a key
     axes: tuple[AxisValues, ...] = option(str, (),
-        "make a row of each value, in every row where it acts, e.g. overlap_comm=true,false; several make every "
+        "make a row for each value, wherever the axis acts, e.g. overlap_comm=true,false; several axes make every "
         "combination (the command axes lists them)", flag="--axis", metavar="NAME=V1,V2,...",
         arguments={"action": "append", "default": []})
     """The values of each axis."""
@@ -323,17 +323,17 @@ class Options:
         metavar="FILE")
     """Content of the file."""
     resume: Path | None = option(Path, None,
-        "run what is missing of an earlier run on the same machine, with its flags; flags that run code or reach "
+        "finish an earlier run on the same machine, with its flags; flags that run code or reach "
         "other machines, and values that may be credentials, must be given again", metavar="RUN_DIR")
-    retry: tuple[str, ...] = option(str, (), "with --resume: also rows with this outcome, e.g. Timeout,OOM",
+    retry: tuple[str, ...] = option(str, (), "with --resume: also rerun rows with this outcome, e.g. Timeout,OOM",
         metavar="CLASS,...", arguments={"default": ""})
     shard: Shard | None = option(Shard, None,
-        "run the I-th of N parts of the plan's trials; report reads the results of all parts together "
+        "run the I-th of N parts of the plan's trials; report combines the results of all parts "
         "(docs/recipes.md)", metavar="I/N")
     """The part of the plan that this run has; None for all of it."""
     dry_run: bool = option(bool, False, "print each trial's configuration and command, run nothing")
-    print_recipe: bool = option(bool, False, "print the recipe that makes the same comparison, run nothing")
-    format: str = option(str, "table", "form of the summary", choices=("table", "markdown", "json"))
+    print_recipe: bool = option(bool, False, "print the recipe of this comparison, run nothing")
+    format: str = option(str, "table", "format of the summary", choices=("table", "markdown", "json"))
     quiet: bool = option(bool, False, "print the summary only")
     verbose: bool = option(bool, False,
         "print the table with all columns and notes, and each trial's caveats and files as they come")
