@@ -259,7 +259,8 @@ COMMANDS: Mapping[str, Command] = {
                 flags={
                     **_RESULTS, **_BASELINES,
                     "--tolerance": {"type": number(float, {"ge": 0, "lt": 1}), "metavar": "F",
-                                    "help": "fraction that may get worse, stored with the entries (default: 0.05)"},
+                                    "help": "how far throughput may fall or memory rise, stored with these entries "
+                                            "(default: 0.05)"},
                 },
             ),
             "check": Command(
@@ -269,9 +270,9 @@ COMMANDS: Mapping[str, Command] = {
                 flags={
                     **_RESULTS, **_BASELINES,
                     "--fail-on": {"type": names_from(*FAIL_ON), "default": FAIL_ON_DEFAULT, "metavar": "REASON,...",
-                                    "help": "reasons to exit 3: regression, missing (a row of the saved run that the result "
-                                          "lacks), unmatched (a row without a baseline), noisy (default: all but "
-                                          "noisy)"},
+                                  "help": "reasons to exit 3: regression, missing (a row of the saved run that the "
+                                          "result lacks), unmatched (a row without a baseline), noisy (default: all "
+                                          "but noisy)"},
                     **_JSON, **_JUNIT,
                 },
             ),
