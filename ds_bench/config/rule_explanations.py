@@ -41,7 +41,7 @@ class Explanation:
     given: str
     """Flags, or a GPU, that ``check`` needs to find it; empty for none."""
     versions: str
-    """The DeepSpeed versions in which the rule holds; empty: all."""
+    """DeepSpeed versions that the rule applies to; empty: all."""
 
 
 @cache

@@ -140,6 +140,7 @@ def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
     """Variables of the template for one report. ``uid``: prefix of all its ids."""
     answer = report.recommendation
     chosen = answer.key if answer.decided else None
+    open_tag = "provisional" if answer.disturbed else "start here"
     drawable, left_out = charts_of(report.comparison, chosen)
     numbers = {note: number for number, note in enumerate(report.labels_by_note, 1)}
     columns = measured_columns(report.comparison)
@@ -161,7 +162,7 @@ def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
             {
                 "label": row.label,
                 "recommended": row.key == chosen,
-                "first": row.key == answer.key != chosen,
+                "tag": open_tag if row.key == answer.key != chosen else None,
                 "baseline": baseline is not None and row.key == baseline.key,
                 "status": _status(row),
                 "succeeded": row.succeeded,

@@ -51,7 +51,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture
 def driver(browser: Any) -> Iterator[Any]:
-    """The browser in a tab of its own, which has nothing of the screens, media and scripts that other tests set."""
+    """The browser in a new tab, without the screens, media and scripts that other tests set."""
     first = browser.current_window_handle
     browser.switch_to.new_window("tab")
     for kind in ("browser", "performance"):  # what was recorded is forgotten with that

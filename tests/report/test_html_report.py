@@ -1,4 +1,4 @@
-"""The page as text: complete, self-contained, escaped; a real browser is in test_html_browser."""
+"""The page as text: complete, self-contained, escaped. tests/integration/test_html_page.py has a real browser."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ FAILED = samples.comparison(samples.row("ZeRO-0", samples.failed(fakes.zero(0)))
 
 
 @pytest.mark.parametrize("of", [samples.offload_comparison(), FAILED, samples.comparison()])
-def test_a_page_is_well_formed_asks_for_nothing_and_what_refers_to_an_id_finds_it(of: samples.Comparison) -> None:
+def test_a_page_is_well_formed_and_self_contained_and_every_reference_resolves(of: samples.Comparison) -> None:
     source = samples.page(samples.report(of), samples.report(of))
     page = Page(source)
     assert page.unbalanced == page.open == []
@@ -93,7 +93,7 @@ def test_a_page_is_well_formed_asks_for_nothing_and_what_refers_to_an_id_finds_i
 
 
 @pytest.mark.parametrize("evil", [EVIL, QUOTES, "\x1b[31mred\x00\ud800\u202egnirts"])
-def test_text_from_users_models_and_machines_is_only_text(evil: str) -> None:
+def test_text_from_users_models_and_machines_is_escaped(evil: str) -> None:
     plain, doubt = samples.cpu_comparison(), note(evil)
     trial = fakes.trial(fakes.zero(0), of=fakes.workload(model=evil), ds_config={evil: evil})
     failure = samples.make_run(fakes.failure(trial, error=evil, details=evil, status=evil), None, None)
@@ -132,19 +132,26 @@ def test_a_page_of_a_run_reads_as_it_should(snapshot: SnapshotAssertion) -> None
     assert not {"None", "nan", "—"} & keys
 
 
-TIE: dict[str, Any] = {"headline": Fact("tie", {"choice": "ZeRO-2", "reason": ""}), "undecided": ("ZeRO-2", "ZeRO-1")}
+TIE: dict[str, Any] = {
+    "headline": Fact("tie", {"choice": "ZeRO-2", "rows": "ZeRO-2 and ZeRO-1"}),
+    "undecided": ("ZeRO-2", "ZeRO-1"),
+}
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_only_a_decided_page_has_a_green_box_and_a_star(tied: bool) -> None:
-    answer = samples.recommendation(key="ZeRO-2", **(TIE if tied else {}))
-    source = samples.page(samples.report(samples.zero_comparison(), recommendation=answer))
-    assert ('class="recommendation decided"' in source, "★" in source) == (not tied, not tied)
-    assert (source.count('<tr class="recommended">'), source.count("start here")) == (not tied, tied)
+@pytest.mark.parametrize(
+    ("changes", "tag"), [({}, None), (TIE, "start here"), ({"disturbed": ("ZeRO-2",)}, "provisional")]
+)
+def test_only_a_decided_page_has_a_green_box_and_a_star(changes: dict[str, Any], tag: str | None) -> None:
+    answer = samples.recommendation(key="ZeRO-2", **changes)
+    source, green = samples.page(samples.report(samples.zero_comparison(), recommendation=answer)), tag is None
+    assert ('class="recommendation decided"' in source, "★" in source) == (green, green)
+    assert source.count('<tr class="recommended">') == green
+    tags = re.findall('<span class="tag">(.*?)</span>', source)
+    assert tags == ["baseline", *([tag] if tag else [])]
 
 
 def test_a_page_states_each_fact_once() -> None:
-    """What the answer, the notes and the pairs of rows have in common."""
+    """Also where the answer, the notes and the pairs of rows overlap."""
     busy = Caveat(CaveatKind.CPU_BUSY, {"other": 1.5, "cores": 2})
     full = samples.cpu_comparison()
     rows = tuple(replace(row, caveats=(busy,)) for row in full.rows)
@@ -177,7 +184,7 @@ def test_points_of_a_sweep_are_folded_in_groups_each_with_its_answer() -> None:
     assert page.text().count(str(sweep[0].recommendation.headline)) == 2
 
 
-def test_a_run_without_a_gpu_shows_no_gpu_and_one_that_failed_no_chart() -> None:
+def test_cpu_runs_hide_gpu_columns_and_failed_runs_have_no_charts() -> None:
     page = page_of(samples.report(samples.cpu_comparison(), title="tiny on CPUs"))
     headings = [data for tag, data in page.texts if tag in ("button", "figcaption")]
     assert "Host memory by category" in headings
