@@ -61,7 +61,7 @@ class Result:
     """The measurements of a run, or of several results pooled. ``print`` shows the report."""
 
     reports: tuple[ComparisonReport, ...]
-    """One report for each workload on one machine; a sweep has several."""
+    """One report per workload and machine; a sweep has several."""
     folder: Path | None
     """The run's folder; None for a flat JSON or several results."""
 
@@ -233,14 +233,14 @@ def _text(value: object) -> str:
 
 
 def _run_in_process(arguments: Sequence[str], progress: bool) -> dict[str, Any]:
-    """Run :func:`main` in a process of its own and return its answer.
+    """Run :func:`main` in a separate process and return its answer.
 
     Threads, signal handlers, children and GPU memory of this process stay untouched. Raises KeyboardInterrupt once the
     other process has saved its rows and ended, and DsBenchError if it was killed or crashed.
     """
     # Files, not pipes: a pipe can fill up, and children may keep it open after the process has ended.
     with tempfile.TemporaryFile() as request, tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as log:
-        # The parent's id: this process may end before the other one asks the kernel to signal it in that case.
+        # The parent's id shows the other process whether this one has already ended.
         asked = {"arguments": list(arguments), "parent": os.getpid(), "progress": progress}
         request.write(json.dumps(asked).encode())
         request.seek(0)
@@ -424,7 +424,7 @@ class Plan:
 
 
 def plan(**keywords: Unpack[PlanKeywords]) -> Plan:
-    """Predict the memory of each strategy, as the command ``plan`` does, without a run and without a GPU.
+    """Predict the memory of each strategy, as the command ``plan`` does, without a run or a GPU.
 
     ``keywords``: flags of the command. Raises UsageError.
     """

@@ -169,13 +169,13 @@ class _Benchmark:
 
 
 class ThroughputBenchmark(_Benchmark):
-    """A benchmark mainly of tokens/s; its result has the memory too."""
+    """A benchmark mainly of tokens/s; its result also has the memory."""
 
     group = "throughput"
 
 
 class MemoryBenchmark(_Benchmark):
-    """A benchmark mainly of peak memory; its result has the throughput too."""
+    """A benchmark mainly of peak memory; its result also has the throughput."""
 
     group = "memory"
 

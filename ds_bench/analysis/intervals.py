@@ -302,7 +302,7 @@ class RunDesign:
         self._trend = ((order - order.mean()) / (np.ptp(order) or 1.0))[:, None]
         numbers = sorted(set(rounds))
         use_blocks = 1 < len(numbers) <= _MAX_BLOCKS
-        # One column of 0 and 1 for each round but the first.
+        # One column of zeros and ones for each round but the first.
         self._rounds = (np.asarray(rounds)[:, None] == np.asarray(numbers[1:])).astype(float) if use_blocks else None
         self._covariates: dict[bytes, tuple[_Covariates, _Covariates | None]] = {}
 
@@ -470,7 +470,7 @@ class RunFit:
             factors[sets] = trend.variance_factor(row, other)
             if blocks is not None:
                 factors[sets & self._has_blocks] = blocks.variance_factor(row, other)
-        # What the noise of the two rows' own means adds.
+        # Plus the noise in the two rows' means.
         variance, other_variance = (self._variances[:, each] / self._design.run_counts[each] for each in (row, other))
         with np.errstate(invalid="ignore", divide="ignore"):  # Satterthwaite's formula, as in ``_satterthwaite``
             share = variance / (variance + other_variance)

@@ -189,7 +189,7 @@ def _load_run(folder: Path, source: Path, whole: bool, rows: Sequence[Row] | Non
 
 
 def _runs_of_rows(rows: Sequence[Row], file: Path, environment: Environment | None, whole: bool) -> tuple[Run, ...]:
-    """Return a run for each row with its record; nothing if rows and records do not match one to one."""
+    """Return a run for each row, with its record; empty if rows and records do not match one to one."""
     if not rows:
         return ()
     stored = reader.index_records(file)
@@ -197,7 +197,7 @@ def _runs_of_rows(rows: Sequence[Row], file: Path, environment: Environment | No
     if len(set(keys)) < len(keys) or stored.keys() != set(keys):
         return ()
     hosts = () if environment is None else environment.hosts or (environment,)
-    # A row has the name of one card only.
+    # A row names only one card.
     whole = whole or len({(gpu.name, gpu.memory_total_bytes) for host in hosts for gpu in host.gpus}) > 1
     runs = []
     for row, key in zip(rows, keys, strict=True):

@@ -485,7 +485,7 @@ class Row(BaseModel):
     trial_id: str | None = text("Folder of the trial in its run", "trial.trial_id")
     num_gpus: int = column("Ranks of the job", "trial.placement.num_gpus", default=...)
     accelerator: str = text("``cuda`` or ``cpu``", "trial.placement.accelerator", ...)
-    device: str | None = text("Names of the ranks' devices, from their driver", "device_names")
+    device: str | None = text("Names of the ranks' devices, as reported by the driver", "device_names")
     precision: str = text(
         "Number format", lambda m: m.script.precision if m.script else m.trial.workload.precision, ...
     )
@@ -562,12 +562,12 @@ class Row(BaseModel):
     method_version: int = column("``schema.METHOD_VERSION`` of the record", "record.method_version", default=...)
     predicted_over_ledger: float | None = column("Predicted bytes of tensors divided by the ledger", "over_ledger")
     dropout: float | None = column(
-        "Greatest probability of a dropout",
+        "Largest dropout probability",
         lambda m: m.rank.dropout if m.rank else m.trial.workload.dropout,
     )
     repeated_loss: float | None = text("Loss on the first batches after all steps, mean over ranks", "repeated_loss")
     weight_change_norm: float | None = column(
-        "Norm of the weights' change", lambda m: None if m.weight_change is None else math.hypot(*m.weight_change)
+        "Norm of the change in weights", lambda m: None if m.weight_change is None else math.hypot(*m.weight_change)
     )
     weight_change_cosine: float | None = text("Cosine with the reference row's change", _later)
     cpu_threads: int | None = column("Threads in a parallel region of torch", "rank.cpu_threads")
@@ -624,7 +624,7 @@ class Row(BaseModel):
     seq_policy: str | None = text("``given`` or ``longest``", "trial.workload.seq_policy")
     phase_data_ms: float | None = column("Waiting for the data loader, synchronised steps", "parts.data_wait", "ms")
     data_wait_ms: float | None = column("Waiting for the data loader, in the window", _worst("data_wait_seconds"), "ms")
-    vocab_size: int | None = column("Random ids are below it", "trial.workload.vocab_size")
+    vocab_size: int | None = column("Random ids are below this", "trial.workload.vocab_size")
     data_file: str | None = text("File of token ids", "trial.workload.data_path")
     point: str | None = text(
         "Values of a sweep's point, as JSON", lambda m: json.dumps(dict(m.trial.point)) if m.trial.point else None
@@ -646,7 +646,7 @@ class Row(BaseModel):
     first_grad_norm: float | None = column(
         "Norm of the gradients in the first step", lambda m: next(iter(m.rank.grad_norms), None) if m.rank else None
     )
-    grad_norm: float | None = column("The same after the measured window", "rank.grad_norm")
+    grad_norm: float | None = column("Norm of the gradients after the measured window", "rank.grad_norm")
     script: str | None = text(
         "Command of the user's own script",
         lambda m: shlex.join(m.trial.workload.script.command) if m.trial.workload.script else None,
@@ -668,7 +668,7 @@ class Row(BaseModel):
     )
     main_engine: str | None = text("Model class of the engine that was measured", "script.main_engine")
     other_engines: str | None = text(
-        "The same of a script's other engines",
+        "Model classes of a script's other engines",
         lambda m: ", ".join(m.script.other_engines) or None if m.script else None,
     )
     gpu_sm_clock_mhz: float | None = column(
@@ -679,7 +679,7 @@ class Row(BaseModel):
         "MHz",
     )
     gpu_temperature_celsius: float | None = column(
-        "Highest of a GPU in the window",
+        "Highest temperature of any GPU in the window",
         lambda m: max(filter(None, (each.max_temperature_celsius for each in m.record.gpu_windows)), default=None),
         "°C",
     )

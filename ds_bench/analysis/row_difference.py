@@ -33,7 +33,7 @@ REST = "rest"
 """Category for the part of the total that is in no counted tensor; negative if the categories, each at its own peak,
 sum to more than the total."""
 TOTAL = "total"
-"""The only category where a row has no ledger."""
+"""The only category if a row has no ledger."""
 PHASES = ("forward", "backward", "step")
 _LEAST_SAVING = 0.05
 """Smallest saving to mention, as a fraction of the row's memory."""
@@ -167,7 +167,7 @@ class TierDifference:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One value in both rows; None where it was not measured."""
+    """One value in both rows; None if not measured."""
 
     a: float | None
     b: float | None

@@ -51,7 +51,7 @@ An otherwise idle machine uses far fewer during a trial; one busy loop next to t
 thirds of a core.
 """
 _MIN_OTHER_CORES_FRACTION = 0.05
-"""The same as a fraction of the cores, for large machines, where more runs in the background."""
+"""The same as a fraction of the cores, for large machines, which run more in the background."""
 _MAX_THROTTLED_FRACTION = 0.05
 """Fraction of a CPU quota's periods (0.1 s by default) in which it may throttle the trial."""
 _MAX_DATA_WAIT = 0.05
@@ -204,7 +204,7 @@ def _usual_steps(rank: RankMeasurement) -> tuple[list[float], list[float]]:
     extra = zip(rank.in_window("evaluation_forwards"), rank.in_window("saves"), strict=True)
     marked = [*zip(rank.step_seconds, (bool(evaluated or saved) for evaluated, saved in extra), strict=True)]
     usual = [seconds for seconds, apart in marked if not apart]
-    # Where every step has one, as with a reference model, none is unusual.
+    # If every step has one, as with a reference model, none is unusual.
     return (usual, [seconds for seconds, apart in marked if apart]) if usual else (list(rank.step_seconds), [])
 
 

@@ -104,9 +104,9 @@ def load_baseline(name: str, path: Path | str = DEFAULT_PATH) -> BaselineEntry |
 def missing_baselines(results: Sequence[BenchmarkResult], path: Path | str = DEFAULT_PATH) -> list[BaselineEntry]:
     """Return the file's entries that should have a result here but have none.
 
-    An entry should have one if it was saved from the same run (``BaselineEntry.run_id``) as an entry that has one. An
-    entry without a run name should have one if a result has the same script and workload. A limit set by hand need not
-    have one. Raises UsageError if the file is invalid.
+    An entry should have a result if another entry of its saved run (``BaselineEntry.run_id``) has one or, without a run
+    name, if a result has the same script and workload. A limit set by hand needs no result. Raises UsageError if the
+    file is invalid.
     """
     entries = [_entry(name, data, path) for name, data in (store.read(Path(path)) or {}).items()]
     names = {result.name for result in results}
@@ -202,7 +202,7 @@ def _incomparable_reasons(result: BenchmarkResult, baseline: BaselineEntry) -> I
 
 
 def _remarks(result: BenchmarkResult, baseline: BaselineEntry, metrics: Sequence[_MetricComparison]) -> Iterator[str]:
-    """Yield what does not change the verdict."""
+    """Yield remarks that do not change the verdict."""
     if any(metric.interval is None for metric in metrics):
         variation = max(result.step_variation or 0.0, baseline.step_variation or 0.0)
         guide = f" (steps vary by {units.format_percent(variation)}, a rough guide only)" if variation else ""

@@ -48,7 +48,7 @@ class Command:
 
     purpose: str
     examples: Sequence[str]
-    """What follows the program's name."""
+    """Arguments after the program's name."""
     function: str = ""
     """``module:function`` below ``ds_bench.cli``; empty for a command with actions."""
     flags: Flags = field(default_factory=dict)

@@ -310,7 +310,9 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, l
         raise UsageError(f"--model {model.name}: {profile.reason}", remedy="measure it with the command run")
     if profile.frozen:
         frozen = units.format_parameters(profile.frozen_parameters)
-        notes.append(f"frozen: {frozen}, which below ZeRO-3 every GPU holds whole; only what is trained is split there")
+        notes.append(
+            f"frozen: {frozen}, held whole by every GPU below ZeRO-3; only trained parameters are sharded there"
+        )
     workload = Workload(
         model=model.name,
         model_source=model.source,

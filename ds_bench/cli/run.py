@@ -1,6 +1,6 @@
 """The commands ``run``, which runs a recipe's comparison at every point of its sweep, and ``model-size``.
 
-Flags override the recipe, and are enough without one: ``run --model tiny --strategies all``.
+Flags override the recipe, and no recipe is needed: ``run --model tiny --strategies all``.
 """
 
 from __future__ import annotations

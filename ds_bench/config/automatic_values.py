@@ -54,7 +54,7 @@ class TrainingFacts:
 def resolve(config: Mapping[str, Any], facts: TrainingFacts) -> tuple[Config, dict[str, Any]]:
     """Replace every "auto" in a configuration. Raises UsageError for one that nothing replaces.
 
-    Return the configuration, and path → value of each replaced key; None if DeepSpeed takes its default.
+    Return the configuration, and path → value of each replaced key; None if DeepSpeed uses its default.
     """
     resolved, values = fill_in(config, facts)
     for path in list(paths_of_auto(resolved)):

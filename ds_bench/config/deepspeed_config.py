@@ -156,7 +156,7 @@ def complete_config(
     # train_batch_size counts each sequence-parallel group once, but every rank of a tensor-parallel one (config.py).
     num_gpus = max(1, placement.num_gpus // sequence_parallel_size(config))
     total = config.get("train_batch_size", micro * accum)
-    # base_config writes the total of one GPU; a user's configuration may have the total of all.
+    # base_config writes the total of one GPU; a user's configuration may have the total of all GPUs.
     if total not in (micro * accum, micro * accum * num_gpus):
         raise UsageError(
             f"train_batch_size {total} is neither {micro} × {accum} (one GPU) nor {micro} × {accum} × {num_gpus} GPUs",

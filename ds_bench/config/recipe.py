@@ -317,7 +317,7 @@ class Sweep:
         return {path: values[0] for path, values in self.axes.items()}
 
     def points(self) -> list[Point]:
-        """Return the points in order: the last axis changes first. One empty point without axes.
+        """Return the points in order, the last axis varying fastest; one empty point without axes.
 
         Raises UsageError if every point is excluded.
         """
@@ -450,7 +450,7 @@ def options_of(recipe: Values, folder: Path, **run_flags: Any) -> Options:
     if not has_rows and not values["script"]:
         values["stages"] = (0, 1, 2, 3)
     values["stages"] = tuple(dict.fromkeys(values["stages"]))
-    # Stage 2 and the strategy zero2 are one row.
+    # Stage 2 and the strategy zero2 are the same row.
     named = {strategies.ZERO_STAGES[stage].name for stage in values["stages"]}
     values["strategies"] = tuple(name for name in dict.fromkeys(values["strategies"]) if name not in named)
     values["configs"] = tuple(folder / path for path in values["configs"])

@@ -45,7 +45,7 @@ class Shard:
         return f"_shard{self.number:0{len(str(self.count))}d}of{self.count}"
 
     def rows_of(self, rows_per_point: Sequence[int]) -> list[range]:
-        """Return the indices of the rows of each point that it runs; an empty range for a point that it leaves out.
+        """Return for each point the indices of the rows that this shard runs; an empty range if it runs none.
 
         ``rows_per_point``: in the order of the plan. Points are dealt out in turn, every second turn backwards, because
         points take longer towards the end of each axis. With fewer points than shards, each shard gets consecutive
