@@ -14,7 +14,7 @@ from ..config.configuration_files import ConfigurationFile, explain_files, read_
 from ..config.spec import Configuration, Placement, Precision
 from ..errors import UsageError
 from ..models import lookup
-from ..models.presets import ModelFacts, find_preset, preset_names, short_names
+from ..models.presets import ModelFacts, find_preset, preset_names, preset_remedy, short_names
 from ..recommend import guide
 from ..system import invocation, terminal
 from ..units import format_count, format_millions
@@ -85,8 +85,8 @@ def _model_facts(model: str) -> ModelFacts:
         # An existing folder was read, so the error is about its content.
         if Path(model).is_dir():
             raise
-        more = "a model's folder works too; plan --online asks the Hub"
-        raise UsageError(error.problem, remedy="; ".join(filter(None, [error.remedy, more]))) from None
+        problem = f"--model {model} is neither a preset, a folder nor a model that was downloaded before"
+        raise UsageError(problem, remedy=preset_remedy(model)) from error
     if facts is None:
         raise UsageError(
             f"--model {model}: its parameters cannot be counted without building it",

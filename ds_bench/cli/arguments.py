@@ -18,6 +18,7 @@ from ..config.options import COUNT, EMPTY_PATH, MAX_NUMBER, OPTIONS, SCRIPT_OPTI
 from ..config.shard import Shard
 from ..config.strategies import STRATEGY_NAMES
 from ..errors import UsageError
+from ..system import invocation
 
 DEFAULT_ROWS: dict[Family, dict[str, Any]] = {
     "zero": {"stages": (0, 1, 2, 3)},
@@ -209,7 +210,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str, near: str | None = None) -> NoReturn:
         """Raise UsageError. ``near``: what was probably meant."""
-        problem = message.removeprefix("argument ")  # argparse's own word
+        # Words of argparse.
+        problem = message.removeprefix("argument ").replace("the following arguments are required:", "Missing")
         raise UsageError(problem, remedy=f"did you mean {near}?" if near else f"see {self.prog} --help")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -222,7 +224,10 @@ class Parser(argparse.ArgumentParser):
             shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
             flags = [flag for action in shown for flag in action.option_strings]
             near = _nearest(unknown[0].partition("=")[0], flags)
-            if not unknown[0].startswith("-") and "--model" in flags:
+            scripts = [word for word in unknown if word.endswith(".py")]
+            if scripts and "--configs" in flags:
+                near = invocation.command("run", "--configs", "FILE", "--", *scripts)
+            elif not unknown[0].startswith("-") and "--model" in flags:
                 near = f"--model {unknown[0]}"
             self.error(f"Unknown argument {unknown[0]}", near)
         return values, unknown

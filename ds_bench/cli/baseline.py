@@ -18,7 +18,7 @@ from ..baselines.result import BenchmarkResult, benchmark_result
 from ..config.options import FAIL_ON_DEFAULT
 from ..errors import UsageError
 from ..report.result_formats import TestCase, junit_text
-from ..system import terminal
+from ..system import invocation, terminal
 from .report import check_output, write_output
 
 OK, REGRESSION = 0, 3
@@ -89,7 +89,9 @@ def check_command(
     benchmark_results = _read_results(results)
     # Otherwise a mistyped file would look like rows without baselines.
     if store.read(file) is None:
-        raise UsageError(f"--baselines {file}: no such file", remedy="make it with: baseline save RESULT")
+        raise UsageError(
+            f"--baselines {file}: no such file", remedy=f"make it with {invocation.command('baseline', 'save', 'RUN')}"
+        )
     verdicts = [gate.compare_to_baseline(result, path=file) for result in benchmark_results]
     for entry in gate.missing_baselines(benchmark_results, file):
         text = "missing: the result has no such row, which the saved run had"

@@ -141,7 +141,7 @@ _FILE: dict[str, Any] = {"type": path, "metavar": "FILE"}
 _FOLDER: dict[str, Any] = {"type": path, "metavar": "DIR"}
 _SECONDS = number(float, {"gt": 0})
 _RESULTS: Flags = {"results": {"nargs": "+", "type": path, "metavar": "RUN_OR_JSON", "help": _RESULT}}
-_RESULTS_OR_LATEST: Flags = {"results": {**_RESULTS["results"], "nargs": "*",
+_RESULTS_OR_LATEST: Flags = {"results": {**_RESULTS["results"], "nargs": "*", "default": (),
                                          "help": f"{_RESULT} (default: the latest run in results/)"}}
 _JSON: Flags = {"--json": {**_ON, "dest": "as_json", "help": "print JSON"}}
 _JUNIT: Flags = {"--junit": {**_FILE, "help": "also write JUnit XML with a test for each row"}}
@@ -242,8 +242,8 @@ COMMANDS: Mapping[str, Command] = {
         examples=(f"{_RUN} {_LATER_RUN}",),
         function="compare:show_changes",
         flags={
-            "before": {"type": path, "help": _RESULT},
-            "after": {"type": path, "help": _RESULT},
+            "before": {"type": path, "metavar": "BEFORE", "help": _RESULT},
+            "after": {"type": path, "metavar": "AFTER", "help": _RESULT},
             "--markdown": {**_ON, "help": "print a Markdown table"},
             **_JSON, **_JUNIT,
         },

@@ -272,7 +272,7 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, l
         trust_remote_code=options.trust_remote_code,
         # With HF_HUB_OFFLINE, huggingface_hub makes no request, so that no typo starts a download.
         environment={} if online else {"HF_HUB_OFFLINE": "1"},
-        offline_reason=None if online else "the Hub was not asked for a name without an organization (--online does)",
+        offline_reason=None if online else "",
         by_config=True,
     )
     images, length = _image_tokens(options, model)

@@ -90,7 +90,7 @@ def report(
 
         page = html_report.render_page(reports, f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, ds_bench {__version__}")
         write_output("--html", html, page)
-        terminal.print_text(f"HTML {html}", sys.stderr)
+        terminal.print_text(f"HTML report: {html}", sys.stderr)
     if plots is not None:
         _write_charts(reports, plots)
     if exported is not None:

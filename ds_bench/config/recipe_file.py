@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import yaml
 
 from ..errors import UsageError
-from ..system import files
+from ..system import files, invocation
 
 LARGEST_FILE_BYTES = 2**17
 MOST_LEVELS = 20
@@ -65,6 +65,9 @@ class RecipeText:
 
 def read_recipe(path: Path) -> RecipeText:
     """Read a recipe. Raises UsageError with the file and the line."""
+    if path.suffix == ".py":
+        remedy = f"did you mean {invocation.command('run', '--configs', 'FILE', '--', str(path))}?"
+        raise UsageError(f"{path} is a script, not a recipe", remedy=remedy)
     try:
         text = files.read_text(path, LARGEST_FILE_BYTES)
     except OSError as error:

@@ -69,7 +69,8 @@ def resolve_model(
 ) -> ResolvedModel:
     """Find the model with this name. Raise UsageError if it does not exist.
 
-    ``environment``: variables of the child process. ``offline_reason``: why the Hub is not asked; None if it is.
+    ``environment``: variables of the child process. ``offline_reason``: why the Hub is not asked; None if it is, empty
+    if ``plan`` was not told to.
     ``option``: the flag or the key of a recipe that gave the name. ``by_config``: models that cannot be built here are
     read from their ``config.json``; they can be planned, not run.
     """
@@ -108,7 +109,9 @@ def _look_up(
     missing = missing_packages(MODEL_PACKAGES)
     if missing and not by_config:
         problem = f"{option} {name} is not a preset, and other models need {' and '.join(missing)}"
-        raise UsageError(problem, remedy=f"{presets.preset_remedy(name)} To install them: {install_command()}")
+        raise UsageError(problem, remedy=presets.preset_remedy(name, f"install with {install_command()}"))
+    if not is_folder and (name.endswith(".json") or name.startswith((".", "/", "~"))):
+        raise UsageError(f"{option} {name}: no such file or folder", remedy="give a model's folder or its config.json")
     if not is_folder and offline_reason is None:
         # Transformers itself would ask six times, with pauses between: half a minute without a network, and longer if
         # packets are dropped.
@@ -190,7 +193,11 @@ def _read_config(name: str, option: str, offline_reason: str | None, *, required
     except Exception as error:
         if not required:
             return None
-        why = offline_reason if offline_reason and not path.exists() else str(error).strip().partition("\n")[0]
+        why = (
+            offline_reason
+            if offline_reason is not None and not path.exists()
+            else str(error).strip().partition("\n")[0]
+        )
         raise _unknown_model(name, option, why) from error
     if not isinstance(config, dict) or "model_type" not in config:
         raise UsageError(f"{option} {name} has no model_type in its config.json", remedy="give a model's own file")
@@ -198,10 +205,11 @@ def _read_config(name: str, option: str, offline_reason: str | None, *, required
 
 
 def _unknown_model(name: str, option: str, why: str) -> UsageError:
-    """``why``: why it was not found on the Hub."""
+    """``why``: why it was not found on the Hub; empty if that was not asked."""
     place = f" ({option})" if option != "--model" else ""
-    problem = f"Unknown model {name!r}{place}: neither a preset nor a folder, and {why}"
-    return UsageError(problem, remedy=presets.preset_remedy(name))
+    problem = f"Unknown model {name!r}{place}: neither a preset nor a folder{why and ', and '}{why}"
+    other = "give a model's folder or its config.json"
+    return UsageError(problem, remedy=presets.preset_remedy(name, other if why else f"{other}, or add --online"))
 
 
 def send_request(address: str) -> None:

@@ -106,14 +106,11 @@ def short_names() -> Mapping[str, str]:
     return {known: short for short, known in _names()[1].items()}
 
 
-def preset_remedy(name: str) -> str:
-    """What to do about an unknown model: the presets that may be meant, or how to list them."""
-    similar = similar_presets(name)
-    return (
-        f"did you mean {format_series(similar)}?"
-        if similar
-        else f"list the presets with {invocation.command('models')}"
-    )
+def preset_remedy(name: str, other: str = "") -> str:
+    """What to do about an unknown model: the presets that may be meant, or how to list them. ``other``: another way."""
+    if similar := similar_presets(name):
+        return f"did you mean {format_series(similar)}?{f' Or {other}' if other else ''}"
+    return f"{f'{other}, or ' if other else ''}list the presets with {invocation.command('models')}"
 
 
 def similar_presets(name: str) -> list[str]:

@@ -184,7 +184,7 @@ def report_lines(report: ComparisonReport, width: int, unicode: bool = True) -> 
     indent = " " * (len(mark) + 1)
     headline = printable(str(recommendation.headline), unicode)
     lines = [Line(line, "bold") for line in wrap(f"{mark} {headline}", text_width, indent)]
-    if (step := recommendation.try_next) is not None:
+    if (step := recommendation.try_next) is not None and step.kind != "run_idle":  # the headline says so
         flags = "the same command with " if step.kind == "try" else ""
         # Not wrapped: a command of two lines is two commands in a shell.
         lines.append(Line(f"{indent}Next:  {printable(flags + str(step), unicode)}"))

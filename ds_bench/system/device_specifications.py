@@ -97,7 +97,7 @@ def memory_bytes(text: str) -> int:
 
     near = [names_by_spelling[each] for each in get_close_matches(_normalise(text), names_by_spelling, n=3, cutoff=0.5)]
     if matching:
-        problem, remedy = f"may be {' or '.join(matching)}", "name one."
+        problem, remedy = f"may be {' or '.join(matching)}", "name one"
     else:
         problem = "is not a known GPU"
         known = f"known are {', '.join(_EXAMPLES)} and {len(names()) - len(_EXAMPLES)} more."

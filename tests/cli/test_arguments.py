@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ds_bench.cli import commands
-from ds_bench.cli.arguments import build_parser, parse
+from ds_bench.cli.arguments import ALIASES, build_parser, parse
 from ds_bench.config.options import Options
 from ds_bench.config.rules import RULES
 from ds_bench.errors import UsageError
@@ -76,6 +76,7 @@ def test_a_bad_value_is_one_line_with_flag_value_and_remedy(subtests: pytest.Sub
         ("--bach-size 2", "--bach-size", "Did you mean --batch-size?"),
         ("--stage 2", "--stage", "Did you mean --stages?"),
         ("gpt2", "gpt2", "Did you mean --model gpt2?"),
+        ("train.py", "train.py", "run --configs FILE -- train.py?"),
     ):
         with subtests.test(line):
             with pytest.raises(UsageError) as caught:
@@ -171,11 +172,29 @@ def test_no_flag_takes_two_dashes_or_is_abbreviated_or_lacks_a_help_text() -> No
                     parser.parse_args([*required_words(parser), f"{short}=1"])
 
 
-def test_other_names_of_num_gpus_work_wherever_it_does() -> None:
+def test_names_of_other_programs_mean_the_flag_wherever_it_is_and_are_in_the_help(subtests: pytest.Subtests) -> None:
     having = [parser for parser in PARSERS.values() if "--num-gpus" in parser._option_string_actions]
     assert len(having) == 6
     for parser, flag in itertools.product(having, ("--gpus", "--num_gpus")):
         assert parser.parse_args([*required_words(parser), flag, "8"]).num_gpus == 8
+    for line, own in (
+        ("--per_device_train_batch_size 8 --gradient_accumulation_steps=4", "--batch-size 8 --grad-accum 4"),
+        (
+            "--max_seq_length 64 --deepspeed a.json b.json --bf16",
+            "--seq-length 64 --configs a.json b.json --precision bf16",
+        ),
+        ("--gradient_checkpointing True --fp16=true --bf16 False", "--activation-checkpointing --precision fp16"),
+        ("--gradient_checkpointing false --max-seq-length 8", "--seq-length 8"),
+    ):
+        for name in ("zero", "offload", "ds_bench run", "ds_bench plan"):
+            parser = PARSERS[name]
+            with subtests.test(line, of=name):
+                found, meant = (vars(parser.parse_args(words.split())) for words in (line, own))
+                assert {**found, "typed": None} == {**meant, "typed": None}
+                assert all(alias in parser.format_help() for alias in ALIASES)
+    # After -- stand the arguments of the user's script.
+    script = commands.parse(["run", "--configs", "a", "--", "train.py", "--bf16", "True"])[1]["script"]
+    assert script == ("train.py", "--bf16", "True")
 
 
 # ------------------------------------------------------------------ flags that remedies name
@@ -220,7 +239,7 @@ def test_printed_commands_exist_with_their_flags() -> None:
     found = [words for words in printed_commands() if words]
     assert {"ops", "doctor"} <= {verb for verb, *_ in found}
     for verb, *words in found:
-        assert {word for word in words if word.startswith("--")} <= flags_of(f"ds_bench {verb}")
+        assert {word for word in words if word.startswith("--") and word != "--"} <= flags_of(f"ds_bench {verb}")
 
 
 def test_the_flags_in_remedies_exist_and_those_in_rules_in_both_scripts_and_in_run() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,24 @@ def two_models(folder: Path, **second: Any) -> list[str]:
     one = fakes.write_run(folder / "a", run_of((0, 3))).folder
     other = fakes.write_run(folder / "b", run_of((0, 2), of=fakes.workload(model="gpt2")), **second).folder
     return [str(one), str(other)]
+
+
+def test_report_without_a_result_shows_the_run_that_was_written_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["report"]) == 2
+    assert "no run in results/runs. Give a run folder" in capsys.readouterr().err
+    earlier = fakes.write_run(tmp_path / "results", run_of((0, 3))).folder
+    later = fakes.write_run(tmp_path / "results", run_of((1, 2))).folder
+    os.utime(earlier / "records.jsonl", (9e8, 9e8))
+    os.utime(later / "records.jsonl", (1e9, 1e9))
+    assert main(["report"]) == 0
+    assert "★ ZeRO-1" in capsys.readouterr().out
+    assert main(["explain", "zero1", "zero2"]) == 0
+    os.utime(earlier / "records.jsonl", (2e9, 2e9))  # it was resumed
+    assert main(["report"]) == 0
+    assert "★ ZeRO-0" in capsys.readouterr().out
 
 
 def test_two_models_have_tables_of_their_own_and_one_with_both_side_by_side(

@@ -104,6 +104,24 @@ def test_losses_of_one_oddity_on_both_sides_are_still_compared(tmp_path: Path) -
     assert any("more than rounding explains" in text for text in pair.incomparable_reasons)
 
 
+def test_markdown_and_json_have_the_rows_of_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """1,024 tokens in 0.2 s, then in 0.1 s, three steady runs of each; one row is only in the first result."""
+    before = [*runs(1, 0.2, 0.2, 0.2), *runs(2, 0.2)]
+    sides = (("a", before), ("b", runs(1, 0.1, 0.1, 0.1)))
+    folders = [str(fakes.write_run(tmp_path / name, rows).folder) for name, rows in sides]
+    assert main(["compare", *folders, "--json"]) == 0
+    one, two = json.loads(capsys.readouterr().out)["rows"]
+    assert (one["before"]["tokens_per_second"], one["ratio"]) == (pytest.approx(5120), pytest.approx(2))
+    assert one["interval"]["distinguishable"]
+    assert (one["after"]["gpu_peak_bytes"], one["after"]["runs"]) == (8 * fakes.GB, 3)
+    assert (two["after"], two["ratio"], two["incomparable_reasons"]) == (None, None, ["after: no such row"])
+    assert main(["compare", *folders, "--markdown"]) == 0
+    out = capsys.readouterr().out
+    assert "| ZeRO-1 | 5,120 tokens/s | 10,240 tokens/s | 2.00x | 2.00 to 2.00 | GPU memory 8.00 GB" in out
+    assert "- ZeRO-2: no ratio: after: no such row" in out
+    assert main(["compare", *folders, "--markdown", "--json"]) == 2
+
+
 def test_the_text_reads_row_by_row_and_a_shared_remark_is_printed_once(tmp_path: Path) -> None:
     """Ten steps of 512 tokens on two cards in 0.2 s; three steady runs that are 25 % faster have an interval."""
     work = fakes.workload(warmup_steps=3)

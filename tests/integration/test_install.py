@@ -145,7 +145,7 @@ def test_without_torch_everything_works_that_runs_nothing(machine: Machine, whee
         refused = {
             "run --model tiny": EXTRA,
             "ops": EXTRA,
-            "plan --model some/model": "give its folder or config.json",
+            "plan --model some/model": "ive a model's folder or its config.json",
             f"report {RESULT} --format parquet": 'pip install "ds-compare[parquet]"',
         }
         for words, remedy in refused.items():
