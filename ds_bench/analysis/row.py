@@ -179,7 +179,7 @@ class Measured:
 
     @cached_property
     def script(self) -> ScriptMeasurement | None:
-        """Of the first rank of a user's script; None for the built-in training."""
+        """Measurement of a user's script on its first rank; None for the built-in training."""
         return self.rank.script if self.rank else None
 
     def seen_per_second(self, name: str) -> float | None:
@@ -342,7 +342,7 @@ class Measured:
 
 Source = Callable[[Measured], Any]
 _SCALES = {"ms": 1000.0, "GB": 1 / BYTES_PER_GB, "GB/s": 1 / BYTES_PER_GB, "GB/step": 1 / BYTES_PER_GB, "%": 100}
-"""Unit of a column → its size in seconds, bytes or fractions, the units of the sources."""
+"""Unit of a column → factor to it from the source's unit: seconds, bytes or fractions."""
 _LARGEST = 10**60
 """Above any measurement, and low enough that its square is finite."""
 

@@ -37,7 +37,7 @@ _SHARED = (
     *_FIGURES, "memory", "tokens_per_sec_runs", "samples_per_sec_runs", "peak_memory_mb_runs", "step_variation",
     "workload", "environment", "run_id",
 )  # fmt: skip
-"""Fields that a result has too."""
+"""Fields shared with results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class BaselineEntry:
 
     @property
     def set_by_hand(self) -> bool:
-        """Whether the entry is a limit that a user chose, which applies on any machine, and not a measurement."""
+        """Whether the entry is a limit that a user chose, not a measurement; it applies on any machine."""
         return self.environment is None and not self.workload
 
     @classmethod
@@ -115,7 +115,7 @@ class BaselineEntry:
         """Invert :meth:`to_dict`; unknown keys are ignored. Raises ValueError for other shapes."""
         environment = data.get("environment")
         if isinstance(environment, dict):
-            # With the fields that every Environment has; they are not compared.
+            # Add the fields that every Environment needs; they are not compared.
             gpus = environment.get("gpus", [])
             if isinstance(gpus, list):
                 gpus = [{"index": index, **gpu} if isinstance(gpu, dict) else gpu for index, gpu in enumerate(gpus)]

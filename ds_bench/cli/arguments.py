@@ -27,9 +27,9 @@ DEFAULT_ROWS: dict[Family, dict[str, Any]] = {
 """The default rows of each script."""
 _USAGE = "%(prog)s [--model NAME] [--batch-size N] [{rows} ...] [options]"
 _ZERO_TEXT = """Compares ZeRO stages on one model: trains it for a few steps under each stage,
-every stage in a process tree of its own, and writes a table, JSON and CSV."""
+each in its own process tree, and writes a table, JSON and CSV."""
 _OFFLOAD_TEXT = """Compares offload strategies on one model: trains it for a few steps under each
-strategy, every one in a process tree of its own, and writes a table, JSON and CSV."""
+strategy, each in its own process tree, and writes a table, JSON and CSV."""
 _ZERO_EXAMPLES = """examples:
   %(prog)s --model tiny --seq-length 128
   %(prog)s --model gpt2 --batch-size 4
@@ -233,7 +233,7 @@ class Parser(argparse.ArgumentParser):
         return values, unknown
 
     def _with_own_flags(self, words: Sequence[str]) -> list[str]:
-        """The words with this parser's flags in place of the names that other programs have for them."""
+        """Return the words with other programs' flag names replaced by this parser's."""
         own, waiting = [], list(words)
         while waiting and waiting[0] != "--":
             name, equals, value = (word := waiting.pop(0)).partition("=")
@@ -325,7 +325,7 @@ def deepspeed_version(text: str) -> str:
 
 
 def factory(text: str) -> str:
-    """``package.module:function``."""
+    """Parse ``package.module:function``."""
     module, _, function = text.partition(":")
     if not module or not function:
         raise argparse.ArgumentTypeError(f"{text!r} is not package.module:function")

@@ -173,7 +173,7 @@ def build_reports(
 ) -> list[ComparisonReport]:
     """Return one report per workload and machine, with repeats from several files pooled. Raises UsageError.
 
-    ``paths``: empty: the latest run below ``results``.
+    ``paths``: if empty, the latest run below ``results``.
     If ``relative_to`` or ``goal`` is None, the run's own is used; with several runs, the first one known.
     ``tell``: called with a note on each result that is left out; every report has these notes too.
     """
@@ -247,7 +247,7 @@ def _flags_of_run(group: ResultGroup) -> tuple[str | None, str | None, OpenComma
 
 
 def _write_charts(reports: Sequence[ComparisonReport], folder: Path) -> None:
-    """Raises UsageError if the charts cannot be written."""
+    """Write the charts. Raises UsageError if they cannot be written."""
     from ..report.charts import save_charts
     from ..report.comparison_charts import charts_of
 

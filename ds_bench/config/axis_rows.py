@@ -258,7 +258,7 @@ def _overlap(path: str, other: str) -> bool:
 
 
 def require_no_override(selected: Sequence[AxisValues], other: str, changes: Mapping[str, Any]) -> None:
-    """Raise UsageError if an axis sets a key that ``changes``, made to every configuration by ``other``, also set."""
+    """Raise UsageError if an axis and ``changes`` set the same key. ``other``: name of the source of ``changes``."""
     changed = [path for path, _ in paths_of(changes)]
     for values in selected:
         axis = values[0].axis

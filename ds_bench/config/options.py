@@ -152,7 +152,7 @@ class Options:
     warmup_steps: int = option(int, 5, "steps run first and left out of every statistic", key="training.warmup_steps",
         limits={"ge": 0, "le": MAX_NUMBER})
     precision: Precision | Literal["auto"] = option(str, "auto", "number format",
-        without="auto: bf16 if the device supports it", key="training.precision", choices=("auto", *PRECISIONS))
+        without="auto, bf16 if the device supports it", key="training.precision", choices=("auto", *PRECISIONS))
     activation_checkpointing: bool = option(bool, False, "recompute activations in the backward pass",
         key="training.activation_checkpointing")
     seed: int = option(int, 42, "seed of weights and data", key="training.seed", limits={"ge": 0, "le": 2**32 - 1})
