@@ -235,7 +235,7 @@ class Parser(argparse.ArgumentParser):
     def _with_own_flags(self, words: Sequence[str]) -> list[str]:
         """Return the words with other programs' flag names replaced by this parser's."""
         own, waiting = [], list(words)
-        while waiting and waiting[0] != "--":
+        while waiting:
             name, equals, value = (word := waiting.pop(0)).partition("=")
             alias = name.replace("-", "_").replace("__", "--", 1)
             flag, *values = ALIASES.get(alias, (name.replace("_", "-"),))
@@ -247,7 +247,7 @@ class Parser(argparse.ArgumentParser):
                     continue
                 equals = ""
             own += [f"{flag}={value}" if equals else flag, *values]
-        return own + waiting
+        return own
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         # argparse drops the value of --flag=-- and checks neither its type nor how many are left.
