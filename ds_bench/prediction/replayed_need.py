@@ -91,7 +91,7 @@ def _replayed_need(
     asked_bytes: int | None,
 ) -> GpuNeed | None:
     """The need by a replay; None without a trace of the model. ``sizes``: micro-batch, sequence length, checkpointing,
-    dropout, zero.Init. ``asked_bytes``: the GPU of which only the verdict is wanted."""
+    dropout, zero.Init. ``asked_bytes``: the memory of a GPU; only the verdict about it is needed."""
     batch_size, seq_length, checkpointing, dropout, zero_init = sizes
     facts = inputs.profile.facts
     if facts is None:

@@ -178,8 +178,14 @@ def test_what_would_let_a_row_train(name: str, snapshot: SnapshotAssertion) -> N
 
 
 def test_limit_is_what_the_run_had_less_what_others_hold() -> None:
-    """20 GB were missing of what was predicted; and overhead of two ranks was assumed where 0.5 GB were measured."""
+    """20 GB were missing of what was predicted; and overhead of two ranks was assumed where 0.5 GB were measured.
+
+    Changes are predicted by the rule, so the row's figure is the rule's too, whatever a replay found.
+    """
     trial = planned(ZERO(3), 4)
+    prediction = trial.prediction or {}
+    need = {**prediction["need"], "least_bytes": prediction["need"]["least_bytes"] + 5 * GB, "method": "replay"}
+    trial = replace(trial, prediction={**prediction, "need": need})
     case = setup(fakes.failure(trial, schema.OOM, requested_bytes=21 * GB, free_bytes=GB))
     assert case.gpu_limit_bytes == sum((trial.prediction or {})["gpu"].values()) - 20 * GB
     used = {"gpu_device_used_bytes": 3 * GB, "gpu_reserved_bytes": int(2.5 * GB), "gpu_total_bytes": 32 * GB}
