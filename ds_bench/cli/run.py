@@ -193,7 +193,7 @@ def _recipe_text(recipe: Path | None, typed: Sequence[str], flags: dict[str, Any
     # The placeholder would make the run continue with a different value than it began with.
     if REDACTED in str(stored):
         raise UsageError(
-            f"--resume {folder}: values that may be credentials were not stored",
+            f"--resume {folder}: values that may be credentials were not kept",
             remedy=f"give its recipe again: {_resume_command(folder)}",
         )
     return RecipeText.of_stored(stored), earlier.arguments
