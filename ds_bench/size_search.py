@@ -105,9 +105,14 @@ class SizeSearch:
             if trial.unsupported:
                 return True
             try:
-                engine = trial.configuration.engine
                 prediction = predict_near(
-                    profile, trial.workload, trial.placement, trial.ds_config, memory.gpu_bytes, engine=engine
+                    profile,
+                    trial.workload,
+                    trial.placement,
+                    trial.ds_config,
+                    memory.gpu_bytes,
+                    engine=trial.configuration.engine,
+                    variables=trial.configuration.variables,
                 )
             except (ValueError, KeyError, TypeError, ZeroDivisionError):  # a configuration unknown to the formulas
                 return True

@@ -7,11 +7,11 @@ says what the first steps reserve, and with a capacity whether they run.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from . import stage_3, stages_0_to_2, torch_engines
@@ -166,8 +166,10 @@ class Rank:
     def pass_micro_batch(self, events: Sequence[Event], number: int) -> None:
         """Forward and backward pass. ``number``: of the micro-batch in the step."""
         self.begin("forward")
+        self.number = number
         self.begin_pass(events)
         storages, allocate, free = self.storages, self.allocator.allocate, self.allocator.free
+        before: Event = ()
         for event in events:
             kind = event[0]
             if kind == ALLOCATE:
@@ -180,11 +182,13 @@ class Rank:
                 self.take_gradient(event[1], event[2])
             elif kind == BACKWARD:
                 self.begin("backward")
-                self.begin_backward()
             elif kind == ENTER:
                 self.enter(event[1])
-            else:
+            elif before != (ENTER, event[1]) or self.phase == "forward":
+                # Torch ends the backward pass of a module at once if its inputs need no gradient. DeepSpeed ends such
+                # modules after all others (zero/partitioned_param_coordinator.py, release_backward_leftovers).
                 self.leave(event[1])
+            before = event
         self.end_backward(number)
         self.free(*storages.values())
         storages.clear()
@@ -195,15 +199,12 @@ class Rank:
     def begin_pass(self, events: Sequence[Event]) -> None:
         """Before the forward pass."""
 
-    def begin_backward(self) -> None:
-        """``backward`` is called."""
-
     def take_gradient(self, parameter: int, storage: int) -> None:
         """A gradient is complete in a storage, which the model frees next unless it is taken out of ``storages``."""
         raise NotImplementedError
 
     def enter(self, parameters: tuple[int, ...]) -> None:
-        """A module begins, in either direction."""
+        """A module begins, in either direction; ``parameters``: its own, or none."""
 
     def leave(self, parameters: tuple[int, ...]) -> None:
         """A module ends."""
@@ -216,34 +217,39 @@ class Rank:
 
 
 class _Stage0To2(Rank):
-    """Stages 0 to 2: every rank has all parameters."""
+    """Stages 0 to 2: every rank has all parameters. Replayed is the last rank, whose own gradients come first in
+    backward, when all activations are there."""
 
     def __init__(self, inputs: MemoryInputs, allocator: CachingAllocator) -> None:
         super().__init__(inputs, allocator)
-        self.stage, self.kept = inputs.settings.stage, dict[int, Block]()
+        self.stage, self.kept = inputs.settings.stage, dict[int, Block | None]()
         self.flat = flat_elements(inputs.profile.parameters, self.ranks) if self.stage else inputs.profile.parameters
         self.part = self.flat // self.ranks if self.stage else self.flat
         self.offloads = self.settings.offload_optimizer is not None and self.stage > 0
         # Stage 2, and stage 1 that reduces meanwhile, put gradients into a bucket as they come.
         self.uses_bucket = self.stage == 2 or stages_0_to_2.reduces_meanwhile(inputs)
-        self.owned_elements = stages_0_to_2.owned_elements(self.tensors, self.ranks) if self.stage else 0
-        ends = list(accumulate(self.tensors))
-        first = bisect_right(ends, self.part * (self.ranks // 2))
-        last = bisect_left(ends, min(self.part * (self.ranks // 2 + 1), ends[-1]))
-        self.owned = range(first, last + 1) if self.stage else range(len(self.tensors))
-        """Tensors that the rank in the middle owns a part of."""
+        self.is_wrapped = self.stage == 0 and self.element != FP32_BYTES
+        """In 16 bit stage 0 has a wrapper with fp32 weights, which flattens them for DeepSpeed's fused optimizer."""
+        self.is_flat = self.stage > 0 or (self.is_wrapped and not self.settings.torch_optimizer)
+        self.ends = [0, *accumulate(self.tensors)]
+        start = self.part * (self.ranks - 1)
+        owned = [min(end, start + self.part) - max(begin, start) for begin, end in pairwise(self.ends)]
+        self.owned = {number: elements for number, elements in enumerate(owned) if elements > 0}
+        """Tensors that the rank owns a part of → elements of the part."""
         self.buckets: list[Block] = []
         self.bucket_elements = 0
         self.bucket_members: list[int] = []
+        self.large: dict[int, Block | None] = {}
+        """Gradients larger than the bucket, which are reduced where they are."""
         self.own_gradients: list[Block] = []
         """The rank's part of this micro-batch's gradients; ``reduced_gradients`` has earlier ones."""
         self.reduced_gradients: list[Block] = []
 
     def initialize(self, *, zero_init: bool) -> None:  # noqa: ARG002
         separate = [self.allocate(self.element * each) for each in self.tensors]
+        if self.is_wrapped:
+            self._wrap(separate)
         if self.stage == 0:
-            if self.element != FP32_BYTES:
-                self.allocate(self.settings.master_bytes * self.flat)
             return
         self.allocator.empty_cache()
         limit, flat_bytes = self.allocator.capacity_bytes, self.element * self.flat
@@ -264,41 +270,81 @@ class _Stage0To2(Rank):
         self.free(clone)
         self.pulse(self.settings.master_bytes * self.part)
 
-    def begin_backward(self) -> None:
-        if self.stage:
+    def _wrap(self, separate: list[Block]) -> None:
+        """Stage 0 in 16 bit: the wrapper takes a step with gradients of zero (fp16/fused_optimizer.py and
+        fp16/unfused_optimizer.py, __init__, initialize_optimizer_states)."""
+        if self.is_flat:
+            clones = [self.allocate(self.element * each) for each in self.tensors]
+            self.allocate(self.element * self.flat)
+            self.free(*clones, *separate)
+        sizes = [self.flat] if self.is_flat else self.tensors
+        for size in sizes:
+            clone = self.allocate(self.element * size)
+            self.allocate(self.settings.master_bytes * size)
+            self.free(clone)
+        gradients = [] if self.is_flat else [self.allocate(self.element * size) for size in sizes]
+        gradients += [self.allocate(FP32_BYTES * size) for size in sizes]
+        self._step()
+        self.free(*gradients)
+
+    def _step(self) -> None:
+        """The optimizer's own step; the first one makes the moments, of one flat tensor or of each."""
+        for size in [self.part] if self.is_flat else self.tensors:
+            self.make_moments(size)
+        self.pulse(self.inputs.torch_step * self.part)
+        self.has_moments = True
+
+    def take_gradient(self, parameter: int, storage: int) -> None:
+        if self.stage and not self.buckets:
             size = stages_0_to_2.bucket_bytes(self.inputs)
             count = 2 if self.settings.overlap_comm else 1
             self.buckets = [self.allocate(size // count) for _ in range(count)]
-
-    def take_gradient(self, parameter: int, storage: int) -> None:
         if self.uses_bucket:
-            self._put_into_bucket(parameter)
-        elif parameter not in self.kept and storage in self.storages:
+            self._put_into_bucket(parameter, self.storages.pop(storage, None))
+        elif parameter not in self.kept:
             # The first micro-batch's stays, a later one's is added to it and freed.
-            self.kept[parameter] = self.storages.pop(storage)
+            self.kept[parameter] = self.storages.pop(storage, None)
 
-    def _put_into_bucket(self, parameter: int) -> None:
+    def _put_into_bucket(self, parameter: int, gradient: Block | None) -> None:
         elements, limit = self.tensors[parameter], self.settings.reduce_bucket_elements
         if self.bucket_elements + elements > limit:
             self._reduce()
-        if elements > limit:
-            self._take_reduced([parameter])
-        else:
-            self.bucket_elements += elements
-            self.bucket_members.append(parameter)
+        if elements > limit:  # reduced where it is, with offload in a copy
+            self.large[parameter] = self.allocate(self.element * elements) if self.offloads else gradient
+        if elements <= limit or self.offloads:
+            self.free(gradient)
+        self.bucket_elements += elements
+        self.bucket_members.append(parameter)
 
     def _reduce(self) -> None:
+        """Reduce the bucket, and store what the rank owns of it (zero/stage_1_and_2.py, reduce_ipg_grads)."""
         members, self.bucket_members, self.bucket_elements = self.bucket_members, [], 0
-        self._take_reduced(members)
+        stream = _REDUCE if self.settings.overlap_comm else _COMPUTE
+        self._copy_ranges(members, stream)
+        for each in members:
+            if each in self.owned and self.offloads:
+                self.pulse(NORM_BYTES * self.owned[each], stream=stream)
+                self.pulse(self.settings.master_bytes * self.owned[each], stream=stream)
+            elif each in self.owned and not self.own_gradients:
+                size = self.element * sum(self.tensors[owned] for owned in self.owned)
+                self.own_gradients = [self.allocate(size, stream)]
+            if self.stage == 2 or each in self.owned:  # stage 1 keeps those of others until backward ends
+                self.free(self.large.pop(each, None))
 
-    def _take_reduced(self, members: Iterable[int]) -> None:
-        """Store what the rank owns of gradients that were reduced."""
-        owned = [each for each in members if each in self.owned]
-        if self.offloads:
-            for each in owned:
-                self.pulse(NORM_BYTES * min(self.tensors[each], self.part))
-        elif owned and not self.own_gradients:
-            self.own_gradients = [self.allocate(self.element * self.owned_elements)]
+    def _copy_ranges(self, members: Sequence[int], stream: int) -> None:
+        """Ranges of several ranks in a bucket are copied together to be reduced (allreduce_and_scatter)."""
+        ranges: list[tuple[int, int]] = []
+        """Owner and elements."""
+        for each in members:
+            begin = self.ends[each]
+            while begin < self.ends[each + 1]:
+                owner = begin // self.part
+                end = min(self.ends[each + 1], (owner + 1) * self.part)
+                before = ranges.pop()[1] if ranges and ranges[-1][0] == owner else 0
+                ranges.append((owner, before + end - begin))
+                begin = end
+        if len(ranges) > 1 and self.settings.sends_ranges:
+            self.pulse(self.element * sum(elements for _, elements in ranges), stream=stream)
 
     def end_backward(self, number: int) -> None:
         if self.stage == 0 and self.ranks > 1 and number == self.micro_batches - 1:
@@ -307,11 +353,13 @@ class _Stage0To2(Rank):
         if self.stage and self.kept and number == self.micro_batches - 1:
             # Stage 1 reduces when every gradient is there: each leaves its place as it moves into the bucket.
             for each in sorted(self.kept):
-                self._put_into_bucket(each)
-                self.free(self.kept.pop(each))
+                self._put_into_bucket(each, self.kept.pop(each))
         self._reduce()
-        self.free(*self.buckets)
-        self.buckets = []
+        self.free(*self.large.values())
+        self.large.clear()
+        if self.stage == 2 or number == self.micro_batches - 1:
+            self.free(*self.buckets)
+            self.buckets = []
         # A later micro-batch's gradients are added to the first one's.
         if number == 0 or not self.uses_bucket:
             self.reduced_gradients += self.own_gradients
@@ -324,27 +372,25 @@ class _Stage0To2(Rank):
         if self.stage == 0:
             self._update_unpartitioned()
         elif not self.offloads:
-            for each in self.owned:
-                self.pulse(NORM_BYTES * min(self.tensors[each], self.part))
+            for elements in self.owned.values():
+                self.pulse(NORM_BYTES * elements)
             flat = self.allocate(self.element * self.part)
             gradient = self.allocate(master * self.part) if self.element != master else flat
             self.free(flat if gradient is not flat else None, *self.reduced_gradients)
             self.reduced_gradients = []
-            self.make_moments(self.part)
-            self.pulse(self.inputs.torch_step * self.part)
+            self._step()
             self.free(gradient)
-        self.has_moments = True
 
     def _update_unpartitioned(self) -> None:
         """Stage 0: in 16 bit the gradients are cast one by one, and DeepSpeed's fused optimizer flattens them."""
-        casts = [self.allocate(FP32_BYTES * each) for each in self.tensors] if self.element != FP32_BYTES else []
-        fused = bool(casts) and not self.settings.torch_optimizer
-        flat = self.allocate(FP32_BYTES * self.flat) if fused else None
-        if fused:
-            self.free(*casts)
-        self.make_moments(self.flat)
-        self.pulse(self.inputs.torch_step * self.flat)
-        self.free(flat, *([] if fused else casts), *self.kept.values())
+        casts = [self.allocate(FP32_BYTES * each) for each in self.tensors] if self.is_wrapped else []
+        if self.is_flat:
+            flat = self.allocate(FP32_BYTES * self.flat)
+            self.free(*casts, *self.kept.values())
+            self.kept.clear()
+            casts = [flat]
+        self._step()
+        self.free(*casts, *self.kept.values())
         self.kept.clear()
 
 
@@ -362,6 +408,8 @@ class _Stage3(Rank):
         self.groups = [sum(group) for group in stage_3.sub_groups(self.parts, settings.sub_group_elements)]
         self.order: list[int] = []
         """Parameters that are gathered, in the order of their uses in a pass."""
+        self.is_traced = False
+        """Whether a pass has ended: DeepSpeed knows the order of uses, and gathers ahead, from then on."""
 
     def initialize(self, *, zero_init: bool) -> None:
         settings, element = self.settings, self.element
@@ -377,14 +425,19 @@ class _Stage3(Rank):
             self.allocator.empty_cache()
             self.allocate(element * sum(self.parts))
         if not self.offloads:
-            for group in self.groups:
-                clone = self.allocate(element * group)
+            # Converted first and then cloned; the converted one stays until the next exists (_create_fp32_partitions).
+            converted: Block | None = None
+            for group in self.groups if element != settings.master_bytes else ():
+                before, converted = converted, self.allocate(settings.master_bytes * group)
+                self.free(before)
                 self.allocate(settings.master_bytes * group)
-                self.free(clone)
+            self.free(converted)
             self.pulse(settings.master_bytes * max(self.groups))
         self.allocate(self.inputs.bucket_bytes * settings.reduce_bucket_elements)
         if not self.offloads:
             self.allocate(self.inputs.accumulated * sum(self.parts))
+        for part in self.parts:  # gathered one by one (create_reduce_and_remove_grad_hooks)
+            self.pulse(element * part * self.ranks, element * part if self.offloads_parameters else 0)
         if self.gathers:
             for each in self.tensors:
                 if each <= settings.persistence_elements:
@@ -412,6 +465,8 @@ class _Stage3(Rank):
         """Parameter → its tensor; None while it is only in the buffer of its group."""
         self.group_of: dict[int, list[int]] = {}
         self.buffers: dict[int, Block] = {}
+        self.copies: dict[int, Block | None] = {}
+        """Of parts whose tensors are being gathered by themselves, until they are waited for."""
 
     def enter(self, parameters: tuple[int, ...]) -> None:
         if not self.gathers:
@@ -423,6 +478,8 @@ class _Stage3(Rank):
         self.queued = max(self.queued, self.place)
         for each in own:
             self.fetched_for[each] = max(self.fetched_for[each], self.place - 1)
+        if not self.is_traced:
+            return
         # Prefetch, as ``stage_3.gathered_elements`` describes it.
         room = min(self.settings.max_live_elements - self.live_elements, self.settings.prefetch_elements)
         ahead: list[int] = []
@@ -448,7 +505,7 @@ class _Stage3(Rank):
                 self.elements_before[self.uses[each][next_use]] - self.elements_before[self.place]
                 < self.settings.max_reuse_elements
             )
-            if self.fetched_for[each] < self.place and not used_soon:
+            if not self.is_traced or (self.fetched_for[each] < self.place and not used_soon):
                 self._release(each, block)
 
     def _gather(self, parameters: Sequence[int]) -> None:
@@ -460,16 +517,24 @@ class _Stage3(Rank):
         if self.ranks == 1 or len(parameters) == 1:
             for each in parameters:
                 self.gathered[each] = self.allocate(self.element * self.parts[each] * self.ranks, self.streams[0])
+                self.copies[each] = self._copy_of_part(each) if self.ranks > 1 else None
             return
         group = list(parameters)
         size = self.element * self.ranks * sum(self.parts[each] for each in group)
         self.buffers[id(group)] = self.allocate(size, self.streams[0])
+        self.free(*[self._copy_of_part(each) for each in group])
         for each in group:
             self.gathered[each], self.group_of[each] = None, group
+
+    def _copy_of_part(self, parameter: int) -> Block | None:
+        """An offloaded part is copied to the GPU before it is gathered."""
+        size = self.element * self.parts[parameter]
+        return self.allocate(size, self.streams[0]) if self.offloads_parameters else None
 
     def _wait(self, parameters: Iterable[int]) -> None:
         """Waiting for one tensor copies its whole group; the buffer ends when the last of the group was waited for."""
         for each in parameters:
+            self.free(self.copies.pop(each, None))
             group = self.group_of.pop(each, None)
             if group is None:
                 continue
@@ -507,12 +572,17 @@ class _Stage3(Rank):
             return
         if len(self.reductions) > _REDUCTIONS_AHEAD:
             self.allocator.finish_pending(self.reductions.popleft())
-        stream, parts = self.streams[1], [self.parts[each] for each in self.members]
+        settings, stream, parts = self.settings, self.streams[1], [self.parts[each] for each in sorted(self.members)]
         needs_copy = len(parts) > 1 or self.tensors[self.members[0]] % self.ranks
         copy = self.allocate(self.element * self.ranks * sum(parts), stream) if needs_copy else None
         if self.offloads:
+            # Each part goes to the host and comes back; its norm is taken, and it is cast (partition_grads).
             for part in parts:
-                self.pulse(self.element * part, NORM_BYTES * min(part, stage_3.NORM_PIECE_ELEMENTS), stream=stream)
+                again = self.allocate(self.inputs.accumulated * part, stream)
+                if self.number == self.micro_batches - 1:
+                    self.pulse(NORM_BYTES * min(part, stage_3.NORM_PIECE_ELEMENTS), stream=stream)
+                    self.pulse(settings.master_bytes * part, stream=stream)
+                self.free(again)
         self.free(copy, *self.large)
         self.reductions.append(self.allocator.pending_count() - sum(self.reductions))
         self.large, self.members, self.bucket_elements = [], [], 0
@@ -520,8 +590,9 @@ class _Stage3(Rank):
     def end_backward(self, number: int) -> None:  # noqa: ARG002
         self._reduce()
         self.allocator.finish_pending()
+        self.is_traced = True
         if self.gathers:
-            self._wait(list(self.group_of))
+            self._wait([*self.group_of, *self.copies])
             for each, block in list(self.gathered.items()):
                 if block is not None:
                     self._release(each, block)
@@ -587,7 +658,7 @@ class Fsdp2(Rank):
         self.gather_buffer = buffer
 
     def enter(self, parameters: tuple[int, ...]) -> None:
-        group = self._group_of(parameters[0])
+        group = self._group_of(parameters[0]) if parameters else -1
         if group < 0:
             return
         if group != self.current and self.current >= 0 and self.phase == "forward":

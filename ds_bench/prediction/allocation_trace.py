@@ -27,6 +27,8 @@ _SEGMENTS = (("P", 0), ("F", 0), ("F", 1), ("F", 2), ("H", 0), ("B", 2), ("B", 1
 """Kind and layer of each part of a trace."""
 _LEAST_BYTES = 2**16
 """Smaller storages are left out: together they are far below one segment."""
+_FORMAT = 2
+"""Changes with the events of a trace, so that no cached one of another meaning is read."""
 TABLE_NAME = "allocation_traces.json.xz"
 
 Event = tuple[Any, ...]
@@ -41,7 +43,7 @@ def trace_request(
 ) -> dict[str, Any]:
     """Make the request to the child; ``model_profile.request_key`` of it is the key of its answer."""
     request = model_profile.request_for(facts, seq_length, dropout=dropout)
-    return {**request, "checkpointing": checkpointing}
+    return {**request, "checkpointing": checkpointing, "format": _FORMAT}
 
 
 def find_trace(

@@ -103,6 +103,7 @@ class PlannedTrial:
             loads_weights=self.loads_weights,
             varying_lengths=self.varying_lengths,
             verdict_only=verdict_only,
+            variables=self.configuration.variables,
         )
 
 
@@ -176,7 +177,7 @@ def with_settings(planned: PlannedTrial, settings: Settings) -> PlannedTrial:
             own = deepspeed_config.changes_of(now.deepspeed_config, now, workload, planned.placement)
             base = deepspeed_config.base_config(strategy, workload.batch_size, workload.grad_accum)
             configuration = strategies.make_configuration(strategy, overlay(base, own), now.workload_changes)
-            planned = replace(planned, configuration=configuration)
+            planned = replace(planned, configuration=replace(configuration, variables=now.variables))
         elif name == "num_gpus":
             planned = replace(planned, placement=replace(planned.placement, num_gpus=value))
         elif name == BUCKET_KEY:

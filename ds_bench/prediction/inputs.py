@@ -50,6 +50,8 @@ class ZeroSettings:
     """``data_types.grad_accum_dtype`` is fp32."""
     contiguous_gradients: bool
     overlap_comm: bool
+    sends_ranges: bool
+    """At stages 1 and 2, whether parts of several ranks are reduced together (stage_1_and_2.py, average_tensor)."""
     round_robin: bool
     """At stages 1 and 2, parameters are reordered before they are split among the ranks."""
     reduce_bucket_elements: int
@@ -99,6 +101,7 @@ class ZeroSettings:
             contiguous_gradients=bool(zero.get("contiguous_gradients", True)),
             # Null, DeepSpeed's default, means on at stage 3 and off below (zero/config.py).
             overlap_comm=bool(stage == 3 if zero.get("overlap_comm") is None else zero["overlap_comm"]),
+            sends_ranges=bool(zero.get("reduce_scatter", True) and zero.get("use_multi_rank_bucket_allreduce", True)),
             round_robin=bool(zero.get("round_robin_gradients")),
             reduce_bucket_elements=_number(zero, "reduce_bucket_size", 5e8),
             prefetch_elements=1  # engine.py, _configure_zero_optimizer

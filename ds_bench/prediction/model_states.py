@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ..config.spec import Configuration, Precision
 
@@ -58,11 +58,19 @@ class LedgerBuilder:
         return plus(self.ledger, **gpu_bytes)
 
 
+def allocator_options(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the options of torch's allocators in the environment (c10/core/AllocatorConfig.h).
+
+    ``variables``: of a row, which its ranks set after those of the environment (``worker/measure.py``).
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    text = (variables or {}).get(names[1]) or next(filter(None, map(os.environ.get, names)), "")
+    return dict(each.partition(":")[::2] for each in text.replace(" ", "").split(","))
+
+
 def largest_rounded_bytes() -> float:
-    """Of a pinned buffer: from the variables that torch reads (c10/core/AllocatorConfig.h); infinite without them."""
-    text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    options = dict(each.partition(":")[::2] for each in text.replace(" ", "").split(","))
-    limit = options.get("pinned_max_round_threshold_mb", "")
+    """Of a pinned buffer; infinite unless a variable limits it."""
+    limit = allocator_options().get("pinned_max_round_threshold_mb", "")
     return int(limit) * 2**20 if limit.isdecimal() else math.inf
 
 

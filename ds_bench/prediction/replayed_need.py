@@ -18,6 +18,7 @@ from . import allocation_replay, allocation_trace, model_profile
 from .gpu_need import TIGHT, GpuNeed
 from .inputs import MemoryInputs
 from .model_profile import USUAL, ModelProfile, variant_of
+from .model_states import allocator_options
 from .predicted_memory import WORKSPACES, Prediction, inputs_of, predict
 
 ReplayMode = Literal["near", "never", "always"]
@@ -40,13 +41,15 @@ def predict_near(
     loads_weights: bool = False,
     varying_lengths: bool = False,
     verdict_only: bool = False,
+    variables: Mapping[str, str] | None = None,
 ) -> Prediction:
     """Predict as ``predict`` does, and replay the trial if ``mode`` asks for it and its trace is known.
 
     ``gpu_capacity_bytes``: the GPU that the rule's verdict is about; None if it is not known, which replays nothing
     unless ``mode`` is ``always``. ``varying_lengths``: whether the workload's sequence length is only the largest.
     ``verdict_only``: do not search the least memory of a replayed trial, which is then on the right side of the GPU's
-    and no more; two replays instead of eight.
+    and no more; two replays instead of eight. ``variables``: environment
+    variables of the row's ranks.
     """
     how: dict[str, Any] = {"engine": engine, "ranks_per_node": ranks_per_node, "loads_weights": loads_weights}
     found = predict(profile, workload, placement, ds_config, **how)
@@ -73,6 +76,7 @@ def predict_near(
             rule.least_bytes,
             found.gpu["overhead"],
             varying_lengths,
+            allocator_options(variables).get("expandable_segments", "").lower() == "true",
             gpu_capacity_bytes if verdict_only else None,
         )
         if need is not None:
@@ -88,6 +92,7 @@ def _replayed_need(
     least_by_rule: int,
     outside_bytes: int,
     varying_lengths: bool,
+    expandable_segments: bool,
     asked_bytes: int | None,
 ) -> GpuNeed | None:
     """The need by a replay; None without a trace of the model. ``sizes``: micro-batch, sequence length, checkpointing,
@@ -96,7 +101,7 @@ def _replayed_need(
     facts = inputs.profile.facts
     if facts is None:
         return None
-    asked = (*sizes, workspace_bytes, varying_lengths, asked_bytes)
+    asked = (*sizes, workspace_bytes, varying_lengths, expandable_segments, asked_bytes)
     key = model_profile.request_key({"inputs": repr(inputs), "sizes": asked, "code": _code_hash()})
     kept = model_profile.cached_answer(f"{key}_need")
     if kept is None:
@@ -111,6 +116,7 @@ def _replayed_need(
         kept = {"least": 0, "reserved": 0, "phase": "step"}
         for before in ([], shorter)[: 1 + varying_lengths]:
             how: dict[str, Any] = {"workspace_bytes": workspace_bytes, "zero_init": zero_init, "shorter": before}
+            how["expandable_segments"] = expandable_segments
             roomy = allocation_replay.replay(inputs, events, **how)
             # On a smaller GPU less may be allocated: stages 1 and 2 then flatten parameters in host memory.
             low = min(roomy.allocated_bytes, least_by_rule - outside_bytes)

@@ -220,6 +220,7 @@ def attach_predictions(
                 capacity.gpu_bytes,
                 engine=trial.configuration.engine,
                 ranks_per_node=trial.placement.ranks_per_node,
+                variables=trial.configuration.variables,
             )
         except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
             why = f"the configuration's {type(error).__name__} ({error})"

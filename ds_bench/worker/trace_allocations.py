@@ -11,7 +11,7 @@ Events are lists of whole numbers, segment by segment (``SEGMENTS``):
 ``[ALLOCATE, size]``    a storage; ``size``: index in the answer's ``sizes``. Storages are numbered in this order
 ``[FREE, storage]``     the end of a storage
 ``[GRADIENT, p, s]``    the gradient of parameter ``p`` is complete in storage ``s``, and is then dropped
-``[ENTER, *p]``         a module begins that owns these parameters, ``[LEAVE, *p]``: it ends
+``[ENTER, *p]``         a module begins that owns these parameters, or none; ``[LEAVE, *p]``: one with parameters ends
 ``[BACKWARD]``          ``backward`` is called
 ======================= ===============================================================
 """
@@ -93,14 +93,14 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def trace(request: Mapping[str, Any], precision: str) -> dict[str, Any]:
-    """Return ``segments`` and ``sizes``.
+    """Return ``segments``, ``sizes`` and ``tensors``: the elements of the parameters before, in and after the layers.
 
     Raises ValueError if the events depend on the size, or the layers do not lie together, and what the model raises.
     """
     dtype = measure_activations._FORMATS[precision]
     model, _ = measure_activations.build_fake_model(request, dtype, LAYERS)
     blocks = build.find_blocks(model, 0.0)
-    measure_activations._split_by_layer(model, blocks)
+    tensors = measure_activations._split_by_layer(model, blocks)
     if request["checkpointing"]:
         build.enable_checkpointing(model)
     tracer, numbers = _install(model, blocks)
@@ -118,7 +118,8 @@ def trace(request: Mapping[str, Any], precision: str) -> dict[str, Any]:
         for event in events:
             if event[0] == ALLOCATE:
                 event[1] = polynomials[event[1]]
-    return {"segments": [events for _, events in segments], "sizes": [json.loads(terms) for terms in table]}
+    sizes = [json.loads(terms) for terms in table]
+    return {"segments": [events for _, events in segments], "sizes": sizes, "tensors": tensors}
 
 
 def _install(
@@ -136,15 +137,22 @@ def _install(
 
     for parameter in numbers:
         parameter.register_post_accumulate_grad_hook(gradient)  # type: ignore[no-untyped-call]
+
+    def enter_backward(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+        """A module whose output is a mapping, for which torch calls no hook, begins with each gradient of its tensors;
+        modules of this kind are the outermost ones, without parameters of their own."""
+        for tensor in output.values() if isinstance(output, Mapping) else ():
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: current[0].note(ENTER))  # type: ignore[no-untyped-call]
+
     for module in model.modules():
-        if owned := [numbers[parameter] for parameter in module.parameters(recurse=False)]:
-            for register, kind in (
-                (module.register_forward_pre_hook, ENTER),
-                (module.register_forward_hook, LEAVE),
-                (module.register_full_backward_pre_hook, ENTER),
-                (module.register_full_backward_hook, LEAVE),
-            ):
-                register(lambda *_, kind=kind, owned=owned: current[0].note(kind, *owned))
+        owned = [numbers[parameter] for parameter in module.parameters(recurse=False)]
+        for register in (module.register_forward_pre_hook, module.register_full_backward_pre_hook):
+            register(lambda *_, owned=owned: current[0].note(ENTER, *owned))
+        module.register_forward_hook(enter_backward)
+        if owned:
+            for register_end in (module.register_forward_hook, module.register_full_backward_hook):
+                register_end(lambda *_, owned=owned: current[0].note(LEAVE, *owned))
 
     def begin(name: str, *, backward: bool) -> None:
         in_backward[0] = in_backward[0] or backward

@@ -274,6 +274,15 @@ def test_pinned_buffers_are_rounded_as_torch_is_told(
     assert without > 2**30 > 1000 > limited
 
 
+def test_expandable_segments_reserve_less(capsys: pytest.CaptureFixture[str]) -> None:
+    """The axis of the allocator sets a variable of the row's ranks, and the replay follows it."""
+    asked = ["plan", "--model", "meta-llama/Llama-2-7b-hf", "--num-gpus", "8", "--strategies", "zero2", "--exact"]
+    found = rows(capsys, *asked, "--axis", "allocator=default,expandable_segments")
+    reserved = {name: row["gpu_reserved_bytes"] for name, row in found.items()}
+    assert {row["method"] for row in found.values()} == {"replay"}
+    assert reserved["zero2+allocator=expandable_segments"] < 0.95 * reserved["zero2+allocator=default"]
+
+
 def test_every_row_that_fits_is_exported(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,10 +7,10 @@ For any command of this project, two H100 cards unless FOLDER/cards.json says ot
 Without the variable nothing happens. With it an import hook (``import_hook``) changes torch, DeepSpeed and pynvml as
 they are imported: nothing is imported earlier, and ranks can still be forked from the preloaded server.
 
-Simulated: the device of each tensor, and errors of mixed devices (``tensors``); bytes on each card, its capacity and
-torch's out-of-memory error (``memory``); torch.cuda, and NCCL by gloo (``cuda``); NVML from recorded answers and the
-bytes in use (``nvml``). Not simulated: kernels, their speed and their temporary memory within one operation; streams
-and asynchronous errors; the memory of NCCL; fragmentation.
+Simulated: the device of each tensor, and errors of mixed devices (``tensors``); bytes on each card, the segments of
+torch's caching allocator, the card's capacity and torch's out-of-memory error (``memory``); torch.cuda, and NCCL by
+gloo (``cuda``); NVML from recorded answers and the bytes in use (``nvml``). Not simulated: kernels, their speed and
+their temporary memory within one operation; operations that run later than they are called; the memory of NCCL.
 """
 
 from __future__ import annotations

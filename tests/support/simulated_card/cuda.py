@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,18 +36,27 @@ class Event:
     synchronize = wait
 
 
+_stream_numbers = itertools.count()
+
+
 class Stream:
-    """Runs everything at once."""
+    """Runs everything at once; memory that is allocated within its context belongs to it."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.cuda_stream = self.stream_id = id(self)
+        self.cuda_stream = self.stream_id = next(_stream_numbers)
+        self._outer: list[int] = []
 
     def __enter__(self) -> Stream:
+        self._outer.append(CARD.stream)
+        CARD.stream = self.stream_id
         return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        CARD.stream = self._outer.pop()
 
-    wait_event = wait_stream = synchronize = __exit__
+    def synchronize(self, *_: Any) -> None: ...
+
+    wait_event = wait_stream = synchronize
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -156,11 +166,11 @@ def _memory() -> dict[str, Any]:
 
     def statistics(*_: Any, **__: Any) -> dict[str, Any]:
         sizes = {
-            "allocated_bytes": (CARD.allocator.allocated_bytes, CARD.peak_allocated),
-            "reserved_bytes": (CARD.allocator.reserved_bytes, CARD.peak_reserved),
+            "allocated_bytes": (CARD.allocator.allocated_bytes, CARD.allocator.peak_allocated_bytes),
+            "reserved_bytes": (CARD.allocator.reserved_bytes, CARD.allocator.peak_reserved_bytes),
         }
         found = {name: {"all": {"current": now, "peak": peak}} for name, (now, peak) in sizes.items()}
-        return {**found, "num_alloc_retries": CARD.retries}
+        return {**found, "num_alloc_retries": CARD.allocator.retries}
 
     def limit(fraction: float, *_: Any, **__: Any) -> None:
         CARD.fraction = fraction

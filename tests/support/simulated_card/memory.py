@@ -1,14 +1,18 @@
-"""The memory of this rank's card: the storages on it, their bytes and peaks, and the error of torch at its limit."""
+"""The memory of this rank's card: the storages on it, the segments that torch's caching allocator would take for them,
+and its error where they do not fit.
+"""
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import mmap
 import os
 import sys
 import time
 import weakref
 from typing import Any
+
+from ds_bench.prediction.cuda_allocator import Block, CachingAllocator, OutOfMemoryError
 
 from . import CardPlan, read_plans, simulated_folder, usage_file, visible_cards
 from .nvml import SimulatedCard
@@ -17,47 +21,20 @@ _READ_SECONDS = 0.2
 """How often the memory of other processes is read; always before an out-of-memory error."""
 
 
-class Allocator:
-    """Rounds each block up to 512 bytes (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize) and caches no freed one.
-
-    A model of torch's caching allocator has the same methods and keeps ``reserved_bytes`` of its own.
-    """
-
-    def __init__(self) -> None:
-        self.allocated_bytes = 0
-        self._blocks: dict[int, int] = {}
-        self._numbers = itertools.count()
-
-    @property
-    def reserved_bytes(self) -> int:
-        return self.allocated_bytes
-
-    def allocate(self, size: int, limit: int) -> int | None:
-        """Return the number of a new block; None where more than ``limit`` bytes would be reserved."""
-        size = -(-size // 512) * 512
-        if self.allocated_bytes + size > limit:
-            return None
-        number = next(self._numbers)
-        self._blocks[number] = size
-        self.allocated_bytes += size
-        return number
-
-    def free(self, block: int) -> None:
-        self.allocated_bytes -= self._blocks.pop(block)
-
-    def empty_cache(self) -> None: ...
-
-
 class CardMemory:
     """The card that this process uses."""
 
     def __init__(self) -> None:
         self.index, self.fraction = 0, 1.0
         self.plan, self.capacity = CardPlan(), 0
-        self.allocator = Allocator()
-        self.peak_allocated = self.peak_reserved = self.retries = self.operations = 0
-        self.live: dict[int, tuple[int | None, weakref.ref[Any]]] = {}
-        """Address of each storage on the card → its block, and what notices its end."""
+        self.allocator = CachingAllocator()
+        self.stream = self.operations = 0
+        """The stream that memory is allocated for now, 0 for the default one, and how many operations there were."""
+        self.events: list[tuple[Any, ...]] | None = None
+        """A program that wants them sets a list: ``(block, bytes, stream)`` of each allocation and ``(block,)`` of each
+        free. A number of a block may be used again when it is free."""
+        self.live: dict[int, tuple[Block | None, int, weakref.ref[Any]]] = {}
+        """Address of each storage on the card → its block, its bytes, and what notices its end."""
         self.pinned: dict[int, weakref.ref[Any]] = {}
         """The same of page-locked storages of the host."""
         self._nvml: SimulatedCard | None = None
@@ -70,6 +47,8 @@ class CardMemory:
             return
         self.index, card = index, visible_cards()[index]
         self.plan = read_plans(simulated_folder())[card]
+        settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+        self.allocator = CachingAllocator(expandable_segments="expandable_segments:True" in settings)
         self._nvml = SimulatedCard(card, self.plan)
         self.capacity = self._nvml.capacity
         file = os.open(usage_file(card), os.O_RDWR | os.O_CREAT, 0o600)
@@ -91,14 +70,29 @@ class CardMemory:
     def add(self, storage: Any, size: int | None = None) -> None:
         """Count a storage that is new on the card or has another size. Raises torch.OutOfMemoryError."""
         key, size = storage._cdata, storage.nbytes() if size is None else size
-        block, reference = self.live.get(key) or (None, weakref.ref(storage, lambda _: self._remove(key)))
-        if block is not None:
-            self.allocator.free(block)
-        self.live[key] = None, reference
+        known = self.live.get(key)
+        if known is not None and known[1] == size:
+            return
+        block, _, reference = known or (None, 0, weakref.ref(storage, lambda _: self._remove(key)))
+        self.release(block)
+        self.live[key] = None, 0, reference
         if size:
-            self.live[key] = self._allocate(size), reference
-        self.peak_allocated = max(self.peak_allocated, self.allocator.allocated_bytes)
-        self.peak_reserved = max(self.peak_reserved, self.allocator.reserved_bytes)
+            self.live[key] = self.take(size), size, reference
+
+    def take(self, size: int) -> Block:
+        """Allocate memory on the card. Raises torch.OutOfMemoryError."""
+        block = self._allocate(size)
+        if self.events is not None:
+            self.events.append((id(block), size, self.stream))
+        self._publish()
+        return block
+
+    def release(self, *blocks: Block | None) -> None:
+        for block in blocks:
+            if block is not None:
+                if self.events is not None:
+                    self.events.append((id(block),))
+                self.allocator.free(block)
         self._publish()
 
     def check_room(self, size: int) -> None:
@@ -118,19 +112,16 @@ class CardMemory:
         self.pinned[key] = weakref.ref(storage, lambda _: self.pinned.pop(key, None))
 
     def reset_peaks(self) -> None:
-        self.peak_allocated, self.peak_reserved = self.allocator.allocated_bytes, self.allocator.reserved_bytes
+        self.allocator.peak_allocated_bytes = self.allocator.allocated_bytes
+        self.allocator.peak_reserved_bytes = self.allocator.reserved_bytes
 
-    def _allocate(self, size: int) -> int:
-        self._read_others(_READ_SECONDS)
-        block = self.allocator.allocate(size, self._limit())
-        if block is None:  # torch frees what it caches and tries again
-            self.retries += 1
-            self.allocator.empty_cache()
-            self._read_others(0.0)
-            block = self.allocator.allocate(size, self._limit())
-        if block is None:
-            raise self._out_of_memory(size)
-        return block
+    def _allocate(self, size: int) -> Block:
+        for seconds in (_READ_SECONDS, 0.0):
+            self._read_others(seconds)
+            self.allocator.capacity_bytes = self._limit()
+            with contextlib.suppress(OutOfMemoryError):
+                return self.allocator.allocate(size, self.stream)
+        raise self._out_of_memory(size)
 
     def _limit(self) -> int:
         """Bytes that the allocator may reserve."""
@@ -143,10 +134,7 @@ class CardMemory:
             self._others_read = time.monotonic()
 
     def _remove(self, key: int) -> None:
-        block, _ = self.live.pop(key, (None, None))
-        if block is not None:
-            self.allocator.free(block)
-            self._publish()
+        self.release(self.live.pop(key, (None,))[0])
 
     def _own_bytes(self) -> int:
         return self.plan.context_bytes + self.allocator.reserved_bytes

@@ -7,6 +7,7 @@ a card or reads a tensor on it; ``Tensor.device`` and its kin look there.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ _MAY_MIX_DEVICES = (
     *("_pin_memory", "is_pinned", "record_stream", "_has_compatible", "lift_fresh"),
 )
 """Beginnings of the names of operations that CUDA allows on tensors of several devices."""
+_LONGEST_HOLD_SECONDS = 0.005
 _SIZED_AHEAD_BYTES = 16 * 2**20
 """Of an operation that reads more, and of one that makes a tensor from nothing, the result is sized before it runs."""
 
@@ -91,6 +93,9 @@ def install(torch: Any) -> None:  # noqa: C901 - one function for each method of
                 CARD.run_into_errors()
             if on_card and (not inputs or sum(each.nbytes for each in inputs) > _SIZED_AHEAD_BYTES):
                 _size_ahead(torch, function, args, kwargs)
+            is_sent = function.namespace == "c10d" and not function._opname.startswith(("send", "recv"))
+            kernel = _flash_temporaries(function, inputs) if reads_card else []
+            counts = [_holders(torch, each) for each in inputs] if is_sent else []
             result = function(*args, **kwargs)
             in_place = function._opname.startswith("resize_")
             for tensor in tensors_in((result,)):
@@ -103,6 +108,9 @@ def install(torch: Any) -> None:  # noqa: C901 - one function for each method of
                     CARD.add(storage)
                 elif only_newborn:
                     newborn.add(storage._cdata)
+            CARD.release(*kernel)
+            if is_sent:
+                _finish(torch, function._opname, result, inputs, counts)
             return result
 
         def _check_devices(self, function: Any, inputs: list[Any]) -> tuple[bool, bool]:
@@ -271,6 +279,38 @@ def _python_call() -> tuple[int, int]:
     ):
         frame = frame.f_back
     return id(frame), frame.f_lasti
+
+
+def _holders(torch: Any, tensor: Any) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def _finish(torch: Any, name: str, result: Any, inputs: list[Any], counts: list[int]) -> None:
+    """Wait for a collective, and until gloo's thread has let go of its tensors, which it does a moment later."""
+    from torch.utils._pytree import tree_leaves
+
+    made = [each for each in tree_leaves(result) if not any(each is given for given in inputs)]
+    for work in made:
+        if isinstance(work, torch.ScriptObject):
+            torch._C._distributed_c10d.Work.unbox(work).wait()
+    new = [each.untyped_storage()._cdata for each in made if isinstance(each, torch.Tensor)]
+    # Others return an object that keeps them as long as it is there.
+    seconds = 20 * _LONGEST_HOLD_SECONDS if name.startswith("allreduce") else _LONGEST_HOLD_SECONDS
+    deadline = time.monotonic() + seconds
+    for tensor, count in zip(inputs, counts, strict=True):
+        count += new.count(tensor.untyped_storage()._cdata)
+        while _holders(torch, tensor) > count and time.monotonic() < deadline:
+            time.sleep(1e-5)
+
+
+def _flash_temporaries(function: Any, inputs: list[Any]) -> list[int]:
+    """Memory that CUDA's kernel for the backward pass of flash attention has besides: the query's gradient in fp32, and
+    the softmax's, of a sequence padded to 128 (csrc/flash_attn/flash_api.cpp, ``dq_accum``, ``softmax_d``)."""
+    if "flash_attention_for_cpu_backward" not in function._opname:
+        return []
+    batch, heads, length, width = inputs[1].shape
+    rows = 4 * batch * heads * -(-length // 128) * 128
+    return [CARD.take(rows * width), CARD.take(rows)]
 
 
 def _size_ahead(torch: Any, function: Any, args: Any, kwargs: Any) -> None:
