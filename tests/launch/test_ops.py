@@ -120,7 +120,7 @@ def test_cache_is_in_the_first_folder_that_can_be_written_and_never_where_anothe
     assert ops.cache_root() == own
     assert ops.cache_folder("cpu").is_relative_to(own)
     own.chmod(0o777)
-    with pytest.raises(PreflightError, match="set DS_BENCH_OPS_CACHE to a folder of your own"):
+    with pytest.raises(PreflightError, match="Set DS_BENCH_OPS_CACHE to a folder of your own"):
         ops.cache_root()
 
 
