@@ -171,7 +171,7 @@ def _needs(trial: PlannedTrial, prediction: Prediction) -> str:
     """``18.2–24.9 GB per GPU, decided in initialize``, and host memory and NVMe if the configuration offloads."""
     where = " per node" if trial.placement.num_gpus > (trial.ranks_per_node or trial.placement.num_gpus) else ""
     need = prediction.gpu_need
-    parts = [f"{_range(need)} GB per GPU (decided in {need.phase})"]
+    parts = [f"{gpu_range(need)} GB per GPU (decided in {need.phase})"]
     if trial.configuration.offloads:
         parts.append(f"{format_gigabytes(prediction.host_bytes)} of host memory{where}")
     if prediction.nvme_bytes:
@@ -179,7 +179,7 @@ def _needs(trial: PlannedTrial, prediction: Prediction) -> str:
     return format_list(parts)
 
 
-def _range(need: GpuNeed) -> str:
+def gpu_range(need: GpuNeed) -> str:
     """The two figures in GB, the second ``?`` if something is not counted."""
     return f"{_gb(need.least_bytes)}–{'?' if need.is_lower_bound else _gb(need.reserved_bytes)}"
 
@@ -229,7 +229,7 @@ def plan_table(plan: MemoryPlan) -> Table:
     columns: list[Column[PlanRow]] = [
         Column("Strategy", lambda row: row.label),
         Column("Fits", fits, left=True),
-        Column("GPU GB", lambda row: _range(row.prediction.gpu_need)),
+        Column("GPU GB", lambda row: gpu_range(row.prediction.gpu_need)),
         Column("in", lambda row: row.prediction.gpu_need.phase, left=True),
         Column("Host GB", lambda row: _gb(row.prediction.host_bytes)),
         Column("NVMe GB", lambda row: _gb(row.prediction.nvme_bytes or None)),

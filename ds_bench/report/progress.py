@@ -23,6 +23,7 @@ from ..system import invocation
 from ..system.terminal import StatusLine
 from ..units import format_bytes, format_duration, format_items, format_significant
 from .comparison_columns import failure_text
+from .memory_plan import gpu_range
 from .table_layout import Column, Table
 
 if TYPE_CHECKING:
@@ -169,8 +170,11 @@ def run_plan_lines(plan: RunPlan, most: int) -> list[str]:
         for name, count in Counter(trial.configuration.name for trial in plan.trials).items():
             first = next(trial for trial in plan.trials if trial.configuration.name == name)
             prediction = stored_prediction(first)
-            least = "≥ " if prediction is not None and prediction.unknown else ""
-            memory = least + format_bytes(predicted_bytes(first, tier))
+            if tier == "gpu" and prediction is not None and not prediction.unknown:
+                memory = f"{gpu_range(prediction.gpu_need)} GB"
+            else:
+                least = "≥ " if prediction is not None and prediction.unknown else ""
+                memory = least + format_bytes(predicted_bytes(first, tier))
             fits = "unsupported" if first.unsupported else _fit_text(plan.plans[0], first)
             cells.append((first.configuration.label, str(count), memory, fits))
     memory = "GPU memory" if tier == "gpu" else "host memory"

@@ -201,10 +201,10 @@ def test_the_plan_of_a_run_has_the_predicted_memory_and_what_fits() -> None:
     assert run_plan_lines(replace(made, plans=[plan]), 3) == [
         "4 rows × 2 runs = 8 trials",
         "",
-        "Configuration  trials  GPU memory   fits",
-        "ZeRO-0              2     9.00 GB  tight",
-        "ZeRO-1              2    12.00 GB     no",
-        "ZeRO-2              2   ≥ 2.00 GB      ?",
+        "Configuration  trials    GPU memory   fits",
+        "ZeRO-0              2  9.00–16.0 GB  tight",
+        "ZeRO-1              2  12.0–19.1 GB     no",
+        "ZeRO-2              2     ≥ 2.00 GB      ?",
         "and 1 more",
     ]
     points = [replace(plan, options=replace(plan.options, point={"training.seq_len": size})) for size in (64, 128)]
