@@ -16,7 +16,7 @@ from .launch import Launcher
 from .planner import SHORTEST_SEQ_LENGTH, Plan, RequestedRow
 from .prediction.gpu_need import DOES_NOT_FIT
 from .prediction.model_profile import ModelProfile
-from .prediction.replayed_need import predict_near
+from .prediction.replayed_need import UNPREDICTABLE, predict_trial
 from .records import schema
 from .records.run_folder import PROBES_FILE, RunFolder
 from .records.schema import TrialRecord
@@ -105,16 +105,8 @@ class SizeSearch:
             if trial.unsupported:
                 return True
             try:
-                prediction = predict_near(
-                    profile,
-                    trial.workload,
-                    trial.placement,
-                    trial.ds_config,
-                    memory.gpu_bytes,
-                    engine=trial.configuration.engine,
-                    variables=trial.configuration.variables,
-                )
-            except (ValueError, KeyError, TypeError, ZeroDivisionError):  # a configuration unknown to the formulas
+                prediction = predict_trial(profile, trial, memory.gpu_bytes)
+            except UNPREDICTABLE:
                 return True
             return prediction.verdict(memory.gpu_bytes, memory.host_bytes) == DOES_NOT_FIT
 

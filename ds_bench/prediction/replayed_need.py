@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from ..config.spec import Engine, Placement, Workload
+from ..config.spec import Engine, Placement, Trial, Workload
 from . import allocation_replay, allocation_trace, model_profile
 from .gpu_need import TIGHT, GpuNeed
 from .inputs import MemoryInputs
@@ -26,6 +26,23 @@ ReplayMode = Literal["near", "never", "always"]
 _LENGTHS = 8
 """Steps of equally growing length that stand for varying lengths, the longest included: a longer sequence finds no
 cached block that is large enough, so that this order reserves much."""
+
+UNPREDICTABLE = (ValueError, KeyError, TypeError, ZeroDivisionError)
+"""What a prediction raises for a configuration that the formulas do not know."""
+
+
+def predict_trial(profile: ModelProfile, trial: Trial, gpu_capacity_bytes: int | None) -> Prediction:
+    """Predict a planned trial as ``predict_near`` does. Raises one of ``UNPREDICTABLE``."""
+    return predict_near(
+        profile,
+        trial.workload,
+        trial.placement,
+        trial.ds_config,
+        gpu_capacity_bytes,
+        engine=trial.configuration.engine,
+        ranks_per_node=trial.placement.ranks_per_node,
+        variables=trial.configuration.variables,
+    )
 
 
 def predict_near(
@@ -48,8 +65,7 @@ def predict_near(
     ``gpu_capacity_bytes``: the GPU that the rule's verdict is about; None if it is not known, which replays nothing
     unless ``mode`` is ``always``. ``varying_lengths``: whether the workload's sequence length is only the largest.
     ``verdict_only``: do not search the least memory of a replayed trial, which is then on the right side of the GPU's
-    and no more; two replays instead of eight. ``variables``: environment
-    variables of the row's ranks.
+    and no more; two replays instead of eight. ``variables``: environment variables of the row's ranks.
     """
     how: dict[str, Any] = {"engine": engine, "ranks_per_node": ranks_per_node, "loads_weights": loads_weights}
     found = predict(profile, workload, placement, ds_config, **how)
@@ -115,8 +131,12 @@ def _replayed_need(
         *shorter, events = (allocation_trace.full_events(trace, inputs.profile, batch_size, each) for each in lengths)
         kept = {"least": 0, "reserved": 0, "phase": "step"}
         for before in ([], shorter)[: 1 + varying_lengths]:
-            how: dict[str, Any] = {"workspace_bytes": workspace_bytes, "zero_init": zero_init, "shorter": before}
-            how["expandable_segments"] = expandable_segments
+            how: dict[str, Any] = {
+                "workspace_bytes": workspace_bytes,
+                "zero_init": zero_init,
+                "shorter": before,
+                "expandable_segments": expandable_segments,
+            }
             roomy = allocation_replay.replay(inputs, events, **how)
             # On a smaller GPU less may be allocated: stages 1 and 2 then flatten parameters in host memory.
             low = min(roomy.allocated_bytes, least_by_rule - outside_bytes)

@@ -29,7 +29,7 @@ from .formula_profile import formula_profile, with_loss
 from .inputs import unpredicted_settings
 from .model_profile import USUAL, ModelProfile, NothingTrainedError, Variant, find_profile, measure_profile
 from .predicted_memory import Prediction
-from .replayed_need import predict_near
+from .replayed_need import UNPREDICTABLE, predict_trial
 
 _NOT_RESIDENT = ("deepspeed_buffers", "overhead")
 """Categories of host memory that need not become resident: of DeepSpeed's buffers on the CPU accelerator only the
@@ -212,17 +212,8 @@ def attach_predictions(
         if tensor_parallel_size(trial.ds_config) > 1:
             return _with_caveat(trial, "memory is not predicted: AutoTP splits layers, which the formulas do not know")
         try:
-            prediction = predict_near(
-                profile,
-                trial.workload,
-                trial.placement,
-                trial.ds_config,
-                capacity.gpu_bytes,
-                engine=trial.configuration.engine,
-                ranks_per_node=trial.placement.ranks_per_node,
-                variables=trial.configuration.variables,
-            )
-        except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+            prediction = predict_trial(profile, trial, capacity.gpu_bytes)
+        except UNPREDICTABLE as error:
             why = f"the configuration's {type(error).__name__} ({error})"
             return _with_caveat(trial, f"memory is not predicted: {why}")
         if prediction.unknown is not None:
