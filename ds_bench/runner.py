@@ -550,8 +550,9 @@ class ComparisonRun:
             failure = failure or error
         shown = [report for _, report in reports]
         # The files are part of the answer; what has no room for them there gets a line of its own.
-        in_answer = options.format == "table" and not options.verbose and len(shown) == 1 and not has_passes(shown)
-        if in_answer and not options.quiet and not removed:
+        is_short = options.format == "table" and not options.verbose and len(shown) == 1 and not has_passes(shown)
+        in_answer = is_short and not removed
+        if in_answer and not options.quiet:
             files_text = self._files_text([path for _, path in exported])
             shown = [replace(shown[0], files=files_text, page_command=self._page_command())]
         with terminal.ignoring_broken_pipe():  # last: standard output may be gone
@@ -571,7 +572,7 @@ class ComparisonRun:
             raise failure
         code = exit_code(options, runs)
         if not options.quiet:
-            if not in_answer or removed:
+            if not in_answer:
                 terminal.print_text(f"  Files: {self._files_text([path for _, path in exported])}", sys.stderr)
                 terminal.print_text(f"  Page:  {self._page_command()}", sys.stderr)
             if line := profile_files_line(runs, store.folder):

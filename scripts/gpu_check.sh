@@ -4,7 +4,8 @@
 #   scripts/gpu_check.sh [OUT_DIR]          default: results/gpu_check_<gpu>_<date>, and OUT_DIR.tar.gz next to it
 #
 # Call it again with the same OUT_DIR until it says that nothing is left: each call goes on where the last one ended,
-# within a comparison too, also from the unpacked archive of another machine. scripts/gpu_check.py lists the steps, the most telling first.
+# within a comparison too, also from the unpacked archive of another machine. scripts/gpu_check.py lists the steps, the
+# most telling first.
 #
 # Results are written as they are measured. After each step, once per minute and at the end the archive is rewritten:
 # rows, records, figures, and the logs of what failed, without host name, folders and UUIDs. At the end the script

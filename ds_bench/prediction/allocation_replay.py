@@ -32,7 +32,7 @@ max_param_reduce_events)."""
 
 
 def unknown_to_replay(inputs: MemoryInputs) -> str | None:
-    """Name what the replay does not know of these settings, which are judged by the rule; None if it knows all."""
+    """Name the part of these settings that the replay does not know; such rows are judged by the rule. None if none."""
     settings, profile, on_deepspeed = inputs.settings, inputs.profile, inputs.engine == "deepspeed"
     reasons = {
         "frozen parameters": bool(profile.frozen),
@@ -217,8 +217,8 @@ class Rank:
 
 
 class _Stage0To2(Rank):
-    """Stages 0 to 2: every rank has all parameters. Replayed is the last rank, whose own gradients come first in
-    backward, when all activations are there."""
+    """Stages 0 to 2: every rank has all parameters. The last rank is replayed: its own gradients come first in
+    backward, while all activations are still there."""
 
     def __init__(self, inputs: MemoryInputs, allocator: CachingAllocator) -> None:
         super().__init__(inputs, allocator)

@@ -83,7 +83,7 @@ class PlannedTrial:
         )
 
     def verdict(self, gpu_bytes: int, host_bytes: int | None = None) -> str:
-        """Return the verdict of ``judge``, which takes a quarter of its time."""
+        """Return the verdict, in a quarter of the time of ``judge``."""
         return self.judge(gpu_bytes, verdict_only=True).verdict(gpu_bytes, host_bytes)
 
     def judge(self, gpu_bytes: int | None, *, verdict_only: bool = False) -> Prediction:

@@ -15,7 +15,7 @@ DecidingPhase = Literal["initialize", "forward", "backward", "step"]
 FITS, TIGHT, DOES_NOT_FIT, UNKNOWN = "fits", "tight", "does not fit", "not known"
 
 _ALLOCATED_SHARE, _CACHE_BYTES = 1.05, from_gb(6.5)
-"""The rule for what is reserved: an upper bound, 5 % and 6.5 GiB above what is allocated: no published
+"""The rule's upper bound of what is reserved: 5 % and 6.5 GiB above what is allocated. With it no published
 configuration that ran out of memory is said to fit (``bench/published_memory.py``)."""
 VARYING_PERCENT = 100
 """Upper bound of what varying lengths add by the rule: replays of six strategies of Llama-2-7B with 512, 4,096 and

@@ -117,19 +117,21 @@ def _status(row: ComparisonRow) -> str:
 
 def _answer(report: ComparisonReport) -> dict[str, Any]:
     """The recommendation, without what the notes below it state."""
-    answer, stated = report.recommendation, {note.text for note in report.labels_by_note}
+    answer = report.recommendation
     on_cpu = any(caveat.kind is CaveatKind.CPU_ACCELERATOR for caveat in report.comparison.caveats)
     facts = (answer.provisional, *answer.facts, answer.alternative)
     why = answer.headline.values.get("why")
+
+    def is_stated(fact: Fact) -> bool:
+        # A caveat that disqualifies a row is a note of that row.
+        reason = fact.values.get("reason")
+        return (isinstance(reason, Fact) and reason.kind == "invalid") or (on_cpu and fact.kind == "on_host")
+
     return {
         "decided": answer.decided,
         "goal": answer.goal,
         "headline": answer.headline,
-        "facts": [
-            fact
-            for fact in filter(None, facts)
-            if str(fact.values.get("reason")) not in stated and not (on_cpu and fact.kind == "on_host")
-        ],
+        "facts": [fact for fact in filter(None, facts) if not is_stated(fact)],
         # Without the cost if the headline states it.
         "cost": None if isinstance(why, Fact) and why.kind == "less_memory" else answer.cost,
         "steps": [step for step in answer.next_steps if step.kind != "caveat"],

@@ -30,7 +30,7 @@ STEPS = 2
 
 
 def train(trial: Trial, folder: Path, number: int, rank: int) -> None:
-    """One rank: the model is built, and trained as the ranks of the package do it."""
+    """Build and train the model as a rank of the package does, and write its events."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     torch.set_num_threads(1)
     device = engine.select_device(trial.placement)
@@ -43,7 +43,7 @@ def train(trial: Trial, folder: Path, number: int, rank: int) -> None:
         CARD.events.append((phase,))
 
     begin("build")
-    # Weights are not drawn, which DeepSpeed has no part in.
+    # Skip drawing the weights: DeepSpeed has no part in it.
     drawn = mock.patch("transformers.integrations.deepspeed.initialize_weights_zero3")
     with library_versions.no_init_weights(), drawn, mock.patch.object(model, "reinitialise_weights"):
         built = model.build_model(trial.workload, dict(trial.ds_config), device, lambda: None)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 if os.environ.get("SIMULATED_CARDS") or os.environ.get("SIMULATED_CARDS_LINES"):
-    # The last one for the allocator in ds_bench, which the interpreter of a user's script does not have.
+    # The second folder is for the allocator in ds_bench, which a user's interpreter does not have.
     sys.path += [str(Path(__file__).parents[2]), str(Path(__file__).parents[4])]
     from simulated_card import executed_lines, import_hook
 
