@@ -1,12 +1,12 @@
 """Which DeepSpeed configuration should this model be trained with, on these machines?
 
-The packages in the order that data takes: ``cli`` reads the flags; ``config`` holds what they ask for, with
-``models`` and the facts of the machine from ``system``; ``planner`` makes the trials; ``doctor`` checks the machine;
-``prediction`` gives each trial the memory that it will need; ``launch`` runs each one in processes of its own, whose
-ranks are ``worker``; ``records`` keeps what was observed; ``analysis`` computes numbers, caveats and a comparison from
-it; ``recommend`` chooses a row; ``report`` shows all of it. ``runner`` is the main path through these, ``size_search``
-finds the largest micro-batch or the longest sequence, and ``baselines`` compares later results with stored ones.
-``api`` has the functions and classes of ``__all__`` (docs/ci_and_python.md).
+The packages, in the order in which data passes through them: ``cli`` parses flags; ``config`` holds the request, with
+``models`` for the model and ``system`` for the machine; ``planner`` makes the trials; ``doctor`` checks the machine;
+``prediction`` predicts the memory of each trial; ``launch`` runs it in its own processes, whose ranks are ``worker``;
+``records`` stores the measurements; ``analysis`` turns them into numbers, caveats and a comparison; ``recommend``
+chooses a row; ``report`` shows everything. ``runner`` is the main path through these packages, ``size_search`` finds
+the largest micro-batch or the longest sequence, and ``baselines`` compares new results with stored ones. ``api`` has
+the functions and classes of ``__all__`` (docs/ci_and_python.md).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # else type checkers would take any name for one that exists
+if not TYPE_CHECKING:  # otherwise type checkers would accept any attribute
 
     def __getattr__(name: str) -> Any:
-        """The public names, imported on first use: importing the package itself loads nothing."""
+        """Import a public name on first use, so that importing the package loads nothing else."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from . import api

@@ -1,4 +1,4 @@
-"""Which runs are repeats of one row, which facts forbid a ratio between two rows, and which ones label a row."""
+"""Groups runs into rows, finds the facts that forbid a ratio between two rows, and labels rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .row import Run
 
 REQUESTED_AS = {"micro_batch_size": "batch_size", "grad_accum": "grad_accum", "data_parallel_size": "num_gpus"}
-"""Fact of the run → the requested fact that explains its difference, so that the difference is reported once."""
+"""Measured fact → the requested fact that explains a difference in it, so that the difference is reported once."""
 _parts = attrgetter("configuration", "workload", "placement", "ds_config")
 
 
@@ -32,11 +32,11 @@ def group_repeats(runs: Sequence[Run]) -> dict[str, list[Run]]:
     keys: dict[tuple[int, ...], str] = {}
     key_of_work: dict[str, str] = {}
     for run in runs:
-        part_ids = tuple(map(id, _parts(run.trial)))  # shared by repeats that were read from one file
+        part_ids = tuple(map(id, _parts(run.trial)))  # repeats read from one file share these objects
         if part_ids not in keys:
             work = row_key(run.trial)
-            # A flat row's name may contain axis values that no column holds. Otherwise the name does not count, and
-            # neither do the configuration's folders, which the hash leaves out.
+            # The name of a flat row may contain axis values that no column holds, so it counts there. Elsewhere
+            # neither the name counts nor the configuration's folders, which the hash leaves out.
             if run.row.config_hash is not None and run.has_record:
                 leave_out = ("config", "name", "engine", "repeat", "inspection")
                 work = run.row.config_hash + work_key(run.trial, leave_out=leave_out)
@@ -62,35 +62,35 @@ def _is_measured(run: Run) -> bool:
 def incomparable_facts(a: Run, b: Run) -> list[Difference]:
     """Return the facts that forbid a ratio between two rows; empty if nothing does.
 
-    Ratios are of tokens per second, so micro-batches may differ between rows that each use their largest, sequences
-    between rows that each use their longest, and so may what a row is meant to show. Facts known only from the run
-    (versions, GPUs, the batch that the engine ran) are compared if both rows were measured.
+    The ratio is of tokens per second, so two rows may differ in what the comparison varies, in micro-batch if each
+    uses its largest, and in sequence length if each uses its longest. Facts known only from the run (versions, GPUs,
+    the engine's batch) are compared if both rows were measured.
     """
     requested = [
         facts(run.trial, leave_out=("config", "name", "engine", "variables", "repeat", "inspection")) for run in (a, b)
     ]
-    # Only jobs on several hosts have ranks of hosts; compared with one host, num_nodes already differs.
+    # None on one host; num_nodes already shows that one job has several hosts and the other does not.
     if None in (each["ranks_of_nodes"] for each in requested):
         requested = [{**each, "ranks_of_nodes": None} for each in requested]
     found = {each.fact: each for each in differences(*requested)}
     if _is_measured(a) and _is_measured(b):
         if None not in (a.row.dropout, b.row.dropout):
-            found.pop("dropout", None)  # a requested dropout may equal the model's own: compare those that ran
+            found.pop("dropout", None)  # a requested dropout may equal the model's own: compare the measured ones
         for each in differences(run_facts(a), run_facts(b)):
             if REQUESTED_AS.get(each.fact, each.fact) not in found:
                 found[each.fact] = each
     # If both rows were measured, run_facts has compared it.
     elif a.row.method_version != b.row.method_version:
         found["method_version"] = Difference("method_version", a.row.method_version, b.row.method_version)
-    # Last, since the runs' facts also differ in what was varied.
+    # Last, because measured facts also differ in what was varied.
     allowed = may_differ(a.trial, b.trial)
     return [each for each in found.values() if each.fact not in allowed]
 
 
 def may_differ(a: Trial, b: Trial) -> set[str]:
-    """Return the facts that may differ between two rows: what a row is meant to show, and a searched size.
+    """Return the facts in which two comparable rows may differ: what the comparison varies, and a searched size.
 
-    A row may be meant to show how a step is computed, what an axis sets, a file's batch, or ranks that share data.
+    A comparison may vary how a step is computed, what an axis sets, a file's own batch, or how many ranks share data.
     """
     names = set[str]()
     for trial in (a, b):
@@ -100,7 +100,7 @@ def may_differ(a: Trial, b: Trial) -> set[str]:
         names |= workload_fields(configuration.axis_values)
         if trial.workload.script is not None:
             names |= {"micro_batch_size", "grad_accum"}
-        # Flat files do not hold the configuration.
+        # Flat files lack the DeepSpeed configuration, so the axes are read too.
         shares_data = max(tensor_parallel_size(config), sequence_parallel_size(config)) > 1
         if shares_data or not configuration.axis_values.keys().isdisjoint(PARALLEL_AXES):
             names.add("data_parallel_size")
@@ -112,7 +112,7 @@ def may_differ(a: Trial, b: Trial) -> set[str]:
 
 
 def run_facts(run: Run) -> dict[str, Any]:
-    """Return the facts that affect a measurement and are known only from the run, by name."""
+    """Return, by name, the facts that affect a measurement and that only the run shows."""
     row, ranks = run.row, run.stored.ranks if isinstance(run.stored, TrialRecord) else ()
     names = [each.device_name for each in ranks] or [row.device or row.accelerator] * row.num_gpus
     rank = next(iter(ranks), None)
@@ -148,7 +148,7 @@ _LABEL_FACTS = {
     "deepspeed": "DeepSpeed {}",
 }
 _MOST_FACTS = 3
-"""Largest number of facts in a label; labels that are still equal are numbered."""
+"""Labels that are still equal with this many facts are numbered."""
 
 
 def unique_labels(runs: Sequence[Run]) -> list[str]:
@@ -173,7 +173,7 @@ def unique_labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _distinguishing_facts(runs: Sequence[Run]) -> list[str]:
-    """Return the text that distinguishes each run; it has DeepSpeed settings only if other facts do not suffice."""
+    """Return a text that distinguishes each run, with DeepSpeed settings only if the other facts do not suffice."""
     measured = all(run.row.device for run in runs)  # a failed row lacks the facts of a run
     known = []
     for run in runs:
@@ -193,7 +193,7 @@ def _distinguishing_facts(runs: Sequence[Run]) -> list[str]:
 
 
 def _differing_columns(known: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Return the facts that are not equal in all rows: name → its value in each."""
+    """Return the facts that differ between rows: name → the value in each row."""
     columns = {
         name: [each.get(name) for each in known] for name in dict.fromkeys(name for each in known for name in each)
     }

@@ -1,10 +1,10 @@
-"""Floating-point operations (FLOPs) per token, peak rates of devices, and the fraction of them that was used (MFU).
+"""Floating-point operations (FLOPs) per token, peak rates of devices, and model FLOPs utilization (MFU).
 
-FLOPs are computed from the model's shape, never measured; a multiply-add is two of them. The conventions differ by 3 to
-16 % on common models, so a number is stored with its convention; numbers of two conventions do not compare.
+FLOPs are computed from the model's shape, never measured; a multiply-add counts as two. Conventions differ by 3 to 16 %
+on common models, so each number is stored with its convention; do not compare numbers of different conventions.
 
-Peak rates come from a table of exact device names (``system/device_specifications.json``). A device that is not in it
-has none: it is not taken to be like a similar one.
+Peak rates come from a table of exact device names (``system/device_specifications.json``). A device
+missing from the table has no peak rate: the rate of a similar device is never assumed.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ COUNTED_CONVENTION = (
 )
 
 PEAK_PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
-"""``fp32`` is true fp32 (no tensor cores on NVIDIA); ``tf32`` holds only where the user allowed it."""
+"""``fp32`` is true fp32 (no tensor cores on NVIDIA); ``tf32`` applies only if the user enabled it."""
 
 
 def model_flops_per_token(facts: ModelFacts, seq_length: int) -> int:
-    """FLOPs of the forward and backward pass of one token: 6*N_matmul + 12*L*H*Q*T.
+    """Return the FLOPs of the forward and backward pass of one token: 6*N_matmul + 12*L*H*Q*T.
 
     N_matmul: parameters used in matrix products; L layers, H heads, Q head dimension, T sequence length in tokens.
-    Attention is counted in full, whatever the causal mask or a sliding window leave out. Recomputation is not counted;
+    Attention is counted in full, even where a causal mask or a sliding window skips work. Recomputation is not counted;
     see ``hardware_flops_per_token``. Source: Chowdhery et al., "PaLM" (2022), appendix B.
     """
     return 6 * facts.matmul_parameters + 2 * _half_attention_flops(facts, seq_length)
 
 
 def causal_flops_per_token(facts: ModelFacts, seq_length: int) -> int:
-    """As ``model_flops_per_token``, with the attention term halved: a token attends to half of the sequence on average.
+    """Return ``model_flops_per_token`` with half the attention term: a token attends to half the sequence on average.
 
     Closer to what FlashAttention executes, and always the smaller of the two.
     """
@@ -49,9 +49,9 @@ def causal_flops_per_token(facts: ModelFacts, seq_length: int) -> int:
 
 
 def hardware_flops_per_token(facts: ModelFacts, seq_length: int, activation_checkpointing: bool) -> int:
-    """FLOPs executed per token: model FLOPs, and with full activation checkpointing a second forward pass (x 4/3).
+    """Return the FLOPs executed per token: with full activation checkpointing 4/3 of the model FLOPs (forward twice).
 
-    With checkpointing slightly too large: the LM head is outside the checkpointed blocks and is not recomputed.
+    With checkpointing slightly too large, because the LM head, outside the checkpointed blocks, is not recomputed.
     """
     flops = model_flops_per_token(facts, seq_length)
     # Forward is a third of forward and backward; both terms are multiples of six, so the division is exact.
@@ -59,17 +59,17 @@ def hardware_flops_per_token(facts: ModelFacts, seq_length: int, activation_chec
 
 
 def _half_attention_flops(facts: ModelFacts, seq_length: int) -> int:
-    """6*L*H*Q*T: scores and weighted values, each two FLOPs, three times (forward, two backward), for half of T."""
+    """Return 6*L*H*Q*T: scores and weighted values, two FLOPs each, three times (forward, twice backward), for T/2."""
     if seq_length < 1:
         raise ValueError(f"seq_length must be at least 1 token, not {seq_length}")
     return 6 * facts.layers * facts.attention_heads * facts.head_dim * seq_length
 
 
 def mfu(flops_per_token: float, tokens_per_second_per_gpu: float, peak: float | None) -> float | None:
-    """Model FLOPs utilisation: model FLOPs per second as a fraction of ``peak`` (FLOP/s of one device).
+    """Return the model FLOPs utilization: model FLOPs per second as a fraction of ``peak`` (FLOP/s of one device).
 
-    None if the peak is unknown. A value above 1 shows an error (wrong peak, wrong count, wrong clock) and is returned
-    unchanged, because a clipped value would hide the error. With ``hardware_flops_per_token`` the result is HFU.
+    None if the peak is unknown. A value above 1 reveals an error (wrong peak, count or clock) and is returned
+    unchanged, because clipping would hide the error. With ``hardware_flops_per_token`` the result is HFU.
     """
     if peak is None:
         return None
@@ -79,16 +79,16 @@ def mfu(flops_per_token: float, tokens_per_second_per_gpu: float, peak: float | 
 
 
 def peak_precision(record: TrialRecord) -> str:
-    """Return the number format of a trial's matrix products: ``tf32`` for fp32 if torch was set so."""
+    """Return the number format of a trial's matrix products: ``tf32`` for fp32 if torch allowed it."""
     precision = record.trial.workload.precision
     return "tf32" if precision == "fp32" and any(rank.tf32 for rank in record.ranks) else precision
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Dense peak rate of one device in FLOP/s. ``device_name``: as NVML or torch reports it.
+    """Return the dense peak rate of one device in FLOP/s. ``device_name``: as NVML or torch reports it.
 
-    None for a device that is not in the table or has no such units (bf16 on a V100). A part of a device (MIG, vGPU) and
-    a variant (Laptop, Ti, D) are other devices.
+    None for a device that is not in the table or lacks such units (bf16 on a V100). A slice of a device (MIG, vGPU) and
+    a variant (Laptop, Ti, D) count as other devices.
     """
     if precision not in PEAK_PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PEAK_PRECISIONS)}, not {precision!r}")
@@ -97,7 +97,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 def mean_peak_flops(device_names: tuple[str, ...], precision: str) -> float | None:
-    """Mean of the dense peak rates of a job's devices in FLOP/s; None without devices, or if one rate is unknown."""
+    """Return the mean dense peak rate of a job's devices in FLOP/s; None without devices, or if any rate is unknown."""
     peaks = [peak_flops(name, precision) for name in device_names]
     known = [peak for peak in peaks if peak is not None]
     return sum(known) / len(known) if known and len(known) == len(peaks) else None

@@ -1,4 +1,4 @@
-"""Saves baselines and compares results with them: passed, a regression, or not comparable.
+"""Saves baselines and compares results with them: a result passes, is a regression, or is not comparable.
 
 A change is a regression if it is larger than the entry's tolerance and, if both sides have the three runs that a test
 needs, larger than the noise between runs.
@@ -23,9 +23,9 @@ from .store import DEFAULT_TOLERANCE, BaselineEntry
 
 DEFAULT_PATH = Path("baselines.json")
 _MAX_SHOWN_RISE, _MAX_SHOWN_FALL = 100.0, 0.9995
-"""Rise of memory and fall of throughput, as fractions of the baseline, above which no number is shown."""
+"""Rise in memory and fall in throughput, as fractions of the baseline, above which no number is shown."""
 _ROUNDING = 1e-9
-"""Relative rounding error of a computed limit: a value at the limit is not beyond it."""
+"""Relative rounding error of a computed limit, so that a value at the limit does not exceed it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,18 +38,18 @@ class BaselineComparison:
     message: str
     """One line: the figures and the reason."""
     baseline: BaselineEntry | None = None
-    """None if no baseline has that name; the result then passes, and the message says why."""
+    """None if no baseline has that name; the result then passes with a message."""
     throughput_ratio: float | None = None
-    """Tokens/s, or samples/s where the result has no tokens, divided by the baseline's."""
+    """Tokens/s (samples/s if the result has no tokens) divided by the baseline's."""
     memory_ratio: float | None = None
     """Peak memory divided by the baseline's."""
     regressions: tuple[str, ...] = ()
-    """Any of ``throughput``, ``memory``, ``status`` (it no longer trains, or a caveat disqualifies its figures) and
-    ``missing`` (the result has no such row)."""
+    """Of ``throughput``, ``memory``, ``status`` (the row no longer trains, or a caveat disqualifies its figures), and
+    ``missing`` (the row is gone)."""
     unmatched: bool = False
     """The row trained but no baseline has its name, so nothing guards it. False for a row that failed."""
     noisy: bool = False
-    """It passed, but noise could hide a regression beyond the tolerance."""
+    """The result passed, but noise could hide a regression beyond the tolerance."""
 
     @property
     def comparable(self) -> bool:
@@ -63,7 +63,7 @@ class BaselineComparison:
 
 
 def save_baseline(entry: BaselineEntry, path: Path | str = DEFAULT_PATH) -> None:
-    """Write the entry, replacing one of the same name; unknown keys of that entry are kept. Raises UsageError."""
+    """Write the entry, replacing one of the same name but keeping its unknown keys. Raises UsageError."""
     store.edit(
         Path(path), lambda entries: {**entries, entry.name: _with_unknown_keys(entries.get(entry.name, {}), entry)}
     )
@@ -72,7 +72,7 @@ def save_baseline(entry: BaselineEntry, path: Path | str = DEFAULT_PATH) -> None
 def save_results(
     results: Iterable[BenchmarkResult], path: Path | str = DEFAULT_PATH, tolerance: float | None = None
 ) -> list[BaselineEntry]:
-    """Save all results in one write. ``tolerance``: None keeps an existing entry's, or takes 0.05."""
+    """Save all results in one write. ``tolerance``: None keeps that of an existing entry and gives a new one 0.05."""
     saved: list[BaselineEntry] = []
 
     def change(entries: store.Entries) -> store.Entries:
@@ -104,9 +104,9 @@ def load_baseline(name: str, path: Path | str = DEFAULT_PATH) -> BaselineEntry |
 def missing_baselines(results: Sequence[BenchmarkResult], path: Path | str = DEFAULT_PATH) -> list[BaselineEntry]:
     """Return the file's entries that should have a result here but have none.
 
-    An entry should have a result if another entry of its saved run (``BaselineEntry.run_id``) has one or, without a run
-    name, if a result has the same script and workload. A limit set by hand needs no result. Raises UsageError if the
-    file is invalid.
+    An entry should have a result if another entry of the same saved run (``BaselineEntry.run_id``) has one or, without
+    a run id, if a result has the same script and workload. A limit set by hand needs no result. Raises UsageError if
+    the file is invalid.
     """
     entries = [_entry(name, data, path) for name, data in (store.read(Path(path)) or {}).items()]
     names = {result.name for result in results}
@@ -114,7 +114,7 @@ def missing_baselines(results: Sequence[BenchmarkResult], path: Path | str = DEF
 
     def shared(workload: Mapping[str, Any]) -> tuple[object, ...]:
         keys = ("model", "batch_size", "seq_length", "grad_accum", "precision", "activation_checkpointing", "num_gpus")
-        # Rows of zero_stage_comparison.py are called zeroN, rows of the other script are not.
+        # Only the rows of zero_stage_comparison.py are called zeroN.
         by_stage = workload.get("strategy") == f"zero{workload.get('stage')}"
         return (by_stage, *(workload.get(key) for key in keys))
 
@@ -137,7 +137,7 @@ def _entry(name: str, data: Mapping[str, object], path: Path | str) -> BaselineE
 def compare_to_baseline(
     result: BenchmarkResult, baseline: BaselineEntry | None = None, *, path: Path | str = DEFAULT_PATH
 ) -> BaselineComparison:
-    """Compare a result with a baseline. ``baseline``: None takes the entry of the result's name from ``path``.
+    """Compare a result with a baseline. ``baseline``: None reads the entry with the result's name from ``path``.
 
     Raises UsageError if the file is invalid.
     """
@@ -150,7 +150,7 @@ def compare_to_baseline(
     if baseline is None:
         text = "; ".join(filter(None, ["no baseline of this name", unusable]))
         return BaselineComparison(name=result.name, passed=True, message=text, unmatched=not unusable)
-    # Before the status: what fails on another machine or with other versions is not a regression of the code.
+    # Before the status: a failure on another machine or with other versions is not a regression of the code.
     reasons = list(_incomparable_reasons(result, baseline))
     if reasons:
         text = f"not comparable with the baseline: {'; '.join(reasons)}"
@@ -162,7 +162,7 @@ def compare_to_baseline(
         )
     metrics, tolerance = _compare_metrics(result, baseline), baseline.tolerance
     regressed = [metric for metric in metrics if metric.regressed(tolerance)]
-    # Other programs on the same processors slow a row down, whatever its code: that is noise, not a regression.
+    # Other programs on the same processors slow any code down: that is noise, not a regression.
     excused = [metric for metric in regressed if result.disturbances and not metric.more_is_worse]
     regressions = tuple(metric.kind for metric in regressed if metric not in excused)
     ratios = {metric.kind: metric.ratio for metric in metrics}
@@ -182,7 +182,7 @@ def compare_to_baseline(
 
 
 def _incomparable_reasons(result: BenchmarkResult, baseline: BaselineEntry) -> Iterator[str]:
-    """Differences of hardware, versions and workload; workload fields are compared if both sides have them."""
+    """Yield differences in hardware, versions and workload fields, the latter only if both sides have them."""
     # An interrupted or skipped row says nothing about the code.
     if result.status in (INTERRUPTED, SKIPPED):
         yield f"it ended with {result.status}"
@@ -228,7 +228,7 @@ class _MetricComparison:
     value: float
     baseline: float
     interval: RatioInterval | None
-    """Interval of ``ratio``; None below three runs on either side."""
+    """Interval of ``ratio``; None if either side has fewer than three runs."""
     format: Callable[[float], str]
     """Text of a value with its unit."""
 
@@ -255,10 +255,10 @@ class _MetricComparison:
 
     @property
     def undetectable_change(self) -> float | None:
-        """The largest change for the worse, as a fraction, that the noise would hide; None if not tested."""
+        """The largest change for the worse, as a fraction, that noise would hide; None if not tested."""
         if self.interval is None:
             return None
-        # On a log scale the interval's width does not depend on the ratio: beyond these factors it excludes 1.
+        # The interval is equally wide at any ratio on a log scale: it excludes 1 beyond these factors.
         centre, low, high = self.interval.ratio, self.interval.low, self.interval.high
         if self.more_is_worse:
             return centre / low - 1 if low > 0 else math.inf
@@ -273,7 +273,7 @@ class _MetricComparison:
 
     @property
     def noise_text(self) -> str:
-        """The smallest change that would be detected, as text; empty if that was not tested."""
+        """The smallest change that would be detected, as text; empty if not tested."""
         change = self.undetectable_change
         if change is None:
             return ""
@@ -292,7 +292,7 @@ class _MetricComparison:
         if self.interval is None:
             return text
         ends = f"(95 % interval {_format_change(self.interval.low)} to {_format_change(self.interval.high)})"
-        # An interval without width comes from equal runs: they have no noise to be inside of.
+        # An interval of zero width comes from equal runs, which have no noise.
         if self.interval.distinguishable or self.interval.low == self.interval.high:
             return f"{text} {ends}"
         return f"{text}{' but' if exceeds else ' and'} inside the noise {ends}"
@@ -322,7 +322,7 @@ def _compare_metrics(result: BenchmarkResult, baseline: BaselineEntry) -> list[_
         if value is None or baseline_value is None:
             continue
         interval = ratio_interval(getattr(result, runs_name), getattr(baseline, runs_name))
-        # Only results of the CPU accelerator, whose ranks share their processors, have host memory.
+        # Only the CPU accelerator, whose ranks share processors, has results in host memory.
         if interval is not None and result.memory == "host":
             interval = interval.on_shared_processor
         metrics.append(

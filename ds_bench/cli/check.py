@@ -1,7 +1,7 @@
-"""The command ``check``: what is wrong, ineffective or left open in DeepSpeed configurations, each with its line.
+"""The command ``check``: reports what is wrong, ineffective or unset in DeepSpeed configurations, line by line.
 
-A DeepSpeed JSON is read as DeepSpeed reads it; an Accelerate YAML, or a Trainer's arguments, as ``--configs`` reads
-them. Needs no GPU, but asks the driver for any that are present; loads neither torch nor DeepSpeed.
+It reads a DeepSpeed JSON as DeepSpeed does, and an Accelerate YAML or a Trainer's arguments as ``--configs`` does. It
+needs no GPU, but looks for one to learn its compute capability; it loads neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _REMEDY = "give a DeepSpeed JSON, an Accelerate YAML, or a Trainer's arguments"
 _GITHUB_LEVELS = {"error": "error", "warning": "warning", "hint": "notice"}
 STANDARD_INPUT = Path("-")
 _UNREAD = ("syntax", "missing-file")
-"""Rules about files that were not checked."""
+"""Rules whose findings mean that a file was not checked."""
 _EXPLAINED = ("rule", "level", "what", "why", "versions", "given", "example", "remedy", "source")
 _EXCERPT_WIDTH = 120
-"""Characters of a line."""
+"""In characters."""
 _ACCELERATE_KEYS = {
     "zero_optimization.stage": "zero_stage",
     "zero_optimization.offload_optimizer": "offload_optimizer_device",
     "zero_optimization.offload_param": "offload_param_device",
     "zero_optimization": "zero_stage",
 }
-"""Keys of DeepSpeed → keys of Accelerate's ``deepspeed_config`` that set them, if the names differ."""
+"""DeepSpeed key → the key of Accelerate's ``deepspeed_config`` that sets it, if the names differ."""
 
 
 def show_findings(
@@ -61,8 +61,8 @@ def show_findings(
 ) -> int:
     """Print the findings. Return 0 without errors and warnings, 1 with any, 2 if a file could not be checked.
 
-    ``deepspeed_version``: such as ``0.18`` or ``0.18.2``; None for the installed one. ``select`` and ``ignore``: rules
-    or levels. ``rule``: explain it, and check nothing.
+    ``deepspeed_version``: such as ``0.18`` or ``0.18.2``; None for the installed one. ``select`` and ``ignore``: names
+    of rules or levels. ``rule``: a rule to explain, or ``all``; nothing is checked then.
     """
     names = (*rule_table(), *_GITHUB_LEVELS)
     for name in (*select, *ignore, *([rule] if rule not in (None, "all") else [])):
@@ -88,7 +88,7 @@ def show_findings(
 
     def is_shown(finding: Finding) -> bool:
         named = {finding.rule, finding.level}
-        # A file that cannot be read must not pass because other rules are selected.
+        # A file that cannot be read must not pass just because other rules are selected.
         selected = not select or named & {*select, *_UNREAD}
         return bool(selected) and not named & {*ignore}
 
@@ -99,7 +99,7 @@ def show_findings(
             {
                 "file": str(report.path),
                 "problem": report.problem,
-                # The reason also says where DeepSpeed stops.
+                # The text of a finding already says where DeepSpeed stops.
                 "findings": [
                     {name: value for name, value in asdict(each).items() if name != "stops_when"}
                     | {"reason": each.text}
@@ -119,7 +119,7 @@ def show_findings(
                 lines = [f"{place}: {finding.level}: {key}{finding.text}", *excerpt, remedy]
                 if output_format == "github":
                     lines = [_annotation(report.path, finding)]
-                # A line break in a key would make a second line, which GitHub could take for a command.
+                # Escaped: GitHub could read what follows a line break in a key as a command.
                 for line in lines:
                     terminal.print_text(terminal.escape_controls(line))
     unchecked = [report for report in reports if report.problem is not None]
@@ -130,7 +130,7 @@ def show_findings(
         terminal.print_text(f"{format_items(checked, 'file')} checked: {', '.join(levels) or 'nothing found'}")
     for report in unchecked:
         report_error(UsageError(f"{report.path}: {report.problem}", remedy=_REMEDY))
-    # To CI, 2 means that the check itself failed, whatever was found.
+    # 2 tells CI that the check itself failed, whatever it found.
     return 2 if unchecked else int(any(finding.level != "hint" for finding in findings))
 
 
@@ -148,7 +148,7 @@ def _annotation(path: Path, finding: Finding) -> str:
 
 
 def _excerpt(lines: Sequence[str], finding: Finding) -> list[str]:
-    """Return the line of a finding with a caret under each character of the key; empty without a line to show."""
+    """Return the line of a finding with carets under its key; empty if there is no line to show."""
     if finding.line is None or finding.line > len(lines) or not lines[finding.line - 1].strip():
         return []
     line = lines[finding.line - 1].replace("\t", " ")
@@ -164,7 +164,7 @@ def _excerpt(lines: Sequence[str], finding: Finding) -> list[str]:
 
 
 def _print_explanations(rules: Sequence[str], *, brief: bool, as_json: bool) -> None:
-    """``brief``: one line for each rule."""
+    """Print what each rule is about. ``brief``: one line for each."""
     explained = [explain(rule) for rule in rules]
     if as_json:
         copied = ("rule", "level", "remedy", "source")
@@ -198,7 +198,7 @@ class FileReport:
     problem: str | None = None
     """Why the file could not be checked; None if it was."""
     lines: Sequence[str] = ()
-    """The file's lines; those that may hold a credential are empty."""
+    """The file's lines; any that may hold a credential are empty."""
 
 
 Check = Callable[[lint.Config], list[Finding]]
@@ -206,10 +206,7 @@ PositionOf = Callable[[str], tuple[int, int] | None]
 
 
 def check_files(paths: Sequence[Path], check: Check) -> list[FileReport]:
-    """Check files, the configurations directly inside folders, and standard input for ``-``.
-
-    Raises UsageError for a folder without a configuration.
-    """
+    """Check files, the configurations directly inside folders, and standard input for ``-``. Raises UsageError."""
     reports: list[FileReport] = []
     for path in paths:
         if not path.is_dir():
@@ -228,7 +225,7 @@ def check_files(paths: Sequence[Path], check: Check) -> list[FileReport]:
 
 
 def _check_file(path: Path, check: Check) -> list[FileReport]:
-    """Return the reports of a file and of the JSON that it names; one with a problem if it cannot be checked."""
+    """Return a report on a file, and one on the JSON file that it names."""
     text = ""
     try:
         text = _standard_input() if path == STANDARD_INPUT else configuration_files.read_text(path)
@@ -265,7 +262,7 @@ def _lines_without_secrets(text: str, data: Mapping[str, Any]) -> list[str]:
 
 
 def _standard_input() -> str:
-    data = sys.stdin.buffer.read(configuration_files.MOST_BYTES + 1)  # one byte too many shows that it is longer
+    data = sys.stdin.buffer.read(configuration_files.MOST_BYTES + 1)  # the extra byte reveals a longer file
     if len(data) > configuration_files.MOST_BYTES:
         raise ConfigurationFileError(STANDARD_INPUT, f"larger than {configuration_files.MOST_BYTES} bytes")
     try:
@@ -275,10 +272,10 @@ def _standard_input() -> str:
 
 
 def _check_read_by_others(path: Path, position_of: PositionOf, check: Check) -> list[FileReport]:
-    """Return the reports of an Accelerate or Trainer file, and of the JSON that it names."""
+    """Return a report on an Accelerate or Trainer file, and one on the JSON file that it names."""
 
     def at_name(rule: str, reason: str) -> Finding:
-        """Make a finding at the key that names the other file."""
+        """Return a finding at the key that names the JSON file."""
         key = "deepspeed" if position_of("deepspeed") else "deepspeed_config.deepspeed_config_file"
         return file_finding(rule, reason, key).at(position_of(key))
 
@@ -291,9 +288,7 @@ def _check_read_by_others(path: Path, position_of: PositionOf, check: Check) -> 
         if file.conflicts:
             found.append(at_name("accelerate-conflict", configuration_files.conflict_text(file.conflicts)))
         if file.deepspeed_file.resolve() != Path(file.deepspeed_name).resolve():
-            reason = (
-                f"found as {file.deepspeed_file}; the training program looks relative to the folder it is started in"
-            )
+            reason = f"found as {file.deepspeed_file}; the training program looks in the folder it is started in"
             found.append(at_name("relative-file", reason))
         return [FileReport(path=path, findings=found), *_check_file(file.deepspeed_file, check)]
 
@@ -302,12 +297,14 @@ def _check_read_by_others(path: Path, position_of: PositionOf, check: Check) -> 
             return position_of(f"deepspeed.{key}".rstrip("."))
         return position_of(f"deepspeed_config.{_ACCELERATE_KEYS.get(key, key.rpartition('.')[2])}".rstrip("."))
 
-    found = [finding for finding in check(file.config) if finding.rule != "automatic-value"]  # they fill it in
+    found = [
+        finding for finding in check(file.config) if finding.rule != "automatic-value"
+    ]  # Trainer and Accelerate fill it in
     return [FileReport(path=path, findings=_located(found, position_in_block))]
 
 
 def _located(found: Iterable[Finding], position_of: PositionOf) -> list[Finding]:
-    """Return the findings with their positions, errors first, then by line."""
+    """Return the findings with their positions, by level and then by line."""
     located = [finding if finding.line else finding.at(position_of(finding.path)) for finding in found]
     order = ("error", "warning", "hint")
     return sorted(located, key=lambda finding: (order.index(finding.level), finding.line or 0))

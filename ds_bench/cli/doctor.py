@@ -30,11 +30,11 @@ def show_findings(
 ) -> int:  # fmt: skip
     """Run all checks and print their findings. Return 2 if there is a problem, else 0. Warnings do not count.
 
-    ``build``: also build missing ops. ``configs``: files and folders of configurations to check. ``hostfile``: hosts
-    to check too. ``python``: interpreter of a user's script, checked instead of this one. Raises UsageError for an
-    invalid configuration or hostfile.
+    ``build``: build missing ops first. ``configs``: files and folders of configurations to check. ``hostfile``: lists
+    further hosts to check. ``python``: interpreter of a user's script, checked instead of this one. Raises UsageError
+    for an invalid configuration or hostfile.
     """
-    # Read first, to refuse an invalid file before checks that may take minutes.
+    # First, so that an invalid file is refused before checks that may take minutes.
     files, file_lines = read_configuration_files(configs)
     interpreter = None if python is None else read_interpreter(find_python(python))
     with answer_for(None if interpreter is None else interpreter.packages["deepspeed"]):

@@ -1,7 +1,7 @@
-"""What identifies the work of a trial, and how the facts of two trials differ.
+"""Identifies the work of a trial, and lists how the facts of two trials differ.
 
 ``work_key`` answers every question of the form "is this the same work?": resuming matches trials by it, a comparison
-pools the repeats of a row by it, and results are merged by it. The questions differ only in the roles they leave out.
+pools repeats by it, and results are merged by it. Its callers differ only in the facts that they leave out.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .deepspeed_config import paths_of
 from .spec import SAME_TRAINING_FIELDS, Placement, Trial, Workload
 
 Role = Literal["work", "computation", "window", "policy", "place", "cosmetic", "config", "name", "repeat", "inspection"]
-"""``work``: another value trains or measures something else. ``computation``: how a step is computed, which a row may
-vary on purpose. ``window``: how many steps run. ``policy``: how a micro-batch or sequence was chosen. ``place``:
-where it runs. ``cosmetic``: no influence on the measurement."""
+"""``work``: what is trained and measured. ``computation``: how a step is computed, which a row may vary on purpose.
+``window``: how many steps run. ``policy``: how a micro-batch or sequence length was chosen. ``place``: where the trial
+runs. ``cosmetic``: no influence on the measurement."""
 
 _ROLES: Mapping[str, Role] = {
     **dict.fromkeys(SAME_TRAINING_FIELDS, "computation"),
@@ -30,7 +30,7 @@ _ROLES: Mapping[str, Role] = {
     "launcher": "place",
     "nvme_path": "place",
     "supported_precisions": "place",
-    # What counts is the number of hosts and of ranks on each, not the names or where the ranks meet.
+    # What counts is how many hosts there are and how many ranks each has, not their names or where the ranks meet.
     "hostfile": "cosmetic",
     "hosts": "cosmetic",
     "include": "cosmetic",
@@ -38,7 +38,7 @@ _ROLES: Mapping[str, Role] = {
     "master_port": "cosmetic",
     "host_command": "cosmetic",
     "forwarded_variables": "cosmetic",
-    # Device name and precisions already cover it.
+    # The device's name and the supported precisions cover it.
     "compute_capability": "cosmetic",
     "ds_config": "config",
     "settings": "config",
@@ -54,7 +54,7 @@ class Difference:
     """A fact with different values in two trials or runs."""
 
     fact: str
-    """Name of a field or key; inside a mapping its path with dots."""
+    """Name of a field or key; inside a mapping its dotted path."""
     a: Any
     b: Any
 
@@ -78,12 +78,12 @@ def format_fact(value: object) -> str:
 
 
 def role_of(fact: str) -> Role:
-    """Return the role of a fact of ``facts``."""
+    """Return the role of a fact, by its name in ``facts``."""
     return _ROLES.get(fact, "work")
 
 
 def facts(trial: Trial, *, leave_out: Collection[Role | str] = ()) -> dict[str, Any]:
-    """Return the requested values, by name. ``leave_out``: roles, and names of single facts."""
+    """Return what was requested, by name. ``leave_out``: roles and names of facts."""
     requested = {
         **{each.name: getattr(trial.workload, each.name) for each in fields(Workload)},
         "script": None if trial.workload.script is None else asdict(trial.workload.script),
@@ -94,7 +94,7 @@ def facts(trial: Trial, *, leave_out: Collection[Role | str] = ()) -> dict[str, 
         "configuration": trial.configuration.name,
         "ds_config": trial.ds_config,
         "repeat": trial.repeat,
-        # With the checkpoint on another disk it is the same trial.
+        # A checkpoint on another disk does not make it another trial.
         "inspection": {**asdict(trial.inspection), "checkpoint_path": None},
     }
     return {
@@ -114,7 +114,7 @@ def placement_facts(placement: Placement) -> dict[str, Any]:
 
 
 def work_key(trial: Trial, *, leave_out: Collection[Role | str] = ()) -> str:
-    """Return a hash of the facts, without credentials; equal for trials that do the same work.
+    """Return a hash of the facts, equal for trials that do the same work. Credentials do not enter it.
 
     ``leave_out``: roles and names of facts that may differ.
     """
@@ -126,7 +126,7 @@ def work_key(trial: Trial, *, leave_out: Collection[Role | str] = ()) -> str:
 
 
 def row_key(trial: Trial) -> str:
-    """Return the key that all repeats of a row share, whatever is inspected in them."""
+    """Return the key shared by all repeats of a row, whatever is inspected in them."""
     return work_key(trial, leave_out=("repeat", "inspection"))
 
 

@@ -1,7 +1,6 @@
-"""Makes the rows of a user's script: DeepSpeed configurations that stay as the user wrote them but for what is asked.
+"""Makes the rows of a user's script: the user's own DeepSpeed configuration with only the requested changes.
 
-``"auto"`` stays: the Trainer, Accelerate and TRL replace it in the script. Nothing is completed, since the script's
-libraries do that.
+Nothing is filled in, and ``"auto"`` stays: that is the work of the script's libraries (Trainer, Accelerate, TRL).
 """
 
 from __future__ import annotations
@@ -16,16 +15,15 @@ from .deepspeed_config import Config, apply_changes, json_values
 from .spec import OFFLOAD_BLOCKS, Configuration, Strategy
 
 _FIELDS_IN_FILE = {"batch_size", "grad_accum", "precision"}
-"""Fields of a workload that a key of the configuration sets too."""
+"""Workload fields that a DeepSpeed configuration also sets."""
 
 
 def make_script_row(
     origin: Strategy | ConfigurationFile, base: ConfigurationFile | None, changes: Sequence[Mapping[str, Any]]
 ) -> Configuration:
-    """Make the configuration of a row. Raises UsageError for a file whose stage cannot be read, and for another stage
-    from ``--set`` than the row is named after.
+    """Make the configuration of a row. ``base``: the file that strategies edit. ``changes``: from ``--set``.
 
-    ``base``: the file that strategies edit. ``changes``: from ``--set``.
+    Raises UsageError if the file's ``zero_optimization`` is not a block, or if ``--set`` contradicts the row's stage.
     """
     file = origin if isinstance(origin, ConfigurationFile) else base
     assert file is not None, "Options refuse strategies without a file"
@@ -49,7 +47,7 @@ def make_script_row(
 
 
 def _with_layout(zero: Config, strategy: Strategy) -> Config:
-    """Return a ``zero_optimization`` block at a strategy's stage, with its offload; other settings stay."""
+    """Return a ``zero_optimization`` block with the stage and offload of a strategy; other settings stay."""
     edited = {**zero, "stage": strategy.stage}
     for name, device in zip(OFFLOAD_BLOCKS, (strategy.offload_optimizer, strategy.offload_param), strict=True):
         own = edited.pop(name, None)
@@ -59,7 +57,7 @@ def _with_layout(zero: Config, strategy: Strategy) -> Config:
 
 
 def require_config_axes(names: Sequence[str]) -> None:
-    """Raise UsageError for an axis of the built-in training loop, which a script does not have."""
+    """Raise UsageError for an axis that changes the built-in training loop, which a script does not use."""
     for name in names:
         if not set(AXES[name].fields) <= _FIELDS_IN_FILE:
             problem = f"--axis {name} changes the built-in training, not a DeepSpeed configuration"

@@ -1,6 +1,6 @@
-"""Files of token ids: whole numbers of 16 or 32 bits, little-endian, without a header.
+"""Files of token ids: unsigned 16- or 32-bit integers, little-endian, without a header.
 
-``numpy.ndarray.tofile`` writes this form; nanoGPT and Megatron use it. Ranks read the files through a memory map
+``numpy.ndarray.tofile`` writes this format; nanoGPT and Megatron use it. Ranks memory-map the files
 (``worker.batches``), so a file may be larger than memory.
 """
 
@@ -20,7 +20,7 @@ TOKEN_TYPES: tuple[TokenType, ...] = get_args(TokenType)
 NUMPY_TYPES: dict[TokenType, str] = {"uint16": "<u2", "uint32": "<u4"}
 _SUFFIXES: dict[str, TokenType] = {".uint16": "uint16", ".u16": "uint16", ".uint32": "uint32", ".u32": "uint32"}
 _LARGEST_READ_WHOLE = 2**30
-"""Bytes; of a larger file only parts with this total size are read, which takes a second or two."""
+"""Bytes. Of a larger file only this much is read, in parts, which takes a second or two."""
 _PART_BYTES = 2**22
 _LARGEST_FILE_BYTES = 2**60
 _NUMPY_MAGIC = b"\x93NUMPY"
@@ -35,10 +35,10 @@ class TokenFile:
     dtype: TokenType
     tokens: int
     digest: str
-    """Hash of size and content; if only parts are read, of these and the time of the last change."""
+    """Hash of the size and of what was read; if that is not the whole file, also of its modification time."""
     largest_id: int
     largest_at: int
-    """Its position in the file, from 0."""
+    """Position of that id in the file, from 0."""
     read_tokens: int
     """Number of tokens that were read."""
 
@@ -54,9 +54,9 @@ class TokenFile:
         )
 
     def require_usable(self, vocabulary: int | None, owner: str, seq_length: int) -> None:
-        """Raise UsageError for an id outside the vocabulary, and for less than one sequence.
+        """Raise UsageError for an id outside the vocabulary, or a file shorter than one sequence.
 
-        ``vocabulary``: number of ids; None if unknown. ``owner``: its model, for the message.
+        ``vocabulary``: number of ids; None if unknown. ``owner``: what has that vocabulary, for the message.
         """
         if vocabulary is not None and self.largest_id >= vocabulary:
             raise UsageError(
@@ -76,9 +76,9 @@ def item_bytes(dtype: TokenType) -> int:
 
 
 def read_token_file(path: Path, requested: TokenType | None) -> TokenFile:
-    """Read size, ids and hash of a file: all of it up to 1 GB, otherwise evenly spaced parts. Raises UsageError.
+    """Read a file: all of it up to 1 GB, otherwise evenly spaced parts. Raises UsageError.
 
-    ``requested``: type of the ids; None if the suffix says it.
+    ``requested``: type of the ids; None to take it from the suffix.
     """
     if path.is_dir():
         raise UsageError(f"{path} is a folder", remedy="give a file of token ids")
