@@ -33,8 +33,8 @@ from .records.resume import is_finished
 from .records.run_folder import RUN_FILE, RunFolder
 from .report import html_report, memory_plan
 from .report.comparison_report import ComparisonReport
+from .report.data_frames import data_frame
 from .report.memory_plan import MemoryPlan
-from .report.result_formats import data_frame
 from .report.terminal_report import print_reports
 from .system import job, processes, terminal
 from .units import to_gb

@@ -38,7 +38,6 @@ from .launch.scratch import remove_abandoned
 from .launch.script_ranks import script_words
 from .launch.trial import launch_command
 from .launch.warm_launcher import choose_launcher
-from .planner import Plan, RunPlan, make_run_plan, refuse_unresolved
 from .prediction import trial_predictions
 from .prediction.model_profile import ModelProfile, variant_of
 from .records import schema
@@ -55,6 +54,7 @@ from .report.terminal_report import print_reports
 from .system import files, gpu_state, invocation, processes, terminal
 from .system.environment import Environment, Machine, read_machine, require_installed, require_packages
 from .system.script_interpreter import environment_of, read_interpreter
+from .trial_planner import Plan, RunPlan, make_run_plan, refuse_unresolved
 from .units import format_items, format_names
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from typing import Literal
 from .config.caveats import Caveat, CaveatKind
 from .config.spec import NO_INSPECTION, SEARCH_ACCURACY, Configuration, Trial, Workload
 from .launch import Launcher
-from .planner import SHORTEST_SEQ_LENGTH, Plan, RequestedRow
 from .prediction.gpu_need import DOES_NOT_FIT
 from .prediction.model_profile import ModelProfile
 from .prediction.replayed_need import UNPREDICTABLE, predict_trial
@@ -21,6 +20,7 @@ from .records import schema
 from .records.run_folder import PROBES_FILE, RunFolder
 from .records.schema import TrialRecord
 from .system import processes
+from .trial_planner import SHORTEST_SEQ_LENGTH, Plan, RequestedRow
 from .units import format_count
 
 MAX_BATCH_SIZE = 4096

@@ -21,7 +21,7 @@ LAYERS = (
     "runner",
     "report",
     "recommend doctor baselines size_search",
-    "analysis planner",
+    "analysis trial_planner",
     "prediction launch worker",
     "records",
     "models",

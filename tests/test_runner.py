@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from ds_bench import planner
+from ds_bench import trial_planner
 from ds_bench.analysis import load_results
 from ds_bench.cli import script as cli
 from ds_bench.config.spec import Trial
 from ds_bench.doctor import disk
-from ds_bench.prediction import fit_search
+from ds_bench.prediction import what_if
 from ds_bench.records import schema
 from ds_bench.records.resume import remaining_trials
 from ds_bench.records.run_folder import RunFolder
@@ -92,7 +92,7 @@ def test_a_trial_is_left_without_a_record_that_counts() -> None:
 def test_results_are_in_the_order_of_the_plan_with_the_latest_record_of_each_trial() -> None:
     """A record of no trial of the plan follows and is not lost."""
     options = fakes.options("zero", "--model", "tiny", "--seq-length", "16", "--stages", "0", "1")
-    plan = planner.make_run_plan([options], fakes.make_config, fakes.machine())
+    plan = trial_planner.make_run_plan([options], fakes.make_config, fakes.machine())
     results = ResultBuilder(plan, fakes.environment(), "run")
     first, second = plan.trials
     stranger = fakes.success(fakes.trial(fakes.zero(3)))
@@ -266,8 +266,8 @@ def test_every_fact_is_read_once_and_every_row_planned_and_predicted_once(
         monkeypatch.setattr(owner, name, counted)
 
     once = [(gpu_state, "read_gpus"), (environment, "read_environment"), (disk, "check_nvme_folder")]
-    of_rows = [(fakes, "make_config"), (fit_search, "alternatives")]
-    for owner, name in (*once, (planner, "make_trials"), *of_rows):
+    of_rows = [(fakes, "make_config"), (what_if, "alternatives")]
+    for owner, name in (*once, (trial_planner, "make_trials"), *of_rows):
         count(owner, name)
     assert scripted.run("--repeats", "2", "--nvme-path", str(tmp_path), family="offload") == 0
     assert counts == {**{name: 1 for _, name in once}, "make_trials": 1, **{name: 4 for _, name in of_rows}}

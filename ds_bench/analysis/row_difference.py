@@ -2,7 +2,7 @@
 
 The differences by memory category add up to the difference of the totals. Predictions stand in only where a row
 measured nothing, then for both rows, and are marked. The savings of other configurations were predicted when the trial
-was planned (``prediction.fit_search.savings``).
+was planned (``prediction.what_if.savings``).
 """
 
 from __future__ import annotations

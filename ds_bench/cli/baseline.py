@@ -17,7 +17,7 @@ from ..baselines.gate import BaselineComparison
 from ..baselines.result import BenchmarkResult, benchmark_result
 from ..config.options import FAIL_ON_DEFAULT
 from ..errors import UsageError
-from ..report.result_formats import TestCase, junit_text
+from ..report.junit import TestCase, junit_text
 from ..system import invocation, terminal
 from .report import check_output, write_output
 

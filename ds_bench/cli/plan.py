@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .. import planner, units
+from .. import trial_planner, units
 from ..config import axis_rows, strategies
 from ..config.automatic_values import TrainingFacts
 from ..config.axis_rows import AxisValues
@@ -23,15 +23,14 @@ from ..config.configuration_file_rows import FileRowMaker
 from ..config.configuration_files import ConfigurationFile, explain_files, read_configuration_files
 from ..config.deepspeed_config import tensor_parallel_size
 from ..config.options import OPTIONS
-from ..config.spec import Configuration, Placement, Precision, Trial, Workload, block_of, gpu_precisions
+from ..config.spec import Configuration, Placement, Precision, Workload, block_of, gpu_precisions
 from ..config.trained_parameters import read_choice
 from ..errors import UsageError
 from ..models.lookup import ResolvedModel, resolve_model
-from ..prediction import fit_search, trial_predictions
-from ..prediction.fit_search import PlannedTrial
-from ..prediction.gpu_need import DOES_NOT_FIT, FITS
+from ..prediction import trial_predictions, what_if
+from ..prediction.gpu_need import DOES_NOT_FIT
 from ..prediction.model_profile import Variant, measured_attention
-from ..records.schema import Outcome, TrialRecord
+from ..prediction.what_if import PlannedTrial
 from ..report import exported_configuration
 from ..report.memory_plan import MemoryPlan, PlanRow, plan_lines
 from ..system import device_specifications, terminal
@@ -144,10 +143,10 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
                     trial=planned,
                     prediction=prediction,
                     verdict=verdict,
-                    change=fit_search.smallest_change(near, capacity, host) if verdict == DOES_NOT_FIT else None,
+                    change=what_if.smallest_change(near, capacity, host) if verdict == DOES_NOT_FIT else None,
                     decisive_tiers=prediction.decisive_tiers(capacity, host),
-                    min_gpus=fit_search.min_gpus(near, capacity, host) if options.min_gpus else None,
-                    max_batch=fit_search.max_batch(near, capacity, host) if options.max_batch else None,
+                    min_gpus=what_if.min_gpus(near, capacity, host) if options.min_gpus else None,
+                    max_batch=what_if.max_batch(near, capacity, host) if options.max_batch else None,
                 )
             )
     if "bf16" not in gpu_precisions(question.placement.compute_capability):
@@ -165,41 +164,13 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
         notes=notes,
     )
     if options.export is not None:
-        lines += _export(rows, options.export)
-    return predicted, lines
-
-
-def _export(rows: Sequence[PlanRow], folder: Path) -> list[str]:
-    """Write the configuration of every row that fits, like a run's recommendation. Return a note on what was written.
-
-    Raises UsageError for a folder that cannot be written.
-    """
-    written = []
-    for row in rows:
-        if row.verdict != FITS or row.configuration.is_reference:
-            continue
-        trial, placement = row.trial, row.trial.placement
-        nodes = -(-placement.num_gpus // (trial.ranks_per_node or placement.num_gpus))
-        doubt = "Planned, not run: it is predicted to fit."
-        if trial.configuration.uses_nvme:
-            doubt += f" {placement.nvme_path} stands for your NVMe folder."
-        if nodes > 1:
-            doubt += f" For {nodes} nodes set num_machines in accelerate.yaml, and start it on each."
-        name = exported_configuration.folder_name(row.configuration.name)
-        planned = Trial(
-            trial_id=row.configuration.name,
-            repeat=0,
-            configuration=trial.configuration,
-            workload=trial.workload,
-            placement=placement,
-            ds_config=trial.config(),
+        written = exported_configuration.write_planned_rows(rows, options.export)
+        lines.append(
+            f"wrote the configurations of the rows that fit to {options.export}: {', '.join(written)}"
+            if written
+            else f"nothing was written to {options.export}: no row fits with room to spare"
         )
-        outcome = Outcome(status="Planned", error="predicted only")
-        exported_configuration.write_exports(TrialRecord(trial=planned, outcome=outcome), folder / name, doubt=doubt)
-        written.append(name)
-    if not written:
-        return [f"nothing was written to {folder}: no row fits with room to spare"]
-    return [f"wrote the configurations of the rows that fit to {folder}: {', '.join(written)}"]
+    return predicted, lines
 
 
 def _with_axes(
@@ -212,13 +183,13 @@ def _with_axes(
     """Return each configuration with every combination of its axes; add notes on idle axes to ``lines``."""
     if not options.axes:
         return list(configurations)
-    facts = {each.label: planner.row_facts(each, model, placement, options.grad_accum) for each in configurations}
+    facts = {each.label: trial_planner.row_facts(each, model, placement, options.grad_accum) for each in configurations}
     lines += axis_rows.idle_axes(options.axes, facts)
     rows = []
     for each in configurations:
         for values in axis_rows.combinations(options.axes, facts[each.label]):
             name, label = axis_rows.row_name(each.name, values), axis_rows.row_label(each.label, values)
-            rows.append(planner.with_axes(replace(each, name=name, label=label), values, facts[each.label]))
+            rows.append(trial_planner.with_axes(replace(each, name=name, label=label), values, facts[each.label]))
     axis_rows.require_few(len(rows))
     return rows
 
@@ -377,18 +348,18 @@ def _image_tokens(options: PlanOptions, model: ResolvedModel) -> tuple[int, int]
         if given:
             flag = given[0].replace("_", "-")
             raise UsageError(f"--{flag}: {model.name} reads no images", remedy="leave it out")
-        return 0, planner.resolve_seq_length(options.seq_length, model)
+        return 0, trial_planner.resolve_seq_length(options.seq_length, model)
     tokens = options.image_tokens
     if tokens is None:
         tokens = reader.image_tokens(*(options.image_size or (None, None)))
     if options.seq_length is None:
-        return tokens, tokens + planner.resolve_seq_length(None, model)
+        return tokens, tokens + trial_planner.resolve_seq_length(None, model)
     if tokens >= options.seq_length:
         raise UsageError(
             f"--seq-length {options.seq_length} has no room for {tokens} image tokens and text",
             remedy="give a longer sequence; image tokens count towards its length",
         )
-    return tokens, planner.resolve_seq_length(options.seq_length, model)
+    return tokens, trial_planner.resolve_seq_length(options.seq_length, model)
 
 
 def _json_entry(row: PlanRow) -> dict[str, Any]:

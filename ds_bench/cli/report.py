@@ -21,7 +21,8 @@ from ..errors import UsageError
 from ..records.json_files import json_text
 from ..records.run_folder import RUN_FILE, csv_text, latest_run
 from ..report.comparison_report import ComparisonReport, build_report
-from ..report.result_formats import parquet_bytes, tracked_runs, write_tensorboard
+from ..report.data_frames import parquet_bytes
+from ..report.tensorboard_export import tracked_runs, write_tensorboard
 from ..report.terminal_report import print_reports
 from ..system import invocation, terminal
 from ..system.environment import require_installed

@@ -1,6 +1,6 @@
 """What ``check --explain`` says about a rule: what it finds, why it matters, an example, the remedy and the source.
 
-``lint_rules.json`` has an example for every rule, and a sentence where ``rules`` has none. Level, reason, remedy and
+``rule_examples.json`` has an example for every rule, and a sentence where ``rules`` has none. Level, reason, remedy and
 source come from the finding that ``check`` makes of the example.
 """
 
@@ -46,12 +46,12 @@ class Explanation:
 
 @cache
 def rule_table() -> Mapping[str, Mapping[str, Any]]:
-    """Return the name of every rule → its entry in ``lint_rules.json``: ``what``, ``why``, ``given`` and an example.
+    """Return the name of every rule → its entry in ``rule_examples.json``: ``what``, ``why``, ``given`` and an example.
 
     The example is a ``config`` laid over :data:`BASE`, where null removes a key, or for a rule about a whole file its
     ``text``; such an entry has ``level``, ``remedy`` and ``source`` too.
     """
-    table: dict[str, Any] = json.loads(Path(__file__).with_name("lint_rules.json").read_text(encoding="utf-8"))
+    table: dict[str, Any] = json.loads(Path(__file__).with_name("rule_examples.json").read_text(encoding="utf-8"))
     return table
 
 

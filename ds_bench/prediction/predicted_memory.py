@@ -2,7 +2,7 @@
 
 Model states and DeepSpeed's buffers follow DeepSpeed's code (``stages_0_to_2``, ``stage_3``), activations were measured
 (``model_profile``). Two terms are assumptions: the memory of the CUDA context and NCCL outside torch's allocator, and
-the memory that a process needs for its libraries. ``gpu_need`` judges whether a GPU is large enough; ``fit_search``
+the memory that a process needs for its libraries. ``gpu_need`` judges whether a GPU is large enough; ``what_if``
 finds what would make a trial fit.
 """
 
@@ -73,7 +73,7 @@ class Alternative:
     """Another configuration of the same work: the memory it leads to, whatever the machine has."""
 
     settings: Mapping[str, Any]
-    """What changes (``fit_search.Settings``)."""
+    """What changes (``what_if.Settings``)."""
     rank: int
     """Position in the order of cost, 0 for the change that costs least."""
     gpu_bytes: int
@@ -119,9 +119,9 @@ class Prediction:
     unknown: str | None = None
     """Why activations, logits and loss are not in the figures; None if they are."""
     alternatives: tuple[Alternative, ...] = ()
-    """For advice after the run; ``fit_search`` finds them."""
+    """For advice after the run; ``what_if`` finds them."""
     savings: tuple[Saving, ...] = ()
-    """For explanations after the run; ``fit_search`` finds them."""
+    """For explanations after the run; ``what_if`` finds them."""
     host_phases: Mapping[str, int] = field(default_factory=dict)
     """Phase → bytes of one node's host memory: ``load`` if weights are loaded, ``initialize``, ``forward``,
     ``backward`` and ``step``; empty in older records."""

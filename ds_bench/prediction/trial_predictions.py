@@ -24,7 +24,7 @@ from ..records.json_files import InvalidValueError
 from ..records.schema import RankMeasurement, TrialRecord, measured_values
 from ..system.environment import Environment
 from ..units import format_bytes
-from . import fit_search
+from . import what_if
 from .formula_profile import formula_profile, with_loss
 from .inputs import unpredicted_settings
 from .model_profile import USUAL, ModelProfile, NothingTrainedError, Variant, find_profile, measure_profile
@@ -277,7 +277,7 @@ def predict_changes(trial: Trial, profile: ModelProfile, hidden_size: int | None
         return {}
     batch_size = int(config.get("train_micro_batch_size_per_gpu", workload.batch_size))
     try:
-        planned = fit_search.PlannedTrial(
+        planned = what_if.PlannedTrial(
             profile=profile,
             workload=replace(workload, batch_size=batch_size),
             # Alternatives may offload to NVMe, whose configuration names a folder; no formula reads it.
@@ -288,8 +288,8 @@ def predict_changes(trial: Trial, profile: ModelProfile, hidden_size: int | None
             ranks_per_node=trial.placement.ranks_per_node if trial.placement.num_nodes > 1 else None,
         )
         return {
-            "alternatives": [asdict(each) for each in fit_search.alternatives(planned)],
-            "savings": [asdict(each) for each in fit_search.savings(planned)],
+            "alternatives": [asdict(each) for each in what_if.alternatives(planned)],
+            "savings": [asdict(each) for each in what_if.savings(planned)],
         }
     except (DsBenchError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
         return {}  # a configuration of a shape that the formulas do not know

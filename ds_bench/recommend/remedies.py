@@ -1,6 +1,6 @@
 """What to do about a row that failed, is too full, or leaves memory unused.
 
-No formula of memory is here: ``prediction.fit_search`` predicted every change when the trial was planned, and the
+No formula of memory is here: ``prediction.what_if`` predicted every change when the trial was planned, and the
 record holds the predictions (``Prediction.alternatives``). They are predictions, not promises.
 """
 
@@ -15,9 +15,9 @@ from ..analysis.comparison import Comparison, ComparisonRow
 from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..config.spec import Trial, Workload, block_of
 from ..config.strategies import OFFLOAD_NAMES, STRATEGY_NAMES
-from ..prediction.fit_search import BUCKET_KEY, DEFAULT_BUCKET, SMALL_BUCKET, settings_text
 from ..prediction.predicted_memory import TIGHT_FRACTION, Alternative, Prediction
 from ..prediction.trial_predictions import stored_prediction
+from ..prediction.what_if import BUCKET_KEY, DEFAULT_BUCKET, SMALL_BUCKET, settings_text
 from ..records import schema
 from ..records.schema import Tier, measured_values
 from ..units import BYTES_PER_GB, format_bytes, format_duration, format_items

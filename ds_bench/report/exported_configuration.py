@@ -33,12 +33,14 @@ from ..config.options import Options
 from ..config.spec import BATCH_KEYS, OFFLOAD_BLOCKS, Configuration, Placement, Trial, block_of, offload_device
 from ..errors import UsageError
 from ..launch.script_ranks import script_words
+from ..prediction.gpu_need import FITS
 from ..records.json_files import write_json
-from ..records.schema import TrialRecord
+from ..records.schema import Outcome, TrialRecord
 from ..system.environment import Environment
 from ..system.files import write_text
 from ..system.redaction import REDACTED, redacted_keys
 from .comparison_report import ComparisonReport
+from .memory_plan import PlanRow
 from .table_layout import code_block, escape, escape_unprintable, inline_code
 
 RAW_FILE = "ds_config.json"
@@ -94,6 +96,37 @@ def write_exports(
         write_text(folder / YAML_FILE, yaml)
         write_text(folder / README_FILE, readme)
     return [folder / name for name in (RAW_FILE, TRAINER_FILE, ACCELERATE_FILE, YAML_FILE, README_FILE)]
+
+
+def write_planned_rows(rows: Sequence[PlanRow], folder: Path) -> list[str]:
+    """Write the files of every planned row that fits with room to spare, each below ``folder``. Return their folders.
+
+    Raises UsageError for a folder that cannot be written.
+    """
+    written = []
+    for row in rows:
+        if row.verdict != FITS or row.configuration.is_reference:
+            continue
+        trial, placement = row.trial, row.trial.placement
+        nodes = -(-placement.num_gpus // (trial.ranks_per_node or placement.num_gpus))
+        doubt = "Planned, not run: it is predicted to fit."
+        if trial.configuration.uses_nvme:
+            doubt += f" {placement.nvme_path} stands for your NVMe folder."
+        if nodes > 1:
+            doubt += f" For {nodes} nodes set num_machines in accelerate.yaml, and start it on each."
+        name = folder_name(row.configuration.name)
+        planned = Trial(
+            trial_id=row.configuration.name,
+            repeat=0,
+            configuration=trial.configuration,
+            workload=trial.workload,
+            placement=placement,
+            ds_config=trial.config(),
+        )
+        outcome = Outcome(status="Planned", error="predicted only")
+        write_exports(TrialRecord(trial=planned, outcome=outcome), folder / name, doubt=doubt)
+        written.append(name)
+    return written
 
 
 @contextlib.contextmanager

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..config.spec import Configuration
-from ..prediction import fit_search
-from ..prediction.fit_search import Change, PlannedTrial
+from ..prediction import what_if
 from ..prediction.gpu_need import DOES_NOT_FIT, FITS, TIGHT, UNKNOWN, VARYING_PERCENT, GpuNeed
 from ..prediction.predicted_memory import NCCL_RANGE_BYTES, PROCESS_BYTES, Prediction
+from ..prediction.what_if import Change, PlannedTrial
 from ..recommend.decision import simplicity
 from ..recommend.words import format_list
 from ..units import format_gigabytes, format_items, format_parameters, format_significant, to_gb
@@ -136,7 +136,7 @@ def answer_text(plan: MemoryPlan) -> str:
             )
             verb = {FITS: "does", TIGHT: "does, but is tight", UNKNOWN: "may"}[_verdict(plan, change)]
             others = {name: value for name, value in change.settings.items() if name != "strategy"}
-            settings = f" with {fit_search.settings_text(others)}" if others else ""
+            settings = f" with {what_if.settings_text(others)}" if others else ""
             text += f"; {change.trial.configuration.label}{settings} {verb}, {_needs(change.trial, change.prediction)}"
             text += _without_offload(plan, change.trial)
         else:
@@ -160,7 +160,7 @@ def _without_offload(plan: MemoryPlan, trial: PlannedTrial) -> str:
     """A clause with the GPUs needed without the offload of ``trial``; empty if it has none, or they are there."""
     if not trial.configuration.offloads:
         return ""
-    count = fit_search.min_gpus_without_offload(trial, plan.gpu_bytes, plan.host_bytes)
+    count = what_if.min_gpus_without_offload(trial, plan.gpu_bytes, plan.host_bytes)
     if count is None:
         return "; without offload no number of GPUs is enough"
     at_least = "at least " if plan.unknown else ""
@@ -218,7 +218,7 @@ def plan_table(plan: MemoryPlan) -> Table:
         """A batch at the limit of the search has ``≥``: larger ones were not tried."""
         if row.max_batch is None:
             return "?" if row.verdict == UNKNOWN else "none"
-        return f"{'≥ ' if row.max_batch == fit_search.LARGEST_BATCH else ''}{row.max_batch:,}"
+        return f"{'≥ ' if row.max_batch == what_if.LARGEST_BATCH else ''}{row.max_batch:,}"
 
     def mostly(row: PlanRow) -> str:
         """What takes most of the memory that decides: the host's if only that is too small, else the GPU's."""

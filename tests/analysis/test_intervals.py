@@ -27,7 +27,7 @@ from ds_bench.analysis.intervals import (
     ratio_interval,
     sample_std,
 )
-from ds_bench.planner import ordered_for_round
+from ds_bench.trial_planner import ordered_for_round
 from tests.support import fakes
 
 speeds = st.lists(st.floats(1e-3, 1e9), min_size=3, max_size=12)

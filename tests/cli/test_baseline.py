@@ -19,7 +19,7 @@ from ds_bench.config.training_script import Script
 from ds_bench.errors import UsageError
 from ds_bench.records import schema
 from ds_bench.records.schema import TrialRecord
-from ds_bench.report.result_formats import TestCase, junit_text
+from ds_bench.report.junit import TestCase, junit_text
 from tests.support import fakes
 from tests.support.real_trials import ROOT
 

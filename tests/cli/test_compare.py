@@ -12,10 +12,10 @@ import pytest
 from ds_bench.analysis.before_after import BeforeAfter, compare_before_after
 from ds_bench.analysis.load_results import Result, load
 from ds_bench.cli.commands import main
-from ds_bench.cli.compare import lines
 from ds_bench.config.spec import Trial
 from ds_bench.config.training_script import Script
 from ds_bench.records.schema import METHOD_VERSION, TrialRecord
+from ds_bench.report.before_after_report import lines
 from ds_bench.system.environment import Environment
 from tests.support import fakes
 

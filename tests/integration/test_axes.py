@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_bench import planner
+from ds_bench import trial_planner
 from ds_bench.analysis.loss_parity import compare_losses
 from ds_bench.analysis.row import make_run
 from ds_bench.config.axes import AXES, other_arithmetic
@@ -77,9 +77,11 @@ def make_trial(row: str, axes: list[str], folder: Path) -> tuple[Trial, Resolved
     options = fakes.options(family, *flags, *batch, *(word for text in axes for word in ("--axis", text)))
     model = swapped_model() if row == "nvme" else fakes.resolved_model()
     place = Placement(accelerator="cpu", num_gpus=2, nvme_path=str(folder))
-    builder = planner.ConfigurationBuilder(options=options, make_config=fakes.make_config, model=model, placement=place)
-    rows = [builder.build(each, options.batch_size) for each in planner.requested_rows(options)]
-    (trial,) = planner.make_trials(options, model, place, rows)
+    builder = trial_planner.ConfigurationBuilder(
+        options=options, make_config=fakes.make_config, model=model, placement=place
+    )
+    rows = [builder.build(each, options.batch_size) for each in trial_planner.requested_rows(options)]
+    (trial,) = trial_planner.make_trials(options, model, place, rows)
     return trial, model
 
 

@@ -15,10 +15,10 @@ from ds_bench.config.spec import Trial
 from ds_bench.errors import PreflightError
 from ds_bench.models.lookup import ResolvedModel
 from ds_bench.prediction import predicted_memory, trial_predictions
-from ds_bench.prediction.fit_search import alternatives, savings
 from ds_bench.prediction.model_profile import ModelProfile
 from ds_bench.prediction.predicted_memory import Prediction
 from ds_bench.prediction.trial_predictions import MemoryCapacity, Unpredicted, stored_prediction
+from ds_bench.prediction.what_if import alternatives, savings
 from ds_bench.records import json_files
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes

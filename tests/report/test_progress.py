@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ds_bench import planner
+from ds_bench import trial_planner
 from ds_bench.analysis.row import make_run
 from ds_bench.config.spec import Trial
 from ds_bench.launch import Progress
@@ -186,7 +186,7 @@ def test_a_terminal_is_redrawn_once_a_second_a_file_every_15_seconds(
 
 def test_the_plan_of_a_run_has_the_predicted_memory_and_what_fits() -> None:
     """Cards of 10 GB; predicted are 9, 12 and 2 GB; of the last row a part is unknown, and the fourth has none."""
-    made = planner.make_run_plan([fakes.options("zero", "--repeats", "2")], fakes.make_config, fakes.machine())
+    made = trial_planner.make_run_plan([fakes.options("zero", "--repeats", "2")], fakes.make_config, fakes.machine())
     (plan,) = made.plans
     sizes, on = {"zero0": 9, "zero1": 12, "zero2": 2}, replace(plan.placement, accelerator="cuda")
 

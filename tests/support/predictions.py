@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from ds_bench.config.spec import Configuration
-from ds_bench.prediction.fit_search import PlannedTrial
 from ds_bench.prediction.model_profile import Activations, ModelProfile, Polynomial, find_profile
+from ds_bench.prediction.what_if import PlannedTrial
 from tests.support.fakes import offload, placement, preset, workload, zero
 
 GB = 2**30

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_bench import planner, runner
+from ds_bench import runner, trial_planner
 from ds_bench.config.caveats import Caveat, CaveatKind, as_caveat
 from ds_bench.config.deepspeed_config import MakeConfig
 from ds_bench.config.identity import work_key
@@ -45,10 +45,10 @@ def trials(
 ) -> list[Trial]:
     on = on or fakes.placement(nvme_path=None if options.nvme_path is None else str(options.nvme_path))
     choice = of or fakes.resolved_model()
-    builder = planner.ConfigurationBuilder(options=options, make_config=make, model=choice, placement=on)
-    rows = [builder.build(row, options.batch_size) for row in planner.requested_rows(options)]
-    facts = planner.RunFacts(op_states=states or {}, largest_parameter=choice.largest_parameter)
-    return planner.complete(planner.make_trials(options, choice, on, rows), facts)
+    builder = trial_planner.ConfigurationBuilder(options=options, make_config=make, model=choice, placement=on)
+    rows = [builder.build(row, options.batch_size) for row in trial_planner.requested_rows(options)]
+    facts = trial_planner.RunFacts(op_states=states or {}, largest_parameter=choice.largest_parameter)
+    return trial_planner.complete(trial_planner.make_trials(options, choice, on, rows), facts)
 
 
 def config_of(*arguments: str, make: MakeConfig = fakes.make_config) -> dict[str, Any]:
@@ -62,8 +62,8 @@ def reasons(made: list[Trial]) -> dict[str, str]:
     return {trial.configuration.name: trial.unsupported for trial in made if trial.unsupported}
 
 
-def plan_of(options: Options, cards: int = 0) -> planner.Plan:
-    return planner.make_run_plan([options], fakes.make_config, fakes.machine(cards=cards)).plans[0]
+def plan_of(options: Options, cards: int = 0) -> trial_planner.Plan:
+    return trial_planner.make_run_plan([options], fakes.make_config, fakes.machine(cards=cards)).plans[0]
 
 
 # ------------------------------------------------------------------ order
@@ -123,13 +123,13 @@ def test_rows_are_stages_then_strategies_each_once(subtests: pytest.Subtests) ->
         ("zero", "--stages 3 --strategies zero3", ["zero3"]),
     ):
         with subtests.test(line):
-            assert [row.name for row in planner.requested_rows(fakes.options(family, *line.split()))] == names
+            assert [row.name for row in trial_planner.requested_rows(fakes.options(family, *line.split()))] == names
     for line, said in (
         ("--strategies none nvme", r"--strategies nvme needs a disk\. Add --nvme-path DIR, or leave nvme out"),
         ("--strategies none zero3", "none and zero3 are the same configuration, ZeRO-3"),
     ):
         with subtests.test(line), pytest.raises(UsageError, match=said):
-            planner.requested_rows(fakes.options("offload", *line.split()))
+            trial_planner.requested_rows(fakes.options("offload", *line.split()))
 
 
 def test_a_row_that_cannot_run_has_a_reason_and_the_others_stay(
@@ -155,7 +155,9 @@ def test_a_row_that_cannot_run_has_a_reason_and_the_others_stay(
     one_gb = shutil.disk_usage(tmp_path)._replace(free=2**30)
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda _path: one_gb)
     options = fakes.options("offload", "--model", "gpt2", "--nvme-path", str(tmp_path))
-    checked, _folder = runner.with_nvme_folder(planner.make_run_plan([options], fakes.make_config, fakes.machine()))
+    checked, _folder = runner.with_nvme_folder(
+        trial_planner.make_run_plan([options], fakes.make_config, fakes.machine())
+    )
     assert reasons(list(checked.trials)) == {
         "nvme": f"--nvme-path {tmp_path} has 1.00 GB free, and swapping gpt2 needs about 2.09 GB; "
         "free some space, or give another disk"
@@ -188,9 +190,9 @@ def test_the_workload_is_what_the_flags_say() -> None:
     for trial in trials(fakes.options("zero", *line.split())):
         assert {name: getattr(trial.workload, name) for name in given_} == given_
     for positions, length in ((1024, 512), (64, 64), (None, 512)):
-        assert planner.resolve_seq_length(None, fakes.resolved_model(max_positions=positions)) == length
+        assert trial_planner.resolve_seq_length(None, fakes.resolved_model(max_positions=positions)) == length
     with pytest.raises(UsageError, match=r"--seq-length 1025 is beyond the 1024 positions of gpt2. Give 1024 or less"):
-        planner.resolve_seq_length(1025, fakes.resolved_model("gpt2"))
+        trial_planner.resolve_seq_length(1025, fakes.resolved_model("gpt2"))
 
 
 # ------------------------------------------------------------------ --ds-config, --set and the user's function
@@ -322,19 +324,19 @@ def test_facts_complete_the_rows_that_they_concern() -> None:
     # Only a row that would train with FusedAdam trains without it.
     plan = plan_of(fakes.options("zero", "--stages", "2", "--axis", "optimizer=torch_adamw,lion,muon"))
     config = {**plan.trials[0].ds_config, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
-    broken = planner.RunFacts(op_states=BROKEN_FUSED)
-    (changed,) = planner.complete([replace(plan.trials[0], ds_config=config)], broken)
+    broken = trial_planner.RunFacts(op_states=BROKEN_FUSED)
+    (changed,) = trial_planner.complete([replace(plan.trials[0], ds_config=config)], broken)
     assert changed.ds_config["optimizer"]["params"]["torch_adam"] is True
     assert changed.caveats[-1] == Caveat(CaveatKind.TORCH_ADAM, {"reason": "no nvcc"})
     assert changed.unsupported is None
     assert len(plan.trials) == 3
-    assert planner.complete(plan.trials, broken) == plan.trials
+    assert trial_planner.complete(plan.trials, broken) == plan.trials
 
 
 def test_variables_of_env_reach_the_ranks_over_what_this_program_sets() -> None:
     options = fakes.options("zero", "--env", "NCCL_SOCKET_IFNAME=eth0", "--env", "MINE=a=b", "--env", "NAMED")
     options = replace(options, env=(*options.env, "PATH=/own"))  # this program puts the interpreter's before it
-    variables = planner.make_run_plan([options], fakes.make_config, fakes.machine()).variables
+    variables = trial_planner.make_run_plan([options], fakes.make_config, fakes.machine()).variables
     assert (variables["NCCL_SOCKET_IFNAME"], variables["GLOO_SOCKET_IFNAME"], variables["MINE"]) == (
         "eth0",
         "lo",
@@ -400,11 +402,11 @@ def test_an_axis_is_refused_where_it_acts_in_no_row_or_a_flag_sets_the_same() ->
         ("--axis pin_memory=true,false", "pin_memory acts only in rows of stage 1, 2 and 3 that offload"),
     ):
         with pytest.raises(UsageError, match=says):
-            planner.axis_notes(fakes.options("zero", *line.split()))
+            trial_planner.axis_notes(fakes.options("zero", *line.split()))
     # A setting that offloads every row lets an offload axis act.
     offload = "zero_optimization.offload_optimizer.device=cpu"
     options = fakes.options("zero", "--stages", "2", "--set", offload, "--axis", "pin_memory=true,false")
-    assert planner.axis_notes(options) == []
+    assert trial_planner.axis_notes(options) == []
     rows = {trial.configuration.name: trial for trial in trials(options)}
     block = rows["zero2+pin_memory=false"].ds_config["zero_optimization"]["offload_optimizer"]
     assert block["pin_memory"] is False
@@ -414,7 +416,7 @@ def test_rows_that_train_alike_are_one_and_a_line_says_so() -> None:
     made = trials(fakes.options("zero", "--stages", "1", "--axis", "buffers=default", "--axis", "overlap_comm=false"))
     twin = replace(made[0], configuration=replace(made[0].configuration, name="twin", label="Twin"))
     label = made[0].configuration.label
-    assert planner._equal_rows([*made, twin]) == {"twin": f"twin trains exactly as {label} does and is left out"}
+    assert trial_planner._equal_rows([*made, twin]) == {"twin": f"twin trains exactly as {label} does and is left out"}
     other = replace(twin, configuration=replace(twin.configuration, variables={"DS_PIN_MEMORY_BACKEND": "native"}))
-    assert planner._equal_rows([*made, other]) == {}
+    assert trial_planner._equal_rows([*made, other]) == {}
     assert work_key(other) != work_key(twin)

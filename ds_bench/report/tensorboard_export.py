@@ -1,67 +1,22 @@
-"""Results in the formats of other tools: pandas and Parquet, TensorBoard, and JUnit XML, which CI systems read."""
+"""A result as TensorBoard shows it: every trial's steps, settings and figures, as event files."""
 
 from __future__ import annotations
 
-import io
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-from xml.etree import ElementTree
+from typing import TYPE_CHECKING
 
 from ..analysis.load_results import Result, run_folder_of
 from ..analysis.loss_parity import with_loss_caveats
-from ..analysis.row import COLUMNS, column_type
 from ..records.run_folder import last_trial_folder
 from ..records.step_series import TrialStep, read_steps
 from ..records.tensorboard_files import TensorBoardFile
-from ..system.environment import require_installed, require_packages
-from .table_layout import escape_unprintable
 
 if TYPE_CHECKING:
-    import pandas
-
     from ..analysis.row import Run
-
-# ------------------------------------------------------------------ pandas
-
-
-_DTYPES: Mapping[Any, str] = {str: "string", bool: "boolean", int: "Int64", float: "float64"}
-"""Type of a column → pandas' type for it, which has a missing value: a column has one type, whatever a result holds."""
-
-
-def data_frame(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
-    """One row per trial with all flat columns (docs/metrics.md), in their order.
-
-    Missing values are pandas' own; ``started_at`` is a time in UTC, and missing if its text is not a time.
-    """
-    require_installed("pandas", "a data frame")
-    import pandas as pd
-
-    columns = {}
-    for name in COLUMNS:
-        values = [row.get(name) for row in rows]
-        if name == "started_at":
-            times = pd.Series(pd.to_datetime(values, utc=True, errors="coerce", format="ISO8601"))
-            columns[name] = times.astype("datetime64[us, UTC]")
-        else:
-            columns[name] = pd.Series(values, dtype=_DTYPES[column_type(name)])
-    return pd.DataFrame(columns)
-
-
-def parquet_bytes(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """The rows as a Parquet file. Raises PreflightError if pyarrow is not installed."""
-    require_packages("Parquet", ("pyarrow",), "parquet")
-    buffer = io.BytesIO()
-    data_frame(rows).to_parquet(buffer, engine="pyarrow", index=False)
-    return buffer.getvalue()
-
-
-# ------------------------------------------------------------------ TensorBoard
-
 
 TENSORBOARD_FOLDER = Path("tensorboard")
 _SETTINGS = (
@@ -153,36 +108,3 @@ def _steps(run: Run, run_folder: Path | None) -> Iterator[TrialStep]:
             tokens_per_second=tokens_per_step / duration if duration > 0 else None,
             loss=losses[number] if number < len(losses) else None,
         )
-
-
-# ------------------------------------------------------------------ JUnit XML
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TestCase:
-    """The verdict on one row."""
-
-    __test__ = False  # pytest takes classes of this name for tests
-
-    name: str
-    outcome: Literal["passed", "failure", "skipped"]
-    message: str
-
-
-def junit_text(suite: str, cases: Sequence[TestCase]) -> str:
-    """An XML document with one test suite, whose tests are the rows."""
-    counts = Counter(case.outcome for case in cases)
-    totals = {"tests": len(cases), "failures": counts["failure"], "errors": 0, "skipped": counts["skipped"]}
-    root = ElementTree.Element("testsuites")
-    facts = {"name": suite, **{name: str(count) for name, count in totals.items()}}
-    parent = ElementTree.SubElement(root, "testsuite", facts)
-    for case in cases:
-        # XML 1.0 has no control characters, but ElementTree would write them.
-        name, message = escape_unprintable(case.name), escape_unprintable(case.message)
-        element = ElementTree.SubElement(parent, "testcase", {"classname": suite, "name": name})
-        if case.outcome == "passed":
-            ElementTree.SubElement(element, "system-out").text = message
-        else:
-            ElementTree.SubElement(element, case.outcome, {"message": message})
-    ElementTree.indent(root, " ")
-    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
