@@ -283,8 +283,8 @@ class Options:
     timeout: float = option(float, 3600.0, "end a trial that takes longer", without="3600", key="launch.timeout",
         metavar="SECONDS", limits=_AMOUNT)
     stall_timeout: float = option(float, 600.0,
-        "end a trial that shows no sign of life for this long; before the first step, memory growth and "
-        "disk I/O count too", without="600", key="launch.stall_timeout", metavar="SECONDS", limits=_AMOUNT)
+        "end a trial that shows no sign of life for this long (a rank's heartbeat, growth of memory, disk I/O)",
+        without="600", key="launch.stall_timeout", metavar="SECONDS", limits=_AMOUNT)
     skip_predicted_oom: bool = option(bool, False, "leave out rows that are predicted not to fit; never one that may",
         key="launch.skip_predicted_oom")
     force: bool = option(bool, False, "also run rows predicted to need more than 1.5 times the host memory",

@@ -31,6 +31,7 @@ _GROWTH_BYTES = 16 * 2**20
 _CHECKS_PER_STALL = 4
 """Measurements of growth within the stall timeout, unless that is longer than a few seconds."""
 _MAX_CHECK_INTERVAL_SECONDS = 5.0
+"""Before the first step. Later a measurement would take time from a step."""
 _EXIT_SECONDS_PER_GB = 0.3
 """Added to the grace at exit for each 10**9 bytes of resident memory: page-locked memory is given back slowly."""
 STACKS_SECONDS = 1.0
@@ -44,8 +45,7 @@ class Limits:
     timeout_seconds: float = 3600.0
     """Whole trial."""
     stall_timeout_seconds: float = 600.0
-    """Without a sign of life from any rank: a heartbeat or, until each rank has finished its first step, growth of its
-    memory or disk traffic."""
+    """Without a sign of life from any rank: a heartbeat, growth of its memory, or disk traffic."""
     failure_grace_seconds: float = 5.0
     """For the other ranks to report after one has failed."""
     exit_grace_seconds: float = 10.0
@@ -126,7 +126,7 @@ class _Watcher:
             beat = read_beat(self._folder, rank)
             if beat is not None and beat != self._beats.get(rank):
                 self._beats[rank] = beat
-                self._last_sign_of_life = now
+                self._last_sign_of_life, self._lowest_activity = now, None
         self._check_growth(now)
         all_started = len(self._beats) == len(self._ranks)
         if self.start_seconds is None and all_started and all(beat.step >= 0 for beat in self._beats.values()):
@@ -150,11 +150,15 @@ class _Watcher:
         return "stalled" if now - self._last_sign_of_life > self._limits.stall_timeout_seconds else None
 
     def _check_growth(self, now: float) -> None:
-        """Count growth as a sign of life: libraries load, build or initialise for minutes without a heartbeat."""
-        interval = min(self._limits.stall_timeout_seconds / _CHECKS_PER_STALL, _MAX_CHECK_INTERVAL_SECONDS)
-        # Ranks that step send a heartbeat for each step, which is proof enough.
+        """Count growth as a sign of life of silent ranks.
+
+        Libraries load, build or initialise for minutes without a heartbeat. A script may prepare data between steps.
+        """
+        interval = self._limits.stall_timeout_seconds / _CHECKS_PER_STALL
         stepping = len(self._beats) == len(self._ranks) and all(beat.step >= 1 for beat in self._beats.values())
-        if stepping or now - self._growth_checked_at < interval:
+        if not stepping:
+            interval = min(interval, _MAX_CHECK_INTERVAL_SECONDS)
+        if now - max(self._growth_checked_at, self._last_sign_of_life) < interval:
             return
         self._growth_checked_at = now
         activity = self._read_activity()

@@ -7,8 +7,8 @@ of every other node connects to it and is then replaced by the agent of its node
 requests from that connection. Both sides prove that they know the job's secret, torchrun's ``--rdzv-id`` or
 DS_BENCH_SECRET, without sending it.
 
-Sources: torchrun's environment variables, Open MPI's ``mpirun(1)``, "Output environment variables" in ``srun(1)`` and
-``sbatch(1)``.
+Sources: torchrun's environment variables, Open MPI's ``mpirun(1)``, the environment of a process that Hydra started
+(``mpiexec`` of MPICH 5.0 and Intel MPI 2021.19), "Output environment variables" in ``srun(1)`` and ``sbatch(1)``.
 """
 
 from __future__ import annotations
@@ -124,6 +124,7 @@ def take_over_job(environ: MutableMapping[str, str], *, has_hosts: bool = False)
             ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "torchrun"),
             ("WORLD_SIZE", "LOCAL_SIZE", "deepspeed"),
             ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "mpirun"),
+            ("PMI_SIZE", "MPI_LOCALNRANKS", "mpiexec"),
         ):
             if total in environ and here in environ and environ[total] != environ[here]:
                 raise UsageError(
@@ -136,9 +137,9 @@ def take_over_job(environ: MutableMapping[str, str], *, has_hosts: bool = False)
     if launched and not has_local_rank and environ.get("PET_NNODES", size) == size:
         size = None  # one process in each pod, which has all GPUs there
     if not launched:
-        size = environ.get("OMPI_COMM_WORLD_SIZE")
+        size = environ.get("PMI_SIZE") if "MPI_LOCALNRANKS" in environ else environ.get("OMPI_COMM_WORLD_SIZE")
         if size not in (None, "1"):
-            # mpirun binds each process to a core or a socket of its own; this one starts the ranks of all of them.
+            # Open MPI and Intel MPI bind each process to some of the cores; this one starts the ranks of all of them.
             os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
         size = size or (environ.get("SLURM_NTASKS") if task else environ.get("PMI_SIZE"))
         if task and size == environ.get("SLURM_STEP_NUM_NODES", "1"):

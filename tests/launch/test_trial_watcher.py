@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import os
 import signal
@@ -196,6 +195,7 @@ def activity(mib: float = 0, disk_mib: float = 0) -> processes.Activity:
     return processes.Activity(resident_bytes=int(mib * 2**20), disk_bytes=int(disk_mib * 2**20))
 
 
+@pytest.mark.parametrize("step", [-1, 3])
 @pytest.mark.parametrize(
     ("of_second", "expected"),
     [
@@ -207,23 +207,21 @@ def activity(mib: float = 0, disk_mib: float = 0) -> processes.Activity:
     ],
 )
 def test_silent_ranks_live_while_they_fill_memory_or_move_bytes(
-    world: World, monkeypatch: pytest.MonkeyPatch, of_second: Callable[[float], processes.Activity], expected: Ending
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    of_second: Callable[[float], processes.Activity],
+    expected: Ending,
+    step: int,
 ) -> None:
     monkeypatch.setattr(processes, "read_activity", lambda _pids: of_second(world.now - world.start))
+    world.at(0, lambda: world.beat(0, "forward", step))
     world.leader_ends(60)
-    assert world.run(1)[0] == expected
-
-
-def test_rank_lives_only_by_its_beats_after_its_first_step_and_its_memory_takes_time_to_be_given_back(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    grown = itertools.count(step=2**10)
-    monkeypatch.setattr(processes, "read_activity", lambda _pids: activity(mib=next(grown)))
-    world.at(40, lambda: world.beat(0, "forward", 1))
     ending, _, took = world.run(1)
-    assert (ending, 60 <= took < 63) == ("stalled", True)
+    assert (ending, ending == "ended" or took < 22) == (expected, True)
+
+
+def test_large_memory_takes_time_to_be_given_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "read_activity", lambda _pids: activity(mib=100_000))
-    world.start = world.now
     world.at(1, lambda: world.measured(0, 1))
     ending, _, took = world.run(limits=replace(LIMITS, stall_timeout_seconds=60))
     assert (ending, 42 <= took < 43) == ("hung_at_exit", True), "tens of seconds for 105 GB"

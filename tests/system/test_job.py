@@ -47,6 +47,10 @@ MPIRUN = {
     "OMPI_MCA_orte_num_nodes": "1", "OMPI_MCA_ess": "^singleton", "OMPI_MCA_btl": "self,tcp", "OMPI_ARGV": "x",
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
 }  # fmt: skip
+HYDRA = {
+    "PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "9", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2",
+    "HYDI_CONTROL_FD": "8",
+}  # fmt: skip
 
 
 def test_rank_is_that_of_the_program_that_started_the_process_last() -> None:
@@ -57,6 +61,7 @@ def test_rank_is_that_of_the_program_that_started_the_process_last() -> None:
         ({"RANK": ""}, 0),
         (SRUN, 1),
         (MPIRUN, 1),
+        (HYDRA, 1),
         ({**SRUN, "SLURM_PROCID": "5", "RANK": "0"}, 0),  # torchrun started by srun
         ({"SLURM_JOB_ID": "3", "SLURM_PROCID": "1", "SLURM_NTASKS": "8"}, 0),  # a batch script
         ({"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "1"}, 0),  # salloc's interactive step
@@ -68,6 +73,7 @@ ONE_NODE = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELAST
 LEFT: tuple[tuple[dict[str, str], dict[str, str]], ...] = (
     (SRUN, LEFT_OF_SRUN),
     (MPIRUN, {"WORLD_SIZE": "2", "OMPI_MCA_btl": "self,tcp", "OMPI_ALLOW_RUN_AS_ROOT": "1"}),
+    (HYDRA, {"WORLD_SIZE": "2"}),
     ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "1", "PMI_SIZE": "1"}, {}),
     ({"SLURM_JOB_ID": "3", "SLURM_NTASKS": "8"}, {"SLURM_JOB_ID": "3"}),
     ({"WORLD_SIZE": "4"}, {}),
@@ -99,9 +105,18 @@ def test_only_the_number_of_processes_is_left_and_what_the_user_set() -> None:
 
 
 @pytest.mark.usefixtures("affinity")
+def test_process_that_mpi_bound_to_a_core_gets_the_cores_of_its_launcher() -> None:
+    for environ in (MPIRUN, HYDRA):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        take_over_job(dict(environ))
+        assert os.sched_getaffinity(0) == os.sched_getaffinity(os.getppid()), environ
+
+
+@pytest.mark.usefixtures("affinity")
 def test_processes_on_several_nodes_are_refused_unless_the_hosts_are_known() -> None:
     for environ, launcher in (
         ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "mpirun"),
+        ({**HYDRA, "MPI_LOCALNRANKS": "1"}, "mpiexec"),
         ({"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, "torchrun"),
         ({"RANK": "0", "WORLD_SIZE": "16", "LOCAL_SIZE": "8"}, "deepspeed"),
     ):
