@@ -214,5 +214,5 @@ def test_the_examples_of_the_page_run(scripted: ScriptedRun, tmp_path: Path, mon
     names: dict[str, Any] = {}
     for block in blocks:
         exec(block, names)
-    assert len(blocks) == 5
+    assert len(blocks) == 4
     assert scripted.launcher.launched
