@@ -13,7 +13,7 @@ from ds_bench.analysis import comparability
 from ds_bench.analysis.comparability import group_repeats, unique_labels
 from ds_bench.analysis.row import Run, make_run
 from ds_bench.config.axes import PARALLEL_AXES
-from ds_bench.config.identity import format_fact, row_key
+from ds_bench.config.identity import format_fact, role_of, row_key
 from ds_bench.config.spec import SAME_TRAINING_FIELDS, Configuration, Placement, Trial, Workload
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
@@ -67,71 +67,18 @@ def test_a_reference_engine_is_never_one_row_with_the_stage_that_splits_alike(en
 
 # ------------------------------------------------------------------ what forbids a ratio
 
-OTHER_WORKLOADS: dict[str, Any] = {
-    "model": "other",
-    "model_source": "hub",
-    "model_type": None,
-    "batch_size": 8,
-    "batch_policy": "largest",
-    "seq_policy": "longest",
-    "seq_length": 256,
-    "grad_accum": 2,
-    "num_steps": 11,
-    "warmup_steps": 3,
-    "precision": "fp16",
-    "activation_checkpointing": True,
-    "seed": 7,
-    "trust_remote_code": True,
-    "dropout": 0.0,
-    "attention": "eager",
-    "loss": "tiled",
-    "compile": "torch",
-    "tiled_mlp": True,
-    "data_workers": 0,
-    "data_pin_memory": True,
-    "data_prefetch": 4,
-    "cpu_binding": "cores",
-    "zero_init": False,
-    "pass_type": "forward",
-    "synchronized": False,
-    "vocab_size": 9,
-    "data_path": "/ids.bin",
-    "data_dtype": "uint16",
-    "data_tokens": 9,
-    "data_digest": "a",
-    "lora": "8",
-    "freeze": "mlp",
-}
-OTHER_PLACEMENTS: dict[str, Any] = {
-    "accelerator": "cpu",
-    "num_gpus": 4,
-    "launcher": "deepspeed",
-    "nvme_path": "/d",
-    "cpu_memory_limit_bytes": 1,
-    "gpu_memory_limit_bytes": 2,
-    "supported_precisions": ("fp32",),
-}
 TWO_NODES: dict[str, Any] = {"hosts": (("a", 1), ("b", 1))}
-NOT_MEASURED: dict[str, Any] = {
-    "compute_capability": (7, 0),
-    "include": "a:0@b:0",
-    "master_addr": "10.0.0.1",
-    "master_port": 29501,
-    "hostfile": "/hosts",
-    "host_command": "srun --nodelist={host}",
-    "forwarded_variables": ("HTTPS_PROXY",),
-    "hosts": (("c", 1), ("d", 1)),
-}
+COSMETIC = [each.name for each in fields(Placement) if role_of(each.name) == "cosmetic"]
 
 
 def test_a_difference_of_the_workload_or_placement_is_named_once_with_both_values() -> None:
-    assert {each.name for each in fields(Workload)} == OTHER_WORKLOADS.keys() | {"model_config", "script"}
-    assert {each.name for each in fields(Placement)} == OTHER_PLACEMENTS.keys() | NOT_MEASURED.keys()
-    for name, value in OTHER_WORKLOADS.items():
-        ours, theirs = map(format_fact, (getattr(gpu().workload, name), value))
-        assert between(gpu(), gpu(of=fakes.workload(**{name: value}))) == [f"{name} {ours} against {theirs}"]
-    for name, value in OTHER_PLACEMENTS.items():
-        found = incomparable_facts(fakes.success(gpu()), fakes.failure(gpu(on=replace(CUDA, **{name: value}))))
+    ours = gpu().workload
+    for name in (each.name for each in fields(Workload) if each.name not in ("model_config", "script")):
+        theirs = fakes.with_another(ours, name)
+        expected = f"{name} {format_fact(getattr(ours, name))} against {format_fact(getattr(theirs, name))}"
+        assert between(gpu(), gpu(of=theirs)) == [expected]
+    for name in (each.name for each in fields(Placement) if each.name not in COSMETIC):
+        found = incomparable_facts(fakes.success(gpu()), fakes.failure(gpu(on=fakes.with_another(CUDA, name))))
         assert [text.partition(" ")[0] for text in found] == [name]
 
 
@@ -139,14 +86,12 @@ def test_what_a_row_is_there_to_show_may_differ_and_nothing_else() -> None:
     """The strategy, how a step is computed, what an axis sets, the batch of a file, ranks that share their data."""
     assert between(gpu(0), gpu(3)) == []
     plain = fakes.zero(1)
+    computed = [{name: getattr(fakes.with_another(fakes.workload(), name), name)} for name in SAME_TRAINING_FIELDS]
     batch = {"batch_size": 8, "grad_accum": 2}
     ran = {"micro_batch_size": 8, "grad_accum": 2}
     shared = {"data_parallel_size": 1}
     cases: list[tuple[Configuration, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
-        *(
-            (replace(plain, workload_changes={name: OTHER_WORKLOADS[name]}), {name: OTHER_WORKLOADS[name]}, {}, {})
-            for name in SAME_TRAINING_FIELDS
-        ),
+        *((replace(plain, workload_changes=changes), changes, {}, {}) for changes in computed),
         (replace(plain, axis_values={"grad_accum": "2", "micro_batch": "8"}), batch, ran, {}),
         (replace(plain, source="file", workload_changes=batch), batch, ran, {}),
         *((replace(plain, axis_values={axis: "2"}), {}, shared, {}) for axis in PARALLEL_AXES),
@@ -162,8 +107,11 @@ def test_what_a_row_is_there_to_show_may_differ_and_nothing_else() -> None:
 
 def test_of_several_nodes_their_number_and_ranks_count_and_not_their_names() -> None:
     ours = fakes.success(gpu(on=replace(CUDA, **TWO_NODES)))
-    for changes, expected in ((NOT_MEASURED, []), ({"hosts": (("a", 3), ("b", 1))}, ["ranks_of_nodes"])):
-        theirs = fakes.failure(gpu(on=replace(CUDA, **{**TWO_NODES, **changes})))
+    elsewhere = replace(CUDA, hosts=(("c", 1), ("d", 1)))
+    for name in {*COSMETIC} - {"hosts"}:
+        elsewhere = fakes.with_another(elsewhere, name)
+    for on, expected in ((elsewhere, []), (replace(CUDA, hosts=(("a", 3), ("b", 1))), ["ranks_of_nodes"])):
+        theirs = fakes.failure(gpu(on=on))
         assert [text.partition(" ")[0] for text in incomparable_facts(ours, theirs)] == expected
     assert incomparable_facts(fakes.success(gpu()), ours) == ["num_nodes 1 against 2"]
 

@@ -14,6 +14,7 @@ import pytest
 
 from ds_bench.cli import commands
 from ds_bench.cli.arguments import ALIASES, build_parser, parse
+from ds_bench.config.caveats import CaveatKind
 from ds_bench.config.options import Options
 from ds_bench.config.rules import RULES
 from ds_bench.errors import UsageError
@@ -242,13 +243,14 @@ def test_printed_commands_exist_with_their_flags() -> None:
         assert {word for word in words if word.startswith("--") and word != "--"} <= flags_of(f"ds_bench {verb}")
 
 
-def test_the_flags_in_remedies_exist_and_those_in_rules_in_both_scripts_and_in_run() -> None:
+def test_the_flags_in_remedies_exist_and_those_of_rules_and_caveats_in_both_scripts_and_in_run() -> None:
     """The scripts differ: one has --stages, the other --stage."""
     known = OF_OTHER_PROGRAMS | flags_of()
     texts = [(module.name, text) for module in sorted(PACKAGE.rglob("*.py")) for text in remedies_of(module)]
     assert len(texts) > 300
     assert [(name, flag) for name, text in texts for flag in FLAG.findall(text) if flag not in known] == []
     rules = [(rule.name, f"{rule.reason} {rule.remedy} {rule.row_remedy}") for rule in RULES]
+    rules += [(kind.value, kind.remedy or "") for kind in CaveatKind if kind is not CaveatKind.NOT_SYNCHRONIZED]
     for parser in ("zero", "offload", "ds_bench run"):
         known = flags_of(parser)
         assert [(rule, flag) for rule, text in rules for flag in FLAG.findall(text) if flag not in known] == []

@@ -8,7 +8,6 @@ from string import Formatter
 
 import pytest
 
-from ds_bench.cli.arguments import parse
 from ds_bench.config.caveats import Caveat, CaveatKind, as_caveat, note
 from ds_bench.records import json_files
 
@@ -37,14 +36,3 @@ def test_a_caveat_is_stored_as_kind_and_values_and_read_back() -> None:
     assert "3.00 GB" in Caveat(CaveatKind.SWAP_USED, {"host": "the host", "swapped": 3 * 2**30}).text
     with pytest.raises(ValueError, match="near_capacity"):
         Caveat(CaveatKind.NEAR_CAPACITY, {})
-
-
-def test_flags_that_remedies_name_exist() -> None:
-    """A remedy that the command line refuses is none."""
-    remedies = [kind.remedy or "" for kind in CaveatKind if kind is not CaveatKind.NOT_SYNCHRONIZED]
-    named = {word.strip(",;:") for remedy in remedies for word in remedy.split() if word[:2] == "--"}
-    assert named >= {"--num-steps", "--repeats", "--batch-size"}
-    with_values = {"--precision": "fp32", "--set": "zero_optimization.reduce_bucket_size=50000000"}
-    for flag in named:
-        arguments = [flag] if flag == "--activation-checkpointing" else [flag, with_values.get(flag, "3")]
-        assert parse("zero", "zero_stage_comparison.py", arguments) is not None

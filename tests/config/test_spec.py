@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import fields, replace
 from itertools import product
-from typing import Any
 
 import pytest
 
 from ds_bench.config.identity import work_key
 from ds_bench.config.spec import Configuration, Inspection, Placement, Trial, Workload
 from ds_bench.config.strategies import CATALOGUE, OFFLOAD_NAMES, ZERO_STAGES, matches, named_strategy
-from ds_bench.config.training_script import Script
 from ds_bench.records import json_files
 from ds_bench.records.json_files import InvalidValueError
 from tests.support import fakes
@@ -94,26 +91,14 @@ def test_a_trial_survives_json_whole_and_an_unknown_name_in_it_is_refused(subtes
         json_files.build(Trial, {**stored, "colour": "red"})
 
 
-def with_another(part: Any, name: str) -> Any:
-    """The workload or placement with another value of one field."""
-    value = getattr(part, name)
-    script = Script(command=("train.py",), digest=None, python="python", config_source="override")
-    others: dict[str, Any] = {"dropout": 0.5, "attention": "eager", "hosts": (("a", 3), ("b", 1)), "script": script}
-    if isinstance(value, int):
-        other: Any = not value if isinstance(value, bool) else value + 1
-    else:
-        other = {"n_layer": 1} if isinstance(value, Mapping) else "another"
-    return replace(part, **{name: others.get(name, other)})
-
-
 def test_the_key_follows_everything_that_decides_the_measurement_and_nothing_else() -> None:
     cosmetic = {"hostfile", "include", "master_addr", "master_port", "host_command", "forwarded_variables"}
     cosmetic |= {"compute_capability"}
     deciding = [field.name for field in fields(Placement) if field.name not in cosmetic]
     different = [
         TRIAL,
-        *(replace(TRIAL, workload=with_another(TRIAL.workload, field.name)) for field in fields(Workload)),
-        *(replace(TRIAL, placement=with_another(TRIAL.placement, name)) for name in deciding),
+        *(replace(TRIAL, workload=fakes.with_another(TRIAL.workload, field.name)) for field in fields(Workload)),
+        *(replace(TRIAL, placement=fakes.with_another(TRIAL.placement, name)) for name in deciding),
         replace(TRIAL, repeat=0),
         replace(TRIAL, inspection=Inspection(checkpoint=True)),
         replace(TRIAL, configuration=fakes.offload("cpu_full")),
@@ -122,7 +107,7 @@ def test_the_key_follows_everything_that_decides_the_measurement_and_nothing_els
     assert len({work_key(each) for each in different}) == len(different)
     for same in (
         replace(TRIAL, trial_id="07_nvme", caveats=(), unsupported=None),
-        *(replace(TRIAL, placement=with_another(TRIAL.placement, name)) for name in cosmetic),
+        *(replace(TRIAL, placement=fakes.with_another(TRIAL.placement, name)) for name in cosmetic),
         replace(TRIAL, placement=replace(TRIAL.placement, hosts=(("c", 2), ("d", 2)))),
         replace(TRIAL, ds_config=dict(reversed(list(TRIAL.ds_config.items())))),
     ):

@@ -17,6 +17,7 @@ from ds_bench.config import deepspeed_config, strategies
 from ds_bench.config.identity import work_key
 from ds_bench.config.options import Options
 from ds_bench.config.spec import Configuration, Placement, Strategy, Trial, Workload
+from ds_bench.config.training_script import Script
 from ds_bench.launch import Progress, ProgressCallback
 from ds_bench.models.lookup import ResolvedModel
 from ds_bench.models.presets import ModelFacts, find_preset
@@ -52,6 +53,24 @@ def workload(**changes: Any) -> Workload:
 def placement(**changes: Any) -> Placement:
     """One CPU rank."""
     return Placement(**{"accelerator": "cpu", "num_gpus": 1, **changes})
+
+
+def with_another(part: Any, name: str) -> Any:
+    """The workload or placement with another value of one field."""
+    value = getattr(part, name)
+    script = Script(command=("train.py",), digest=None, python="python", config_source="override")
+    others: dict[str, Any] = {
+        "dropout": 0.5,
+        "vocab_size": 9,
+        "attention": "eager",
+        "hosts": (("a", 3), ("b", 1)),
+        "script": script,
+    }
+    if isinstance(value, int):
+        other: Any = not value if isinstance(value, bool) else value + 1
+    else:
+        other = {"n_layer": 1} if isinstance(value, Mapping) else "another"
+    return replace(part, **{name: others.get(name, other)})
 
 
 def zero(stage: int) -> Configuration:
