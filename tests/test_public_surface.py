@@ -352,17 +352,6 @@ def test_a_baselines_file_of_an_earlier_version_is_read_and_decides_the_exit_cod
     assert (entry.throughput_tokens_per_sec, entry.peak_memory_mb) == (pytest.approx(1387.53, abs=0.01), 794.3984375)
 
 
-def test_the_python_functions_of_docs_save_and_compare_a_result(tmp_path: Path) -> None:
-    path = tmp_path / "baselines.json"
-    result = ds_bench.benchmarks.BenchmarkResult(name="gpt2", throughput_tokens_per_sec=1000.0, memory="gpu")
-    assert ds_bench.baselines.compare_to_baseline(result, path=path).passed
-    ds_bench.baselines.save_baseline(ds_bench.baselines.BaselineEntry(name="gpt2", throughput_tokens_per_sec=2e3), path)
-    assert ds_bench.baselines.compare_to_baseline(result, path=path).regressions == ("throughput",)
-    (saved,) = ds_bench.baselines.save_results([result], path, tolerance=0.1)
-    assert ds_bench.baselines.load_baseline("gpt2", path) == saved
-    assert saved.tolerance == 0.1
-
-
 # ------------------------------------------------------------------ results read back
 
 

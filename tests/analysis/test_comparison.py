@@ -327,19 +327,6 @@ def card(index: int = 0, **changes: Any) -> GpuFacts:
 
 
 @pytest.mark.parametrize(
-    ("measured", "told"),
-    [
-        ({"compiled_graphs": 1, "attention": "sdpa"}, True),
-        ({"compiled_graphs": 1, "attention": "flash_attention_2"}, False),
-        ({"compiled_graphs": None, "attention": "sdpa"}, False),
-    ],
-)
-def test_a_compiled_model_that_builds_a_mask_gets_a_caveat(measured: dict[str, Any], told: bool) -> None:
-    run = make_run(fakes.success(gpu(0), **measured))
-    assert (CaveatKind.COMPILED_MASK in {each.kind for each in run.row.caveat_list}) is told
-
-
-@pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({"gpus": (card(other_processes=((7, None), (8, GB))),)}, {CaveatKind.OTHER_PROCESS}),

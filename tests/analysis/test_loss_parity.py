@@ -204,14 +204,6 @@ def test_rows_that_trained_differently_are_named(rows: list[Run], named: list[in
     assert all(caveat.disqualifying for caveat in found.values())
 
 
-def test_caveats_of_comparison_are_added_once_to_the_right_row() -> None:
-    before = [losing(1, 7.0), losing(3, 85.0)]
-    after = with_loss_caveats(before)
-    assert after[0] == before[0]
-    assert [caveat.kind for caveat in after[1].caveats] == [DIFFERS]
-    assert with_loss_caveats(after) == after
-
-
 def test_rows_of_stage_3_alone_say_that_no_other_stage_was_beside_them() -> None:
     offloaded = make_run(fakes.success(fakes.trial(fakes.offload("cpu_optimizer"), on=CUDA), losses=(7.0,)))
     for others, first in (([offloaded], [CaveatKind.STAGE_3_ALONE]), ([], []), ([offloaded, losing(2, 7.0)], [])):

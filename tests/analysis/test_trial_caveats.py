@@ -59,6 +59,9 @@ def kinds(found: Run) -> list[CaveatKind]:
         ({"vocabulary_size": 1000, "losses": (13.9, 6.0)}, [K.FIRST_LOSS_FAR]),
         ({"weight_change": (0.0, 0.0)}, [K.DOES_NOT_TRAIN]),
         ({"frozen_weights_changed": True}, [K.FROZEN_WEIGHTS_CHANGED]),
+        ({"compiled_graphs": 1, "attention": "sdpa"}, [K.COMPILED_MASK]),
+        ({"compiled_graphs": 1, "attention": "flash_attention_2"}, []),
+        ({"compiled_graphs": None, "attention": "sdpa"}, []),
     ],
 )
 def test_a_caveat_holds_from_its_limit_on(measured: dict[str, Any], expected: list[CaveatKind]) -> None:

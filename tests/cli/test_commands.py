@@ -136,8 +136,7 @@ def test_export_finds_the_row_and_says_which_of_several_results_it_is_from(
     """A flat JSON without the configuration is passed over."""
     monkeypatch.chdir(tmp_path)
     flat = flat_copy(result, tmp_path)
-    for name in ("zero3", "3", "ZeRO-3", "zero-3", "stage 3"):
-        assert main(["report", str(result), "--export", name]) == 0
+    assert main(["report", str(result), "--export", "3"]) == 0
     one, other = two_models(tmp_path)
     capsys.readouterr()
     assert main(["report", str(flat), one, other, "--export", "0"]) == 0

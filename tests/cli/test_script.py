@@ -40,16 +40,12 @@ def test_a_function_pasted_into_a_script_may_name_types_that_it_does_not_import(
 
 
 BAD_INPUT = [
-    (ZERO, "--model meta-llama/Llama-2-7b", ("meta-llama/Llama-2-7b-hf",)),
     (ZERO, "--model-factory nowhere:build", ("--model-factory nowhere:build", "No module named 'nowhere'")),
     (ZERO, "--resume absent", ("--resume absent", "run.json")),
     (ZERO, "--resume unsettled/runs/zero_20261121_093000", ("nothing to resume", "Start it again")),
-    (ZERO, "--accelerator cpu --gpu-memory-limit 8", ("--gpu-memory-limit", "--cpu-memory-limit")),
-    (ZERO, "--hostfile absent", ("hostfile absent",)),
     # Before the model and the machine are looked at.
     (ZERO, "--output-dir /proc/nowhere --model nowhere/none", ("--output-dir /proc/nowhere", "may write")),
     (OFFLOAD, "--model tiny --nvme-path absent", ("--nvme-path", "not a folder")),
-    (OFFLOAD, "--model tiny --nvme-path /proc", ("--nvme-path /proc", "cannot be written")),
     (OFFLOAD, "--model tiny --num-gpus 2 --accelerator cuda", ("--accelerator cuda",)),
     (OFFLOAD, "--model tiny --nvme-path /tmp/\udcff", ("not text in UTF-8",)),  # its record could not be read back
 ]
