@@ -17,18 +17,16 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 
 
-@pytest.mark.parametrize(
-    ("script", "function", "page"),
-    [
+def test_generated_files_are_up_to_date(subtests: pytest.Subtests) -> None:
+    for script, function, page in (
         ("make_flags_page.py", "flags_page", "docs/flags.md"),
         ("make_axes_page.py", "axes_page", "docs/axes.md"),
         ("make_keywords.py", "keywords_stub", "ds_bench/keywords.pyi"),
         ("make_recipe_schema.py", "schema_text", "docs/recipe.schema.json"),
-    ],
-)
-def test_generated_files_are_up_to_date(script: str, function: str, page: str) -> None:
-    made = runpy.run_path(str(ROOT / "scripts" / script))[function]()
-    assert (ROOT / page).read_text(encoding="utf-8") == made, f"run scripts/{script}"
+    ):
+        with subtests.test(script):
+            made = runpy.run_path(str(ROOT / "scripts" / script))[function]()
+            assert (ROOT / page).read_text(encoding="utf-8") == made, f"run scripts/{script}"
 
 
 def test_every_command_of_readme_and_docs_parses() -> None:

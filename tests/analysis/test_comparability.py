@@ -57,12 +57,13 @@ def test_runs_of_one_row_on_other_cards_or_versions_are_never_mixed_into_a_mean(
             assert {name: len(runs) for name, runs in groups.items()} == {key: 3, f"{key}-2": 1}, changes
 
 
-@pytest.mark.parametrize(("engine", "stage"), [("ddp", 0), ("fsdp2", 3)])
-def test_a_reference_engine_is_never_one_row_with_the_stage_that_splits_alike(engine: str, stage: int) -> None:
+def test_a_reference_engine_is_never_one_row_with_the_stage_that_splits_alike(subtests: pytest.Subtests) -> None:
     """Their DeepSpeed configurations may be equal, down to the last key."""
-    reference = fakes.trial(fakes.reference(engine), on=CUDA)
-    same = replace(gpu(stage), ds_config=reference.ds_config)
-    assert len(group_repeats(summaries(fakes.success(reference), fakes.success(same)))) == 2
+    for engine, stage in (("ddp", 0), ("fsdp2", 3)):
+        with subtests.test(engine):
+            reference = fakes.trial(fakes.reference(engine), on=CUDA)
+            same = replace(gpu(stage), ds_config=reference.ds_config)
+            assert len(group_repeats(summaries(fakes.success(reference), fakes.success(same)))) == 2
 
 
 # ------------------------------------------------------------------ what forbids a ratio
@@ -126,32 +127,31 @@ def test_of_two_models_only_the_facts_that_differ_are_named() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("policy", "searched", "size"),
-    [("batch_policy", "largest", {"batch_size": 8}), ("seq_policy", "longest", {"seq_length": 256})],
-)
-def test_a_size_that_both_rows_searched_for_may_differ(policy: str, searched: str, size: dict[str, int]) -> None:
-    ours, theirs = {policy: searched}, {policy: searched, **size}
-    measured = {"micro_batch_size": size["batch_size"]} if "batch_size" in size else {}
-    assert between(gpu(of=fakes.workload(**ours)), gpu(of=fakes.workload(**theirs)), **measured) == []
-    (name,) = size
-    found = between(gpu(), gpu(of=fakes.workload(**theirs)))
-    assert {text.partition(" ")[0] for text in found} == {policy, name}
+def test_a_size_that_both_rows_searched_for_may_differ(subtests: pytest.Subtests) -> None:
+    for policy, searched, size in (
+        ("batch_policy", "largest", {"batch_size": 8}),
+        ("seq_policy", "longest", {"seq_length": 256}),
+    ):
+        with subtests.test(policy):
+            ours, theirs = {policy: searched}, {policy: searched, **size}
+            measured = {"micro_batch_size": size["batch_size"]} if "batch_size" in size else {}
+            assert between(gpu(of=fakes.workload(**ours)), gpu(of=fakes.workload(**theirs)), **measured) == []
+            (name,) = size
+            found = between(gpu(), gpu(of=fakes.workload(**theirs)))
+            assert {text.partition(" ")[0] for text in found} == {policy, name}
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
+def test_what_the_engine_ran_counts_and_not_what_the_flags_said(subtests: pytest.Subtests) -> None:
+    for changes, said in (
         ({"micro_batch_size": 8}, "micro_batch_size 4 against 8"),
         ({"grad_accum": 2}, "grad_accum 1 against 2"),
         ({"torch_version": "2.11.0"}, "torch 2.13.0 against 2.11.0"),
         ({"deepspeed_version": "0.18.0"}, "deepspeed 0.19.8 against 0.18.0"),
         ({"device_name": "NVIDIA A100"}, "device 2 x NVIDIA H100 80GB HBM3 against 2 x NVIDIA A100"),
         ({"dropout": 0.5}, "dropout none against 0.5"),
-    ],
-)
-def test_what_the_engine_ran_counts_and_not_what_the_flags_said(changes: dict[str, Any], said: str) -> None:
-    assert between(gpu(), gpu(3), **changes) == [said]
+    ):
+        with subtests.test(said):
+            assert between(gpu(), gpu(3), **changes) == [said]
 
 
 def test_one_card_of_another_kind_among_many_is_seen_and_the_order_of_ranks_is_not() -> None:
@@ -194,9 +194,8 @@ def with_config(**changes: Any) -> Trial:
     return replace(gpu(), ds_config={**gpu().ds_config, **changes})
 
 
-@pytest.mark.parametrize(
-    ("records", "expected"),
-    [
+def test_labels_are_lengthened_by_what_differs_and_only_those_that_need_it(subtests: pytest.Subtests) -> None:
+    for records, expected in (
         (
             [fakes.success(gpu(stage, of=fakes.workload(batch_size=size))) for stage, size in ((1, 1), (2, 4), (1, 8))],
             ["ZeRO-1 (micro-batch 1)", "ZeRO-2", "ZeRO-1 (micro-batch 8)"],
@@ -210,12 +209,9 @@ def with_config(**changes: Any) -> Trial:
             [fakes.success(gpu()), fakes.success(gpu(), device_name="NVIDIA A100")],
             ["ZeRO-1 (2 x NVIDIA H100 80GB HBM3)", "ZeRO-1 (2 x NVIDIA A100)"],
         ),
-    ],
-)
-def test_labels_are_lengthened_by_what_differs_and_only_those_that_need_it(
-    records: list[TrialRecord], expected: list[str]
-) -> None:
-    assert unique_labels(summaries(*records)) == expected
+    ):
+        with subtests.test(expected=expected):
+            assert unique_labels(summaries(*records)) == expected
 
 
 @settings(deadline=None)

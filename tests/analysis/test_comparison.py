@@ -99,14 +99,15 @@ def test_each_caveat_of_several_runs_is_said_once() -> None:
         assert [caveat.kind for caveat in compare(given_runs).rows[1].caveats] == [CaveatKind.LOSS_DIFFERS]
 
 
-@pytest.mark.parametrize(("other", "said"), [(0.1073, False), (0.1074, True)])
-def test_runs_whose_means_vary_by_more_than_5_percent_are_called_unstable(other: float, said: bool) -> None:
+def test_runs_whose_means_vary_by_more_than_5_percent_are_called_unstable(subtests: pytest.Subtests) -> None:
     """Of two values the deviation by the mean is √2 × (a − b) / (a + b), and of 1/a and 1/b the same.
 
     0.1 and 0.1073 s: √2 × 0.0073 / 0.2073 = 4.980 %. 0.1 and 0.1074 s: √2 × 0.0074 / 0.2074 = 5.046 %.
     """
-    (row,) = rows(*runs(1, 0.1, other))
-    assert [caveat.kind for caveat in row.caveats] == [CaveatKind.UNSTABLE_RUNS] * said
+    for other, said in ((0.1073, False), (0.1074, True)):
+        with subtests.test(other=other, said=said):
+            (row,) = rows(*runs(1, 0.1, other))
+            assert [caveat.kind for caveat in row.caveats] == [CaveatKind.UNSTABLE_RUNS] * said
 
 
 def test_one_configuration_under_two_names_is_one_row_that_says_so() -> None:
@@ -170,18 +171,19 @@ def test_the_trend_is_that_of_the_order_in_which_runs_really_ran() -> None:
     assert b.ratio_interval.high - b.ratio_interval.low < 0.01
 
 
-@pytest.mark.parametrize(("on", "decides"), [(fakes.placement(), False), (CUDA, True)])
-def test_on_the_cpu_accelerator_an_interval_beyond_a_factor_of_two_decides_nothing(on: Any, decides: bool) -> None:
+def test_on_the_cpu_accelerator_an_interval_beyond_a_factor_of_two_decides_nothing(subtests: pytest.Subtests) -> None:
     """As a busy machine gave it: 521, 1326 and 217 ms against 24, 19 and 16."""
-    records = [
-        fakes.success(gpu(stage, repeat, on=on), step_seconds=[each] * 10)
-        for stage, own in {0: (0.521, 1.326, 0.217), 3: (0.024, 0.016, 0.019)}.items()
-        for repeat, each in enumerate(own)
-    ]
-    interval = rows(*records)[1].ratio_interval
-    assert interval is not None
-    assert interval.low > 1
-    assert interval.distinguishable is decides
+    for on, decides in ((fakes.placement(), False), (CUDA, True)):
+        with subtests.test(decides=decides):
+            records = [
+                fakes.success(gpu(stage, repeat, on=on), step_seconds=[each] * 10)
+                for stage, own in {0: (0.521, 1.326, 0.217), 3: (0.024, 0.016, 0.019)}.items()
+                for repeat, each in enumerate(own)
+            ]
+            interval = rows(*records)[1].ratio_interval
+            assert interval is not None
+            assert interval.low > 1
+            assert interval.distinguishable is decides
 
 
 def test_any_row_can_be_the_baseline_by_any_of_its_names() -> None:
@@ -309,26 +311,23 @@ def test_the_shortest_window_on_a_gpu_below_two_seconds_is_reported() -> None:
         assert kinds(flat).get(CaveatKind.SHORT_WINDOW) == caveat
 
 
-@pytest.mark.parametrize(
-    ("record", "said"),
-    [
+def test_stages_that_have_nobody_to_partition_with_are_said(subtests: pytest.Subtests) -> None:
+    for record, said in (
         (fakes.failure(gpu(3, on=replace(CUDA, num_gpus=1))), True),
         (fakes.success(gpu(1), data_parallel_size=1), True),
         (fakes.success(gpu(0, on=replace(CUDA, num_gpus=1))), False),
         (fakes.success(gpu(3)), False),
-    ],
-)
-def test_stages_that_have_nobody_to_partition_with_are_said(record: TrialRecord, said: bool) -> None:
-    assert (CaveatKind.ONE_GPU in kinds(compared(record))) is said
+    ):
+        with subtests.test(said=said):
+            assert (CaveatKind.ONE_GPU in kinds(compared(record))) is said
 
 
 def card(index: int = 0, **changes: Any) -> GpuFacts:
     return GpuFacts(index=index, name="NVIDIA H100 80GB HBM3", memory_total_bytes=80 * GB, **changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
+def test_what_disturbs_the_machine_is_said_of_the_cards_that_were_used(subtests: pytest.Subtests) -> None:
+    for changes, expected in (
         ({"gpus": (card(other_processes=((7, None), (8, GB))),)}, {CaveatKind.OTHER_PROCESS}),
         ({"gpus": (card(other_processes=(), throttle_reasons=("gpu_idle",)),)}, set()),
         ({"gpus": (card(), card(1), card(2, other_processes=((7, 1),)))}, set()),  # not used by the job
@@ -338,14 +337,11 @@ def card(index: int = 0, **changes: Any) -> GpuFacts:
         ({"swap_used_bytes": 0}, set()),
         ({"kernel": "5.15.167.4-microsoft-standard-WSL2"}, {CaveatKind.WSL}),
         ({"kernel": "6.8.0-1015-azure"}, set()),
-    ],
-)
-def test_what_disturbs_the_machine_is_said_of_the_cards_that_were_used(
-    changes: dict[str, Any], expected: set[CaveatKind]
-) -> None:
-    disturbances = {CaveatKind.OTHER_PROCESS, CaveatKind.THROTTLED_BEFORE, CaveatKind.SWAP_USED, CaveatKind.WSL}
-    found = kinds(compared(ran(0), on=(fakes.environment(**changes),)))
-    assert found.keys() & disturbances == expected
+    ):
+        with subtests.test(changes=changes):
+            disturbances = {CaveatKind.OTHER_PROCESS, CaveatKind.THROTTLED_BEFORE, CaveatKind.SWAP_USED, CaveatKind.WSL}
+            found = kinds(compared(ran(0), on=(fakes.environment(**changes),)))
+            assert found.keys() & disturbances == expected
 
 
 def test_environments_that_do_not_compare_are_named() -> None:
@@ -369,11 +365,8 @@ def test_the_capacity_is_the_smallest_cards_real_or_emulated() -> None:
     assert compared(fakes.success(), on=(fakes.environment(),)).device_capacity_bytes is None
 
 
-@pytest.mark.parametrize(
-    ("host", "cgroup", "capacity"), [(256, None, 256), (256, 64, 64), (64, 256, 64), (None, None, None), (None, 1, 1)]
-)
-def test_the_hosts_capacity_is_the_tighter_of_machine_and_cgroup(
-    host: int | None, cgroup: int | None, capacity: int | None
-) -> None:
-    facts = fakes.environment(host_memory_bytes=host, cgroup_memory_limit_bytes=cgroup)
-    assert compared(ran(0), on=(facts,)).host_capacity_bytes == capacity
+def test_the_hosts_capacity_is_the_tighter_of_machine_and_cgroup(subtests: pytest.Subtests) -> None:
+    for host, cgroup, capacity in ((256, None, 256), (256, 64, 64), (64, 256, 64), (None, None, None), (None, 1, 1)):
+        with subtests.test(host=host, cgroup=cgroup):
+            facts = fakes.environment(host_memory_bytes=host, cgroup_memory_limit_bytes=cgroup)
+            assert compared(ran(0), on=(facts,)).host_capacity_bytes == capacity

@@ -120,9 +120,8 @@ RIGHT = changed(2, CHANGE, optimizer_settings=(ASKED,), weight_change=CHANGE)
 WRONG_RATE = ({**ASKED, "lr": 2e-4},)
 
 
-@pytest.mark.parametrize(
-    ("rows", "named"),
-    [
+def test_rows_that_trained_differently_are_named(subtests: pytest.Subtests) -> None:
+    for rows, named in (
         # Points of a sweep, and values of an axis, that train otherwise on purpose are compared among themselves.
         (POINTS, []),
         ([*POINTS, at_point(1e-2, 3, 6.9)], [4]),
@@ -196,12 +195,11 @@ WRONG_RATE = ({**ASKED, "lr": 2e-4},)
         # Another clipping is found where it acts.
         ([clipped(1, 1.0, 2.5), clipped(2, 0.0, 2.5)], [1]),
         ([clipped(1, 1.0, 0.5), clipped(2, 0.0, 0.5)], []),
-    ],
-)  # fmt: skip
-def test_rows_that_trained_differently_are_named(rows: list[Run], named: list[int]) -> None:
-    found = compare_losses(rows)
-    assert sorted(found) == named
-    assert all(caveat.disqualifying for caveat in found.values())
+    ):  # fmt: skip
+        with subtests.test(named=named):
+            found = compare_losses(rows)
+            assert sorted(found) == named
+            assert all(caveat.disqualifying for caveat in found.values())
 
 
 def test_rows_of_stage_3_alone_say_that_no_other_stage_was_beside_them() -> None:

@@ -112,9 +112,10 @@ def test_notes_and_commands_of_pooled_results_are_kept_with_what_may_explain_a_s
 # ------------------------------------------------------------------ kept apart
 
 
-@pytest.mark.parametrize(
-    ("other", "on", "named"),
-    [
+def test_another_workload_placement_method_or_environment_is_a_group_whose_title_says_why(
+    subtests: pytest.Subtests,
+) -> None:
+    for other, on, named in (
         (run(1, 0.2, model="gpt2"), HOST, "gpt2"),
         (run(1, 0.2, seq_length=64), HOST, "64 tokens"),
         (run(1, 0.2, seed=7), HOST, "seed 7 against"),
@@ -123,18 +124,15 @@ def test_notes_and_commands_of_pooled_results_are_kept_with_what_may_explain_a_s
         (run(1, 0.2), replace(HOST, packages={**HOST.packages, "torch": "2.11.0"}), "torch 2.11.0 against 2.13.0"),
         (run(1, 0.2), replace(HOST, gpus=fakes.inventory(cards=1).gpus), "GPUs 1 x NVIDIA H100 80GB HBM3"),
         (run(1, 0.2), None, "environment not known"),
-    ],
-)
-def test_another_workload_placement_method_or_environment_is_a_group_whose_title_says_why(
-    other: TrialRecord, on: Environment | None, named: str
-) -> None:
-    groups = merge([result(run(1, 0.1)), result(other, on=on, name="b.json")])
-    assert sources(groups) == [("a.json",), ("b.json",)]
-    assert named in groups[1].title
-    assert groups[0].title != groups[1].title
-    if on != HOST:
-        for group, name in zip(groups, ("b.json", "a.json"), strict=True):
-            assert group.notes[0].startswith(f"not pooled with {name}, and no ratio is given between the two")
+    ):
+        with subtests.test(named):
+            groups = merge([result(run(1, 0.1)), result(other, on=on, name="b.json")])
+            assert sources(groups) == [("a.json",), ("b.json",)]
+            assert named in groups[1].title
+            assert groups[0].title != groups[1].title
+            if on != HOST:
+                for group, name in zip(groups, ("b.json", "a.json"), strict=True):
+                    assert group.notes[0].startswith(f"not pooled with {name}, and no ratio is given between the two")
 
 
 def test_results_without_environments_are_pooled_with_a_warning_and_not_across_cards() -> None:

@@ -171,17 +171,32 @@ def test_of_several_nodes_the_fullest_counts_and_the_rank_that_others_waited_for
     assert make_run(fakes.failure(on_two_nodes().trial)).row.num_nodes == 2
 
 
-@pytest.mark.parametrize("status", [*schema.STATUSES[1:], "ValueError"])
-def test_a_failed_trial_keeps_its_cause_and_what_was_asked_and_has_no_number(status: str) -> None:
-    of = fakes.workload(batch_size=7, grad_accum=2)
-    failed = fakes.failure(fakes.trial(fakes.zero(1), on=PAIR, of=of), status)
-    row = make_run(replace(failed, caveats=("known before",)), preset("gpt2"), 1e15).row.values()
-    assert list(row) == [*COLUMNS, "caveat_list"]
-    asked = {"stage", "batch_size", "seq_length", "grad_accum", "num_steps", "warmup_steps", "repeat", "num_gpus"}
-    numbers = {name for name, value in row.items() if type(value) in (int, float)}
-    assert numbers - asked == {"wall_seconds", "method_version", "num_nodes"}
-    assert (row["success"], row["batch_size"], row["grad_accum"], row["caveats"]) == (False, 7, 2, "known before")
-    assert (row["error"], row["error_details"]) == (failed.outcome.error, failed.outcome.details)
+def test_a_failed_trial_keeps_its_cause_and_what_was_asked_and_has_no_number(subtests: pytest.Subtests) -> None:
+    for status in (*schema.STATUSES[1:], "ValueError"):
+        with subtests.test(status):
+            of = fakes.workload(batch_size=7, grad_accum=2)
+            failed = fakes.failure(fakes.trial(fakes.zero(1), on=PAIR, of=of), status)
+            row = make_run(replace(failed, caveats=("known before",)), preset("gpt2"), 1e15).row.values()
+            assert list(row) == [*COLUMNS, "caveat_list"]
+            asked = {
+                "stage",
+                "batch_size",
+                "seq_length",
+                "grad_accum",
+                "num_steps",
+                "warmup_steps",
+                "repeat",
+                "num_gpus",
+            }
+            numbers = {name for name, value in row.items() if type(value) in (int, float)}
+            assert numbers - asked == {"wall_seconds", "method_version", "num_nodes"}
+            assert (row["success"], row["batch_size"], row["grad_accum"], row["caveats"]) == (
+                False,
+                7,
+                2,
+                "known before",
+            )
+            assert (row["error"], row["error_details"]) == (failed.outcome.error, failed.outcome.details)
 
 
 # ------------------------------------------------------------------ FLOPs and MFU
@@ -230,17 +245,15 @@ def test_device_memory_is_the_worst_ranks_and_host_memory_the_fullest_nodes() ->
     assert run_of(a, b, replace(b, host_peak_bytes=None)).row.cpu_used_gb is None, "a silent rank may hold the most"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "percent"),
-    [
+def test_the_share_of_the_card_is_that_of_the_fullest(subtests: pytest.Subtests) -> None:
+    for ranks, percent in (
         # Of 80 GB 20 were reserved at the peak; context and NCCL have 2 more. Only both together can run out.
         ([{"gpu_peak_reserved_bytes": 20 * GB, "gpu_reserved_bytes": 9 * GB, "gpu_device_used_bytes": 11 * GB}], 27.5),
         ([{"gpu_peak_reserved_bytes": 40 * GB}, {"gpu_peak_reserved_bytes": 36 * GB, "gpu_total_bytes": 40 * GB}], 95),
         ([{"gpu_total_bytes": None}], None),
-    ],
-)
-def test_the_share_of_the_card_is_that_of_the_fullest(ranks: list[dict[str, Any]], percent: float | None) -> None:
-    assert run_of(*(seen(**rank) for rank in ranks)).row.gpu_percent == pytest.approx(percent)
+    ):
+        with subtests.test(percent=percent, ranks=ranks):
+            assert run_of(*(seen(**rank) for rank in ranks)).row.gpu_percent == pytest.approx(percent)
 
 
 def test_the_share_of_an_emulated_card_is_of_its_limit() -> None:

@@ -168,13 +168,14 @@ def test_flat_rows_of_gpus_differ_by_their_host_memory() -> None:
 # ------------------------------------------------------------------ time
 
 
-@pytest.mark.parametrize(("count", "spread", "verdict"), [(1, 0.0, None), (3, 0.0, True), (3, 0.5, False)])
-def test_noise_decides_nothing(count: int, spread: float, verdict: bool | None) -> None:
-    ours, theirs = ([size * (1 + spread * step) for step in (-1, 0, 1)][:count] for size in (0.2, 0.22))
-    time = explained(*runs(fakes.zero(1), *ours), *runs(fakes.zero(2), *theirs[::-1])).time
-    assert time is not None
-    assert not time.incomparable_reasons
-    assert verdict == (None if time.interval is None else time.interval.distinguishable)
+def test_noise_decides_nothing(subtests: pytest.Subtests) -> None:
+    for count, spread, verdict in ((1, 0.0, None), (3, 0.0, True), (3, 0.5, False)):
+        with subtests.test(count=count, spread=spread):
+            ours, theirs = ([size * (1 + spread * step) for step in (-1, 0, 1)][:count] for size in (0.2, 0.22))
+            time = explained(*runs(fakes.zero(1), *ours), *runs(fakes.zero(2), *theirs[::-1])).time
+            assert time is not None
+            assert not time.incomparable_reasons
+            assert verdict == (None if time.interval is None else time.interval.distinguishable)
 
 
 def test_rows_of_other_hardware_have_no_ratio_and_say_what_differs() -> None:

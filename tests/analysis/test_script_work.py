@@ -67,9 +67,8 @@ def test_without_token_ids_rows_compare_by_samples_and_without_samples_by_steps(
         assert unit in [column.heading for column in short_columns(report)]
 
 
-@pytest.mark.parametrize(
-    ("changes", "kind"),
-    [
+def test_work_is_compared_in_order_with_what_most_rows_did(subtests: pytest.Subtests) -> None:
+    for changes, kind in (
         ({}, None),
         ({"parameter_count": 5, "tokens": (9,) * 6}, CaveatKind.OTHER_PARAMETERS),
         ({"tokens": (64, 64, 64, 63, 64, 64), "id_sums": (9,) * 6}, CaveatKind.OTHER_TOKENS),
@@ -81,14 +80,13 @@ def test_without_token_ids_rows_compare_by_samples_and_without_samples_by_steps(
         ({"losses": ()}, None),
         # Other sizes on purpose: such rows compare by their tokens per second.
         ({"micro_batch_size": 8, "tokens": (128,) * 6}, None),
-    ],
-)
-def test_work_is_compared_in_order_with_what_most_rows_did(changes: dict[str, Any], kind: CaveatKind | None) -> None:
-    odd = row(3, **changes)
-    compared = with_loss_caveats([odd, row(1), row(2)])
-    assert [[each.kind for each in run.caveats] for run in compared] == [[kind] if kind else [], [], []]
-    again = with_loss_caveats(compared)
-    assert [run.caveats for run in again] == [run.caveats for run in compared]
+    ):
+        with subtests.test(changes=changes):
+            odd = row(3, **changes)
+            compared = with_loss_caveats([odd, row(1), row(2)])
+            assert [[each.kind for each in run.caveats] for run in compared] == [[kind] if kind else [], [], []]
+            again = with_loss_caveats(compared)
+            assert [run.caveats for run in again] == [run.caveats for run in compared]
 
 
 def test_an_engine_that_did_not_run_the_rows_file_disqualifies_it() -> None:
@@ -97,27 +95,28 @@ def test_an_engine_that_did_not_run_the_rows_file_disqualifies_it() -> None:
         assert (caveat.kind, caveat.disqualifying) == (CaveatKind.OTHER_ENGINE, True)
 
 
-@pytest.mark.parametrize(
-    ("ran", "source", "unlike"),
-    [
+def test_a_value_of_the_rows_file_that_the_engine_does_not_have_disqualifies_it(subtests: pytest.Subtests) -> None:
+    for ran, source, unlike in (
         ({}, "command", {"ran": "zero_optimization.overlap_comm not set, bf16.enabled not set", "asked": "true, true"}),
         ({"overlap_comm": False}, "override", {"ran": "zero_optimization.overlap_comm false", "asked": "true"}),
         # "auto" is anyone's to replace, Accelerate sets steps_per_print, and an overridden script keeps its precision.
         ({"overlap_comm": True}, "override", None),
-    ],
-)
-def test_a_value_of_the_rows_file_that_the_engine_does_not_have_disqualifies_it(
-    ran: dict[str, Any], source: Any, unlike: dict[str, str] | None
-) -> None:
-    zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": "auto"}
-    file = {"steps_per_print": 10, "zero_optimization": zero, "bf16": {"enabled": True}}
-    file["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True}}  # before 0.19 DeepSpeed takes it out
-    of = replace(OF, script=replace(SCRIPT, config_source=source))
-    trial = replace(fakes.trial(fakes.zero(2), of=of), ds_config=file)
-    engine = {"steps_per_print": "Infinity", "zero_optimization": {"stage": 2, "reduce_bucket_size": 16384, **ran}}
-    engine["optimizer"] = {"type": "AdamW", "params": {}}
-    caveats = make_run(fakes.success(trial, resolved_config=engine), None, None).caveats
-    assert [(each.kind, each.values) for each in caveats] == ([(CaveatKind.OTHER_ENGINE, unlike)] if unlike else [])
+    ):
+        with subtests.test(ran=ran, unlike=unlike):
+            zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": "auto"}
+            file = {"steps_per_print": 10, "zero_optimization": zero, "bf16": {"enabled": True}}
+            file["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True}}  # before 0.19 DeepSpeed takes it out
+            of = replace(OF, script=replace(SCRIPT, config_source=source))
+            trial = replace(fakes.trial(fakes.zero(2), of=of), ds_config=file)
+            engine = {
+                "steps_per_print": "Infinity",
+                "zero_optimization": {"stage": 2, "reduce_bucket_size": 16384, **ran},
+            }
+            engine["optimizer"] = {"type": "AdamW", "params": {}}
+            caveats = make_run(fakes.success(trial, resolved_config=engine), None, None).caveats
+            assert [(each.kind, each.values) for each in caveats] == (
+                [(CaveatKind.OTHER_ENGINE, unlike)] if unlike else []
+            )
 
 
 def test_known_bugs_of_the_scripts_deepspeed_are_caveats() -> None:

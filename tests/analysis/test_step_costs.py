@@ -22,9 +22,8 @@ def swapping(wait: float, busy: float | None = None, **changes: Any) -> RankMeas
     return seen(phase_seconds=PHASES, offload=times, step_parts=parts, **changes)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "needed", "measured", "bound"),
-    [
+def test_what_the_disk_must_do_is_what_all_else_leaves_it_time_for(subtests: pytest.Subtests) -> None:
+    for ranks, needed, measured, bound in (
         # Two ranks on one disk move 180 bytes; the slower waits 4 of 10 s, so that 6 s are left.
         ([swapping(4.0), swapping(4.0)], 180 / 6, 180 / 4, False),
         ([swapping(6.0), swapping(4.0)], 180 / 6, 180 / 6, True),
@@ -32,14 +31,11 @@ def swapping(wait: float, busy: float | None = None, **changes: Any) -> RankMeas
         ([swapping(0.5, busy=9.8)], 90 / 9.5, 90 / 9.8, False),
         # The node whose disk is slowest beside its need counts.
         ([swapping(2.0, hostname="a"), swapping(6.0, hostname="b")], 90 / 4, 90 / 6, True),
-    ],
-)
-def test_what_the_disk_must_do_is_what_all_else_leaves_it_time_for(
-    ranks: list[RankMeasurement], needed: float, measured: float, bound: bool
-) -> None:
-    costs = step_costs(record_of(*ranks))
-    assert (costs.disk_needed_bytes_per_second, costs.disk_measured_bytes_per_second) == (needed, measured)
-    assert costs.disk_bound is bound
+    ):
+        with subtests.test(needed=needed, measured=measured):
+            costs = step_costs(record_of(*ranks))
+            assert (costs.disk_needed_bytes_per_second, costs.disk_measured_bytes_per_second) == (needed, measured)
+            assert costs.disk_bound is bound
 
 
 def test_cpu_adam_of_all_ranks_of_a_node_over_the_slowest() -> None:

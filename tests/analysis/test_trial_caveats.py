@@ -24,9 +24,8 @@ def kinds(found: Run) -> list[CaveatKind]:
     return [caveat.kind for caveat in found.caveats]
 
 
-@pytest.mark.parametrize(
-    ("measured", "expected"),
-    [
+def test_a_caveat_holds_from_its_limit_on(subtests: pytest.Subtests) -> None:
+    for measured, expected in (
         ({}, []),
         ({"step_seconds": [0.1, 0.105] * 5}, []),
         ({"step_seconds": [0.1, 0.13] * 5}, [K.UNSTABLE_STEPS]),
@@ -62,12 +61,11 @@ def kinds(found: Run) -> list[CaveatKind]:
         ({"compiled_graphs": 1, "attention": "sdpa"}, [K.COMPILED_MASK]),
         ({"compiled_graphs": 1, "attention": "flash_attention_2"}, []),
         ({"compiled_graphs": None, "attention": "sdpa"}, []),
-    ],
-)
-def test_a_caveat_holds_from_its_limit_on(measured: dict[str, Any], expected: list[CaveatKind]) -> None:
-    found = kinds(run_of(seen(**measured)))
-    # Of short windows the spread and the halves are judged alike; steps are what is varied here.
-    assert [kind for kind in found if kind is not K.NOT_STEADY or kind in expected] == expected
+    ):
+        with subtests.test(measured=measured):
+            found = kinds(run_of(seen(**measured)))
+            # Of short windows the spread and the halves are judged alike; steps are what is varied here.
+            assert [kind for kind in found if kind is not K.NOT_STEADY or kind in expected] == expected
 
 
 def test_caveats_of_the_workload() -> None:
@@ -116,9 +114,8 @@ def test_buffers_are_weighed_on_the_fullest_rank_and_a_small_bucket_needs_no_adv
         assert kind in kinds(make_run(fakes.success(ledger={"cpu": BUFFERS}, host_peak_bytes=resident)))
 
 
-@pytest.mark.parametrize(
-    ("asked", "used", "said"),
-    [
+def test_an_optimizer_of_another_family_rules_the_row_out(subtests: pytest.Subtests) -> None:
+    for asked, used, said in (
         ("AdamW", "ZenFlowCPUAdam", False),
         ("Lion", "AdamW", True),
         ("Adagrad", "Adam", True),
@@ -127,35 +124,30 @@ def test_buffers_are_weighed_on_the_fullest_rank_and_a_small_bucket_needs_no_adv
         ("AdamW", "MuonWithAuxAdam", True),
         ("AdamW", "Own", False),
         (None, "SGD", False),
-    ],
-)
-def test_an_optimizer_of_another_family_rules_the_row_out(asked: str | None, used: str, said: bool) -> None:
-    plain = fakes.trial(on=CUDA)
-    config = {**plain.ds_config, "optimizer": {} if asked is None else {"type": asked, "params": {}}}
-    found = make_run(fakes.success(replace(plain, ds_config=config), optimizer_class=used))
-    assert (K.OTHER_OPTIMIZER in kinds(found)) is said
+    ):
+        with subtests.test(asked=asked, used=used):
+            plain = fakes.trial(on=CUDA)
+            config = {**plain.ds_config, "optimizer": {} if asked is None else {"type": asked, "params": {}}}
+            found = make_run(fakes.success(replace(plain, ds_config=config), optimizer_class=used))
+            assert (K.OTHER_OPTIMIZER in kinds(found)) is said
 
 
-@pytest.mark.parametrize(
-    ("stored", "moved", "parameters", "wait", "expected"),
-    [
+def test_nvme_offload_that_swapped_nothing_reached_no_disk_or_waits_for_it(subtests: pytest.Subtests) -> None:
+    for stored, moved, parameters, wait, expected in (
         (0, 0, 1, 0.0, [K.NOTHING_SWAPPED]),
         (None, 0, 1, 0.0, [K.NOTHING_SWAPPED]),
         (GB, 0, 1, 0.0, [K.NOTHING_REACHED_DISK]),
         (GB, 1, 0, 0.0, [K.PARAMETERS_NOT_SWAPPED]),
         (GB, 1, 1, 0.04, []),
         (GB, 1, 1, 0.06, [K.DISK_BOUND]),  # of a step of 0.1 s
-    ],
-)
-def test_nvme_offload_that_swapped_nothing_reached_no_disk_or_waits_for_it(
-    stored: int | None, moved: int, parameters: int, wait: float, expected: list[CaveatKind]
-) -> None:
-    trial = fakes.trial(replace(fakes.offload("nvme"), name="mine"), on=replace(CUDA, nvme_path="/d"))
-    measured: dict[str, Any] = {
-        "ledger": {"nvme": {"parameters": parameters, "optimizer_states": 1}},
-        "nvme_stored_bytes": stored,
-        "nvme_read_bytes": moved,
-        "nvme_written_bytes": moved,
-        "offload": OffloadTimes(disk_read_bytes=9, disk_wait_seconds=wait),
-    }
-    assert kinds(make_run(fakes.success(trial, **measured))) == expected
+    ):
+        with subtests.test(stored=stored, moved=moved):
+            trial = fakes.trial(replace(fakes.offload("nvme"), name="mine"), on=replace(CUDA, nvme_path="/d"))
+            measured: dict[str, Any] = {
+                "ledger": {"nvme": {"parameters": parameters, "optimizer_states": 1}},
+                "nvme_stored_bytes": stored,
+                "nvme_read_bytes": moved,
+                "nvme_written_bytes": moved,
+                "offload": OffloadTimes(disk_read_bytes=9, disk_wait_seconds=wait),
+            }
+            assert kinds(make_run(fakes.success(trial, **measured))) == expected

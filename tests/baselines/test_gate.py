@@ -45,9 +45,9 @@ def measured(*runs: Run, **changes: Any) -> BenchmarkResult:
     return replace(benchmark_result(runs or [run()], fakes.environment()), **changes)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "peak", "tolerance", "regressions"),
-    [
+def test_tolerance_decides_and_its_limit_still_passes(subtests: pytest.Subtests) -> None:
+    """Throughput may fall and memory may rise by the entry's own tolerance."""
+    for tokens, peak, tolerance, regressions in (
         (950.0, 1050.0, 0.05, ()),
         (2000.0, 10.0, 0.05, ()),
         (949.99, 1000.0, 0.05, ("throughput",)),
@@ -56,20 +56,16 @@ def measured(*runs: Run, **changes: Any) -> BenchmarkResult:
         (900.0, 1100.0, 0.1, ()),
         (999.0, 1000.0, 0.0, ("throughput",)),
         (650.0, 1350.0, 0.35, ()),  # rounding of the limit itself is not a regression
-    ],
-)
-def test_tolerance_decides_and_its_limit_still_passes(
-    tokens: float, peak: float, tolerance: float, regressions: tuple[str, ...]
-) -> None:
-    """Throughput may fall and memory may rise by the entry's own tolerance."""
-    verdict = compare_to_baseline(result(tokens, peak), entry(tolerance=tolerance))
-    assert verdict.regressions == regressions
-    assert (verdict.passed, verdict.failed) == (not regressions, bool(regressions))
-    assert (verdict.throughput_ratio, verdict.memory_ratio) == (tokens / 1000, peak / 1000)
-    # A figure that only one side has is not judged.
-    assert compare_to_baseline(result(tokens, None), entry(tolerance=tolerance)).memory_ratio is None
-    one_sided = compare_to_baseline(result(tokens, None), entry(tokens=None))
-    assert (one_sided.passed, one_sided.comparable) == (None, False)
+    ):
+        with subtests.test(tokens=tokens, peak=peak):
+            verdict = compare_to_baseline(result(tokens, peak), entry(tolerance=tolerance))
+            assert verdict.regressions == regressions
+            assert (verdict.passed, verdict.failed) == (not regressions, bool(regressions))
+            assert (verdict.throughput_ratio, verdict.memory_ratio) == (tokens / 1000, peak / 1000)
+            # A figure that only one side has is not judged.
+            assert compare_to_baseline(result(tokens, None), entry(tolerance=tolerance)).memory_ratio is None
+            one_sided = compare_to_baseline(result(tokens, None), entry(tokens=None))
+            assert (one_sided.passed, one_sided.comparable) == (None, False)
 
 
 # ------------------------------------------------------------------ noise
@@ -77,9 +73,11 @@ def test_tolerance_decides_and_its_limit_still_passes(
 WIDE, QUIET = (800.0, 1000.0, 1200.0), (999.0, 1000.0, 1001.0)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "runs", "before", "regressions", "text"),
-    [
+def test_three_runs_are_tested_against_noise(subtests: pytest.Subtests) -> None:
+    """1000 ± 20 % against 900 ± 20 %: three runs each, standard error of the log ratio about 0.16, t at about 4 degrees
+    of freedom 2.78: ± 0.45 around ln 0.9 = -0.105, so 1 is inside. Runs that vary by 0.1 % give ± 0.3 % around -10 %.
+    """
+    for tokens, runs, before, regressions, text in (
         (900, (720.0, 900.0, 1080.0), WIDE, (), "beyond the tolerance of 5.0 % but inside the noise (95 % interval"),
         (900, (899.0, 900.0, 901.0), QUIET, ("throughput",),
          "tokens/s 900 against 1,000 (-10.0 %), beyond the tolerance of 5.0 % (95 % interval -10.2 % to -9.8 %)"),
@@ -87,53 +85,45 @@ WIDE, QUIET = (800.0, 1000.0, 1200.0), (999.0, 1000.0, 1001.0)
         # Below three runs only the tolerance decides.
         (900, (700.0, 1100.0), WIDE, ("throughput",),
          "not tested against noise: fewer than three runs on a side (steps vary by 21"),
-    ],
-)  # fmt: skip
-def test_three_runs_are_tested_against_noise(
-    tokens: float, runs: Any, before: Any, regressions: tuple[str, ...], text: str
-) -> None:
-    """1000 ± 20 % against 900 ± 20 %: three runs each, standard error of the log ratio about 0.16, t at about 4 degrees
-    of freedom 2.78: ± 0.45 around ln 0.9 = -0.105, so 1 is inside. Runs that vary by 0.1 % give ± 0.3 % around -10 %.
-    """
-    noisy = result(tokens, peak=None, tokens_per_sec_runs=runs, step_variation=0.21)
-    verdict = compare_to_baseline(noisy, entry(tokens_per_sec_runs=before))
-    assert verdict.regressions == regressions
-    assert text in verdict.message
+    ):  # fmt: skip
+        with subtests.test(text):
+            noisy = result(tokens, peak=None, tokens_per_sec_runs=runs, step_variation=0.21)
+            verdict = compare_to_baseline(noisy, entry(tokens_per_sec_runs=before))
+            assert verdict.regressions == regressions
+            assert text in verdict.message
 
 
-@pytest.mark.parametrize(
-    ("peaks", "before", "passed"), [(WIDE, (700.0, 850.0, 1000.0), True), ((1100.0,) * 3, (1000.0,) * 3, False)]
-)
-def test_memory_is_tested_against_noise_too(peaks: Any, before: Any, passed: bool) -> None:
-    found = result(peak=max(peaks), peak_memory_mb_runs=peaks)
-    assert compare_to_baseline(found, entry(peak_memory_mb_runs=before)).passed is passed
+def test_memory_is_tested_against_noise_too(subtests: pytest.Subtests) -> None:
+    for peaks, before, passed in ((WIDE, (700.0, 850.0, 1000.0), True), ((1100.0,) * 3, (1000.0,) * 3, False)):
+        with subtests.test(passed=passed):
+            found = result(peak=max(peaks), peak_memory_mb_runs=peaks)
+            assert compare_to_baseline(found, entry(peak_memory_mb_runs=before)).passed is passed
 
 
-@pytest.mark.parametrize(("memory", "passed"), [("host", True), ("gpu", False)])
-def test_interval_beyond_a_factor_of_two_decides_nothing_on_the_cpu_accelerator(memory: Any, passed: bool) -> None:
+def test_interval_beyond_a_factor_of_two_decides_nothing_on_the_cpu_accelerator(subtests: pytest.Subtests) -> None:
     """300 against 1,000, from 0.11 to 0.82 of it."""
-    busy = result(300, tokens_per_sec_runs=(200.0, 300.0, 450.0), memory=memory)
-    assert compare_to_baseline(busy, entry(tokens_per_sec_runs=QUIET)).passed is passed
+    for memory, passed in (("host", True), ("gpu", False)):
+        with subtests.test(passed=passed):
+            busy = result(300, tokens_per_sec_runs=(200.0, 300.0, 450.0), memory=memory)
+            assert compare_to_baseline(busy, entry(tokens_per_sec_runs=QUIET)).passed is passed
 
 
-@pytest.mark.parametrize(
-    ("found", "text"),
-    [
-        (result(peak_memory_mb_runs=WIDE, tokens_per_sec_runs=QUIET), "cannot see changes below 65."),
-        (result(tokens_per_sec_runs=(1e-300, 1000.0, 1e300)), "cannot see any change"),
-        (result(970, tokens_per_sec_runs=(960.3, 970.0, 979.7)), None),
-    ],
-)
-def test_noise_that_hides_a_regression_is_reported_with_its_size(found: BenchmarkResult, text: str | None) -> None:
+def test_noise_that_hides_a_regression_is_reported_with_its_size(subtests: pytest.Subtests) -> None:
     """Logs of 800, 1000, 1200 are 0.223 and 0.182 apart: variance 0.0412; 1000 thrice does not vary. Standard
     error √(0.0412 / 3) = 0.1172, t(0.975; 2) = 4.303: ± 0.504 on the logs, and e^0.504 = 1.656.
 
     Logs 1 % apart: standard error 0.0058, so ± 2.5 %: a fall of 3 % is not 5 % for sure, so nothing to warn about.
     """
-    same = (1000.0,) * 3
-    verdict = compare_to_baseline(found, entry(peak_memory_mb_runs=same, tokens_per_sec_runs=same))
-    assert (verdict.passed, verdict.noisy) == (True, text is not None)
-    assert (text or "") in verdict.message
+    for found, text in (
+        (result(peak_memory_mb_runs=WIDE, tokens_per_sec_runs=QUIET), "cannot see changes below 65."),
+        (result(tokens_per_sec_runs=(1e-300, 1000.0, 1e300)), "cannot see any change"),
+        (result(970, tokens_per_sec_runs=(960.3, 970.0, 979.7)), None),
+    ):
+        with subtests.test(text=text):
+            same = (1000.0,) * 3
+            verdict = compare_to_baseline(found, entry(peak_memory_mb_runs=same, tokens_per_sec_runs=same))
+            assert (verdict.passed, verdict.noisy) == (True, text is not None)
+            assert (text or "") in verdict.message
 
 
 DISTRIBUTIONS: dict[str, Callable[[random.Random], float]] = {
@@ -159,20 +149,20 @@ def test_the_same_code_is_hardly_ever_a_regression_and_slower_code_is(noise: str
     assert noise != "quiet" or sum(compare_to_baseline(slow, before).failed for before, _, slow in pairs) > 380
 
 
-@pytest.mark.parametrize(
-    ("tokens", "peak", "busy", "passed", "noisy"),
-    [(500, 1000, True, True, True), (1000, 1000, True, True, False), (500, 1000, False, False, False),
-     (500, 2000, True, False, False)],
-)  # fmt: skip
-def test_slowdown_by_other_programs_is_not_a_regression_but_memory_is(
-    tokens: float, peak: float, busy: bool, passed: bool, noisy: bool
-) -> None:
+def test_slowdown_by_other_programs_is_not_a_regression_but_memory_is(subtests: pytest.Subtests) -> None:
     """The check then found nothing out, and says so."""
-    facts = {"cpu_cores": 2.0, "cpu_threads": 2, "cpu_own_cores": 2.0, "cpu_other_cores": 1.5 if busy else 0.0}
-    seen = benchmark_result([make_run(fakes.success(**facts), None, None)])
-    assert bool(seen.disturbances) == busy
-    verdict = compare_to_baseline(result(tokens, peak, disturbances=seen.disturbances), entry())
-    assert (verdict.passed, verdict.noisy) == (passed, noisy)
+    for tokens, peak, busy, passed, noisy in (
+        (500, 1000, True, True, True),
+        (1000, 1000, True, True, False),
+        (500, 1000, False, False, False),
+        (500, 2000, True, False, False),
+    ):
+        with subtests.test(tokens=tokens, peak=peak):
+            facts = {"cpu_cores": 2.0, "cpu_threads": 2, "cpu_own_cores": 2.0, "cpu_other_cores": 1.5 if busy else 0.0}
+            seen = benchmark_result([make_run(fakes.success(**facts), None, None)])
+            assert bool(seen.disturbances) == busy
+            verdict = compare_to_baseline(result(tokens, peak, disturbances=seen.disturbances), entry())
+            assert (verdict.passed, verdict.noisy) == (passed, noisy)
 
 
 SCRIPT = Script(command=("train.py", "{config}"), digest="abc", python="python", config_source="command")
@@ -186,24 +176,25 @@ def of_script(seconds: Sequence[float], **changes: Any) -> BenchmarkResult:
     return replace(measured(*map(make_run, runs or [fakes.failure(trial)])), **changes)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "passed", "text"),
-    [
+def test_a_script_without_token_ids_is_held_to_its_samples(subtests: pytest.Subtests) -> None:
+    """Also where it fails: its row keeps its name, though its own batch of 6 is not known then."""
+    for seconds, passed, text in (
         ((0.1,), True, "samples/s 60.0 against 60.0 (+0.0 %), no worse; peak GPU memory"),
         ((0.2,), False, "samples/s 30.0 against 60.0 (-50.0 %), beyond the tolerance of 5.0 %; peak GPU memory"),
         ((0.2,) * 3, False, "beyond the tolerance of 5.0 % (95 % interval -50.0 % to -50.0 %)"),
         ((), False, "it ended with OOM"),
-    ],
-)
-def test_a_script_without_token_ids_is_held_to_its_samples(seconds: tuple[float, ...], passed: bool, text: str) -> None:
-    """Also where it fails: its row keeps its name, though its own batch of 6 is not known then."""
-    before = of_script([0.1] * max(1, len(seconds)))
-    found = of_script(seconds)
-    assert before.throughput_tokens_per_sec is None
-    assert (found.name, before.name) == ("train.py/zero0",) * 2
-    verdict = compare_to_baseline(found, BaselineEntry.of(before))
-    assert (verdict.passed, verdict.throughput_ratio) == (passed, pytest.approx(0.1 / seconds[0]) if seconds else None)
-    assert text in verdict.message
+    ):
+        with subtests.test(text):
+            before = of_script([0.1] * max(1, len(seconds)))
+            found = of_script(seconds)
+            assert before.throughput_tokens_per_sec is None
+            assert (found.name, before.name) == ("train.py/zero0",) * 2
+            verdict = compare_to_baseline(found, BaselineEntry.of(before))
+            assert (verdict.passed, verdict.throughput_ratio) == (
+                passed,
+                pytest.approx(0.1 / seconds[0]) if seconds else None,
+            )
+            assert text in verdict.message
 
 
 # ------------------------------------------------------------------ what does not compare
@@ -239,13 +230,12 @@ OTHERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("named", "other"), OTHERS)
-def test_other_hardware_versions_or_workload_are_neither_pass_nor_regression(
-    named: str, other: BenchmarkResult
-) -> None:
-    verdict = compare_to_baseline(OURS, BaselineEntry.of(other))
-    assert (verdict.passed, verdict.comparable, verdict.failed) == (None, False, False)
-    assert named in verdict.message
+def test_other_hardware_versions_or_workload_are_neither_pass_nor_regression(subtests: pytest.Subtests) -> None:
+    for named, other in OTHERS:
+        with subtests.test(named):
+            verdict = compare_to_baseline(OURS, BaselineEntry.of(other))
+            assert (verdict.passed, verdict.comparable, verdict.failed) == (None, False, False)
+            assert named in verdict.message
 
 
 def test_more_steps_or_another_configuration_compare_and_a_limit_holds_on_any_machine() -> None:
@@ -261,22 +251,18 @@ def test_more_steps_or_another_configuration_compare_and_a_limit_holds_on_any_ma
     assert compare_to_baseline(replace(OURS, environment=None), BaselineEntry.of(OURS)).passed is None
 
 
-@pytest.mark.parametrize(
-    ("record", "passed", "text"),
-    [
+def test_result_that_no_longer_trains_is_a_regression_unless_it_was_stopped(subtests: pytest.Subtests) -> None:
+    for record, passed, text in (
         (fakes.failure(fakes.trial(on=ON_GPU)), False, "it ended with OOM: OOM in backward: asked 2.00 GB"),
         (fakes.success(fakes.trial(on=ON_GPU), losses=(None,) * 12), False, "must not be used: loss is not finite"),
         (fakes.failure(fakes.trial(on=ON_GPU), schema.INTERRUPTED), None, "it ended with Interrupted"),
         (fakes.failure(fakes.trial(on=ON_GPU), schema.SKIPPED), None, "it ended with Skipped"),
-    ],
-)
-def test_result_that_no_longer_trains_is_a_regression_unless_it_was_stopped(
-    record: Any, passed: bool | None, text: str
-) -> None:
-    verdict = compare_to_baseline(measured(make_run(record)), BaselineEntry.of(measured()))
-    assert (verdict.passed, verdict.regressions) == (passed, () if passed is None else ("status",))
-    assert verdict.throughput_ratio is None
-    assert text in verdict.message
+    ):
+        with subtests.test(text):
+            verdict = compare_to_baseline(measured(make_run(record)), BaselineEntry.of(measured()))
+            assert (verdict.passed, verdict.regressions) == (passed, () if passed is None else ("status",))
+            assert verdict.throughput_ratio is None
+            assert text in verdict.message
 
 
 # ------------------------------------------------------------------ entries and results
@@ -344,19 +330,17 @@ def test_figures_of_a_result_by_hand() -> None:
     assert (on_cpu.memory, on_cpu.peak_memory_mb, on_cpu.average_memory_mb) == ("host", 2048, 1024)
 
 
-@pytest.mark.parametrize(
-    ("work", "strategy", "ranks", "name"),
-    [
+def test_name_is_model_strategy_and_what_departs_from_the_defaults(subtests: pytest.Subtests) -> None:
+    for work, strategy, ranks, name in (
         ({"model": "gpt2", "seq_length": 512}, fakes.zero(2), 1, "gpt2/zero2"),
         ({"seq_length": 512}, fakes.offload("cpu_optimizer", 2), 1, "tiny/cpu_optimizer/stage2"),
         ({"batch_size": 8, "seq_length": 1024, "grad_accum": 2}, fakes.zero(3), 4,
          "tiny/zero3/batch8-seq1024-accum2-4ranks"),
         ({"precision": "fp32", "activation_checkpointing": True, "pass_type": "forward", "synchronized": False},
          fakes.zero(0), 1, "tiny/zero0/seq128-fp32-checkpointing-forward-not_synchronized"),
-    ],
-)  # fmt: skip
-def test_name_is_model_strategy_and_what_departs_from_the_defaults(
-    work: dict[str, Any], strategy: Any, ranks: int, name: str
-) -> None:
-    trial = fakes.trial(strategy, of=fakes.workload(**work), on=fakes.placement(num_gpus=ranks))
-    assert baseline_name(make_run(fakes.success(trial))) == baseline_name(make_run(fakes.failure(trial))) == name
+    ):  # fmt: skip
+        with subtests.test(name):
+            trial = fakes.trial(strategy, of=fakes.workload(**work), on=fakes.placement(num_gpus=ranks))
+            assert (
+                baseline_name(make_run(fakes.success(trial))) == baseline_name(make_run(fakes.failure(trial))) == name
+            )

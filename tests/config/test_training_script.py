@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,9 +58,8 @@ def test_only_known_placeholders_are_replaced() -> None:
     assert words == ["train.py", "--ds=/t/c.json", '{"config": {"a": 1}}', "{config}", "mine-3", "4", "{{bos}}"]
 
 
-@pytest.mark.parametrize(
-    ("command", "error"),
-    [
+def test_a_command_that_cannot_start_is_refused_with_one_that_can(subtests: pytest.Subtests) -> None:
+    for command, error in (
         (
             ["torchrun", "--nproc_per_node", "2", "train.py", "{config}"],
             r"Give only the script: -- train.py '\{config\}'",
@@ -74,20 +72,17 @@ def test_only_known_placeholders_are_replaced() -> None:
         (["absent.py", "{config}"], "does not exist"),
         (["train.sh", "{config}"], "not a Python file"),
         (["train.py", "{{config}}"], r"\{config\} among .*--accelerate-env, or --override-config"),
-    ],
-)
-def test_a_command_that_cannot_start_is_refused_with_one_that_can(command: list[str], error: str) -> None:
-    with pytest.raises(UsageError, match=error):
-        script(*command)
+    ):
+        with subtests.test(error), pytest.raises(UsageError, match=error):
+            script(*command)
 
 
 TRAIN = ("--", "train.py", "{config}")
 MICRO = ("--configs", "own.json", "--", "train.py", "{config}", "{micro_batch}")
 
 
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
+def test_options_that_conflict_with_a_script_are_refused(subtests: pytest.Subtests) -> None:
+    for words, error in (
         *(
             (("--configs", "own.json", *flag.split(), *TRAIN), f"{flag.split()[0]}.* together with a script")
             for flag in (
@@ -111,12 +106,11 @@ MICRO = ("--configs", "own.json", "--", "train.py", "{config}", "{micro_batch}")
         (MICRO, "train_micro_batch_size_per_gpu of own is 'auto'"),
         (("--configs", "own.json", "--python", "absent/python", *TRAIN), "is not a program"),
         (("--model", "tiny", "--base-config", "own.json"), "--base-config without a script"),
-    ],
-)
-def test_options_that_conflict_with_a_script_are_refused(words: Sequence[str], error: str) -> None:
-    command, values = commands.parse(["run", *words])
-    with pytest.raises(UsageError, match=error):
-        commands.function_of(command)(**values)
+    ):
+        with subtests.test(error):
+            command, values = commands.parse(["run", *words])
+            with pytest.raises(UsageError, match=error):
+                commands.function_of(command)(**values)
 
 
 def run(machine: ScriptedRun, *words: str) -> dict[str, Configuration]:

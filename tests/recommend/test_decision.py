@@ -56,18 +56,20 @@ EXAMPLES: list[tuple[str, str, list[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("label", "goal", "rows"), EXAMPLES)
-def test_worked_examples_on_80_gb(label: str, goal: str, rows: list[Any]) -> None:
-    found = choose([candidate(*each) for each in rows], goal)
-    assert found is not None
-    assert found.label == label
+def test_worked_examples_on_80_gb(subtests: pytest.Subtests) -> None:
+    for label, goal, rows in EXAMPLES:
+        with subtests.test(label):
+            found = choose([candidate(*each) for each in rows], goal)
+            assert found is not None
+            assert found.label == label
 
 
-@pytest.mark.parametrize(("runs", "label"), [(3, "lean"), (2, "fast")])
-def test_of_equally_simple_tied_rows_the_leaner_one_is_chosen_after_three_runs(runs: int, label: str) -> None:
-    found = choose([candidate("lean", 10, 990, runs=runs), candidate("fast", 20, 1000, runs=runs)], "speed")
-    assert found is not None
-    assert found.label == label
+def test_of_equally_simple_tied_rows_the_leaner_one_is_chosen_after_three_runs(subtests: pytest.Subtests) -> None:
+    for runs, label in ((3, "lean"), (2, "fast")):
+        with subtests.test(label):
+            found = choose([candidate("lean", 10, 990, runs=runs), candidate("fast", 20, 1000, runs=runs)], "speed")
+            assert found is not None
+            assert found.label == label
 
 
 def test_unknown_capacity_memory_or_goal() -> None:
@@ -79,16 +81,19 @@ def test_unknown_capacity_memory_or_goal() -> None:
         choose([known], "cheap")
 
 
-@pytest.mark.parametrize(("rows", "runs", "lead"), [(2, 1, 0.1487), (4, 1, 0.1992), (4, 2, 0.1371), (12, 1, 0.2600)])
-def test_lead_of_equal_rows_by_chance(rows: int, runs: int, lead: float) -> None:
+def test_lead_of_equal_rows_by_chance(subtests: pytest.Subtests) -> None:
     """The 95 % quantile of the range of 2, 4, 12 normal values is 2.772, 3.633, 4.622: × 5 % / √runs, as a ratio."""
-    one = candidate("one", 8, 1000, runs=runs)
-    speeds = Speeds(candidates=[one] * rows)
-    assert speeds.chance_lead(one, one) == pytest.approx(lead, abs=5e-5)
-    for ahead, differ in ((0.999, False), (1.001, True)):
-        assert speeds.differ(one, replace(one, tokens_per_second=1000 * (1 + lead * ahead))) == differ
-    # Steps that vary more say less: √(0.3² + 0.4²).
-    assert speeds.chance_lead(replace(one, step_spread=0.3), replace(one, step_spread=0.4)) == pytest.approx(0.5)
+    for rows, runs, lead in ((2, 1, 0.1487), (4, 1, 0.1992), (4, 2, 0.1371), (12, 1, 0.2600)):
+        with subtests.test(rows=rows, runs=runs):
+            one = candidate("one", 8, 1000, runs=runs)
+            speeds = Speeds(candidates=[one] * rows)
+            assert speeds.chance_lead(one, one) == pytest.approx(lead, abs=5e-5)
+            for ahead, differ in ((0.999, False), (1.001, True)):
+                assert speeds.differ(one, replace(one, tokens_per_second=1000 * (1 + lead * ahead))) == differ
+            # Steps that vary more say less: √(0.3² + 0.4²).
+            assert speeds.chance_lead(replace(one, step_spread=0.3), replace(one, step_spread=0.4)) == pytest.approx(
+                0.5
+            )
 
 
 CANDIDATES = st.lists(
@@ -139,46 +144,46 @@ def again(like: TrialRecord, mean: float, chance: random.Random, step_noise: flo
     return replace(like, ranks=(replace(like.ranks[0], step_seconds=steps, window_seconds=sum(steps)),))
 
 
-@pytest.mark.parametrize(("runs", "between", "within"), [(1, 0.05, 0), (2, 0.05, 0), (3, 0.02, 0.2), (5, 0.02, 0.2)])
-def test_the_same_of_equal_rows_is_chosen_in_95_percent_of_repetitions(
-    runs: int, between: float, within: float
-) -> None:
+def test_the_same_of_equal_rows_is_chosen_in_95_percent_of_repetitions(subtests: pytest.Subtests) -> None:
     """Relative noise between runs and within one; below three runs equal rows are not called decided either."""
-    chance = random.Random(20261121)
-    strategies = [*(fakes.zero(stage) for stage in (0, 1, 2)), *map(fakes.offload, ("cpu_optimizer", "cpu_full"))]
-    made = [[row(strategy, 8, 5120, repeat=repeat) for repeat in range(runs)] for strategy in strategies]
-    chosen: Counter[str | None] = Counter()
-    decided = 0
-    for _ in range(100):
-        like = [each for runs_of_row in made[: chance.choice((2, 3, 5))] for each in runs_of_row]
-        records = [again(each, 0.1 * math.exp(chance.gauss(0, between)), chance, within) for each in like]
-        found = answer(*records, goal=chance.choice(GOALS))
-        chosen[found.choice] += 1
-        decided += found.decided
-    assert chosen["ZeRO-0"] >= 95, chosen
-    assert runs >= 3 or decided <= 10
+    for runs, between, within in ((1, 0.05, 0), (2, 0.05, 0), (3, 0.02, 0.2), (5, 0.02, 0.2)):
+        with subtests.test(runs=runs, between=between):
+            chance = random.Random(20261121)
+            strategies = [
+                *(fakes.zero(stage) for stage in (0, 1, 2)),
+                *map(fakes.offload, ("cpu_optimizer", "cpu_full")),
+            ]
+            made = [[row(strategy, 8, 5120, repeat=repeat) for repeat in range(runs)] for strategy in strategies]
+            chosen: Counter[str | None] = Counter()
+            decided = 0
+            for _ in range(100):
+                like = [each for runs_of_row in made[: chance.choice((2, 3, 5))] for each in runs_of_row]
+                records = [again(each, 0.1 * math.exp(chance.gauss(0, between)), chance, within) for each in like]
+                found = answer(*records, goal=chance.choice(GOALS))
+                chosen[found.choice] += 1
+                decided += found.decided
+            assert chosen["ZeRO-0"] >= 95, chosen
+            assert runs >= 3 or decided <= 10
 
 
 def runs_of(offload: str, speeds: Sequence[float], gigabytes: float = 8) -> list[TrialRecord]:
     return [row(fakes.offload(offload), gigabytes, speed, repeat=number) for number, speed in enumerate(speeds)]
 
 
-@pytest.mark.parametrize(
-    ("none", "offloaded", "choice", "decided", "tied"),
-    [
+def test_offload_ties_with_none_if_the_interval_holds_1_or_the_lead_is_below_3_percent(
+    subtests: pytest.Subtests,
+) -> None:
+    for none, offloaded, choice, decided, tied in (
         (([900, 1000, 1100],), ([800, 1050, 1300],), "ZeRO-3", False, 2),
         (([1000, 1002, 1001],), ([1001, 1001, 1003],), "ZeRO-3", True, 2),
         (([1000, 1000.1, 1000.2],), ([1020, 1020.1, 1020.2],), "ZeRO-3", True, 2),
         # The faster row, where device memory is short.
         (([1000, 1000.1, 1000.2], 70), ([1020, 1020.1, 1020.2], 30), "ZeRO-3 + CPU optimizer", True, 0),
         (([1000, 1001, 1002],), ([1101, 1102, 1103],), "ZeRO-3 + CPU optimizer", True, 0),
-    ],
-)
-def test_offload_ties_with_none_if_the_interval_holds_1_or_the_lead_is_below_3_percent(
-    none: Any, offloaded: Any, choice: str, decided: bool, tied: int
-) -> None:
-    found = answer(*runs_of("none", *none), *runs_of("cpu_optimizer", *offloaded))
-    assert (found.choice, found.decided, len(found.tied)) == (choice, decided, tied)
+    ):
+        with subtests.test(choice):
+            found = answer(*runs_of("none", *none), *runs_of("cpu_optimizer", *offloaded))
+            assert (found.choice, found.decided, len(found.tied)) == (choice, decided, tied)
 
 
 def test_stages_that_may_differ_by_more_than_memory_is_worth_are_undecided() -> None:

@@ -58,9 +58,8 @@ EVERY = ["cpu_optimizer", "cpu_full", "nvme"]
 ONE_GPU = " (on one GPU stages 1 to 3 partition nothing)"
 
 
-@pytest.mark.parametrize(
-    ("found", "expected"),
-    [
+def test_rules_of_thumb(subtests: pytest.Subtests) -> None:
+    for found, expected in (
         (rule(0.1), "ZeRO-0 fits comfortably (10.0 % of the card): stage 0 or 1 is enough"),
         (rule(0.599), "ZeRO-0 fits comfortably (59.9 % of the card): stage 0 or 1 is enough"),
         (rule(0.599, 0, 1), "ZeRO-0 fits comfortably (59.9 % of the card): stage 0 is enough"),
@@ -87,10 +86,9 @@ ONE_GPU = " (on one GPU stages 1 to 3 partition nothing)"
             "ZeRO-0 barely fits (90.0 % of the card): "
             f"--activation-checkpointing, a smaller micro-batch or cpu_full{ONE_GPU}",
         ),
-    ],
-)
-def test_rules_of_thumb(found: str | None, expected: str | None) -> None:
-    assert found == expected
+    ):
+        with subtests.test(found=found, expected=expected):
+            assert found == expected
 
 
 @given(st.none() | st.integers(0, 3), st.frozensets(st.integers(0, 3)), st.floats(0, 1), st.sampled_from([1, 4]))
@@ -104,9 +102,8 @@ def test_stage_that_ran_out_of_memory_is_never_suggested(
         assert not set(map(int, re.findall(r"\b[0-3]\b", advice.removesuffix(ONE_GPU)))) & short
 
 
-@pytest.mark.parametrize(
-    ("records", "goal", "start"),
-    [
+def test_rule_is_about_the_fastest_sound_row_without_offload(subtests: pytest.Subtests) -> None:
+    for records, goal, start in (
         # Not the row that is not sound, nor the higher stage that leads by 1 %, which is no difference.
         ([(0, 70, 1000), (2, 30, 990), (1, 8, 9000, (None,) * 12)], "balanced", "ZeRO-0 barely fits (8"),
         ([(0, 30, 800), (2, 30, 1000), (3, 30, 1010)], "speed", "speed is critical: stage 2"),
@@ -116,15 +113,14 @@ def test_stage_that_ran_out_of_memory_is_never_suggested(
         ([(1, None), (0, 78, 1000)], "balanced", "ZeRO-0 barely fits (97"),
         ([(2, 78, 900), (0, 70, 1000)], "balanced", "ZeRO-0 barely fits (87.5 % of the card): stage 3"),
         ([(2, None), (0, 70, 1000)], "balanced", "ZeRO-0 barely fits (87.5 % of the card): stage 3"),
-    ],
-)
-def test_rule_is_about_the_fastest_sound_row_without_offload(records: Any, goal: str, start: str) -> None:
-    made = [row(OFFLOAD("cpu_full"), 10, 5000, cards=2)]
-    for stage, gigabytes, *rest in records:
-        if gigabytes is None:
-            made.append(out_of_memory(ZERO(stage), 2))
-        else:
-            losses = {"losses": rest[1]} if len(rest) > 1 else {}
-            made.append(row(ZERO(stage), gigabytes, rest[0], cards=2, **losses))
-    (step,) = [step for step in answer(*made, goal=goal).next_steps if step.kind == "rule"]
-    assert str(step).startswith(start)
+    ):
+        with subtests.test(goal):
+            made = [row(OFFLOAD("cpu_full"), 10, 5000, cards=2)]
+            for stage, gigabytes, *rest in records:
+                if gigabytes is None:
+                    made.append(out_of_memory(ZERO(stage), 2))
+                else:
+                    losses = {"losses": rest[1]} if len(rest) > 1 else {}
+                    made.append(row(ZERO(stage), gigabytes, rest[0], cards=2, **losses))
+            (step,) = [step for step in answer(*made, goal=goal).next_steps if step.kind == "rule"]
+            assert str(step).startswith(start)

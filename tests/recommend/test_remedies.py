@@ -81,26 +81,22 @@ def about(found: Recommendation, label: str) -> Fact:
     return step
 
 
-@pytest.mark.parametrize(
-    ("requested", "free", "missing", "limit", "kind"),
-    [
+def test_missing_bytes_are_requested_less_free(subtests: pytest.Subtests) -> None:
+    """For a run that was predicted to take 70 GB, the limit of 80 GB is lowered to what there was."""
+    for requested, free, missing, limit, kind in (
         (35, 4, 31, 39, "short"),
         (12, None, None, 58, "short_of_unknown"),
         (1, 2, 0, 80, "short_in_pieces"),
         (None, None, None, 80, "short_unknown"),
-    ],
-)
-def test_missing_bytes_are_requested_less_free(
-    requested: int | None, free: int | None, missing: int | None, limit: int, kind: str
-) -> None:
-    """For a run that was predicted to take 70 GB, the limit of 80 GB is lowered to what there was."""
-    found = Shortage(requested_bytes=requested and requested * GB, free_bytes=free and free * GB)
-    assert (found.missing_bytes, found.fact.kind) == (missing and missing * GB, kind)
-    assert found.lower(80 * GB, 70 * GB) == limit * GB
-    assert found.lower(80 * GB, 200 * GB) == 80 * GB  # never raised
-    # On the CPU accelerator and where host memory ran out, the free bytes are the GPU's.
-    host = failed(schema.OOM_HOST, OFFLOAD("cpu_full"), requested_bytes=GB, free_bytes=40 * GB)
-    assert shortage_of(make_run(host)) == Shortage(requested_bytes=GB)
+    ):
+        with subtests.test(kind):
+            found = Shortage(requested_bytes=requested and requested * GB, free_bytes=free and free * GB)
+            assert (found.missing_bytes, found.fact.kind) == (missing and missing * GB, kind)
+            assert found.lower(80 * GB, 70 * GB) == limit * GB
+            assert found.lower(80 * GB, 200 * GB) == 80 * GB  # never raised
+            # On the CPU accelerator and where host memory ran out, the free bytes are the GPU's.
+            host = failed(schema.OOM_HOST, OFFLOAD("cpu_full"), requested_bytes=GB, free_bytes=40 * GB)
+            assert shortage_of(make_run(host)) == Shortage(requested_bytes=GB)
 
 
 # ------------------------------------------------------------------ changes that are predicted to fit
@@ -233,9 +229,8 @@ HOSTS = replace(out_of_memory(ZERO(2)).trial.placement, num_gpus=2, hosts=(("a",
 STARTED = failed(schema.TIMEOUT, phase="init")
 
 
-@pytest.mark.parametrize(
-    ("kind", "record"),
-    [
+def test_every_ending_has_its_action(subtests: pytest.Subtests) -> None:
+    for kind, record in (
         ("timeout", failed(schema.TIMEOUT, phase="forward")),
         ("timeout_at_start", STARTED),
         ("timeout_at_start_of_hosts", replace(STARTED, trial=replace(STARTED.trial, placement=HOSTS))),
@@ -261,16 +256,15 @@ STARTED = failed(schema.TIMEOUT, phase="init")
         ("fabric_manager", failed("AcceleratorError", kind="fabric_manager")),
         ("gathered_views", failed("RuntimeError", kind="gathered_views")),
         ("collective_timeout", failed(schema.TIMEOUT, kind="collective_timeout")),
-    ],
-)
-def test_every_ending_has_its_action(kind: str, record: TrialRecord) -> None:
-    (row,) = compared(record).rows
-    found = advice(record)
-    assert found.try_next == about(found, row.label).values["action"] == action_of(row.runs[0])
-    assert found.try_next.kind == kind
-    # Nor does a record without its details leave a hole.
-    bare = replace(record, outcome=replace(record.outcome, error=None, phase=None, rank=None, details=None))
-    assert "None" not in " ".join([*found.lines, *advice(bare).lines])
+    ):
+        with subtests.test(kind):
+            (row,) = compared(record).rows
+            found = advice(record)
+            assert found.try_next == about(found, row.label).values["action"] == action_of(row.runs[0])
+            assert found.try_next.kind == kind
+            # Nor does a record without its details leave a hole.
+            bare = replace(record, outcome=replace(record.outcome, error=None, phase=None, rank=None, details=None))
+            assert "None" not in " ".join([*found.lines, *advice(bare).lines])
 
 
 def test_run_out_of_memory_outweighs_an_earlier_failure() -> None:

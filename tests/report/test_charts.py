@@ -72,9 +72,8 @@ def out_of_memory(status: str = schema.OOM, gpu: float | None = 95, **changes: A
 # ------------------------------------------------------------------ what is shown
 
 
-@pytest.mark.parametrize(
-    ("of", "names", "missing"),
-    [
+def test_charts_are_those_with_numbers_and_the_others_are_named(subtests: pytest.Subtests) -> None:
+    for of, names, missing in (
         (ZERO, "pareto-device throughput ledger-gpu ledger-cpu phases steps losses", []),
         (OFFLOAD, "pareto-device throughput ledger-gpu ledger-cpu ledger-nvme phases steps losses", []),
         (samples.cpu_comparison(), "throughput ledger-cpu phases steps losses", []),
@@ -87,11 +86,10 @@ def out_of_memory(status: str = schema.OOM, gpu: float | None = 95, **changes: A
         (alone(out_of_memory(schema.CRASHED)), "", ["No row succeeded, so there is nothing to draw."]),
         # Out of memory, but by how much nobody knows.
         (alone(out_of_memory(gpu=None)), "", ["No row succeeded, so there is nothing to draw."]),
-    ],
-)  # fmt: skip
-def test_charts_are_those_with_numbers_and_the_others_are_named(of: Comparison, names: str, missing: list[str]) -> None:
-    drawn, left_out = charts_of(of)
-    assert (" ".join(one.name for one in drawn), left_out) == (names, missing)
+    ):  # fmt: skip
+        with subtests.test(names):
+            drawn, left_out = charts_of(of)
+            assert (" ".join(one.name for one in drawn), left_out) == (names, missing)
 
 
 def test_memory_is_the_fullest_ranks_and_the_fullest_nodes_sum() -> None:
@@ -135,17 +133,14 @@ def test_a_prediction_leaves_out_what_the_allocator_does_not_see(on: Placement, 
     assert [points(one, "|") for one in drawn if one.name.startswith("ledger")] == marks
 
 
-@pytest.mark.parametrize(
-    ("gigabytes", "places", "label"), [(16, [16], "card 16.0 GB"), (80, [], "card 80.0 GB (beyond the axis →)")]
-)
-def test_the_capacity_is_drawn_to_scale_or_named_as_beyond_the_axis(
-    gigabytes: int, places: list[float], label: str
-) -> None:
-    of = replace(samples.flat_comparison(), device_capacity_bytes=gigabytes * GB)
-    axes, drawing = draw(chart(of, "ledger-gpu"))
-    handle, shown = drawing.legend[-1]
-    assert (shown, {segment[0][0] for segment in handle.get_segments()}) == (label, set(places))
-    assert (axes.get_xlim()[1] > gigabytes) == bool(places)
+def test_the_capacity_is_drawn_to_scale_or_named_as_beyond_the_axis(subtests: pytest.Subtests) -> None:
+    for gigabytes, places, label in ((16, [16], "card 16.0 GB"), (80, [], "card 80.0 GB (beyond the axis →)")):
+        with subtests.test(label):
+            of = replace(samples.flat_comparison(), device_capacity_bytes=gigabytes * GB)
+            axes, drawing = draw(chart(of, "ledger-gpu"))
+            handle, shown = drawing.legend[-1]
+            assert (shown, {segment[0][0] for segment in handle.get_segments()}) == (label, set(places))
+            assert (axes.get_xlim()[1] > gigabytes) == bool(places)
 
 
 def test_bars_carry_every_run_and_an_interval_if_there_is_one() -> None:
@@ -192,9 +187,8 @@ def test_a_loss_that_is_not_finite_leaves_a_gap() -> None:
 # ------------------------------------------------------------------ rows that failed
 
 
-@pytest.mark.parametrize(
-    ("run", "name", "requested", "text"),
-    [
+def test_a_row_out_of_memory_is_drawn_in_that_tier_at_what_it_asked_for(subtests: pytest.Subtests) -> None:
+    for run, name, requested, text in (
         # What was in use, 80 GB less the free ones, and the request; else the prediction.
         (out_of_memory(requested_bytes=50 * GB, free_bytes=4 * GB), "ledger-gpu", 126, "OOM, ≥ 126"),
         (out_of_memory(requested_bytes=50 * GB), "ledger-gpu", 95, "OOM, predicted 95.0"),
@@ -204,20 +198,17 @@ def test_a_loss_that_is_not_finite_leaves_a_gap() -> None:
         (out_of_memory(schema.OOM_DISK), "ledger-nvme", 900, "OOM, predicted 900"),
         (out_of_memory(schema.SKIPPED), "ledger-gpu", 95, "not run, predicted 95.0"),
         (out_of_memory(schema.CRASHED), None, None, ""),
-    ],
-)
-def test_a_row_out_of_memory_is_drawn_in_that_tier_at_what_it_asked_for(
-    run: Run, name: str | None, requested: float | None, text: str
-) -> None:
-    of = samples.comparison(*OFFLOAD.rows, samples.row("failed", run), host_capacity_bytes=1000 * GB)
-    drawn = [one for one in charts_of(of)[0] if "failed" in dict(one.values)]
-    pareto = ["pareto-device"] if requested and name == "ledger-gpu" else []
-    assert [one.name for one in drawn] == [*pareto, *([name] if name else [])]
-    assert {one.values[-1][1] for one in drawn} <= {text}
-    requests = [each for one in drawn[-1:] for each in draw(one)[0].patches if each.get_hatch() == "xxx"]
-    assert [each.get_width() for each in requests] == ([requested] if requested else [])
-    if pareto:
-        assert points(drawn[0], "X") == [(requested, 0)]
+    ):
+        with subtests.test(name=name, text=text):
+            of = samples.comparison(*OFFLOAD.rows, samples.row("failed", run), host_capacity_bytes=1000 * GB)
+            drawn = [one for one in charts_of(of)[0] if "failed" in dict(one.values)]
+            pareto = ["pareto-device"] if requested and name == "ledger-gpu" else []
+            assert [one.name for one in drawn] == [*pareto, *([name] if name else [])]
+            assert {one.values[-1][1] for one in drawn} <= {text}
+            requests = [each for one in drawn[-1:] for each in draw(one)[0].patches if each.get_hatch() == "xxx"]
+            assert [each.get_width() for each in requests] == ([requested] if requested else [])
+            if pareto:
+                assert points(drawn[0], "X") == [(requested, 0)]
 
 
 def test_on_the_cpu_accelerator_a_row_runs_out_of_host_memory() -> None:
@@ -288,12 +279,15 @@ def test_every_chart_is_a_png_and_an_svg_that_needs_no_font(tmp_path: Path) -> N
             assert path.read_bytes() == (tmp_path / "a" / path.name).read_bytes()  # the same numbers, the same file
 
 
-@pytest.mark.parametrize("label", ["_<a>&\"'$x^2$", "\x00\ud800 ]]>", "optimizer " * 20])
-def test_any_label_is_text_and_any_number_is_drawn(label: str) -> None:
+def test_any_label_is_text_and_any_number_is_drawn(subtests: pytest.Subtests) -> None:
     """XML, mathtext and a leading underscore have no meaning; what XML cannot hold is replaced."""
-    row = replace(samples.row(label, samples.run(fakes.zero(0), 0.1, losses=(1e300, 0.0))), tokens_per_second=0.0)
-    for name in ("losses", "throughput"):
-        drawing = svg(chart(replace(ZERO, rows=(row,)), name))
-        shown = "".join(sign if sign.isprintable() else "\ufffd" for sign in label.strip())
-        assert shown[:15] in "".join(ElementTree.fromstring(drawing).itertext())
-        assert not re.findall(r"\b(?:nan|inf)\b", drawing)
+    for label in ("_<a>&\"'$x^2$", "\x00\ud800 ]]>", "optimizer " * 20):
+        with subtests.test(label):
+            row = replace(
+                samples.row(label, samples.run(fakes.zero(0), 0.1, losses=(1e300, 0.0))), tokens_per_second=0.0
+            )
+            for name in ("losses", "throughput"):
+                drawing = svg(chart(replace(ZERO, rows=(row,)), name))
+                shown = "".join(sign if sign.isprintable() else "\ufffd" for sign in label.strip())
+                assert shown[:15] in "".join(ElementTree.fromstring(drawing).itertext())
+                assert not re.findall(r"\b(?:nan|inf)\b", drawing)

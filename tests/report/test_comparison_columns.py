@@ -69,28 +69,25 @@ def test_the_page_shows_throughput_and_every_column_that_some_row_has_a_value_fo
     assert measured_columns(both) == TABLE_COLUMNS
 
 
-@pytest.mark.parametrize(
-    ("convention", "meaning"),
-    [
+def test_mfu_is_told_with_how_the_flops_were_had(subtests: pytest.Subtests) -> None:
+    for convention, meaning in (
         (flops.MODEL_CONVENTION, "PaLM convention"),
         (flops.COUNTED_CONVENTION, "FLOPs counted on what ran forward and backward"),
         (flops.FORWARD_CONVENTION, "a third of the PaLM convention's FLOPs (forward passes)"),
-    ],
-)
-def test_mfu_is_told_with_how_the_flops_were_had(convention: str, meaning: str) -> None:
-    runs = tuple(run.with_row(flops_convention=convention) for run in MEASURED.runs)
-    columns = measured_columns(samples.comparison(replace(MEASURED, runs=runs)))
-    (mfu,) = [column for column in columns if column.heading == "MFU"]
-    assert mfu.meaning == f"model FLOPs utilisation, dense peak; {meaning}"
+    ):
+        with subtests.test(convention):
+            runs = tuple(run.with_row(flops_convention=convention) for run in MEASURED.runs)
+            columns = measured_columns(samples.comparison(replace(MEASURED, runs=runs)))
+            (mfu,) = [column for column in columns if column.heading == "MFU"]
+            assert mfu.meaning == f"model FLOPs utilisation, dense peak; {meaning}"
 
 
-@pytest.mark.parametrize(
-    ("good", "text"), [([1], "! Success"), ([0], "! OOM"), ([0, 0], "! OOM"), ([1, 0, 1], "! OOM (1 of 3)")]
-)
-def test_a_status_is_that_of_a_failed_run_with_how_many_failed(good: list[int], text: str) -> None:
-    strategy = fakes.zero(1)
-    runs = (samples.run(strategy, 0.1) if each else samples.failed(strategy) for each in good)
-    assert row_status(samples.row("ZeRO-1", *runs), lambda status: f"! {status}") == text
+def test_a_status_is_that_of_a_failed_run_with_how_many_failed(subtests: pytest.Subtests) -> None:
+    for good, text in (([1], "! Success"), ([0], "! OOM"), ([0, 0], "! OOM"), ([1, 0, 1], "! OOM (1 of 3)")):
+        with subtests.test(text):
+            strategy = fakes.zero(1)
+            runs = (samples.run(strategy, 0.1) if each else samples.failed(strategy) for each in good)
+            assert row_status(samples.row("ZeRO-1", *runs), lambda status: f"! {status}") == text
 
 
 # ------------------------------------------------------------------ parts and costs of a step

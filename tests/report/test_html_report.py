@@ -92,30 +92,31 @@ def test_a_page_is_well_formed_and_self_contained_and_every_reference_resolves(o
         assert re.findall(r"@import|@font-face|url\((?!#)|<script src|href=\"http", text) == []
 
 
-@pytest.mark.parametrize("evil", [EVIL, QUOTES, "\x1b[31mred\x00\ud800\u202egnirts"])
-def test_text_from_users_models_and_machines_is_escaped(evil: str) -> None:
-    plain, doubt = samples.cpu_comparison(), note(evil)
-    trial = fakes.trial(fakes.zero(0), of=fakes.workload(model=evil), ds_config={evil: evil})
-    failure = samples.make_run(fakes.failure(trial, error=evil, details=evil, status=evil), None, None)
-    rows = [replace(row, label=f"{evil}{n}", caveats=(doubt,)) for n, row in enumerate(plain.rows)]
-    rows.append(samples.row(evil, failure, differences=(evil,)))
-    report = samples.report(
-        replace(plain, rows=tuple(rows), baseline=rows[0], caveats=(doubt,)),
-        title=evil,
-        recommendation=samples.recommendation(choice=evil, headline=Fact("rule", {"text": evil})),
-        notes=(evil,),
-        commands=(evil,),
-        environments=(fakes.environment(cpu_model=evil, packages={evil: evil}),),
-        sources=(evil,),
-    )
-    source = samples.page(report, generated=evil)
-    page = Page(source)
-    tags = [tag for tag, _ in page.elements]
-    assert (tags.count("script"), tags.count("style"), page.unbalanced) == (1, 1, [])
-    assert not any(key.startswith("on") for _, attributes in page.elements for key in attributes)
-    shown = re.sub("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\u202a-\u202e]", "\ufffd", evil)
-    assert page.text().count(shown) > 20
-    source.encode()
+def test_text_from_users_models_and_machines_is_escaped(subtests: pytest.Subtests) -> None:
+    for evil in (EVIL, QUOTES, "\x1b[31mred\x00\ud800\u202egnirts"):
+        with subtests.test(evil):
+            plain, doubt = samples.cpu_comparison(), note(evil)
+            trial = fakes.trial(fakes.zero(0), of=fakes.workload(model=evil), ds_config={evil: evil})
+            failure = samples.make_run(fakes.failure(trial, error=evil, details=evil, status=evil), None, None)
+            rows = [replace(row, label=f"{evil}{n}", caveats=(doubt,)) for n, row in enumerate(plain.rows)]
+            rows.append(samples.row(evil, failure, differences=(evil,)))
+            report = samples.report(
+                replace(plain, rows=tuple(rows), baseline=rows[0], caveats=(doubt,)),
+                title=evil,
+                recommendation=samples.recommendation(choice=evil, headline=Fact("rule", {"text": evil})),
+                notes=(evil,),
+                commands=(evil,),
+                environments=(fakes.environment(cpu_model=evil, packages={evil: evil}),),
+                sources=(evil,),
+            )
+            source = samples.page(report, generated=evil)
+            page = Page(source)
+            tags = [tag for tag, _ in page.elements]
+            assert (tags.count("script"), tags.count("style"), page.unbalanced) == (1, 1, [])
+            assert not any(key.startswith("on") for _, attributes in page.elements for key in attributes)
+            shown = re.sub("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\u202a-\u202e]", "\ufffd", evil)
+            assert page.text().count(shown) > 20
+            source.encode()
 
 
 def test_a_page_of_a_run_reads_as_it_should(snapshot: SnapshotAssertion) -> None:
@@ -138,16 +139,15 @@ TIE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("changes", "tag"), [({}, None), (TIE, "start here"), ({"disturbed": ("ZeRO-2",)}, "provisional")]
-)
-def test_only_a_decided_page_has_a_green_box_and_a_star(changes: dict[str, Any], tag: str | None) -> None:
-    answer = samples.recommendation(key="ZeRO-2", **changes)
-    source, green = samples.page(samples.report(samples.zero_comparison(), recommendation=answer)), tag is None
-    assert ('class="recommendation decided"' in source, "★" in source) == (green, green)
-    assert source.count('<tr class="recommended">') == green
-    tags = re.findall('<span class="tag">(.*?)</span>', source)
-    assert tags == ["baseline", *([tag] if tag else [])]
+def test_only_a_decided_page_has_a_green_box_and_a_star(subtests: pytest.Subtests) -> None:
+    for changes, tag in (({}, None), (TIE, "start here"), ({"disturbed": ("ZeRO-2",)}, "provisional")):
+        with subtests.test(tag=tag, changes=changes):
+            answer = samples.recommendation(key="ZeRO-2", **changes)
+            source, green = samples.page(samples.report(samples.zero_comparison(), recommendation=answer)), tag is None
+            assert ('class="recommendation decided"' in source, "★" in source) == (green, green)
+            assert source.count('<tr class="recommended">') == green
+            tags = re.findall('<span class="tag">(.*?)</span>', source)
+            assert tags == ["baseline", *([tag] if tag else [])]
 
 
 def test_a_page_states_each_fact_once() -> None:
