@@ -33,24 +33,14 @@ launch: {accelerator: cpu}
 SWEEP = SMALL.replace("seq_len: 16", "seq_len: [16, 32]")
 
 
-def test_a_recipe_runs_and_its_files_have_the_name_of_no_script(run: Run, scripted: ScriptedRun) -> None:
-    assert run(SMALL) == 0
-    assert scripted.trials == [(16, "zero0", 0), (16, "zero2", 0)]
-    folder = scripted.folder
-    assert folder.name.startswith("comparison_")
-    assert (scripted.output / f"{folder.name}.json").is_file()
-    stored = json.loads((folder / "run.json").read_text())
-    assert stored["family"] == "recipe"
-    assert stored["recipe"]["values"]["training"]["seq_len"] == 16
-    assert (folder / "recommended" / "ds_config.json").is_file()
-
-
 def test_flags_and_settings_replace_values_of_the_recipe(run: Run, scripted: ScriptedRun) -> None:
     flags = ("--stages", "1", "--seq-length", "8", "--set", "training.steps=3", "--set", "optimizer.params.lr=0.5")
     assert run(SWEEP, *flags) == 0
     (trial,) = scripted.launcher.launched
     assert (trial.configuration.name, trial.workload.seq_length, trial.workload.num_steps) == ("zero1", 8, 3)
     assert trial.ds_config["optimizer"]["params"]["lr"] == 0.5
+    stored = json.loads((scripted.folder / "run.json").read_text())
+    assert (stored["family"], stored["recipe"]["values"]["training"]["seq_len"]) == ("recipe", 8)
 
 
 def test_configurations_in_the_recipe_are_rows_or_stand_for_a_strategy(run: Run, scripted: ScriptedRun) -> None:
@@ -275,24 +265,7 @@ def test_a_recipe_that_ships_can_be_planned(
     assert not scripted.output.exists()
 
 
-# ------------------------------------------------------------------ the plan, and a budget
-
-
-def test_the_plan_says_how_much_there_is_to_do_and_which_rows_fit(
-    run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of a row whose memory is not known the plan does not say that it fits."""
-    assert run(SWEEP, "--repeats", "2", "--dry-run") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("2 points × 2 rows × 2 runs = 8 trials")
-    assert lines[3].split()[:3] == ["seq_len", "16", "4"]
-    compiled = SMALL.replace("[0, 2]", "[2]").replace("tiny", "gpt2") + "axes: {compile: [none, torch]}"
-    assert run(compiled, "--num-gpus", "2", "--dry-run", "--verbose") == 0
-    shown = capsys.readouterr().out
-    known, unknown = (line.split() for line in shown.splitlines() if line.startswith("ZeRO-2"))
-    assert ("?" in known, "?" in unknown, "≥" in unknown) == (False, True, True)
-    assert '"train_micro_batch_size_per_gpu": 2' in shown
-    assert not scripted.output.exists()
+# ------------------------------------------------------------------ a budget
 
 
 def test_a_budget_ends_the_run_between_two_trials_lists_the_rest_and_resume_runs_it(
