@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -271,15 +270,7 @@ def test_a_file_that_is_no_result_gets_one_line(tmp_path: Path, content: bytes) 
     path = tmp_path / "zero_comparison_x.json"
     path.write_bytes(content)
     assert str(path) in refusal(path)
-
-
-def test_a_missing_file_and_a_pipe_are_refused_without_waiting(run: RunFolder, tmp_path: Path) -> None:
     assert "no such file" in refusal(tmp_path / "gone.json")
-    os.mkfifo(tmp_path / "pipe.json")
-    refusal(tmp_path / "pipe.json")
-    (run.folder / "records.jsonl").unlink()
-    os.mkfifo(run.folder / "records.jsonl")
-    refusal(run.folder)
 
 
 def test_a_run_without_records_says_that_nothing_had_finished(run: RunFolder) -> None:

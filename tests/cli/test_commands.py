@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,17 +144,6 @@ def test_export_finds_the_row_and_says_which_of_several_results_it_is_from(
     for stage in (0, 3):
         config = json.loads((tmp_path / f"ds_config_zero{stage}" / "ds_config.json").read_text(encoding="utf-8"))
         assert config["zero_optimization"]["stage"] == stage
-
-
-def test_a_strategys_name_from_a_file_leads_out_of_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "x/../../escaped"
-    (entry,) = run_of((2,))
-    evil = replace(entry, trial=replace(entry.trial, configuration=replace(entry.trial.configuration, name=name)))
-    folder = fakes.write_run(tmp_path / "results", [evil]).folder
-    (tmp_path / "inside").mkdir()
-    monkeypatch.chdir(tmp_path / "inside")
-    assert main(["report", str(folder), "--export", name]) == 0
-    assert [path.name for path in Path().iterdir()] == ["ds_config_x_.._.._escaped"]
 
 
 def flat_copy(result: Path, folder: Path) -> Path:

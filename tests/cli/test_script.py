@@ -73,15 +73,6 @@ def test_bad_input_is_one_line_with_flag_value_and_remedy_and_exit_2(
     assert [path.name for path in tmp_path.iterdir() if path.name not in ("unsettled", "results")] == []
 
 
-def test_the_name_of_the_program_is_spelled_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["a\x1b[31mb.py", "--help"])
-    with pytest.raises(SystemExit):
-        cli.main("zero", fakes.make_config)
-    assert "a\\x1b[31mb.py [--model" in capsys.readouterr().out
-
-
 def test_models_and_ops_in_a_terminal_of_ascii(tmp_path: Path) -> None:
     """The ops with a compiler that fails: the reason and the remedy of each, and exit 1."""
     words, ascii_only = ("-m", "ds_bench"), {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}

@@ -42,6 +42,8 @@ EXAMPLES: list[tuple[str, str, list[Any]]] = [
     ("one", "balanced", [("one", 68, 4_900, CPU_OPTIMIZER), ("full", 42, 3_500, CPU_FULL), ("nvme", 25, 2_400, NVME)]),
     ("z3", "balanced", [("z3", 72, 3_000), ("one", 58, 2_850, CPU_OPTIMIZER), ("nvme", 35, 1_700, NVME)]),
     ("fast", "memory", [("slow", 10, 100), ("fast", 10, 200), ("big", 12, 200)]),
+    # Anything on the disk is less simple than everything in host memory.
+    ("full", "speed", [("disk", 10, 1000, ("nvme", "none")), ("full", 10, 1000, CPU_FULL)]),
     # Memories within 3 % are left to speed.
     ("fast", "memory", [("fast", 8.0, 1000), ("lean", 7.9, 500), ("big", 12, 2000)]),
     ("fast", "speed", [("slow", 10, 100), ("fast", 10, 200), ("big", 12, 200)]),

@@ -168,11 +168,27 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_that_holds_the_run(
 # ------------------------------------------------------------------ records.jsonl
 
 
+FULL = fakes.success(
+    fakes.trial(fakes.offload("nvme"), on=fakes.placement(accelerator="cuda", num_gpus=2, nvme_path="/d")),
+    losses=(7.0, None, 6.5),
+    ledger={"gpu": {"parameters": 1}, "nvme": {"optimizer_states": 2}},
+    notes=("one", "two"),
+    nvme_stored_bytes=5,
+    nvme_read_bytes=0,
+    nvme_written_bytes=7,
+)
+
+
 @pytest.mark.parametrize("damage", [b"", b"null\n", b'{"trial": 1}\n', b'{"trial": {"tri'])
 def test_records_come_back_in_order_without_lines_that_are_none(run: RunFolder, damage: bytes) -> None:
     """What ``--resume`` does after a crash: the first record it writes must not be glued to the torn line."""
     assert run.records() == []
-    kept = [fakes.success(fakes.trial(fakes.zero(stage))) for stage in (2, 0)] + [fakes.failure()]
+    several = (fakes.rank_failure(requested_bytes=1, free_bytes=0, step=None),)
+    kept = [
+        FULL,
+        fakes.failure(requested_bytes=2**40, free_bytes=0, rank=None, phase=None),
+        replace(fakes.failure(status="ValueError"), failures=several, caveats=("known",)),
+    ]
     for each in kept:
         run.append(each)
         with (run.folder / "records.jsonl").open("ab") as file:
@@ -197,34 +213,6 @@ def test_no_text_at_all_can_break_the_file(tmp_path_factory: pytest.TempPathFact
     assert [each.outcome.error for each in made.records()] == [text, None]
     (row,) = json.loads(made.json_path.read_text(encoding="utf-8"))
     assert row["error"] == text
-
-
-# ------------------------------------------------------------------ every record, whole
-
-
-FULL = fakes.success(
-    fakes.trial(fakes.offload("nvme"), on=fakes.placement(accelerator="cuda", num_gpus=2, nvme_path="/d")),
-    losses=(7.0, None, 6.5),
-    ledger={"gpu": {"parameters": 1}, "nvme": {"optimizer_states": 2}},
-    notes=("one", "two"),
-    nvme_stored_bytes=5,
-    nvme_read_bytes=0,
-    nvme_written_bytes=7,
-)
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        FULL,
-        replace(fakes.success(), caveats=("known",)),
-        fakes.failure(status="ValueError"),
-        replace(fakes.failure(), failures=(fakes.rank_failure(requested_bytes=1, free_bytes=0, step=None),)),
-        fakes.failure(requested_bytes=2**40, free_bytes=0, rank=None, phase=None),
-    ],
-)
-def test_every_record_survives_json_whole(record: TrialRecord) -> None:
-    assert json_files.parse(TrialRecord, json.dumps(record.to_dict(), allow_nan=False).encode()) == record
 
 
 # ------------------------------------------------------------------ flat rows in JSON and CSV
