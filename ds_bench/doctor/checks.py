@@ -1,4 +1,4 @@
-"""Runs the checks of this machine in order: all of them, or the ones a plan needs before its first trial.
+"""Runs the checks of this machine in order: all of them, or those that a plan needs before its first trial.
 
 The other modules of this package hold the checks, one module per subject; ``cli/doctor.py`` prints them. Other hosts
 are checked only with ``hostfile`` (:mod:`.cluster`): their agents start ``python -m ds_bench.doctor.checks``.
@@ -45,9 +45,9 @@ def run_all_checks(
 ) -> Groups:
     """Return the findings of every check. Never raises because of the machine's state.
 
-    ``build``: build missing ops first. ``files``: configurations that are to run here, with the lines that reading
-    them gave. ``hostfile``: the hosts that it names are checked too. ``interpreter``: of a user's script,
-    in place of this one. Raises UsageError for a bad hostfile.
+    ``build``: build missing ops first. ``files``: configurations to run here; ``file_lines``: notes from reading them.
+    ``hostfile``: lists further hosts to check. ``interpreter``: that of a user's script, checked instead of this one.
+    Raises UsageError for a bad hostfile.
     """
     torch_cuda = environment.torch_cuda_version() if interpreter is None else interpreter.torch_cuda_version
     inventory = system.read_gpus()
@@ -105,7 +105,7 @@ def run_all_checks(
                 text = "not measured: DeepSpeed's AsyncIO op is not built"
                 nvme.append(warning("NVMe speed", text, software.build_command(python)))
         groups["NVMe"] = nvme
-    # What the user named must be usable: a check of it that breaks is a problem, not a warning.
+    # What the user named must be usable, so a check of it that fails is a problem, not a warning.
     if files:
         groups["Your configurations"] = run_check("files", lambda: _check_files(own, placement), failed_level="problem")
         groups["Your configurations"] += [warning("files", line) for line in file_lines]
@@ -147,12 +147,12 @@ def run_plan_checks(
     system: SystemAccess | None = None,
     interpreter: environment.Interpreter | None = None,
 ) -> list[Finding]:
-    """Return what could stop these configurations on this machine, in 0.2 s: no builds and no speed.
+    """Return what could stop these configurations on this machine. Takes 0.2 s: nothing is built or timed.
 
-    ``configurations``: of each row that will be tried. What only some rows need is a warning: those rows are then
+    ``configurations``: one for each row to be tried. A lack that stops only some rows is a warning: those rows become
     Unsupported, and the others run. ``need_host_bytes``: predicted for this node. ``lacks_space``:
-    :func:`.disk.lack_of_space` of the plan. ``slots``: which of the visible GPUs are used; None for all.
-    ``interpreter``: of a user's script.
+    :func:`.disk.lack_of_space` of the plan. ``slots``: the visible GPUs that are used; None for all. ``interpreter``:
+    that of a user's script.
     """
     system = SystemAccess() if system is None else system
     torch_cuda = environment.torch_cuda_version() if interpreter is None else interpreter.torch_cuda_version
@@ -185,9 +185,9 @@ def _as_warning(finding: Finding) -> Finding:
 def require_ready(
     findings: Iterable[Finding], stream: IO[str], *, quiet: bool = False, hostfile: str | None = None
 ) -> None:
-    """Print warnings and problems, or only problems if ``quiet``. Raise PreflightError if there is a problem.
+    """Print warnings and problems, or only problems if ``quiet``. Raises PreflightError if there is a problem.
 
-    ``hostfile``: of the hosts that were checked; None for this machine.
+    ``hostfile``: lists the hosts that were checked; None if only this machine was.
     """
     shown = [each for each in findings if each.level == "problem" or (each.level == "warning" and not quiet)]
     width = max((len(each.name) for each in shown), default=0)
@@ -207,15 +207,15 @@ def main() -> None:
 
     Reads one JSON object from standard input: ``placement`` and ``configurations``; ``slots``, the numbers of the GPUs
     that have ranks; ``need_host_bytes``, the predicted memory of this host or null; ``python``, the interpreter of a
-    user's script or null. Prints one with the ``findings``.
+    user's script or null. Prints another with the ``findings``.
     """
-    asked = json.loads(sys.stdin.read())
-    python = asked.get("python")
+    request = json.loads(sys.stdin.read())
+    python = request.get("python")
     findings = run_plan_checks(
-        json_files.build(Placement, asked["placement"]),
-        json_files.build(list[Configuration], asked["configurations"]),
-        need_host_bytes=asked["need_host_bytes"],
-        slots=asked["slots"],
+        json_files.build(Placement, request["placement"]),
+        json_files.build(list[Configuration], request["configurations"]),
+        need_host_bytes=request["need_host_bytes"],
+        slots=request["slots"],
         interpreter=None if python is None else read_interpreter(python),
     )
     terminal.print_json(json.dumps({"findings": [dataclasses.asdict(each) for each in findings]}))

@@ -1,10 +1,10 @@
-"""Results of checks of this machine, and their access to the machine.
+"""Findings of the checks of this machine, and how checks access it.
 
-A check is a function that yields findings. It never raises because of the machine's state: see :func:`run_check`. It
-reads files, variables, programs and GPUs only through :class:`SystemAccess`, so that a test can make up a machine. No
-check changes a setting of the host or of a GPU.
+A check is a function that yields findings; :func:`run_check` turns what it raises into one. It reads files, variables,
+programs and GPUs only through :class:`SystemAccess`, so that a test can make up a machine. No check changes a setting
+of the host or of a GPU.
 
-A *problem* keeps comparisons from running, or makes what a flag asks for unusable. A *warning* costs a strategy, or
+A *problem* keeps comparisons from running, or makes unusable what a flag names. A *warning* rules out a strategy, or
 makes figures worse or less certain. Everything else is ok.
 """
 
@@ -31,16 +31,16 @@ _PROGRAM_SECONDS = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The result of one check: one line of the doctor's report."""
+    """One line of the doctor's report."""
 
     name: str
     """Subject of the check: ``ninja``, ``swap``, ``GPU 0 memory``."""
     level: Level
-    """Severity, as this module's docstring defines it."""
+    """Defined in this module's docstring."""
     text: str
     """State of the subject."""
     remedy: str | None = None
-    """What to do about it; None if nothing needs doing or nothing is known to help."""
+    """What to do about it; None if nothing needs to be done, or nothing is known to help."""
 
 
 Groups = dict[str, list[Finding]]
@@ -60,7 +60,7 @@ def problem(name: str, text: str, remedy: str | None = None) -> Finding:
 
 
 def unreadable(name: str, reason: str | None = None) -> Finding:
-    """Return the finding for a fact that the machine does not show."""
+    """Return a warning for a fact that cannot be read."""
     return warning(name, "could not be read" + (f": {reason}" if reason else ""))
 
 
@@ -71,19 +71,19 @@ def format_finding(finding: Finding, name_width: int) -> str:
 
 
 def format_count(findings: Iterable[Finding], level: Level) -> str:
-    """``no problems``, ``1 problem``, ``2 problems``."""
+    """Return ``no problems``, ``1 problem``, ``2 problems``."""
     count = sum(finding.level == level for finding in findings)
     return f"{count or 'no'} {level}{'' if count == 1 else 's'}"
 
 
 def run_check(name: str, check: Callable[[], Iterable[Finding]], failed_level: Level = "warning") -> list[Finding]:
-    """Return the findings of a check. If it raises, one more finding at ``failed_level`` holds the error."""
+    """Return the findings of a check and, if it raises, its error: at ``failed_level`` unless it is a DsBenchError."""
     findings: list[Finding] = []
     try:
         findings.extend(check())
     except DsBenchError as error:
         findings.append(problem(name, error.problem, error.remedy or None))
-    except Exception as error:  # whatever breaks one check on an unusual machine, the other checks still run
+    except Exception as error:  # an unusual machine may break one check; the others still run
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         text = f"could not be read: {reason or type(error).__name__}"
         findings.append(Finding(name=name, level=failed_level, text=text))
@@ -97,13 +97,13 @@ def run_checks(checks: Mapping[str, Callable[[], Finding]]) -> Iterator[Finding]
 
 
 def find_program(name: str) -> str | None:
-    """Return the path of a program on PATH or next to the interpreter, whose environment need not be activated."""
+    """Return the path of a program on PATH or next to the interpreter, whose environment may not be activated."""
     beside = Path(sys.executable).with_name(name)
     return shutil.which(name) or (str(beside) if beside.is_file() and os.access(beside, os.X_OK) else None)
 
 
 def run_program(command: Sequence[str], text: str = "") -> str | None:
-    """Return what a program prints for the input ``text``; None if it cannot be started, fails or takes too long."""
+    """Return a program's output for the input ``text``; None if it cannot be started, fails or takes too long."""
     try:
         done = helper_programs.run_program(
             command, text=text.encode(), environment={}, timeout_seconds=_PROGRAM_SECONDS
@@ -120,10 +120,6 @@ class SystemAccess:
     root: Path = ROOT
     """Folder that holds ``proc``, ``sys`` and ``dev``."""
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    """Environment variables."""
     read_gpus: Callable[[], GpuInventory] = read_gpus
-    """Reads the GPUs."""
     find_program: Callable[[str], str | None] = find_program
-    """Returns the path of a program."""
     run_program: Callable[[Sequence[str], str], str | None] = run_program
-    """Runs a program: see :func:`run_program`."""

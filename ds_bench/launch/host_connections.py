@@ -1,4 +1,4 @@
-"""The hosts of a run on several: connections to an agent on each, which ssh or another program starts there.
+"""The hosts of a multi-host run: a connection to an agent on each, which ssh or another program starts there.
 
 An agent runs on every host of the placement, including this one if it is among them: a rank that a remote shell starts
 is a child of that shell's server, not of this process.
@@ -38,10 +38,10 @@ SSH_OPTIONS = (
     "-o", "ServerAliveCountMax=3",
     "-o", "ControlMaster=no",
 )  # fmt: skip
-"""Never asks, notices a lost host, leaves no process behind. Host keys are checked as the user's own ssh does."""
+"""Never prompts, notices a lost host, leaves no process behind. Host keys are checked as the user configured ssh."""
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]*")
 _CONNECT_SECONDS = 60.0
-"""For ssh to log in and Python to start there, from a slow disk too."""
+"""For ssh to log in and Python to start there, even from a slow disk."""
 _REQUEST_SECONDS = 60.0
 _RETRY_SECONDS = 2.0
 _CLOSE_SECONDS = 20.0
@@ -64,9 +64,9 @@ class HostLostError(HostError):
 
 
 def agent_words(*, every_gpu: bool = False) -> list[str]:
-    """The agent's command line on any host: interpreter and package have the same paths there as here.
+    """Return the agent's command line for any host: interpreter and package have the same paths there as here.
 
-    ``every_gpu``: ignore what a login there sets in CUDA_VISIBLE_DEVICES.
+    ``every_gpu``: ignore the CUDA_VISIBLE_DEVICES that a login there sets.
     """
     variables = import_variables(os.environ.get("PYTHONPATH", ""))
     assignments = [f"{name}={value}" for name, value in variables.items()]
@@ -75,7 +75,7 @@ def agent_words(*, every_gpu: bool = False) -> list[str]:
 
 
 def command_on_host(template: str, host: str, words: Sequence[str]) -> list[str]:
-    """The command line that runs ``words`` on a host. ``template``: such as ``ssh {host}``.
+    """Return the command line that runs ``words`` on a host. ``template``: such as ``ssh {host}``.
 
     ssh joins its words for the login shell there, so it gets one quoted word. Raises ValueError for a name that the
     program could read as an option.
@@ -89,25 +89,25 @@ def command_on_host(template: str, host: str, words: Sequence[str]) -> list[str]
 
 
 class HostConnection:
-    """The agent of one host. It is lost at the end of its output, or after 15 s without a message."""
+    """The connection to one host's agent, which is lost when its output ends or after 15 s without a message."""
 
     def __init__(self, name: str, command: Sequence[str] = (), *, connected: socket.socket | None = None) -> None:
-        """``command`` starts the agent; ``connected`` leads to one that runs already."""
+        """``command`` starts the agent; ``connected`` is a connection to one that is already running."""
         self.name, self._command, self._socket = name, command, connected
         self.hostname = ""
         """The host's own name; empty until its agent has answered."""
         self.address: str | None = None
-        """Address at which ssh reached it; None without ssh."""
+        """Address at which ssh reached the host; None without ssh."""
         self.problem: str | None = "not connected"
-        """Why it cannot be used; None while it answers."""
+        """Why the host cannot be used; None while it answers."""
         self.listen: Callable[[Message], None] = lambda _message: None
-        """Called in a thread of the connection, with messages that answer no request."""
+        """Called in the connection's thread with each message that answers no request."""
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
         self._stream: MessageStream | None = None
         self._is_lost = False
         self._heard = 0.0
-        """When the last message other than a ping came, by the monotonic clock."""
+        """Time of the last message other than a ping, by the monotonic clock."""
         self._greeting: Future[str] = Future()
         """The hash of the agent's code."""
         self._replies: dict[int, tuple[Future[Any], Say, Any]] = {}
@@ -118,9 +118,9 @@ class HostConnection:
         own = self._socket
         if own is None:
             own, other = socket.socketpair()
-            # Not a pipe, which nobody would empty: ssh would wait once it is full.
+            # A file, because nobody would empty a pipe, and a full one would block ssh.
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
-            # Closed here, or the end of the agent would not be the end of the input.
+            # Closed here, or the input would not end when the agent does.
             with other:
                 self._process = subprocess.Popen(
                     self._command,
@@ -133,7 +133,7 @@ class HostConnection:
             self._socket = own
         self.problem = None
         self._stream = MessageStream(own.fileno(), own.fileno(), receive=self._receive, ended=self._end)
-        # Nothing comes while ssh logs in. The agent's greeting ends this longer limit.
+        # ssh is silent while it logs in. The agent's greeting restores the usual limit.
         self._stream.silence_seconds = _CONNECT_SECONDS
         self._stream.start()
 
@@ -142,24 +142,24 @@ class HostConnection:
         digest = self.result_of(self._greeting, _CONNECT_SECONDS + 5.0)
         if digest != code_digest():
             self.close()
-            self.problem = f"has other code of ds_bench ({digest}) than this host ({code_digest()})"
+            self.problem = f"its ds_bench code ({digest}) differs from this host's ({code_digest()})"
             raise HostError(self.name, self.problem)
 
     def request(self, what: str, *, kind: Any = Any, **values: Any) -> Any:
-        """Return the agent's answer to a request, a JSON value of this ``kind``. Raises HostError.
+        """Return the agent's answer to a request. Raises HostError.
 
-        A host whose answer is of another kind is lost.
+        ``kind``: type of the answer. A host that answers with another type is lost.
         """
         return self.result_of(self.send_request(what, kind=kind, **values), _REQUEST_SECONDS)
 
     def send_request(self, what: str, say: Say = lambda _text: None, kind: Any = Any, **values: Any) -> Future[Any]:
         """Send a request without waiting. The Future has what :meth:`request` returns or raises.
 
-        ``say`` receives the agent's progress messages.
+        ``say``: called with each of the agent's progress messages.
         """
         future: Future[Any] = Future()
         number = next(self._ids)
-        # Before the request is sent: its answer may come, in another thread, at once.
+        # Before the request is sent, because the answer may arrive at once, in another thread.
         self._replies[number] = future, say, kind
         if self._stream is not None:
             self._stream.send({"id": number, "request": what, **values})
@@ -168,9 +168,10 @@ class HostConnection:
         return future
 
     def result_of(self, future: Future[Any], timeout_seconds: float | None, began: float | None = None) -> Any:
-        """Wait for the answer to a request; None: for as long as the agent answers at all. Raises HostError.
+        """Wait for the answer to a request. Raises HostError.
 
-        ``began``: when the request was sent, by the monotonic clock, if the time counts from then.
+        ``timeout_seconds``: None to wait until the host is lost. ``began``: time of the request by the monotonic clock,
+        if the limit counts from then.
         """
         waited = 0.0 if began is None else time.monotonic() - began
         try:
@@ -181,11 +182,11 @@ class HostConnection:
     def result_while_active(self, future: Future[Any], quiet_seconds: float, began: float) -> Any:
         """Wait for the answer to a request while the agent sends more than pings. Raises HostError.
 
-        The host is lost after ``quiet_seconds`` without: pings go on even if a file system makes the agent hang.
-        ``began``: when the request was sent, by the monotonic clock.
+        After ``quiet_seconds`` of nothing but pings the host is lost: they go on even if a file system makes the agent
+        hang. ``began``: time of the request by the monotonic clock.
         """
         while True:
-            # Read each time round: the thread of the connection moves it.
+            # Computed again each time, because the connection's thread updates it.
             left = max(began, self._heard) + quiet_seconds - time.monotonic()
             with contextlib.suppress(FutureTimeoutError):
                 return future.result(max(0.0, left))
@@ -200,7 +201,7 @@ class HostConnection:
         if "agent" in message and not self._greeting.done():
             if self._stream is not None:
                 self._stream.silence_seconds = SILENCE_SECONDS
-            # The greeting of other code may have other fields; wait_for_agent refuses that agent.
+            # A greeting from different code may lack these fields; wait_for_agent refuses that agent.
             if message["agent"] == code_digest():
                 self.hostname, self.address = str(message["hostname"]), message.get("address")
             self._greeting.set_result(str(message["agent"]))
@@ -211,14 +212,14 @@ class HostConnection:
             if "error" in message:
                 future.set_exception(HostError(self.name, str(message["error"])))
             else:
-                # A value of another kind raises, which ends the stream, and with it the wait for this answer.
+                # A value of another type raises, which ends the stream and so the wait for this answer.
                 future.set_result(json_files.build(kind, message.get("result")))
             del self._replies[message["id"]]
         else:
             self.listen(message)
 
     def _end(self, reason: str) -> None:
-        # Closing ends a run; any other end is a fault, and ssh may print its cause to standard error.
+        # Any end but closing is a fault, whose cause ssh may print to standard error.
         self._is_lost = self._is_lost or reason != "closed"
         if self._process is not None and self._errors is not None and self._is_lost:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -231,22 +232,22 @@ class HostConnection:
             self._fail(future)
 
     def _fail(self, future: Future[Any]) -> None:
-        with contextlib.suppress(Exception):  # it has its answer
+        with contextlib.suppress(Exception):  # it already has its answer
             future.set_exception(HostLostError(self.name, self.problem or "lost"))
 
     def close_input(self) -> None:
-        """End the agent's input, without waiting for its end."""
+        """End the agent's input, without waiting for the agent to end."""
         if self._stream is not None:
             self._stream.close()
         if self._socket is not None:
             self._socket.close()
 
     def close(self) -> None:
-        """End the agent, which ends what it has started. Does nothing if that has happened."""
+        """End the agent, which ends what it has started. Does nothing the second time."""
         self.close_input()
         if self._process is not None:
             try:
-                # A lost agent ends by itself after 15 s without a message; here only ssh or srun is waited for.
+                # A lost agent ends by itself after 15 s without a message; this waits only for ssh or srun.
                 self._process.wait(0.1 if self._is_lost else _CLOSE_SECONDS)
             except subprocess.TimeoutExpired:
                 self._process.kill()
@@ -266,21 +267,21 @@ class Hosts:
         connected: Mapping[str, socket.socket] = MappingProxyType({}),
         python: str | None = None,
     ) -> None:
-        """``command_of``: what starts the agent of a host. ``connected``: host → connection to a running agent."""
+        """``command_of``: host → command that starts its agent. ``connected``: host → connection to a running agent."""
         self.names, self._command_of = tuple(names), command_of
         self._connected = frozenset(connected)
         self.python = python
-        """Interpreter of a user's script, which the hosts look at in place of this program's; None without one."""
+        """Interpreter of a user's script, which the hosts inspect instead of this program's; None without a script."""
         self.connections = [
             HostConnection(name, () if name in connected else command_of(name), connected=connected.get(name))
             for name in names
         ]
         self.unproven: list[tuple[str, str]] = []
-        """Pairs of a host and a trial. The host was lost before it proved that the trial left no process there."""
+        """Pairs of a host and a trial; the host was lost before it proved that the trial left no process there."""
         self._gave_up = False
         """Whether the last trial could not begin because a host was lost."""
         self._locked: tuple[Placement, Say] | None = None
-        """The placement whose devices are locked, and who hears of waiting for them."""
+        """The placement whose devices are locked, and the function that reports a wait for them."""
 
     def __enter__(self) -> Hosts:
         return self
@@ -288,7 +289,7 @@ class Hosts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _at: TracebackType | None
     ) -> None:
-        if self.unproven:  # the last trial's: Slurm's signal before a time limit ends srun, and so agents too
+        if self.unproven:  # by the last trial: Slurm's signal before a time limit ends srun, and with it the agents
             self._locked = None  # no trial follows
             with contextlib.suppress(HostError):
                 self.reconnect(0.0)
@@ -298,7 +299,7 @@ class Hosts:
             connection.close()
 
     def connect(self) -> list[HostError]:
-        """Connect to every host, all at a time. Return one error for each host that cannot be used."""
+        """Connect to all hosts at once. Return one error for each host that cannot be used."""
         for connection in self.connections:
             connection.start()
         problems = []
@@ -318,7 +319,7 @@ class Hosts:
         for number, connection in enumerate(self.connections):
             while connection.problem is not None:
                 if connection.name in self._connected:
-                    problem = f"{connection.problem}; a launcher had started it, and starts it once"
+                    problem = f"{connection.problem}; the launcher that started its agent does not start another"
                     raise HostLostError(connection.name, problem)
                 connection.close()
                 connection = HostConnection(connection.name, self._command_of(connection.name))
@@ -326,16 +327,16 @@ class Hosts:
                 connection.start()
                 try:
                     connection.wait_for_agent()
-                    # The locks of its devices were lost with its agent.
+                    # The old agent's locks ended with it.
                     self._lock(connection, max(_REQUEST_SECONDS, deadline - time.monotonic()))
                 except HostError as error:
                     connection.problem = connection.problem or error.reason
-                    # At least one attempt, whatever the time left.
+                    # After the first attempt, whatever time was left.
                     if time.monotonic() > deadline:
                         self._gave_up = True
                         raise
                     time.sleep(_RETRY_SECONDS)
-            # For hosts that answer too: only their agent can say that an earlier trial is gone from there.
+            # Hosts that answer are asked too: only their agents know whether an earlier trial is gone.
             for name, trial in [each for each in self.unproven if each[0] == connection.name]:
                 end = connection.request("end", kind=HostEnd, trial=trial, grace_seconds=0.0)
                 if end.left:
@@ -345,10 +346,10 @@ class Hosts:
         self._gave_up = False
 
     def lock_devices(self, placement: Placement, say: Say) -> DeviceLocks:
-        """Hold on every host the locks of the devices that the ranks use, until its agent ends; wait for them.
+        """Wait for the locks of the devices that the ranks use on every host, and hold them until the agents end.
 
-        Hosts are locked one after the other, in the order of their own names, because two hostfiles may use different
-        names for one host: two runs never wait for each other. Raises HostError.
+        Hosts are locked one by one, in the order of their own names, so that two runs never wait for each other even if
+        their hostfiles name a host differently. Raises HostError.
         """
         locks, self._locked = DeviceLocks(), (placement, say)
         for connection in sorted(self.connections, key=lambda each: each.hostname):
@@ -372,9 +373,9 @@ class Hosts:
         return locks
 
     def master_of(self, placement: Placement) -> tuple[str, int]:
-        """Address and port at which the ranks of the next trial meet, on the first host. Raises HostError.
+        """Return the address and port on the first host where the ranks of the next trial meet. Raises HostError.
 
-        The address is the one from which the first host reaches the second: its name may stand for another one.
+        The address is the one from which the first host reaches the second; its name may resolve to another one.
         """
         first, *others = self.connections
         address = placement.master_addr
@@ -383,7 +384,9 @@ class Hosts:
             if others:
                 address = first.request("address", kind=str, towards=others[0].address or others[0].hostname)
                 if address.startswith(("127.", "::1")):
-                    raise HostError(first.name, "no address is found at which other hosts reach it: give --master-addr")
+                    raise HostError(
+                        first.name, "no address found at which other hosts can reach it: give --master-addr"
+                    )
         return address, placement.master_port or first.request("free_port", kind=int)
 
     def request_all(
@@ -396,9 +399,9 @@ class Hosts:
         kind: Any = Any,
         **values: Any,
     ) -> dict[str, Any]:
-        """Return host → answer to a request that all hosts work on at a time. Raises HostError for the first without.
+        """Send a request to all hosts at once, and return host → answer. Raises HostError for the first that fails.
 
-        ``each``: further values for each host, in their order. See ``HostConnection.request`` for the others.
+        ``each``: further values for each host, in order. See ``HostConnection.request`` for the others.
         """
 
         def tell(connection: HostConnection) -> Say:

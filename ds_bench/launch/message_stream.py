@@ -1,7 +1,7 @@
-"""JSON objects both ways over two file descriptors, one a line: between a run and its agent on another host.
+"""JSON messages, one per line, in both directions between a run and its agent on another host.
 
-A thread reads and writes, so that each side always knows whether the other still answers. Neither side waits for the
-other: what the network does not accept yet is kept.
+A thread reads and writes, so that each side always knows whether the other still answers. Neither side blocks on the
+other: what the network does not accept yet is queued.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from ..records.json_files import json_line
 
 SILENCE_SECONDS = 15.0
-"""Without a message for this long, the other side counts as lost."""
+"""A side that sends no message for this long counts as lost."""
 PING_SECONDS = 1.0
 _POLL_SECONDS = 0.25
 _READ_BYTES = 2**18
@@ -34,7 +34,7 @@ Message = dict[str, Any]
 
 @cache
 def code_digest() -> str:
-    """A hash of the package's files: both sides must run the same code, whatever its version is called."""
+    """Return a hash of the package's files: both sides must run the same code, not only the same version."""
     package, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
     for path in sorted(path for kind in ("py", "json") for path in package.rglob(f"*.{kind}")):
         digest.update(b"%s\0%s\0" % (path.relative_to(package).as_posix().encode(), path.read_bytes()))
@@ -60,7 +60,7 @@ class MessageStream:
         self._outgoing = bytearray()
         self._incoming = bytearray()
         self._lock = threading.Lock()
-        # A byte in it ends the wait in poll() where another thread has queued a message.
+        # A byte in this pipe ends the wait in poll() when another thread has queued a message.
         self._wake_reader, self._wake_writer = os.pipe()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="messages of a host", daemon=True)
@@ -75,13 +75,13 @@ class MessageStream:
         if self._closed:
             return
         with self._lock:
-            # In one piece: two threads that send must not mix their lines.
+            # Under the lock, so that the lines of two threads do not mix.
             self._outgoing += json_line(message) + b"\n"
         if threading.current_thread() is not self._thread:
             self._wake()
 
     def wait_for_room(self) -> None:
-        """Wait while much is queued, until the end of the stream: large files must not fill memory."""
+        """Wait while much is queued, so that large files do not fill memory. Returns at the end of the stream."""
         while len(self._outgoing) > _MOST_QUEUED_BYTES and not self._closed:
             time.sleep(0.01)
 
@@ -99,7 +99,7 @@ class MessageStream:
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
-            # A full pipe wakes as well; a closed one has no thread to wake.
+            # A full pipe wakes the thread as well; with a closed one there is no thread to wake.
             os.write(self._wake_writer, b"\0")
 
     def _run(self) -> None:
@@ -115,7 +115,7 @@ class MessageStream:
         except Exception:  # such as a message without a field of its kind
             reason = "it sent a message that cannot be read"
         self._closed = True
-        with self._lock:  # no thread may write to a closed pipe, whose number may belong to another file by then
+        with self._lock:  # nobody may write to a closed pipe, whose number another file may have by then
             wakers, self._wake_writer = (self._wake_reader, self._wake_writer), -1
         for descriptor in wakers:
             os.close(descriptor)
@@ -128,7 +128,7 @@ class MessageStream:
             poll.register(self._reader, select.POLLIN)
             poll.register(self._wake_reader, select.POLLIN)
             if self._outgoing:
-                # Where both are one socket this call replaces the events of the first, which must stay among them.
+                # If both are one socket, this call replaces the events registered above, so they are repeated.
                 poll.register(self._writer, select.POLLOUT | (select.POLLIN if self._writer == self._reader else 0))
             events = dict(poll.poll(_POLL_SECONDS * 1000))
             if self._wake_reader in events:
@@ -145,12 +145,12 @@ class MessageStream:
                 self.send({"ping": True})
             with self._lock, contextlib.suppress(BlockingIOError):
                 while self._outgoing:
-                    # A part, since the slice is a copy of it.
+                    # Only a part, because the slice is a copy.
                     written = os.write(self._writer, self._outgoing[:_READ_BYTES])
                     del self._outgoing[:written]
 
     def _read_messages(self) -> bool:
-        """Receive what has arrived. Return whether anything has. Raises EOFError, OSError, what ``receive`` does."""
+        """Receive what has arrived; return whether anything has. Raises EOFError, OSError and errors of ``receive``."""
         try:
             data = os.read(self._reader, _READ_BYTES)
         except BlockingIOError:
@@ -159,7 +159,7 @@ class MessageStream:
             raise EOFError
         self._incoming += data
         lines: list[bytearray] = []
-        # What arrived before has no line break: only the new part is searched, as a line may come in many parts.
+        # Only the new part is searched: what arrived before has no line break.
         if b"\n" in data:
             *lines, self._incoming = self._incoming.split(b"\n")
         if len(self._incoming) > _MOST_LINE_BYTES:

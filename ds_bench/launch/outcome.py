@@ -1,8 +1,8 @@
-"""Determines how a trial ended: from the evidence in its files to one status (docs/metrics.md, "How a trial ends").
+"""Determines from a trial's files how it ended (docs/metrics.md, "How a trial ends").
 
-Success means that the file of every rank is present, complete and valid. For any other ending the cause is chosen by
-its class, then by its time, never by the number of the rank: the ranks that outlive a dead one fail in a collective,
-and their exceptions must not hide its end. The rank itself says what an exception means (``worker/failure.py``).
+Success means that every rank's file is present, complete and valid. For any other ending the cause is chosen by its
+class, then by its time, never by the number of the rank: ranks that outlive a dead one fail in a collective, and their
+exceptions must not hide its end. The rank itself classifies an exception (``worker/failure.py``).
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _COLLECTIVE_TIMEOUT = re.compile(
     r"Watchdog caught collective operation timeout: \w+\(SeqNum=(\d+), (.+?), Timeout\(ms\)=\d+\) ran for (\d+)"
 )
 _MOST_LOG_BYTES = 2**20
-"""Read from the end of a rank's log: the stacks of its threads follow a watchdog's message."""
+"""Read from the end of a rank's log, because the stacks of its threads follow the watchdog's message."""
 _CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Facts about an ended trial that its files do not hold."""
+    """Facts about an ended trial that are not in its files."""
 
     folder: Path
     world_size: int
     ending: Ending | None
-    """None if the user interrupted it."""
+    """None if the user interrupted the trial."""
     limits: Limits
     host_ran_out: bool = False
     """Whether the kernel's count of processes killed for memory rose while the trial ran."""
@@ -62,12 +62,12 @@ class Evidence:
     script_steps: int | None = None
     """Warm-up and measured steps of a user's script; None for another workload."""
     server_died: bool = False
-    """Whether the preloaded server was gone when the trial ended. Its ranks die with it."""
+    """Whether the preloaded server, with which its ranks die, was gone when the trial ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialOutcome:
-    """The outcome and what the ranks reported."""
+    """The outcome, and what the ranks reported."""
 
     outcome: Outcome
     measurements: tuple[RankMeasurement, ...] = ()
@@ -81,7 +81,7 @@ def determine_outcome(evidence: Evidence) -> TrialOutcome:
     success = Outcome(status=schema.SUCCESS)
     if len(measurements) == evidence.world_size:
         return TrialOutcome(outcome=success, measurements=measurements, caveats=_exit_caveats(evidence))
-    # The window had ended on every rank, so its numbers hold whatever failed in the inspection after it.
+    # The window had ended on every rank, so its numbers hold, whatever failed in the inspection that followed.
     if evidence.ending is not None and not problems:
         measurements, _, _ = _read_rank_files(evidence, partial_rank_file)
         if len(measurements) == evidence.world_size:
@@ -93,8 +93,8 @@ def determine_outcome(evidence: Evidence) -> TrialOutcome:
             caveats = (f"{what} failed{cause}; the measured steps had finished",)
             return TrialOutcome(outcome=success, measurements=measurements, failures=failures, caveats=caveats)
     outcome = (
-        # The first that applies. Each may cause those below it: a rank's report about memory says most; a lost host, a
-        # dead server or a full disk makes ranks die by signals and raise; a missing file explains nothing.
+        # The first that applies, because each may cause those below it: a rank's own report about memory says most; a
+        # lost host, a dead server or a full disk makes ranks die by signals or raise; a missing file says least.
         _oom_outcome(failures, evidence)
         or _outside_outcome(evidence)
         or _collective_timeout_outcome(failures, evidence)
@@ -109,7 +109,7 @@ def determine_outcome(evidence: Evidence) -> TrialOutcome:
 def _read_rank_files(
     evidence: Evidence, file_of: Callable[[Path, int], Path]
 ) -> tuple[tuple[RankMeasurement, ...], tuple[RankFailure, ...], dict[int, str]]:
-    """Valid measurements, reported failures by time, and rank → what is wrong with its file."""
+    """Return the valid measurements, the reported failures by time, and rank → what is wrong with its file."""
     measurements: list[RankMeasurement] = []
     failures: list[RankFailure] = []
     problems: dict[int, str] = {}
@@ -136,7 +136,7 @@ def _read_rank_files(
 
 
 def _exit_caveats(evidence: Evidence) -> tuple[str, ...]:
-    """Faults after the results were written."""
+    """Describe a fault after the results were written."""
     if evidence.ending == "hung_at_exit":
         return (f"hung at exit: still there {evidence.limits.exit_grace_seconds:.0f} s after its results were written",)
     for entry in read_exits(evidence.folder):
@@ -149,7 +149,7 @@ def _exit_caveats(evidence: Evidence) -> tuple[str, ...]:
 def _fail(
     evidence: Evidence, status: str, rank: int | None, error: str, *, phase: str | None = None, **more: Any
 ) -> Outcome:
-    """The outcome of a failed trial. ``phase``: by default the phase of the rank's last heartbeat."""
+    """Return the outcome of a failed trial. ``phase``: by default that of the rank's last heartbeat."""
     if phase is None and rank is not None:
         phase = _read_phase(evidence, rank)
     details = [error, f"phase {phase}" if phase else None]
@@ -163,7 +163,7 @@ def _read_phase(evidence: Evidence, rank: int) -> str | None:
 
 
 def _oom_outcome(failures: tuple[RankFailure, ...], evidence: Evidence) -> Outcome | None:
-    """The first report of a rank that memory or disk ran out."""
+    """Return the first report of a rank that memory or disk ran out."""
     for failure in failures:
         if failure.kind in _STATUS_BY_KIND:
             asked = f", asked {format_bytes(failure.requested_bytes)}" if failure.requested_bytes else ""
@@ -182,28 +182,28 @@ def _oom_outcome(failures: tuple[RankFailure, ...], evidence: Evidence) -> Outco
 
 
 def _outside_outcome(evidence: Evidence) -> Outcome | None:
-    """An end from outside, which also explains how the ranks ended."""
+    """Return an ending from outside the ranks, which also explains how they ended."""
     if evidence.ending is None:
         return _fail(evidence, schema.INTERRUPTED, None, "interrupted while it ran", phase=_read_phase(evidence, 0))
     if evidence.host_error is not None:
-        # The ranks of the other hosts wait for the lost ones.
+        # Ranks of other hosts wait for the lost ones.
         status = schema.TIMEOUT if isinstance(evidence.host_error, HostLostError) else schema.CRASHED
         return _fail(evidence, status, None, f"host {evidence.host_error}")
     if evidence.server_died:
         status = schema.OOM_HOST if evidence.host_ran_out else schema.KILLED
-        text = "the preloaded server, the parent of its ranks, was ended from outside while it ran"
+        text = "the preloaded server, the parent of the ranks, was killed from outside while the trial ran"
         if evidence.host_ran_out:
             text = "the kernel killed the preloaded server or a rank for memory (its oom_kill count rose)"
         return _fail(evidence, status, None, text, phase=_read_phase(evidence, 0))
     if evidence.disk_full:
-        # DeepSpeed's I/O library then aborts the rank by an assertion that does not name the cause.
+        # DeepSpeed's I/O library then aborts the rank with an assertion that does not name the cause.
         first = min(read_exits(evidence.folder), key=lambda entry: entry.time, default=None)
         return _fail(evidence, schema.OOM_DISK, first.rank if first else None, "no space left in the swap folder")
     return None
 
 
 def _collective_timeout_outcome(failures: tuple[RankFailure, ...], evidence: Evidence) -> Outcome | None:
-    """A collective that timed out on some ranks: NCCL's watchdog writes so to their logs and aborts them."""
+    """Return a collective's timeout, which NCCL's watchdog writes to the logs of the ranks that it aborts."""
     if any(failure.kind not in ("peer_lost", "collective_timeout") for failure in failures):
         return None
     texts = dict.fromkeys(range(evidence.world_size), "")
@@ -220,7 +220,7 @@ def _collective_timeout_outcome(failures: tuple[RankFailure, ...], evidence: Evi
         ranks_in.setdefault((int(match[1]), match[2]), []).append(rank)
     last, _ = max(ranks_in)
     late = [rank for rank in texts if rank not in found or int(found[rank][1]) < last]
-    # Compared within one number: different numbers only say who is late.
+    # Only within one number: ranks at different numbers are early or late.
     differ = len({number for number, _ in ranks_in}) < len(ranks_in)
     head = "ranks ran different collectives" if differ else f"late: {_name_ranks(late)}" if late else "no rank was late"
     waits = [f"{_name_ranks(ranks)} in {what} (SeqNum {number})" for (number, what), ranks in ranks_in.items()]
@@ -234,15 +234,15 @@ def _name_ranks(ranks: list[int]) -> str:
 
 
 def _signal_outcome(failures: tuple[RankFailure, ...], evidence: Evidence) -> Outcome | None:
-    """The first rank that a signal ended, unless we sent the signal or an exception came before it."""
+    """Return the first end by a signal, unless we sent the signal or an exception came before it."""
     if evidence.ending in ("timeout", "stalled"):
         return None
     exits = _read_exits_without_file(evidence)
-    # We send signals only this long after the first sign of failure, the time that the other ranks have to report.
+    # We send signals only after the grace that the other ranks have to report, counted from the first sign of failure.
     first_sign = min([failure.time for failure in failures] + [entry.time for entry in exits], default=0.0)
     first_of_ours = first_sign + evidence.limits.failure_grace_seconds
     first_exception = min((failure.time for failure in failures if failure.kind != "peer_lost"), default=first_of_ours)
-    # A launcher ends a while after the rank whose signal it passes on: another rank's exception may come in between.
+    # A launcher passes a rank's signal on a while later, so another rank's exception may come in between.
     by_signal = [
         entry
         for entry in exits
@@ -259,25 +259,25 @@ def _signal_outcome(failures: tuple[RankFailure, ...], evidence: Evidence) -> Ou
     elif number == signal.SIGKILL and evidence.host_ran_out:
         status, text = schema.OOM_HOST, "the kernel killed it for memory (its oom_kill count rose)"
     elif number == signal.SIGKILL:
-        text += ", with no sign of lack of memory"
+        text += ", with no sign that memory ran out"
     return _fail(evidence, status, first.rank, text, kind="bus_error" if number == signal.SIGBUS else None)
 
 
 def _missing_ranks(evidence: Evidence) -> list[int]:
-    """Ranks without a file."""
+    """Return the ranks without a file."""
     return [rank for rank in range(evidence.world_size) if not rank_file(evidence.folder, rank).exists()]
 
 
 def _read_exits_without_file(evidence: Evidence) -> list[RankExit]:
-    """Exits of ranks without a file, and of the launcher, which may hide how its ranks ended."""
+    """Return the exits of ranks without a file, and of the launcher, which may hide how its ranks ended."""
     missing = {None, *_missing_ranks(evidence)}
     return [entry for entry in read_exits(evidence.folder) if entry.rank in missing]
 
 
 def _find_signal(entry: RankExit) -> int | None:
-    """The signal behind an exit. The deepspeed launcher passes a rank's signal on as exit code 256 - number."""
+    """Return the signal behind an exit. The deepspeed launcher turns a rank's signal into exit code 256 - number."""
     if entry.signal is not None:
-        return entry.signal or None
+        return entry.signal
     # Linux has 64 signals. Smaller codes are exit codes that a rank chose itself.
     if entry.rank is None and entry.code is not None and 256 - 64 < entry.code < 256:
         return 256 - entry.code
@@ -301,10 +301,10 @@ def _timeout_outcome(evidence: Evidence) -> Outcome | None:
 
     def progress(rank: int) -> tuple[int, int, float]:
         beat = read_beat(evidence.folder, rank)
-        # A rank without a heartbeat is behind those before their first step, which is -1.
+        # A rank without a heartbeat is behind those before their first step (-1).
         return (beat.step, PHASES.index(beat.phase), beat.time) if beat is not None else (-2, 0, 0.0)
 
-    # The rank that came least far, then the one silent for longest: the others wait for it.
+    # The rank that made least progress, then the one silent longest: the others wait for it.
     rank = min(_missing_ranks(evidence), key=progress, default=None)
     return _fail(evidence, schema.TIMEOUT, rank, f"{text}; stacks of every rank in {evidence.folder}/rank*.stacks")
 
@@ -312,9 +312,9 @@ def _timeout_outcome(evidence: Evidence) -> Outcome | None:
 def _exception_outcome(
     failures: tuple[RankFailure, ...], problems: Mapping[int, str], evidence: Evidence
 ) -> Outcome | None:
-    """The first exception. One about a lost peer counts only if nothing shows what happened to the peer."""
+    """Return the first exception. One about a lost peer counts only if nothing shows what happened to the peer."""
     causes = [failure for failure in failures if failure.kind != "peer_lost"]
-    # A launcher never has a file: its end is a sign of a lost peer only if a rank's file is missing.
+    # A launcher never has a file, so its end points to a lost peer only if a rank's file is missing.
     is_missing = bool(_missing_ranks(evidence))
     ended_silently = any(entry.rank is not None or is_missing for entry in _read_exits_without_file(evidence))
     if not causes and (ended_silently or problems):
@@ -324,12 +324,12 @@ def _exception_outcome(
             status, text = _ENDING_OF_SCRIPT[failure.kind], failure.message
             code = next((each.code for each in read_exits(evidence.folder) if each.rank == failure.rank), None)
             if code:
-                # ``sys.exit``, also of argparse: no hook of exceptions sees it.
+                # No exception hook sees ``sys.exit``, which argparse calls too.
                 last_line = failure.traceback[:_MOST_CAVEAT_LENGTH]
                 status, text = "SystemExit", f"{text}, with exit code {code}" + (f": {last_line}" if last_line else "")
             return _fail(evidence, status, failure.rank, text, phase="")
         text = f"{failure.error_class} in {failure.phase}: {failure.message}"
-        # A class of exceptions may be named like one of our statuses.
+        # An exception class may have the name of one of our statuses.
         is_status = failure.error_class.isidentifier() and failure.error_class not in schema.STATUSES
         status = failure.error_class if is_status else schema.CRASHED
         return _fail(evidence, status, failure.rank, text, phase=failure.phase, kind=failure.kind)
@@ -341,7 +341,7 @@ def _missing_file_outcome(problems: Mapping[int, str], evidence: Evidence) -> Ou
         return _fail(evidence, schema.CRASHED, rank, problem)
     missing = _missing_ranks(evidence)
     exits = {entry.rank: entry for entry in read_exits(evidence.folder)}
-    # An end that was seen says more than a rank that may never have started.
+    # A rank whose end was seen says more than one that may never have started.
     rank = next((rank for rank in missing if rank in exits), missing[0])
     entry = exits.get(rank) or exits.get(None)
     code = f"exit code {entry.code}" if entry is not None and entry.code is not None else "no exit code seen"
@@ -351,5 +351,5 @@ def _missing_file_outcome(problems: Mapping[int, str], evidence: Evidence) -> Ou
         if entry is not None and entry.code == 0:  # os._exit(0), which runs no exit handlers
             return _fail(evidence, schema.ENDED_EARLY if beat.step > 0 else schema.NO_ENGINE, rank, text, phase="")
         return _fail(evidence, schema.CRASHED, rank, text)
-    when = "before saying hello" if beat is None else "without writing its file"
+    when = "before its first heartbeat" if beat is None else "without writing its file"
     return _fail(evidence, schema.CRASHED, rank, f"rank {rank} ended {when} ({code})")

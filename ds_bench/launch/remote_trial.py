@@ -93,11 +93,9 @@ class RemoteTrial:
         return any(receiver.ended and not receiver.ranks <= set(written) for receiver in self._receivers)
 
     @property
-    def lost(self) -> str | None:
-        """The first host that no longer answers, and why; None while all do."""
-        return next(
-            (f"{each.name}: {each.problem}" for each in self._hosts.connections if each.problem is not None), None
-        )
+    def any_lost(self) -> bool:
+        """Whether a host no longer answers."""
+        return any(each.problem is not None for each in self._hosts.connections)
 
     def read_activity(self) -> Activity | None:
         """Sums over the trial's processes on every host; None if one did not answer."""

@@ -1,7 +1,7 @@
 """Starts the ranks of a user's script on one host: ``python -m ds_bench.launch.script_ranks NUMBER_OF_HOST FOLDER``.
 
-Each is the script's own interpreter with the script's command, torchrun's variables and the hook on its path
-(``worker/script_hook``). It adds to ``exits.jsonl`` how each ends.
+Each rank is the script's command in the script's own interpreter, with torchrun's variables and the hook on its path
+(``worker/script_hook``). How each ends is appended to ``exits.jsonl``.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _LONGEST_TMPDIR = 70
 
 
 def command(number: int) -> list[str]:
-    """The command that starts the ranks of a host; the trial's folder is added as its last word."""
+    """Return the command that starts the ranks of a host; the caller appends the trial's folder."""
     return [sys.executable, "-m", "ds_bench.launch.script_ranks", str(number)]
 
 
 def script_words(trial: Trial, config: Path, output_folder: str | None) -> list[str]:
-    """The interpreter and the script's command, placeholders filled in. ``config``: the row's file."""
+    """Return the script's command with its placeholders filled in. ``config``: the row's file."""
     script = trial.workload.script
     assert script is not None
     values = placeholder_values(script, trial.configuration.name, trial.ds_config, trial.placement.num_gpus)
@@ -36,7 +36,7 @@ def script_words(trial: Trial, config: Path, output_folder: str | None) -> list[
 
 
 def script_variables(trial: Trial, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables of every rank: ``environ`` without the paths of this program, and the hook.
+    """Return the variables of every rank: ``environ`` with the hook, but without the paths of this program.
 
     The script must find its own packages: ours may have other versions.
     """
@@ -51,7 +51,7 @@ def script_variables(trial: Trial, folder: Path, environ: Mapping[str, str]) -> 
         "PATH": os.pathsep.join([theirs, *(programs[1:] if programs[0] == ours else programs)]),
         "DS_BENCH_SCRIPT": str(folder),
     }
-    # The sockets of a data loader's workers are in this folder, and their paths hold at most 107 bytes (unix(7)).
+    # A data loader's workers open sockets in this folder, whose paths hold at most 107 bytes (unix(7)).
     if len(os.fsencode(temporary := variables.get("TMPDIR", ""))) > _LONGEST_TMPDIR:
         variables["TMPDIR"] = str(Path(temporary).parent)
     return variables | script.accelerate_variables(folder / CONFIG_FILE)
@@ -64,7 +64,7 @@ def main() -> int:
     trial, placement = assignment.trial, assignment.trial.placement
     counts = [ranks for _, ranks in placement.hosts] or [placement.num_gpus]
     address, port = "127.0.0.1", assignment.scratch_id
-    if placement.hosts:  # the agent has set where they meet
+    if placement.hosts:  # the agent has set the meeting point
         address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     words = script_words(trial, folder / CONFIG_FILE, assignment.checkpoint_folder)
     variables = script_variables(trial, folder, {**os.environ, **assignment.environment})

@@ -1,6 +1,6 @@
-"""Watches a running trial through its files, with a few system calls every fifth of a second.
+"""Watches a running trial through its files, with a few system calls five times a second.
 
-``watch`` decides when a trial has ended. ``StepMonitor`` writes its steps to ``steps.jsonl`` and TensorBoard's files.
+``watch`` decides when a trial has ended. ``StepMonitor`` writes its steps to ``steps.jsonl`` and TensorBoard files.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from ..system import files, processes
 Ending = Literal["ended", "hung_at_exit", "rank_failed", "timeout", "stalled", "host_lost"]
 _POLL_SECONDS = 0.2
 _GROWTH_BYTES = 16 * 2**20
-"""Growth of memory or I/O that proves silent ranks alive: more than a hung rank's log or caches can grow."""
+"""Growth of memory or I/O that proves silent ranks alive: more than the log or caches of a hung rank can grow."""
 _CHECKS_PER_STALL = 4
-"""Measurements of growth within the stall timeout, unless that is longer than a few seconds."""
+"""Checks for growth within the stall timeout."""
 _MAX_CHECK_INTERVAL_SECONDS = 5.0
-"""Before the first step. Later a measurement would take time from a step."""
+"""Until every rank has stepped. From then on a check would take time from a step."""
 _EXIT_SECONDS_PER_GB = 0.3
-"""Added to the grace at exit for each 10**9 bytes of resident memory: page-locked memory is given back slowly."""
+"""Added to the grace at exit per 10**9 bytes of resident memory: page-locked memory is released slowly."""
 STACKS_SECONDS = 1.0
-"""For ranks to write their stacks."""
+"""Time for ranks to write their stacks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How long things may take."""
+    """Time limits of a trial."""
 
     timeout_seconds: float = 3600.0
     """Whole trial."""
@@ -49,7 +49,7 @@ class Limits:
     failure_grace_seconds: float = 5.0
     """For the other ranks to report after one has failed."""
     exit_grace_seconds: float = 10.0
-    """For processes to end after every rank has written its file, and longer for those with much memory."""
+    """For processes to end after every rank has written its file; longer if they hold much memory."""
     kill_grace_seconds: float = 5.0
     """Between SIGTERM and SIGKILL."""
 
@@ -72,7 +72,7 @@ class OtherHosts(Protocol):
     """The hosts of a trial whose processes are not descendants of this one: see ``RemoteTrial``."""
 
     @property
-    def lost(self) -> str | None: ...
+    def any_lost(self) -> bool: ...
     def ended_without_file(self, written: Collection[int]) -> bool: ...
     def read_activity(self) -> processes.Activity | None: ...
     def request_stacks(self) -> None: ...
@@ -86,20 +86,20 @@ def watch(
     listen: ProgressCallback,
     hosts: OtherHosts | None = None,
 ) -> tuple[Ending, float | None]:
-    """Wait for the end of a trial. Return how it ended, and seconds from the start to the first warm-up step.
+    """Wait for a trial to end. Return how it ended, and the seconds from its start to its first warm-up step.
 
-    ``wait_leader`` waits at most this many seconds and returns whether the leader has ended. ``hosts``: of ranks that
-    are not descendants of this process.
+    ``wait_leader`` waits at most the given seconds and returns whether the leader has ended. ``hosts``: those of ranks
+    that are not descendants of this process.
     """
     watcher = _Watcher(folder, world_size, limits, hosts)
     while True:
         if wait_leader(_POLL_SECONDS):
-            # Once more: what the ranks wrote within the last interval has not been seen yet.
+            # Once more, for what the ranks wrote since the last check.
             watcher.check(listen)
             return "ended", watcher.start_seconds
         ending = watcher.check(listen)
         if ending is not None:
-            # In the other cases the cause is already known.
+            # For any other ending the cause is already known.
             if ending in ("timeout", "stalled"):
                 watcher.request_stacks()
             return ending, watcher.start_seconds
@@ -143,7 +143,7 @@ class _Watcher:
             )
         if ending := self._check_rank_files(now):
             return ending
-        if self._hosts is not None and self._hosts.lost is not None:
+        if self._hosts is not None and self._hosts.any_lost:
             return "host_lost"
         if now - self._start > self._limits.timeout_seconds:
             return "timeout"
@@ -177,7 +177,7 @@ class _Watcher:
             )
 
     def _read_activity(self) -> processes.Activity | None:
-        # All descendants count: a compiler that a rank has started works for it.
+        # All descendants count: a compiler that a rank started works for it.
         return self._hosts.read_activity() if self._hosts else processes.read_activity(processes.descendants())
 
     def _check_rank_files(self, now: float) -> Ending | None:
@@ -187,9 +187,9 @@ class _Watcher:
                 activity = self._read_activity()
                 resident_gb = 0.0 if activity is None else activity.resident_bytes / 1e9
                 self._exit_deadline = now + self._limits.exit_grace_seconds + _EXIT_SECONDS_PER_GB * resident_gb
-            # A rank may hang after its file, while its libraries end; its result counts in any case.
+            # A rank may hang after writing its file, while its libraries shut down; its result still counts.
             return "hung_at_exit" if now > self._exit_deadline else None
-        # A line without a rank is the launcher's; its end does not mean that a rank failed.
+        # A line without a rank is the launcher's, whose end does not mean that a rank failed.
         ended = any(entry.rank is not None and entry.rank not in written for entry in read_exits(self._folder))
         ended = ended or (self._hosts is not None and self._hosts.ended_without_file(written))
         if self._failed_at is None and (ended or any(map(self._reports_failure, written))):
@@ -213,16 +213,16 @@ class _Watcher:
 
 
 def request_stacks(folder: Path, members: Collection[int]) -> None:
-    """Make the ranks with files in ``folder`` write their stacks, if they are among these processes.
+    """Make the ranks with a heartbeat in ``folder`` write their stacks, if they are among these processes.
 
-    A file is not enough: its process may have ended, and another may have its id by now.
+    A heartbeat is not enough: its process may have ended, and another may have its id by now.
     """
     beats = (read_beat(folder, int(path.stem.removeprefix("rank"))) for path in folder.glob("rank[0-9]*.beat"))
     processes.send_signal([beat.pid for beat in beats if beat is not None and beat.pid in members], signal.SIGUSR2)
 
 
 class StepMonitor:
-    """Writes a line for each step that every rank has finished, when :meth:`update` is called."""
+    """Writes a line for each step that every rank has finished."""
 
     def __init__(self, trial: Trial, folder: Path) -> None:
         ranks = range(trial.placement.num_gpus)
@@ -239,11 +239,11 @@ class StepMonitor:
             return
         try:
             for reader, samples in zip(self._readers, self._unwritten, strict=True):
-                # A rank's file keeps only its last steps, so they are read as they come.
+                # Each time, because a rank's file keeps only its last steps.
                 samples.extend(reader.new_samples())
             while all(self._unwritten):
                 number = max(samples[0][0] for samples in self._unwritten)
-                if any(samples[0][0] < number for samples in self._unwritten):  # another rank's was missed
+                if any(samples[0][0] < number for samples in self._unwritten):  # a rank's sample was missed
                     for samples in self._unwritten:
                         if samples[0][0] < number:
                             samples.popleft()
@@ -281,7 +281,7 @@ def _trial_step(number: int, samples: list[StepSample], tokens_per_step: int) ->
         time=max(sample.time for sample in samples),
         seconds=seconds,
         tokens_per_second=tokens_per_step / seconds if seconds > 0 else None,
-        # Each rank has the loss of its own part of the batch: the mean of only some would be another number.
+        # Each rank has the loss of its own part of the batch, so the mean needs all of them.
         loss=math.fsum(losses) / len(losses) if len(losses) == len(samples) else None,
         **{
             # The fullest GPU runs out first; the ranks of a host share its memory.

@@ -1,7 +1,7 @@
 """Warm launch: the ranks of each trial are forked from one server that has loaded everything.
 
-The server is the ``multiprocessing`` forkserver of the standard library with ``worker.preload`` in its preload list. It
-must never use a GPU, which its forks could then not use: a probe proves that before the first trial.
+The server is the forkserver of the standard library's ``multiprocessing``, with ``worker.preload`` in its preload list.
+It must never use a GPU, or its forks could not; a probe proves that before the first trial.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ from .trial_watcher import Limits
 
 _PRELOAD = "ds_bench.worker.preload"
 _MAX_STARTS = 3
-"""How often a trial is started if the server dies before the trial has begun."""
-
+"""Attempts at a trial if the server dies before it has begun."""
 
 _forwarded_to: dict[int | None, Mapping[str, str]] = {}
-"""Process id of a server of this process → the variables of ``--env`` that it was started with."""
+"""Process id of a server → the variables of ``--env`` that it was started with."""
 
 
 class _ServerDiedError(Exception):
@@ -49,24 +48,24 @@ class _ServerDiedError(Exception):
 class WarmLauncher:
     """Launches trials on a single node. ``environment`` is set for the life of the server; libraries read it once.
 
-    A server that was killed is started and probed again before the next trial. If that fails, trials go through
-    ``otherwise``, with a caveat; without it they are Crashed.
+    A server that was killed is started and probed again before the next trial. If that fails, ``otherwise`` launches
+    the trial, which gets a caveat; without ``otherwise`` the trial is Crashed.
     """
 
     def __init__(self, environment: Mapping[str, str], limits: Limits, otherwise: Launcher | None = None) -> None:
-        # The server ends itself if this process died before it could ask to die with it (worker/preload.py).
+        # With this the server notices if its parent died before it could ask to die with it (worker/preload.py).
         self._environment = {**environment, "DS_BENCH_PARENT": str(os.getpid())}
         self._limits = limits
         self._otherwise = otherwise
         self._context = multiprocessing.get_context("forkserver")
         self._server_pid: int | None = None
-        # multiprocessing replaces its helper process where it finds it killed, with a warning meant for developers.
+        # multiprocessing replaces a killed helper process, with a warning meant for developers.
         warnings.filterwarnings("ignore", "resource_tracker: process died unexpectedly", UserWarning)
 
     def prepare(self, timeout_seconds: float = 300.0) -> str | None:
-        """Start the server, a second time if it dies while it loads.
+        """Start the server, again if it dies while it loads.
 
-        Return None if ranks can be forked from it, else the reason why not.
+        Return None if ranks can be forked from it, else why not.
         """
         earlier = processes.descendants()
         try:
@@ -78,7 +77,7 @@ class WarmLauncher:
         except (EOFError, OSError) as error:
             return f"the preloaded server did not start ({type(error).__name__})"
         except BaseException:
-            # An interrupted start must not leave a server that goes on loading.
+            # An interrupted start must not leave a server that is still loading.
             processes.end_tree(None, earlier=earlier, grace_seconds=1.0)
             raise
 
@@ -86,7 +85,7 @@ class WarmLauncher:
         _ensure_tracker()
         self._context.set_forkserver_preload([__name__, _PRELOAD])
         result_file = Path(temporary_folder()) / "probe.json"
-        # The answer of an earlier server does not count.
+        # The answer of an earlier server must not count.
         result_file.unlink(missing_ok=True)
         with _set_variables(self._environment):  # the server inherits them
             probe = self._context.Process(target=_write_probe_result, args=(str(result_file),), daemon=True)
@@ -109,10 +108,10 @@ class WarmLauncher:
             name: self._environment[name] for name in trial.placement.forwarded_variables if name in self._environment
         }
         for _ in range(_MAX_STARTS):
-            # Before the trial, not in it: ending a trial spares what ran before it.
+            # Before the trial begins, because ending a trial spares what ran before it.
             _ensure_tracker()
             if self._server_is_alive() and _forwarded_to.get(self._server_pid, own) != own:
-                # An earlier run of this process started it with other variables of --env, which libraries have read.
+                # An earlier run in this process started it with other variables of --env, which libraries have read.
                 _forget_server()
                 self._server_pid = None
             forbidden = None if self._server_is_alive() else self.prepare()
@@ -134,7 +133,7 @@ class WarmLauncher:
                     server_is_alive=self._server_is_alive,
                 )
             except _ServerDiedError:
-                for file in folder.iterdir():  # of a leader that was forked before the server died
+                for file in folder.iterdir():  # left by a leader that was forked before the server died
                     file.unlink()
         reason = f"the preloaded server cannot be forked: {reason}"
         if self._otherwise is not None:
@@ -145,14 +144,14 @@ class WarmLauncher:
 
     def _server_is_alive(self) -> bool:
         pid = self._server_pid
-        # Killed together with its ranks, it may be the last to be gone.
+        # If it was killed together with its ranks, it may be the last to be gone.
         return pid is not None and processes.is_alive(pid) and not processes.is_ending(pid)
 
     def _start(self, trial: Trial, folder: Path, _remote: RemoteTrial | None) -> Leader:
         # No daemon: multiprocessing lets neither a daemon nor the ranks forked from one start processes.
         process = self._context.Process(target=lead_forked_ranks, args=(folder, trial.placement.num_gpus), daemon=False)
         try:
-            # Without a server multiprocessing would start one here: not probed, and as a part of the trial.
+            # Without a server multiprocessing would start one here, unprobed and as part of the trial.
             if self._server_is_alive():
                 with _without_main():
                     process.start()
@@ -170,10 +169,10 @@ class WarmLauncher:
 
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
-    """Within this context a started process does not run the user's program again.
+    """Keep processes started in this context from running the user's program again.
 
     multiprocessing imports the file of ``__main__`` in each process (multiprocessing/spawn.py, get_preparation_data). A
-    program without the guard ``if __name__ == "__main__"`` would start its run anew there.
+    program without the guard ``if __name__ == "__main__"`` would start its run again there.
     """
     main: dict[str, Any] = vars(sys.modules["__main__"])
     hidden = {name: main[name] for name in main.keys() & {"__file__", "__spec__"}}
@@ -185,14 +184,13 @@ def _without_main() -> Iterator[None]:
 
 
 def _ensure_tracker() -> None:
-    """Start multiprocessing's helper process, which removes the semaphores of killed ranks, without its warning."""
+    """Start multiprocessing's helper process, which removes the semaphores of killed ranks, with its warnings off."""
     with _set_variables({"PYTHONWARNINGS": "ignore::UserWarning"}):
         resource_tracker.ensure_running()
 
 
 @contextlib.contextmanager
 def _set_variables(environment: Mapping[str, str]) -> Iterator[None]:
-    """Set these variables within this context."""
     before = os.environ.copy()
     os.environ.update(environment)
     try:
@@ -206,8 +204,8 @@ def _set_variables(environment: Mapping[str, str]) -> Iterator[None]:
 def _forget_server() -> None:
     """Make the standard library start its server again.
 
-    It asks by waitpid whether its server lives, and raises from then on if the dead server was collected elsewhere, as
-    the end of a trial does with the orphans that it adopts (multiprocessing/forkserver.py, ensure_running).
+    It checks its server with waitpid, which raises from then on if the dead server was reaped elsewhere, as happens to
+    orphans at the end of a trial (multiprocessing/forkserver.py, ensure_running).
     """
     server: Any = importlib.import_module("multiprocessing.forkserver")._forkserver
     with contextlib.suppress(OSError, TypeError):
@@ -216,7 +214,7 @@ def _forget_server() -> None:
 
 
 def _write_probe_result(result_file: str) -> None:
-    """Write why no rank can be forked from the server, or None. Runs in a process forked from it."""
+    """Write why ranks cannot be forked from the server, or None. Runs in a process forked from it."""
     reason = None
     is_preloaded = _PRELOAD in sys.modules
     preload = importlib.import_module(_PRELOAD)
@@ -230,7 +228,7 @@ def _write_probe_result(result_file: str) -> None:
         reason = "the CUDA driver was initialised in it"
     elif {"torch", "deepspeed", "ds_bench.worker.measure"} & set(missing):
         reason = f"it could not import {', '.join(missing)}"
-    # torch marks the children of a process that has used CUDA, and refuses it to them (torch/cuda/__init__.py).
+    # torch marks the children of a process that used CUDA and denies it to them (torch/cuda/__init__.py).
     elif os.environ.get("DS_ACCELERATOR") != "cpu" and importlib.import_module("torch").cuda._is_in_bad_fork():
         reason = "CUDA was initialised in it"
     Path(result_file).write_text(json.dumps({"reason": reason, "server": os.getppid()}))
@@ -249,7 +247,7 @@ def choose_launcher(
     """Return the launcher for these trials, and a note if ``auto`` falls back to cold launch.
 
     ``requested``: ``auto``, ``warm`` or ``deepspeed``. ``gpu_indices``: NVML's indices of the visible GPUs. ``hosts``:
-    for a placement on several. Raises UsageError if ``warm`` is requested and not safe.
+    the hosts of a placement on several. Raises UsageError if ``warm`` is requested and not safe.
     """
     on_gpus = placement.accelerator == "cuda"
     devices = gpu_indices if on_gpus else None
@@ -267,7 +265,5 @@ def choose_launcher(
         else:
             note = f"cold launch: the preloaded server cannot be forked: {reason}"
     if on_gpus:
-        launcher = GpuMonitoringLauncher(
-            launcher, gpu_state.read_gpus, gpu_indices, hosts=hosts
-        )  # a sweep has several counts
+        launcher = GpuMonitoringLauncher(launcher, gpu_state.read_gpus, gpu_indices, hosts=hosts)
     return launcher, note

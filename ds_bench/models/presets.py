@@ -1,14 +1,14 @@
-"""Built-in models, as architectures without weights, and their counts.
+"""Built-in models: architectures without weights, and their counts.
 
-Weights do not matter for speed, so a preset is only the arguments of ``AutoConfig.for_model(model_type, **config)``;
-the JSON files next to this module have them, one file per family. They differ from the published configs in one thing:
-``use_cache`` is off, because training reads no key-value cache. Dropout is the family's own (0.1 for GPT-2 and OPT),
-since that is what a user trains with; ``--dropout`` changes it. The presets ``size-…`` are the sizes of the model-size
-benchmark, which no maker published: models like GPT-2, without dropout. Those that end in ``-text`` are the language
-model of a published model that also reads images.
+Weights do not affect speed, so a preset is only the arguments of ``AutoConfig.for_model(model_type, **config)``, in
+JSON files next to this module, one per family. They differ from the published configs only in ``use_cache``, which is
+off because training reads no key-value cache. Dropout is the family's own (0.1 for GPT-2 and OPT), since that is what
+users train with; ``--dropout`` changes it. The presets ``size-…`` belong to the model-size benchmark and were never
+published: they are like GPT-2, without dropout. A name ending in ``-text`` is the language model of one that also reads
+images.
 
-Their counts are in ``counts.json``, counted on models built by Transformers 5 (``worker.lookup_model``), so that no
-command has to build them. ``scripts/make_model_counts.py`` writes that file.
+``counts.json`` has counts from models that Transformers 5 built (``worker.lookup_model``), so that no command has to
+build one. ``scripts/make_model_counts.py`` writes that file.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ _PRESET_FILES = (
     "gpt2", "model_sizes", "opt", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3",
     "phi3", "deepseek_v2", "gpt_oss",
 )  # fmt: skip
-"""Names of the JSON files, in the order of the list of presets; inside a file they go by release and size."""
+"""Names of the JSON files in the order in which presets are listed; in each, presets are sorted by release and size."""
 _SUFFIXES = re.compile(r"-(hf|pt|v[0-9.]+)$")
-"""Ends of names on the Hub that a short name leaves out."""
+"""Endings of Hub names that a short name leaves out."""
 _TUNING = re.compile(r"-(base|chat|instruct|it)(?=-|$)")
-"""Parts of names on the Hub that say how the weights were trained: the shapes are those of the name without them."""
+"""Parts of Hub names that say how the weights were trained; the shapes are those of the model without them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """A model's config and its counts: elements (not bytes) of the whole model, before any partitioning."""
+    """A model's config, and its counts in elements (not bytes) of the whole, unpartitioned model."""
 
     name: str
-    """The user's name for it: a preset's name, a path, or a name of the user's own."""
+    """The user's name for the model: a preset's name, a path, or any other."""
     model_type: str
-    """The architecture family as Transformers calls it, such as ``gpt2`` or ``mixtral``."""
+    """Transformers' name of the architecture, such as ``gpt2`` or ``mixtral``."""
     config: Mapping[str, Any] = field(hash=False)
-    """Keyword arguments of ``AutoConfig.for_model(model_type, **config)``. Not to be changed."""
+    """Keyword arguments of ``AutoConfig.for_model(model_type, **config)``. Read-only."""
     parameters: int
-    """Trainable elements; a tensor shared by input embedding and LM head counts once, inactive experts count."""
+    """Trainable elements; a tensor shared by input embedding and LM head counts once, and inactive experts count."""
     matmul_parameters: int
-    """Weight elements that one token is multiplied with. The LM head counts once, tied or not.
+    """Weight elements that one token is multiplied with, the LM head included, tied or not.
 
     Not counted: input embedding (a look-up), position embeddings, biases, norms, and the experts that a token skips.
     """
@@ -59,28 +59,28 @@ class ModelFacts:
     attention_heads: int
     """Query heads per layer (H of the PaLM formula); key-value heads may be fewer."""
     head_dim: int
-    """Elements per query head (Q of the PaLM formula); heads x head_dim need not equal the hidden size. Where keys and
+    """Elements per query head (Q of the PaLM formula); heads x head_dim need not equal the hidden size. If keys and
     values differ in width, their mean."""
     vocabulary_size: int
     """Rows of the embedding, padding rows included; token ids are below it."""
     max_positions: int | None
     """Longest sequence, in tokens, that the config allows; None if the architecture has no limit."""
     largest_parameter: int
-    """Elements of the largest single tensor: the most that ZeRO-3 must gather at once, unless it splits modules."""
+    """Elements of the largest tensor: the most that ZeRO-3 must gather at once, unless it splits modules."""
     tied_embeddings: bool
     """Whether input embedding and LM head are one tensor."""
 
 
 def preset_names() -> tuple[str, ...]:
-    """All presets: ``tiny`` first, then by family, and within a family by release and size."""
+    """Return the names of all presets: ``tiny`` first, then by family, release and size."""
     return tuple(preset_entries())
 
 
 def find_preset(name: str) -> ModelFacts | None:
-    """The preset with this name or short name, in upper or lower case; None if no preset has it.
+    """Return the preset with this name or short name, ignoring case; None if there is none.
 
-    Names of chat models, and of Llama 3, stand for the preset with their shapes: ``Qwen2.5-7B-Instruct``,
-    ``Meta-Llama-3-8B``. A name that is not a preset's own means a folder of that name if the current folder has one.
+    The name of a chat model or of Llama 3 (``Qwen2.5-7B-Instruct``, ``Meta-Llama-3-8B``) finds the preset with the same
+    shapes. A folder of that name in the current folder takes precedence, except over a preset's full name.
     """
     full, short = _names()
     folded = name.casefold()
@@ -88,37 +88,38 @@ def find_preset(name: str) -> ModelFacts | None:
     if known is None:
         organization, slash, model = folded.rpartition("/")
         model = model if model in short and not slash else _TUNING.sub("", model.removeprefix("meta-"))
-        # Llama 3 has the shapes of 3.1, only fewer positions.
+        # Llama 3 has the shapes of 3.1, with fewer positions.
         model = re.sub(r"^llama-3-(?=\d)", "llama-3.1-", model)
         known = full.get(f"{organization}/{model}") or short.get(model)
         if known is None or not known.casefold().startswith(organization + slash) or Path(name).is_dir():
             return None
     entry = preset_entries()[known]
     counts = _read("counts")[known]
-    # Copied, since presets are read once and shared.
+    # A copy, because presets are read once and shared.
     return ModelFacts(name=known, model_type=entry["model_type"], config=deepcopy(entry["config"]), **counts)
 
 
 def short_names() -> Mapping[str, str]:
-    """Preset name → its shortest other name: without organisation, and without ``-hf`` or a version where that is
-    enough. Presets without an organisation have none.
+    """Return preset name → shortest unique name: without organization and, if that is enough, ``-hf`` or a version.
+
+    Presets without an organization have none.
     """
     return {known: short for short, known in _names()[1].items()}
 
 
 def preset_remedy(name: str, other: str = "") -> str:
-    """What to do about an unknown model: the presets that may be meant, or how to list them. ``other``: another way."""
+    """Return what to do about an unknown model: try a similar preset, or list them. ``other``: a further way out."""
     if similar := similar_presets(name):
         return f"did you mean {format_series(similar)}?{f' Or {other}' if other else ''}"
     return f"{f'{other}, or ' if other else ''}list the presets with {invocation.command('models')}"
 
 
 def similar_presets(name: str) -> list[str]:
-    """Up to three preset names that contain ``name`` or are similar to it, best first."""
+    """Return up to three presets whose names contain ``name`` or are similar to it, best first."""
     from difflib import get_close_matches
 
     typed, (full, _) = name.casefold(), _names()
-    # Users leave the organisation out ("Llama-3.1-9B"), and then the full name is not similar enough.
+    # Users leave the organization out ("Llama-3.1-9B"), and then the full name is not similar enough.
     spellings = full | {spelling.rpartition("/")[2]: known for spelling, known in full.items()}
     containing = [spelling for spelling in spellings if typed and typed in spelling]
     matches = containing + get_close_matches(typed, spellings, n=6)
@@ -127,22 +128,22 @@ def similar_presets(name: str) -> list[str]:
 
 @cache
 def _names() -> tuple[dict[str, str], dict[str, str]]:
-    """Name in lower case → preset name: of full names, and of short ones, of each preset the longer one first."""
+    """Return lower-case full name → preset name, and the same for unique short names, longer ones first."""
     full = {known.casefold(): known for known in preset_entries()}
     names: dict[str, list[str]] = {}
     for spelling, known in full.items():
-        organisation, _, model = spelling.rpartition("/")
-        if organisation:
+        organization, _, model = spelling.rpartition("/")
+        if organization:
             for short in {model, _SUFFIXES.sub("", model)}:
                 names.setdefault(short, []).append(known)
-    # A short name that would stand for two presets stands for neither.
+    # A short name of two presets stands for neither.
     unique = {short: known for short, (known, *others) in names.items() if not others and short not in full}
     return full, dict(sorted(unique.items(), key=lambda item: -len(item[0])))
 
 
 @cache
 def preset_entries() -> Mapping[str, dict[str, Any]]:
-    """Preset name → its ``model_type`` and ``config``, read on first use to keep imports fast. Not to be changed."""
+    """Return preset name → its ``model_type`` and ``config``, read on first use to keep imports fast. Read-only."""
     presets: dict[str, dict[str, Any]] = {}
     for family in _PRESET_FILES:
         presets |= _read(family)

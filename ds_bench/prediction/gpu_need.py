@@ -1,7 +1,7 @@
-"""The two numbers that decide whether a trial fits a GPU: the least memory that it runs in, and what it would reserve.
+"""Decides whether a trial fits a GPU, by the least memory that it runs in and the memory that it would reserve.
 
-A GPU runs out of *reserved* memory: what is allocated, and what the caching allocator keeps of what was freed. Under
-pressure the allocator gives back cached memory, so a trial runs in less than it reserves on a GPU with room to spare.
+A GPU runs out of *reserved* memory: allocated memory plus freed memory that the caching allocator keeps. Under pressure
+the allocator releases its cache, so a trial runs in less memory than it reserves on a GPU with room to spare.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ DecidingPhase = Literal["initialize", "forward", "backward", "step"]
 FITS, TIGHT, DOES_NOT_FIT, UNKNOWN = "fits", "tight", "does not fit", "not known"
 
 _ALLOCATED_SHARE, _CACHE_BYTES = 1.05, from_gb(6.5)
-"""The rule's upper bound of what is reserved: 5 % and 6.5 GiB above what is allocated. With it no published
-configuration that ran out of memory is said to fit (``bench/published_memory.py``)."""
+"""The rule's upper bound of reserved memory: 5 % and 6.5 GB above allocated memory. With it no published configuration
+that ran out of memory is predicted to fit (``bench/published_memory.py``)."""
 VARYING_PERCENT = 100
-"""Upper bound of what varying lengths add by the rule: replays of six strategies of Llama-2-7B with 512, 4,096 and
+"""The rule's upper bound of what varying lengths add: replays of six strategies of Llama-2-7B with 512, 4,096 and
 16,384 tokens, with and without checkpointing, reserve up to 91 % more if the length grows by eighths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuNeed:
-    """The memory that a trial needs of one GPU. Both figures include what lies outside torch's allocator."""
+    """The memory that a trial needs on one GPU. Both figures include memory outside torch's allocator."""
 
     least_bytes: int
-    """The smallest GPU that it runs in, freeing cached memory and retrying where needed."""
+    """Memory of the smallest GPU on which it runs, releasing its cache and retrying allocations if needed."""
     reserved_bytes: int
     """Memory taken on a GPU with room to spare, as nvidia-smi shows it."""
     phase: DecidingPhase
-    """The part of training that needs most: ``initialize`` is ``deepspeed.initialize`` and what builds the model."""
+    """The part of training that needs most; ``initialize`` includes building the model."""
     method: Literal["rule", "replay"] = "rule"
-    """``rule``: from what is allocated, with an upper bound of the cache. ``replay``: every allocation was replayed."""
+    """``rule``: allocated memory plus an upper bound of the cache. ``replay``: every allocation was replayed."""
     unknowns: tuple[str, ...] = ()
-    """Parts of the configuration that the formulas do not know; such a trial is not replayed."""
+    """Parts of the configuration that the formulas do not cover; such a trial is not replayed."""
     is_lower_bound: bool = False
     """Whether an unknown part takes memory that neither figure includes."""
     not_replayed: str | None = None
-    """What no replay knows, in a row that the rule left open; None if it was replayed or needed none."""
+    """What kept a row that the rule left open from being replayed; None if it was replayed or needed no replay."""
 
     @classmethod
     def by_rule(
@@ -50,9 +50,9 @@ class GpuNeed:
         *,
         kept_bytes: int = 0,
     ) -> GpuNeed:
-        """Bound the need from the peak of allocated memory.
+        """Bound the need by the peak of allocated memory.
 
-        ``outside_bytes``: outside the allocator. ``kept_bytes``: what the training loop may hold besides.
+        ``outside_bytes``: outside the allocator. ``kept_bytes``: what a training loop may hold in addition.
         """
         reserved = round(_ALLOCATED_SHARE * (allocated_bytes + kept_bytes)) + _CACHE_BYTES
         return cls(
@@ -67,11 +67,11 @@ class GpuNeed:
         return None if self.is_lower_bound else self.reserved_bytes
 
     def with_varying_lengths(self) -> GpuNeed:
-        """Return the need of a trial whose sequences have up to the length that was predicted."""
+        """Return the need if sequences vary in length up to the predicted one."""
         return replace(self, reserved_bytes=round((1 + VARYING_PERCENT / 100) * self.reserved_bytes))
 
     def verdict(self, capacity_bytes: int) -> str:
-        """Return ``fits``, ``tight`` (it may retry allocations, which is slower, or run out) or ``does not fit``."""
+        """Return ``fits``, ``tight`` (allocations may be retried, which is slower, or fail) or ``does not fit``."""
         if self.least_bytes > capacity_bytes:
             return DOES_NOT_FIT
         return TIGHT if self.reserved_bytes > capacity_bytes else FITS

@@ -1,7 +1,7 @@
-"""Predicts the memory of each planned trial, and compares it after the trial with what was measured.
+"""Predicts the memory of each planned trial, and compares the prediction with the measurement afterwards.
 
-Trials that are predicted not to fit are marked as skipped if the user asked for that; those that need far more host
-memory than the node has are always skipped, unless forced. Records store the prediction, so that every run checks it.
+Trials predicted not to fit are marked as skipped if the user asked for that; those that need far more host memory than
+the node has are always skipped, unless forced. Records store the prediction, so that every run checks it.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from .predicted_memory import Prediction
 from .replayed_need import UNPREDICTABLE, predict_trial
 
 _NOT_RESIDENT = ("deepspeed_buffers", "overhead")
-"""Categories of host memory that need not become resident: of DeepSpeed's buffers on the CPU accelerator only the
-pages that were written."""
+"""Categories of host memory that do not count as resident on the CPU accelerator: of DeepSpeed's buffers only the pages
+that were written become resident, and the overhead is an assumption."""
 _FAR_BEYOND = 1.5
-"""Multiple of a node's memory above which a predicted need is refused; predictions are never so far off."""
+"""Multiple of a node's memory above which a predicted need is refused: predictions are never that far off."""
 _MISS_FRACTION = 0.10
-"""Relative error of a prediction above which a caveat reports it."""
+"""Relative error of a prediction above which it gets a caveat."""
 _MIN_MISS_BYTES = 256 * 10**6
-"""Absolute error of a GPU's predicted peak below which no caveat reports it."""
+"""Absolute error of a GPU's predicted peak below which it gets no caveat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryCapacity:
-    """The memory that predictions are compared with; None for a tier that nothing is compared with."""
+    """The memory that predictions are compared with; None for a tier that is not compared."""
 
     gpu_bytes: int | None
-    """Of the smallest GPU used, real or emulated; None on the CPU accelerator."""
+    """The smallest GPU used, real or emulated; None on the CPU accelerator."""
     host_bytes: int | None
-    """Of this node, or of the smallest of several, or what a smaller limit allows its processes."""
+    """Host memory of the smallest node, or what a smaller limit allows its processes."""
     node_bytes: int | None = None
-    """Host memory of a node or its cgroup's limit, without ``--cpu-memory-limit``: a rank that exceeds that limit
-    ends alone, but one that exceeds this takes memory from the whole machine."""
+    """Host memory of a node or its cgroup's limit, whatever ``--cpu-memory-limit`` is: a rank that exceeds the flag's
+    limit ends only itself, but one that exceeds this takes memory from the whole machine."""
 
     @classmethod
     def from_environment(cls, environment: Environment, placement: Placement) -> MemoryCapacity:
-        """The capacity that a placement has on this machine, with the limits of its flags.
+        """Return the capacity of a placement on this machine, with the limits of its flags.
 
-        Of several hosts the smallest counts; host memory is not known before their environments are.
+        Of several hosts the smallest counts; their host memory is unknown until their environments are.
         """
         ranks = placement.ranks_per_node
         environments = environment.hosts or (environment,)
@@ -107,11 +107,13 @@ def profile_model(
 ) -> ModelProfile | Unpredicted:
     """Find the sizes of a model's tensors and activations: stored for a preset, else measured in a child process.
 
-    ``dropout``: None for the model's own. ``variants``: those that are needed besides the usual one.
-    ``environment``: variables of the trials' processes, so that a model is built as they build it. A run must not fail
-    because nothing can be predicted; raises only NothingTrainedError, and UsageError for a ``choice`` that the
-    model does not have. ``choice``: what is trained of it. ``image_tokens``: of one sequence.
-    ``losses_by_formula``: other losses are not measured by a child process, which takes some seconds each.
+    ``dropout``: None for the model's own. ``variants``: those needed in addition to the usual one. ``environment``:
+    variables of the trials' processes, so that a model is built as they build it. ``choice``: which parameters are
+    trained. ``image_tokens``: per sequence. ``losses_by_formula``: compute other losses by formula; a child process
+    takes some seconds to measure each.
+
+    A missing prediction must not fail a run, so this raises only NothingTrainedError, and UsageError for a ``choice``
+    that the model does not have.
     """
     architecture = model.architecture
     if choice is not None:
@@ -121,14 +123,14 @@ def profile_model(
             return Unpredicted(reason=error.problem)
     if architecture is not None:
         return _with_losses(formula_profile(architecture, choice, image_tokens=image_tokens), model.facts, variants)
-    # Layers of several kinds: a preset's profile has one kind, so measure all of them.
+    # A preset's profile has one kind of layer: if the model has several, measure it.
     kinds = None if model.facts is None else model.facts.config.get("layer_types")
     are_alike = not isinstance(kinds, list) or len(set(map(str, kinds))) < 2
 
     def profile(variant: Variant) -> ModelProfile | Unpredicted:
         try:
             if model.facts is not None and are_alike:
-                with contextlib.suppress(UsageError):  # Transformers may still build it whole
+                with contextlib.suppress(UsageError):  # Transformers may still build the whole model
                     return find_profile(
                         model.facts, seq_length, accelerator=accelerator, dropout=dropout, variant=variant
                     )
@@ -146,7 +148,7 @@ def profile_model(
             raise
         except UsageError as error:
             return Unpredicted(reason=error.problem)
-        # Formulas and the child's answer may fail on an unusual model in any of these ways; the run goes on without.
+        # Formulas and the child process may fail in any of these ways on an unusual model; the run goes on without.
         except (DsBenchError, OSError, ValueError, KeyError, TypeError) as error:
             return Unpredicted(reason=f"{type(error).__name__}: {error}")
 
@@ -171,7 +173,7 @@ def profile_model(
 
 
 def architecture_of(model: ResolvedModel) -> Architecture:
-    """Return the tensors of a model by formula. Raises UsageError for a model of another family, or of a factory."""
+    """Return the tensors of a model by formula. Raises UsageError for an unknown family and for a factory's model."""
     if model.architecture is not None:
         return model.architecture
     if model.facts is None:
@@ -182,9 +184,9 @@ def architecture_of(model: ResolvedModel) -> Architecture:
 
 
 def _with_losses(profile: ModelProfile, facts: ModelFacts | None, variants: Iterable[Variant]) -> ModelProfile:
-    """Return the profile with the variants that differ from the usual one only in the loss, by formula."""
+    """Return the profile with those variants, by formula, that differ from the usual one only in the loss."""
     known = {each: each.loss for each in variants if each != USUAL and each._replace(loss="model") == USUAL}
-    if facts is None or facts.config.get("final_logit_softcapping"):  # which no other loss computes
+    if facts is None or facts.config.get("final_logit_softcapping"):  # other losses do not compute it
         return profile
     losses = {each: with_loss(profile, facts, name) for each, name in known.items()}
     return replace(profile, variants={**profile.variants, **losses})
@@ -200,8 +202,8 @@ def attach_predictions(
 ) -> list[Trial]:
     """Return the trials with their predictions, or with a caveat that says why they have none.
 
-    With ``skip``, trials that cannot fit are marked as skipped, but not those that fit tightly. Trials that need far
-    more host memory than the node has are marked in any case, unless ``force``.
+    ``skip`` marks trials that cannot fit as skipped, but not those that fit tightly. Trials that need far more host
+    memory than the node has are always marked, unless ``force``.
     """
 
     def with_prediction(trial: Trial) -> Trial:
@@ -234,7 +236,7 @@ def _reason_to_skip(prediction: Prediction, capacity: MemoryCapacity, *, skip: b
     need, host_need = prediction.least_gpu_bytes, _resident_host_bytes(prediction)
     there, remedy = None, "leave out --skip-predicted-oom to try it"
     unit = "of host memory"
-    # The first two are what the user asked to skip; the last protects the machine, and only --force turns it off.
+    # The user asked for the first two; the last protects the machine, and only --force turns it off.
     if skip and capacity.gpu_bytes is not None and need > capacity.gpu_bytes:
         there, unit = capacity.gpu_bytes, "per GPU"
     elif skip and capacity.host_bytes is not None and host_need > capacity.host_bytes:
@@ -247,7 +249,7 @@ def _reason_to_skip(prediction: Prediction, capacity: MemoryCapacity, *, skip: b
 
 
 class ChangePredictor:
-    """Adds to predicted trials what other configurations and changes of their own would need, once for each row.
+    """Adds to predicted trials the needs of alternative configurations and of changes to their own, once per row.
 
     That takes ten times as long as the predictions themselves.
     """
@@ -258,7 +260,7 @@ class ChangePredictor:
     def complete(
         self, trial: Trial, profile: ModelProfile | Unpredicted | None, hidden_size: int | None = None
     ) -> Trial:
-        """Return the trial with them; unchanged without a prediction. ``hidden_size``: see :func:`predict_changes`."""
+        """Return the trial with these needs; unchanged without a prediction. See :func:`predict_changes`."""
         if trial.prediction is None or not isinstance(profile, ModelProfile):
             return trial
         key = row_key(trial)  # repeats of a row have the same alternatives
@@ -268,9 +270,9 @@ class ChangePredictor:
 
 
 def predict_changes(trial: Trial, profile: ModelProfile, hidden_size: int | None = None) -> dict[str, Any]:
-    """Return the memory of other configurations of the workload, and what changes of this one would save, as JSON.
+    """Return, as JSON, the memory of other configurations of the workload and what changes to this one would save.
 
-    ``hidden_size``: the model's, which sizes small buffers; None if it is not known.
+    ``hidden_size``: the model's, which sizes small buffers; None if unknown.
     """
     workload, config = trial.workload, trial.ds_config
     if workload.pass_type != "train":
@@ -292,11 +294,11 @@ def predict_changes(trial: Trial, profile: ModelProfile, hidden_size: int | None
             "savings": [asdict(each) for each in what_if.savings(planned)],
         }
     except (DsBenchError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
-        return {}  # a configuration of a shape that the formulas do not know
+        return {}  # a configuration that the formulas cannot read
 
 
 def require_host_memory(trials: Sequence[Trial], node_bytes: int | None) -> None:
-    """Raises PreflightError if every trial is predicted to need far more host memory than the node has."""
+    """Raise PreflightError if every trial is predicted to need far more host memory than the node has."""
     supported = [trial for trial in trials if trial.unsupported is None]
     needs = [peak_host_bytes([trial]) for trial in supported]
     if node_bytes is None or not needs or not all(_far_beyond(need, node_bytes) for need in needs):
@@ -317,38 +319,37 @@ def _far_beyond(need: int | None, node_bytes: int | None) -> bool:
 
 
 def _resident_host_bytes(prediction: Prediction) -> int:
-    """Predicted resident host memory of a node."""
+    """Return the predicted resident host memory of a node."""
     return sum(size for name, size in prediction.host.items() if prediction.gpu or name not in _NOT_RESIDENT)
 
 
 def peak_host_bytes(trials: Sequence[Trial]) -> int | None:
-    """Return the most host memory of a node that one of the trials is predicted to take; None without predictions."""
+    """Return the most host memory that any of the trials is predicted to need per node; None without predictions."""
     predictions = filter(None, map(stored_prediction, trials))
     return max(map(_resident_host_bytes, predictions), default=None)
 
 
 def predicted_over_measured(record: TrialRecord) -> float | None:
-    """Ratio of the predicted GPU memory to the allocator's peak in the training steps, on the rank with the highest.
+    """Return the ratio of predicted GPU memory to the allocator's highest peak on any rank in the training steps.
 
-    Uses the prediction stored in ``record``, without the overhead that is assumed outside the allocator. None without
-    a prediction or its activations, for a prediction of an unknown format, and without a measured GPU peak. On the CPU
-    accelerator there is no ratio: resident memory is not comparable with predicted tensor bytes (untouched buffers
-    are not resident, forked ranks share libraries); see ``predicted_over_ledger``.
+    The overhead assumed outside the allocator is left out. None without a readable prediction, its activations or a
+    measured GPU peak. On the CPU accelerator there is no ratio, because resident memory does not compare with predicted
+    tensor bytes (untouched buffers are not resident, forked ranks share libraries); see ``predicted_over_ledger``.
     """
     prediction = stored_prediction(record.trial)
     if prediction is None or prediction.unknown is not None:
         return None
-    # Where the fullest moment is before the first step, its peak is what was predicted.
+    # If the fullest moment is before the first step, the prediction is of that peak.
     name = "gpu_init_peak_bytes" if prediction.phase in ("build", "initialize") else "gpu_peak_bytes"
     peak = max(measured_values(record.ranks, name), default=0)
     return (prediction.gpu_bytes - prediction.gpu.get("overhead", 0)) / peak if peak else None
 
 
 def predicted_over_ledger(record: TrialRecord) -> float | None:
-    """Ratio of the predicted ledger to the measured one of the rank with the largest: bytes of tensors on all tiers.
+    """Return the ratio of the predicted ledger to the largest measured one: bytes of tensors on all tiers.
 
-    The category ``other`` is left out, and the activations too where they are not predicted. None without a prediction,
-    for one of an unknown format, and without a measured ledger.
+    The category ``other`` is left out, and so are activations that are not predicted. None without a readable
+    prediction or a measured ledger.
     """
     prediction = stored_prediction(record.trial)
     if prediction is None:
@@ -363,7 +364,7 @@ def predicted_over_ledger(record: TrialRecord) -> float | None:
 
 
 def stored_prediction(trial: Trial) -> Prediction | None:
-    """Return the prediction that a trial was planned with; None without one, and for one of an unknown format."""
+    """Return the prediction that a trial was planned with; None without one, or if its format is unknown."""
     try:
         return None if trial.prediction is None else json_files.build(Prediction, trial.prediction, "ignore")
     except InvalidValueError:
@@ -371,21 +372,21 @@ def stored_prediction(trial: Trial) -> Prediction | None:
 
 
 def is_miss(ratio: float) -> bool:
-    """Whether a ratio of predicted to measured memory is more than 10 % off."""
+    """Return whether a ratio of predicted to measured memory is more than 10 % off."""
     return abs(ratio - 1) > _MISS_FRACTION
 
 
 def is_gpu_miss(ratio: float, record: TrialRecord) -> bool:
-    """The same for a GPU's peak; the allocator's rounding and small buffers of libraries do not count as a miss."""
+    """Return the same for a GPU's peak, but tolerate the allocator's rounding and small buffers of libraries."""
     peak = max(measured_values(record.ranks, "gpu_peak_bytes"), default=0)
     return is_miss(ratio) and abs(ratio - 1) * peak >= _MIN_MISS_BYTES
 
 
 def outside_allocator_bytes(ranks: Sequence[RankMeasurement]) -> int | None:
-    """GPU memory in use beyond what torch's allocator had reserved, after the last measured step, in bytes.
+    """Return the GPU memory in use beyond what torch's allocator had reserved after the last measured step.
 
-    CUDA's context, NCCL, and any other process on the GPU: what the ``overhead`` of a prediction assumes, if there is
-    no other process. Of the rank with the most; None without a GPU.
+    It is CUDA's context, NCCL, and any other process on the GPU; without other processes, what a prediction assumes as
+    ``overhead``. Of the rank with the most; None without a GPU.
     """
     sizes = [
         max(0, rank.gpu_device_used_bytes - rank.gpu_reserved_bytes)

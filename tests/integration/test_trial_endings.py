@@ -163,7 +163,7 @@ def test_a_rank_that_dies_before_hello_is_crashed(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(cold, "launch_command", lambda *_: [sys.executable, "-c", "raise SystemExit(3)"])
     outcome = cold_launcher().launch(make_trial(), tmp_path, lambda _progress: None).outcome
     assert outcome.status == "Crashed"
-    assert "before saying hello (exit code 3)" in (outcome.error or "")
+    assert "before its first heartbeat (exit code 3)" in (outcome.error or "")
 
 
 @pytest.mark.nvme

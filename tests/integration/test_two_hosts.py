@@ -324,7 +324,7 @@ def test_hosts_that_cannot_be_used_are_named_in_one_line_before_the_first_trial(
     hosts.b.path(changed).write_text(f"# Another copy.\n{module.read_text()}")
     hosts.b.run(["mount", "--bind", changed, module])
     try:
-        assert "node-b: has other code of ds_bench" in refusal(hosts, hosts.hostfile)
+        assert "node-b: its ds_bench code" in refusal(hosts, hosts.hostfile)
     finally:
         hosts.b.run(["umount", module])
         hosts.b.path(changed).unlink()

@@ -126,7 +126,7 @@ def test_host_that_cannot_be_used_is_named_in_one_line() -> None:
     commands = {"old": old, "refused": refused}
     with Hosts(list(commands), commands.__getitem__) as both:
         assert list(map(str, both.connect())) == [
-            f"old: has other code of ds_bench (0.0.1) than this host ({code_digest()})",
+            f"old: its ds_bench code (0.0.1) differs from this host's ({code_digest()})",
             "refused: b: Permission denied (publickey).",
         ]
 
@@ -156,7 +156,7 @@ def test_agent_that_a_launcher_has_started_is_not_started_again() -> None:
         agent.wait()
         while one.connections[0].problem is None:
             time.sleep(0.05)
-        with pytest.raises(HostLostError, match="a: the connection ended; a launcher had started it"):
+        with pytest.raises(HostLostError, match="a: the connection ended; the launcher"):
             one.reconnect(60.0)
 
 

@@ -195,7 +195,7 @@ CAUSES: dict[str, tuple[Build, Ending, str, int | None, str]] = {  # → status,
     "of two that ran out the first": (
         lambda s: s.failed(0, kind="device_oom", time=61.0).failed(1, kind="host_oom", time=60.0),
         "ended", "OOM (host)", 1, ""),
-    "a rank that was killed": (lambda s: s.ended(1, by=KILL), "rank_failed", "Killed", 1, "no sign of lack of memory"),
+    "a rank that was killed": (lambda s: s.ended(1, by=KILL), "rank_failed", "Killed", 1, "no sign that memory"),
     "a signal from outside, then ours": (
         lambda s: s.ended(1, by=signal.SIGXCPU, at=100).ended(0, by=TERM, at=105),
         "rank_failed", "Killed", 1, "SIGXCPU"),
@@ -268,9 +268,9 @@ CAUSES: dict[str, tuple[Build, Ending, str, int | None, str]] = {  # → status,
     "stalled: not a rank that had written its file": (
         lambda s: s.reached(0, "exit").reached(1, "step").measured(0), "stalled", "Timeout", 1, ""),
     "a timeout, and signals of ours": (lambda s: s.ended(0, by=KILL).ended(1, by=TERM), "timeout", "Timeout", 0, ""),
-    "nothing at all": (lambda s: s, "ended", "Crashed", 0, "rank 0 ended before saying hello (no exit code seen)"),
+    "nothing at all": (lambda s: s, "ended", "Crashed", 0, "rank 0 ended before its first heartbeat"),
     "exit code 0 without a file": (
-        lambda s: s.measured(0).ended(1, code=0), "ended", "Crashed", 1, "before saying hello (exit code 0)"),
+        lambda s: s.measured(0).ended(1, code=0), "ended", "Crashed", 1, "before its first heartbeat (exit code 0)"),
     "of missing ranks one that is known to have ended": (lambda s: s.ended(1, code=9), "ended", "Crashed", 1, ""),
 }  # fmt: skip
 
@@ -330,7 +330,7 @@ def test_end_from_outside_explains_the_ranks_unless_memory_ran_out(scene: Scene)
     for facts, status, error in (
         ({"host_error": lost}, "Timeout", "host b: no answer for 15 s"),
         ({"host_error": HostError("b", "OSError: x")}, "Crashed", "host b: OSError: x"),
-        ({"server_died": True}, "Killed", "the preloaded server, the parent of its ranks, was ended from outside"),
+        ({"server_died": True}, "Killed", "the preloaded server, the parent of the ranks, was killed from outside"),
         ({"server_died": True, "host_ran_out": True}, "OOM (host)", "the kernel killed the preloaded server or a rank"),
         ({"disk_full": True}, "OOM (disk)", "no space left in the swap folder"),
     ):
