@@ -24,6 +24,8 @@ from .store import DEFAULT_TOLERANCE, BaselineEntry
 DEFAULT_PATH = Path("baselines.json")
 _MAX_SHOWN_RISE, _MAX_SHOWN_FALL = 100.0, 0.9995
 """Rise in memory and fall in throughput, as fractions of the baseline, above which no number is shown."""
+_LOWEST_EXCUSED_RATIO = 0.5
+"""Throughput as a fraction of the baseline, down to which other programs on the same processors excuse a row."""
 _ROUNDING = 1e-9
 """Relative rounding error of a computed limit, so that a value at the limit does not exceed it."""
 
@@ -162,8 +164,12 @@ def compare_to_baseline(
         )
     metrics, tolerance = _compare_metrics(result, baseline), baseline.tolerance
     regressed = [metric for metric in metrics if metric.regressed(tolerance)]
-    # Other programs on the same processors slow any code down: that is noise, not a regression.
-    excused = [metric for metric in regressed if result.disturbances and not metric.more_is_worse]
+    # Other programs on the same processors slow any code down, but hardly to less than half.
+    excused = [
+        metric
+        for metric in regressed
+        if result.disturbances and not metric.more_is_worse and metric.ratio >= _LOWEST_EXCUSED_RATIO
+    ]
     regressions = tuple(metric.kind for metric in regressed if metric not in excused)
     ratios = {metric.kind: metric.ratio for metric in metrics}
     noisy = [] if regressions else [metric for metric in metrics if metric in excused or metric.noisy(tolerance)]

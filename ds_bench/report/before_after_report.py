@@ -10,6 +10,7 @@ from .. import units
 from ..analysis.before_after import BeforeAfter, RowChange
 from ..analysis.comparison import ComparisonRow
 from ..analysis.intervals import RatioInterval
+from ..records.schema import INTERRUPTED, SKIPPED, UNSUPPORTED
 from .junit import TestCase
 from .table_layout import Column, make_table
 
@@ -156,17 +157,22 @@ def _memory_change(name: str, before: int | None, after: int | None) -> list[str
 
 
 def junit_cases(comparison: BeforeAfter) -> list[TestCase]:
-    """Return a test for each row: it fails if the row trained before and does not now.
+    """Return a test for each row: it fails if the row trained before and does not now, or is new and did not train.
 
     Unlike those of a baseline, figures have no limit here.
     """
     cases = []
     for row in comparison.rows:
         trained_before = row.before is not None and row.before.succeeded
+        trains = row.after is not None and row.after.succeeded
         case = TestCase(
             name=row.label, outcome="passed", message="; ".join([_figures(row), *row.changes, *row.caveats])
         )
-        if trained_before and not (row.after is not None and row.after.succeeded):
+        # A row that was interrupted or not launched says nothing about the code.
+        unjudged = row.after is not None and row.after.last_run.outcome.status in (INTERRUPTED, SKIPPED, UNSUPPORTED)
+        if row.before is None and not unjudged:
+            case = replace(case, outcome="passed" if trains else "failure", message=f"new: {_figures(row)}")
+        elif trained_before and not trains:
             case = replace(case, outcome="failure", message=_figures(row))
         elif row.ratio is None:
             reasons = "; ".join([_figures(row), *row.incomparable_reasons])

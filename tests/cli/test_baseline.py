@@ -216,7 +216,13 @@ def test_junit_fails_what_exits_3_or_no_longer_trains_and_skips_what_was_not_jud
     assert commands.main(flags) == 3  # a row without a baseline fails by default
     assert outcomes(junit)["tiny/zero3/seq128"] == "failure"
     assert commands.main(["compare", before, after, "--junit", str(junit)]) == 0
-    assert outcomes(junit) == {"ZeRO-0": "passed", "ZeRO-1": "passed", "ZeRO-2": "failure", "ZeRO-3": "skipped"}
+    expected = {"ZeRO-0": "passed", "ZeRO-1": "passed", "ZeRO-2": "failure", "ZeRO-3": "passed"}
+    assert outcomes(junit) == expected
+    only_one = str(write(ran(stage=0)))
+    assert commands.main(["compare", only_one, after, "--junit", str(junit)]) == 0
+    assert outcomes(junit) == expected, "new rows"
+    assert commands.main(["compare", after, only_one, "--junit", str(junit)]) == 0
+    assert outcomes(junit) == {"ZeRO-0": "passed", "ZeRO-1": "failure", "ZeRO-2": "skipped", "ZeRO-3": "failure"}
     capsys.readouterr()
     missing = str(tmp_path / "missing" / "file")
     for words in (["compare", "a", "b"], ["baseline", "check", "a"]):
