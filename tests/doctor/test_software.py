@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Sequence
+import shlex
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,37 @@ import pytest
 from ds_bench.doctor import software
 from ds_bench.doctor.findings import Finding, SystemAccess, find_program, run_program
 from ds_bench.launch import ops
-from tests.support.doctor_machine import by_name, machine, nvcc, versions, without
+
+# The C compiler has the name that Python was built with: gcc, or x86_64-linux-gnu-gcc where Debian built it.
+C_COMPILER = shlex.split(sysconfig.get_config_var("CC") or "cc")[0]
+PROGRAMS = ("c++", "g++", "cc", "gcc", "clang", "ninja", "nvcc", C_COMPILER)
+EVERYTHING = {name: f"/usr/bin/{name}" for name in PROGRAMS}
+
+
+def machine(
+    root: Path = Path("/nowhere"),
+    programs: Mapping[str, str] = EVERYTHING,
+    ask: Callable[[Sequence[str], str], str | None] = lambda _command, _text: "",
+    **environ: str,
+) -> SystemAccess:
+    return SystemAccess(root=root, environ=environ, find_program=programs.get, run_program=ask)
+
+
+def without(*names: str) -> dict[str, str]:
+    return {name: path for name, path in EVERYTHING.items() if name not in names}
+
+
+def by_name(findings: Sequence[Finding] | Iterator[Finding]) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
+
+
+def nvcc(version: str) -> Callable[[Sequence[str], str], str | None]:
+    text = f"nvcc: NVIDIA (R) Cuda compiler driver\nCuda compilation tools, release {version}, V{version}.88\n"
+    return lambda command, _text: text if command[0].endswith("/nvcc") else ""
+
+
+def versions(**installed: str) -> Callable[[str], str | None]:
+    return installed.get
 
 
 def packages(lines: Sequence[str], **installed: str) -> dict[str, Finding]:

@@ -24,27 +24,6 @@ def lora() -> Any:
     return get_peft_model(gpt2(), LoraConfig(r=4, lora_alpha=8, target_modules=["c_attn"], task_type="CAUSAL_LM"))
 
 
-def bert() -> Any:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(BertConfig(vocab_size=1000, max_position_embeddings=64, **SMALL))
-
-
-def t5() -> Any:
-    """An encoder and a decoder of different lengths."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(vocab_size=1000, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2)
-    config.decoder_start_token_id = 0
-
-    def make_batch(batch_size: int, seq_length: int, generator: torch.Generator) -> Batch:
-        ids = torch.randint(0, 1000, (batch_size, seq_length), generator=generator)
-        labels = torch.randint(0, 1000, (batch_size, seq_length // 2), generator=generator)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-
-    return T5ForConditionalGeneration(config), make_batch
-
-
 def vit() -> Any:
     """Images and no vocabulary."""
     from transformers import ViTConfig, ViTForImageClassification

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -95,12 +94,6 @@ def host_allocation_beyond_limit() -> Tiny:
     return Tiny(act)
 
 
-def on_this_machine_as_it_is() -> Tiny:
-    """Steps of 50 ms at least, and the kernel's own counters instead of an idle machine's."""
-    os.environ["DS_BENCH_CPU_ROOT"] = "/"
-    return Tiny(lambda _step: time.sleep(0.05))
-
-
 def killed() -> Tiny:
     def act(step: int) -> None:
         if _rank() == 0 and step == 2:
@@ -147,9 +140,7 @@ def hangs_at_exit() -> Tiny:
 def leaves_a_stubborn_grandchild() -> Tiny:
     """Starts a process of its own session that ignores SIGTERM and would live for hours."""
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(10000)"
-    child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-    if marker := os.environ.get("DS_BENCH_TEST_MARKER"):
-        Path(marker).write_text(str(child.pid))
+    subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
     return Tiny()
 
 
@@ -190,11 +181,6 @@ def hangs_at_stage_2() -> Tiny:
 def trains_long_at_stage_2() -> Tiny:
     """Needs half a second for each forward pass at stage 2, unless FAULTS_MENDED is set; works at other stages."""
     return fine() if _stage() != 2 or os.environ.get("FAULTS_MENDED") else Tiny(lambda _step: time.sleep(0.5))
-
-
-def trains_long_but_at_stage_1() -> Tiny:
-    """Needs half a second for each forward pass, unless the stage is 1 or FAULTS_MENDED is set."""
-    return fine() if _stage() == 1 or os.environ.get("FAULTS_MENDED") else Tiny(lambda _step: time.sleep(0.5))
 
 
 def becomes_another_program() -> Tiny:

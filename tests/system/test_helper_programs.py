@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from ds_bench.system import helper_programs
-from tests.support.marked_processes import MARK, find_marked, left_after
+from ds_bench.system import helper_programs, processes
 
+MARK = "DS_BENCH_TEST_MARK"
+"""Variable that marks the processes of a test, in whatever session and below whatever parent they are."""
 STARTED = (
     "subprocess.Popen(['sleep', '100'])",  # holds the pipes
     "subprocess.Popen(['setsid', 'sleep', '100'])",
@@ -31,6 +33,24 @@ ENDLESS = {
     "stops itself": "os.killpg(0, signal.SIGSTOP)",
     "stops its leader": "os.kill(os.getppid(), signal.SIGSTOP); time.sleep(100)",
 }
+
+
+def find_marked(mark: str) -> set[int]:
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            variables = (entry / "environ").read_bytes().split(b"\0")
+            if f"{MARK}={mark}".encode() in variables and processes.is_alive(int(entry.name)):
+                found.add(int(entry.name))
+    return found
+
+
+def left_after(mark: str, seconds: float = 15) -> set[int]:
+    """The marked processes that do not end within that time."""
+    deadline = time.monotonic() + seconds
+    while (left := find_marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +89,7 @@ def test_program_that_takes_too_long_is_ended_with_all_that_it_started(way: str,
 @pytest.mark.parametrize("way", ["hangs", "stops itself"])
 def test_program_ends_with_all_that_it_started_when_this_process_is_killed(way: str, mark: str, tmp_path: Path) -> None:
     command = program(f"open({str(tmp_path / 'began')!r}, 'w'); {ENDLESS[way]}")
-    caller = f"""from ds_bench.system import helper_programs
+    caller = f"""from ds_bench.system import helper_programs, processes
 helper_programs.run_program({command!r}, environment={{}}, timeout_seconds=100)"""
     parent = subprocess.Popen([sys.executable, "-c", caller])
     deadline = time.monotonic() + 60

@@ -243,6 +243,7 @@ def greet(connection: Connection, key: bytes, **changes: object) -> None:
 
 STRANGERS: dict[str, Callable[[Connection, bytes], object]] = {
     "another secret": lambda other, _key: greet(other, b"ds_benchanother"),
+    "no secret": lambda other, _key: greet(other, b"ds_bench"),
     "no proof": lambda other, _key: other.send_bytes(b'{"host": "node-b", "node": 1, "ranks": 2}'),
     "another protocol": lambda other, _key: os.write(other.fileno(), b"GET / HTTP/1.1\r\n\r\n"),
     "a large message": lambda other, _key: os.write(other.fileno(), b"\x7f\xff\xff\xff" + b"x" * 10_000),

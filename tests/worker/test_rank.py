@@ -52,21 +52,15 @@ def test_a_rank_that_cannot_train_ends_with_one_line(tmp_path: Path, variables: 
     assert failure["phase"] == "hello"
 
 
-def test_every_rank_has_an_equal_part_of_the_processors_that_are_allowed() -> None:
-    parts = [choose_cpus("cores", [1, 2, 5, 6, 7], TWO_NODES, rank, 2) for rank in range(2)]
-    assert parts == [[1, 2], [5, 6]]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "parts"),
-    [
-        (2, [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        (4, [[0, 1], [2, 3], [4, 5], [6, 7]]),
-        (3, [[0, 1], [2, 3], [4, 5]]),  # two on the first node
-    ],
-)
-def test_a_rank_on_a_numa_node_shares_it_with_its_neighbours(ranks: int, parts: list[list[int]]) -> None:
-    assert [choose_cpus("numa", list(range(8)), TWO_NODES, rank, ranks) for rank in range(ranks)] == parts
+def test_every_rank_has_an_equal_part_of_the_allowed_processors_or_of_its_numa_node() -> None:
+    for binding, allowed, parts in (
+        ("cores", [1, 2, 5, 6, 7], [[1, 2], [5, 6]]),
+        ("numa", list(range(8)), [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ("numa", list(range(8)), [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        ("numa", list(range(8)), [[0, 1], [2, 3], [4, 5]]),  # two on the first node
+    ):
+        ranks = range(len(parts))
+        assert [choose_cpus(binding, allowed, TWO_NODES, rank, len(ranks)) for rank in ranks] == parts
 
 
 def test_numa_nodes_are_read_from_the_kernel(tmp_path: Path) -> None:
