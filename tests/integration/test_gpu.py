@@ -54,26 +54,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 GPT2 = ("--model", "gpt2", "--batch-size", "4", "--seq-length", "256", "--num-steps", "10", "--warmup-steps", "3")
 
 
-def test_every_stage_succeeds_and_its_memory_lies_within_the_card(run: Run) -> None:
+def test_every_stage_trains_within_the_card_and_leaves_no_process_on_it(run: Run) -> None:
     code, err, rows = run("zero_stage_comparison.py", *GPT2)
     assert code == 0, err
     assert [row["stage"] for row in rows] == [0, 1, 2, 3]
     for row in rows:
         assert 0 < row["gpu_allocated_gb"] <= row["gpu_peak_gb"] <= row["gpu_peak_reserved_gb"] < row["gpu_total_gb"]
-
-
-def test_the_common_analysis_runs_unmodified(run: Run) -> None:
-    pandas = pytest.importorskip("pandas")
-    results = run("zero_stage_comparison.py", *GPT2)[2]
-    df = pandas.DataFrame(results)
-    df["efficiency"] = df["throughput_tokens_per_sec"] / df["gpu_peak_gb"]
-    assert str(df.loc[df["efficiency"].idxmax()]["stage"]) in ("0", "1", "2", "3")
-
-
-def test_losses_of_stages_1_to_3_agree(run: Run) -> None:
-    rows = run("zero_stage_comparison.py", *GPT2)[2]
     finals = [row["final_loss"] for row in rows[1:]]
     assert max(finals) - min(finals) < 5e-2, finals
+    cards = gpu_state.select_visible(os.environ, gpu_state.read_gpus().gpus)
+    lowered = [gpu for gpu in cards if (gpu.power_limit_watts or 0) < (gpu.default_power_limit_watts or 0)]
+    assert lowered or not any("sw_power_cap" in (row["caveats"] or "") for row in rows)
+    commands = [Path(f"/proc/{pid}/cmdline") for gpu in cards for pid, _ in gpu.other_processes or ()]
+    assert not any(b"ds_bench" in path.read_bytes() for path in commands if path.exists())
 
 
 def test_ledger_and_allocator_agree_on_what_is_held(run: Run) -> None:
@@ -129,23 +122,6 @@ def test_a_card_that_is_really_full_is_oom_and_says_what_was_free(run: Run) -> N
     assert "free" in rows[0]["error_details"]
 
 
-def test_nccl_waits_as_long_as_the_trial_in_every_group(tmp_path: Path) -> None:
-    program = f"""
-import os
-os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-import torch, torch.distributed
-from types import SimpleNamespace
-from ds_bench.worker.rendezvous import connect_ranks
-assignment = SimpleNamespace(rendezvous="file://{tmp_path}/meet", collective_timeout_seconds=7320.0)
-connect_ranks(assignment, "cuda")
-import deepspeed.comm
-for group in (torch.distributed.group.WORLD, deepspeed.comm.new_group([0])):
-    print(group._get_backend(torch.device("cuda")).options._timeout.total_seconds(), flush=True)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.stdout.split()[-2:] == ["7320.0"] * 2, done.stderr
-
-
 def test_preloading_leaves_the_driver_uninitialised() -> None:
     """Why ranks may be forked warm; NVML's own device files may be open."""
     program = "from ds_bench.worker import preload; print(preload.GPU_FILES, preload.CUDA_INITIALISED)"
@@ -172,22 +148,6 @@ def test_the_card_is_free_again_when_the_next_trial_begins(tmp_path: Path) -> No
     free = [record["gpu_free_start_bytes"] for record in records]
     assert max(free) - min(free) < 2**29
     assert not any("less of the card was free" in text for record in records for text in record["caveats"])
-
-
-def test_a_power_cap_at_the_default_limit_is_no_caveat(run: Run) -> None:
-    lowered = [
-        gpu for gpu in gpu_state.read_gpus().gpus if (gpu.power_limit_watts or 0) < (gpu.default_power_limit_watts or 0)
-    ]
-    rows = run("zero_stage_comparison.py", *GPT2)[2]
-    assert lowered or not any("sw_power_cap" in (row["caveats"] or "") for row in rows)
-
-
-def test_no_process_of_a_trial_stays_on_the_card(run: Run, tmp_path: Path) -> None:
-    run("zero_stage_comparison.py", *GPT2)
-    for gpu in gpu_state.select_visible(os.environ, gpu_state.read_gpus().gpus):
-        pids = [pid for pid, _ in gpu.other_processes or ()]
-        commands = [Path(f"/proc/{pid}/cmdline") for pid in pids]
-        assert not any(b"ds_bench" in path.read_bytes() for path in commands if path.exists())
 
 
 def test_profiles_of_a_gpu_have_its_kernels_and_its_allocations(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tarfile
 import time
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -132,25 +131,6 @@ def test_a_call_that_ends_reports_and_archives_everything_but_names(start: Any, 
     # The next call goes on with what is left.
     again, _ = start("", BUDGET_SECONDS="16").communicate(timeout=120)
     assert "tiny-zero" not in again.partition("left for the next call:")[2]
-
-
-def test_wheels_are_installed_once_for_all_calls(start: Any, tmp_path: Path) -> None:
-    """DeepSpeed's ops are built again where its sources are newer, or lie elsewhere."""
-    wheels, info = tmp_path / "wheels", "a_package-1.0.dist-info"
-    wheels.mkdir()
-    with zipfile.ZipFile(wheels / "a_package-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("a_package.py", "")
-        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: a-package\nVersion: 1.0\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/RECORD", "")
-    times, variables = set(), {"WHEELS": str(wheels), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    for _ in range(2):
-        out, _ = start("fidelity", **variables).communicate(timeout=120)
-        (installed,) = (tmp_path / "cache").rglob("a_package.py")
-        times.add(installed.stat().st_mtime_ns)
-    assert len(times) == 1
-    assert "nothing failed, nothing is off" in out
-    assert list((tmp_path / "cache/ds_bench/gpu_check").iterdir()) == [installed.parent], "a folder of pip's is left"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -84,23 +84,6 @@ def test_ctrl_c_ends_the_ranks_and_keeps_the_rows_that_had_finished(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.deepspeed
 @pytest.mark.usefixtures("built_ops")
-def test_a_killed_program_takes_its_run_with_it(tmp_path: Path) -> None:
-    process = start(tmp_path, f"import ds_bench\n{RUN.format('num_steps=100000, stages=0, timeout=600')}")
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("out/runs/*/trials/*/rank0.beat")) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    started = processes.descendants(process.pid)
-    process.kill()
-    process.communicate()
-    deadline = time.monotonic() + 30
-    while any(map(processes.is_alive, started)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not any(map(processes.is_alive, started))
-
-
-@pytest.mark.slow
-@pytest.mark.deepspeed
-@pytest.mark.usefixtures("built_ops")
 def test_a_notebook_shows_the_table_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")

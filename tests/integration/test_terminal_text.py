@@ -17,7 +17,6 @@ from ds_bench.analysis.load_results import load
 from ds_bench.cli import commands
 from ds_bench.errors import DsBenchError
 from tests.support import fakes
-from tests.support.scripted_run import ScriptedRun
 
 EVIL = "\x1b]52;c;ZWNobw==\x07\x1b[31m\u202edne\u2066\u0000\x9b2J\r\u2028\x85\ud800\U000e0041"
 """A clipboard write, a colour, two changes of direction, NUL, C1, line ends of other kinds, half a surrogate, a tag."""
@@ -112,26 +111,3 @@ def test_no_verb_passes_on_what_steers_a_terminal(
     (run / "records.jsonl").unlink()
     commands.main(["report", str(rows)])
     assert steering(said(capfd)) == []
-
-
-@pytest.mark.slow
-def test_no_error_repeats_a_flag_a_name_or_a_file_as_it_is(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    evil = EVIL.replace("\0", "").replace("\ud800", "")
-    config = tmp_path / f"c{evil}.json"
-    config.write_text(json.dumps({f"key{EVIL}": 1, "zero_optimization": {f"inner{EVIL}": EVIL}}))
-    verbs = [["report", str(tmp_path / evil)], [evil], ["compare", evil, evil], ["plan", "--model", evil]]
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for line in verbs:
-        assert commands.main(line) == 2, line
-        text = said(capfd)
-        assert text.strip(), line
-        assert steering(text) == [], (line, text)
-    scripted = ScriptedRun(tmp_path, monkeypatch)
-    values = {"--ds-config": str(config), "--set": f".x{evil}=1{evil}"}
-    for flag in ("--num-steps", "--ds-config", "--set", "--resume"):
-        assert scripted.run(flag, values.get(flag, evil)) == 2, flag
-        text = said(capfd)
-        assert text.count("\n") == 1, text
-        assert steering(text) == [], (flag, text)
