@@ -107,21 +107,35 @@ def replay(
 
 
 def least_capacity(
-    inputs: MemoryInputs, events: Sequence[Event], *, low_bytes: int, high_bytes: int, **how: Any
+    inputs: MemoryInputs,
+    events: Sequence[Event],
+    *,
+    low_bytes: int,
+    high_bytes: int,
+    card_bytes: int | None = None,
+    verdict_only: bool = False,
+    **how: Any,
 ) -> tuple[int, DecidingPhase | None]:
     """Return the least that the allocator needs for the steps to run, and the phase that runs out just below.
 
     ``low_bytes``: a lower bound, such as what is allocated. ``high_bytes``: what is reserved without a limit. ``how``:
     further arguments of ``replay``. The phase is None if nothing runs out above ``low_bytes``.
+
+    Steps that run in some memory may run out in slightly more, where cached segments are freed later. So ``card_bytes``
+    is replayed itself: the result is larger if the steps run out in it, and at most as large if they run.
+    ``verdict_only``: replay nothing else.
     """
     phase: DecidingPhase | None = None
-    while high_bytes - low_bytes > _ACCURACY * high_bytes:
-        middle = (low_bytes + high_bytes) // 2
-        found = replay(inputs, events, capacity_bytes=middle, **how)
+    asked = card_bytes if card_bytes is not None and card_bytes < high_bytes else None
+    if asked is not None and asked <= low_bytes:
+        low_bytes = 0
+    while asked is not None or (not verdict_only and high_bytes - low_bytes > _ACCURACY * high_bytes):
+        tried, asked = (low_bytes + high_bytes) // 2 if asked is None else asked, None
+        found = replay(inputs, events, capacity_bytes=tried, **how)
         if found.ran_out:
-            low_bytes, phase = middle, found.phase
+            low_bytes, phase = tried, found.phase
         else:
-            high_bytes = middle
+            high_bytes = tried
     return high_bytes, phase
 
 

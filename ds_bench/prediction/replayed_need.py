@@ -62,8 +62,8 @@ def predict_near(
 ) -> Prediction:
     """Predict as ``predict`` does, and replay the trial if ``mode`` asks for it and its trace is known.
 
-    ``gpu_capacity_bytes``: the GPU that the rule's verdict is about; None if it is not known, which replays nothing
-    unless ``mode`` is ``always``. ``varying_lengths``: whether the workload's sequence length is only the largest.
+    ``gpu_capacity_bytes``: the GPU that the verdict is about; None if it is not known, which replays nothing unless
+    ``mode`` is ``always``. ``varying_lengths``: whether the workload's sequence length is only the largest.
     ``verdict_only``: do not search the least memory of a replayed trial, which is then on the right side of the GPU's
     and no more; two replays instead of eight. ``variables``: environment variables of the row's ranks.
     """
@@ -93,7 +93,8 @@ def predict_near(
             found.gpu["overhead"],
             varying_lengths,
             allocator_options(variables).get("expandable_segments", "").lower() == "true",
-            gpu_capacity_bytes if verdict_only else None,
+            gpu_capacity_bytes,
+            verdict_only,
         )
         if need is not None:
             return replace(found, need=need)
@@ -109,15 +110,16 @@ def _replayed_need(
     outside_bytes: int,
     varying_lengths: bool,
     expandable_segments: bool,
-    asked_bytes: int | None,
+    card_bytes: int | None,
+    verdict_only: bool,
 ) -> GpuNeed | None:
     """The need by a replay; None without a trace of the model. ``sizes``: micro-batch, sequence length, checkpointing,
-    dropout, zero.Init. ``asked_bytes``: the memory of a GPU; only the verdict about it is needed."""
+    dropout, zero.Init. The others are explained in ``predict_near``."""
     batch_size, seq_length, checkpointing, dropout, zero_init = sizes
     facts = inputs.profile.facts
     if facts is None:
         return None
-    asked = (*sizes, workspace_bytes, varying_lengths, expandable_segments, asked_bytes)
+    asked = (*sizes, workspace_bytes, varying_lengths, expandable_segments, card_bytes, verdict_only)
     key = model_profile.request_key({"inputs": repr(inputs), "sizes": asked, "code": _code_hash()})
     kept = model_profile.cached_answer(f"{key}_need")
     if kept is None:
@@ -140,15 +142,15 @@ def _replayed_need(
             roomy = allocation_replay.replay(inputs, events, **how)
             # On a smaller GPU less may be allocated: stages 1 and 2 then flatten parameters in host memory.
             low = min(roomy.allocated_bytes, least_by_rule - outside_bytes)
-            if asked_bytes is None:
-                least, phase = allocation_replay.least_capacity(
-                    inputs, events, low_bytes=low, high_bytes=roomy.reserved_bytes, **how
-                )
-            else:
-                capacity = asked_bytes - outside_bytes
-                least, phase = min(roomy.reserved_bytes, capacity), None
-                if roomy.reserved_bytes > capacity:
-                    least += allocation_replay.replay(inputs, events, capacity_bytes=capacity, **how).ran_out
+            least, phase = allocation_replay.least_capacity(
+                inputs,
+                events,
+                low_bytes=low,
+                high_bytes=roomy.reserved_bytes,
+                card_bytes=None if card_bytes is None else card_bytes - outside_bytes,
+                verdict_only=verdict_only,
+                **how,
+            )
             if least > kept["least"]:
                 kept |= {"least": least, "phase": phase or roomy.phase}
             kept["reserved"] = max(kept["reserved"], roomy.reserved_bytes)

@@ -67,6 +67,43 @@ def test_least_capacity_runs_and_a_little_less_does_not() -> None:
     assert replayed(planned, expandable_segments=True).reserved_bytes < reserved
 
 
+class Fragmenting(allocation_replay.Rank):
+    """Reserves 64 MiB with room to spare. Below 46 MiB the segment of 20 must be freed before the one of 24, and 44 are
+    enough; from 46 on both stay, each is split, and 18 MiB find room in neither."""
+
+    def initialize(self, *, zero_init: bool) -> None:  # noqa: ARG002
+        self.allocate(512)  # a segment of 2 MiB for small blocks, workspaces included
+        for size in (20, 24):
+            self.pulse(size * 2**20)
+        for size in (12, 10, 18):
+            self.allocate(size * 2**20)
+
+    def end_backward(self, number: int) -> None: ...
+
+    def update(self) -> None: ...
+
+
+def test_verdict_is_the_one_of_a_replay_on_the_card_where_more_memory_runs_out() -> None:
+    planned = llama(zero(3))
+    inputs = inputs_of(planned.profile, planned.workload, planned.placement, planned.config(), "deepspeed")
+    how: dict[str, Any] = {"workspace_bytes": 0, "rank_type": Fragmenting}
+    runs = {44, 45, *range(64, 67)}
+    for card in range(36, 67):
+        is_enough = not allocation_replay.replay(inputs, (), capacity_bytes=card * 2**20, **how).ran_out
+        assert is_enough == (card in runs), card
+        for verdict_only in (False, True):
+            least, _ = allocation_replay.least_capacity(
+                inputs,
+                (),
+                low_bytes=42 * 2**20,
+                high_bytes=64 * 2**20,
+                card_bytes=card * 2**20,
+                verdict_only=verdict_only,
+                **how,
+            )
+            assert (least <= card * 2**20) == is_enough, (card, verdict_only)
+
+
 def test_cpu_optimizer_on_a_small_card_runs_out_in_initialize() -> None:
     planned = llama(offload("cpu_optimizer", 2), 1, seq_length=512, activation_checkpointing=True)
     found = replayed(planned, capacity_bytes=25 * GB)  # 25.1 are needed
@@ -91,13 +128,14 @@ def test_only_rows_that_the_rule_leaves_open_are_replayed() -> None:
     assert 0.97 * rule.least_bytes <= narrowed.least_bytes <= narrowed.reserved_bytes < rule.reserved_bytes
     verdicts = {narrowed.least_bytes - 1: DOES_NOT_FIT, narrowed.least_bytes: TIGHT, narrowed.reserved_bytes: FITS}
     assert {card: narrowed.verdict(card) for card in verdicts} == verdicts
-    # Without the search for the least memory; an allocator may run in less than in somewhat more. Cards below the
-    # rule's least memory are replayed on demand only.
+    # With the search for the least memory and without it. Cards below the rule's least memory are replayed on demand
+    # only.
     always = replace(planned, replays="always")
     outside = planned.predict().gpu["overhead"]
     for card in (int(share * narrowed.least_bytes) for share in (0.98, 0.995, 1.01)):
         ran_out = replayed(planned, capacity_bytes=card - outside).ran_out
-        assert always.verdict(card) == (DOES_NOT_FIT if ran_out else TIGHT)
+        verdict = DOES_NOT_FIT if ran_out else TIGHT
+        assert (always.verdict(card), always.judge(card).verdict(card)) == (verdict, verdict)
     assert planned.verdict(narrowed.reserved_bytes) == FITS
 
 
