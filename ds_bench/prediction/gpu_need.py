@@ -15,7 +15,7 @@ DecidingPhase = Literal["initialize", "forward", "backward", "step"]
 FITS, TIGHT, DOES_NOT_FIT, UNKNOWN = "fits", "tight", "does not fit", "not known"
 
 _ALLOCATED_SHARE, _CACHE_BYTES = 1.05, from_gb(6.5)
-"""The rule's upper bound of reserved memory: 5 % and 6.5 GB above allocated memory. With it no published configuration
+"""The rule's estimate of reserved memory: 5 % and 6.5 GB above allocated memory. With it no published configuration
 that ran out of memory is predicted to fit (``bench/published_memory.py``)."""
 VARYING_PERCENT = 100
 """The rule's upper bound of what varying lengths add: replays of six strategies of Llama-2-7B with 512, 4,096 and
@@ -33,7 +33,7 @@ class GpuNeed:
     phase: DecidingPhase
     """The part of training that needs most; ``initialize`` includes building the model."""
     method: Literal["rule", "replay"] = "rule"
-    """``rule``: allocated memory plus an upper bound of the cache. ``replay``: every allocation was replayed."""
+    """``rule``: allocated memory plus an estimate of the cache. ``replay``: every allocation was replayed."""
     unknowns: tuple[str, ...] = ()
     """Parts of the configuration that the formulas do not cover; such a trial is not replayed."""
     is_lower_bound: bool = False

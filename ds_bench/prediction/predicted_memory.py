@@ -83,7 +83,7 @@ class Alternative:
     layout: tuple[int, str, str]
     """Stage and both offload devices afterwards, as ``Configuration.layout``."""
     gpu_reserved_bytes: int = 0
-    """``GpuNeed.reserved_bytes`` by the rule: an upper bound. 0 on the CPU accelerator, and in older records."""
+    """``GpuNeed.reserved_bytes`` by the rule. 0 on the CPU accelerator, and in older records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

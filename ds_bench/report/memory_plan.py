@@ -290,7 +290,7 @@ def _method_notes(plan: MemoryPlan) -> Iterator[str]:
     if "rule" in methods:
         of_some = "" if len(methods) == 1 else " of rows that were not replayed"
         more = f", and {VARYING_PERCENT} % for varying lengths" if varies else ""
-        yield f"the second figure{of_some} is an upper bound: 5 % and 6.5 GB above what is allocated{more}"
+        yield f"the second figure{of_some} is an estimate: 5 % and 6.5 GB above what is allocated{more}"
     for obstacle in dict.fromkeys(filter(None, (need.not_replayed for need in needs.values()))):
         labels = [label for label, need in needs.items() if need.not_replayed == obstacle]
         yield f"not replayed: {format_list(labels)}, because of {obstacle}"

@@ -115,11 +115,12 @@ def test_cpu_optimizer_on_a_small_card_runs_out_in_initialize() -> None:
     assert replayed(among_8).reserved_bytes > 25 * GB
 
 
-def test_only_rows_that_the_rule_leaves_open_are_replayed() -> None:
+def test_only_rows_near_the_card_are_replayed() -> None:
     planned = llama(zero(2), 8, seq_length=4096)
     rule = planned.predict().gpu_need
     middle = (rule.least_bytes + rule.reserved_bytes) // 2
-    by_card = {rule.least_bytes - 1: "rule", middle: "replay", rule.reserved_bytes: "rule"}
+    far = int(0.79 * rule.least_bytes), int(1.31 * rule.reserved_bytes)
+    by_card = {far[0]: "rule", rule.least_bytes - 1: "replay", rule.reserved_bytes: "replay", far[1]: "rule"}
     assert {card: planned.judge(card).gpu_need.method for card in by_card} == by_card
     assert replace(planned, replays="never").judge(middle).gpu_need == rule
     assert planned.judge(None).gpu_need == rule
@@ -128,15 +129,17 @@ def test_only_rows_that_the_rule_leaves_open_are_replayed() -> None:
     assert 0.97 * rule.least_bytes <= narrowed.least_bytes <= narrowed.reserved_bytes < rule.reserved_bytes
     verdicts = {narrowed.least_bytes - 1: DOES_NOT_FIT, narrowed.least_bytes: TIGHT, narrowed.reserved_bytes: FITS}
     assert {card: narrowed.verdict(card) for card in verdicts} == verdicts
-    # With the search for the least memory and without it. Cards below the rule's least memory are replayed on demand
-    # only.
-    always = replace(planned, replays="always")
+    # With the search for the least memory and without it.
     outside = planned.predict().gpu["overhead"]
     for card in (int(share * narrowed.least_bytes) for share in (0.98, 0.995, 1.01)):
         ran_out = replayed(planned, capacity_bytes=card - outside).ran_out
         verdict = DOES_NOT_FIT if ran_out else TIGHT
-        assert (always.verdict(card), always.judge(card).verdict(card)) == (verdict, verdict)
+        assert (planned.verdict(card), planned.judge(card).verdict(card)) == (verdict, verdict)
     assert planned.verdict(narrowed.reserved_bytes) == FITS
+    # Where initialization leaves pieces, more is reserved than the rule estimates.
+    in_pieces = llama(offload("cpu_optimizer", 2), 2, seq_length=512)
+    card = in_pieces.predict().gpu_need.reserved_bytes
+    assert (replace(in_pieces, replays="never").verdict(card), in_pieces.verdict(card)) == (FITS, TIGHT)
 
 
 def test_settings_that_the_replay_does_not_know_are_left_to_the_rule() -> None:
