@@ -1,7 +1,7 @@
 """When to use each strategy, what it saves and costs for a model on a number of GPUs, and rules of thumb for the stage.
 
 Bytes are computed by formula for AdamW (``prediction.model_states``), per rank and without activations. The rules of
-thumb hold for any model, by how full a card is; ``remedies`` has what is predicted for one.
+thumb look only at how full a card is and hold for any model; ``remedies`` has predictions for a given one.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from .remedies import failed_run
 from .words import Fact
 
 BARELY_FITS_FRACTION = 0.80
-"""A configuration that uses more than this fraction of the card barely fits."""
-
+"""A configuration that uses at least this fraction of the card barely fits."""
 
 _Texts = tuple[str, str, str]
-"""When to use a strategy, when to avoid it, and what it moves where."""
+"""When to use a strategy, when to avoid it, and what it moves."""
 # fmt: off
 _STAGES: Mapping[int, _Texts] = {
     0: (
@@ -81,7 +80,7 @@ _OFFLOADS: Mapping[tuple[str, str], tuple[str, str]] = {
         "host memory does not hold the optimizer states, and there is a fast local NVMe disk", _DISK,
     ),
 }
-"""When to use offload of optimizer and parameters to these devices, and when to avoid it."""
+"""Offload devices of optimizer and parameters → when to use that offload, and when to avoid it."""
 _OFFLOAD_TO_DISK = (
     "host memory does not hold the model states either, and there is a fast local NVMe disk", _DISK,
 )
@@ -96,7 +95,7 @@ _PLACES = {
 def advice_lines(
     configuration: Configuration, *, parameters: int, num_gpus: int, precision: Precision, grad_accum: int = 1
 ) -> list[str]:
-    """Return the label of a configuration, then one line each for when to use it, what it moves, saves and costs.
+    """Return the label of a configuration, then lines on when to use it and what it moves, saves and costs.
 
     Bytes are model states of one rank. ``parameters``: elements of the whole model.
     """
@@ -104,7 +103,7 @@ def advice_lines(
     stage = _REFERENCES[configuration.engine] if configuration.is_reference else _STAGES[configuration.stage]
     use_when, avoid_when, moves = stage
     if configuration.offloads:
-        # Files may also keep only the parameters on the disk, or one part there and one in host memory.
+        # Only a file may keep just the parameters on disk, or one part there and the other in host memory.
         use_when, avoid_when = _OFFLOADS.get(offloads, _OFFLOAD_TO_DISK)
         moves = f"optimizer states {_PLACES[optimizer]}; parameters {_PLACES[params]}; at this stage {stage[2]}"
     held = sum(model_states(parameters, num_gpus, configuration, precision).get("gpu", {}).values())
@@ -149,7 +148,7 @@ def traffic_text(
         sent = size * (gathered * parameters + updated * trained) * (num_gpus - 1) // num_gpus
         costs.append(f"≈ {format_bytes(sent)} through each GPU's links per optimizer step")
     if configuration.offloads:
-        # A rank's parameters are copied to the GPU once after the step, offloaded ones in each pass; gradients go down.
+        # Parameters go up to the GPU once after a step on the CPU, or in each pass if offloaded; gradients go down.
         steps_there = configuration.offloads_optimizer
         held = trained if configuration.offload_param == "none" else 2 * grad_accum * parameters
         moved = format_bytes(-(-size * ((trained if steps_there else 0) + held) // num_gpus))
@@ -171,13 +170,13 @@ class Observed:
     goal: str = "balanced"
     one_gpu: bool = False
     fastest: int | None = None
-    """Stage of the fastest row that trained; None if no row trained."""
+    """Stage of the fastest row; None if no row trained."""
     row: str = ""
     """Label of that row."""
     fraction: float | None = None
     """Fraction of the GPU that it used; None if unknown, or if its micro-batch fills the GPU on purpose."""
     avoided: frozenset[int] = frozenset()
-    """Stages of which every row ran out of device memory or left too little of it; never suggested."""
+    """Stages whose rows all ran out of device memory or left too little of it; never suggested."""
     failed_offloads: frozenset[str] = frozenset()
     """Offload strategies that ran out of memory or disk."""
 
@@ -192,17 +191,17 @@ class Observed:
 
     @property
     def enough(self) -> str:
-        """What suffices if the fastest row fits comfortably."""
+        """The stage that suffices if the fastest row fits comfortably."""
         if self.one_gpu and 0 not in self.avoided:
             return "stage 0 is enough"
         return f"stage {'0 or 1' if self.fastest == 0 and 1 not in self.avoided else self.fastest} is enough"
 
     @property
     def less_memory(self) -> str:
-        """What keeps less on a GPU: a higher stage that has not failed, else offload; empty without either."""
+        """What takes less of a GPU: a higher stage that has not failed, else offload; empty if there is neither."""
         if self.one_gpu:
             return format_series(["--activation-checkpointing", "a smaller micro-batch", *self.offloads[:1]])
-        # Stage 2 at least, which shards gradients too, for a row that barely fits.
+        # At least stage 2, which shards gradients too, for a row that barely fits.
         below = max(self.avoided) if self.fastest is None else max(self.fastest, 1)
         stage = next((each for each in range(below + 1, 4) if each not in self.avoided), None)
         if stage is not None:
@@ -211,15 +210,15 @@ class Observed:
 
 
 class Rule(NamedTuple):
-    """A rule of thumb: when and then, in general and of a run."""
+    """A rule of thumb, in general words and in words about a run."""
 
     when: str
     then: str
     applies: Callable[[Observed], bool]
     seen: str
-    """``when``, a template."""
+    """``when`` about a run, as a template."""
     advice: Callable[[Observed], str]
-    """``then``; empty if nothing is left to suggest."""
+    """``then`` about a run; empty if nothing is left to suggest."""
 
 
 _COMFORTABLE, _BARELY = (format_percent(share, digits=0) for share in (COMFORTABLE_FRACTION, BARELY_FITS_FRACTION))
@@ -227,7 +226,7 @@ _COMFORTABLE, _BARELY = (format_percent(share, digits=0) for share in (COMFORTAB
 RULES = (
     Rule("speed is critical", "the lowest stage that fits",
          lambda seen: seen.goal == "speed",
-         # Not "the fastest": a higher stage may tie with it and have been ahead within the noise.
+         # Not "the fastest": a tied higher stage may have been ahead within the noise.
          "speed is critical", lambda seen: "the lowest stage that fits" if seen.fastest is None
          else f"stage {seen.fastest}, the lowest that is tied with the fastest"),
     Rule("memory is critical", "stage 3 with offload",
@@ -247,7 +246,7 @@ RULES = (
 
 
 def rule_of_thumb(seen: Observed) -> str | None:
-    """Return the first rule that applies, in the words of this run; None if no rule does."""
+    """Return the first rule that applies, in words about this run; None if none does."""
     rule = next((rule for rule in RULES if rule.applies(seen)), None)
     if rule is None or not (advice := rule.advice(seen)):
         return None
@@ -263,7 +262,7 @@ def rule_for(comparison: Comparison, eligible: EligibleRows, goal: str) -> Fact 
     if not without_offload or eligible.terms is ON_HOST:
         return None
     candidates = [each for each in eligible.candidates if each.offload_level[0] == "none"]
-    # For speed the rule names a row to use, which must leave room; otherwise it says how full the fastest is.
+    # For speed the rule names a row to use, which must leave room; for other goals it says how full the fastest is.
     compared = [each for each in candidates if each.fits] if goal == "speed" else candidates
     best = None
     if compared:
@@ -289,7 +288,7 @@ def rule_for(comparison: Comparison, eligible: EligibleRows, goal: str) -> Fact 
 
 
 def general_lines(num_gpus: int) -> list[str]:
-    """The rules for any model, before anything was measured."""
+    """Return the rules for any model, before anything was measured."""
     lines = ["Rules of thumb, by what a measured run shows:", *(f"  {rule.when}: {rule.then}" for rule in RULES)]
     if num_gpus == 1:
         lines += [

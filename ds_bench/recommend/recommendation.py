@@ -1,4 +1,4 @@
-"""From a comparison to a recommendation: which row to use, why, what it costs, and what to try next.
+"""Turns a comparison into a recommendation: which row to use, why, what it costs, and what to try next.
 
 ``decision`` chooses the row, ``remedies`` and ``guide`` find the next steps, and ``words`` has the text of every fact.
 """
@@ -32,16 +32,16 @@ from .decision import (
 from .words import Fact, flags, format_list, runs_of_each, two_digits
 
 MOST_ROWS_NAMED = 6
-"""Number of failed rows, or of rows left out, that are named one by one."""
+"""Most failed rows, or rows left out, that are named one by one."""
 MOST_LETTERS_NAMED = 24
-"""Letters of the labels that a headline names, which is to fit one line: of four stages."""
+"""Most letters of labels in a headline, so that it fits on one line: enough for four stages."""
 MORE_STEPS = 50
-"""Measured steps of a run that is to decide between rows."""
+"""Measured steps of a run that should decide between rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """The row to use and why. ``str`` puts a fact into words, on one line without escapes."""
+    """The row to use and why. ``str`` of a fact gives its words, on one line without escapes."""
 
     goal: str
     """``speed``, ``balanced`` or ``memory``."""
@@ -52,15 +52,15 @@ class Recommendation:
     tied: tuple[str, ...] = ()
     """Labels of the rows tied with the fastest (docs/reading.md); empty without a tie."""
     undecided: tuple[str, ...] = ()
-    """Labels of the rows, the choice first, that the measurements cannot rank although the difference matters."""
+    """Labels of the rows, the choice first, that the measurements cannot rank although it matters."""
     headline: Fact
-    """The row to use and why, a tie, or why no row can be recommended."""
+    """The row to use and why, a tie, or the reason that no row can be recommended."""
     disturbed: tuple[str, ...] = ()
-    """Labels of the rows that ran while the CPU was busy: the answer is provisional."""
+    """Labels of the rows that ran while the CPU was busy, which makes the answer provisional."""
     provisional: Fact | None = None
-    """Set if fewer than three runs leave the choice open: why. ``try_next`` has the command that decides it."""
+    """Set if too few runs leave the choice open. ``try_next`` then has the command that decides."""
     alternative: Fact | None = None
-    """The fastest row that was not chosen, by label and key: its lead, and why it was not chosen."""
+    """The fastest row that was not chosen, its lead, and why it was not chosen."""
     facts: tuple[Fact, ...] = ()
     """The numbers of the choice, how certain they are, and the rows left out."""
     cost: Fact | None = None
@@ -72,7 +72,7 @@ class Recommendation:
 
     @property
     def decided(self) -> bool:
-        """Whether the measurements decide, as far as it matters. False without a choice."""
+        """Whether the measurements decide, where it matters. False without a choice."""
         return self.choice is not None and not self.undecided and not self.disturbed
 
     @property
@@ -83,7 +83,7 @@ class Recommendation:
 
     @property
     def lines(self) -> list[str]:
-        """One line each for the choice, the facts and the next steps; the notes of a report have the caveats' steps."""
+        """One line each for the choice, the facts and the next steps; a report's notes have the steps of caveats."""
         choice = self.choice or "none"
         if self.undecided:
             choice = f"start with {choice}; {format_list(self.undecided)} are too close to call"
@@ -106,7 +106,7 @@ class Recommendation:
 
 
 def recommend(comparison: Comparison, goal: str = "balanced", resume: OpenCommand | None = None) -> Recommendation:
-    """Recommend a row for a goal. ``resume``: the command that continues the run; None without one run's folder.
+    """Recommend a row for a goal. ``resume``: the command that continues the run; None without a single run folder.
 
     Raises UsageError for a goal that is not one of ``config.options.GOALS``.
     """
@@ -114,7 +114,7 @@ def recommend(comparison: Comparison, goal: str = "balanced", resume: OpenComman
         return Recommendation(goal=goal, headline=Fact("other_pass"))
     eligible = eligible_rows(comparison)
     decision = decide(eligible.candidates, goal, intervals(comparison))
-    # A single row among rows that do not compare with it was compared with nothing.
+    # A row that compares with no other row has won nothing.
     if decision is None or (eligible.left_out_as("not_comparable") and len(eligible.candidates) < 2):
         return _without_choice(comparison, eligible, goal)
     choice, undecided = decision.choice, decision.undecided
@@ -166,7 +166,7 @@ def _once(steps: Iterable[Fact]) -> tuple[Fact, ...]:
 
 
 def _why(decision: Decision, eligible: EligibleRows, comparison: Comparison, goal: str) -> Fact:
-    """The part of the rule that chose the row."""
+    """Return the part of the rule that chose the row."""
     choice, best, speeds = decision.choice, decision.simplest_tied, decision.speeds
     rows = speeds.candidates
     compared = speeds.with_optimizer_of(decision.fastest)
@@ -177,7 +177,7 @@ def _why(decision: Decision, eligible: EligibleRows, comparison: Comparison, goa
         return Fact("only", values)
     if goal == "memory":
         return Fact("nearly_least_memory" if len(nearly_least_memory(rows)) > 1 else "least_memory", values)
-    # A sweep shows only the headline, so it says itself that it rests on too few runs.
+    # A sweep shows only the headline, so the headline itself must say that there are too few runs.
     fewest = min(each.runs for each in ((choice, best) if best != choice else compared))
     values["runs"] = f" after {runs_of_each(fewest)}" if fewest < FEWEST_RUNS else ""
     if best != choice:  # the rule traded speed for memory
@@ -185,7 +185,7 @@ def _why(decision: Decision, eligible: EligibleRows, comparison: Comparison, goa
         share = choice.tokens_per_second / best.tokens_per_second
         return Fact("less_memory", {**values, "share": share, "best": best.label, "saved": saved})
     if choice != decision.fastest and speeds.differ(choice, decision.fastest):
-        # Tied although certainly slower, because it offloads less (decision.Speeds.tied).
+        # It is certainly slower, but counts as tied because it offloads less (decision.Speeds.tied).
         return Fact("offloads_less", {"best": decision.fastest.label})
     if decision.tied:
         return Fact("simplest", {**values, "count": len(decision.tied)})
@@ -203,11 +203,11 @@ def _why(decision: Decision, eligible: EligibleRows, comparison: Comparison, goa
 
 
 def _command_to_decide(decision: Decision, comparison: Comparison, resume: OpenCommand | None) -> Fact | None:
-    """The command that adds runs to an open choice; None for a decided one."""
+    """Return the command that adds the runs an open choice needs; None if it is decided."""
     if not decision.undecided:
         return None
     attempts = max(len(comparison.row(row.key).runs) for row in (decision.choice, *decision.undecided))
-    # Runs that failed are not repeated, so each missing run is one more.
+    # Runs that failed are not repeated, so each missing run needs another attempt.
     missing = FEWEST_RUNS - decision.fewest_runs
     repeats = attempts + missing if missing > 0 else max(5, 2 * attempts)
     settings = {"repeats": repeats}
@@ -222,7 +222,7 @@ def _command_to_decide(decision: Decision, comparison: Comparison, resume: OpenC
 def _facts(
     decision: Decision, eligible: EligibleRows, comparison: Comparison, alternative: Fact | None
 ) -> Iterator[Fact]:
-    """The numbers of the choice and how certain they are, then the rows that were left out."""
+    """Yield the numbers of the choice and how certain they are, then the rows that were left out."""
     choice, speeds, terms = decision.choice, decision.speeds, eligible.terms
     memory = f"{terms.memory} not measured"
     if choice.memory_bytes is not None:
@@ -233,7 +233,9 @@ def _facts(
     unit = comparison.row(choice.key).rate_unit
     yield Fact("numbers", {"choice": choice.label, "speed": speed, "memory": memory, "unit": unit})
     rivals = [each for each in speeds.with_optimizer_of(choice) if each != choice]
-    if rivals and (rival := fastest(rivals)).tokens_per_second <= tokens:  # of a slower choice, the cost says how much
+    if (
+        rivals and (rival := fastest(rivals)).tokens_per_second <= tokens
+    ):  # for a slower choice, the cost says by how much
         kind = "lead"
         if speeds.interval_of(choice, rival) is None:
             kind = "lead_untested"
@@ -249,7 +251,7 @@ def _facts(
 
 
 def _left_out(eligible: EligibleRows, comparison: Comparison, alternative: Fact | None = None) -> list[Fact]:
-    """Return a fact for each row with numbers that is left out, except for the alternative."""
+    """Return a fact for each row with numbers that was left out, except the alternative."""
     facts = [
         Fact("left_out", {"row": comparison.row(key).label, "reason": reason})
         for key, reason in eligible.left_out.items()
@@ -261,14 +263,14 @@ def _left_out(eligible: EligibleRows, comparison: Comparison, alternative: Fact 
 
 
 def _alternative(decision: Decision, eligible: EligibleRows, comparison: Comparison) -> Fact | None:
-    """Return the fastest row that was not chosen and why; None if nothing speaks for another row."""
+    """Return the fastest row that was not chosen, and why; None if no other row has an advantage."""
     choice, speeds = decision.choice, decision.speeds
     candidates = {candidate.key: candidate for candidate in eligible.candidates}
     chosen = comparison.row(choice.key)
     rows = [(row.tokens_per_second or 0.0, row) for row in comparison.rows if not row.differences]
     for speed, row in sorted(rows, key=lambda each: -each[0]):
         interval = ratio_between(row, chosen)
-        # Not ahead, or the table calls it noise.
+        # Not ahead, or only within the noise that the table shows.
         if speed <= (chosen.tokens_per_second or 0.0) or (interval is not None and not interval.distinguishable):
             continue
         reason, candidate = eligible.left_out.get(row.key), candidates.get(row.key)
@@ -284,14 +286,14 @@ def _alternative(decision: Decision, eligible: EligibleRows, comparison: Compari
         if candidate.optimizer != choice.optimizer:
             return Fact("faster_optimizer", {**values, "optimizer": candidate.optimizer})
         if not speeds.differ(candidate, choice) or candidate.key == decision.simplest_tied.key:
-            continue  # no faster, or weighed against the choice in the headline
+            continue  # no faster, or already weighed in the headline
         if reason is not None:
             kind = "faster_reference" if reason.kind == "reference" else "faster_too_full"
             return Fact(kind, {**values, "fraction": candidate.fraction})
         if candidate.memory_bytes is not None and choice.memory_bytes is not None:
             more = candidate.memory_bytes - choice.memory_bytes
             return Fact("faster_takes_more" if more > 0 else "faster_offloads_more", {**values, "more": more})
-    # Of the rows that are as fast within the noise, the leanest.
+    # The leanest of the rows that are as fast within the noise.
     leaner = [
         (choice.memory_bytes - rival.memory_bytes, rival.tokens_per_second, rival)
         for rival in speeds.with_optimizer_of(choice)
@@ -308,7 +310,7 @@ def _alternative(decision: Decision, eligible: EligibleRows, comparison: Compari
 
 
 def _cost(decision: Decision, eligible: EligibleRows) -> Fact | None:
-    """Speed lost and memory saved against the fastest row that fits; None if it is that row, or nothing differs."""
+    """Return speed lost and memory saved against the fastest row that fits; None if the choice is no different."""
     choice, speeds = decision.choice, decision.speeds
     best = fastest(speeds.with_optimizer_of(choice))
     if best == choice:
@@ -332,14 +334,14 @@ def _actions(
     comparison: Comparison,
     resume: OpenCommand | None,
 ) -> Iterator[Fact]:
-    """Reasons for another run, most useful first. ``row``: the choice; ``decide_by``: what decides an open choice."""
+    """Yield reasons for another run, most useful first. ``row``: the choice. ``decide_by``: the step to decide it."""
     caveats, workload = [*row.caveats, *comparison.caveats], row.trial.workload
-    # Before all else: the rows that are missing may change the choice.
+    # First, because the missing rows may change the choice.
     if any(run.outcome.status == schema.INTERRUPTED for each in comparison.rows for run in each.runs):
         yield Fact("resume", {"command": resume or "the same command with --resume RUN_DIR"})
     if decide_by is not None:
         yield decide_by
-    # A row that ran out at its largest size may also be in the table at a smaller one.
+    # A row that ran out of memory at its largest size may have trained at a smaller one.
     trained = {each.configuration.name for each in comparison.rows if each.fills_memory and each.successes}
     short = [
         each
@@ -372,7 +374,7 @@ def _actions(
 def _steps(
     row: ComparisonRow, decide_by: Fact | None, eligible: EligibleRows, comparison: Comparison, goal: str
 ) -> Iterator[Fact]:
-    """Steps after a choice. ``decide_by``: the command that decides it."""
+    """Yield the steps that follow a choice. ``decide_by``: the step that decides it."""
     if decide_by is not None:
         yield decide_by
     yield from _steps_for_failures(comparison)
@@ -385,7 +387,7 @@ def _steps(
 
 
 def _steps_for_failures(comparison: Comparison) -> Iterator[Fact]:
-    """One step per remedy; several rows may share it."""
+    """Yield one step per remedy, which several rows may share."""
     failed = [row for row in comparison.rows if remedies.failed_run(row) is not None]
     yield from remedies.remedies_of(failed[:MOST_ROWS_NAMED], comparison)
     if len(failed) > MOST_ROWS_NAMED:
@@ -402,7 +404,7 @@ def _caveat_steps(caveats: Sequence[Caveat]) -> Iterator[Fact]:
 
 
 def _without_choice(comparison: Comparison, eligible: EligibleRows, goal: str) -> Recommendation:
-    """Say why no row is recommended, and what would let one train."""
+    """Say why no row is recommended, and what would make one train."""
     failed = list(filter(None, map(remedies.failed_run, comparison.rows)))
     smallest = remedies.smallest_change(comparison)
     disqualifying = [caveat for row in comparison.rows for caveat in row.caveats if caveat.disqualifying]
@@ -418,7 +420,7 @@ def _without_choice(comparison: Comparison, eligible: EligibleRows, goal: str) -
     else:
         counts = Counter(run.outcome.status for run in failed)
         headline = Fact("none_trained", {"counts": [f"{count} {status}" for status, count in counts.items()]})
-    # Options that are predicted to let a row train, or what to do about the cause.
+    # Settings with which a row is predicted to train, else what to do about the cause.
     try_next = None
     if smallest is not None and smallest.settings:
         try_next = Fact("try", settings=smallest.settings)
@@ -432,7 +434,7 @@ def _without_choice(comparison: Comparison, eligible: EligibleRows, goal: str) -
         try_next = Fact("resorts" if setup else "offload_or", {"resorts": resorts})
     elif failed:
         try_next = remedies.action_of(failed[0])
-    # The least change that fits first, then row by row.
+    # First the smallest change with which a row fits, then row by row.
     steps = [] if smallest is None or trained else [smallest]
     for row in map(comparison.row, eligible.left_out_as("too_full")):
         if excess := remedies.excess_bytes(row, comparison):

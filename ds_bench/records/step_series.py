@@ -1,8 +1,8 @@
-"""The reports of each step while a trial trains: a small file of each rank, and the lines of ``steps.jsonl``.
+"""Reports on each step while a trial trains: a small file for each rank, and the lines of ``steps.jsonl``.
 
-A rank writes its steps into a mapped file (``rank<N>.steps``) by plain stores to memory: nothing is written to a disk
-and no system call is made, so that it can be done between two measured steps. The file holds the last steps only; the
-parent reads it while the trial runs and keeps every step as a line of ``steps.jsonl``.
+A rank writes its steps to a memory-mapped file (``rank<N>.steps``) without a system call, which is cheap enough between
+two measured steps. The file holds only the last steps; the parent reads it while the trial runs and appends every step
+to ``steps.jsonl``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEPS_FILE = "steps.jsonl"
 _HEADER = struct.Struct("<qq")
 """Steps written so far; tokens of the whole job in a step."""
 _COUNT = struct.Struct("<q")
-# The fields of StepSample in order; for None stand NaN and _UNKNOWN.
+# The fields of StepSample in order, with NaN and _UNKNOWN for None.
 _SAMPLE = struct.Struct("<qdddqqqq")
 _CAPACITY = 1024
 """Steps that a rank's file holds. The parent reads it five times a second."""
@@ -34,21 +34,21 @@ _MOST_BYTES = 2**30
 
 
 class StepSample(NamedTuple):
-    """One step on one rank, in the order of ``_SAMPLE``. None where a value is not known."""
+    """One step on one rank, in the order of ``_SAMPLE``. None if a value is unknown."""
 
     measured: bool
     """False for a warm-up step."""
     time: float
-    """End of the step in seconds since the epoch."""
+    """End of the step, in seconds since the epoch."""
     seconds: float
     loss: float | None
-    """Mean over the rank's micro-batches; None where it is not finite."""
+    """Mean over the rank's micro-batches; None if it is not finite."""
     gpu_allocated_bytes: int | None = None
     """Held by tensors at the end of the step."""
     gpu_reserved_bytes: int | None = None
     """Held by torch's allocator at the end of the step."""
     gpu_peak_bytes: int | None = None
-    """Peak allocated since the warm-up or the measured window began."""
+    """Peak allocated since warm-up, or since the measured window began."""
     host_resident_bytes: int | None = None
     """Resident memory at the end of the step."""
 
@@ -65,19 +65,19 @@ class TrialStep:
     seconds: float
     """On the slowest rank."""
     tokens_per_second: float | None
-    """Of the whole job; None for a step that took no time by the clock."""
+    """For the whole job; None for a step that took no time by the clock."""
     loss: float | None
     """Mean over ranks."""
     gpu_allocated_bytes: int | None = None
     gpu_reserved_bytes: int | None = None
     gpu_peak_bytes: int | None = None
-    """All ``gpu_*``: the fullest rank."""
+    """All ``gpu_*`` fields: on the fullest rank."""
     host_resident_bytes: int | None = None
     """Sum over the ranks."""
 
     @property
     def shown_values(self) -> dict[str, float]:
-        """Return the known values of the step, under the names and in the units of the flat files, for trackers."""
+        """The known values of the step for trackers, with the names and units of the flat files."""
         values = {
             "loss": self.loss,
             "step_time_ms": to_ms(self.seconds),
@@ -95,12 +95,12 @@ def steps_file(folder: Path, rank: int) -> Path:
 
 
 class StepFileWriter:
-    """Writes the steps of one rank. Raises OSError where the disk has no room for the file, when it is made."""
+    """Writes the steps of one rank. Making one raises OSError if the disk has no room for the file."""
 
     def __init__(self, folder: Path, rank: int, tokens_per_step: int) -> None:
         descriptor = os.open(steps_file(folder, rank), os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
-            os.posix_fallocate(descriptor, 0, _FILE_BYTES)  # a store into a page without room would kill the rank
+            os.posix_fallocate(descriptor, 0, _FILE_BYTES)  # a store to a page without room on disk would kill the rank
             self._memory = mmap.mmap(descriptor, _FILE_BYTES)
         finally:
             os.close(descriptor)
@@ -108,7 +108,7 @@ class StepFileWriter:
         _HEADER.pack_into(self._memory, 0, 0, tokens_per_step)
 
     def add(self, sample: StepSample) -> None:
-        """Adds the next step; the first one is step 0."""
+        """Add the next step; the first one is step 0."""
         measured, time, seconds, loss, *sizes = sample
         _SAMPLE.pack_into(
             self._memory,
@@ -120,7 +120,7 @@ class StepFileWriter:
             *(_UNKNOWN if size is None else size for size in sizes),
         )
         self._count += 1
-        _COUNT.pack_into(self._memory, 0, self._count)  # last: what it counts is complete
+        _COUNT.pack_into(self._memory, 0, self._count)  # last, when the sample that it counts is complete
 
 
 class StepFileReader:
@@ -132,16 +132,16 @@ class StepFileReader:
         self.tokens_per_step = 0
 
     def new_samples(self) -> Iterator[tuple[int, StepSample]]:
-        """The number and the sample of each step that was not read before; none before the rank has made its file."""
+        """Yield number and sample of each step that was not read before; nothing until the rank has made its file."""
         try:
             data = files.read_bytes(self.path, _FILE_BYTES)
         except OSError:
             return
-        # The rank has made the file and not yet given it its size.
+        # The rank has made the file but not yet given it its size.
         if len(data) < _FILE_BYTES:
             return
         count, self.tokens_per_step = _HEADER.unpack_from(data)
-        # The oldest place is left out where the file is full: the rank may be writing the next step to it.
+        # If the file is full, the oldest place is left out: the rank may be writing its next step there.
         first = max(self._next, count - _CAPACITY + 1)
         self._next = max(count, self._next)
         for number in range(first, count):
@@ -153,5 +153,5 @@ class StepFileReader:
 
 
 def read_steps(folder: Path) -> list[TrialStep]:
-    """The steps in ``steps.jsonl`` of a trial's folder, without lines that are none; empty without the file."""
+    """Return the steps in ``steps.jsonl`` of a trial's folder, skipping invalid lines; empty without the file."""
     return json_files.read_lines(TrialStep, folder / STEPS_FILE, _MOST_BYTES)

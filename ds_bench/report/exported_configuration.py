@@ -1,10 +1,10 @@
-"""A row as files that train with it: for DeepSpeed itself, the Hugging Face Trainer and Accelerate, with a README.
+"""Exports a row as files to train with: for DeepSpeed itself, the Hugging Face Trainer and Accelerate, with a README.
 
-Values come from what ran, never from what would be better: choosing the row is ``recommend``'s. The Trainer's file
-says "auto" only where the Trainer would otherwise refuse a value that differs from its arguments; buckets and
-thresholds stay numbers: the Trainer derives its own from the hidden size, and they were not measured. What was
-"auto" in the user's file stays "auto". The README's text is ``templates/export_readme.md``; names that users or models
-chose are shown as code or escaped, so that none of them can end a line or open markup.
+Values are those that ran, never better ones: choosing the row is the job of ``recommend``. The Trainer's file says
+"auto" only where the Trainer would refuse a value that differs from its arguments. Buckets and thresholds stay numbers,
+because those that the Trainer derives from the hidden size were not measured. What was "auto" in the user's file stays
+"auto". The README's text is ``templates/export_readme.md``; names that users or models chose are shown as code or
+escaped, so that none can end a line or open markup.
 
 Sources: DeepSpeed 0.19.8 ``runtime/config.py``; Transformers 5 ``integrations/deepspeed.py``
 (``trainer_config_process``); Accelerate 1 ``utils/dataclasses.py`` (``DeepSpeedPlugin``), ``utils/launch.py``.
@@ -57,16 +57,16 @@ _ON_DEVICE = {
     "lion": "deepspeed.ops.lion.FusedLion",
     "lamb": "deepspeed.ops.lamb.FusedLamb",
 }
-"""The class that DeepSpeed 0.19.8 makes of an optimizer's name (``runtime/engine.py``); else ``torch.optim``'s."""
+"""Optimizer name → the class that DeepSpeed 0.19.8 uses (``runtime/engine.py``); for others that of ``torch.optim``."""
 
 
 def folder_name(strategy: str) -> str:
-    """``ds_config_zero2``; a name read from a file may hold anything, and leads out of no folder."""
+    """Return ``ds_config_zero2`` or similar; a name read from a file cannot lead out of the folder."""
     return f"ds_config_{re.sub(r'[^A-Za-z0-9_.-]+', '_', strategy)}"
 
 
 def require_deepspeed(configuration: Configuration) -> None:
-    """Raises UsageError for a row of a reference engine, which has no DeepSpeed configuration."""
+    """Raise UsageError for a row of a reference engine, which has no DeepSpeed configuration."""
     if configuration.is_reference:
         problem = f"{configuration.label} is torch's own engine: there is no DeepSpeed configuration"
         raise UsageError(problem, remedy="export a row that DeepSpeed trained")
@@ -75,20 +75,20 @@ def require_deepspeed(configuration: Configuration) -> None:
 def write_exports(
     record: TrialRecord, folder: Path, environment: Environment | None = None, doubt: str | None = None
 ) -> list[Path]:
-    """Write the five files, replacing older ones whole. Return their paths.
+    """Write the five files, or two for a script's row, replacing older ones whole. Return their paths.
 
-    ``doubt``: a line for the head of the README if it is not decided that this is the row to use. A row that failed is
-    written too, and its README says so. Raises UsageError for a row of a reference engine, a folder that cannot be
-    written, and a configuration with NaN or an infinity.
+    ``doubt``: a line for the top of the README if it is open whether this is the row to use. A failed row is written
+    too, and its README says so. Raises UsageError for a row of a reference engine, a folder that cannot be written, and
+    a configuration with NaN or an infinity.
     """
     require_deepspeed(record.trial.configuration)
     if record.trial.workload.script is not None:
         return _write_script_export(record, folder, doubt)
-    # Everything that can be refused is made before the folder is.
+    # Before the folder is made, because these may be refused.
     raw, trainer, accelerate = raw_config(record), trainer_config(record), accelerate_config(record)
     readme = _readme(record, raw, accelerate, environment, doubt)
     with _writing_to(folder):
-        # Absolute, so that the YAML finds the JSON from whatever folder it is used in.
+        # Absolute, so that the YAML finds the JSON from any folder.
         yaml = accelerate_yaml(record, folder.resolve() / ACCELERATE_FILE)
         write_json(folder / RAW_FILE, raw)
         write_json(folder / TRAINER_FILE, trainer)
@@ -131,7 +131,7 @@ def write_planned_rows(rows: Sequence[PlanRow], folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _writing_to(folder: Path) -> Iterator[None]:
-    """Make the folder of an export. Raises UsageError for what cannot be written."""
+    """Make the folder of an export, and raise UsageError for what cannot be written within this context."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
@@ -139,11 +139,11 @@ def _writing_to(folder: Path) -> Iterator[None]:
         problem = f"cannot write the configurations to {folder}: {error.strerror or error}"
         raise UsageError(problem, remedy="give a folder that you may write to") from None
     except ValueError as error:  # json's for NaN and infinities; mkdir's for a NUL in the name
-        raise UsageError(f"cannot export this row: {error}", remedy="mend the value or the folder's name") from None
+        raise UsageError(f"cannot export this row: {error}", remedy="correct the value or the folder's name") from None
 
 
 def _write_script_export(record: TrialRecord, folder: Path, doubt: str | None) -> list[Path]:
-    """Write the configuration that a script trained with, which is the user's file with the changes, and a README."""
+    """Write a README and the configuration that a script trained with: the user's own file with this row's changes."""
     config = raw_config(record) if record.trial.configuration.uses_nvme else dict(record.trial.ds_config)
     name = inline_code(record.trial.configuration.label)
     command = code_block(training_command(record.trial, folder.resolve() / RAW_FILE), "bash")
@@ -166,9 +166,9 @@ def _write_script_export(record: TrialRecord, folder: Path, doubt: str | None) -
 
 
 def training_command(trial: Trial, config: Path) -> str:
-    """Return the command that trains a script with a configuration: torchrun with the words of the row.
+    """Return the torchrun command that trains a row's script with a configuration.
 
-    On several hosts it is run on each, with the file at the same path; ``srun`` does so by itself.
+    On several hosts, run it on each, with the file at the same path; ``srun`` does that by itself.
     """
     script = trial.workload.script
     assert script is not None
@@ -192,7 +192,6 @@ def write_configuration(
 ) -> Path:
     """Write the configuration of the row that :func:`exported_row` returns. Return its folder."""
     folder = run_folder / (f"export_{row.configuration.name}" if options.export else "recommended")
-    folder.mkdir(parents=True, exist_ok=True)
     doubt = None
     if not options.export and not report.recommendation.decided:
         doubt = report.recommendation.lines[0]
@@ -204,14 +203,14 @@ def write_configuration(
 
 
 def raw_config(record: TrialRecord) -> Config:
-    """What ran, for ``deepspeed.initialize``: the user's NVMe folder; defaults that differ by version written out."""
+    """Return what ran, for ``deepspeed.initialize``, with the user's NVMe folder and version-dependent defaults."""
     trial = record.trial
     config: Config = copy.deepcopy(dict(trial.ds_config))
-    # The trial swapped to a private folder; the export names the one that the user gave.
+    # The trial swapped to a private folder; the export names the user's.
     if trial.placement.nvme_path is not None:
         config = deepspeed_config.with_swap_folder(config, trial.placement.nvme_path)
-    # Defaults that differ between versions of DeepSpeed: gradient_clipping was 0 before 0.19.3 and is 1.0 since,
-    # pin_memory false before 0.19.5 and true since.
+    # Written out because defaults differ between versions of DeepSpeed: gradient_clipping is 1.0 since 0.19.3 and was 0
+    # before, pin_memory is true since 0.19.5 and was false before.
     resolved = record.ranks[0].resolved_config if record.ranks else {}
     zero, resolved_zero = block_of(config, "zero_optimization"), block_of(resolved, "zero_config")
     defaults: list[tuple[Any, str, Any]] = [(config, "gradient_clipping", resolved)]
@@ -226,14 +225,14 @@ def raw_config(record: TrialRecord) -> Config:
 
 
 def trainer_config(record: TrialRecord) -> Config:
-    """For ``TrainingArguments(deepspeed=…)``: "auto" where that fills in, literals for everything measured."""
+    """Return a file for ``TrainingArguments(deepspeed=…)``: "auto" where the Trainer needs it, else what ran."""
     config = raw_config(record)
-    # The Trainer works these out of its arguments and refuses other values (fill_match).
+    # The Trainer derives these from its arguments and refuses other values (fill_match).
     config.update(dict.fromkeys(BATCH_KEYS, "auto"))
     config["gradient_clipping"] = "auto"
     # Accelerate, which the Trainer uses too, refuses a file without this block (DeepSpeedPlugin).
     config.setdefault("zero_optimization", {"stage": 0})
-    # The Trainer holds both against its own flags --bf16 and --fp16.
+    # The Trainer checks both against its own flags --bf16 and --fp16.
     for precision in ("bf16", "fp16"):
         config[precision] = {**block_of(config, precision), "enabled": "auto"}
     params = block_of(block_of(config, "optimizer"), "params")
@@ -243,13 +242,13 @@ def trainer_config(record: TrialRecord) -> Config:
     for path, value in record.trial.configuration.resolved_values.items():
         *names, key = path.split(".")
         block = functools.reduce(block_of, names, config)
-        if value is not None and key in block:  # "auto" in the user's own file: the Trainer makes the same of it again
+        if value is not None and key in block:  # "auto" in the user's file: the Trainer resolves it again
             block[key] = "auto"
     return config
 
 
 def _fillable(params: Mapping[str, Any]) -> list[str]:
-    """Of the optimizer's parameters, those that are of the Trainer's form; another form it refuses, and rightly."""
+    """Return the optimizer's parameters that have the Trainer's form; it rightly refuses any other form."""
     betas = params.get("betas")
     found = [key for key in ("lr", "eps", "weight_decay") if _is_number(params.get(key))]
     if isinstance(betas, list | tuple) and len(betas) == 2 and all(map(_is_number, betas)):
@@ -258,7 +257,7 @@ def _fillable(params: Mapping[str, Any]) -> list[str]:
 
 
 def trainer_arguments(record: TrialRecord) -> dict[str, str]:
-    """TrainingArguments that make the "auto" values what ran: name → value as on a command line."""
+    """Return the TrainingArguments that resolve "auto" to what ran: name → value as on a command line."""
     config, work = raw_config(record), record.trial.workload
     params = block_of(block_of(config, "optimizer"), "params")
     warmup = block_of(block_of(config, "scheduler"), "params")
@@ -266,7 +265,7 @@ def trainer_arguments(record: TrialRecord) -> dict[str, str]:
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": config.get("train_micro_batch_size_per_gpu", work.batch_size),
         "gradient_accumulation_steps": config.get("gradient_accumulation_steps", work.grad_accum),
-        # A scheduler's maximum is the rate that is trained with, whatever the optimizer was made with.
+        # Training uses the scheduler's maximum, whatever rate the optimizer was made with.
         "learning_rate": warmup.get("warmup_max_lr", params["lr"] if "lr" in fillable else None),
         "weight_decay": params["weight_decay"] if "weight_decay" in fillable else None,
         "adam_beta1": params["betas"][0] if "betas" in fillable else None,
@@ -292,23 +291,23 @@ def trainer_arguments(record: TrialRecord) -> dict[str, str]:
 
 
 def accelerate_config(record: TrialRecord) -> Config:
-    """For ``accelerate.yaml``: the user's code makes optimizer and scheduler; the total follows the world size."""
+    """Return the file for ``accelerate.yaml``, without optimizer and scheduler, which the user's code makes."""
     config = raw_config(record)
     kind = deepspeed_config.optimizer_kind(config)
     # With these blocks Accelerate wants DummyOptim and DummyScheduler in the user's code (accelerator.py).
     config.pop("optimizer", None)
     config.pop("scheduler", None)
-    # The total holds the number of ranks, which num_processes of the YAML may change.
+    # The total depends on the number of ranks, which the YAML's num_processes may change.
     config["train_batch_size"] = "auto"
     config.setdefault("zero_optimization", {"stage": 0})
     if offload_device(config, "offload_optimizer") and kind not in ("adam", "adamw"):
-        # Accelerate would put DeepSpeedCPUAdam in the place of any other optimizer (utils/deepspeed.py).
+        # Otherwise Accelerate replaces any optimizer by DeepSpeedCPUAdam (utils/deepspeed.py).
         config["zero_force_ds_cpu_optimizer"] = False
     return config
 
 
 def accelerate_yaml(record: TrialRecord, config_file: Path) -> str:
-    """For ``accelerate launch --config_file``: processes and files only; Accelerate refuses what the JSON sets too."""
+    """Return a file for ``accelerate launch``: processes and files only, because it refuses what the JSON sets too."""
     import yaml
 
     placement = record.trial.placement
@@ -321,10 +320,10 @@ def accelerate_yaml(record: TrialRecord, config_file: Path) -> str:
         deepspeed |= {"deepspeed_hostfile": placement.hostfile, "deepspeed_multinode_launcher": "pdsh"}
         deepspeed |= {"deepspeed_inclusion_filter": placement.include} if placement.include else {}
         if not placement.hosts and record.ranks:
-            num_machines = len({rank.hostname for rank in record.ranks})  # the file may hold more than took part
+            num_machines = len({rank.hostname for rank in record.ranks})  # the file may list more than took part
         elif not placement.hosts:
             num_machines = 1
-            # For a row from another machine it cannot be read; the README says to check the count.
+            # For a row from another machine the file may be missing; the README says to check the count.
             with contextlib.suppress(UsageError):
                 num_machines = len(read_hostfile(Path(placement.hostfile)))
     settings = {
@@ -334,11 +333,11 @@ def accelerate_yaml(record: TrialRecord, config_file: Path) -> str:
         "main_training_function": "main",
         "num_machines": num_machines,
         "num_processes": placement.num_gpus,
-        "use_cpu": False,
+        "use_cpu": False,  # with True, accelerate launch would leave DeepSpeed out; DS_ACCELERATOR chooses the CPU
         "deepspeed_config": deepspeed,
     }
-    # Without allow_unicode, as PyYAML would write a next-line character (U+0085) as a line break.
-    text: str = yaml.safe_dump(settings, sort_keys=False, width=10_000)  # a path stays on its line
+    # Without allow_unicode, with which PyYAML would write a next-line character (U+0085) as a line break.
+    text: str = yaml.safe_dump(settings, sort_keys=False, width=10_000)  # paths are not wrapped
     return text
 
 
@@ -389,7 +388,7 @@ def _readme(
         compiled=trial.workload.compile != "none" or deepspeed_config.is_deepcompiled(trial.ds_config),
         sequence_parallel=deepspeed_config.sequence_parallel_size(trial.ds_config) > 1,
         tensor_parallel=deepspeed_config.tensor_parallel_size(trial.ds_config) > 1,
-        # A user may have set these two apart from the flags.
+        # A user may have set these two independently of the flags.
         micro=trial.ds_config.get("train_micro_batch_size_per_gpu", trial.workload.batch_size),
         accumulated=trial.ds_config.get("gradient_accumulation_steps", trial.workload.grad_accum),
         stage=block_of(raw, "zero_optimization").get("stage", 0),
@@ -402,7 +401,7 @@ def _readme(
         on_nvme="nvme" in (offload_device(raw, "offload_optimizer"), offload_device(raw, "offload_param")),
         caveats=[as_caveat(caveat).text for caveat in record.caveats],
     )
-    # A list without entries leaves blank lines.
+    # Empty lists leave blank lines.
     return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
 
 
@@ -417,7 +416,7 @@ def _launcher(placement: Placement) -> list[str]:
 
 
 def _torchrun(placement: Placement, *program: str) -> list[str]:
-    """The program, torchrun by some name, with the flags of the placement; under Slurm srun starts it."""
+    """Return torchrun's command line for a placement; under Slurm srun starts it. ``program``: how to call torchrun."""
     ranks = f"--nproc-per-node={placement.ranks_per_node}"
     if not placement.hosts:
         return [*program, ranks]
@@ -428,7 +427,7 @@ def _torchrun(placement: Placement, *program: str) -> list[str]:
 
 
 def _command(words: Sequence[str]) -> str:
-    """A shell block inside a list; each word of the command is on its line, whatever is in it."""
+    """Return a shell block inside a list, on one line whatever is in the words."""
     shown = []
     for word in words:
         quoted = shlex.quote(word) if word.isprintable() else "$'" + escape_unprintable(word).replace("'", "\\'") + "'"
@@ -437,14 +436,14 @@ def _command(words: Sequence[str]) -> str:
 
 
 def _optimizer(raw: Config, accelerate: Config) -> str:
-    """How code for Accelerate makes the optimizer."""
+    """Return how code for Accelerate makes the optimizer."""
     kind, offloaded = deepspeed_config.optimizer_kind(raw), bool(offload_device(raw, "offload_optimizer"))
     if kind == "muon":
         return "copy the `optimizer` block of `ds_config.json` into it and use `accelerate.utils.DummyOptim`."
     params = dict(block_of(block_of(raw, "optimizer"), "params"))
-    # A key of DeepSpeed's that picks the class, and no argument of one.
+    # DeepSpeed picks the class by this key; no class takes it as an argument.
     on_torch = bool(params.pop("torch_adam", False))
-    # With offload too, as Accelerate puts DeepSpeedCPUAdam in the place of torch's own (utils/deepspeed.py).
+    # Also with offload, where Accelerate replaces torch's by DeepSpeedCPUAdam (utils/deepspeed.py).
     if kind in ("adam", "adamw") and (offloaded or on_torch):
         decoupled = params.pop("adam_w_mode", True) or kind == "adamw"
         maker = "torch.optim.AdamW" if decoupled else "torch.optim.Adam"
@@ -459,7 +458,7 @@ def _optimizer(raw: Config, accelerate: Config) -> str:
 
 
 def _facts(record: TrialRecord, environment: Environment | None) -> Iterator[tuple[str, str]]:
-    """Measurements, versions and facts of the machine: label → text, escaped."""
+    """Yield measurements, versions and facts of the machine: label and escaped text."""
     if record.outcome.success and record.ranks:
         from ..analysis.row import make_run  # here, so that pydantic is not loaded before the first trial
 

@@ -1,7 +1,7 @@
-"""Reports as one HTML file that needs nothing else: no network, no fonts, no scripts but its own.
+"""Reports as one self-contained HTML file: no network, no fonts, no scripts but its own.
 
-Text from users, models and machines is escaped by the template engine or by the XML writer; none of it ever stands
-inside a script or a style.
+Text from users, models and machines is escaped by the template engine or the XML writer, and never put inside a script
+or a style.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\u202a-\u
 
 
 def render_page(reports: Sequence[ComparisonReport], generated: str) -> str:
-    """The whole page as text, to be written as UTF-8. ``generated``: time and version."""
+    """Return the whole page, to be written as UTF-8. ``generated``: time and version."""
     engine = _template_engine()
     from markupsafe import Markup
 
     assert engine.loader is not None
-    # Markup, which is not escaped: both are files of this package.
+    # Markup is not escaped: both are files of this package.
     styles, script = (Markup(engine.loader.get_source(engine, name)[0]) for name in ("report.css", "report.js"))
-    # Of each report the machines that its rows were measured on, each once: label → text.
+    # For each report, every machine that its rows were measured on: label → text.
     machines = [[*{str(m): m for m in map(provenance.machine, each.environments)}.values()] for each in reports]
-    # One machine is shown once, for all comparisons; with several, each comparison shows its own.
+    # A common machine is shown once; otherwise each comparison shows its own.
     one_machine = len(set(map(str, machines))) == 1 and len(machines[0]) < 2
     common = combined_table.common_facts(reports) if reports else ()
     with_rows = [report for report in reports if report.comparison.rows]
     passes = combined_table.has_passes(with_rows)
-    # Points of a sweep are grouped by model where that makes groups.
+    # Points of a sweep are grouped by model if that makes groups.
     models = [report.facts[0] for report in reports]
     grouped = 1 < len(set(models)) < len(models)
     groups: dict[str, list[dict[str, Any]]] = {}
@@ -70,7 +70,7 @@ def render_page(reports: Sequence[ComparisonReport], generated: str) -> str:
 
 
 def render_tables(reports: Sequence[ComparisonReport]) -> str:
-    """The rows of each report and its answer, as part of another page: a notebook's."""
+    """Return the answer and the rows of each report as a fragment for a notebook."""
 
     def part(report: ComparisonReport) -> dict[str, Any]:
         answer, rows = report.recommendation, report.comparison.rows
@@ -87,12 +87,12 @@ def render_tables(reports: Sequence[ComparisonReport]) -> str:
 
 
 def render_plan(plan: MemoryPlan) -> str:
-    """The answer of a plan and its table, as part of another page: a notebook's."""
+    """Return the answer and the table of a plan as a fragment for a notebook."""
     return _render_tables([{"title": answer_text(plan), "table": plan_table(plan), "lines": []}])
 
 
 def _render_tables(parts: Sequence[Mapping[str, Any]]) -> str:
-    """Each part has a title, a table, and lines that follow it."""
+    """Return the parts, each a title, a table and the lines below it."""
     return _UNPRINTABLE.sub("\ufffd", _template_engine().get_template("tables.html").render(parts=parts))
 
 
@@ -104,7 +104,7 @@ def _template_engine() -> Environment:
     return Environment(
         loader=PackageLoader("ds_bench.report"),
         autoescape=True,
-        # A name that is misspelled in a template is an error and no empty text.
+        # A misspelled name in a template is an error, not an empty text.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -139,7 +139,7 @@ def _answer(report: ComparisonReport) -> dict[str, Any]:
 
 
 def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
-    """Variables of the template for one report. ``uid``: prefix of all its ids."""
+    """Return the template's variables for one report. ``uid``: prefix of all its ids."""
     answer = report.recommendation
     chosen = answer.key if answer.decided else None
     open_tag = "provisional" if answer.disturbed else "start here"
@@ -156,7 +156,7 @@ def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
     for row in report.comparison.rows:
         last = row.runs[-1]
         notes = [note for note in report.row_notes[row.key] if report.labels_by_note[note]]
-        # A flat JSON does not hold the whole configuration.
+        # A flat JSON lacks the whole configuration.
         config = (
             json.dumps(last.trial.ds_config, indent=2, ensure_ascii=False, default=str) if last.has_record else None
         )

@@ -1,6 +1,6 @@
-"""Starts the hook in a rank of a user's script, and runs the ``sitecustomize`` that this one hides.
+"""Starts the hook in a rank of a user's script, then runs the ``sitecustomize`` that this one hides.
 
-Python imports the first ``sitecustomize`` on its path at startup. The folder of this one comes first on PYTHONPATH.
+At startup Python imports the first ``sitecustomize`` on its path, and this folder comes first on PYTHONPATH.
 """
 
 import importlib.util
@@ -10,7 +10,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 _pid = str(os.getpid())
-# Also where the script replaces its process by another (exec), but in no child, which has another number.
+# Also if the script replaces its process (exec), but not in a child, whose process id differs.
 if "DS_BENCH_SCRIPT" in os.environ and os.environ.setdefault("DS_BENCH_SCRIPT_PID", _pid) == _pid:
     import ds_bench_script_hook  # type: ignore[import-not-found]
 
