@@ -1,4 +1,4 @@
-"""Makes the plan of a run: from Options to model, placement, configurations, and the trials in order."""
+"""Makes the plan of a run: turns Options into a model, a placement, configurations, and trials in order."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ from .units import format_items, format_names
 
 DEFAULT_SEQ_LENGTH = 512
 SHORTEST_SEQ_LENGTH = 16
-"""The shortest sequence that ``--seq-length auto`` tries, in tokens."""
+"""In tokens; ``--seq-length auto`` tries nothing shorter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What completes trials that have been made: the model, the machine, and how predictions are used."""
+    """Facts of the model and the machine that complete trials, and how predictions are used."""
 
     largest_parameter: int | None = None
     """Elements of the model's largest parameter."""
@@ -69,15 +69,15 @@ class RunFacts:
     lack_of_space: str | None = None
     """Why rows that swap to the folder for NVMe offload cannot run."""
     profile: ModelProfile | Unpredicted | None = None
-    """The sizes of the model's tensors and activations; None before predictions."""
+    """Sizes of the model's tensors and activations; None before predictions."""
     memory: MemoryCapacity = field(default_factory=lambda: MemoryCapacity(gpu_bytes=None, host_bytes=None))
     """The memory that predictions are compared with."""
     op_states: Mapping[str, ops.OpState] = field(default_factory=dict)
-    """State of DeepSpeed's ops that the configurations need; empty before they are built."""
+    """States of the DeepSpeed ops that the configurations need; empty before they are built."""
 
 
 def complete(trials: Sequence[Trial], facts: RunFacts) -> list[Trial]:
-    """Return the trials with what the facts say of each; a trial that is already complete stays as it is."""
+    """Return the trials completed by the facts; a trial that is already complete stays as it is."""
     fused, completed = facts.op_states.get(ops.FUSED_ADAM), []
     for trial in trials:
         config, caveats, unsupported = trial.ds_config, trial.caveats, trial.unsupported
@@ -89,7 +89,7 @@ def complete(trials: Sequence[Trial], facts: RunFacts) -> list[Trial]:
             config = deepspeed_config.complete_config(
                 config, trial.workload, trial.placement, torch_adam=True, largest_parameter=facts.largest_parameter
             )
-            # Unchanged for DeepSpeedCPUAdam (offload), for optimizers other than Adam, and for torch's own.
+            # The same with offload (DeepSpeedCPUAdam), for other optimizers than Adam, and for torch's Adam.
             if config["optimizer"] != trial.ds_config["optimizer"]:
                 caveats = (*caveats, Caveat(CaveatKind.TORCH_ADAM, {"reason": str(fused.reason)}))
         for op in ops.needed_ops(trial.placement.accelerator, [trial.configuration]):
@@ -100,7 +100,7 @@ def complete(trials: Sequence[Trial], facts: RunFacts) -> list[Trial]:
         done = replace(trial, ds_config=config, caveats=tuple(dict.fromkeys(caveats)), unsupported=unsupported)
         if unsupported:
             done = replace(done, prediction=None, skipped=None)
-        # Predictions come last, since they read the completed configuration: once, and again for another optimizer.
+        # Last, because predictions read the completed configuration: once, and again if the optimizer changed.
         elif facts.profile is not None and (trial.prediction is None or config != trial.ds_config):
             (done,) = trial_predictions.attach_predictions(
                 [done], facts.profile, facts.memory, skip=facts.skip_predicted_oom, force=facts.force
@@ -112,9 +112,9 @@ def complete(trials: Sequence[Trial], facts: RunFacts) -> list[Trial]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One point of a run: model, placement and configurations, and the trials made of them, in order.
+    """One point of a run: model, placement, configurations, and their trials in order.
 
-    :func:`make_run_plan` makes it once. Later facts complete its trials.
+    :func:`make_run_plan` makes it once; later facts complete its trials.
     """
 
     options: Options
@@ -132,12 +132,12 @@ class Plan:
     facts: RunFacts
 
     def with_facts(self, **found: Any) -> Plan:
-        """Return the plan with further facts, and its trials completed by them."""
+        """Return the plan with further facts, which complete its trials."""
         facts = replace(self.facts, **found)
         return replace(self, facts=facts, trials=complete(self.trials, facts))
 
     def trials_of(self, configurations: Sequence[Configuration], *, predicted: bool = True) -> list[Trial]:
-        """Make the trials of other configurations than the plan's own, completed like the plan's."""
+        """Make the trials of other configurations, completed like the plan's own."""
         facts = self.facts if predicted else replace(self.facts, profile=None)
         return complete(make_trials(self.options, self.model, self.placement, configurations), facts)
 
@@ -151,9 +151,9 @@ class RunPlan:
 
     plans: Sequence[Plan]
     variables: Mapping[str, str]
-    """Environment variables of every process of every trial; launchers set the number of threads for each trial."""
+    """Environment variables of all processes of all trials; launchers set the number of threads for each trial."""
     notes: Sequence[str] = ()
-    """Notes for the reader of the result."""
+    """Notes for readers of the result."""
 
     @classmethod
     def of(cls, plans: Sequence[Plan], variables: Mapping[str, str]) -> RunPlan:
@@ -162,7 +162,7 @@ class RunPlan:
             return cls(plans=plans, variables=variables)
         digits = len(str(sum(len(plan.trials) for plan in plans)))
         numbered: list[list[Trial]] = [[] for _ in plans]
-        # The number in a trial's own name counts within its plan.
+        # A trial's own number counts only within its plan.
         for number, (index, trial) in enumerate(_in_rounds(plans)):
             name = trial.trial_id.partition("_")[2]
             numbered[index].append(replace(trial, trial_id=f"{number:0{digits}d}_{name}"))
@@ -172,8 +172,8 @@ class RunPlan:
     def part(self, shard: Shard) -> RunPlan:
         """Return the points or rows of one shard (``Shard.rows_of``); trials keep their numbers.
 
-        Raises UsageError if there are fewer rows than shards, or if the shard separates rows of one point that run at
-        their common largest micro-batch.
+        Raises UsageError if there are fewer rows than shards, or if the shard would split a point whose rows must share
+        their largest micro-batch.
         """
         plans, notes = [], []
         for plan, own in zip(self.plans, shard.rows_of([len(plan.rows) for plan in self.plans]), strict=True):
@@ -210,7 +210,7 @@ class RunPlan:
 
     @property
     def placement(self) -> Placement:
-        """The placement with the most ranks; points differ only in number of ranks and limits of memory."""
+        """The placement with the most ranks; points differ only in ranks and memory limits."""
         return max((plan.placement for plan in self.plans), key=lambda placement: placement.num_gpus)
 
     @property
@@ -220,16 +220,16 @@ class RunPlan:
 
     @property
     def trials(self) -> list[Trial]:
-        """The trials of all points in running order: round by round, every other round backwards."""
+        """The trials of all points in running order: round by round, every other round backward."""
         return [trial for _, trial in _in_rounds(self.plans)]
 
 
 def _in_rounds(plans: Sequence[Plan]) -> Iterator[tuple[int, Trial]]:
-    """Yield the trials of all plans, each with the index of its plan. In a round, rows of a point stay together."""
-    # make_trials makes a plan's trials repeat by repeat, as groupby needs them.
+    """Yield plan index and trial for all plans. In a round, the rows of a point stay together."""
+    # make_trials orders a plan's trials by repeat, as groupby needs.
     rounds = [[list(trials) for _, trials in groupby(plan.trials, lambda trial: trial.repeat)] for plan in plans]
     for number in range(max(map(len, rounds))):
-        # Points run backwards in every other round, so that drift favors none.
+        # Points run backward in every other round, so that drift favors none.
         indices = range(len(plans))
         for index in reversed(indices) if number % 2 else indices:
             for trial in rounds[index][number] if number < len(rounds[index]) else ():
@@ -239,8 +239,8 @@ def _in_rounds(plans: Sequence[Plan]) -> Iterator[tuple[int, Trial]]:
 def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: Machine) -> RunPlan:
     """Make the plan of each point of a run on this machine, without running anything.
 
-    ``points`` may differ in model, workload, number of ranks, limits of memory, and values of every DeepSpeed
-    configuration. Raises UsageError for anything that is wrong with the request.
+    ``points`` may differ in model, workload, number of ranks, memory limits, and values set in all DeepSpeed
+    configurations. Raises UsageError for anything wrong with the request.
     """
     first = points[0]
     if first.output_dir.exists() and not first.output_dir.is_dir():
@@ -249,21 +249,21 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
     read = {name: getattr(first, name) for name in ("files", "file_lines", "base_file", "own_script")}
     points = [with_row_names(replace(each, **read)) for each in points]
     first = points[0]
-    # Refused before anything is looked up. The values of a point may decide which axes act in a row.
+    # Before anything is looked up, since this may refuse. A point's values may decide which axes act in a row.
     rows = [requested_rows(each) for each in points]
     lines = [*first.file_lines, *axis_notes(first)]
     for options in points[1:] if first.axes else ():
-        axis_notes(options)  # may refuse; the notes themselves would repeat the first point's
+        axis_notes(options)  # which may refuse; the notes would only repeat the first point's
 
     @cache
     def find_placement(num_gpus: int | None, cpu_limit: float | None, gpu_limit: float | None) -> Placement:
-        asked = replace(first, num_gpus=num_gpus, cpu_memory_limit=cpu_limit, gpu_memory_limit=gpu_limit)
-        return resolve_placement(asked, machine.variables, machine.gpus)
+        options = replace(first, num_gpus=num_gpus, cpu_memory_limit=cpu_limit, gpu_memory_limit=gpu_limit)
+        return resolve_placement(options, machine.variables, machine.gpus)
 
     placements = [find_placement(each.num_gpus, each.cpu_memory_limit, each.gpu_memory_limit) for each in points]
     placement = placements[0]
     if first.profiles:
-        # The ranks to profile must exist at the point that has the fewest.
+        # The profiled ranks must exist at the point with the fewest ranks.
         ranks, greatest = min(each.num_gpus for each in placements), max(first.profile_ranks)
         if greatest >= ranks:
             problem = f"{first.say('profile_ranks')} {greatest}: the job has {format_items(ranks, 'rank')}"
@@ -274,7 +274,7 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
     variables = rank_environment.rank_environment(
         placement, machine.variables, inventory=machine.gpus, interpreter=machine.interpreter
     )
-    # Over what this program would set, such as the interface of NCCL on one host.
+    # The user's variables override ours, such as NCCL's interface on one host.
     built = rank_environment.DERIVED_FROM_USER
     variables |= {name: value for name, value in first.variables.items() if name not in built}
 
@@ -295,20 +295,20 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
     types = dict.fromkeys(model.model_type for model in models if model.model_type is not None)
     variables |= rank_environment.preload_variables(types)
     sources = {model.source for model in models}
-    if "hub" in sources and "factory" not in sources:  # resolve_model has filled the cache: ranks need no connection
+    if "hub" in sources and "factory" not in sources:  # resolve_model has filled the cache, so ranks need no connection
         variables["HF_HUB_OFFLINE"] = "1"
     if placement.is_on_this_host:  # other nodes do not have the folder
         folders, notes = scratch.temporary_folder_variables(machine.variables, variables["TORCH_EXTENSIONS_DIR"])
         variables |= folders
         lines += notes
-    # Points may share a file, and up to 1 GB of it is read.
+    # Cached, because points may share a file, of which up to 1 GB is read.
     find_tokens = cache(read_token_file)
     plans = []
     for options, own_rows, model, on in zip(points, rows, models, placements, strict=True):
         if options.data is not None:
             options = replace(options, token_file=find_tokens(options.data, options.data_dtype))
         plans.append(_plan_of_point(options, own_rows, lines, model, on, make_config))
-    # A shard is taken from the whole plan, so that all shards share its numbers of trials.
+    # A shard is part of the whole plan, so that trials have the same numbers in all shards.
     whole = RunPlan.of(plans, variables)
     return whole if first.shard is None else whole.part(first.shard)
 
@@ -325,7 +325,7 @@ def _plan_of_point(
         if "grad_accum" in options.axis_names:
             problem = "training.global_batch_size with the axis grad_accum: accumulation follows from the global batch"
             raise UsageError(problem, remedy="leave one of them out; the axis micro_batch changes accumulation with it")
-        # As if every rank has its own data: the builder computes each row's own, and refuses one that is not whole.
+        # As if every rank had its own data; the builder computes each row's value, and refuses one that is not whole.
         options = replace(options, grad_accum=max(1, total // (options.batch_size * placement.num_gpus)))
     require_known_ids(options, model)
     builder = ConfigurationBuilder(options=options, make_config=make_config, model=model, placement=placement)
@@ -340,9 +340,9 @@ def _plan_of_point(
     if equal := _equal_rows(trials):
         rows = [row for row in rows if row.name not in equal]
         configurations = [each for each in configurations if each.name not in equal]
-        # Made again, as numbers and order of trials depend on the rows.
+        # Made again, because the numbers and order of trials depend on the rows.
         trials = make_trials(options, model, placement, configurations)
-    # A file that DeepSpeed refuses is a row among the others; it is an error only if no row is left to run.
+    # A file that DeepSpeed refuses is a row like others, and an error only if no row is left to run.
     refusals = [
         f"{options.say('configs')} {each.name}: {each.refusal}" for each in configurations if each.refusal is not None
     ]
@@ -387,13 +387,13 @@ def _plan_of_point(
 
 
 def _equal_rows(trials: Sequence[Trial]) -> dict[str, str]:
-    """Name each row of a file or an axis that would train exactly as an earlier row does, with a line for the user."""
+    """Return each row of a file or an axis that would train exactly as an earlier one: name → a line for the user."""
     lines: dict[str, str] = {}
     different: list[tuple[str, object]] = []
     """Label and work of each row that differs from all before it."""
     for trial in trials:
         row = trial.configuration
-        # A refused row has a stand-in configuration, which other refused rows may have too.
+        # Refused rows share a stand-in configuration.
         if trial.repeat or row.refusal is not None:
             continue
         work = (trial.ds_config, trial.workload, row.engine, row.variables)
@@ -406,7 +406,7 @@ def _equal_rows(trials: Sequence[Trial]) -> dict[str, str]:
 
 
 def require_known_ids(options: Options, model: ResolvedModel) -> None:
-    """Raises UsageError for ids that the model does not know, and for a file of less than one sequence."""
+    """Raise UsageError for ids that the model does not know, or a file shorter than one sequence."""
     limit, own = options.vocab_size, model.vocabulary_size
     if limit is not None and own is not None and limit > own:
         problem = f"{options.say('vocab_size')} {limit} is beyond the {own} ids of {model.name}"
@@ -419,7 +419,7 @@ def require_known_ids(options: Options, model: ResolvedModel) -> None:
 
 
 def resolve_seq_length(requested: int | None, model: ResolvedModel, name: str = "--seq-length") -> int:
-    """Return the requested sequence length, or the model's default. ``name``: what the user calls it.
+    """Return the requested sequence length, or the default for the model. ``name``: the user's name for it.
 
     Raises UsageError if it is too long for the model.
     """
@@ -434,11 +434,11 @@ def resolve_seq_length(requested: int | None, model: ResolvedModel, name: str = 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedRow:
-    """A row that the user asked for, before its micro-batch is known: of a strategy or of a file."""
+    """A row that the user asked for, by strategy or file, before its micro-batch is known."""
 
     origin: Strategy | ConfigurationFile
     axis_values: AxisValues = ()
-    """Axis values that this row adds to its strategy or file."""
+    """What this row adds to its strategy or file."""
 
     @property
     def name(self) -> str:
@@ -454,7 +454,7 @@ class RequestedRow:
         return self.origin.engine if isinstance(self.origin, Strategy) else "deepspeed"
 
     def matches(self, text: str) -> bool:
-        """Whether a user's text means this row: its name or label, without axes also what means its strategy."""
+        """Return whether a text means this row: its name or label or, without axes, another name of its strategy."""
         if text in (self.name, self.label):
             return True
         return isinstance(self.origin, Strategy) and not self.axis_values and strategies.matches(self.origin, text)
@@ -481,7 +481,7 @@ def with_files(options: Options) -> Options:
 
 
 def with_script(options: Options) -> Options:
-    """Return the options with the user's script, if they have one. Raises UsageError for one that cannot be started."""
+    """Return the options with the user's script, if any. Raises UsageError for one that cannot be started."""
     if not options.script:
         return options
     require_config_axes(options.axis_names)
@@ -496,12 +496,10 @@ def with_script(options: Options) -> Options:
 
 
 def requested_rows(options: Options) -> list[RequestedRow]:
-    """Return the rows to compare, in order: stages, strategies, then the files that were read (:func:`with_files`).
+    """Return the rows to compare, in order: stages, strategies, then files (:func:`with_files`).
 
-    Each comes with every combination of the axes' values.
-
-    Raises UsageError for ``nvme`` without a path, for two names of one configuration, and for axes that make too many
-    rows.
+    Each comes with every combination of axis values. Raises UsageError for ``nvme`` without a path, for two names of
+    one configuration, and for axes that make too many rows.
     """
     rows = [
         replace(row, axis_values=values)
@@ -519,7 +517,7 @@ def _rows_without_axes(options: Options) -> list[RequestedRow]:
     if "nvme" in names and options.nvme_path is None:
         problem = f"{options.say('strategies')} nvme needs a disk"
         raise UsageError(problem, remedy=f"add {options.say('nvme_path')} DIR, or leave nvme out")
-    # In the script of offload strategies --nvme-path is enough to ask for the row nvme.
+    # In the offload script, --nvme-path is enough to ask for the row nvme.
     if options.family == "offload" and names and options.nvme_path is not None and "nvme" not in names:
         names.append("nvme")
     found = [strategies.ZERO_STAGES[stage] for stage in options.stages]
@@ -536,7 +534,7 @@ def _rows_without_axes(options: Options) -> list[RequestedRow]:
 
 
 def _layout(row: RequestedRow, options: Options) -> RowFacts:
-    """Return what decides which axes act in a row: stage and offload devices, with the changes of the flags."""
+    """Return what decides which axes act in a row: its stage and offload devices after the flags' changes."""
     own = deepspeed_config.minimal_config(row.origin) if isinstance(row.origin, Strategy) else row.origin.config
     config = deepspeed_config.apply_changes(own, *options.config_changes)
     zero = config.get("zero_optimization")
@@ -551,9 +549,9 @@ def _layout(row: RequestedRow, options: Options) -> RowFacts:
 
 
 def with_row_names(options: Options) -> Options:
-    """Return the options with names of rows in place of the user's texts for them, such as a stage's number.
+    """Return the options with the names of rows in place of the user's words for them, such as a stage's number.
 
-    Raises UsageError for a text that means no row.
+    Raises UsageError for words that mean no row.
     """
     names: dict[str, Any] = {}
     rows = requested_rows(options)
@@ -572,18 +570,18 @@ def with_row_names(options: Options) -> Options:
 
 
 _FLAG_OF_AXIS = {"micro_batch": "batch_size", "torch_autocast": "precision", "bf16_states": "precision"}
-"""Axis → the option that sets the same, where their names differ."""
+"""Axis → the option that sets the same, if their names differ."""
 
 
 def axis_notes(options: Options) -> list[str]:
-    """Return a note for each axis that is not varied in some rows.
+    """Return a note for each axis that some rows do not vary.
 
-    Raises UsageError for an axis that acts in no row, and for one that sets what a flag sets.
+    Raises UsageError for an axis that acts in no row, or that sets what a flag sets.
     """
     axis_rows.require_no_override(options.axes, options.say("ds_config"), options.ds_config)
     for changes in options.set:
         axis_rows.require_no_override(options.axes, options.say("set"), changes)
-    # A flag given with its default value looks like one not given.
+    # A flag given with its default value looks like one that was not given.
     given = {
         "batch_size": options.auto_batch or options.batch_size != DEFAULT_BATCH_SIZE,
         "grad_accum": options.grad_accum != 1,
@@ -603,7 +601,7 @@ def axis_notes(options: Options) -> list[str]:
 
 
 def row_facts(configuration: Configuration, model: ResolvedModel, placement: Placement, grad_accum: int) -> RowFacts:
-    """What decides which axes act in a configuration, and what their values set there."""
+    """Return what decides which axes act in a configuration, and what their values set there."""
     return RowFacts(
         stage=configuration.stage,
         offload_optimizer=offload_device(configuration.deepspeed_config, "offload_optimizer"),
@@ -617,7 +615,7 @@ def row_facts(configuration: Configuration, model: ResolvedModel, placement: Pla
 
 
 def with_axes(configuration: Configuration, values: AxisValues, facts: RowFacts) -> Configuration:
-    """Return a configuration with what the values of axes set. Raises UsageError for one that cannot be set in it."""
+    """Return a configuration with axis values set. Raises UsageError for a value that cannot be set in it."""
     setting = axis_rows.setting_of(values, facts)
     axis_values = {value.axis_name: value.text for value in values}
     caveats = list(configuration.caveats)
@@ -637,7 +635,7 @@ def with_axes(configuration: Configuration, values: AxisValues, facts: RowFacts)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigurationBuilder:
-    """Builds the configuration of a requested row, from the user's function or file and then the flags."""
+    """Builds the configuration of a requested row: the user's function or file first, then the flags."""
 
     options: Options
     make_config: MakeConfig
@@ -645,7 +643,7 @@ class ConfigurationBuilder:
     placement: Placement
 
     def build(self, row: RequestedRow, batch_size: int, policy: BatchPolicy = "given") -> Configuration:
-        """Builds the configuration of a row at a micro-batch. Raises UsageError."""
+        """Build the configuration of a row at a micro-batch. Raises UsageError."""
         configuration = self._build_without_axes(row, batch_size, policy)
         if row.axis_values:
             return self._with_global_batch(self._with_axes(row, configuration))
@@ -655,14 +653,15 @@ class ConfigurationBuilder:
         return self._with_global_batch(configuration)
 
     def build_at_length(self, row: RequestedRow, seq_length: int) -> Configuration:
-        """Builds the configuration of a row at its own longest sequence. Raises UsageError."""
+        """Build the configuration of a row at its longest sequence. Raises UsageError."""
         configuration = self.build(row, self.options.batch_size)
         changes = {"seq_length": seq_length, "seq_policy": "longest"}
         return replace(configuration, workload_changes={**configuration.workload_changes, **changes})
 
     def _with_global_batch(self, configuration: Configuration) -> Configuration:
-        """Return the configuration with the accumulation that the global batch gives for its own micro-batch and its
-        number of data-parallel ranks. Raises UsageError if it is not whole, or another one was given.
+        """Return the configuration with the accumulation that the global batch implies.
+
+        Raises UsageError if it is not a whole number, or contradicts a given one.
         """
         total, config = self.options.global_batch_size, configuration.deepspeed_config
         if total is None or configuration.refusal is not None:
@@ -697,15 +696,15 @@ class ConfigurationBuilder:
         )
 
     def _with_axes(self, row: RequestedRow, configuration: Configuration) -> Configuration:
-        """Return the configuration with what its axes set; no flag sets the same (``axis_notes``)."""
-        # A refused row has a stand-in configuration, where axes would change nothing that is trained.
+        """Return the configuration with its axis values; no flag sets the same (``axis_notes``)."""
+        # A refused row has a stand-in configuration, in which axes have no meaning.
         if configuration.refusal is not None:
             return replace(configuration, name=row.name, label=row.label)
         facts = row_facts(configuration, self.model, self.placement, self.options.grad_accum)
         changed = with_axes(replace(configuration, name=row.name, label=row.label), row.axis_values, facts)
         if self.options.own_script is None:
             return changed
-        # A script's batch and precision are in its configuration, and nowhere else.
+        # A script reads batch and precision only from its configuration.
         refusal = validation.unread_key(axis_rows.setting_of(row.axis_values, facts).config)
         return replace(changed, workload_changes={}, refusal=refusal)
 
@@ -724,24 +723,24 @@ class ConfigurationBuilder:
             )
             maker = FileRowMaker(facts=facts, keep_batch=options.keep_batch, change=self._with_flags)
             return maker.make(strategy, batch_size, policy)
-        # The user's function is about DeepSpeed: what it changes there does not hold for torch's engines.
+        # The user's function is about DeepSpeed; its changes do not apply to torch's engines.
         make_config = self.make_config if strategy.engine == "deepspeed" else deepspeed_config.base_config
         config = make_config(strategy, batch_size, options.grad_accum)
         if not isinstance(config, dict):
             raise UsageError(f"create_deepspeed_config returned {type(config).__name__}", remedy="return a dict")
         config = self._with_flags(config)
-        # The user's function may leave the micro-batch out; an accumulation that it gives is kept.
+        # The user's function may omit the micro-batch; its accumulation is kept.
         if "train_micro_batch_size_per_gpu" not in config:
             flags = {"gradient_accumulation_steps": options.grad_accum}
             config = {**flags, **config, "train_micro_batch_size_per_gpu": batch_size}
         zero = config.get("zero_optimization", {})
         if isinstance(zero, dict):
-            # A stage that the user set stays, so that one that differs from the row's is refused below.
+            # A stage set by the user stays, so that one that contradicts the row is refused below.
             config["zero_optimization"] = zero = {"stage": strategy.stage, **zero}
         validation.check_keys(config)
         if options.set or options.ds_config:
             lint.refuse(config, lambda finding: finding.rule in ("type", "unknown-argument", "text-argument"))
-        if zero["stage"] != strategy.stage:  # the name of the row would be wrong
+        if zero["stage"] != strategy.stage:  # which would make the row's name wrong
             raise UsageError(
                 f"the DeepSpeed config of {strategy.label} sets zero_optimization.stage to {zero['stage']!r}",
                 remedy=f"choose stages with {options.say('stages')} or {options.say('stage')}",
@@ -769,7 +768,7 @@ _WORKLOAD_OPTIONS = (
 def make_trials(
     options: Options, model: ResolvedModel, placement: Placement, configurations: Sequence[Configuration]
 ) -> list[Trial]:
-    """Make the trials in running order. :func:`complete` adds ops, disks and predictions."""
+    """Make the trials in running order. :func:`complete` adds what depends on ops, disks and predictions."""
     trained_parameters.read_choice(options.lora, options.freeze, options.say("lora"))  # refused before anything starts
     file = options.token_file
     common = Workload(
@@ -788,7 +787,7 @@ def make_trials(
         **{name: getattr(options, name) for name in _WORKLOAD_OPTIONS},
     )
     inspection = options.inspection
-    # Checkpoints of a resumed run go to the folder that is resumed.
+    # A resumed run writes its checkpoints to its old folder.
     if inspection.checkpoint and inspection.checkpoint_path is None:
         inspection = replace(inspection, checkpoint_path=str((options.resume or options.output_dir).absolute()))
     trials: list[Trial] = []
@@ -818,9 +817,11 @@ def make_trials(
 def _completed_row(
     configuration: Configuration, workload: Workload, placement: Placement, model: ResolvedModel
 ) -> tuple[Workload, dict[str, Any], str | None, list[str | Caveat]]:
-    """Return the workload in the precision that trains, the configuration that runs, why it cannot run here, and
-    caveats. Raises UsageError."""
-    if workload.script is not None:  # it and its libraries complete the configuration
+    """Return the workload with the precision that trains, the configuration that runs, why it cannot run, and caveats.
+
+    Raises UsageError.
+    """
+    if workload.script is not None:  # the script and its libraries complete the configuration
         config = dict(configuration.deepspeed_config)
         placeholder_values(workload.script, configuration.name, config, placement.num_gpus)
         trained = replace(workload, precision=deepspeed_config.trained_precision(config, workload.precision))
@@ -829,15 +830,15 @@ def _completed_row(
         configuration.deepspeed_config,
         workload,
         placement,
-        torch_adam=placement.accelerator == "cpu",  # which has no FusedAdam
+        torch_adam=placement.accelerator == "cpu",  # there is no FusedAdam
         largest_parameter=model.largest_parameter,
     )
-    # The checks need what will run; the row keeps what the user gave (Configuration.deepspeed_config).
+    # The checks need what will run; the row keeps what the user wrote (Configuration.deepspeed_config).
     completed = replace(configuration, deepspeed_config=config)
     trained = replace(workload, precision=deepspeed_config.trained_precision(config, workload.precision))
     unsupported = validation.unsupported_reason(completed, placement)
     unsupported = unsupported or validation.unsupported_workload_reason(completed, trained, placement)
-    # The edited DeepSpeed configuration may differ from what the row's name and the flags say.
+    # The user's changes may contradict the row's name or the flags.
     caveats: list[str | Caveat] = []
     strategy = strategies.find_strategy(configuration.name, configuration.stage)
     if strategy is not None and configuration.source == "catalogue":
@@ -854,7 +855,7 @@ def _completed_row(
 
 
 def refuse_unresolved(record: TrialRecord, waiting: Sequence[Trial]) -> list[Trial]:
-    """Return the trials that wait. Once a script has handed "auto" to DeepSpeed, which refuses it, none such starts."""
+    """Return the waiting trials; once DeepSpeed has refused a script's "auto", those that have it are Unsupported."""
     if record.outcome.kind != "auto_refused":
         return list(waiting)
     label = record.trial.configuration.label
@@ -868,12 +869,11 @@ def refuse_unresolved(record: TrialRecord, waiting: Sequence[Trial]) -> list[Tri
 def ordered_for_round(configurations: Sequence[Configuration], seed: int, number: int) -> list[Configuration]:
     """Return the configurations in the order of a round (``number``, from 0).
 
-    The first round runs as written. Each later one is shuffled by the seed: of four shuffles, the one that puts the
-    fewest rows where an earlier round had them. So noise that lasts from run to run, as heat does, favors no row
-    (``bench/false_differences.py``). The order of a round does not depend on the number of rounds, so a resumed run
-    keeps its order.
+    The first round runs as written. Each later one uses, of four shuffles by the seed, the one that puts the fewest
+    rows where an earlier round had them, so that noise that outlasts a run, such as heat, favors no row
+    (``bench/false_differences.py``). The order does not depend on the number of rounds, so a resumed run keeps it.
     """
-    # With --common-batch a row may be there at two micro-batches.
+    # With --common-batch a row may appear at two micro-batches.
     names = [f"{row.name} {row.deepspeed_config.get('train_micro_batch_size_per_gpu')}" for row in configurations]
 
     def shuffled(text: str) -> list[int]:

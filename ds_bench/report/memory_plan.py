@@ -27,7 +27,7 @@ _CATEGORIES: Mapping[str, tuple[str, ...]] = {
     "Temp": ("temporaries", "square_roots", "attention_gradient", "workspaces", "pinned_rounding"),
     "Other": ("overhead",),
 }
-"""Heading → categories of the prediction, per GPU at its fullest moment, GB."""
+"""Heading → categories of the prediction, in GB per GPU at its fullest moment."""
 _TERMS: Mapping[str, str] = {
     "initialize_clone": "initialize clones the rank's part of the parameters",
     "kept_logits": "16-bit logits that a training loop may keep during backward",
@@ -48,13 +48,13 @@ class PlanRow:
     prediction: Prediction
     verdict: str
     change: Change | None
-    """The smallest change that would make it fit; None if it fits already, or if no change makes it fit."""
+    """The smallest change that would make the row fit; None if it fits already, or if no change does."""
     decisive_tiers: tuple[str, ...] = ()
-    """The memories that decide the verdict, ``gpu`` and ``host``; empty if it fits."""
+    """The memory tiers that decide the verdict, ``gpu`` and ``host``; empty if the row fits."""
     min_gpus: int | None = None
-    """None unless it was asked for, or if no number of GPUs is enough."""
+    """None unless requested, or if no number of GPUs is enough."""
     max_batch: int | None = None
-    """None unless it was asked for, or if one sequence does not fit."""
+    """None unless requested, or if not even one sequence fits."""
 
     @property
     def configuration(self) -> Configuration:
@@ -70,16 +70,16 @@ class MemoryPlan:
     """The question, and the prediction for every strategy."""
 
     asked: PlannedTrial
-    """The workload and the GPUs; its configuration does not count."""
+    """The workload and the GPUs; the configuration is irrelevant."""
     gpu_bytes: int
     """Memory of one GPU."""
     host_bytes: int | None
-    """Memory of one node's host; None if it was not given."""
+    """Host memory of one node; None if not given."""
     rows: Sequence[PlanRow]
     shows_min_gpus: bool
     shows_max_batch: bool
     notes: Sequence[str] = ()
-    """On the model and what is trained of it."""
+    """On the model and on which of its parameters are trained."""
 
     @property
     def num_gpus(self) -> int:
@@ -87,13 +87,13 @@ class MemoryPlan:
 
     @property
     def unknown(self) -> str | None:
-        """Why no figure includes activations; None if one does."""
+        """Why no row's figures include activations; None if any row's do."""
         reasons = [row.prediction.unknown for row in self.rows]
         return reasons[0] if all(reasons) else None
 
 
 def answer_text(plan: MemoryPlan) -> str:
-    """The sentence that answers the question."""
+    """Return the sentence that answers the question."""
     fitting = [row for row in plan.rows if row.verdict in (FITS, TIGHT)]
     changes = [row.change for row in plan.rows if row.change]
     if fitting:
@@ -140,7 +140,7 @@ def answer_text(plan: MemoryPlan) -> str:
             text += f"; {change.trial.configuration.label}{settings} {verb}, {_needs(change.trial, change.prediction)}"
             text += _without_offload(plan, change.trial)
         else:
-            # The smallest need of the memory that is too small in all rows.
+            # The smallest need in the tier that is too small in all rows.
             on_host = all("host" in row.decisive_tiers for row in plan.rows)
             sizes = [
                 (row.prediction.host_bytes if on_host else row.prediction.least_gpu_bytes, row.label)
@@ -157,7 +157,7 @@ def _verdict(plan: MemoryPlan, change: Change) -> str:
 
 
 def _without_offload(plan: MemoryPlan, trial: PlannedTrial) -> str:
-    """A clause with the GPUs needed without the offload of ``trial``; empty if it has none, or they are there."""
+    """Return a clause with the GPUs needed without offload; empty if ``trial`` has none, or there are enough."""
     if not trial.configuration.offloads:
         return ""
     count = what_if.min_gpus_without_offload(trial, plan.gpu_bytes, plan.host_bytes)
@@ -168,7 +168,7 @@ def _without_offload(plan: MemoryPlan, trial: PlannedTrial) -> str:
 
 
 def _needs(trial: PlannedTrial, prediction: Prediction) -> str:
-    """``18.2–24.9 GB per GPU, decided in initialize``, and host memory and NVMe if the configuration offloads."""
+    """Return ``18.2–24.9 GB per GPU (decided in initialize)``, with host memory and NVMe if ``trial`` offloads."""
     where = " per node" if trial.placement.num_gpus > (trial.ranks_per_node or trial.placement.num_gpus) else ""
     need = prediction.gpu_need
     parts = [f"{gpu_range(need)} GB per GPU (decided in {need.phase})"]
@@ -180,7 +180,7 @@ def _needs(trial: PlannedTrial, prediction: Prediction) -> str:
 
 
 def gpu_range(need: GpuNeed) -> str:
-    """The two figures in GB, the second ``?`` if something is not counted."""
+    """Return the two figures in GB; the second is ``?`` if something is not counted."""
     return f"{_gb(need.least_bytes)}–{'?' if need.is_lower_bound else _gb(need.reserved_bytes)}"
 
 
@@ -191,7 +191,7 @@ def _not_counted(prediction: Prediction) -> str:
 
 
 def plan_lines(plan: MemoryPlan, width: int, *, verbose: bool) -> Iterator[str]:
-    """The whole text, in lines of at most ``width`` characters if its longest words leave that room."""
+    """Yield the whole text, in lines of at most ``width`` characters unless a word is longer."""
     yield from wrap(answer_text(plan), min(width, _MAX_SENTENCE_WIDTH))
     notes = () if verbose else ("categories and assumptions: --verbose",)
     tables = [plan_table(plan), *([_category_table(plan), _host_table(plan)] if verbose else [])]
@@ -201,27 +201,27 @@ def plan_lines(plan: MemoryPlan, width: int, *, verbose: bool) -> Iterator[str]:
 
 
 def plan_table(plan: MemoryPlan) -> Table:
-    """One line per strategy; NVMe, GPUs needed, largest batch and changes only if there is something to show."""
+    """Return a row per strategy, with columns for NVMe, GPUs, batch and changes only if there is something to show."""
 
     def fits(row: PlanRow) -> str:
-        """With the memory that is too small, if capacities of both are known."""
+        """Name the tier that is too small, if the capacities of both are known."""
         named = row.verdict == DOES_NOT_FIT and plan.host_bytes is not None
         tiers = " and ".join("GPU" if tier == "gpu" else tier for tier in row.decisive_tiers)
         return f"no ({tiers})" if named else _FITS_CELLS[row.verdict]
 
     def gpus_needed(row: PlanRow) -> str:
-        """Without activations in the figures the true number may be larger."""
+        """Mark a figure without activations as a lower bound."""
         is_open = row.prediction.gpu_need.is_lower_bound
         return "none" if row.min_gpus is None else f"{'≥ ' if is_open else ''}{row.min_gpus:,}"
 
     def largest_batch(row: PlanRow) -> str:
-        """A batch at the limit of the search has ``≥``: larger ones were not tried."""
+        """Mark a batch at the limit of the search with ``≥``: larger ones were not tried."""
         if row.max_batch is None:
             return "?" if row.verdict == UNKNOWN else "none"
         return f"{'≥ ' if row.max_batch == what_if.LARGEST_BATCH else ''}{row.max_batch:,}"
 
     def mostly(row: PlanRow) -> str:
-        """What takes most of the memory that decides: the host's if only that is too small, else the GPU's."""
+        """Name what takes most of the host's memory if only that is too small, else of the GPU's."""
         tier = "host" if row.decisive_tiers == ("host",) else "gpu"
         name, size = row.prediction.biggest_in(tier)
         return f"{'host: ' if tier == 'host' else ''}{category_text(name, tier)} {_gb(size)}"
@@ -278,7 +278,7 @@ def plan_table(plan: MemoryPlan) -> Table:
 
 
 def _method_notes(plan: MemoryPlan) -> Iterator[str]:
-    """What the second figure of the rows is, and why some are not replayed."""
+    """Yield what the second figure of the rows is, and why some are not replayed."""
     needs = {row.label: row.prediction.gpu_need for row in plan.rows}
     methods = {need.method for need in needs.values() if not need.is_lower_bound}
     varies = plan.asked.varying_lengths
@@ -297,7 +297,7 @@ def _method_notes(plan: MemoryPlan) -> Iterator[str]:
 
 
 def _category_table(plan: MemoryPlan) -> Table:
-    """Parts of the GPU's memory, and what is assumed in them."""
+    """Return the parts of the GPU's memory, with notes on what is assumed."""
 
     def cell(names: tuple[str, ...]) -> Callable[[PlanRow], str]:
         def size(row: PlanRow) -> str:
@@ -321,7 +321,7 @@ def _category_table(plan: MemoryPlan) -> Table:
 
 
 def _term_notes(plan: MemoryPlan) -> Iterator[str]:
-    """One note per term that is part of a category: its size, or its size in each strategy that has it."""
+    """Yield a note per term that is part of a category: its size, or its size in each strategy that has it."""
     for name, text in _TERMS.items():
         sizes = {row.label: row.prediction.terms.get(name, 0) for row in plan.rows}
         named = [f"{label} {_gb(size)}" for label, size in sizes.items() if size]
@@ -332,7 +332,7 @@ def _term_notes(plan: MemoryPlan) -> Iterator[str]:
 
 
 def _host_table(plan: MemoryPlan) -> Table:
-    """Host memory of a node by phase, and what is assumed of loading."""
+    """Return a node's host memory by phase, with notes on what is assumed about loading."""
 
     def cell(phase: str) -> Callable[[PlanRow], str]:
         return lambda row: _gb(row.prediction.host_phases.get(phase))
@@ -350,7 +350,7 @@ def _host_table(plan: MemoryPlan) -> Table:
 
 
 def _capacity(count_bytes: int) -> str:
-    """``80 GB``, ``79.1 GB``."""
+    """Return ``80 GB``, ``79.1 GB``."""
     return f"{_gb(count_bytes).removesuffix('.00').removesuffix('.0')} GB"
 
 
@@ -359,7 +359,7 @@ def _gb(count_bytes: float | None) -> str:
 
 
 def category_text(name: str, tier: str = "gpu") -> str:
-    """A category of memory in words. ``tier``: ``gpu`` or ``host``."""
+    """Return a category of memory in words. ``tier``: ``gpu`` or ``host``."""
     if name == "overhead":
         return "CUDA context and NCCL" if tier == "gpu" else "the processes themselves"
     texts = {

@@ -28,9 +28,9 @@ from .host_memory import ROOT, read_text
 from .redaction import REDACTED, looks_secret
 
 RUN_PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")
-"""Packages that trials need and reading results does not: the extra ``run``."""
+"""Packages that trials need but reading results does not: the extra ``run``."""
 MODEL_PACKAGES = ("torch", "transformers")
-"""Packages that build a model."""
+"""Packages that building a model needs."""
 
 PACKAGES = (
     "torch", "deepspeed", "transformers", "accelerate", "psutil", "pandas", "numpy", "nvidia-ml-py", "triton",
@@ -41,7 +41,7 @@ _PREFIXES = (
     "DS_", "DEEPSPEED_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "KMP_", "CUDA_", "HF_",
     "TRANSFORMERS_", "NVIDIA_TF32_",
 )  # fmt: skip
-# Of Slurm's hundred variables those that say what the job may use.
+# Those of Slurm's hundred variables that say what the job may use.
 _SLURM = (
     "SLURM_JOB_ID", "SLURM_JOB_PARTITION", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_CPUS_PER_TASK", "SLURM_GPUS_ON_NODE",
     "SLURM_MEM_PER_NODE",
@@ -65,9 +65,9 @@ class Environment:
     cpu_model: str | None = None
     """The processor's name, from the kernel."""
     logical_cores: int
-    """Hardware threads that this process may run on (its affinity)."""
+    """Hardware threads on which this process may run (its affinity)."""
     physical_cores: int | None = None
-    """Cores that have those threads."""
+    """Cores with those threads."""
     cpu_quota_cores: float | None = None
     """CPU quota of the cgroup, in cores; ``None`` without one."""
     numa_nodes: int | None = None
@@ -77,11 +77,11 @@ class Environment:
     swap_total_bytes: int | None = None
     """Swap space of the machine."""
     swap_used_bytes: int | None = None
-    """Swap space in use by all processes. If above zero, the machine was short of memory before."""
+    """Swap space in use by all processes; above zero, the machine has been short of memory."""
     cgroup_memory_limit_bytes: int | None = None
     """The tightest memory limit on this process; ``None`` without one."""
     cgroup_memory_peak_bytes: int | None = None
-    """The most memory that the cgroup ever held, with page cache: more than this run uses."""
+    """The most memory that the cgroup ever held, page cache included: more than this run uses."""
     shm_bytes: int | None = None
     """Size of ``/dev/shm``, through which ranks of one node exchange data."""
     packages: Mapping[str, str] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class Environment:
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that affect training, secrets redacted."""
     hosts: tuple[Environment, ...] = ()
-    """For a job on several hosts, the environment of each in rank order; the outer one describes the launching host."""
+    """For a job on several hosts, the environment of each in rank order; the outer one is the launching host's."""
 
     @property
     def complete(self) -> bool:
@@ -103,7 +103,7 @@ class Environment:
         return bool(self.hostname)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, as ``json.loads`` would give them back."""
+        """Return plain JSON values, as ``json.loads`` would."""
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
         return plain
 
@@ -113,7 +113,7 @@ class Interpreter:
     """The interpreter of a user's script and its packages."""
 
     python: str
-    """Path of the program."""
+    """Path of the interpreter."""
     python_version: str
     prefix: str
     """``sys.prefix``: the virtual environment."""
@@ -134,7 +134,7 @@ class Machine:
     variables: Mapping[str, str]
     """Environment variables of this process."""
     interpreter: Interpreter | None = None
-    """That of a user's script; None without one."""
+    """Interpreter of a user's script; None without a script."""
 
     @property
     def visible_gpu_indices(self) -> tuple[int, ...]:
@@ -200,9 +200,9 @@ def comparability_differences(a: Environment, b: Environment) -> list[str]:
 
 
 def hardware_differences(a: Environment, b: Environment) -> list[str]:
-    """Return differences in GPUs, processor and cores; across them a ratio of throughputs means nothing.
+    """Return differences in GPUs, processor and cores, with which a ratio of throughputs means nothing.
 
-    For jobs on several hosts, compare those hosts: the one that launched them need not be among them.
+    For jobs on several hosts those are compared, because the launching host need not be among them.
     """
     if a.hosts and b.hosts:
         kinds = [
@@ -218,7 +218,7 @@ def hardware_differences(a: Environment, b: Environment) -> list[str]:
 
 
 def software_differences(a: Environment, b: Environment) -> list[str]:
-    """Return differences in versions, as before and after an upgrade."""
+    """Return differences in versions."""
     return _differences(_SOFTWARE, a, b)
 
 
@@ -267,8 +267,6 @@ _HARDWARE: Facts = (
     ("physical cores", attrgetter("physical_cores")),
     ("CPU quota", attrgetter("cpu_quota_cores")),
 )
-
-
 LIBRARIES: Facts = (
     ("torch", _package("torch")),
     ("deepspeed", _package("deepspeed")),
@@ -288,7 +286,7 @@ _SETTINGS: Facts = (
 
 
 def installed_version(name: str) -> str | None:
-    """The version in a package's metadata; None if it is not installed."""
+    """Return the version in a package's metadata; None if it is not installed."""
     from importlib import metadata
 
     try:
@@ -308,10 +306,7 @@ def install_command(extra: str = "run") -> str:
 
 
 def require_packages(purpose: str, names: Sequence[str] = RUN_PACKAGES, extra: str = "run") -> None:
-    """Raise PreflightError, with the extra to install, if a package is missing. ``purpose``: what needs the packages.
-
-    The purpose begins the message.
-    """
+    """Raise PreflightError, with the extra to install, if a package is missing. ``purpose`` begins the message."""
     if missing := missing_packages(names):
         are = "is" if len(missing) == 1 else "are"
         problem = f"{purpose} needs {', '.join(missing)}, which {are} not installed"
@@ -327,12 +322,12 @@ def require_installed(package: str, asked_by: str) -> None:
 
 
 def torch_cuda_version() -> str | None:
-    """Return the CUDA version that torch was built for; None for another build."""
+    """Return the CUDA version that torch was built for; None for other builds."""
     return _torch_built_for("cuda")
 
 
 def torch_rocm_version() -> str | None:
-    """Return the ROCm (HIP) version that torch was built for; None for another build."""
+    """Return the ROCm (HIP) version that torch was built for; None for other builds."""
     return _torch_built_for("hip")
 
 
@@ -348,15 +343,15 @@ def _torch_built_for(platform: str) -> str | None:
 
 
 def recorded_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that affect training. Secrets are redacted, bytes that are not UTF-8 are escaped."""
+    """Return the variables that affect training, with secrets redacted and bytes that are not UTF-8 escaped."""
     names = sorted(name for name in environ if name.startswith(_PREFIXES) or name in _SLURM)
-    # Python keeps bytes that are not UTF-8 as half surrogates, which JSON files in UTF-8 cannot hold.
+    # Python keeps bytes that are not UTF-8 as lone surrogates, which UTF-8 files cannot hold.
     values = {name: environ[name].encode("utf-8", "backslashreplace").decode("utf-8") for name in names}
     return {name: REDACTED if looks_secret(name, environ[name]) else value for name, value in values.items()}
 
 
 def cpu_model(root: Path = ROOT) -> str | None:
-    """``model name`` of the processor; on ARM, which has no name, the numbers of manufacturer and part."""
+    """Return the processor's ``model name``; on ARM, which has none, the numbers of implementer and part."""
     lines = (line.partition(":") for line in (read_text(root / "proc/cpuinfo") or "").splitlines())
     facts = {name.strip(): value.strip() for name, _, value in lines}
     if "CPU part" in facts and "model name" not in facts:

@@ -1,11 +1,11 @@
 """The job that this process is part of, if a launcher, an engine, MPI or Slurm's srun started it as one of several.
 
-One of these processes runs the comparison and starts the ranks itself. On one node, and where srun reaches the others,
-the other processes end at once. Where an engine has started this command on every node (torchrun, DeepSpeed's launcher,
-a PyTorchJob or Volcano job, ``srun`` inside a container), the first process listens at MASTER_ADDR. The first process
-of every other node connects to it and is then replaced by the agent of its node (``launch.host_agent``), which reads
-requests from that connection. Both sides prove that they know the job's secret, torchrun's ``--rdzv-id`` or
-DS_BENCH_SECRET, without sending it.
+One of these processes runs the comparison and starts the ranks itself. On one node, and if srun reaches the others, the
+other processes end at once. If an engine started this command on every node (torchrun, DeepSpeed's launcher, a
+PyTorchJob or Volcano job, ``srun`` inside a container), the first process listens at MASTER_ADDR. The first process of
+every other node connects to it and is then replaced by the node's agent (``launch.host_agent``), which reads requests
+from that connection. Both sides prove that they know the job's secret, torchrun's ``--rdzv-id`` or DS_BENCH_SECRET,
+without sending it.
 
 Sources: torchrun's environment variables, Open MPI's ``mpirun(1)``, the environment of a process that Hydra started
 (``mpiexec`` of MPICH 5.0 and Intel MPI 2021.19), "Output environment variables" in ``srun(1)`` and ``sbatch(1)``.
@@ -43,7 +43,7 @@ _NO_STEP = 0xFFFFFFF0
 _OF_A_LAUNCHER = (
     "RANK", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CROSS_RANK", "CROSS_SIZE",
     "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE",
-    # With TORCHELASTIC_USE_AGENT_STORE ranks wait for a store of torchrun's, which theirs is not.
+    # With TORCHELASTIC_USE_AGENT_STORE our ranks would wait for a store that only torchrun's ranks have.
     "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "DS_BENCH_SECRET",
 )  # fmt: skip
@@ -58,11 +58,11 @@ _OF_A_TASK = (
     "SLURM_MPI_TYPE", "SLURM_NODEID", "SLURM_NPROCS", "SLURM_NTASKS", "SLURM_PMI", "SLURM_PRIO_PROCESS",
     "SLURM_PROCID", "SLURM_SRUN_COMM", "SLURM_STEP", "SLURM_TASK_PID", "SLURM_UMASK",
 )  # fmt: skip
-"""Prefixes of Slurm's variables for one task, and of those that srun would pass on to further tasks."""
+"""Prefixes of Slurm's variables for one task, and of those that srun would pass on to other tasks."""
 
 
 def rank_of_process(environ: Mapping[str, str]) -> int:
-    """The number of this process in its job; 0 if it was started on its own."""
+    """Return the number of this process in its job; 0 if it was started on its own."""
     names = ["RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"]
     if is_task_of_slurm(environ):
         names.append("SLURM_PROCID")
@@ -71,18 +71,18 @@ def rank_of_process(environ: Mapping[str, str]) -> int:
 
 
 def is_task_of_slurm(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process, or one above it; not so in a batch script or in salloc's shell."""
+    """Return whether srun started this process or an ancestor; False in a batch script and in salloc's shell."""
     step = environ.get("SLURM_STEP_ID", "")
     return step.isdecimal() and int(step) < _NO_STEP
 
 
 def task_counts(text: str) -> list[int]:
-    """The number of tasks of each node from Slurm's form: ``2(x3),1`` is 2, 2, 2, 1."""
+    """Return the number of tasks of each node from Slurm's notation: ``2(x3),1`` is 2, 2, 2, 1."""
     return [int(tasks) for tasks, times in _TASKS.findall(text) for _ in range(int(times or 1))]
 
 
 def tasks_of_nodes(environ: Mapping[str, str]) -> dict[str, int]:
-    """Node → number of tasks that Slurm has for it, in the order of the job; empty outside of jobs and on one node.
+    """Return node → number of Slurm tasks, in the order of the job; empty outside of jobs and on one node.
 
     Raises UsageError if scontrol does not list the names.
     """
@@ -96,14 +96,14 @@ def tasks_of_nodes(environ: Mapping[str, str]) -> dict[str, int]:
             command, capture_output=True, text=True, errors="replace", timeout=_SCONTROL_SECONDS, check=True
         )
     except (OSError, subprocess.SubprocessError) as error:
-        of_scontrol = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
-        said = " ".join((of_scontrol or str(error)).split())[:400]
-        mend = "see whether sinfo answers"
+        output = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
+        reason = " ".join((output or str(error)).split())[:400]
+        remedy = "check that sinfo answers"
         if isinstance(error, FileNotFoundError):
-            mend = "put scontrol and srun on PATH, start the command by srun on every node (docs/many_machines.md)"
+            remedy = "put scontrol and srun on PATH, start the command with srun on every node (docs/many_machines.md)"
         raise UsageError(
-            f"this is a Slurm job of the nodes {nodes}, but scontrol does not list their names: {said}",
-            remedy=f"{mend}, or start one process on one node: srun --nodes=1 --ntasks=1",
+            f"this is a Slurm job of the nodes {nodes}, but scontrol does not list their names: {reason}",
+            remedy=f"{remedy}, or start one process on one node: srun --nodes=1 --ntasks=1",
         ) from None
     names = done.stdout.split()
     counts = task_counts(environ.get("SLURM_TASKS_PER_NODE", ""))
@@ -115,9 +115,9 @@ def tasks_of_nodes(environ: Mapping[str, str]) -> dict[str, int]:
 def take_over_job(environ: MutableMapping[str, str], *, has_hosts: bool = False) -> None:
     """Make the first process of a job the one that starts the ranks.
 
-    The number of processes becomes WORLD_SIZE, the requested number of ranks. Variables that make a library take this
-    process, or one that it starts, for a rank or a task are removed from ``environ``; Slurm's allocation stays. Raises
-    UsageError for processes on several nodes, unless a hostfile (``has_hosts``) or Slurm names the hosts.
+    The number of processes becomes WORLD_SIZE, the requested number of ranks. Variables that make libraries take this
+    process or its children for ranks or tasks are removed from ``environ``; Slurm's allocation stays. Raises UsageError
+    for processes on several nodes, unless a hostfile (``has_hosts``) or Slurm names the hosts.
     """
     if not has_hosts and "SLURM_JOB_ID" not in environ:
         for total, here, what in (
@@ -135,7 +135,7 @@ def take_over_job(environ: MutableMapping[str, str], *, has_hosts: bool = False)
     size = environ.pop("WORLD_SIZE", None)
     has_local_rank = any(name in environ for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"))
     if launched and not has_local_rank and environ.get("PET_NNODES", size) == size:
-        size = None  # one process in each pod, which has all GPUs there
+        size = None  # one process in each pod, with all GPUs of that pod
     if not launched:
         size = environ.get("PMI_SIZE") if "MPI_LOCALNRANKS" in environ else environ.get("OMPI_COMM_WORLD_SIZE")
         if size not in (None, "1"):
@@ -143,14 +143,14 @@ def take_over_job(environ: MutableMapping[str, str], *, has_hosts: bool = False)
             os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
         size = size or (environ.get("SLURM_NTASKS") if task else environ.get("PMI_SIZE"))
         if task and size == environ.get("SLURM_STEP_NUM_NODES", "1"):
-            size = None  # one task of Slurm on a node is the usual way to have all of its GPUs
+            size = None  # one Slurm task on a node usually has all of its GPUs
     if size:
         environ["WORLD_SIZE"] = size
     if task and "SLURM_STEP_NODELIST" in environ:  # a step may have fewer nodes than the job
         environ["SLURM_JOB_NODELIST"] = environ["SLURM_STEP_NODELIST"]
     of_torchrun = "TORCHELASTIC_RUN_ID" in environ and environ.get("LOCAL_WORLD_SIZE", "1") != "1"
     if of_torchrun and environ.get("OMP_NUM_THREADS") == "1":
-        # torchrun's own choice for several processes on a node (torch/distributed/run.py), which makes CPU Adam slow.
+        # torchrun's default for several processes on a node (torch/distributed/run.py), which makes CPU Adam slow.
         del environ["OMP_NUM_THREADS"]
     by_mpirun = "OMPI_COMM_WORLD_SIZE" in environ
     for name in list(environ):
@@ -162,16 +162,16 @@ def take_over_job(environ: MutableMapping[str, str], *, has_hosts: bool = False)
 # ------------------------------------------------------------------ nodes on which an engine has started this command
 
 WAIT_SECONDS = 120.0
-"""For the processes of all nodes to start and to find each other."""
+"""For the processes of all nodes to start and find each other."""
 _QUIET_SECONDS = 5.0
-"""After this long a line says what is waited for."""
+"""After this long a line says what the process is waiting for."""
 _RETRY_SECONDS = 0.5
 _GREETING_SECONDS = 10
 _MOST_GREETING_BYTES = 1024
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 _SECRET = "DS_BENCH_SECRET"
 _ACCEPTED = b"accepted"
-"""Makes the process of a node its agent."""
+"""The message that makes the process of a node its agent."""
 _NO_RUN_ID = ("", "none")
 """torchrun's id of a run without ``--rdzv-id``."""
 
@@ -181,7 +181,7 @@ class LaunchedNodes:
     """The nodes of a job, as one process of it sees them."""
 
     launcher: str
-    """``torchrun``, ``deepspeed``, ``srun``, or ``job`` of an engine that sets RANK and WORLD_SIZE for each node."""
+    """``torchrun``, ``deepspeed``, ``srun``, or ``job`` for an engine that sets RANK and WORLD_SIZE on each node."""
     address: str
     """MASTER_ADDR: the first node's."""
     port: int
@@ -194,7 +194,7 @@ class LaunchedNodes:
     """Of all nodes."""
     is_first_of_node: bool
     secret: str
-    """Known to all processes of the job; empty without one."""
+    """Known to all processes of the job; empty if they share none."""
 
     @property
     def where(self) -> str:
@@ -202,7 +202,7 @@ class LaunchedNodes:
 
     @property
     def key(self) -> bytes:
-        """The key that both sides of a connection prove to know (multiprocessing's HMAC of a random challenge)."""
+        """The key that each side of a connection proves to know (multiprocessing's HMAC of a random challenge)."""
         return b"ds_bench" + self.secret.encode()
 
 
@@ -210,13 +210,13 @@ class _Node(NamedTuple):
     name: str
     ranks: int
     connection: Connection | None = None
-    """None for this node itself, and if no node was asked."""
+    """None for this node itself, and for nodes that were not asked."""
 
 
 _connected_nodes: dict[int, _Node] = {}
-"""By the number of the node, including this one; empty before :func:`connect_nodes`."""
+"""Node number → node, including this one; empty before :func:`connect_nodes`."""
 _addresses: list[str] = []
-"""The address at which the other nodes have reached this process."""
+"""The address at which the other nodes reached this process."""
 
 
 def find_nodes(environ: Mapping[str, str]) -> LaunchedNodes | None:
@@ -229,7 +229,7 @@ def find_nodes(environ: Mapping[str, str]) -> LaunchedNodes | None:
     launcher, texts = _launcher_and_facts(environ)
     address, port_text = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "29500")
     if launcher == "srun" and not address:
-        # The first name of a list in Slurm's form: node01 of node[01-03,7],other.
+        # The first name of a list in Slurm's notation: node01 of node[01-03,7],other.
         first = re.match(r"([^,\[]*)(?:\[([0-9]+)[^\]]*\]([^,\[]*))?", environ.get("SLURM_STEP_NODELIST", ""))
         address = "".join(filter(None, first.groups() if first else ()))
     if not all(text.isdecimal() for text in (*texts, port_text)):
@@ -258,7 +258,7 @@ def find_nodes(environ: Mapping[str, str]) -> LaunchedNodes | None:
 
 
 def _launcher_and_facts(environ: Mapping[str, str]) -> tuple[str, list[str]]:
-    """The launcher and, as texts, this node's number, the nodes, the ranks here, the local rank and all ranks."""
+    """Return the launcher and, as texts: number of this node, nodes, ranks here, local rank, ranks."""
 
     def values(*names: str) -> list[str]:
         return [environ.get(name, "") for name in names]
@@ -288,16 +288,16 @@ def _launcher_and_facts(environ: Mapping[str, str]) -> tuple[str, list[str]]:
 
 
 def _require_secret(nodes: LaunchedNodes) -> None:
-    """Raise PreflightError if strangers could take part in the job."""
+    """Raise PreflightError if a stranger could join the job."""
     if nodes.secret:
         return
     with contextlib.suppress(OSError, ValueError):
         if _is_loopback(str(socket.getaddrinfo(nodes.address, nodes.port, type=socket.SOCK_STREAM)[0][4][0])):
             return
     raise PreflightError(
-        f"everybody who reaches {nodes.where} could take part in this job, whose processes have no secret in common",
-        remedy=f"set the same on every node: export {_SECRET}=$(openssl rand -hex 16)"
-        + (", or give torchrun --rdzv-id with such an id" if nodes.launcher == "torchrun" else ""),
+        f"anyone who can reach {nodes.where} could join this job, because its processes share no secret",
+        remedy=f"set {_SECRET} to the same random text on every node (openssl rand -hex 16 makes one)"
+        + (", or give torchrun such a text as --rdzv-id" if nodes.launcher == "torchrun" else ""),
     )
 
 
@@ -309,12 +309,12 @@ def _is_loopback(address: str) -> bool:
 
 
 def ranks_of_hosts() -> dict[str, int]:
-    """Host → number of ranks that the launcher gave it, in the order of the nodes; empty if none is connected."""
+    """Return host → number of ranks from the launcher, in the order of the nodes; empty if none is connected."""
     return {node.name: node.ranks for _, node in sorted(_connected_nodes.items())}
 
 
 def master_address() -> str | None:
-    """The address of this host that the other nodes have reached; None if none is connected."""
+    """Return the address at which the other nodes reached this host; None if none is connected."""
     return _addresses[0] if _addresses else None
 
 
@@ -323,7 +323,7 @@ def accept_nodes() -> dict[str, socket.socket]:
     connections = {}
     for node in _connected_nodes.values():
         if node.connection is not None:
-            with contextlib.suppress(OSError):  # its connection then ends, which its user notices
+            with contextlib.suppress(OSError):  # the caller notices that the connection has ended
                 node.connection.send_bytes(_ACCEPTED)
             connections[node.name] = socket.socket(fileno=os.dup(node.connection.fileno()))
             node.connection.close()  # or closing the other descriptor would not end the agent's input
@@ -332,7 +332,7 @@ def accept_nodes() -> dict[str, socket.socket]:
 
 def assume_nodes(nodes: LaunchedNodes) -> None:
     """Assume what :func:`connect_nodes` would find out, without asking any node: for ``--dry-run``."""
-    # Only the sum is known of the other nodes: it is spread evenly.
+    # Only the total of the other nodes is known, so spread it evenly.
     share, more = divmod(nodes.ranks - nodes.ranks_here, nodes.count - 1)
     _keep(
         nodes,
@@ -341,7 +341,7 @@ def assume_nodes(nodes: LaunchedNodes) -> None:
 
 
 def connect_nodes(nodes: LaunchedNodes) -> None:
-    """Wait until every other node has connected. Raises PreflightError if one has not within the limit."""
+    """Wait until every other node has connected. Raises PreflightError if one has not in time."""
     _require_secret(nodes)
     found: dict[int, _Node] = {}
     with _listen(nodes) as listener:
@@ -350,9 +350,9 @@ def connect_nodes(nodes: LaunchedNodes) -> None:
         while missing := [number for number in range(1, nodes.count) if number not in found]:
             with contextlib.suppress(TimeoutError):
                 connection, _ = listener.accept()
-                # A thread for each: another program that connects and stays silent must not hold up the nodes.
+                # In a thread each, because a stranger that connects and stays silent must not hold up the nodes.
                 threading.Thread(target=_receive_node, args=(nodes, connection, found), daemon=True).start()
-            who = f"node{'s'[: len(missing) > 1]} {format_names(missing)} of {nodes.launcher}"
+            who = f"node{'s' if len(missing) > 1 else ''} {format_names(missing)} of {nodes.launcher}"
             if not patience.lasts(f"waiting at {nodes.where} for {who}"):
                 only = f", which only this machine reaches ({_addresses[0]})," if _is_loopback(_addresses[0]) else ""
                 raise PreflightError(
@@ -362,16 +362,16 @@ def connect_nodes(nodes: LaunchedNodes) -> None:
                 )
     _keep(nodes, found)
     names = sorted(node.name for node in _connected_nodes.values())
-    # Results and connections are kept by host name from here on.
+    # From here on, results and connections go by host name.
     if len(set(names)) < len(names):
         raise PreflightError(
-            f"the nodes call themselves {', '.join(names)}: they are one machine, or look like one",
-            remedy="give each machine a host name of its own; on one machine start one process",
+            f"several nodes have the same host name: {', '.join(names)}",
+            remedy="give each machine its own host name; on one machine start one process",
         )
 
 
 class _Patience:
-    """Says after a while what is waited for, and ends after the limit."""
+    """Prints after a while what the process is waiting for, and gives up after the limit."""
 
     def __init__(self) -> None:
         self._began, self._said = time.monotonic(), False
@@ -392,7 +392,7 @@ def _keep(nodes: LaunchedNodes, others: Mapping[int, _Node]) -> None:
 def _listen(nodes: LaunchedNodes) -> socket.socket:
     try:
         family, _, _, _, target = socket.getaddrinfo(nodes.address, nodes.port, type=socket.SOCK_STREAM)[0]
-        # Only at this address, so that no other network of the host reaches the port.
+        # Only at this address, so that the port is closed to the host's other networks.
         listener = socket.create_server((str(target[0]), nodes.port), family=family, backlog=128)
     except OSError as error:
         remedy = "set MASTER_ADDR to an address of the first node that the others reach (torchrun and deepspeed: "
@@ -407,7 +407,7 @@ def _listen(nodes: LaunchedNodes) -> socket.socket:
 
 
 def _receive_node(nodes: LaunchedNodes, accepted: socket.socket, found: dict[int, _Node]) -> None:
-    """Keep a connection from a node that proves to know the secret, and drop any other."""
+    """Keep the connection of a node that proves to know the secret, and drop any other."""
     connection = _connection(accepted)
     try:
         deliver_challenge(connection, nodes.key)
@@ -416,7 +416,7 @@ def _receive_node(nodes: LaunchedNodes, accepted: socket.socket, found: dict[int
         name, number, ranks = greeting["host"], int(greeting["node"]), int(greeting["ranks"])
         if not (_HOST.fullmatch(name) and 0 < number < nodes.count and 0 < ranks < nodes.ranks):
             raise ValueError
-        # Threads may race for one number: setdefault lets the first have it.
+        # Threads may race for one number; setdefault gives it to the first.
         node = _Node(name=name, ranks=ranks, connection=connection)
         if found.setdefault(number, node) is not node:
             raise ValueError
@@ -426,7 +426,7 @@ def _receive_node(nodes: LaunchedNodes, accepted: socket.socket, found: dict[int
 
 
 def _connection(connected: socket.socket) -> Connection:
-    """A connection that the kernel ends when the other node is gone, while nothing is sent over it."""
+    """Return a connection that the kernel ends when the other node is gone, even if nothing is sent."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
         connected.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -446,7 +446,7 @@ def _limit_silence(connection: Connection, seconds: int) -> None:
 
 
 def join_first_node(nodes: LaunchedNodes, agent: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Connect to the first node, and become the agent of this one: ``agent`` is its command line.
+    """Connect to the first node, and become the agent of this one. ``agent``: the agent's command line.
 
     Returns if the comparison ended before it needed ranks. Raises PreflightError if the first node does not answer.
     """
@@ -460,7 +460,7 @@ def join_first_node(nodes: LaunchedNodes, agent: Sequence[str], environ: Mapping
 
 
 def _replace_process(agent: Sequence[str], connection: Connection, environ: Mapping[str, str]) -> NoReturn:
-    """Replace this process, so that the launcher's signals reach the agent, and its exit code the launcher."""
+    """Replace this process, so that the agent gets the launcher's signals and the launcher its exit code."""
     sys.stdout.flush()
     sys.stderr.flush()
     # The agent reads requests from its standard input and answers on its standard output.
@@ -483,7 +483,7 @@ def _greet_first_node(nodes: LaunchedNodes) -> Connection:
             return connection
         except AuthenticationError:
             raise PreflightError(
-                f"the program that listens at {nodes.where} is not the comparison of this job, or has another secret",
+                f"the program listening at {nodes.where} is not this job's comparison, or has another secret",
                 remedy=f"give every node the same {_SECRET} or --rdzv-id, or the job another port",
             ) from None
         except Exception as error:  # another program that sends anything else may listen there
