@@ -1,7 +1,7 @@
-"""Builds DeepSpeed's compiled ops in a process of its own: ``python -m ds_bench.worker.build_op NAME…``.
+"""Builds DeepSpeed's compiled ops in its own process: ``python -m ds_bench.worker.build_op NAME…``.
 
-Prints one JSON line per op: ``{"op", "state": "ready" | "unsupported" | "failed", "seconds", "reason"}``, and for one
-that is ready ``"libraries"``: the files that it loaded from the folder of built ops, relative to it. The names are
+Prints one JSON line per op: ``{"op", "state": "ready" | "unsupported" | "failed", "seconds", "reason"}``; for a ready
+op also ``"libraries"``, the files that it loaded from the folder of built ops, relative to that folder. The names are
 DeepSpeed's builder classes (``CPUAdamBuilder``).
 """
 
@@ -17,18 +17,18 @@ from typing import Any
 
 
 def build(name: str) -> dict[str, Any]:
-    """Compiles and loads one op; see the module for the answer."""
+    """Compile and load one op. Return what the module's docstring describes."""
     import torch.utils.cpp_extension
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 
     start = time.monotonic()
     builder = get_accelerator().create_op_builder(name)
-    # By name: each kind of accelerator has its own class of that name (op_builder/*/no_impl.py).
+    # By name, because each kind of accelerator has its own class of that name (op_builder/*/no_impl.py).
     if builder is None or type(builder).__name__ == "NotImplementedBuilder":
         return {"op": name, "state": "unsupported", "seconds": 0.0, "reason": "does not exist for this accelerator"}
     try:
-        # Asked first: without a library that it needs an op is compiled for minutes, and fails only when it is linked.
+        # First, because an op whose library is missing compiles for minutes and fails only when it is linked.
         if not builder.is_compatible(verbose=True):
             reason = str(getattr(builder, "error_log", "") or "not compatible with this system")
             return {"op": name, "state": "unsupported", "seconds": time.monotonic() - start, "reason": reason}
@@ -36,7 +36,7 @@ def build(name: str) -> dict[str, Any]:
     except BaseException as error:  # compilers fail in many ways, SystemExit among them
         text = str(error)
         print(text, file=sys.stderr, flush=True)
-        # The text has everything that ninja and the compiler printed; the reason is the line with the cause.
+        # The text is all that ninja and the compiler printed; the reason is the line with the cause.
         causes = [line for line in text.splitlines() if re.search(r"error:|cannot find -l|CUDA_HOME", line)]
         reason = f"{type(error).__name__}: {(causes or text.splitlines() or [''])[0].strip()[:300]}"
         against_cuda = isinstance(builder, CUDAOpBuilder) and not builder.build_for_cpu
@@ -46,7 +46,7 @@ def build(name: str) -> dict[str, Any]:
         return {"op": name, "state": "failed", "seconds": time.monotonic() - start, "reason": reason}
     seconds = time.monotonic() - start
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"]).resolve()
-    # The path is the sixth field, which anonymous memory lacks; it may contain spaces (proc_pid_maps(5)).
+    # The path is the sixth field; anonymous memory has none, and it may contain spaces (proc_pid_maps(5)).
     mapped = (line.split(maxsplit=5)[5:] for line in Path("/proc/self/maps").read_text().splitlines())
     loaded = {Path(path[0]) for path in mapped if path and path[0].endswith(".so")}
     libraries = sorted(str(each.relative_to(folder)) for each in loaded if each.is_relative_to(folder))

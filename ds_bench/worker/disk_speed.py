@@ -1,14 +1,14 @@
-"""Measures how fast a folder's disk writes and reads in sequence through DeepSpeed's asynchronous I/O.
+"""Measures sequential write and read speed of a folder's disk through DeepSpeed's asynchronous I/O.
 
 ``python -m ds_bench.worker.disk_speed FOLDER SETTINGS``, where SETTINGS is a JSON object: the ``aio`` block of a
-DeepSpeed configuration, ``bytes`` (limit of what is written) and ``seconds`` (limit of writing, and of reading).
+DeepSpeed configuration, ``bytes`` (the most to write) and ``seconds`` (the longest to write, and to read).
 Prints one JSON line: ``{"bytes", "write_bytes_per_second", "read_bytes_per_second", "from_disk"}`` or ``{"error"}``.
 
-DeepSpeed opens files with O_DIRECT, which bypasses the page cache; some file systems accept the flag and cache all the
-same. So the cache is dropped before reading, and ``from_disk`` is false where the kernel counted fewer bytes from a
-device than were read (None where it does not count). Not measured: random access, several ranks at once.
+DeepSpeed opens files with O_DIRECT, which bypasses the page cache, but some file systems accept the flag and cache
+anyway. So the cache is dropped before reading, and ``from_disk`` is false if the kernel counted fewer bytes from a
+device than were read (None if it does not count). Not measured: random access, several ranks at once.
 
-The file has no name: however this process ends, the kernel removes it.
+The file has no name, so that the kernel removes it however this process ends.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .failure import describe_error
 from .measured_memory import io_bytes
 
 _CHUNK_BYTES = 64 * 2**20
-"""Size of one request: a large tensor."""
+"""Size of one request: that of a large tensor."""
 
 
 def measure(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes a file without a name, then reads it back. Raises OSError, or RuntimeError from DeepSpeed."""
+    """Write a file without a name, then read it back. Raises OSError, or RuntimeError from DeepSpeed."""
     import torch
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
@@ -51,9 +51,11 @@ def measure(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     content = torch.randint(0, 256, (_CHUNK_BYTES,), dtype=torch.uint8)
     # Page-locked memory, as trials on a GPU use; DeepSpeed copies any other first (csrc/aio, bounce buffer).
     buffer = handle.new_cpu_locked_tensor(_CHUNK_BYTES, content)
-    buffer = buffer.copy_(content) if buffer.data_ptr() else content  # no address: the limit on locked memory
+    buffer = (
+        buffer.copy_(content) if buffer.data_ptr() else content
+    )  # without an address if the limit on locked memory is too low
     with tempfile.TemporaryFile(dir=folder) as file:
-        # DeepSpeed opens files by path; this one leads to a file without a name.
+        # DeepSpeed opens files by path, and this path leads to the file without a name.
         name = f"/proc/self/fd/{file.fileno()}"
 
         def transfer(start: Callable[..., object], offset: int) -> None:
@@ -62,9 +64,9 @@ def measure(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
                 raise RuntimeError(f"DeepSpeed's async I/O completed {completed} requests instead of 1")
 
         write, read = partial(transfer, handle.async_pwrite), partial(transfer, handle.async_pread)
-        write(0)  # threads started, code loaded
+        write(0)  # a first request starts threads and loads code
         written, write_seconds = _repeat(write, max_bytes, max_seconds)
-        # Pages that are not on the disk yet cannot be dropped (posix_fadvise(2)); reading would find them in memory.
+        # Pages that are not on disk yet cannot be dropped (posix_fadvise(2)), and would be read from memory.
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         before = io_bytes()
@@ -79,7 +81,7 @@ def measure(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _repeat(transfer: Callable[[int], None], max_bytes: int, max_seconds: float) -> tuple[int, float]:
-    """Transfers one chunk after the other, at least one. Returns (bytes, seconds)."""
+    """Transfer one chunk after another, at least one. Return (bytes, seconds)."""
     done, start = 0, time.perf_counter()
     while True:
         transfer(done)
@@ -94,6 +96,6 @@ if __name__ == "__main__":
     os.dup2(2, 1)  # DeepSpeed's builders and C++ print; only the answer goes to stdout
     try:
         answer = measure(Path(sys.argv[1]), json.loads(sys.argv[2]))
-    except Exception as error:  # of the disk, the file system or DeepSpeed
+    except Exception as error:  # from the disk, the file system or DeepSpeed
         answer = {"error": describe_error(error)}
     print(json.dumps(answer), file=out, flush=True)

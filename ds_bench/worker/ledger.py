@@ -1,7 +1,7 @@
 """The ledger of a rank: bytes by tier and category, from the storages of live tensors, each counted once.
 
-Storages, not tensors: ZeRO's parameters are views into flat buffers, and a tied weight is one storage. A storage
-belongs to the first category that claims it: parameters, optimizer states, gradients, DeepSpeed's buffers, other.
+Storages, not tensors, because ZeRO's parameters are views into flat buffers and a tied weight is one storage. A storage
+belongs to the first category that claims it (:func:`_deepspeed_tensors`).
 """
 
 from __future__ import annotations
@@ -42,14 +42,13 @@ _STATE_NAMES = (
     "fp32_groups_flat_partition",
     "_muon_pending_momentum",
 )
-"""Attributes that hold the fp32 master weights and Muon's copy of the momentum for the next step, which count
-as optimizer states."""
+"""Attributes that hold the fp32 master weights and Muon's copy of the momentum for the next step: optimizer states."""
 
 
 def find_tensors(value: object, depth: int = 6) -> Iterator[torch.Tensor]:
-    """Tensors inside nested containers and DeepSpeed's own objects; each object is searched once."""
+    """Yield the tensors inside nested containers and DeepSpeed's own objects; each object is searched once."""
     seen: set[int] = set()
-    # Breadth first: each object is met where it lies least deep, so that the limit hides as little as possible.
+    # Breadth first, so that each object is met at its lowest depth and the limit hides as little as possible.
     queue: deque[tuple[object, int]] = deque([(value, 0)])
     while queue:
         item, level = queue.popleft()
@@ -64,8 +63,7 @@ def find_tensors(value: object, depth: int = 6) -> Iterator[torch.Tensor]:
             children = item.values()
         elif isinstance(item, (list, tuple, set, frozenset, deque)):
             children = item
-        # Modules hold parameters, which are claimed as such; objects of other packages could lead to all of the
-        # process.
+        # Modules hold parameters, which are claimed as such; objects of other packages could lead anywhere.
         elif type(item).__module__.startswith("deepspeed") and not isinstance(item, torch.nn.Module):
             children = getattr(item, "__dict__", {}).values()
         queue.extend((child, level + 1) for child in list(children))
@@ -81,7 +79,7 @@ class StorageCounter:
         self._cuda = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
     def claim(self, category: str, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Adds the storages of ``tensors`` that no earlier call has claimed."""
+        """Add the storages of ``tensors`` that no earlier call has claimed."""
         for tensor in tensors:
             try:
                 if tensor is None or tensor.device.type == "meta" or tensor.is_sparse:
@@ -89,10 +87,10 @@ class StorageCounter:
                 tensor = _own_part(tensor)
                 storage = tensor.untyped_storage()
                 size, pointer = storage.nbytes(), storage.data_ptr()
-            except (RuntimeError, NotImplementedError):  # functional, fake or half-collected ones have no memory
+            except (RuntimeError, NotImplementedError):  # functional, fake and half-collected tensors have no memory
                 continue
             device = tensor.device.type
-            # At stage 3 the storage of a parameter is empty while it is partitioned.
+            # At stage 3 a parameter's storage is empty while it is partitioned.
             if size == 0 or pointer == 0 or (device, pointer) in self._seen:
                 continue
             self._seen.add((device, pointer))
@@ -103,30 +101,30 @@ class StorageCounter:
 
 
 def count_storages(engine: Any, *, others: bool = True) -> StorageCounter:
-    """Counts what is alive now. ``others``: also tensors that belong to none of the engine's objects."""
+    """Count what is alive now. ``others``: also tensors that none of the engine's objects holds."""
     count = StorageCounter()
     held = engine.tensors_by_category() if isinstance(engine, ReferenceEngine) else _deepspeed_tensors(engine)
     for category, tensors in held:
         count.claim(category, tensors)
     if others:
-        # A thread that has run a collective lets go of its tensors when it next gets the interpreter's lock.
+        # A thread that has run a collective releases its tensors when it next gets the interpreter's lock.
         time.sleep(_SETTLE_SECONDS)
-        # Not isinstance, which asks each object for its class: that runs code of proxies and lazy modules.
+        # Not isinstance, which reads __class__ and so runs code of proxies and lazy modules.
         count.claim("other", (item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)))
     return count
 
 
 def optimizer_states(engine: Any) -> Iterator[torch.Tensor]:
-    """This rank's part of the optimizer states besides the weights, such as Adam's moments."""
+    """Yield this rank's part of the optimizer states other than weights, such as Adam's moments."""
     base = getattr(engine.optimizer, "optimizer", engine.optimizer)
     yield from map(_own_part, find_tensors({id(key): value for key, value in getattr(base, "state", {}).items()}))
 
 
 def stays_after_reduction(engine: Any, parameter: torch.Tensor) -> bool:
-    """Whether the tensor that backward computes is kept as this parameter's gradient until backward ends.
+    """Return whether the tensor that backward computes stays this parameter's gradient until backward ends.
 
-    At stage 1 with overlap it is copied into a bucket, or, of this rank's part, out of the way (runtime/zero/
-    stage_1_and_2.py, reduce_independent_p_g_buckets_and_remove_grads, copy_grads_in_partition).
+    At stage 1 with overlap it is copied: into a bucket or, for this rank's partition, out of the way
+    (runtime/zero/stage_1_and_2.py, reduce_independent_p_g_buckets_and_remove_grads, copy_grads_in_partition).
     """
     wrapper, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage != 1 or not (getattr(wrapper, "overlap_comm", False) and wrapper.contiguous_gradients):
@@ -138,7 +136,7 @@ def stays_after_reduction(engine: Any, parameter: torch.Tensor) -> bool:
 
 
 def _deepspeed_tensors(engine: Any) -> Iterator[tuple[str, Iterable[torch.Tensor | None]]]:
-    """Categories and the tensors of each, first to claim a storage first."""
+    """Yield categories and their tensors, in the order in which they claim storages."""
     wrapper, module = engine.optimizer, engine.module
     base = getattr(wrapper, "optimizer", wrapper)
     parameters = list(module.parameters())
@@ -149,14 +147,14 @@ def _deepspeed_tensors(engine: Any) -> Iterator[tuple[str, Iterable[torch.Tensor
     # (runtime/swap_tensor/pipelined_optimizer_swapper.py, _complete_swap_out).
     swapper = getattr(wrapper, "optimizer_swapper", None)
     yield "deepspeed_buffers", find_tensors(getattr(swapper, "swap_buffer_manager", None))
-    # What the optimizer updates: the fp32 master weights. After the parameters, which it updates itself without such.
+    # What the optimizer updates: the fp32 master weights or, without any, the parameters, claimed above.
     groups = getattr(base, "param_groups", ())
     masters = [each for group in groups for each in group["params"] if isinstance(each, torch.Tensor)]
     for name in _STATE_NAMES:
         masters += find_tensors(getattr(wrapper, name, None))
     yield "optimizer_states", masters
     yield "optimizer_states", optimizer_states(engine)
-    # A gradient larger than the bucket waits outside it to be copied to a place that is counted below, or dropped
+    # A gradient larger than the bucket waits outside it to be dropped, or copied to a place that is counted below
     # (runtime/zero/stage_1_and_2.py, extra_large_param_to_reduce).
     waiting = find_tensors(getattr(wrapper, "extra_large_param_to_reduce", None))
     yield "other", [each.grad for each in waiting if not stays_after_reduction(engine, each)]
@@ -165,14 +163,14 @@ def _deepspeed_tensors(engine: Any) -> Iterator[tuple[str, Iterable[torch.Tensor
     yield "gradients", (each.grad for each in (*parameters, *masters))
     for name in _GRADIENT_NAMES:
         yield "gradients", find_tensors(getattr(wrapper, name, None))
-    # What is left in DeepSpeed's objects after the categories above have claimed theirs.
+    # What is left in DeepSpeed's objects once the categories above have claimed theirs.
     yield "deepspeed_buffers", find_tensors(vars(wrapper) if wrapper is not base else {})
     yield "deepspeed_buffers", find_tensors({k: v for k, v in vars(engine).items() if k != "module"}, depth=4)
     yield "deepspeed_buffers", find_tensors([getattr(p, "nvme_swapper", None) for p in parameters])
 
 
 def _own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that is split among the ranks (FSDP2's DTensor), else the tensor itself."""
+    """Return this rank's part of a tensor that is split among ranks (FSDP2's DTensor), else the tensor itself."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 
@@ -181,16 +179,16 @@ def _own_part(tensor: torch.Tensor) -> torch.Tensor:
 def saved_storages(
     parameters: Iterable[torch.Tensor], call: Callable[[torch.Tensor, torch.UntypedStorage], None]
 ) -> Iterator[None]:
-    """Calls ``call`` with each tensor that autograd saves for backward within this context, and its storage.
+    """Call ``call`` with each tensor that autograd saves for backward within this context, and its storage.
 
     Parameters are left out. A storage may come more than once.
     """
-    # Held, or else an activation may get the address of a storage that stage 3 gives up as it gathers the parameter.
+    # Kept alive, or an activation may get the address of a storage that stage 3 frees when it gathers the parameter.
     storages = [_own_part(parameter).untyped_storage() for parameter in parameters]
     known = {storage._cdata for storage in storages}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        # A view of a parameter, such as a transposed weight, has the parameter as its base.
+        # The base of a view, such as a transposed weight, is the parameter.
         base = tensor._base if tensor._base is not None else tensor
         if not isinstance(base, torch.nn.Parameter):
             storage = tensor.untyped_storage()
@@ -203,9 +201,9 @@ def saved_storages(
 
 
 def count_activations(forward: Callable[[], Any], parameters: Iterable[torch.Tensor]) -> tuple[Any, dict[str, int]]:
-    """Runs ``forward`` and counts the storages that autograd saves for backward, except parameters.
+    """Run ``forward`` and count the storages that autograd saves for backward, except parameters.
 
-    Returns what ``forward`` returns, and the bytes by tier.
+    Return what ``forward`` returns, and the bytes by tier.
     """
     saved: dict[tuple[str, int], int] = {}
 
@@ -225,7 +223,7 @@ def count_activations(forward: Callable[[], Any], parameters: Iterable[torch.Ten
 def gradient_hooks(
     parameters: Iterable[torch.nn.Parameter], call: Callable[[torch.nn.Parameter, torch.Tensor], None]
 ) -> Iterator[None]:
-    """Calls ``call`` with each trained parameter and its gradient as backward computes it, within this context.
+    """Call ``call`` with each trained parameter and its gradient when backward computes it, within this context.
 
     More than once for a parameter whose gradient comes in parts, as in a tiled MLP.
     """
@@ -242,7 +240,7 @@ def gradient_hooks(
 
 
 def largest_by_category(*ledgers: Ledger) -> Ledger:
-    """The largest number of bytes in each tier and category, of ledgers taken at several moments."""
+    """Return the most bytes in each tier and category of ledgers taken at several moments."""
     peak: Ledger = {}
     for ledger in ledgers:
         for tier, row in ledger.items():
@@ -252,7 +250,7 @@ def largest_by_category(*ledgers: Ledger) -> Ledger:
 
 
 def swapped_bytes(folder: str | None, rank: int) -> dict[str, int]:
-    """Bytes of this rank's swap files by category (swap_tensor/optimizer_utils.py, partitioned_param_swapper.py).
+    """Return this rank's swapped bytes by category (swap_tensor/optimizer_utils.py, partitioned_param_swapper.py).
 
     Empty without a swap folder.
     """

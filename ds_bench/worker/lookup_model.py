@@ -1,10 +1,10 @@
 """Looks a model up: ``python -m ds_bench.worker.lookup_model NAME [--trust-remote-code | --factory]``.
 
-Prints one JSON line: the model's type, config and counted sizes as Transformers gives them, or
-``{"error": …}``. The model is built on the meta device, so that only its configuration is read or downloaded.
-A factory is imported and not called; for it an empty object is printed.
+Prints one JSON line: the model's type, config and counted sizes according to Transformers, or ``{"error": …}``. The
+model is built on the meta device, so that only its configuration is read or downloaded. A factory is imported but not
+called, and the line is an empty object.
 
-The counts of built-in models are in ``models/counts.json``, which ``scripts/make_model_counts.py`` writes, so that no
+``models/counts.json``, written by ``scripts/make_model_counts.py``, has the counts of built-in models, so that no
 command needs torch for them.
 """
 
@@ -24,18 +24,18 @@ ARCHITECTURES = (
     "gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3_text", "phi3",
     "deepseek_v2", "gpt_oss",
 )  # fmt: skip
-"""Architectures, as Transformers calls them, whose modules that multiply a token are known."""
+"""Transformers' names of the architectures for which it is known which modules multiply a token."""
 
 _NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of the number of routed experts in models' configurations."""
+"""Config keys for the number of routed experts."""
 
 
 def look_up(name: str, *, trust_remote_code: bool) -> dict[str, Any]:
-    """Facts of a model in a local folder or on the Hub. Raises whatever Transformers raises."""
+    """Return the facts of a model in a local folder or on the Hub. Raises whatever Transformers raises."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    declared = [str(each) for each in config.architectures or ()]  # read first: building the model writes it
+    declared = [str(each) for each in config.architectures or ()]  # first, because building the model changes it
     model = build_without_memory(config, trust_remote_code=trust_remote_code)
     text = config.get_text_config()
     return {
@@ -53,7 +53,7 @@ def look_up(name: str, *, trust_remote_code: bool) -> dict[str, Any]:
 
 
 def build_without_memory(config: Any, *, trust_remote_code: bool = False) -> Any:
-    """The causal language model of a Transformers config, on the meta device."""
+    """Build the causal language model of a Transformers config on the meta device."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -62,10 +62,10 @@ def build_without_memory(config: Any, *, trust_remote_code: bool = False) -> Any
 
 
 def count_model(model: Any) -> dict[str, Any] | None:
-    """The counted fields of ``models.presets.ModelFacts`` of a causal language model of Transformers.
+    """Return the counted fields of ``models.presets.ModelFacts`` for a causal language model of Transformers.
 
-    None for an architecture that is not among :data:`ARCHITECTURES`, with cross-attention, which a causal language
-    model has no use for, and for code that came with the model: its modules may be others than those that are known.
+    None for code that came with the model, for an architecture that is not in :data:`ARCHITECTURES`, and with
+    cross-attention, which a causal language model does not use: their modules may not be the known ones.
     """
     config = model.config
     if not type(model).__module__.startswith("transformers.models."):
@@ -75,7 +75,7 @@ def count_model(model: Any) -> dict[str, Any] | None:
     import torch
     from transformers.pytorch_utils import Conv1D
 
-    # Elements of the weights that one token is multiplied with, found by the kind of module that holds them.
+    # Weight elements that one token is multiplied with, found by the type of module.
     multiplied = 0
     for name, module in model.named_modules():
         kind = type(module).__name__
@@ -85,14 +85,14 @@ def count_model(model: Any) -> dict[str, Any] | None:
         elif isinstance(module, (torch.nn.Linear, Conv1D)) or kind.endswith(("TopKRouter", "TopkRouter")):
             multiplied += module.weight.numel()
         elif kind.endswith("Experts"):
-            # The experts of a layer are two fused tensors, and a token is multiplied with some of them.
+            # The experts of a layer are two fused tensors; a token is multiplied with some of the experts.
             weights = module.gate_up_proj.numel() + module.down_proj.numel()
             multiplied += weights * config.num_experts_per_tok // module.num_experts
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if hasattr(config, "v_head_dim"):
-        # Queries are multiplied with keys of another width than the values: the mean has the FLOPs of both.
+        # Keys and values differ in width: the mean gives the FLOPs of both products.
         head_dim = (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) // 2
-    sizes = [parameter.numel() for parameter in model.parameters()]  # which yields a shared tensor once
+    sizes = [parameter.numel() for parameter in model.parameters()]  # yields a shared tensor once
     return {
         "parameters": sum(sizes),
         "matmul_parameters": multiplied,
@@ -108,7 +108,7 @@ def count_model(model: Any) -> dict[str, Any] | None:
 
 
 def hidden_size(config: Any) -> int | None:
-    """The hidden size that the Trainer computes "auto" values from; None where it finds none.
+    """Return the hidden size from which the Trainer computes "auto" values; None if it finds none.
 
     Source: Transformers 5.23, ``integrations/deepspeed.py`` (``trainer_config_finalize``).
     """
@@ -122,9 +122,9 @@ def hidden_size(config: Any) -> int | None:
 
 
 def import_factory(name: str) -> Callable[[], Any]:
-    """The function ``package.module:function``. Raises whatever the import raises, AttributeError, or TypeError.
+    """Import the function ``package.module:function``. Raises AttributeError, TypeError, or whatever the import raises.
 
-    The current folder is searched for the module last, so that it hides no installed one.
+    The current folder is searched last, so that it hides no installed module.
     """
     if (current := str(Path.cwd())) not in sys.path:
         sys.path.append(current)

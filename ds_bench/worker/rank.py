@@ -1,6 +1,6 @@
-"""Runs one rank of one trial, from its first heartbeat to its file.
+"""Runs one rank of a trial, from its first heartbeat to its file.
 
-``run`` never raises: whatever happens becomes ``rank<N>.json``, a measurement or a failure.
+``run`` never raises: it turns whatever happens into ``rank<N>.json``, with a measurement or a failure.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from .failure import device_free_bytes, rank_failure
 
 
 def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
-    """Runs this rank and writes its file. Returns the exit code: 0 for a measurement, 1 for a failure."""
+    """Run this rank and write its file. Return the exit code: 0 for a measurement, 1 for a failure."""
     started = time.time()
-    # First, so that the log has whatever is printed from here on.
+    # First, so that the log has everything that is printed.
     processes.redirect_streams(log_file(folder, rank))
-    # Never closed: the handlers write to its descriptor. The trial's monitor sends SIGUSR2 to ranks that hang.
+    # Never closed, because the handlers write to its descriptor. The trial's watcher sends SIGUSR2 to ranks that hang.
     stacks = stacks_file(folder, rank).open("w")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
@@ -55,30 +55,30 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
         os.environ.update(rank_environment(assignment, rank, local_rank, world_size))
         if (threads := os.environ.get("OMP_NUM_THREADS")) is not None and threads != threads_of_server:
             set_threads(threads)
-        # DeepSpeed's launcher sets LOCAL_SIZE; where neither is set, all ranks count as this node's.
+        # DeepSpeed's launcher sets LOCAL_SIZE; if neither is set, all ranks count as this node's.
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world_size)))
         if (binding := assignment.trial.workload.cpu_binding) != "none":
-            # What DeepSpeed's launcher does with --bind_cores_to_rank through numactl (utils/numa.py). The threads that
-            # this rank starts are bound with it.
+            # As DeepSpeed's launcher does with --bind_cores_to_rank through numactl (utils/numa.py). Threads that this
+            # rank starts inherit it.
             cpus = choose_cpus(
                 binding, sorted(os.sched_getaffinity(0)), host_memory.numa_cpus(), local_rank, local_size
             )
             os.sched_setaffinity(0, cpus)
             set_threads(str(len(cpus)))
         if assignment.working_folder is not None:
-            with contextlib.suppress(FileNotFoundError):  # of another node, which may lack it
+            with contextlib.suppress(FileNotFoundError):  # on another node, which may lack it
                 os.chdir(assignment.working_folder)
-        # This rank would wait for others that nobody starts where a trial is run again by hand.
+        # When a trial is run again by hand, this rank could wait for others that nobody starts.
         if world_size != (ranks := assignment.trial.placement.num_gpus):
             raise RuntimeError(f"the trial has {ranks} ranks, but WORLD_SIZE is {world_size}")
         rendezvous_file = (assignment.rendezvous or "").removeprefix("file://")
         if ranks > 1 and rendezvous_file and not Path(rendezvous_file).exists():
             raise RuntimeError("the trial has ended: the file through which its ranks meet is gone; repeat the run")
         if limit_bytes is not None:
-            # The private writable memory of this process (setrlimit(2)).
+            # Limits this process's private writable memory (setrlimit(2)).
             resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
         heartbeat.beat("import")
-        from . import measure  # torch, DeepSpeed and Transformers, under the limit
+        from . import measure  # imports torch, DeepSpeed and Transformers, under the limit
 
         own = {"hostname": socket.gethostname(), "pid": os.getpid(), "import_seconds": time.time() - started}
         config = _read_config(folder)
@@ -89,7 +89,7 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
                 return True
 
             logging.getLogger("DeepSpeed").addFilter(redact)
-        # Python's own generator, for a factory's code; torch's is seeded where the model is built.
+        # Python's own generator, for a factory's code; building the model seeds torch's.
         random.seed(assignment.trial.workload.seed)
 
         def save_partial(measured: dict[str, Any]) -> None:
@@ -109,7 +109,7 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
             limited=limited,
             device_free_bytes=device_free_bytes(),
         )
-        # A configuration that cannot be read was not read before either: the texts hold no secret of it.
+        # A configuration that cannot be read now was not read before, so the texts hold none of its secrets.
         with contextlib.suppress(OSError, ValueError):
             secrets = redaction.secrets_of(_read_config(folder))
             failure = replace(
@@ -129,7 +129,7 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
 
 
 def rank_environment(assignment: Assignment, rank: int, local_rank: int, world_size: int) -> dict[str, str]:
-    """Variables of a rank: the assignment's and, where ranks meet through a file, what launchers set."""
+    """Return the variables of a rank: the assignment's and, if ranks meet through a file, those that launchers set."""
     variables = dict(assignment.environment)
     if assignment.rendezvous is not None:
         variables |= {
@@ -147,25 +147,25 @@ def rank_environment(assignment: Assignment, rank: int, local_rank: int, world_s
 
 
 def set_threads(count: str) -> None:
-    """Sets the number of threads of a parallel region, as ``OMP_NUM_THREADS`` has it."""
+    """Set the number of threads of a parallel region, in ``OMP_NUM_THREADS`` and in torch."""
     os.environ["OMP_NUM_THREADS"] = count
-    if "torch" in sys.modules:  # forked from the warm server, torch has read the variable before
+    if "torch" in sys.modules:  # in a fork of the warm server torch has already read the variable
         sys.modules["torch"].set_num_threads(int(count))
 
 
 def choose_cpus(
     binding: CpuBinding, allowed: list[int], numa_nodes: list[list[int]], local_rank: int, local_size: int
 ) -> list[int]:
-    """The processors of a rank: an equal part of the allowed ones, or of one NUMA node's.
+    """Return the processors of a rank: an equal share of the allowed ones, or of one NUMA node's.
 
-    Ranks of a NUMA node share its processors. Raises ValueError where a rank would get none.
+    Raises ValueError if a rank would get none.
     """
     if binding == "numa":
         # Rounded up: the last node may have fewer ranks.
         local_size_on_node = -(-local_size // len(numa_nodes))
         allowed = sorted(set(allowed) & set(numa_nodes[local_rank // local_size_on_node]))
         local_rank, local_size = local_rank % local_size_on_node, local_size_on_node
-    # Processors that the division leaves over are not used: all ranks have equally many.
+    # Leftover processors stay unused, so that all ranks have equally many.
     each = len(allowed) // local_size
     if each == 0:
         raise ValueError(f"{local_size} ranks cannot be bound to {len(allowed)} processors, one each at least")

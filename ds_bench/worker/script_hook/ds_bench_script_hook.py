@@ -1,10 +1,10 @@
 """Measures the DeepSpeed training of an unmodified script, and ends the script after the measured steps.
 
-It runs in the script's own interpreter, whatever packages that has: only the standard library is imported, Python 3.9
-and DeepSpeed 0.14 are enough, and of DeepSpeed only public names are used. Modules are patched as the script imports
-them. The modules of this package that measure memory and load and classify errors are used too (:func:`load`), so the
-same holds for them. The request is in the trial's folder (``trial.json``); the rank's file has the form of any
-other rank's (``records.schema.RankMeasurement``). A test compares the names that are written down here too.
+It runs in the script's own interpreter, whatever packages that has. So it imports nothing but the standard library
+until the script has, works from Python 3.9 and DeepSpeed 0.14 on, and uses only public names of DeepSpeed. Modules are
+patched when the script imports them. The same holds for the modules of this package that it loads (:func:`load`), which
+measure memory and load and classify errors. The request is ``trial.json`` in the trial's folder; the rank's file has
+the form of any other (``records.schema.RankMeasurement``). A test compares the names that are repeated here.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ PHASES = (
 )
 BEAT = struct.Struct("<qdqqdq")
 OVERRIDDEN = "ds_bench_overridden"
-"""Marks a configuration that has replaced the script's, until ``deepspeed.initialize`` takes it."""
+"""Marks a configuration that replaced the script's, until ``deepspeed.initialize`` takes it."""
 OWN_KEYS = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler"),
     *("bf16", "bfloat16", "fp16", "torch_autocast"),
     *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
 )
-"""Keys that stay the script's where the row's file replaces its configuration."""
+"""Keys that stay the script's when the row's file replaces its configuration."""
 
 
 def load(name: str) -> Any:
@@ -58,9 +58,9 @@ def load(name: str) -> Any:
 
 
 def find_root(error: BaseException) -> BaseException:
-    """Return the exception that began the chain: what a ``finally:`` raised by accident hides the script's own error.
+    """Return the exception that began the chain: an accident in a ``finally:`` would hide the script's own error.
 
-    An exception that a ``raise`` statement put in place of another one is meant, and ends the search.
+    The search ends at an exception that a ``raise`` statement put in place of another, because that was intended.
     """
     seen = {id(error)}
     while error.__context__ is not None and not error.__suppress_context__ and id(error.__context__) not in seen:
@@ -80,7 +80,7 @@ def is_at_raise(step: types.TracebackType) -> bool:
 
 
 def is_from_signal(error: BaseException) -> bool:
-    """Whether a handler of a signal raised an exception: Python's own, between two instructions, or the script's."""
+    """Return whether a signal handler raised the exception: Python's own, between two instructions, or the script's."""
     handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
     step = error.__traceback__
     while step is not None and step.tb_next is not None:
@@ -102,7 +102,7 @@ def tensors_in(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any
 
 
 def count_tokens(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Count the tokens of a micro-batch: all, without padding, trained, and the sum of their ids. Waits for nothing.
+    """Count the tokens of a micro-batch: all, unpadded, trained, and the sum of their ids. Waits for no device.
 
     The tokens are ``input_ids``, else ``labels``, else the first integer tensor. A batch without any, such as images
     with one class each, is counted in samples: the first dimension of its first tensor.
@@ -129,7 +129,7 @@ def count_tokens(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> dic
 
 
 def holds_ids(tensor: Any) -> bool:
-    """Whether a tensor holds integers."""
+    """Return whether a tensor holds integers."""
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is sys.modules["torch"].bool)
 
 
@@ -154,7 +154,7 @@ class Hook:
         self.main: Any = None
         self.seen = new_step()
         self.call_ended: float | None = None
-        """When the last backward or step ended; None while a micro-batch is on its way."""
+        """Time when the last backward or step ended; None while a micro-batch is in progress."""
         self.in_train_batch = False
         self.steps: list[dict[str, Any]] = []
         self.marks: list[Any] = []
@@ -178,7 +178,7 @@ class Hook:
         os.pwrite(self.beat_file, BEAT.pack(*values), 0)
 
     def end_phase(self, name: str) -> None:
-        """Store duration and memory of the phase that ends, and begin the next one."""
+        """Store the duration and memory of the current phase, and begin the next."""
         now = time.time()
         self.seconds.setdefault(name, now - self.phase_began)
         self.phase_began = now
@@ -190,7 +190,7 @@ class Hook:
         return bool(self.meter.accelerator == "cuda")
 
     def note_device(self) -> None:
-        """Once the script has made its engine, it uses the GPU or never will."""
+        """Note whether the script uses a GPU: with its engine made, it does so now or never."""
         torch: Any = sys.modules["torch"]
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             self.meter.accelerator = "cuda"
@@ -202,7 +202,7 @@ class Hook:
     # ---------------------------------------------------------------- engines
 
     def name_of(self, engine: Any) -> str:
-        """Return the name of an engine, its module's class; of several alike the later ones are numbered."""
+        """Return an engine's name: its module's class, numbered from the second of its kind on."""
         if engine not in self.names:
             base = type(engine.module).__name__
             same = sum(name.partition("#")[0] == base for name in self.all_names)
@@ -218,7 +218,7 @@ class Hook:
         return self.names[engine]
 
     def measures(self, engine: Any) -> bool:
-        """Whether this engine is measured; until one has stepped, any that was not left out by name."""
+        """Return whether this engine is measured: the first to step or, before that, any with a matching name."""
         if not self.active:
             return False
         if self.main is not None:
@@ -233,7 +233,7 @@ class Hook:
         self.beat("forward")
 
     def begin_call(self) -> None:
-        """A training forward begins: what passed since the last backward or step is the gap."""
+        """Note that a training forward begins; the time since the last backward or step is the gap."""
         if not self.marks and self.warmup_steps > 0:
             self.note_device()
             self.marks.append(self.mark())
@@ -254,10 +254,10 @@ class Hook:
         self.call_ended = time.perf_counter()
 
     def end_step(self, engine: Any) -> None:
-        """An optimizer step has ended: note it, and begin or end the measured window."""
+        """Record that an optimizer step has ended, and begin or end the measured window."""
         self.main = engine
         step, self.seen = self.seen, new_step()
-        for name in ("micro_batches", "losses"):  # until the first step it is not known which engine is measured
+        for name in ("micro_batches", "losses"):  # which engine is measured is unknown until the first step
             step[name] = [each for other, each in step[name] if other is engine]
         trained = [counts for is_training, counts in step["micro_batches"] if is_training]
         if not trained:  # a script may train with its model in evaluation mode
@@ -278,7 +278,7 @@ class Hook:
             self.finish()
 
     def mark(self) -> Any:
-        """A moment between steps: an event of the device, so that nothing waits for it, or the clock."""
+        """Return a moment between steps: a device event, so that nothing waits for it, or the clock."""
         if not self.is_cuda:
             return time.perf_counter()
         import torch
@@ -304,7 +304,7 @@ class Hook:
         self.marks = [*self.marks, None, self.mark()]  # None: between warm-up and the window
 
     def finish(self) -> None:
-        """The window is full: write the rank's file and end the process at once, whatever the script would do next."""
+        """Write the rank's file once the window is full, and end the process before the script does anything else."""
         try:
             self.synchronize()
             seconds = time.perf_counter() - self.window["began"]
@@ -320,7 +320,7 @@ class Hook:
         os._exit(0)
 
     def measurement(self, window_seconds: float) -> dict[str, Any]:
-        """The fields of a RankMeasurement."""
+        """Return the fields of a RankMeasurement."""
         import torch
 
         cpu_load, memory = load("worker.cpu_load"), load("worker.measured_memory")
@@ -355,7 +355,7 @@ class Hook:
             "step_seconds": measured,
             "warmup_step_seconds": warmup,
             "window_seconds": window_seconds,
-            # None at all if the script calls loss.backward() itself.
+            # No losses if the script calls loss.backward() itself.
             "losses": list(map(finite_number, losses)) if len(losses) == len(self.steps) else [],
             "grad_norms": (norms := [finite_number(step["grad_norm"]) for step in self.steps]),
             "grad_norm": norms[-1],
@@ -372,7 +372,7 @@ class Hook:
         }
 
     def script_facts(self) -> dict[str, Any]:
-        """The fields of a ScriptMeasurement."""
+        """Return the fields of a ScriptMeasurement."""
         engine, main = self.main, self.name_of(self.main)
 
         def per_step(name: str) -> list[int | None]:
@@ -403,7 +403,7 @@ class Hook:
     # ---------------------------------------------------------------- the end without a full window
 
     def failure(self, error: BaseException) -> dict[str, Any]:
-        """The fields of a RankFailure for an exception of the script."""
+        """Return the fields of a RankFailure for an exception of the script."""
         root = find_root(error)
         failure, redaction = load("worker.failure"), load("system.redaction")
         facts = failure.failure_facts(
@@ -421,15 +421,15 @@ class Hook:
         return {**facts, **{name: redaction.without(facts[name], secrets) for name in ("message", "traceback")}}
 
     def on_exception(self, error: BaseException) -> None:
-        # Without a file the signal is the cause: Python then ends itself by SIGINT.
+        # For Ctrl-C no file is written, so that the signal is the cause: Python then ends itself by SIGINT.
         if self.active and not (isinstance(error, KeyboardInterrupt) and is_from_signal(error)):
             self.write({"failure": self.failure(error)})
 
     def at_exit(self) -> None:
-        """The interpreter ends before the window was full."""
+        """Report that the interpreter ends before the window was full."""
         if not self.active:
             return
-        # Set for an exception that no one caught, also where the script has its own sys.excepthook.
+        # Python sets this for an uncaught exception, even if the script has its own sys.excepthook.
         error = getattr(sys, "last_value", None)
         if error is not None:
             self.on_exception(error)
@@ -446,11 +446,11 @@ class Hook:
             made = f"; it made {', '.join(self.all_names)}" if self.all_names else ""
             text = f"the script ended without a step of {self.asked_engine or 'a DeepSpeed engine'}{made}"
         facts = {"error_class": name, "message": text, "phase": self.phase, "time": time.time(), "kind": kind}
-        # Where it exits with a code, the last line of its output says why.
+        # If the script exits with a code, the last line of its output says why.
         self.write({"failure": {"rank": self.rank, "step": done or None, "traceback": self.last_line(), **facts}})
 
     def last_line(self) -> str:
-        """The last line of the rank's output that is not empty, without credentials."""
+        """Return the last non-empty line of the rank's output, without credentials."""
         flush_output()
         redaction = load("system.redaction")
         try:
@@ -462,7 +462,7 @@ class Hook:
         return str(redaction.without(lines[-1], redaction.secrets_of(self.config))) if lines else ""
 
     def write(self, result: dict[str, Any]) -> None:
-        """Write the rank's file: under a temporary name first, since the parent takes it as soon as it is there."""
+        """Write the rank's file, under a temporary name first because the parent reads it as soon as it exists."""
         self.written = True
         path = self.folder / f"rank{self.rank}.json"
         part = path.with_name(f".{path.name}.part")
@@ -494,7 +494,7 @@ class Hook:
 
         def step(original: Any, engine: Any, *arguments: Any, **keywords: Any) -> Any:
             measured, steps_before = self.measures(engine), engine.global_steps
-            if measured:  # without a beat, which follows at the end of the step
+            if measured:  # without a heartbeat, which follows at the end of the step
                 self.phase = "step"
             returned = original(engine, *arguments, **keywords)
             if measured:
@@ -524,7 +524,7 @@ class Hook:
         replace(module.PipelineEngine, train_batch)
 
     def patch_deepspeed(self, module: Any) -> None:
-        # Not before: the script decides when torch is loaded, which the meter needs.
+        # Not earlier: the meter needs torch, and the script decides when to load it.
         self.meter = load("worker.measured_memory").PhaseMeter("cpu")
         self.end_phase("import")
         self.beat("build")
@@ -542,7 +542,7 @@ class Hook:
                 paths = list(paths_of_auto(read_config(given)))
                 if not paths:
                     raise
-                # The cause first: a table may cut the end off.
+                # The cause comes first, because a table may cut off the end.
                 text = f'only the Trainer, Accelerate and TRL replace "auto", here at {", ".join(paths[:3])}: {error}'
                 self.refusal_of_auto = (TypeError if isinstance(error, TypeError) else ValueError)(text)
                 raise self.refusal_of_auto from error
@@ -557,7 +557,7 @@ class Hook:
             self.patch_constructor(module.zero.Init, "config_dict_or_path", marked=False)
 
     def config_of_call(self, given: dict[str, Any]) -> Any:
-        """Return the configuration of a call of ``initialize``; where the row's file replaces it, change the call."""
+        """Return the configuration in a call of ``initialize``; if the row's file replaces it, change the call."""
         args: Any = given.get("args")
         name = next((name for name in ("config", "config_params") if given.get(name) is not None), None)
         config = getattr(args, "deepspeed_config", None) if name is None else given[name]
@@ -568,7 +568,7 @@ class Hook:
         return config
 
     def patch_constructor(self, owner: Any, name: str, *, marked: bool, always: bool = False) -> None:
-        """Make a class take the row's configuration as its argument ``name``; ``always``: also where it got none."""
+        """Make a class take the row's configuration as its argument ``name``. ``always``: even if none is passed."""
 
         def __init__(original: Any, instance: Any, *arguments: Any, **keywords: Any) -> None:  # noqa: N807
             call = inspect.signature(original).bind_partial(instance, *arguments, **keywords)
@@ -583,7 +583,7 @@ class Hook:
     def replaced(self, given: Any, *, marked: bool) -> dict[str, Any]:
         """Return the row's configuration with the script's own batch, optimizer and precision.
 
-        ``marked``: it passes through other libraries, which fill in "auto", before DeepSpeed gets it.
+        ``marked``: other libraries fill in its "auto" values before DeepSpeed gets it.
         """
         config = read_config(given)
         if not config.pop(OVERRIDDEN, False):
@@ -594,7 +594,7 @@ class Hook:
 
     @property
     def patches(self) -> dict[str, Callable[[Any], None]]:
-        """Module → what is patched in it once it is loaded."""
+        """Module → the function that patches it once it is loaded."""
 
         def patch_accelerate(module: Any) -> None:
             self.patch_constructor(module.HfDeepSpeedConfig, "config_file_or_dict", marked=True)
@@ -613,7 +613,7 @@ class Hook:
 
 
 def replace(owner: Any, function: Callable[..., Any]) -> None:
-    """Replace an attribute by a function of the same name, which gets the original as its first argument."""
+    """Replace an attribute by the function of the same name, which gets the original as its first argument."""
     original = getattr(owner, function.__name__)
 
     @functools.wraps(original)
@@ -634,7 +634,7 @@ COUNTS = {
 
 
 def new_step() -> dict[str, Any]:
-    """What is seen during a step; micro-batches and losses come with their engine."""
+    """Return what is counted during a step; micro-batches and losses are paired with their engine."""
     return {"micro_batches": [], "losses": [], "evaluations": 0, "saves": 0, "gap": 0.0}
 
 
@@ -659,7 +659,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Begin to watch this process; its children, such as workers of a data loader, are not watched."""
+    """Start watching this process, but not its children, such as the workers of a data loader."""
     hook = Hook(Path(os.environ[FOLDER_VARIABLE]))
     stacks = (hook.folder / f"rank{hook.rank}.stacks").open("w")
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
@@ -684,7 +684,7 @@ def install() -> None:
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that torch.compile does not trace: it would compile again with every count that changes."""
+    """Return a function that torch.compile does not trace, because it would recompile whenever a count changes."""
     import torch
 
     wrapped: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
@@ -693,7 +693,7 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def flush_output() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # None, on a full disk, closed
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # it is None or closed, or the disk is full
             stream.flush()
 
 
@@ -704,7 +704,7 @@ def wait_for_ranks() -> None:
 
 
 def seconds_between(marks: list[Any]) -> list[float]:
-    """Seconds from each mark to the next, which the device has reached."""
+    """Return the seconds from each mark to the next; the device must have reached the last."""
     if marks and not isinstance(marks[0], float):
         return [marks[i - 1].elapsed_time(marks[i]) / 1000 for i in range(1, len(marks))]
     return [marks[i] - marks[i - 1] for i in range(1, len(marks))]
@@ -720,13 +720,13 @@ def finite_number(value: Any) -> float | None:
 
 
 def plain(value: Any) -> Any:
-    """Return a configuration as JSON holds it, which knows no infinity: Accelerate sets ``steps_per_print`` to it."""
+    """Return a configuration as JSON holds it, with text for infinity, which Accelerate sets as ``steps_per_print``."""
     config = value if isinstance(value, dict) else read_config(value)
     return json.loads(json.dumps(config, default=str), parse_constant=str)
 
 
 def read_config(given: Any) -> dict[str, Any]:
-    """Return a DeepSpeed configuration as a dict of its own; ``given`` is one, or the path of a file."""
+    """Return a new dict of a DeepSpeed configuration. ``given``: a mapping, or the path of a file."""
     if isinstance(given, Mapping):
         return copy.deepcopy(dict(given))
     try:
