@@ -137,7 +137,7 @@ def test_every_node_of_a_slurm_job_has_its_tasks(tmp_path: Path, monkeypatch: py
     scontrol = tmp_path / "scontrol"
     scontrol.write_text("#!/bin/sh\necho 'scontrol: error: no controller' >&2; exit 1\n")
     scontrol.chmod(0o755)
-    with pytest.raises(UsageError, match=r"names: scontrol: error: no controller\. See whether sinfo answers, or"):
+    with pytest.raises(UsageError, match=r"names: scontrol: error: no controller\. Check that sinfo answers, or"):
         tasks_of_nodes(in_job)
     scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames node[1-3]" ] && echo "node1 node2 node3"\n')
     for tasks, counts in (("", [1, 1, 1]), ("2(x3)", [2, 2, 2]), ("8,2(x2)", [8, 2, 2]), ("4", [1, 1, 1])):
@@ -202,8 +202,8 @@ def test_secret_is_rdzv_id_or_the_jobs_and_without_one_nothing_is_reached() -> N
     found = [find_nodes(environ) for environ in (TORCHRUN, PYTORCH_JOB)]
     assert [each.secret for each in found if each] == ["id of the job", "s"]
     for environ, said in (
-        ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}, "export DS_BENCH_SECRET=.*or give torchrun --rdzv-id"),
-        (DEEPSPEED, r"on every node: export DS_BENCH_SECRET="),
+        ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}, "DS_BENCH_SECRET.*--rdzv-id"),
+        (DEEPSPEED, "DS_BENCH_SECRET"),
     ):
         open_nodes = find_nodes(environ)
         assert open_nodes is not None
