@@ -1,4 +1,4 @@
-"""Describes where a result comes from: the model and devices, the machine, the versions, the command line."""
+"""Describes the origin of a result: model and devices, machine, versions, and command line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .row import Run
 
 COMMANDS: Mapping[str, str] = {**invocation.SCRIPTS, "recipe": "-m ds_bench run"}
-"""What Python runs for each family of runs."""
+"""Family of runs → what Python runs."""
 STEP_NAMES: Mapping[PassType, str] = {
     "forward": "forward passes",
     "forward_backward": "forward and backward passes",
@@ -37,7 +37,7 @@ def command(family: str | None, arguments: Sequence[str]) -> str:
 def flags_to_repeat(options: Options) -> dict[str, list[str]]:
     """Return the words of the flags that run code or reach other machines, by field name.
 
-    ``--resume`` wants them typed again: a run folder, which holds the other flags, may come from somebody else.
+    ``--resume`` requires typing them again, because a run folder, which holds the other flags, may be somebody else's.
     """
     flags: dict[str, list[str]] = {}
     if options.trust_remote_code:
@@ -66,9 +66,9 @@ def resume_command(options: Options, folder: Path) -> OpenCommand:
 
 
 def machine(environment: Environment) -> dict[str, str]:
-    """Return the known facts about the machine that a reader needs to judge figures, by label, in reading order.
+    """Return the known facts that a reader needs to judge figures: label → text, in reading order.
 
-    For several hosts each value is listed once, and with its hosts if they differ.
+    For several hosts each value is listed once, with its hosts if they differ.
     """
     if environment.hosts:
         of_hosts = [(each.hostname, machine(each)) for each in environment.hosts]
@@ -103,7 +103,7 @@ def machine(environment: Environment) -> dict[str, str]:
 
 
 def one_line(environment: Environment) -> str:
-    """Return the facts of :func:`machine` in one line, for Markdown."""
+    """Return the facts of :func:`machine` in one line."""
     return " · ".join(f"{label} {value}" for label, value in machine(environment).items())
 
 
@@ -155,11 +155,11 @@ _NAMED = (
     "training.grad_accum", "training.steps", "training.precision", "dataset.seq_len", "dataset.path",
     "launch.num_gpus", "training.pass_type", "training.synchronized",
 )  # fmt: skip
-"""Recipe key paths whose values every title has."""
+"""Recipe key paths whose values a title shows anyway."""
 
 
 def unnamed_values(trial: Trial) -> Iterator[tuple[str, Any]]:
-    """Return the values of a sweep's point that a title would otherwise not show."""
+    """Return the values of a sweep's point that a title does not show anyway."""
     return ((path, value) for path, value in trial.point.items() if path not in _NAMED)
 
 

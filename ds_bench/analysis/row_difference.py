@@ -1,8 +1,8 @@
 """Explains why one row needs more or less memory and time than another: by category, by phase, by configuration key.
 
-The differences by memory category add up to the difference of the totals. Predictions stand in only where a row
-measured nothing, then for both rows, and are marked. The savings of other configurations were predicted when the trial
-was planned (``prediction.what_if.savings``).
+The differences by memory category add up to the difference of the totals. If a row measured nothing, predictions stand
+in for both rows, and are marked. The savings of other configurations were predicted when the trial was planned
+(``prediction.what_if.savings``).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from .row import Run
 
 REST = "rest"
-"""Category for the part of the total that is in no counted tensor; negative if the categories, each at its own peak,
-sum to more than the total."""
+"""Category for the part of the total outside counted tensors; negative if the categories, each at its own peak, sum to
+more than the total."""
 TOTAL = "total"
 """The only category if a row has no ledger."""
 PHASES = ("forward", "backward", "step")
@@ -99,8 +99,8 @@ ACTS_ON: Mapping[str, tuple[str, ...]] = {
     "sequence_parallel_size": ("activations", "forward", "backward"),
     "engine": ("parameters", "gradients", "optimizer_states", "deepspeed_buffers"),
 }
-"""Key of the DeepSpeed configuration, or field of workload or placement → the memory categories and step phases that it
-affects. From the formulas of ``prediction`` and from DeepSpeed 0.19.8."""
+"""DeepSpeed key, or field of workload or placement → the memory categories and step phases that it affects. From the
+formulas of ``prediction`` and from DeepSpeed 0.19.8."""
 
 _RESOLVED_BLOCKS = {
     "zero_optimization": "zero_config",
@@ -109,16 +109,16 @@ _RESOLVED_BLOCKS = {
     "aio": "aio_config",
     "compile": "compile_config",
 }
-"""Block of a DeepSpeed configuration → its name in the configuration as the engine resolved it (runtime/config.py)."""
+"""Block of a DeepSpeed configuration → its name in the configuration that the engine resolved (runtime/config.py)."""
 _RESOLVED_KEYS = {
     "optimizer.type": "optimizer_name",
     "torch_autocast.enabled": "torch_autocast_enabled",
     "data_types.grad_accum_dtype": "grad_accum_dtype",
 }
 _NVME_KEYS = ("buffer_count", "buffer_size", "max_in_cpu")
-"""Keys of the offload blocks that only the device ``nvme`` reads."""
+"""Keys of the offload blocks that are read only for the device ``nvme``."""
 _LEFT_OUT_KEYS = ("train_batch_size", "steps_per_print", "nvme_path", "gradient_accumulation_steps")
-"""Last parts of keys that are not compared: they follow from other keys or change nothing that is measured.
+"""Last parts of keys that are not compared, because they follow from others or do not affect measurements.
 Accumulation is compared as a field of the workload."""
 
 
@@ -147,10 +147,10 @@ class TierDifference:
     categories: tuple[CategoryDifference, ...]
     """The largest difference first."""
     predicted: bool = False
-    """Whether both rows are predicted, at their fullest moment, because one of them measured nothing."""
+    """Whether both rows are predictions, at their fullest moment, because one of them measured nothing."""
     uncounted: tuple[CategoryDifference, ...] = ()
-    """Predicted categories that no ledger counts, at the fullest moment: the likely content of ``rest``. Empty unless
-    both rows have predictions."""
+    """Predicted categories that a ledger does not count, at the fullest moment: the likely content of ``rest``. Empty
+    unless both rows have predictions."""
 
     @property
     def a_bytes(self) -> int:
@@ -184,7 +184,7 @@ class TimeDifference:
     step_seconds: Pair
     tokens_per_second: Pair
     same_tokens: bool
-    """Whether both rows train the same number of tokens per step; if not, only throughputs compare."""
+    """Whether both rows train as many tokens per step; if not, only their throughputs compare."""
     interval: RatioInterval | None
     """Interval of b's throughput divided by a's; None if it was not tested or the rows are not comparable."""
     incomparable_reasons: tuple[str, ...]
@@ -194,7 +194,7 @@ class TimeDifference:
     steps after the window, on the slowest rank of the run nearest the row's mean, as in the phase chart. Only phases
     that both rows measured."""
     gap_seconds: Pair
-    """The part of a user script's step before its forward passes."""
+    """Time in a user script's step before its forward passes."""
     nvme_read_bytes: Pair
     """Per step, largest of any run."""
     nvme_written_bytes: Pair
@@ -227,9 +227,9 @@ class RowDifference:
     a: ComparisonRow
     b: ComparisonRow
     memory: tuple[TierDifference, ...]
-    """First the peak of the memory that the rows train in: of the GPU, or of the host on the CPU accelerator."""
+    """First the peak of the memory in which the rows train: the GPU's or, on the CPU accelerator, the host's."""
     resident_bytes: Pair
-    """Peak resident size of a node's ranks on the CPU accelerator; it counts libraries but no pages that were never
+    """Peak resident size of a node's ranks on the CPU accelerator, with libraries but without pages that were never
     written. None on GPUs, where it is the total of the tier ``cpu``."""
     phase_peaks: Mapping[str, Pair]
     """Phase → peak host memory of the fullest node, worst run; only phases that both rows measured."""
@@ -247,7 +247,7 @@ class RowDifference:
 
     @property
     def main(self) -> TierDifference | None:
-        """The peak of the memory that the rows train in."""
+        """The peak of the memory in which the rows train."""
         peaks = [each for each in self.memory if each.moment == "peak"]
         return next((each for each in peaks if each.tier == "gpu"), next(iter(peaks), None))
 
@@ -336,8 +336,7 @@ def explain(a: ComparisonRow, b: ComparisonRow) -> RowDifference:
 
 
 def ledger_of_tier(ranks: Sequence[RankMeasurement], tier: str, moment: Moment = "peak") -> Counter[str]:
-    """Return the bytes by category of the fullest rank on a GPU, elsewhere of the fullest node, whose ranks share the
-    memory."""
+    """Return the bytes by category of the fullest GPU or, for memory that ranks share, of the fullest node."""
     totals: dict[str | int, Counter[str]] = {}
     for rank in ranks:
         ledger = rank.ledger if moment == "peak" else rank.ledger_after_step
@@ -346,14 +345,14 @@ def ledger_of_tier(ranks: Sequence[RankMeasurement], tier: str, moment: Moment =
 
 
 def ledger_of_row(row: ComparisonRow, tier: str, moment: Moment = "peak") -> Counter[str] | None:
-    """Return the ledger of the run with the most bytes; None if no run counted any tensor."""
+    """Return the ledger of the run with the most bytes; None if no run counted tensors."""
     attribute = "ledger" if moment == "peak" else "ledger_after_step"
     counted = [run.ranks for run in row.successes if any(getattr(rank, attribute) for rank in run.ranks)]
     return max((ledger_of_tier(ranks, tier, moment) for ranks in counted), key=Counter.total, default=None)
 
 
 def _memory_differences(a: ComparisonRow, b: ComparisonRow) -> Iterator[TierDifference]:
-    """Yield the tiers that either row uses, beginning with the peak of the one they train in."""
+    """Yield the tiers that either row uses, first the peak of the one in which they train."""
     device: Tier = "cpu" if a.on_cpu and b.on_cpu else "gpu"
     moments: list[tuple[Tier, Moment]] = [(device, "peak"), (device, "after_step")]
     moments += [(tier, "peak") for tier in ("cpu", "nvme") if tier != device]
@@ -380,7 +379,7 @@ def _memory_differences(a: ComparisonRow, b: ComparisonRow) -> Iterator[TierDiff
 
 
 def _measured_difference(a: ComparisonRow, b: ComparisonRow, tier: Tier, moment: Moment) -> TierDifference | None:
-    """None unless both rows have a total or both have a ledger."""
+    """Return the measured difference; None unless both rows have a total, or both a ledger."""
 
     def total(row: ComparisonRow) -> int | None:
         """Return the sum of the categories and ``rest``; None if only the ledger counts."""
@@ -397,12 +396,12 @@ def _measured_difference(a: ComparisonRow, b: ComparisonRow, tier: Tier, moment:
     if None in ledgers and None in totals:
         return None
     if None in ledgers:
-        # Categories of one row explain no difference.
+        # The categories of only one row explain nothing.
         sides = [{TOTAL: total or 0} for total in totals]
     else:
         sides = [dict(ledger or {}) for ledger in ledgers]
         if None not in totals:
-            # For both rows or neither: a rest in one row only would look like a difference.
+            # For both rows or neither: a rest in only one would look like a difference.
             for side, whole in zip(sides, totals, strict=True):
                 side[REST] = (whole or 0) - sum(side.values())
     scope: Scope = "fullest rank" if tier == "gpu" else "fullest node"
@@ -419,7 +418,7 @@ def _categories(a: Mapping[str, int], b: Mapping[str, int]) -> tuple[CategoryDif
 
 
 def _savings(row: ComparisonRow) -> list[Saving]:
-    """Return the largest savings of the memory that the row trains in, as predicted when it was planned."""
+    """Return the largest savings of the memory in which the row trains, as predicted when it was planned."""
     prediction = stored_prediction(row.representative.trial)
     if prediction is None:
         return []
@@ -509,7 +508,7 @@ def _config_differences(a: Run, b: Run) -> Iterator[KeyDifference]:
         ]
         block, _, key = path.partition(".")
         of_lower_stages = block == "zero_optimization" and not deepspeed_keys.is_read_at_stage(key.partition(".")[0], 3)
-        # A key that only stages 1 and 2 read is no further difference from a stage 3 row that sets it the same.
+        # A key that only stages 1 and 2 read adds nothing if the stage 3 row sets it to the same value.
         if values[0] == values[1] or (known[0] == known[1] and of_lower_stages):
             continue
         from_layout = all(

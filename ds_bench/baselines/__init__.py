@@ -1,4 +1,4 @@
-"""Baselines by name and the regression gate: public names for programs and tests of a user's own."""
+"""Baselines by name and the regression gate, for users' own programs and tests."""
 
 from .gate import (
     DEFAULT_PATH,

@@ -1,6 +1,6 @@
-"""The flags of both scripts and of ``run``: their parsers, made from the declarations of ``config.options``.
+"""The parsers of both scripts' flags and of ``run``, built from the declarations in ``config.options``.
 
-``docs/flags.md`` is made from these parsers by ``scripts/make_flags_page.py``.
+``scripts/make_flags_page.py`` writes ``docs/flags.md`` from these parsers.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "--deepspeed": ("--configs",),
     "--gpus": ("--num-gpus",),
 }
-"""Flag as other programs name it (TrainingArguments and SFTConfig, launchers) → the same flag here, with its value."""
+"""Flag of other programs (TrainingArguments and SFTConfig, launchers) → the flag here that does the same."""
 _SWITCHES = ("--gradient_checkpointing", "--bf16", "--fp16")
-"""Aliases that other programs also take with ``True`` or ``False``."""
+"""Aliases that may be followed by ``True`` or ``False``, as other programs allow."""
 ALIASES_TEXT = "names from other tools:\n" + "\n".join(
     f"  {alias:<30} = {' '.join(words)}" for alias, words in ALIASES.items()
 )
@@ -185,9 +185,7 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
     for name in ("stages", "strategies", "env"):
         given[name] = tuple(dict.fromkeys(given[name]))
     given["ds_config"] = deepspeed_config.read_changes(given["ds_config"])
-    given["set"] = tuple(
-        map(deepspeed_config.parse_set, given["set"])
-    )  # in order, since the last value of a key decides
+    given["set"] = tuple(map(deepspeed_config.parse_set, given["set"]))
     given["axes"] = axis_rows.read_axes(given["axes"])
     return Options.of(family=family, **given).checked()
 
@@ -200,9 +198,9 @@ def parse(family: Family, prog: str, arguments: Sequence[str]) -> Options:
 class Parser(argparse.ArgumentParser):
     """A parser that raises UsageError, which is printed in one line like every other error.
 
-    The line suggests a flag or value with a similar name. Flags cannot be abbreviated. They may be written with
-    underscores, and have the ``ALIASES``. Commas may separate lists of values. If ``typed`` has a default, it receives
-    the arguments as typed.
+    The line suggests a flag or value with a similar name. Flags cannot be abbreviated, but may be written with
+    underscores and have ``ALIASES``. Commas may separate values. If ``typed`` has a default, it receives the arguments
+    as typed.
     """
 
     def __init__(self, **arguments: Any) -> None:
@@ -210,14 +208,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str, near: str | None = None) -> NoReturn:
         """Raise UsageError. ``near``: what was probably meant."""
-        # Words of argparse.
+        # argparse's own words.
         problem = message.removeprefix("argument ").replace("the following arguments are required:", "Missing")
         raise UsageError(problem, remedy=f"did you mean {near}?" if near else f"see {self.prog} --help")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse unknown arguments here; argparse would leave them to the parent of a subcommand's parser."""
         values, unknown = super().parse_known_args(self._with_own_flags(args), namespace)
-        # Only the parser of run has this default: its arguments are kept in run.json.
+        # Only the parser of run has this default; run.json keeps its arguments.
         if self.get_default("typed") is not None:
             values.typed = list(args)
         if unknown:
@@ -253,7 +251,7 @@ class Parser(argparse.ArgumentParser):
         # argparse drops the value of --flag=-- and checks neither its type nor how many are left.
         if action.option_strings and "--" in arg_strings:
             self.error(f"{'/'.join(action.option_strings)} -- has no value")
-        # Split before argparse checks each word against the choices; it then refuses a text of only commas.
+        # Split before argparse checks each word against the choices. It refuses a text of nothing but commas.
         if action.nargs == "+" and action.choices is not None:
             arg_strings = [part for text in arg_strings for part in text.split(",") if part] or arg_strings
         return super()._get_values(action, arg_strings)
@@ -280,7 +278,7 @@ AUTO = "auto"
 
 
 def number(kind: type, limits: Mapping[str, Any] = COUNT, auto: bool = False) -> Callable[[str], Any]:
-    """Return a parser for a number within limits, named as in pydantic. ``auto``: whether to accept "auto" too."""
+    """Return a parser for a number within limits, whose names are pydantic's. ``auto``: accept "auto" too."""
     least, above = limits.get("ge", -math.inf), limits.get("gt", -math.inf)
     range_text = f"from {least} to below {limits['lt']}" if "lt" in limits else f"above {above}"
     what = f"a whole number of {least} or more" if kind is int else f"a number {range_text}"
@@ -310,7 +308,7 @@ def image_size(text: str) -> tuple[int, int]:
 
 
 def path(text: str) -> Path:
-    """Parse a path. An empty text, as left by an unset shell variable, would mean the current folder."""
+    """Parse a path. Refuse an empty text, which an unset shell variable leaves: it would mean the current folder."""
     if not text.strip():
         raise argparse.ArgumentTypeError(EMPTY_PATH)
     return Path(text)

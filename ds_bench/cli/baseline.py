@@ -1,4 +1,4 @@
-"""The commands ``baseline save`` and ``baseline check``: rows of results kept as baselines, or compared with them."""
+"""The commands ``baseline save`` and ``baseline check``, which keep rows as baselines and compare rows with them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ OK, REGRESSION = 0, 3
 
 
 def save_command(results: Sequence[Path], file: Path, tolerance: float | None) -> int:
-    """Save every valid row as the baseline of its name. Return 0; raises UsageError if no row is valid.
+    """Save every valid row as the baseline of its name. Return 0. Raises UsageError if no row is valid.
 
-    ``tolerance``: None keeps an existing entry's tolerance, or takes 0.05. An invalid row, for example one whose loss
-    is not finite, is not saved, and a line says why.
+    ``tolerance``: None keeps that of an existing entry and gives a new one 0.05. An invalid row, for example one whose
+    loss is not finite, is not saved, and a line says why.
     """
     benchmark_results = _read_results(results)
     for name, count in Counter(result.name for result in benchmark_results).items():
@@ -36,7 +36,7 @@ def save_command(results: Sequence[Path], file: Path, tolerance: float | None) -
             problem = f"two rows are called {name}: they differ in steps, machine or DeepSpeed configuration"
             raise UsageError(problem, remedy="save one result at a time, to a file each (--baselines)")
     valid = [result for result in benchmark_results if _invalid_reason(result) is None]
-    # Without a valid row, do not write the file of baselines at all.
+    # Without a valid row, the file of baselines is not written at all.
     saved = gate.save_results(valid, file, tolerance) if valid else []
     with terminal.ignoring_broken_pipe():
         for entry in saved:
@@ -53,7 +53,7 @@ def save_command(results: Sequence[Path], file: Path, tolerance: float | None) -
         for result in benchmark_results:
             if (reason := _invalid_reason(result)) is not None:
                 terminal.print_text(terminal.escape_controls(f"not saved {result.name}: {reason}"))
-    # Raised after the lines above, since its remedy points to them.
+    # After the lines above, to which the remedy points.
     if not saved:
         raise UsageError("nothing was saved: no row can be a baseline", remedy="the lines above say why")
     for entry in saved:
@@ -76,18 +76,18 @@ def check_command(
     fail_on: Collection[str] = FAIL_ON_DEFAULT,
     junit: Path | None = None,
 ) -> int:
-    """Compare every row with its baseline. Return 3 if a reason in ``fail_on`` applies to any of them, else 0.
+    """Compare every row with its baseline. Return 3 if a reason in ``fail_on`` applies to any row, else 0.
 
-    ``junit``: file that gets a test for each row: it fails if the row causes exit code 3, and is skipped if the row was
+    ``junit``: file that gets a test per row, which fails if the row causes exit code 3 and is skipped if the row was
     not judged.
 
     Raises UsageError (exit code 2) if the file of baselines is missing or invalid or, after printing the lines, if no
-    row could be judged: such a check must not pass.
+    row could be judged, because such a check must not pass.
     """
     if junit is not None:
         check_output("--junit", junit)
     benchmark_results = _read_results(results)
-    # Otherwise a mistyped file would look like rows without baselines.
+    # Without this, a mistyped file name would look like rows without baselines.
     if store.read(file) is None:
         raise UsageError(
             f"--baselines {file}: no such file", remedy=f"make it with {invocation.command('baseline', 'save', 'RUN')}"
@@ -115,7 +115,7 @@ def check_command(
             for verdict in verdicts
         ]
         write_output("--junit", junit, junit_text("ds_bench baseline", cases))
-    # A regression in one row takes precedence over the error that no other row could be judged.
+    # A regression takes precedence over the error below.
     if failed:
         return REGRESSION
     incomparable = [verdict for verdict in verdicts if not verdict.comparable]
@@ -131,13 +131,13 @@ def check_command(
 
 
 def _was_judged(verdict: BaselineComparison) -> bool:
-    """Whether a row was compared with its baseline, and noise did not hide the answer."""
+    """Return whether a row was compared with its baseline and noise did not hide the answer."""
     return verdict.comparable and verdict.baseline is not None and not verdict.noisy
 
 
 def _reasons(verdict: BaselineComparison) -> set[str]:
     """Return the reasons of ``FAIL_ON`` that apply to a row."""
-    # A missing row has failed too, but must not count under both reasons.
+    # A missing row has failed too, but counts only as missing.
     failed = {"missing" if "missing" in verdict.regressions else "regression"} if verdict.failed else set()
     return failed | ({"unmatched"} if verdict.unmatched else set()) | ({"noisy"} if verdict.noisy else set())
 
@@ -168,7 +168,7 @@ def _print_verdicts(verdicts: Sequence[BaselineComparison]) -> None:
         if verdict.failed or verdict.noisy:
             sign = "❌" if verdict.failed else "noisy:"
         terminal.print_text(terminal.escape_controls(f"{sign} {verdict.name}: {verdict.message}"))
-    # Missing rows count as comparable and failed, but none of their figures was compared.
+    # Missing rows count as comparable and failed, although no figure was compared.
     missing = sum("missing" in verdict.regressions for verdict in verdicts)
     compared = sum(verdict.comparable and verdict.baseline is not None for verdict in verdicts) - missing
     regressed = sum(verdict.failed for verdict in verdicts) - missing

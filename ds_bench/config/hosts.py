@@ -1,4 +1,4 @@
-"""The hosts of a comparison, from a hostfile or a job: their slots, the command that reaches them, their variables."""
+"""The hosts of a comparison, from a hostfile or a job: slots, the command that reaches them, forwarded variables."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Slots = Mapping[str, Sequence[int]]
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Read a hostfile as DeepSpeed does: host → slots (launcher/runner.py). Raises UsageError naming the line.
+    """Read a hostfile as DeepSpeed does (launcher/runner.py): host → slots. Raises UsageError naming the line.
 
-    ssh gets the names, and would take one that begins with a dash for an option, which might run a command.
+    A name must not begin with a dash: ssh would take it for an option, which might run a command.
     """
     try:
         lines = files.read_bytes(path, _MOST_HOSTFILE_BYTES).decode("utf-8", "replace").splitlines()
@@ -54,24 +54,24 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def used_slots(options: Options, environ: Mapping[str, str], visible: int | None) -> Slots:
-    """Return the slots of each host that are used, in the order of the hostfile or of the job; empty without both.
+    """Return the slots used on each host, in the order of the hostfile or the job; empty without either.
 
-    ``visible``: GPUs of this host; None on a CPU. Raises UsageError if the ranks do not divide equally among the nodes
-    of a job.
+    ``visible``: GPUs of this host; None on a CPU. Raises UsageError if the ranks do not divide equally among a job's
+    nodes.
     """
     if options.hostfile is not None:
         slots = {name: range(number) for name, number in read_hostfile(options.hostfile).items()}
         return select_slots(slots, options.include, options.exclude)
-    # A job of Slurm, torchrun or DeepSpeed's launcher has nodes; elsewhere there are none.
+    # Only a job of Slurm, torchrun or DeepSpeed's launcher has nodes.
     launched = job.ranks_of_hosts()
     nodes = launched or job.tasks_of_nodes(environ)
     requested = options.num_gpus or world_size(environ)
     if nodes and requested != sum(nodes.values()) and (requested, visible) != (None, None):
-        # The requested number of ranks, or one for each GPU that is visible here, is shared out among the nodes.
+        # Divide the requested ranks, or as many per node as GPUs are visible here, among the nodes.
         ranks, left = divmod(requested or len(nodes) * (visible or 1), len(nodes))
         if left or not ranks:
             raise UsageError(
-                f"{requested} ranks cannot be shared out equally among the {len(nodes)} nodes of this "
+                f"{requested} ranks cannot be divided equally among the {len(nodes)} nodes of this "
                 f"{'' if launched else 'Slurm '}job",
                 remedy=f"{options.say('num_gpus')} with a multiple of {len(nodes)}, or use one node"
                 + ("" if launched else ": srun --nodes=1 --ntasks=1"),
@@ -93,10 +93,10 @@ def world_size(environ: Mapping[str, str]) -> int | None:
 
 
 def select_slots(slots: Slots, include: str | None, exclude: str | None) -> Slots:
-    """Return the slots that DeepSpeed's ``--include`` or ``--exclude`` leaves, hosts in their order.
+    """Return the slots that DeepSpeed's ``--include`` or ``--exclude`` leaves, in the order of the hosts.
 
-    Follows the syntax of launcher/runner.py: ``host@host:0,2``; a host without slots means all of its slots.
-    Raises UsageError for other syntax, an unknown host or slot, and if no slot is left.
+    The syntax is that of launcher/runner.py: ``host@host:0,2``; a host without slots means all of its slots. Raises
+    UsageError for other syntax, an unknown host or slot, and if no slot is left.
     """
     if include is not None and exclude is not None:
         raise UsageError("include and exclude together", remedy="give one of them, as DeepSpeed takes one")
@@ -120,7 +120,7 @@ def select_slots(slots: Slots, include: str | None, exclude: str | None) -> Slot
         named.setdefault(host, set()).update(map(int, words))
     kept = {}
     for host, all_slots in slots.items():
-        # An empty set is a host without slots, which means all of them.
+        # An empty set stands for a host named without slots, which means all of them.
         chosen = (named[host] or set(all_slots)) if host in named else set()
         if left := [slot for slot in all_slots if (slot in chosen) == (include is not None)]:
             kept[host] = left
@@ -142,14 +142,14 @@ def host_command(options: Options, hosts: Slots) -> str | None:
             raise UsageError(problem, remedy="write {host} for it, as in 'ssh -p 2222 {host}'")
     if job.ranks_of_hosts():
         if command is not None:
-            problem = f"{name}, but a launcher has started a process on every node"
+            problem = f"{name}, but a launcher started a process on every node"
             raise UsageError(problem, remedy="leave it out")
         return None
     return (command or (SRUN if options.hostfile is None else SSH)) if hosts else None
 
 
 def master_address(options: Options) -> str | None:
-    """Return ``--master-addr``. Raises UsageError for what is neither a name nor an IP address."""
+    """Return ``--master-addr``. Raises UsageError if it is neither a name nor an IP address."""
     address = options.master_addr
     if address is not None and not (_HOST.fullmatch(address) or _IPV6.fullmatch(address)):
         raise UsageError(
@@ -159,7 +159,7 @@ def master_address(options: Options) -> str | None:
 
 
 def forwarded_names(options: Options) -> tuple[str, ...]:
-    """Return the names of ``--env``. Raises UsageError for a possible credential, because the value would be stored."""
+    """Return the names of ``--env``. Raises UsageError for a likely credential, because its value would be stored."""
     names = []
     for text in options.env:
         name, _, value = text.partition("=")

@@ -1,4 +1,4 @@
-"""Determines the placement of a comparison, without torch: accelerator, ranks, hosts and number formats."""
+"""Determines the placement of a comparison without loading torch: accelerator, ranks, hosts and number formats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .spec import Accelerator, Placement, Precision, gpu_precisions
 
 
 def resolve_placement(options: Options, environ: Mapping[str, str], inventory: gpu_state.GpuInventory) -> Placement:
-    """Return the placement that the flags ask for on this machine. Raises UsageError if the machine lacks it."""
+    """Return the requested placement on this machine. Raises UsageError if the machine cannot provide it."""
     if options.accelerator != "cpu" and (rocm := environment.torch_rocm_version()) is not None:
         raise UsageError(
             f"the installed torch is for ROCm {rocm}, which is not supported",
@@ -58,7 +58,7 @@ def default_placement(environ: Mapping[str, str], inventory: gpu_state.GpuInvent
 
 
 def choose_precision(requested: Precision | Literal["auto"], placement: Placement) -> Precision:
-    """Return the requested number format, or for ``auto`` the first of bf16, fp16, fp32 that the device trains in.
+    """Return the requested number format; for ``auto`` the first of bf16, fp16, fp32 in which the device trains.
 
     A requested format is never replaced: on a device without it, every row is Unsupported.
     """

@@ -1,7 +1,7 @@
 """Builds DeepSpeed's compiled ops before the first trial, in our own cache.
 
-DeepSpeed compiles an op on first use. That takes minutes, which would be part of the measurement. So the ops that a
-plan needs are built here, with a timeout, each by one process at a time.
+DeepSpeed compiles an op on first use, which takes minutes and would be part of the measurement. So the ops that a plan
+needs are built here, with a timeout, by one process at a time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _REMEDIES = {
     "CUDA_HOME",
     r"[Nn]inja|[cg]\+\+": "install a C++ compiler and ninja: apt-get install g++, pip install ninja",
 }
-"""Pattern in the reason why an op is missing → remedy. The first match counts."""
+"""Pattern in the reason that an op is missing → remedy. The first match counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,17 +59,17 @@ class OpState:
     reason: str = ""
     """Why not."""
     seconds: float = 0.0
-    """Time to build and load the op; 0 if it was built before."""
+    """Time to build and load the op; 0 if it was already built."""
 
 
 def remedy_of(reason: str) -> str:
-    """Return what the user can do about an op that is missing for this reason."""
+    """Return the remedy for an op that is missing for this reason."""
     return next((remedy for cause, remedy in _REMEDIES.items() if re.search(cause, reason)), "see the build log")
 
 
 def needed_ops(accelerator: Accelerator, configurations: Iterable[Configuration]) -> list[str]:
-    """Return the ops that trials of these configurations cannot run without, in build order."""
-    # DeepSpeed loads it on a CPU with the first process group (comm/torch.py), in every configuration.
+    """Return the ops without which trials of these configurations cannot run, in build order."""
+    # On a CPU DeepSpeed loads it with the first process group, in every configuration (comm/torch.py).
     needed = [SHARED_MEMORY] if accelerator == "cpu" else []
     for configuration in configurations:
         optimizer_op = _OPTIMIZER_OPS.get(optimizer_kind(configuration.deepspeed_config))
@@ -81,7 +81,7 @@ def needed_ops(accelerator: Accelerator, configurations: Iterable[Configuration]
         if is_deepcompiled(configuration.deepspeed_config) and configuration.stage > 0:
             needed.append(DEEPCOMPILE)
         zero = block_of(configuration.deepspeed_config, "zero_optimization")
-        # Only stage 3 reads these two (runtime/engine.py).
+        # Only stage 3 reads these keys (runtime/engine.py).
         if configuration.stage == 3 and (zero.get("zero_quantized_weights") or zero.get("zero_quantized_gradients")):
             needed.append(QUANTIZER)
         needed += configuration.requires.ops
@@ -89,7 +89,7 @@ def needed_ops(accelerator: Accelerator, configurations: Iterable[Configuration]
 
 
 def loaded_ops(accelerator: Accelerator, configurations: Sequence[Configuration]) -> list[str]:
-    """Return the needed ops and the ops of optimizers on a GPU, which torch's own optimizers can replace."""
+    """Return the needed ops, and those of GPU optimizers, which torch's own optimizers can replace."""
     on_gpu = [each for each in configurations if not each.offloads_optimizer and not each.is_reference]
     kinds = [optimizer_kind(each.deepspeed_config) for each in on_gpu] if accelerator == "cuda" else []
     fused = map(_FUSED_OPTIMIZER_OPS.get, kinds)
@@ -110,12 +110,12 @@ def cache_folder(
         if (version := find_version(package)) is None:
             raise PreflightError(f"{package} is not installed", remedy=f"install with {install_command()}")
         parts.append(f"{package}{version}")
-    # Ops are compiled for this processor's instruction set (-march=native), and hosts may share the folder. Builds
-    # contain absolute paths, and another ninja repeats them.
+    # Ops are compiled for this processor (-march=native), and hosts may share the folder. Builds contain absolute
+    # paths, and another version of ninja repeats them.
     cpu = (read_text(Path("/proc/cpuinfo")) or "").splitlines()
     flags = next((line for line in cpu if line.startswith(("flags", "Features"))), "")
     prefix = Path(sys.prefix if interpreter is None else interpreter.prefix)
-    # After another installation of the same versions, ninja would compile again when an op is loaded within a trial.
+    # After a reinstallation of the same versions, ninja would compile again when a trial loads an op.
     installed = [
         path.stat().st_mtime_ns
         for package in ("torch", "deepspeed")
@@ -130,10 +130,9 @@ def cache_folder(
 
 
 def cache_root(path: Path = Path("ds_bench")) -> Path:
-    """Return the folder of this user's caches: of the configured ones and ~/.cache the first in which this user can
-    write ``path``.
+    """Return this user's cache folder: the first of the configured ones and ~/.cache where ``path`` is writable.
 
-    Otherwise a folder among the temporary files. Raises PreflightError if another user can write to that, because
+    Otherwise it is a folder among the temporary files. Raises PreflightError if another user can write there, because
     compiled code is loaded from it.
     """
     configured = [os.environ.get("DS_BENCH_OPS_CACHE"), os.environ.get("XDG_CACHE_HOME")]
@@ -159,9 +158,9 @@ def prepare_ops(
     show_elapsed: Callable[[str], None] = lambda _text: None,
     python: str | None = None,
 ) -> dict[str, OpState]:
-    """Build each op that is not built yet, in a process of its own. An op that fails is a state, not an exception.
+    """Build each op that is not built yet, in its own process. A failed op is a state, not an exception.
 
-    ``show_elapsed`` is called once a second with the build's duration. ``python``: the interpreter of a user's script.
+    ``show_elapsed``: called once a second with the build's duration. ``python``: interpreter of a user's script.
     Raises PreflightError if the folder cannot be created or locked.
     """
     states = {name: OpState(op=name, ready=True) for name in names}
@@ -173,7 +172,7 @@ def prepare_ops(
             return states
         waiting = "waiting for another run that builds DeepSpeed's ops …"
         with files.locked_file(folder / "builds", lambda: say(waiting)) as lock:
-            remove_stale_locks(folder)  # of the run that was waited for
+            remove_stale_locks(folder)  # left by the run that was waited for
             for name in states:
                 if is_built(name, folder):  # perhaps by the run that was waited for
                     continue
@@ -195,7 +194,7 @@ def prepare_ops(
 
 
 def is_built(name: str, folder: Path) -> bool:
-    """Return whether an earlier run built this op and the libraries that it loaded from this folder are still there."""
+    """Return whether an earlier run built this op, and the libraries that it loaded from this folder still exist."""
     try:
         libraries = json.loads((folder / f"{name}.ready").read_text())
         return all((folder / library).is_file() for library in libraries)
@@ -222,12 +221,12 @@ def _build(
             errors=errors,
             listen=listen,
             python=python,
-            # Held until the last compiler has ended, so that no other run builds here before.
+            # Held until the last compiler has ended, so that no other run builds here in the meantime.
             kept_open=[lock],
         )
     answer = reply.last_object("the build")
     if answer.get("state") == "ready":
-        # Only after the op was loaded: other runs trust this file.
+        # Only once the op has been loaded, because other runs trust this file.
         write_json(folder / f"{name}.ready", answer["libraries"])
         return OpState(op=name, ready=True, seconds=answer["seconds"])
     reason = answer.get("reason") or f"the build {reply.ending}"

@@ -1,4 +1,4 @@
-"""Runs one trial, for both launchers: assign, start, monitor, end, and determine the outcome. And cold launch.
+"""Runs one trial for both launchers: assigns, starts, watches and ends it, and determines its outcome. Cold launch.
 
 Cold launch starts every trial through the ``deepspeed`` launcher. Ranks start as they do for a user and import
 everything again in each trial. On one host they meet through a file. On several hosts the agents start them, and they
@@ -43,7 +43,7 @@ from .scratch import (
 from .trial_watcher import Ending, Limits, Progress, ProgressCallback, StepMonitor, watch
 
 _COLLECTIVE_MARGIN_SECONDS = 120.0
-"""Added to the limits of a trial: time for the parent to notice that one is exceeded and to request stacks."""
+"""Added to a trial's limits, so that the parent can notice that one is exceeded and request stacks."""
 _MAX_COLLECTIVE_SECONDS = 30 * 24 * 3600.0
 
 
@@ -54,7 +54,7 @@ class Leader:
     pid: int | None
     """None if agents on several hosts start the ranks."""
     wait: Callable[[float], bool]
-    """Waits at most this many seconds. Returns whether the process has ended."""
+    """Waits at most the given seconds and returns whether the process has ended."""
 
 
 Start = Callable[[Trial, Path, RemoteTrial | None], Leader]
@@ -76,11 +76,11 @@ def run_trial(
     """Run one trial through ``start`` and record how it ended.
 
     ``hosts``: several hosts for the ranks; without them ranks meet through a file. ``server_is_alive``: whether the
-    process that the ranks are forked from, and die with, still runs. A KeyboardInterrupt becomes a record with status
-    Interrupted; any other exception but HostError is raised again. In all cases the processes are ended first.
+    process from which the ranks are forked, and with which they die, still runs. A KeyboardInterrupt or
+    HostError becomes a record; any other exception is raised again once the processes have been ended.
     """
-    # Ranks outlive a launcher that is killed (DeepSpeed's launcher/launch.py ends none then). As adopted orphans
-    # they stay descendants of this process, and are found when the trial is ended.
+    # Ranks outlive a killed launcher (DeepSpeed's launcher/launch.py). As adopted orphans they stay descendants of this
+    # process, and are found when the trial is ended.
     processes.adopt_orphans()
     assignment = _make_assignment(trial, folder, environment, limits, on_this_host=hosts is None)
     remote = RemoteTrial(hosts, folder, assignment) if hosts is not None else None
@@ -101,7 +101,7 @@ def run_trial(
         listen(progress)
 
     try:
-        # Before any rank starts, which reads the trial's files at once.
+        # Before any rank starts, because ranks read the trial's files at once.
         if remote is None:
             create_scratch(assignment)
         assignment.save(folder, trial.ds_config)
@@ -122,14 +122,14 @@ def run_trial(
         interruption = error
     # The user, or Slurm before a time limit, waits for the end of an interrupted run.
     grace_seconds = min(limits.kill_grace_seconds, 2.0 if interruption is not None else limits.kill_grace_seconds)
-    # This host first: a launcher that goes on here could start ranks on a host that has ended its own.
+    # This host first, because a launcher still running here could start ranks on a host that has ended its own.
     left = processes.end_tree(leader.pid if leader is not None else None, earlier=earlier, grace_seconds=grace_seconds)
     if leader is not None:
         # Lets Popen or multiprocessing note that it has ended.
         leader.wait(1.0)
     ended = remote.end(grace_seconds, limits.stall_timeout_seconds) if remote is not None else RemoteEnd()
     if monitor is not None:
-        # Only when the ranks have ended: it reads their last steps and removes their files.
+        # Not before the ranks have ended: this reads their last steps and removes their files.
         monitor.close()
     # Before the swap files are removed, which makes room again.
     disk_full = disk_is_full(assignment.swap_folder)
@@ -172,7 +172,7 @@ def run_trial(
 def _make_assignment(
     trial: Trial, folder: Path, environment: Mapping[str, str], limits: Limits, *, on_this_host: bool
 ) -> Assignment:
-    """``on_this_host``: if not, each host adds its own private folders, and ranks do not meet through a file."""
+    """Make the ranks' assignment. Unless ``on_this_host``, hosts add private folders, and no file is a rendezvous."""
     # A script's ranks meet at a port, as under torchrun. It names their shared memory too (scratch.remove_scratch).
     meets_at_port = on_this_host and trial.workload.script is not None
     scratch_id = str(free_port()) if meets_at_port else new_scratch_id()
@@ -180,11 +180,11 @@ def _make_assignment(
         trial=trial,
         rendezvous=f"file://{rendezvous_file(scratch_id)}" if on_this_host and not meets_at_port else None,
         scratch_id=scratch_id,
-        # The row's variables last: they are what it compares.
+        # The row's variables win, because they are what it compares.
         environment={**environment, **trial.configuration.variables},
         swap_folder=swap_folder(trial, scratch_id) if on_this_host else None,
         checkpoint_folder=checkpoint_folder(trial, folder, scratch_id),
-        # Longer than the trial may take: a hung one is ended here, with stacks, before a rank's collective raises.
+        # Longer than the trial may take, so that a hung one is ended here, with stacks, before a collective raises.
         collective_timeout_seconds=min(
             max(limits.timeout_seconds, limits.stall_timeout_seconds) + _COLLECTIVE_MARGIN_SECONDS,
             _MAX_COLLECTIVE_SECONDS,
@@ -266,13 +266,13 @@ class DeepSpeedLauncher:
 
 
 def launch_command(placement: Placement, folder: Path, devices: Sequence[int] | None = None) -> list[str]:
-    """The launcher's command line for one trial. ``devices``: indices of the GPUs to use on one node."""
+    """Return the launcher's command line for one trial. ``devices``: indices of the GPUs to use on one node."""
     if placement.hosts:
         # Shown by --dry-run, with DeepSpeed's default port (constants.py, TORCH_DISTRIBUTED_DEFAULT_PORT).
         master = placement.master_addr or placement.hosts[0][0], placement.master_port or 29500
         return [*node_command(placement, 0, master), str(folder)]
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_local_rank", "--master_port", str(free_port())]
-    # An empty hostfile, since the launcher's default path may have one.
+    # An empty hostfile, because there may be one at the launcher's default path.
     command += ["--hostfile", os.devnull, "--master_addr", "127.0.0.1"]
     # With --num_gpus the launcher ignores CUDA_VISIBLE_DEVICES and takes the first GPUs (launcher/runner.py).
     included = "localhost:" + ",".join(map(str, devices[: placement.num_gpus])) if devices else None
@@ -281,7 +281,7 @@ def launch_command(placement: Placement, folder: Path, devices: Sequence[int] | 
 
 
 def node_command(placement: Placement, number: int, master: tuple[str, int]) -> list[str]:
-    """The command that starts the ranks of one host, as DeepSpeed's runner starts it there."""
+    """Return the command with which DeepSpeed's runner starts the ranks of one host."""
     slots = {name: placement.slots_of(name) for name, _ in placement.hosts}
     address, port = master
     return [
