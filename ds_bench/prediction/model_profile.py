@@ -2,7 +2,7 @@
 
 Profiles of presets are part of the package (``activations.json``). Any other model is measured by a child process,
 because this process never loads torch; results that depend only on a config or a folder are kept in the user's cache.
-DeepSpeed plays no part here, but in ``memory``.
+DeepSpeed's own memory is not part of a profile.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ..system.environment import MODEL_PACKAGES, install_command, missing_packag
 from ..system.helper_programs import run_tool
 
 _FORMATS: dict[Precision, str] = {"bf16": "bf16", "fp16": "bf16", "fp32": "fp32"}
-"""Number format → the one that is measured for it: fp16 has the same sizes and kernels as bf16."""
+"""Number format → the one that is measured instead: fp16 has the same sizes and kernels as bf16."""
 _DEPTH = ("n_layer", "num_hidden_layers", "layer_types")
-"""Keys of a config that give its depth, which the child chooses where all layers are alike."""
+"""Config keys for the depth, which the child process chooses if all layers are alike."""
 _LEFT_OUT = ("model_type", "transformers_version", "architectures")
-"""Keys of a config that are never sent, as they do not change the layers."""
+"""Config keys that are never sent, because they do not change the layers."""
 _STEP = 16
 """Distance between the sequence lengths that the child measures."""
 COUNTING_SECONDS = 240
@@ -38,28 +38,28 @@ COUNTING_SECONDS = 240
 _MOST_CODE_BYTES = 2**26
 """Largest total size of a folder's JSON and Python files; results of a larger folder are not cached."""
 _SOME_DROPOUT = 0.1
-"""The probability that is measured for every one above 0, as the size of a mask does not depend on it."""
+"""Measured for every probability above 0, because the size of a mask does not depend on it."""
 _WINDOWED = ("mistral", "mixtral", "gemma2", "gemma3_text", "phi3", "gpt_oss")
-"""Architectures with a sliding window wherever their config gives its length."""
+"""Architectures that have a sliding window if their config gives its length."""
 _OF_SEVERAL_KINDS = ("gemma2", "gemma3_text", "deepseek_v2", "gpt_oss")
-"""Architectures with layers of several kinds: windowed and full attention in turn, or a dense MLP before experts."""
+"""Architectures with several kinds of layer: alternating windowed and full attention, or a dense MLP before experts."""
 _OWN_DROPOUTS = {"gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"), "opt": ("dropout",)}
-"""Architecture → dropouts whose default is above 0 in Transformers' configurations; all other defaults are 0."""
+"""Architecture → dropouts whose default is above 0 in Transformers; all other defaults are 0."""
 
 
 class NothingTrainedError(UsageError):
-    """A model without a trained parameter."""
+    """No parameter of a model is trained."""
 
 
 class Variant(NamedTuple):
-    """Settings that decide a model's activations besides size and number format."""
+    """Settings other than size and number format that decide a model's activations."""
 
     attention: str | None = None
     """``Workload.attention``."""
     loss: LossName = "model"
     """``Workload.loss``."""
     autocast: bool = False
-    """fp32 weights under ``torch.autocast`` in 16 bit."""
+    """fp32 weights under ``torch.autocast`` to 16 bits."""
     tiled_mlp: bool = False
     """``Workload.tiled_mlp``."""
 
@@ -68,7 +68,7 @@ USUAL = Variant()
 
 
 def measured_attention(name: str | None) -> str | None:
-    """Return the attention to measure. Flash attention runs only on a GPU and keeps what torch's fused one keeps."""
+    """Return the attention to measure: flash attention runs only on a GPU, and keeps what torch's fused one keeps."""
     return "sdpa" if name is not None and name.startswith("flash") else name
 
 
@@ -127,7 +127,7 @@ class Activations:
     loss: Polynomial
     """Peak without checkpointing until backward leaves the loss: ``plain`` and the logits' temporaries."""
     loss_limit: Polynomial | None = None
-    """What that peak does not exceed: of a loss that is computed in parts, which do not grow above some size."""
+    """Upper bound of that peak for a loss that is computed in parts of limited size."""
     checkpointed: Polynomial | None = None
     """``plain`` with activation checkpointing of every layer; None for a model without it."""
     largest_layer: Polynomial | None = None
@@ -141,7 +141,7 @@ class Activations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
-    """Facts of a model that decide its memory: the elements of every tensor, and the activations."""
+    """What decides a model's memory: the elements of every tensor, and the activations."""
 
     name: str
     """The name that the user gave."""
@@ -161,14 +161,14 @@ class ModelProfile:
     unknown: str | None = None
     """Why the activations could not be measured; None if they were."""
     frozen: tuple[tuple[int, int], ...] = ()
-    """Position among all tensors of the model and elements of each tensor that is not trained, by position; these are
-    in none of the three tuples above."""
+    """Position among all tensors and number of elements of each untrained tensor, by position; none of them is in the
+    three tuples above."""
     rows: tuple[int, ...] = ()
-    """Size of the first dimension of every tensor of the model, which FSDP2 splits; empty if it is not known."""
+    """First dimension of every tensor of the model, which FSDP2 splits; empty if unknown."""
     attention_width: int = 0
-    """Query heads × elements per head; 0 if not known."""
+    """Query heads × elements per head; 0 if unknown."""
     vocabulary_size: int = 0
-    """Logits per token; 0 if not known."""
+    """Logits per token; 0 if unknown."""
     facts: ModelFacts | None = field(default=None, compare=False)
     """The architecture, whose allocations can be traced; None if only its sizes are known."""
     stage_3_activations: Mapping[str, Activations] = field(default_factory=dict, hash=False)
@@ -211,10 +211,7 @@ class ModelProfile:
         return self.tied_embeddings and not any(position == 0 for position, _ in self.frozen)
 
     def for_variant(self, variant: Variant) -> ModelProfile:
-        """Return the profile with the activations of a variant.
-
-        If they were not measured, they are unknown there.
-        """
+        """Return the profile with the activations of a variant, which are unknown if they were not measured."""
         if variant == USUAL:
             return self
         # Only the first two fields have values to name; the others are flags.
@@ -234,8 +231,7 @@ class ModelProfile:
 
     @classmethod
     def from_answer(cls, name: str, layers: int, tied: bool, answer: Mapping[str, Any]) -> ModelProfile:
-        """Make a profile of an answer of ``worker.measure_activations``, whose own ``layers`` and ``tied`` count
-        first.
+        """Make a profile from an answer of ``worker.measure_activations``, which may override ``layers`` and ``tied``.
 
         Raises KeyError or TypeError for an answer of another form.
         """
@@ -279,7 +275,7 @@ def find_profile(
     key = request_key(request)
     answer = _built_in().get(key) or cached_answer(key) or _measure(facts.name, request, key)
     profile = ModelProfile.from_answer(facts.name, facts.layers, facts.tied_embeddings, answer)
-    # One number is from arithmetic, the other from the built model: where they differ, the profile is of another model.
+    # One number is computed, the other is the built model's: if they differ, the profile is of another model.
     if profile.parameters != facts.parameters:
         raise UsageError(f"{facts.name} was counted as {facts.parameters} parameters and built as {profile.parameters}")
     width = facts.attention_heads * facts.head_dim
@@ -301,10 +297,10 @@ def measure_profile(
 
     A child process measures it; the result of a folder is cached. If the forward pass does not run on fake tensors, or
     takes too long, the profile has no activations and says why. Raises UsageError if not even the tensors could be
-    counted, NothingTrainedError for a model whose parameters are all frozen. ``environment``: variables that the child
-    gets besides this process's.
+    counted, NothingTrainedError for a model whose parameters are all frozen. ``environment``: further variables for the
+    child.
     """
-    # Up to the length in question, as a model's attention may change its form with the length.
+    # Up to the length in question, because a model's attention may change with the length.
     longest = max(3 * _STEP, seq_length)
     request = {
         source: name,
@@ -315,7 +311,7 @@ def measure_profile(
         "precisions": sorted(set(_FORMATS.values())),
         **_variant_request(variant, accelerator),
     }
-    # A factory's code, or a model of the Hub, may change under the same name: answers about them are not kept.
+    # Answers about a factory or a Hub model are not kept, because either may change under the same name.
     code = _hash_code(name) if source == "path" else None
     key = None if code is None else request_key({**request, "code": code})
     answer = (cached_answer(key) if key else None) or _measure(name, request, key, environment)
@@ -329,7 +325,7 @@ def measure_profile(
 
 
 def _hash_code(path: str) -> str | None:
-    """Hash of the files that a folder's model is built from; None for anything but a folder with such files."""
+    """Return a hash of the files that build a folder's model; None for anything but a folder with such files."""
     files = [file for file in sorted(Path(path).glob("*")) if file.suffix in (".json", ".py") and file.is_file()]
     if not files or sum(file.stat().st_size for file in files) > _MOST_CODE_BYTES:
         return None
@@ -340,7 +336,7 @@ def _variant_request(variant: Variant, accelerator: Accelerator) -> dict[str, An
     """Return the part of a request that describes a variant; empty for the usual one."""
     usual = USUAL._asdict()
     named = {name: value for name, value in variant._asdict().items() if value != usual[name]}
-    # DeepSpeed's chunked loss has another kernel on CUDA, and autocast other rules.
+    # On CUDA, DeepSpeed's chunked loss has another kernel and autocast has other rules.
     return named if variant.loss == "model" and not variant.autocast else {**named, "accelerator": accelerator}
 
 
@@ -352,9 +348,9 @@ def request_for(
     dropout: float | None = None,
     variant: Variant = USUAL,
 ) -> dict[str, Any]:
-    """Make the request to the child; it is the same for models that differ only in depth or in a dropout above 0."""
+    """Make the request to the child, the same for models that differ only in depth or in a dropout above 0."""
     window = sliding_window(facts)
-    # From the window on attention has a mask: all lengths must be on the same side as the run's.
+    # From the window on, attention has a mask: all lengths must be on the run's side of it.
     start = window if window is not None and seq_length >= window else _STEP
     whole = {"whole": True} if facts.model_type in _OF_SEVERAL_KINDS else {}
     left_out = _LEFT_OUT if whole else (*_LEFT_OUT, *_DEPTH)
@@ -365,7 +361,7 @@ def request_for(
     request = {
         "model_type": facts.model_type,
         "config": config,
-        # A polynomial of second degree in the length is determined by three lengths.
+        # Three lengths determine a polynomial of second degree.
         "sequences": [start, start + _STEP, start + 2 * _STEP],
         "precisions": sorted(set(_FORMATS.values())),
         "dropout": None if dropout is None or (dropout == 0 and not drops) else _SOME_DROPOUT if dropout else 0.0,
@@ -377,8 +373,8 @@ def request_for(
 
 
 def stored_lengths(facts: ModelFacts) -> tuple[int, ...]:
-    """Return a sequence length for each answer that the package's tables need: below the sliding window, and from it on
-    if the model has sequences that long."""
+    """Return a length for each answer that the package's tables need: below the sliding window, and the window if the
+    model has sequences that long."""
     window = sliding_window(facts)
     return (1, window) if window and window < (facts.max_positions or 0) else (1,)
 
@@ -421,7 +417,7 @@ def cached_answer(key: str) -> dict[str, Any] | None:
 def _measure(
     name: str, request: Mapping[str, Any], key: str | None, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Return the child's answer, and caches it under ``key`` if it is complete."""
+    """Return the child's answer, and cache it under ``key`` if it is complete."""
     if missing := missing_packages(MODEL_PACKAGES):
         problem = f"counting its activations needs {' and '.join(missing)}: {install_command()}"
         raise UsageError(problem, remedy="take a preset as it is: its activations are part of ds_bench")
@@ -437,7 +433,7 @@ def _measure(
 
 
 def cache_answer(key: str, answer: Mapping[str, Any]) -> None:
-    """Keep an answer in the user's cache; without a writable home folder it is measured again the next time."""
+    """Keep an answer in the user's cache. Without a writable home folder it will be measured again."""
     with contextlib.suppress(OSError, RuntimeError, importlib.metadata.PackageNotFoundError):
         path = _cache_file(key)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -449,7 +445,7 @@ def measure_profiles(
     timeout_seconds: float = COUNTING_SECONDS,
     environment: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the answers of ``worker.measure_activations`` in order; ``error`` says what could not be measured."""
+    """Return the answers of ``worker.measure_activations`` in order; its ``error`` says what could not be measured."""
     reply = run_tool(
         "worker.measure_activations",
         environment={**(environment or {}), "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"},
@@ -458,7 +454,7 @@ def measure_profiles(
     )
     answers = [each for each in reply.objects if not each.get("partial")]
     if len(answers) < len(requests):
-        # Partial answer about the model that the program ended on or ran out of time with.
+        # A partial answer, about the model at which the program ended or ran out of time.
         last = reply.objects[-1] if reply.objects else {}
         error = f"the measuring process {reply.ending}"
         answers.append({**(last.get("partial") or {}), "error": error})

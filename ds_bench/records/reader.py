@@ -1,4 +1,4 @@
-"""Reads run.json and records.jsonl of a run folder, which ``run_folder`` writes, and checks them."""
+"""Reads and checks run.json and records.jsonl of a run folder, which ``run_folder`` writes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .schema import SCHEMA_VERSION, TrialRecord
 
 _REMEDY = "give a result as ds_bench wrote it"
 _TRIALS = b' "trials": ['
-"""Begins the line of run.json, as ``json_files.json_text`` writes it, that its trials follow."""
+"""Beginning of the line before the trials in run.json, as ``json_files.json_text`` writes it."""
 _HEAD = re.compile(rb'\{"trial": \{"trial_id": "([^"\\]+)", "repeat": (\d+), ')
 _ROUND = re.compile(rb'"round_position": (?:null|(\d+)), ')
 _NUMBER = rb"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
@@ -36,12 +36,12 @@ RecordKey = tuple[str | None, int, str | None, float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """The contents of run.json but for the trials; the defaults stand for a run without one."""
+    """The contents of run.json without the trials; the defaults stand for a run without that file."""
 
     family: str | None = None
     arguments: tuple[str, ...] = ()
     folder: str | None = None
-    """In which it was started: paths among its arguments are relative to it."""
+    """Folder in which the run was started, to which paths among its arguments are relative."""
     environment: Environment | None = None
     notes: tuple[str, ...] = ()
     trial_count: int | None = None
@@ -92,7 +92,7 @@ def read_run(path: Path, notes: list[str]) -> RunInfo:
     if not path.exists():
         notes.append(f"no {path.name}: environment, arguments and the order of the plan are not known")
         return RunInfo()
-    # The trials come last and are nearly the whole file, which a result with thousands of them need not read.
+    # The trials come last and are nearly the whole file, which need not be read.
     with json_files.opened(path) as file, contextlib.suppress(UsageError):
         facts = takewhile(lambda line: not line.startswith(_TRIALS), file)
         info = _read(RunInfo, b"".join(facts).rstrip(b",\n") + b"}", str(path))
@@ -108,9 +108,9 @@ def read_trials(path: Path) -> tuple[Trial, ...]:
 
 
 def index_records(path: Path) -> dict[RecordKey, StoredRecord]:
-    """Return the last record of each trial, without reading repeats of the same trial.
+    """Return the last record of each trial, without parsing the repeats of a trial.
 
-    Empty if a line is not as ``run_folder`` writes it: ``read_records`` reads such a file, or says what is wrong.
+    Empty if a line is not as ``run_folder`` writes it: ``read_records`` reads such a file or says what is wrong.
     """
     trials: dict[int, Trial] = {}
     latest: dict[tuple[int, str, int], tuple[RecordKey, StoredRecord]] = {}
@@ -123,7 +123,7 @@ def index_records(path: Path) -> dict[RecordKey, StoredRecord]:
             tail = _TAIL.match(line, line.rfind(b'"started_at": ', outcome))
             if outcome < 0 or head is None or position is None or tail is None or not line.endswith(b"\n"):
                 return {}
-            # Repeats have the same text, apart from their numbers: thousands of records have few different trials.
+            # Repeats have the same text apart from their numbers, so thousands of records have few different trials.
             text = hash((line[head.end() : position.start()], line[position.end() : outcome]))
             if text not in trials:
                 try:
@@ -158,7 +158,7 @@ def index_records(path: Path) -> dict[RecordKey, StoredRecord]:
 def read_records(path: Path, planned: Sequence[Trial], notes: list[str]) -> tuple[TrialRecord, ...]:
     """Read the last record of each trial, in the order of the plan. Raises UsageError.
 
-    A line that is not JSON, as a crash may leave it, is left out with a note; other JSON than a record is refused.
+    A line that is not JSON, as a crash may leave, is skipped with a note; JSON that is not a record is refused.
     """
     latest: dict[str, TrialRecord] = {}
     with json_files.opened(path) as file:
@@ -175,7 +175,7 @@ def read_records(path: Path, planned: Sequence[Trial], notes: list[str]) -> tupl
     if not latest:
         raise UsageError(f"{path} has no rows: no line is a record", remedy="no trial had finished; run it again")
     keys = [key for key in dict.fromkeys(map(work_key, planned)) if key in latest]
-    # Last come trials that were not planned: all of them, where run.json is missing.
+    # Unplanned trials come last: all of them, if run.json is missing.
     return tuple(latest[key] for key in dict.fromkeys([*keys, *latest]))
 
 

@@ -1,7 +1,7 @@
 """Observations of a trial: a RankMeasurement per rank, an Outcome, and the TrialRecord that holds both.
 
-Samples are stored, nothing is derived or rounded here (``analysis`` derives, ``report`` rounds). Names end in the unit:
-bytes or seconds. None means that a value could not be measured.
+Samples are stored; ``analysis`` derives from them, and ``report`` rounds. Names end in the unit, bytes or seconds. None
+means that a value could not be measured.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..config.caveats import Caveat
 from ..config.spec import Trial
 
 SCHEMA_VERSION = 1
-"""Form of the stored records; files of another version are refused. History: 1 (2026-11-24)."""
+"""Format of the stored records; files of another version are refused. History: 1 (2026-11-24)."""
 METHOD_VERSION = 2
 """How numbers are measured; rows of different methods are not compared.
 
@@ -47,7 +47,7 @@ _SIGNS = {SUCCESS: "✅", SKIPPED: "⏭️", INTERRUPTED: "⏹️"}
 
 
 def status_text(status: str) -> str:
-    """``✅ Success``, ``❌ OOM``, ``❌ RuntimeError``, …"""
+    """Return ``✅ Success``, ``❌ OOM``, ``❌ RuntimeError``, …"""
     return f"{_SIGNS.get(status, '❌')} {status}"
 
 
@@ -60,11 +60,11 @@ class PhaseMemory:
     """Memory of one rank within one phase of the trial."""
 
     host_peak_bytes: int | None = None
-    """Peak resident size within the phase (VmHWM); None where the kernel does not report it."""
+    """Peak resident size within the phase (VmHWM); None if the kernel does not report it."""
     host_end_bytes: int | None = None
     """Resident size at the end of the phase."""
     host_end_pss_bytes: int | None = None
-    """The same with each shared page divided by its processes; the data loader is included."""
+    """The same with each shared page divided among its processes, data loader included."""
     gpu_peak_bytes: int | None = None
     """Peak allocated on the GPU within the phase."""
     gpu_end_bytes: int | None = None
@@ -77,41 +77,41 @@ class Profile:
     name: str
     """As in ``--profile``."""
     files: tuple[str, ...] = ()
-    """Paths from the folder of the run."""
+    """Paths relative to the run folder."""
     lines: tuple[str, ...] = ()
-    """Its findings in short: the first rows of its table."""
+    """The first rows of its table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadTimes:
-    """What offloading took in a synchronised step after the measured window, on average; of one rank.
+    """Mean cost of offloading in a synchronized step after the measured window, on one rank.
 
-    None: DeepSpeed's CPU Adam did not step, or nothing is swapped to a disk.
+    None if DeepSpeed's CPU Adam did not step, or nothing is swapped to a disk.
     """
 
     cpu_adam_seconds: float | None = None
     cpu_adam_bytes: float | None = None
-    """Moved between host memory and processor by CPU Adam: weights, gradients and moments, read and written."""
+    """Moved between host memory and processor by CPU Adam: weights, gradients and moments read and written."""
     disk_read_bytes: float | None = None
     disk_written_bytes: float | None = None
     disk_wait_seconds: float | None = None
-    """In which training stood still for the disk."""
+    """Time in which training waited for the disk."""
     disk_busy_seconds: float | None = None
-    """In which operations on the disk were under way."""
+    """Time in which the disk was busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommunicationOperation:
-    """Cost of one kind of collective operation in a synchronised step, on average; of one rank."""
+    """Mean cost of one kind of collective operation in a synchronized step, on one rank."""
 
     name: str
-    """As in ``deepspeed.comm``: ``all_gather_into_tensor``."""
+    """As in ``deepspeed.comm``, such as ``all_gather_into_tensor``."""
     count: float
     bytes: float
     """Of the whole tensors; an all-reduce counts twice, as a reduce-scatter and an all-gather."""
     seconds: float
     wait_seconds: float | None
-    """The part of ``seconds`` beyond the fastest rank's, which waited for no other; None if not known."""
+    """The part of ``seconds`` beyond the fastest rank's, which waited for no other; None if unknown."""
 
 
 CHECKPOINT_ACTIONS = ("save", "load", "model_16bit")
@@ -123,9 +123,9 @@ class CheckpointAction:
     """One of ``CHECKPOINT_ACTIONS`` on one rank."""
 
     seconds: float | None = None
-    """Until the rank's own part was done; None if it was not."""
+    """Until the rank's own part was done; None if it was not done."""
     memory: PhaseMemory = PhaseMemory()
-    """Of the rank while it was done; on the first rank with the peak of the processes that convert a checkpoint."""
+    """Of the rank during the action; on the first rank with the peak of processes that convert a checkpoint."""
     written_bytes: int | None = None
     """Size of the files of the whole job, only on the first rank."""
     not_done: str | None = None
@@ -142,21 +142,21 @@ class EarlyWindow:
     skipped_steps: int = 0
     """Steps in the window that the optimizer skipped (fp16 overflow)."""
     weight_change: tuple[float, ...] | None = None
-    """Count sketch; None where the weights could not be read."""
+    """Count sketch; None if the weights could not be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptMeasurement:
-    """What a rank of a user's script trained (worker/script_hook). Series have a value for each step, warm-up first."""
+    """What a rank of a user's script trained (worker/script_hook). Series have a value per step, warm-up first."""
 
     tokens: tuple[int, ...]
-    """Token ids in the micro-batches, padding included; 0 where none were seen."""
+    """Token ids in the micro-batches, padding included; 0 if none were seen."""
     unpadded_tokens: tuple[int, ...]
-    """The same without what an attention mask hides."""
+    """The same without those that an attention mask hides."""
     trained_tokens: tuple[int | None, ...]
     """Labels other than -100; None without labels."""
     id_sums: tuple[int | None, ...]
-    """Sum of the token ids, which shows that ranks of two rows read the same data; None where none were seen."""
+    """Sum of the token ids, which shows whether ranks of two rows read the same data; None if none were seen."""
     micro_steps: tuple[int, ...]
     """Forward passes that train."""
     gap_seconds: tuple[float, ...]
@@ -171,13 +171,13 @@ class ScriptMeasurement:
     """Device of the engine's optimizer states: ``none``, ``cpu`` or ``nvme``."""
     offload_param: str
     precision: str
-    """Number format of the parameters that train, ``bf16``; of several ``bf16+fp32``."""
+    """Number format of the trained parameters: ``bf16``, or ``bf16+fp32`` for several."""
     main_engine: str
-    """Class of the module of the engine that is measured."""
+    """Class of the measured engine's module."""
     other_engines: tuple[str, ...]
-    """The same of the script's other engines."""
+    """The same for the script's other engines."""
     samples: tuple[int, ...] = ()
-    """First dimension of the micro-batches in which no token ids were seen; 0 for others."""
+    """First dimension of the micro-batches without token ids; 0 for others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +189,7 @@ class RankMeasurement:
     hostname: str
     pid: int
     device_name: str
-    """Name of the GPU as its driver gives it; ``cpu`` on the CPU accelerator."""
+    """Name of the GPU according to its driver; ``cpu`` on the CPU accelerator."""
     torch_version: str
     deepspeed_version: str
     micro_batch_size: int
@@ -213,11 +213,11 @@ class RankMeasurement:
     warmup_step_seconds: tuple[float, ...]
     """Durations of the steps before the measured window; no statistic uses them."""
     window_seconds: float
-    """Wall time from before the first measured step to after the last, the device synchronised at both ends."""
+    """Wall time from before the first measured step to after the last, with the device synchronized at both ends."""
     losses: tuple[float | None, ...]
-    """Mean loss over this rank's micro-batches, warm-up steps first; None where not finite."""
+    """Mean loss over this rank's micro-batches, warm-up steps first; None if not finite."""
     skipped_steps: int
-    """Measured steps the optimizer skipped (fp16 overflow)."""
+    """Measured steps that the optimizer skipped (fp16 overflow)."""
     import_seconds: float
     """From the start of the rank until torch and DeepSpeed are imported; near 0 if forked from the warm server."""
     build_seconds: float
@@ -243,7 +243,7 @@ class RankMeasurement:
     host_peak_steps_bytes: int | None = None
     """Peak resident size from the first warm-up step on."""
     host_pss_bytes: int | None = None
-    """Proportional set size after the last measured step: each shared page divided by the processes that map it."""
+    """Proportional set size after the last measured step: each shared page divided among the processes that map it."""
     host_shared_bytes: int | None = None
     """Resident pages shared with other processes after the last measured step."""
     pinned_bytes: int | None = None
@@ -258,12 +258,12 @@ class RankMeasurement:
     ledger_after_step: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """The same between two steps, when gradients and activations have been freed."""
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
-    """``forward``, ``backward`` and ``step`` → seconds per step, from separate synchronised steps."""
+    """``forward``, ``backward`` and ``step`` → seconds per step, from separate synchronized steps."""
     dropout: float | None = None
-    """Greatest probability of any dropout in the model, as it was trained; 0 for a model without dropout."""
+    """Highest probability of any dropout in the model, as trained; 0 for a model without dropout."""
     optimizer_settings: tuple[Mapping[str, Any], ...] | None = None
-    """For each parameter group, the optimizer's lr, betas, eps, weight_decay and momentum after the last measured
-    step, as far as it has them."""
+    """For each parameter group, those of lr, betas, eps, weight_decay and momentum that the optimizer has after the
+    last measured step."""
     vocabulary_size: int | None = None
     """Number of token ids that the model knows; None for a factory that makes its own batches."""
     repeated_loss: float | None = None
@@ -274,16 +274,16 @@ class RankMeasurement:
     early_window: EarlyWindow | None = None
     """The same over the first steps; None without warm-up steps."""
     grad_norms: tuple[float | None, ...] = ()
-    """Norm of the whole model's gradients before clipping, in each step of ``losses``; None where the engine computes
-    none, and in skipped steps."""
+    """Norm of the whole model's gradients before clipping, for each step of ``losses``; None for skipped steps, and if
+    the engine computes none."""
     grad_norm: float | None = None
-    """The same in a step after the measured window, of any engine that holds or reports it."""
+    """The same for a step after the measured window, from any engine that holds or reports it."""
     cpu_cores: float | None = None
     """Cores that this rank may use: the affinity mask's, or the cgroup's CPU quota if that is less."""
     cpu_threads: int | None = None
     """Threads in a parallel region of torch."""
     omp_wait_policy: str | None = None
-    """The variable ``OMP_WAIT_POLICY``: how threads wait for each other; None if it was not set."""
+    """The variable ``OMP_WAIT_POLICY``: how threads wait for each other; None if unset."""
     cpu_own_cores: float | None = None
     """Cores used by every process of the trial on this node that may run on this rank's processors, and by the programs
     that started it; mean from the first warm-up step to the last measured step."""
@@ -291,56 +291,54 @@ class RankMeasurement:
     """Cores used in the same time by other programs, or withheld by a hypervisor, on the processors that this rank may
     use."""
     cpu_throttled_fraction: float | None = None
-    """Fraction of the scheduler's periods in the same time when the cgroup's CPU quota stopped its processes; None
-    without a quota."""
+    """Fraction of the scheduler's periods in the same time in which the cgroup's CPU quota stopped its processes;
+    None without a quota."""
     attention: str | None = None
-    """Attention implementation of Transformers that the model used; None for a model of another library."""
+    """Transformers' attention implementation that the model used; None for a model of another library."""
     compiled_graphs: int | None = None
-    """Graphs that torch.compile or DeepCompile has compiled until the end of the measured steps; None for a model that
-    runs uncompiled."""
+    """Graphs that torch.compile or DeepCompile compiled by the end of the measured steps; None for a model that runs
+    uncompiled."""
     data_wait_seconds: float | None = None
-    """Time that a measured step waited for the data loader, on average; None for micro-batches that were on the device
-    before."""
+    """Mean time that a measured step waited for the data loader; None if micro-batches were already on the device."""
     cpus_allowed: tuple[int, ...] | None = None
     """Numbers of the processors that this rank was bound to; None if it was not bound."""
     offload: OffloadTimes | None = None
     """None without offloading."""
     step_parts: Mapping[str, float] = field(default_factory=dict)
     """``forward``, ``backward``, ``step``, ``communication``, ``transfer`` (to or from a disk, and between host and
-    device) and ``data_wait`` → seconds per synchronised step, none of them within another; those that were measured
+    device) and ``data_wait`` → seconds per synchronized step, without overlap; only those that were measured
     (docs/metrics.md, "Parts of a step")."""
     communication: tuple[CommunicationOperation, ...] | None = None
-    """None without the profile ``comms``."""
+    """None if collectives were not timed: with a reference engine, a compiled model, or one CPU rank."""
     phase_memory: Mapping[str, PhaseMemory] = field(default_factory=dict)
-    """Each of ``MEMORY_PHASES`` that the trial had → the memory of this rank in it."""
+    """Each of ``MEMORY_PHASES`` that the trial had → this rank's memory in it."""
     trainable_parameter_count: int | None = None
-    """Elements of those parameters that are trained; None in records of before schema 4."""
+    """Elements of the parameters that are trained."""
     frozen_weights_changed: bool | None = None
-    """Whether this rank's share of the parameters that are not trained had other values at the end; None if there are
-    none, or where it was not looked at."""
+    """Whether this rank's share of the frozen parameters had changed at the end; None without any, or if unchecked."""
     forward_backward_flops: int | None = None
     """Floating-point operations of the matrix products and convolutions of one micro-batch, forward and backward, on
-    this rank, without what activation checkpointing recomputes (worker/flop_count.py); None where not counted."""
+    this rank, without what activation checkpointing recomputes (worker/flop_count.py); None if not counted."""
     recomputed_flops: int | None = None
-    """Those that activation checkpointing recomputes besides."""
+    """Those that activation checkpointing recomputes."""
     tf32: bool | None = None
     """Whether the GPU computed fp32 matrix products in TF32; None on the CPU accelerator."""
     checkpoint: Mapping[str, CheckpointAction] = field(default_factory=dict)
-    """Each of ``CHECKPOINT_ACTIONS`` that was tried → what came of it; empty without ``Inspection.checkpoint``."""
+    """Each of ``CHECKPOINT_ACTIONS`` that was tried → its result; empty without ``Inspection.checkpoint``."""
     checkpoint_restored: bool | None = None
-    """Whether loading restored weights and loss of the saved state; None where that was not tried, and
-    where the step in between had not changed this rank's weights."""
+    """Whether loading restored the weights and loss of the saved state; None if that was not tried, or if the step in
+    between had not changed this rank's weights."""
     notes: tuple[str | Caveat, ...] = ()
     """Caveats that the rank itself reports about its numbers."""
     profiles: tuple[Profile, ...] = ()
-    """Of steps after the measured ones, in the profilers' order."""
+    """Profiles of steps after the measured ones, in the profilers' order."""
     script: ScriptMeasurement | None = None
     """None for the built-in training loop."""
 
     def __post_init__(self) -> None:
         # The sum is finite only if every duration is.
         if not self.step_seconds or not math.isfinite(sum(self.step_seconds)) or min(self.step_seconds) <= 0:
-            raise ValueError("step_seconds must be positive and finite, one at least")
+            raise ValueError("step_seconds must have at least one value, all positive and finite")
         if not (math.isfinite(self.window_seconds) and self.window_seconds > 0):
             raise ValueError("window_seconds must be positive and finite")
         for name in ("micro_batch_size", "grad_accum", "data_parallel_size", "world_size"):
@@ -377,7 +375,7 @@ class RankFailure:
     requested_bytes: int | None = None
     free_bytes: int | None = None
     traceback: str = ""
-    """Of ``no_engine`` and ``ended_early`` the last line of the rank's output."""
+    """For ``no_engine`` and ``ended_early`` the last line of the rank's output."""
     step: int | None = None
     """0-based number of the step where it happened, warm-up steps included."""
 
@@ -405,10 +403,9 @@ class Outcome:
 
     status: str
     error: str | None = None
-    """One line that says what happened."""
+    """What happened, in one line."""
     phase: str | None = None
-    """``import``, ``build``, ``init``, ``warmup``, ``loop`` (between two steps), ``forward``, ``backward``, ``step``,
-    ``inspect`` or ``exit``; None if unknown."""
+    """One of ``records.rank_files.PHASES``; None if unknown."""
     rank: int | None = None
     """The rank of the root cause."""
     details: str | None = None
@@ -416,7 +413,7 @@ class Outcome:
     requested_bytes: int | None = None
     free_bytes: int | None = None
     kind: str | None = None
-    """``RankFailure.kind`` of the root cause, or ``bus_error``; None if nothing but the status is known."""
+    """``RankFailure.kind`` of the root cause, or ``bus_error``; None if only the status is known."""
 
     @property
     def success(self) -> bool:
@@ -424,13 +421,13 @@ class Outcome:
 
     @property
     def where(self) -> str:
-        """`` in optimizer init``, for a sentence on what happened; empty where the phase is unknown."""
+        """`` in optimizer init``, for a sentence on what happened; empty if the phase is unknown."""
         return f" {_PHASE_TEXTS.get(self.phase, f'in phase {self.phase}')}" if self.phase else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuWindow:
-    """One GPU during the measured steps, read from NVML about once per second. None where NVML does not tell."""
+    """One GPU during the measured steps, read from NVML about once per second. None if NVML does not report a value."""
 
     index: int
     """NVML's index on its host."""
@@ -440,9 +437,9 @@ class GpuWindow:
     mean_sm_clock_mhz: float | None = None
     max_temperature_celsius: int | None = None
     mean_power_watts: float | None = None
-    """Energy between the first and the last sample over the time between them, at least a second."""
+    """Energy between the first and the last sample, at least a second apart, over the time between them."""
     throttled_by: tuple[str, ...] = ()
-    """Faults among the reasons for a low clock, in any sample."""
+    """Faults among the reasons for a low clock in any sample."""
 
     @property
     def name(self) -> str | int:
@@ -467,7 +464,7 @@ class TrialRecord:
     start_seconds: float | None = None
     """From the launch to the first warm-up step."""
     gpu_free_start_bytes: int | None = None
-    """Free memory of the fullest GPU of the job just before the launch; None without GPUs or if NVML cannot tell."""
+    """Free memory of the job's fullest GPU just before the launch; None without GPUs or without NVML's answer."""
     gpu_windows: tuple[GpuWindow, ...] = ()
     """Clock, power and temperature of each GPU of the job in the measured steps; empty without GPUs."""
     caveats: tuple[str | Caveat, ...] = ()
@@ -485,17 +482,17 @@ class TrialRecord:
         return max(self.ranks, key=lambda rank: rank.window_seconds)
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts to JSON values; credentials in the configuration are redacted."""
+        """Convert to JSON values, with the configuration's credentials redacted."""
         return {**asdict(self), "trial": self.trial.to_dict()}
 
 
 def measured_values(measurements: Sequence[object], name: str) -> list[Any]:
-    """The values of one field of several ranks, runs or steps, without those that were not measured."""
+    """Return the values of one field of several ranks, runs or steps, without those that were not measured."""
     return [value for each in measurements if (value := getattr(each, name)) is not None]
 
 
 def ranks_of_nodes(ranks: Sequence[RankMeasurement]) -> dict[str, list[RankMeasurement]]:
-    """Host → its ranks."""
+    """Return host → its ranks."""
     nodes: dict[str, list[RankMeasurement]] = {}
     for rank in ranks:
         nodes.setdefault(rank.hostname, []).append(rank)

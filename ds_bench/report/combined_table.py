@@ -1,4 +1,4 @@
-"""Several comparisons in one table: throughput of models by strategy, times of passes by model, answers of a sweep."""
+"""Tables over several comparisons: throughput by model and strategy, times by model and pass, answers of a sweep."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from .comparison_report import ComparisonReport
 from .table_layout import Column, Table, make_table
 
 SIZE_PREFIX = "size-"
-"""Beginning of the names of the models of the model-size benchmark."""
+"""Prefix of the model names of the model-size benchmark."""
 _INVALID = "*"
 
 
 def common_facts(reports: Sequence[ComparisonReport]) -> tuple[str, ...]:
-    """The facts of all comparisons, such as ``tiny``, ``2 CPU ranks``, ``bf16``."""
+    """Return the facts that all comparisons share, such as ``tiny``, ``2 CPU ranks``, ``bf16``."""
     return tuple(fact for fact in reports[0].facts if all(fact in report.facts for report in reports))
 
 
 def _name(report: ComparisonReport, common: Sequence[str]) -> str:
-    """The model, with what else of the report's facts is not common to all, but for the number and kind of steps."""
+    """Return the model with the report's other facts that are not common to all, except the steps."""
     model, *others = report.facts
     return " · ".join([model, *(f for f in others if f not in common and not f.endswith(tuple(STEP_NAMES.values())))])
 
 
 def summary_lines(reports: Sequence[ComparisonReport]) -> list[str]:
-    """The answer of each point of a sweep in one line, after the facts of all points."""
+    """Return the facts shared by all points of a sweep, then the answer of each point in one line."""
     common = common_facts(reports)
     lines = [" · ".join([f"{len(reports)} points", *common]), ""]
     for report in reports:
@@ -57,10 +57,10 @@ def summary_lines(reports: Sequence[ComparisonReport]) -> list[str]:
 
 
 def model_tables(reports: Sequence[ComparisonReport]) -> list[Table]:
-    """Throughput, models down and strategies across: a table for each machine with two reports or more."""
+    """Return throughput with models down and strategies across: a table for each machine with two or more reports."""
     groups: list[list[ComparisonReport]] = []
     for report in reports:
-        # All members, because a report without a device agrees with reports that do not agree with each other.
+        # All members, because a report without a device agrees with reports that disagree with each other.
         group = next((group for group in groups if all(_same_machine(member, report) for member in group)), None)
         if group is None:
             groups.append(group := [])
@@ -69,7 +69,7 @@ def model_tables(reports: Sequence[ComparisonReport]) -> list[Table]:
 
 
 def _same_machine(a: ComparisonReport, b: ComparisonReport) -> bool:
-    """Whether accelerator, device and environment agree; a report without a measured device agrees with any device."""
+    """Return whether accelerator, device and environment agree; a report without a device agrees with any."""
     if a.first_trial.placement.accelerator != b.first_trial.placement.accelerator:
         return False
     if len({_device(a), _device(b)} - {None}) > 1:
@@ -80,7 +80,7 @@ def _same_machine(a: ComparisonReport, b: ComparisonReport) -> bool:
 
 
 def _device(report: ComparisonReport) -> str | None:
-    """Name of the device of the first row that has one."""
+    """Return the device of the first row that has one."""
     runs = (run for row in report.comparison.rows for run in row.runs)
     return next((rank.device_name for run in runs for rank in run.ranks), None)
 
@@ -94,7 +94,7 @@ def _model_table(group: Sequence[ComparisonReport]) -> Table:
         names = [report.title for report in group]
 
     def throughput(row: ComparisonRow) -> str:
-        """Tokens/s, with an asterisk if the row is disqualified; the status if it has no throughput."""
+        """Return tokens/s, with an asterisk if the row is disqualified; the status if it has no throughput."""
         if row.tokens_per_second is None:
             return row.last_run.outcome.status
         return format_count(row.tokens_per_second) + ("" if row.invalid_reason is None else _INVALID)
@@ -123,10 +123,10 @@ _SHAPE_KEYS = {
     "heads": ("n_head", "num_attention_heads"),
     "vocabulary": ("vocab_size",),
 }
-"""Dimension of a model → its names in models' configurations."""
+"""Dimension of a model → its config keys."""
 _NOT_SYNCHRONIZED = (
     "NOT SYNCHRONIZED, wrong on purpose: the clock was read without waiting for the device. On a GPU these are the "
-    "times of launching the work, and every figure that follows from them is wrong."
+    "times of launching the work, so every figure derived from them is wrong."
 )
 
 
@@ -142,7 +142,7 @@ class _NamedRow(NamedTuple):
 
     @property
     def mean_ms(self) -> str:
-        """The mean time, or how the row failed."""
+        """The mean time, or the status of a failed row."""
         failed = f"✗ {self.row.runs[-1].outcome.status}"
         return failed if self.row.mean_step_seconds is None else format_ms(self.row.mean_step_seconds)
 
@@ -181,16 +181,16 @@ _PASS_COLUMNS: tuple[Column[_NamedRow], ...] = (
 
 
 def has_passes(reports: Sequence[ComparisonReport]) -> bool:
-    """Whether passes other than training steps were timed, or models of the model-size benchmark trained."""
+    """Return whether passes other than training steps were timed, or models of the model-size benchmark trained."""
     workloads = [report.first_trial.workload for report in reports if report.comparison.rows]
     sizes = bool(workloads) and all(workload.model.startswith(SIZE_PREFIX) for workload in workloads)
     return sizes or any(workload.pass_type != "train" for workload in workloads)
 
 
 def pass_tables(reports: Sequence[ComparisonReport]) -> list[Table]:
-    """Times of every pass of every model; with several pass types also models down and passes across.
+    """Return the times of every pass of every model and, for several passes, a table of models by pass.
 
-    Models are in order of appearance, pass types in the order of a training step.
+    Models are in order of appearance, passes in the order of a training step.
     """
     reports = [report for report in reports if report.comparison.rows]
     common = common_facts(reports)
@@ -243,7 +243,7 @@ def _model_line(report: ComparisonReport) -> str:
     parts = []
     for name, keys in _SHAPE_KEYS.items():
         size = next((workload.model_config[key] for key in keys if key in workload.model_config), None)
-        if isinstance(size, int):  # None if the model derives it, such as n_inner of GPT-2
+        if isinstance(size, int):  # None if the model derives it, such as GPT-2's n_inner
             parts.append(f"{name} {format_count(size)}")
     parts.append(
         f"{format_count(counts[0])} parameters ({format_millions(counts[0])})" if counts else "parameters not counted"

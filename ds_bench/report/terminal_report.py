@@ -30,7 +30,7 @@ _ROW_KINDS = (
     CaveatKind.OTHER_OPTIMIZER,
     CaveatKind.TORCH_ADAM,
 )
-"""Caveats of single rows that change how a table is read, besides those that disqualify a row."""
+"""Caveats of single rows that change how a table is read, in addition to disqualifying ones."""
 _GENERAL_KINDS = (
     CaveatKind.ENVIRONMENT_DIFFERS,
     CaveatKind.MEASURED_APART,
@@ -59,10 +59,10 @@ def print_reports(
     verbose: bool = False,
     in_short: bool = False,
 ) -> None:
-    """Print the reports one after the other, then the tables that compare them.
+    """Print the reports one after another, then the tables that compare them.
 
-    If passes other than training steps were timed, print only their table. ``in_short``: print one line per answer if
-    there are several reports, for a sweep that has just run.
+    If passes other than training steps were timed, print only their table. ``in_short``: print one line per answer of
+    several reports, for a sweep that has just run.
     """
     of_passes, brief = combined_table.has_passes(reports), not as_markdown and not verbose
     tables = (combined_table.pass_tables if of_passes else combined_table.model_tables)(reports)
@@ -90,7 +90,7 @@ def print_report(report: ComparisonReport, stream: IO[str], *, verbose: bool = F
     """Print the answer, or with ``verbose`` everything."""
     unicode = can_encode(_SIGNS, stream)
     if verbose:
-        # A file or a pipe has no width of its own.
+        # A file or a pipe has no width.
         width = width_of(stream) if stream.isatty() else 160
         _print_lines(whole_report_lines(report, width, unicode), stream)
     else:
@@ -174,9 +174,9 @@ def render_markdown(report: ComparisonReport) -> str:
 
 
 def report_lines(report: ComparisonReport, width: int, unicode: bool = True) -> list[Line]:
-    """The answer, the table and notes. ``unicode``: else ASCII only.
+    """Return the answer, the table and notes. ``unicode``: False for ASCII only.
 
-    No line is wider than ``width`` unless it holds a command or a path, or its only word is.
+    No line is wider than ``width``, except commands, paths and single words that are wider.
     """
     recommendation, text_width = report.recommendation, min(width, MAX_TEXT_WIDTH)
     mark = "?" if recommendation.choice is not None else "✗"
@@ -184,9 +184,9 @@ def report_lines(report: ComparisonReport, width: int, unicode: bool = True) -> 
     indent = " " * (len(mark) + 1)
     headline = printable(str(recommendation.headline), unicode)
     lines = [Line(line, "bold") for line in wrap(f"{mark} {headline}", text_width, indent)]
-    if (step := recommendation.try_next) is not None and step.kind != "run_idle":  # the headline says so
+    if (step := recommendation.try_next) is not None and step.kind != "run_idle":  # the headline says that
         flags = "the same command with " if step.kind == "try" else ""
-        # Not wrapped: a command of two lines is two commands in a shell.
+        # Not wrapped, because a command on two lines is two commands to a shell.
         lines.append(Line(f"{indent}Next:  {printable(flags + str(step), unicode)}"))
     if report.files:
         lines.append(Line(f"{indent}Files: {printable(report.files, unicode)}"))
@@ -208,7 +208,7 @@ def report_lines(report: ComparisonReport, width: int, unicode: bool = True) -> 
 
 
 def short_table(report: ComparisonReport) -> Table:
-    """Return the rows next to the recommended one, which has a star; a failed row shows its cause."""
+    """Return the rows, with a star at the recommended one; a failed row shows its cause."""
     rows = report.comparison.rows
     trained = [row for row in rows if row.succeeded]
 
@@ -235,7 +235,7 @@ def short_table(report: ComparisonReport) -> Table:
 def notes_that_matter(report: ComparisonReport) -> list[str]:
     """Return the notes that change how the table is read: at most ``_MAX_NOTES`` sentences, most serious first.
 
-    The alternative's row is left out: the alternative itself says what is wrong with it.
+    The alternative's row is left out, because the alternative itself says what is wrong with it.
     """
     comparison, alternative = report.comparison, report.recommendation.alternative
     other_key = None if alternative is None else alternative.values["key"]

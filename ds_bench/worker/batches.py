@@ -1,8 +1,8 @@
-"""The micro-batches of a rank: random tokens, a file of token ids, or what the model's factory makes.
+"""The micro-batches of a rank: random tokens, tokens from a file, or what the model's factory makes.
 
-Through torch's DataLoader with worker processes, as training scripts do, or held on the device. Random tokens are the
-same either way and in the same order: a loader adds the way of a micro-batch from a worker process to the device, and
-with a file its reading.
+They are held on the device, or come through torch's DataLoader with worker processes, as in training scripts. Random
+tokens are the same either way, in the same order: a loader adds only the transfer from a worker process to the device
+and, with a file, reading it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from .rank_layout import RankLayout
 from .training_loop import Batch
 
 MAX_BATCHES = 64
-"""Different micro-batches held on the device; a run that needs more uses them again in the same order."""
+"""Most micro-batches held on the device; a run that needs more repeats them in the same order."""
 _MAX_BATCHES_BYTES = 256 * 2**20
-"""Once these are held, no further micro-batch is made: images are large."""
+"""With this many held, no further micro-batch is made, because images are large."""
 _TOKENS = (torch.int64, torch.int32, torch.bool)
 """Number formats of token ids and of masks over them."""
 _GOLDEN_RATIO = 0.6180339887498949
-"""Consecutive multiples of it, modulo 1, lie far apart."""
+"""Its consecutive multiples, modulo 1, are far apart."""
 
 BatchAt = Callable[[int], Batch]
-"""Number of a micro-batch of this rank, from 0 → the micro-batch in host memory."""
+"""Number of this rank's micro-batch, from 0 → the micro-batch in host memory."""
 
 
 def prepare_batches(
@@ -50,15 +50,15 @@ def prepare_batches(
     batch_size: int,
     count: int,
 ) -> tuple[list[Batch], Iterator[Batch] | None]:
-    """The micro-batches that are held on the device, and those that come through a data loader; None without one.
+    """Return the micro-batches held on the device, and those from a data loader; None without one.
 
-    ``count``: micro-batches of the run. Of a run with a data loader only the first one is held. Raises ValueError where
-    the workload's file is not the one that was checked, or the factory also makes batches of its own.
+    ``count``: micro-batches of the run. With a data loader only the first is held. Raises ValueError if the workload's
+    file is not the one that was checked, or if the factory makes its own batches as well.
     """
     make_batch, reader = built.make_batch, None
     if workload.data_path is not None:
         if built.make_batch is not None:
-            raise ValueError("the factory makes its own batches, so that --data is not read: leave one of them out")
+            raise ValueError("the factory makes its own batches, so --data would not be read: leave one of them out")
         reader = TokenReader(
             workload,
             batch_size=batch_size,
@@ -70,7 +70,7 @@ def prepare_batches(
     elif make_batch is None:
         vocabulary = build.vocabulary_size(built.module)
         make_batch = random_tokens(min(vocabulary, workload.vocab_size or vocabulary))
-    # A factory's batches hold all arguments of its model's forward pass already.
+    # A factory's batches already hold all arguments of its model's forward pass.
     positions = None if built.make_batch else build.position_ids(built.module, batch_size, workload.seq_length)
     make_own = functools.partial(
         make_batches,
@@ -80,7 +80,7 @@ def prepare_batches(
         seed=workload.seed,
         rank=layout.data_rank,
         dtype=build.training_dtype(config),
-        # Of a file every micro-batch of the run is read, not the first 64 again and again; the limit in bytes applies.
+        # With a file, all micro-batches of the run are read instead of repeating 64; the limit in bytes still applies.
         most=MAX_BATCHES if reader is None else count,
     )
 
@@ -89,24 +89,24 @@ def prepare_batches(
         return [_complete(batch, own, layout) for batch in make_own(device=where, count=count)]
 
     def open_batches() -> BatchAt:
-        if reader is not None:  # after the run's steps from the first one on, as without a data loader
+        if reader is not None:  # starts over after the run's steps, as without a data loader
             return lambda number: _complete(reader(number % count), positions, layout)
         batches = on_device(torch.device("cpu"), count)
         return lambda number: batches[number % len(batches)]
 
     if workload.data_workers is None:
         return on_device(device, count), None
-    # The one that is held is for the loss on the first batch, which is computed without the loader.
+    # The held one is for the loss on the first batch, which is computed without the loader.
     return on_device(device, 1), LoadedBatches(workload, open_batches, device)
 
 
 def _complete(batch: Batch, positions: torch.Tensor | None, layout: RankLayout) -> Batch:
-    """The batch with the position of each token; of sequences that ranks share, this rank's part."""
+    """Return the batch with the position of each token; only this rank's part of sequences that ranks share."""
     return layout.part_of(batch if positions is None else {**batch, "position_ids": positions})
 
 
 def random_tokens(vocabulary: int) -> build.MakeBatch:
-    """A function that makes batches of random tokens: ids of shape (samples, sequence length), labels the same ids."""
+    """Return a function that makes random tokens: ids of shape (samples, sequence length), and labels equal to them."""
 
     def make_batch(batch_size: int, seq_length: int, generator: torch.Generator) -> Batch:
         ids = torch.randint(0, vocabulary, (batch_size, seq_length), generator=generator)
@@ -116,7 +116,7 @@ def random_tokens(vocabulary: int) -> build.MakeBatch:
 
 
 def in_order(batch_at: BatchAt) -> build.MakeBatch:
-    """A function that makes the batches of a reader one after the other, which draws nothing."""
+    """Return a function that makes the batches of a reader one after another; it ignores its arguments."""
     numbers = itertools.count()
     return lambda _batch_size, _seq_length, _generator: batch_at(next(numbers))
 
@@ -133,14 +133,13 @@ def make_batches(
     dtype: torch.dtype,
     most: int = MAX_BATCHES,
 ) -> list[Batch]:
-    """``count`` micro-batches on the device (at most ``most`` and 256 MB, at least one), drawn from a generator of this
-    rank.
+    """Make ``count`` micro-batches on the device (at most ``most`` and 256 MB, at least one), by this rank's generator.
 
-    Floating-point tensors are given the training ``dtype``. Raises TypeError or ValueError where ``make_batch`` returns
-    no batch of ``batch_size`` samples: throughput would count samples that are not there.
+    Floating-point tensors get the training ``dtype``. Raises TypeError or ValueError unless ``make_batch`` returns
+    ``batch_size`` samples: throughput would count samples that do not exist.
     """
-    # Not torch's global generator, because stages draw differently from it while they build the model. Below
-    # 100,003 ranks no two pairs of seed and rank have the same number.
+    # Not torch's global generator, from which stages draw differently while they build the model. Below 100,003 ranks
+    # no two pairs of seed and rank have the same number.
     generator = torch.Generator().manual_seed(seed * 100_003 + rank)
     batches: list[Batch] = []
     held_bytes = 0
@@ -149,7 +148,7 @@ def make_batches(
         if not isinstance(batch, Mapping) or not all(isinstance(value, torch.Tensor) for value in batch.values()):
             raise TypeError("the factory's make_batch must return a dict of tensors, the arguments of the model")
         if not any(value.shape[:1] == (batch_size,) for value in batch.values()):
-            raise ValueError(f"the factory's make_batch returned no tensor of {batch_size} samples, as it was asked to")
+            raise ValueError(f"the factory's make_batch returned no tensor of the requested {batch_size} samples")
         moved = {  # one copy of each tensor, however many names it has
             id(value): value.to(device=device, dtype=dtype if value.is_floating_point() else value.dtype)
             for value in batch.values()
@@ -160,13 +159,13 @@ def make_batches(
 
 
 def has_token_per_position(batch: Batch, batch_size: int, seq_length: int) -> bool:
-    """Whether every sample of a micro-batch is a sequence of ``seq_length`` tokens and nothing else but a class."""
+    """Return whether every sample of a micro-batch is a sequence of ``seq_length`` tokens, at most with a class."""
     shapes = {tuple(value.shape[:2]) for value in batch.values()} - {(batch_size,)}
     return all(value.dtype in _TOKENS for value in batch.values()) and shapes == {(batch_size, seq_length)}
 
 
 class _MicroBatches(IterableDataset[Batch]):
-    """Micro-batches without end; each of several workers makes every n-th of them."""
+    """Endless micro-batches; each of n workers makes every n-th."""
 
     def __init__(self, open_batches: Callable[[], BatchAt]) -> None:
         self._open_batches = open_batches
@@ -175,14 +174,14 @@ class _MicroBatches(IterableDataset[Batch]):
         worker = get_worker_info()
         first, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         batch_at = self._open_batches()
-        # The loader takes from its workers in turn, so that batches arrive in the order of their numbers.
+        # The loader takes from its workers in turn, so batches arrive in the order of their numbers.
         for number in itertools.count(first, workers):
-            # Copies: to send a tensor moves its storage into shared memory, and a held batch is sent again and again.
+            # Copies, because sending a tensor moves its storage to shared memory, and held batches are sent repeatedly.
             yield {name: tensor.clone() for name, tensor in batch_at(number).items()}
 
 
 class LoadedBatches:
-    """Micro-batches on the device, from a DataLoader as a workload describes it."""
+    """Micro-batches on the device from the DataLoader that a workload describes."""
 
     def __init__(self, workload: Workload, open_batches: Callable[[], BatchAt], device: torch.device) -> None:
         """``open_batches``: called in each worker process."""
@@ -194,12 +193,12 @@ class LoadedBatches:
             num_workers=workers,
             pin_memory=workload.data_pin_memory and device.type == "cuda",
             prefetch_factor=workload.data_prefetch if workers else None,
-            # open_batches is a closure, which cannot be sent to a freshly started process.
+            # open_batches is a closure, which cannot be sent to a spawned process.
             multiprocessing_context="fork" if workers else None,
         )
         self._batches = iter(self._loader)
         self.wait_seconds = 0.0
-        """Time that training has waited for the loader so far, and that copying took where it is not asynchronous."""
+        """Time that training has waited for the loader so far, and for copies that are not asynchronous."""
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -214,15 +213,15 @@ class LoadedBatches:
 class TokenReader:
     """The micro-batches of one rank, or of a group of ranks that share their data, from a memory-mapped file.
 
-    A sequence is ``seq_length`` consecutive ids; labels are the same ids, which the model shifts. The sequences come in
-    an order that the seed decides and that jumps through the whole file, as a shuffled data set does: each once before
-    any comes again, every rank its own, and the same ones in every row of a comparison.
+    A sequence is ``seq_length`` consecutive ids; labels are the same ids, which the model shifts. The seed decides the
+    order of the sequences, which jumps through the whole file like a shuffled data set: each comes once before any is
+    repeated, every rank has its own, and all rows of a comparison have the same.
     """
 
     def __init__(
         self, workload: Workload, *, batch_size: int, vocabulary: int, data_rank: int, data_parallel_size: int
     ) -> None:
-        """Raises FileNotFoundError or ValueError where this host has another file than the one that was checked."""
+        """Raises FileNotFoundError or ValueError if this host's file is not the one that was checked."""
         assert workload.data_path is not None, "the workload has a file"
         assert workload.data_dtype is not None, "a file has a type of its ids"
         self._path, self._dtype = workload.data_path, workload.data_dtype
@@ -239,7 +238,7 @@ class TokenReader:
             raise ValueError(f"{self._path} has {self._tokens} tokens, fewer than one sequence of {self._seq_length}")
         self._step = coprime_step(self._sequences)
 
-    # Not in the constructor: with a data loader the worker processes map the file, and the rank does not.
+    # Not in the constructor, because with a data loader the worker processes map the file and the rank does not.
     @cached_property
     def _ids(self) -> Any:
         """All sequences as rows of the memory map."""
@@ -247,12 +246,12 @@ class TokenReader:
         return ids[: self._sequences * self._seq_length].reshape(self._sequences, self._seq_length)
 
     def sequence_numbers(self, number: int) -> list[int]:
-        """The sequences of a micro-batch of this rank, by their places in the file; ``number`` counts from 0."""
+        """Return the sequences of this rank's micro-batch, by their places in the file; ``number`` counts from 0."""
         first = (number * self._data_parallel_size + self._data_rank) * self._batch_size
         return [(self._seed + place * self._step) % self._sequences for place in range(first, first + self._batch_size)]
 
     def __call__(self, number: int) -> Batch:
-        """A micro-batch in host memory. Raises ValueError for an id that the model does not know."""
+        """Return a micro-batch in host memory. Raises ValueError for an id that the model does not know."""
         ids = numpy.asarray(self._ids[self.sequence_numbers(number)], dtype=numpy.int64)
         if ids.max() >= self._vocabulary:
             raise ValueError(f"{self._path} holds the id {ids.max()}, beyond the {self._vocabulary} ids of the model")
@@ -261,7 +260,7 @@ class TokenReader:
 
 
 def coprime_step(count: int) -> int:
-    """A step that visits each of ``count`` places before any again, far apart one after the other."""
+    """Return a step that visits each of ``count`` places before repeating any, with consecutive ones far apart."""
     step = max(1, round(count * _GOLDEN_RATIO))
     while math.gcd(step, count) != 1:
         step += 1

@@ -1,7 +1,7 @@
 """Measures how much CPU time other programs took while a rank trained, and how often a quota stopped it.
 
-CPU time of every process on the processors that this rank may use, from the kernel, minus the CPU time of this trial's
-processes and of those that started it. Not the load average, which still contains our own previous trial.
+It is the kernel's CPU time of all processes on the processors that this rank may use, minus that of this trial's
+processes and of those that started it. The load average would still contain our own previous trial.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..system import host_memory
 from ..system.processes import stat_values
 
 ROOT_VARIABLE = "DS_BENCH_CPU_ROOT"
-"""Variable with a folder whose ``proc`` is read in place of the kernel's: tests imitate an idle or a busy machine."""
+"""Variable with a folder whose ``proc`` is read instead of the kernel's, for tests of an idle or a busy machine."""
 MIN_SECONDS = 0.2
 """Shorter intervals are not measured: the kernel counts in ticks of 10 ms on each processor."""
 
@@ -47,7 +47,7 @@ class CpuReading:
 
 
 def load_between(before: CpuReading, after: CpuReading) -> dict[str, Any]:
-    """The ``cpu_*`` fields of a RankMeasurement; without the whole node's if unknown."""
+    """Return the ``cpu_*`` fields of a RankMeasurement, without those of the whole node if they are unknown."""
     seconds = after.monotonic_seconds - before.monotonic_seconds
     own = after.own_seconds - before.own_seconds
     fields: dict[str, Any] = {
@@ -58,7 +58,7 @@ def load_between(before: CpuReading, after: CpuReading) -> dict[str, Any]:
     if seconds < MIN_SECONDS or before.busy_seconds is None or after.busy_seconds is None:
         return fields
     fields["cpu_own_cores"] = own / seconds
-    # Not below 0: the counters are not read at one moment.
+    # Not below 0, because the counters are read at different moments.
     fields["cpu_other_cores"] = max(0.0, after.busy_seconds - before.busy_seconds - own) / seconds
     if before.periods is not None and after.periods is not None:
         periods = after.periods[0] - before.periods[0]
@@ -67,8 +67,8 @@ def load_between(before: CpuReading, after: CpuReading) -> dict[str, Any]:
 
 
 def own_cpu_seconds(cpus: Collection[int]) -> float:
-    """CPU time so far of the processes of this trial (this session) that may run on these processors, and of
-    the programs that started it. Ranks that are bound to other processors are left out.
+    """Return the CPU time so far of this trial's processes (this session) that may run on these processors, and of the
+    programs that started it. Ranks bound to other processors are left out.
     """
     session, own = os.getsid(0), os.getpid()
     parents: dict[int, int] = {}
@@ -83,11 +83,11 @@ def own_cpu_seconds(cpus: Collection[int]) -> float:
                 with contextlib.suppress(ProcessLookupError):  # it has ended
                     if not os.sched_getaffinity(pid).isdisjoint(cpus):
                         in_session.add(pid)
-    # Including ended children (cutime), which have no entry of their own.
+    # With ended children (cutime), which have no entry of their own.
     total = sum(sum(ticks[pid]) for pid in in_session)
     ancestor = parents.get(own, 0)
     while ancestor in parents:
-        # Without cutime: the ended children of a shell, for example, are other programs too.
+        # Without cutime: ended children, of a shell for example, include other programs.
         total += ticks[ancestor][0] if ancestor not in in_session else 0
         ancestor = parents[ancestor]
     return total / os.sysconf("SC_CLK_TCK")

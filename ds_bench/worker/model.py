@@ -1,17 +1,17 @@
 """Builds the model of a workload, with random weights that are the same at every ZeRO stage.
 
 No weights are downloaded. At stage 3 a preset, local or Hub model is built inside ``deepspeed.zero.Init`` (Transformers
-enters it while an ``HfDeepSpeedConfig`` is alive), so that no rank ever holds it whole; at the other stages directly on
+enters it while an ``HfDeepSpeedConfig`` is alive), so that no rank ever holds all of it; at other stages it is built on
 the device in the training precision. The two draw random numbers in different orders, so every matrix is drawn again
-from a generator seeded by its own name: otherwise losses of different stages could not be compared. For FSDP2 matrices
-are built on the meta device, and drawn when the engine splits them (``reference_engines``).
+from a generator seeded by its name, or losses of different stages would not compare. For FSDP2, matrices are built on
+the meta device and drawn when the engine splits them (``reference_engines``).
 
-Without zero.Init (``Workload.zero_init``) a model for stage 3 is built whole in every rank's host memory, as a program
-does that makes it before it knows the configuration; ``deepspeed.initialize`` moves it to the device and splits it.
+Without zero.Init (``Workload.zero_init``) a model for stage 3 is built whole in every rank's host memory, like that of
+a program that does not yet know the configuration; ``deepspeed.initialize`` moves it to the device and splits it.
 
-A factory's model keeps the weights that its own code draws. It is built whole in every rank's host memory at every
-stage, converted, and then moved to the device or, at stage 3, partitioned tensor by tensor: code that was not written
-for ``zero.Init`` reads and copies weights while it builds, and a partitioned tensor has none.
+A factory's model keeps the weights that its own code draws. At every stage it is built whole in every rank's host
+memory, converted, and moved to the device or, at stage 3, partitioned tensor by tensor: code that was not written for
+``zero.Init`` reads and copies weights while it builds, and a partitioned tensor has none.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _INIT_STD = 0.02
 
 
 def training_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """The number format of the parameters, as the DeepSpeed configuration says."""
+    """Return the parameters' number format according to the DeepSpeed configuration."""
     if block_of(config, "bf16").get("enabled"):
         return torch.bfloat16
     if block_of(config, "fp16").get("enabled"):
@@ -48,19 +48,19 @@ def training_dtype(config: Mapping[str, Any]) -> torch.dtype:
 
 
 MakeBatch = Callable[[int, int, torch.Generator], Mapping[str, torch.Tensor]]
-"""(samples, sequence length, a CPU generator to draw from) → the keyword arguments of one forward pass."""
+"""(samples, sequence length, CPU generator) → the keyword arguments of one forward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltModel:
-    """A model in training mode, where the engine takes it from: at stage 3 partitioned, or whole in host memory without
-    ``zero_init``; for FSDP2 on no device or in host memory; else on the device."""
+    """A model in training mode, where the engine expects it: at stage 3 partitioned, or in host memory without
+    ``zero_init``; for FSDP2 on the meta device or in host memory; else on the device."""
 
     module: torch.nn.Module
     make_batch: MakeBatch | None
-    """A factory's own function for its data; None: random tokens of the model's vocabulary."""
+    """A factory's own function for data; None for random tokens of the model's vocabulary."""
     stage3: object | None
-    """While this object exists, to which Transformers keeps a weak reference, it takes weights for partitioned: keep it
+    """While this object exists, to which Transformers has a weak reference, it treats weights as partitioned: keep it
     as long as the model is used."""
     notes: tuple[str, ...] = ()
     """Changes made to a factory's model."""
@@ -73,13 +73,13 @@ def build_model(
     report_progress: Callable[[], None],
     engine: Engine = "deepspeed",
 ) -> BuiltModel:
-    """The model of a workload. ``report_progress`` is called now and then while it is built.
+    """Build the model of a workload. ``report_progress`` is called now and then.
 
-    Raises whatever the model's own code raises, and TypeError where a factory does not return a model.
+    Raises whatever the model's own code raises, and TypeError if a factory does not return a model.
     """
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-    # Equal in all ranks: a factory's model keeps the weights that its code draws.
+    # The same in all ranks, because a factory's model keeps the weights that its code draws.
     torch.manual_seed(workload.seed)
     dtype = training_dtype(config)
     at_stage3 = engine == "deepspeed" and block_of(config, "zero_optimization").get("stage") == 3
@@ -91,18 +91,18 @@ def build_model(
         formats = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
         if len(formats) > 1:
             names = " and ".join(sorted(map(str, formats)))
-            text = f"the factory's parameters are in {names}, and all of them were trained in {dtype}"
+            text = f"the factory's parameters are in {names}, but all of them were trained in {dtype}"
             notes = (text.replace("torch.", ""),)
         module.to(dtype=dtype)
         if split:
             import deepspeed
 
-            # One parameter after the other is split among the ranks on the device; buffers are moved there whole.
+            # Parameters are split among the ranks on the device one by one; buffers are moved there whole.
             deepspeed.zero.Init(module=module, config_dict_or_path=dict(config), dtype=dtype)
             for owner in module.modules():
                 held = {name: buffer for name, buffer in owner._buffers.items() if buffer is not None}
                 owner._buffers.update({name: buffer.to(device) for name, buffer in held.items()})
-        elif not at_stage3 and engine != "fsdp2":  # which move it part by part
+        elif not at_stage3 and engine != "fsdp2":  # these move it part by part
             module.to(device=device)
     elif engine == "fsdp2":
         with matrices_on_meta():
@@ -129,7 +129,7 @@ def build_model(
 
 
 def choose_trained(module: torch.nn.Module, choice: TrainedParameters, seed: int) -> None:
-    """Freezes parameters of a model, and adds adapters to it in place (peft).
+    """Freeze parameters of a model, and add adapters to it in place (peft).
 
     Raises ValueError if a name fits no parameter, or no linear module.
     """
@@ -155,7 +155,7 @@ def choose_trained(module: torch.nn.Module, choice: TrainedParameters, seed: int
     for name, parameter in module.named_parameters():
         if ".lora_" in name:
             parameter.data = parameter.data.to(dtype)
-            if ".lora_A." in name:  # drawn alike at every stage; lora_B stays zero, as in peft
+            if ".lora_A." in name:  # the same at every stage; lora_B stays zero, as in peft
                 parameter.data.copy_(draw_matrix(name, parameter.shape, seed, dtype, parameter.device))
 
 
@@ -171,8 +171,8 @@ def _build_from_config(workload: Workload, dtype: torch.dtype, device: torch.dev
     model_config.use_cache = False
     if workload.dropout is not None:
         _set_config_dropouts(model_config, workload.dropout)
-    # zero.Init patches constructors: a first import of the model's module inside it fails with a torch signature error.
-    # Suppressed: code from outside Transformers need not name its modules so; building shows a real error.
+    # zero.Init patches constructors: importing the model's module for the first time inside it fails with a torch
+    # signature error. Suppressed, because other code may not name its modules so; building shows a real error.
     with contextlib.suppress(Exception):
         importlib.import_module(type(model_config).__module__.replace("configuration_", "modeling_"))
     with contextlib.nullcontext() if stage3 else device:
@@ -203,7 +203,7 @@ def call_factory(name: str) -> tuple[torch.nn.Module, MakeBatch | None]:
 
 
 def _set_config_dropouts(config: Any, probability: float) -> None:
-    """Sets every dropout probability of a Transformers configuration and of the configurations inside it."""
+    """Set every dropout probability of a Transformers configuration and of the configurations inside it."""
     for name, value in list(vars(config).items()):
         if _is_dropout(name, value):
             setattr(config, name, probability)
@@ -212,18 +212,18 @@ def _set_config_dropouts(config: Any, probability: float) -> None:
 
 
 def set_dropouts(model: torch.nn.Module, probability: float) -> None:
-    """Sets every dropout of a built model: modules, and the probabilities that a forward pass gives to functions."""
+    """Set every dropout of a built model: modules, and the probabilities that a forward pass gives to functions."""
     for module, name, _ in find_dropouts(model):
         setattr(module, name, probability)
 
 
 def greatest_dropout(model: torch.nn.Module) -> float:
-    """The greatest probability of any dropout in the model; 0 where it has none."""
+    """Return the highest probability of any dropout in the model; 0 if it has none."""
     return max((float(value) for _, _, value in find_dropouts(model)), default=0.0)
 
 
 def find_dropouts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, float]]:
-    """(module, attribute, probability) of every dropout: ``p`` of torch's modules, else floats named as dropouts."""
+    """Yield (module, attribute, probability) of every dropout: ``p`` of torch's modules, else floats named so."""
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             yield module, "p", module.p
@@ -232,7 +232,7 @@ def find_dropouts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str
 
 
 def _is_dropout(name: str, value: object) -> bool:
-    """True for ``attn_pdrop``, ``hidden_dropout_prob``, ``dropout``; not for ``layerdrop``, which skips layers."""
+    """Return True for ``attn_pdrop``, ``hidden_dropout_prob``, ``dropout``; not for ``layerdrop``, of layers."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and ("dropout" in name or "pdrop" in name)
 
 
@@ -242,30 +242,30 @@ def reinitialise_weights(
     report_progress: Callable[[], None] = lambda: None,
     device: torch.device | None = None,
 ) -> None:
-    """Draws every parameter of two or more dimensions from N(0, 0.02²), seeded by ``seed`` and its name.
+    """Draw every parameter of two or more dimensions from N(0, 0.02²), seeded by ``seed`` and its name.
 
-    ``report_progress`` is called before each parameter: at stage 3 gathering a large model takes minutes.
-    ``device``: where the values are drawn, as each device draws others; None: where the parameter is.
+    ``report_progress`` is called before each parameter, because gathering a large model at stage 3 takes minutes.
+    ``device``: where to draw the values, which differ by device; None for the parameter's own.
     """
     import deepspeed
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             report_progress()
-            # Biases and norms keep what the model's own code writes into them.
-            # ds_shape: the own shape of a partitioned parameter is empty.
+            # Biases and norms keep what the model's own code writes into them. The shape of a partitioned parameter is
+            # empty, so ds_shape counts.
             if len(getattr(parameter, "ds_shape", parameter.shape)) < 2:
                 continue
             if device is not None and parameter.device.type != device.type:
                 parameter.copy_(draw_matrix(name, parameter.shape, seed, parameter.dtype, device))
                 continue
-            # At stage 3 the whole tensor is gathered, and as the context ends rank 0's values are sent to all ranks.
+            # At stage 3 this gathers the whole tensor, and sends rank 0's values to all ranks when the context ends.
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):  # does nothing below stage 3
                 parameter.normal_(0.0, _INIT_STD, generator=_generator_of(name, seed, parameter.device))
 
 
 def draw_matrix(name: str, shape: torch.Size, seed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The values that ``reinitialise_weights`` gives to the parameter of that name."""
+    """Return the values that ``reinitialise_weights`` gives to the parameter of that name."""
     return torch.empty(shape, dtype=dtype, device=device).normal_(
         0.0, _INIT_STD, generator=_generator_of(name, seed, device)
     )
@@ -273,21 +273,21 @@ def draw_matrix(name: str, shape: torch.Size, seed: int, dtype: torch.dtype, dev
 
 def _generator_of(name: str, seed: int, device: torch.device) -> torch.Generator:
     generator = torch.Generator(device=device)
-    # Not hash(), which gives a text another number in each process.
+    # Not hash(), which differs between processes.
     generator.manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
     return generator
 
 
 @contextlib.contextmanager
 def matrices_on_meta() -> Iterator[None]:
-    """Parameters of two or more dimensions that modules are given within this context lose their memory at once.
+    """Put parameters of two or more dimensions on the meta device as modules get them within this context.
 
     Biases, norms and buffers keep what the model's own code writes into them.
     """
     original = torch.nn.Module.register_parameter
 
     def register(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
-        if param is not None and param.dim() > 1 and not param.is_meta:  # a tied one is on meta already
+        if param is not None and param.dim() > 1 and not param.is_meta:  # a tied one is already on meta
             param = torch.nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         original(self, name, param)
 
@@ -297,9 +297,9 @@ def matrices_on_meta() -> Iterator[None]:
 
 
 def find_blocks(model: torch.nn.Module, min_parameter_fraction: float = 0.0) -> list[torch.nn.Module]:
-    """The blocks that a model repeats: members of its lists of modules outside any other such list.
+    """Return the blocks that a model repeats: members of its lists of modules that are in no other such list.
 
-    ``min_parameter_fraction``: part of the model's parameters that a list must hold.
+    ``min_parameter_fraction``: share of the model's parameters that a list must hold.
     """
     min_parameters = min_parameter_fraction * sum(parameter.numel() for parameter in model.parameters())
     blocks: list[torch.nn.Module] = []
@@ -322,37 +322,36 @@ def enable_checkpointing(model: torch.nn.Module) -> None:
 
 
 def parameter_sizes(model: torch.nn.Module, *, trained: bool = False) -> list[int]:
-    """Elements of every parameter of the whole model, tied ones once, partitioned or not. ``trained``: only of those
-    that are trained."""
+    """Return the elements of every parameter of the whole model, tied ones once. ``trained``: only of trained ones."""
     parameters = (each for each in model.parameters() if each.requires_grad or not trained)
     return [int(getattr(each, "ds_numel", each.numel())) for each in parameters]
 
 
 def vocabulary_size(model: torch.nn.Module) -> int:
-    """Number of token ids, from the model's config or its own ``vocab_size``. Raises TypeError if both lack it."""
+    """Return the number of token ids, from the model's config or its own ``vocab_size``. Raises TypeError."""
     for holder in (getattr(model, "config", None), model):
         size = getattr(holder, "vocab_size", None)
         if isinstance(size, int) and size > 0:
             return size
     raise TypeError(
         "the model has neither config.vocab_size nor vocab_size, so no tokens can be drawn for it: "
-        "let its factory return (model, make_batch)"
+        "make its factory return (model, make_batch)"
     )
 
 
 _POSITIONS_OF_EACH_SAMPLE = ("opt",)
-"""Architectures that count the positions of every sample by itself, from the attention mask."""
+"""Architectures that count the positions of each sample separately, from its attention mask."""
 
 
 def position_ids(model: torch.nn.Module, batch_size: int, seq_length: int) -> torch.Tensor | None:
-    """The position of each token, in host memory, as the model itself would count them; None unless it takes them.
+    """Return the position of each token, in host memory, as the model itself would count it.
 
-    Of Transformers' models that take ``position_ids``. Their form is the model's own too, one sequence for the whole
-    batch in nearly all: one for each sample would cost memory and round the gradients of learned positions otherwise.
+    None unless it is a Transformers model that takes ``position_ids``. Nearly all count one sequence for the whole
+    batch; one per sample would cost memory and round the gradients of learned positions differently.
     """
     from transformers import PreTrainedModel
 
-    # Of the class: another way to compute the loss replaces the method of the model.
+    # The class's method, because another loss replaces that of the model.
     if (
         not isinstance(model, PreTrainedModel)
         or "position_ids" not in inspect.signature(type(model).forward).parameters

@@ -1,8 +1,8 @@
 """Times steps, and with ``--monitor`` reports the loss, memory and time of each while a rank trains.
 
-Nothing waits for the device: on CUDA events mark the ends of steps. The losses of a step are copied to page-locked
-memory in the order of the stream, and read once the device has passed the mark that ends the step, usually one step
-later. Reports go to memory that the parent reads (``records.step_series``).
+Nothing waits for the device: on CUDA, events mark the ends of steps. The losses of a step are copied to page-locked
+memory on the stream and read once the device has passed the mark that ends the step, usually one step later. Reports go
+to memory that the parent reads (``records.step_series``).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ import torch
 from ..records.step_series import StepFileWriter, StepSample
 
 _MOST_PENDING = 64
-"""Steps whose losses wait to be read; of a host that runs further ahead of its GPU the losses are left out."""
+"""Most steps whose losses wait to be read; if the host runs further ahead of its GPU, losses are left out."""
 
 
 class StepClock:
-    """Marks between steps: device events on CUDA, so that timing adds no synchronisation; else the clock.
+    """Marks between steps: device events on CUDA, so that timing adds no synchronization; else the clock.
 
-    With ``synchronized`` False the clock on CUDA too, which is wrong there (``Workload.synchronized``).
+    Without ``synchronized`` it is the clock on CUDA too, which is wrong there (``Workload.synchronized``).
     """
 
     def __init__(self, accelerator: str, *, synchronized: bool = True) -> None:
         self._cuda = accelerator == "cuda" and synchronized
         self.marks: list[Any] = []
-        """From the first step's begin on; the last one ends the last step."""
+        """From the beginning of the first step; the last mark ends the last step."""
 
     def mark(self) -> None:
         if self._cuda:
@@ -44,16 +44,16 @@ class StepClock:
             self.marks.append(time.perf_counter())
 
     def has_passed(self, mark: int) -> bool:
-        """Whether the device has reached a mark; does not wait for it."""
+        """Return whether the device has reached a mark, without waiting for it."""
         return bool(self.marks[mark].query()) if self._cuda else True
 
     def seconds_before(self, mark: int) -> float:
-        """Seconds from the mark before to this one, which the device has reached."""
+        """Return the seconds from the previous mark to this one, which the device must have reached."""
         a, b = self.marks[mark - 1], self.marks[mark]
         return float(a.elapsed_time(b)) / 1000.0 if self._cuda else float(b - a)
 
     def seconds(self) -> list[float]:
-        """Seconds from each mark to the next; synchronises the device first on CUDA."""
+        """Return the seconds from each mark to the next; on CUDA synchronize the device first."""
         if self._cuda:
             torch.cuda.synchronize()
         return [self.seconds_before(mark) for mark in range(1, len(self.marks))]
@@ -61,20 +61,20 @@ class StepClock:
 
 @dataclass(frozen=True, slots=True)
 class _PendingStep:
-    """A step that the device has perhaps not finished."""
+    """A step that the device may not have finished."""
 
     clock: StepClock
     mark: int
     """The mark of ``clock`` that ends the step."""
     losses: torch.Tensor | list[float]
-    """Of the micro-batches; a tensor on the host is complete once the mark has passed. Empty where not taken."""
+    """Of the micro-batches; a tensor on the host, complete once the mark has passed. Empty if not taken."""
     time: float
     measured: bool
     memory: dict[str, int | None]
 
 
 class StepRecorder:
-    """Reports the steps of one rank. Raises OSError where the disk has no room for its file, when it is made."""
+    """Reports the steps of one rank. Making one raises OSError if the disk has no room for its file."""
 
     def __init__(self, folder: Path, rank: int, accelerator: str, grad_accum: int, tokens_per_step: int) -> None:
         self._file = StepFileWriter(folder, rank, tokens_per_step)
@@ -83,12 +83,12 @@ class StepRecorder:
         self._losses: torch.Tensor | list[float] = []
         self._slots = torch.zeros(_MOST_PENDING, grad_accum, pin_memory=True) if self._cuda else torch.zeros(0)
         self._next_slot = 0
-        # Kept open: one call into the kernel for each step.
+        # Kept open, so that each step takes one system call.
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
 
     def take_losses(self, losses: Sequence[torch.Tensor]) -> None:
-        """Takes the losses of a step's micro-batches, before the mark that ends the step."""
+        """Take the losses of a step's micro-batches, before the mark that ends the step."""
         self._losses = []
         if any(loss.numel() != 1 for loss in losses) or len(self._pending) >= _MOST_PENDING:
             return
@@ -96,19 +96,19 @@ class StepRecorder:
             self._losses = [loss.item() for loss in losses]
             return
         self._losses = places = self._slots[self._next_slot]
-        # As many slots as steps may wait: one is used again only after its step was reported.
+        # There are as many slots as steps may wait, so a slot is reused only after its step was reported.
         self._next_slot = (self._next_slot + 1) % _MOST_PENDING
         for place, loss in zip(places, losses, strict=True):
             place.copy_(loss.reshape(()), non_blocking=True)
 
     def end_step(self, clock: StepClock, measured: bool) -> None:
-        """Notes the step that the clock's last mark ends, and reports the steps that the device has finished."""
+        """Note the step that the clock's last mark ends, and report the steps that the device has finished."""
         step = _PendingStep(clock, len(clock.marks) - 1, self._losses, time.time(), measured, self._memory())
         self._pending.append(step)
         self.report()
 
     def report(self) -> None:
-        """Reports the steps that the device has finished."""
+        """Report the steps that the device has finished."""
         while self._pending and (step := self._pending[0]).clock.has_passed(step.mark):
             self._pending.popleft()
             losses = step.losses if isinstance(step.losses, list) else step.losses.tolist()
@@ -127,7 +127,7 @@ class StepRecorder:
         resident = int(os.pread(self._statm, 128, 0).split()[1]) * self._page_bytes
         if not self._cuda:
             return {"host_resident_bytes": resident}
-        statistics = torch.cuda.memory_stats_as_nested_dict()  # counters of the host; the flat ones take longer
+        statistics = torch.cuda.memory_stats_as_nested_dict()  # host-side counters; the flat dict takes longer
         allocated, reserved = statistics["allocated_bytes"]["all"], statistics["reserved_bytes"]["all"]
         return {
             "gpu_allocated_bytes": allocated["current"],
