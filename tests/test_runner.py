@@ -33,11 +33,6 @@ from tests.support import fakes
 from tests.support.fakes import FakeLauncher
 from tests.support.scripted_run import ScriptedRun
 
-
-def statuses(records: list[TrialRecord]) -> list[str]:
-    return [each.outcome.status for each in records]
-
-
 # ------------------------------------------------------------------ the loop
 
 
@@ -58,7 +53,7 @@ def test_an_exception_of_the_launcher_leaves_what_had_finished(scripted: Scripte
     ends = contextlib.nullcontext() if isinstance(error, KeyboardInterrupt) else pytest.raises(RuntimeError)
     with ends:
         assert scripted.run(script=FakeLauncher("Success", error)) == 130
-    assert statuses(RunFolder.open(scripted.folder).records()) == ["Success"]
+    assert [each.outcome.status for each in RunFolder.open(scripted.folder).records()] == ["Success"]
 
 
 def test_an_unsupported_trial_is_never_launched_and_its_reason_is_kept(scripted: ScriptedRun) -> None:

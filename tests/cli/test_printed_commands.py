@@ -79,7 +79,7 @@ def test_commands_in_errors(
     run_line(line, codes=(code,))
 
 
-@pytest.mark.parametrize("family", ["zero", "offload", "recipe"])
+@pytest.mark.parametrize("family", ["offload", "recipe"])
 def test_flags_to_try_are_taken_by_the_command_that_printed_them(
     family: str, scripted: ScriptedRun, run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -103,7 +103,7 @@ def test_flags_to_try_are_taken_by_the_command_that_printed_them(
 # ------------------------------------------------------------------ at the end of a run
 
 
-@pytest.mark.parametrize("family", ["zero", "offload", "recipe"])
+@pytest.mark.parametrize("family", ["zero", "recipe"])
 def test_commands_at_the_end_of_a_run(
     family: Any,
     scripted: ScriptedRun,

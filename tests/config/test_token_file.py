@@ -49,13 +49,11 @@ def test_unusable_files_are_refused_with_the_remedy(tmp_path: Path, subtests: py
     (tmp_path / "odd.uint16").write_bytes(b"123")
     (tmp_path / "empty.uint32").touch()
     numpy.save(tmp_path / "header.npy", numpy.zeros(8, "<u2"))
-    os.mkfifo(tmp_path / "pipe.uint16")  # opening it would wait for a writer
     for name, message in (
         ("none.uint16", "none.uint16: No such file or directory"),
         ("header.npy", "Give the type of its ids, uint16 or uint32"),
         ("odd.uint16", r"has 3 bytes, which is not a whole number of uint16 ids\. It is cut off"),
         ("empty.uint32", "is empty"),
-        ("pipe.uint16", "is not a regular file"),
     ):
         with subtests.test(name), pytest.raises(UsageError, match=message):
             read_token_file(tmp_path / name, None)

@@ -113,17 +113,12 @@ def test_options_that_conflict_with_a_script_are_refused(subtests: pytest.Subtes
                 commands.function_of(command)(**values)
 
 
-def run(machine: ScriptedRun, *words: str) -> dict[str, Configuration]:
+def run(scripted: ScriptedRun, *words: str) -> dict[str, Configuration]:
     """Run rows of a script on a machine without processes. Return those that were launched, by name."""
-    words = ("--accelerator", "cpu", "--quiet", "--output-dir", str(machine.output), *words, *TRAIN)
+    words = ("--accelerator", "cpu", "--quiet", "--output-dir", str(scripted.output), *words, *TRAIN)
     command, values = commands.parse(["run", *words])
     commands.function_of(command)(**values)
-    return {trial.configuration.name: trial.configuration for trial in machine.launcher.launched}
-
-
-@pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedRun:
-    return ScriptedRun(tmp_path, monkeypatch)
+    return {trial.configuration.name: trial.configuration for trial in scripted.launcher.launched}
 
 
 ZERO_1 = {**OWN, "gradient_clipping": 2, "zero_optimization": {"stage": 1, "overlap_comm": False}}
@@ -148,48 +143,48 @@ WITH_CPU = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
     ],
 )
 def test_rows_keep_the_users_file_except_for_requested_changes(
-    machine: ScriptedRun, words: list[str], rows: dict[str, Any]
+    scripted: ScriptedRun, words: list[str], rows: dict[str, Any]
 ) -> None:
-    assert {name: row.deepspeed_config for name, row in run(machine, *words).items()} == rows
+    assert {name: row.deepspeed_config for name, row in run(scripted, *words).items()} == rows
     if len(rows) == 1:  # it is recommended: ready for the same command
-        folder = machine.folder / "recommended"
+        folder = scripted.folder / "recommended"
         assert [json.loads((folder / "ds_config.json").read_text())] == [*rows.values()]
         assert f"--nproc-per-node=1 train.py {folder.resolve()}/ds_config.json" in (folder / "README.md").read_text()
 
 
 def test_a_row_of_an_axis_that_the_scripts_own_deepspeed_does_not_read_is_unsupported(
-    machine: ScriptedRun, monkeypatch: pytest.MonkeyPatch
+    scripted: ScriptedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = replace(read_interpreter(sys.executable), packages={"torch": "2.6.0", "deepspeed": "0.17.6"})
     monkeypatch.setattr(runner, "read_interpreter", lambda _python: old)
-    run(machine, "--base-config", "own.json", "--stages", "2", "3", "--axis", "allgather_sequential=true")
-    assert [(row["stage"], row["status"]) for row in machine.rows()] == [(2, "✅ Success"), (3, "❌ Unsupported")]
-    assert "DeepSpeed 0.17.6 does not read zero_optimization.stage3_allgather_" in machine.rows()[1]["error"]
+    run(scripted, "--base-config", "own.json", "--stages", "2", "3", "--axis", "allgather_sequential=true")
+    assert [(row["stage"], row["status"]) for row in scripted.rows()] == [(2, "✅ Success"), (3, "❌ Unsupported")]
+    assert "DeepSpeed 0.17.6 does not read zero_optimization.stage3_allgather_" in scripted.rows()[1]["error"]
 
 
 def test_every_resume_command_repeats_the_script(
-    machine: ScriptedRun,
+    scripted: ScriptedRun,
 ) -> None:
-    machine.launcher = FakeLauncher("Success", "Interrupted")
-    run(machine, "--configs", "own.json", "offloading.json")
-    command, values = commands.parse(["run", "--resume", str(machine.folder)])
+    scripted.launcher = FakeLauncher("Success", "Interrupted")
+    run(scripted, "--configs", "own.json", "offloading.json")
+    command, values = commands.parse(["run", "--resume", str(scripted.folder)])
     with pytest.raises(UsageError) as refused:
         commands.function_of(command)(**values)
-    line = invocation.command("run", "--resume", str(machine.folder), *TRAIN)
+    line = invocation.command("run", "--resume", str(scripted.folder), *TRAIN)
     assert str(refused.value.remedy).endswith(f": {line}")
-    assert str(_flags_of_run(*merge([load(machine.folder)]))[2]) == line
-    assert _how_to_go_on(str(machine.folder)).endswith(", script=['train.py', '{config}'])")
-    machine.launcher = FakeLauncher()
+    assert str(_flags_of_run(*merge([load(scripted.folder)]))[2]) == line
+    assert _how_to_go_on(str(scripted.folder)).endswith(", script=['train.py', '{config}'])")
+    scripted.launcher = FakeLauncher()
     assert commands.main(shlex.split(line)[shlex.split(line).index("run") :]) == 0
-    assert [trial.configuration.name for trial in machine.launcher.launched] == ["offloading"]
+    assert [trial.configuration.name for trial in scripted.launcher.launched] == ["offloading"]
 
 
-def test_rows_with_auto_do_not_start_once_deepspeed_has_refused_it_in_one(machine: ScriptedRun) -> None:
+def test_rows_with_auto_do_not_start_once_deepspeed_has_refused_it_in_one(scripted: ScriptedRun) -> None:
     Path("other.json").write_text(json.dumps(OWN | {"my": 2}))
     Path("numbers.json").write_text(json.dumps(OFFLOADING))
-    machine.launcher = FakeLauncher(lambda trial: fakes.failure(trial, "TypeError", kind="auto_refused"))
-    assert [*run(machine, "--configs", "own.json", "other.json", "numbers.json")] == ["own", "numbers"]
-    statuses = {row["strategy"]: row["status"] for row in machine.rows()}
+    scripted.launcher = FakeLauncher(lambda trial: fakes.failure(trial, "TypeError", kind="auto_refused"))
+    assert [*run(scripted, "--configs", "own.json", "other.json", "numbers.json")] == ["own", "numbers"]
+    statuses = {row["strategy"]: row["status"] for row in scripted.rows()}
     assert statuses == {"own": "❌ TypeError", "other": "❌ Unsupported", "numbers": "✅ Success"}
 
 

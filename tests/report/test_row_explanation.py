@@ -117,30 +117,15 @@ def timed(difference: RowDifference) -> dict[str, tuple[str, str]]:
     return {row[0].split(",")[0].strip(): (row[1], row[2]) for row in time.rows if "timed apart" in row[0]}
 
 
-def test_phases_are_those_of_the_run_nearest_to_the_mean() -> None:
-    shares = {"forward": 0.2, "backward": 0.3, "step": 0.5}
-
-    def row(stage: int, label: str) -> ComparisonRow:
-        """Of the second run, which is nearest to the mean, the phases take as long as a step; of the others longer."""
-        times = (0.3 + stage / 10, 3.0), (0.2 + stage / 10, 1.0), (0.1 + stage / 10, 2.0)
-        of_run = [{phase: factor * seconds * share for phase, share in shares.items()} for seconds, factor in times]
+def test_parts_are_those_of_the_run_nearest_to_the_mean_and_communication_is_named_if_both_rows_have_it() -> None:
+    def row(label: str, communication: float) -> ComparisonRow:
+        """Of three runs the second is nearest to the mean."""
+        parts = {"forward": 0.02, "backward": 0.03, "step": 0.05}
         runs = (
-            samples.run(fakes.zero(stage), seconds, repeat=repeat, phase_seconds=phases)
-            for repeat, ((seconds, _), phases) in enumerate(zip(times, of_run, strict=True))
+            samples.run(fakes.zero(1), seconds, repeat=repeat, step_parts={**parts, "communication": in_run})
+            for repeat, (seconds, in_run) in enumerate(((0.3, 9.0), (0.2, communication), (0.1, 8.0)))
         )
         return samples.row(label, *runs)
-
-    assert timed(explain(row(0, "a"), row(2, "b"))) == {
-        "forward": ("40.0 ms", "80.0 ms"),
-        "backward": ("60.0 ms", "120 ms"),
-        "step": ("100 ms", "200 ms"),
-    }
-
-
-def test_communication_is_named_if_both_rows_have_it() -> None:
-    def row(label: str, seconds: float) -> ComparisonRow:
-        parts = {"forward": 0.02, "backward": 0.03, "step": 0.05, "communication": seconds}
-        return samples.row(label, samples.run(fakes.zero(1), 0.1, step_parts=parts))
 
     assert timed(explain(row("a", 0.005), row("b", 0.02)))["communication"] == ("5.00 ms", "20.0 ms")
     without = samples.row("c", samples.run(fakes.zero(2), 0.1))
