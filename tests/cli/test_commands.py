@@ -183,9 +183,6 @@ BAD_INPUT = [
     (["report", "{result}", "--html", "{result}"], ["--html", "folder"]),
     (["report", "{result}", "--plots", "{notes}"], ["--plots", "notes.txt"]),
     (["report", "{result}", "--plots", "/proc"], ["--plots /proc"]),
-    (["compare", "{result}", "absent"], ["absent"]),
-    (["baseline", "check", "{result}", "--baselines", "{notes}"], ["notes.txt"]),
-    (["baseline", "save", "{result}", "--tolerance", "2"], ["--tolerance", "'2'"]),
 ]
 
 

@@ -25,7 +25,3 @@ def run_of(*ranks: RankMeasurement, **changes: Any) -> Run:
 
 def seen(**changes: Any) -> RankMeasurement:
     return fakes.measurement(fakes.trial(on=CUDA), **changes)
-
-
-def texts(of: Run) -> list[str]:
-    return [caveat.text for caveat in of.caveats]
