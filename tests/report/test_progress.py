@@ -88,7 +88,7 @@ def test_a_file_gets_one_line_as_each_trial_ends_with_the_time_left() -> None:
 
 
 def test_repeats_are_counted_and_the_time_left_is_of_all_that_is_left() -> None:
-    """Mean of 12.5 s and 3 s, and four more."""
+    """Mean of 12.5 s and 3 s, and five more. After an interruption no further trial runs."""
     on = fakes.placement(accelerator="cuda")
     plan = [fakes.trial(fakes.zero(stage), on=on, repeat=repeat) for repeat in range(3) for stage in (0, 1)]
     records = [
@@ -99,13 +99,13 @@ def test_repeats_are_counted_and_the_time_left_is_of_all_that_is_left() -> None:
         fakes.failure(plan[4], "Unsupported", error=None, phase=None),
         fakes.failure(plan[5], "Interrupted"),
     ]
-    assert lines_of(plan, records, repeats=3) == [
-        "[1/6] ZeRO-0 run 1/3 ✓ 5,120 tok/s 75.4 GB · about 1 min 2 s left",
-        "[2/6] ZeRO-1 run 1/3 ✗ OOM in optimizer init, asked 50.2 GB, 3.60 GB free · about 31 s left",
-        "[3/6] ZeRO-0 run 2/3 ✗ ValueError in forward: no · about 18 s left",
-        "[4/6] ZeRO-1 run 2/3 ✗ Killed in backward: killed by SIGTERM · about 11 s left",
-        "[5/6] ZeRO-0 run 3/3 ✗ Unsupported · about 4.9 s left",
-        "[6/6] ZeRO-1 run 3/3 ✗ Interrupted in backward: asked 2.00 GB",
+    assert lines_of([*plan, fakes.trial(fakes.zero(2))], records, repeats=3) == [
+        "[1/7] ZeRO-0 run 1/3 ✓ 5,120 tok/s 75.4 GB · about 1 min 15 s left",
+        "[2/7] ZeRO-1 run 1/3 ✗ OOM in optimizer init, asked 50.2 GB, 3.60 GB free · about 39 s left",
+        "[3/7] ZeRO-0 run 2/3 ✗ ValueError in forward: no · about 25 s left",
+        "[4/7] ZeRO-1 run 2/3 ✗ Killed in backward: killed by SIGTERM · about 16 s left",
+        "[5/7] ZeRO-0 run 3/3 ✗ Unsupported · about 9.8 s left",
+        "[6/7] ZeRO-1 run 3/3 ✗ Interrupted in backward: asked 2.00 GB",
     ]
 
 
