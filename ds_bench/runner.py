@@ -201,7 +201,7 @@ def _devices_of_run(plan: RunPlan, machine: Machine, hosts: Hosts | None) -> Ite
 
 
 def _require_resumable(plan: RunPlan) -> None:
-    """Raises UsageError if ``--resume`` names a run of another workload, or another shard of it."""
+    """Raise UsageError if ``--resume`` names a run of another workload, or another shard of it."""
     if (folder := plan.options.resume) is not None:
         shards = RunFolder.open(folder).load_run().shard, plan.options.shard
         names = [f"shard {shard}" if shard else "no shard" for shard in shards]
@@ -213,7 +213,7 @@ def _require_resumable(plan: RunPlan) -> None:
 
 
 def require_writable_csv(path: Path | None) -> None:
-    """Raises PreflightError if the user asked for a file for the rows that cannot be written."""
+    """Raise PreflightError if the file requested for the rows cannot be written."""
     if path is None:
         return
     try:
@@ -354,7 +354,7 @@ def require_ready(plan: RunPlan, machine: Machine, nvme_folder: disk.NvmeFolder 
 
 
 def _check_room_for_checkpoints(plan: RunPlan) -> None:
-    """Raises PreflightError if the folder for checkpoints, if any are asked for, has no room for them."""
+    """Raise PreflightError if the folder for requested checkpoints has no room for them."""
     if plan.options.inspection.checkpoint:
         profiles = [each.facts.profile for each in plan.plans if isinstance(each.facts.profile, ModelProfile)]
         disk.check_checkpoint_folder(plan.options.inspection.checkpoint_path, profiles, plan.trials)

@@ -33,7 +33,7 @@ _chosen: ContextVar[str | None] = ContextVar("deepspeed_version", default=None)
 
 @contextlib.contextmanager
 def answer_for(version: str | None) -> Iterator[None]:
-    """Makes this module, and the rules, answer for a version; None: for the installed one.
+    """Make this module and the rules answer for a version; None for the installed one.
 
     One of :data:`MINOR_VERSIONS` stands for the release that its table was made from.
     """

@@ -424,7 +424,7 @@ class Options:
         )
 
     def _check_script(self) -> None:
-        """Raises UsageError for options that do not go together with a script."""
+        """Raise UsageError for options that cannot be combined with a script."""
         references = [name for name in self.strategies if name in REFERENCES]
         if references or self.launcher == "warm":
             what = f"{self.say('strategies')} {references[0]}" if references else f"{self.say('launcher')} warm"

@@ -98,7 +98,7 @@ class RemoteTrial:
         return any(each.problem is not None for each in self._hosts.connections)
 
     def read_activity(self) -> Activity | None:
-        """Sums over the trial's processes on every host; None if one did not answer."""
+        """Sum over the trial's processes on every host; None if one did not answer."""
         try:
             answers = self._hosts.request_all("activity", timeout_seconds=_ACTIVITY_SECONDS, kind=Activity).values()
         except HostError:

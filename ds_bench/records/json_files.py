@@ -46,7 +46,7 @@ class InvalidValueError(ValueError):
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """Opens a regular file. Raises UsageError for anything else; never waits for a pipe or a device."""
+    """Open a regular file, without ever waiting for a pipe or a device. Raises UsageError."""
     try:
         with files.opened(path, LARGEST_FILE_BYTES) as file:
             yield file
@@ -67,7 +67,7 @@ def unreadable(path: Path, error: OSError, kind: str, remedy: str) -> UsageError
 
 
 def read_bytes(path: Path) -> bytes:
-    """Reads a regular file. Raises UsageError."""
+    """Read a regular file. Raises UsageError."""
     with opened(path) as file:
         return file.read()
 
@@ -136,7 +136,7 @@ def adapter(kind: type[T]) -> TypeAdapter[T]:
 
 
 def invalid_value(error: Any) -> InvalidValueError:
-    """Converts the first error of a pydantic ValidationError."""
+    """Convert the first error of a pydantic ValidationError."""
     first = error.errors()[0]
     if first["type"] == "missing":
         return InvalidValueError(first["loc"], "is missing")
@@ -154,17 +154,17 @@ def invalid_value(error: Any) -> InvalidValueError:
 
 
 def write_json(path: Path, data: object, mode: int = 0o666) -> None:
-    """Writes a JSON file as :func:`files.write_text` does. Raises ValueError for NaN and infinities."""
+    """Write a JSON file as :func:`files.write_text` does. Raises ValueError for NaN and infinities."""
     files.write_text(path, json_text(data), mode)
 
 
 def json_text(data: object) -> str:
-    """Formats the text of a JSON file; a dataclass as an object. Raises ValueError for NaN and infinities."""
+    """Format the text of a JSON file, with dataclasses as objects. Raises ValueError for NaN and infinities."""
     return json.dumps(data, indent=1, allow_nan=False, ensure_ascii=False, default=asdict) + "\n"
 
 
 def json_line(data: object) -> bytes:
-    """Formats a JSON line without its end; a dataclass as an object. Raises ValueError for NaN and infinities."""
+    """Format a line of JSON without its end, with dataclasses as objects. Raises ValueError for NaN and infinities."""
     text = json.dumps(data, allow_nan=False, ensure_ascii=False, default=asdict)
     return text.encode("utf-8", "backslashreplace")
 

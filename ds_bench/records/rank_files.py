@@ -90,7 +90,7 @@ class Assignment:
     """Working folder of the ranks, if a launcher starts them in another; None to stay where they are started."""
 
     def save(self, folder: Path, config: Mapping[str, Any]) -> None:
-        """Writes trial.json and ds_config.json into the trial's folder.
+        """Write trial.json and ds_config.json into the trial's folder.
 
         ``config``: of DeepSpeed; it is written with the private folder for NVMe swapping, and is the only file that
         holds its credentials; only the user may read it.
@@ -145,7 +145,7 @@ class HeartbeatWriter:
         self.beat("hello")
 
     def beat(self, phase: str, step: int | None = None, last_step_seconds: float | None = None) -> None:
-        """Reports that ``phase`` begins and ``step`` optimizer steps are done; None keeps the last value."""
+        """Report that ``phase`` begins and ``step`` optimizer steps are done; None keeps the last value."""
         self.phase = phase
         if step is not None:
             self.step = step
@@ -159,7 +159,7 @@ class HeartbeatWriter:
 
 
 def read_beat(folder: Path, rank: int) -> Heartbeat | None:
-    """Reads a rank's heartbeat; None before the first, and if it is not complete."""
+    """Read a rank's heartbeat; None before the first, or if it is incomplete."""
     try:
         data = files.read_bytes(beat_file(folder, rank), _BEAT.size)
         pid, when, phase, step, last, _ = _BEAT.unpack(data)
@@ -186,7 +186,7 @@ class RankExit:
 
 
 def append_exit(folder: Path, rank: int | None, pid: int, status: int) -> None:
-    """Writes how a process ended. ``status``: of ``waitpid``. Does nothing on a full disk: ranks that train go on."""
+    """Write how a process ended. ``status``: from ``waitpid``. A full disk is ignored, so that ranks train on."""
     code = os.waitstatus_to_exitcode(status)
     ended = RankExit(
         rank=rank, pid=pid, code=code if code >= 0 else None, signal=-code if code < 0 else None, time=time.time()
@@ -196,7 +196,7 @@ def append_exit(folder: Path, rank: int | None, pid: int, status: int) -> None:
 
 
 def read_exits(folder: Path) -> list[RankExit]:
-    """Reads the exits that the leader has written so far, without incomplete lines; none if the file cannot be read."""
+    """Read the exits that the leader has written so far, skipping incomplete lines; none if the file is unreadable."""
     return json_files.read_lines(RankExit, folder / EXITS_FILE, _MOST_EXITS_BYTES)
 
 

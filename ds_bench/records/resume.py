@@ -18,7 +18,7 @@ from .schema import INTERRUPTED, TrialRecord
 
 
 def require_same_machine(store: RunFolder, facts: Environment) -> None:
-    """Raises UsageError if the run was made with other hardware or versions: its rows would not compare."""
+    """Raise UsageError if the run used other hardware or versions, with which its rows would not compare."""
     earlier = store.load_run().environment
     if earlier is None:
         raise UsageError(f"{store.folder} has no readable environment", remedy="start a new run")
@@ -28,7 +28,7 @@ def require_same_machine(store: RunFolder, facts: Environment) -> None:
 
 
 def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: Sequence[str]) -> None:
-    """Raises UsageError if the run has another workload, placement or inspection, or if its trials cannot be read.
+    """Raise UsageError if the run has another workload, placement or inspection, or if its trials cannot be read.
 
     Stages, strategies and repeats may be added.
 
@@ -87,7 +87,7 @@ def _text_without(part: dict[str, Any], left_out: Container[str]) -> str:
 
 
 def remaining_trials(trials: Sequence[Trial], done: Sequence[TrialRecord], retry: Sequence[str]) -> list[Trial]:
-    """Returns the trials without a record, by ``work_key``. Interrupted ones, and those with a status in ``retry``,
+    """Return the trials without a record, by ``work_key``. Interrupted ones, and those with a status in ``retry``,
     are run again."""
     repeated = {INTERRUPTED.lower(), *(status.lower() for status in retry)}
     finished = {work_key(record.trial) for record in done if record.outcome.status.lower() not in repeated}

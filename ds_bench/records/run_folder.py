@@ -69,7 +69,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, output_dir: Path, family: str, suffix: str = "") -> RunFolder:
-        """Creates the folder of a new run; waits for the next second if another run has the name of this one.
+        """Create the folder of a new run; wait for the next second if another run already has its name.
 
         ``family``: ``zero``, ``offload`` or ``recipe``. ``suffix``: the end of its name, of a shard.
 
@@ -94,7 +94,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, folder: Path) -> RunFolder:
-        """Opens an earlier run for ``--resume``. Raises UsageError if it is missing, or could write elsewhere."""
+        """Open an earlier run for ``--resume``. Raises UsageError if it is missing, or could write elsewhere."""
         if not (folder / RUN_FILE).is_file():
             if folder.is_dir() and folder.resolve().parent.name == "runs":
                 problem = "nothing to resume, the run ended before it had settled what to run"
@@ -112,7 +112,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[str | None]:
-        """Locks the folder for one writer; the kernel releases it however this process ends.
+        """Lock the folder for one writer; the kernel releases it however this process ends.
 
         Raises UsageError if another run holds the lock. Yields None, or a note if the file system has no locks.
         """
@@ -136,16 +136,16 @@ class RunFolder:
             yield None
 
     def save_run(self, facts: Mapping[str, Any]) -> None:
-        """Writes run.json; ``trials`` should come late in the facts, as readers stop there."""
+        """Write run.json. ``trials`` should come late in the facts, because readers stop there."""
         counted = {"schema_version": SCHEMA_VERSION, "trial_count": len(facts.get("trials", ())), **facts}
         write_json(self.folder / RUN_FILE, counted)
 
     def load_run(self) -> reader.RunInfo:
-        """Reads run.json, to go on with the run. Raises UsageError if it is invalid, or of another version."""
+        """Read run.json to resume the run. Raises UsageError if it is invalid or of another version."""
         return reader.read_run(self.folder / RUN_FILE, [])
 
     def trial_folder(self, trial_id: str) -> Path:
-        """Creates a new folder for a trial's files; later attempts get a name of their own."""
+        """Create a new folder for a trial's files; each later attempt gets its own name."""
         folder = self.folder / "trials" / trial_id
         attempt = 1
         while folder.exists():
@@ -180,7 +180,7 @@ class RunFolder:
         return [record for line in lines if (record := _record_of(line, name)) is not None]
 
     def write_rows(self, rows: Sequence[Mapping[str, Any]], other_csv: Path | None = None) -> None:
-        """Replaces the flat JSON and CSV; if one cannot be written, none changes. ``other_csv``: a further CSV."""
+        """Replace the flat JSON and CSV; if one cannot be written, none changes. ``other_csv``: a further CSV."""
         # JSON has neither NaN nor infinities, and json_text refuses them.
         finite = [
             {
@@ -223,7 +223,7 @@ def flat_json_path(folder: Path) -> Path:
 
 
 def csv_text(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Formats rows as CSV with a header. None is an empty cell; text that a spreadsheet would run as a formula gets an
+    """Format rows as CSV with a header. None is an empty cell; text that a spreadsheet would run as a formula gets an
     apostrophe before it."""
     rows = list(rows)
     buffer = io.StringIO()

@@ -25,18 +25,18 @@ class TensorBoardFile:
         self._records.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
 
     def add_scalars(self, values: Mapping[str, float], step: int, when: float) -> None:
-        """Adds the values of one step. ``when``: seconds since the epoch."""
+        """Add the values of one step. ``when``: seconds since the epoch."""
         summary = {"value": [{"tag": name, "simple_value": value} for name, value in values.items()]}
         self._records.write(self._event(wall_time=when, step=step, summary=summary).SerializeToString())
 
     def add_summary(self, summary: object, when: float) -> None:
-        """Adds what a plugin of TensorBoard makes: a ``Summary`` of its protocol."""
+        """Add what a plugin of TensorBoard makes: a ``Summary`` of its protocol."""
         self._records.write(self._event(wall_time=when, summary=summary).SerializeToString())
 
     def flush(self) -> None:
-        """Writes to the file what was added."""
+        """Write what was added to the file."""
         self._records.flush()
 
     def close(self) -> None:
-        """Writes and closes the file."""
+        """Write and close the file."""
         self._records.close()

@@ -200,7 +200,7 @@ class Activity:
 
 
 def read_activity(pids: Iterable[int]) -> Activity:
-    """Sums over the processes; one that has ended counts nothing."""
+    """Sum over the processes, without those that have ended."""
     import psutil
 
     resident = disk = 0

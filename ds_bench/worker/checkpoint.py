@@ -124,7 +124,7 @@ def measure_checkpoint(
 
 
 def _change_weights(trainer: training_loop.Trainer) -> None:
-    """Takes a further optimizer step, and halves the 16-bit weights, since a step may leave most of them unchanged."""
+    """Take a further optimizer step, and halve the 16-bit weights, because a step may leave most of them unchanged."""
     trainer.step()
     trainer.heartbeat.beat("inspect")  # the step has left its own phase behind
     with torch.no_grad():
@@ -193,7 +193,7 @@ def _save_model(engine: Any, folder: Path) -> str | None:
 
 @contextlib.contextmanager
 def _heartbeat_during_io(heartbeat: HeartbeatWriter) -> Iterator[None]:
-    """Reports a sign of life as long as this process reads or writes: a large checkpoint takes minutes."""
+    """Report a sign of life as long as this process reads or writes: a large checkpoint takes minutes."""
     ended = threading.Event()
 
     def watch() -> None:

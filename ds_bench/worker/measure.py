@@ -230,7 +230,7 @@ def _uses_tf32() -> bool:
 
 
 def _backward_with_ledger(engine: Any, loss: torch.Tensor) -> ledger.Ledger:
-    """Runs backward. Returns a ledger from inside it: stages 1 and 2 hold their gradient buckets only there.
+    """Run backward. Return a ledger from inside it: stages 1 and 2 hold their gradient buckets only there.
 
     From the middle of backward at stage 2, which frees gradients on the way, and from the last gradient below. Empty at
     stage 3, whose bucket is always there, and where hooks on partitioned parameters are never called; and for reference

@@ -220,7 +220,7 @@ def build_fake_model(
 
 @contextlib.contextmanager
 def _converting_fake_parameters() -> Iterator[None]:
-    """Makes ``Module.to`` replace parameters: it swaps their contents in place, which fake tensors do not allow."""
+    """Make ``Module.to`` replace parameters: it swaps their contents in place, which fake tensors do not allow."""
     converted: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}  # tied parameters stay tied
 
     def apply(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -381,7 +381,7 @@ class _LossDoneError(Exception):
 def _remove_alike_blocks(
     model: torch.nn.Module, blocks: list[torch.nn.Module]
 ) -> tuple[list[torch.nn.Module], list[int]]:
-    """Removes all but two blocks of each kind. Returns those left, and how many blocks each stands for.
+    """Remove all but two blocks of each kind. Return those left, and how many blocks each stands for.
 
     Only from a model of Transformers with a single list of blocks, whose forward pass loops over that list and over
     the depth in its config; any other model stays whole.
@@ -428,7 +428,7 @@ def _describe_kind(block: torch.nn.Module) -> Any:
 
 @contextlib.contextmanager
 def _loss_in_parts(name: str, *, of_fixed_size: bool) -> Iterator[None]:
-    """Computes a loss in parts as at small micro-batches, whose parts grow, or as at large ones, whose parts do not.
+    """Compute a loss in parts as at small micro-batches, whose parts grow, or as at large ones, whose parts do not.
 
     For ``chunked`` parts of a fixed size mean its kernel on CUDA, whose parts take no memory.
     """

@@ -27,7 +27,7 @@ def peak_resident_bytes() -> int | None:
 
 
 def reset_host_peak() -> bool:
-    """Resets the peak resident memory (proc(5), clear_refs 5). False where the kernel does not allow it."""
+    """Reset the peak resident memory (proc(5), clear_refs 5). Return False if the kernel does not allow it."""
     try:
         (_PROCESS / "clear_refs").write_text("5")
     except OSError:
@@ -58,7 +58,7 @@ class PhaseMeter:
             torch.cuda.reset_peak_memory_stats()
 
     def end(self, phase: str) -> None:
-        """Stores the memory of the phase that ends, and begins the next one."""
+        """Store the memory of the current phase, and begin the next."""
         resident = read_table(_PROCESS / "status")  # peak and end of one moment
         peak = resident.get("VmHWM")
         self.phases[phase] = {
@@ -84,7 +84,7 @@ def io_bytes() -> tuple[int, int] | None:
 
 
 def empty_device_cache(accelerator: str) -> None:
-    """Gives back the blocks that torch's allocator holds unused: they would count as reserved in the steps."""
+    """Release the unused blocks of torch's allocator, which would count as reserved in the steps."""
     if accelerator == "cuda":
         # Tensors in reference cycles keep their blocks in use until they are collected.
         gc.collect()

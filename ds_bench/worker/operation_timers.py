@@ -169,7 +169,7 @@ class DiskUse:
         self._outstanding.add(handle)
 
     def end(self, handle: int | None, now: float) -> None:
-        """Ends what a handle has begun; None: what any has."""
+        """End the operations that a handle began; None for all handles."""
         left = self._outstanding - {handle} if handle is not None else set[int]()
         if self._outstanding and not left:
             self.busy_seconds += now - self._busy_since

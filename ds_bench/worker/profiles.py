@@ -79,7 +79,7 @@ class ProfiledSteps:
         return self.trainer.accelerator == "cuda"
 
     def step(self) -> None:
-        """Takes one optimizer step. Raises whatever training raises."""
+        """Take one optimizer step. Raises whatever training raises."""
         self.left -= 1
         # No finally: where the step raises, this stays True and says where the exception came from.
         self.is_training = True
@@ -141,7 +141,7 @@ def take_profiles(
 
 
 def observe_time(steps: ProfiledSteps) -> Sequence[str]:
-    """Takes the steps under torch.profiler, and one further step for the memory timeline."""
+    """Take the steps under torch.profiler, and one further step for the memory timeline."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if steps.on_cuda else [])]
     with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(steps.count):
@@ -172,7 +172,7 @@ def profile_memory(activities: Any = None) -> torch.profiler.profile:
 
 
 def export_timeline(profiler: torch.profiler.profile, steps: ProfiledSteps) -> str:
-    """Writes the bytes of each category over time, as torch exports them. Returns a line about the peak.
+    """Write the bytes of each category over time, as torch exports them. Return a line about the peak.
 
     torch refuses where operators write to one tensor twice, as at stage 3: then the bytes have no categories.
     """
@@ -235,7 +235,7 @@ def lines_by_time(averages: Sequence[Any], device: str, step_count: int) -> tupl
 
 
 def observe_memory(steps: ProfiledSteps) -> Sequence[str]:
-    """Takes the steps while allocations are recorded."""
+    """Take the steps while allocations are recorded."""
     if steps.on_cuda:
         return _observe_gpu(steps)
     measured_memory.reset_host_peak()

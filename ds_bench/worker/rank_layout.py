@@ -87,7 +87,7 @@ class RankLayout:
 
 
 def register_sequence_attention(model: Any, layout: RankLayout, micro_batch_size: int, seq_length: int) -> Any:
-    """Makes the model's attention gather whole sequences of a part of the heads. Returns DeepSpeed's ``mpu``.
+    """Make the model's attention gather whole sequences of a part of the heads. Return DeepSpeed's ``mpu``.
 
     None without sequence parallelism. Raises ValueError where the heads cannot be split (UlyssesSPAttentionHF).
     """
@@ -112,7 +112,7 @@ def register_sequence_attention(model: Any, layout: RankLayout, micro_batch_size
     gathering = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
 
     def keep_heads(module: Any, query: torch.Tensor, *arguments: Any, **named: Any) -> tuple[torch.Tensor, Any]:
-        """Gives the output the form that Transformers' own functions give it, which GPT-2 relies on."""
+        """Give the output the form that Transformers' own functions give it, which GPT-2 relies on."""
         output, weights = gathering(module, query, *arguments, **named)
         return output.unflatten(-1, (query.shape[1], -1)), weights
 

@@ -58,7 +58,7 @@ class ReferenceEngine:
         self.optimizer: Any = _create_optimizer(self._trained, config["optimizer"], device) if self.updates else None
 
     def __call__(self, **batch: torch.Tensor) -> Any:
-        """Runs the forward pass."""
+        """Run the forward pass."""
         return self.module(**batch)
 
     def weight_fragments(self) -> Iterator[tuple[str, int, torch.Tensor]]:
@@ -90,7 +90,7 @@ class ReferenceEngine:
         (loss / self._grad_accum).backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
-        """Ends a micro-batch; after the last of a step, clips the gradients, updates the weights, frees gradients."""
+        """End a micro-batch; after the last of a step, clip gradients, update weights, free gradients."""
         if self.at_accumulation_boundary:
             if self._clipping > 0:
                 self._grad_norm = total_grad_norm(self._trained)
@@ -112,7 +112,7 @@ class ReferenceEngine:
         yield from self.module.parameters()
 
     def save_checkpoint(self, save_dir: str, tag: str) -> None:
-        """Saves weights and optimizer states by ``torch.distributed.checkpoint``; to be called on all ranks."""
+        """Save weights and optimizer states with ``torch.distributed.checkpoint``. Must be called on all ranks."""
         from torch.distributed.checkpoint.state_dict_saver import save
 
         save(self._state(), checkpoint_id=Path(save_dir) / tag)
@@ -298,7 +298,7 @@ class Fsdp2Engine(ReferenceEngine):
 def _materialise(
     group: torch.nn.Module, names: Mapping[int, str], dtype: torch.dtype, device: torch.device, seed: int
 ) -> None:
-    """Gives a group's parameters their values on the device, in fp32, rounded to ``dtype`` as in the other rows."""
+    """Give a group's parameters their values on the device, in fp32, rounded to ``dtype`` as in the other rows."""
     from torch.distributed.tensor import DTensor
 
     made: dict[int, torch.nn.Parameter] = {}  # tied parameters stay tied
@@ -362,7 +362,7 @@ class PassEngine(ReferenceEngine):
             super().backward(loss)
 
     def step(self) -> None:
-        """Ends a micro-batch; after the last of a step, frees the gradients."""
+        """End a micro-batch; after the last of a step, free the gradients."""
         if self._with_backward and self.at_accumulation_boundary:
             self.module.zero_grad(set_to_none=True)
         self._micro_steps += 1

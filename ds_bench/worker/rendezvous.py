@@ -21,7 +21,7 @@ _served: list[TCPStore] = []
 
 
 def connect_ranks(assignment: Assignment, accelerator: str) -> None:
-    """Makes the process group of all ranks. Raises whatever torch or DeepSpeed raises."""
+    """Make the process group of all ranks. Raises whatever torch or DeepSpeed raises."""
     limit = timedelta(seconds=assignment.collective_timeout_seconds or 3600.0)
     # DeepSpeed passes no timeout to new_group (comm/torch.py), and its data-parallel group is one (utils/groups.py):
     # torch would end every rank after its own default, 10 minutes with NCCL.

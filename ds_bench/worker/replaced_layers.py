@@ -35,7 +35,7 @@ ComputeLoss = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def install_loss(model: Any, name: LossName) -> None:
-    """Makes a causal language model of Transformers compute its loss in another way; ``model`` changes nothing.
+    """Make a causal language model of Transformers compute its loss in another way; ``model`` changes nothing.
 
     Raises TypeError or ValueError for a model whose loss would be another.
     """
@@ -59,7 +59,7 @@ def install_loss(model: Any, name: LossName) -> None:
 
 
 def _replace_head(model: Any, compute_loss: ComputeLoss) -> None:
-    """Makes the output layer return the loss in place of logits, and the model return what the output layer does.
+    """Make the output layer return the loss in place of logits, and the model return what the output layer does.
 
     The loss is computed inside the call of the output layer, because at stage 3 its weight is whole only there.
     """
@@ -138,7 +138,7 @@ def count_mlp_tiles(seq_length: int, hidden_size: int) -> int:
 
 
 def install_tiled_mlp(model: torch.nn.Module) -> None:
-    """Replaces the forward pass of every MLP of a Transformers model. Raises TypeError if the model has no MLP."""
+    """Replace the forward pass of every MLP of a Transformers model. Raises TypeError if the model has no MLP."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
     def forward_of_tile(block: Any, tile: torch.Tensor) -> Any:

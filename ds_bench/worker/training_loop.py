@@ -149,7 +149,7 @@ class Trainer:
         return finite_values(self._grad_norms)
 
     def time_steps(self, steps: int, measured: bool = False) -> list[float]:
-        """Takes ``steps`` steps. Returns the seconds of each. ``measured``: whether they are the measured window."""
+        """Take ``steps`` steps. Return the seconds of each. ``measured``: whether they are the measured window."""
         clock = StepClock(self.accelerator, synchronized=self.synchronized)
         clock.mark()
         before = time.perf_counter()
@@ -202,9 +202,9 @@ def warm_up(trainer: Trainer, steps: int, after: Iterable[tuple[int, Callable[[]
 
 
 def warm_up_compiled(trainer: Trainer, steps_done: int, min_steps: int) -> list[float]:
-    """Takes further warm-up steps of a compiled model, ``min_steps`` in all at least, until one compiles nothing.
+    """Take further warm-up steps of a compiled model, ``min_steps`` in all at least, until one compiles nothing.
 
-    All ranks take the same number, as they must. Returns the seconds of each; none for a model that runs uncompiled.
+    All ranks take the same number, as they must. Return the seconds of each; none for a model that runs uncompiled.
     """
     seconds = list[float]()
     while trainer.is_compiled and len(seconds) < max(_MAX_COMPILING_STEPS, min_steps - steps_done):
@@ -224,7 +224,7 @@ def compiled_graphs() -> int:
 
 
 def measure_window(trainer: Trainer, steps: int, barrier: Callable[[], None], samples: Samples) -> None:
-    """Fills ``samples`` from the measured window: synchronised before its first and after its last step, not between.
+    """Fill ``samples`` from the measured window, which is synchronized only before its first and after its last step.
 
     ``barrier`` makes all ranks start together.
     """
