@@ -337,6 +337,8 @@ class _Stage0To2(Rank):
         self._copy_ranges(members, stream)
         for each in members:
             if each in self.owned and self.offloads:
+                if self.number < self.micro_batches - 1:  # added up in host memory, and kept until backward ends
+                    continue
                 self.pulse(NORM_BYTES * self.owned[each], stream=stream)
                 self.pulse(self.settings.master_bytes * self.owned[each], stream=stream)
             elif each in self.owned and not self.own_gradients:
@@ -422,6 +424,12 @@ class _Stage3(Rank):
         self.groups = [sum(group) for group in stage_3.sub_groups(self.parts, settings.sub_group_elements)]
         self.order: list[int] = []
         """Parameters that are gathered, in the order of their uses in a pass."""
+        small = (number for number, each in enumerate(self.tensors) if each <= settings.persistence_elements)
+        self.persistent = dict.fromkeys(small if self.gathers else ())
+        """Parameters that stay gathered, once the order of uses is known (parameter_offload.py,
+        mark_persistent_parameters). Every step gathers them anew (zero/stage3.py, _post_step)."""
+        self.staying: dict[int, Block | None] = {}
+        """Those of them that are gathered, between passes."""
         self.is_traced = False
         """Whether a pass has ended: DeepSpeed knows the order of uses, and gathers ahead, from then on."""
 
@@ -452,10 +460,6 @@ class _Stage3(Rank):
             self.allocate(self.inputs.accumulated * sum(self.parts))
         for part in self.parts:  # gathered one by one (create_reduce_and_remove_grad_hooks)
             self.pulse(element * part * self.ranks, element * part if self.offloads_parameters else 0)
-        if self.gathers:
-            for each in self.tensors:
-                if each <= settings.persistence_elements:
-                    self.allocate(element * each, self.streams[0])
 
     # ------------------------------------------------------------------ gathering
 
@@ -466,8 +470,7 @@ class _Stage3(Rank):
         if not self.gathers:
             return
         if not self.order:
-            least = self.settings.persistence_elements
-            uses = [[each for each in event[1] if self.tensors[each] > least] for event in events if event[0] == ENTER]
+            uses = [[each for each in event[1] if each not in self.staying] for event in events if event[0] == ENTER]
             self.order = [each for use in uses for each in use]
             self.elements_before = [0, *accumulate(self.tensors[each] for each in self.order)]
             self.uses: dict[int, list[int]] = {}
@@ -475,7 +478,7 @@ class _Stage3(Rank):
                 self.uses.setdefault(each, []).append(place)
         self.place = self.queued = self.live_elements = 0
         self.fetched_for = dict.fromkeys(self.uses, -1)
-        self.gathered: dict[int, Block | None] = {}
+        self.gathered = dict(self.staying)
         """Parameter → its tensor; None while it is only in the buffer of its group."""
         self.group_of: dict[int, list[int]] = {}
         self.buffers: dict[int, Block] = {}
@@ -512,14 +515,15 @@ class _Stage3(Rank):
             return
         for each in parameters:
             block = self.gathered.get(each)
-            if block is None:
+            if block is None or each not in self.uses:
                 continue
             next_use = bisect_left(self.uses[each], self.place)
             used_soon = next_use < len(self.uses[each]) and (
                 self.elements_before[self.uses[each][next_use]] - self.elements_before[self.place]
                 < self.settings.max_reuse_elements
             )
-            if not self.is_traced or (self.fetched_for[each] < self.place and not used_soon):
+            is_kept = each in self.persistent or self.fetched_for[each] >= self.place or used_soon
+            if not (self.is_traced and is_kept):
                 self._release(each, block)
 
     def _gather(self, parameters: Sequence[int]) -> None:
@@ -607,13 +611,19 @@ class _Stage3(Rank):
         self.is_traced = True
         if self.gathers:
             self._wait([*self.group_of, *self.copies])
+            self.staying = {each: block for each, block in self.gathered.items() if each in self.persistent}
             for each, block in list(self.gathered.items()):
-                if block is not None:
+                if block is not None and each not in self.staying:
                     self._release(each, block)
 
     def update(self) -> None:
-        if self.offloads:
-            return
+        self.free(*self.staying.values())
+        if not self.offloads:
+            self._update()
+        self.staying = {each: self.allocate(self.element * self.parts[each] * self.ranks) for each in self.persistent}
+        self.order = []
+
+    def _update(self) -> None:
         for part in self.parts:
             self.pulse(NORM_BYTES * part)
         for group in self.groups:

@@ -33,6 +33,8 @@ LEAST_BYTES = 2**16
 BATCH, LENGTH, HIDDEN, VOCABULARY = 2, 128, 512, 4096
 HIDDEN_STATE, LOGITS = 2 * BATCH * LENGTH * HIDDEN, 2 * BATCH * LENGTH * VOCABULARY
 """Bytes of two activations in 16 bit."""
+_MOST_DELAYS = 3
+"""Allocations of a phase that may see a buffer that Gloo has not let go of."""
 CONFIG = {
     "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 1024, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 256, "use_cache": False,
@@ -51,7 +53,7 @@ SIZES = {
 }  # fmt: skip
 
 
-def make_trial(row: Configuration, grad_accum: int = 1, **changes: Any) -> Trial:
+def make_trial(row: Configuration, grad_accum: int = 1, *, torch_adam: bool = False, **changes: Any) -> Trial:
     work = workload(
         model="small", model_type="llama", model_config=CONFIG, batch_size=BATCH, seq_length=LENGTH,
         grad_accum=grad_accum,
@@ -60,7 +62,7 @@ def make_trial(row: Configuration, grad_accum: int = 1, **changes: Any) -> Trial
     sizes = {"zero_optimization": {**SIZES, **changes}} if row.stage else {}
     base = deepspeed_config.overlay(deepspeed_config.base_config(row, BATCH, grad_accum), sizes)
     config = deepspeed_config.complete_config(
-        base, work, on, torch_adam=False, largest_parameter=FACTS.largest_parameter
+        base, work, on, torch_adam=torch_adam, largest_parameter=FACTS.largest_parameter
     )
     row = replace(row, deepspeed_config=base)
     return Trial(trial_id=row.name, repeat=0, configuration=row, workload=work, placement=on, ds_config=config)
@@ -70,9 +72,20 @@ TRIALS = {
     "zero0": make_trial(zero(0)),
     "zero1, two micro-batches": make_trial(zero(1), grad_accum=2),
     "zero2": make_trial(zero(2)),
-    "zero2, overlapping": make_trial(zero(2), overlap_comm=True),
+    "zero2, overlapping, torch's Adam, two micro-batches": make_trial(
+        zero(2), grad_accum=2, torch_adam=True, overlap_comm=True
+    ),
     "zero2, CPU optimizer": make_trial(offload("cpu_optimizer", 2)),
+    "zero2, CPU optimizer, two micro-batches": make_trial(offload("cpu_optimizer", 2), grad_accum=2),
     "zero3": make_trial(zero(3)),
+    "zero3, two micro-batches": make_trial(zero(3), grad_accum=2),
+    # Attention stays gathered; without prefetching, only a use that is near keeps another tensor.
+    "zero3, CPU optimizer, two micro-batches, no prefetch": make_trial(
+        offload("cpu_optimizer"),
+        grad_accum=2,
+        stage3_prefetch_bucket_size=0,
+        stage3_param_persistence_threshold=300_000,
+    ),
     "zero3, CPU optimizer and parameters": make_trial(offload("cpu_full")),
 }
 
@@ -90,6 +103,8 @@ class Allocation:
 class Phase:
     name: str
     allocations: list[Allocation] = field(default_factory=list)
+    releases: list[int] = field(default_factory=list)
+    """How many allocations there were before each time that the whole cache was released."""
 
     @property
     def peak(self) -> int:
@@ -101,7 +116,9 @@ def phases_of(events: Sequence[Sequence[Any]]) -> list[Phase]:
     live: dict[int, int] = {}
     found: list[Phase] = []
     for event in events:
-        if isinstance(event[0], str):
+        if not event:
+            found[-1].releases.append(len(found[-1].allocations))
+        elif isinstance(event[0], str):
             name = {"build": "initialize"}.get(event[0], event[0])
             if not found or found[-1].name != name:
                 found.append(Phase(name))
@@ -155,6 +172,10 @@ def replayed(trial: Trial, trace: dict[str, Any], monkeypatch: pytest.MonkeyPatc
             log.append((id(block),))
             super().free(block, is_pending=is_pending)
 
+        def empty_cache(self) -> None:
+            log.append(())
+            super().empty_cache()
+
     def begin_and_note(rank: allocation_replay.Rank, phase: Any) -> None:
         begin(rank, phase)
         log.append((phase,))
@@ -174,31 +195,29 @@ def replayed(trial: Trial, trace: dict[str, Any], monkeypatch: pytest.MonkeyPatc
 def test_deepspeed_allocates_what_the_replay_says(
     name: str, trained: dict[str, list[Phase]], trace: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every allocation: bytes, phase, whether on the default stream, and their order. There are two artefacts.
+    """Every allocation: bytes, phase, whether on the default stream, their order, and what is live then.
 
-    In backward the trace's hooks on modules keep the gradients of a module's output until it ends, at most two hidden
-    states more than engines without these hooks, and free the logits' gradient later; torch's own operators are in
-    another order than DeepSpeed's linear layers of stage 3. So in backward the model's allocations are compared without
-    their order. Gloo's threads may keep what was sent for a moment after a collective: at most a bucket.
+    There are three artefacts. In backward the trace's hooks on modules keep the gradients of a module's output until it
+    ends, and free the logits' gradient later. Torch's own operators are in another order than DeepSpeed's linear layers
+    of stage 3, so in backward the model's allocations are compared without their order. And Gloo's threads may keep
+    what was sent, a bucket or a larger gradient, for a moment after a collective: an allocation or two then see more.
     """
     expected, of_model = replayed(TRIALS[name], trace, monkeypatch)
-    held = 2 * SIZES["reduce_bucket_size"] if TRIALS[name].configuration.stage else 0
+    held = 2 * max(SIZES["reduce_bucket_size"], FACTS.largest_parameter) if TRIALS[name].configuration.stage else 0
     assert [phase.name for phase in trained[name]] == [phase.name for phase in expected]
     for number, (real, said) in enumerate(zip(trained[name], expected, strict=True)):
-        where = f"{number} {real.name}"
-        if real.name != "backward":
-            assert _sizes(real.allocations) == _sizes(said.allocations), where
-            assert abs(real.peak - said.peak) <= held, where
-            continue
-        assert sorted(_sizes(real.allocations)) == sorted(_sizes(said.allocations)), where
-        assert abs(real.peak - said.peak) <= held + 2 * HIDDEN_STATE, where
-        own = [
-            [each for each in phase.allocations if each.is_beside or each.size not in of_model]
-            for phase in (real, said)
-        ]
-        assert _sizes(own[0]) == _sizes(own[1]), where
-        for one, other in zip(*own, strict=True):
-            assert abs(one.live - other.live) <= held + LOGITS + 2 * HIDDEN_STATE, (where, one, other)
+        where, kept = f"{number} {real.name}", 0
+        assert real.releases == said.releases, where
+        compared = [real.allocations, said.allocations]
+        if real.name == "backward":
+            assert sorted(_sizes(real.allocations)) == sorted(_sizes(said.allocations)), where
+            assert -LOGITS <= real.peak - said.peak <= held, where
+            compared = [[each for each in both if each.is_beside or each.size not in of_model] for both in compared]
+            kept = LOGITS
+        assert _sizes(compared[0]) == _sizes(compared[1]), where
+        more = [one.live - other.live for one, other in zip(*compared, strict=True)]
+        assert not more or -kept <= min(more) <= max(more) <= held, (where, more)
+        assert sum(each > 0 for each in more) <= _MOST_DELAYS, (where, more)
 
 
 def _sizes(allocations: Sequence[Allocation]) -> list[tuple[int, bool]]:

@@ -181,7 +181,7 @@ def _memory() -> dict[str, Any]:
         "reset_peak_memory_stats": _calling(CARD.reset_peaks),
         "memory_summary": lambda *_, **__: f"{CARD.allocator.allocated_bytes} bytes allocated",
         "set_per_process_memory_fraction": limit,
-        "empty_cache": lambda: CARD.allocator.empty_cache(),
+        "empty_cache": CARD.empty_cache,
     }
 
 

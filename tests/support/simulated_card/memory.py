@@ -31,8 +31,8 @@ class CardMemory:
         self.stream = self.operations = 0
         """The stream that memory is allocated for now, 0 for the default one, and how many operations there were."""
         self.events: list[tuple[Any, ...]] | None = None
-        """A program that wants them sets a list: ``(block, bytes, stream)`` of each allocation and ``(block,)`` of each
-        free. A number of a block may be used again when it is free."""
+        """A program that wants them sets a list: ``(block, bytes, stream)`` of each allocation, ``(block,)`` of each
+        free, and ``()`` when the cache is released. A number of a block may be used again when it is free."""
         self.live: dict[int, tuple[Block | None, int, weakref.ref[Any]]] = {}
         """Address of each storage on the card → its block, its bytes, and what notices its end."""
         self.pinned: dict[int, weakref.ref[Any]] = {}
@@ -93,6 +93,12 @@ class CardMemory:
                 if self.events is not None:
                     self.events.append((id(block),))
                 self.allocator.free(block)
+        self._publish()
+
+    def empty_cache(self) -> None:
+        if self.events is not None:
+            self.events.append(())
+        self.allocator.empty_cache()
         self._publish()
 
     def check_room(self, size: int) -> None:
