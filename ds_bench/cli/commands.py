@@ -196,7 +196,7 @@ COMMANDS: Mapping[str, Command] = {
             "--max-batch": {**_ON, "help": "also show the largest micro-batch of each strategy"},
             "--quick": {**_ON, "help": "judge rows near the card's memory by a rule, without replaying allocations"},
             "--exact": {**_ON, "help": "replay the allocations of every row (seconds)"},
-            "--export": {**_FOLDER, "help": "write the configuration of every row that fits to this folder"},
+            "--export": {**_FOLDER, "help": "write the configuration of each row that fits or is tight to this folder"},
             "--online": {**_ON, "help": "also ask the Hub for names without an organization"},
             "--trust-remote-code": flag_of("trust_remote_code"),
             "--verbose": {**_ON, "help": "also print memory by category, and assumptions"},

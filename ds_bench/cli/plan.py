@@ -166,9 +166,9 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
     if options.export is not None:
         written = exported_configuration.write_planned_rows(rows, options.export)
         lines.append(
-            f"wrote the configurations of the rows that fit to {options.export}: {', '.join(written)}"
+            f"wrote the configurations of the rows that fit or are tight to {options.export}: {', '.join(written)}"
             if written
-            else f"nothing was written to {options.export}: no row fits with room to spare"
+            else f"nothing was written to {options.export}: no row fits"
         )
     return predicted, lines
 

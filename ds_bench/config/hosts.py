@@ -40,7 +40,8 @@ def read_hostfile(path: Path) -> dict[str, int]:
         words = line.partition("#")[0].split()
         if not words:
             continue
-        name, (key, _, slots) = words[0], (words[1] if len(words) == 2 else "").partition("=")
+        # DeepSpeed ignores what follows the slots, such as Open MPI's max_slots.
+        name, (key, _, slots) = words[0], (words[1] if len(words) > 1 else "").partition("=")
         if not _HOST.fullmatch(name) or key != "slots" or not _SLOTS.fullmatch(slots) or name in hosts:
             raise UsageError(
                 f"hostfile {path}, line {number}: {line.strip()[:80]!r}",

@@ -463,7 +463,8 @@ def _buffer_findings(case: Case) -> Iterator[Finding]:
     if stage != 3:
         return
     path, live = f"{ZERO}stage3_max_live_parameters", elements("stage3_max_live_parameters")
-    if live >= model.parameters:
+    # One rank has nothing to gather, unless the parameters are offloaded.
+    if live >= model.parameters and (case.num_gpus != 1 or case.offload("param")):
         reason = (
             f"stage3_max_live_parameters {format_count(live)} lets all {parameters} parameters of {model.name} stay "
             "gathered on every GPU, and stage 3 then saves little"

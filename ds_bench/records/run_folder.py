@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -243,8 +243,16 @@ def _cell(value: Any) -> Any:
 
 
 def latest_run(output_dir: Path = Path("results")) -> Path:
-    """Return the folder of the run that was written last. Raises UsageError if there is none."""
-    runs = [(file.stat().st_mtime, file.parent) for file in (output_dir / "runs").glob(f"*/{RECORDS_FILE}")]
+    """Return the folder of the run whose last trial began latest. Raises UsageError if there is none.
+
+    The times are in the records. Those of the files decide only if no trial was launched: copying changes them.
+    """
+    runs = []
+    for file in (output_dir / "runs").glob(f"*/{RECORDS_FILE}"):
+        written = file.stat().st_mtime
+        _, known, last = file.read_bytes().rpartition(b'"started_at": "')
+        began = last.partition(b'"')[0].decode() if known else datetime.fromtimestamp(written, UTC).isoformat()
+        runs.append((began, written, file.parent))
     if not runs:
         raise UsageError(f"no run in {output_dir / 'runs'}", remedy="give a run folder, or measure something first")
-    return max(runs)[1]
+    return max(runs)[-1]

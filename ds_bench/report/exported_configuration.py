@@ -33,7 +33,7 @@ from ..config.options import Options
 from ..config.spec import BATCH_KEYS, OFFLOAD_BLOCKS, Configuration, Placement, Trial, block_of, offload_device
 from ..errors import UsageError
 from ..launch.script_ranks import script_words
-from ..prediction.gpu_need import FITS
+from ..prediction.gpu_need import FITS, TIGHT
 from ..records.json_files import write_json
 from ..records.schema import Outcome, TrialRecord
 from ..system.environment import Environment
@@ -99,17 +99,20 @@ def write_exports(
 
 
 def write_planned_rows(rows: Sequence[PlanRow], folder: Path) -> list[str]:
-    """Write the files of every planned row that fits with room to spare, each below ``folder``. Return their folders.
+    """Write the files of every planned row that fits or is tight, each below ``folder``. Return their folders.
 
     Raises UsageError for a folder that cannot be written.
     """
     written = []
     for row in rows:
-        if row.verdict != FITS or row.configuration.is_reference:
+        if row.verdict not in (FITS, TIGHT) or row.configuration.is_reference:
             continue
         trial, placement = row.trial, row.trial.placement
         nodes = -(-placement.num_gpus // (trial.ranks_per_node or placement.num_gpus))
         doubt = "Planned, not run: it is predicted to fit."
+        if row.verdict == TIGHT:
+            risk = "retry allocations or run out" if "gpu" in row.decisive_tiers else "fill the host's memory"
+            doubt = f"Planned, not run: it is predicted to be tight, and may {risk}."
         if trial.configuration.uses_nvme:
             doubt += f" {placement.nvme_path} stands for your NVMe folder."
         if nodes > 1:

@@ -52,8 +52,12 @@ def write_tensorboard(runs: TrackedRuns) -> str:
     """Write the runs below ``tensorboard/``, replacing earlier copies. Return a line that says how to look at them."""
     from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
+    folders: set[Path] = set()
     for (group, name), (run, steps) in runs.items():
         folder = TENSORBOARD_FOLDER / _plain(group) / _plain(name)
+        while folder in folders:  # "a b" and "a-b"
+            folder = folder.with_name(f"{folder.name}+")
+        folders.add(folder)
         # Only files of this package: others may write to this folder too.
         for old in folder.glob("events.out.tfevents.*.ds_bench"):
             old.unlink()

@@ -215,7 +215,7 @@ class TokenReader:
 
     A sequence is ``seq_length`` consecutive ids; labels are the same ids, which the model shifts. The seed decides the
     order of the sequences, which jumps through the whole file like a shuffled data set: each comes once before any is
-    repeated, every rank has its own, and all rows of a comparison have the same.
+    repeated, every rank has its own, and all rows of a comparison have the same. Every pass has the same order.
     """
 
     def __init__(

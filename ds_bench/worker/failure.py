@@ -35,8 +35,9 @@ _CAUSES = tuple(
         ("host_oom", r"node running low on memory|GB \([\d.]+%?\).{0,30}(?:exceeds the memory|OOM)"),  # Ray
         (
             "device_oom",
-            r"CUDA out of memory|HIP out of memory|CUDA (?:driver )?error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
-            r"CUDNN_STATUS_(?:\w+_DEVICE_ALLOCATION|ALLOC)_FAILED|cudaErrorMemoryAllocation|"
+            r"CUDA out of memory|HIP out of memory|CUDA (?:driver )?error: out of memory|"
+            r"CU(?:FFT|(?:BLAS|DNN|SOLVER|SPARSE)_STATUS)_ALLOC_FAILED|CUDNN_STATUS_\w+_DEVICE_ALLOCATION_FAILED|"
+            r"cudaErrorMemoryAllocation|"
             r"cudaMalloc failed: out of memory|Triton Error \[CUDA\]: out of memory|Failed to CUDA (?:calloc|malloc)|"
             r"NCCL.*(?:Cuda failure 2\b|out of memory)",
         ),

@@ -282,17 +282,19 @@ def test_expandable_segments_reserve_less(capsys: pytest.CaptureFixture[str]) ->
     assert reserved["zero2+allocator=expandable_segments"] < 0.95 * reserved["zero2+allocator=default"]
 
 
-def test_every_row_that_fits_is_exported(
+def test_every_row_that_fits_is_exported_and_a_tight_one_says_so(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = ["plan", "--model", "gpt2-xl", "--num-gpus", "16", "--gpu", "24GB", "--batch-size", "1"]
+    asked = ["plan", "--model", "gpt2-xl", "--num-gpus", "16", "--gpu", "10GB", "--batch-size", "1"]
     asked += ["--strategies", "zero0", "zero3", "nvme", "fsdp2", "--export", str(tmp_path / "out")]
     found = rows(capsys, *asked, "--axis", "overlap_comm=false")
-    fitting = [name for name, row in found.items() if row["verdict"] == "fits" and name != "fsdp2"]
-    assert (len(fitting), len(found)) == (2, 4)
+    verdicts = {name.replace("+", "_").replace("=", "_"): row["verdict"] for name, row in found.items()}
+    assert verdicts.pop("fsdp2") == "fits"
+    assert sorted(verdicts.values()) == ["does not fit", "fits", "tight"]
     folders = {folder.name.removeprefix("ds_config_"): folder for folder in (tmp_path / "out").iterdir()}
-    assert folders.keys() == {name.replace("+", "_").replace("=", "_") for name in fitting}
-    for folder in folders.values():
+    assert folders.keys() == {name for name, verdict in verdicts.items() if verdict != "does not fit"}
+    for name, folder in folders.items():
+        assert ("tight" in (folder / "README.md").read_text()) == (verdicts[name] == "tight")
         names = {"ds_config.json", "ds_config_trainer.json", "ds_config_accelerate.json", "accelerate.yaml"}
         assert {file.name for file in folder.iterdir()} == {*names, "README.md"}
         config = json.loads((folder / "ds_config.json").read_text())

@@ -158,6 +158,8 @@ def test_buffers_are_compared_with_the_model() -> None:
     assert check(zero(3, reduce_bucket_size=10**6, stage3_max_live_parameters=10**6), model=GPT2) == []
     assert names(zero(2), model=GPT2) == {"bucket-larger-than-model"}
     assert check(zero(0), model=GPT2) == []
+    alone = names(zero(3), model=GPT2, num_gpus=1), names(zero(3, offload_param=CPU), model=GPT2, num_gpus=1)
+    assert ["model-stays-gathered" in each for each in alone] == [False, True]
     buffer = zero(3, offload_param={**NVME, "max_in_cpu": 0, "buffer_size": 10**7})
     assert "swap-buffer-too-small" in names(buffer, model=GPT2, num_gpus=2)
     assert "swap-buffer-too-small" not in names(buffer, model=GPT2, num_gpus=4)

@@ -26,7 +26,7 @@ from ds_bench.analysis.row import make_run
 from ds_bench.errors import PreflightError, UsageError
 from ds_bench.records import json_files, run_folder
 from ds_bench.records.reader import RunInfo
-from ds_bench.records.run_folder import RunFolder, csv_text
+from ds_bench.records.run_folder import RunFolder, csv_text, latest_run
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
 
@@ -317,3 +317,14 @@ def test_a_folder_that_cannot_be_locked_is_written_all_the_same_with_a_note(
     with run.locked() as note:
         assert note is not None
         assert os.strerror(errno.ENOLCK) in note
+
+
+def test_the_latest_run_is_found_by_its_trials_after_copying_and_after_a_resume(tmp_path: Path) -> None:
+    def trial_of(day: int) -> TrialRecord:
+        return replace(fakes.success(), started_at=f"2026-11-{day:02d}T09:30:00+00:00")
+
+    earlier, later = (fakes.write_run(tmp_path, [trial_of(day)]) for day in (1, 2))
+    os.utime(later.folder / "records.jsonl", (1e9, 1e9))
+    assert latest_run(tmp_path) == later.folder
+    earlier.append(trial_of(3))
+    assert latest_run(tmp_path) == earlier.folder

@@ -74,3 +74,15 @@ def test_a_trial_of_two_results_is_written_once_and_with_its_steps(run: Path) ->
         found = tracked_runs([load_results.load(path) for path in paths])
         assert [*found] == [(run.name, f"00_zero{stage}") for stage in (0, 1, 2)]
         assert found[run.name, "00_zero0"][1]
+
+
+def test_trials_whose_names_differ_only_in_other_characters_have_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard")
+    monkeypatch.chdir(tmp_path)
+    trials = [fakes.trial(fakes.zero(1), trial_id=name) for name in ("00_a b", "00_a-b")]
+    run = fakes.write_run(tmp_path / "out", [*map(fakes.success, trials)]).folder
+    for _ in range(2):
+        assert commands.main(["report", str(run), "--to", "tensorboard"]) == 0
+    assert [len([*folder.iterdir()]) for folder in (tmp_path / "tensorboard" / run.name).iterdir()] == [1, 1]
