@@ -19,7 +19,7 @@ from ..config.identity import differences, facts
 from ..config.spec import Configuration
 from ..prediction.predicted_memory import UNCOUNTED, Saving
 from ..prediction.trial_predictions import stored_prediction
-from ..records.schema import MEMORY_PHASES, RankMeasurement, Tier, measured_values
+from ..records.schema import MEMORY_PHASES, Tier, measured_values
 from ..system import environment
 from ..units import BYTES_PER_GB
 from .comparability import incomparable_facts
@@ -335,20 +335,20 @@ def explain(a: ComparisonRow, b: ComparisonRow) -> RowDifference:
 # ------------------------------------------------------------------ memory
 
 
-def ledger_of_tier(ranks: Sequence[RankMeasurement], tier: str, moment: Moment = "peak") -> Counter[str]:
-    """Return the bytes by category of the fullest GPU or, for memory that ranks share, of the fullest node."""
-    totals: dict[str | int, Counter[str]] = {}
-    for rank in ranks:
-        ledger = rank.ledger if moment == "peak" else rank.ledger_after_step
-        totals.setdefault(rank.rank if tier == "gpu" else rank.hostname, Counter()).update(ledger.get(tier, {}))
-    return max(totals.values(), key=Counter.total)
-
-
 def ledger_of_row(row: ComparisonRow, tier: str, moment: Moment = "peak") -> Counter[str] | None:
-    """Return the ledger of the run with the most bytes; None if no run counted tensors."""
+    """Return the bytes by category of the fullest GPU or, for memory that ranks share, of the fullest node in any run.
+
+    None if no run counted tensors.
+    """
     attribute = "ledger" if moment == "peak" else "ledger_after_step"
-    counted = [run.ranks for run in row.successes if any(getattr(rank, attribute) for rank in run.ranks)]
-    return max((ledger_of_tier(ranks, tier, moment) for ranks in counted), key=Counter.total, default=None)
+    ledgers: list[Counter[str]] = []
+    for ranks in (run.ranks for run in row.successes if any(getattr(rank, attribute) for rank in run.ranks)):
+        totals: dict[str | int, Counter[str]] = {}
+        for rank in ranks:
+            holder = rank.rank if tier == "gpu" else rank.hostname
+            totals.setdefault(holder, Counter()).update(getattr(rank, attribute).get(tier, {}))
+        ledgers += totals.values()
+    return max(ledgers, key=Counter.total, default=None)
 
 
 def _memory_differences(a: ComparisonRow, b: ComparisonRow) -> Iterator[TierDifference]:

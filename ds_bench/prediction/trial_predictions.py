@@ -269,7 +269,7 @@ class ChangePredictor:
         return replace(trial, prediction={**trial.prediction, **self._changes[key]})
 
 
-def predict_changes(trial: Trial, profile: ModelProfile, hidden_size: int | None = None) -> dict[str, Any]:
+def predict_changes(trial: Trial, profile: ModelProfile, hidden_size: int | None) -> dict[str, Any]:
     """Return, as JSON, the memory of other configurations of the workload and what changes to this one would save.
 
     ``hidden_size``: the model's, which sizes small buffers; None if unknown.

@@ -173,7 +173,7 @@ def render_markdown(report: ComparisonReport) -> str:
 # ------------------------------------------------------------------ the short answer
 
 
-def report_lines(report: ComparisonReport, width: int, unicode: bool = True) -> list[Line]:
+def report_lines(report: ComparisonReport, width: int, unicode: bool) -> list[Line]:
     """Return the answer, the table and notes. ``unicode``: False for ASCII only.
 
     No line is wider than ``width``, except commands, paths and single words that are wider.

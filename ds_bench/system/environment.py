@@ -350,7 +350,7 @@ def recorded_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: REDACTED if looks_secret(name, environ[name]) else value for name, value in values.items()}
 
 
-def cpu_model(root: Path = ROOT) -> str | None:
+def cpu_model(root: Path) -> str | None:
     """Return the processor's ``model name``; on ARM, which has none, the numbers of implementer and part."""
     lines = (line.partition(":") for line in (read_text(root / "proc/cpuinfo") or "").splitlines())
     facts = {name.strip(): value.strip() for name, _, value in lines}
