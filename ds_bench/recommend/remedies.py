@@ -254,16 +254,18 @@ class FailedSetup:
     def limits_known(self) -> bool:
         return bool(self.gpu_limit_bytes or self.host_limit_bytes)
 
+    def fits(self, change: Alternative, *, tightly: bool = False) -> bool:
+        """Whether a change is predicted to fit with room to spare; ``tightly``: or without."""
+        gpu_bytes = change.gpu_bytes if tightly else change.gpu_reserved_bytes
+        host_bytes = change.host_bytes / (1 if tightly else TIGHT_FRACTION)
+        pairs = ((gpu_bytes, self.gpu_limit_bytes), (host_bytes, self.host_limit_bytes))
+        return self.limits_known and all(limit is None or size <= limit for size, limit in pairs)
+
     def smallest_fit(self) -> Alternative | None:
         """Return the least intrusive change predicted to fit, preferably with room to spare; None without any."""
-        for roomy in (True, False):
-            for each in self.alternatives:
-                gpu_bytes = each.gpu_reserved_bytes if roomy else each.gpu_bytes
-                host_bytes = each.host_bytes / (TIGHT_FRACTION if roomy else 1)
-                pairs = ((gpu_bytes, self.gpu_limit_bytes), (host_bytes, self.host_limit_bytes))
-                if self.limits_known and all(limit is None or size <= limit for size, limit in pairs):
-                    return each
-        return None
+        roomy = (each for each in self.alternatives if self.fits(each))
+        tight = (each for each in self.alternatives if self.fits(each, tightly=True))
+        return next(roomy, None) or next(tight, None)
 
 
 def setup_of(row: ComparisonRow, comparison: Comparison) -> FailedSetup | None:
@@ -357,9 +359,12 @@ def smallest_change(comparison: Comparison) -> Fact | None:
     setups = list(islice(pairs, _MAX_ROWS))
     changes = [(fit, row, setup) for row, setup in setups if (fit := setup.smallest_fit()) is not None]
     if changes:
-        change, row, setup = min(changes, key=lambda entry: (len(entry[0].settings), entry[0].rank))
+        change, row, setup = min(
+            changes, key=lambda entry: (not entry[2].fits(entry[0]), len(entry[0].settings), entry[0].rank)
+        )
         values = {"change": _change_fact(change, setup), "row": row.label}
-        return Fact("smallest_change", values, _settings_of_change(change, row, comparison))
+        kind = "smallest_change" if setup.fits(change) else "smallest_tight_change"
+        return Fact(kind, values, _settings_of_change(change, row, comparison))
     known = [setup for _, setup in setups if setup.prediction.alternatives]
     short = any(short_of_memory(row) for row in comparison.rows)
     return suggestion(known[0] if known else None) if known or short else None

@@ -94,6 +94,7 @@ TEMPLATES: Mapping[str, str] = {
     "change": "{what} (predicted {sizes})",
     "change_that_trained": "{what} (predicted {sizes}; it trained here)",
     "smallest_change": "smallest change predicted to fit: {change}, starting from {row}",
+    "smallest_tight_change": "smallest change that may fit, but tightly: {change}, starting from {row}",
     "try_change": "try {change}",
     "not_enough": "no change is predicted to be enough, the most is {change}; try it with {resorts}",
     "try_resorts": "try {resorts}",

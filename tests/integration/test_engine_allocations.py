@@ -31,8 +31,8 @@ from tests.support.simulated_card import CardPlan, write_plans
 
 LEAST_BYTES = 2**16
 BATCH, LENGTH, HIDDEN, VOCABULARY = 2, 128, 512, 4096
-HIDDEN_STATE, LOGITS = 2 * BATCH * LENGTH * HIDDEN, 2 * BATCH * LENGTH * VOCABULARY
-"""Bytes of two activations in 16 bit."""
+LOGITS = 2 * BATCH * LENGTH * VOCABULARY
+"""Bytes of the logits in 16 bit."""
 _MOST_DELAYS = 3
 """Allocations of a phase that may see a buffer that Gloo has not let go of."""
 CONFIG = {

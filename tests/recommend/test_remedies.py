@@ -201,6 +201,7 @@ def test_change_with_room_to_spare_is_preferred_to_a_tight_one() -> None:
     for alternatives, expected in (((tight, roomy), roomy), ((large, tight), tight), ((large,), None)):
         changed = replace(case, alternatives=alternatives, gpu_limit_bytes=100, host_limit_bytes=None)
         assert changed.smallest_fit() == expected
+        assert expected is None or changed.fits(expected) == (expected is roomy)
 
 
 @pytest.mark.parametrize("cards", [1, 4])
