@@ -35,9 +35,8 @@ def unknown_to_replay(inputs: MemoryInputs) -> str | None:
     """Name the part of these settings that the replay does not know; such rows are judged by the rule. None if none."""
     settings, profile, on_deepspeed = inputs.settings, inputs.profile, inputs.engine == "deepspeed"
     reasons = {
-        "frozen parameters": bool(profile.frozen),
-        "layers of several kinds": profile.layers < 2 or not profile.layer,
-        "DDP": inputs.engine == "ddp",
+        "frozen parameters in FSDP2": bool(profile.frozen) and inputs.engine == "fsdp2",
+        "layers of several kinds": profile.layers < 2 or not (profile.layer or profile.frozen),
         "accumulation in FSDP2": inputs.engine == "fsdp2" and inputs.grad_accum > 1,
         "passes without an optimizer": inputs.pass_type != "train",
         "gradients in another number format": on_deepspeed
@@ -82,8 +81,9 @@ def replay(
     ``rank_type``: an engine other than the one in ``inputs``.
     """
     allocator = CachingAllocator(capacity_bytes, expandable_segments=expandable_segments)
-    kind = rank_type or (Fsdp2 if inputs.engine == "fsdp2" else _Stage3 if inputs.settings.stage == 3 else _Stage0To2)
-    rank = kind(inputs, allocator)
+    of_deepspeed = _Stage3 if inputs.settings.stage == 3 else _Stage0To2
+    kinds: dict[str, type[Rank]] = {"deepspeed": of_deepspeed, "fsdp2": Fsdp2, "ddp": _Ddp}
+    rank = (rank_type or kinds[inputs.engine])(inputs, allocator)
     ran_out = False
     try:
         rank.initialize(zero_init=zero_init)
@@ -144,7 +144,11 @@ class Rank:
 
     def __init__(self, inputs: MemoryInputs, allocator: CachingAllocator) -> None:
         self.inputs, self.settings, self.allocator = inputs, inputs.settings, allocator
-        self.tensors, self.ranks, self.element = inputs.profile.tensors, inputs.data_parallel_size, inputs.element
+        self.ranks, self.element = inputs.data_parallel_size, inputs.element
+        self.tensors, self.trained = inputs.profile.all_tensors, inputs.profile.trained_numbers
+        last = set(self.trained) if inputs.profile.has_adapters else set()
+        self.in_order = sorted(range(len(self.tensors)), key=last.__contains__)
+        """Tensors in the order in which they are built: adapters last."""
         self.phase: DecidingPhase = "initialize"
         self.micro_batches = min(2, inputs.grad_accum)
         self.peaks: dict[DecidingPhase, int] = {}
@@ -237,6 +241,10 @@ class _Stage0To2(Rank):
     def __init__(self, inputs: MemoryInputs, allocator: CachingAllocator) -> None:
         super().__init__(inputs, allocator)
         self.stage, self.kept = inputs.settings.stage, dict[int, Block | None]()
+        self.built = self.tensors
+        self.tensors = inputs.profile.tensors
+        """Of those that are trained; DeepSpeed leaves the others as they are."""
+        self.numbers = {each: number for number, each in enumerate(self.trained)}
         self.flat = flat_elements(inputs.profile.parameters, self.ranks) if self.stage else inputs.profile.parameters
         self.part = self.flat // self.ranks if self.stage else self.flat
         self.offloads = self.settings.offload_optimizer is not None and self.stage > 0
@@ -260,7 +268,8 @@ class _Stage0To2(Rank):
         self.reduced_gradients: list[Block] = []
 
     def initialize(self, *, zero_init: bool) -> None:  # noqa: ARG002
-        separate = [self.allocate(self.element * each) for each in self.tensors]
+        built = {each: self.allocate(self.element * self.built[each]) for each in self.in_order}
+        separate = [built[each] for each in self.trained]
         if self.is_wrapped:
             self._wrap(separate)
         if self.stage == 0:
@@ -309,6 +318,7 @@ class _Stage0To2(Rank):
         self.has_moments = True
 
     def take_gradient(self, parameter: int, storage: int) -> None:
+        parameter = self.numbers[parameter]
         if self.stage and not self.buckets:
             size = stages_0_to_2.bucket_bytes(self.inputs)
             count = 2 if self.settings.overlap_comm else 1
@@ -421,7 +431,9 @@ class _Stage3(Rank):
         self.offloads_parameters = settings.offload_param is not None
         self.streams = (_GATHER, _REDUCE) if settings.overlap_comm else (_COMPUTE, _COMPUTE)
         self.gathers = self.ranks > 1 or self.offloads_parameters
-        self.groups = [sum(group) for group in stage_3.sub_groups(self.parts, settings.sub_group_elements)]
+        self.build_places = {each: place for place, each in enumerate(self.in_order)}
+        self.trained_parts = [self.parts[each] for each in self.trained]
+        self.groups = [sum(group) for group in stage_3.sub_groups(self.trained_parts, settings.sub_group_elements)]
         self.order: list[int] = []
         """Parameters that are gathered, in the order of their uses in a pass."""
         small = (number for number, each in enumerate(self.tensors) if each <= settings.persistence_elements)
@@ -435,17 +447,16 @@ class _Stage3(Rank):
 
     def initialize(self, *, zero_init: bool) -> None:
         settings, element = self.settings, self.element
-        whole = [] if zero_init else [self.allocate(element * each) for each in self.tensors]
-        parts = []
-        for number, each in enumerate(self.tensors):
-            built = self.allocate(element * each) if zero_init else whole[number]
-            if not self.offloads_parameters:
-                parts.append(self.allocate(element * self.parts[number]))
-            self.free(built)
+        every = range(len(self.tensors))
+        # zero.Init splits each tensor as it is built; adapters are added outside of it.
+        later = every if not zero_init else self.trained if self.inputs.profile.has_adapters else ()
+        parts = {each: self._split(each, None) for each in every if each not in later}
+        whole = [self.allocate(element * self.tensors[each]) for each in later]
+        parts |= {each: self._split(each, block) for each, block in zip(later, whole, strict=True)}
         if not self.offloads_parameters:  # zero/utils.py, defragment: through host memory
-            self.free(*parts)
+            self.free(*[parts[each] for each in self.trained])
             self.allocator.empty_cache()
-            self.allocate(element * sum(self.parts))
+            self.allocate(element * sum(self.trained_parts))
         if not self.offloads:
             # Converted first and then cloned; the converted one stays until the next exists (_create_fp32_partitions).
             converted: Block | None = None
@@ -457,9 +468,16 @@ class _Stage3(Rank):
             self.pulse(settings.master_bytes * max(self.groups))
         self.allocate(self.inputs.bucket_bytes * settings.reduce_bucket_elements)
         if not self.offloads:
-            self.allocate(self.inputs.accumulated * sum(self.parts))
-        for part in self.parts:  # gathered one by one (create_reduce_and_remove_grad_hooks)
+            self.allocate(self.inputs.accumulated * sum(self.trained_parts))
+        for part in self.trained_parts:  # gathered one by one (create_reduce_and_remove_grad_hooks)
             self.pulse(element * part * self.ranks, element * part if self.offloads_parameters else 0)
+
+    def _split(self, number: int, whole: Block | None) -> Block | None:
+        """Split a tensor, which is built first if there is no block of it; return the rank's part on the GPU."""
+        whole = whole or self.allocate(self.element * self.tensors[number])
+        part = None if self.offloads_parameters else self.allocate(self.element * self.parts[number])
+        self.free(whole)
+        return part
 
     # ------------------------------------------------------------------ gathering
 
@@ -470,14 +488,17 @@ class _Stage3(Rank):
         if not self.gathers:
             return
         if not self.order:
-            uses = [[each for each in event[1] if each not in self.staying] for event in events if event[0] == ENTER]
-            self.order = [each for use in uses for each in use]
+            used = [max(each, ~each) for event in events if event[0] == ENTER for each in event[1]]
+            self.order = [each for each in used if each not in self.staying]
+            self.read = {~each for event in events if event[0] == ENTER for each in event[1] if each < 0}
             self.elements_before = [0, *accumulate(self.tensors[each] for each in self.order)]
             self.uses: dict[int, list[int]] = {}
             for place, each in enumerate(self.order):
                 self.uses.setdefault(each, []).append(place)
         self.place = self.queued = self.live_elements = 0
         self.fetched_for = dict.fromkeys(self.uses, -1)
+        self.active: dict[int, set[tuple[int, ...]]] = {each: set() for each in self.uses}
+        """Parameter → modules that use it now."""
         self.gathered = dict(self.staying)
         """Parameter → its tensor; None while it is only in the buffer of its group."""
         self.group_of: dict[int, list[int]] = {}
@@ -488,9 +509,13 @@ class _Stage3(Rank):
     def enter(self, parameters: tuple[int, ...]) -> None:
         if not self.gathers:
             return
-        own = [each for each in parameters if each in self.uses]
-        self._gather([each for each in own if each not in self.gathered])
+        own, is_known = self._used(parameters), self.is_traced or self.phase == "backward"
+        missing = [each for each in own if each not in self.gathered]
+        # Before it is known who reads a parameter, that gathers it at once, on the default stream.
+        self._gather(missing, self.streams[0] if is_known or not self.read.intersection(missing) else _COMPUTE)
         self._wait(own)
+        for each in own:
+            self.active[each].add(parameters)
         self.place += len(own)
         self.queued = max(self.queued, self.place)
         for each in own:
@@ -508,14 +533,22 @@ class _Stage3(Rank):
                 ahead.append(following)
                 count += self.tensors[following]
             self.queued += 1
-        self._gather(ahead)
+        self._gather(ahead, self.streams[0])
+
+    def _used(self, parameters: tuple[int, ...]) -> list[int]:
+        """Parameters that a module gathers: its own, and those of others from their first use on, with which it reads
+        them (zero/parameter_offload.py, ZeROOrderedDict)."""
+        is_known = self.is_traced or self.phase == "backward"
+        used = [max(each, ~each) for each in parameters if each >= 0 or is_known]
+        return [each for each in used if each in self.uses]
 
     def leave(self, parameters: tuple[int, ...]) -> None:
         if not self.gathers:
             return
-        for each in parameters:
+        for each in self._used(parameters):
+            self.active[each].discard(parameters)
             block = self.gathered.get(each)
-            if block is None or each not in self.uses:
+            if block is None or self.active[each]:
                 continue
             next_use = bisect_left(self.uses[each], self.place)
             used_soon = next_use < len(self.uses[each]) and (
@@ -526,7 +559,7 @@ class _Stage3(Rank):
             if not (self.is_traced and is_kept):
                 self._release(each, block)
 
-    def _gather(self, parameters: Sequence[int]) -> None:
+    def _gather(self, parameters: Sequence[int], stream: int) -> None:
         """Gather tensors: one by itself in its own buffer, several in one, and each is copied out when it is waited
         for (zero/partition_parameters.py, _all_gather_sequential, _all_gather_dtype)."""
         if not parameters:
@@ -534,20 +567,20 @@ class _Stage3(Rank):
         self.live_elements += sum(self.tensors[each] for each in parameters)
         if self.ranks == 1 or len(parameters) == 1:
             for each in parameters:
-                self.gathered[each] = self.allocate(self.element * self.parts[each] * self.ranks, self.streams[0])
-                self.copies[each] = self._copy_of_part(each) if self.ranks > 1 else None
+                self.gathered[each] = self.allocate(self.element * self.parts[each] * self.ranks, stream)
+                self.copies[each] = self._copy_of_part(each, stream) if self.ranks > 1 else None
             return
-        group = list(parameters)
+        group = sorted(parameters, key=self.build_places.__getitem__)
         size = self.element * self.ranks * sum(self.parts[each] for each in group)
-        self.buffers[id(group)] = self.allocate(size, self.streams[0])
-        self.free(*[self._copy_of_part(each) for each in group])
+        self.buffers[id(group)] = self.allocate(size, stream)
+        self.free(*[self._copy_of_part(each, stream) for each in group])
         for each in group:
             self.gathered[each], self.group_of[each] = None, group
 
-    def _copy_of_part(self, parameter: int) -> Block | None:
+    def _copy_of_part(self, parameter: int, stream: int) -> Block | None:
         """An offloaded part is copied to the GPU before it is gathered."""
         size = self.element * self.parts[parameter]
-        return self.allocate(size, self.streams[0]) if self.offloads_parameters else None
+        return self.allocate(size, stream) if self.offloads_parameters else None
 
     def _wait(self, parameters: Iterable[int]) -> None:
         """Waiting for one tensor copies its whole group; the buffer ends when the last of the group was waited for."""
@@ -624,7 +657,7 @@ class _Stage3(Rank):
         self.order = []
 
     def _update(self) -> None:
-        for part in self.parts:
+        for part in self.trained_parts:
             self.pulse(NORM_BYTES * part)
         for group in self.groups:
             flat = self.allocate(self.inputs.accumulated * group)
@@ -635,6 +668,50 @@ class _Stage3(Rank):
             self.make_moments(group)
             self.pulse(self.inputs.torch_step * group)
             self.free(gradient)
+        self.has_moments = True
+
+
+class _Ddp(Rank):
+    """torch's DistributedDataParallel (2.13, nn/parallel/distributed.py, csrc/distributed/c10d/reducer.cpp): fp32
+    weights, and buckets that stay, into which each gradient is copied. After the first step they are built again, in
+    the order of the gradients."""
+
+    def initialize(self, *, zero_init: bool) -> None:  # noqa: ARG002
+        built = [self.allocate(self.element * self.tensors[each]) for each in self.in_order]
+        if self.element != FP32_BYTES:
+            for each, block in enumerate(built):
+                built[each] = self.allocate(FP32_BYTES * self.tensors[each])
+                self.free(block)
+        sizes = [FP32_BYTES * self.tensors[each] for each in self.trained]
+        every = [FP32_BYTES * each for each in self.tensors]
+        for size in torch_engines.bucket_sizes(every, torch_engines.DDP_BROADCAST_BYTES):
+            self.pulse(size)
+        self.buckets = [self.allocate(sum(sizes))]  # one, while the order of the gradients is not known
+        self.is_rebuilt = False
+        self.ready: list[int] = []
+        """Bytes of the gradients in the order in which they are there."""
+        self.kept: dict[int, Block | None] = {}
+
+    def begin_pass(self, events: Sequence[Event]) -> None:  # noqa: ARG002
+        if self.ready and not self.is_rebuilt:
+            self.free(*self.buckets)
+            sizes = torch_engines.bucket_sizes(self.ready, torch_engines.DDP_BUCKET_BYTES)
+            self.buckets = [self.allocate(size) for size in sizes]
+            self.is_rebuilt = True
+
+    def take_gradient(self, parameter: int, storage: int) -> None:
+        if self.number < self.micro_batches - 1:  # stays a tensor of its own
+            self.kept[parameter] = self.storages.pop(storage, None)
+            return
+        self.free(self.kept.pop(parameter, None))
+        self.ready.append(FP32_BYTES * self.tensors[parameter])
+
+    def end_backward(self, number: int) -> None:
+        """Nothing is left to do."""
+
+    def update(self) -> None:
+        for each in self.trained:
+            self.make_moments(self.tensors[each])
         self.has_moments = True
 
 

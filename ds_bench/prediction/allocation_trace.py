@@ -11,8 +11,10 @@ import lzma
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
+from ..config.spec import Precision
+from ..config.trained_parameters import parse_lora
 from ..models.presets import ModelFacts
 from ..system.environment import MODEL_PACKAGES, missing_packages
 from ..system.helper_programs import run_tool
@@ -30,47 +32,89 @@ _LEAST_BYTES = 2**16
 _FORMAT = 2
 """Changes with the events of a trace, so that no cached one of another meaning is read."""
 TABLE_NAME = "allocation_traces.json.xz"
+MOST_TILED_TOKENS = 8 * 2048
+"""Tokens up to which the tiles of a loss grow (``worker.replaced_layers``)."""
+TRACED_RANK = 8191
+"""Rank of adapters in a trace. It is prime, and no size of a model is a multiple of it: any rank can take its place."""
 
 Event = tuple[Any, ...]
 """``(ALLOCATE, storage, bytes)``, ``(FREE, storage)``, ``(GRADIENT, parameter, storage)``, ``(ENTER, parameters)``,
-``(LEAVE, parameters)`` or ``(BACKWARD,)``."""
+``(LEAVE, parameters)`` or ``(BACKWARD,)``. ``~parameter`` is one of another module, which is only read."""
 Trace = Mapping[str, Any]
 """An answer of ``worker.trace_allocations`` in one number format."""
 
 
+class TraceVariant(NamedTuple):
+    """What else than its sizes, checkpointing and dropout decides what a model allocates."""
+
+    lora: str | None = None
+    freeze: str | None = None
+    """As ``Workload`` has them."""
+    efficient_linear: bool = False
+    """DeepSpeed's linear layers of stage 3, which also keep the input of a frozen weight."""
+    autocast: bool = False
+    """fp32 weights under torch's autocast in 16 bit."""
+    loss: str | None = None
+    """Another loss than the model's own."""
+
+
+USUAL_TRACE = TraceVariant()
+
+
 def trace_request(
-    facts: ModelFacts, seq_length: int, *, checkpointing: bool, dropout: float | None = None
+    facts: ModelFacts,
+    seq_length: int,
+    *,
+    checkpointing: bool,
+    dropout: float | None = None,
+    variant: TraceVariant = USUAL_TRACE,
 ) -> dict[str, Any]:
     """Make the request to the child; ``model_profile.request_key`` of it is the key of its answer."""
     request = model_profile.request_for(facts, seq_length, dropout=dropout)
-    return {**request, "checkpointing": checkpointing, "format": _FORMAT}
+    chosen = {name: value for name, value in variant._asdict().items() if value}
+    if variant.lora is not None:
+        chosen["lora"] = ":".join(filter(None, (str(TRACED_RANK), ",".join(parse_lora(variant.lora).modules))))
+    return {**request, "checkpointing": checkpointing, "format": _FORMAT, **chosen}
 
 
 def find_trace(
-    facts: ModelFacts, seq_length: int, *, checkpointing: bool, element_bytes: int, dropout: float | None = None
+    facts: ModelFacts,
+    seq_length: int,
+    *,
+    checkpointing: bool,
+    element_bytes: int,
+    dropout: float | None = None,
+    variant: TraceVariant = USUAL_TRACE,
 ) -> Trace | None:
     """Return the trace of a model; None if its layers differ, or if it has no preset and torch is missing.
 
     The table of the presets has 16 bit only. A child process makes the trace of a model without a preset, which takes
     seconds the first time.
     """
-    request = trace_request(facts, seq_length, checkpointing=checkpointing, dropout=dropout)
+    request = trace_request(facts, seq_length, checkpointing=checkpointing, dropout=dropout, variant=variant)
     if request.get("whole"):
         return None
-    found = _answer(json.dumps(request, sort_keys=True, default=str)).get("bf16" if element_bytes == 2 else "fp32")
-    return found if found and can_extend(found) else None
+    precision: Precision = "bf16" if element_bytes == 2 else "fp32"
+    found = _answer(json.dumps(request, sort_keys=True, default=str), precision).get(precision)
+    if not found or not can_extend(found):
+        return None
+    return found if variant.lora is None else at_rank(found, parse_lora(variant.lora).rank)
 
 
 @cache
-def _answer(request_json: str) -> dict[str, Any]:
-    """Traces of a request by number format: from the package, the user's cache or a child, once in this process."""
+def _answer(request_json: str, precision: Precision) -> dict[str, Any]:
+    """The trace of a request by number format: from the package, the user's cache or a child, once in this process."""
     request = json.loads(request_json)
     key = model_profile.request_key(request)
-    answer = _built_in().get(key) or model_profile.cached_answer(f"{key}_trace")
+    built_in = _built_in().get(key, {})
+    if precision in built_in:
+        return dict(built_in)
+    key = f"{key}_{precision}_trace"
+    answer = model_profile.cached_answer(key)
     if answer is None and not missing_packages(MODEL_PACKAGES):
-        (answer,) = make_traces([request])
+        (answer,) = make_traces([{**request, "precisions": [precision]}])
         if "error" not in answer:
-            model_profile.cache_answer(f"{key}_trace", answer)
+            model_profile.cache_answer(key, answer)
     return dict(answer or {})
 
 
@@ -94,25 +138,57 @@ def _built_in() -> dict[str, Any]:
     return dict(json.loads(lzma.decompress(data))["traces"])
 
 
+def at_rank(trace: Trace, rank: int) -> Trace:
+    """Return a trace of adapters of ``TRACED_RANK`` with another rank."""
+
+    def scaled(size: float) -> float:
+        return size if size % TRACED_RANK else size / TRACED_RANK * rank
+
+    sizes = [{term: scaled(value) for term, value in terms.items()} for terms in trace["sizes"]]
+    tensors = {part: [round(scaled(each)) for each in elements] for part, elements in trace["tensors"].items()}
+    return {**trace, "sizes": sizes, "tensors": tensors}
+
+
 def can_extend(trace: Trace) -> bool:
-    """Whether the middle layer can stand for any number of layers: neighbours allocate alike."""
+    """Whether the middle layer can stand for any number of layers: neighbours allocate alike.
+
+    Backward through the first layer allocates less if nothing before it is trained.
+    """
     counts = [sum(event[0] == ALLOCATE for event in events) for events in trace["segments"]]
-    return len({*counts[1:4]}) == len({*counts[5:8]}) == 1
+    first_trained = min(
+        (event[1] for events in trace["segments"] for event in events if event[0] == GRADIENT), default=0
+    )
+    like_last = counts[5:7] if first_trained else counts[5:8]
+    return len({*counts[1:4]}) == len({*like_last}) == 1
+
+
+def is_of(trace: Trace, profile: ModelProfile) -> bool:
+    """Whether a trace is of a model with these tensors, which trains the same ones of them."""
+    tensors = trace["tensors"]
+    if tuple(tensors["before"] + tensors["layer"] * profile.layers + tensors["after"]) != profile.all_tensors:
+        return False
+    events = _Extension(trace, profile.layers, [0] * len(trace["sizes"])).events()
+    return {event[1] for event in events if event[0] == GRADIENT} == set(profile.trained_numbers)
 
 
 def full_events(trace: Trace, profile: ModelProfile, batch_size: int, seq_length: int) -> list[Event]:
-    """Return the events of the whole model, whose parameters are numbered as ``profile.tensors``.
+    """Return the events of the whole model, whose parameters are numbered as ``profile.all_tensors``.
 
     The middle layer is repeated; the first and the last one stand for themselves. Storages are renumbered.
     """
-    sizes = [round(evaluate_polynomial(terms, batch_size, seq_length)) for terms in trace["sizes"]]
-    return list(_Extension(trace, profile, sizes).events())
+    # A trace has the fewest tiles of a loss; further ones of the largest size allocate in the same places.
+    tiled = min(batch_size * seq_length, MOST_TILED_TOKENS)
+    sizes = [
+        round(evaluate_polynomial({**terms, "t": 0}, batch_size, seq_length) + terms.get("t", 0) * tiled)
+        for terms in trace["sizes"]
+    ]
+    return list(_Extension(trace, profile.layers, sizes).events())
 
 
 class _Extension:
-    def __init__(self, trace: Trace, profile: ModelProfile, sizes: Sequence[int]) -> None:
-        self.segments, self.sizes, self.layers = trace["segments"], sizes, profile.layers
-        self.before, self.per_layer = len(profile.before), len(profile.layer)
+    def __init__(self, trace: Trace, layers: int, sizes: Sequence[int]) -> None:
+        self.segments, self.sizes, self.layers = trace["segments"], sizes, layers
+        self.before, self.per_layer = len(trace["tensors"]["before"]), len(trace["tensors"]["layer"])
         self.owners: list[tuple[int, int]] = []
         """Segment and position there of each traced storage."""
         counts: list[int] = []
@@ -151,7 +227,8 @@ class _Extension:
             elif kind == BACKWARD:
                 yield (BACKWARD,)
             else:
-                yield kind, tuple(self._parameter(each, segment, depth) for each in values)
+                own = tuple(self._parameter(each, segment, depth) for each in values if each >= 0)
+                yield kind, own + tuple(~self._parameter(~each, segment, depth) for each in values if each < 0)
 
     def _number(self, segment: int, depth: int, position: int) -> int:
         kind = _SEGMENTS[segment][0]

@@ -78,6 +78,7 @@ def formula_profile(
         activations=by_format(all_inputs=False),
         stage_3_activations=by_format(all_inputs=True) if frozen else {},
         frozen=tuple((number, each.elements) for number, each in enumerate(tensors) if not trained[number]),
+        has_adapters=choice is not None and choice.lora is not None,
         rows=tuple(each.shape[0] for each in tensors),
         attention_width=facts.attention_heads * facts.head_dim,
         vocabulary_size=facts.vocabulary_size,

@@ -163,6 +163,8 @@ class ModelProfile:
     frozen: tuple[tuple[int, int], ...] = ()
     """Position among all tensors and number of elements of each untrained tensor, by position; none of them is in the
     three tuples above."""
+    has_adapters: bool = False
+    """Whether only adapters are trained, which are added to the model once it exists."""
     rows: tuple[int, ...] = ()
     """First dimension of every tensor of the model, which FSDP2 splits; empty if unknown."""
     attention_width: int = 0
@@ -189,6 +191,12 @@ class ModelProfile:
         for position, elements in self.frozen:
             sizes.insert(position, elements)
         return tuple(sizes)
+
+    @property
+    def trained_numbers(self) -> tuple[int, ...]:
+        """Positions of the trained tensors among all."""
+        frozen = {position for position, _ in self.frozen}
+        return tuple(each for each in range(len(self.tensors) + len(frozen)) if each not in frozen)
 
     @property
     def parameters(self) -> int:

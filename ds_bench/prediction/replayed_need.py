@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 from ..config.spec import Engine, Placement, Trial, Workload
 from . import allocation_replay, allocation_trace, model_profile
+from .allocation_trace import TraceVariant
 from .gpu_need import GpuNeed
 from .inputs import MemoryInputs
-from .model_profile import USUAL, ModelProfile, variant_of
+from .model_profile import ModelProfile, Variant, variant_of
 from .model_states import allocator_options
 from .predicted_memory import WORKSPACES, Prediction, inputs_of, predict
 
@@ -87,14 +88,19 @@ def predict_near(
         return found
     inputs = inputs_of(profile, workload, placement, ds_config, engine)
     variant = variant_of(workload, ds_config, engine)
-    obstacle = allocation_replay.unknown_to_replay(inputs)
-    if variant._replace(attention=None) != USUAL or variant.attention == "eager":
-        obstacle = obstacle or "another loss, attention or number format than the model's own"
+    obstacle = allocation_replay.unknown_to_replay(inputs) or _untraced(variant, engine)
     if obstacle is None:
         batch_size = int(ds_config.get("train_micro_batch_size_per_gpu", workload.batch_size))
         need = _replayed_need(
             inputs,
             (batch_size, workload.seq_length, workload.activation_checkpointing, workload.dropout, workload.zero_init),
+            TraceVariant(
+                lora=workload.lora,
+                freeze=workload.freeze,
+                efficient_linear=inputs.settings.efficient_linear and bool(inputs.profile.frozen),
+                autocast=variant.autocast,
+                loss=None if variant.loss == "model" else variant.loss,
+            ),
             found.terms["workspaces"] // WORKSPACES,
             rule.least_bytes,
             found.gpu["overhead"],
@@ -108,10 +114,22 @@ def predict_near(
     return replace(found, need=replace(rule, not_replayed=obstacle or "a model without a trace"))
 
 
+def _untraced(variant: Variant, engine: Engine) -> str | None:
+    """Name what of a variant is in no trace; None if all of it is."""
+    reasons = {
+        f"the {variant.loss} loss": variant.loss not in ("model", "tiled"),
+        "eager attention": variant.attention == "eager",
+        "torch_autocast": variant.autocast and engine != "ddp",
+        "a tiled MLP": variant.tiled_mlp,
+    }
+    return next((name for name, is_there in reasons.items() if is_there), None)
+
+
 @lru_cache(maxsize=256)
 def _replayed_need(
     inputs: MemoryInputs,
     sizes: tuple[int, int, bool, float | None, bool],
+    variant: TraceVariant,
     workspace_bytes: int,
     least_by_rule: int,
     outside_bytes: int,
@@ -126,14 +144,19 @@ def _replayed_need(
     facts = inputs.profile.facts
     if facts is None:
         return None
-    asked = (*sizes, workspace_bytes, varying_lengths, expandable_segments, card_bytes, verdict_only)
+    asked = (*sizes, variant, workspace_bytes, varying_lengths, expandable_segments, card_bytes, verdict_only)
     key = model_profile.request_key({"inputs": repr(inputs), "sizes": asked, "code": _code_hash()})
     kept = model_profile.cached_answer(f"{key}_need")
     if kept is None:
         trace = allocation_trace.find_trace(
-            facts, seq_length, checkpointing=checkpointing, element_bytes=inputs.element, dropout=dropout
+            facts,
+            seq_length,
+            checkpointing=checkpointing,
+            element_bytes=inputs.element,
+            dropout=dropout,
+            variant=variant,
         )
-        if trace is None:
+        if trace is None or not allocation_trace.is_of(trace, inputs.profile):
             return None
         parts = range(1 if varying_lengths else _LENGTHS, _LENGTHS + 1)
         lengths = [seq_length * part // _LENGTHS or 1 for part in parts]
@@ -174,5 +197,5 @@ def _replayed_need(
 def _code_hash() -> str:
     """Hash of the code and of the traces in the package, which decide the result of a replay."""
     folder = Path(__file__).parent
-    files = [*sorted(folder.glob("*.py")), folder / allocation_trace.TABLE_NAME]
+    files = [*sorted(folder.glob("*.py")), *sorted(folder.glob("*.xz"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

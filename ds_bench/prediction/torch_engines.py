@@ -7,9 +7,14 @@ parameters, gradients and moments and no further master copy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .inputs import MemoryInputs, Phases
 from .model_profile import ModelProfile
 from .model_states import FP32_BYTES, LedgerBuilder
+
+DDP_BUCKET_BYTES, DDP_BROADCAST_BYTES = 25 * 2**20, 250 * 2**20
+"""Of ``worker.reference_engines.BUCKET_MB``, and of torch's buckets in which the weights are sent first."""
 
 
 def ledger_by_phase(inputs: MemoryInputs) -> Phases:
@@ -38,6 +43,17 @@ def _ddp(inputs: MemoryInputs, builder: LedgerBuilder) -> Phases:
         "flatten": builder.ledger,
         "update": builder.plus(square_roots=_square_roots(inputs, size)),
     }
+
+
+def bucket_sizes(sizes: Sequence[int], limit: int) -> list[int]:
+    """Return the bytes of DDP's buckets: the tensor that reaches the limit ends one (csrc/distributed/c10d/reducer.cpp,
+    compute_bucket_assignment_by_size)."""
+    found = [0]
+    for size in sizes:
+        if found[-1] >= limit:
+            found.append(0)
+        found[-1] += size
+    return found
 
 
 def _square_roots(inputs: MemoryInputs, updated_bytes: int) -> int:

@@ -122,7 +122,8 @@ def profile_model(
         except UsageError as error:
             return Unpredicted(reason=error.problem)
     if architecture is not None:
-        return _with_losses(formula_profile(architecture, choice, image_tokens=image_tokens), model.facts, variants)
+        by_formula = replace(formula_profile(architecture, choice, image_tokens=image_tokens), facts=model.facts)
+        return _with_losses(by_formula, model.facts, variants)
     # A preset's profile has one kind of layer: if the model has several, measure it.
     kinds = None if model.facts is None else model.facts.config.get("layer_types")
     are_alike = not isinstance(kinds, list) or len(set(map(str, kinds))) < 2
@@ -157,19 +158,19 @@ def profile_model(
         return usual
     profiles = {}
     # Liger's kernels need a GPU.
-    by_formula = [
+    losses = [
         each
         for each in variants
         if each.loss == "liger" or (losses_by_formula and each._replace(loss="model") == USUAL)
     ]
-    for variant in {each for each in variants if each != USUAL and each not in by_formula}:
+    for variant in {each for each in variants if each != USUAL and each not in losses}:
         other = profile(variant)
         profiles[variant] = (
             replace(usual, activations={}, stage_3_activations={}, unknown=other.reason)
             if isinstance(other, Unpredicted)
             else other
         )
-    return _with_losses(replace(usual, variants=profiles), model.facts, by_formula)
+    return _with_losses(replace(usual, variants=profiles), model.facts, losses)
 
 
 def architecture_of(model: ResolvedModel) -> Architecture:

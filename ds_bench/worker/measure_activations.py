@@ -117,13 +117,7 @@ def _fit_activations(
     if request.get("tiled_mlp"):
         replaced_layers.install_tiled_mlp(whole)
     if name == "tiled":
-        from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
-
-        def backward(ctx: Any, *_gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            return None, None, ctx.saved_tensors[0], None, None, None, None, None
-
-        # DeepSpeed's own reads the value of a gradient, which is 1, and which a fake tensor does not have.
-        TiledFusedLogitsLoss.backward = staticmethod(backward)
+        adapt_tiled_loss()
     model = _ShortenedModel(whole, make_batch, blocks, autocast=bool(request.get("autocast")))
     sequences = tuple(request.get("sequences") or SEQUENCES)
     sizes = [(batch_size, sequence) for batch_size in BATCHES for sequence in sequences]
@@ -155,6 +149,16 @@ def _fit_activations(
         build.enable_checkpointing(whole)
         fits["checkpointed"] = _SavedBytes.measure(model, sizes).by_layer(model.layers)
     return fits
+
+
+def adapt_tiled_loss() -> None:
+    """Let DeepSpeed's tiled loss run on fake tensors: it reads a gradient's value, which is 1 and which they lack."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
+
+    def backward(ctx: Any, *_gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, ctx.saved_tensors[0], None, None, None, None, None
+
+    TiledFusedLogitsLoss.backward = staticmethod(backward)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,11 @@
 """Traces the tensors that a model's passes allocate and free: ``python -m ds_bench.worker.trace_allocations``.
 
-Reads one JSON request per line, as ``measure_activations`` does, with ``checkpointing`` besides, and prints one answer
-per line: the events of a model of three layers in one number format, with sizes as polynomials in micro-batch and
-sequence. ``prediction.allocation_trace`` reads them and repeats the middle layer. The model runs on fake tensors; its
-passes are traced at six sizes, which must make the same events.
+Reads one JSON request per line, as ``measure_activations`` does, with ``checkpointing`` besides; ``lora``, ``freeze``,
+``efficient_linear`` (DeepSpeed's linear layers of stage 3), ``autocast`` and ``loss`` where asked for. Prints one
+answer per line: the events of a model of three layers in one number format, with sizes as polynomials in micro-batch
+and sequence, and in ``t``, the tokens of all tiles of a tiled loss. ``prediction.allocation_trace`` reads them and
+repeats the middle layer. The model runs on fake tensors; its passes are traced at six sizes, which must make the same
+events.
 
 Events are lists of whole numbers, segment by segment (``SEGMENTS``):
 
@@ -11,7 +13,8 @@ Events are lists of whole numbers, segment by segment (``SEGMENTS``):
 ``[ALLOCATE, size]``    a storage; ``size``: index in the answer's ``sizes``. Storages are numbered in this order
 ``[FREE, storage]``     the end of a storage
 ``[GRADIENT, p, s]``    the gradient of parameter ``p`` is complete in storage ``s``, and is then dropped
-``[ENTER, *p]``         a module begins that owns these parameters, or none; ``[LEAVE, *p]``: one with parameters ends
+``[ENTER, *p]``         a module begins that owns these parameters, or none; ``[LEAVE, *p]``: one with parameters ends;
+                        ``~p``: a parameter of another module, which this one reads
 ``[BACKWARD]``          ``backward`` is called
 ======================= ===============================================================
 """
@@ -30,8 +33,10 @@ from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
-from . import measure_activations, training_loop
+from ..config import trained_parameters
+from . import measure_activations, replaced_layers, training_loop
 from . import model as build
 from .failure import describe_error
 from .library_versions import adapt_transformers
@@ -42,6 +47,11 @@ SEGMENTS = ("P", "F0", "F1", "F2", "H", "B2", "B1", "B0", "T")
 LAYERS = 3
 _DQ_ROWS = 128
 """FlashAttention pads the sequence to it in its backward pass (csrc/flash_attn/flash_api.cpp, ``seqlen_q_rounded``)."""
+_IN_FP32_UNDER_AUTOCAST: tuple[tuple[Any, str], ...] = (
+    *((torch, name) for name in ("pow", "softmax")),
+    *((torch.Tensor, name) for name in ("pow", "__pow__")),
+    *((torch.nn.functional, name) for name in ("softmax", "layer_norm")),
+)
 
 Event = list[int]
 
@@ -49,10 +59,13 @@ Event = list[int]
 class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Events of the storages that operations make; parameters make none."""
 
-    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+    def __init__(self, parameters: list[torch.nn.Parameter], tile_tokens: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.segments: list[tuple[str, list[Event]]] = [("P", [])]
         self.sizes: list[int] = []
+        self.of_tiles: list[bool] = []
+        """Whether each storage is of one tile of a tiled loss."""
+        self._tile_tokens = tile_tokens
         self._known: dict[int, int] = {}
         self._parameters = {storage for storage, _ in measure_activations._storages(parameters)}
 
@@ -62,8 +75,9 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def begin(self, name: str) -> None:
         self.segments.append((name, []))
 
-    def allocate(self, size: int) -> int:
+    def allocate(self, size: int, *, is_of_tile: bool = False) -> int:
         self.sizes.append(size)
+        self.of_tiles.append(is_of_tile)
         self.note(ALLOCATE, len(self.sizes) - 1)
         return len(self.sizes) - 1
 
@@ -80,9 +94,11 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             batch, heads, length, width = args[1].shape
             rows = 4 * batch * heads * -(-length // _DQ_ROWS) * _DQ_ROWS
             temporaries = [self.allocate(rows * width), self.allocate(rows)]
+        tensors = [each for each in tree_flatten(result)[0] if isinstance(each, torch.Tensor)]
+        is_of_tile = self.segments[-1][0] == "H" and any(self._tile_tokens in each.shape for each in tensors)
         for identity, storage in measure_activations._storages(result):
             if identity not in inputs and identity not in self._known and identity not in self._parameters:
-                self._known[identity] = self.allocate(storage.nbytes())
+                self._known[identity] = self.allocate(storage.nbytes(), is_of_tile=is_of_tile)
                 weakref.finalize(storage, self._free, identity)
         for number in temporaries:
             self.note(FREE, number)
@@ -97,22 +113,35 @@ def trace(request: Mapping[str, Any], precision: str) -> dict[str, Any]:
 
     Raises ValueError if the events depend on the size, or the layers do not lie together, and what the model raises.
     """
-    dtype = measure_activations._FORMATS[precision]
+    autocast = bool(request.get("autocast"))
+    dtype = torch.float32 if autocast else measure_activations._FORMATS[precision]
     model, _ = measure_activations.build_fake_model(request, dtype, LAYERS)
+    choice = trained_parameters.read_choice(request.get("lora"), request.get("freeze"))
+    if choice is not None:
+        fake_mode = next(model.parameters()).fake_mode  # type: ignore[attr-defined]
+        with fake_mode, measure_activations._converting_fake_parameters():
+            build.choose_trained(model, choice, seed=0)
     blocks = build.find_blocks(model, 0.0)
     tensors = measure_activations._split_by_layer(model, blocks)
     if request["checkpointing"]:
         build.enable_checkpointing(model)
+    replaced_layers.install_loss(model, request.get("loss", "model"))
+    if request.get("loss") == "tiled":
+        measure_activations.adapt_tiled_loss()
     tracer, numbers = _install(model, blocks)
     sizes = [(batch, length) for batch in measure_activations.BATCHES for length in request["sequences"]]
-    runs = [_run(model, tracer, numbers, *size) for size in sizes]
+    with measure_activations._linear_of_stage_3() if request.get("efficient_linear") else contextlib.nullcontext():
+        how = {"autocast": autocast, "loss_name": request.get("loss", "model")}
+        runs = [_run(model, tracer, numbers, *size, **how) for size in sizes]
     segments = runs[0][0]
     if any(each != segments for each, _ in runs) or tuple(name for name, _ in segments) != SEGMENTS:
         raise ValueError("the allocations of this model depend on its sizes")
     table: dict[str, int] = {}
-    polynomials = []
-    for values in zip(*(bytes_ for _, bytes_ in runs), strict=True):
+    polynomials, of_tiles = [], tracer[0].of_tiles
+    for values, is_of_tile in zip(zip(*(bytes_ for _, bytes_ in runs), strict=True), of_tiles, strict=True):
         terms = measure_activations._name_terms(measure_activations._fit(sizes, list(values)))
+        if is_of_tile:
+            terms = {"t": terms.pop("bs"), **terms}
         polynomials.append(table.setdefault(json.dumps(terms), len(table)))
     for _, events in segments:
         for event in events:
@@ -128,6 +157,7 @@ def _install(
     """Hooks that report to the tracer in the returned list, and the number of each parameter."""
     current: list[_Tracer] = []
     numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
+    trained = [parameter for parameter in numbers if parameter.requires_grad]
     in_backward = [False]
 
     def gradient(parameter: torch.nn.Parameter) -> None:
@@ -135,7 +165,7 @@ def _install(
         current[0].note(GRADIENT, numbers[parameter], current[0].number_of(parameter.grad))
         parameter.grad = None
 
-    for parameter in numbers:
+    for parameter in trained:
         parameter.register_post_accumulate_grad_hook(gradient)  # type: ignore[no-untyped-call]
 
     def enter_backward(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
@@ -147,6 +177,8 @@ def _install(
 
     for module in model.modules():
         owned = [numbers[parameter] for parameter in module.parameters(recurse=False)]
+        # peft's layer reads the number format of its first adapter.
+        owned += [~numbers[each.weight] for each in getattr(module, "lora_A", {}).values()]
         for register in (module.register_forward_pre_hook, module.register_full_backward_pre_hook):
             register(lambda *_, owned=owned: current[0].note(ENTER, *owned))
         module.register_forward_hook(enter_backward)
@@ -164,7 +196,13 @@ def _install(
         block.register_forward_pre_hook(lambda *_, n=number: begin(f"F{n}", backward=False))
         block.register_full_backward_pre_hook(lambda *_, n=number: begin(f"B{n}", backward=True))
     blocks[last].register_forward_hook(lambda *_: begin("H", backward=False))
-    blocks[0].register_full_backward_hook(lambda *_: begin("T", backward=True))
+
+    def end_first() -> None:
+        # At once if nothing before the layers is trained, so that the layer's input needs no gradient.
+        if current[0].segments[-1] != ("B0", []):
+            begin("T", backward=True)
+
+    blocks[0].register_full_backward_hook(lambda *_: end_first())
     current.append(None)  # type: ignore[arg-type]  # set by each run
     model.ds_bench_in_backward = in_backward  # type: ignore[assignment]
     return current, numbers
@@ -176,17 +214,25 @@ def _run(
     numbers: Mapping[torch.nn.Parameter, int],
     batch_size: int,
     sequence: int,
+    *,
+    autocast: bool,
+    loss_name: str,
 ) -> tuple[list[tuple[str, list[Event]]], list[int]]:
     """One forward and backward pass: the segments, and the bytes of each storage."""
-    tracer = current[0] = _Tracer(list(numbers))
+    tokens = batch_size * sequence
+    tile_tokens = tokens // replaced_layers.MIN_TILES if loss_name == "tiled" else None
+    tracer = current[0] = _Tracer(list(numbers), tile_tokens)
     model.ds_bench_in_backward[0] = False  # type: ignore[operator]
     with next(iter(numbers)).fake_mode, _cuda_kernels(), tracer:  # type: ignore[attr-defined]
         batch = measure_activations.make_fake_tokens(batch_size, sequence)
-        loss = training_loop.loss_of(model(**batch))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = training_loop.loss_of(model(**batch))
         tracer.note(BACKWARD)
         with warnings.catch_warnings():  # the embedding's inputs have no gradient
             warnings.simplefilter("ignore")
             loss.backward()  # type: ignore[no-untyped-call]
+        for name in SEGMENTS[len(tracer.segments) :]:  # without gradients of the first layers, or before them
+            tracer.begin(name)
         del loss, batch
     return tracer.segments, tracer.sizes
 
@@ -203,11 +249,18 @@ def _cuda_kernels() -> Iterator[None]:
     def without_dropout(*args: Any, **kwargs: Any) -> torch.Tensor:
         return attention(*args[:4], **{**kwargs, "dropout_p": 0.0})
 
+    def in_fp32(function: Any) -> Any:
+        """Autocast's rule on CUDA, which the CPU does not have (aten/src/ATen/autocast_mode.h)."""
+        return lambda tensor, *args, **kwargs: function(
+            tensor.float() if torch.is_autocast_enabled("cpu") else tensor, *args, **kwargs
+        )
+
     functional = torch.nn.functional
-    with (
-        mock.patch.object(functional, "dropout", dropout),
-        mock.patch.object(functional, "scaled_dot_product_attention", without_dropout),
-    ):
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(functional, "dropout", dropout))
+        patches.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", without_dropout))
+        for owner, name in _IN_FP32_UNDER_AUTOCAST:
+            patches.enter_context(mock.patch.object(owner, name, in_fp32(getattr(owner, name))))
         yield
 
 

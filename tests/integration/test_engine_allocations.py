@@ -1,7 +1,7 @@
 """The replay of a prediction against DeepSpeed itself: what real engines allocate on simulated cards, in order.
 
-A small Llama trains for two steps at each stage, with and without offload, on two cards. Left out on both sides are
-tensors below 64 KiB, which traces of models leave out too (``allocation_trace``).
+A small Llama trains for two steps at each stage, with and without offload, whole or in part, and in DDP, on two cards.
+Left out on both sides are tensors below 64 KiB, which traces of models leave out too (``allocation_trace``).
 """
 
 from __future__ import annotations
@@ -17,24 +17,30 @@ from typing import Any
 
 import pytest
 
-from ds_bench.config import deepspeed_config
-from ds_bench.config.spec import Configuration, Trial
+from ds_bench.config import deepspeed_config, trained_parameters
+from ds_bench.config.spec import Configuration, LossName, Trial
+from ds_bench.config.strategies import make_configuration, named_strategy
 from ds_bench.launch.ops import OpState
+from ds_bench.models.architectures import read_architecture
 from ds_bench.models.presets import ModelFacts
 from ds_bench.prediction import allocation_replay, allocation_trace
+from ds_bench.prediction.allocation_trace import TraceVariant
 from ds_bench.prediction.cuda_allocator import Block, CachingAllocator
-from ds_bench.prediction.model_profile import ModelProfile
+from ds_bench.prediction.formula_profile import formula_profile
 from ds_bench.prediction.predicted_memory import inputs_of
 from tests.support.fakes import offload, placement, workload, zero
 from tests.support.real_trials import ROOT
 from tests.support.simulated_card import CardPlan, write_plans
 
 LEAST_BYTES = 2**16
+LORA, FREEZE = "128", "embed_tokens,mlp"
 BATCH, LENGTH, HIDDEN, VOCABULARY = 2, 128, 512, 4096
 LOGITS = 2 * BATCH * LENGTH * VOCABULARY
 """Bytes of the logits in 16 bit."""
 _MOST_DELAYS = 3
 """Allocations of a phase that may see a buffer that Gloo has not let go of."""
+BUFFERS = 2 * 4 * 32
+"""Bytes of the model's rotary frequencies, which DDP sends with its weights."""
 CONFIG = {
     "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 1024, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 256, "use_cache": False,
@@ -45,6 +51,7 @@ FACTS = ModelFacts(
     attention_heads=8, head_dim=64, vocabulary_size=VOCABULARY, max_positions=256,
     largest_parameter=HIDDEN * VOCABULARY, tied_embeddings=False,
 )  # fmt: skip
+ARCHITECTURE = read_architecture("small", {**CONFIG, "model_type": "llama"})
 SIZES = {
     # Embedding and LM head are larger than the bucket, and a layer is not a whole number of buckets.
     "reduce_bucket_size": 1_500_000, "stage3_prefetch_bucket_size": 1_000_000,
@@ -53,13 +60,25 @@ SIZES = {
 }  # fmt: skip
 
 
-def make_trial(row: Configuration, grad_accum: int = 1, *, torch_adam: bool = False, **changes: Any) -> Trial:
+DDP = make_configuration(named_strategy("ddp"))
+
+
+def make_trial(
+    row: Configuration,
+    grad_accum: int = 1,
+    *,
+    torch_adam: bool = False,
+    lora: str | None = None,
+    freeze: str | None = None,
+    loss: LossName = "model",
+    **changes: Any,
+) -> Trial:
     work = workload(
         model="small", model_type="llama", model_config=CONFIG, batch_size=BATCH, seq_length=LENGTH,
-        grad_accum=grad_accum,
+        grad_accum=grad_accum, lora=lora, freeze=freeze, loss=loss,
     )  # fmt: skip
     on = placement(accelerator="cuda", num_gpus=2)
-    sizes = {"zero_optimization": {**SIZES, **changes}} if row.stage else {}
+    sizes = {"zero_optimization": {**SIZES, **changes}} if row.stage and row.engine == "deepspeed" else {}
     base = deepspeed_config.overlay(deepspeed_config.base_config(row, BATCH, grad_accum), sizes)
     config = deepspeed_config.complete_config(
         base, work, on, torch_adam=torch_adam, largest_parameter=FACTS.largest_parameter
@@ -87,6 +106,15 @@ TRIALS = {
         stage3_param_persistence_threshold=300_000,
     ),
     "zero3, CPU optimizer and parameters": make_trial(offload("cpu_full")),
+    "ddp, two micro-batches": make_trial(DDP, grad_accum=2),
+    "zero3, tiled loss": make_trial(zero(3), loss="tiled"),
+    "zero0, LoRA": make_trial(zero(0), lora=LORA),
+    "zero1, LoRA, two micro-batches": make_trial(zero(1), grad_accum=2, lora=LORA),
+    "zero2, LoRA": make_trial(zero(2), lora=LORA),
+    "zero2, frozen, CPU optimizer": make_trial(offload("cpu_optimizer", 2), freeze=FREEZE),
+    "zero3, LoRA": make_trial(zero(3), lora=LORA),
+    "zero3, frozen": make_trial(zero(3), freeze=FREEZE),
+    "zero3, LoRA, CPU optimizer and parameters": make_trial(offload("cpu_full"), lora=LORA),
 }
 
 
@@ -147,14 +175,35 @@ def trained(built_ops: dict[str, OpState], tmp_path_factory: pytest.TempPathFact
     }
 
 
+Traces = dict[TraceVariant, dict[str, Any]]
+
+
+def variant_of(trial: Trial) -> TraceVariant:
+    work, engine = trial.workload, trial.configuration.engine
+    is_frozen = (work.lora or work.freeze) is not None
+    return TraceVariant(
+        lora=work.lora,
+        freeze=work.freeze,
+        efficient_linear=is_frozen and trial.configuration.stage == 3,
+        autocast=engine == "ddp",
+        loss=None if work.loss == "model" else work.loss,
+    )
+
+
 @pytest.fixture(scope="module")
-def trace() -> dict[str, Any]:
-    request = allocation_trace.trace_request(FACTS, LENGTH, checkpointing=False)
-    (answer,) = allocation_trace.make_traces([{**request, "precisions": ["bf16"]}])
-    return dict(answer["bf16"])
+def traces() -> Traces:
+    variants = list(dict.fromkeys(map(variant_of, TRIALS.values())))
+    requests = [
+        allocation_trace.trace_request(FACTS, LENGTH, checkpointing=False, variant=variant) for variant in variants
+    ]
+    answers = allocation_trace.make_traces([{**request, "precisions": ["bf16"]} for request in requests])
+    return {
+        variant: answer["bf16"] if variant.lora is None else allocation_trace.at_rank(answer["bf16"], int(variant.lora))
+        for variant, answer in zip(variants, answers, strict=True)
+    }
 
 
-def replayed(trial: Trial, trace: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[list[Phase], set[int]]:
+def replayed(trial: Trial, traces: Traces, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Phase], set[int]]:
     """The phases of a replay, and the sizes of what the model itself allocates."""
     log: list[tuple[Any, ...]] = [("initialize",)]
     begin = allocation_replay.Rank.begin
@@ -182,9 +231,11 @@ def replayed(trial: Trial, trace: dict[str, Any], monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(allocation_replay, "CachingAllocator", Recorder)
     monkeypatch.setattr(allocation_replay.Rank, "begin", begin_and_note)
-    tensors = {part: tuple(sizes) for part, sizes in trace["tensors"].items()}
-    profile = ModelProfile(name="small", layers=4, tied_embeddings=False, activations={}, **tensors)
-    inputs = inputs_of(profile, trial.workload, trial.placement, trial.ds_config, "deepspeed")
+    trace = traces[variant_of(trial)]
+    profile = formula_profile(ARCHITECTURE, trained_parameters.of_workload(trial.workload))
+    assert allocation_trace.can_extend(trace)
+    assert allocation_trace.is_of(trace, profile)
+    inputs = inputs_of(profile, trial.workload, trial.placement, trial.ds_config, trial.configuration.engine)
     assert allocation_replay.unknown_to_replay(inputs) is None
     events = allocation_trace.full_events(trace, profile, BATCH, LENGTH)
     allocation_replay.replay(inputs, events, workspace_bytes=0)
@@ -193,7 +244,10 @@ def replayed(trial: Trial, trace: dict[str, Any], monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("name", TRIALS)
 def test_deepspeed_allocates_what_the_replay_says(
-    name: str, trained: dict[str, list[Phase]], trace: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    trained: dict[str, list[Phase]],
+    traces: dict[TraceVariant, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every allocation: bytes, phase, whether on the default stream, their order, and what is live then.
 
@@ -202,8 +256,9 @@ def test_deepspeed_allocates_what_the_replay_says(
     of stage 3, so in backward the model's allocations are compared without their order. And Gloo's threads may keep
     what was sent, a bucket or a larger gradient, for a moment after a collective: an allocation or two then see more.
     """
-    expected, of_model = replayed(TRIALS[name], trace, monkeypatch)
-    held = 2 * max(SIZES["reduce_bucket_size"], FACTS.largest_parameter) if TRIALS[name].configuration.stage else 0
+    expected, of_model = replayed(TRIALS[name], traces, monkeypatch)
+    row = TRIALS[name].configuration
+    held = 2 * max(SIZES["reduce_bucket_size"], FACTS.largest_parameter) if row.stage else BUFFERS
     assert [phase.name for phase in trained[name]] == [phase.name for phase in expected]
     for number, (real, said) in enumerate(zip(trained[name], expected, strict=True)):
         where, kept = f"{number} {real.name}", 0
@@ -221,4 +276,5 @@ def test_deepspeed_allocates_what_the_replay_says(
 
 
 def _sizes(allocations: Sequence[Allocation]) -> list[tuple[int, bool]]:
-    return [(each.size, each.is_beside) for each in allocations]
+    """In KiB, as the replay does not know ``BUFFERS``."""
+    return [(each.size // 1024, each.is_beside) for each in allocations]

@@ -143,7 +143,6 @@ def test_only_rows_near_the_card_are_replayed() -> None:
 
 
 def test_settings_that_the_replay_does_not_know_are_left_to_the_rule() -> None:
-    of_variant = "another loss, attention or number format than the model's own"
     asked: list[tuple[PlannedTrial, str | None]] = [
         (replace(llama(zero(3)), changes={"zero_optimization": {"zero_hpz_partition_size": 2}}), "hpZ"),
         (replace(llama(zero(3)), changes={"zero_optimization": {"zenflow": {}}}), None),  # listed as unknown
@@ -151,8 +150,8 @@ def test_settings_that_the_replay_does_not_know_are_left_to_the_rule() -> None:
          "contiguous_gradients off"),
         (replace(llama(zero(1)), changes={"data_types": {"grad_accum_dtype": "fp32"}}),
          "gradients in another number format"),
-        (llama(make_configuration(named_strategy("ddp")), precision="fp32"), "DDP"),
-        (with_tiled_loss(llama(zero(3), loss="tiled")), of_variant),
+        (with_liger_loss(llama(zero(3), loss="liger")), "the liger loss"),
+        (with_frozen_embedding(llama(make_configuration(named_strategy("fsdp2")))), "frozen parameters in FSDP2"),
         (llama(zero(3), compile="torch"), None),  # whose activations are not known
         (replace(llama(zero(3)), profile=replace(llama(zero(3)).profile, facts=None)), "a model without a trace"),
     ]  # fmt: skip
@@ -161,11 +160,16 @@ def test_settings_that_the_replay_does_not_know_are_left_to_the_rule() -> None:
         assert (need.method, need.not_replayed) == ("rule", obstacle)
 
 
-def with_tiled_loss(planned: PlannedTrial) -> PlannedTrial:
+def with_liger_loss(planned: PlannedTrial) -> PlannedTrial:
     profile, facts = planned.profile, planned.profile.facts
     assert facts is not None
-    tiled = formula_profile.with_loss(profile, facts, "tiled")
-    return replace(planned, profile=replace(profile, variants={Variant(loss="tiled"): tiled}))
+    liger = formula_profile.with_loss(profile, facts, "liger")
+    return replace(planned, profile=replace(profile, variants={Variant(loss="liger"): liger}))
+
+
+def with_frozen_embedding(planned: PlannedTrial) -> PlannedTrial:
+    first, *others = planned.profile.before
+    return replace(planned, profile=replace(planned.profile, before=tuple(others), frozen=((0, first),)))
 
 
 @pytest.mark.parametrize("strategy", [zero(3), offload("cpu_full")])
@@ -186,6 +190,7 @@ def test_middle_layer_is_repeated_and_frees_what_its_neighbours_left() -> None:
     """Worked by hand: each layer keeps one storage, which the next layer frees in forward or its own backward does."""
     trace = {
         "sizes": [{"bs": 1e6}],
+        "tensors": {"before": [40], "layer": [24, 6], "after": [40]},
         "segments": [
             [],
             [[ALLOCATE, 0]],  # storage 0
@@ -211,6 +216,12 @@ def test_middle_layer_is_repeated_and_frees_what_its_neighbours_left() -> None:
     assert (max(counts), counts[-1]) == (2, 0)
     assert [event[1] for event in events if event[0] == 2] == [9, 7, 5, 3, 1, 0, 11]
     assert (3, (1, 2)) in events
+    # Only the first tensor of each layer has a gradient.
+    others = tuple((number, 6) for number in range(2, 12, 2))
+    partly = replace(profile, before=(40, *[24] * 5, 40), layer=(), after=(), frozen=others)
+    assert allocation_trace.is_of(trace, partly)
+    assert not allocation_trace.is_of(trace, profile)
+    assert not allocation_trace.is_of(trace, replace(partly, frozen=(*others[:-1], (10, 8))))
 
 
 def test_traces_of_presets_are_part_of_the_package() -> None:

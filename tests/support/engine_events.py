@@ -45,13 +45,15 @@ def train(trial: Trial, folder: Path, number: int, rank: int) -> None:
     begin("build")
     # Skip drawing the weights: DeepSpeed has no part in it.
     drawn = mock.patch("transformers.integrations.deepspeed.initialize_weights_zero3")
-    with library_versions.no_init_weights(), drawn, mock.patch.object(model, "reinitialise_weights"):
-        built = model.build_model(trial.workload, dict(trial.ds_config), device, lambda: None)
+    adapters = mock.patch.object(model, "draw_matrix", lambda _name, shape, *_: torch.empty(shape, device="cpu"))
+    with library_versions.no_init_weights(), drawn, adapters, mock.patch.object(model, "reinitialise_weights"):
+        kind = trial.configuration.engine
+        built = model.build_model(trial.workload, dict(trial.ds_config), device, lambda: None, kind)
     for parameter in built.module.parameters():
         getattr(parameter, "ds_tensor", parameter).data.normal_(std=0.02)
     begin("initialize")
     trained = engine.create_engine(
-        "deepspeed", built.module, dict(trial.ds_config), device, None, trial.workload, lambda: None
+        kind, built.module, dict(trial.ds_config), device, None, trial.workload, lambda: None
     )
     begin("between")
     tokens = torch.randint(100, (trial.workload.batch_size, trial.workload.seq_length), device=device)
