@@ -188,7 +188,9 @@ def test_html_of_a_result_and_of_a_plan_executes_nothing(scripted: ScriptedRun, 
 
 
 def test_a_plan_has_the_rows_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = ds_bench.plan(model="gpt2", gpu="8GB", num_gpus=4, strategies=["zero2", "cpu_full"], max_batch=True)
+    plan = ds_bench.plan(
+        model="gpt2", gpu="8GB", num_gpus=4, strategies=["zero2", "cpu_full"], max_batch=True, min_gpus=False
+    )
     line = "plan --model gpt2 --gpu 8GB --num-gpus 4 --strategies zero2 cpu_full --max-batch"
     assert commands.main(line.split()) == 0
     assert str(plan) == capsys.readouterr().out.rstrip()

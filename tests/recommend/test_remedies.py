@@ -27,6 +27,7 @@ from tests.support.recommendations import out_of_memory, text_of
 GB = 2**30
 ZERO, OFFLOAD = fakes.zero, fakes.offload
 LLAMA = "meta-llama/Llama-2-7b-hf"
+CARDS = fakes.placement(accelerator="cuda", num_gpus=4)
 PROFILE = trial_predictions.profile_model(fakes.resolved_model(LLAMA), 2048, "cuda")
 
 
@@ -148,6 +149,10 @@ SITUATIONS: dict[str, Callable[[], list[TrialRecord]]] = {
         fakes.failure(replace(planned(ZERO(0)), skipped="too much"), schema.SKIPPED, error="too much", phase=None)
     ],
     "without a prediction": lambda: [failed(schema.OOM)],
+    # Nothing is left but shorter sequences.
+    "one sequence with checkpointing, without a prediction": lambda: [
+        fakes.failure(fakes.trial(ZERO(3), on=CARDS, of=fakes.workload(batch_size=1, activation_checkpointing=True)))
+    ],
     "with an unusable prediction": lambda: [unusable()],
     # Two ranks of 4 GB each have 8 GB, not the 256 GB of the host.
     "a limit of 4 GB": lambda: [on_ranks_of(4)],
