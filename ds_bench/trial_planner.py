@@ -301,7 +301,7 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
         folders, notes = scratch.temporary_folder_variables(machine.variables, variables["TORCH_EXTENSIONS_DIR"])
         variables |= folders
         lines += notes
-    # Cached, because points may share a file, of which up to 1 GB is read.
+    # Cached, because points may share a file, and up to 1 GB of it is read.
     find_tokens = cache(read_token_file)
     plans = []
     for options, own_rows, model, on in zip(points, rows, models, placements, strict=True):
@@ -697,7 +697,7 @@ class ConfigurationBuilder:
 
     def _with_axes(self, row: RequestedRow, configuration: Configuration) -> Configuration:
         """Return the configuration with its axis values; no flag sets the same (``axis_notes``)."""
-        # A refused row has a stand-in configuration, in which axes have no meaning.
+        # A refused row has a stand-in configuration, where axes mean nothing.
         if configuration.refusal is not None:
             return replace(configuration, name=row.name, label=row.label)
         facts = row_facts(configuration, self.model, self.placement, self.options.grad_accum)

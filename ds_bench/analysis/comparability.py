@@ -88,7 +88,7 @@ def incomparable_facts(a: Run, b: Run) -> list[Difference]:
 
 
 def may_differ(a: Trial, b: Trial) -> set[str]:
-    """Return the facts in which two comparable rows may differ: what the comparison varies, and a searched size.
+    """Return the facts that may differ between comparable rows: what the comparison varies, and a searched size.
 
     A comparison may vary how a step is computed, what an axis sets, a file's own batch, or how many ranks share data.
     """

@@ -60,7 +60,7 @@ def flags_to_repeat(options: Options) -> dict[str, list[str]]:
 
 
 def resume_command(options: Options, folder: Path) -> OpenCommand:
-    """Return the command that resumes a run. ``options``: those of a script's run, or of a recipe's first point."""
+    """Return the command that resumes a run. ``options``: a script's, or a recipe's at its first point."""
     again = [word for name, words in flags_to_repeat(options).items() if name != "script" for word in words]
     return OpenCommand(invocation.comparison(options.family, ["--resume", str(folder), *again]), options.script)
 

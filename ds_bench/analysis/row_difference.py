@@ -227,7 +227,7 @@ class RowDifference:
     a: ComparisonRow
     b: ComparisonRow
     memory: tuple[TierDifference, ...]
-    """First the peak of the memory in which the rows train: the GPU's or, on the CPU accelerator, the host's."""
+    """First the peak of training memory: the GPU's or, on the CPU accelerator, the host's."""
     resident_bytes: Pair
     """Peak resident size of a node's ranks on the CPU accelerator, with libraries but without pages that were never
     written. None on GPUs, where it is the total of the tier ``cpu``."""
@@ -239,7 +239,7 @@ class RowDifference:
     environment_differences: tuple[str, ...]
     """Hardware, versions and other settings of the machine."""
     larger: ComparisonRow
-    """The row with the higher peak, to which ``savings`` apply; ``b`` if the peaks are equal or unknown."""
+    """The row with the higher peak; ``b`` if the peaks are equal or unknown. ``savings`` apply to it."""
     savings: tuple[Saving, ...]
     """Predicted for ``larger``, largest first: at most two, each at least 5 % of its memory."""
     unknown: tuple[str, ...]
@@ -247,7 +247,7 @@ class RowDifference:
 
     @property
     def main(self) -> TierDifference | None:
-        """The peak of the memory in which the rows train."""
+        """The peak of training memory."""
         peaks = [each for each in self.memory if each.moment == "peak"]
         return next((each for each in peaks if each.tier == "gpu"), next(iter(peaks), None))
 
@@ -352,7 +352,7 @@ def ledger_of_row(row: ComparisonRow, tier: str, moment: Moment = "peak") -> Cou
 
 
 def _memory_differences(a: ComparisonRow, b: ComparisonRow) -> Iterator[TierDifference]:
-    """Yield the tiers that either row uses, first the peak of the one in which they train."""
+    """Yield the tiers that either row uses, first the peak of training memory."""
     device: Tier = "cpu" if a.on_cpu and b.on_cpu else "gpu"
     moments: list[tuple[Tier, Moment]] = [(device, "peak"), (device, "after_step")]
     moments += [(tier, "peak") for tier in ("cpu", "nvme") if tier != device]
@@ -418,7 +418,7 @@ def _categories(a: Mapping[str, int], b: Mapping[str, int]) -> tuple[CategoryDif
 
 
 def _savings(row: ComparisonRow) -> list[Saving]:
-    """Return the largest savings of the memory in which the row trains, as predicted when it was planned."""
+    """Return the largest savings of the row's training memory, as predicted when it was planned."""
     prediction = stored_prediction(row.representative.trial)
     if prediction is None:
         return []

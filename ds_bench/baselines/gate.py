@@ -74,7 +74,7 @@ def save_baseline(entry: BaselineEntry, path: Path | str = DEFAULT_PATH) -> None
 def save_results(
     results: Iterable[BenchmarkResult], path: Path | str = DEFAULT_PATH, tolerance: float | None = None
 ) -> list[BaselineEntry]:
-    """Save all results in one write. ``tolerance``: None keeps that of an existing entry and gives a new one 0.05."""
+    """Save all results in one write. ``tolerance``: None keeps an existing entry's and gives a new one 0.05."""
     saved: list[BaselineEntry] = []
 
     def change(entries: store.Entries) -> store.Entries:

@@ -27,7 +27,7 @@ OK, REGRESSION = 0, 3
 def save_command(results: Sequence[Path], file: Path, tolerance: float | None) -> int:
     """Save every valid row as the baseline of its name. Return 0. Raises UsageError if no row is valid.
 
-    ``tolerance``: None keeps that of an existing entry and gives a new one 0.05. An invalid row, for example one whose
+    ``tolerance``: None keeps an existing entry's and gives a new one 0.05. An invalid row, for example one whose
     loss is not finite, is not saved, and a line says why.
     """
     benchmark_results = _read_results(results)
@@ -53,7 +53,7 @@ def save_command(results: Sequence[Path], file: Path, tolerance: float | None) -
         for result in benchmark_results:
             if (reason := _invalid_reason(result)) is not None:
                 terminal.print_text(terminal.escape_controls(f"not saved {result.name}: {reason}"))
-    # After the lines above, to which the remedy points.
+    # After the lines above, because the remedy points to them.
     if not saved:
         raise UsageError("nothing was saved: no row can be a baseline", remedy="the lines above say why")
     for entry in saved:

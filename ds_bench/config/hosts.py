@@ -96,7 +96,7 @@ def world_size(environ: Mapping[str, str]) -> int | None:
 def select_slots(slots: Slots, include: str | None, exclude: str | None) -> Slots:
     """Return the slots that DeepSpeed's ``--include`` or ``--exclude`` leaves, in the order of the hosts.
 
-    The syntax is that of launcher/runner.py: ``host@host:0,2``; a host without slots means all of its slots. Raises
+    DeepSpeed's syntax (launcher/runner.py): ``host@host:0,2``; a host without slots means all of its slots. Raises
     UsageError for other syntax, an unknown host or slot, and if no slot is left.
     """
     if include is not None and exclude is not None:

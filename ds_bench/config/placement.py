@@ -58,7 +58,7 @@ def default_placement(environ: Mapping[str, str], inventory: gpu_state.GpuInvent
 
 
 def choose_precision(requested: Precision | Literal["auto"], placement: Placement) -> Precision:
-    """Return the requested number format; for ``auto`` the first of bf16, fp16, fp32 in which the device trains.
+    """Return the requested number format; for ``auto`` the first of bf16, fp16, fp32 that the device supports.
 
     A requested format is never replaced: on a device without it, every row is Unsupported.
     """

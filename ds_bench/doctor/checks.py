@@ -46,7 +46,7 @@ def run_all_checks(
     """Return the findings of every check. Never raises because of the machine's state.
 
     ``build``: build missing ops first. ``files``: configurations to run here; ``file_lines``: notes from reading them.
-    ``hostfile``: lists further hosts to check. ``interpreter``: that of a user's script, checked instead of this one.
+    ``hostfile``: lists further hosts to check. ``interpreter``: a user script's, checked instead of this one.
     Raises UsageError for a bad hostfile.
     """
     torch_cuda = environment.torch_cuda_version() if interpreter is None else interpreter.torch_cuda_version
@@ -152,7 +152,7 @@ def run_plan_checks(
     ``configurations``: one for each row to be tried. A lack that stops only some rows is a warning: those rows become
     Unsupported, and the others run. ``need_host_bytes``: predicted for this node. ``lacks_space``:
     :func:`.disk.lack_of_space` of the plan. ``slots``: the visible GPUs that are used; None for all. ``interpreter``:
-    that of a user's script.
+    a user script's.
     """
     system = SystemAccess() if system is None else system
     torch_cuda = environment.torch_cuda_version() if interpreter is None else interpreter.torch_cuda_version

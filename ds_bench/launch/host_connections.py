@@ -97,7 +97,7 @@ class HostConnection:
         self.hostname = ""
         """The host's own name; empty until its agent has answered."""
         self.address: str | None = None
-        """Address at which ssh reached the host; None without ssh."""
+        """Address that ssh connected to; None without ssh."""
         self.problem: str | None = "not connected"
         """Why the host cannot be used; None while it answers."""
         self.listen: Callable[[Message], None] = lambda _message: None
@@ -375,7 +375,7 @@ class Hosts:
     def master_of(self, placement: Placement) -> tuple[str, int]:
         """Return the address and port on the first host where the ranks of the next trial meet. Raises HostError.
 
-        The address is the one from which the first host reaches the second; its name may resolve to another one.
+        The first host reaches the second from this address; its name may resolve to another one.
         """
         first, *others = self.connections
         address = placement.master_addr

@@ -89,7 +89,7 @@ def needed_ops(accelerator: Accelerator, configurations: Iterable[Configuration]
 
 
 def loaded_ops(accelerator: Accelerator, configurations: Sequence[Configuration]) -> list[str]:
-    """Return the needed ops, and those of GPU optimizers, which torch's own optimizers can replace."""
+    """Return the needed ops, and the ops of GPU optimizers, which torch's own optimizers can replace."""
     on_gpu = [each for each in configurations if not each.offloads_optimizer and not each.is_reference]
     kinds = [optimizer_kind(each.deepspeed_config) for each in on_gpu] if accelerator == "cuda" else []
     fused = map(_FUSED_OPTIMIZER_OPS.get, kinds)

@@ -62,7 +62,7 @@ class Evidence:
     script_steps: int | None = None
     """Warm-up and measured steps of a user's script; None for another workload."""
     server_died: bool = False
-    """Whether the preloaded server, with which its ranks die, was gone when the trial ended."""
+    """Whether the preloaded server was gone when the trial ended. Ranks die with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,7 @@ def _exit_caveats(evidence: Evidence) -> tuple[str, ...]:
 def _fail(
     evidence: Evidence, status: str, rank: int | None, error: str, *, phase: str | None = None, **more: Any
 ) -> Outcome:
-    """Return the outcome of a failed trial. ``phase``: by default that of the rank's last heartbeat."""
+    """Return the outcome of a failed trial. ``phase``: by default from the rank's last heartbeat."""
     if phase is None and rank is not None:
         phase = _read_phase(evidence, rank)
     details = [error, f"phase {phase}" if phase else None]

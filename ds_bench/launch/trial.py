@@ -76,7 +76,7 @@ def run_trial(
     """Run one trial through ``start`` and record how it ended.
 
     ``hosts``: several hosts for the ranks; without them ranks meet through a file. ``server_is_alive``: whether the
-    process from which the ranks are forked, and with which they die, still runs. A KeyboardInterrupt or
+    process that forks the ranks still runs; they die with it. A KeyboardInterrupt or
     HostError becomes a record; any other exception is raised again once the processes have been ended.
     """
     # Ranks outlive a killed launcher (DeepSpeed's launcher/launch.py). As adopted orphans they stay descendants of this
@@ -281,7 +281,7 @@ def launch_command(placement: Placement, folder: Path, devices: Sequence[int] | 
 
 
 def node_command(placement: Placement, number: int, master: tuple[str, int]) -> list[str]:
-    """Return the command with which DeepSpeed's runner starts the ranks of one host."""
+    """Return the command that DeepSpeed's runner uses to start the ranks of one host."""
     slots = {name: placement.slots_of(name) for name, _ in placement.hosts}
     address, port = master
     return [

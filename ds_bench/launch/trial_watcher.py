@@ -88,8 +88,8 @@ def watch(
 ) -> tuple[Ending, float | None]:
     """Wait for a trial to end. Return how it ended, and the seconds from its start to its first warm-up step.
 
-    ``wait_leader`` waits at most the given seconds and returns whether the leader has ended. ``hosts``: those of ranks
-    that are not descendants of this process.
+    ``wait_leader`` waits at most the given seconds and returns whether the leader has ended. ``hosts``: set if the
+    ranks are not descendants of this process.
     """
     watcher = _Watcher(folder, world_size, limits, hosts)
     while True:

@@ -28,11 +28,11 @@ _PRESET_FILES = (
     "gpt2", "model_sizes", "opt", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3",
     "phi3", "deepseek_v2", "gpt_oss",
 )  # fmt: skip
-"""Names of the JSON files in the order in which presets are listed; in each, presets are sorted by release and size."""
+"""Names of the JSON files, in the order of the list of presets; each file is sorted by release and size."""
 _SUFFIXES = re.compile(r"-(hf|pt|v[0-9.]+)$")
 """Endings of Hub names that a short name leaves out."""
 _TUNING = re.compile(r"-(base|chat|instruct|it)(?=-|$)")
-"""Parts of Hub names that say how the weights were trained; the shapes are those of the model without them."""
+"""Parts of Hub names that say how the weights were trained; they do not affect the shapes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

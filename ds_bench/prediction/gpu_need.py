@@ -27,7 +27,7 @@ class GpuNeed:
     """The memory that a trial needs on one GPU. Both figures include memory outside torch's allocator."""
 
     least_bytes: int
-    """Memory of the smallest GPU on which it runs, releasing its cache and retrying allocations if needed."""
+    """Memory of the smallest GPU that runs it, releasing its cache and retrying allocations if needed."""
     reserved_bytes: int
     """Memory taken on a GPU with room to spare, as nvidia-smi shows it."""
     phase: DecidingPhase

@@ -388,14 +388,14 @@ def stored_lengths(facts: ModelFacts) -> tuple[int, ...]:
 
 
 def sliding_window(facts: ModelFacts) -> int | None:
-    """Return the length from which a sequence has an explicit attention mask, which grows with its square, or None."""
+    """Return the shortest sequence with an explicit attention mask, which grows with its square; None without one."""
     window = facts.config.get("sliding_window")
     used = facts.config.get("use_sliding_window", facts.model_type in _WINDOWED)
     return int(window) if used and isinstance(window, int) else None
 
 
 def request_key(request: Mapping[str, Any]) -> str:
-    """Return the hash under which the answer to a request is stored."""
+    """Return the hash that names the stored answer to a request."""
     return hashlib.sha256(json.dumps(request, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -462,7 +462,7 @@ def measure_profiles(
     )
     answers = [each for each in reply.objects if not each.get("partial")]
     if len(answers) < len(requests):
-        # A partial answer, about the model at which the program ended or ran out of time.
+        # A partial answer, about the model that it was measuring when it ended or ran out of time.
         last = reply.objects[-1] if reply.objects else {}
         error = f"the measuring process {reply.ending}"
         answers.append({**(last.get("partial") or {}), "error": error})

@@ -420,7 +420,7 @@ def _without_choice(comparison: Comparison, eligible: EligibleRows, goal: str) -
     else:
         counts = Counter(run.outcome.status for run in failed)
         headline = Fact("none_trained", {"counts": [f"{count} {status}" for status, count in counts.items()]})
-    # Settings with which a row is predicted to train, else what to do about the cause.
+    # Settings predicted to make a row train, else what to do about the cause.
     try_next = None
     if smallest is not None and smallest.settings:
         try_next = Fact("try", settings=smallest.settings)
@@ -434,7 +434,7 @@ def _without_choice(comparison: Comparison, eligible: EligibleRows, goal: str) -
         try_next = Fact("resorts" if setup else "offload_or", {"resorts": resorts})
     elif failed:
         try_next = remedies.action_of(failed[0])
-    # First the smallest change with which a row fits, then row by row.
+    # First the smallest change that makes a row fit, then row by row.
     steps = [] if smallest is None or trained else [smallest]
     for row in map(comparison.row, eligible.left_out_as("too_full")):
         if excess := remedies.excess_bytes(row, comparison):

@@ -41,7 +41,7 @@ class RunInfo:
     family: str | None = None
     arguments: tuple[str, ...] = ()
     folder: str | None = None
-    """Folder in which the run was started, to which paths among its arguments are relative."""
+    """Folder where the run was started; paths among its arguments are relative to it."""
     environment: Environment | None = None
     notes: tuple[str, ...] = ()
     trial_count: int | None = None

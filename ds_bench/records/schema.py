@@ -95,9 +95,9 @@ class OffloadTimes:
     disk_read_bytes: float | None = None
     disk_written_bytes: float | None = None
     disk_wait_seconds: float | None = None
-    """Time in which training waited for the disk."""
+    """Time that training waited for the disk."""
     disk_busy_seconds: float | None = None
-    """Time in which the disk was busy."""
+    """Time that the disk was busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,8 +262,8 @@ class RankMeasurement:
     dropout: float | None = None
     """Highest probability of any dropout in the model, as trained; 0 for a model without dropout."""
     optimizer_settings: tuple[Mapping[str, Any], ...] | None = None
-    """For each parameter group, those of lr, betas, eps, weight_decay and momentum that the optimizer has after the
-    last measured step."""
+    """For each parameter group, the optimizer's lr, betas, eps, weight_decay and momentum after the last measured step,
+    if it has them."""
     vocabulary_size: int | None = None
     """Number of token ids that the model knows; None for a factory that makes its own batches."""
     repeated_loss: float | None = None
@@ -291,8 +291,8 @@ class RankMeasurement:
     """Cores used in the same time by other programs, or withheld by a hypervisor, on the processors that this rank may
     use."""
     cpu_throttled_fraction: float | None = None
-    """Fraction of the scheduler's periods in the same time in which the cgroup's CPU quota stopped its processes;
-    None without a quota."""
+    """Fraction of the scheduler's periods in the same time when the cgroup's CPU quota stopped its processes; None
+    without a quota."""
     attention: str | None = None
     """Transformers' attention implementation that the model used; None for a model of another library."""
     compiled_graphs: int | None = None

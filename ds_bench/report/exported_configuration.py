@@ -57,7 +57,7 @@ _ON_DEVICE = {
     "lion": "deepspeed.ops.lion.FusedLion",
     "lamb": "deepspeed.ops.lamb.FusedLamb",
 }
-"""Optimizer name → the class that DeepSpeed 0.19.8 uses (``runtime/engine.py``); for others that of ``torch.optim``."""
+"""Optimizer name → the class that DeepSpeed 0.19.8 uses (``runtime/engine.py``); others use ``torch.optim``'s."""
 
 
 def folder_name(strategy: str) -> str:
@@ -339,7 +339,7 @@ def accelerate_yaml(record: TrialRecord, config_file: Path) -> str:
         "use_cpu": False,  # with True, accelerate launch would leave DeepSpeed out; DS_ACCELERATOR chooses the CPU
         "deepspeed_config": deepspeed,
     }
-    # Without allow_unicode, with which PyYAML would write a next-line character (U+0085) as a line break.
+    # Without allow_unicode: PyYAML would write a next-line character (U+0085) as a line break.
     text: str = yaml.safe_dump(settings, sort_keys=False, width=10_000)  # paths are not wrapped
     return text
 

@@ -79,7 +79,7 @@ class MemoryPlan:
     shows_min_gpus: bool
     shows_max_batch: bool
     notes: Sequence[str] = ()
-    """On the model and on which of its parameters are trained."""
+    """On the model and its trained parameters."""
 
     @property
     def num_gpus(self) -> int:

@@ -65,7 +65,7 @@ class Environment:
     cpu_model: str | None = None
     """The processor's name, from the kernel."""
     logical_cores: int
-    """Hardware threads on which this process may run (its affinity)."""
+    """Hardware threads that this process may use (its affinity)."""
     physical_cores: int | None = None
     """Cores with those threads."""
     cpu_quota_cores: float | None = None
@@ -200,7 +200,7 @@ def comparability_differences(a: Environment, b: Environment) -> list[str]:
 
 
 def hardware_differences(a: Environment, b: Environment) -> list[str]:
-    """Return differences in GPUs, processor and cores, with which a ratio of throughputs means nothing.
+    """Return differences in GPUs, processor and cores; they make a ratio of throughputs meaningless.
 
     For jobs on several hosts those are compared, because the launching host need not be among them.
     """

@@ -159,7 +159,7 @@ def take_over_job(environ: MutableMapping[str, str], *, has_hosts: bool = False)
             del environ[name]
 
 
-# ------------------------------------------------------------------ nodes on which an engine has started this command
+# ------------------------------------------------------------------ nodes where an engine has started this command
 
 WAIT_SECONDS = 120.0
 """For the processes of all nodes to start and find each other."""
@@ -216,7 +216,7 @@ class _Node(NamedTuple):
 _connected_nodes: dict[int, _Node] = {}
 """Node number → node, including this one; empty before :func:`connect_nodes`."""
 _addresses: list[str] = []
-"""The address at which the other nodes reached this process."""
+"""The address where the other nodes reached this process."""
 
 
 def find_nodes(environ: Mapping[str, str]) -> LaunchedNodes | None:
@@ -314,7 +314,7 @@ def ranks_of_hosts() -> dict[str, int]:
 
 
 def master_address() -> str | None:
-    """Return the address at which the other nodes reached this host; None if none is connected."""
+    """Return the address where the other nodes reached this host; None if none is connected."""
     return _addresses[0] if _addresses else None
 
 

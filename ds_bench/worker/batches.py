@@ -138,7 +138,7 @@ def make_batches(
     Floating-point tensors get the training ``dtype``. Raises TypeError or ValueError unless ``make_batch`` returns
     ``batch_size`` samples: throughput would count samples that do not exist.
     """
-    # Not torch's global generator, from which stages draw differently while they build the model. Below 100,003 ranks
+    # Not torch's global generator: stages draw from it differently while they build the model. Below 100,003 ranks
     # no two pairs of seed and rank have the same number.
     generator = torch.Generator().manual_seed(seed * 100_003 + rank)
     batches: list[Batch] = []

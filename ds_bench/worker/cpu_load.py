@@ -1,7 +1,7 @@
 """Measures how much CPU time other programs took while a rank trained, and how often a quota stopped it.
 
-It is the kernel's CPU time of all processes on the processors that this rank may use, minus that of this trial's
-processes and of those that started it. The load average would still contain our own previous trial.
+It is the kernel's CPU time of all processes on the processors that this rank may use, minus the time of this trial's
+processes and of the programs that started it. The load average would still contain our own previous trial.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class CpuReading:
 
 
 def load_between(before: CpuReading, after: CpuReading) -> dict[str, Any]:
-    """Return the ``cpu_*`` fields of a RankMeasurement, without those of the whole node if they are unknown."""
+    """Return the ``cpu_*`` fields of a RankMeasurement, without the whole node's if they are unknown."""
     seconds = after.monotonic_seconds - before.monotonic_seconds
     own = after.own_seconds - before.own_seconds
     fields: dict[str, Any] = {

@@ -27,7 +27,7 @@ from .failure import describe_error
 from .measured_memory import io_bytes
 
 _CHUNK_BYTES = 64 * 2**20
-"""Size of one request: that of a large tensor."""
+"""Size of one request, like a large tensor's."""
 
 
 def measure(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def stays_after_reduction(engine: Any, parameter: torch.Tensor) -> bool:
 
 
 def _deepspeed_tensors(engine: Any) -> Iterator[tuple[str, Iterable[torch.Tensor | None]]]:
-    """Yield categories and their tensors, in the order in which they claim storages."""
+    """Yield categories and their tensors; the first to claim a storage gets it."""
     wrapper, module = engine.optimizer, engine.module
     base = getattr(wrapper, "optimizer", wrapper)
     parameters = list(module.parameters())

@@ -24,7 +24,7 @@ ARCHITECTURES = (
     "gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3_text", "phi3",
     "deepseek_v2", "gpt_oss",
 )  # fmt: skip
-"""Transformers' names of the architectures for which it is known which modules multiply a token."""
+"""Architectures, by their names in Transformers, whose modules that multiply a token are known."""
 
 _NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Config keys for the number of routed experts."""
@@ -108,7 +108,7 @@ def count_model(model: Any) -> dict[str, Any] | None:
 
 
 def hidden_size(config: Any) -> int | None:
-    """Return the hidden size from which the Trainer computes "auto" values; None if it finds none.
+    """Return the hidden size that the Trainer uses for "auto" values; None if it finds none.
 
     Source: Transformers 5.23, ``integrations/deepspeed.py`` (``trainer_config_finalize``).
     """

@@ -6,8 +6,8 @@ the device in the training precision. The two draw random numbers in different o
 from a generator seeded by its name, or losses of different stages would not compare. For FSDP2, matrices are built on
 the meta device and drawn when the engine splits them (``reference_engines``).
 
-Without zero.Init (``Workload.zero_init``) a model for stage 3 is built whole in every rank's host memory, like that of
-a program that does not yet know the configuration; ``deepspeed.initialize`` moves it to the device and splits it.
+Without zero.Init (``Workload.zero_init``) a model for stage 3 is built whole in every rank's host memory, as by a
+program that does not know the configuration yet; ``deepspeed.initialize`` moves it to the device and splits it.
 
 A factory's model keeps the weights that its own code draws. At every stage it is built whole in every rank's host
 memory, converted, and moved to the device or, at stage 3, partitioned tensor by tensor: code that was not written for
@@ -60,7 +60,7 @@ class BuiltModel:
     make_batch: MakeBatch | None
     """A factory's own function for data; None for random tokens of the model's vocabulary."""
     stage3: object | None
-    """While this object exists, to which Transformers has a weak reference, it treats weights as partitioned: keep it
+    """Transformers treats weights as partitioned while this object exists, and has only a weak reference to it: keep it
     as long as the model is used."""
     notes: tuple[str, ...] = ()
     """Changes made to a factory's model."""
@@ -351,7 +351,7 @@ def position_ids(model: torch.nn.Module, batch_size: int, seq_length: int) -> to
     """
     from transformers import PreTrainedModel
 
-    # The class's method, because another loss replaces that of the model.
+    # The class's method, because another loss replaces the model's.
     if (
         not isinstance(model, PreTrainedModel)
         or "position_ids" not in inspect.signature(type(model).forward).parameters
