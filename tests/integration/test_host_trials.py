@@ -82,20 +82,6 @@ def marked(folder: Path) -> set[int]:
     return find_trial_processes(Assignment.load(folder).scratch_id)
 
 
-@pytest.mark.slow
-def test_ranks_that_agents_start_train_together_and_their_files_come_back(hosts: Hosts, tmp_path: Path) -> None:
-    folder = tmp_path / "run" / "trials" / "t1"
-    record = launch(hosts, folder, monitor="steps", profiles=("torch",), profile_ranks=(1,))
-    assert record.outcome.status == "Success", record.outcome.details
-    assert [rank.rank for rank in record.ranks] == [0, 1]
-    assert record.caveats == ()
-    assert len((folder / "steps.jsonl").read_text().splitlines()) == 4
-    (profile,) = record.ranks[1].profiles
-    assert all((tmp_path / "run" / name).stat().st_size > 0 for name in profile.files)
-    assert {entry["rank"] for entry in map(json.loads, (folder / "exits.jsonl").read_text().splitlines())} >= {0, 1}
-    assert marked(folder) == set()
-
-
 @pytest.mark.usefixtures("ranks_that_hang")
 def test_a_lost_host_is_a_timeout_that_names_it_and_the_next_trial_connects_again(hosts: Hosts, tmp_path: Path) -> None:
     for number, why in ((1, "b: the connection ended"), (2, "a: the connection ended")):
