@@ -384,7 +384,7 @@ class ComparisonRun:
         launcher = self._prepare_launcher(line)
         searches = any(each.options.searches_size for each in self.plan.plans)
         # A search takes long and may be interrupted: --resume needs the file before it too.
-        self._save_run([] if searches else self.plan.trials)
+        self._save_run([] if searches else self.plan.trials_by_row)
         if searches:
             self._search_sizes(launcher, line.say)
         records = store.records()
@@ -491,7 +491,7 @@ class ComparisonRun:
             search = each.options.searches_size
             plans.append(size_search.at_largest_size(each, launcher, self.store, say) if search else each)
         self.plan = replace(self.plan, plans=RunPlan.of(plans, self.plan.variables).plans)
-        self._save_run(self.plan.trials)
+        self._save_run(self.plan.trials_by_row)
 
     def _save_run(self, trials: Sequence[Trial]) -> None:
         """Write ``run.json``; without trials while their sizes are being searched for."""

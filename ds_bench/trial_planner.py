@@ -223,6 +223,11 @@ class RunPlan:
         """The trials of all points in running order: round by round, every other round backward."""
         return [trial for _, trial in _in_rounds(self.plans)]
 
+    @property
+    def trials_by_row(self) -> list[Trial]:
+        """The same trials point by point, with the rows in the requested order: the order of the results."""
+        return [trial for plan in self.plans for trial in plan.trials]
+
 
 def _in_rounds(plans: Sequence[Plan]) -> Iterator[tuple[int, Trial]]:
     """Yield plan index and trial for all plans. In a round, the rows of a point stay together."""
@@ -232,7 +237,8 @@ def _in_rounds(plans: Sequence[Plan]) -> Iterator[tuple[int, Trial]]:
         # Points run backward in every other round, so that drift favors none.
         indices = range(len(plans))
         for index in reversed(indices) if number % 2 else indices:
-            for trial in rounds[index][number] if number < len(rounds[index]) else ():
+            trials = rounds[index][number] if number < len(rounds[index]) else []
+            for trial in sorted(trials, key=lambda trial: trial.round_position or 0):
                 yield index, trial
 
 
@@ -768,7 +774,10 @@ _WORKLOAD_OPTIONS = (
 def make_trials(
     options: Options, model: ResolvedModel, placement: Placement, configurations: Sequence[Configuration]
 ) -> list[Trial]:
-    """Make the trials in running order. :func:`complete` adds what depends on ops, disks and predictions."""
+    """Make the trials round by round, in the order of the rows. :func:`complete` adds ops, disks and predictions.
+
+    Their numbers and ``round_position`` give the running order. A single round runs as written.
+    """
     trained_parameters.read_choice(options.lora, options.freeze, options.say("lora"))  # refused before anything starts
     file = options.token_file
     common = Workload(
@@ -792,13 +801,18 @@ def make_trials(
         inspection = replace(inspection, checkpoint_path=str((options.resume or options.output_dir).absolute()))
     trials: list[Trial] = []
     for repeat in range(options.repeats):
-        for position, configuration in enumerate(ordered_for_round(configurations, options.seed, repeat)):
+        order = list(configurations)
+        if options.repeats > 1:
+            order = ordered_for_round(configurations, options.seed, repeat)
+        for configuration in configurations:
+            position = order.index(configuration)
             workload, config, unsupported, caveats = _completed_row(
                 configuration, configuration.applied_to(common), placement, model
             )
             trials.append(
                 Trial(
-                    trial_id=f"{len(trials):02d}_{configuration.name}" + (f"_r{repeat}" if options.repeats > 1 else ""),
+                    trial_id=f"{repeat * len(order) + position:02d}_{configuration.name}"
+                    + (f"_r{repeat}" if options.repeats > 1 else ""),
                     repeat=repeat,
                     round_position=position,
                     configuration=configuration,
@@ -869,8 +883,8 @@ def refuse_unresolved(record: TrialRecord, waiting: Sequence[Trial]) -> list[Tri
 def ordered_for_round(configurations: Sequence[Configuration], seed: int, number: int) -> list[Configuration]:
     """Return the configurations in the order of a round (``number``, from 0).
 
-    The first round runs as written. Each later one uses, of four shuffles by the seed, the one that puts the fewest
-    rows where an earlier round had them, so that noise that outlasts a run, such as heat, favors no row
+    Each uses, of four shuffles by the seed, the one that puts the fewest rows where an earlier round had them, so that
+    neither the cold machine at the start nor noise that outlasts a run, such as heat, favors a row
     (``bench/false_differences.py``). The order does not depend on the number of rounds, so a resumed run keeps it.
     """
     # With --common-batch a row may appear at two micro-batches.
@@ -879,8 +893,8 @@ def ordered_for_round(configurations: Sequence[Configuration], seed: int, number
     def shuffled(text: str) -> list[int]:
         return sorted(range(len(names)), key=lambda row: hashlib.sha256(f"{text} {names[row]}".encode()).digest())
 
-    rounds = [list(range(len(names)))]
-    for later in range(1, number + 1):
-        shuffles = [shuffled(f"{seed} {later} {attempt}") for attempt in range(4)]
+    rounds: list[list[int]] = []
+    for each in range(number + 1):
+        shuffles = [shuffled(f"{seed} round {each} {attempt}") for attempt in range(4)]
         rounds.append(min(shuffles, key=lambda order: sum(sum(map(operator.eq, order, earlier)) for earlier in rounds)))
     return [configurations[index] for index in rounds[number]]

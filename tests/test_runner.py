@@ -307,6 +307,17 @@ def test_the_end_recommends_a_row_and_leaves_its_configuration(
     assert [row["recommendation"]["choice"] for row in json.loads(capsys.readouterr().out)] == ["ZeRO-1"]
 
 
+def test_results_have_the_requested_order_of_rows_whatever_the_order_of_the_rounds(scripted: ScriptedRun) -> None:
+    assert scripted.run("--stages", "2", "0", "1", "--repeats", "2") == 0
+    assert [row["stage"] for row in scripted.rows()] == [2, 0, 1] * 2
+    ran = [record.trial for record in RunFolder.open(scripted.folder).records()]
+    assert [trial.trial_id for trial in ran] == sorted(trial.trial_id for trial in ran)
+    assert [trial.configuration.stage for trial in ran[:3]] != [2, 0, 1], "choose another seed"
+    for file in scripted.output.glob("*comparison_*"):
+        file.unlink()  # then the order is that of run.json
+    assert [run.row.stage for run in load_results.load(scripted.folder).runs] == [2, 0, 1] * 2
+
+
 def test_files_are_rows_that_can_be_exported_and_compared_with(
     scripted: ScriptedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
