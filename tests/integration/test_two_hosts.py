@@ -252,7 +252,7 @@ def test_processes_with_a_pytorchjobs_variables_are_one_comparison_that_no_stran
     run, other = start_on_both(hosts, lambda _host, _number: words, "no_secret", **job)
     ended = [run.finish(60), (*other.communicate(timeout=60), other.returncode)]
     assert (ended[0][0], ended[1][2]) == (2, 2), ended
-    assert all("export DS_BENCH_SECRET=" in str(each) for each in ended)
+    assert all("DS_BENCH_SECRET" in str(each) for each in ended)
     stranger = "import socket, time\nwhile True:\n  try:\n    s = socket.create_connection(('192.0.2.1', 23456), 1)\n"
     stranger += "    s.sendall(b'GET / HTTP/1.1\\r\\n'); time.sleep(0.05)\n  except OSError: time.sleep(0.01)\n"
     guest = hosts.b.start([sys.executable, "-c", stranger])
