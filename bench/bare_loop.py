@@ -1,7 +1,7 @@
 """A DeepSpeed training loop as a user writes one: the yardstick of ``fidelity.py`` and ``overhead.py``.
 
 Measured: the wall of ``--num-steps`` optimizer steps after ``--warmup-steps``, the device
-synchronised before the first and after the last, on the slowest rank. Not measured: memory,
+synchronized before the first and after the last, on the slowest rank. Not measured: memory,
 phases, single steps, or anything before the window.
 
 Started by DeepSpeed's launcher. The configuration is the file given, as it stands; the model is a

@@ -162,7 +162,7 @@ def _how_to_go_on(folder: str | None) -> str:
     script = None
     with contextlib.suppress(DsBenchError, AttributeError):  # removed, or edited by hand
         script = RunFolder.open(Path(folder)).load_run().recipe.get("values", {}).get("script")
-    return f"go on with ds_bench.run(resume={folder!r}{f', script={script}' if script else ''})"
+    return f"continue with ds_bench.run(resume={folder!r}{f', script={script}' if script else ''})"
 
 
 def _section_arguments(name: str, section: object) -> Iterator[str]:
@@ -269,7 +269,7 @@ def _run_in_process(arguments: Sequence[str], progress: bool) -> dict[str, Any]:
     if not answered:
         raise DsBenchError(
             f"the run's process ended with code {process.returncode}: {last_line}",
-            remedy="its folder in output_dir keeps the finished trials: go on with ds_bench.run(resume=FOLDER)",
+            remedy="its folder in output_dir keeps the finished trials: continue with ds_bench.run(resume=FOLDER)",
         )
     return answered
 

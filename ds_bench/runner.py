@@ -138,7 +138,7 @@ def run_comparison(
         except KeyboardInterrupt:  # not during the trials, which end with a report
             # Without this file --resume has nothing to go on with.
             if store is not None and (store.folder / RUN_FILE).exists():
-                terminal.print_text(f"go on with: {provenance.resume_command(options, store.folder)}", sys.stderr)
+                terminal.print_text(f"continue with: {provenance.resume_command(options, store.folder)}", sys.stderr)
             terminal.print_text("interrupted", sys.stderr)
             return INTERRUPTED_CODE
 
@@ -278,7 +278,10 @@ def print_dry_run(plan: RunPlan) -> int:
         for trial in plan.trials:
             if trial.workload.script is None:
                 command = launch_command(trial.placement, Path("TRIAL_FOLDER"))
-                heading, program = "# the same ranks, started cold:", invocation.python(with_package=True)
+                heading, program = (
+                    "# the same ranks, without the preloaded process:",
+                    invocation.python(with_package=True),
+                )
             else:
                 command = script_words(trial, Path("TRIAL_FOLDER", CONFIG_FILE), "TRIAL_FOLDER/output")
                 heading, program = "# every rank:", shlex.quote(command[0])
@@ -554,7 +557,7 @@ class ComparisonRun:
         in_answer = is_short and not removed
         if in_answer and not options.quiet:
             files_text = self._files_text([path for _, path in exported])
-            shown = [replace(shown[0], files=files_text, page_command=self._page_command())]
+            shown = [replace(shown[0], files=files_text, page_command=f"{self._report_command()} --html report.html")]
         with terminal.ignoring_broken_pipe():  # last: standard output may be gone
             if options.format == "json":
                 recommendations = (
@@ -573,8 +576,9 @@ class ComparisonRun:
         code = exit_code(options, runs)
         if not options.quiet:
             if not in_answer:
-                terminal.print_text(f"  Files: {self._files_text([path for _, path in exported])}", sys.stderr)
-                terminal.print_text(f"  Page:  {self._page_command()}", sys.stderr)
+                terminal.print_text(f"  Files:  {self._files_text([path for _, path in exported])}", sys.stderr)
+                terminal.print_text(f"  Report: {self._report_command()}", sys.stderr)
+                terminal.print_text(f"  Page:   {self._report_command()} --html report.html", sys.stderr)
             if line := profile_files_line(runs, store.folder):
                 terminal.print_text(f"  {line}", sys.stderr)
             for row, path in exported:
@@ -583,7 +587,7 @@ class ComparisonRun:
                     terminal.print_text(f"  Train:  {command}", sys.stderr)
             if code == INTERRUPTED_CODE:
                 # A signal that came after the last trial left nothing undone.
-                then = "every trial had finished" if is_finished(store.folder) else f"go on with: {resume}"
+                then = "every trial had finished" if is_finished(store.folder) else f"continue with: {resume}"
                 terminal.print_text(f"interrupted; {then}", sys.stderr)
         return code
 
@@ -625,11 +629,11 @@ class ComparisonRun:
         also = "" if options.csv is None else f", {options.csv}"
         return f"{store.folder}{configurations}, {store.json_path} and .csv{also}"
 
-    def _page_command(self) -> str:
-        """The command that writes the run's HTML page."""
+    def _report_command(self) -> str:
+        """The command that shows the run again."""
         shard, folder = self.plan.options.shard, self.store.folder
         runs = shlex.quote(str(folder)) if shard is None else f"{shlex.quote(str(folder.parent))}/*of{shard.count}"
-        return f"{invocation.program()} report {runs} --html report.html"
+        return f"{invocation.program()} report {runs}"
 
 
 def exit_code(options: Options, runs: Sequence[Run]) -> int:

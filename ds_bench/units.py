@@ -88,6 +88,11 @@ def format_count(count: float | None) -> str:
     return MISSING if count is None else f"{count:,.0f}"
 
 
+def format_rate(rate: float | None) -> str:
+    """A count per second, below 100 with three digits: ``18,220``, ``7.94``."""
+    return format_count(rate) if rate is None or rate >= 100 else f"{rate:.3g}"
+
+
 def format_items(count: int, noun: str) -> str:
     """``1 row``, ``3 rows``."""
     return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -38,7 +38,10 @@ try:
     from ds_bench.system import environment, gpu_state
     from ds_bench.units import BYTES_PER_GB
 except ModuleNotFoundError as error:
-    print(f"gpu_check: {sys.executable} lacks {error.name}: name wheels with WHEELS (make_wheels.sh)", file=sys.stderr)
+    print(
+        f"gpu_check: {sys.executable} lacks {error.name}: name wheels with WHEELS (scripts/make_wheels.sh)",
+        file=sys.stderr,
+    )
     sys.exit(2)
 
 PYTHON = os.environ.get("PYTHON") or sys.executable
@@ -205,7 +208,8 @@ def require_ready(devices: tuple[gpu_state.GpuFacts, ...], inventory: gpu_state.
         if finding.level != "ok":
             print(f"gpu_check: {finding.level}: {finding.name}: {finding.text}", file=sys.stderr)
     if any(finding.level == "problem" for finding in found) or (CUDA and not devices):
-        remedy = "name wheels with WHEELS (scripts/make_wheels.sh) or a folder with PYTHONPATH; see nvidia-smi for GPUs"
+        remedy = "name wheels with WHEELS (scripts/make_wheels.sh; MORE=scipy adds SciPy) or a folder with PYTHONPATH"
+        remedy += "; nvidia-smi shows whether the driver finds a GPU"
         print(f"gpu_check: {sys.executable} cannot run this: {remedy}", file=sys.stderr)
         sys.exit(2)
 
@@ -265,7 +269,7 @@ class Check:
             before = folder.with_name(f"{step.name}-before")
             shutil.rmtree(before, ignore_errors=True)
             folder.rename(before)
-            self.say(f"{step.name}: cannot go on with {before.name}, and begins again")
+            self.say(f"{step.name}: cannot continue with {before.name}, and begins again")
             return self.run(step)
         return code
 
@@ -520,7 +524,7 @@ def main() -> int:
         check.say(f"left for the next call: {' '.join(left)}" if left else "nothing is left")
         if left:
             check.say(
-                f"go on with: scripts/gpu_check.sh {shlex.quote(str(out))}   (and the same variables, without STEPS)"
+                f"continue with: scripts/gpu_check.sh {shlex.quote(str(out))}   (and the same variables, without STEPS)"
             )
         check.say(f"archive: {check.archive_path} (docs/reference_results.md: how to send it)")
         check.archive()

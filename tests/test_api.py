@@ -129,7 +129,7 @@ def test_an_interrupted_run_keeps_its_rows_and_says_how_to_go_on_or_to_load_the_
         return fakes.success(trial)
 
     scripted.launcher = FakeLauncher("Success", "Interrupted")
-    with pytest.raises(KeyboardInterrupt, match=r"go on with ds_bench\.run\(resume='(.*)'\)") as interrupted:
+    with pytest.raises(KeyboardInterrupt, match=r"continue with ds_bench\.run\(resume='(.*)'\)") as interrupted:
         ds_bench.run(**SMALL, stages=[0, 1])
     folder = str(interrupted.value).split("'")[1]
     scripted.launcher = FakeLauncher(succeed_and_interrupt)

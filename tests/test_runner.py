@@ -171,9 +171,9 @@ def succeed_and_interrupt(trial: Trial) -> TrialRecord:
 @pytest.mark.parametrize(
     ("script", "last", "records"),
     [
-        (FakeLauncher("Success", "Interrupted"), "go on with: python zero_stage_comparison.py --resume ", 2),
-        (FakeLauncher(succeed_and_interrupt), "go on with: python zero_stage_comparison.py --resume ", 1),
-        # A signal that comes as the last trial ends leaves nothing to go on with.
+        (FakeLauncher("Success", "Interrupted"), "continue with: python zero_stage_comparison.py --resume ", 2),
+        (FakeLauncher(succeed_and_interrupt), "continue with: python zero_stage_comparison.py --resume ", 1),
+        # A signal that comes as the last trial ends leaves nothing to continue.
         (FakeLauncher("Success", succeed_and_interrupt), "every trial had finished", 2),
     ],
 )
@@ -185,7 +185,7 @@ def test_an_interruption_says_how_to_go_on(
     assert cli.main("zero", fakes.make_config, flags) == 130
     folder = scripted.folder
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said == f"interrupted; {last}{folder if last.startswith('go on') else ''}"
+    assert said == f"interrupted; {last}{folder if last.startswith('continue') else ''}"
     assert len(RunFolder.open(folder).records()) == records
 
 

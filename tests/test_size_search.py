@@ -155,7 +155,7 @@ def test_interrupted_search_runs_no_row_and_is_resumed_without_repeating_a_probe
     machine.launcher = in_every_row(interrupted_at_zero3)
     flags = ["--model", "tiny", "--seq-length", "16", "--output-dir", str(machine.output), "--batch-size", "auto"]
     assert cli.main("zero", fakes.make_config, [*flags, "--stages", "1", "3"]) == 130
-    assert "go on with: python zero_stage_comparison.py --resume " in capsys.readouterr().err
+    assert "continue with: python zero_stage_comparison.py --resume " in capsys.readouterr().err
     assert not list(machine.output.glob("*_comparison_*.json"))
     before = len(machine.probes())
     assert machine.resume(script=in_every_row(fits)) == 0
@@ -238,7 +238,7 @@ def test_interrupted_step_back_shows_finished_rows_and_is_resumed(
     assert machine.search(interrupted_after_the_failure, "--stages", "1", "3") == 130
     captured = capsys.readouterr()
     assert "ZeRO-1" in captured.out
-    assert "go on with: " in captured.err
+    assert "continue with: " in captured.err
     assert machine.resume(script=FakeLauncher(by_strategy={"zero1": ends, "zero3": ends})) == 0
     assert {row["strategy"] for row in machine.rows() if row["success"]} == {"zero1", "zero3"}
     assert all(row["batch_size"] < 64 for row in machine.rows() if row["strategy"] == "zero3" and row["success"])

@@ -87,14 +87,12 @@ def compare_before_after(before: Result, after: Result) -> BeforeAfter:
         # Of several rows of one name, as with other batches, the one that differs least.
         partner = min(same_name, key=lambda other: len(_differences(row, other)), default=None)
         if partner is None:
-            rows.append(
-                RowChange(label=row.label, before=row, after=None, incomparable_reasons=("after: no such row",))
-            )
+            rows.append(RowChange(label=row.label, before=row, after=None, incomparable_reasons=("only in BEFORE",)))
         else:
             unpaired.remove(partner)
             rows.append(_pair(row, partner, hardware, versions_known=None not in (a, b)))
     for row in unpaired:
-        rows.append(RowChange(label=row.label, before=None, after=row, incomparable_reasons=("before: no such row",)))
+        rows.append(RowChange(label=row.label, before=None, after=row, incomparable_reasons=("only in AFTER",)))
     pairs = [(each.before, each.after) for each in rows if each.before and each.after]
     return BeforeAfter(
         rows=tuple(rows),

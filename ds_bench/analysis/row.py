@@ -160,7 +160,7 @@ class Measured:
 
     @cached_property
     def mean_step_seconds(self) -> float | None:
-        """Length of the window, which begins and ends with a device synchronisation, divided by its steps."""
+        """Length of the window, which begins and ends with a device synchronization, divided by its steps."""
         return self.slowest.window_seconds / len(self.slowest.step_seconds) if self.slowest else None
 
     @cached_property
@@ -552,9 +552,9 @@ class Row(BaseModel):
     ledger_cpu_other_gb: float | None = column("Tensors on the host", _ledger("cpu", "other"), "GB")
     ledger_nvme_parameters_gb: float | None = column("Tensors on NVMe", _ledger("nvme", "parameters"), "GB")
     ledger_nvme_optimizer_states_gb: float | None = column("Tensors on NVMe", _ledger("nvme", "optimizer_states"), "GB")
-    phase_forward_ms: float | None = column("Synchronised forward pass", _phase("forward"), "ms")
-    phase_backward_ms: float | None = column("Synchronised backward pass", _phase("backward"), "ms")
-    phase_step_ms: float | None = column("Synchronised optimizer step", _phase("step"), "ms")
+    phase_forward_ms: float | None = column("Synchronized forward pass", _phase("forward"), "ms")
+    phase_backward_ms: float | None = column("Synchronized backward pass", _phase("backward"), "ms")
+    phase_step_ms: float | None = column("Synchronized optimizer step", _phase("step"), "ms")
     skipped_steps: int | None = column("Measured steps that the optimizer skipped", "rank.skipped_steps")
     start_seconds: float | None = column("From launch to the first warm-up step", "record.start_seconds", "s")
     wall_seconds: float | None = column("From launch until no process is left", "record.wall_seconds", "s")
@@ -622,7 +622,7 @@ class Row(BaseModel):
     cpu_steady_peak_gb: float | None = column("Host memory by phase", "phases.steady.host_peak_bytes", "GB")
     cpu_steady_end_gb: float | None = column("Host memory by phase", "phases.steady.host_end_bytes", "GB")
     seq_policy: str | None = text("``given`` or ``longest``", "trial.workload.seq_policy")
-    phase_data_ms: float | None = column("Waiting for the data loader, synchronised steps", "parts.data_wait", "ms")
+    phase_data_ms: float | None = column("Waiting for the data loader, synchronized steps", "parts.data_wait", "ms")
     data_wait_ms: float | None = column("Waiting for the data loader, in the window", _worst("data_wait_seconds"), "ms")
     vocab_size: int | None = column("Random ids are below this", "trial.workload.vocab_size")
     data_file: str | None = text("File of token ids", "trial.workload.data_path")

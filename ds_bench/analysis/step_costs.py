@@ -1,6 +1,6 @@
 """Costs of a step besides computing: communication, transfers, CPU Adam, the disk (docs/metrics.md).
 
-They come from synchronised steps after the measured window.
+They come from synchronized steps after the measured window.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PARTS = ("forward", "backward", "step", "communication", "transfer", "data_wait"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """Costs of one synchronised step; None if not measured."""
+    """Costs of one synchronized step; None if not measured."""
 
     communication_seconds: float | None = None
     """On the slowest rank, including the wait for other ranks."""
@@ -81,7 +81,7 @@ def step_costs(record: TrialRecord) -> StepCosts:
 
 
 def step_parts(ranks: Sequence[RankMeasurement]) -> dict[str, float]:
-    """Return the seconds of each measured part of a synchronised step, on the rank that is slowest in it. Ranks without
+    """Return the seconds of each measured part of a synchronized step, on the rank that is slowest in it. Ranks without
     parts contribute their three phases."""
     parts = [rank.step_parts or rank.phase_seconds for rank in ranks]
     measured = [part for part in PARTS if any(part in each for each in parts)]

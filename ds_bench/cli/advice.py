@@ -17,7 +17,7 @@ from ..models import lookup
 from ..models.presets import ModelFacts, find_preset, preset_names, preset_remedy, short_names
 from ..recommend import guide
 from ..system import invocation, terminal
-from ..units import format_count, format_millions
+from ..units import format_count, format_items, format_millions
 
 
 def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int, configs: Sequence[Path] = ()) -> int:
@@ -26,7 +26,8 @@ def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int
     ``configs``: files and folders of configurations to explain instead of the strategies.
     """
     facts = _model_facts(model)
-    title = f"{facts.name}, {format_millions(facts.parameters)} parameters, {precision}, {num_gpus} GPU(s); by formula"
+    size, gpus = format_millions(facts.parameters), format_items(num_gpus, "GPU")
+    title = f"{facts.name}, {size} parameters, {precision}, {gpus}; by formula"
     terminal.print_text(terminal.escape_controls(title) + "\n")
     # Without the strategy "none", which is the same as zero3.
     offloads = map(strategies.offload_strategy, strategies.OFFLOAD_NAMES[1:])

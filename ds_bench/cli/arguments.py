@@ -108,11 +108,11 @@ _GROUPS = {
         "num_gpus", "accelerator", "launcher", "hostfile", "include", "exclude", "host_command", "env", "master_addr",
         "master_port", "cpu_memory_limit", "gpu_memory_limit", "peak_tflops",
     ),
-    "a training script of your own, after -- (docs/own_work.md)": (
+    "your own training script, after -- (docs/own_work.md)": (
         "python", "override_config", "accelerate_env", "engine",
     ),
     "DeepSpeed configuration": ("ds_config", "set"),
-    "profiles, of further steps after the measured ones (docs/reading.md)": (
+    "profiling, in extra steps after the measured ones (docs/reading.md)": (
         "profiles", "profile_steps", "profile_ranks", "nsys_start", "nsys_end",
     ),
     "checkpoints, after the measured steps (docs/metrics.md)": ("checkpoint", "checkpoint_path"),
@@ -215,6 +215,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse unknown arguments here; argparse would leave them to the parent of a subcommand's parser."""
         values, unknown = super().parse_known_args(self._with_own_flags(args), namespace)
+        commands = next((action for action in self._actions if isinstance(action, argparse._SubParsersAction)), None)
         # Only the parser of run has this default; run.json keeps its arguments.
         if self.get_default("typed") is not None:
             values.typed = list(args)
@@ -228,23 +229,26 @@ class Parser(argparse.ArgumentParser):
             elif not unknown[0].startswith("-") and "--model" in flags:
                 near = f"--model {unknown[0]}"
             self.error(f"Unknown argument {unknown[0]}", near)
+        # Not required for argparse, which would report it before an unknown flag.
+        if commands is not None and getattr(values, commands.dest) is None:
+            self.error(f"Missing {commands.metavar}")
         return values, unknown
 
     def _with_own_flags(self, words: Sequence[str]) -> list[str]:
         """Return the words with other programs' flag names replaced by this parser's."""
-        own, waiting = [], list(words)
+        own, waiting, names = list[str](), list(words), dict[str, str]()
         while waiting:
             name, equals, value = (word := waiting.pop(0)).partition("=")
             alias = name.replace("-", "_").replace("__", "--", 1)
             flag, *values = ALIASES.get(alias, (name.replace("_", "-"),))
-            if name in self._option_string_actions or flag not in self._option_string_actions:
-                own.append(word)
-                continue
-            if alias in _SWITCHES and (equals or (waiting and waiting[0].lower() in ("true", "false"))):
+            is_own = name in self._option_string_actions or flag not in self._option_string_actions
+            if not is_own and alias in _SWITCHES and (equals or (waiting and waiting[0].lower() in ("true", "false"))):
                 if (value if equals else waiting.pop(0)).lower() == "false":
                     continue
                 equals = ""
-            own += [f"{flag}={value}" if equals else flag, *values]
+            if (other := names.setdefault(name if is_own else flag, name)) != name:
+                raise UsageError(f"{other} together with {name}", remedy="give one of them")
+            own += [word] if is_own else [f"{flag}={value}" if equals else flag, *values]
         return own
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:

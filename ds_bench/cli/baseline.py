@@ -41,7 +41,7 @@ def save_command(results: Sequence[Path], file: Path, tolerance: float | None) -
     with terminal.ignoring_broken_pipe():
         for entry in saved:
             memory = None if entry.peak_memory_mb is None else entry.peak_memory_mb * units.BYTES_PER_MB
-            speed = f"{units.format_count(entry.throughput_tokens_per_sec)} tokens/s"
+            speed = f"{units.format_rate(entry.throughput_tokens_per_sec)} tokens/s"
             if entry.throughput_tokens_per_sec is None:
                 speed = f"{units.format_significant(entry.samples_per_sec)} samples/s"
             text = (

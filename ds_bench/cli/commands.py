@@ -99,7 +99,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 def _add_commands(parser: argparse.ArgumentParser, kind: str, commands: Mapping[str, Command]) -> None:
     """``kind``: ``command``, or ``action`` for the second word of a command."""
-    subparsers = parser.add_subparsers(dest=kind, required=True, metavar=kind.upper(), parser_class=Parser)
+    subparsers = parser.add_subparsers(dest=kind, metavar=kind.upper(), parser_class=Parser)
     for name, command in commands.items():
         lines = [f"  %(prog)s {example}".rstrip() for example in command.examples]
         lines += ["", ALIASES_TEXT] if name in ("plan", "run") else []

@@ -71,7 +71,7 @@ def _find_pairs(a: str, b: str, reports: Sequence[ComparisonReport]) -> list[tup
     for text in (a, b):
         if not any(rows(report, text) for report in reports):
             names = dict.fromkeys(row.configuration.name for report in reports for row in report.comparison.rows)
-            raise UsageError(f"{text}: no row is called that", remedy=f"choose from {', '.join(names)}")
+            raise UsageError(f"Unknown row {text!r}", remedy=f"choose from {', '.join(names)}")
     found = []
     for report in reports:
         # Both texts may match several rows, such as a stage with and without offload: take two different ones.

@@ -233,7 +233,7 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, l
     if options.batch_size * (options.seq_length or 1) > _MAX_TOKENS:
         raise UsageError(f"--batch-size {options.batch_size} is beyond any memory", remedy="give a smaller one")
     if options.quick and options.exact:
-        raise UsageError("--quick and --exact exclude each other", remedy="give one of them")
+        raise UsageError("--quick together with --exact", remedy="give one of them")
     if options.num_gpus > _MAX_GPUS:
         raise UsageError(f"--num-gpus {options.num_gpus} is beyond any job", remedy=f"give {_MAX_GPUS} or fewer")
     online = options.online or "/" in options.model  # a mistyped short name starts no request
@@ -262,7 +262,7 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, l
         image_tokens=images,
     )
     if choice is not None or model.architecture is not None:
-        notes.append("parameters are exact, activations computed from config.json and not measured on the model")
+        notes.append("parameters are exact; activations are computed from config.json, not measured on the model")
     if model.source == "preset" and not model.name.lower().endswith(options.model.lower()):
         notes.append(f"{options.model} has the shapes of {model.name}")
     with contextlib.suppress(UsageError):
@@ -271,7 +271,7 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, l
             notes.append(f"{units.format_parameters(architecture.active_parameters)} are active per token")
     if device_specifications.compute_capability(options.gpu) is None:
         shared = "if vLLM or another process shares the card, give what is left"
-        notes.append(f"{options.gpu} is the memory that this job may use on each card; {shared}")
+        notes.append(f"--gpu {options.gpu} is the memory that this job may use on each card; {shared}")
     if images:
         sizes = (
             "--image-tokens" if options.image_size is None else f"--image-size {'x'.join(map(str, options.image_size))}"
@@ -282,7 +282,7 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, l
     if profile.frozen:
         frozen = units.format_parameters(profile.frozen_parameters)
         notes.append(
-            f"frozen: {frozen}, held whole by every GPU below ZeRO-3; only trained parameters are sharded there"
+            f"{frozen} are frozen; below ZeRO-3 every GPU holds all of them, and only trained ones are sharded"
         )
     workload = Workload(
         model=model.name,

@@ -264,7 +264,7 @@ def _write_charts(reports: Sequence[ComparisonReport], folder: Path) -> None:
         problem = f"--plots {folder}: {error.strerror or error}"
         raise UsageError(problem, remedy="give a folder that you may write to") from None
     for path in paths:
-        terminal.print_text(f"plot {path}", sys.stderr)
+        terminal.print_text(f"Plot: {path}", sys.stderr)
 
 
 def _row_to_export(reports: Sequence[ComparisonReport], name: str) -> tuple[ComparisonReport, ComparisonRow]:

@@ -116,7 +116,7 @@ def describe_values(axis: Axis) -> str:
     parts = []
     if axis.numbers is not None:
         kind = "a whole number" if axis.numbers.whole else "a number"
-        parts.append(f"{kind} from {axis.numbers.least:g} to {axis.numbers.most:g}")
+        parts.append(f"{kind} from {_bound(axis.numbers.least)} to {_bound(axis.numbers.most)}")
     if axis.values:
         parts.append(format_series(axis.values))
     return ", or ".join(parts)
@@ -130,15 +130,21 @@ def acts(axis: Axis, row: RowFacts) -> bool:
     return bool(offloads) and row.stage in axis.stages and row.engine in axis.engines
 
 
+def _bound(limit: float) -> str:
+    return f"{limit:,.0f}" if limit < 1e10 else f"{limit:.0e}".replace("+", "")
+
+
 def describe_rows(axis: Axis) -> str:
     """Describe the rows where an axis acts: ``rows of stage 3 that offload the optimizer``."""
     parts = []
     if axis.stages != (0, 1, 2, 3):
-        parts.append(f"of stage {format_series(axis.stages, 'and')}")
+        parts.append(f"of stage{'s' if len(axis.stages) > 1 else ''} {format_series(axis.stages, 'and')}")
     if axis.offload is not None:
-        parts.append("that offload the optimizer to NVMe" if axis.offload == "nvme" else f"that offload {axis.offload}")
+        parts.append(
+            "that offload the optimizer to NVMe" if axis.offload == "nvme" else f"that offload the {axis.offload}"
+        )
     if axis.engines == ("deepspeed",) and not parts:
-        parts.append("of DeepSpeed")
+        return "DeepSpeed rows"
     return " ".join(["rows", *parts]) if parts else "all rows"
 
 

@@ -64,7 +64,7 @@ class CaveatKind(StrEnum):
     ONE_STEP = "one_step", "one measured step: its spread is unknown", "use more --num-steps"
     NOT_SYNCHRONIZED = ("not_synchronized", "not synchronized (wrong on purpose): {meaning}", "leave out --no-sync",
         True)
-    DATA_WAIT = ("data_wait", "steps wait for data: {wait:ms} of the {step:ms} ms of a step",
+    DATA_WAIT = ("data_wait", "steps wait for data: {wait:ms} of {step:ms} ms in each",
         "use more --data-workers, or a faster disk")
     DISK_BOUND = ("disk_bound",
         "disk-bound: a step waits {wait:ms} ms for the disk; everything else takes {other:ms} ms",
@@ -81,7 +81,7 @@ class CaveatKind(StrEnum):
     COMPILED_MASK = ("compiled_mask", "attends with an explicit mask, which flash attention cannot take: Transformers "
         "builds it while torch.compile traces; uncompiled rows use is_causal",
         "flash_attention_2, a value of the axis attention, needs no mask")
-    MFU_ABOVE_1 = "mfu_above_1", "MFU of {mfu:percent0} is an accounting error (wrong peak?)"
+    MFU_ABOVE_1 = "mfu_above_1", "MFU of {mfu:percent0} is impossible", "check --peak-tflops"
 
     # What a row trained.
     BATCH_MISMATCH = "batch_mismatch", "ran micro-batch {ran}, as the DeepSpeed config says, not the flags' {asked}"
@@ -131,17 +131,17 @@ class CaveatKind(StrEnum):
     """Never recommended for its speed (``recommend/decision.py``)."""
     OTHER_ENGINE = ("other_engine", "the script's engine ran {ran}; this row's file says {asked}",
         "pass the configuration to the script another way (docs/own_work.md)", True)
-    OTHER_PARAMETERS = ("other_parameters", "trains {own} parameters, {row} {theirs}: another model", None, True)
-    OTHER_TOKENS = ("other_tokens", "step {step} on rank {rank} has {own}, in {row} {theirs}: other work",
+    OTHER_PARAMETERS = ("other_parameters", "trains {own} parameters, but {row} {theirs}: another model", None, True)
+    OTHER_TOKENS = ("other_tokens", "step {step} on rank {rank} has {own}, but {theirs} in {row}: different work",
         "make the script's data and accumulation independent of the configuration", True)
     OTHER_DATA = ("other_data", "trained on other data than {row} from step {step} on (rank {rank})",
         "seed the data apart from the model: what is drawn after the model was built depends on its stage")
-    OTHER_FIRST_LOSS = "other_first_loss", "the first loss is {own:.4f}, in {row} {theirs:.4f}", _SEED
+    OTHER_FIRST_LOSS = "other_first_loss", "the first loss is {own:.4f}, but {theirs:.4f} in {row}", _SEED
     OTHER_LOSSES = "other_losses", "loss differs by {difference:percent} from {row}'s in the first ten steps", _SEED
     EVALUATED = ("evaluated",
-        "an evaluation or a save is in {count} of {steps} measured steps: {apart:ms} ms; in the others: {usual:ms} ms",
-        "for the steps alone, turn evaluation and saving off in the script's arguments")
-    STAGE_3_ALONE = "stage_3_alone", "loss parity was checked among rows of stage 3 only, not against another stage"
+        "{count} of {steps} measured steps include an evaluation or a save and take {apart:ms} ms; the others take "
+        "{usual:ms} ms", "to measure training steps only, turn evaluation and saving off in the script's arguments")
+    STAGE_3_ALONE = "stage_3_alone", "loss parity was checked only among stage-3 rows, not against another stage"
 
     # The memory of a row.
     NEAR_CAPACITY = ("near_capacity", "near capacity: {fraction:percent} of the card was in use at the peak",
@@ -154,11 +154,11 @@ class CaveatKind(StrEnum):
         "the model); a smaller one saves it", "try --set zero_optimization.reduce_bucket_size=50000000")
     BUCKET_NOT_RESIDENT = ("bucket_not_resident",
         "DeepSpeed's buffers are most of the counted memory (reduce_bucket_size is {elements:,.0f} elements whatever "
-        "the model); on the CPU hardly any of it became resident, on a GPU all of it would be held")
+        "the model); on the CPU almost none of it was touched, but a GPU would hold all of it")
     MEMORY_PREDICTION_MISSED = ("memory_prediction_missed", "memory was predicted as {ratio:.2f} of the measured peak",
         _PREDICTION)
     TENSOR_PREDICTION_MISSED = ("tensor_prediction_missed",
-        "tensor bytes were predicted as {ratio:.2f} of those that the ledger counted", _PREDICTION)
+        "tensor memory was predicted as {ratio:.2f} of what the ledger counted", _PREDICTION)
     LONGEST_POSSIBLE = "longest_possible", "no longer sequence was tried: {tokens:,} tokens are all {limit}"
     NVME_IN_MEMORY = "nvme_in_memory", "--nvme-path is memory ({file_system}), not an NVMe disk", None, True
     NOTHING_SWAPPED = ("nothing_swapped",
@@ -171,10 +171,10 @@ class CaveatKind(StrEnum):
 
     # A whole comparison.
     TOO_FEW_REPEATS = ("too_few_repeats",
-        "{few} of {rows} rows have fewer than {needed} successful runs: differences from run to run are not tested",
+        "{few} of {rows} rows have fewer than {needed} successful runs: their differences are not tested",
         "use --repeats 3 or more")
     SHORT_WINDOW = ("short_window",
-        "the shortest measured window is {seconds:.2f} s: below 2 s a card's clock is still moving, and one pause of "
+        "the shortest measured window is {seconds:.2f} s: below 2 s a card's clock is still settling, and one pause of "
         "the host weighs heavily", "use more --num-steps")
     ONE_GPU = ("one_gpu", "with one GPU or rank, ZeRO 1–3 shard nothing and save no model states",
         "use two GPUs or more to see what stages 1 to 3 save")
@@ -184,13 +184,13 @@ class CaveatKind(StrEnum):
         "measure both again on one machine with the same versions")
     MEASURED_APART = ("measured_apart", "rows were measured {where}: {runs}",
         "where a difference is small, measure these rows in one run")
-    OTHER_PROCESS = ("other_process", "{gpu} is also used by {processes} other process(es), which slows the rows down",
+    OTHER_PROCESS = ("other_process", "other processes ({processes}) also use {gpu}, which slows the rows down",
         "stop the other process, or choose a free card with CUDA_VISIBLE_DEVICES")
     THROTTLED_BEFORE = "throttled_before", "{gpu} was throttled before the first trial: {reasons}", _THROTTLED
     WSL = ("wsl", "measured under WSL, whose driver would move GPU memory to the host: each rank was limited to what "
-        "was free on its GPU at its start", "measure on Linux itself where figures must hold for it")
+        "was free on its GPU at its start", "measure on native Linux for figures that hold there")
     SWAP_USED = ("swap_used", "{host} has {swapped:bytes} swapped out",
-        "free host memory before measuring, above all for offload rows")
+        "free host memory before measuring, especially for offload rows")
     # fmt: on
 
 

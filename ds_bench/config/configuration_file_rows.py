@@ -136,7 +136,7 @@ class FileRowMaker:
                 params = {"lr": given["learning_rate"], "betas": [given["adam_beta1"], given["adam_beta2"]]}
                 params |= {"eps": given["adam_epsilon"], "weight_decay": given["weight_decay"]}
             config["optimizer"] = {"type": "AdamW", "params": params}
-            caveats.append(f"its file has no optimizer: AdamW of learning rate {params['lr']:g}")
+            caveats.append(f"its file has no optimizer: trains with AdamW, learning rate {params['lr']:g}")
         config, ignored = without_ignored(config)  # after completion: some rules need the optimizer
         if left_out := [*left_out, *ignored, *side_effects]:
             caveats.insert(0, f"left out of the copy that runs: {'; '.join(left_out)}")

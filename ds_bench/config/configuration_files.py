@@ -295,7 +295,7 @@ def _with_deepspeed_file(file: ConfigurationFile, name: object, key: str) -> Con
     folders = [file.path.parent, Path(), *above]
     path = next((folder / str(name) for folder in folders if (folder / str(name)).is_file()), None)
     if path is None:
-        reason = f"{key} {name} is not below {here} or a folder above it, nor below the current folder {Path.cwd()}"
+        reason = f"{name} was not found below {here}, the folders above it or the current folder {Path.cwd()}"
         raise MissingFileError(file.path, reason, remedy=f"correct the path of {key}, or give the JSON file itself")
     text, config, line = _read(path)
     if kind_of(config) != "deepspeed":  # a file may name itself

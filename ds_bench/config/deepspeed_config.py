@@ -52,7 +52,7 @@ PRECISION_BLOCKS = ("bf16", "fp16", "torch_autocast")
 MEASURING_KEYS: Config = {
     "steps_per_print": 2**31 - 1,
     "wall_clock_breakdown": False,
-    # DeepSpeed's own throughput timer synchronises the device around every step (utils/timer.py).
+    # DeepSpeed's own throughput timer synchronizes the device around every step (utils/timer.py).
     "timers": {"throughput": {"enabled": False}},
 }
 """Added to every configuration for the measurement; none of it changes what is trained."""

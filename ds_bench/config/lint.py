@@ -137,8 +137,10 @@ def _unknown_top_level_keys(config: Config) -> Iterator[Finding]:
         if key in deepspeed_keys.top_level_keys() or key in deepspeed_keys.removed_keys():
             continue
         if key.startswith(("_", "//", "#")) or key.lower() in ("comment", "comments", "description"):
-            reason = "DeepSpeed reads no comment of this form, and ignores the key"
-            yield Finding("comment-key", "hint", key, reason, "write it after //, which DeepSpeed reads", _CONFIG)
+            reason = "DeepSpeed has no such key and ignores it"
+            yield Finding(
+                "comment-key", "hint", key, reason, "write the comment after //, which DeepSpeed accepts", _CONFIG
+            )
         elif since := deepspeed_keys.keys_added_later().get(key):
             reason = f"DeepSpeed {deepspeed_keys.version()} ignores it; {since} reads it"
             yield Finding("later-key", "warning", key, reason, f"use DeepSpeed {since} or later", _CONFIG)
@@ -217,9 +219,9 @@ def _unknown_nested_key(path: str, key: str, value: object, block: Mapping[str, 
     source = block.get("source", _CONFIG)
     # DeepSpeed drops "auto" before its pydantic model sees the key (runtime/config_utils.py).
     if block["unknown"] == "refused" and value != AUTO:
-        reason = f"DeepSpeed refuses this key, which {path} does not have"
+        reason = f"{path} has no such key, and DeepSpeed refuses it"
         return Finding("unknown-key", "error", f"{path}.{key}", reason, remedy, source)
-    reason = "DeepSpeed ignores this key, which it does not know here"
+    reason = "DeepSpeed does not know this key here and ignores it"
     return Finding("unknown-key", "warning", f"{path}.{key}", reason, remedy, source)
 
 
@@ -326,7 +328,7 @@ def _optimizer_findings(case: Case) -> Iterator[Finding]:
     if case.optimizer not in known["names"] and name not in known["torch_names"]:
         spellings = {each.lower(): each for each in (*known["torch_names"], *known["names"])}
         near = deepspeed_keys.nearest_key(name.lower(), spellings)
-        others = "use AdamW, Adam, Adagrad, Lamb, Lion, Muon or one of torch.optim"
+        others = "use AdamW, Adam, Adagrad, Lamb, Lion, Muon or an optimizer of torch.optim"
         reason = f"neither DeepSpeed nor torch.optim has an optimizer {name!r}"
         yield _stops("unknown-optimizer", path, reason, f"did you mean {spellings[near]}?" if near else others)
         return
@@ -384,7 +386,7 @@ def _scheduler_findings(case: Case) -> Iterator[Finding]:
         return
     params = case.value("scheduler.params")
     if not isinstance(params, Mapping):
-        yield _stops("missing-argument", "scheduler", "the scheduler has no params", "add params, {} at least")
+        yield _stops("missing-argument", "scheduler", "the scheduler has no params", "add params, at least {}")
         return
     yield from _argument_findings("scheduler", name, list(params), known[name], source)
     steps = params.get("warmup_num_steps", 1)
@@ -516,16 +518,15 @@ def _automatic_values(config: Config) -> Iterator[Finding]:
     dropped = [path for path in automatic if deepspeed_keys.refuses_unknown(path.rpartition(".")[0])]
     as_text = [path for path in automatic if path not in dropped]
     # Up to 0.16 the switches of fp16 and bf16 are not converted: two of them are refused, and one is taken as true.
-    fails = "fails at this text" + (", or takes it as true," if {"bf16.enabled", "fp16.enabled"} & {*as_text} else "")
+    fails = "fails on" + (", or takes as true," if {"bf16.enabled", "fp16.enabled"} & {*as_text} else "")
     in_fp32 = case.precision == "fp32" and not case.is_on("torch_autocast.enabled")
     effects = [
-        *([f"{fails} in {format_names(as_text, most=4)}"] if as_text else []),
-        *([f"takes its default for {format_names(dropped, most=4)}"] if dropped else []),
+        *([f"{fails} {format_names(as_text, most=4)}"] if as_text else []),
+        *([f"uses its default for {format_names(dropped, most=4)}"] if dropped else []),
         *(["trains in fp32"] if in_fp32 and {"bf16.enabled", "fp16.enabled"} & set(dropped) else []),
     ]
     several = f'{len(automatic)} values are "auto"' if len(automatic) > 1 else 'a value is "auto"'
-    itself = f"DeepSpeed itself {format_names(effects, separator='; it ')}"
-    reason = f"{several}, which only the Trainer and Accelerate fill in; {itself}"
+    reason = f"{several}, which only the Trainer and Accelerate fill in; DeepSpeed by itself {'; it '.join(effects)}"
     remedy = "give values if a training script passes the file to DeepSpeed itself"
     yield Finding("automatic-value", "hint", automatic[0], reason, remedy, "runtime/config_utils.py")
 

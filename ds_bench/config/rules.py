@@ -372,7 +372,7 @@ _REFUSED_IN_ROWS = (
            reason=reason, remedy="remove the block", source=source)
       for block, reason, source in (
           ("hybrid_engine", "it is for generating text, not for training steps", "runtime/hybrid_engine.py"),
-          ("autotuning", "it ends the training after a few steps, for the Autotuner to read", _ENGINE),
+          ("autotuning", "it ends training after a few steps, for the Autotuner", _ENGINE),
           ("data_efficiency", "it acts only on DeepSpeed's data loader and on layers that the training script converts",
            "runtime/data_pipeline/data_routing/helper.py"))),
     Rule("pipeline", "hint", "pipeline", row="ignored", when=lambda case: "pipeline" in case.config,
@@ -414,7 +414,7 @@ _CAVEATS_OF_ROWS = (
          when=lambda case: "comms_logger" in case.config and case.is_on("comms_logger.enabled"),
          reason=_COMMS_LOGGER, remedy="remove the block where speed matters", source="comm/config.py"),
     Rule("wall-clock-breakdown", "hint", "wall_clock_breakdown", row="caveat", when=_is_enabled("wall_clock_breakdown"),
-         reason="wall_clock_breakdown synchronises the device in every micro-step: slower than training",
+         reason="wall_clock_breakdown synchronizes the device in every micro-step, which slows training",
          remedy="set it to false where speed matters", source=_ENGINE),
     Rule("flops-profiler", "hint", "flops_profiler.enabled", row="caveat", when=_is_enabled("flops_profiler.enabled"),
          reason="flops_profiler instruments a step and turns wall_clock_breakdown on",
@@ -423,7 +423,7 @@ _CAVEATS_OF_ROWS = (
     # open a hint would say nothing about the file.
     Rule("throughput-timer", "hint", "timers.throughput.enabled", row="caveat",
          when=lambda case: case.is_on("timers.throughput.enabled", default=case.is_row),
-         reason="the throughput timer synchronises the device around every step",
+         reason="the throughput timer synchronizes the device around every step",
          remedy="set it to false where speed matters", source="utils/timer.py"),
     Rule("renamed-thread-count", "warning", "aio.thread_count", row="caveat",
          when=lambda case: "thread_count" in case.block("aio"),
@@ -554,8 +554,8 @@ _OF_FILES = (
          source=_STAGE_3),
     Rule("max-grad-norm", "error", "optimizer.params.max_grad_norm", stops_when=TRAINING_STARTS,
          when=lambda case: "max_grad_norm" in case.block("optimizer.params"),
-         reason="refused as a parameter of the optimizer", remedy="use the top-level key gradient_clipping",
-         source=_ENGINE),
+         reason="DeepSpeed refuses it among the optimizer's parameters",
+         remedy="use the top-level key gradient_clipping", source=_ENGINE),
     Rule("aio-text", "error", "aio", stops_when="it swaps to NVMe",
          when=lambda case: any(isinstance(case.value(f"aio.{key}"), str) for key in deepspeed_keys.keys_of("aio")),
          reason="a value of aio is text (ds_nvme_tune prints it so)",
@@ -578,17 +578,17 @@ _OF_FILES = (
          remedy="set max_in_cpu to 0 to keep every parameter on the disk", source="runtime/zero/offload_config.py"),
     Rule("prefetch-from-nvme", "warning", f"{ZERO}stage3_prefetch_bucket_size",
          when=lambda case: _parameters_on_nvme(case) and case.value(f"{ZERO}stage3_prefetch_bucket_size") != 0,
-         reason="not 0, and parameters live on NVMe: if two uses of a parameter are close together, DeepSpeed "
-                "reads it ahead twice and stops with 'already assigned swap buffer id'; the model decides",
-         remedy="set it to 0, which turns reading ahead off, or try it with the model",
+         reason="not 0 with parameters on NVMe: if a model uses a parameter twice in quick succession, DeepSpeed "
+                "prefetches it twice and stops with 'already assigned swap buffer id'",
+         remedy="set it to 0, which turns prefetching off, or try it with the model",
          source="runtime/zero/partitioned_param_coordinator.py"),
     # Defaults that changed: the same file is another experiment with another version.
     Rule("open-gradient-clipping", "hint", "gradient_clipping",
          when=lambda case: "gradient_clipping" not in case.config,
-         reason="unset: 1.0 since DeepSpeed 0.19.3, no clipping before", remedy="write it down",
+         reason="unset: 1.0 since DeepSpeed 0.19.3, no clipping before", remedy="set it explicitly",
          source="runtime/constants.py"),
     *(Rule(f"open-pin-memory-of-{kind}", "hint", f"{ZERO}offload_{kind}.pin_memory", when=when,
-           reason="unset: true since DeepSpeed 0.19.5, false before", remedy="write it down",
+           reason="unset: true since DeepSpeed 0.19.5, false before", remedy="set it explicitly",
            source="runtime/zero/offload_config.py")
       for kind, when in (("optimizer", _leaves_memory_open("optimizer", 1, 2, 3)),
                          ("param", _leaves_memory_open("param", 3)))),
@@ -596,7 +596,7 @@ _OF_FILES = (
          when=lambda case: (case.stage in (1, 2) and case.is_on("bf16.enabled")
                             and "check_grad_overflow" not in case.block("bf16")),
          reason="unset: since DeepSpeed 0.19.3 a step with infinite gradients is skipped; before, it was applied",
-         remedy="write it down", source=_PRECISION),
+         remedy="set it explicitly", source=_PRECISION),
 )
 # fmt: on
 

@@ -24,7 +24,7 @@ from ..system import files
 from ..system.file_systems import IN_MEMORY, NETWORK, file_system
 from ..system.helper_programs import run_tool
 from ..system.host_memory import read_text
-from ..units import format_bytes, format_millions, from_gb
+from ..units import format_bytes, format_items, format_millions, from_gb
 from .findings import Finding, SystemAccess, ok, problem, run_checks, unreadable, warning
 
 SWAP_BYTES_PER_PARAMETER = 18
@@ -184,7 +184,7 @@ def speed_finding(measured: Mapping[str, Any], aio: Mapping[str, Any]) -> Findin
     text = (
         f"reads {format_bytes(read)}/s, writes {format_bytes(write)}/s in sequence "
         f"(DeepSpeed's async I/O, blocks of {format_bytes(aio['block_size'])}, queue depth {aio['queue_depth']}, "
-        f"{aio['intra_op_parallelism']} thread(s), {format_bytes(measured['bytes'])})"
+        f"{format_items(aio['intra_op_parallelism'], 'thread')}, {format_bytes(measured['bytes'])})"
     )
     if measured.get("from_disk") is False:
         remedy = "do not trust the reading speed; give a folder on a local disk with ext4 or xfs"

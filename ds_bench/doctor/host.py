@@ -16,7 +16,7 @@ from ..config.spec import Placement, gpu_precisions
 from ..system import host_memory
 from ..system.gpu_state import GpuFacts, GpuInventory, select_visible, throttle_faults
 from ..system.host_memory import ROOT, is_wsl, parse_numbers, read_text
-from ..units import format_bytes
+from ..units import format_bytes, format_items
 from .findings import Finding, SystemAccess, ok, problem, run_checks, unreadable, warning
 
 SHM_BYTES_PER_CPU_RANK = 2 * 2**20 + 2 * 32 * 2**20
@@ -118,7 +118,7 @@ def _check_cores(system: SystemAccess) -> Finding:
         return unreadable("cores")
     # The mask may name processors that are offline. If the list of those online is not readable, only the mask counts.
     usable = allowed & online or allowed
-    text = f"{len(usable)} hardware thread(s)"
+    text = format_items(len(usable), "hardware thread")
     text += f" of the machine's {len(online)} (affinity)" if len(usable) < len(online) else ""
     quota = host_memory.cgroup_cpu_cores(system.root)
     if quota is not None and quota < len(usable):

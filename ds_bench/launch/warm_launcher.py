@@ -225,12 +225,12 @@ def _write_probe_result(result_file: str) -> None:
     elif gpu_files:
         reason = f"it holds {', '.join(gpu_files)} open after preloading"
     elif getattr(preload, "CUDA_INITIALISED", False):
-        reason = "the CUDA driver was initialised in it"
+        reason = "the CUDA driver was initialized in it"
     elif {"torch", "deepspeed", "ds_bench.worker.measure"} & set(missing):
         reason = f"it could not import {', '.join(missing)}"
     # torch marks the children of a process that used CUDA and denies it to them (torch/cuda/__init__.py).
     elif os.environ.get("DS_ACCELERATOR") != "cpu" and importlib.import_module("torch").cuda._is_in_bad_fork():
-        reason = "CUDA was initialised in it"
+        reason = "CUDA was initialized in it"
     Path(result_file).write_text(json.dumps({"reason": reason, "server": os.getppid()}))
 
 
@@ -256,7 +256,7 @@ def choose_launcher(
     is_script = any(trial.workload.script is not None for trial in trials)
     if placement.launcher != "deepspeed" and not is_script and not all(trial.not_launched for trial in trials):
         warm = WarmLauncher(variables, limits, otherwise=None if requested == "warm" else launcher)
-        say("loading torch, DeepSpeed and Transformers once, for every trial …")
+        say("loading torch, DeepSpeed and Transformers once for all trials …")
         reason = warm.prepare()
         if reason is None:
             launcher = warm

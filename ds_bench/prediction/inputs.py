@@ -137,7 +137,7 @@ def unpredicted_settings(config: Mapping[str, Any], *, only_more: bool = False) 
     asked = {
         "ZenFlow's buffers": zero.get("zenflow") is not None,
         "SuperOffload's buffers": bool(block_of(zero, "offload_optimizer").get("super_offload")),
-        "the buffers of quantised communication": bool(
+        "the buffers of quantized communication": bool(
             zero.get("zero_quantized_weights") or zero.get("zero_quantized_gradients")
         ),
         "what Muon saves of Adam's states": optimizer_kind(config) == "muon" and not only_more,

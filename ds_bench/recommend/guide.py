@@ -112,7 +112,7 @@ def advice_lines(
     if configuration.stage == 0:
         saving = f"nothing: {format_bytes(whole)} of model states {where}"
     elif held == whole:
-        saving = f"nothing {where}: {format_bytes(0)} of {format_bytes(whole)}; one GPU has nothing to partition"
+        saving = "nothing: one GPU has nothing to partition"
     else:
         extra = f"nothing, it needs {format_bytes(held - whole)} more" if held > whole else format_bytes(whole - held)
         saving = f"{extra} {where}: {format_bytes(held)} against {format_bytes(whole)} at ZeRO-0"
@@ -120,7 +120,7 @@ def advice_lines(
         configuration.label,
         f"  use when: {use_when}",
         f"  avoid when: {avoid_when}",
-        f"  moves: {moves}",
+        f"  placement: {moves}",
         f"  saves: {saving}",
         f"  costs: {traffic_text(configuration, parameters, num_gpus, precision, grad_accum)}",
     ]

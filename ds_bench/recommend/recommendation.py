@@ -15,11 +15,10 @@ from ..analysis.intervals import FEWEST_RUNS
 from ..config.caveats import UNSTABLE_KINDS, Caveat, CaveatKind, has_kind
 from ..records import schema
 from ..system.invocation import OpenCommand
-from ..units import format_bytes, format_count, format_percent
+from ..units import format_bytes, format_percent, format_rate
 from . import guide, remedies
 from .decision import (
     NEGLIGIBLE,
-    ON_HOST,
     Decision,
     EligibleRows,
     candidate_of,
@@ -83,16 +82,14 @@ class Recommendation:
 
     @property
     def lines(self) -> list[str]:
-        """One line each for the choice, the facts and the next steps; a report's notes have the steps of caveats."""
-        choice = self.choice or "none"
-        if self.undecided:
-            choice = f"start with {choice}; {format_list(self.undecided)} are too close to call"
-        elif self.disturbed:
-            choice = f"{choice}, provisionally"
-        steps = (f"Next: {step}" for step in self.next_steps if step.kind != "caveat")
-        facts = (self.headline, self.provisional, *self.facts, self.alternative)
+        """One line each for the answer, the facts and the next steps; a report's notes have the steps of caveats."""
+        # Named here if the headline only counts them, or has another reason.
+        unnamed = self.disturbed or sum(map(len, self.undecided)) > MOST_LETTERS_NAMED
+        tie = [f"Too close to call: {format_list(self.undecided)}"] if self.undecided and unnamed else []
+        steps = (f"Next: {step}" for step in self.next_steps if step.kind not in ("caveat", "run_idle"))
+        facts = map(str, filter(None, (self.provisional, *self.facts, self.alternative)))
         cost = [] if self.cost is None else [f"Cost: {self.cost}"]
-        return [f"Recommendation ({self.goal}): {choice}", *map(str, filter(None, facts)), *cost, *steps]
+        return [f"Recommendation ({self.goal}): {self.headline}", *tie, *facts, *cost, *steps]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values, with the facts in words."""
@@ -229,9 +226,8 @@ def _facts(
         share = "" if choice.fraction is None else f" ({format_percent(choice.fraction)} of {terms.capacity})"
         memory = f"{format_bytes(choice.memory_bytes)} of {terms.memory}{share}"
     tokens = choice.tokens_per_second
-    speed = format_count(tokens) if tokens >= 100 else f"{tokens:.3g}"
     unit = comparison.row(choice.key).rate_unit
-    yield Fact("numbers", {"choice": choice.label, "speed": speed, "memory": memory, "unit": unit})
+    yield Fact("numbers", {"choice": choice.label, "speed": format_rate(tokens), "memory": memory, "unit": unit})
     rivals = [each for each in speeds.with_optimizer_of(choice) if each != choice]
     if (
         rivals and (rival := fastest(rivals)).tokens_per_second <= tokens
@@ -246,8 +242,6 @@ def _facts(
     if others := [row.label for row in speeds.candidates if row.optimizer != choice.optimizer]:
         yield Fact("other_optimizers", {"choice": choice.label, "rows": others})
     yield from _left_out(eligible, comparison, alternative)
-    if terms is ON_HOST:
-        yield Fact("on_host")
 
 
 def _left_out(eligible: EligibleRows, comparison: Comparison, alternative: Fact | None = None) -> list[Fact]:
@@ -318,9 +312,9 @@ def _cost(decision: Decision, eligible: EligibleRows) -> Fact | None:
     share = 1 - choice.tokens_per_second / best.tokens_per_second
     values = {"share": share, "best": best.label, "memory": eligible.terms.memory}
     kind = "slower" if speeds.differ(choice, best) else "tied"
-    if choice.memory_bytes is None or best.memory_bytes is None or choice.memory_bytes == best.memory_bytes:
+    saved = (best.memory_bytes or 0) - (choice.memory_bytes or 0)
+    if None in (choice.memory_bytes, best.memory_bytes) or abs(saved) <= NEGLIGIBLE * (best.memory_bytes or 0):
         return Fact(kind, values) if kind == "slower" else None
-    saved = best.memory_bytes - choice.memory_bytes
     return Fact(f"{kind}_{'saves' if saved > 0 else 'takes'}", {**values, "saved": abs(saved)})
 
 

@@ -82,9 +82,9 @@ def _general_lines(comparison: BeforeAfter) -> Iterator[str]:
         )
         yield "same hardware, versions and settings" if same else "same hardware and versions"
     if any(row.interval is not None and row.interval.distinguishable for row in comparison.rows):
-        yield "intervals cover how runs of one session differ, not how sessions do: measure the same code twice"
+        yield "intervals cover differences within one session: for those between sessions, measure the same code twice"
     if comparison.configs_unknown:
-        yield "the DeepSpeed configurations of a result are not known, nor what changed in them"
+        yield "a result has no DeepSpeed configurations, so what changed in them is unknown"
 
 
 def _row_lines(comparison: BeforeAfter) -> Iterator[str]:
@@ -128,7 +128,7 @@ def _figures(row: RowChange) -> str:
 def _interval_text(interval: RatioInterval | None) -> str:
     if interval is None:
         return "not tested: fewer than three runs"
-    unsure = ", too wide to decide anything" if interval.too_wide else ", inside the noise"
+    unsure = ", too wide to decide anything" if interval.too_wide else ", within the noise"
     return f"{interval.low:.2f} to {interval.high:.2f}{'' if interval.distinguishable else unsure}"
 
 
@@ -146,7 +146,7 @@ def _throughput(row: ComparisonRow | None) -> str:
         return "absent"
     if row.tokens_per_second is None:
         return row.runs[-1].outcome.status
-    return f"{units.format_count(row.tokens_per_second)} {row.rate_unit}"
+    return f"{units.format_rate(row.tokens_per_second)} {row.rate_unit}"
 
 
 def _memory_change(name: str, before: int | None, after: int | None) -> list[str]:

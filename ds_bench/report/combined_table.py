@@ -20,6 +20,7 @@ from ..units import (
     format_millions,
     format_ms,
     format_percent,
+    format_rate,
     format_significant,
 )
 from .comparison_columns import failure_text
@@ -50,7 +51,9 @@ def summary_lines(reports: Sequence[ComparisonReport]) -> list[str]:
         own = " · ".join(fact for fact in report.facts if fact not in common) or report.title
         lines.append(f"{'★' if report.recommendation.decided else '?'} {own}: {report.recommendation.headline}")
     provisional = [str(report.recommendation.try_next) for report in reports if report.recommendation.provisional]
-    return lines + [f"  To decide: {command}" for command in dict.fromkeys(provisional)]
+    lines += [f"  To decide: {command}" for command in dict.fromkeys(provisional)]
+    on_cpu = any(report.first_trial.placement.accelerator == "cpu" for report in reports)
+    return [*lines, *(["  CPU ranks: these figures say nothing about GPUs."] if on_cpu else [])]
 
 
 # ------------------------------------------------------------------ models by strategy
@@ -97,7 +100,7 @@ def _model_table(group: Sequence[ComparisonReport]) -> Table:
         """Return tokens/s, with an asterisk if the row is disqualified; the status if it has no throughput."""
         if row.tokens_per_second is None:
             return row.last_run.outcome.status
-        return format_count(row.tokens_per_second) + ("" if row.invalid_reason is None else _INVALID)
+        return format_rate(row.tokens_per_second) + ("" if row.invalid_reason is None else _INVALID)
 
     rows = []
     for name, report in zip(names, group, strict=True):
@@ -105,10 +108,10 @@ def _model_table(group: Sequence[ComparisonReport]) -> Table:
         rows.append([name, *(cells.get(label, "") for label in labels)])
     invalid = any(cell.endswith(_INVALID) for row in rows for cell in row[1:])
     return Table(
-        title=(f"Tokens/s of the whole job, models side by side ({device})",),
-        columns=[Column(heading) for heading in ("Model", *labels)],
+        title=(f"Tokens/s of the whole job, side by side ({device})",),
+        columns=[Column(heading) for heading in ("Workload", *labels)],
         rows=rows,
-        notes=[f"Rows with {_INVALID} are disqualified: their own table says why."] if invalid else [],
+        notes=[f"Rows with {_INVALID} are disqualified: the notes of their own report say why."] if invalid else [],
     )
 
 
@@ -174,7 +177,7 @@ _PASS_COLUMNS: tuple[Column[_NamedRow], ...] = (
     Column("std ms", lambda named: format_ms(named.row.step_seconds_std), 4),
     Column("CV", lambda named: format_percent(named.variation, digits=2), 3),
     Column("under 5 %", lambda named: named.stability),
-    Column("tok/s", lambda named: format_count(named.row.tokens_per_second), 2),
+    Column("tok/s", lambda named: format_rate(named.row.tokens_per_second), 2),
     Column("TFLOP/s", lambda named: format_significant(named.tflops), 1),
     Column("peak GB", lambda named: named.peak_gb),
 )

@@ -70,7 +70,7 @@ def charts_of(comparison: Comparison, recommended: str | None = None) -> tuple[l
             name="steps",
             title="Step times",
             axis="ms per optimizer step",
-            note="The slowest rank of the run nearest to the row's mean; warm-up steps are in no statistic.",
+            note="The slowest rank of the run nearest to the row's mean; warm-up steps count in no statistic.",
         ),
         _line_chart(
             rows,
@@ -171,9 +171,7 @@ def _throughput_chart(rows: _Rows) -> Chart | None:
         end = max([*speeds, *(row.interval[1] for row in drawn if row.interval), *(max(own) for own in runs if own)])
         return Drawing(label_bars(axes, unit, [(*label, False) for label in labels], end, columns))
 
-    note = (
-        "Bars are geometric means over runs, dots the runs, whiskers 95 % confidence intervals (from --repeats 3 on)."
-    )
+    note = "Bars are geometric means of runs, dots are runs, whiskers are 95 % confidence intervals (from 3 runs on)."
     note = rows.note(note, measured, drawn)
     return Chart(name="throughput", title="Throughput", axis=unit, values=labels, draw=draw, note=note)
 
@@ -292,10 +290,10 @@ def _memory_chart(rows: _Rows, tier: Tier) -> Chart | None:
     if by_category:
         title = f"{title} by category"
         categories = [*(name.replace("_", " ").replace("deepspeed", "DeepSpeed") for name in CATEGORIES), _REST]
-        note = f"Bytes by category, {scope}, each category at its own maximum, so a bar may exceed the measured peak"
-        note += "; the rest of the peak is in no tensor that was found" if tier != "nvme" else ""
+        note = f"Bytes by category, {scope}. Each category is at its own maximum, so a bar may exceed the measured peak"
+        note += ". The rest of the peak is outside the tensors that were found" if tier != "nvme" else ""
     if by_category and tier != "nvme":
-        note += ". At the right: the measured peak"
+        note += ". The figure on the right is the measured peak"
     if any(not bar.parts for bar in bars):
         note += ". Hatched: lower bound for rows that ran out of memory"
     return _stacked_chart(
@@ -389,7 +387,7 @@ def _phase_chart(rows: _Rows) -> Chart | None:
     note = "From a separate pass with synchronization around each phase, so the sum may exceed a step of the table."
     if "communication" in names:
         note += (
-            " Communication is timed with each operation made synchronous; where it is missing, it is in the phases."
+            " Communication is timed with each operation made synchronous; where it is missing, the phases include it."
         )
     if any(len(row.successes) > 1 for row in measured):
         note += " The run nearest to the row's mean is shown."

@@ -24,6 +24,7 @@ from ..units import (
     format_gigabytes,
     format_ms,
     format_percent,
+    format_rate,
     format_ratio,
     format_significant,
     in_bytes,
@@ -112,7 +113,7 @@ def _throughput_interval(row: ComparisonRow) -> str:
         return MISSING
     if row.interval is None:
         return NOT_TESTED if row.succeeded else MISSING
-    return f"{format_count(row.interval[0])} to {format_count(row.interval[1])}"
+    return f"{format_rate(row.interval[0])} to {format_rate(row.interval[1])}"
 
 
 def _ratio_interval(row: ComparisonRow) -> str:
@@ -151,7 +152,7 @@ TABLE_COLUMNS: tuple[TableColumn, ...] = (
     _number("± ms", "standard deviation between runs, or between the steps of a single run",
             lambda row: row.step_seconds_std, format_ms),
     _number("Tokens/s", "throughput of the whole job, geometric mean of the runs",
-            lambda row: row.tokens_per_second if row.rate_unit == "tokens/s" else None, format_count),
+            lambda row: row.tokens_per_second if row.rate_unit == "tokens/s" else None, format_rate),
     _number("Samples/s", "samples of the whole job, where a sample is not a sequence of the given length",
             lambda row: row.samples_per_second, format_significant, page_only=True),
     TableColumn(heading="Tokens/s, 95 %", meaning="95 % confidence interval of the mean tokens/s, from three runs on",
@@ -169,10 +170,10 @@ TABLE_COLUMNS: tuple[TableColumn, ...] = (
             lambda row: row.gpu_difference_bytes,
             lambda size: MISSING if size is None else signed(size), page_only=True, against_baseline=True),
     _number("Tok/s/GB", "tokens per second for each GB of peak device memory",
-            lambda row: row.tokens_per_second_per_gb, format_count, priority=2),
+            lambda row: row.tokens_per_second_per_gb, format_rate, priority=2),
     _number("CPU GB", "peak resident host memory of a node's ranks, worst run",
             lambda row: row.host_peak_bytes, format_gb),
-    _number("MFU", "model FLOPs utilisation, dense peak", _first("mfu"), format_percent, page_only=True),
+    _number("MFU", "model FLOPs utilization, dense peak", _first("mfu"), format_percent, page_only=True),
     _number("Final loss", "mean over ranks, last step", _first("final_loss"),
             lambda loss: MISSING if loss is None else f"{loss:.4f}", page_only=True),
     _number("Predicted", "predicted peak memory as a multiple of the measured one",
@@ -289,7 +290,7 @@ def detail_tables(comparison: Comparison) -> list[Table]:
         phases = [run.phase_memory[phase] for run in row.successes if phase in run.phase_memory]
         return format_significant(to_gb(max(measured_values(phases, "gpu_peak_bytes"), default=None)))
 
-    of_node = "GB of the fullest node: peak within the phase → at its end; pages that ranks share count once"
+    of_node = "GB on the fullest node: peak within the phase → at its end; shared pages count once"
     of_gpu = "GB, peak allocated within the phase on the fullest GPU"
     tables = [
         make_table(
@@ -349,7 +350,7 @@ def _step_table(rows: Sequence[ComparisonRow]) -> Table:
 
     costs: dict[str, Callable[[Row], str]] = {
         "communication ms": lambda row: format_ms(in_seconds(row.phase_communication_ms)),
-        "of it waiting": lambda row: format_ms(in_seconds(row.communication_wait_ms)),
+        "waiting ms": lambda row: format_ms(in_seconds(row.communication_wait_ms)),
         "sent": lambda row: format_bytes(in_bytes(row.communication_gb_per_step)),
         "transfers ms": lambda row: format_ms(in_seconds(row.phase_transfer_ms)),
         "CPU Adam /s": lambda row: format_bytes(in_bytes(row.cpu_adam_gb_per_sec)),
@@ -357,11 +358,11 @@ def _step_table(rows: Sequence[ComparisonRow]) -> Table:
         "needed /s": lambda row: format_bytes(in_bytes(row.nvme_needed_gb_per_sec)),
         "disk-bound": lambda row: {None: MISSING, True: "yes", False: "no"}[row.disk_bound],
     }
-    dropped_first = {"needed /s": 5, "disk /s": 4, "CPU Adam /s": 3, "sent": 2, "of it waiting": 1}
+    dropped_first = {"needed /s": 5, "disk /s": 4, "CPU Adam /s": 3, "sent": 2, "waiting ms": 1}
     columns = [
         *_columns({part: _PART_HEADINGS.get(part, part) for part in PARTS}, share),
         Column("step ms", lambda row: format_ms(totals[row.key] or None)),
         *(Column(heading, of_costs(text), priority=dropped_first.get(heading, 0)) for heading, text in costs.items()),
     ]
-    meaning = "parts of a synchronized step and their costs, of the run nearest to the row's mean"
+    meaning = "parts of a synchronized step, from the run nearest to the row's mean; communication includes waiting"
     return make_table(columns, rows, title=("Where the time of a step goes",), meaning=meaning, drop_empty_rows=True)

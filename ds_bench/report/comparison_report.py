@@ -109,17 +109,11 @@ class ComparisonReport:
         notes = (note for row_notes in self.row_notes.values() for note in row_notes)
         return tuple(dict.fromkeys(note.line for note in notes if not note.page_only))
 
-    @cached_property
-    def run_notes(self) -> tuple[str, ...]:
-        """The ``notes`` that no caveat states already."""
-        stated = {note.text for note in self.labels_by_note}
-        return tuple(note for note in dict.fromkeys(self.notes) if note not in stated)
-
     @property
     def general_lines(self) -> tuple[str, ...]:
         """The notes on the whole comparison and on the run."""
         general = (note.line for note, labels in self.labels_by_note.items() if not labels)
-        return tuple(dict.fromkeys([*general, *self.run_notes]))
+        return tuple(dict.fromkeys([*general, *self.notes]))
 
     @property
     def profiles(self) -> list[tuple[str, str]]:
@@ -165,7 +159,7 @@ def build_report(
         facts=facts or provenance.facts(runs),
         comparison=comparison,
         recommendation=recommend(comparison, goal, resume),
-        notes=tuple(notes),
+        notes=tuple(dict.fromkeys(notes)),
         commands=tuple(dict.fromkeys(filter(None, commands))),
         environments=tuple(environments),
         sources=tuple(sources),

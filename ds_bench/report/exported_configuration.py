@@ -469,7 +469,7 @@ def _facts(record: TrialRecord, environment: Environment | None) -> Iterator[tup
         sizes = (seen.gpu_peak_gb, seen.gpu_peak_reserved_gb, seen.cpu_used_gb, seen.nvme_stored_gb)
         peak, reserved, host, stored = (units.format_bytes(units.in_bytes(size)) for size in sizes)
         mean = units.format_ms(units.in_seconds(seen.avg_step_time_ms))
-        yield "Throughput", f"{units.format_count(seen.throughput_tokens_per_sec)} tokens/s (all ranks together)"
+        yield "Throughput", f"{units.format_rate(seen.throughput_tokens_per_sec)} tokens/s (all ranks together)"
         yield "Step time", f"{mean} ms, mean of {steps} steps on the slowest rank"
         if seen.gpu_peak_gb is not None:
             yield "GPU memory, worst rank", f"peak allocated {peak}, reserved {reserved}"

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..analysis import provenance
 from ..analysis.comparison import ComparisonRow
-from ..config.caveats import CaveatKind
 from ..recommend.words import Fact
 from ..records.schema import SUCCESS
 from ..system.environment import require_installed
@@ -118,14 +117,13 @@ def _status(row: ComparisonRow) -> str:
 def _answer(report: ComparisonReport) -> dict[str, Any]:
     """The recommendation, without what the notes below it state."""
     answer = report.recommendation
-    on_cpu = any(caveat.kind is CaveatKind.CPU_ACCELERATOR for caveat in report.comparison.caveats)
     facts = (answer.provisional, *answer.facts, answer.alternative)
     why = answer.headline.values.get("why")
 
     def is_stated(fact: Fact) -> bool:
         # A caveat that disqualifies a row is a note of that row.
         reason = fact.values.get("reason")
-        return (isinstance(reason, Fact) and reason.kind == "invalid") or (on_cpu and fact.kind == "on_host")
+        return isinstance(reason, Fact) and reason.kind == "invalid"
 
     return {
         "decided": answer.decided,
@@ -134,7 +132,7 @@ def _answer(report: ComparisonReport) -> dict[str, Any]:
         "facts": [fact for fact in filter(None, facts) if not is_stated(fact)],
         # Without the cost if the headline states it.
         "cost": None if isinstance(why, Fact) and why.kind == "less_memory" else answer.cost,
-        "steps": [step for step in answer.next_steps if step.kind != "caveat"],
+        "steps": [step for step in answer.next_steps if step.kind not in ("caveat", "run_idle")],
     }
 
 

@@ -119,7 +119,7 @@ def answer_text(plan: MemoryPlan) -> str:
             f"without that {unknown.label} takes {_needs(unknown.trial, unknown.prediction)}"
         )
     else:
-        text = f"{plan.rows[0].label} does not fit" if len(plan.rows) == 1 else "nothing fits as asked"
+        text = f"{plan.rows[0].label} does not fit" if len(plan.rows) == 1 else "nothing fits"
         if plan.unknown:
             text += f" even without activations, which are not counted ({plan.unknown})"
         if changes:
@@ -134,10 +134,10 @@ def answer_text(plan: MemoryPlan) -> str:
                     simplicity(each.trial.configuration.layout),
                 ),
             )
-            verb = {FITS: "does", TIGHT: "does, but is tight", UNKNOWN: "may"}[_verdict(plan, change)]
+            verb = {FITS: "would fit", TIGHT: "would fit tightly", UNKNOWN: "may fit"}[_verdict(plan, change)]
             others = {name: value for name, value in change.settings.items() if name != "strategy"}
             settings = f" with {what_if.settings_text(others)}" if others else ""
-            text += f"; {change.trial.configuration.label}{settings} {verb}, {_needs(change.trial, change.prediction)}"
+            text += f"; {change.trial.configuration.label}{settings} {verb}: {_needs(change.trial, change.prediction)}"
             text += _without_offload(plan, change.trial)
         else:
             # The smallest need in the tier that is too small in all rows.
@@ -148,7 +148,7 @@ def answer_text(plan: MemoryPlan) -> str:
             ]
             size, label = min(sizes)
             least = f"{format_gigabytes(size)} per {'node' if on_host else 'GPU'}"
-            text += f" (the least: {label}, {least}), and no change that was tried helps"
+            text += f" ({label} needs the least: {least}), and none of the changes that were tried helps"
     return f"{plan.num_gpus:,} × {_capacity(plan.gpu_bytes)}: {text}."
 
 
@@ -168,10 +168,10 @@ def _without_offload(plan: MemoryPlan, trial: PlannedTrial) -> str:
 
 
 def _needs(trial: PlannedTrial, prediction: Prediction) -> str:
-    """Return ``18.2–24.9 GB per GPU (decided in initialize)``, with host memory and NVMe if ``trial`` offloads."""
+    """Return ``18.2–24.9 GB per GPU (peak in initialize)``, with host memory and NVMe if ``trial`` offloads."""
     where = " per node" if trial.placement.num_gpus > (trial.ranks_per_node or trial.placement.num_gpus) else ""
     need = prediction.gpu_need
-    parts = [f"{gpu_range(need)} GB per GPU (decided in {need.phase})"]
+    parts = [f"{gpu_range(need)} GB per GPU (peak in {need.phase})"]
     if trial.configuration.offloads:
         parts.append(f"{format_gigabytes(prediction.host_bytes)} of host memory{where}")
     if prediction.nvme_bytes:
@@ -180,8 +180,9 @@ def _needs(trial: PlannedTrial, prediction: Prediction) -> str:
 
 
 def gpu_range(need: GpuNeed) -> str:
-    """Return the two figures in GB; the second is ``?`` if something is not counted."""
-    return f"{_gb(need.least_bytes)}–{'?' if need.is_lower_bound else _gb(need.reserved_bytes)}"
+    """Return the two figures in GB, the second ``?`` if something is not counted; one if they are the same."""
+    least, reserved = _gb(need.least_bytes), "?" if need.is_lower_bound else _gb(need.reserved_bytes)
+    return least if reserved == least else f"{least}–{reserved}"
 
 
 def _not_counted(prediction: Prediction) -> str:
@@ -212,12 +213,12 @@ def plan_table(plan: MemoryPlan) -> Table:
     def gpus_needed(row: PlanRow) -> str:
         """Mark a figure without activations as a lower bound."""
         is_open = row.prediction.gpu_need.is_lower_bound
-        return "none" if row.min_gpus is None else f"{'≥ ' if is_open else ''}{row.min_gpus:,}"
+        return "no fit" if row.min_gpus is None else f"{'≥ ' if is_open else ''}{row.min_gpus:,}"
 
     def largest_batch(row: PlanRow) -> str:
         """Mark a batch at the limit of the search with ``≥``: larger ones were not tried."""
         if row.max_batch is None:
-            return "?" if row.verdict == UNKNOWN else "none"
+            return "?" if row.verdict == UNKNOWN else "no fit"
         return f"{'≥ ' if row.max_batch == what_if.LARGEST_BATCH else ''}{row.max_batch:,}"
 
     def mostly(row: PlanRow) -> str:
@@ -230,14 +231,18 @@ def plan_table(plan: MemoryPlan) -> Table:
         Column("Strategy", lambda row: row.label),
         Column("Fits", fits, left=True),
         Column("GPU GB", lambda row: gpu_range(row.prediction.gpu_need)),
-        Column("in", lambda row: row.prediction.gpu_need.phase, left=True),
+        Column("Peak in", lambda row: row.prediction.gpu_need.phase, left=True),
         Column("Host GB", lambda row: _gb(row.prediction.host_bytes)),
         Column("NVMe GB", lambda row: _gb(row.prediction.nvme_bytes or None)),
         *([Column("GPUs needed", gpus_needed)] if plan.shows_min_gpus else []),
         *([Column("Largest batch", largest_batch)] if plan.shows_max_batch else []),
-        Column("Mostly, GB", mostly, left=True, priority=1),
+        Column("Largest part, GB", mostly, left=True, priority=1),
         Column(
-            "Fits with", lambda row: "" if row.change is None else row.change.text, left=True, priority=2, noted=True
+            "Would fit with",
+            lambda row: "" if row.change is None else row.change.text,
+            left=True,
+            priority=2,
+            noted=True,
         ),
     ]
     work, profile = plan.asked.workload, plan.asked.profile
@@ -247,29 +252,34 @@ def plan_table(plan: MemoryPlan) -> Table:
         format_parameters(profile.all_parameters, profile.parameters),
         work.precision,
         f"micro-batch {work.batch_size:,} × {'up to ' if plan.asked.varying_lengths else ''}{work.seq_length:,} tokens"
-        f"{' if no other is named' if own_sizes else ''}",
+        f"{' unless the row says otherwise' if own_sizes else ''}",
         *(["activation checkpointing"] if work.activation_checkpointing else []),
         *([] if plan.host_bytes is None else [f"nodes with {_capacity(plan.host_bytes)} of host memory"]),
     ]
     constant = "" if plan.asked.varying_lengths else " for sequences of constant length"
     notes = [
-        f"predicted{constant}, nothing was run; GB is 2^30 bytes; per GPU the least that it runs in, and what it "
-        "reserves on a GPU with room to spare; host and NVMe per node",
+        f"predicted{constant}; nothing was run. GB is 2^30 bytes",
+        "GPU GB, per GPU: the least that the row can train in, and what it reserves if the GPU has room to spare; "
+        "host and NVMe GB are per node",
     ]
     notes += plan.notes
-    if any(row.prediction.host_phase == "load" for row in plan.rows):
-        notes.append("host memory peaks while from_pretrained loads the weights, all of them in each rank below ZeRO-3")
+    if loading := [row.label for row in plan.rows if row.prediction.host_phase == "load"]:
+        which = "" if len(loading) == len(plan.rows) else f" of {format_list(loading, most=4)}"
+        when = "while from_pretrained loads the weights; below ZeRO-3 every rank loads all of them"
+        notes.append(f"host memory{which} peaks {when}")
     notes += _method_notes(plan)
     tight = {tier for row in plan.rows if row.verdict == TIGHT for tier in row.decisive_tiers}
     if "gpu" in tight:
-        notes.append("tight: the first figure fits and the second does not; it may retry allocations or run out")
+        notes.append(
+            "tight: the first figure fits and the second does not; the row may retry allocations or run out of memory"
+        )
     if "host" in tight:
         notes.append("host memory is tight above 90 %")
     for why in dict.fromkeys(why for row in plan.rows for why in row.prediction.gpu_need.unknowns):
         notes.append(f"not predicted: {why}")
     if plan.shows_min_gpus and plan.asked.ranks_per_node != 1:
-        whole = f"GPUs are counted in whole nodes of {plan.asked.ranks_per_node}"
-        notes.append(f"above one node {whole}, or as given if those fit")
+        whole = f"GPUs needed are whole nodes of {plan.asked.ranks_per_node}"
+        notes.append(f"beyond one node, {whole}, unless the number given fits")
     for reason in dict.fromkeys(filter(None, (row.prediction.unknown for row in plan.rows))):
         if plan.unknown is None:
             labels = [row.label for row in plan.rows if row.prediction.unknown == reason]
@@ -284,16 +294,16 @@ def _method_notes(plan: MemoryPlan) -> Iterator[str]:
     varies = plan.asked.varying_lengths
     if varies:
         yield (
-            "lengths vary: the second figure is of lengths that grow, as a longer sequence finds no cached memory that "
-            "is large enough; a first step with the longest sequences avoids most of it"
+            "lengths vary: the second figure assumes that they grow, so that no cached block is large enough for the "
+            "next sequence; a first step with the longest sequences avoids most of it"
         )
     if "rule" in methods:
         of_some = "" if len(methods) == 1 else " of rows that were not replayed"
         more = f", and {VARYING_PERCENT} % for varying lengths" if varies else ""
-        yield f"the second figure{of_some} is an estimate: 5 % and 6.5 GB above what is allocated{more}"
+        yield f"the second figure{of_some} is an estimate: what is allocated plus 5 % and 6.5 GB{more}"
     for obstacle in dict.fromkeys(filter(None, (need.not_replayed for need in needs.values()))):
         labels = [label for label, need in needs.items() if need.not_replayed == obstacle]
-        yield f"not replayed: {format_list(labels)}, because of {obstacle}"
+        yield f"allocations of {format_list(labels)} were not replayed, because of {obstacle}"
 
 
 def _category_table(plan: MemoryPlan) -> Table:
@@ -310,11 +320,13 @@ def _category_table(plan: MemoryPlan) -> Table:
         Column("GPU GB by category", lambda row: row.label),
         *(Column(heading, cell(names)) for heading, names in _CATEGORIES.items()),
     ]
-    notes = [f"Other and {format_gigabytes(PROCESS_BYTES)} of host memory per rank are assumed, the rest is computed"]
+    notes = [
+        f"Other and {format_gigabytes(PROCESS_BYTES)} of host memory per rank are assumptions; the rest is computed"
+    ]
     if plan.num_gpus > 1:
         low, high = map(format_gigabytes, NCCL_RANGE_BYTES)
         notes.append(
-            f"{low} to {high} per NCCL communicator are reported, so measure where a card is nearly full "
+            f"{low} to {high} per NCCL communicator has been reported: if a card is nearly full, measure it "
             "(gpu_outside_allocator_gb of a run)"
         )
     return replace(make_table(columns, plan.rows, always=len(columns)), notes=[*_term_notes(plan), *notes])
@@ -342,8 +354,8 @@ def _host_table(plan: MemoryPlan) -> Table:
         *(Column(phase, cell(phase)) for phase in ("load", "initialize", "forward", "backward", "step")),
     ]
     notes = [
-        "load: from_pretrained holds the weights once in every rank, at stage 3 with zero.Init only in rank 0 "
-        "(Transformers 5.23; earlier versions are reported to load in every rank there too)",
+        "load: from_pretrained holds the weights once in every rank; at stage 3 with zero.Init only in rank 0 "
+        "(Transformers 5.23; earlier versions reportedly in every rank)",
         "pinned buffers are rounded up to a power of two, up to pinned_max_round_threshold_mb of PYTORCH_ALLOC_CONF",
     ]
     return replace(make_table(columns, plan.rows, always=len(columns)), notes=notes)

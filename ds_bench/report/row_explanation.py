@@ -19,7 +19,7 @@ from ..analysis.row_difference import (
     explain,
 )
 from ..recommend.guide import traffic_text
-from ..units import MISSING, format_bytes, format_count, format_items, format_significant, to_ms
+from ..units import MISSING, format_bytes, format_items, format_rate, format_significant, to_ms
 from .comparison_columns import failure_sentence, signed
 from .comparison_report import ComparisonReport
 from .memory_plan import category_text
@@ -93,7 +93,7 @@ def largest_change(difference: RowDifference) -> str:
     parts = _failures(difference)
     tier = difference.main
     if tier is not None:
-        where = f"{'Predicted ' if tier.predicted else ''}{_TIERS[tier.tier]} per {tier.scope.split()[-1]}"
+        where = f"{'Predicted ' if tier.predicted else ''}{_tier_text(tier)} per {tier.scope.split()[-1]}"
         text = f"{where}: {format_bytes(tier.a_bytes)} → {format_bytes(tier.b_bytes)}"
         largest = tier.categories[0] if tier.categories else None
         if _is_same(tier.a_bytes, tier.b_bytes):
@@ -157,10 +157,17 @@ def _failures(difference: RowDifference) -> list[str]:
 # ------------------------------------------------------------------ memory
 
 
+def _tier_text(tier: TierDifference) -> str:
+    """What the bytes of a tier are. On CPU ranks they are those of tensors, not the resident size of the table."""
+    counts_tensors = tier.tier == "cpu" and not tier.predicted
+    counts_tensors &= {TOTAL, REST}.isdisjoint(each.category for each in tier.categories)
+    return "Tensors in host memory" if counts_tensors else _TIERS[tier.tier]
+
+
 def _memory_rows(difference: RowDifference) -> Iterator[Row]:
     for tier in difference.memory:
         moment = "predicted peak" if tier.predicted else "between steps" if tier.moment == "after_step" else "peak"
-        yield _size_row(f"{_TIERS[tier.tier]}, {moment}, {tier.scope}", tier.a_bytes, tier.b_bytes)
+        yield _size_row(f"{_tier_text(tier)}, {moment}, {tier.scope}", tier.a_bytes, tier.b_bytes)
         least = max(_SAME_FRACTION * max(tier.a_bytes, tier.b_bytes), 1)
         counted = [each for each in tier.categories if each.category != TOTAL]
         for indent, what, categories in (("  ", "", counted), ("    ", ", predicted", tier.uncounted)):
@@ -201,7 +208,7 @@ def _time_rows(difference: RowDifference) -> Iterator[Row]:
         return what, _ms(pair.a), _ms(pair.b), "" if pair.difference is None else signed(pair.difference, _ms)
 
     def counts(what: str, pair: Pair) -> Row:
-        return what, format_count(pair.a), format_count(pair.b), ""
+        return what, format_rate(pair.a), format_rate(pair.b), ""
 
     yield milliseconds("Step", time.step_seconds)
     if time.gap_seconds.difference is not None:
@@ -209,7 +216,7 @@ def _time_rows(difference: RowDifference) -> Iterator[Row]:
     if not time.same_tokens:
         yield counts("Tokens/s", time.tokens_per_second)
     for phase, pair in time.phase_seconds.items():
-        yield milliseconds(f"  {phase}, timed apart", pair)
+        yield milliseconds(f"  {phase}, timed separately", pair)
     for what, pair in (("read", time.nvme_read_bytes), ("written", time.nvme_written_bytes)):
         if pair.a or pair.b:
             yield _size_row(f"NVMe {what} per step", pair.a or 0, pair.b or 0)

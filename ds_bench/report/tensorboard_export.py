@@ -14,6 +14,7 @@ from ..analysis.loss_parity import with_loss_caveats
 from ..records.run_folder import last_trial_folder
 from ..records.step_series import TrialStep, read_steps
 from ..records.tensorboard_files import TensorBoardFile
+from ..units import format_items
 
 if TYPE_CHECKING:
     from ..analysis.row import Run
@@ -79,7 +80,7 @@ def write_tensorboard(runs: TrackedRuns) -> str:
         file.add_scalars(numbers, last_step, last_time)
         file.close()
     look = f"tensorboard --logdir {TENSORBOARD_FOLDER}"
-    return f"tensorboard: {len(runs)} runs in {TENSORBOARD_FOLDER}; look at them: {look}"
+    return f"TensorBoard: {format_items(len(runs), 'run')} in {TENSORBOARD_FOLDER}. To view: {look}"
 
 
 def _plain(name: str) -> str:

@@ -274,5 +274,5 @@ def _notes_of_rows(
         long = any("," in label for label in labels)  # as in rows of axes and files
         named = f"{len(labels)} rows" if long and len(labels) > 2 else format_list(labels, most=4)
         which = "All rows" if len(labels) == len(trained) > 1 else named
-        example = f" (here {labels[0]})" if len(texts) > 1 or which == f"{len(labels)} rows" else ""
+        example = f" (e.g. {labels[0]})" if len(texts) > 1 or which == f"{len(labels)} rows" else ""
         yield f"{which}{example}: {next(iter(texts))}."

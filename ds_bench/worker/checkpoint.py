@@ -130,7 +130,7 @@ def _change_weights(trainer: training_loop.Trainer) -> None:
     with torch.no_grad():
         for parameter in trainer.engine.module.parameters():
             values = getattr(parameter, "ds_tensor", parameter.detach())  # at stage 3 this rank's part
-            if values.is_floating_point():  # quantised weights are not
+            if values.is_floating_point():  # quantized weights are not
                 values.mul_(0.5)
 
 

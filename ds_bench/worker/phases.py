@@ -1,4 +1,4 @@
-"""Parts of a step's time, from further steps after the measured window that are synchronised between phases.
+"""Parts of a step's time, from further steps after the measured window that are synchronized between phases.
 
 They are slower than the measured steps, since nothing overlaps, and never part of the headline numbers.
 """
@@ -24,7 +24,7 @@ _PHASES = ("forward", "backward", "step")
 def measure_phases(trainer: training_loop.Trainer) -> dict[str, Any]:
     """Return the fields ``phase_seconds``, ``offload`` and ``step_parts`` of a RankMeasurement, from two steps.
 
-    Only the synchronisation between phases makes them slower.
+    Only the synchronization between phases makes them slower.
     """
     with OffloadTimer(trainer.engine) as offload:
         seconds, parts = _time_phases(trainer, lambda: offload.disk.wait_seconds)
@@ -66,7 +66,7 @@ def measure_communication(trainer: training_loop.Trainer) -> dict[str, Any]:
 def _time_phases(
     trainer: training_loop.Trainer, other_seconds: Callable[[], float]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Train for ``_STEPS`` steps, synchronised around each phase, and return two sets of mean seconds per step.
+    """Train for ``_STEPS`` steps, synchronized around each phase, and return two sets of mean seconds per step.
 
     First the phases; then the parts of a step: the phases without ``other_seconds``, and the wait for a data loader if
     there is one. ``other_seconds``: seconds so far in parts that are timed separately.

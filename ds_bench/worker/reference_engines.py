@@ -29,7 +29,7 @@ _OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torc
 
 
 class ReferenceEngine:
-    """One rank's model, optimizer and gradient synchronisation, with the interface of a DeepSpeed engine.
+    """One rank's model, optimizer and gradient synchronization, with the interface of a DeepSpeed engine.
 
     ``config``: the row's DeepSpeed configuration, for batch, optimizer, clipping and number format.
     """

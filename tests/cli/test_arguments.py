@@ -193,6 +193,9 @@ def test_names_of_other_programs_mean_the_flag_wherever_it_is_and_are_in_the_hel
                 found, meant = (vars(parser.parse_args(words.split())) for words in (line, own))
                 assert {**found, "typed": None} == {**meant, "typed": None}
                 assert all(alias in parser.format_help() for alias in ALIASES)
+    for words in (["--bf16", "--fp16"], ["--max_seq_length", "8", "--seq-length", "9"]):
+        with pytest.raises(UsageError, match=f"{words[0]} together with"):
+            PARSERS["zero"].parse_args(words)
     # After -- stand the arguments of the user's script.
     script = commands.parse(["run", "--configs", "a", "--", "train.py", "--bf16", "True"])[1]["script"]
     assert script == ("train.py", "--bf16", "True")

@@ -75,11 +75,11 @@ def test_two_models_have_tables_of_their_own_and_one_with_both_side_by_side(
     out = capsys.readouterr().out
     assert out.count("★ Use ") == 2
     assert out.rstrip().splitlines()[-5:] == [
-        "Tokens/s of the whole job, models side by side (NVIDIA H100 80GB HBM3)",
+        "Tokens/s of the whole job, side by side (NVIDIA H100 80GB HBM3)",
         "",
-        "Model  ZeRO-0  ZeRO-3  ZeRO-2",
-        "tiny   10,240   6,400",
-        "gpt2   10,240           7,314",
+        "Workload  ZeRO-0  ZeRO-3  ZeRO-2",
+        "tiny      10,240   6,400",
+        "gpt2      10,240           7,314",
     ]
 
 
@@ -102,11 +102,11 @@ GOAL_AND_ROW = ["--goal", "memory", "--relative-to", "zero2"]
     ("stages", "of_run", "of_report", "goal", "ratio"),
     [
         # 0.10, 0.12, 0.14 and 0.16 s a step
-        ((0, 1, 2, 3), GOAL_AND_ROW, [], "(memory): ZeRO-3", "1.40x"),
-        ((0, 1, 2, 3), GOAL_AND_ROW, ["--goal", "speed", "--relative-to", "3"], "(speed): ZeRO-0", "1.60x"),
-        ((0, 1), ["--relative-to", "zero3"], [], "(balanced): ZeRO-0", "0.83x"),  # which the run never reached
+        ((0, 1, 2, 3), GOAL_AND_ROW, [], "(memory): Use ZeRO-3", "1.40x"),
+        ((0, 1, 2, 3), GOAL_AND_ROW, ["--goal", "speed", "--relative-to", "3"], "(speed): Use ZeRO-0", "1.60x"),
+        ((0, 1), ["--relative-to", "zero3"], [], "(balanced): Use ZeRO-0", "0.83x"),  # which the run never reached
         # Flags that cannot be read leave the defaults.
-        *(((0, 1), flags, [], "(balanced): ZeRO-0", "0.83x") for flags in (["--goal", "fun"], ["--help"])),
+        *(((0, 1), flags, [], "(balanced): Use ZeRO-0", "0.83x") for flags in (["--goal", "fun"], ["--help"])),
     ],
 )
 def test_report_uses_its_own_flags_then_those_of_the_run(
@@ -211,10 +211,14 @@ def test_every_command_says_what_it_is_for_with_an_example_and_refuses_by_its_ow
     assert commands.main(["plan", "--modle", "gpt2"]) == 2
     assert commands.main(["reprot"]) == 2
     assert commands.main(["plan", "--frobnicate"]) == 2
+    assert commands.main(["--verson"]) == 2
+    assert commands.main(["baseline"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "ds-compare: Unknown argument --modle. Did you mean --model?",
         "ds-compare: Unknown command 'reprot'. Did you mean 'report'?",
         "ds-compare: Unknown argument --frobnicate. See python -m ds_bench plan --help",
+        "ds-compare: Unknown argument --verson. Did you mean --version?",
+        "ds-compare: Missing ACTION. See python -m ds_bench baseline --help",
     ]
 
 

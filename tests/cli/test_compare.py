@@ -114,11 +114,11 @@ def test_markdown_and_json_have_the_rows_of_the_text(tmp_path: Path, capsys: pyt
     assert (one["before"]["tokens_per_second"], one["ratio"]) == (pytest.approx(5120), pytest.approx(2))
     assert one["interval"]["distinguishable"]
     assert (one["after"]["gpu_peak_bytes"], one["after"]["runs"]) == (8 * fakes.GB, 3)
-    assert (two["after"], two["ratio"], two["incomparable_reasons"]) == (None, None, ["after: no such row"])
+    assert (two["after"], two["ratio"], two["incomparable_reasons"]) == (None, None, ["only in BEFORE"])
     assert main(["compare", *folders, "--markdown"]) == 0
     out = capsys.readouterr().out
     assert "| ZeRO-1 | 5,120 tokens/s | 10,240 tokens/s | 2.00x | 2.00 to 2.00 | GPU memory 8.00 GB" in out
-    assert "- ZeRO-2: no ratio: after: no such row" in out
+    assert "- ZeRO-2: no ratio: only in BEFORE" in out
     assert main(["compare", *folders, "--markdown", "--json"]) == 2
 
 
@@ -131,14 +131,14 @@ def test_the_text_reads_row_by_row_and_a_shared_remark_is_printed_once(tmp_path:
     assert list(lines(of(tmp_path, before, after))) == [
         f"ZeRO-1  5,120 tokens/s → 5,120 tokens/s; 1.00x (not tested: fewer than three runs); {same_memory}",
         "ZeRO-2  5,120 tokens/s → absent",
-        "          no ratio: after: no such row",
+        "          no ratio: only in BEFORE",
         f"ZeRO-0  10,139 tokens/s → 12,801 tokens/s; 1.26x (95 % interval 1.23 to 1.30); {same_memory}",
         "ZeRO-3  absent → 10,240 tokens/s",
-        "          no ratio: before: no such row",
+        "          no ratio: only in AFTER",
         "ZeRO-1, ZeRO-0: changed: warmup_steps 2 against 3",
         "",
         "same hardware and versions",
-        "intervals cover how runs of one session differ, not how sessions do: measure the same code twice",
+        "intervals cover differences within one session: for those between sessions, measure the same code twice",
     ]
 
 
@@ -211,7 +211,7 @@ def test_explain_finds_rows_by_name_label_or_stage(capsys: pytest.CaptureFixture
     for a, b, named in (("zero0", "zero7", "zero7"), ("zero2", "2", "zero2")):
         assert main(["explain", a, b, str(STORED_RUN)]) == 2
         error = capsys.readouterr().err
-        assert error.startswith(f"ds-compare: {named}")
+        assert named in error
         assert error.count("\n") == 1
 
 

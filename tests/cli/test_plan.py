@@ -83,7 +83,7 @@ def test_the_answer_and_the_table(case: str, snapshot: SnapshotAssertion) -> Non
     for width in (1, 80):
         narrow = [*plan_lines(plan, width, verbose=True)]
         assert max(map(len, narrow)) <= max(width, 80)  # the table of categories takes nearly 80
-        of_notes = set("fits with a wider terminal also shows Mostly".split())
+        of_notes = set("would fit with a wider terminal also shows Largest part, GB".split())
         assert words(narrow) - of_notes <= words([*plan_lines(plan, 10_000, verbose=True)])
 
 

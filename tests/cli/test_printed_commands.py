@@ -124,7 +124,7 @@ def test_commands_at_the_end_of_a_run(
     shown = capsys.readouterr()
     answer, _, notes = shown.out.partition("\n\n")
     (page,) = re.findall(r"^  \d+ notes?: (.*)$", notes, re.MULTILINE)
-    (resume,) = re.findall(r"go on with: (.*)$", shown.err, re.MULTILINE)
+    (resume,) = re.findall(r"continue with: (.*)$", shown.err, re.MULTILINE)
     _, next_line, files_line = answer.splitlines()
     assert next_line == f"  Next:  {resume}"
     assert files_line.startswith(f"  Files: {scripted.folder} (how to train: recommended/README.md), ")
@@ -201,5 +201,5 @@ def test_commands_run_in_the_users_environment(name: str, tmp_path: Path, monkey
     again = run_line(recorded, "--dry-run", "--verbose", variables=variables)
     assert again.count("gradient_clipping") == first.stdout.count("gradient_clipping") > 0
     assert again.count("0.125") == first.stdout.count("0.125")
-    cold = re.findall(r"started cold:\n(.*) -m deepspeed\.launcher\.runner", first.stdout)[0]
+    cold = re.findall(r"preloaded process:\n(.*) -m deepspeed\.launcher\.runner", first.stdout)[0]
     run_line(f"{cold} -c 'import ds_bench'", variables=variables)

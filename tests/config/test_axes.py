@@ -84,7 +84,7 @@ def test_a_wrong_axis_is_an_error_with_the_nearest(subtests: pytest.Subtests) ->
         ("overlap_comm=2", "give true or false"),
         ("buffers=small_bufers", "did you mean small_buffers?"),
         ("offload_ratio=1.1", "give a number from 0 to 1"),
-        *((f"sub_group_size={size}", "give a whole number from 1 to 1e+13") for size in (0, 1.5, "nan")),
+        *((f"sub_group_size={size}", "give a whole number from 1 to 1e13") for size in (0, 1.5, "nan")),
     ):
         with subtests.test(text), pytest.raises(UsageError) as error:
             axis_rows.read_axes([text])

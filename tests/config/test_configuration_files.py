@@ -115,7 +115,7 @@ REFUSED = {
     "tag.yaml": ("fp16: !!python/object/apply:os.system [true]", "not YAML, line 1, column 7"),
     "twice.yaml": ("fp16: 1\nfp16: 2\n", "the key 'fp16' appears twice"),
     "date.yaml": ("fp16: 2026-99-99", "cannot be read as YAML"),
-    "gone.yaml": ("deepspeed: nowhere.json", "or a folder above it, nor below the current folder /"),
+    "gone.yaml": ("deepspeed: nowhere.json", "the folders above it or the current folder /"),
     "itself.yaml": ("deepspeed: itself.yaml\nbf16: true", "itself.yaml is not a DeepSpeed configuration"),
     "rate.yaml": ("deepspeed: {fp16: {}}\nlearning_rate: fast", "learning_rate is 'fast'"),
     "both.yaml": ("deepspeed: {fp16: {}}\nbf16: true\nfp16: true", "bf16 and fp16 are both true"),

@@ -60,7 +60,7 @@ def test_the_catalogue_writes_out_what_deepspeed_changed_between_versions(subtes
             assert config["gradient_clipping"] == 1.0
             assert zero.get("overlap_comm") is (None if row.stage == 0 else row.stage == 3)
             assert all(zero[key]["pin_memory"] for key in ("offload_optimizer", "offload_param") if key in zero)
-            # DeepSpeed neither prints nor synchronises inside the measured steps.
+            # DeepSpeed neither prints nor synchronizes inside the measured steps.
             assert (config["wall_clock_breakdown"], config["timers"]["throughput"]["enabled"]) == (False, False)
             assert config["steps_per_print"] > 10**9
     assert deepspeed_config.zero_block(fakes.zero(0)) == {"stage": 0}

@@ -96,7 +96,7 @@ def test_limit_on_locked_memory_counts_unless_the_user_is_above_it(root: Path, m
 
 
 def test_cores_are_those_allowed_and_online_less_a_quota(root: Path) -> None:
-    texts = {"0-1,6": "3 hardware thread(s) of the machine's 8 (affinity)", "0-255": "8 hardware thread(s)"}
+    texts = {"0-1,6": "3 hardware threads of the machine's 8 (affinity)", "0-255": "8 hardware threads"}
     for allowed, text in texts.items():
         write(root / "proc/self/status", f"Cpus_allowed_list:\t{allowed}\nCapEff:\t0")
         assert (looked(root)["cores"].level, looked(root)["cores"].text) == ("ok", text)

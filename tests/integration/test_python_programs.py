@@ -74,7 +74,7 @@ def test_ctrl_c_ends_the_ranks_and_keeps_the_rows_that_had_finished(tmp_path: Pa
     _, errors = process.communicate(timeout=60)
     (folder,) = tmp_path.glob("out/runs/*")
     assert process.returncode != 0
-    assert errors.splitlines()[-1] == f"KeyboardInterrupt: go on with ds_bench.run(resume={str(folder)!r})"
+    assert errors.splitlines()[-1] == f"KeyboardInterrupt: continue with ds_bench.run(resume={str(folder)!r})"
     (record,) = (folder / "records.jsonl").read_text().splitlines()
     assert json.loads(record)["outcome"]["status"] == "Interrupted"
     assert len(started) > 2

@@ -79,7 +79,7 @@ def test_mfu_is_told_with_how_the_flops_were_had(subtests: pytest.Subtests) -> N
             runs = tuple(run.with_row(flops_convention=convention) for run in MEASURED.runs)
             columns = measured_columns(samples.comparison(replace(MEASURED, runs=runs)))
             (mfu,) = [column for column in columns if column.heading == "MFU"]
-            assert mfu.meaning == f"model FLOPs utilisation, dense peak; {meaning}"
+            assert mfu.meaning == f"model FLOPs utilization, dense peak; {meaning}"
 
 
 def test_a_status_is_that_of_a_failed_run_with_how_many_failed(subtests: pytest.Subtests) -> None:

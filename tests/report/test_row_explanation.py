@@ -114,7 +114,7 @@ def test_reports_contain_each_pair_that_matters_once(monkeypatch: pytest.MonkeyP
 def timed(difference: RowDifference) -> dict[str, tuple[str, str]]:
     """Part of a step → what ``explain`` shows of both rows."""
     (time,) = [table for table in explanation_tables(difference) if table.headings[0] == "Time"]
-    return {row[0].split(",")[0].strip(): (row[1], row[2]) for row in time.rows if "timed apart" in row[0]}
+    return {row[0].split(",")[0].strip(): (row[1], row[2]) for row in time.rows if "timed separately" in row[0]}
 
 
 def test_parts_are_those_of_the_run_nearest_to_the_mean_and_communication_is_named_if_both_rows_have_it() -> None:

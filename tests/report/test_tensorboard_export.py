@@ -36,7 +36,7 @@ def test_tensorboard_shows_every_trial(
     monkeypatch.chdir(tmp_path)
     for _ in range(2):  # copied again, a trial has its steps once
         assert commands.main(["report", str(run), "--to", "tensorboard"]) == 0
-        look = "tensorboard: 3 runs in tensorboard; look at them: tensorboard --logdir tensorboard"
+        look = "TensorBoard: 3 runs in tensorboard. To view: tensorboard --logdir tensorboard"
         assert look in capsys.readouterr().err
     folders = tmp_path / "tensorboard" / run.name
     events = event_accumulator.EventAccumulator(str(folders / "00_zero0")).Reload()

@@ -208,7 +208,7 @@ def test_every_form_of_a_report_says_that_too_few_runs_are_provisional_and_names
     ]
     for text in shown:
         words = " ".join(text.split()).replace("\\", "")
-        assert "Provisional: after one run each, a lead below 15 % may be chance." in words
+        assert "After one run each, a lead below 15 % may be chance." in words
         assert f"Next: {command}" in words
     assert summary_lines([of, of]).count(f"  To decide: {command}") == 1
 

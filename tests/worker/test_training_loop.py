@@ -139,7 +139,7 @@ def test_the_repeated_loss_is_taken_without_dropout_and_without_training(make: M
     assert engine.calls == ["eval", "forward", "train"]
 
 
-def test_cuda_step_times_are_of_device_events_and_synchronise_only_when_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_step_times_are_of_device_events_and_synchronize_only_when_read(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
     event = SimpleNamespace(record=lambda: log.append("record"), elapsed_time=lambda _other: 250.0)  # milliseconds
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event if enable_timing else None)
