@@ -88,7 +88,7 @@ def predict_near(
         return found
     inputs = inputs_of(profile, workload, placement, ds_config, engine)
     variant = variant_of(workload, ds_config, engine)
-    obstacle = allocation_replay.unknown_to_replay(inputs) or _untraced(variant, engine)
+    obstacle = allocation_replay.unknown_to_replay(inputs) or _untraced(variant, engine, mode)
     if obstacle is None:
         batch_size = int(ds_config.get("train_micro_batch_size_per_gpu", workload.batch_size))
         need = _replayed_need(
@@ -114,9 +114,11 @@ def predict_near(
     return replace(found, need=replace(rule, not_replayed=obstacle or "a model without a trace"))
 
 
-def _untraced(variant: Variant, engine: Engine) -> str | None:
-    """Name what of a variant is in no trace; None if all of it is."""
+def _untraced(variant: Variant, engine: Engine, mode: ReplayMode) -> str | None:
+    """Name what of a variant is in no trace; None if all of it is. The tiled loss, which remedies try, is traced on
+    demand only: a child process would take seconds."""
     reasons = {
+        "the tiled loss without --exact": variant.loss == "tiled" and mode != "always",
         f"the {variant.loss} loss": variant.loss not in ("model", "tiled"),
         "eager attention": variant.attention == "eager",
         "torch_autocast": variant.autocast and engine != "ddp",
