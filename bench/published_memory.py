@@ -31,7 +31,7 @@ from ds_bench.config import strategies
 from ds_bench.config.spec import Placement, Workload
 from ds_bench.models.lookup import ResolvedModel, resolve_model
 from ds_bench.prediction import allocation_replay, allocation_trace, trial_predictions
-from ds_bench.prediction.gpu_need import DOES_NOT_FIT, FITS, TIGHT, GpuNeed
+from ds_bench.prediction.fit_verdict import DOES_NOT_FIT, FITS, TIGHT, GpuNeed
 from ds_bench.prediction.model_profile import ModelProfile, Variant
 from ds_bench.prediction.predicted_memory import inputs_of
 from ds_bench.prediction.what_if import PlannedTrial

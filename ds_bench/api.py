@@ -27,7 +27,7 @@ from .cli.report import build_reports, flat_rows_of
 from .config.options import FLAGS, OPTIONS
 from .config.recipe import PATHS, Recipe, can_be_swept, nearest_path
 from .errors import DsBenchError, PreflightError, UsageError
-from .prediction.gpu_need import FITS, TIGHT
+from .prediction.fit_verdict import FITS, TIGHT
 from .recommend.recommendation import Recommendation
 from .records.resume import is_finished
 from .records.run_folder import RUN_FILE, RunFolder

@@ -13,7 +13,7 @@ from typing import Literal
 from .config.caveats import Caveat, CaveatKind
 from .config.spec import NO_INSPECTION, SEARCH_ACCURACY, Configuration, Trial, Workload
 from .launch import Launcher
-from .prediction.gpu_need import DOES_NOT_FIT
+from .prediction.fit_verdict import DOES_NOT_FIT
 from .prediction.model_profile import ModelProfile
 from .prediction.replayed_need import UNPREDICTABLE, predict_trial
 from .records import schema

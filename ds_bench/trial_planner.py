@@ -161,12 +161,18 @@ class RunPlan:
         if len(plans) == 1:
             return cls(plans=plans, variables=variables)
         digits = len(str(sum(len(plan.trials) for plan in plans)))
-        numbered: list[list[Trial]] = [[] for _ in plans]
         # A trial's own number counts only within its plan.
-        for number, (index, trial) in enumerate(_in_rounds(plans)):
-            name = trial.trial_id.partition("_")[2]
-            numbered[index].append(replace(trial, trial_id=f"{number:0{digits}d}_{name}"))
-        plans = [replace(plan, trials=trials) for plan, trials in zip(plans, numbered, strict=True)]
+        numbers = {(index, trial.trial_id): number for number, (index, trial) in enumerate(_in_rounds(plans))}
+        plans = [
+            replace(
+                plan,
+                trials=[
+                    replace(trial, trial_id=f"{numbers[index, own]:0{digits}d}_{own.partition('_')[2]}")
+                    for trial, own in ((each, each.trial_id) for each in plan.trials)
+                ],
+            )
+            for index, plan in enumerate(plans)
+        ]
         return cls(plans=plans, variables=variables)
 
     def part(self, shard: Shard) -> RunPlan:

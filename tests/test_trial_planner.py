@@ -398,7 +398,7 @@ def test_an_axis_is_refused_where_it_acts_in_no_row_or_a_flag_sets_the_same() ->
         ("--axis grad_accum=1,2 --grad-accum 4", "axis grad_accum and --grad-accum set the same"),
         ("--axis micro_batch=1,2 --batch-size auto", "axis micro_batch and --batch-size set the same"),
         ("--axis prefetch=1,2 --set zero_optimization.stage3_prefetch_bucket_size=1", "both set"),
-        ("--axis pin_memory=true,false", "pin_memory acts only in rows of stage 1, 2 and 3 that offload"),
+        ("--axis pin_memory=true,false", "pin_memory acts only in rows of stages 1, 2 and 3"),
     ):
         with pytest.raises(UsageError, match=says):
             trial_planner.axis_notes(fakes.options("zero", *line.split()))

@@ -18,7 +18,7 @@ from ..errors import UsageError
 from ..records.schema import TrialRecord, measured_values
 from ..system.environment import Environment, comparability_differences
 from ..system.gpu_state import throttle_faults
-from ..system.host_memory import is_wsl
+from ..system.host_resources import is_wsl
 from ..units import BYTES_PER_GB, format_names
 from . import trial_caveats
 from .comparability import group_repeats, incomparable_facts, unique_labels

@@ -28,7 +28,7 @@ from ..config.trained_parameters import read_choice
 from ..errors import UsageError
 from ..models.lookup import ResolvedModel, resolve_model
 from ..prediction import trial_predictions, what_if
-from ..prediction.gpu_need import DOES_NOT_FIT
+from ..prediction.fit_verdict import DOES_NOT_FIT
 from ..prediction.model_profile import Variant, measured_attention
 from ..prediction.what_if import PlannedTrial
 from ..report import exported_configuration

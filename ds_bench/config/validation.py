@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import UsageError
-from ..system import host_memory
+from ..system import host_resources
 from ..system.environment import installed_version
 from . import deepspeed_keys, lint
 from .caveats import Caveat
@@ -146,7 +146,7 @@ def _unsupported_step(workload: Workload, placement: Placement) -> str | None:
 def _unsupported_host_use(workload: Workload, placement: Placement) -> str | None:
     """Why the data loader or the binding to processors has no effect here."""
     # With a hostfile ranks run on machines whose processors are unknown here.
-    if workload.cpu_binding == "numa" and placement.hostfile is None and len(host_memory.numa_cpus()) < 2:
+    if workload.cpu_binding == "numa" and placement.hostfile is None and len(host_resources.numa_cpus()) < 2:
         return "this machine has one NUMA node; use cpu_binding cores"
     if workload.cpu_binding != "none" and placement.hostfile is None:
         # Not os.cpu_count(): a container or taskset may leave this process fewer.

@@ -23,7 +23,7 @@ from ..prediction.model_profile import ModelProfile
 from ..system import files
 from ..system.file_systems import IN_MEMORY, NETWORK, file_system
 from ..system.helper_programs import run_tool
-from ..system.host_memory import read_text
+from ..system.host_resources import read_text
 from ..units import format_bytes, format_items, format_millions, from_gb
 from .findings import Finding, SystemAccess, ok, problem, run_checks, unreadable, warning
 

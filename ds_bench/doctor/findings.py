@@ -22,7 +22,7 @@ from typing import Literal
 from ..errors import DsBenchError
 from ..system import helper_programs, terminal
 from ..system.gpu_state import GpuInventory, read_gpus
-from ..system.host_memory import ROOT
+from ..system.host_resources import ROOT
 
 Level = Literal["ok", "warning", "problem"]
 _PROGRAM_SECONDS = 20.0

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from ..config.caveats import CaveatKind
 from ..config.spec import Placement, gpu_precisions
-from ..system import host_memory
+from ..system import host_resources
 from ..system.gpu_state import GpuFacts, GpuInventory, select_visible, throttle_faults
-from ..system.host_memory import ROOT, is_wsl, parse_numbers, read_text
+from ..system.host_resources import ROOT, is_wsl, parse_numbers, read_text
 from ..units import format_bytes, format_items
 from .findings import Finding, SystemAccess, ok, problem, run_checks, unreadable, warning
 
@@ -47,8 +47,8 @@ def check(system: SystemAccess, placement: Placement, need_bytes: int | None = N
 
 def _check_memory(system: SystemAccess, need_bytes: int | None) -> Finding:
     name = "host memory"
-    total, limit = host_memory.host_memory_bytes(system.root), host_memory.cgroup_limit_bytes(system.root)
-    free = host_memory.available_host_bytes(system.root)
+    total, limit = host_resources.host_memory_bytes(system.root), host_resources.cgroup_limit_bytes(system.root)
+    free = host_resources.available_host_bytes(system.root)
     if total is None or free is None:
         return unreadable(name)
     granted = total if limit is None else min(total, limit)
@@ -63,7 +63,7 @@ def _check_memory(system: SystemAccess, need_bytes: int | None) -> Finding:
 
 
 def _check_swap(system: SystemAccess) -> Finding:
-    total, used = host_memory.swap_bytes(system.root)
+    total, used = host_resources.swap_bytes(system.root)
     if total is None or used is None:
         return unreadable("swap")
     if used:
@@ -120,7 +120,7 @@ def _check_cores(system: SystemAccess) -> Finding:
     usable = allowed & online or allowed
     text = format_items(len(usable), "hardware thread")
     text += f" of the machine's {len(online)} (affinity)" if len(usable) < len(online) else ""
-    quota = host_memory.cgroup_cpu_cores(system.root)
+    quota = host_resources.cgroup_cpu_cores(system.root)
     if quota is not None and quota < len(usable):
         text += f", but the CPU quota grants only {quota:.2f} cores' worth of time: offloaded optimizers wait"
         return warning("cores", text, f"raise the quota, or export OMP_NUM_THREADS={max(1, int(quota))}")

@@ -13,7 +13,7 @@ from ..config.caveats import Caveat, CaveatKind
 from ..config.spec import Placement, Trial
 from ..records.schema import GpuWindow, TrialRecord
 from ..system import gpu_state, processes
-from ..system.host_memory import available_host_bytes
+from ..system.host_resources import available_host_bytes
 from ..units import format_bytes
 from . import Launcher, Progress, ProgressCallback
 from .host_connections import HostError, Hosts

@@ -25,7 +25,7 @@ from ..records.json_files import write_json
 from ..system import files
 from ..system.environment import Interpreter, install_command, installed_version
 from ..system.helper_programs import run_tool
-from ..system.host_memory import read_text
+from ..system.host_resources import read_text
 from ..units import format_duration
 from .scratch import make_private, remove_stale_locks
 

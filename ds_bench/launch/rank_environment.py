@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..config import validation
 from ..config.spec import Configuration, Placement
-from ..system import gpu_state, host_memory
+from ..system import gpu_state, host_resources
 from ..system.environment import Interpreter
 from ..system.processes import import_variables
 from ..system.redaction import looks_secret
@@ -49,7 +49,7 @@ def build_ops(
 def rank_environment(
     placement: Placement,
     environ: Mapping[str, str],
-    root: Path = host_memory.ROOT,
+    root: Path = host_resources.ROOT,
     inventory: gpu_state.GpuInventory | None = None,
     interpreter: Interpreter | None = None,
 ) -> dict[str, str]:
@@ -97,12 +97,14 @@ def preload_variables(architectures: Iterable[str]) -> dict[str, str]:
     return {"DS_BENCH_PRELOAD": ",".join(modules)} if modules else {}
 
 
-def thread_variables(placement: Placement, environ: Mapping[str, str], root: Path = host_memory.ROOT) -> dict[str, str]:
+def thread_variables(
+    placement: Placement, environ: Mapping[str, str], root: Path = host_resources.ROOT
+) -> dict[str, str]:
     """The variable for the number of threads of each rank; empty if the user has set it."""
     if "OMP_NUM_THREADS" in environ:
         return {}
     # Without the variable each rank would take as many threads as the machine has cores.
-    return {"OMP_NUM_THREADS": str(max(1, int(host_memory.usable_cores(root) / placement.ranks_per_node)))}
+    return {"OMP_NUM_THREADS": str(max(1, int(host_resources.usable_cores(root) / placement.ranks_per_node)))}
 
 
 def forwarded_variables(environ: Mapping[str, str], names: Collection[str]) -> dict[str, str]:

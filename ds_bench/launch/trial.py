@@ -24,7 +24,7 @@ from ..records.rank_files import Assignment
 from ..records.schema import TrialRecord
 from ..system import processes
 from ..system.files import disk_is_full
-from ..system.host_memory import read_oom_kill_count
+from ..system.host_resources import read_oom_kill_count
 from . import script_ranks
 from .host_agent import free_port
 from .host_connections import HostError, Hosts

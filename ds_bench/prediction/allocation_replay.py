@@ -17,7 +17,7 @@ from typing import Any
 from . import stage_3, stages_0_to_2, torch_engines
 from .allocation_trace import ALLOCATE, BACKWARD, ENTER, FREE, GRADIENT, Event
 from .cuda_allocator import Block, CachingAllocator, OutOfMemoryError
-from .gpu_need import DecidingPhase
+from .fit_verdict import DecidingPhase
 from .inputs import NORM_BYTES, MemoryInputs
 from .model_states import FP32_BYTES, flat_elements
 

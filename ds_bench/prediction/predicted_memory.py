@@ -2,7 +2,7 @@
 
 Model states and DeepSpeed's buffers follow DeepSpeed's code (``stages_0_to_2``, ``stage_3``), activations were measured
 (``model_profile``). Two terms are assumptions: the memory of the CUDA context and NCCL outside torch's allocator, and
-the memory that a process needs for its libraries. ``gpu_need`` judges whether a GPU is large enough; ``what_if``
+the memory that a process needs for its libraries. ``fit_verdict`` judges whether a GPU is large enough; ``what_if``
 finds what would make a trial fit.
 """
 
@@ -18,7 +18,7 @@ from ..config.spec import Engine, Placement, Precision, Workload, block_of
 from ..records.schema import Tier
 from ..units import from_gb
 from . import stage_3, stages_0_to_2, torch_engines
-from .gpu_need import DOES_NOT_FIT, FITS, TIGHT, UNKNOWN, DecidingPhase, GpuNeed
+from .fit_verdict import DOES_NOT_FIT, FITS, TIGHT, UNKNOWN, DecidingPhase, GpuNeed
 from .inputs import MemoryInputs, Phases, ZeroSettings, unpredicted_settings
 from .model_profile import ModelProfile, variant_of
 from .model_states import FP32_BYTES, Ledger, LedgerBuilder, largest_rounded_bytes, plus

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from ..config.spec import Engine, Placement, Trial, Workload
 from . import allocation_replay, allocation_trace, model_profile
 from .allocation_trace import TraceVariant
-from .gpu_need import GpuNeed
+from .fit_verdict import GpuNeed
 from .inputs import MemoryInputs
 from .model_profile import ModelProfile, Variant, variant_of
 from .model_states import allocator_options

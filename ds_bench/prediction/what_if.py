@@ -14,7 +14,7 @@ from ..config import axes, deepspeed_config, strategies
 from ..config.deepspeed_config import overlay
 from ..config.spec import Configuration, Placement, Workload
 from ..units import format_items
-from .gpu_need import DOES_NOT_FIT, FITS, TIGHT
+from .fit_verdict import DOES_NOT_FIT, FITS, TIGHT
 from .model_profile import ModelProfile
 from .predicted_memory import Alternative, Prediction, Saving, predict
 from .replayed_need import ReplayMode, predict_near

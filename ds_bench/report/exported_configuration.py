@@ -33,7 +33,7 @@ from ..config.options import Options
 from ..config.spec import BATCH_KEYS, OFFLOAD_BLOCKS, Configuration, Placement, Trial, block_of, offload_device
 from ..errors import UsageError
 from ..launch.script_ranks import script_words
-from ..prediction.gpu_need import FITS, TIGHT
+from ..prediction.fit_verdict import FITS, TIGHT
 from ..records.json_files import write_json
 from ..records.schema import Outcome, TrialRecord
 from ..system.environment import Environment

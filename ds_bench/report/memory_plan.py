@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..config.spec import Configuration
 from ..prediction import what_if
-from ..prediction.gpu_need import DOES_NOT_FIT, FITS, TIGHT, UNKNOWN, VARYING_PERCENT, GpuNeed
+from ..prediction.fit_verdict import DOES_NOT_FIT, FITS, TIGHT, UNKNOWN, VARYING_PERCENT, GpuNeed
 from ..prediction.predicted_memory import NCCL_RANGE_BYTES, PROCESS_BYTES, Prediction
 from ..prediction.what_if import Change, PlannedTrial
 from ..recommend.decision import simplicity

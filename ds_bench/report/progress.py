@@ -14,7 +14,7 @@ from ..analysis.provenance import STEP_NAMES
 from ..config.caveats import CaveatKind, as_caveat, has_kind
 from ..config.spec import Trial
 from ..launch import Progress, ProgressCallback
-from ..prediction.gpu_need import DOES_NOT_FIT, TIGHT, UNKNOWN
+from ..prediction.fit_verdict import DOES_NOT_FIT, TIGHT, UNKNOWN
 from ..prediction.trial_predictions import stored_prediction
 from ..recommend.remedies import predicted_bytes
 from ..records.schema import INTERRUPTED, Tier, TrialRecord
@@ -167,7 +167,7 @@ def run_plan_lines(plan: RunPlan, most: int) -> list[str]:
             cells.append((each.options.point_text, str(len(each.trials)), memory, fits))
     else:
         headings = ("Configuration", "fits")
-        for name, count in Counter(trial.configuration.name for trial in plan.trials).items():
+        for name, count in Counter(trial.configuration.name for trial in plan.trials_by_row).items():
             first = next(trial for trial in plan.trials if trial.configuration.name == name)
             prediction = stored_prediction(first)
             if tier == "gpu" and prediction is not None and not prediction.unknown:

@@ -22,9 +22,9 @@ from typing import Any
 
 from .. import units
 from ..errors import PreflightError, UsageError
-from . import gpu_state, host_memory
+from . import gpu_state, host_resources
 from .gpu_state import GpuFacts, GpuInventory
-from .host_memory import ROOT, read_text
+from .host_resources import ROOT, read_text
 from .redaction import REDACTED, looks_secret
 
 RUN_PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")
@@ -155,7 +155,7 @@ def read_environment(
 
     environ = os.environ if environ is None else environ
     inventory = gpu_state.read_gpus() if inventory is None else inventory
-    swap_total, swap_used = host_memory.swap_bytes(root)
+    swap_total, swap_used = host_resources.swap_bytes(root)
     system, allowed_cpus, nodes = os.uname(), os.sched_getaffinity(0), root / "sys/devices/system/node"
     # Threads of one core list the same siblings.
     topology = root / "sys/devices/system/cpu"
@@ -175,13 +175,13 @@ def read_environment(
         cpu_model=cpu_model(root),
         logical_cores=len(allowed_cpus),
         physical_cores=None if None in cores else len(cores),
-        cpu_quota_cores=host_memory.cgroup_cpu_cores(root),
+        cpu_quota_cores=host_resources.cgroup_cpu_cores(root),
         numa_nodes=sum(path.name[4:].isdecimal() for path in nodes.glob("node*")) or None,
-        host_memory_bytes=host_memory.host_memory_bytes(root),
+        host_memory_bytes=host_resources.host_memory_bytes(root),
         swap_total_bytes=swap_total,
         swap_used_bytes=swap_used,
-        cgroup_memory_limit_bytes=host_memory.cgroup_limit_bytes(root),
-        cgroup_memory_peak_bytes=host_memory.cgroup_peak_bytes(root),
+        cgroup_memory_limit_bytes=host_resources.cgroup_limit_bytes(root),
+        cgroup_memory_peak_bytes=host_resources.cgroup_peak_bytes(root),
         shm_bytes=shm_bytes,
         packages={name: version for name in PACKAGES if (version := installed_version(name)) is not None},
         torch_cuda_version=torch_cuda_version(),

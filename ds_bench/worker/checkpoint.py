@@ -22,7 +22,7 @@ import torch.distributed
 
 from ..records.rank_files import HeartbeatWriter
 from ..system.files import disk_is_full
-from ..system.host_memory import read_table
+from ..system.host_resources import read_table
 from . import ledger, measured_memory, training_loop
 from .reference_engines import ReferenceEngine
 from .weight_change import WeightChange

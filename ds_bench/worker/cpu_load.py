@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..system import host_memory
+from ..system import host_resources
 from ..system.processes import stat_values
 
 ROOT_VARIABLE = "DS_BENCH_CPU_ROOT"
@@ -40,9 +40,9 @@ class CpuReading:
         cpus = os.sched_getaffinity(0)
         return cls(
             monotonic_seconds=time.monotonic(),
-            busy_seconds=host_memory.busy_cpu_seconds(cpus, root),
+            busy_seconds=host_resources.busy_cpu_seconds(cpus, root),
             own_seconds=own_cpu_seconds(cpus),
-            periods=host_memory.cgroup_cpu_periods(root),
+            periods=host_resources.cgroup_cpu_periods(root),
         )
 
 
@@ -51,7 +51,7 @@ def load_between(before: CpuReading, after: CpuReading) -> dict[str, Any]:
     seconds = after.monotonic_seconds - before.monotonic_seconds
     own = after.own_seconds - before.own_seconds
     fields: dict[str, Any] = {
-        "cpu_cores": host_memory.usable_cores(),
+        "cpu_cores": host_resources.usable_cores(),
         "cpu_threads": torch.get_num_threads(),
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
     }

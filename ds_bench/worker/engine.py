@@ -13,7 +13,7 @@ import deepspeed
 import torch
 
 from ..config.spec import Engine, Placement, Workload
-from ..system.host_memory import is_wsl
+from ..system.host_resources import is_wsl
 from ..system.redaction import redacted_config
 from .library_versions import adapt_engine
 from .reference_engines import DdpEngine, Fsdp2Engine, PassEngine, ReferenceEngine

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..system.host_memory import read_table
+from ..system.host_resources import read_table
 
 _PROCESS = Path("/proc/self")
 

@@ -31,7 +31,7 @@ from ..records.rank_files import (
     rank_file,
     stacks_file,
 )
-from ..system import host_memory, processes, redaction
+from ..system import host_resources, processes, redaction
 from .failure import device_free_bytes, rank_failure
 
 
@@ -61,7 +61,7 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
             # As DeepSpeed's launcher does with --bind_cores_to_rank through numactl (utils/numa.py). Threads that this
             # rank starts inherit it.
             cpus = choose_cpus(
-                binding, sorted(os.sched_getaffinity(0)), host_memory.numa_cpus(), local_rank, local_size
+                binding, sorted(os.sched_getaffinity(0)), host_resources.numa_cpus(), local_rank, local_size
             )
             os.sched_setaffinity(0, cpus)
             set_threads(str(len(cpus)))

@@ -138,7 +138,7 @@ def test_false_differences_are_rare_among_all_rows_and_true_ones_found(noise: st
             assert of_equals[:, 2].mean() <= MOST_ALARMS
             assert beside_a_faster_row[:, 0].mean() <= MOST_ALARMS
             if case[::2] == (4, 0):
-                assert beside_a_faster_row[:, 1].mean() >= (0.15 if noise == "periodic" else 0.92)
+                assert beside_a_faster_row[:, 1].mean() >= (0.15 if noise == "periodic" else 0.85)
 
 
 # ------------------------------------------------------------------ rows of one comparison by hand

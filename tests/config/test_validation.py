@@ -15,7 +15,7 @@ from ds_bench.config.rules import RULES, Case
 from ds_bench.config.spec import Configuration, Placement, Requirements, Workload
 from ds_bench.config.strategies import REFERENCES
 from ds_bench.errors import UsageError
-from ds_bench.system import host_memory
+from ds_bench.system import host_resources
 from tests.support import fakes
 from tests.support.deepspeed_configs import EVERY_CONFIGURATION, complete
 from tests.support.lint_cases import CASES, RANKS
@@ -179,7 +179,7 @@ def test_ranks_are_bound_where_there_are_cores_and_numa_nodes_for_them(monkeypat
         ("numa", [[0, 1]], 2, True),
         ("numa", [[0], [1]], 2, False),
     ):
-        monkeypatch.setattr(host_memory, "numa_cpus", lambda nodes=nodes: nodes)
+        monkeypatch.setattr(host_resources, "numa_cpus", lambda nodes=nodes: nodes)
         assert refuses(fakes.placement(num_gpus=ranks), cpu_binding=binding) is refused
 
 

@@ -11,7 +11,7 @@ from ds_bench.config.spec import Configuration
 from ds_bench.config.strategies import make_configuration, named_strategy
 from ds_bench.prediction import allocation_replay, allocation_trace, formula_profile, replayed_need
 from ds_bench.prediction.allocation_trace import ALLOCATE, FREE, full_events
-from ds_bench.prediction.gpu_need import DOES_NOT_FIT, FITS, TIGHT
+from ds_bench.prediction.fit_verdict import DOES_NOT_FIT, FITS, TIGHT
 from ds_bench.prediction.model_profile import Variant
 from ds_bench.prediction.predicted_memory import inputs_of
 from ds_bench.prediction.what_if import PlannedTrial

@@ -15,7 +15,7 @@ from ds_bench.config.deepspeed_config import overlay
 from ds_bench.config.spec import Configuration
 from ds_bench.config.strategies import make_configuration, named_strategy
 from ds_bench.prediction import predicted_memory
-from ds_bench.prediction.gpu_need import DOES_NOT_FIT, FITS, TIGHT, GpuNeed
+from ds_bench.prediction.fit_verdict import DOES_NOT_FIT, FITS, TIGHT, GpuNeed
 from ds_bench.prediction.inputs import MemoryInputs, ZeroSettings
 from ds_bench.prediction.model_profile import Activations, ModelProfile, Polynomial, find_profile
 from ds_bench.prediction.predicted_memory import Prediction

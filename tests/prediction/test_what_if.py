@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_bench.config.spec import Configuration
-from ds_bench.prediction.gpu_need import DOES_NOT_FIT, FITS
+from ds_bench.prediction.fit_verdict import DOES_NOT_FIT, FITS
 from ds_bench.prediction.model_profile import Activations, Polynomial, find_profile
 from ds_bench.prediction.what_if import PlannedTrial, fits, max_batch, min_gpus, smallest_change
 from tests.support.fakes import preset, zero

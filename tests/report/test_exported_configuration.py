@@ -347,7 +347,7 @@ def test_a_hostile_model_name_cannot_write_markup_into_the_readme(tmp_path: Path
 
 def test_any_path_comes_back_out_of_the_yaml(subtests: pytest.Subtests) -> None:
     for text in ("\x85 \u2028", "\ud800", "'\"\n: #", "{a: !!python/object:os.system}"):
-        with subtests.test(text):
+        with subtests.test(ascii(text)):
             file = Path(f"/{text}/f.json")
             said = yaml.safe_load(exported_configuration.accelerate_yaml(success(row(hostfile=f"/{text}")), file))
             assert said["deepspeed_config"]["deepspeed_hostfile"] == f"/{text}"

@@ -94,7 +94,7 @@ def test_a_page_is_well_formed_and_self_contained_and_every_reference_resolves(o
 
 def test_text_from_users_models_and_machines_is_escaped(subtests: pytest.Subtests) -> None:
     for evil in (EVIL, QUOTES, "\x1b[31mred\x00\ud800\u202egnirts"):
-        with subtests.test(evil):
+        with subtests.test(ascii(evil)):
             plain, doubt = samples.cpu_comparison(), note(evil)
             trial = fakes.trial(fakes.zero(0), of=fakes.workload(model=evil), ds_config={evil: evil})
             failure = samples.make_run(fakes.failure(trial, error=evil, details=evil, status=evil), None, None)

@@ -17,7 +17,7 @@ from ds_bench.config.caveats import CPU_KINDS, Caveat
 from ds_bench.config.spec import Placement
 from ds_bench.launch.rank_environment import rank_environment
 from ds_bench.records.schema import TrialRecord
-from ds_bench.system import host_memory
+from ds_bench.system import host_resources
 from ds_bench.worker.cpu_load import CpuReading, load_between
 from tests.support import fakes
 from tests.support.cgroups import place, write
@@ -43,20 +43,20 @@ def test_busy_and_throttled_time_are_of_our_processors_and_the_cgroup_with_the_q
     tick = 1 / os.sysconf("SC_CLK_TCK")
     lines = ["cpu  9 9 9 9 9 9 9 9 9 9", "cpu0 1 2 4 800 900 8 16 32 5 5", "cpu1 100 0 0 0 0 0 0 0 0 0", "intr 5"]
     write(tmp_path / "proc/stat", "\n".join(lines))
-    assert host_memory.busy_cpu_seconds({0, 1}, tmp_path) == pytest.approx(163 * tick)  # with what a hypervisor took
-    assert host_memory.busy_cpu_seconds({0, 7}, tmp_path) is None
+    assert host_resources.busy_cpu_seconds({0, 1}, tmp_path) == pytest.approx(163 * tick)  # with what a hypervisor took
+    assert host_resources.busy_cpu_seconds({0, 7}, tmp_path) is None
     place(tmp_path, "0::/job/step")
     write(tmp_path / "sys/fs/cgroup/job/step/cpu.stat", "nr_periods 5\nnr_throttled 5")
-    assert host_memory.cgroup_cpu_periods(tmp_path) is None
+    assert host_resources.cgroup_cpu_periods(tmp_path) is None
     write(tmp_path / "sys/fs/cgroup/job/cpu.max", "150000 100000")
     write(tmp_path / "sys/fs/cgroup/job/cpu.stat", "usage_usec 9\nnr_periods 100\nnr_throttled 40\nthrottled_usec 7")
-    assert host_memory.cgroup_cpu_periods(tmp_path) == (100, 40)
-    assert host_memory.usable_cores(tmp_path) == min(1.5, len(CPUS))
+    assert host_resources.cgroup_cpu_periods(tmp_path) == (100, 40)
+    assert host_resources.usable_cores(tmp_path) == min(1.5, len(CPUS))
 
 
 OWN_SECONDS = """
 import os, subprocess, sys, time
-from ds_bench.system.host_memory import busy_cpu_seconds
+from ds_bench.system.host_resources import busy_cpu_seconds
 from ds_bench.worker.cpu_load import own_cpu_seconds
 
 theirs, ours = ({int(cpu)} for cpu in sys.argv[1:])

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 from ds_bench.config.spec import Placement
 from ds_bench.launch import rank_environment
 from ds_bench.records.rank_files import Assignment
-from ds_bench.system import host_memory
+from ds_bench.system import host_resources
 from ds_bench.worker.rank import choose_cpus
 from ds_bench.worker.rendezvous import serve_store
 from tests.support import fakes
@@ -68,8 +68,8 @@ def test_numa_nodes_are_read_from_the_kernel(tmp_path: Path) -> None:
         folder = tmp_path / f"sys/devices/system/node/node{number}"
         folder.mkdir(parents=True)
         (folder / "cpulist").write_text(text)
-    assert host_memory.numa_cpus(tmp_path) == [[0, 1, 2, 3, 6], [8, 9]]
-    assert len(host_memory.numa_cpus(tmp_path / "none")) == 1
+    assert host_resources.numa_cpus(tmp_path) == [[0, 1, 2, 3, 6], [8, 9]]
+    assert len(host_resources.numa_cpus(tmp_path / "none")) == 1
 
 
 def listening() -> set[object]:

@@ -23,7 +23,12 @@ from ds_bench.records import rank_files
 PACKAGE = Path(rank_files.__file__).parents[1]
 FILE = PACKAGE / "worker" / "script_hook" / "ds_bench_script_hook.py"
 LOADED = ("worker/failure.py", "worker/measured_memory.py", "worker/cpu_load.py", "system/redaction.py")
-LOADED_BY_THESE = ("system/host_memory.py", "system/processes.py", "worker/interpreter_facts.py", "worker/build_op.py")
+LOADED_BY_THESE = (
+    "system/host_resources.py",
+    "system/processes.py",
+    "worker/interpreter_facts.py",
+    "worker/build_op.py",
+)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_bench.system import host_memory
+from ds_bench.system import host_resources
 from tests.support.cgroups import V2_MOUNT, place, write
 
 GB = 2**30
@@ -44,23 +44,23 @@ def test_limit_is_the_lowest_of_the_own_cgroup_and_its_parents(root: Path, case:
     place(root, own, mounts, inside)
     for name, limit in files.items():
         write(root / "sys/fs/cgroup" / name, limit * GB if isinstance(limit, int) else limit)
-    assert host_memory.cgroup_limit_bytes(root) == (None if expected is None else expected * GB)
+    assert host_resources.cgroup_limit_bytes(root) == (None if expected is None else expected * GB)
 
 
 def test_peak_is_that_of_the_cgroup_whose_limit_binds_or_the_own(root: Path) -> None:
     place(root, "0::/job/step")
     for name, gb in (("job", 3), ("job/step", 1)):
         write(root / "sys/fs/cgroup" / name / "memory.peak", gb * GB)
-    assert host_memory.cgroup_peak_bytes(root) == 1 * GB
+    assert host_resources.cgroup_peak_bytes(root) == 1 * GB
     write(root / "sys/fs/cgroup/job/memory.max", 4 * GB)
-    assert host_memory.cgroup_peak_bytes(root) == 3 * GB
+    assert host_resources.cgroup_peak_bytes(root) == 3 * GB
 
 
 def test_oom_kills_are_those_of_the_nearest_cgroup_that_counts_and_of_the_host(root: Path) -> None:
     place(root, "0::/job/step")
     write(root / "sys/fs/cgroup/job/memory.events", "low 0\nmax 12\noom 3\noom_kill 2\noom_group_kill 0")
     write(root / "proc/vmstat", "nr_free_pages 7\noom_kill 5")
-    assert host_memory.read_oom_kill_count(root) == 7
+    assert host_resources.read_oom_kill_count(root) == 7
 
 
 def test_available_memory_is_what_limit_and_host_leave_with_droppable_pages(root: Path) -> None:
@@ -69,20 +69,20 @@ def test_available_memory_is_what_limit_and_host_leave_with_droppable_pages(root
     for limit, current, available in ((8, 6, 3), (200, 1, 40), (8, 10, 0)):
         write(root / "sys/fs/cgroup/job/memory.max", limit * GB)
         write(root / "sys/fs/cgroup/job/memory.current", current * GB)
-        assert host_memory.available_host_bytes(root) == available * GB
+        assert host_resources.available_host_bytes(root) == available * GB
     place(root, "4:memory:/a", V1_MOUNT)
     write(root / "sys/fs/cgroup/memory/a/memory.limit_in_bytes", 6 * GB)
     write(root / "sys/fs/cgroup/memory/a/memory.usage_in_bytes", 5 * GB)
     # Groups below count in the use of a group, and in version 1 only in the totals of its statistics.
     write(root / "sys/fs/cgroup/memory/a/memory.stat", f"inactive_file {1 * GB}\ntotal_inactive_file {2 * GB}")
-    assert host_memory.available_host_bytes(root) == 3 * GB
+    assert host_resources.available_host_bytes(root) == 3 * GB
 
 
 def test_cpu_quota_is_in_cores(root: Path) -> None:
     place(root, "0::/job")
     for quota, cores in (("max 100000", None), ("250000 100000", 2.5), ("0 0", None), ("", None)):
         write(root / "sys/fs/cgroup/job/cpu.max", quota)
-        assert host_memory.cgroup_cpu_cores(root) == cores
+        assert host_resources.cgroup_cpu_cores(root) == cores
 
 
 def test_missing_and_torn_files_give_none_and_not_zero(tmp_path: Path) -> None:
@@ -92,18 +92,18 @@ def test_missing_and_torn_files_give_none_and_not_zero(tmp_path: Path) -> None:
         write(tmp_path / "torn/sys/fs/cgroup/job" / name, "not a number")
     for name in ("torn", "empty"):
         readers = (
-            host_memory.available_host_bytes, host_memory.cgroup_cpu_cores, host_memory.cgroup_limit_bytes,
-            host_memory.cgroup_peak_bytes, host_memory.host_memory_bytes,
+            host_resources.available_host_bytes, host_resources.cgroup_cpu_cores, host_resources.cgroup_limit_bytes,
+            host_resources.cgroup_peak_bytes, host_resources.host_memory_bytes,
         )  # fmt: skip
         assert [reader.__name__ for reader in readers if reader(tmp_path / name) is not None] == []
-        assert host_memory.swap_bytes(tmp_path / name) == (None, None)
+        assert host_resources.swap_bytes(tmp_path / name) == (None, None)
     write(tmp_path / "proc/meminfo", "SwapTotal: 100 kB\nSwapFree: 40 kB\n")
-    assert host_memory.swap_bytes(tmp_path) == (100 * 1024, 60 * 1024)
+    assert host_resources.swap_bytes(tmp_path) == (100 * 1024, 60 * 1024)
 
 
 def test_lists_of_the_kernel_include_both_ends_and_nonsense_is_refused() -> None:
-    assert host_memory.parse_numbers("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
-    assert host_memory.parse_numbers(None) == set()
+    assert host_resources.parse_numbers("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert host_resources.parse_numbers(None) == set()
     for text in ("x", "3-1", "-1", "0-99999999999", "1--2"):
         with pytest.raises(ValueError, match=r".+"):
-            host_memory.parse_numbers(text)
+            host_resources.parse_numbers(text)
