@@ -88,7 +88,7 @@ def predict_near(
         return found
     inputs = inputs_of(profile, workload, placement, ds_config, engine)
     variant = variant_of(workload, ds_config, engine)
-    obstacle = allocation_replay.unknown_to_replay(inputs) or _untraced(variant, engine, mode)
+    obstacle = allocation_replay.unknown_to_replay(inputs) or _untraced(variant, engine, on_demand=mode == "always")
     if obstacle is None:
         batch_size = int(ds_config.get("train_micro_batch_size_per_gpu", workload.batch_size))
         need = _replayed_need(
@@ -114,11 +114,14 @@ def predict_near(
     return replace(found, need=replace(rule, not_replayed=obstacle or "a model without a trace"))
 
 
-def _untraced(variant: Variant, engine: Engine, mode: ReplayMode) -> str | None:
-    """Name what of a variant is in no trace; None if all of it is. The tiled loss, which remedies try, is traced on
-    demand only: a child process would take seconds."""
+def _untraced(variant: Variant, engine: Engine, *, on_demand: bool) -> str | None:
+    """Name what of a variant is in no trace; None if all of it is.
+
+    ``on_demand``: whether a child process may trace what only references and remedies train, for some seconds each.
+    """
     reasons = {
-        "the tiled loss without --exact": variant.loss == "tiled" and mode != "always",
+        "DDP under autocast without --exact": variant.autocast and engine == "ddp" and not on_demand,
+        "the tiled loss without --exact": variant.loss == "tiled" and not on_demand,
         f"the {variant.loss} loss": variant.loss not in ("model", "tiled"),
         "eager attention": variant.attention == "eager",
         "torch_autocast": variant.autocast and engine != "ddp",

@@ -23,6 +23,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -540,7 +541,12 @@ def _storages(values: Any) -> Iterator[tuple[int, torch.UntypedStorage]]:
 
 def _fit(sizes: list[tuple[int, int]], values: list[int]) -> Any:
     """Coefficients of ``TERMS`` that give exactly these values at as many sizes (batch, sequence): a column vector."""
-    return sympy.Matrix([_monomials(*size) for size in sizes]).LUsolve(sympy.Matrix(values))
+    return _inverse(tuple(sizes)) * sympy.Matrix(values)
+
+
+@cache
+def _inverse(sizes: tuple[tuple[int, int], ...]) -> Any:
+    return sympy.Matrix([_monomials(*size) for size in sizes]).inv()
 
 
 def _monomials(batch_size: int, sequence: int) -> tuple[int, ...]:
