@@ -32,6 +32,8 @@ def test_the_page_shows_figures_of_the_committed_comparison() -> None:
     points = [{name: value for name, value in row.items() if name != "error"} for row in data["points"]]
     figures = published_memory.markdown([published_memory.Point(**point) for point in points]).splitlines()
     for name, errors in data["summary"]["errors"].items():
+        if not errors["points"]:
+            continue
         absolute, signed = errors["median_absolute_error"], errors["median_error"]
         figures.append(f"| {name} | {errors['points']} | {100 * absolute:.1f} % | {100 * signed:+.1f} % |")
     page = (ROOT / "docs" / "prediction.md").read_text(encoding="utf-8").partition("## How far off")[2]
