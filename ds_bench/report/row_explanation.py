@@ -18,11 +18,12 @@ from ..analysis.row_difference import (
     TimeDifference,
     explain,
 )
+from ..prediction.trial_predictions import stored_prediction
 from ..recommend.guide import traffic_text
 from ..units import MISSING, format_bytes, format_items, format_rate, format_significant, to_ms
 from .comparison_columns import failure_sentence, signed
 from .comparison_report import ComparisonReport
-from .memory_plan import category_text
+from .memory_plan import category_text, gpu_range
 from .table_layout import Column, Table, wrap
 
 HEADING = "What changes between rows"
@@ -174,6 +175,11 @@ def _memory_rows(difference: RowDifference) -> Iterator[Row]:
             for each in categories:
                 if abs(each.difference_bytes) >= least:
                     yield _size_row(f"{indent}{_category(each.category, tier)}{what}", each.a_bytes, each.b_bytes)
+    predictions = [stored_prediction(row.representative.trial) for row in (difference.a, difference.b)]
+    needs = [each.gpu_need for each in predictions if each is not None and each.gpu]
+    if len(needs) == 2:
+        a, b = (f"{gpu_range(need)} GB" for need in needs)
+        yield "GPU memory needed, predicted", a, b, " → ".join(dict.fromkeys(f"peak in {need.phase}" for need in needs))
     resident = difference.resident_bytes
     if resident.a is not None and resident.b is not None:
         yield _size_row("Resident memory, peak, fullest node", resident.a, resident.b)
