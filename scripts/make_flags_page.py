@@ -21,7 +21,7 @@ flags mean together is in [reading.md](reading.md) and [metrics.md](metrics.md).
 Flags cannot be abbreviated. `--gpus` and `--num_gpus` are other names of `--num-gpus`.
 
 Exit codes: 0 at least one row succeeded · 1 none did, or with `--strict` any failed; `check` found an error or
-warning; `plan` found nothing that fits · 2 usage, or the machine is not ready · 3 regression (`baseline check`) · 130
+warning; `plan` found nothing that fits · 2 usage, or the machine is not ready · 3 `baseline check` failed · 130
 interrupted.
 """
 
