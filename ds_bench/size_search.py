@@ -105,7 +105,7 @@ class SizeSearch:
             if trial.unsupported:
                 return True
             try:
-                prediction = predict_trial(profile, trial, memory.gpu_bytes)
+                prediction = predict_trial(profile, trial, memory.gpu_bytes, verdict_only=True)
             except UNPREDICTABLE:
                 return True
             return prediction.verdict(memory.gpu_bytes, memory.host_bytes) == DOES_NOT_FIT

@@ -810,8 +810,9 @@ def make_trials(
         order = list(configurations)
         if options.repeats > 1:
             order = ordered_for_round(configurations, options.seed, repeat)
+        positions = {id(each): position for position, each in enumerate(order)}
         for configuration in configurations:
-            position = order.index(configuration)
+            position = positions[id(configuration)]
             workload, config, unsupported, caveats = _completed_row(
                 configuration, configuration.applied_to(common), placement, model
             )
@@ -889,9 +890,11 @@ def refuse_unresolved(record: TrialRecord, waiting: Sequence[Trial]) -> list[Tri
 def ordered_for_round(configurations: Sequence[Configuration], seed: int, number: int) -> list[Configuration]:
     """Return the configurations in the order of a round (``number``, from 0).
 
-    Each uses, of four shuffles by the seed, the one that puts the fewest rows where an earlier round had them, so that
+    Each uses, of six shuffles by the seed, the one that puts the fewest rows where an earlier round had them, so that
     neither the cold machine at the start nor noise that outlasts a run, such as heat, favors a row
-    (``bench/false_differences.py``). The order does not depend on the number of rounds, so a resumed run keeps it.
+    (``bench/false_differences.py``). The order does not depend on the number of rounds, so a resumed run keeps it. Of
+    equal shuffles, later rounds use the one least like the written order, in which a run of one round that --resume
+    continues ran.
     """
     # With --common-batch a row may appear at two micro-batches.
     names = [f"{row.name} {row.deepspeed_config.get('train_micro_batch_size_per_gpu')}" for row in configurations]
@@ -899,8 +902,16 @@ def ordered_for_round(configurations: Sequence[Configuration], seed: int, number
     def shuffled(text: str) -> list[int]:
         return sorted(range(len(names)), key=lambda row: hashlib.sha256(f"{text} {names[row]}".encode()).digest())
 
-    rounds: list[list[int]] = []
+    written, rounds = range(len(names)), list[list[int]]()
+
+    def in_places_of(order: Sequence[int], earlier: Sequence[int]) -> int:
+        return sum(map(operator.eq, order, earlier))
+
     for each in range(number + 1):
-        shuffles = [shuffled(f"{seed} round {each} {attempt}") for attempt in range(4)]
-        rounds.append(min(shuffles, key=lambda order: sum(sum(map(operator.eq, order, earlier)) for earlier in rounds)))
+        shuffles = [shuffled(f"{seed} round {each} {attempt}") for attempt in range(6)]
+        costs = [
+            (sum(in_places_of(order, earlier) for earlier in rounds), in_places_of(order, written) if each else 0)
+            for order in shuffles
+        ]
+        rounds.append(shuffles[costs.index(min(costs))])
     return [configurations[index] for index in rounds[number]]

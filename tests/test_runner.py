@@ -99,7 +99,9 @@ def test_results_are_in_the_order_of_the_plan_with_the_latest_record_of_each_tri
 def test_an_interrupted_run_keeps_its_rows_and_is_completed_by_resuming(
     scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert scripted.run("--num-steps", "7", script=FakeLauncher("Timeout", "Interrupted")) == 130
+    assert (
+        scripted.run("--num-steps", "7", "--stall-timeout", "20", script=FakeLauncher("Timeout", "Interrupted")) == 130
+    )
     assert [row["stage"] for row in scripted.rows()] == [0, 1]
     assert scripted.resume() == 0
     assert [trial.configuration.stage for trial in scripted.launcher.launched] == [1, 2, 3]
@@ -108,7 +110,7 @@ def test_an_interrupted_run_keeps_its_rows_and_is_completed_by_resuming(
     assert scripted.resume() == 0
     assert scripted.launcher.launched == []
     assert "ZeRO-2" in capsys.readouterr().out
-    assert scripted.resume("--retry", "timeout") == 0
+    assert scripted.resume("--retry", "timeout", "--stall_timeout", "30") == 0  # under its other name
     assert [(trial.configuration.stage, trial.workload.num_steps) for trial in scripted.launcher.launched] == [(0, 7)]
     assert [(row["stage"], row["success"]) for row in scripted.rows()] == [(s, True) for s in (0, 1, 2, 3)]
 

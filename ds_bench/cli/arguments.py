@@ -67,7 +67,7 @@ ALIASES_TEXT = "names from other tools:\n" + "\n".join(
 """For ``--help``."""
 
 
-def build_parser(family: Family, prog: str) -> argparse.ArgumentParser:
+def build_parser(family: Family, prog: str) -> Parser:
     """Build the parser of one script."""
     zero = family == "zero"
     parser = Parser(
@@ -214,7 +214,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse unknown arguments here; argparse would leave them to the parent of a subcommand's parser."""
-        values, unknown = super().parse_known_args(self._with_own_flags(args), namespace)
+        values, unknown = super().parse_known_args(self.with_own_flags(args), namespace)
         commands = next((action for action in self._actions if isinstance(action, argparse._SubParsersAction)), None)
         # Only the parser of run has this default; run.json keeps its arguments.
         if self.get_default("typed") is not None:
@@ -234,8 +234,11 @@ class Parser(argparse.ArgumentParser):
             self.error(f"Missing {commands.metavar}")
         return values, unknown
 
-    def _with_own_flags(self, words: Sequence[str]) -> list[str]:
-        """Return the words with other programs' flag names replaced by this parser's."""
+    def with_own_flags(self, words: Sequence[str]) -> list[str]:
+        """Return the words with other programs' flag names replaced by this parser's.
+
+        Raises UsageError for one flag under two names.
+        """
         own, waiting, names = list[str](), list(words), dict[str, str]()
         while waiting:
             name, equals, value = (word := waiting.pop(0)).partition("=")

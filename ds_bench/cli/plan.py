@@ -140,7 +140,7 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
             near = replace(planned, replays="near") if options.exact else planned
             rows.append(
                 PlanRow(
-                    trial=planned,
+                    trial=near,
                     prediction=prediction,
                     verdict=verdict,
                     change=what_if.smallest_change(near, capacity, host) if verdict == DOES_NOT_FIT else None,
@@ -168,7 +168,7 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
         lines.append(
             f"wrote the configurations of the rows that fit or are tight to {options.export}: {', '.join(written)}"
             if written
-            else f"nothing was written to {options.export}: no row fits"
+            else f"nothing was written to {options.export}: no DeepSpeed row is predicted to fit"
         )
     return predicted, lines
 
@@ -247,8 +247,8 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, l
         by_config=True,
     )
     images, length = _image_tokens(options, model)
-    # DDP in bf16 runs under torch.autocast, which keeps other activations: count that variant too.
-    autocast = "ddp" in options.strategies and options.precision == "bf16"
+    # DDP in 16 bit runs under torch.autocast, which keeps other activations: count that variant too.
+    autocast = "ddp" in options.strategies and options.precision != "fp32"
     notes = []
     choice = read_choice(options.lora, options.freeze)
     profile = trial_predictions.profile_model(
@@ -312,6 +312,7 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, l
         may_replace_loss=Variant(loss="tiled") in profile.variants,
         ranks_per_node=options.gpus_per_node or 8,
         replays="always" if options.exact else "never" if options.quick else "near",
+        traces_on_demand=options.exact,
         varying_lengths=options.varying_lengths,
     )
     return planned, model, notes

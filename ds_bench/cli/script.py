@@ -79,8 +79,9 @@ def _with_resumed_flags(family: Family, prog: str, typed_flags: list[str]) -> tu
     parser = build_parser(family, prog)
     # A second time as a namespace, where None means that a flag was not typed.
     typed = parser.parse_args(typed_flags)
-    # The typed flags come last, since of several values the last one decides.
-    values = parser.parse_args([*_kept_flags(flags, typed), *typed_flags])
+    # The typed flags come last, since of several values the last one decides, under whichever name each was typed.
+    origins = (_kept_flags(flags, typed), typed_flags)
+    values = parser.parse_args([word for words in origins for word in parser.with_own_flags(words)])
     for name in ("configs", "ds_config", "data", "nvme_path"):  # the run's own are relative to where it began
         kept = getattr(values, name)
         if kept and getattr(typed, name) is None:

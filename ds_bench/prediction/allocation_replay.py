@@ -1,4 +1,4 @@
-"""Replays every allocation of a training step on a simulated caching allocator, for ZeRO stages 0 to 3 and FSDP2.
+"""Replays every allocation of a training step on a simulated caching allocator, for ZeRO stages 0 to 3, FSDP2 and DDP.
 
 The model's allocations are traced (``allocation_trace``); DeepSpeed's own are added between them. They follow DeepSpeed
 0.19.8 as ``stages_0_to_2`` and ``stage_3`` do, which name the files; here their order and streams count too. The replay

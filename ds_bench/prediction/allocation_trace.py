@@ -86,10 +86,10 @@ def find_trace(
     dropout: float | None = None,
     variant: TraceVariant = USUAL_TRACE,
 ) -> Trace | None:
-    """Return the trace of a model; None if its layers differ, or if it has no preset and torch is missing.
+    """Return the trace of a model; None if its layers differ, or if it is not in the package and torch is missing.
 
-    The table of the presets has 16 bit only. A child process makes the trace of a model without a preset, which takes
-    seconds the first time.
+    The package has presets in 16 bit, as they are. A child process traces everything else, which takes seconds the
+    first time.
     """
     request = trace_request(facts, seq_length, checkpointing=checkpointing, dropout=dropout, variant=variant)
     if request.get("whole"):
@@ -113,7 +113,8 @@ def _answer(request_json: str, precision: Precision) -> dict[str, Any]:
     answer = model_profile.cached_answer(key)
     if answer is None and not missing_packages(MODEL_PACKAGES):
         (answer,) = make_traces([{**request, "precisions": [precision]}])
-        if "error" not in answer:
+        # A model that cannot be traced stays so; a child that was ended may do better next time.
+        if not answer.get("ended"):
             model_profile.cache_answer(key, answer)
     return dict(answer or {})
 
@@ -129,7 +130,7 @@ def make_traces(
         timeout_seconds=timeout_seconds,
     )
     left = len(requests) - len(reply.objects)
-    return [*reply.objects, *([{"error": f"the tracing process {reply.ending}"}] * left)]
+    return [*reply.objects, *([{"error": f"the tracing process {reply.ending}", "ended": True}] * left)]
 
 
 @cache

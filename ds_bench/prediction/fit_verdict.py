@@ -50,7 +50,7 @@ class GpuNeed:
         *,
         kept_bytes: int = 0,
     ) -> GpuNeed:
-        """Bound the need by the peak of allocated memory.
+        """Estimate the need from the peak of allocated memory.
 
         ``outside_bytes``: outside the allocator. ``kept_bytes``: what a training loop may hold in addition.
         """

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from ..config.spec import Accelerator, Engine, LossName, Precision, Workload, bl
 from ..errors import UsageError
 from ..models.presets import ModelFacts
 from ..records.json_files import write_json
-from ..system.environment import MODEL_PACKAGES, install_command, missing_packages
+from ..system.environment import MODEL_PACKAGES, install_command, installed_version, missing_packages
 from ..system.helper_programs import run_tool
 
 _FORMATS: dict[Precision, str] = {"bf16": "bf16", "fp16": "bf16", "fp32": "fp32"}
@@ -75,13 +74,13 @@ def measured_attention(name: str | None) -> str | None:
 def variant_of(workload: Workload, ds_config: Mapping[str, Any], engine: Engine = "deepspeed") -> Variant:
     """Return the variant that a workload trains with a DeepSpeed configuration.
 
-    DDP in bf16 runs under autocast, and so does DeepSpeed with ``torch_autocast``.
+    DDP in 16 bit runs under autocast, and so does DeepSpeed with ``torch_autocast``.
     """
-    block = block_of(ds_config, "bf16" if engine == "ddp" else "torch_autocast")
+    blocks = ("bf16", "fp16") if engine == "ddp" else ("torch_autocast",)
     return Variant(
         attention=measured_attention(workload.attention),
         loss=workload.loss,
-        autocast=engine != "fsdp2" and bool(block.get("enabled")),
+        autocast=engine != "fsdp2" and any(block_of(ds_config, name).get("enabled") for name in blocks),
         tiled_mlp=workload.tiled_mlp,
     )
 
@@ -410,14 +409,15 @@ def _built_in() -> dict[str, Any]:
 def _cache_file(key: str) -> Path:
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     # Other versions may build other layers, or save other tensors for backward.
-    versions = "_".join(f"{name}{importlib.metadata.version(name)}" for name in ("torch", "transformers"))
+    names = ("torch", "transformers", "deepspeed", "peft")
+    versions = "_".join(f"{name}{installed_version(name) or ''}" for name in names)
     return root / "ds_bench" / "activations" / versions / f"{key}.json"
 
 
 def cached_answer(key: str) -> dict[str, Any] | None:
     """Return the answer of an earlier child from the user's cache."""
     # RuntimeError: Path.home() of a user without a home folder.
-    with contextlib.suppress(OSError, ValueError, RuntimeError, importlib.metadata.PackageNotFoundError):
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
         return dict(json.loads(_cache_file(key).read_text(encoding="utf-8")))
     return None
 
@@ -442,7 +442,7 @@ def _measure(
 
 def cache_answer(key: str, answer: Mapping[str, Any]) -> None:
     """Keep an answer in the user's cache. Without a writable home folder it will be measured again."""
-    with contextlib.suppress(OSError, RuntimeError, importlib.metadata.PackageNotFoundError):
+    with contextlib.suppress(OSError, RuntimeError):
         path = _cache_file(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, answer)

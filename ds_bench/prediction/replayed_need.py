@@ -32,11 +32,16 @@ _LENGTHS = 8
 """Steps of equally growing length that stand for varying lengths, the longest included: a longer sequence finds no
 cached block that is large enough, so that this order reserves much."""
 
+AUTOCAST, TILED_LOSS = "DDP under autocast", "the tiled loss"
+"""What is traced on demand only: references and remedies train it, and a trace takes a child process some seconds."""
+
 UNPREDICTABLE = (ValueError, KeyError, TypeError, ZeroDivisionError)
 """What a prediction raises for a configuration that the formulas do not know."""
 
 
-def predict_trial(profile: ModelProfile, trial: Trial, gpu_capacity_bytes: int | None) -> Prediction:
+def predict_trial(
+    profile: ModelProfile, trial: Trial, gpu_capacity_bytes: int | None, *, verdict_only: bool = False
+) -> Prediction:
     """Predict a planned trial as ``predict_near`` does. Raises one of ``UNPREDICTABLE``."""
     return predict_near(
         profile,
@@ -46,6 +51,7 @@ def predict_trial(profile: ModelProfile, trial: Trial, gpu_capacity_bytes: int |
         gpu_capacity_bytes,
         engine=trial.configuration.engine,
         ranks_per_node=trial.placement.ranks_per_node,
+        verdict_only=verdict_only,
         variables=trial.configuration.variables,
     )
 
@@ -64,13 +70,15 @@ def predict_near(
     varying_lengths: bool = False,
     verdict_only: bool = False,
     variables: Mapping[str, str] | None = None,
+    traces_on_demand: bool = False,
 ) -> Prediction:
-    """Predict as ``predict`` does, and replay the trial if ``mode`` asks for it and its trace is known.
+    """Predict as ``predict`` does, and replay the trial if ``mode`` asks for it and there is a trace or can be one.
 
     ``gpu_capacity_bytes``: the GPU that the verdict is about; None if it is not known, which replays nothing unless
     ``mode`` is ``always``. ``varying_lengths``: whether the workload's sequence length is only the largest.
     ``verdict_only``: do not search the least memory of a replayed trial, which is then on the right side of the GPU's
     and no more; two replays instead of eight. ``variables``: environment variables of the row's ranks.
+    ``traces_on_demand``: whether a child process may trace what only references and remedies train.
     """
     how: dict[str, Any] = {"engine": engine, "ranks_per_node": ranks_per_node, "loads_weights": loads_weights}
     found = predict(profile, workload, placement, ds_config, **how)
@@ -88,7 +96,7 @@ def predict_near(
         return found
     inputs = inputs_of(profile, workload, placement, ds_config, engine)
     variant = variant_of(workload, ds_config, engine)
-    obstacle = allocation_replay.unknown_to_replay(inputs) or _untraced(variant, engine, on_demand=mode == "always")
+    obstacle = allocation_replay.unknown_to_replay(inputs) or _untraced(variant, engine, on_demand=traces_on_demand)
     if obstacle is None:
         batch_size = int(ds_config.get("train_micro_batch_size_per_gpu", workload.batch_size))
         need = _replayed_need(
@@ -115,13 +123,10 @@ def predict_near(
 
 
 def _untraced(variant: Variant, engine: Engine, *, on_demand: bool) -> str | None:
-    """Name what of a variant is in no trace; None if all of it is.
-
-    ``on_demand``: whether a child process may trace what only references and remedies train, for some seconds each.
-    """
+    """Name what of a variant is in no trace; None if all of it is."""
     reasons = {
-        "DDP under autocast without --exact": variant.autocast and engine == "ddp" and not on_demand,
-        "the tiled loss without --exact": variant.loss == "tiled" and not on_demand,
+        AUTOCAST: variant.autocast and engine == "ddp" and not on_demand,
+        TILED_LOSS: variant.loss == "tiled" and not on_demand,
         f"the {variant.loss} loss": variant.loss not in ("model", "tiled"),
         "eager attention": variant.attention == "eager",
         "torch_autocast": variant.autocast and engine != "ddp",

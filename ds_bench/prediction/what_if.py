@@ -52,6 +52,8 @@ class PlannedTrial:
     """Whether torch's AdamW is used if the optimizer is not offloaded (``deepspeed_config.complete_config``)."""
     replays: ReplayMode = "near"
     """Which rows are replayed when they are judged."""
+    traces_on_demand: bool = False
+    """See ``predict_near``."""
     varying_lengths: bool = False
     """Whether sequences are of up to the workload's length."""
 
@@ -104,6 +106,7 @@ class PlannedTrial:
             varying_lengths=self.varying_lengths,
             verdict_only=verdict_only,
             variables=self.configuration.variables,
+            traces_on_demand=self.traces_on_demand,
         )
 
 

@@ -256,7 +256,7 @@ class FailedSetup:
 
     def fits(self, change: Alternative, *, tightly: bool = False) -> bool:
         """Whether a change is predicted to fit with room to spare; ``tightly``: or without."""
-        gpu_bytes = change.gpu_bytes if tightly else change.gpu_reserved_bytes
+        gpu_bytes = change.gpu_bytes if tightly else max(change.gpu_bytes, change.gpu_reserved_bytes)
         host_bytes = change.host_bytes / (1 if tightly else TIGHT_FRACTION)
         pairs = ((gpu_bytes, self.gpu_limit_bytes), (host_bytes, self.host_limit_bytes))
         return self.limits_known and all(limit is None or size <= limit for size, limit in pairs)

@@ -249,10 +249,12 @@ def latest_run(output_dir: Path = Path("results")) -> Path:
     """
     runs = []
     for file in (output_dir / "runs").glob(f"*/{RECORDS_FILE}"):
-        written = file.stat().st_mtime
-        _, known, last = file.read_bytes().rpartition(b'"started_at": "')
-        began = last.partition(b'"')[0].decode() if known else datetime.fromtimestamp(written, UTC).isoformat()
-        runs.append((began, written, file.parent))
+        with contextlib.suppress(OSError):  # another user's
+            written = file.stat().st_mtime
+            lines, _, _torn = file.read_bytes().rpartition(b"\n")
+            _, known, last = lines.rpartition(b'"started_at": "')
+            began = last.partition(b'"')[0].decode(errors="replace")
+            runs.append((began if known else datetime.fromtimestamp(written, UTC).isoformat(), written, file.parent))
     if not runs:
         raise UsageError(f"no run in {output_dir / 'runs'}", remedy="give a run folder, or measure something first")
     return max(runs)[-1]

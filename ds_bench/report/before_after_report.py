@@ -172,7 +172,7 @@ def junit_cases(comparison: BeforeAfter) -> list[TestCase]:
         unjudged = row.after is not None and row.after.last_run.outcome.status in (INTERRUPTED, SKIPPED, UNSUPPORTED)
         if row.before is None and not unjudged:
             case = replace(case, outcome="passed" if trains else "failure", message=f"new: {_figures(row)}")
-        elif trained_before and not trains:
+        elif trained_before and not trains and not unjudged:
             case = replace(case, outcome="failure", message=_figures(row))
         elif row.ratio is None:
             reasons = "; ".join([_figures(row), *row.incomparable_reasons])

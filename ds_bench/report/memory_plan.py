@@ -9,6 +9,7 @@ from ..config.spec import Configuration
 from ..prediction import what_if
 from ..prediction.fit_verdict import DOES_NOT_FIT, FITS, TIGHT, UNKNOWN, VARYING_PERCENT, GpuNeed
 from ..prediction.predicted_memory import NCCL_RANGE_BYTES, PROCESS_BYTES, Prediction
+from ..prediction.replayed_need import AUTOCAST, TILED_LOSS
 from ..prediction.what_if import Change, PlannedTrial
 from ..recommend.decision import simplicity
 from ..recommend.words import format_list
@@ -303,7 +304,8 @@ def _method_notes(plan: MemoryPlan) -> Iterator[str]:
         yield f"the second figure{of_some} is an estimate: what is allocated plus 5 % and 6.5 GB{more}"
     for obstacle in dict.fromkeys(filter(None, (need.not_replayed for need in needs.values()))):
         labels = [label for label, need in needs.items() if need.not_replayed == obstacle]
-        yield f"allocations of {format_list(labels)} were not replayed, because of {obstacle}"
+        demand = "; --exact replays them" if obstacle in (AUTOCAST, TILED_LOSS) else ""
+        yield f"allocations of {format_list(labels)} were not replayed, because of {obstacle}{demand}"
 
 
 def _category_table(plan: MemoryPlan) -> Table:

@@ -178,7 +178,7 @@ def _memory_rows(difference: RowDifference) -> Iterator[Row]:
     predictions = [stored_prediction(row.representative.trial) for row in (difference.a, difference.b)]
     needs = [each.gpu_need for each in predictions if each is not None and each.gpu]
     if len(needs) == 2:
-        a, b = (f"{gpu_range(need)} GB" for need in needs)
+        a, b = (f"{'≈ ' * (need.method == 'rule')}{gpu_range(need)} GB" for need in needs)
         yield "GPU memory needed, predicted", a, b, " → ".join(dict.fromkeys(f"peak in {need.phase}" for need in needs))
     resident = difference.resident_bytes
     if resident.a is not None and resident.b is not None:
