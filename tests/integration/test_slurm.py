@@ -52,7 +52,7 @@ def test_a_batch_job_of_two_nodes_is_one_comparison_whose_rest_the_next_job_runs
     log = (tmp_path / "log").read_text()
     rows = [(row["status"], row["num_gpus"], row["num_nodes"]) for row in rows_of(tmp_path / "out")]
     assert rows == [("✅ Success", 2, 2), ("⏹️ Interrupted", 2, 2)], log
-    assert "interrupted; go on with:" in log
+    assert "interrupted; continue with:" in log
     assert left_on_nodes(slurm) == ""
     (run,) = tmp_path.glob("out/runs/*")
     first = json.loads((run / "records.jsonl").read_text().splitlines()[0])
@@ -69,7 +69,7 @@ def test_a_step_without_srun_and_scontrol_as_in_a_container_is_one_comparison(
     tools = tmp_path / "tools"
     tools.mkdir()
     for program in (program for folder in ("/bin", "/usr/bin") for program in Path(folder).iterdir()):
-        if program.name not in ("srun", "scontrol") and not (tools / program.name).exists():
+        if program.name not in ("srun", "scontrol") and not (tools / program.name).is_symlink():
             (tools / program.name).symlink_to(program)
     inside = ["env", f"PATH={Path(sys.executable).parent}:{tools}", "MASTER_ADDR=127.0.0.1"]
     inside.append("MASTER_PORT=" + str(free_port()))

@@ -224,8 +224,8 @@ def test_torchrun_on_both_hosts_is_one_comparison_and_ctrl_c_ends_it_on_both(hos
     run, other = start_on_both(hosts, torchrun, "torchrun")
     run.wait_for_training("01_zero2")
     send_signal(run.process, signal.SIGINT, group=True)
-    _, output, errors = run.finish(60)
-    other_output, _ = other.communicate(timeout=60)
+    _, output, errors = run.finish(180)
+    other_output, _ = other.communicate(timeout=180)
     statuses = [(row["status"], row["num_nodes"]) for row in run.rows()]
     assert statuses == [("✅ Success", 2), ("⏹️ Interrupted", 2)], errors + output
     assert [rank["hostname"] for rank in run.records()[0]["ranks"]] == ["node-a", "node-b"]
@@ -250,7 +250,7 @@ def test_processes_with_a_pytorchjobs_variables_are_one_comparison_that_no_stran
     words = [ROOT / "offload_comparison.py", *TINY, "--nvme-path", disk, "--strategies", "nvme"]
     job = {"WORLD_SIZE": "2", "MASTER_ADDR": hosts.a.address, "MASTER_PORT": "23456"}
     run, other = start_on_both(hosts, lambda _host, _number: words, "no_secret", **job)
-    ended = [run.finish(60), (*other.communicate(timeout=60), other.returncode)]
+    ended = [run.finish(180), (*other.communicate(timeout=180), other.returncode)]
     assert (ended[0][0], ended[1][2]) == (2, 2), ended
     assert all("DS_BENCH_SECRET" in str(each) for each in ended)
     stranger = "import socket, time\nwhile True:\n  try:\n    s = socket.create_connection(('192.0.2.1', 23456), 1)\n"
@@ -260,7 +260,7 @@ def test_processes_with_a_pytorchjobs_variables_are_one_comparison_that_no_stran
         run, other = start_on_both(hosts, lambda _host, _number: words, "pods", **job, DS_BENCH_SECRET="s")
         run.earlier_files = {host.name: host.temporary_files() for host in (hosts.a, hosts.b)}
         code, output, errors = run.finish()
-        other.communicate(timeout=60)
+        other.communicate(timeout=180)
     finally:
         send_signal(guest, signal.SIGKILL)
         guest.wait(10)
