@@ -126,8 +126,8 @@ def _untraced(variant: Variant, engine: Engine, *, on_demand: bool) -> str | Non
     """Name what of a variant is in no trace; None if all of it is."""
     reasons = {
         AUTOCAST: variant.autocast and engine == "ddp" and not on_demand,
-        TILED_LOSS: variant.loss == "tiled" and not on_demand,
-        f"the {variant.loss} loss": variant.loss not in ("model", "tiled"),
+        # TILED_LOSS has the same form.
+        f"the {variant.loss} loss": variant.loss != "model" and not (variant.loss == "tiled" and on_demand),
         "eager attention": variant.attention == "eager",
         "torch_autocast": variant.autocast and engine != "ddp",
         "a tiled MLP": variant.tiled_mlp,
