@@ -163,15 +163,13 @@ class RunPlan:
         digits = len(str(sum(len(plan.trials) for plan in plans)))
         # A trial's own number counts only within its plan.
         numbers = {(index, trial.trial_id): number for number, (index, trial) in enumerate(_in_rounds(plans))}
+
+        def numbered(index: int, trial: Trial) -> Trial:
+            name = trial.trial_id.partition("_")[2]
+            return replace(trial, trial_id=f"{numbers[index, trial.trial_id]:0{digits}d}_{name}")
+
         plans = [
-            replace(
-                plan,
-                trials=[
-                    replace(trial, trial_id=f"{numbers[index, own]:0{digits}d}_{own.partition('_')[2]}")
-                    for trial, own in ((each, each.trial_id) for each in plan.trials)
-                ],
-            )
-            for index, plan in enumerate(plans)
+            replace(plan, trials=[numbered(index, trial) for trial in plan.trials]) for index, plan in enumerate(plans)
         ]
         return cls(plans=plans, variables=variables)
 

@@ -54,6 +54,8 @@ REFERENCES: dict[str, Strategy] = {
 A reference row has the DeepSpeed configuration of the ZeRO stage that partitions alike. The engine reads batch,
 optimizer, clipping and number format from it, so these are the same as in every row.
 """
+DDP_BUCKET_MB = 25
+"""Size of DDP's gradient buckets in MiB: torch's default (nn/parallel/distributed.py)."""
 
 STRATEGY_NAMES: tuple[str, ...] = (
     *OFFLOAD_NAMES,

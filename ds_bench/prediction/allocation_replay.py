@@ -509,10 +509,12 @@ class _Stage3(Rank):
     def enter(self, parameters: tuple[int, ...]) -> None:
         if not self.gathers:
             return
-        own, is_known = self._used(parameters), self.is_traced or self.phase == "backward"
+        own = self._used(parameters)
         missing = [each for each in own if each not in self.gathered]
         # Before it is known who reads a parameter, that gathers it at once, on the default stream.
-        self._gather(missing, self.streams[0] if is_known or not self.read.intersection(missing) else _COMPUTE)
+        self._gather(
+            missing, self.streams[0] if self._knows_readers or not self.read.intersection(missing) else _COMPUTE
+        )
         self._wait(own)
         for each in own:
             self.active[each].add(parameters)
@@ -538,9 +540,13 @@ class _Stage3(Rank):
     def _used(self, parameters: tuple[int, ...]) -> list[int]:
         """Parameters that a module gathers: its own, and those of others from their first use on, with which it reads
         them (zero/parameter_offload.py, ZeROOrderedDict)."""
-        is_known = self.is_traced or self.phase == "backward"
-        used = [max(each, ~each) for each in parameters if each >= 0 or is_known]
+        used = [max(each, ~each) for each in parameters if each >= 0 or self._knows_readers]
         return [each for each in used if each in self.uses]
+
+    @property
+    def _knows_readers(self) -> bool:
+        """Whether every module's first forward pass is over, which shows the parameters of others that it reads."""
+        return self.is_traced or self.phase == "backward"
 
     def leave(self, parameters: tuple[int, ...]) -> None:
         if not self.gathers:

@@ -19,6 +19,7 @@ from ..models.presets import ModelFacts
 from ..system.environment import MODEL_PACKAGES, missing_packages
 from ..system.helper_programs import run_tool
 from . import model_profile
+from .formula_profile import FEWEST_TILES, MOST_TILE_TOKENS
 from .model_profile import COUNTING_SECONDS, ModelProfile, evaluate_polynomial
 
 ALLOCATE, FREE, GRADIENT, ENTER, LEAVE, BACKWARD = range(6)
@@ -32,8 +33,6 @@ _LEAST_BYTES = 2**16
 _FORMAT = 2
 """Changes with the events of a trace, so that no cached one of another meaning is read."""
 TABLE_NAME = "allocation_traces.json.xz"
-MOST_TILED_TOKENS = 8 * 2048
-"""Tokens up to which the tiles of a loss grow (``worker.replaced_layers``)."""
 TRACED_RANK = 8191
 """Rank of adapters in a trace. It is prime, and no size of a model is a multiple of it: any rank can take its place."""
 
@@ -178,7 +177,7 @@ def full_events(trace: Trace, profile: ModelProfile, batch_size: int, seq_length
     The middle layer is repeated; the first and the last one stand for themselves. Storages are renumbered.
     """
     # A trace has the fewest tiles of a loss; further ones of the largest size allocate in the same places.
-    tiled = min(batch_size * seq_length, MOST_TILED_TOKENS)
+    tiled = min(batch_size * seq_length, FEWEST_TILES * MOST_TILE_TOKENS)
     sizes = [
         round(evaluate_polynomial({**terms, "t": 0}, batch_size, seq_length) + terms.get("t", 0) * tiled)
         for terms in trace["sizes"]

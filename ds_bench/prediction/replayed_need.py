@@ -124,15 +124,15 @@ def predict_near(
 
 def _untraced(variant: Variant, engine: Engine, *, on_demand: bool) -> str | None:
     """Name what of a variant is in no trace; None if all of it is."""
-    reasons = {
-        AUTOCAST: variant.autocast and engine == "ddp" and not on_demand,
-        # TILED_LOSS has the same form.
-        f"the {variant.loss} loss": variant.loss != "model" and not (variant.loss == "tiled" and on_demand),
-        "eager attention": variant.attention == "eager",
-        "torch_autocast": variant.autocast and engine != "ddp",
-        "a tiled MLP": variant.tiled_mlp,
-    }
-    return next((name for name, is_there in reasons.items() if is_there), None)
+    reasons = (
+        (AUTOCAST, variant.autocast and engine == "ddp" and not on_demand),
+        (TILED_LOSS, variant.loss == "tiled" and not on_demand),
+        (f"the {variant.loss} loss", variant.loss not in ("model", "tiled")),
+        ("eager attention", variant.attention == "eager"),
+        ("torch_autocast", variant.autocast and engine != "ddp"),
+        ("a tiled MLP", variant.tiled_mlp),
+    )
+    return next((name for name, is_there in reasons if is_there), None)
 
 
 @lru_cache(maxsize=256)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..config.strategies import DDP_BUCKET_MB
 from .inputs import MemoryInputs, Phases
 from .model_profile import ModelProfile
 from .model_states import FP32_BYTES, LedgerBuilder
 
-DDP_BUCKET_BYTES, DDP_BROADCAST_BYTES = 25 * 2**20, 250 * 2**20
-"""Of ``worker.reference_engines.BUCKET_MB``, and of torch's buckets in which the weights are sent first."""
+DDP_BUCKET_BYTES, DDP_BROADCAST_BYTES = DDP_BUCKET_MB * 2**20, 250 * 2**20
+"""Of a bucket of gradients, and of torch's buckets in which the weights are sent first."""
 
 
 def ledger_by_phase(inputs: MemoryInputs) -> Phases:

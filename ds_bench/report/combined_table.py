@@ -27,6 +27,8 @@ from .comparison_columns import failure_text
 from .comparison_report import ComparisonReport
 from .table_layout import Column, Table, make_table
 
+CPU_LINE = "CPU ranks: these figures say nothing about GPUs."
+
 SIZE_PREFIX = "size-"
 """Prefix of the model names of the model-size benchmark."""
 _INVALID = "*"
@@ -53,7 +55,7 @@ def summary_lines(reports: Sequence[ComparisonReport]) -> list[str]:
     provisional = [str(report.recommendation.try_next) for report in reports if report.recommendation.provisional]
     lines += [f"  To decide: {command}" for command in dict.fromkeys(provisional)]
     on_cpu = any(report.first_trial.placement.accelerator == "cpu" for report in reports)
-    return [*lines, *(["  CPU ranks: these figures say nothing about GPUs."] if on_cpu else [])]
+    return [*lines, *([f"  {CPU_LINE}"] if on_cpu else [])]
 
 
 # ------------------------------------------------------------------ models by strategy

@@ -196,7 +196,7 @@ def report_lines(report: ComparisonReport, width: int, unicode: bool) -> list[Li
     shown += notes_that_matter(report)
     shown += _notes_of_rows(report.comparison, lambda caveat: caveat.kind in _SHOWN_KINDS)
     if any(caveat.kind is CaveatKind.CPU_ACCELERATOR for caveat in report.comparison.caveats):
-        shown.append("CPU ranks: these figures say nothing about GPUs.")
+        shown.append(combined_table.CPU_LINE)
     notes = []
     for text in shown:
         notes += wrap(printable(text, unicode), text_width - len(indent), max_lines=3)

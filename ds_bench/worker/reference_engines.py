@@ -21,10 +21,9 @@ from typing import Any
 import torch
 import torch.distributed
 
+from ..config.strategies import DDP_BUCKET_MB
 from .model import draw_matrix, find_blocks, training_dtype
 
-BUCKET_MB = 25
-"""Size of DDP's gradient buckets: torch's default (nn/parallel/distributed.py)."""
 _OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 
@@ -182,12 +181,16 @@ class DdpEngine(ReferenceEngine):
         self._parallel = torch.nn.parallel.DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
-            bucket_cap_mb=BUCKET_MB,
+            bucket_cap_mb=DDP_BUCKET_MB,
             gradient_as_bucket_view=True,
         )
         self._buckets: list[torch.Tensor] = []
         autocast = None if self._dtype is torch.float32 else str(self._dtype)
-        self.engine_params = {"bucket_cap_mb": BUCKET_MB, "gradient_as_bucket_view": True, "autocast_dtype": autocast}
+        self.engine_params = {
+            "bucket_cap_mb": DDP_BUCKET_MB,
+            "gradient_as_bucket_view": True,
+            "autocast_dtype": autocast,
+        }
 
     def __call__(self, **batch: torch.Tensor) -> Any:
         # Only around the forward pass: there DDP decides whether the backward pass reduces gradients.
