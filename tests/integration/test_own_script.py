@@ -69,7 +69,7 @@ CASES = {
         configs="auto2 auto3",
         row={"batch_size": 4, "grad_accum": 2, "precision": "bf16"},
         tokens=(512, 512),
-        caveat="an evaluation or a save is in 3 of 5 measured steps",
+        caveat="3 of 5 measured steps include an evaluation or a save",
     ),
     "trainer, other values": Case(
         command=WITH_DEEPSPEED.replace("batch_size 4 --gradient_accumulation_steps 2", "batch_size 8"),
@@ -124,7 +124,7 @@ CASES = {
     "evaluates and saves": Case(
         command="j_eval_save.py --deepspeed_config {config}",
         configs="zero2",
-        caveat="an evaluation or a save is in 3 of 5 measured steps",
+        caveat="3 of 5 measured steps include an evaluation or a save",
     ),
     "spawned workers": Case(command="j_eval_save.py --deepspeed_config {config} --context spawn", configs="zero2"),
     "no engine": Case(

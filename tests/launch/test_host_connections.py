@@ -181,7 +181,7 @@ def ping():
         time.sleep(0.2)
         say('{"ping": true}')
 def send_files(number):
-    for _ in range(8):
+    for _ in range(16):
         time.sleep(0.25)
         say('{"file": "large"}')
     say(json.dumps({"id": number, "result": 5}))
@@ -227,10 +227,10 @@ def test_host_that_hangs_at_the_end_of_a_trial_is_lost_though_it_pings_and_one_t
         (a,), (b,) = hanging.connections, sending.connections
         began = time.monotonic()
         futures = a.send_request("end"), b.send_request("end")
-        with pytest.raises(HostLostError, match=r"^a: did nothing for 1 s$"):
-            a.result_while_active(futures[0], 1.0, began)
-        assert a.problem == "did nothing for 1 s"  # so that the next trial connects again
-        assert b.result_while_active(futures[1], 1.0, began) == 5
+        with pytest.raises(HostLostError, match=r"^a: did nothing for 3 s$"):
+            a.result_while_active(futures[0], 3.0, began)
+        assert a.problem == "did nothing for 3 s"  # so that the next trial connects again
+        assert b.result_while_active(futures[1], 3.0, began) == 5
 
 
 def test_many_hosts_that_do_not_answer_are_waited_for_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
