@@ -13,7 +13,7 @@ import time
 import harness  # noqa: F401 - makes the package importable
 
 from ds_bench import runner
-from ds_bench.config import recipe, recipe_file
+from ds_bench.config import recipe, recipe_file, sweep
 from ds_bench.system.environment import read_machine
 from ds_bench.trial_planner import make_run_plan
 
@@ -34,7 +34,7 @@ def main() -> int:
     for _ in range(3):
         start = time.perf_counter()
         text = recipe_file.parse_recipe(_TEXT)
-        found = recipe.find_sweep(text)
+        found = sweep.find_sweep(text)
         recipes = [recipe.check_recipe(text, found.data_of(point)) for point in found.points()]
         points = [recipe.options_of(each, text.folder).checked() for each in recipes]
         plan = runner.with_predictions(make_run_plan(points, recipe.config_maker(recipes[0]), machine), machine)

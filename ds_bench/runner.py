@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import __version__, size_search
+from . import __version__, largest_batch_search
 from .analysis import flops, provenance
 from .analysis.comparison import ComparisonRow, rows_of
 from .config import trained_parameters
@@ -433,7 +433,7 @@ class ComparisonRun:
                     # A signal that came after the end of the trial is in no record.
                     if record.outcome.status == schema.INTERRUPTED or processes.interrupt_requested():
                         break
-                    if size_search.is_too_large(record):
+                    if largest_batch_search.is_too_large(record):
                         row, status = record.trial.configuration.label, record.outcome.status
                         line.say(f"{row} ended with {status} at its largest size: trying the next smaller")
                         # Without trials in the file, --resume goes on with the search if the run is killed during it.
@@ -492,7 +492,7 @@ class ComparisonRun:
             if each.options.searches_size and each.options.point_text:
                 say(f"{each.options.point_text}:")
             search = each.options.searches_size
-            plans.append(size_search.at_largest_size(each, launcher, self.store, say) if search else each)
+            plans.append(largest_batch_search.at_largest_size(each, launcher, self.store, say) if search else each)
         self.plan = replace(self.plan, plans=RunPlan.of(plans, self.plan.variables).plans)
         self._save_run(self.plan.trials_by_row)
 

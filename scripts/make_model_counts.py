@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes ds_bench/models/counts.json, the counts of the built-in models, from the models that Transformers builds."""
+"""Writes ds_bench/models/preset_counts.json: the counts of the built-in models, from what Transformers builds."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ def counts_text() -> str:
 
 
 if __name__ == "__main__":
-    (ROOT / "ds_bench" / "models" / "counts.json").write_text(counts_text(), encoding="utf-8")
+    (ROOT / "ds_bench" / "models" / "preset_counts.json").write_text(counts_text(), encoding="utf-8")

@@ -20,7 +20,7 @@ LAYERS = (
     "cli",
     "runner",
     "report",
-    "recommend doctor baselines size_search",
+    "recommend doctor baselines largest_batch_search",
     "analysis trial_planner",
     "prediction launch worker",
     "records",

@@ -228,8 +228,9 @@ def _flags_of_run(group: ResultGroup) -> tuple[str | None, str | None, OpenComma
         row = load_results.recipe_value(group.recipe, "configurations", "relative_to")
         resume = None
         if folder is not None:
-            from ..config.recipe import check_recipe, find_sweep, options_of
+            from ..config.recipe import check_recipe, options_of
             from ..config.recipe_file import RecipeText
+            from ..config.sweep import find_sweep
 
             resume = OpenCommand(invocation.comparison("recipe", ["--resume", str(folder)]))
             # Of another version, or edited by hand.

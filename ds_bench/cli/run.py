@@ -15,19 +15,9 @@ from ..config import recipe_file
 from ..config.deepspeed_config import paths_of
 from ..config.deepspeed_keys import top_level_keys
 from ..config.options import OPTIONS, Options
-from ..config.recipe import (
-    MOST_TRIALS,
-    PATHS,
-    Point,
-    Recipe,
-    Sweep,
-    Values,
-    check_recipe,
-    config_maker,
-    find_sweep,
-    options_of,
-)
+from ..config.recipe import PATHS, Recipe, Values, check_recipe, config_maker, options_of
 from ..config.recipe_file import Data, RecipeText
+from ..config.sweep import MOST_TRIALS, Point, Sweep, find_sweep
 from ..config.training_script import refuse_other_workload
 from ..errors import UsageError
 from ..records.run_folder import RunFolder

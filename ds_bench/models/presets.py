@@ -1,14 +1,14 @@
 """Built-in models: architectures without weights, and their counts.
 
 Weights do not affect speed, so a preset is only the arguments of ``AutoConfig.for_model(model_type, **config)``, in
-JSON files next to this module, one per family. They differ from the published configs only in ``use_cache``, which is
-off because training reads no key-value cache. Dropout is the family's own (0.1 for GPT-2 and OPT), since that is what
+``preset_configs/``, one file per family. They differ from the published configs only in ``use_cache``, which is off
+because training reads no key-value cache. Dropout is the family's own (0.1 for GPT-2 and OPT), since that is what
 users train with; ``--dropout`` changes it. The presets ``size-…`` belong to the model-size benchmark and were never
 published: they are like GPT-2, without dropout. A name ending in ``-text`` is the language model of one that also reads
 images.
 
-``counts.json`` has counts from models that Transformers 5 built (``worker.lookup_model``), so that no command has to
-build one. ``scripts/make_model_counts.py`` writes that file.
+``preset_counts.json`` has counts from models that Transformers 5 built (``worker.lookup_model``), so that no command
+has to build one. ``scripts/make_model_counts.py`` writes that file.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def find_preset(name: str) -> ModelFacts | None:
         if known is None or not known.casefold().startswith(organization + slash) or Path(name).is_dir():
             return None
     entry = preset_entries()[known]
-    counts = _read("counts")[known]
+    counts = _read("preset_counts")[known]
     # A copy, because presets are read once and shared.
     return ModelFacts(name=known, model_type=entry["model_type"], config=deepcopy(entry["config"]), **counts)
 
@@ -146,7 +146,7 @@ def preset_entries() -> Mapping[str, dict[str, Any]]:
     """Return preset name → its ``model_type`` and ``config``, read on first use to keep imports fast. Read-only."""
     presets: dict[str, dict[str, Any]] = {}
     for family in _PRESET_FILES:
-        presets |= _read(family)
+        presets |= _read(f"preset_configs/{family}")
     return presets
 
 

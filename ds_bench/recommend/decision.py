@@ -17,7 +17,7 @@ from ..config.options import GOALS
 from ..config.spec import DEVICES, SAME_TRAINING_FIELDS, SEARCH_ACCURACY, Workload
 from ..errors import UsageError
 from ..records import schema
-from .words import Fact
+from .message_templates import Fact
 
 RAN_OUT = (schema.OOM, schema.OOM_HOST, schema.OOM_DISK)
 

@@ -19,8 +19,8 @@ from ..prediction.model_states import FP32_BYTES, element_bytes, model_states
 from ..records.schema import OOM
 from ..units import format_bytes, format_percent, format_series
 from .decision import COMFORTABLE_FRACTION, ON_HOST, RAN_OUT, EligibleRows, Speeds, decide_for_speed, intervals
+from .message_templates import Fact
 from .remedies import failed_run
-from .words import Fact
 
 BARELY_FITS_FRACTION = 0.80
 """A configuration that uses at least this fraction of the card barely fits."""

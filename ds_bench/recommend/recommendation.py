@@ -28,7 +28,7 @@ from .decision import (
     intervals,
     nearly_least_memory,
 )  # fmt: skip
-from .words import Fact, flags, format_list, runs_of_each, two_digits
+from .message_templates import Fact, flags, format_list, runs_of_each, two_digits
 
 MOST_ROWS_NAMED = 6
 """Most failed rows, or rows left out, that are named one by one."""

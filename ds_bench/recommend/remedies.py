@@ -22,7 +22,7 @@ from ..records import schema
 from ..records.schema import Tier, measured_values
 from ..units import BYTES_PER_GB, format_bytes, format_duration, format_items
 from .decision import COMFORTABLE_FRACTION, RAN_OUT
-from .words import Fact
+from .message_templates import Fact
 
 if TYPE_CHECKING:
     from ..analysis.row import Run

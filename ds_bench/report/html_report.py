@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..analysis import provenance
 from ..analysis.comparison import ComparisonRow
-from ..recommend.words import Fact
+from ..recommend.message_templates import Fact
 from ..records.schema import SUCCESS
 from ..system.environment import require_installed
 from . import charts, combined_table, row_explanation

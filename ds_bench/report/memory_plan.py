@@ -12,7 +12,7 @@ from ..prediction.predicted_memory import NCCL_RANGE_BYTES, PROCESS_BYTES, Predi
 from ..prediction.replayed_need import AUTOCAST, TILED_LOSS
 from ..prediction.what_if import Change, PlannedTrial
 from ..recommend.decision import simplicity
-from ..recommend.words import format_list
+from ..recommend.message_templates import format_list
 from ..units import format_gigabytes, format_items, format_parameters, format_significant, to_gb
 from .table_layout import Column, Table, make_table, wrap
 

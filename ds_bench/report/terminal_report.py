@@ -10,8 +10,8 @@ from ..analysis import provenance
 from ..analysis.comparison import Comparison, ComparisonRow
 from ..analysis.intervals import FEWEST_RUNS
 from ..config.caveats import UNSTABLE_KINDS, Caveat, CaveatKind
+from ..recommend.message_templates import format_list
 from ..recommend.remedies import failed_run
-from ..recommend.words import format_list
 from ..records.schema import status_text
 from ..system.terminal import can_encode, escape_controls, make_console, print_text, width_of
 from ..units import MISSING, format_items

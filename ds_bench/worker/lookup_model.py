@@ -4,8 +4,8 @@ Prints one JSON line: the model's type, config and counted sizes according to Tr
 model is built on the meta device, so that only its configuration is read or downloaded. A factory is imported but not
 called, and the line is an empty object.
 
-``models/counts.json``, written by ``scripts/make_model_counts.py``, has the counts of built-in models, so that no
-command needs torch for them.
+``models/preset_counts.json``, written by ``scripts/make_model_counts.py``, has the counts of built-in models, so that
+no command needs torch for them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Recipes: refused values with their place, the defaults of the scripts, sweeps, the JSON Schema."""
+"""Recipes: refused values with their place, the defaults of the scripts, the JSON Schema."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ds_bench.cli.arguments import add_flags_over_recipe, parse
-from ds_bench.config import recipe, recipe_file
+from ds_bench.config import recipe, recipe_file, sweep
 from ds_bench.config.options import GOALS, Options
 from ds_bench.config.spec import Inspection
 from ds_bench.errors import UsageError
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def points(text: str) -> list[tuple[str, Options]]:
     """Text and Options of every point of a recipe."""
     read = recipe_file.parse_recipe(text, "r.yaml")
-    found = recipe.find_sweep(read)
+    found = sweep.find_sweep(read)
     made = []
     for point in found.points():
         checked = recipe.check_recipe(read, found.data_of(point))
@@ -119,39 +119,6 @@ def test_all_is_each_configuration_once_and_values_of_deepspeed_are_set_in_every
     assert with_disk.strategies == ("zero0", "zero2", "zero3", "cpu_optimizer", "cpu_full", "nvme", "zero2_offload")
     text = "configurations: {deepspeed: {gradient_clipping: 0.5}}\noptimizer: {params: {lr: 1e-3}}"
     assert points(text)[0][1].set == ({"gradient_clipping": 0.5}, {"optimizer": {"params": {"lr": 0.001}}})
-
-
-def test_lists_the_matrix_and_its_entries_make_the_points() -> None:
-    lists = "training: {seq_len: [8, 16]"
-    include = "[{training.seq_len: 16, training.local_batch_size: 1}, {training.precision: fp32}"
-    include += ", {training.seq_len: 32, training.local_batch_size: 2}]"
-    exclude = "[{training.seq_len: 8, training.dropout: 0.1}]"
-    for text, names in (
-        (f"{lists}}}\nsweep: {{matrix: {{model.name: [tiny, gpt2]}}}}",
-         ["seq_len 8, tiny", "seq_len 8, gpt2", "seq_len 16, tiny", "seq_len 16, gpt2"]),
-        # Values are added to the points that match; an entry that matches none is a point.
-        (f"{lists}}}\nsweep: {{include: {include}, exclude: []}}",
-         ["seq_len 8, precision fp32", "seq_len 16, local_batch_size 1, precision fp32",
-          "seq_len 32, local_batch_size 2"]),
-        (f"{lists}, dropout: [null, 0.1]}}\nsweep: {{exclude: {exclude}}}",
-         ["seq_len 8, dropout none", "seq_len 16, dropout none", "seq_len 16, dropout 0.1"]),
-    ):  # fmt: skip
-        assert [name for name, _ in points(text)] == names
-    # Points are counted without being made.
-    axes = {f"training.{name}": list(range(1, 101)) for name in ("seq_len", "steps", "warmup_steps", "grad_accum")}
-    read = replace(recipe_file.parse_recipe("{}"), data={"sweep": {"matrix": axes}})
-    assert recipe.find_sweep(read).most_points == 10**8
-
-
-def test_a_value_set_by_a_flag_replaces_its_list() -> None:
-    read = recipe_file.parse_recipe("training: {steps: [1, 2]}\nsweep: {matrix: {training.seq_len: [8, 16]}}")
-    for path, value in ((("training", "seq_len"), 32), (("training", "steps"), 3), (("output", "goal"), "speed")):
-        read = recipe_file.with_value(read, path, value)
-    found = recipe.find_sweep(read)
-    assert found.points() == [{}]
-    assert found.base["training"] == {"seq_len": 32, "steps": 3}
-    with pytest.raises(UsageError, match=r"training\.steps is not a section"):
-        recipe_file.with_value(read, ("training", "steps", "more"), 1)
 
 
 def test_written_values_are_read_back(subtests: pytest.Subtests) -> None:

@@ -146,7 +146,7 @@ def test_variants_of_a_family_count_as_their_tensors_add_up() -> None:
 def test_the_file_of_counts_is_what_the_script_writes() -> None:
     """Of every built-in model, and so of every architecture as it is published."""
     counted = json.loads(runpy.run_path(str(ROOT / "scripts" / "make_model_counts.py"))["counts_text"]())
-    kept = json.loads((ROOT / "ds_bench" / "models" / "counts.json").read_text(encoding="utf-8"))
+    kept = json.loads((ROOT / "ds_bench" / "models" / "preset_counts.json").read_text(encoding="utf-8"))
     assert list(kept) == list(counted) == list(presets.preset_names())
     assert kept == counted, "run scripts/make_model_counts.py"
 

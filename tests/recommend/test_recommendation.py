@@ -15,8 +15,8 @@ from ds_bench.analysis.comparison import compare
 from ds_bench.analysis.load_results import flat_run, make_runs
 from ds_bench.config.options import GOALS
 from ds_bench.config.spec import Configuration
+from ds_bench.recommend.message_templates import Fact
 from ds_bench.recommend.recommendation import recommend
-from ds_bench.recommend.words import Fact
 from ds_bench.records import schema
 from ds_bench.records.schema import TrialRecord
 from ds_bench.system.invocation import OpenCommand

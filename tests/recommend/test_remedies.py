@@ -16,9 +16,9 @@ from ds_bench.config.spec import Configuration, Trial
 from ds_bench.config.training_script import Script
 from ds_bench.prediction import trial_predictions
 from ds_bench.prediction.trial_predictions import MemoryCapacity
+from ds_bench.recommend.message_templates import Fact, flags
 from ds_bench.recommend.recommendation import Recommendation, recommend
 from ds_bench.recommend.remedies import FailedSetup, Shortage, action_of, failed_run, failed_setup, shortage_of
-from ds_bench.recommend.words import Fact, flags
 from ds_bench.records import schema
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes

@@ -16,8 +16,8 @@ from syrupy.assertion import SnapshotAssertion
 from ds_bench.analysis.load_results import flat_run
 from ds_bench.config.caveats import Caveat, CaveatKind, note
 from ds_bench.errors import UsageError
+from ds_bench.recommend.message_templates import Fact
 from ds_bench.recommend.recommendation import recommend
-from ds_bench.recommend.words import Fact
 from ds_bench.report import html_report
 from ds_bench.system import environment
 from ds_bench.system.environment import Environment

@@ -12,8 +12,8 @@ from ds_bench.analysis.intervals import RatioInterval
 from ds_bench.analysis.row import Run, make_run
 from ds_bench.config.caveats import Caveat, CaveatKind
 from ds_bench.config.spec import Configuration, Placement, Workload
+from ds_bench.recommend.message_templates import Fact
 from ds_bench.recommend.recommendation import Recommendation
-from ds_bench.recommend.words import Fact
 from ds_bench.report.comparison_report import ComparisonReport
 from ds_bench.report.html_report import render_page
 from tests.support import fakes
