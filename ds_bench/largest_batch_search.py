@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .config.caveats import Caveat, CaveatKind
 from .config.spec import NO_INSPECTION, SEARCH_ACCURACY, Configuration, Trial, Workload
@@ -29,8 +29,17 @@ MAX_SEQ_LENGTH = 2**20
 """The longest sequence that is tried, in tokens, of a model whose positions are not limited."""
 _PROBE_STEPS = 2
 """Measured steps of a probe, after one warm-up step, which allocates the optimizer's states."""
-_DID_NOT_FIT = (schema.OOM, schema.OOM_HOST, schema.OOM_DISK, schema.KILLED, schema.TIMEOUT)
+_DID_NOT_FIT = (schema.OOM, schema.OOM_HOST, schema.OOM_DISK, schema.KILLED)
 """Statuses of a probe whose size is too large; any other failure has another cause, which a row must show."""
+
+
+class Found(NamedTuple):
+    """The result of the search for one row."""
+
+    size: int
+    """The largest micro-batch, or the tokens of the longest sequence, that trains."""
+    timed_out: str | None = None
+    """A larger size, in words, whose probe hit a time limit, which ended the search; None if something else did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,16 +71,16 @@ class SizeSearch:
         lengths = (self.plan.model.max_positions, None if file is None else file.tokens, MAX_SEQ_LENGTH)
         return min(length for length in lengths if length is not None)
 
-    def find_largest(self, row: RequestedRow) -> int:
+    def find_largest(self, row: RequestedRow) -> Found:
         """Find the largest micro-batch, or the tokens of the longest sequence, that trains.
 
-        If none trains, or a probe fails for a reason other than memory or time, returns the failing size, so that the
-        comparison shows the error. Raises KeyboardInterrupt if the user interrupts it; finished probes are kept for
-        ``--resume``.
+        A time limit says nothing about memory, so it ends the search at the largest size that has trained. If none
+        has, or a probe fails for a reason other than memory or time, returns the failing size, so that the comparison
+        shows the error. Raises KeyboardInterrupt if the user interrupts it; finished probes are kept for ``--resume``.
         """
-        trained = self._previous_trials(row)
+        trained, timed_out = self._previous_trials(row)
         start = self.predict_largest(row)
-        while (units := next_size(trained, start, self.limit)) is not None:
+        while timed_out is None and (units := next_size(trained, start, self.limit)) is not None:
             trial = self._trial(row, units, predicted=True)
             kind = "batch" if self.dimension == "batch_size" else "seq"
             trial_id = f"probe_{row.name}_{kind}{units * self.unit}"
@@ -83,13 +92,17 @@ class SizeSearch:
             if status == schema.INTERRUPTED or processes.interrupt_requested():
                 self.say(f"the search was interrupted at {row.label}")
                 raise KeyboardInterrupt
-            size = format_count(units * self.unit)
-            text = f"micro-batch {size}" if self.dimension == "batch_size" else f"a sequence of {size} tokens"
-            self.say(f"{row.label}: {text} {'trains' if outcome.success else status}")
-            if not outcome.success and status not in _DID_NOT_FIT:
-                return units * self.unit
-            trained[units] = outcome.success
-        return (largest_trained(trained) or 1) * self.unit
+            self.say(f"{row.label}: {self._size_text(units)} {'trains' if outcome.success else status}")
+            if status == schema.TIMEOUT:
+                timed_out = units
+            elif not outcome.success and status not in _DID_NOT_FIT:
+                return Found(units * self.unit)
+            else:
+                trained[units] = outcome.success
+        largest = largest_trained(trained)
+        if timed_out is None or largest is None:
+            return Found((largest or timed_out or 1) * self.unit)
+        return Found(largest * self.unit, self._size_text(timed_out))
 
     def predict_largest(self, row: RequestedRow) -> int:
         """Return the largest size that is predicted to fit, in units.
@@ -113,18 +126,27 @@ class SizeSearch:
         # 1 is the least, even if it is predicted not to fit. A size above one that does not fit is assumed not to fit.
         return 1 + bisect_left(range(2, self.limit + 1), True, key=too_large)
 
-    def configuration(self, row: RequestedRow, size: int) -> Configuration:
-        """The row at that micro-batch or sequence length, as its largest."""
+    def configuration(self, row: RequestedRow, found: Found) -> Configuration:
+        """The row at its largest micro-batch or longest sequence, with a caveat unless memory ended the search."""
+        size = found.size
         if self.dimension == "batch_size":
-            return self.plan.builder.build(row, size, "largest")
-        configuration = self.plan.builder.build_at_length(row, size)
-        if size < self.limit * self.unit:
+            configuration = self.plan.builder.build(row, size, "largest")
+        else:
+            configuration = self.plan.builder.build_at_length(row, size)
+        if found.timed_out is not None:
+            caveat = Caveat(CaveatKind.SEARCH_TIMED_OUT, {"size": found.timed_out})
+        elif self.dimension == "seq_length" and size >= self.limit * self.unit:
+            limit = "positions of the model"
+            if self._most_tokens != self.plan.model.max_positions:
+                limit = "that are tried" if self._most_tokens == MAX_SEQ_LENGTH else "of the file of tokens"
+            caveat = Caveat(CaveatKind.LONGEST_POSSIBLE, {"tokens": size, "limit": limit})
+        else:
             return configuration
-        limit = "positions of the model"
-        if self._most_tokens != self.plan.model.max_positions:
-            limit = "that are tried" if self._most_tokens == MAX_SEQ_LENGTH else "of the file of tokens"
-        caveat = Caveat(CaveatKind.LONGEST_POSSIBLE, {"tokens": size, "limit": limit})
         return replace(configuration, caveats=(*configuration.caveats, caveat))
+
+    def _size_text(self, units: int) -> str:
+        size = format_count(units * self.unit)
+        return f"micro-batch {size}" if self.dimension == "batch_size" else f"a sequence of {size} tokens"
 
     def _trial(self, row: RequestedRow, units: int, *, predicted: bool) -> Trial:
         """The row's first trial at that size."""
@@ -132,23 +154,30 @@ class SizeSearch:
         build = self.plan.builder.build if self.dimension == "batch_size" else self.plan.builder.build_at_length
         return self.plan.trials_of([build(row, size)], predicted=predicted)[0]
 
-    def _previous_trials(self, row: RequestedRow) -> dict[int, bool]:
-        """Size in units → whether it trained, from earlier probes of this run.
+    def _previous_trials(self, row: RequestedRow) -> tuple[dict[int, bool], int | None]:
+        """Size in units → whether it trained, from earlier probes of this run; then the size that hit a time limit.
 
-        A row of this run that did not fit counts too, so that the search goes on below it.
+        A row of this run that did not fit counts too, so that the search goes on below it. With ``--retry Timeout`` no
+        time limit counts.
         """
+        probes = list(self._sizes_of(row, self.store.records(PROBES_FILE), of_probe=True))
         known = {
             units: record.outcome.success
-            for record, units in self._sizes_of(row, self.store.records(PROBES_FILE), of_probe=True)
+            for record, units in probes
             # A probe that failed for another reason says nothing about sizes, and is run again.
             if record.outcome.success or record.outcome.status in _DID_NOT_FIT
         }
+        retries = schema.TIMEOUT.lower() in map(str.lower, self.plan.options.retry)
+        late = {units for record, units in probes if record.outcome.status == schema.TIMEOUT and not retries}
         records = self._sizes_of(row, self.store.records(), of_probe=False)
         # A row that failed outweighs a probe of its size that trained. After the first, each step back doubles.
         failed = sorted({units for record, units in records if record.outcome.status in _DID_NOT_FIT})
         if failed:
             known[max(1, failed[0] - resolution(failed[0]) * (2 ** (len(failed) - 1) - 1))] = False
-        return known
+        # Above a size that does not fit, memory ends the search.
+        failure = smallest_failure(known)
+        late = {units for units in late - known.keys() if failure is None or units < failure}
+        return known, min(late, default=None)
 
     def _sizes_of(
         self, row: RequestedRow, records: Sequence[TrialRecord], *, of_probe: bool
@@ -163,8 +192,10 @@ class SizeSearch:
                 own = self._trial(row, units, predicted=False)
                 own = replace(own, workload=_of_probe(own.workload))
             else:
-                own = self.plan.trials_of([self.configuration(row, units * self.unit)], predicted=False)[0]
-            if (stored.configuration, stored.workload) == (own.configuration, own.workload):
+                own = self.plan.trials_of([self.configuration(row, Found(units * self.unit))], predicted=False)[0]
+            # A row's caveats say how its search ended.
+            known = replace(stored.configuration, caveats=own.configuration.caveats)
+            if (known, stored.workload) == (own.configuration, own.workload):
                 yield record, units
 
 
@@ -180,10 +211,10 @@ def at_largest_size(plan: Plan, launcher: Launcher, store: RunFolder, say: Calla
     dimension: Literal["batch_size", "seq_length"] = "seq_length" if plan.options.auto_seq else "batch_size"
     search = SizeSearch(plan=plan, launcher=launcher, store=store, say=say, dimension=dimension)
     rows = plan.rows
-    sizes = {row.name: search.find_largest(row) for row in rows}
-    configurations = [search.configuration(row, sizes[row.name]) for row in rows]
+    found = {row.name: search.find_largest(row) for row in rows}
+    configurations = [search.configuration(row, found[row.name]) for row in rows]
     if plan.options.common_batch:
-        common = min(sizes.values())
+        common = min(each.size for each in found.values())
         configurations += [plan.builder.build(row, common) for row in rows]
     return replace(plan, configurations=configurations, trials=plan.trials_of(configurations))
 

@@ -163,6 +163,36 @@ def test_interrupted_search_runs_no_row_and_is_resumed_without_repeating_a_probe
     assert machine.sizes() == [("zero1", 5, True), ("zero3", 5, True)]
 
 
+def test_time_limit_ends_a_search_and_is_no_lack_of_memory(machine: Machine) -> None:
+    searched = runs_out_in_the_row(8, {"zero1": 64, "zero3": 7})
+
+    def end(trial: Trial) -> TrialRecord:
+        """ZeRO-1 is too slow above micro-batch 8; the row of ZeRO-3 runs out of memory at its largest."""
+        late = trial.configuration.stage == 1 and 8 < trial.workload.batch_size <= 12
+        return fakes.failure(trial, "Timeout") if late else searched(trial)
+
+    assert machine.search(end, "--stages", "1", "3") == 0
+    assert machine.sizes() == [("zero1", 8, True), ("zero3", 7, True), ("zero3", 8, False)]
+    named = [
+        caveat["values"]["size"]
+        for row in machine.rows()
+        for caveat in row["caveat_list"]
+        if "size" in caveat["values"]
+    ]
+    assert named == ["micro-batch 12"]
+    # Also when the row of ZeRO-3 steps back, which searches again.
+    assert [each["outcome"]["status"] for each in machine.probes()].count("Timeout") == 1
+    fits = in_every_row(trains_up_to({"zero1": 10, "zero3": 7}))
+    assert machine.resume("--retry", "Timeout", script=fits) == 0
+    assert ("zero1", 10, True) in machine.sizes()
+
+
+def test_row_that_never_trains_within_a_time_limit_says_so(machine: Machine) -> None:
+    assert machine.search(trains_up_to({"zero1": 0}, "Timeout"), "--stages", "1") == 1
+    assert [row["status"] for row in machine.rows()] == ["❌ Timeout"]
+    assert len(machine.probes()) == 1
+
+
 # ------------------------------------------------------------------ the longest sequence
 
 
@@ -176,7 +206,7 @@ def test_longest_sequence_is_chosen_whatever_its_speed(machine: Machine, capsys:
     assert "each row's longest sequence" in out
     assert "Use ZeRO-3: trains sequences of 192 tokens, the longest" in out
     (told,) = machine.output.glob("runs/*/run.json")
-    assert "ZeRO-1 is left out: it trains sequences of 96 tokens at most" in told.read_text(encoding="utf-8")
+    assert "ZeRO-1 is left out: it trained sequences of 96 tokens at most" in told.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -198,7 +228,7 @@ def test_search_ends_at_the_positions_of_the_model_or_the_end_of_the_tokens(
 def test_row_that_runs_out_at_its_largest_size_steps_back_in_the_same_run(
     machine: Machine, subtests: pytest.Subtests, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for status in ("OOM", "OOM (host)", "Timeout"):
+    for status in ("OOM", "OOM (host)"):
         with subtests.test(status):
             machine.output = machine.output.with_name(status)
             rows = {"zero1": 4, "zero3": 5}

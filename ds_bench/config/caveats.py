@@ -160,6 +160,9 @@ class CaveatKind(StrEnum):
     TENSOR_PREDICTION_MISSED = ("tensor_prediction_missed",
         "tensor memory was predicted as {ratio:.2f} of what the ledger counted", _PREDICTION)
     LONGEST_POSSIBLE = "longest_possible", "no longer sequence was tried: {tokens:,} tokens are all {limit}"
+    SEARCH_TIMED_OUT = ("search_timed_out",
+        "a larger size may fit: the search ended when {size} hit a time limit, which says nothing about memory",
+        "raise --timeout or --stall-timeout and search on with --resume RUN_DIR --retry Timeout")
     NVME_IN_MEMORY = "nvme_in_memory", "--nvme-path is memory ({file_system}), not an NVMe disk", None, True
     NOTHING_SWAPPED = ("nothing_swapped",
         "nothing was swapped: DeepSpeed keeps tensors under {block} bytes in memory; this row is not NVMe offload",

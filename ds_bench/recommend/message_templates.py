@@ -74,7 +74,7 @@ TEMPLATES: Mapping[str, str] = {
     "other_training": "{text}",
     "ran_out": "{count} of its {runs} runs ran out of memory or disk",
     "too_full": "{fraction:percent} of {capacity}, above 95 %",
-    "too_short": "it trains sequences of {tokens:,} tokens at most",
+    "too_short": "it trained sequences of {tokens:,} tokens at most",
     "slower": "{share:percent} slower than {best}",
     "slower_saves": "{share:percent} slower than {best}, saves {saved:bytes} of {memory}",
     "slower_takes": "{share:percent} slower than {best}, takes {saved:bytes} more of {memory}",

@@ -47,6 +47,7 @@ _SHOWN_KINDS = (
     CaveatKind.OTHER_LOSSES,
     CaveatKind.EVALUATED,
     CaveatKind.LONGEST_POSSIBLE,
+    CaveatKind.SEARCH_TIMED_OUT,
 )
 """Caveats of single rows that always get a line."""
 
