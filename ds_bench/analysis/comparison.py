@@ -192,6 +192,12 @@ class Comparison:
     host_capacity_bytes: int | None = None
     """Memory of the host or of its cgroup, whichever is less; None if no environment is known."""
 
+    @property
+    def accelerator(self) -> str | None:
+        """``cuda`` or ``cpu``, where every row ran; None without rows, or if rows of both are compared."""
+        found = {row.trial.placement.accelerator for row in self.rows}
+        return found.pop() if len(found) == 1 else None
+
     def row(self, key: str) -> ComparisonRow:
         """The row of that key. Raises KeyError."""
         return {row.key: row for row in self.rows}[key]

@@ -296,8 +296,7 @@ class EligibleRows:
 
 def eligible_rows(comparison: Comparison) -> EligibleRows:
     """Split the rows into candidates and rows that are left out."""
-    on_cpu = bool(comparison.rows) and all(row.on_cpu for row in comparison.rows)
-    terms = ON_HOST if on_cpu else ON_DEVICE
+    terms = ON_HOST if comparison.accelerator == "cpu" else ON_DEVICE
     candidates: list[Candidate] = []
     left_out: dict[str, Fact] = {}
     for row in comparison.rows:

@@ -44,6 +44,8 @@ class Recommendation:
 
     goal: str
     """``speed``, ``balanced`` or ``memory``."""
+    accelerator: str | None = None
+    """Where every row ran: ``cuda``, or ``cpu``, whose figures say nothing about GPUs; None if unknown or both."""
     choice: str | None = None
     """Label of the row; None if nothing can be recommended."""
     key: str | None = None
@@ -95,7 +97,7 @@ class Recommendation:
         """Return plain JSON values, with the facts in words."""
         names = (
             "goal", "choice", "key", "reason", "cost", "next_steps", "tied", "undecided", "provisional", "headline",
-            "alternative", "try_next", "decided",
+            "alternative", "try_next", "decided", "accelerator",
         )  # fmt: skip
         values = {name: getattr(self, name) for name in names}
         texts = {name: str(value) for name, value in values.items() if isinstance(value, Fact)}
@@ -108,7 +110,7 @@ def recommend(comparison: Comparison, goal: str = "balanced", resume: OpenComman
     Raises UsageError for a goal that is not one of ``config.options.GOALS``.
     """
     if any(run.trial.workload.pass_type != "train" for row in comparison.rows for run in row.runs):
-        return Recommendation(goal=goal, headline=Fact("other_pass"))
+        return Recommendation(goal=goal, accelerator=comparison.accelerator, headline=Fact("other_pass"))
     eligible = eligible_rows(comparison)
     decision = decide(eligible.candidates, goal, intervals(comparison))
     # A row that compares with no other row has won nothing.
@@ -140,6 +142,7 @@ def recommend(comparison: Comparison, goal: str = "balanced", resume: OpenComman
     steps = _steps(comparison.row(choice.key), decide_by, eligible, comparison, goal)
     return Recommendation(
         goal=goal,
+        accelerator=comparison.accelerator,
         choice=choice.label,
         key=choice.key,
         tied=tuple(candidate.label for candidate in decision.tied),
@@ -437,6 +440,7 @@ def _without_choice(comparison: Comparison, eligible: EligibleRows, goal: str) -
     steps += [*_steps_for_failures(comparison), *causes, *_caveat_steps(comparison.caveats)]
     return Recommendation(
         goal=goal,
+        accelerator=comparison.accelerator,
         headline=headline,
         facts=tuple(_left_out(eligible, comparison)),
         try_next=try_next,
