@@ -7,7 +7,7 @@ thumb look only at how full a card is and hold for any model; ``remedies`` has p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from ..records.schema import OOM
 from ..units import format_bytes, format_percent, format_series
 from .decision import COMFORTABLE_FRACTION, ON_HOST, RAN_OUT, EligibleRows, Speeds, decide_for_speed, intervals
 from .message_templates import Fact
-from .remedies import failed_run
+from .remedies import failed_run, less_work
 
 BARELY_FITS_FRACTION = 0.80
 """A configuration that uses at least this fraction of the card barely fits."""
@@ -169,6 +169,8 @@ class Observed:
 
     goal: str = "balanced"
     one_gpu: bool = False
+    less_work: Sequence[str] = ("a smaller micro-batch", "--activation-checkpointing")
+    """What a row could still do to keep fewer activations."""
     fastest: int | None = None
     """Stage of the fastest row; None if no row trained."""
     row: str = ""
@@ -200,7 +202,8 @@ class Observed:
     def less_memory(self) -> str:
         """What takes less of a GPU: a higher stage that has not failed, else offload; empty if there is neither."""
         if self.one_gpu:
-            return format_series(["--activation-checkpointing", "a smaller micro-batch", *self.offloads[:1]])
+            ways = [*self.less_work, *self.offloads[:1]]
+            return format_series(ways) if ways else ""
         # At least stage 2, which shards gradients too, for a row that barely fits.
         below = max(self.avoided) if self.fastest is None else max(self.fastest, 1)
         stage = next((each for each in range(below + 1, 4) if each not in self.avoided), None)
@@ -275,6 +278,7 @@ def rule_for(comparison: Comparison, eligible: EligibleRows, goal: str) -> Fact 
         Observed(
             goal=goal,
             one_gpu=without_offload[0].trial.placement.num_gpus == 1,
+            less_work=less_work(without_offload[0].trial.workload),
             fastest=None if best is None else best.stage,
             row="" if best is None else best.label,
             fraction=None if best is None or best.fills_memory else best.fraction,

@@ -89,7 +89,6 @@ TEMPLATES: Mapping[str, str] = {
     "caveat": "{remedy}",
     "larger_batch": "there is room for more: try micro-batch {size} (about {share:percent0} of the card)",
     "rule": "{text}",
-    "offload_or": "offload, {resorts}",
     "change": "{what} (predicted {sizes})",
     "change_that_trained": "{what} (predicted {sizes}; it trained here)",
     "smallest_change": "smallest change predicted to fit: {change}, starting from {row}",
@@ -98,8 +97,7 @@ TEMPLATES: Mapping[str, str] = {
     "not_enough": "no change is predicted to be enough; the one that frees most is {change}; try it with {resorts}",
     "try_resorts": "try {resorts}",
     "resorts": "{resorts}: no other change is predicted to fit",
-    "no_prediction": "try a smaller micro-batch, --activation-checkpointing, a higher stage, offload, more GPUs, a "
-    "shorter --seq-length or a smaller model (how much each would free is unknown: the record has no prediction)",
+    "no_prediction": "try {resorts} (how much each would free is unknown: the record has no prediction)",
     "over_limit": "{row} is {excess:bytes} over 95 % of the card: {change}",
     "more_failures": "{count} more rows failed: the table has their causes",
     # How rows failed, and what to do.

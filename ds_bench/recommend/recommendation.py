@@ -426,16 +426,16 @@ def _without_choice(comparison: Comparison, eligible: EligibleRows, goal: str) -
     elif short and (less := remedies.less_memory(short[0], comparison)):
         try_next = Fact("try", settings=less)
     elif short:
-        run, setup = remedies.failed_run(short[0]), remedies.setup_of(short[0], comparison)
-        resorts = "" if run is None else remedies.last_resorts(run)
-        try_next = Fact("resorts" if setup else "offload_or", {"resorts": resorts})
+        run, setup = short[0].last_run, remedies.setup_of(short[0], comparison)
+        resorts = remedies.last_resorts(run) if setup else remedies.ways_to_less_memory(run, comparison)
+        try_next = Fact("resorts" if setup else "try_resorts", {"resorts": resorts})
     elif failed:
         try_next = remedies.action_of(failed[0])
     # First the smallest change that makes a row fit, then row by row.
     steps = [] if smallest is None or trained else [smallest]
     for row in map(comparison.row, eligible.left_out_as("too_full")):
         if excess := remedies.excess_bytes(row, comparison):
-            change = remedies.suggestion(remedies.setup_of(row, comparison))
+            change = remedies.suggestion(remedies.setup_of(row, comparison), row.successes[0], comparison)
             steps.append(Fact("over_limit", {"row": row.label, "excess": excess, "change": change}))
     steps += [*_steps_for_failures(comparison), *causes, *_caveat_steps(comparison.caveats)]
     return Recommendation(

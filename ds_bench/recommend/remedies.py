@@ -20,7 +20,7 @@ from ..prediction.trial_predictions import stored_prediction
 from ..prediction.what_if import BUCKET_KEY, DEFAULT_BUCKET, SMALL_BUCKET, settings_text
 from ..records import schema
 from ..records.schema import Tier, measured_values
-from ..units import BYTES_PER_GB, format_bytes, format_duration, format_items
+from ..units import BYTES_PER_GB, format_bytes, format_duration, format_items, format_series
 from .decision import COMFORTABLE_FRACTION, RAN_OUT
 from .message_templates import Fact
 
@@ -120,7 +120,7 @@ def _remedy(row: ComparisonRow, run: Run, comparison: Comparison) -> Fact:
     outcome, setup = run.outcome, setup_of(row, comparison)
     if _lacks_memory(run):
         on_host, shortage = _is_host_memory(run), shortage_of(run)
-        action = Fact("fragmented") if shortage.fragmented and not on_host else suggestion(setup)
+        action = Fact("fragmented") if shortage.fragmented and not on_host else suggestion(setup, run, comparison)
         numbers = []
         if on_host and (size := predicted_bytes(run.trial, "cpu")):
             numbers.append(f"it is predicted to take {format_bytes(size)}")
@@ -143,7 +143,8 @@ def _remedy(row: ComparisonRow, run: Run, comparison: Comparison) -> Fact:
     how = _ending(run).how
     if outcome.status == schema.TIMEOUT and run.row.wall_seconds is not None:
         how += f" after {format_duration(run.row.wall_seconds)}"
-    action = suggestion(setup) if outcome.status == schema.SKIPPED and setup is not None else action_of(run)
+    planned = outcome.status == schema.SKIPPED and setup is not None
+    action = suggestion(setup, run, comparison) if planned else action_of(run)
     cause = " ".join((outcome.error or outcome.status).split())
     if len(cause) > _MAX_CAUSE_LENGTH:
         cause = f"{cause[: _MAX_CAUSE_LENGTH - 1]}…"
@@ -366,14 +367,19 @@ def smallest_change(comparison: Comparison) -> Fact | None:
         kind = "smallest_change" if setup.fits(change) else "smallest_tight_change"
         return Fact(kind, values, _settings_of_change(change, row, comparison))
     known = [setup for _, setup in setups if setup.prediction.alternatives]
-    short = any(short_of_memory(row) for row in comparison.rows)
-    return suggestion(known[0] if known else None) if known or short else None
+    if known:
+        return suggestion(known[0], known[0].run, comparison)
+    short = [run for row in comparison.rows if (run := failed_run(row)) is not None and _lacks_memory(run)]
+    return suggestion(None, short[0], comparison) if short else None
 
 
-def suggestion(setup: FailedSetup | None) -> Fact:
-    """Return the least change predicted to fit, else what else there is to try; None stands for no prediction."""
+def suggestion(setup: FailedSetup | None, run: Run, comparison: Comparison) -> Fact:
+    """Return the least change of a run predicted to fit, else what else there is to try.
+
+    ``setup``: of the run; None without a prediction.
+    """
     if setup is None:
-        return Fact("no_prediction")
+        return Fact("no_prediction", {"resorts": ways_to_less_memory(run, comparison)})
     if (fit := setup.smallest_fit()) is not None:
         return Fact("try_change", {"change": _change_fact(fit, setup)})
     resorts = last_resorts(setup.run)
@@ -387,9 +393,35 @@ def suggestion(setup: FailedSetup | None) -> Fact:
 
 def last_resorts(run: Run) -> str:
     """Return what is left to try if no change is predicted to fit."""
-    limited = run.trial.placement.cpu_memory_limit_bytes is not None and _is_host_memory(run)
-    shorter = ", a shorter --seq-length" if _depends_on_workload(run) else ""
-    return f"{'a larger --cpu-memory-limit' if limited else 'more GPUs'}{shorter} or a smaller model"
+    more = "more GPUs"
+    if _is_host_memory(run):
+        more = "more hosts" if run.trial.placement.cpu_memory_limit_bytes is None else "a larger --cpu-memory-limit"
+    shorter = "a shorter sequence" if run.trial.workload.script is not None else "a shorter --seq-length"
+    resorts = [more, shorter, "a smaller model"]
+    return format_series(resorts if _depends_on_workload(run) else resorts[::2])
+
+
+def ways_to_less_memory(run: Run, comparison: Comparison) -> str:
+    """Return what takes less memory and was not tried in vain, without knowing how much less."""
+    stage, *offload = run.trial.configuration.layout
+    failed = [row.configuration.layout for row in comparison.rows if not row.succeeded]
+    ways = less_work(run.trial.workload) if _depends_on_workload(run) else []
+    if run.trial.placement.num_gpus > 1 and any((each, *offload) not in failed for each in range(stage + 1, 4)):
+        ways.append("a higher stage")
+    if not _is_host_memory(run) and offload[1] == "none" and all(params == "none" for _, _, params in failed):
+        ways.append("offload" if offload[0] == "none" else "offload of the parameters too")
+    return ", ".join([*ways, last_resorts(run)])
+
+
+def less_work(workload: Workload) -> list[str]:
+    """Return the ways to less memory for activations that a row has not used yet."""
+    own_script = workload.script is not None  # whose batch is not known, and which takes no flags
+    checkpointing = "activation checkpointing" if own_script else "--activation-checkpointing"
+    ways = {
+        "a smaller micro-batch": own_script or workload.batch_size > 1,
+        checkpointing: not workload.activation_checkpointing,
+    }
+    return [way for way, is_left in ways.items() if is_left]
 
 
 def _change_fact(change: Alternative, setup: FailedSetup) -> Fact:

@@ -187,8 +187,10 @@ def report_lines(report: ComparisonReport, width: int, unicode: bool) -> list[Li
     lines = [Line(line, "bold") for line in wrap(f"{mark} {headline}", text_width, indent)]
     if (step := recommendation.try_next) is not None and step.kind != "run_idle":  # the headline says that
         flags = "the same command with " if step.kind == "try" else ""
-        # Not wrapped, because a command on two lines is two commands to a shell.
-        lines.append(Line(f"{indent}Next:  {printable(flags + str(step), unicode)}"))
+        text = f"{indent}Next:  {printable(flags + str(step), unicode)}"
+        # A command on two lines would be two commands to a shell.
+        is_command = step.settings or "command" in step.values
+        lines += map(Line, [text] if is_command else wrap(text, text_width, f"{indent}       "))
     if report.files:
         lines.append(Line(f"{indent}Files: {printable(report.files, unicode)}"))
     lines += [Line(""), *short_table(report).to_terminal(width, unicode=unicode)]

@@ -84,7 +84,7 @@ def test_rules_of_thumb(subtests: pytest.Subtests) -> None:
         (
             rule(0.9, one_gpu=True, failed_offloads=EVERY[:1]),
             "ZeRO-0 barely fits (90.0 % of the card): "
-            f"--activation-checkpointing, a smaller micro-batch or cpu_full{ONE_GPU}",
+            f"a smaller micro-batch, --activation-checkpointing or cpu_full{ONE_GPU}",
         ),
     ):
         with subtests.test(found=found, expected=expected):
