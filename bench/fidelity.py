@@ -120,7 +120,7 @@ def run_rounds(bench: Bench, rounds: int, launchers: Sequence[str]) -> Iterator[
         yield done
 
 
-def summarise(rounds: Sequence[Round], launchers: Sequence[str]) -> dict[str, dict[str, float]]:
+def summarize(rounds: Sequence[Round], launchers: Sequence[str]) -> dict[str, dict[str, float]]:
     """Per launcher: median, least and greatest ratio product/bare of the rounds, and the ratio of the fastest rounds.
 
     Other users of the machine only ever add time, so where rounds spread widely the fastest ones say more.
@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bench.prepare()
         asked = {"setting": asdict(setting), "stage": args.stage, "machine": facts, "ds_config": bench.ds_config}
         for rounds in run_rounds(bench, args.rounds, launchers):
-            summary = summarise(rounds, launchers)
+            summary = summarize(rounds, launchers)
             if args.output is not None:
                 seen = {"step_seconds": rounds, "ratio_to_bare": summary, "busy_before": bench.busy_before}
                 write_json(args.output, {**asked, **seen})

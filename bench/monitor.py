@@ -1,7 +1,7 @@
 """The cost of ``--monitor``: processor time of a step with it divided by a step's without, and of a line written.
 
 Blocks of steps of a small model run with and without the recorder alternately in one process: a busy minute of the
-machine favours neither. Processor time of the process is compared, not the time of the clock, which other programs
+machine favors neither. Processor time of the process is compared, not the time of the clock, which other programs
 disturb. The parent's part, which runs next to the ranks, is measured by itself.
 """
 

@@ -174,7 +174,7 @@ def long_setting(setting: Setting, row: dict[str, Any], seconds: float) -> Setti
 
 
 def measure(bench: Bench, rounds: int, trial_seconds: float) -> dict[str, Any]:
-    """Every figure; the three ways alternate, so that a busy minute of the machine favours none."""
+    """Every figure; the three ways alternate, so that a busy minute of the machine favors none."""
     prepared = bench.prepare()
     walls: dict[str, list[float]] = {"warm": [], "cold": [], "shell": []}
     starts: dict[str, list[float]] = {"warm": [], "cold": []}

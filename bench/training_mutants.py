@@ -126,11 +126,11 @@ def main() -> int:
     wrong = 0
     for steps in args.steps:
         for precision in args.precision:
-            for name, text, behaviour in verdicts(train(steps, precision, args.ranks)):
+            for name, text, behavior in verdicts(train(steps, precision, args.ranks)):
                 expected = bool(text) == (name in MUTANTS) or "a known quirk" in text
                 wrong += not expected
                 mark = "ok   " if expected else "WRONG"
-                print(f"{mark} {steps:4} {precision} {name:22} | {text or '-'} | {behaviour or '-'}", flush=True)
+                print(f"{mark} {steps:4} {precision} {name:22} | {text or '-'} | {behavior or '-'}", flush=True)
     return 1 if wrong else 0
 
 

@@ -301,7 +301,7 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
         )
 
     models = [find_model(each.model, each.model_factory is not None, each.trust_remote_code) for each in points]
-    # Modelling code is imported once, before the ranks are forked.
+    # Modeling code is imported once, before the ranks are forked.
     types = dict.fromkeys(model.model_type for model in models if model.model_type is not None)
     variables |= rank_environment.preload_variables(types)
     sources = {model.source for model in models}

@@ -24,7 +24,7 @@
 #   BUDGET_SECONDS    of this call                 (540)
 #   ARCHIVE           file                         (OUT_DIR.tar.gz)
 #   GPU_CHECK_MODELS  three presets                (gpt2, Llama-3.2-1B, Llama-2-7b; Llama-3.2-3B below 100 GB per GPU)
-#   GPU_CHECK_ACCELERATOR=cpu  exercises the plumbing without a GPU, in small sizes; the output is labelled CPU
+#   GPU_CHECK_ACCELERATOR=cpu  exercises the plumbing without a GPU, in small sizes; the output is labeled CPU
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -1,7 +1,7 @@
 """Confidence intervals of throughputs and their ratios (docs/reading.md, "How rows are told apart").
 
 The sample is the run, not the step. Steps of one run share its clocks, its temperature and its place in memory, so they
-are not independent; counting them as samples finds differences that do not exist. Rows of one comparison are analysed
+are not independent; counting them as samples finds differences that do not exist. Rows of one comparison are analyzed
 together (:class:`RowRatios`); rows of two results, which share no rounds, by Welch's interval
 (:func:`ratio_interval`). All computations are on logarithms: means are geometric means, differences are ratios.
 """

@@ -265,10 +265,10 @@ class _MetricComparison:
         if self.interval is None:
             return None
         # The interval is equally wide at any ratio on a log scale: it excludes 1 beyond these factors.
-        centre, low, high = self.interval.ratio, self.interval.low, self.interval.high
+        center, low, high = self.interval.ratio, self.interval.low, self.interval.high
         if self.more_is_worse:
-            return centre / low - 1 if low > 0 else math.inf
-        return 1 - centre / high
+            return center / low - 1 if low > 0 else math.inf
+        return 1 - center / high
 
     def noisy(self, tolerance: float) -> bool:
         """Whether the interval allows a regression beyond the tolerance that would go undetected."""

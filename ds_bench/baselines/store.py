@@ -175,7 +175,7 @@ def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> None:
 def edit(path: Path, change: Callable[[Entries], Entries]) -> None:
     """Replace the entries of the file by ``change(entries)``, atomically.
 
-    A lock serialises writers, so that none overwrites another's entries. Raises UsageError if the file is invalid or
+    A lock serializes writers, so that none overwrites another's entries. Raises UsageError if the file is invalid or
     cannot be written; it is then unchanged.
     """
     try:

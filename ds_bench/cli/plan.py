@@ -69,7 +69,7 @@ class PlanOptions:
     configs: tuple[Path, ...]
     keep_batch: bool
     image_tokens: int | None
-    """Per sequence; they count towards its length."""
+    """Per sequence; they count toward its length."""
     image_size: tuple[int, int] | None
     """Width and height in pixels of a sequence's only image."""
     axes: tuple[AxisValues, ...]
@@ -358,7 +358,7 @@ def _image_tokens(options: PlanOptions, model: ResolvedModel) -> tuple[int, int]
     if tokens >= options.seq_length:
         raise UsageError(
             f"--seq-length {options.seq_length} has no room for {tokens} image tokens and text",
-            remedy="give a longer sequence; image tokens count towards its length",
+            remedy="give a longer sequence; image tokens count toward its length",
         )
     return tokens, trial_planner.resolve_seq_length(options.seq_length, model)
 

@@ -130,7 +130,7 @@ class Options:
         limits={"min_length": 1})
     model_factory: str | None = option(str, None, "function that returns your own model", key="model.factory",
         metavar="PKG.MOD:FN", limits={"pattern": FACTORY})
-    trust_remote_code: bool = option(bool, False, "run modelling code that comes with the model",
+    trust_remote_code: bool = option(bool, False, "run modeling code that comes with the model",
         key="model.trust_remote_code")
 
     # training

@@ -48,7 +48,7 @@ class Shard:
         """Return for each point the indices of the rows that this shard runs; an empty range if it runs none.
 
         ``rows_per_point``: in the order of the plan. Points are dealt out in turn, every second turn backwards, because
-        points take longer towards the end of each axis. With fewer points than shards, each shard gets consecutive
+        points take longer toward the end of each axis. With fewer points than shards, each shard gets consecutive
         rows. Raises UsageError for fewer rows than shards.
         """
         points, total = len(rows_per_point), sum(rows_per_point)

@@ -33,7 +33,7 @@ _Sample = tuple[float, dict[_Gpu, gpu_state.GpuFacts]]
 """Monotonic time in seconds, and the GPUs of the trial."""
 
 
-def _summarise(gpu: _Gpu, samples: Sequence[_Sample]) -> GpuWindow:
+def _summarize(gpu: _Gpu, samples: Sequence[_Sample]) -> GpuWindow:
     """Return what one GPU did between the first and the last sample."""
     seen = [(at, gpus[gpu]) for at, gpus in samples if gpu in gpus]
     clocks = [facts.sm_clock_mhz for _, facts in seen if facts.sm_clock_mhz is not None]
@@ -115,7 +115,7 @@ class GpuMonitoringLauncher:
             listen(progress)
 
         record = self._launcher.launch(trial, folder, listen_and_sample)
-        windows = tuple(_summarise(gpu, samples) for gpu in dict.fromkeys(gpu for _, gpus in samples for gpu in gpus))
+        windows = tuple(_summarize(gpu, samples) for gpu in dict.fromkeys(gpu for _, gpus in samples for gpu in gpus))
         for each in windows:
             if each.throttled_by:
                 values = {"gpu": each.name, "reasons": ", ".join(each.throttled_by)}

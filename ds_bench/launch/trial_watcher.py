@@ -152,7 +152,7 @@ class _Watcher:
     def _check_growth(self, now: float) -> None:
         """Count growth as a sign of life of silent ranks.
 
-        Libraries load, build or initialise for minutes without a heartbeat. A script may prepare data between steps.
+        Libraries load, build or initialize for minutes without a heartbeat. A script may prepare data between steps.
         """
         interval = self._limits.stall_timeout_seconds / _CHECKS_PER_STALL
         stepping = len(self._beats) == len(self._ranks) and all(beat.step >= 1 for beat in self._beats.values())

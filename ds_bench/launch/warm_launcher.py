@@ -224,7 +224,7 @@ def _write_probe_result(result_file: str) -> None:
         reason = "it did not preload anything"
     elif gpu_files:
         reason = f"it holds {', '.join(gpu_files)} open after preloading"
-    elif getattr(preload, "CUDA_INITIALISED", False):
+    elif getattr(preload, "CUDA_INITIALIZED", False):
         reason = "the CUDA driver was initialized in it"
     elif {"torch", "deepspeed", "ds_bench.worker.measure"} & set(missing):
         reason = f"it could not import {', '.join(missing)}"

@@ -150,7 +150,7 @@ def at_rank(trace: Trace, rank: int) -> Trace:
 
 
 def can_extend(trace: Trace) -> bool:
-    """Whether the middle layer can stand for any number of layers: neighbours allocate alike.
+    """Whether the middle layer can stand for any number of layers: neighbors allocate alike.
 
     Backward through the first layer allocates less if nothing before it is trained.
     """

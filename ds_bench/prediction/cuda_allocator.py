@@ -1,7 +1,7 @@
 """Simulates torch's caching allocator for CUDA: which segments it takes for a sequence of allocations.
 
 The rules come from torch 2.13, ``c10/cuda/CUDACachingAllocator.cpp`` with its defaults: round_size,
-get_allocation_size, get_free_block (best fit), should_split, free_block (merges with free neighbours), and
+get_allocation_size, get_free_block (best fit), should_split, free_block (merges with free neighbors), and
 release_cached_blocks, which gives whole free segments back before memory runs out. A block belongs to one stream.
 """
 
@@ -27,7 +27,7 @@ class OutOfMemoryError(Exception):
 
 
 class Block:
-    """A piece of a segment, linked to its neighbours there."""
+    """A piece of a segment, linked to its neighbors there."""
 
     __slots__ = ("after", "before", "is_free", "offset", "pool", "segment", "size")
 
@@ -132,11 +132,11 @@ class CachingAllocator:
     def _add_free(self, block: Block) -> None:
         block.is_free = True
         pool = self._pools[block.pool]
-        for neighbour in (block.before, block.after):
-            if neighbour is None or not neighbour.is_free:
+        for neighbor in (block.before, block.after):
+            if neighbor is None or not neighbor.is_free:
                 continue
-            del pool[bisect_left(pool, (neighbour.size, neighbour.segment, neighbour.offset))]
-            first, second = (neighbour, block) if neighbour is block.before else (block, neighbour)
+            del pool[bisect_left(pool, (neighbor.size, neighbor.segment, neighbor.offset))]
+            first, second = (neighbor, block) if neighbor is block.before else (block, neighbor)
             first.size += second.size
             first.after = second.after
             if second.after is not None:

@@ -230,7 +230,7 @@ def _activations(
 
 
 def _norm_bytes(width: int, rows: int, stack: Stack, size: int, is_trained: bool) -> int:
-    """Of one token, whose ``width`` elements are normalised in as many ``rows``."""
+    """Of one token, whose ``width`` elements are normalized in as many ``rows``."""
     if stack.layer_norm:
         return size * width + 8 * rows
     return FP32_BYTES * (width + rows) + (FP32_BYTES if stack.norm_in_fp32 else size) * width * is_trained

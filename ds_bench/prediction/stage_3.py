@@ -268,7 +268,7 @@ def _peak_elements(order: Sequence[int], sizes: Sequence[int], inputs: MemoryInp
         while queued < len(order) and ahead < allowed:  # the tensor that crosses the limit still comes
             following = order[queued]
             fetched_for[following] = queued
-            # A tensor that is there already does not count towards the limit, but is then kept for this use.
+            # A tensor that is there already does not count toward the limit, but is then kept for this use.
             if following not in live:
                 live.add(following)
                 elements += sizes[following]

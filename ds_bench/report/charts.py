@@ -1,7 +1,7 @@
 """Charts as matplotlib figures: SVG images for the HTML page, PNG and SVG files for papers.
 
-``comparison_charts`` makes the charts. Bars and lines have colours of 3:1 contrast on white and on the page's dark
-background. Ink is dark, and an SVG of the page swaps it for a light one if the reader prefers a dark colour scheme.
+``comparison_charts`` makes the charts. Bars and lines have colors of 3:1 contrast on white and on the page's dark
+background. Ink is dark, and an SVG of the page swaps it for a light one if the reader prefers a dark color scheme.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .table_layout import Table
 
 INK, FAINT, RULE, WARNING = "#1b1f24", "#57606a", "#80868c", "#a33b00"
 DARK_INKS = {INK: "#e8ebee", FAINT: "#a3adb8", WARNING: "#ff9a5c"}
-"""Ink → its replacement in the page's dark colour scheme."""
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b8508f", "#b07d00", "#7a6fd0", "#80868c", "#847400")
+"""Ink → its replacement in the page's dark color scheme."""
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#b8508f", "#b07d00", "#7a6fd0", "#80868c", "#847400")
 """By row or category; after Okabe and Ito, with their bright ones darkened."""
 PAGE_WIDTH, PAGE_FONT_SIZE = 330.0, 11.5
 """Points. A phone shows one point as about one of its pixels."""
@@ -59,7 +59,7 @@ class DotLabel(NamedTuple):
     x: float
     y: float
     text: str
-    colour: str
+    color: str
 
 
 class Drawing(NamedTuple):
@@ -235,7 +235,7 @@ def _label_dots(axes: Any, labels: Sequence[DotLabel]) -> None:
         # Failed rows may share a place: each label begins above the one before.
         on_axis += label.y == 0
         y = label.y or 0.15 * axes.get_ylim()[1] * on_axis
-        texts.append(axes.text(label.x, y, label.text, color=label.colour))
+        texts.append(axes.text(label.x, y, label.text, color=label.color))
     adjust_text(
         texts,
         target_x=[label.x for label in labels],

@@ -18,7 +18,7 @@ from ..records.schema import OOM, OOM_DISK, OOM_HOST, SKIPPED, Tier, measured_va
 from ..units import BYTES_PER_GB, MISSING, to_gb, to_ms
 from .charts import (
     BAR_HEIGHT,
-    COLOURS,
+    COLORS,
     FAINT,
     INK,
     RULE,
@@ -41,7 +41,7 @@ MAX_OVERLAID_ROWS = 8
 MAX_BARS = 16
 CATEGORIES = ("parameters", "gradients", "optimizer_states", "deepspeed_buffers", "activations", "other")
 HATCHES = ("", "///", "||", "--", "\\\\\\", "++", "")
-"""By category, so that categories differ without colour too."""
+"""By category, so that categories differ without color too."""
 MARKERS = "os^Dv*Xh"
 DASHES = ("-", "--", ":", "-.")
 _REST = "rest of the peak"
@@ -116,7 +116,7 @@ class _Rows:
 
     @cached_property
     def styles(self) -> Mapping[str, int]:
-        """Number of colour and marker, by the row's key, of the rows that overlays draw; the same in every chart."""
+        """Number of color and marker, by the row's key, of the rows that overlays draw; the same in every chart."""
         return {row.key: style for style, row in enumerate(self.to_draw(self.measured, MAX_OVERLAID_ROWS))}
 
     def to_draw(self, rows: Sequence[ComparisonRow], limit: int = MAX_BARS) -> list[ComparisonRow]:
@@ -160,7 +160,7 @@ def _throughput_chart(rows: _Rows) -> Chart | None:
     labels = [(rows.label(row), format_value(speed)) for row, speed in zip(drawn, speeds, strict=True)]
 
     def draw(axes: Any, columns: int) -> Drawing:
-        axes.barh(range(len(drawn)), speeds, height=BAR_HEIGHT, color=COLOURS[0])
+        axes.barh(range(len(drawn)), speeds, height=BAR_HEIGHT, color=COLORS[0])
         for place, (row, values) in enumerate(zip(drawn, runs, strict=True)):
             if row.interval:
                 low, high = row.interval
@@ -224,7 +224,7 @@ def _stacked_chart(
                     [bars[place].parts[part] for place in places],
                     left=[sum(bars[place].parts[:part]) for place in places],
                     height=BAR_HEIGHT,
-                    color="none" if rest else COLOURS[part % len(COLOURS)],
+                    color="none" if rest else COLORS[part % len(COLORS)],
                     hatch=HATCHES[part % len(HATCHES)],
                     edgecolor=FAINT if rest else INK,
                     linewidth=0.6,
@@ -442,8 +442,8 @@ def _pareto_chart(rows: _Rows) -> Chart | None:
                 axes.plot(x, y, ".", color=FAINT, alpha=0.6)
                 continue
             marker, size = ("*", 14) if row.key == rows.recommended else (MARKERS[style], 9)
-            fill = COLOURS[style] if row.key in front else "none"
-            axes.plot(x, y, marker, mec=COLOURS[style], mfc=fill, markersize=size, zorder=3)
+            fill = COLORS[style] if row.key in front else "none"
+            axes.plot(x, y, marker, mec=COLORS[style], mfc=fill, markersize=size, zorder=3)
             labels.append(DotLabel(x, y, _two_lines(rows.label(row)), INK))
         for row, needed_gb, text in failed:
             # A request beyond the axis is drawn at its end.
@@ -501,7 +501,7 @@ def _line_chart(
             style = rows.styles[row.key]
             (drawn,) = axes.plot(
                 *zip(*points, strict=True),
-                color=COLOURS[style],
+                color=COLORS[style],
                 linestyle=DASHES[style % len(DASHES)],
                 linewidth=2.4 - 0.19 * style,  # later lines are thinner, so that lines that coincide are all visible
                 marker=MARKERS[style],

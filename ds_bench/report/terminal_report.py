@@ -267,13 +267,13 @@ def _notes_of_rows(
     for row in (row for row in comparison.rows if row.key != without):
         for caveat in dict.fromkeys(filter(matters, row.caveats)):
             kind = caveat.text if caveat.kind is CaveatKind.NOTE else caveat.kind
-            labelled = rows_by_kind.setdefault(kind, [])
-            if row.label not in dict(labelled):
-                labelled.append((row.label, caveat))
+            labeled = rows_by_kind.setdefault(kind, [])
+            if row.label not in dict(labeled):
+                labeled.append((row.label, caveat))
     trained = [row for row in comparison.rows if row.succeeded]
-    for labelled in rows_by_kind.values():
-        labels = [label for label, _ in labelled]
-        texts = dict.fromkeys(caveat.text for _, caveat in labelled)
+    for labeled in rows_by_kind.values():
+        labels = [label for label, _ in labeled]
+        texts = dict.fromkeys(caveat.text for _, caveat in labeled)
         long = any("," in label for label in labels)  # as in rows of axes and files
         named = f"{len(labels)} rows" if long and len(labels) > 2 else format_list(labels, most=4)
         which = "All rows" if len(labels) == len(trained) > 1 else named

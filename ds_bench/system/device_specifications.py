@@ -65,7 +65,7 @@ def matching_names(text: str, names: Iterable[str]) -> list[str]:
     without_size = _SIZE_IN_NAME.sub(" ", text)
     without_type = _MEMORY_TYPE.sub(" ", without_size)
     for variant in (text, _without_form(text), without_size, without_type, _FORM.sub(" ", without_type)):
-        if matching := [name for name in names if _normalise(name) == _normalise(variant)]:
+        if matching := [name for name in names if _normalize(name) == _normalize(variant)]:
             return matching
     return []
 
@@ -90,12 +90,12 @@ def memory_bytes(text: str) -> int:
         why = "no memory" if size_gb <= 0 else f"beyond {_MAX_GB:,} GB"
         shown = text if len(text) < 20 else f"{text[:20]}…"
         raise UsageError(f"--gpu {shown!r} is {why}", remedy="give a card or its memory, such as --gpu 80GB")
-    prefix = _normalise(_without_form(text))
-    matching = matching or [name for name in names() if len(prefix) >= 4 and _normalise(name).startswith(prefix)]
-    names_by_spelling = {_normalise(name): name for name in names()}
+    prefix = _normalize(_without_form(text))
+    matching = matching or [name for name in names() if len(prefix) >= 4 and _normalize(name).startswith(prefix)]
+    names_by_spelling = {_normalize(name): name for name in names()}
     from difflib import get_close_matches
 
-    near = [names_by_spelling[each] for each in get_close_matches(_normalise(text), names_by_spelling, n=3, cutoff=0.5)]
+    near = [names_by_spelling[each] for each in get_close_matches(_normalize(text), names_by_spelling, n=3, cutoff=0.5)]
     if matching:
         problem, remedy = f"may be {' or '.join(matching)}", "name one"
     else:
@@ -116,11 +116,11 @@ def _devices_with_memory(text: str) -> list[str]:
     if matching or sizes:
         # A device shows a little less memory than the size in its name.
         return [name for name in matching if all(0.85 * int(gb) <= memory[name] <= 1.02 * int(gb) for gb in sizes)]
-    prefix = _normalise(_without_form(text))
-    return [name for name in memory if prefix and re.fullmatch(rf"{re.escape(prefix)}\d+gb", _normalise(name))]
+    prefix = _normalize(_without_form(text))
+    return [name for name in memory if prefix and re.fullmatch(rf"{re.escape(prefix)}\d+gb", _normalize(name))]
 
 
-def _normalise(text: str) -> str:
+def _normalize(text: str) -> str:
     """The name without what people write differently: case, manufacturer, spaces and dashes."""
     return re.sub(r"^(nvidia|amd|geforce|instinct|tesla|rtx)+|[^a-z0-9]", "", re.sub(r"[^a-z0-9]", "", text.casefold()))
 

@@ -120,8 +120,8 @@ def open_gpu_files(process: Path = Path("/proc/self")) -> list[str]:
 _CUDA_ERROR_NOT_INITIALIZED = 3
 
 
-def cuda_is_initialised() -> bool:
-    """Whether this process has initialised the CUDA driver. A process forked from it could then not use CUDA.
+def cuda_is_initialized() -> bool:
+    """Whether this process has initialized the CUDA driver. A process forked from it could then not use CUDA.
 
     Before ``cuInit`` every call of the driver's library returns 3 (CUDA Driver API, CUDA_ERROR_NOT_INITIALIZED).
     """

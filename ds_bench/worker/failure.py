@@ -102,7 +102,7 @@ def _find_size(text: str, words: str) -> int | None:
     return int(float(match.group(1)) * _SCALE[match.group(2)]) if match else None
 
 
-def _summarise(error: BaseException) -> str:
+def _summarize(error: BaseException) -> str:
     """The cause in one line: of pydantic's report with the field, and the source line where the error has no text."""
     lines = str(error).strip().splitlines()
     if not lines:
@@ -121,7 +121,7 @@ def _summarise(error: BaseException) -> str:
 
 def describe_error(error: BaseException) -> str:
     """Class and cause of an error in one line, for a reply of a worker program."""
-    return f"{type(error).__name__}: {_summarise(error)[:300]}"
+    return f"{type(error).__name__}: {_summarize(error)[:300]}"
 
 
 def device_free_bytes() -> int | None:
@@ -160,7 +160,7 @@ def failure_facts(
     return {
         "rank": rank,
         "error_class": type(error).__name__,
-        "message": _summarise(error)[:500],
+        "message": _summarize(error)[:500],
         "phase": phase,
         "time": time.time(),
         "kind": classify(error, limited=limited, device_free_bytes=device_free_bytes),

@@ -1,4 +1,4 @@
-"""The work of a rank between its first heartbeat and its file: build, initialise, warm up, measure, inspect."""
+"""The work of a rank between its first heartbeat and its file: build, initialize, warm up, measure, inspect."""
 
 from __future__ import annotations
 

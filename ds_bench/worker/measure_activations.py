@@ -214,7 +214,7 @@ def build_fake_model(
                 model, make_batch = build.call_factory(request["factory"])
                 for module in model.modules():
                     if isinstance(module, PreTrainedModel):
-                        module.tie_weights()  # left out by its constructor, which counts it as initialisation
+                        module.tie_weights()  # left out by its constructor, which counts it as initialization
                 model = model.to(dtype=dtype)
         else:
             model = _build_from_config(request, dtype, layers)

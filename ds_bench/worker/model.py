@@ -111,7 +111,7 @@ def build_model(
         stage3 = HfDeepSpeedConfig(dict(config)) if split else None
         host = torch.device("cpu")
         module = _build_from_config(workload, dtype, host if at_stage3 and not split else device, split)
-        reinitialise_weights(module, workload.seed, report_progress, device)
+        reinitialize_weights(module, workload.seed, report_progress, device)
     if at_stage3 and stage3 is None:
         stage3 = HfDeepSpeedConfig(dict(config))  # only now: it must not be built inside zero.Init
     if workload.dropout is not None:
@@ -236,7 +236,7 @@ def _is_dropout(name: str, value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and ("dropout" in name or "pdrop" in name)
 
 
-def reinitialise_weights(
+def reinitialize_weights(
     model: torch.nn.Module,
     seed: int,
     report_progress: Callable[[], None] = lambda: None,
@@ -265,7 +265,7 @@ def reinitialise_weights(
 
 
 def draw_matrix(name: str, shape: torch.Size, seed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the values that ``reinitialise_weights`` gives to the parameter of that name."""
+    """Return the values that ``reinitialize_weights`` gives to the parameter of that name."""
     return torch.empty(shape, dtype=dtype, device=device).normal_(
         0.0, _INIT_STD, generator=_generator_of(name, seed, device)
     )

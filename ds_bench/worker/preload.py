@@ -2,7 +2,7 @@
 
 Written for the preload list of the forkserver, which can only import. Besides torch, DeepSpeed and Transformers these
 are the modules that they load on first use (some 670 inside ``deepspeed.initialize``), and on the CPU accelerator the
-compiled ops. No GPU is used: ``GPU_FILES`` and ``CUDA_INITIALISED`` prove it to the parent.
+compiled ops. No GPU is used: ``GPU_FILES`` and ``CUDA_INITIALIZED`` prove it to the parent.
 
 Garbage collection is off meanwhile, and never visits afterwards what was loaded here: a collection in a rank would copy
 every page of the server's objects, 80 MB of them at stage 3.
@@ -18,7 +18,7 @@ import sys
 
 from ..records import json_files
 from ..records.rank_files import Assignment
-from ..system.processes import cuda_is_initialised, die_with_parent, open_gpu_files
+from ..system.processes import cuda_is_initialized, die_with_parent, open_gpu_files
 
 MODULES = (
     "torch",
@@ -87,8 +87,8 @@ else:
 json_files.adapter(Assignment)
 GPU_FILES = open_gpu_files()
 """Device files for computing on a GPU that this process has open after preloading; ranks are forked only if none."""
-CUDA_INITIALISED = cuda_is_initialised()
-"""Whether preloading has initialised the CUDA driver; ranks are forked only if not."""
+CUDA_INITIALIZED = cuda_is_initialized()
+"""Whether preloading has initialized the CUDA driver; ranks are forked only if not."""
 # Text that is still buffered would be written again by every rank that is forked.
 with contextlib.suppress(OSError):  # the reader of the pipe has ended
     sys.stdout.flush()

@@ -293,7 +293,7 @@ def observe_nsys(steps: ProfiledSteps) -> Sequence[str]:
     steps_before = workload.warmup_steps + workload.num_steps
     window = inspection.nsys_window(steps_before)
     for number in inspection.profiled_steps(steps_before):
-        # Synchronised at both ends: kernels run later than they are launched, and would cross the window's bounds.
+        # Synchronized at both ends: kernels run later than they are launched, and would cross the window's bounds.
         if number == window.start:
             steps.synchronize()
             api.start()

@@ -253,7 +253,7 @@ class Fsdp2Engine(ReferenceEngine):
         # Blocks first: of the model fully_shard then takes the parameters that are in no block.
         for group in (*self._blocks, model):
             report_progress()
-            _materialise(group, names, dtype, device, seed)
+            _materialize(group, names, dtype, device, seed)
             fully_shard(group, mesh=mesh, mp_policy=policy)
         # Last: the optimizer takes the split parameters, which fully_shard puts in the place of the whole ones.
         super().__init__(model, config, device)
@@ -298,7 +298,7 @@ class Fsdp2Engine(ReferenceEngine):
                 yield name, offset[0] * math.prod(shape[1:]), part.to_local().detach().flatten()
 
 
-def _materialise(
+def _materialize(
     group: torch.nn.Module, names: Mapping[int, str], dtype: torch.dtype, device: torch.device, seed: int
 ) -> None:
     """Give a group's parameters their values on the device, in fp32, rounded to ``dtype`` as in the other rows."""

@@ -1,7 +1,7 @@
 """The training loop: warm-up and the measured window.
 
 A step is one optimizer step: ``grad_accum`` micro-batches forward and backward, then the update.
-Nothing is synchronised inside the window that plain DeepSpeed training would not synchronise.
+Nothing is synchronized inside the window that plain DeepSpeed training would not synchronize.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def test_every_size_and_pass_is_a_trial_of_its_own_and_a_row_of_every_table(
         assert "so no configuration can be recommended" in text  # no configuration is recommended by them
 
 
-def test_times_without_synchronization_are_labelled_wherever_they_are_shown(
+def test_times_without_synchronization_are_labeled_wherever_they_are_shown(
     scripted: ScriptedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "wrong.csv"

@@ -50,7 +50,7 @@ def run_line(line: str, *more: str, codes: tuple[int, ...] = (0,), variables: Ma
         (["plan", "--bogus"], ["plan", "--help"], 0),
         (["advice", "--configs", "bad.json"], ["check", "bad.json"], 1),
         (["run", "--configs", "bad.json", "--dry-run"], ["check", "{folder}/bad.json"], 1),
-        (["zero", "--axis", "colour=red"], ["axes"], 0),
+        (["zero", "--axis", "color=red"], ["axes"], 0),
         (["check", "fine.json", "--model", "qqqq"], ["models"], 0),
         (["advice", "--model", "uncountable"], ["models"], 0),
     ],
@@ -194,7 +194,7 @@ def test_commands_run_in_the_users_environment(name: str, tmp_path: Path, monkey
         environ = {**os.environ, **variables}
         return subprocess.run([*words, *more], env=environ, capture_output=True, text=True, check=False)
 
-    (axes,) = re.findall(r"List them with (.*)$", output("--axis", "colour=red").stderr)
+    (axes,) = re.findall(r"List them with (.*)$", output("--axis", "color=red").stderr)
     assert "overlap_comm" in run_line(axes, variables=variables)
     first = output(*small, "--profile", "nsys")
     (recorded,) = re.findall(r"--output=nsys_window (.*)$", first.stderr, re.MULTILINE)

@@ -79,7 +79,7 @@ def test_a_wrong_axis_is_an_error_with_the_nearest(subtests: pytest.Subtests) ->
         ("overlap_comm=", "for example, --axis overlap_comm=true,false"),
         ("overlap_com=true", "did you mean 'overlap_comm'?"),
         ("stage3_prefetch_bucket_size=1", "did you mean 'prefetch'?"),
-        ("colour=red", "list them with python -m ds_bench axes"),
+        ("color=red", "list them with python -m ds_bench axes"),
         ("overlap_comm=on", "did you mean true?"),
         ("overlap_comm=2", "give true or false"),
         ("buffers=small_bufers", "did you mean small_buffers?"),
@@ -140,7 +140,7 @@ def test_the_name_of_a_row_gives_its_values_back_and_other_names_stay() -> None:
     name = axis_rows.row_name("zero3", (big, on))
     assert name == "zero3+sub_group_size=1e8+overlap_comm=true"
     assert axis_rows.split_name(name) == ("zero3", (big, on))
-    assert axis_rows.split_name("zero3+colour=red") == ("zero3+colour=red", ())
+    assert axis_rows.split_name("zero3+color=red") == ("zero3+color=red", ())
 
 
 def test_axes_and_flags_that_set_one_thing_differently_contradict_each_other() -> None:

@@ -87,8 +87,8 @@ def test_a_trial_survives_json_whole_and_an_unknown_name_in_it_is_refused(subtes
     for part, name in (("workload", "precision"), ("workload", "loss"), ("placement", "accelerator")):
         with subtests.test(name), pytest.raises(InvalidValueError, match=name):
             json_files.build(Trial, {**stored, part: {**stored[part], name: "fp8"}})
-    with pytest.raises(InvalidValueError, match="colour"):
-        json_files.build(Trial, {**stored, "colour": "red"})
+    with pytest.raises(InvalidValueError, match="color"):
+        json_files.build(Trial, {**stored, "color": "red"})
 
 
 def test_the_key_follows_everything_that_decides_the_measurement_and_nothing_else() -> None:

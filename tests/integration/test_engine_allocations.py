@@ -249,7 +249,7 @@ def test_deepspeed_allocates_what_the_replay_says(
 ) -> None:
     """Every allocation: bytes, phase, whether on the default stream, their order, and what is live then.
 
-    There are three artefacts. In backward the trace's hooks on modules keep the gradients of a module's output until it
+    There are three artifacts. In backward the trace's hooks on modules keep the gradients of a module's output until it
     ends, and free the logits' gradient later. Torch's own operators are in another order than DeepSpeed's linear layers
     of stage 3, so in backward the model's allocations are compared without their order. And Gloo's threads may keep
     what was sent, a bucket or a larger gradient, for a moment after a collective, on a busy machine through a phase.

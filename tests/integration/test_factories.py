@@ -1,4 +1,4 @@
-"""The models of examples/own_models.py under DeepSpeed, DDP and FSDP2: predicted, labelled, and trained alike."""
+"""The models of examples/own_models.py under DeepSpeed, DDP and FSDP2: predicted, labeled, and trained alike."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _profile(workload: Workload, trials: list[Trial]) -> ModelProfile:
         ("bert", ("zero0",), {}),
     ],
 )
-def test_a_documented_factory_is_predicted_labelled_and_trained_alike(
+def test_a_documented_factory_is_predicted_labeled_and_trained_alike(
     example: str, rows: tuple[str, ...], work: dict[str, Any], launch: Launch
 ) -> None:
     sizes = {"batch_size": 2, "seq_length": 16, "num_steps": 2, "warmup_steps": 1}

@@ -122,9 +122,9 @@ def test_a_card_that_is_really_full_is_oom_and_says_what_was_free(run: Run) -> N
     assert "free" in rows[0]["error_details"]
 
 
-def test_preloading_leaves_the_driver_uninitialised() -> None:
+def test_preloading_leaves_the_driver_uninitialized() -> None:
     """Why ranks may be forked warm; NVML's own device files may be open."""
-    program = "from ds_bench.worker import preload; print(preload.GPU_FILES, preload.CUDA_INITIALISED)"
+    program = "from ds_bench.worker import preload; print(preload.GPU_FILES, preload.CUDA_INITIALIZED)"
     of_ranks = rank_environment.rank_environment(Placement(accelerator="cuda", num_gpus=1), os.environ)
     variables = {**os.environ, **of_ranks, "DS_BENCH_PARENT": str(os.getpid())}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=variables, check=False)
@@ -134,7 +134,7 @@ def test_preloading_leaves_the_driver_uninitialised() -> None:
 def test_a_driver_in_use_is_seen() -> None:
     program = (
         "import torch; torch.zeros(1, device='cuda'); from ds_bench.system import processes as p; "
-        "print(p.cuda_is_initialised(), any('uvm' in name for name in p.open_gpu_files()))"
+        "print(p.cuda_is_initialized(), any('uvm' in name for name in p.open_gpu_files()))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "True"]

@@ -201,7 +201,7 @@ def test_the_keyboard_reaches_everything_and_shows_where_it_is(opened: Opened) -
     assert all(style != "none" and width != "0px" for *_, style, width in seen)
 
 
-def test_page_and_charts_follow_the_colour_scheme(opened: Opened) -> None:
+def test_page_and_charts_follow_the_color_scheme(opened: Opened) -> None:
     """A chart has dark text on light paper and light text on dark paper: its darkest and lightest pixels differ."""
     driver = opened(samples.report(samples.zero_comparison()))
     for scheme in ("light", "dark"):

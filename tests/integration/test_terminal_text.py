@@ -19,15 +19,15 @@ from ds_bench.errors import DsBenchError
 from tests.support import fakes
 
 EVIL = "\x1b]52;c;ZWNobw==\x07\x1b[31m\u202edne\u2066\u0000\x9b2J\r\u2028\x85\ud800\U000e0041"
-"""A clipboard write, a colour, two changes of direction, NUL, C1, line ends of other kinds, half a surrogate, a tag."""
+"""A clipboard write, a color, two changes of direction, NUL, C1, line ends of other kinds, half a surrogate, a tag."""
 IN_FILES = EVIL.replace("\ud800", "")
 """Without the half surrogate, which the reader rejects as JSON."""
-OUR_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+OUR_COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def steering(text: str) -> list[str]:
-    """Signs that a terminal would act on, our own colours and line ends left out."""
-    plain = OUR_COLOURS.sub("", text)
+    """Signs that a terminal would act on, our own colors and line ends left out."""
+    plain = OUR_COLORS.sub("", text)
     return [hex(ord(sign)) for sign in plain if unicodedata.category(sign) in ("Cc", "Cf", "Cs") and sign != "\n"]
 
 

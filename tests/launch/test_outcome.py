@@ -134,7 +134,7 @@ def damaged(**changes: Any) -> str:
     "content",
     [
         "", VALID[: len(VALID) // 2], "null", '{"failure": {"rank": 1}}', damaged(rank=0), damaged(world_size=4),
-        damaged(colour="red"), damaged(step_seconds=[]), damaged(step_seconds=[0.1, -0.1]),
+        damaged(color="red"), damaged(step_seconds=[]), damaged(step_seconds=[0.1, -0.1]),
         damaged(losses=[float("nan")]), damaged(window_seconds=0),
     ],
 )  # fmt: skip

@@ -161,7 +161,7 @@ def test_who_ends_a_trial_and_when(world: World, case: str) -> None:
     assert world.killed == [(os.getpid(), signal.SIGUSR2)] * hung
 
 
-def test_process_that_is_not_ours_is_never_signalled(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_that_is_not_ours_is_never_signaled(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank on another node writes its own process id, which here may be anybody's."""
     monkeypatch.setattr(module.processes, "descendants", set)
     world.at(1, lambda: world.beat(0))

@@ -92,7 +92,7 @@ def test_short_name_finds_its_preset_unless_a_folder_has_that_name(
     assert preset("gpt2").name == "gpt2"
 
 
-def test_misspelt_name_is_answered_with_similar_presets() -> None:
+def test_misspelled_name_is_answered_with_similar_presets() -> None:
     meant = {
         "Llama-3.1-8B-Instruct": "meta-llama/Llama-3.1-8B",
         "gpt-2": "gpt2",

@@ -186,7 +186,7 @@ def test_varying_lengths_reserve_more_within_the_rule_and_the_longest_first_does
     assert rule.least_bytes == planned.predict().gpu_need.least_bytes
 
 
-def test_middle_layer_is_repeated_and_frees_what_its_neighbours_left() -> None:
+def test_middle_layer_is_repeated_and_frees_what_its_neighbors_left() -> None:
     """Worked by hand: each layer keeps one storage, which the next layer frees in forward or its own backward does."""
     trace = {
         "sizes": [{"bs": 1e6}],

@@ -85,8 +85,8 @@ def test_an_assignment_survives_its_file(tmp_path: Path) -> None:
         assignment.save(tmp_path, {"train_batch_size": 8})
         assert Assignment.load(tmp_path) == assignment
         assert json.loads((tmp_path / "ds_config.json").read_text()) == {"train_batch_size": 8}
-    with pytest.raises(ValueError, match="colour"):
-        Assignment.from_dict({**ASSIGNMENT.to_dict(), "colour": "red"})
+    with pytest.raises(ValueError, match="color"):
+        Assignment.from_dict({**ASSIGNMENT.to_dict(), "color": "red"})
 
 
 # ------------------------------------------------------------------ the beat

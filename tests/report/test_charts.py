@@ -242,14 +242,14 @@ def test_of_many_rows_the_recommended_one_is_drawn_with_a_star_though_it_is_the_
     assert alt_text.endswith("; 4 more rows.")
 
 
-def test_a_row_has_the_same_colour_in_every_overlay() -> None:
+def test_a_row_has_the_same_color_in_every_overlay() -> None:
     of = samples.many_rows(20)
     scatter, steps, losses = (draw(chart(of, name)) for name in ("pareto-device", "steps", "losses"))
     dots = {(line.get_xdata()[0], line.get_ydata()[0]): line.get_markeredgecolor() for line in scatter[0].lines}
-    colours = {label.text.replace("\n", " "): dots[label.x, label.y] for label in scatter[1].dot_labels}
-    assert len(colours) == comparison_charts.MAX_OVERLAID_ROWS
+    colors = {label.text.replace("\n", " "): dots[label.x, label.y] for label in scatter[1].dot_labels}
+    assert len(colors) == comparison_charts.MAX_OVERLAID_ROWS
     for _, drawing in (steps, losses):
-        assert {label: line.get_color() for line, label in drawing.legend[:-1]} == colours
+        assert {label: line.get_color() for line, label in drawing.legend[:-1]} == colors
 
 
 def test_rows_that_take_no_part_are_crossed_out_and_named() -> None:

@@ -46,7 +46,7 @@ def train(trial: Trial, folder: Path, number: int, rank: int) -> None:
     # Skip drawing the weights: DeepSpeed has no part in it.
     drawn = mock.patch("transformers.integrations.deepspeed.initialize_weights_zero3")
     adapters = mock.patch.object(model, "draw_matrix", lambda _name, shape, *_: torch.empty(shape, device="cpu"))
-    with library_versions.no_init_weights(), drawn, adapters, mock.patch.object(model, "reinitialise_weights"):
+    with library_versions.no_init_weights(), drawn, adapters, mock.patch.object(model, "reinitialize_weights"):
         kind = trial.configuration.engine
         built = model.build_model(trial.workload, dict(trial.ds_config), device, lambda: None, kind)
     for parameter in built.module.parameters():

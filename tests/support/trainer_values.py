@@ -1,6 +1,6 @@
 """Run as a child process: what the Trainer makes of DeepSpeed configurations with "auto".
 
-Reads a JSON list of cases from standard input and prints the list of finalised configurations, or of the errors.
+Reads a JSON list of cases from standard input and prints the list of finalized configurations, or of the errors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 
-def finalise(case: dict[str, Any]) -> dict[str, Any]:
+def finalize(case: dict[str, Any]) -> dict[str, Any]:
     from transformers import TrainingArguments
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
@@ -33,4 +33,4 @@ def finalise(case: dict[str, Any]) -> dict[str, Any]:
 if __name__ == "__main__":
     out = sys.stdout
     sys.stdout = sys.stderr
-    print(json.dumps([finalise(case) for case in json.load(sys.stdin)]), file=out)
+    print(json.dumps([finalize(case) for case in json.load(sys.stdin)]), file=out)

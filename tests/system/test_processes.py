@@ -52,17 +52,17 @@ extern "C" int cuDeviceGetCount(int *count) { *count = ready; return ready ? 0 :
 
 
 @pytest.mark.parametrize(
-    ("does", "initialised"),
+    ("does", "initialized"),
     [("pass", False), ("ctypes.CDLL(driver)", False), ("ctypes.CDLL(driver).cuInit(0)", True)],
-    ids=["not loaded", "loaded", "initialised"],
+    ids=["not loaded", "loaded", "initialized"],
 )
-def test_only_an_initialised_driver_forbids_a_fork(driver: Path, does: str, initialised: bool) -> None:
+def test_only_an_initialized_driver_forbids_a_fork(driver: Path, does: str, initialized: bool) -> None:
     program = (
         f"import ctypes; driver = {str(driver)!r}; {does}; "
-        "from ds_bench.system import processes; print(processes.cuda_is_initialised())"
+        "from ds_bench.system import processes; print(processes.cuda_is_initialized())"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(initialised)
+    assert done.stdout.strip() == str(initialized)
 
 
 def test_nvmls_device_files_do_not_forbid_a_fork_and_those_of_computing_do(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_every_sequence_comes_once_before_any_again_however_many_ranks_share_the
     assert sorted(numbers) == list(range(SEQUENCES))
     assert readers[0].sequence_numbers(10) == readers[0].sequence_numbers(0)
     assert [place for number in range(20) for place in single.sequence_numbers(number)] == numbers
-    # No sequence follows its neighbour.
+    # No sequence follows its neighbor.
     assert min(abs(a - b) for a, b in itertools.pairwise(numbers)) > SEQUENCES // 5
     assert reader(path, seed=7).sequence_numbers(0) != readers[0].sequence_numbers(0)
     for count in (1, 2, 3, 97, 1000):

@@ -12,11 +12,11 @@ def test_weights_depend_on_seed_and_name_and_not_on_the_order_of_building() -> N
     a, b = (torch.nn.ModuleDict({name: torch.nn.Linear(8, 8) for name in names}) for names in ("xy", "yx"))
     beats: list[None] = []
     for model in (a, b):
-        build.reinitialise_weights(model, seed=3, report_progress=lambda: beats.append(None))
+        build.reinitialize_weights(model, seed=3, report_progress=lambda: beats.append(None))
     assert len(beats) == 2 * 4, "each parameter is a sign of life"
     assert torch.equal(a["x"].weight, b["x"].weight)
     assert not torch.equal(a["x"].weight, a["y"].weight)
-    build.reinitialise_weights(b, seed=4)
+    build.reinitialize_weights(b, seed=4)
     assert not torch.equal(a["x"].weight, b["x"].weight)
 
 
