@@ -338,7 +338,8 @@ def test_facts_complete_the_rows_that_they_concern() -> None:
 def test_variables_of_env_reach_the_ranks_over_what_this_program_sets() -> None:
     options = fakes.options("zero", "--env", "NCCL_SOCKET_IFNAME=eth0", "--env", "MINE=a=b", "--env", "NAMED")
     options = replace(options, env=(*options.env, "PATH=/own"))  # this program puts the interpreter's before it
-    variables = trial_planner.make_run_plan([options], fakes.make_config, fakes.machine()).variables
+    machine = replace(fakes.machine(), variables={"NAMED": "own"})
+    variables = trial_planner.make_run_plan([options], fakes.make_config, machine).variables
     assert (variables["NCCL_SOCKET_IFNAME"], variables["GLOO_SOCKET_IFNAME"], variables["MINE"]) == (
         "eth0",
         "lo",

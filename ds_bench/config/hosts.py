@@ -159,15 +159,19 @@ def master_address(options: Options) -> str | None:
     return address
 
 
-def forwarded_names(options: Options) -> tuple[str, ...]:
-    """Return the names of ``--env``. Raises UsageError for a likely credential, because its value would be stored."""
+def forwarded_names(options: Options, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names of ``--env``. Raises UsageError for one that has no value, and for a likely credential, because
+    its value would be stored."""
     names = []
     for text in options.env:
-        name, _, value = text.partition("=")
+        name, has_value, value = text.partition("=")
         if not _VARIABLE.fullmatch(name) or not value.isprintable():
             raise UsageError(f"{options.say('env')} {name[:80]!r} is not a variable", remedy="write NAME or NAME=VALUE")
         if value and redaction.looks_secret(name, value):
             problem = f"{options.say('env')} {name}=… looks like a credential, which results would hold"
             raise UsageError(problem, remedy=f"export {name} and give only its name")
+        if not has_value and name not in environ:
+            problem = f"{options.say('env')} {name}: this variable is not set"
+            raise UsageError(problem, remedy=f"export {name}, or give {name}=VALUE")
         names.append(name)
     return tuple(dict.fromkeys(names))

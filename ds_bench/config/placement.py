@@ -44,7 +44,7 @@ def resolve_placement(options: Options, environ: Mapping[str, str], inventory: g
         hosts=tuple((name, len(numbers)) for name, numbers in hosts.items()),
         include=slots if selected else None,
         host_command=host_command(options, hosts),
-        forwarded_variables=forwarded_names(options),
+        forwarded_variables=forwarded_names(options, environ),
         master_addr=address or job.master_address(),
         master_port=options.master_port,
     )

@@ -124,10 +124,11 @@ def test_variables_of_env_hold_for_the_ranks_and_are_given_again_on_resume(
     scripted: ScriptedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MINE", "old")
+    monkeypatch.setenv("ONLY_NAMED", "own")
     given = ("--env", "MINE=a=b", "--env", "ONLY_NAMED")
     assert scripted.run("--stages", "0", *given) == 0
     assert os.environ["MINE"] == "a=b"
-    assert "ONLY_NAMED" not in os.environ
+    assert os.environ["ONLY_NAMED"] == "own"
     (trial,) = scripted.launcher.launched
     assert trial.placement.forwarded_variables == ("MINE", "ONLY_NAMED")
     assert scripted.resume() == 2

@@ -116,6 +116,7 @@ def test_wrong_flags_for_several_hosts_are_refused_in_one_line(tmp_path: Path, s
         (("--host-command", "{host}"), "does not say where the host's name goes"),
         (("--host-command", "ssh {host}\n"), "does not say where the host's name goes"),
         (("--env", "A B=1"), "--env 'A B' is not a variable. Write NAME or NAME=VALUE"),
+        (("--env", "NOWHERE"), "Export NOWHERE, or give NOWHERE=VALUE"),
         (("--env", "HF_TOKEN=hf_secret"), "Export HF_TOKEN and give only its name"),
     ):
         with subtests.test(flags), pytest.raises(UsageError) as error:
