@@ -261,6 +261,8 @@ class Parser(argparse.ArgumentParser):
         # Split before argparse checks each word against the choices. It refuses a text of nothing but commas.
         if action.nargs == "+" and action.choices is not None:
             arg_strings = [part for text in arg_strings for part in text.split(",") if part] or arg_strings
+            # A strategy may be given by its stage.
+            arg_strings = [f"zero{text}" if f"zero{text}" in action.choices else text for text in arg_strings]
         return super()._get_values(action, arg_strings)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

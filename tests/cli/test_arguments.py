@@ -186,6 +186,7 @@ def test_names_of_other_programs_mean_the_flag_wherever_it_is_and_are_in_the_hel
         ),
         ("--gradient_checkpointing True --fp16=true --bf16 False", "--activation-checkpointing --precision fp16"),
         ("--gradient_checkpointing false --max-seq-length 8", "--seq-length 8"),
+        ("--strategies 2,3", "--strategies zero2 zero3"),
     ):
         for name in ("zero", "offload", "ds_bench run", "ds_bench plan"):
             parser = PARSERS[name]
