@@ -157,8 +157,8 @@ def _differences(facts: Facts, environments: Mapping[str, Environment]) -> list[
 def require_connections(hosts: Hosts, placement: Placement) -> None:
     """Raise PreflightError if a firewall or a wrong address keeps ranks from meeting; they would wait for each other.
 
-    Every host connects to the first at the ranks' meeting point, and the first to every other: ranks also exchange
-    data directly.
+    Every host connects to the first at the ranks' meeting point, and to every other host: ranks also exchange data
+    directly.
     """
     first, *others = hosts.connections
     if not others:
@@ -170,7 +170,7 @@ def require_connections(hosts: Hosts, placement: Placement) -> None:
         _try_connections(first, others, address, port)
         for other, own in zip(others, addresses, strict=True):
             # At any free port: the ranks choose their own.
-            _try_connections(other, [first], own, 0)
+            _try_connections(other, [each for each in hosts.connections if each is not other], own, 0)
 
 
 def _try_connections(listener: HostConnection, others: Sequence[HostConnection], address: str, port: int) -> None:

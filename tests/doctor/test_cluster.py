@@ -156,6 +156,25 @@ def test_ranks_that_could_not_meet_are_told_at_once(monkeypatch: pytest.MonkeyPa
             cluster.require_connections(both, replace(here, master_port=1))
 
 
+def test_every_host_must_reach_every_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A firewall between the second and the third host would stop the ranks as surely as one before the first."""
+    here = replace(TWO, num_gpus=3, hosts=(("a", 1), ("b", 1), ("c", 1)), master_addr="127.0.0.1")
+    with Hosts(["a", "b", "c"], lambda _name: agent_words()) as hosts:
+        hosts.connect()
+        cluster.require_connections(hosts, here)
+        last, allowed = hosts.connections[2], iter((True, False))
+        send = last.send_request
+
+        def to_the_first_only(what: str, **values: Any) -> Any:
+            if what == "connect" and not next(allowed):
+                values["port"] = 1
+            return send(what, **values)
+
+        monkeypatch.setattr(last, "send_request", to_the_first_only)
+        with pytest.raises(PreflightError, match="c cannot connect to b at "):
+            cluster.require_connections(hosts, here)
+
+
 def test_doctor_checks_the_hosts_of_a_hostfile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gone = [sys.executable, "-c", "raise SystemExit('ssh: no route to host')"]
     commands = {"here": agent_words(), "gone": gone}
