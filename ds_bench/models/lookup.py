@@ -14,11 +14,12 @@ import contextlib
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from ..config.spec import ModelSource
 from ..errors import UsageError
@@ -28,6 +29,8 @@ from . import architectures, presets
 
 ANSWER_SECONDS = 3.0
 """Time that the Hub has to answer, including the look-up of its name."""
+_RETRY_SECONDS = 0.5
+"""Pause before the Hub is asked again, as one request in many fails."""
 _SIZES = ("largest_parameter", "max_positions", "vocabulary_size", "hidden_size")
 _OWN_FACTORY = "let a function of your own build it, with --model-factory package.module:function"
 _TRUE = {"1", "ON", "YES", "TRUE"}  # as huggingface_hub reads a switch (constants.py, ENV_VARS_TRUE_VALUES)
@@ -119,7 +122,8 @@ def _look_up(
         switches = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
         switch = next((name for name in switches if variables.get(name, "").upper() in _TRUE), None)
         endpoint = variables.get("HF_ENDPOINT") or "https://huggingface.co"
-        offline_reason = f"{switch} is set" if switch else connection_failure(endpoint)
+        address = f"{endpoint.rstrip('/')}/{quote(name)}/resolve/main/config.json"
+        offline_reason = f"{switch} is set" if switch else connection_failure(address)
         if offline_reason is not None:
             environment = {**environment, "HF_HUB_OFFLINE": "1"}  # the cache may have the model
     config = None
@@ -136,7 +140,7 @@ def _look_up(
             )
         if offline_reason is not None and facts["error"].startswith("OSError"):  # not in the cache either
             raise _unknown_model(name, option, offline_reason)
-        raise _unknown_model(name, option, f"the Hub does not have it: {facts['error']}")
+        raise _unknown_model(name, option, f"it cannot be read from the Hub: {facts['error']}")
     declared, built = facts["architectures"], facts["built_architecture"]
     if declared and built not in declared:
         raise UsageError(
@@ -213,7 +217,8 @@ def _unknown_model(name: str, option: str, why: str) -> UsageError:
 
 
 def send_request(address: str) -> None:
-    """Ask the address for its headers; even a refusal is an answer. Raises OSError or ValueError without one."""
+    """Ask the address for its headers; even a refusal is an answer. Raises OSError or ValueError without one, and if
+    the server is overloaded or broken."""
     import urllib.error
     import urllib.request
 
@@ -221,12 +226,14 @@ def send_request(address: str) -> None:
         urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=ANSWER_SECONDS).close()
     except urllib.error.HTTPError as error:
         error.close()
+        if error.code == 429 or error.code >= 500:
+            raise OSError(error.code, f"HTTP {error.code}, which may pass: try again") from None
 
 
 def connection_failure(
     address: str, request: Callable[[str], None] = send_request, seconds: float = ANSWER_SECONDS
 ) -> str | None:
-    """Return why the Hub cannot be reached, after ``seconds`` at most; None if it answers."""
+    """Return why the Hub cannot be reached, after two tries and ``seconds`` at most; None if it answers."""
     try:
         parts = urlsplit(address)
         host = parts.hostname if parts.scheme in ("http", "https") else None  # a file must not be opened
@@ -238,6 +245,10 @@ def connection_failure(
 
     def run() -> None:
         try:
+            with contextlib.suppress(Exception):
+                request(address)
+                return
+            time.sleep(_RETRY_SECONDS)
             request(address)
         except Exception as error:
             # Only the reason of urllib's errors: their text may hold the address, which may hold a password.

@@ -40,13 +40,14 @@ def test_factory_is_imported_before_anything_runs(tmp_path: Path, monkeypatch: p
             find(name, factory=True)
 
 
-class ClosesEveryConnection(socketserver.BaseRequestHandler):
-    """A Hub that cannot be used: each request ends without an answer."""
+class BrokenHub(socketserver.BaseRequestHandler):
+    """A Hub that cannot be used: each request gets the next of these answers."""
 
-    requests: ClassVar[list[object]] = []
+    answers: ClassVar[list[bytes]] = []
 
     def handle(self) -> None:
-        self.requests.append(self.request)
+        self.request.recv(4096)
+        self.request.sendall(self.answers.pop(0))
 
 
 def test_hub_that_does_not_answer_or_may_not_be_asked_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,14 +55,17 @@ def test_hub_that_does_not_answer_or_may_not_be_asked_is_named(monkeypatch: pyte
         find("nowhere/none")
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
-    with socketserver.TCPServer(("127.0.0.1", 0), ClosesEveryConnection) as server:
+    busy, found = (f"HTTP/1.0 {status}\r\n\r\n".encode() for status in ("503 Busy", "200 OK"))
+    monkeypatch.setattr(BrokenHub, "answers", [b"", busy, busy, found])
+    with socketserver.TCPServer(("127.0.0.1", 0), BrokenHub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        environment = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}"}
-        with pytest.raises(UsageError, match=r"and 127\.0\.0\.1 does not answer") as caught:
-            resolve_model("gpt2-huge", factory=False, trust_remote_code=False, environment=environment)
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        with pytest.raises(UsageError, match=r"and 127\.0\.0\.1 does not answer \(HTTP 503") as caught:
+            resolve_model("gpt2-huge", factory=False, trust_remote_code=False, environment={"HF_ENDPOINT": address})
+        assert "gpt2" in caught.value.remedy
+        assert len(BrokenHub.answers) == 2  # Transformers itself would try six times, with pauses
+        assert connection_failure(address) is None  # at the second try
         server.shutdown()
-    assert "gpt2" in caught.value.remedy
-    assert len(ClosesEveryConnection.requests) == 1  # Transformers itself would try six times, with pauses
 
 
 def test_hub_is_not_waited_for_and_no_file_or_password_is_shown() -> None:
