@@ -250,9 +250,15 @@ def latest_run(output_dir: Path = Path("results")) -> Path:
     runs = []
     for file in (output_dir / "runs").glob(f"*/{RECORDS_FILE}"):
         with contextlib.suppress(OSError):  # another user's
-            written = file.stat().st_mtime
-            lines, _, _torn = file.read_bytes().rpartition(b"\n")
-            _, known, last = lines.rpartition(b'"started_at": "')
+            written, size = file.stat().st_mtime, file.stat().st_size
+            # Usually in the last few bytes; the files of long sweeps are large.
+            known, last, end = b"", b"", 0
+            while not known and end < size:
+                end = 16 * end or 2**16
+                with file.open("rb") as handle:
+                    handle.seek(max(0, size - end))
+                    lines, _, _torn = handle.read().rpartition(b"\n")
+                _, known, last = lines.rpartition(b'"started_at": "')
             began = last.partition(b'"')[0].decode(errors="replace")
             runs.append((began if known else datetime.fromtimestamp(written, UTC).isoformat(), written, file.parent))
     if not runs:

@@ -327,4 +327,8 @@ def test_the_latest_run_is_found_by_its_trials_after_copying_and_after_a_resume(
     os.utime(later.folder / "records.jsonl", (1e9, 1e9))
     assert latest_run(tmp_path) == later.folder
     earlier.append(trial_of(3))
+    # Found before the records of many trials that did not run.
+    for _ in range(100):
+        earlier.append(fakes.failure(fakes.trial(), "Skipped"))
+    os.utime(earlier.folder / "records.jsonl", (1e9, 1e9))
     assert latest_run(tmp_path) == earlier.folder
