@@ -1,5 +1,4 @@
-"""The numbers of one trial: :class:`Row`, as JSON and CSV hold them (docs/metrics.md), and :class:`Run`, a row with its
-record.
+"""The columns of JSON and CSV (:class:`Row`, docs/metrics.md), computed from a record, and :class:`Run`, a row with it.
 
 A column is declared once, with its meaning, source and unit. ``_gb`` is 2**30 bytes, ``_ms`` milliseconds; None means
 not measured.

@@ -1,4 +1,4 @@
-"""Says before anything runs what a row of a comparison would not train as its configuration says.
+"""Checks rows before the run: ignored keys, configurations that cannot run here, and settings without effect.
 
 DeepSpeed accepts most of it silently. An unknown key is the user's mistake (:func:`check_keys`), a configuration that
 cannot run here makes a row Unsupported (:func:`unsupported_reason`), and a setting without effect becomes a caveat

@@ -1,4 +1,4 @@
-"""The hosts of a job on several: whether each can be reached, has what the others have, and is ready for the plan.
+"""Checks the hosts of a job on several: each can be reached, has what the others have, and is ready for the plan.
 
 Each host is checked by its agent (``launch.host_connections``), which starts :mod:`.checks` there.
 """

@@ -1,4 +1,4 @@
-"""Folders on disks: for NVMe offload (which disk, direct I/O, free space, speed) and for checkpoints (free space)."""
+"""Checks folders for NVMe offload (disk, direct I/O, free space, speed) and for checkpoints (free space)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The host and its GPUs.
+"""Checks the host (memory and its limits, swap, shared and locked memory, cores) and its GPUs.
 
-Of the host: memory and its limits, swap, shared memory, locked memory, cores. Of each GPU: free memory and
-its users, persistence mode, clocks and what lowers them.
+Of each GPU: free memory and its users, persistence mode, clocks and what lowers them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The software: packages within their ranges, the programs that build DeepSpeed's ops, and the ops themselves.
+"""Checks the software: packages within their ranges, the programs that build DeepSpeed's ops, and the ops themselves.
 
 Torch runs the C++ compiler and ninja each time it loads an op, even one that is built already
 (torch/utils/cpp_extension.py, ``_write_ninja_file_and_build_library``): without them no op can be used.

@@ -1,5 +1,4 @@
-"""Reads the GPUs while a trial runs, whichever launcher runs it: free memory before it, and clocks, temperature and
-power in its measured steps."""
+"""Reads the GPUs while a trial runs: free memory before it, and clocks, temperature and power in its measured steps."""
 
 from __future__ import annotations
 

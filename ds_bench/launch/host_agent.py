@@ -1,9 +1,9 @@
-"""The agent of a host: ``python -m ds_bench.launch.host_agent``, started by :mod:`.host_connections`.
+"""The agent on each host of a run on several: starts that host's ranks, watches and ends them, and sends their files.
 
-It answers requests on standard input, one JSON object a line: ``{"id": 1, "request": "environment", …}`` by
-``{"id": 1, "result": …}`` or ``{"id": 1, "error": "…"}``. It starts the ranks of its host and sends their files to the
-run. When its input ends, or nothing has come for 15 s, it ends every process that belongs to the run on this host,
-removes what it has created, and ends itself.
+:mod:`.host_connections` starts it as ``python -m ds_bench.launch.host_agent``. It answers requests on standard input,
+one JSON object a line: ``{"id": 1, "request": "environment", …}`` by ``{"id": 1, "result": …}`` or
+``{"id": 1, "error": "…"}``. When its input ends, or nothing has come for 15 s, it ends every process that belongs to
+the run on this host, removes what it has created, and ends itself.
 """
 
 from __future__ import annotations

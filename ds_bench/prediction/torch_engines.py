@@ -1,8 +1,7 @@
-"""Computes the memory of one rank without DeepSpeed: of torch's own engines, DistributedDataParallel and FSDP2, and of
-a model's passes without an optimizer.
+"""Computes the memory of one rank of torch's own engines, DDP and FSDP2, and of passes without an optimizer.
 
-Written from torch 2.13, ``worker/reference_engines.py``. Both engines keep fp32
-parameters, gradients and moments and no further master copy.
+Written from torch 2.13 and ``worker/reference_engines.py``. Both engines keep parameters, gradients and moments in fp32
+and no further master copy.
 """
 
 from __future__ import annotations

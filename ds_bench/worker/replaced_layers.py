@@ -1,4 +1,4 @@
-"""Replaces the loss or the MLPs of a causal language model by code that gives the same and takes less memory.
+"""Replaces the loss or the MLPs of a causal language model by code with the same result that takes less memory.
 
 A Transformers model converts its logits to fp32, keeps their log-softmax for the backward pass, and there makes two
 more tensors of that size: 12 bytes for each token and each word of the vocabulary, at long sequences more than all
