@@ -190,7 +190,7 @@ class Comparison:
     device_capacity_bytes: int | None = None
     """Memory of the smallest GPU, real or emulated; None on the CPU accelerator."""
     host_capacity_bytes: int | None = None
-    """Memory of the host or of its cgroup, whichever is less; None if no environment is known."""
+    """Memory of the smallest host, or of its cgroup if that is less; None if no environment is known."""
 
     @property
     def accelerator(self) -> str | None:
@@ -363,7 +363,7 @@ def _means(rows: Sequence[ComparisonRow]) -> dict[str, list[RunMean]]:
     """The successful runs of every row, each with its position among all of them by the time of its start.
 
     ``started_at`` has a resolution of one second; runs of one second are ordered by round and by position in the round.
-    If neither is known, as in comparisons of earlier versions, they have the same position.
+    Runs of a file without either have the same position.
     """
 
     def round_of(run: Run) -> int:
@@ -450,7 +450,7 @@ def comparison_caveats(rows: Sequence[Sequence[Run]], environments: Sequence[Env
     if any(each.accelerator == "cuda" for each in placements) and any(is_wsl(host.kernel) for host in hosts):
         caveats.append(Caveat(CaveatKind.WSL))
     for environment in environments:
-        for number, host in enumerate(environment.hosts or (environment,)):
+        for number, host in enumerate(environment.hosts_of_ranks):
             slots = {slot for each in placements for slot in each.slots_of_node(number)}
             where = f" on {host.hostname}" if environment.hosts else ""
             for gpu in (gpu for slot, gpu in enumerate(host.gpus) if slot in slots):
@@ -530,7 +530,7 @@ def device_capacity_bytes(runs: Sequence[Run], environments: Sequence[Environmen
         sizes = [
             gpu.memory_total_bytes
             for environment in environments
-            for host in environment.hosts or (environment,)
+            for host in environment.hosts_of_ranks
             for gpu in host.gpus
         ]
     limits = [run.trial.placement.gpu_memory_limit_bytes for run in on_gpus]
@@ -538,6 +538,7 @@ def device_capacity_bytes(runs: Sequence[Run], environments: Sequence[Environmen
 
 
 def host_capacity_bytes(environments: Sequence[Environment]) -> int | None:
-    """Memory of the host or of its cgroup, whichever is less; None if no environment is known."""
-    sizes = [(each.host_memory_bytes, each.cgroup_memory_limit_bytes) for each in environments]
+    """Memory of the smallest host, or of its cgroup if that is less; None if no environment is known."""
+    hosts = [host for environment in environments for host in environment.hosts_of_ranks]
+    sizes = [(each.host_memory_bytes, each.cgroup_memory_limit_bytes) for each in hosts]
     return min((size for pair in sizes for size in pair if size), default=None)

@@ -196,7 +196,7 @@ def _runs_of_rows(rows: Sequence[Row], file: Path, environment: Environment | No
     keys = [(row.trial_id, row.repeat, row.started_at, row.wall_seconds) for row in rows]
     if len(set(keys)) < len(keys) or stored.keys() != set(keys):
         return ()
-    hosts = () if environment is None else environment.hosts or (environment,)
+    hosts = () if environment is None else environment.hosts_of_ranks
     # A row names only one card.
     whole = whole or len({(gpu.name, gpu.memory_total_bytes) for host in hosts for gpu in host.gpus}) > 1
     runs = []
@@ -304,6 +304,11 @@ _MOST_GPUS = 1024
 """Maximum number of GPUs per host, so that a damaged row cannot create millions of objects."""
 _MOST_RANKS = 2**20
 """The same for a job."""
+_WORKLOAD_COLUMNS = (
+    "batch_policy", "seq_policy", "pass_type", "synchronized", "vocab_size", "dropout", "lora", "freeze",
+    "batch_size", "seq_length", "grad_accum", "activation_checkpointing",
+)  # fmt: skip
+"""Columns that have the name of a field of the workload."""
 _preset = cache(find_preset)
 
 
@@ -328,15 +333,8 @@ def _trial(row: Row) -> Trial:
         raise ValueError(f"num_nodes is {nodes} and num_gpus {ranks}")
     if row.pass_type not in (None, *get_args(PassType)):
         raise ValueError(f"pass_type is {row.pass_type!r}")
-    workload: dict[str, Any] = {
-        name: value
-        for name in (
-            *("batch_policy", "seq_policy", "pass_type", "synchronized", "vocab_size", "dropout"),
-            *("lora", "freeze"),
-            *("batch_size", "seq_length", "grad_accum", "activation_checkpointing"),
-        )
-        if (value := getattr(row, name)) is not None
-    }
+    columns = {name: getattr(row, name) for name in _WORKLOAD_COLUMNS}
+    workload: dict[str, Any] = {name: value for name, value in columns.items() if value is not None}
     point = json.loads(row.point or "{}")
     if not isinstance(point, dict):
         raise ValueError("point is not a JSON object")

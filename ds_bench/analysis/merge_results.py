@@ -1,4 +1,4 @@
-"""Puts several results together: what compares is merged into groups.
+"""Merges several results into groups of rows that may stand in one table, with their repeats pooled.
 
 Rows of equal workload, placement and method form a group, and their repeats are runs of one row. Results of different
 environments form groups of their own, whose titles name the differences; a run that was given twice counts once.
@@ -22,6 +22,8 @@ from .load_results import Result
 if TYPE_CHECKING:
     from .row import Row, Run
 
+_VARIED = ("ds_config", "name", "engine", "variables", "repeat", "inspection")
+"""Facts and roles (``config.identity``) in which rows of one group may differ."""
 _MAX_DIFFERENCES_IN_TITLE = 3
 """A note names all of them."""
 
@@ -82,8 +84,7 @@ class _GroupBuilder:
     def same_request(self, other: _GroupBuilder) -> bool:
         """Whether workload and placement are equal, apart from what each row is there to show."""
         ours, theirs = self.first.trial, other.first.trial
-        varied = may_differ(ours, theirs)
-        leave_out = ("ds_config", "name", "engine", "variables", "repeat", "inspection", *varied)
+        leave_out = (*_VARIED, *may_differ(ours, theirs))
         return work_key(ours, leave_out=leave_out) == work_key(theirs, leave_out=leave_out)
 
     def environment_differences(self, other: _GroupBuilder) -> list[str]:
@@ -101,8 +102,7 @@ class _GroupBuilder:
     def differences(self, other: _GroupBuilder) -> Iterator[str]:
         """Return all differences, first of the environments."""
         yield from self.environment_differences(other)
-        leave_out = ("ds_config", "name", "engine", "variables", "repeat", "inspection")
-        found = differences(*(facts(each.first.trial, leave_out=leave_out) for each in (self, other)))
+        found = differences(*(facts(each.first.trial, leave_out=_VARIED) for each in (self, other)))
         methods = [each.first.row.method_version for each in (self, other)]
         if methods[0] != methods[1]:
             found.append(Difference("method of measurement", *methods))

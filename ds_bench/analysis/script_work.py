@@ -32,18 +32,14 @@ def with_work_caveats(runs: Sequence[Run]) -> list[Run]:
             key = work_key(run.trial, leave_out=("config", "name", "variables", "repeat", "inspection"))
             groups.setdefault(key, []).append(index)
     for indices in groups.values():
-        reference = _reference([runs[index] for index in indices])
+        # The first run of each row, in order; the reference is the one that did the work of most others.
+        rows = list({runs[index].trial.configuration.name: runs[index] for index in reversed(indices)}.values())[::-1]
+        reference = max(rows, key=lambda run: sum(not any(_differences(run, other)) for other in rows))
         for index in indices:
             found = [caveat for caveat in _differences(reference, runs[index]) if caveat not in runs[index].caveats]
             if found:
                 compared[index] = runs[index].with_row(caveats=(*runs[index].caveats, *found))
     return compared
-
-
-def _reference(runs: Sequence[Run]) -> Run:
-    """The run that did the work of most rows; among equals the first."""
-    rows = list({run.trial.configuration.name: run for run in reversed(runs)}.values())[::-1]
-    return max(rows, key=lambda run: sum(not any(_differences(run, other)) for other in rows))
 
 
 def _differences(reference: Run, run: Run) -> Iterator[Caveat]:

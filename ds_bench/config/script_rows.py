@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import UsageError
 from .axes import AXES
 from .configuration_files import ConfigurationFile
-from .deepspeed_config import Config, apply_changes, json_values
+from .deepspeed_config import apply_changes, json_values
 from .spec import OFFLOAD_BLOCKS, Configuration, Strategy
 
 _FIELDS_IN_FILE = {"batch_size", "grad_accum", "precision"}
@@ -32,7 +32,13 @@ def make_script_row(
         problem = f"zero_optimization of {file.path} is {zero!r}, not a block"
         raise UsageError(problem, remedy='write {"stage": N}')
     if isinstance(origin, Strategy):
-        config["zero_optimization"] = _with_layout(zero, origin)
+        # The stage and offload devices of the strategy; what else the file sets in the block stays.
+        zero = {**zero, "stage": origin.stage}
+        for name, device in zip(OFFLOAD_BLOCKS, (origin.offload_optimizer, origin.offload_param), strict=True):
+            own = zero.pop(name, None)
+            if device != "none":
+                zero[name] = {**(own if isinstance(own, dict) else {}), "device": device}
+        config["zero_optimization"] = zero
         config = apply_changes(config, *changes)
         if (stage := config["zero_optimization"]["stage"]) != origin.stage:
             problem = f"--set gives zero_optimization.stage {stage!r} to the row {origin.label}"
@@ -44,16 +50,6 @@ def make_script_row(
         source="file",
         file_text=file.text,
     )
-
-
-def _with_layout(zero: Config, strategy: Strategy) -> Config:
-    """Return a ``zero_optimization`` block with the stage and offload of a strategy; other settings stay."""
-    edited = {**zero, "stage": strategy.stage}
-    for name, device in zip(OFFLOAD_BLOCKS, (strategy.offload_optimizer, strategy.offload_param), strict=True):
-        own = edited.pop(name, None)
-        if device != "none":
-            edited[name] = {**(own if isinstance(own, dict) else {}), "device": device}
-    return edited
 
 
 def require_config_axes(names: Sequence[str]) -> None:

@@ -20,10 +20,9 @@ ConfigSource = Literal["command", "accelerate_env", "override"]
 """How a row's configuration reaches the script: ``{config}`` in its command, Accelerate's variables, or by replacing
 the one that the script gives to DeepSpeed."""
 OWN_KEYS = (
-    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler"),
-    *("bf16", "bfloat16", "fp16", "torch_autocast"),
-    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
-)
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler",
+    "bf16", "bfloat16", "fp16", "torch_autocast", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+)  # fmt: skip
 """Keys that stay the script's where its configuration is replaced; ``ds_bench_script_hook`` has them a second time."""
 PLACEHOLDERS = ("config", "row", "stage", "num_gpus", "output_dir", "micro_batch", "grad_accum")
 _NAMES = "|".join(PLACEHOLDERS)
@@ -32,21 +31,15 @@ _LAUNCHERS = re.compile(r"python[\d.]*|torchrun|deepspeed|accelerate")
 _LAUNCHING_MODULES = ("torch.distributed.", "accelerate", "deepspeed")
 """Beginnings of the names of modules that start ranks."""
 _REFUSED = (
-    *("model.name", "model.factory", "model.trust_remote_code", "training.local_batch_size"),
-    *("training.global_batch_size", "training.seq_len", "training.grad_accum", "training.precision"),
-    *(
-        "training.activation_checkpointing",
-        "training.dropout",
-        "training.lora",
-        "training.freeze",
-        "training.seed",
-        "training.pass_type",
-        "training.synchronized",
-    ),
-    *("configurations.keep_batch", "configurations.common_batch", "dataset", "dataloader", "optimizer", "profiling"),
-    *("launch.cpu_memory_limit", "launch.gpu_memory_limit", "launch.skip_predicted_oom", "output.monitor"),
-    *("output.checkpoint", "output.checkpoint_path"),
-)
+    "model.name", "model.factory", "model.trust_remote_code",
+    "training.local_batch_size", "training.global_batch_size", "training.seq_len", "training.grad_accum",
+    "training.precision", "training.activation_checkpointing", "training.dropout", "training.lora", "training.freeze",
+    "training.seed", "training.pass_type", "training.synchronized",
+    "configurations.keep_batch", "configurations.common_batch",
+    "dataset", "dataloader", "optimizer", "profiling",
+    "launch.cpu_memory_limit", "launch.gpu_memory_limit", "launch.skip_predicted_oom",
+    "output.monitor", "output.checkpoint", "output.checkpoint_path",
+)  # fmt: skip
 """Keys of recipes, and sections, that describe the built-in training loop."""
 
 

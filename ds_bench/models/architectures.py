@@ -194,7 +194,13 @@ class _Builder:
         """Add the sections of a family, and of those that it contains."""
         family = _read()["families"][model_type]
         config = {**family["defaults"], **config}
-        self._require(family, config)
+        differing = [key for key, value in family.get("requires", {}).items() if config.get(key, value) != value]
+        differing += [key for key, other in family.get("equal", ()) if config.get(key, config[other]) != config[other]]
+        if differing:
+            raise UsageError(
+                f"{self.name}: its config sets {differing[0]} to {config[differing[0]]}, unknown to the formulas",
+                remedy="with torch and Transformers it is built without memory and counted: install ds-compare[run]",
+            )
         if not prefix:
             self.config = config
             nested = (config.get("text_config") or {}) if family.get("tied_by_text") else {}
@@ -233,15 +239,6 @@ class _Builder:
                 remedy="take a model of another family, or measure it with a factory: --model-factory",
             )
         return {**_read()["families"][part["model_type"]]["defaults"], **part}
-
-    def _require(self, family: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-        differing = [key for key, value in family.get("requires", {}).items() if config.get(key, value) != value]
-        differing += [key for key, other in family.get("equal", ()) if config.get(key, config[other]) != config[other]]
-        if differing:
-            raise UsageError(
-                f"{self.name}: its config sets {differing[0]} to {config[differing[0]]}, unknown to the formulas",
-                remedy="with torch and Transformers it is built without memory and counted: install ds-compare[run]",
-            )
 
     def _add_section(
         self, section: Mapping[str, Any], family: Mapping[str, Any], config: Mapping[str, Any], prefix: str

@@ -1,9 +1,9 @@
 """Predicts, without running anything, how many bytes a trial takes per GPU, per node's host memory and on NVMe.
 
-Model states and DeepSpeed's buffers follow DeepSpeed's code (``stages_0_to_2``, ``stage_3``), activations were measured
-(``model_profile``). Two terms are assumptions: the memory of the CUDA context and NCCL outside torch's allocator, and
-the memory that a process needs for its libraries. ``fit_verdict`` judges whether a GPU is large enough; ``what_if``
-finds what would make a trial fit.
+Model states and DeepSpeed's buffers follow DeepSpeed's code (``stages_0_to_2``, ``stage_3``). Activations come from the
+profile of the model (``model_profile``), measured or by formula. Two terms are assumptions: the memory of the CUDA
+context and NCCL outside torch's allocator, and the memory that a process needs for its libraries. ``fit_verdict``
+judges whether a GPU is large enough; ``what_if`` finds what would make a trial fit.
 """
 
 from __future__ import annotations
@@ -13,9 +13,14 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from ..config.deepspeed_config import PRECISION_BLOCKS, is_deepcompiled, sequence_parallel_size, tensor_parallel_size
-from ..config.spec import Engine, Placement, Precision, Workload, block_of
-from ..records.schema import Tier
+from ..config.deepspeed_config import (
+    is_deepcompiled,
+    sequence_parallel_size,
+    tensor_parallel_size,
+    trained_precision,
+)
+from ..config.spec import Engine, Placement, Workload, block_of
+from ..records.schema import Tier, largest_by_category
 from ..units import from_gb
 from . import stage_3, stages_0_to_2, torch_engines
 from .fit_verdict import DOES_NOT_FIT, FITS, TIGHT, UNKNOWN, DecidingPhase, GpuNeed
@@ -231,7 +236,15 @@ def predict(
     def fullest_moment() -> str:
         return max(moments, key=lambda name: sum(moments[name].get(tier, {}).values()))
 
-    ledger, in_step = _largest_by_category(moments), fullest_moment()  # as in a run, whose ledger is counted in a step
+    # As in a run, whose ledger is counted in a step, without temporary tensors.
+    counted = [
+        {
+            each: {name: size for name, size in row.items() if size and name not in UNCOUNTED}
+            for each, row in held.items()
+        }
+        for held in moments.values()
+    ]
+    ledger, in_step = largest_by_category(*counted), fullest_moment()
     if inputs.settings.stage == 3 and engine == "deepspeed" and not workload.zero_init:
         # The whole model in every rank's host memory, and whole on its GPU before it is split.
         whole = inputs.element * inputs.profile.all_parameters
@@ -293,9 +306,11 @@ def inputs_of(
     profile: ModelProfile, workload: Workload, placement: Placement, ds_config: Mapping[str, Any], engine: Engine
 ) -> MemoryInputs:
     """Return what decides the memory of one rank; see ``predict``."""
+    # Under torch_autocast parameters are in fp32, whatever the workload trains in.
+    blocks = {name: block_of(ds_config, name) for name in ("bf16", "fp16") if name in ds_config}
     return MemoryInputs(
         profile=profile.for_variant(variant_of(workload, ds_config, engine)),
-        precision=_precision(workload, ds_config),
+        precision=trained_precision(blocks, "fp32" if "torch_autocast" in ds_config else workload.precision),
         data_parallel_size=placement.num_gpus,
         grad_accum=int(ds_config.get("gradient_accumulation_steps", workload.grad_accum)),
         accelerator=placement.accelerator,
@@ -330,16 +345,6 @@ def _terms(
         "context": CONTEXT_BYTES,
         "nccl": communicators * each,
     }
-
-
-def _precision(workload: Workload, ds_config: Mapping[str, Any]) -> Precision:
-    if block_of(ds_config, "bf16").get("enabled"):
-        return "bf16"
-    if block_of(ds_config, "fp16").get("enabled"):
-        return "fp16"
-    # With only torch_autocast, parameters are in fp32. A block that is present but not enabled means fp32 too, because
-    # ``complete_config`` then adds no other.
-    return "fp32" if any(name in ds_config for name in PRECISION_BLOCKS) else workload.precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -435,14 +440,3 @@ def _moments(inputs: MemoryInputs, sizes: _Activations) -> dict[str, Ledger]:
         "reduce": bare["reduced"],
         **{name: bare[name] for name in ("flatten", "update", "initialize") if name in bare},
     }
-
-
-def _largest_by_category(moments: Mapping[str, Ledger]) -> Ledger:
-    """Return the largest value of each category that the ledger of a run holds, at any moment."""
-    peak: Ledger = {}
-    for ledger in moments.values():
-        for tier, row in ledger.items():
-            for name, size in row.items():
-                if name not in UNCOUNTED and size:
-                    peak.setdefault(tier, {})[name] = max(size, peak.get(tier, {}).get(name, 0))
-    return peak

@@ -61,7 +61,7 @@ class MemoryCapacity:
         Of several hosts the smallest counts; their host memory is unknown until their environments are.
         """
         ranks = placement.ranks_per_node
-        environments = environment.hosts or (environment,)
+        environments = environment.hosts_of_ranks
         used = [
             gpu
             for number, each in enumerate(environments)

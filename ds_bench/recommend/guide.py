@@ -93,7 +93,7 @@ _PLACES = {
 
 
 def advice_lines(
-    configuration: Configuration, *, parameters: int, num_gpus: int, precision: Precision, grad_accum: int = 1
+    configuration: Configuration, *, parameters: int, num_gpus: int, precision: Precision, grad_accum: int
 ) -> list[str]:
     """Return the label of a configuration, then lines on when to use it and what it moves, saves and costs.
 

@@ -38,9 +38,9 @@ INTERRUPTED = "Interrupted"
 NO_ENGINE = "NoEngine"
 ENDED_EARLY = "EndedEarly"
 STATUSES = (
-    *(SUCCESS, OOM, OOM_HOST, OOM_DISK, KILLED, TIMEOUT, CRASHED, UNSUPPORTED, SKIPPED, INTERRUPTED),
-    *(NO_ENGINE, ENDED_EARLY),
-)
+    SUCCESS, OOM, OOM_HOST, OOM_DISK, KILLED, TIMEOUT, CRASHED, UNSUPPORTED, SKIPPED, INTERRUPTED, NO_ENGINE,
+    ENDED_EARLY,
+)  # fmt: skip
 """Besides these, a status is the class name of an exception raised in a rank (docs/metrics.md, "How a trial ends")."""
 
 _SIGNS = {SUCCESS: "✅", SKIPPED: "⏭️", INTERRUPTED: "⏹️"}
@@ -489,6 +489,16 @@ class TrialRecord:
 def measured_values(measurements: Sequence[object], name: str) -> list[Any]:
     """Return the values of one field of several ranks, runs or steps, without those that were not measured."""
     return [value for each in measurements if (value := getattr(each, name)) is not None]
+
+
+def largest_by_category(*ledgers: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    """Return the most bytes in each tier and category of ledgers taken at several moments."""
+    peak: dict[str, dict[str, int]] = {}
+    for ledger in ledgers:
+        for tier, row in ledger.items():
+            for category, size in row.items():
+                peak.setdefault(tier, {})[category] = max(size, peak.get(tier, {}).get(category, 0))
+    return peak
 
 
 def ranks_of_nodes(ranks: Sequence[RankMeasurement]) -> dict[str, list[RankMeasurement]]:

@@ -115,10 +115,11 @@ def answer_text(plan: MemoryPlan) -> str:
             text = f"{', '.join(counts)}; {best.label} is the simplest{f', but {tightly}' if tightly else ''}: {needs}"
         text += _without_offload(plan, trial)
     elif unknown := next((row for row in plan.rows if row.verdict == UNKNOWN), None):
-        text = (
-            f"not known, because {_not_counted(unknown.prediction)}; "
-            f"without that {unknown.label} takes {_needs(unknown.trial, unknown.prediction)}"
-        )
+        prediction = unknown.prediction
+        why = f"activations are not counted: {prediction.unknown}"
+        if prediction.unknown is None:
+            why = f"the prediction leaves out {format_list(prediction.gpu_need.unknowns)}"
+        text = f"not known, because {why}; without that {unknown.label} takes {_needs(unknown.trial, prediction)}"
     else:
         text = f"{plan.rows[0].label} does not fit" if len(plan.rows) == 1 else "nothing fits"
         if plan.unknown:
@@ -184,12 +185,6 @@ def gpu_range(need: GpuNeed) -> str:
     """Return the two figures in GB, the second ``?`` if something is not counted; one if they are the same."""
     least, reserved = _gb(need.least_bytes), "?" if need.is_lower_bound else _gb(need.reserved_bytes)
     return least if reserved == least else f"{least}–{reserved}"
-
-
-def _not_counted(prediction: Prediction) -> str:
-    if prediction.unknown is not None:
-        return f"activations are not counted: {prediction.unknown}"
-    return f"the prediction leaves out {format_list(prediction.gpu_need.unknowns)}"
 
 
 def plan_lines(plan: MemoryPlan, width: int, *, verbose: bool) -> Iterator[str]:
@@ -322,27 +317,24 @@ def _category_table(plan: MemoryPlan) -> Table:
         Column("GPU GB by category", lambda row: row.label),
         *(Column(heading, cell(names)) for heading, names in _CATEGORIES.items()),
     ]
-    notes = [
-        f"Other and {format_gigabytes(PROCESS_BYTES)} of host memory per rank are assumptions; the rest is computed"
-    ]
-    if plan.num_gpus > 1:
-        low, high = map(format_gigabytes, NCCL_RANGE_BYTES)
-        notes.append(
-            f"{low} to {high} per NCCL communicator has been reported: if a card is nearly full, measure it "
-            "(gpu_outside_allocator_gb of a run)"
-        )
-    return replace(make_table(columns, plan.rows, always=len(columns)), notes=[*_term_notes(plan), *notes])
-
-
-def _term_notes(plan: MemoryPlan) -> Iterator[str]:
-    """Yield a note per term that is part of a category: its size, or its size in each strategy that has it."""
+    # A note per term that is part of a category: its size, or its size in each strategy that has it.
+    notes = []
     for name, text in _TERMS.items():
         sizes = {row.label: row.prediction.terms.get(name, 0) for row in plan.rows}
         named = [f"{label} {_gb(size)}" for label, size in sizes.items() if size]
         if len(set(sizes.values())) == 1 and named:
             named = [format_gigabytes(next(iter(sizes.values())))]
         if named:
-            yield f"{text}: {', '.join(named)}"
+            notes.append(f"{text}: {', '.join(named)}")
+    process = format_gigabytes(PROCESS_BYTES)
+    notes.append(f"Other and {process} of host memory per rank are assumptions; the rest is computed")
+    if plan.num_gpus > 1:
+        low, high = map(format_gigabytes, NCCL_RANGE_BYTES)
+        notes.append(
+            f"{low} to {high} per NCCL communicator has been reported: if a card is nearly full, measure it "
+            "(gpu_outside_allocator_gb of a run)"
+        )
+    return replace(make_table(columns, plan.rows, always=len(columns)), notes=notes)
 
 
 def _host_table(plan: MemoryPlan) -> Table:

@@ -35,8 +35,8 @@ _WIDEST = 200
 _WIDEST_TEXT = 80
 _TIERS = {"gpu": "GPU memory", "cpu": "Host memory", "nvme": "NVMe swap files"}
 
-Row = tuple[str, str, str, str]
-"""What changed, its value in both rows, and the change or what it acts on."""
+Cells = tuple[str, str, str, str]
+"""One line of a table: what changed, its value in both rows, and the change or what it acts on."""
 
 
 def explanation_tables(difference: RowDifference) -> list[Table]:
@@ -165,7 +165,7 @@ def _tier_text(tier: TierDifference) -> str:
     return "Tensors in host memory" if counts_tensors else _TIERS[tier.tier]
 
 
-def _memory_rows(difference: RowDifference) -> Iterator[Row]:
+def _memory_rows(difference: RowDifference) -> Iterator[Cells]:
     for tier in difference.memory:
         moment = "predicted peak" if tier.predicted else "between steps" if tier.moment == "after_step" else "peak"
         yield _size_row(f"{_tier_text(tier)}, {moment}, {tier.scope}", tier.a_bytes, tier.b_bytes)
@@ -188,7 +188,7 @@ def _memory_rows(difference: RowDifference) -> Iterator[Row]:
             yield _size_row(f"  {phase.replace('_', ' ')}", pair.a or 0, pair.b or 0)
 
 
-def _size_row(what: str, a: float, b: float) -> Row:
+def _size_row(what: str, a: float, b: float) -> Cells:
     return what, format_bytes(a), format_bytes(b), "same" if _is_same(a, b) else signed(b - a)
 
 
@@ -205,15 +205,15 @@ def _category(name: str, tier: TierDifference) -> str:
 # ------------------------------------------------------------------ time
 
 
-def _time_rows(difference: RowDifference) -> Iterator[Row]:
+def _time_rows(difference: RowDifference) -> Iterator[Cells]:
     time = difference.time
     if time is None:
         return
 
-    def milliseconds(what: str, pair: Pair) -> Row:
+    def milliseconds(what: str, pair: Pair) -> Cells:
         return what, _ms(pair.a), _ms(pair.b), "" if pair.difference is None else signed(pair.difference, _ms)
 
-    def counts(what: str, pair: Pair) -> Row:
+    def counts(what: str, pair: Pair) -> Cells:
         return what, format_rate(pair.a), format_rate(pair.b), ""
 
     yield milliseconds("Step", time.step_seconds)
@@ -272,7 +272,7 @@ def _traffic(row: ComparisonRow) -> str | None:
 # ------------------------------------------------------------------ settings and savings
 
 
-def _key_rows(difference: RowDifference) -> Iterator[Row]:
+def _key_rows(difference: RowDifference) -> Iterator[Cells]:
     """The keys that were set differently, and those that follow from them and act on memory that changed."""
     changed = {
         each.category

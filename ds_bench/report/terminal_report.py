@@ -9,7 +9,7 @@ from typing import IO
 from ..analysis import provenance
 from ..analysis.comparison import Comparison, ComparisonRow
 from ..analysis.intervals import FEWEST_RUNS
-from ..config.caveats import UNSTABLE_KINDS, Caveat, CaveatKind
+from ..config.caveats import UNSTABLE_KINDS, Caveat, CaveatKind, has_kind
 from ..recommend.message_templates import format_list
 from ..recommend.remedies import failed_run
 from ..records.schema import status_text
@@ -198,7 +198,7 @@ def report_lines(report: ComparisonReport, width: int, unicode: bool) -> list[Li
     shown += [] if recommendation.alternative is None else [str(recommendation.alternative)]
     shown += notes_that_matter(report)
     shown += _notes_of_rows(report.comparison, lambda caveat: caveat.kind in _SHOWN_KINDS)
-    if any(caveat.kind is CaveatKind.CPU_ACCELERATOR for caveat in report.comparison.caveats):
+    if has_kind(report.comparison.caveats, CaveatKind.CPU_ACCELERATOR):
         shown.append(combined_table.CPU_LINE)
     notes = []
     for text in shown:
@@ -247,12 +247,15 @@ def notes_that_matter(report: ComparisonReport) -> list[str]:
     for row in comparison.rows:
         if row.differences:
             notes.append(f"{row.label}: no ratio, as rows differ in {'; '.join(row.differences)}.")
-    serious = lambda caveat: caveat.disqualifying or caveat.kind is CaveatKind.OTHER_TRAINING  # noqa: E731
-    notes += _notes_of_rows(comparison, serious, without=other_key)
+    notes += _notes_of_rows(
+        comparison,
+        lambda caveat: caveat.disqualifying or caveat.kind is CaveatKind.OTHER_TRAINING,
+        without=other_key,
+    )
     general = [caveat for caveat in comparison.caveats if caveat.kind in _GENERAL_KINDS]
     notes += [f"{caveat.text[0].upper()}{caveat.text[1:]}." for caveat in general]
     undecided = bool(report.recommendation.undecided)
-    too_few = any(caveat.kind is CaveatKind.TOO_FEW_REPEATS for caveat in comparison.caveats)
+    too_few = has_kind(comparison.caveats, CaveatKind.TOO_FEW_REPEATS)
     if too_few and report.recommendation.choice is not None and not undecided:
         notes.append(f"Rows with fewer than {FEWEST_RUNS} runs: differences marked ? are not tested.")
     notes += _notes_of_rows(comparison, lambda caveat: caveat.kind in _ROW_KINDS)

@@ -98,6 +98,11 @@ class Environment:
     """For a job on several hosts, the environment of each in rank order; the outer one is the launching host's."""
 
     @property
+    def hosts_of_ranks(self) -> tuple[Environment, ...]:
+        """The environment of each host that has ranks: this one, unless the job is on several hosts."""
+        return self.hosts or (self,)
+
+    @property
     def complete(self) -> bool:
         """Whether all facts were read from the host, not only hardware and versions."""
         return bool(self.hostname)

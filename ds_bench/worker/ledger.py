@@ -239,16 +239,6 @@ def gradient_hooks(
             handle.remove()
 
 
-def largest_by_category(*ledgers: Ledger) -> Ledger:
-    """Return the most bytes in each tier and category of ledgers taken at several moments."""
-    peak: Ledger = {}
-    for ledger in ledgers:
-        for tier, row in ledger.items():
-            for category, size in row.items():
-                peak.setdefault(tier, {})[category] = max(size, peak.get(tier, {}).get(category, 0))
-    return peak
-
-
 def swapped_bytes(folder: str | None, rank: int) -> dict[str, int]:
     """Return this rank's swapped bytes by category (swap_tensor/optimizer_utils.py, partitioned_param_swapper.py).
 

@@ -18,6 +18,7 @@ from ..config.caveats import Caveat, CaveatKind
 from ..config.deepspeed_config import is_deepcompiled
 from ..config.spec import PassType
 from ..records.rank_files import Assignment, HeartbeatWriter
+from ..records.schema import largest_by_category
 from . import ledger, library_versions, measured_memory, training_loop
 from . import model as build
 from .batches import has_token_per_position, prepare_batches
@@ -294,7 +295,7 @@ def _measure_phases_and_ledger(trainer: training_loop.Trainer, assignment: Assig
     engine.step()
     grad_norm = training_loop.reported_grad_norm(engine) if reports_norm else grad_norm
     after_step = ledger.count_storages(engine)
-    peak = ledger.largest_by_category(inside_backward, before_step.ledger, after_step.ledger)
+    peak = largest_by_category(inside_backward, before_step.ledger, after_step.ledger)
     for tier, size in activations.items():
         peak.setdefault(tier, {})["activations"] = size
     stored = ledger.swapped_bytes(assignment.swap_folder, torch.distributed.get_rank())

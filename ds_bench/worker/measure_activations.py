@@ -56,7 +56,7 @@ _ZERO = sympy.ImmutableMatrix.zeros(len(TERMS), 1)
 """The polynomial without terms."""
 _MIN_PARAMETER_FRACTION = 0.1
 """Of a model's parameters: from here on a list of modules is taken for its blocks."""
-_FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _OWN_NUMBERS = ("layer_idx", "layer_id", "layer_number", "idx")
 """Attributes that differ between blocks of one kind: each block's position in the model."""
 
@@ -86,15 +86,15 @@ def measure(request: Mapping[str, Any], report_partial: Callable[[Answer], None]
         if autocast and answer:  # the same whatever the weights' number format would be without it
             answer["formats"][precision] = next(iter(answer["formats"].values()))
             continue
-        # Where weights are frozen, stage 3 keeps more than other stages (_linear_of_stage_3). The model is built again,
+        # Where weights are frozen, stage 3 keeps more than other stages (linear_of_stage_3). The model is built again,
         # since fitting changes it.
-        for key, linear in (("formats", contextlib.nullcontext()), ("stage_3_formats", _linear_of_stage_3())):
+        for key, linear in (("formats", contextlib.nullcontext()), ("stage_3_formats", linear_of_stage_3())):
             if key == "stage_3_formats" and (autocast or not answer.get("frozen")):
                 continue
-            model, make_batch = build_fake_model(request, torch.float32 if autocast else _FORMATS[precision])
+            model, make_batch = build_fake_model(request, torch.float32 if autocast else FORMATS[precision])
             blocks = build.find_blocks(model, _MIN_PARAMETER_FRACTION if is_whole else 0.0)
             if not answer:
-                answer = _count_tensors(model, len(blocks)) if is_whole else {"tensors": _split_by_layer(model, blocks)}
+                answer = _count_tensors(model, len(blocks)) if is_whole else {"tensors": split_by_layer(model, blocks)}
                 answer["formats"] = {}
                 if is_whole:
                     report_partial(answer)
@@ -126,7 +126,7 @@ def _fit_activations(
 
     def fit_peak(batches: tuple[int, int]) -> dict[str, Any]:
         large = [(batch_size, sequence) for batch_size in batches for sequence in sequences]
-        peak = _fit(large, [model.loss_peak_bytes(*size, of_loss_alone=name != "model") for size in large])
+        peak = fit_polynomial(large, [model.loss_peak_bytes(*size, of_loss_alone=name != "model") for size in large])
         # Of the peak what is not kept for the backward pass anyway.
         return plain.by_layer(model.layers, peak - plain.measured)
 
@@ -134,7 +134,7 @@ def _fit_activations(
         fits: dict[str, Any] = {
             "plain": plain.by_layer(model.layers),
             "loss": fit_peak(LOSS_BATCHES),
-            "largest_layer": {"fixed": _name_terms(plain.largest_block), "per_layer": {}},
+            "largest_layer": {"fixed": name_terms(plain.largest_block), "per_layer": {}},
         }
     if name == "tiled" or (name == "chunked" and not on_cuda):
         with _loss_in_parts(name, of_fixed_size=True):
@@ -163,7 +163,7 @@ def adapt_tiled_loss() -> None:
 
 
 @contextlib.contextmanager
-def _linear_of_stage_3() -> Iterator[None]:
+def linear_of_stage_3() -> Iterator[None]:
     """Linear layers as zero.Init replaces them (runtime/zero/linear.py): they keep their input though its weight is
     frozen, which torch's own do not. Of a trained weight both keep it."""
     from deepspeed.runtime.zero.linear import zero3_linear_wrap
@@ -210,7 +210,7 @@ def build_fake_model(
         if request.get("factory"):
             from transformers import PreTrainedModel
 
-            with no_init_weights(), _converting_fake_parameters():
+            with no_init_weights(), converting_fake_parameters():
                 model, make_batch = build.call_factory(request["factory"])
                 for module in model.modules():
                     if isinstance(module, PreTrainedModel):
@@ -224,7 +224,7 @@ def build_fake_model(
 
 
 @contextlib.contextmanager
-def _converting_fake_parameters() -> Iterator[None]:
+def converting_fake_parameters() -> Iterator[None]:
     """Make ``Module.to`` replace parameters: it swaps their contents in place, which fake tensors do not allow."""
     converted: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}  # tied parameters stay tied
 
@@ -272,7 +272,7 @@ def _build_from_config(request: Mapping[str, Any], dtype: torch.dtype, layers: i
     return model
 
 
-def _split_by_layer(model: torch.nn.Module, layers: list[torch.nn.Module]) -> dict[str, list[int]]:
+def split_by_layer(model: torch.nn.Module, layers: list[torch.nn.Module]) -> dict[str, list[int]]:
     """Elements of the tensors before, in one of, and after the layers, in DeepSpeed's order."""
     parameters = list(model.parameters())
     in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
@@ -310,7 +310,7 @@ class _ShortenedModel:
         make_batch: build.MakeBatch | None,
         blocks: list[torch.nn.Module],
         *,
-        autocast: bool = False,
+        autocast: bool,
     ) -> None:
         self.model, self._make_batch, self._autocast = model, make_batch, autocast
         self.layers = max(1, len(blocks))
@@ -346,7 +346,7 @@ class _ShortenedModel:
             self._forward(self._make_fake_batch(batch_size, sequence))
         return shares
 
-    def loss_peak_bytes(self, batch_size: int, sequence: int, *, of_loss_alone: bool = False) -> int:
+    def loss_peak_bytes(self, batch_size: int, sequence: int, *, of_loss_alone: bool) -> int:
         """Peak of live activations and temporaries from the first operation to the first parameter's gradient.
 
         ``of_loss_alone``: from the output layer on, as what the layers before it take for a moment may be more than a
@@ -479,8 +479,8 @@ class _SavedBytes:
     @classmethod
     def measure(cls, model: _ShortenedModel, sizes: list[tuple[int, int]]) -> _SavedBytes:
         shares_by_size = [model.saved_bytes(*size) for size in sizes]
-        measured = _fit(sizes, [sum(shares) for shares in shares_by_size])
-        by_block = [_fit(sizes, [shares[n] for shares in shares_by_size]) for n in range(len(model.blocks))]
+        measured = fit_polynomial(sizes, [sum(shares) for shares in shares_by_size])
+        by_block = [fit_polynomial(sizes, [shares[n] for shares in shares_by_size]) for n in range(len(model.blocks))]
         weighted = list(zip(model.weights, by_block, strict=True))
         largest_size = sympy.Matrix(_monomials(*sizes[-1]))
         return cls(
@@ -496,8 +496,8 @@ class _SavedBytes:
     def by_layer(self, layers: int, extra: Any = _ZERO) -> dict[str, Any]:
         """``fixed`` + layers × ``per_layer``, the mean of the blocks. ``extra``: further bytes, outside the blocks."""
         return {
-            "fixed": _name_terms(self.total - self.in_blocks + extra),
-            "per_layer": _name_terms(self.in_blocks / layers),
+            "fixed": name_terms(self.total - self.in_blocks + extra),
+            "per_layer": name_terms(self.in_blocks / layers),
         }
 
 
@@ -511,9 +511,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Views and operations in place return a storage that is there already.
-        inputs = {identity for identity, _ in _storages((args, kwargs))}
+        inputs = {identity for identity, _ in storages((args, kwargs))}
         result = function(*args, **(kwargs or {}))
-        for identity, storage in _storages(result):
+        for identity, storage in storages(result):
             if identity not in inputs and identity not in self._known:
                 size = storage.nbytes()
                 self._known.add(identity)
@@ -532,14 +532,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now -= size
 
 
-def _storages(values: Any) -> Iterator[tuple[int, torch.UntypedStorage]]:
+def storages(values: Any) -> Iterator[tuple[int, torch.UntypedStorage]]:
     for item in tree_flatten(values)[0]:
         if isinstance(item, torch.Tensor):
             storage = item.untyped_storage()
             yield int(storage._cdata), storage
 
 
-def _fit(sizes: list[tuple[int, int]], values: list[int]) -> Any:
+def fit_polynomial(sizes: list[tuple[int, int]], values: list[int]) -> Any:
     """Coefficients of ``TERMS`` that give exactly these values at as many sizes (batch, sequence): a column vector."""
     return _inverse(tuple(sizes)) * sympy.Matrix(values)
 
@@ -553,7 +553,7 @@ def _monomials(batch_size: int, sequence: int) -> tuple[int, ...]:
     return (1, sequence, sequence**2, batch_size, batch_size * sequence, batch_size * sequence**2)
 
 
-def _name_terms(coefficients: Any) -> dict[str, float | int]:
+def name_terms(coefficients: Any) -> dict[str, float | int]:
     """The coefficients by name, without zeros."""
     return {t: int(v) if v.is_integer else float(v) for t, v in zip(TERMS, coefficients, strict=True) if v}
 

@@ -67,7 +67,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether each storage is of one tile of a tiled loss."""
         self._tile_tokens = tile_tokens
         self._known: dict[int, int] = {}
-        self._parameters = {storage for storage, _ in measure_activations._storages(parameters)}
+        self._parameters = {storage for storage, _ in measure_activations.storages(parameters)}
 
     def note(self, *event: int) -> None:
         self.segments[-1][1].append(list(event))
@@ -86,7 +86,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._known.get(int(tensor.untyped_storage()._cdata), -1)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = {identity for identity, _ in measure_activations._storages((args, kwargs))}
+        inputs = {identity for identity, _ in measure_activations.storages((args, kwargs))}
         result = function(*args, **(kwargs or {}))
         temporaries = []
         if "flash_attention_for_cpu_backward" in function._schema.name:
@@ -96,7 +96,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             temporaries = [self.allocate(rows * width), self.allocate(rows)]
         tensors = [each for each in tree_flatten(result)[0] if isinstance(each, torch.Tensor)]
         is_of_tile = self.segments[-1][0] == "H" and any(self._tile_tokens in each.shape for each in tensors)
-        for identity, storage in measure_activations._storages(result):
+        for identity, storage in measure_activations.storages(result):
             if identity not in inputs and identity not in self._known and identity not in self._parameters:
                 self._known[identity] = self.allocate(storage.nbytes(), is_of_tile=is_of_tile)
                 weakref.finalize(storage, self._free, identity)
@@ -114,15 +114,15 @@ def trace(request: Mapping[str, Any], precision: str) -> dict[str, Any]:
     Raises ValueError if the events depend on the size, or the layers do not lie together, and what the model raises.
     """
     autocast = bool(request.get("autocast"))
-    dtype = torch.float32 if autocast else measure_activations._FORMATS[precision]
+    dtype = torch.float32 if autocast else measure_activations.FORMATS[precision]
     model, _ = measure_activations.build_fake_model(request, dtype, LAYERS)
     choice = trained_parameters.read_choice(request.get("lora"), request.get("freeze"))
     if choice is not None:
         fake_mode = next(model.parameters()).fake_mode  # type: ignore[attr-defined]
-        with fake_mode, measure_activations._converting_fake_parameters():
+        with fake_mode, measure_activations.converting_fake_parameters():
             build.choose_trained(model, choice, seed=0)
     blocks = build.find_blocks(model, 0.0)
-    tensors = measure_activations._split_by_layer(model, blocks)
+    tensors = measure_activations.split_by_layer(model, blocks)
     if request["checkpointing"]:
         build.enable_checkpointing(model)
     replaced_layers.install_loss(model, request.get("loss", "model"))
@@ -130,7 +130,7 @@ def trace(request: Mapping[str, Any], precision: str) -> dict[str, Any]:
         measure_activations.adapt_tiled_loss()
     tracer, numbers = _install(model, blocks)
     sizes = [(batch, length) for batch in measure_activations.BATCHES for length in request["sequences"]]
-    with measure_activations._linear_of_stage_3() if request.get("efficient_linear") else contextlib.nullcontext():
+    with measure_activations.linear_of_stage_3() if request.get("efficient_linear") else contextlib.nullcontext():
         how = {"autocast": autocast, "loss_name": request.get("loss", "model")}
         runs = [_run(model, tracer, numbers, *size, **how) for size in sizes]
     segments = runs[0][0]
@@ -139,7 +139,7 @@ def trace(request: Mapping[str, Any], precision: str) -> dict[str, Any]:
     table: dict[str, int] = {}
     polynomials, of_tiles = [], tracer[0].of_tiles
     for values, is_of_tile in zip(zip(*(bytes_ for _, bytes_ in runs), strict=True), of_tiles, strict=True):
-        terms = measure_activations._name_terms(measure_activations._fit(sizes, list(values)))
+        terms = measure_activations.name_terms(measure_activations.fit_polynomial(sizes, list(values)))
         if is_of_tile:
             terms = {"t": terms.pop("bs"), **terms}
         polynomials.append(table.setdefault(json.dumps(terms), len(table)))

@@ -370,3 +370,7 @@ def test_the_hosts_capacity_is_the_tighter_of_machine_and_cgroup(subtests: pytes
         with subtests.test(host=host, cgroup=cgroup):
             facts = fakes.environment(host_memory_bytes=host, cgroup_memory_limit_bytes=cgroup)
             assert compared(ran(0), on=(facts,)).host_capacity_bytes == capacity
+    # On several hosts it is the smallest of these: the launching host need not be among them.
+    hosts = tuple(fakes.environment(host_memory_bytes=size) for size in (256, 128))
+    several = fakes.environment(host_memory_bytes=64, hosts=hosts)
+    assert compared(ran(0), on=(several,)).host_capacity_bytes == 128

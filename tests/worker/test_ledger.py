@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ds_bench.records.schema import largest_by_category
 from ds_bench.worker import ledger, measured_memory
 
 
@@ -39,7 +40,7 @@ def test_activations_are_what_autograd_saves_without_the_parameters() -> None:
 
 def test_the_peak_of_two_ledgers_is_taken_cell_by_cell() -> None:
     first, second = {"cpu": {"a": 1, "b": 5}}, {"cpu": {"a": 3}, "gpu": {"c": 2}}
-    assert ledger.largest_by_category(first, second) == {"cpu": {"a": 3, "b": 5}, "gpu": {"c": 2}}
+    assert largest_by_category(first, second) == {"cpu": {"a": 3, "b": 5}, "gpu": {"c": 2}}
 
 
 def engine_of(module: torch.nn.Module, stage: int, optimizer: object) -> SimpleNamespace:
