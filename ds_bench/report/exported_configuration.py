@@ -40,7 +40,7 @@ from ..system.environment import Environment
 from ..system.files import write_text
 from ..system.redaction import REDACTED, redacted_keys
 from .comparison_report import ComparisonReport
-from .memory_plan import PlanRow
+from .memory_plan import PlanRow, gpu_range
 from .table_layout import code_block, escape, escape_unprintable, inline_code
 
 RAW_FILE = "ds_config.json"
@@ -109,10 +109,15 @@ def write_planned_rows(rows: Sequence[PlanRow], folder: Path) -> list[str]:
             continue
         trial, placement = row.trial, row.trial.placement
         nodes = -(-placement.num_gpus // (trial.ranks_per_node or placement.num_gpus))
-        doubt = "Planned, not run: it is predicted to fit."
+        need = row.prediction.gpu_need
+        doubt = f"Planned, not run: it is predicted to {'fit' if row.verdict == FITS else 'be tight'}"
+        if need.method == "rule":
+            doubt += ", by a rule and without a replay of its allocations"
+            doubt += f" (because of {need.not_replayed})" if need.not_replayed else ""
         if row.verdict == TIGHT:
             risk = "retry allocations or run out" if "gpu" in row.decisive_tiers else "fill the host's memory"
-            doubt = f"Planned, not run: it is predicted to be tight, and may {risk}."
+            doubt += f", and may {risk}"
+        doubt += f": {gpu_range(need)} GB per GPU."
         if trial.configuration.uses_nvme:
             doubt += f" {placement.nvme_path} stands for your NVMe folder."
         if nodes > 1:

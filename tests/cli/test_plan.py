@@ -288,13 +288,18 @@ def test_every_row_that_fits_is_exported_and_a_tight_one_says_so(
     asked = ["plan", "--model", "gpt2-xl", "--num-gpus", "16", "--gpu", "10GB", "--batch-size", "1"]
     asked += ["--strategies", "zero0", "zero3", "nvme", "fsdp2", "--export", str(tmp_path / "out")]
     found = rows(capsys, *asked, "--axis", "overlap_comm=false")
-    verdicts = {name.replace("+", "_").replace("=", "_"): row["verdict"] for name, row in found.items()}
+    verdicts, methods = (
+        {name.replace("+", "_").replace("=", "_"): row[field] for name, row in found.items()}
+        for field in ("verdict", "method")
+    )
     assert verdicts.pop("fsdp2") == "fits"
     assert sorted(verdicts.values()) == ["does not fit", "fits", "tight"]
     folders = {folder.name.removeprefix("ds_config_"): folder for folder in (tmp_path / "out").iterdir()}
     assert folders.keys() == {name for name, verdict in verdicts.items() if verdict != "does not fit"}
     for name, folder in folders.items():
-        assert ("tight" in (folder / "README.md").read_text()) == (verdicts[name] == "tight")
+        words = (folder / "README.md").read_text().split()
+        assert ("tight," in words) == (verdicts[name] == "tight")
+        assert ("rule" in words) == (methods[name] == "rule")
         names = {"ds_config.json", "ds_config_trainer.json", "ds_config_accelerate.json", "accelerate.yaml"}
         assert {file.name for file in folder.iterdir()} == {*names, "README.md"}
         config = json.loads((folder / "ds_config.json").read_text())
