@@ -132,7 +132,7 @@ def _enough_positive_values(values: Sequence[float]) -> bool:
     return len(values) >= FEWEST_RUNS and all(math.isfinite(value) and value > 0 for value in values)
 
 
-def _satterthwaite(variances: Sequence[float], freedoms: Sequence[int]) -> float:
+def _satterthwaite(variances: Sequence[float], freedoms: Sequence[float]) -> float:
     """Degrees of freedom of a sum of estimated variances: (Σ v)² / Σ (v² / f). The sum of ``freedoms`` if all are 0."""
     total = math.fsum(variances)
     if total == 0:
@@ -195,7 +195,7 @@ class RowRatios:
     def __init__(self, rows: Mapping[str, Sequence[RunMean]], baseline: str | None) -> None:
         """Leave out rows with fewer than three runs or with a mean that is not positive and finite."""
         usable = {key: runs for key, runs in rows.items() if _enough_positive_values([run.mean for run in runs])}
-        # Consecutive, as RunDesign needs them: rows that are left out have no index.
+        # Consecutive, as RunFit needs them: rows that are left out have no index.
         self._index = {key: index for index, key in enumerate(usable)}
         self._baseline = baseline
         self._level = ERROR_RATE if len(usable) < 3 else _TABLE_LEVEL
@@ -206,8 +206,8 @@ class RowRatios:
             return
         indices = [self._index[key] for key, runs in usable.items() for _ in runs]
         runs = [run for row_runs in usable.values() for run in row_runs]
-        design = RunDesign(indices, [run.round for run in runs], [run.position for run in runs])
-        self._fit = design.fit([[math.log(run.mean) for run in runs]])
+        logs = [math.log(run.mean) for run in runs]
+        self._fit = RunFit(indices, [run.round for run in runs], [run.position for run in runs], logs)
         if baseline in self._index:
             self._from_baseline = {key: self._difference(key, baseline) for key in usable if key != baseline}
             levels = holm_levels([each.probability for each in self._from_baseline.values()], self._level)
@@ -231,7 +231,7 @@ class RowRatios:
         return self._difference(row, other).interval(self._level / math.comb(len(self._index), 2))
 
     def _difference(self, row: str, other: str) -> LogDifference:
-        return self._fit.differences(self._index[row], self._index[other])[0]
+        return self._fit.difference(self._index[row], self._index[other])
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,199 +288,139 @@ def holm_levels(probabilities: Sequence[float], family_level: float) -> list[flo
     return levels
 
 
-class RunDesign:
-    """Row, round and position of every run: everything known of runs besides their measured values."""
+class RunFit:
+    """The least-squares fit of the rows' levels, a trend and, if they differ, rounds to the runs of one comparison."""
 
-    def __init__(self, rows: Sequence[int], rounds: Sequence[int], positions: Sequence[float]) -> None:
-        """``rows``: for each run the index of its row; indices start at 0 and have no gaps."""
+    def __init__(
+        self, rows: Sequence[int], rounds: Sequence[int], positions: Sequence[float], logs: Sequence[float]
+    ) -> None:
+        """All of each run. ``rows``: indices from 0 without gaps. ``logs``: logarithms of the means."""
         import numpy as np
 
-        self.rows = np.asarray(rows)
-        self.run_counts = np.bincount(self.rows).astype(float)
+        self._rows, values = np.asarray(rows), np.asarray(logs, dtype=float)
+        self._counts = np.bincount(self._rows).astype(float)
         order = np.asarray(positions, dtype=float)
         # Scaled to a range of 1, like the columns of rounds. All positions are equal if no order is known.
         self._trend = ((order - order.mean()) / (np.ptp(order) or 1.0))[:, None]
         numbers = sorted(set(rounds))
-        use_blocks = 1 < len(numbers) <= _MAX_BLOCKS
         # One column of zeros and ones for each round but the first.
-        self._rounds = (np.asarray(rounds)[:, None] == np.asarray(numbers[1:])).astype(float) if use_blocks else None
-        self._covariates: dict[bytes, tuple[_Covariates, _Covariates | None]] = {}
-
-    def fit(self, logs: Any) -> RunFit:
-        """Fit the model. ``logs``: logarithms of the runs' means, one line for each of several independent data sets.
-
-        A comparison is one data set; simulations have thousands.
-        """
-        return RunFit(self, logs)
-
-    def row_means(self, values: Any) -> Any:
-        """Return the mean of each row. The last axis of ``values`` is the runs; that of the result is the rows."""
-        import numpy as np
-
-        sums = np.zeros((*values.shape[:-1], len(self.run_counts)))
-        index: Any = (..., self.rows)
-        np.add.at(sums, index, values)
-        return sums / self.run_counts
-
-    def covariates(self, noisy: Any) -> tuple[_Covariates, _Covariates | None]:
-        """Return the trend by itself, and trend with rounds; None for the latter if the runs cannot estimate both.
-
-        ``noisy``: for each row, whether it has its own noise variance; such rows do not count in the estimate.
-        """
-        import numpy as np
-
-        key = noisy.tobytes()
-        if key not in self._covariates:
-            trend, blocks = _Covariates(self, self._trend, noisy), None
-            if self._rounds is not None:
-                rounds_alone = _Covariates(self, self._rounds, noisy)
-                both = _Covariates(self, np.hstack([self._trend, self._rounds]), noisy)
-                # If the order within every round is the same, rounds and trend cannot be estimated together.
-                if both.rank > rounds_alone.rank and both.freedom >= _MIN_FREEDOM_WITH_BLOCKS:
-                    blocks = both
-            self._covariates[key] = trend, blocks
-        return self._covariates[key]
-
-
-class _Covariates:
-    """Columns that may influence a run's value besides its row, and their least-squares estimate."""
-
-    def __init__(self, design: RunDesign, columns: Any, noisy: Any) -> None:
-        import numpy as np
-
-        self.row_means = design.row_means(columns.T).T
-        self.within_rows = columns - self.row_means[design.rows]
-        """Deviations from the row means: the levels of the rows drop out of the estimate."""
-        # Runs of noisy rows become zeros, which change no slope.
-        counted = ~noisy[design.rows]
-        left, scales, right = np.linalg.svd(self.within_rows * counted[:, None], full_matrices=False)
-        # A column that others explain has a singular value near rounding error; with columns of range 1, an absolute
-        # limit is enough.
-        kept = scales > 1e-9
-        self.rank = int(kept.sum())
-        self.solution = (right[kept].T / scales[kept]) @ left[:, kept].T
-        """Pseudo-inverse: its product with the runs' values is the slopes."""
-        # Runs minus one level per row, minus the slopes.
-        self.freedom = int(counted.sum() - (~noisy).sum()) - self.rank
-
-    def variance_factor(self, row: int, other: int) -> float:
-        """Variance that the estimated slopes add to the difference of two rows, in units of the noise variance."""
-        import numpy as np
-
-        return float(np.sum(((self.row_means[row] - self.row_means[other]) @ self.solution) ** 2))
-
-
-class RunFit:
-    """The least-squares fit of rows, trend and, if they differ, rounds to each of several data sets.
-
-    Arrays have one line for each data set, and one column for each row or run.
-    """
-
-    def __init__(self, design: RunDesign, logs: Any) -> None:
-        import numpy as np
-
-        self._design = design
-        values = np.asarray(logs, dtype=float)
-        self._means = design.row_means(values)
-        self._within_rows = values - self._means[:, design.rows]
-        self._adjusted, self._variances, self._freedoms = (np.zeros_like(self._means) for _ in range(3))
-        self._has_blocks = np.zeros(len(values), dtype=bool)
-        self._noisy = np.zeros(self._means.shape, dtype=bool)
+        self._rounds = (np.asarray(rounds)[:, None] == np.asarray(numbers[1:])).astype(float)
+        self._may_have_blocks = 1 < len(numbers) <= _MAX_BLOCKS
+        self._means = self._row_means(values)
+        self._within_rows = values - self._means[self._rows]
+        self._noisy = np.zeros(len(self._counts), dtype=bool)
+        """Rows with a noise variance of their own; they do not count in trend, rounds and the common variance."""
         # The residuals of a first fit, with one variance for all rows, show the noisy rows.
-        self._find_noisy_rows(self._fit_sets(np.arange(len(values))))
-        self._covariates = []
-        # Data sets with the same noisy rows are fitted again together, without these rows in trend and variance.
-        for noisy in np.unique(self._noisy, axis=0):
-            sets = (self._noisy == noisy).all(axis=1)
-            self._covariates.append((sets, *design.covariates(noisy)))
-            if noisy.any():
-                self._fit_sets(np.nonzero(sets)[0])
-        # All other rows share one variance, which min() picks.
-        self._common_variance = np.where(self._noisy, np.inf, self._variances).min(axis=1)
+        self._noisy = self._find_noisy_rows(self._fit())
+        if self._noisy.any():
+            self._fit()
 
-    def _fit_sets(self, sets: Any) -> Any:
-        """Fit the data sets of these indices, which all have the same noisy rows.
+    def _row_means(self, values: Any) -> Any:
+        import numpy as np
 
-        Return the sum of squared residuals of each row.
-        """
+        return np.bincount(self._rows, values) / self._counts
+
+    def _covariates(self, columns: Any) -> _Covariates:
+        import numpy as np
+
+        means = np.stack([self._row_means(column) for column in columns.T], axis=1)
+        return _Covariates(means, columns - means[self._rows], self._noisy, ~self._noisy[self._rows])
+
+    def _fit(self) -> Any:
+        """Fit the model with the noisy rows found so far. Return the sum of squared residuals of each row."""
         import numpy as np
         from scipy.special import fdtri
 
-        noisy, within_rows = self._noisy[sets[0]], self._within_rows[sets]
-        trend, blocks = self._design.covariates(noisy)
-        counted = ~noisy[self._design.rows]
-        # With the trend only.
-        slopes = within_rows @ trend.solution.T
-        removed, residuals = slopes @ trend.row_means.T, within_rows - slopes @ trend.within_rows.T
-        freedom, has_blocks = np.full(len(sets), float(trend.freedom)), np.zeros(len(sets), dtype=bool)
-        if blocks is not None:
-            # With rounds as blocks too, kept if they explain more than chance would.
-            slopes = within_rows @ blocks.solution.T
-            residuals_with_blocks = within_rows - slopes @ blocks.within_rows.T
-            before, after = ((each[:, counted] ** 2).sum(axis=1) for each in (residuals, residuals_with_blocks))
-            spent = trend.freedom - blocks.freedom
-            # F test: ((before − after) / spent) / (after / freedom), multiplied out because ``after`` may be 0.
-            limit = fdtri(spent, blocks.freedom, 1 - _TEST_LEVEL)
-            has_blocks = (before - after) * blocks.freedom > limit * spent * after
-            removed = np.where(has_blocks[:, None], slopes @ blocks.row_means.T, removed)
-            residuals = np.where(has_blocks[:, None], residuals_with_blocks, residuals)
-            freedom[has_blocks] = blocks.freedom
-        # Each row's variance: its own if it is noisy, else the common one.
-        squares = self._design.row_means(residuals**2) * self._design.run_counts
-        own_freedom = self._design.run_counts - 1
-        common_variance = squares[:, ~noisy].sum(axis=1) / freedom
-        self._adjusted[sets] = self._means[sets] - removed
-        self._variances[sets] = np.where(noisy, squares / own_freedom, common_variance[:, None])
-        self._freedoms[sets] = np.where(noisy, own_freedom, freedom[:, None])
-        self._has_blocks[sets] = has_blocks
+        noisy, counted = self._noisy, ~self._noisy[self._rows]
+        self._used = trend = self._covariates(self._trend)
+        removed, residuals = trend.explain(self._within_rows)
+        if self._may_have_blocks:
+            both = self._covariates(np.hstack([self._trend, self._rounds]))
+            # If the order within every round is the same, rounds and trend cannot be estimated together.
+            if both.rank > self._covariates(self._rounds).rank and both.freedom >= _MIN_FREEDOM_WITH_BLOCKS:
+                # Rounds are blocks if they explain more than chance would.
+                removed_with_blocks, residuals_with_blocks = both.explain(self._within_rows)
+                before, after = (float((each[counted] ** 2).sum()) for each in (residuals, residuals_with_blocks))
+                spent = trend.freedom - both.freedom
+                # F test: ((before − after) / spent) / (after / freedom), multiplied out because ``after`` may be 0.
+                if (before - after) * both.freedom > fdtri(spent, both.freedom, 1 - _TEST_LEVEL) * spent * after:
+                    self._used, removed, residuals = both, removed_with_blocks, residuals_with_blocks
+        squares, own_freedom = self._row_means(residuals**2) * self._counts, self._counts - 1
+        self._adjusted = self._means - removed
+        self._common_variance = float(squares[~noisy].sum() / self._used.freedom)
+        self._variances = np.where(noisy, squares / own_freedom, self._common_variance)
+        self._freedoms = np.where(noisy, own_freedom, float(self._used.freedom))
         return squares
 
-    def _find_noisy_rows(self, squares: Any) -> None:
-        """Find the rows that vary far more than the others, noisiest first; leave at least two rows.
+    def _find_noisy_rows(self, squares: Any) -> Any:
+        """Return whether each row varies far more than the others; at least two rows do not.
 
         ``squares``: sums of squared residuals of a fit without noisy rows.
         """
         import numpy as np
         from scipy.special import fdtri
 
-        counts = self._design.run_counts
         # The degrees of freedom belong to all rows together: each row gets a share by its number of runs.
-        freedoms = self._freedoms * counts / counts.sum()
-        sets, noisy = np.arange(len(squares)), self._noisy
-        for _ in range(len(counts) - 2):
+        freedoms = self._freedoms * self._counts / self._counts.sum()
+        noisy = np.zeros(len(squares), dtype=bool)
+        for _ in range(len(squares) - 2):
             # -1 is below any variance: rows that were found are not found again.
-            noisiest = np.where(noisy, -1.0, squares / freedoms).argmax(axis=1)
-            own, own_freedom = squares[sets, noisiest], freedoms[sets, noisiest]
-            rest = np.where(noisy, 0.0, squares).sum(axis=1) - own
-            rest_freedom = np.where(noisy, 0.0, freedoms).sum(axis=1) - own_freedom
-            limits = fdtri(own_freedom, rest_freedom, 1 - _TEST_LEVEL / len(counts))
+            noisiest = np.where(noisy, -1.0, squares / freedoms).argmax()
+            own, own_freedom = squares[noisiest], freedoms[noisiest]
+            rest, rest_freedom = squares[~noisy].sum() - own, freedoms[~noisy].sum() - own_freedom
+            limit = fdtri(own_freedom, rest_freedom, 1 - _TEST_LEVEL / len(squares))
             # Multiplied out, since the rest may be 0, or below 0 by rounding.
-            exceeds = own * rest_freedom > limits * own_freedom * np.maximum(rest, 0.0)
-            if not exceeds.any():
+            if own * rest_freedom <= limit * own_freedom * max(rest, 0.0):
                 break
-            noisy[sets[exceeds], noisiest[exceeds]] = True
+            noisy[noisiest] = True
+        return noisy
 
-    def differences(self, row: int, other: int) -> list[LogDifference]:
-        """Return the difference between two rows in each data set."""
+    def difference(self, row: int, other: int) -> LogDifference:
+        """Return the difference between the mean logarithms of two rows."""
+        # The noise in the two rows' means, plus what the estimated slopes add.
+        variances = [float(self._variances[each] / self._counts[each]) for each in (row, other)]
+        slopes = self._common_variance * self._used.variance_factor(row, other)
+        freedoms = [float(self._freedoms[each]) for each in (row, other)]
+        return LogDifference(
+            plain=float(self._means[row] - self._means[other]),
+            adjusted=float(self._adjusted[row] - self._adjusted[other]),
+            standard_error=math.sqrt(sum(variances) + slopes),
+            # Rows that share one variance share its degrees of freedom.
+            degrees_of_freedom=_satterthwaite(variances, freedoms)
+            if self._noisy[row] or self._noisy[other]
+            else freedoms[0],
+        )
+
+
+class _Covariates:
+    """Columns that may influence a run's value besides its row, and their least-squares estimate."""
+
+    def __init__(self, row_means: Any, within_rows: Any, noisy: Any, counted: Any) -> None:
+        """``within_rows``: deviations of the columns from ``row_means``: the levels of the rows drop out.
+
+        ``counted``: whether each run counts in the estimate, which those of ``noisy`` rows do not.
+        """
         import numpy as np
 
-        # What the estimated slopes add to the variance of the difference.
-        factors = np.zeros(len(self._means))
-        for sets, trend, blocks in self._covariates:
-            factors[sets] = trend.variance_factor(row, other)
-            if blocks is not None:
-                factors[sets & self._has_blocks] = blocks.variance_factor(row, other)
-        # Plus the noise in the two rows' means.
-        variance, other_variance = (self._variances[:, each] / self._design.run_counts[each] for each in (row, other))
-        with np.errstate(invalid="ignore", divide="ignore"):  # Satterthwaite's formula, as in ``_satterthwaite``
-            share = variance / (variance + other_variance)
-            freedom = 1 / (share**2 / self._freedoms[:, row] + (1 - share) ** 2 / self._freedoms[:, other])
-        # Not finite if both variances are 0: then use the fit's degrees of freedom.
-        same_noise = ~(self._noisy[:, row] | self._noisy[:, other]) | ~np.isfinite(freedom)
-        columns = (
-            self._means[:, row] - self._means[:, other],
-            self._adjusted[:, row] - self._adjusted[:, other],
-            np.sqrt(variance + other_variance + self._common_variance * factors),
-            np.where(same_noise, self._freedoms[:, row], freedom),
-        )
-        return list(map(LogDifference, *(values.tolist() for values in columns)))
+        self._row_means, self._within_rows = row_means, within_rows
+        # Runs that do not count become zeros, which change no slope.
+        left, scales, right = np.linalg.svd(within_rows * counted[:, None], full_matrices=False)
+        # A column that others explain has a singular value near rounding error; with columns of range 1, an absolute
+        # limit is enough.
+        kept = scales > 1e-9
+        self.rank = int(kept.sum())
+        self._solution = (right[kept].T / scales[kept]) @ left[:, kept].T
+        """Pseudo-inverse: its product with the runs' values is the slopes."""
+        # Runs minus one level per row, minus the slopes.
+        self.freedom = int(counted.sum() - (~noisy).sum()) - self.rank
+
+    def explain(self, within_rows: Any) -> tuple[Any, Any]:
+        """Return what the columns explain of each row's mean, and what they leave of each run's deviation from it."""
+        slopes = self._solution @ within_rows
+        return self._row_means @ slopes, within_rows - self._within_rows @ slopes
+
+    def variance_factor(self, row: int, other: int) -> float:
+        """Variance that the estimated slopes add to the difference of two rows, in units of the noise variance."""
+        import numpy as np
+
+        return float(np.sum(((self._row_means[row] - self._row_means[other]) @ self._solution) ** 2))

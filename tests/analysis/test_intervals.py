@@ -17,7 +17,7 @@ from ds_bench.analysis.intervals import (
     LogDifference,
     RatioInterval,
     RowRatios,
-    RunDesign,
+    RunFit,
     RunMean,
     holm_levels,
     mean_interval,
@@ -195,11 +195,9 @@ def test_holms_levels_by_hand() -> None:
 def test_an_interval_leaves_out_1_exactly_where_holms_method_finds_a_difference(means: list[list[float]]) -> None:
     names = "abcde"[: len(means)]
     found = table(dict(zip(names, means, strict=True)))
-    design = RunDesign(
-        [row for row, own in enumerate(means) for _ in own], [0, 1, 2] * len(means), [0, 1, 2] * len(means)
-    )
-    fit = design.fit([[math.log(mean) for own in means for mean in own]])
-    probabilities = [fit.differences(row, 0)[0].probability for row in range(1, len(means))]
+    rows, rounds = [row for row, own in enumerate(means) for _ in own], [0, 1, 2] * len(means)
+    fit = RunFit(rows, rounds, rounds, [math.log(mean) for own in means for mean in own])
+    probabilities = [fit.difference(row, 0).probability for row in range(1, len(means))]
     levels = holm_levels(probabilities, 0.05 if len(means) == 2 else _TABLE_LEVEL)
     for name, p, level in zip(names[1:], probabilities, levels, strict=True):
         interval = found.between(name, "a")
