@@ -6,6 +6,7 @@ dies, it kills every process of the trial and removes its scratch files, so that
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -62,7 +63,7 @@ def lead_forked_ranks(folder: Path, world_size: int) -> None:
             finally:
                 os._exit(code)  # a forked rank must not run the server's exit handlers
         ranks[pid] = rank
-    _wait_for_children(folder, ranks)
+    wait_for_children(folder, ranks)
     os._exit(0)
 
 
@@ -79,7 +80,7 @@ def lead_command(folder: Path, command: list[str], working_folder: Path) -> int:
         env=environment,
         preexec_fn=processes.die_with_parent,
     )
-    _wait_for_children(folder, {child.pid: None})
+    wait_for_children(folder, {child.pid: None})
     return 0
 
 
@@ -107,19 +108,15 @@ def _become_leader(folder: Path) -> None:
     processes.die_with_parent(signal.SIGTERM)
 
 
-def _wait_for_children(folder: Path, children: dict[int, int | None]) -> None:
+def wait_for_children(folder: Path, children: Mapping[int, int | None]) -> None:
     """Wait until all ``children`` (process id → rank) have ended, and collect adopted orphans meanwhile."""
-    waiting = set(children)
-    while waiting:
-        try:
+    waiting = dict(children)
+    with contextlib.suppress(ChildProcessError):
+        while waiting:
             # Any child: adopted orphans would stay zombies otherwise.
             pid, status = os.waitpid(-1, 0)
-        except ChildProcessError:
-            break
-        if pid not in waiting:
-            continue
-        waiting.discard(pid)
-        append_exit(folder, children[pid], pid, status)
+            if pid in waiting:
+                append_exit(folder, waiting.pop(pid), pid, status)
 
 
 if __name__ == "__main__":

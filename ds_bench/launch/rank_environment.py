@@ -21,10 +21,10 @@ _WAIT_VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
 _FORWARDED = ("NCCL_", "TORCH_NCCL_", "GLOO_", "TP_", "UCX_", "FI_", "HF_", "OMP_", "GOMP_", "KMP_", "MKL_")
 """Prefixes of the variables forwarded to every host: of networks, the Hugging Face libraries and threads."""
 
-DERIVED_FROM_USER = frozenset(
-    {"PATH", "PYTHONPATH", "PYTHONSAFEPATH", "CUDA_VISIBLE_DEVICES", "LIBRARY_PATH", "CPATH", "TORCH_EXTENSIONS_DIR"}
-    | {"DS_ACCELERATOR"}
-)
+DERIVED_FROM_USER = {
+    "PATH", "PYTHONPATH", "PYTHONSAFEPATH", "CUDA_VISIBLE_DEVICES", "LIBRARY_PATH", "CPATH", "TORCH_EXTENSIONS_DIR",
+    "DS_ACCELERATOR",
+}  # fmt: skip
 """Variables that :func:`rank_environment` makes from the user's, whose value by itself would lack what runs need."""
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from ..config.spec import Trial
 from ..config.training_script import placeholder_values
-from ..records.rank_files import CONFIG_FILE, Assignment, append_exit, log_file
+from ..records.rank_files import CONFIG_FILE, Assignment, log_file
 from ..system import processes
+from .leader import wait_for_children
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _HOOK = _PACKAGE / "worker" / "script_hook"
@@ -87,10 +88,7 @@ def main() -> int:
                 preexec_fn=processes.die_with_parent,
             )
         ranks[child.pid] = rank
-    while ranks:
-        pid, status = os.waitpid(-1, 0)
-        if pid in ranks:
-            append_exit(folder, ranks.pop(pid), pid, status)
+    wait_for_children(folder, ranks)
     return 0
 
 

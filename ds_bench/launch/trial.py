@@ -121,7 +121,7 @@ def run_trial(
     except BaseException as error:  # the tree must end first
         interruption = error
     # The user, or Slurm before a time limit, waits for the end of an interrupted run.
-    grace_seconds = min(limits.kill_grace_seconds, 2.0 if interruption is not None else limits.kill_grace_seconds)
+    grace_seconds = limits.kill_grace_seconds if interruption is None else min(limits.kill_grace_seconds, 2.0)
     # This host first, because a launcher still running here could start ranks on a host that has ended its own.
     left = processes.end_tree(leader.pid if leader is not None else None, earlier=earlier, grace_seconds=grace_seconds)
     if leader is not None:
