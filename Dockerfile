@@ -1,7 +1,9 @@
 # Runs ds-compare on NVIDIA GPUs:
 #
 #   docker build -t ds-compare .
-#   docker run --gpus all --shm-size=1g -v "$PWD/results:/work/results" ds-compare run --model gpt2 --strategies all
+#   docker run --gpus all --shm-size=1g -v ops:/cache -v "$PWD/results:/work/results" ds-compare run --model gpt2 --strategies all
+#
+# NCCL needs --shm-size, and the volume "ops" keeps DeepSpeed's compiled ops.
 #
 # BASE needs Python 3.11 or newer from its package manager and, for DeepSpeed's CUDA ops, nvcc of the CUDA that torch is
 # built for (python -c "import torch; print(torch.version.cuda)").

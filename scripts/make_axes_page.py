@@ -19,29 +19,28 @@ PAGE = ROOT / "docs" / "axes.md"
 
 INTRODUCTION = f"""# Axes
 
-Made by `scripts/make_axes_page.py` from `ds_bench/config/axes.py`; a test holds both equal. The same list in a
-terminal: `python -m ds_bench axes`, of one axis `python -m ds_bench axes overlap_comm`, for programs `--json`.
+Made by `scripts/make_axes_page.py`. `ds-compare axes` prints this list, and `ds-compare axes overlap_comm` one axis.
 
-An axis is one dimension along which rows differ. `--axis NAME=V1,V2,…` makes a row of every value, in every row where
-the axis acts; several `--axis` make every combination, up to {MAX_ROWS} rows:
+An axis is one dimension along which rows differ. `--axis NAME=V1,V2,…` makes a row for each value, wherever the axis
+acts. Several `--axis` make every combination, up to {MAX_ROWS} rows:
 
 ```sh
 python zero_stage_comparison.py --model gpt2 --stages 2 3 --axis overlap_comm=true,false  # trains
 python offload_comparison.py --axis pin_memory=true,false --axis sub_group_size=1e7,1e9  # trains
 ```
 
-Rows are named `zero2+overlap_comm=false` (for `--relative-to` and `--export`) and shown as `ZeRO-2, overlap_comm off`.
+A row is named `zero2+overlap_comm=false` in flags such as `--relative-to`, and `ZeRO-2, overlap_comm off` in tables.
 
 - An axis replaces what the strategy, `create_deepspeed_config` or a file of `--configs` says. `--ds-config`, `--set`
-  and the flags of the workload hold for every row: one that sets the same thing as an axis is an error.
-- A row where an axis does not act (`prefetch` at stage 2) appears once, without it, and a note says so. Two rows
-  that come to the same configuration are one.
-- Two axes that set the same key to different values contradict each other, and nothing is run.
-- "changes" is what to expect besides the configuration. Categories of the ledger are those of
-  [metrics.md](metrics.md). Peak memory within a step is of tensors that the ledger does not see, since it counts
-  between the phases. With "losses" the arithmetic changes, and a row is compared with rows of the same value alone.
-- Rows of other micro-batches and accumulations are compared by tokens per second.
-- Sources are files of DeepSpeed 0.19.8 unless another project is named; #1234 is a pull request or issue of DeepSpeed.
+  and the flags of the workload apply to every row, so it is an error if one of them sets the same thing as an axis.
+- A row where an axis does not act (`prefetch` at stage 2) appears once, without it, and a note says so. Rows with equal
+  configurations are run once.
+- Nothing runs if two axes set one key to different values.
+- "changes" is what to expect from the axis. The categories of the ledger are in [metrics](metrics.md#memory). "Peak
+  memory within a step" is about tensors that live only during a phase, which the ledger does not see. "Losses" means
+  that the arithmetic changes; such a row is compared only with rows of the same value.
+- Sources are files of DeepSpeed 0.19.8, unless they name another project. #1234 is an issue or pull request of
+  DeepSpeed.
 """
 
 

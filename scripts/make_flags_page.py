@@ -15,21 +15,23 @@ from ds_bench.cli import arguments, commands  # noqa: E402
 
 INTRODUCTION = """# Flags
 
-Made from the parsers by `python scripts/make_flags_page.py`; `--help` of each command says the same. What several
-flags mean together is in [reading.md](reading.md) and [metrics.md](metrics.md).
+Made by `scripts/make_flags_page.py`; `--help` of each command says the same. Flags cannot be abbreviated. `--gpus` and
+`--num_gpus` are other names of `--num-gpus`.
 
-Flags cannot be abbreviated. `--gpus` and `--num_gpus` are other names of `--num-gpus`.
-
-Exit codes: 0 at least one row succeeded · 1 none did, or with `--strict` any failed; `check` found an error or
-warning; `plan` found nothing that fits · 2 usage, or the machine is not ready · 3 `baseline check` failed · 130
-interrupted.
+| exit code | meaning |
+|---|---|
+| 0 | success; for a comparison, at least one row trained |
+| 1 | no row trained, or with `--strict` one failed; `check` found an error or warning; `plan` found nothing that fits |
+| 2 | a wrong command or file, or a machine that is not ready |
+| 3 | `baseline check` failed |
+| 130 | interrupted |
 """
 
 
 def flags_page() -> str:
     """The whole page as Markdown."""
     parts = [INTRODUCTION, *_script_sections()]
-    for name, parser in _leaf_commands("python -m ds_bench", commands.build_parser()):
+    for name, parser in _leaf_commands("ds-compare", commands.build_parser()):
         rows = list(_rows(parser._actions))
         parts.append(f"## {name}\n\n" + ("\n".join([*HEADER, *rows]) if rows else "No flags.") + "\n")
     return "\n".join(parts)

@@ -86,7 +86,7 @@ def _model_facts(model: str) -> ModelFacts:
         # An existing folder was read, so the error is about its content.
         if Path(model).is_dir():
             raise
-        problem = f"--model {model} is neither a preset, a folder nor a model that was downloaded before"
+        problem = f"--model {model} is neither a built-in model, a folder, nor a model that was downloaded before"
         raise UsageError(problem, remedy=preset_remedy(model)) from error
     if facts is None:
         raise UsageError(
@@ -100,7 +100,7 @@ def list_models() -> int:
     """Print every preset with the parameters counted from its architecture. Return 0."""
     shorter = short_names()
     terminal.print_text(
-        f"{'preset':<30} {'architecture':<12} {'parameters':>16} {'':>9} "
+        f"{'model':<30} {'architecture':<12} {'parameters':>16} {'':>9} "
         f"{'layers':>6} {'hidden':>6} {'vocab':>8} {'positions':>9}  short name"
     )
     for facts in filter(None, map(find_preset, preset_names())):

@@ -130,12 +130,12 @@ _LACKING: dict[Family, tuple[str, ...]] = {
 }
 """Options without a flag in a script or in the command ``run``."""
 _OWN_ARGUMENTS: dict[tuple[Family, str], dict[str, Any]] = {
-    ("zero", "strategies"): {"choices": STRATEGY_NAMES, "help": "strategies, after the stages"},
+    ("zero", "strategies"): {"choices": STRATEGY_NAMES, "help": "strategies, after the stages; none: no offload"},
     ("offload", "strategies"): {
         "choices": STRATEGY_NAMES,
-        "help": "strategies, in this order (default: none cpu_optimizer cpu_full)",
+        "help": "strategies, in this order; none: no offload (default: none cpu_optimizer cpu_full)",
     },
-    ("offload", "nvme_path"): {"help": "folder on the NVMe disk; adds the nvme strategy when it is not named"},
+    ("offload", "nvme_path"): {"help": "folder on the NVMe disk; adds the strategy nvme"},
 }
 """Per-script overrides of flag choices and help."""
 

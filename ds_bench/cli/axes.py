@@ -54,6 +54,7 @@ def what_it_requires(axis: Axis) -> list[str]:
     """Return what values other than the default need."""
     needs = [f"a GPU: {axis.cuda_only}"] if axis.cuda_only else []
     for value, required in axis.requires.items():
+        needs += [f"for {value}, a GPU: {required.reason}"] if required.accelerator == "cuda" else []
         needs += [f"for {value}, DeepSpeed's {op.removesuffix('Builder')} op" for op in required.ops]
         needs += [f"for {value}, {required.min_nodes} nodes or more"] if required.min_nodes > 1 else []
     return needs

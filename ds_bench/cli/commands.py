@@ -167,17 +167,17 @@ COMMANDS: Mapping[str, Command] = {
         function="plan:plan_command",
         flags={
             "name": {"nargs": "?", "metavar": "MODEL", "help": "the same as --model"},
-            "--model": flag_of("model", help="preset, Hub name, folder or config.json (default: gpt2)"),
+            "--model": flag_of("model", help="built-in model, Hub name, folder or config.json (default: gpt2)"),
             "--model-factory": flag_of("model_factory"),
             **_NUM_GPUS,
             "--gpus-per-node": {**_INTEGER, "help": "GPUs of one node (default: all, 8 at most)"},
             "--gpu": {"default": "80GB", "metavar": "CARD",
-                      "help": "a card's name, or the memory that the job may use on it (default: 80GB)"},
+                      "help": "memory that the job may use on each GPU, or a card's name (default: 80GB)"},
             "--host-memory": {"type": _SECONDS, "metavar": "GB",
                               "help": "host memory of one node, which strategies must also fit in"},
             "--batch-size": {**_INTEGER, "default": 4, "help": "micro-batch per GPU (default: 4)"},
             "--seq-length": {**_INTEGER, "help": "tokens per sequence (default: 512, or the model's limit if lower)"},
-            "--varying-lengths": {**_ON, "help": "sequences have up to --seq-length tokens; the predictions get wider"},
+            "--varying-lengths": {**_ON, "help": "sequences have up to --seq-length tokens; predictions rise"},
             "--axis": flag_of("axes", dest="axes"),
             "--lora": flag_of("lora"),
             "--freeze": flag_of("freeze"),
@@ -194,7 +194,7 @@ COMMANDS: Mapping[str, Command] = {
             "--keep-batch": {**_ON, "help": "use the batch keys of each file in --configs"},
             "--min-gpus": {**_ON, "help": "also show how many GPUs each strategy needs"},
             "--max-batch": {**_ON, "help": "also show the largest micro-batch of each strategy"},
-            "--quick": {**_ON, "help": "judge rows near the card's memory by a rule, without replaying allocations"},
+            "--quick": {**_ON, "help": "judge rows near the GPU's limit by a rule, without replaying allocations"},
             "--exact": {**_ON, "help": "replay the allocations of every row (seconds)"},
             "--export": {**_FOLDER, "help": "write the configuration of each row that fits or is tight to this folder"},
             "--online": {**_ON, "help": "also ask the Hub for names without an organization"},
@@ -208,7 +208,7 @@ COMMANDS: Mapping[str, Command] = {
         examples=("", "--nvme-path /mnt/nvme --build"),
         function="doctor:show_findings",
         flags={
-            "--nvme-path": {**_FOLDER, "help": "also check this disk's folder"},
+            "--nvme-path": {**_FOLDER, "help": "also check the disk of this folder"},
             **_CONFIGS,
             "--hostfile": {**_FILE, "help": "also check these hosts, and whether they reach each other"},
             "--build": {**_ON, "help": "build the ops that are not built yet (minutes)"},
@@ -283,7 +283,7 @@ COMMANDS: Mapping[str, Command] = {
         examples=("--model meta-llama/Llama-2-7b-hf --num-gpus 8",),
         function="advice:show_advice",
         flags={
-            "--model": flag_of("model", help="preset or local folder (default: gpt2)"),
+            "--model": flag_of("model", help="built-in model or local folder (default: gpt2)"),
             **_NUM_GPUS, **_PRECISION, **_GRAD_ACCUM, **_CONFIGS,
         },
     ),
@@ -297,7 +297,7 @@ COMMANDS: Mapping[str, Command] = {
         flags={
             "recipe": {"nargs": "?", "type": path, "metavar": "RECIPE",
                        "help": "YAML file (docs/recipes.md); optional, flags are enough"},
-            "--config": {"type": path, "metavar": "RECIPE", "help": "another way to give RECIPE"},
+            "--config": {"type": path, "metavar": "RECIPE", "help": "the same as RECIPE"},
             "--set": {"action": "append", "default": [], "metavar": "KEY.PATH=VALUE", "dest": "settings",
                       "help": "set a key of the recipe, e.g. training.seq_len=2048, or of DeepSpeed, e.g. "
                               "zero_optimization.overlap_comm=false; a list [1024,2048] makes a sweep"},
@@ -315,7 +315,7 @@ COMMANDS: Mapping[str, Command] = {
         flags={
             "--model-size": {"nargs": 1, "choices": SIZES, "help": "one size (default: small)"},
             "--model-sizes": {"nargs": "+", "choices": SIZES, "metavar": "SIZE",
-                              "help": "sizes, each a row: a model like GPT-2 with a vocabulary of 10,000: "
+                              "help": "sizes of a model like GPT-2 with a vocabulary of 10,000, each a row: "
                                       f"{', '.join(SIZES)}"},
             "--pass-type": {"nargs": "+", "choices": PASS_TYPES, "default": ["train"], "metavar": "PASS",
                             "help": f"what is timed, one or more of {', '.join(PASS_TYPES)} (default: train)"},
@@ -341,7 +341,7 @@ COMMANDS: Mapping[str, Command] = {
         },
     ),
     "models": Command(
-        purpose="list the built-in models with their counted parameters", examples=("",), function="advice:list_models"
+        purpose="list the built-in models and their sizes", examples=("",), function="advice:list_models"
     ),
     "ops": Command(
         purpose="build the DeepSpeed ops that comparisons use, ahead of time",

@@ -24,7 +24,7 @@ _PREDICTION = "trust the measurement, and plan for this model with more headroom
 _CPU = "stop the other programs or wait for them, then measure again"
 _THROTTLED = "check cooling and the power limit (nvidia-smi -q -d PERFORMANCE); measure again when the card is cool"
 _QUIRK = (
-    "a known quirk: at stage 0 in 16 bit DeepSpeed takes an Adam step on zero gradients at initialization "
+    "a known quirk: at stage 0 in bf16 or fp16, DeepSpeed takes an Adam step on zero gradients at initialization "
     "(fp16/fused_optimizer.py)"
 )
 _SEED = "seed the model's weights and the data in the script, then compare what both rows learn"
@@ -88,8 +88,8 @@ class CaveatKind(StrEnum):
     OTHER_OFFLOAD = ("other_offload", "ran {part} offload {used}, as the DeepSpeed config says, not this row's {named}",
         None, True)
     TORCH_ADAM = ("torch_adam",
-        "torch's AdamW instead of DeepSpeed's FusedAdam, which does not build here (stage 0 in 16 bit then also has "
-        "another wrapper): {reason}", f"see why the op does not build: {invocation.command('ops')}")
+        "torch's AdamW instead of DeepSpeed's FusedAdam, which does not build here (stage 0 in bf16 or fp16 then also "
+        "has another wrapper): {reason}", f"see why the op does not build: {invocation.command('ops')}")
     OTHER_OPTIMIZER = ("other_optimizer", "{used} stepped, not the {asked} that the DeepSpeed config asks for",
         f"see why the op does not build: {invocation.command('ops')}", True)
     OTHER_ADAM = ("other_adam", "{used} steps here, {other} in {row}: part of a difference in speed is theirs",

@@ -457,7 +457,7 @@ def _buffer_findings(case: Case) -> Iterator[Finding]:
     if bucket > model.parameters:
         reason = (
             f"reduce_bucket_size {format_count(bucket)} is more than the {parameters} parameters of {model.name}: a "
-            f"buffer of {format_bytes(2 * bucket)} in 16 bit, whatever the model"
+            f"buffer of {format_bytes(2 * bucket)} in bf16 or fp16, whatever the model"
         )
         remedy = f"set it to {_round_size(model.parameters)} or less"
         source = "runtime/zero/stage_1_and_2.py" if stage < 3 else "runtime/zero/stage3.py"

@@ -126,7 +126,7 @@ class Options:
 
     # fmt: off
     # model
-    model: str = option(str, "gpt2", "preset, local path or Hub name", key="model.name", metavar="NAME",
+    model: str = option(str, "gpt2", "built-in model, local folder or Hub name", key="model.name", metavar="NAME",
         limits={"min_length": 1})
     model_factory: str | None = option(str, None, "function that returns your own model", key="model.factory",
         metavar="PKG.MOD:FN", limits={"pattern": FACTORY})
@@ -162,7 +162,7 @@ class Options:
         "train adapters of this rank on all linear modules, or on those named, and nothing else (peft)",
         key="training.lora", metavar="R[:MODULE,...]", limits={"pattern": LORA})
     freeze: str | None = option(str, None,
-        "do not train these: vision, or parts of parameter names (embed_tokens,layers.0.)",
+        "parameters not to train: vision, or parts of their names (embed_tokens,layers.0.)",
         key="training.freeze", metavar="NAME,...", limits={"min_length": 1})
     pass_type: PassType = option(str, "train",
         "what a step is: the model's forward pass, forward and backward, or with the optimizer's step; all but train "
@@ -175,7 +175,7 @@ class Options:
     stages: tuple[int, ...] = option(int, (), "ZeRO stages, in this order", without="0 1 2 3, without --strategies",
         key="configurations.stages", choices=(0, 1, 2, 3), many=True, arguments={"default": None})
     strategies: tuple[str, ...] = option(str, (),
-        "strategies, after the stages; all: every stage and offload strategy in one table",
+        "strategies, after the stages; none: no offload; all: every stage and offload strategy in one table",
         key="configurations.strategies", choices=(ALL, *STRATEGY_NAMES), many=True, arguments={"default": None})
     stage: int = option(int, 3, "ZeRO stage of the offload strategies", key="configurations.stage", choices=(1, 2, 3))
     configs: tuple[Path, ...] = option(Path, (),
@@ -253,8 +253,8 @@ class Options:
         limits={"ge": 1, "le": MAX_RANKS})
     accelerator: str = option(str, "auto", "device type", key="launch.accelerator", choices=("auto", "cuda", "cpu"))
     launcher: str = option(str, "auto",
-        "warm: ranks forked from one preloaded process; deepspeed: its launcher for every trial", key="launch.launcher",
-        choices=("auto", "warm", "deepspeed"))
+        "warm: ranks forked from one preloaded process; deepspeed: DeepSpeed's launcher for every trial",
+        key="launch.launcher", choices=("auto", "warm", "deepspeed"))
     hostfile: Path | None = option(Path, None,
         "DeepSpeed hostfile: the hosts of every trial, reached by ssh (docs/many_machines.md)", key="launch.hostfile",
         metavar="FILE")
@@ -268,8 +268,8 @@ class Options:
         "variable for the ranks of every host, besides NCCL_*, HF_* … (docs/many_machines.md); may be repeated",
         key="launch.env", metavar="NAME[=VALUE]", many=True,
         arguments={"action": "append", "nargs": None, "default": []})
-    master_addr: str | None = option(str, None, "address of the first host that all others reach", without="its first",
-        key="launch.master_addr", metavar="ADDR")
+    master_addr: str | None = option(str, None, "address of the first host for the others",
+        without="the one that leads to the second", key="launch.master_addr", metavar="ADDR")
     master_port: int | None = option(int, None, "port there", without="a free one", key="launch.master_port",
         metavar="PORT", limits={"ge": 1, "le": MAX_PORT})
     nvme_path: Path | None = option(Path, None, "folder on the NVMe disk", key="launch.nvme_path", metavar="DIR")
@@ -278,7 +278,7 @@ class Options:
         limits=_AMOUNT)
     gpu_memory_limit: float | None = option(float, None, "emulate a GPU of this memory, in GB (2^30)",
         key="launch.gpu_memory_limit", metavar="GB", limits=_AMOUNT)
-    peak_tflops: float | None = option(float, None, "dense peak of one GPU in TFLOP/s, for MFU", without="known GPUs",
+    peak_tflops: float | None = option(float, None, "dense peak of one GPU in TFLOP/s, for MFU", without="from a table",
         key="launch.peak_tflops", metavar="T", limits=_AMOUNT)
     timeout: float = option(float, 3600.0, "end a trial that takes longer", without="3600", key="launch.timeout",
         metavar="SECONDS", limits=_AMOUNT)
@@ -316,7 +316,7 @@ class Options:
     # flags without a key
     axes: tuple[AxisValues, ...] = option(str, (),
         "make a row for each value, wherever the axis acts, e.g. overlap_comm=true,false; several axes make every "
-        "combination (the command axes lists them)", flag="--axis", metavar="NAME=V1,V2,...",
+        "combination; the command axes lists them", flag="--axis", metavar="NAME=V1,V2,...",
         arguments={"action": "append", "default": []})
     """The values of each axis."""
     ds_config: Mapping[str, Any] = option(Path, None, "JSON file of values to replace in every configuration",

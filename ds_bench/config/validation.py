@@ -122,7 +122,7 @@ def _unsupported_step(workload: Workload, placement: Placement) -> str | None:
     if attention == "flex_attention" and placement.accelerator != "cuda":
         return "attention flex_attention trains on GPUs only; use sdpa here"
     if attention.startswith("flash") and workload.precision == "fp32":
-        return f"attention {attention} computes in 16 bit only; use --precision bf16, or attention sdpa"
+        return f"attention {attention} computes in bf16 or fp16 only; use --precision bf16, or attention sdpa"
     for what, package, instead in (
         (f"attention {attention}", _FLASH_PACKAGES.get(attention), "sdpa"),
         (f"loss {loss}", "liger_kernel" if loss == "liger" else None, "chunked or tiled"),

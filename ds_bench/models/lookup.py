@@ -111,7 +111,7 @@ def _look_up(
     is_folder = Path(name).exists()
     missing = missing_packages(MODEL_PACKAGES)
     if missing and not by_config:
-        problem = f"{option} {name} is not a preset, and other models need {' and '.join(missing)}"
+        problem = f"{option} {name} is not a built-in model, and other models need {' and '.join(missing)}"
         raise UsageError(problem, remedy=presets.preset_remedy(name, f"install with {install_command()}"))
     if not is_folder and (name.endswith(".json") or name.startswith((".", "/", "~"))):
         raise UsageError(f"{option} {name}: no such file or folder", remedy="give a model's folder or its config.json")
@@ -211,7 +211,7 @@ def _read_config(name: str, option: str, offline_reason: str | None, *, required
 def _unknown_model(name: str, option: str, why: str) -> UsageError:
     """``why``: why it was not found on the Hub; empty if that was not asked."""
     place = f" ({option})" if option != "--model" else ""
-    problem = f"Unknown model {name!r}{place}: neither a preset nor a folder{why and ', and '}{why}"
+    problem = f"Unknown model {name!r}{place}: neither a built-in model nor a folder{why and ', and '}{why}"
     other = "give a model's folder or its config.json"
     return UsageError(problem, remedy=presets.preset_remedy(name, other if why else f"{other}, or add --online"))
 

@@ -373,7 +373,7 @@ def _activations(inputs: MemoryInputs, workload: Workload, ds_config: Mapping[st
         return _Activations(unknown="the compiler decides what a compiled model keeps for its backward pass")
     on_deepspeed = inputs.engine == "deepspeed"
     if inputs.settings.autocast and inputs.settings.stage == 3 and on_deepspeed:
-        return _Activations(unknown="torch_autocast at stage 3 gathers weights in 16 bit, which was not measured")
+        return _Activations(unknown="torch_autocast at stage 3 gathers 16-bit weights, which was not measured")
     efficient_linear = inputs.settings.efficient_linear and on_deepspeed
     measured = inputs.profile.activations_in(inputs.precision, efficient_linear=efficient_linear)
     if measured is None:

@@ -258,12 +258,12 @@ def test_example_of_the_docs_trains_at_both_stages(name: str, tmp_path: Path) ->
     if name == "trl" and importlib.util.find_spec("trl") is None:
         pytest.skip("trl is not installed")
     page = (ROOT / "docs" / "own_work.md").read_text(encoding="utf-8")
-    (line,) = re.findall(rf"^python (.* -- train_{name}\.py.*)$", page, re.MULTILINE)
+    (line,) = re.findall(rf"^ds-compare (.* -- train_{name}\.py.*)$", page, re.MULTILINE)
     shutil.copytree(EXAMPLES, tmp_path, dirs_exist_ok=True)
     words, _, script = line.partition(" -- ")
     short = "--accelerator cpu --num-gpus 1 --warmup-steps 1 --num-steps 2 --output-dir out"
     cpu = " --use_cpu --max_steps 50" if "output_dir" in script else ""
-    command = [sys.executable, *f"{words} {short} -- {script}{cpu}".split()]
+    command = [sys.executable, "-m", "ds_bench", *f"{words} {short} -- {script}{cpu}".split()]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -168,7 +168,7 @@ def test_plan_reads_configs_where_torch_cannot_be_imported(tmp_path: Path) -> No
     (tmp_path / "other.json").write_text('{"model_type": "mamba"}')
     for arguments, problem in {
         (str(tmp_path / "other.json"),): "'mamba', whose tensors ds_bench does not know by formula",
-        ("nothing",): "Unknown model 'nothing': neither a preset nor a folder. Give a model's folder",
+        ("nothing",): "Unknown model 'nothing': ",
         (str(tmp_path / "t5-large"), "--image-tokens", "9"): "reads no images",
         (str(tmp_path / "Qwen2.5-VL-7B-Instruct"), "--image-size", "1280", "--seq-length", "1024"): "no room for 2116",
     }.items():
