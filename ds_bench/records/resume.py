@@ -8,10 +8,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ..config.identity import placement_facts, work_key
+from ..config.identity import differences, placement_facts, work_key
 from ..config.spec import Trial
 from ..errors import UsageError
 from ..system.environment import Environment, comparability_differences
+from ..units import format_names
 from . import reader
 from .run_folder import RUN_FILE, RunFolder, cannot_resume
 from .schema import INTERRUPTED, TrialRecord
@@ -77,8 +78,12 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
             # Kept for each set of fields, as a sweep has thousands of trials and few such sets.
             if (name, left_out) not in known:
                 known[name, left_out] = {_text_without(each, left_out) for each in present[name]}
-            if _text_without(part, left_out) not in known[name, left_out]:
-                raise cannot_resume(store.folder, f"another {name} than it began with")
+            if (text := _text_without(part, left_out)) not in known[name, left_out]:
+                changes = [differences(json.loads(each), json.loads(text)) for each in known[name, left_out]]
+                texts_of = [each.text for each in min(changes, key=len)]
+                raise cannot_resume(
+                    store.folder, f"another {name} than it began with: {format_names(texts_of, 4, '; ')}"
+                )
 
 
 def _text_without(part: dict[str, Any], left_out: Container[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -68,6 +68,14 @@ def as_data(comparison: BeforeAfter) -> dict[str, Any]:
 
 def _general_lines(comparison: BeforeAfter) -> Iterator[str]:
     """Yield differences between machines, versions and settings, and how far ratios can be trusted."""
+
+    def runs(rows: Iterable[ComparisonRow | None]) -> set[tuple[str, str | None]]:
+        measured = [run.row for row in rows if row is not None for run in row.runs]
+        return {(row.run_id, row.trial_id) for row in measured if row.run_id is not None}
+
+    before, after = runs(row.before for row in comparison.rows), runs(row.after for row in comparison.rows)
+    if shared := before & after:
+        yield f"{len(shared)} of the {units.format_items(len(after), 'run')} in AFTER are runs of BEFORE too"
     without_ratio = f"{'' if comparison.environment_unknown else 'hardware differs, so '}no ratio is given"
     for heading, differences in (
         (without_ratio, comparison.hardware),
