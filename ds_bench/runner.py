@@ -279,7 +279,7 @@ def print_dry_run(plan: RunPlan) -> int:
             if trial.workload.script is None:
                 command = launch_command(trial.placement, Path("TRIAL_FOLDER"))
                 heading, program = (
-                    "# the same ranks, without the preloaded process:",
+                    "# to start the same ranks without the preloaded process:",
                     invocation.python(with_package=True),
                 )
             else:

@@ -241,7 +241,7 @@ def test_a_configuration_that_cannot_be_used_is_refused_in_one_line(tmp_path: Pa
             'zero_optimization.reduce_bucket_size is "auto"',
         ),
         ('{"gradient_clipping": 1e999}', None, "cannot be written as JSON"),
-        ('{"train_batch_size": 16}', "train_micro_batch_size_per_gpu=3", "train_batch_size 16 is neither"),
+        ('{"train_batch_size": 16}', "train_micro_batch_size_per_gpu=3", "train_batch_size 16 is not"),
         (None, "gradient_clipping", "is not key.path=value"),
         (None, "zero_optimization..stage=1", "is not key.path=value"),
         (None, "zero_optimization.stage=1", "ZeRO-3 sets zero_optimization.stage to 1"),

@@ -269,7 +269,7 @@ def _load_flat_json(path: Path, data: bytes, whole: bool) -> Result:
             runs.append(flat_run(row))
         except ValueError as error:
             raise UsageError(f"{path}: row {number} is not usable: {error}", remedy="correct or remove it") from None
-    notes.append("flat rows only, without step times and DeepSpeed configurations")
+    notes.append("read from a flat JSON, which has no step times or DeepSpeed configurations")
     environment, name = runs[0].environment, _FLAT_NAME.match(path.stem)
     return Result(
         source=path,

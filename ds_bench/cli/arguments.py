@@ -222,7 +222,10 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
             flags = [flag for action in shown for flag in action.option_strings]
-            near = _nearest(unknown[0].partition("=")[0], flags)
+            name = unknown[0].partition("=")[0]
+            # --steps means --num-steps, although --stages is spelled more alike.
+            ending = next((flag for flag in flags if flag.endswith(name.replace("--", "-", 1))), None)
+            near = _nearest(name, flags, 0.9) or (ending if name.startswith("--") else None) or _nearest(name, flags)
             scripts = [word for word in unknown if word.endswith(".py")]
             if scripts and "--configs" in flags:
                 near = invocation.command("run", "--configs", "FILE", "--", *scripts)
@@ -274,10 +277,10 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(problem, remedy=remedy)
 
 
-def _nearest(text: str, known: Iterable[str]) -> str | None:
+def _nearest(text: str, known: Iterable[str], likeness: float = 0.7) -> str | None:
     """Return the name in ``known`` that ``text`` most likely misspells, or None."""
     by_lower_case = {name.casefold(): name for name in known}
-    near = difflib.get_close_matches(text.casefold(), by_lower_case, n=1, cutoff=0.7)
+    near = difflib.get_close_matches(text.casefold(), by_lower_case, n=1, cutoff=likeness)
     return by_lower_case[near[0]] if near else None
 
 

@@ -25,7 +25,7 @@ def list_axes(names: Sequence[str], as_json: bool) -> int:
         for axis in members:
             _print_wrapped(f"{axis.name}: {axis.meaning}", "  ", "    ")
             for title, text in described(axis).items():
-                _print_wrapped(text, f"    {title:<10}", " " * 14)
+                _print_wrapped(text, f"    {title:<11}", " " * 15)
             terminal.print_text("")
     return 0
 
@@ -41,7 +41,7 @@ def described(axis: Axis) -> dict[str, str]:
     facts = {
         "values": f"{describe_values(axis)} (default: {axis.default})",
         "sets": ", ".join([*sets, *(f"the variable {name}" for name in axis.variables)]),
-        "acts in": describe_rows(axis),
+        "applies to": describe_rows(axis),
         "requires": "; ".join(what_it_requires(axis)),
         "changes": "; ".join(CHANGES[change] for change in axis.changes),
         "note": axis.note,

@@ -90,7 +90,8 @@ def check_command(
     # Without this, a mistyped file name would look like rows without baselines.
     if store.read(file) is None:
         raise UsageError(
-            f"--baselines {file}: no such file", remedy=f"make it with {invocation.command('baseline', 'save', 'RUN')}"
+            f"--baselines {file}: no such file",
+            remedy=f"create it with {invocation.command('baseline', 'save', 'RUN')}",
         )
     verdicts = [gate.compare_to_baseline(result, path=file) for result in benchmark_results]
     for entry in gate.missing_baselines(benchmark_results, file):

@@ -174,7 +174,7 @@ COMMANDS: Mapping[str, Command] = {
             "--gpu": {"default": "80GB", "metavar": "CARD",
                       "help": "memory that the job may use on each GPU, or a card's name (default: 80GB)"},
             "--host-memory": {"type": _SECONDS, "metavar": "GB",
-                              "help": "host memory of one node, which strategies must also fit in"},
+                              "help": "host memory of one node; strategies must fit in it too"},
             "--batch-size": {**_INTEGER, "default": 4, "help": "micro-batch per GPU (default: 4)"},
             "--seq-length": {**_INTEGER, "help": "tokens per sequence (default: 512, or the model's limit if lower)"},
             "--varying-lengths": {**_ON, "help": "sequences have up to --seq-length tokens; predictions rise"},
@@ -253,7 +253,7 @@ COMMANDS: Mapping[str, Command] = {
         examples=(f"save {_RUN}", f"check {_LATER_RUN}"),
         actions={
             "save": Command(
-                purpose="save each row as the baseline of its name",
+                purpose="save each row as a baseline under its name",
                 examples=(_RUN, "RUN --tolerance 0.1 --baselines ci/baselines.json"),
                 function="baseline:save_command",
                 flags={
@@ -264,7 +264,7 @@ COMMANDS: Mapping[str, Command] = {
                 },
             ),
             "check": Command(
-                purpose="exit 3 when a result is worse than its baseline",
+                purpose="compare results with their baselines; exit 3 if one is worse",
                 examples=(_LATER_RUN, "RUN --fail-on regression,noisy --json"),
                 function="baseline:check_command",
                 flags={
@@ -307,7 +307,7 @@ COMMANDS: Mapping[str, Command] = {
         },
     ),
     "model-size": Command(
-        purpose="time forward, backward and training steps of models of five sizes",
+        purpose="time forward passes, backward passes and training steps of models in five sizes",
         examples=("--model-size small",
                   "--model-sizes small medium large xl 2.7B --pass-type forward train --output sizes.csv"),
         usage="%(prog)s [--model-sizes SIZE ...] [--pass-type PASS ...] [options]",
@@ -324,7 +324,7 @@ COMMANDS: Mapping[str, Command] = {
             "--batch-size": {**_INTEGER, "default": 4, "help": "sequences per pass (default: 4)"},
             "--measure-steps": {**_INTEGER, "default": 10, "help": "measured steps (default: 10)"},
             "--warmup-steps": {**_INTEGER, "type": number(int, {**COUNT, "ge": 0}), "default": 5,
-                               "help": "steps run first and left out of every statistic; 0 shows what they are for "
+                               "help": "steps run first and left out of all statistics; 0 shows what they are for "
                                        "(default: 5)"},
             "--device": {"choices": ("auto", "cuda", "cpu"), "default": "auto",
                          "help": "one GPU, or the CPU (default: auto)"},
@@ -335,9 +335,9 @@ COMMANDS: Mapping[str, Command] = {
                          "help": "also write the rows to this file, replacing it"},
             "--output-dir": {**_FOLDER, "help": "folder of the results (default: results)"},
             "--timeout": {"type": _SECONDS, "metavar": "SECONDS",
-                          "help": "stop a size that takes longer (default: 3600)"},
+                          "help": "stop a size that takes longer than this (default: 3600)"},
             "--force": flag_of("force"),
-            "--dry-run": {**_ON, "help": "print the plan, run nothing"},
+            "--dry-run": {**_ON, "help": "print the plan; run nothing"},
         },
     ),
     "models": Command(
@@ -365,14 +365,14 @@ COMMANDS: Mapping[str, Command] = {
         flags={"names": {"nargs": "*", "metavar": "NAME", "help": "only these axes (default: all)"}, **_JSON},
     ),
     "check": Command(
-        purpose="find what is wrong, ineffective or left open in DeepSpeed configurations, without a GPU",
+        purpose="find wrong, ineffective and unset settings in DeepSpeed configurations, without a GPU",
         examples=("ds_config.json", "configs/*.json --num-gpus 8 --model meta-llama/Llama-2-7b-hf",
                   "ds_config.json --ignore hint,unread-key", "--explain removed-key"),
         function="check:show_findings",
         flags={
             "paths": {"nargs": "*", "type": path, "metavar": "FILE",
                       "help": "DeepSpeed JSON, Accelerate YAML, a folder, or - for stdin"},
-            "--num-gpus": {**_INTEGER, "help": "also check the batch sizes for this number of GPUs"},
+            "--num-gpus": {**_INTEGER, "help": "also check the batch sizes for this many GPUs"},
             "--model": {"metavar": "NAME", "help": "also compare buffer sizes with this built-in model"},
             "--deepspeed-version": {"type": deepspeed_version, "metavar": "0.16-0.19",
                                     "help": "the version that will read the files, such as 0.18 or 0.18.2 (default: "

@@ -56,7 +56,7 @@ def report(
         output_format = "markdown"
     # Refuse paths that cannot be written before reading anything.
     if output is not None and output_format not in ROW_FORMATS:
-        raise UsageError("--output is a file of rows", remedy=f"add --format, one of {', '.join(ROW_FORMATS)}")
+        raise UsageError("--output needs a format of rows", remedy=f"add --format, one of {', '.join(ROW_FORMATS)}")
     if output_format == "parquet" and output is None and sys.stdout.isatty():
         raise UsageError("--format parquet writes no text", remedy="give --output FILE")
     if to is not None:
@@ -115,7 +115,7 @@ def check_output(flag: str, path: Path) -> None:
     if path.is_dir():
         raise UsageError(f"{flag} {path} is a folder", remedy="give a file name")
     if not path.parent.is_dir():
-        raise UsageError(f"{flag} {path}: no folder {path.parent}", remedy="make it first")
+        raise UsageError(f"{flag} {path}: no folder {path.parent}", remedy="create it first")
 
 
 def write_output(flag: str, path: Path, content: str | bytes) -> None:

@@ -72,8 +72,8 @@ class CaveatKind(StrEnum):
     CPU_BUSY = ("cpu_busy", "the CPU was busy: other programs used {other:.1f} of {cores:g} cores while this row ran",
         _CPU, True)
     CPU_QUOTA = ("cpu_quota",
-        "the CPU was busy: the container's CPU quota stopped this row in {fraction:percent0} of its periods", _CPU,
-        True)
+        "the CPU was busy: the container's CPU quota stopped this row in {fraction:percent0} of its periods",
+        "raise the container's CPU limit or run less in it, then measure again", True)
     CLOCKS_THROTTLED = "clocks_throttled", "GPU {gpu} was throttled while this ran: {reasons}", _THROTTLED
     SLOW_GPU = ("slow_gpu",
         "GPU {gpu} ran at {clock:.0f} MHz on average, GPU {other} at {fastest:.0f}: the slowest sets the pace",
@@ -92,14 +92,14 @@ class CaveatKind(StrEnum):
         "has another wrapper): {reason}", f"see why the op does not build: {invocation.command('ops')}")
     OTHER_OPTIMIZER = ("other_optimizer", "{used} stepped, not the {asked} that the DeepSpeed config asks for",
         f"see why the op does not build: {invocation.command('ops')}", True)
-    OTHER_ADAM = ("other_adam", "{used} steps here, {other} in {row}: part of a difference in speed is theirs",
+    OTHER_ADAM = ("other_adam", "steps with {used}, but {row} with {other}: part of any difference in speed is that",
         "--set optimizer.params.torch_adam=true compares all rows with torch's AdamW")
     OWN_BATCHES = ("own_batches",
         "the factory makes its own batches: a sample counts as {seq_length} tokens, whatever it holds")
     STEPS_SKIPPED = ("steps_skipped",
-        "{count} measured steps were skipped by the optimizer (overflow or NaN in gradients)")
+        "the optimizer skipped {count} measured steps (overflow or NaN in gradients)")
     ALL_STEPS_SKIPPED = ("all_steps_skipped",
-        "{count} measured steps were skipped by the optimizer (overflow or NaN in gradients): all of them", None, True)
+        "the optimizer skipped all {count} measured steps (overflow or NaN in gradients)", None, True)
     DOES_NOT_TRAIN = ("does_not_train", "does not train: no weight changed in the whole trial",
         "check the learning rate and the optimizer in the row's ds_config.json", True)
     FROZEN_WEIGHTS_CHANGED = ("frozen_weights_changed", "the frozen weights changed in training",
@@ -135,7 +135,7 @@ class CaveatKind(StrEnum):
     OTHER_TOKENS = ("other_tokens", "step {step} on rank {rank} has {own}, but {theirs} in {row}: different work",
         "make the script's data and accumulation independent of the configuration", True)
     OTHER_DATA = ("other_data", "trained on other data than {row} from step {step} on (rank {rank})",
-        "seed the data apart from the model: what is drawn after the model was built depends on its stage")
+        "seed the data separately from the model: random numbers drawn after the model is built depend on the stage")
     OTHER_FIRST_LOSS = "other_first_loss", "the first loss is {own:.4f}, but {theirs:.4f} in {row}", _SEED
     OTHER_LOSSES = "other_losses", "loss differs by {difference:percent} from {row}'s in the first ten steps", _SEED
     EVALUATED = ("evaluated",
@@ -151,19 +151,19 @@ class CaveatKind(StrEnum):
         "lower --batch-size, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and measure again")
     BUCKET_DOMINATES = ("bucket_dominates",
         "DeepSpeed's buffers are most of the counted memory (reduce_bucket_size is {elements:,.0f} elements whatever "
-        "the model); a smaller one saves it", "try --set zero_optimization.reduce_bucket_size=50000000")
+        "the model)", "save it with --set zero_optimization.reduce_bucket_size=50000000")
     BUCKET_NOT_RESIDENT = ("bucket_not_resident",
         "DeepSpeed's buffers are most of the counted memory (reduce_bucket_size is {elements:,.0f} elements whatever "
         "the model); on the CPU almost none of it was touched, but a GPU would hold all of it")
-    MEMORY_PREDICTION_MISSED = ("memory_prediction_missed", "memory was predicted as {ratio:.2f} of the measured peak",
+    MEMORY_PREDICTION_MISSED = ("memory_prediction_missed", "predicted memory is {ratio:.2f} of the measured peak",
         _PREDICTION)
     TENSOR_PREDICTION_MISSED = ("tensor_prediction_missed",
-        "tensor memory was predicted as {ratio:.2f} of what the ledger counted", _PREDICTION)
+        "predicted tensor memory is {ratio:.2f} of what the ledger counted", _PREDICTION)
     LONGEST_POSSIBLE = "longest_possible", "no longer sequence was tried: {tokens:,} tokens are all {limit}"
     SEARCH_TIMED_OUT = ("search_timed_out",
         "a larger size may fit: the search ended when {size} hit a time limit, which says nothing about memory",
         "raise --timeout or --stall-timeout and search on with --resume RUN_DIR --retry Timeout")
-    NVME_IN_MEMORY = "nvme_in_memory", "--nvme-path is memory ({file_system}), not an NVMe disk", None, True
+    NVME_IN_MEMORY = "nvme_in_memory", "--nvme-path is in memory ({file_system}), not on an NVMe disk", None, True
     NOTHING_SWAPPED = ("nothing_swapped",
         "nothing was swapped: DeepSpeed keeps tensors under {block} bytes in memory; this row is not NVMe offload",
         None, True)

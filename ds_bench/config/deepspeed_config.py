@@ -159,7 +159,7 @@ def complete_config(
     # base_config writes the total of one GPU; a user's configuration may have the total of all GPUs.
     if total not in (micro * accum, micro * accum * num_gpus):
         raise UsageError(
-            f"train_batch_size {total} is neither {micro} × {accum} (one GPU) nor {micro} × {accum} × {num_gpus} GPUs",
+            f"train_batch_size {total} is not micro-batch {micro} × accumulation {accum} × {num_gpus} (data parallel)",
             remedy="leave train_batch_size out, or make it agree with the other keys and --batch-size, --grad-accum",
         )
     config |= {"gradient_accumulation_steps": accum, "train_batch_size": micro * accum * num_gpus}

@@ -149,24 +149,24 @@ class Options:
         limits=COUNT, arguments={"default": 1})
     """1 until the number of ranks is known, if it follows from the global batch."""
     num_steps: int = option(int, 20, "measured optimizer steps", key="training.steps", limits=COUNT)
-    warmup_steps: int = option(int, 5, "steps run first and left out of every statistic", key="training.warmup_steps",
+    warmup_steps: int = option(int, 5, "steps run first and left out of all statistics", key="training.warmup_steps",
         limits={"ge": 0, "le": MAX_NUMBER})
     precision: Precision | Literal["auto"] = option(str, "auto", "number format",
         without="auto, bf16 if the device supports it", key="training.precision", choices=("auto", *PRECISIONS))
     activation_checkpointing: bool = option(bool, False, "recompute activations in the backward pass",
         key="training.activation_checkpointing")
     seed: int = option(int, 42, "seed of weights and data", key="training.seed", limits={"ge": 0, "le": 2**32 - 1})
-    dropout: float | None = option(float, None, "probability of every dropout in the model, from 0 to below 1",
+    dropout: float | None = option(float, None, "dropout probability throughout the model, from 0 to below 1",
         without="the model's own", key="training.dropout", metavar="P", limits={"ge": 0, "lt": 1})
     lora: str | None = option(str, None,
-        "train adapters of this rank on all linear modules, or on those named, and nothing else (peft)",
+        "train only LoRA adapters of rank R (peft), on all linear modules or on those named",
         key="training.lora", metavar="R[:MODULE,...]", limits={"pattern": LORA})
     freeze: str | None = option(str, None,
         "parameters not to train: vision, or parts of their names (embed_tokens,layers.0.)",
         key="training.freeze", metavar="NAME,...", limits={"min_length": 1})
     pass_type: PassType = option(str, "train",
-        "what a step is: the model's forward pass, forward and backward, or with the optimizer's step; all but train "
-        "only at stage 0", flag=False, key="training.pass_type", choices=PASS_TYPES)
+        "what a step is: the model's forward pass, forward and backward, or a training step; above stage 0 only train",
+        flag=False, key="training.pass_type", choices=PASS_TYPES)
     synchronized: bool = option(bool, True,
         "false is wrong on purpose: the clock is read without waiting for the device", flag=False,
         key="training.synchronized")
@@ -192,12 +192,12 @@ class Options:
         "strategy it stands for that strategy's", flag=False, key="configurations.inline")
     """As if each were read from a file."""
     set: tuple[Mapping[str, Any], ...] = option(dict, (),
-        "a value that replaces every configuration's, e.g. zero_optimization.overlap_comm=false; may be repeated",
+        "set a key in every DeepSpeed configuration, e.g. zero_optimization.overlap_comm=false; may be repeated",
         key="configurations.deepspeed", metavar="KEY.PATH=VALUE", arguments={"action": "append", "default": []})
     """Each as ``{"zero_optimization": {"overlap_comm": False}}``; they come after ``ds_config``."""
     common_batch: bool = option(bool, False, "with --batch-size auto: also run all rows at the largest they all train",
         key="configurations.common_batch")
-    relative_to: str | None = option(str, None, "row that ratios refer to", without="the first good one",
+    relative_to: str | None = option(str, None, "row that ratios refer to", without="the first usable row",
         key="configurations.relative_to", metavar="STRATEGY")
 
     # dataset
@@ -205,14 +205,14 @@ class Options:
         without="random ids", key="dataset.path", metavar="FILE")
     data_dtype: TokenType | None = option(str, None, "type of the file's ids",
         without="from its suffix, .uint16 or .uint32", key="dataset.dtype", choices=TOKEN_TYPES)
-    vocab_size: int | None = option(int, None, "draw random ids below N; refuse a file with other ids",
+    vocab_size: int | None = option(int, None, "draw random token ids below N; reject a file with larger ids",
         without="the model's vocabulary", key="dataset.vocab_size", limits=COUNT)
 
     # dataloader
-    data_workers: int | None = option(int, None, "worker processes of the data loader, 0: the rank itself",
+    data_workers: int | None = option(int, None, "worker processes of the data loader; 0: the rank itself loads",
         without="0 with --data, else no data loader", key="dataloader.workers",
         limits={"ge": 0, "le": MAX_DATA_WORKERS})
-    data_pin_memory: bool = option(bool, False, "the data loader copies micro-batches to page-locked memory",
+    data_pin_memory: bool = option(bool, False, "copy micro-batches to page-locked memory in the data loader",
         key="dataloader.pin_memory")
     data_prefetch: int = option(int, DEFAULT_PREFETCH, "micro-batches that each worker process loads ahead",
         key="dataloader.prefetch", limits={"ge": 1, "le": MAX_PREFETCH})
@@ -230,9 +230,9 @@ class Options:
     profile_ranks: tuple[int, ...] = option(int, NO_INSPECTION.profile_ranks, "ranks that write a profile", without="0",
         key="profiling.ranks", metavar="RANK", limits={"ge": 0, "le": MAX_RANKS}, many=True)
     nsys_start: int = option(int, -1,
-        "first step that nsys records, numbered from 0, the first warm-up step; adds --profile nsys",
+        "first step that nsys records; step 0 is the first warm-up step; adds --profile nsys",
         without="-1, the first after the measured ones", key="profiling.nsys_start", metavar="STEP", limits=_STEP)
-    nsys_end: int = option(int, -1, "last step that nsys records", without="-1, the last that --profile-steps gives",
+    nsys_end: int = option(int, -1, "last step that nsys records", without="-1, the last of --profile-steps",
         key="profiling.nsys_end", metavar="STEP", limits=_STEP)
 
     # a script of the user's own
@@ -243,7 +243,7 @@ class Options:
         metavar="PROGRAM", limits={"min_length": 1})
     override_config: bool = option(bool, False, "each row's configuration replaces the one that the script gives to "
         "DeepSpeed, except batch, optimizer and precision", key="launch.override_config")
-    accelerate_env: bool = option(bool, False, "pass each row's configuration in Accelerate's variables",
+    accelerate_env: bool = option(bool, False, "pass each row's configuration in Accelerate's environment variables",
         key="launch.accelerate_env")
     engine: str | None = option(str, None, "measure the engine of this model class, if the script has several",
         without="the one that steps first", key="launch.engine", metavar="NAME", limits={"min_length": 1})
@@ -262,31 +262,32 @@ class Options:
         key="launch.include", metavar="HOST[:SLOTS]@...")
     exclude: str | None = option(str, None, "hosts and slots of the hostfile to leave out, e.g. a@b:0,1",
         key="launch.exclude", metavar="HOST[:SLOTS]@...")
-    host_command: str | None = option(str, None, "runs a program on {host}, e.g. 'kubectl exec -i {host} --'",
+    host_command: str | None = option(str, None,
+        "command that runs a program on {host}, e.g. 'kubectl exec -i {host} --'",
         without="ssh {host}; in a Slurm job srun", key="launch.host_command", metavar="COMMAND")
     env: tuple[str, ...] = option(str, (),
         "variable for the ranks of every host, besides NCCL_*, HF_* … (docs/many_machines.md); may be repeated",
         key="launch.env", metavar="NAME[=VALUE]", many=True,
         arguments={"action": "append", "nargs": None, "default": []})
-    master_addr: str | None = option(str, None, "address of the first host for the others",
+    master_addr: str | None = option(str, None, "address at which the other hosts reach the first one",
         without="the one that leads to the second", key="launch.master_addr", metavar="ADDR")
-    master_port: int | None = option(int, None, "port there", without="a free one", key="launch.master_port",
-        metavar="PORT", limits={"ge": 1, "le": MAX_PORT})
+    master_port: int | None = option(int, None, "port on the first host", without="a free one",
+        key="launch.master_port", metavar="PORT", limits={"ge": 1, "le": MAX_PORT})
     nvme_path: Path | None = option(Path, None, "folder on the NVMe disk", key="launch.nvme_path", metavar="DIR")
     cpu_memory_limit: float | None = option(float, None,
-        "limit of each rank's data, enforced by the kernel, in GB (2^30)", key="launch.cpu_memory_limit", metavar="GB",
+        "limit on each rank's data, enforced by the kernel, in GB (2^30)", key="launch.cpu_memory_limit", metavar="GB",
         limits=_AMOUNT)
-    gpu_memory_limit: float | None = option(float, None, "emulate a GPU of this memory, in GB (2^30)",
+    gpu_memory_limit: float | None = option(float, None, "emulate a GPU with this much memory, in GB (2^30)",
         key="launch.gpu_memory_limit", metavar="GB", limits=_AMOUNT)
-    peak_tflops: float | None = option(float, None, "dense peak of one GPU in TFLOP/s, for MFU", without="from a table",
-        key="launch.peak_tflops", metavar="T", limits=_AMOUNT)
-    timeout: float = option(float, 3600.0, "end a trial that takes longer", without="3600", key="launch.timeout",
-        metavar="SECONDS", limits=_AMOUNT)
+    peak_tflops: float | None = option(float, None, "dense peak of one GPU in TFLOP/s, for MFU",
+        without="from a table of known GPUs", key="launch.peak_tflops", metavar="T", limits=_AMOUNT)
+    timeout: float = option(float, 3600.0, "end a trial that takes longer than this", without="3600",
+        key="launch.timeout", metavar="SECONDS", limits=_AMOUNT)
     stall_timeout: float = option(float, 600.0,
-        "end a trial that shows no sign of life for this long (a rank's heartbeat, growth of memory, disk I/O)",
+        "end a trial after this long without a sign of life (heartbeat, memory growth, disk I/O)",
         without="600", key="launch.stall_timeout", metavar="SECONDS", limits=_AMOUNT)
-    skip_predicted_oom: bool = option(bool, False, "leave out rows that are predicted not to fit; never one that may",
-        key="launch.skip_predicted_oom")
+    skip_predicted_oom: bool = option(bool, False,
+        "skip rows that are predicted not to fit; rows that may fit still run", key="launch.skip_predicted_oom")
     force: bool = option(bool, False, "also run rows predicted to need more than 1.5 times the host memory",
         key="launch.force")
 
@@ -299,10 +300,10 @@ class Options:
     goal: str = option(str, "balanced", "what the recommendation is for: the fastest row, the least memory, or both",
         key="output.goal", choices=GOALS)
     export: str | None = option(str, None, "write this row's configuration for DeepSpeed, Trainer and Accelerate",
-        without="the recommended row's", key="output.export", metavar="STRATEGY")
+        without="the recommended row", key="output.export", metavar="STRATEGY")
     monitor: Monitor | None = option(str, None,
         "write loss, memory and throughput of each step to steps.jsonl in the trial's folder while it runs; "
-        "tensorboard: to TensorBoard's files too; without a value: steps", key="output.monitor", choices=MONITORS,
+        "tensorboard: also as TensorBoard files; without a value: steps", key="output.monitor", choices=MONITORS,
         arguments={"nargs": "?", "const": "steps"})
     checkpoint: bool = option(bool, False,
         "save, convert and load a checkpoint of every row, and time it; its files are removed afterwards",
@@ -310,34 +311,35 @@ class Options:
     checkpoint_path: str | None = option(str, None, "folder on the disk to save to; adds --checkpoint",
         without="the folder of the results", key="output.checkpoint_path", metavar="DIR")
     csv: Path | None = option(Path, None,
-        "file for the flat rows as CSV, besides that in dir; in the current folder, replaced", flag=False,
+        "also write the flat rows as CSV to this file, replacing it; relative to the current folder", flag=False,
         key="output.csv")
 
     # flags without a key
     axes: tuple[AxisValues, ...] = option(str, (),
-        "make a row for each value, wherever the axis acts, e.g. overlap_comm=true,false; several axes make every "
-        "combination; the command axes lists them", flag="--axis", metavar="NAME=V1,V2,...",
+        "one row for each value, where the axis applies, e.g. overlap_comm=true,false; several axes give every "
+        "combination (the command axes lists them)", flag="--axis", metavar="NAME=V1,V2,...",
         arguments={"action": "append", "default": []})
     """The values of each axis."""
-    ds_config: Mapping[str, Any] = option(Path, None, "JSON file of values to replace in every configuration",
+    ds_config: Mapping[str, Any] = option(Path, None, "JSON file whose values replace those of every configuration",
         metavar="FILE")
     """Content of the file."""
     resume: Path | None = option(Path, None,
         "finish an earlier run on the same machine, with its flags; flags that run code or reach "
         "other machines, and values that may be credentials, must be given again", metavar="RUN_DIR")
-    retry: tuple[str, ...] = option(str, (), "with --resume: also rerun rows with this outcome, e.g. Timeout,OOM",
+    retry: tuple[str, ...] = option(str, (),
+        "with --resume: also rerun rows with one of these outcomes, e.g. Timeout,OOM",
         metavar="CLASS,...", arguments={"default": ""})
     shard: Shard | None = option(Shard, None,
-        "run the I-th of N parts of the plan's trials; report combines the results of all parts "
+        "run only part I of the N parts of the plan's trials; report combines the results of all parts "
         "(docs/recipes.md)", metavar="I/N")
     """The part of the plan that this run has; None for all of it."""
-    dry_run: bool = option(bool, False, "print each trial's configuration and command, run nothing")
-    print_recipe: bool = option(bool, False, "print the recipe of this comparison, run nothing")
+    dry_run: bool = option(bool, False, "print each trial's configuration and command; run nothing")
+    print_recipe: bool = option(bool, False, "print the recipe of this comparison; run nothing")
     format: str = option(str, "table", "format of the summary", choices=("table", "markdown", "json"))
-    quiet: bool = option(bool, False, "print the summary only")
+    quiet: bool = option(bool, False, "print only the summary")
     verbose: bool = option(bool, False,
-        "print the table with all columns and notes, and each trial's caveats and files as they come")
-    strict: bool = option(bool, False, "exit 1 when any row failed")
+        "print the table with all columns and notes, and each trial's caveats and files when it ends")
+    strict: bool = option(bool, False, "exit 1 if any row failed")
 
     # fmt: on
     # what follows from the above, or from the command
@@ -438,7 +440,7 @@ class Options:
             raise UsageError(problem, remedy=f"add {self.say('base_config')} FILE")
         if self.base_config is None and not self.configs and not self.inline:
             names = f"{self.say('configs')} FILE …, or {self.say('base_config')} FILE"
-            raise UsageError("a script without configurations", remedy=f"give {names}")
+            raise UsageError("the script has no configurations to run with", remedy=f"give {names}")
 
     def _checked_profiles(self) -> tuple[ProfileName, ...]:
         """The profilers, each once, with nsys where it has a window. Raises UsageError for a window of other steps."""

@@ -24,7 +24,7 @@ BASE: Mapping[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_clippi
 _WHY = {
     "error": "DeepSpeed stops when {}.",
     "warning": "DeepSpeed accepts the file, but ignores the setting, acts otherwise, or fails later.",
-    "hint": "DeepSpeed accepts the file. This is worth knowing.",
+    "hint": "DeepSpeed accepts the file; you might not expect what it does with it.",
 }
 
 

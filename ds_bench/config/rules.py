@@ -287,7 +287,7 @@ _CONFIG, _ENGINE, _STAGE_3 = "runtime/config.py", "runtime/engine.py", "runtime/
 _ZENFLOW, _ZENFLOW_CONFIG = "runtime/zenflow/engine.py", "runtime/zenflow/zenflow_config.py"
 _WRITER, _PRECISION = "runtime/model_checkpointing/config.py", "runtime/precision_config.py"
 _IN_16_BIT: tuple[Precision, ...] = ("bf16", "fp16")
-_COMMS_LOGGER = "comms_logger: its mere presence makes every collective synchronous"
+_COMMS_LOGGER = "the mere presence of comms_logger makes every collective synchronous"
 _AUTOCAST_FORMATS = (
     *(prefix + name for name in ("float16", "float32", "bfloat16", "int8") for prefix in ("", "torch.")),
     *("fp16", "half", "fp32", "float", "bf16"),
@@ -297,7 +297,7 @@ _AUTOCAST_FORMATS = (
 _REFUSED_IN_ROWS = (
     Rule("stage-0-offload", "warning", "zero_optimization.offload_optimizer", row="refusal",
          when=lambda case: _offloads_at_stage_0(case) and case.has_cpu_optimizer and case.accelerator != "cpu",
-         reason="stage 0 keeps parameters on the GPU, and DeepSpeed's CPU optimizer stops in its first step there",
+         reason="stage 0 keeps parameters on the GPU, and DeepSpeed's CPU optimizer fails in its first step there",
          remedy="use zero_optimization.stage 1, 2 or 3, or remove the block", source="ops/adam/cpu_adam.py"),
     Rule("stage-0-offload-of-another-optimizer", "warning", "zero_optimization.offload_optimizer", row="ignored",
          when=lambda case: _offloads_at_stage_0(case) and not case.has_cpu_optimizer,
@@ -318,7 +318,7 @@ _REFUSED_IN_ROWS = (
          remedy="add nvme_path next to the device", row_remedy="add --nvme-path DIR", source=_STAGE_3),
     Rule("no-cpu-optimizer", "warning", "optimizer.type", row="refusal",
          when=lambda case: case.optimizer == "lamb" and case.stage != 0 and case.offload("optimizer") is not None,
-         reason="Lamb has no CPU version in DeepSpeed, which stops in the first step",
+         reason="DeepSpeed has no CPU version of Lamb and fails in the first step",
          remedy="use another optimizer, or do not offload it", source=_ENGINE),
     Rule("lion-on-cpu", None, "optimizer.type", row="refusal",
          when=lambda c: c.accelerator == "cpu" and c.optimizer == "lion" and c.offload("optimizer") is None,
@@ -341,7 +341,7 @@ _REFUSED_IN_ROWS = (
          remedy="train in fp16 here, with an fp16 block in its place, or on a newer GPU",
          source="accelerator/cuda_accelerator.py, is_bf16_supported"),
     Rule("deepcompile", "hint", "compile.deepcompile", when=lambda case: _deepcompiles(case) and not case.is_row,
-         reason="compile.deepcompile works through engine.compile()",
+         reason="compile.deepcompile acts only through engine.compile()",
          remedy="call engine.compile() in the training script; without it the model runs uncompiled", source=_ENGINE),
     Rule("deepcompile-without-cuda", None, "compile.deepcompile", row="refusal",
          when=lambda case: case.is_row and case.accelerator != "cuda" and _deepcompiles(case),
@@ -354,7 +354,7 @@ _REFUSED_IN_ROWS = (
          remedy="use stage 1, 2 or 3", source="runtime/engine.py, get_deepcompile_backend"),
     Rule("autotp", "hint", "tensor_parallel.autotp_size",
          when=lambda case: case.number("tensor_parallel.autotp_size", 0) > 1 and not case.is_row,
-         reason="tensor_parallel.autotp_size needs the same data on a group's ranks",
+         reason="tensor_parallel.autotp_size needs the same data on every rank of a group",
          remedy="give every rank of a group the same batch, and count the tokens of a group once",
          source="runtime/tensor_parallel/config.py"),
     Rule("ulysses", "hint", "sequence_parallel_size",
@@ -367,7 +367,7 @@ _REFUSED_IN_ROWS = (
       for name in ("qwz", "qgz", "superoffload")),
     Rule("expert-parallel-in-a-row", None, "expert_parallel", row="refusal",
          when=_is_enabled("expert_parallel.enabled"), remedy="remove the block",
-         reason="expert_parallel is not exercised by this comparison"),
+         reason="this comparison does not exercise expert_parallel"),
     *(Rule(f"{block.replace('_', '-')}-in-a-row", None, block, row="ignored", when=_is_enabled(f"{block}.enabled"),
            reason=reason, remedy="remove the block", source=source)
       for block, reason, source in (
@@ -377,7 +377,7 @@ _REFUSED_IN_ROWS = (
            "runtime/data_pipeline/data_routing/helper.py"))),
     Rule("pipeline", "hint", "pipeline", row="ignored", when=lambda case: "pipeline" in case.config,
          reason="DeepSpeed reads it for a PipelineModule only",
-         remedy="build the model as one, or remove the block, which DeepSpeed then does not read",
+         remedy="build the model as one, or remove the block",
          source="runtime/pipe/engine.py"),
     Rule("hpz-partition-size", "error", "zero_optimization.zero_hpz_partition_size", row="refusal",
          when=lambda case: (case.stage == 3 and type(size := case.value(f"{ZERO}zero_hpz_partition_size", 1)) is int
@@ -427,7 +427,7 @@ _CAVEATS_OF_ROWS = (
          remedy="set it to false where speed matters", source="utils/timer.py"),
     Rule("renamed-thread-count", "warning", "aio.thread_count", row="caveat",
          when=lambda case: "thread_count" in case.block("aio"),
-         reason="aio.thread_count is not read since DeepSpeed 0.16.4", remedy="the key is intra_op_parallelism",
+         reason="DeepSpeed has not read aio.thread_count since 0.16.4", remedy="the key is intra_op_parallelism",
          row_remedy="the key is intra_op_parallelism", source="runtime/swap_tensor/constants.py"),
     Rule("limit-without-page-locked-memory", None, "", row="caveat",
          when=lambda case: (case.placement is not None and case.accelerator == "cuda"
@@ -438,22 +438,22 @@ _CAVEATS_OF_ROWS = (
 _OF_FILES = (
     # What DeepSpeedConfig raises an exception for, besides keys and types.
     *(Rule(f"{name.replace('_', '-')}-at-stage-0", "error", f"{name[:4]}.{name}",
-           versions=">=0.17", when=_is_enabled(f"{name[:4]}.{name}", 0), reason="refused at stage 0",
+           versions=">=0.17", when=_is_enabled(f"{name[:4]}.{name}", 0), reason="DeepSpeed refuses it at stage 0",
            remedy="set zero_optimization.stage to 1, 2 or 3", source=_CONFIG)
       for name in ("fp16_master_weights_and_grads", "bf16_master_weights_and_grads", "bf16_optimizer_states")),
     Rule("bf16-states-without-master-weights", "error", "bf16.bf16_optimizer_states",
          when=lambda case: (case.is_on("bf16.bf16_optimizer_states")
                             and not case.is_on("bf16.bf16_master_weights_and_grads")),
-         reason="refused without bf16_master_weights_and_grads", remedy="set both", source=_CONFIG),
+         reason="DeepSpeed refuses it without bf16_master_weights_and_grads", remedy="set both", source=_CONFIG),
     Rule("summed-gradients", "error", "gradient_allreduce_op",
          when=lambda case: (str(case.value("gradient_allreduce_op")).lower() == "sum"
                             and (case.stage == 3 or _uses_zenflow(case) or _deepcompiles(case))),
-         reason="sum is refused at stage 3, with ZenFlow and with DeepCompile",
+         reason="DeepSpeed refuses sum at stage 3, with ZenFlow and with DeepCompile",
          remedy="use mean, or stage 2 or below without them", source=_CONFIG),
     Rule("unknown-allreduce-op", "error", "gradient_allreduce_op", when=_not_in("gradient_allreduce_op", "mean", "sum"),
-         reason="DeepSpeed knows mean and sum", remedy="use mean, its default", source=_CONFIG),
+         reason="DeepSpeed accepts only mean and sum", remedy="use mean, its default", source=_CONFIG),
     *(Rule(f"unknown-{name}", "error", path, when=_not_in(path, *known),
-           reason=f"DeepSpeed knows {format_series(known, 'and')}", remedy="use one of them", source=source)
+           reason=f"DeepSpeed accepts only {format_series(known, 'and')}", remedy="use one of them", source=source)
       for name, path, known, source in (
           ("communication-data-type", "communication_data_type", ("fp16", "bf16", "fp32"), _CONFIG),
           ("seq-parallel-communication-data-type", "seq_parallel_communication_data_type", ("fp16", "bf16", "fp32"),
@@ -463,10 +463,10 @@ _OF_FILES = (
           ("writer-parallelism", "checkpoint.writer.data_parallel", ("replica", "socket", "machine"), _WRITER))),
     Rule("unknown-autocast-dtype", "error", "torch_autocast.dtype",
          when=_not_in("torch_autocast.dtype", *_AUTOCAST_FORMATS),
-         reason="DeepSpeed knows no such number format", remedy="use bfloat16 or float16", source=_CONFIG),
+         reason="DeepSpeed does not know this number format", remedy="use bfloat16 or float16", source=_CONFIG),
     Rule("no-sequence-parallel-ranks", "error", "sequence_parallel_size",
          versions=">=0.17", when=lambda case: case.number("sequence_parallel_size", 1) < 1,
-         reason="DeepSpeed divides the number of ranks by sequence_parallel_size", remedy="give 1 or more",
+         reason="DeepSpeed divides the number of ranks by it", remedy="give 1 or more",
          source=_CONFIG),
     Rule("patterns-not-text", "error", "data_types.keep_in_fp32_modules",
          when=lambda case: ((value := case.block("data_types").get("keep_in_fp32_modules", AUTO)) != AUTO and not (
@@ -474,11 +474,11 @@ _OF_FILES = (
          reason='DeepSpeed takes "auto" or a list of name patterns', remedy="give a list of text", source=_CONFIG),
     Rule("ratio-below-stage-3", "error", f"{OPTIMIZER}ratio",
          when=lambda case: case.stage in (0, 1, 2) and case.number(f"{OPTIMIZER}ratio", 1.0) < 1.0,
-         reason="a ratio below 1 is refused below stage 3",
+         reason="DeepSpeed refuses a ratio below 1 below stage 3",
          remedy="set zero_optimization.stage to 3, or remove it", source="runtime/zero/config.py"),
     Rule("no-gradient-norm-at-this-stage", "error", f"{ZERO}compute_grad_norm",
          when=lambda case: case.stage in (0, 3) and _skips_gradient_norm(case),
-         reason="false is refused at stage {stage}", remedy="use stage 1 or 2, or remove it",
+         reason="DeepSpeed refuses false at stage {stage}", remedy="use stage 1 or 2, or remove it",
          source="runtime/zero/config.py"),
     Rule("no-gradient-norm-to-clip", "error", f"{ZERO}compute_grad_norm", stops_when=TRAINING_STARTS,
          when=lambda case: (case.stage in (1, 2) and _skips_gradient_norm(case) and (_uses_zenflow(case) or (
@@ -488,7 +488,7 @@ _OF_FILES = (
          source="runtime/zero/stage_1_and_2.py"),
     Rule("unknown-select-strategy", "error", f"{ZERO}zenflow.select_strategy",
          when=lambda case: case.value(f"{ZERO}zenflow.select_strategy", "step") not in ("step", "epoch"),
-         reason="DeepSpeed knows auto, step and epoch", remedy="use one of them", source=_ZENFLOW_CONFIG),
+         reason="DeepSpeed accepts only auto, step and epoch", remedy="use one of them", source=_ZENFLOW_CONFIG),
     Rule("zenflow-select-interval", "error", f"{ZERO}zenflow.select_interval",
          when=_not_a_count(f"{ZERO}zenflow.select_interval", float("-inf")),
          reason='DeepSpeed takes "auto" or a whole number', remedy="give one of them", source=_ZENFLOW_CONFIG),
@@ -498,14 +498,14 @@ _OF_FILES = (
            source=_ZENFLOW_CONFIG)
       for versions, least in (("<0.19", float("-inf")), (">=0.19", 1))),
     Rule("zenflow-intervals", "error", f"{ZERO}zenflow", when=_has_wrong_intervals, stops_when=TRAINING_STARTS,
-         reason="ZenFlow takes a select_interval only with a select_strategy, and then one that is not below "
+         reason="select_strategy and select_interval need each other, and select_interval must not be below "
                 "update_interval",
          remedy="give select_strategy and select_interval together, or neither", source=_ZENFLOW),
     Rule("zenflow-replaces-accumulation", "warning", "gradient_accumulation_steps",
          when=lambda case: (_uses_zenflow(case) and None not in (
              interval := case.value(f"{ZERO}zenflow.update_interval"),
              accumulation := case.value("gradient_accumulation_steps")) and accumulation != interval),
-         reason="ZenFlow replaces gradient_accumulation_steps by its update_interval",
+         reason="ZenFlow replaces gradient_accumulation_steps with its update_interval",
          remedy="give both the same value", source=_ZENFLOW),
     Rule("zenflow-without-interval", "warning", f"{ZERO}zenflow",
          when=lambda case: _uses_zenflow(case) and case.value(f"{ZERO}zenflow.update_interval") is None,
@@ -518,7 +518,7 @@ _OF_FILES = (
       for name in ("loss_scale_window", "min_loss_scale")),
     Rule("fp16-loss-scale", "error", "fp16.loss_scale", versions=">=0.18",
          when=lambda case: isinstance(case.value("fp16.loss_scale"), bool) or case.number("fp16.loss_scale", 0) < 0,
-         reason="must be a number of 0 or more", remedy="use 0 for dynamic loss scaling", source=_PRECISION),
+         reason="must be 0 or more", remedy="use 0 for dynamic loss scaling", source=_PRECISION),
     # What deepspeed.initialize raises an exception for.
     Rule("scaling-before-reduce-scatter", "error", f"{ZERO}reduce_scatter",
          when=lambda case: (case.stage in (2, 3) and case.is_on(f"{ZERO}reduce_scatter", default=True) and (
@@ -542,7 +542,7 @@ _OF_FILES = (
     Rule("unmanaged-accumulation", "error", "managed_gradient_accumulation", stops_when=TRAINING_STARTS,
          when=lambda case: (not case.is_on("managed_gradient_accumulation", default=True) and (_deepcompiles(case) or (
              case.stage in (0, 1) and case.is_on(f"{ZERO}overlap_comm")))),
-         reason="false allows overlap_comm at stages 2 and 3 only, and no DeepCompile",
+         reason="with false, overlap_comm works only at stages 2 and 3, and DeepCompile does not work",
          remedy="set overlap_comm to false and leave DeepCompile out", source=_ENGINE),
     Rule("lamb-with-static-loss-scale", "error", "fp16.loss_scale", stops_when=TRAINING_STARTS,
          when=lambda case: case.optimizer == "lamb" and case.number("fp16.loss_scale", 0) != 0,
@@ -550,7 +550,7 @@ _OF_FILES = (
     Rule("muon-with-reduce-scatter", "error", f"{ZERO}reduce_scatter", stops_when=TRAINING_STARTS,
          when=lambda case: (case.optimizer == "muon" and case.stage == 3
                             and case.is_on(f"{ZERO}reduce_scatter", default=True)),
-         reason="Muon and reduce_scatter are refused together at stage 3", remedy="set reduce_scatter to false",
+         reason="DeepSpeed refuses Muon with reduce_scatter at stage 3", remedy="set reduce_scatter to false",
          source=_STAGE_3),
     Rule("max-grad-norm", "error", "optimizer.params.max_grad_norm", stops_when=TRAINING_STARTS,
          when=lambda case: "max_grad_norm" in case.block("optimizer.params"),
@@ -558,12 +558,12 @@ _OF_FILES = (
          remedy="use the top-level key gradient_clipping", source=_ENGINE),
     Rule("aio-text", "error", "aio", stops_when="it swaps to NVMe",
          when=lambda case: any(isinstance(case.value(f"aio.{key}"), str) for key in deepspeed_keys.keys_of("aio")),
-         reason="a value of aio is text (ds_nvme_tune prints it so)",
+         reason="a value in aio is text, as ds_nvme_tune prints it",
          remedy="write numbers, true and false without quotes", source="runtime/swap_tensor/aio_config.py"),
     # What works otherwise than it seems.
     Rule("old-form-of-zero", "warning", "zero_optimization",
          when=lambda case: isinstance(case.value("zero_optimization"), bool),
-         reason="a switch is the old form: true is stage 1, false is stage 0", remedy='write {"stage": 1}',
+         reason="true and false are the old form, for stages 1 and 0", remedy='write {"stage": 1}',
          source="runtime/zero/config.py"),
     Rule("old-name-of-bf16", "warning", "bfloat16", when=lambda case: "bfloat16" in case.config,
          reason="an old name, read only if there is no bf16 block; other programs do not know it",
@@ -608,7 +608,7 @@ WRONG_TRAINING = (
          remedy="use DeepSpeed 0.18.3 or later, stage 1, or no accumulation", source="DeepSpeed#7718"),
     Rule("stage-0-in-bf16-7837", "error", "bf16.enabled", versions=">=0.17.6,<0.18.6", row="caveat",
          when=lambda case: case.stage == 0 and case.is_on("bf16.enabled"),
-         reason="DeepSpeed 0.17.6 to 0.18.5 adds the gradients of earlier steps to those of a step at stage 0 in bf16, "
+         reason="at stage 0 in bf16 DeepSpeed 0.17.6 to 0.18.5 adds the gradients of earlier steps to each step's, "
                 "unless the model is a PipelineModule (issue 7837)",
          remedy="use DeepSpeed 0.18.6 or later, or stage 1", source="DeepSpeed#7837"),
     Rule("bf16-stage-1-in-fp32-7985", "error", "data_types.grad_accum_dtype", versions=">=0.18.3,<0.19", row="caveat",
@@ -632,7 +632,7 @@ WRONG_TRAINING = (
     Rule("muon-updates-8463", "error", "optimizer.type", versions="<0.19.8", row="caveat",
          when=lambda case: case.optimizer == "muon" and (case.offload("optimizer") is not None or (
              case.stage == 3 and case.value("gradient_accumulation_steps") != 1)),
-         reason="before DeepSpeed 0.19.8 Muon computes other updates with an offloaded optimizer (issue 8463) and at "
+         reason="before DeepSpeed 0.19.8 Muon computes wrong updates with an offloaded optimizer (issue 8463) and at "
                 "stage 3 with accumulation (issue 8443)",
          remedy="use DeepSpeed 0.19.8 or later", source="DeepSpeed#8463"),
     Rule("stage-0-is-partitioned", "hint", f"{ZERO}stage", versions="<0.17.6", row="caveat",

@@ -84,8 +84,8 @@ def read_token_file(path: Path, requested: TokenType | None) -> TokenFile:
         raise UsageError(f"{path} is a folder", remedy="give a file of token ids")
     dtype = requested or _SUFFIXES.get(path.suffix.lower())
     if dtype is None:
-        problem = f"{path}: its name does not say how long its ids are"
-        raise UsageError(problem, remedy="give the type of its ids, uint16 or uint32")
+        problem = f"the suffix of {path} does not give the type of its ids"
+        raise UsageError(problem, remedy="give --data-dtype uint16 or uint32")
     try:
         with files.opened(path, _LARGEST_FILE_BYTES) as file:
             status = path.stat()

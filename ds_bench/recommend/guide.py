@@ -57,7 +57,7 @@ _REFERENCES: Mapping[str, _Texts] = {
         "nothing is partitioned; fp32 gradients are all-reduced in buckets while backward runs",
     ),
     "fsdp2": (
-        "you choose between ZeRO-3 and torch's own sharding: a reference, no DeepSpeed configuration",
+        "you are choosing between ZeRO-3 and torch's own sharding; it is not a DeepSpeed configuration",
         "a lower stage fits, or offload is needed",
         "fp32 parameters, gradients and optimizer states are partitioned; each block is gathered when needed",
     ),
@@ -66,7 +66,7 @@ _DISK = "host memory suffices, or the disk is slow, shared or nearly full: it bo
 _OFFLOADS: Mapping[tuple[str, str], tuple[str, str]] = {
     ("cpu", "none"): (
         "optimizer states are what does not fit, and the host has memory and cores to spare",
-        "it fits without: the optimizer step waits for the CPU and for the link to the host",
+        "it fits without offload: the optimizer step waits for the CPU and for the link to the host",
     ),
     ("cpu", "cpu"): (
         "not even the partitioned parameters fit, and the host has the memory",
@@ -74,7 +74,7 @@ _OFFLOADS: Mapping[tuple[str, str], tuple[str, str]] = {
     ),
     ("none", "cpu"): (
         "the partitioned parameters do not fit next to the optimizer states, and the host has the memory",
-        "it fits without: parameters cross the link to the host for every forward and backward pass",
+        "it fits without offload: parameters cross the link to the host for every forward and backward pass",
     ),
     ("nvme", "none"): (
         "host memory does not hold the optimizer states, and there is a fast local NVMe disk", _DISK,

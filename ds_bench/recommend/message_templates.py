@@ -34,7 +34,7 @@ TEMPLATES: Mapping[str, str] = {
     "use_longest": "Use {choice}: trains sequences of {tokens:,} tokens, the longest; {why}.",
     "tie": "Too close to call between {rows}. Start with {choice}, the simplest.",
     "tie_for_memory": "Too close to call between {rows}. Start with {choice}, which needs less memory.",
-    "disturbed": "Provisional: the CPU was busy during the run. {choice} looks {looks}; run again when it is idle.",
+    "disturbed": "Provisional: the CPU was busy during the run. {choice} {looks}; run again when it is idle.",
     "provisional": "After {runs}, a lead below {lead} may be chance.",
     "only": "the only {row} that can be recommended",
     "least_memory": "least {memory} of {count} {row}s",
@@ -57,7 +57,7 @@ TEMPLATES: Mapping[str, str] = {
     "lead": "its lead over {rival} ({difference:percent}) is more than the noise of {runs}",
     "lead_in_noise": "its lead over {rival} ({difference:percent}) is within the noise of {runs}",
     "lead_untested": "its lead over {rival} ({difference:percent}) is not tested: {runs}, and a test needs 3",
-    "other_optimizers": "no choice is made by speed between {choice} and rows with another optimizer: {rows}",
+    "other_optimizers": "speed does not decide between {choice} and rows with another optimizer: {rows}",
     # The other rows.
     "leaner": "{row} needs {saved:gigabytes} less and is as fast within the noise.",
     "faster_left_out": "{row} is {lead} faster but is left out: {reason}.",
@@ -77,9 +77,9 @@ TEMPLATES: Mapping[str, str] = {
     "too_short": "it trained sequences of {tokens:,} tokens at most",
     "slower": "{share:percent} slower than {best}",
     "slower_saves": "{share:percent} slower than {best}, saves {saved:bytes} of {memory}",
-    "slower_takes": "{share:percent} slower than {best}, takes {saved:bytes} more of {memory}",
-    "tied_saves": "saves {saved:bytes} of {memory} against {best}, which is tied with it",
-    "tied_takes": "takes {saved:bytes} more of {memory} against {best}, which is tied with it",
+    "slower_takes": "{share:percent} slower than {best}, takes {saved:bytes} more {memory}",
+    "tied_saves": "saves {saved:bytes} of {memory} compared with {best}, with which it is tied",
+    "tied_takes": "takes {saved:bytes} more {memory} than {best}, with which it is tied",
     # What to try.
     "decide": "{command}",
     "decide_again": "the same command with {flags}",
@@ -108,7 +108,7 @@ TEMPLATES: Mapping[str, str] = {
     "oom": "{rows}: out of {pool} memory{where}, {short}{host}; {action}",
     "failed": "{rows}: {how}{where} ({cause}); {action}",
     "fragmented": "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or lower --batch-size",
-    "disk_full": "free space where it wrote",
+    "disk_full": "free space on the disk it wrote to",
     "swap_disk_full": "free {need} on that disk, give another --nvme-path, or try cpu_full",
     "timeout": "run fewer than its {steps} steps (--num-steps, --warmup-steps) or raise --timeout or --stall-timeout; "
     "if it hung, read its stacks (rank*.stacks next to its logs)",
@@ -122,8 +122,8 @@ TEMPLATES: Mapping[str, str] = {
     "skipped": "try a smaller micro-batch, more GPUs, a shorter --seq-length or a smaller model",
     "resume": "{command}",
     "interrupted": "continue with --resume RUN_DIR: rows are missing",
-    "no_engine": "make the script train with the engine of deepspeed.initialize in the process that is started, with "
-    "Accelerate without ACCELERATE_USE_CPU; its log shows how it ended",
+    "no_engine": "train with the engine that deepspeed.initialize returns, in the process that was started (with "
+    "Accelerate, unset ACCELERATE_USE_CPU); the log shows how the script ended",
     "other_engine": "give --engine one of these names",
     "ended_early": "let the script train for more steps, or lower --warmup-steps and --num-steps",
     "exited": "read the end of its log (--verbose names it)",

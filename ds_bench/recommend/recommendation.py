@@ -34,6 +34,7 @@ MOST_ROWS_NAMED = 6
 """Most failed rows, or rows left out, that are named one by one."""
 MOST_LETTERS_NAMED = 24
 """Most letters of labels in a headline, so that it fits on one line: enough for four stages."""
+_ONLY = "is the only row that can be recommended"
 MORE_STEPS = 50
 """Measured steps of a run that should decide between rows."""
 
@@ -115,7 +116,7 @@ def recommend(comparison: Comparison, goal: str = "balanced", resume: OpenComman
     decision = decide(eligible.candidates, goal, intervals(comparison))
     # A row that compares with no other row has won nothing.
     if decision is None or (eligible.left_out_as("not_comparable") and len(eligible.candidates) < 2):
-        return _without_choice(comparison, eligible, goal)
+        return _without_choice(comparison, eligible, goal, resume)
     choice, undecided = decision.choice, decision.undecided
     decide_by = Fact("run_idle") if eligible.disturbed else _command_to_decide(decision, comparison, resume)
     provisional = None
@@ -123,9 +124,11 @@ def recommend(comparison: Comparison, goal: str = "balanced", resume: OpenComman
         lead = two_digits(max(decision.speeds.chance_lead(choice, row) for row in undecided))
         provisional = Fact("provisional", {"runs": runs_of_each(decision.fewest_runs), "lead": lead})
     if eligible.disturbed:
-        tied = "as fast as any" if choice in decision.tied else "best"
-        # A row with another optimizer may be faster, and is not compared by speed.
-        looks = "fastest" if choice == fastest(decision.speeds.candidates) else tied
+        candidates = decision.speeds.candidates
+        compared = decision.speeds.with_optimizer_of(choice)
+        among = f" of the rows that step with {choice.optimizer}" if len(compared) < len(candidates) else ""
+        tied = "looks as fast as any" if choice in decision.tied else "looks best"
+        looks = (("looks fastest" if choice == decision.fastest else tied) + among) if len(candidates) > 1 else _ONLY
         headline = Fact("disturbed", {"choice": choice.label, "looks": looks})
     elif undecided:
         rivals = sorted((choice, *undecided), key=lambda row: row.complexity)
@@ -335,7 +338,7 @@ def _actions(
     """Yield reasons for another run, most useful first. ``row``: the choice. ``decide_by``: the step to decide it."""
     caveats, workload = [*row.caveats, *comparison.caveats], row.trial.workload
     # First, because the missing rows may change the choice.
-    if any(run.outcome.status == schema.INTERRUPTED for each in comparison.rows for run in each.runs):
+    if _was_interrupted(comparison):
         yield Fact("resume", {"command": resume or "the same command with --resume RUN_DIR"})
     if decide_by is not None:
         yield decide_by
@@ -398,10 +401,16 @@ def _caveat_steps(caveats: Sequence[Caveat]) -> Iterator[Fact]:
     yield from (Fact("caveat", {"remedy": step}) for step in steps if step is not None)
 
 
+def _was_interrupted(comparison: Comparison) -> bool:
+    return any(run.outcome.status == schema.INTERRUPTED for row in comparison.rows for run in row.runs)
+
+
 # ------------------------------------------------------------------ no choice
 
 
-def _without_choice(comparison: Comparison, eligible: EligibleRows, goal: str) -> Recommendation:
+def _without_choice(
+    comparison: Comparison, eligible: EligibleRows, goal: str, resume: OpenCommand | None
+) -> Recommendation:
     """Say why no row is recommended, and what would make one train."""
     failed = list(filter(None, map(remedies.failed_run, comparison.rows)))
     smallest = remedies.smallest_change(comparison)
@@ -420,7 +429,9 @@ def _without_choice(comparison: Comparison, eligible: EligibleRows, goal: str) -
         headline = Fact("none_trained", {"counts": [f"{count} {status}" for status, count in counts.items()]})
     # Settings predicted to make a row train, else what to do about the cause.
     try_next = None
-    if smallest is not None and smallest.settings:
+    if resume is not None and _was_interrupted(comparison):
+        try_next = Fact("resume", {"command": resume})
+    elif smallest is not None and smallest.settings:
         try_next = Fact("try", settings=smallest.settings)
     elif causes:
         try_next = causes[0]

@@ -33,7 +33,7 @@ def markdown_table(comparison: BeforeAfter) -> str:
         Column("Memory", lambda row: "; ".join(_memory_changes(row)) or units.MISSING),
     ]
     table = make_table(columns, comparison.rows, always=len(columns))
-    remarks = [f"{', '.join(labels)}: {text}" for text, labels in _labels_by_remark(comparison).items()]
+    remarks = [f"{'; '.join(labels)}: {text}" for text, labels in _labels_by_remark(comparison).items()]
     return replace(table, notes=[*remarks, *_general_lines(comparison)]).to_markdown()
 
 
@@ -90,7 +90,7 @@ def _general_lines(comparison: BeforeAfter) -> Iterator[str]:
         )
         yield "same hardware, versions and settings" if same else "same hardware and versions"
     if any(row.interval is not None and row.interval.distinguishable for row in comparison.rows):
-        yield "intervals cover differences within one session: for those between sessions, measure the same code twice"
+        yield "intervals cover differences within a session; to see those between sessions, measure the same code twice"
     if comparison.configs_unknown:
         yield "a result has no DeepSpeed configurations, so what changed in them is unknown"
 
@@ -106,7 +106,7 @@ def _row_lines(comparison: BeforeAfter) -> Iterator[str]:
                 yield f"{'':<{width}}    {text}"
     for text, labels in labels_of.items():
         if len(labels) > 1:
-            yield f"{'all rows' if len(labels) == len(comparison.rows) else ', '.join(labels)}: {text}"
+            yield f"{'all rows' if len(labels) == len(comparison.rows) else '; '.join(labels)}: {text}"
 
 
 def _labels_by_remark(comparison: BeforeAfter) -> dict[str, list[str]]:

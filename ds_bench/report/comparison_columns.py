@@ -166,7 +166,7 @@ TABLE_COLUMNS: tuple[TableColumn, ...] = (
             lambda row: row.gpu_peak_bytes, format_gb),
     _number("of card", "peak reserved device memory as a share of the card",
             lambda row: row.gpu_fraction, lambda fraction: format_percent(fraction, digits=0)),
-    _number("GPU less baseline", "peak device memory less the baseline's",
+    _number("GPU vs. baseline", "peak device memory minus the baseline's",
             lambda row: row.gpu_difference_bytes,
             lambda size: MISSING if size is None else signed(size), page_only=True, against_baseline=True),
     _number("Tok/s/GB", "tokens per second for each GB of peak device memory",
@@ -324,7 +324,7 @@ def _checkpoint_table(rows: Sequence[ComparisonRow]) -> Table:
         known = measured_values([run.row for run in row.successes], "checkpoint_restored")
         return MISSING if not known else "yes" if all(known) else "NO"
 
-    meaning = "seconds on the slowest rank, GB of files, in brackets peak GB of host memory on the fullest node"
+    meaning = "seconds on the slowest rank, GB of files, in parentheses peak GB of host memory on the fullest node"
     columns = [*_columns(_ACTIONS, cell), Column("Restored", restored)]
     return make_table(columns, rows, title=("Checkpoint",), meaning=meaning, drop_empty_rows=True)
 

@@ -255,7 +255,7 @@ def plan_table(plan: MemoryPlan) -> Table:
     constant = "" if plan.asked.varying_lengths else " for sequences of constant length"
     notes = [
         f"predicted{constant}; nothing was run. GB is 2^30 bytes",
-        "GPU GB, per GPU: the least that the row can train in, and what it reserves if the GPU has room to spare; "
+        "GPU GB, per GPU: the least that the row can train in, and what it reserves if there is room to spare; "
         "host and NVMe GB are per node",
     ]
     notes += plan.notes
@@ -275,7 +275,7 @@ def plan_table(plan: MemoryPlan) -> Table:
         notes.append(f"not predicted: {why}")
     if plan.shows_min_gpus and plan.asked.ranks_per_node != 1:
         whole = f"GPUs needed are whole nodes of {plan.asked.ranks_per_node}"
-        notes.append(f"beyond one node, {whole}, unless the number given fits")
+        notes.append(f"beyond one node, {whole}, unless the given number fits")
     for reason in dict.fromkeys(filter(None, (row.prediction.unknown for row in plan.rows))):
         if plan.unknown is None:
             labels = [row.label for row in plan.rows if row.prediction.unknown == reason]
@@ -294,7 +294,7 @@ def _method_notes(plan: MemoryPlan) -> Iterator[str]:
             "next sequence; a first step with the longest sequences avoids most of it"
         )
     if "rule" in methods:
-        of_some = "" if len(methods) == 1 else " of rows that were not replayed"
+        of_some = "" if len(methods) == 1 else ", unless allocations were replayed,"
         more = f", and {VARYING_PERCENT} % for varying lengths" if varies else ""
         yield f"the second figure{of_some} is an estimate: what is allocated plus 5 % and 6.5 GB{more}"
     for obstacle in dict.fromkeys(filter(None, (need.not_replayed for need in needs.values()))):

@@ -218,7 +218,7 @@ def _time_rows(difference: RowDifference) -> Iterator[Cells]:
 
     yield milliseconds("Step", time.step_seconds)
     if time.gap_seconds.difference is not None:
-        yield milliseconds("  of it data, logging, evaluation, saving", time.gap_seconds)
+        yield milliseconds("  data, logging, evaluation, saving", time.gap_seconds)
     if not time.same_tokens:
         yield counts("Tokens/s", time.tokens_per_second)
     for phase, pair in time.phase_seconds.items():
@@ -245,7 +245,7 @@ def _speed_text(time: TimeDifference) -> str:
     if time.incomparable_reasons:
         return f"{what}: not comparable ({'; '.join(time.incomparable_reasons)})"
     if interval is None:
-        return f"{what}: {format_significant(ratio)} {meaning}, not tested ({FEWEST_RUNS} runs of both rows are needed)"
+        return f"{what}: {format_significant(ratio)} {meaning}, not tested (each row needs {FEWEST_RUNS} runs)"
     bounds = f"95 % interval {format_significant(interval.low)} to {format_significant(interval.high)}"
     if not interval.distinguishable:
         return f"{what}: statistically indistinguishable ({bounds})"

@@ -165,7 +165,7 @@ def render_markdown(report: ComparisonReport) -> str:
         "\n".join(f"- {escape(line)}" for line in lines),
         _explanations(report).to_markdown("#### "),
         *(f"**{escape(heading)}**\n\n{code_block(text, 'text')}" for heading, text in report.profiles),
-        *(f"**Set-up** {escape(provenance.one_line(environment))}" for environment in report.environments),
+        *(f"**Setup** {escape(provenance.one_line(environment))}" for environment in report.environments),
         *(f"**Command**\n\n{code_block(escape_controls(command), 'sh')}" for command in report.commands),
     ]
     return "\n\n".join(filter(None, parts)) + "\n"

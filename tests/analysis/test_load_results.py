@@ -146,7 +146,7 @@ def test_a_flat_json_without_its_run_folder_gives_its_rows(run: RunFolder, tmp_p
     assert result.environment == replace(HOST, hostname="")
     assert rows_of(result.runs) == json.loads(alone.read_text())
     assert [each.outcome.status for each in result.runs] == ["Success", "Success", "OOM"]
-    assert any("flat rows only" in note for note in result.notes)
+    assert any("flat JSON" in note for note in result.notes)
 
 
 @pytest.mark.parametrize(

@@ -135,10 +135,10 @@ def test_the_text_reads_row_by_row_and_a_shared_remark_is_printed_once(tmp_path:
         f"ZeRO-0  10,139 tokens/s → 12,801 tokens/s; 1.26x (95 % interval 1.23 to 1.30); {same_memory}",
         "ZeRO-3  absent → 10,240 tokens/s",
         "          no ratio: only in AFTER",
-        "ZeRO-1, ZeRO-0: changed: warmup_steps 2 against 3",
+        "ZeRO-1; ZeRO-0: changed: warmup_steps 2 against 3",
         "",
         "same hardware and versions",
-        "intervals cover differences within one session: for those between sessions, measure the same code twice",
+        "intervals cover differences within a session; to see those between sessions, measure the same code twice",
     ]
 
 

@@ -51,7 +51,7 @@ def test_unusable_files_are_refused_with_the_remedy(tmp_path: Path, subtests: py
     numpy.save(tmp_path / "header.npy", numpy.zeros(8, "<u2"))
     for name, message in (
         ("none.uint16", "none.uint16: No such file or directory"),
-        ("header.npy", "Give the type of its ids, uint16 or uint32"),
+        ("header.npy", "Give --data-dtype uint16 or uint32"),
         ("odd.uint16", r"has 3 bytes, which is not a whole number of uint16 ids\. It is cut off"),
         ("empty.uint32", "is empty"),
     ):

@@ -101,7 +101,7 @@ def test_options_that_conflict_with_a_script_are_refused(subtests: pytest.Subtes
         ),
         (("--configs", "own.json", "--set", "zero_optimization=2", *TRAIN), "is 2, not a block"),
         (("--base-config", "absent.json", *TRAIN), "^--base-config .*absent.json"),
-        (TRAIN, "without configurations"),
+        (TRAIN, "no configurations"),
         (("--configs", "own.json", "--axis", "attention=sdpa", *TRAIN), "changes the built-in training"),
         (MICRO, "train_micro_batch_size_per_gpu of own is 'auto'"),
         (("--configs", "own.json", "--python", "absent/python", *TRAIN), "is not a program"),

@@ -58,7 +58,7 @@ def test_what_is_not_tested_or_is_the_baseline_itself_sorts_last() -> None:
     row = comparison.rows[0]
     assert [(column.heading, column.cell(row), column.value(row)) for column in against] == [
         ("95 % interval", MISSING, None),
-        ("GPU less baseline", MISSING, None),
+        ("GPU vs. baseline", MISSING, None),
     ]
 
 

@@ -52,7 +52,7 @@ def test_rows_that_cannot_be_written_are_refused_in_one_line(
     monkeypatch.setattr(environment, "find_spec", lambda name: None if name in missing else name)
     for flags, words in (
         (["--format", "csv", "--output", str(tmp_path)], "is a folder"),
-        (["--format", "csv", "--output", str(tmp_path / "none" / "rows.csv")], "Make it first"),
+        (["--format", "csv", "--output", str(tmp_path / "none" / "rows.csv")], "Create it first"),
         (["--output", str(tmp_path / "rows.csv")], "Add --format, one of json, csv, parquet"),
         (["--format", "parquet"], 'pip install "ds-compare[parquet]"'),
         (["--to", TRACKERS[0]], f"--to {TRACKERS[0]}: the package {TRACKERS[0]} is not installed"),
