@@ -23,7 +23,7 @@ from .analysis.comparison import ComparisonRow, rows_of
 from .config import trained_parameters
 from .config.deepspeed_config import MakeConfig
 from .config.deepspeed_keys import answer_for
-from .config.identity import work_key
+from .config.identity import row_key, work_key
 from .config.options import Options
 from .config.spec import Trial, point_text
 from .config.training_script import find_python
@@ -40,6 +40,7 @@ from .launch.trial import launch_command
 from .launch.warm_launcher import choose_launcher
 from .prediction import trial_predictions
 from .prediction.model_profile import ModelProfile, variant_of
+from .recommend import remedies
 from .records import schema
 from .records.json_files import json_text, write_json
 from .records.rank_files import CONFIG_FILE
@@ -414,7 +415,7 @@ class ComparisonRun:
                         line.say(f"  {format_names(rows, 10, '; ')}")
                         break
                     # Signals do not raise here: a launcher lets them while it waits, and makes a record of it.
-                    trial = results.with_changes(remaining.pop(0))
+                    trial = remaining.pop(0)
                     listen = progress.begin(trial)
                     if reason := trial.unsupported or trial.skipped:
                         status = schema.UNSUPPORTED if trial.unsupported else schema.SKIPPED
@@ -422,6 +423,7 @@ class ComparisonRun:
                         record = TrialRecord(trial=trial, outcome=outcome, caveats=trial.caveats)
                     else:
                         record = launcher.launch(trial, store.trial_folder(trial.trial_id), listen)
+                    record = results.with_changes(record)
                     store.append(record)
                     # As it is read from the folder, so that this report and a later one of the same files agree.
                     if (read := store.as_read(record)) is not None:
@@ -656,7 +658,7 @@ class ResultBuilder:
         self.plan, self._environment, self._run_id = plan, environment, run_id
         gpus = environment.gpus[: plan.placement.num_gpus] if plan.placement.accelerator == "cuda" else ()
         self._gpu_names = tuple(gpu.name or "unnamed" for gpu in gpus)
-        self._predictor = trial_predictions.ChangePredictor()
+        self._short_rows: set[str] = set()
         self._run_of_key: dict[str, Run] = {}
 
     def add(self, record: TrialRecord) -> None:
@@ -677,10 +679,21 @@ class ResultBuilder:
         """The values of the trial's point; empty without a sweep."""
         return self._plan_of(trial).options.point_text
 
-    def with_changes(self, trial: Trial) -> Trial:
-        """Return a trial that is about to run, with what other configurations of its work would need."""
-        plan = self._plan_of(trial)
-        return self._predictor.complete(trial, plan.facts.profile, plan.model.hidden_size)
+    def with_changes(self, record: TrialRecord) -> TrialRecord:
+        """Return a record with what changes to its trial save and, if it lacked memory, whether they fit."""
+        trial, plan = record.trial, self._plan_of(record.trial)
+        is_short = remedies.lacks_room(record)
+        if is_short:
+            self._short_rows.add(row_key(trial))
+        changed = trial_predictions.with_changes(
+            trial,
+            plan.facts.profile,
+            plan.model.hidden_size,
+            plan.facts.memory.gpu_bytes,
+            is_short=is_short,
+            replays="near" if len(self._short_rows) <= remedies.MAX_ROWS else "never",
+        )
+        return replace(record, trial=changed)
 
     def _plan_of(self, trial: Trial) -> Plan:
         """Return the plan of the trial's point; the first one for a point that an earlier run of the folder had."""

@@ -84,24 +84,25 @@ def find_trace(
     element_bytes: int,
     dropout: float | None = None,
     variant: TraceVariant = USUAL_TRACE,
+    starts_child: bool = True,
 ) -> Trace | None:
     """Return the trace of a model; None if its layers differ, or if it is not in the package and torch is missing.
 
     The package has presets in 16 bit, as they are. A child process traces everything else, which takes seconds the
-    first time.
+    first time; if not ``starts_child``, only what it has left in the user's cache is found.
     """
     request = trace_request(facts, seq_length, checkpointing=checkpointing, dropout=dropout, variant=variant)
     if request.get("whole"):
         return None
     precision: Precision = "bf16" if element_bytes == 2 else "fp32"
-    found = _answer(json.dumps(request, sort_keys=True, default=str), precision).get(precision)
+    found = _answer(json.dumps(request, sort_keys=True, default=str), precision, starts_child).get(precision)
     if not found or not can_extend(found):
         return None
     return found if variant.lora is None else at_rank(found, parse_lora(variant.lora).rank)
 
 
 @cache
-def _answer(request_json: str, precision: Precision) -> dict[str, Any]:
+def _answer(request_json: str, precision: Precision, starts_child: bool) -> dict[str, Any]:
     """The trace of a request by number format: from the package, the user's cache or a child, once in this process."""
     request = json.loads(request_json)
     key = model_profile.request_key(request)
@@ -110,7 +111,7 @@ def _answer(request_json: str, precision: Precision) -> dict[str, Any]:
         return dict(built_in)
     key = f"{key}_{precision}_trace"
     answer = model_profile.cached_answer(key)
-    if answer is None and not missing_packages(MODEL_PACKAGES):
+    if answer is None and starts_child and not missing_packages(MODEL_PACKAGES):
         (answer,) = make_traces([{**request, "precisions": [precision]}])
         # A model that cannot be traced stays so; a child that was ended may do better next time.
         if not answer.get("ended"):

@@ -82,13 +82,18 @@ class Alternative:
     rank: int
     """Position in the order of cost, 0 for the change that costs least."""
     gpu_bytes: int
-    """The least GPU that it runs in by the rule, as ``Prediction.gpu_bytes``; 0 on the CPU accelerator."""
+    """As ``Prediction.gpu_bytes``; 0 on the CPU accelerator."""
     host_bytes: int
     """Per node."""
     layout: tuple[int, str, str]
     """Stage and both offload devices afterwards, as ``Configuration.layout``."""
-    gpu_reserved_bytes: int = 0
-    """``GpuNeed.reserved_bytes`` by the rule. 0 on the CPU accelerator, and in older records."""
+    need: GpuNeed | None = None
+    """As ``Prediction.need``."""
+
+    @property
+    def least_gpu_bytes(self) -> int:
+        """The least GPU that it runs in; 0 on the CPU accelerator."""
+        return self.gpu_bytes if self.need is None else self.need.least_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

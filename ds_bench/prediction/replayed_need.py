@@ -71,6 +71,7 @@ def predict_near(
     verdict_only: bool = False,
     variables: Mapping[str, str] | None = None,
     traces_on_demand: bool = False,
+    starts_children: bool = True,
 ) -> Prediction:
     """Predict as ``predict`` does, and replay the trial if ``mode`` asks for it and there is a trace or can be one.
 
@@ -79,6 +80,7 @@ def predict_near(
     ``verdict_only``: do not search the least memory of a replayed trial, which is then on the right side of the GPU's
     and no more; two replays instead of eight. ``variables``: environment variables of the row's ranks.
     ``traces_on_demand``: whether a child process may trace what only references and remedies train.
+    ``starts_children``: if false, only a trace of the package or of the user's cache is replayed.
     """
     how: dict[str, Any] = {"engine": engine, "ranks_per_node": ranks_per_node, "loads_weights": loads_weights}
     found = predict(profile, workload, placement, ds_config, **how)
@@ -116,6 +118,7 @@ def predict_near(
             allocator_options(variables).get("expandable_segments", "").lower() == "true",
             gpu_capacity_bytes,
             verdict_only,
+            starts_children,
         )
         if need is not None:
             return replace(found, need=need)
@@ -147,6 +150,7 @@ def _replayed_need(
     expandable_segments: bool,
     card_bytes: int | None,
     verdict_only: bool,
+    starts_children: bool,
 ) -> GpuNeed | None:
     """The need by a replay; None without a trace of the model. ``sizes``: micro-batch, sequence length, checkpointing,
     dropout, zero.Init. The others are explained in ``predict_near``."""
@@ -165,6 +169,7 @@ def _replayed_need(
             element_bytes=inputs.element,
             dropout=dropout,
             variant=variant,
+            starts_child=starts_children,
         )
         if trace is None or not allocation_trace.is_of(trace, inputs.profile):
             return None

@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from ..config.deepspeed_config import tensor_parallel_size
-from ..config.identity import row_key
 from ..config.spec import Accelerator, Placement, Trial
 from ..config.trained_parameters import TrainedParameters
 from ..errors import DsBenchError, PreflightError, UsageError
@@ -29,7 +27,7 @@ from .formula_profile import formula_profile, with_loss
 from .inputs import unpredicted_settings
 from .model_profile import USUAL, ModelProfile, NothingTrainedError, Variant, find_profile, measure_profile
 from .predicted_memory import Prediction
-from .replayed_need import UNPREDICTABLE, predict_trial
+from .replayed_need import UNPREDICTABLE, ReplayMode, predict_trial
 
 _NOT_RESIDENT = ("deepspeed_buffers", "overhead")
 """Categories of host memory that do not count as resident on the CPU accelerator: of DeepSpeed's buffers only the pages
@@ -249,35 +247,24 @@ def _reason_to_skip(prediction: Prediction, capacity: MemoryCapacity, *, skip: b
     return f"predicted to need {format_bytes(need)} {unit}, where there is {format_bytes(there)}; {remedy}"
 
 
-class ChangePredictor:
-    """Adds to predicted trials the needs of alternative configurations and of changes to their own, once per row.
+def with_changes(
+    trial: Trial,
+    profile: ModelProfile | Unpredicted | None,
+    hidden_size: int | None = None,
+    gpu_bytes: int | None = None,
+    *,
+    is_short: bool,
+    replays: ReplayMode = "near",
+) -> Trial:
+    """Return a predicted trial with what changes to it would save, for its record; unchanged without a prediction.
 
-    That takes ten times as long as the predictions themselves.
-    """
-
-    def __init__(self) -> None:
-        self._changes: dict[str, dict[str, Any]] = {}
-
-    def complete(
-        self, trial: Trial, profile: ModelProfile | Unpredicted | None, hidden_size: int | None = None
-    ) -> Trial:
-        """Return the trial with these needs; unchanged without a prediction. See :func:`predict_changes`."""
-        if trial.prediction is None or not isinstance(profile, ModelProfile):
-            return trial
-        key = row_key(trial)  # repeats of a row have the same alternatives
-        if key not in self._changes:
-            self._changes[key] = predict_changes(trial, profile, hidden_size)
-        return replace(trial, prediction={**trial.prediction, **self._changes[key]})
-
-
-def predict_changes(trial: Trial, profile: ModelProfile, hidden_size: int | None) -> dict[str, Any]:
-    """Return, as JSON, the memory of other configurations of the workload and what changes to this one would save.
-
-    ``hidden_size``: the model's, which sizes small buffers; None if unknown.
+    ``hidden_size``: the model's, which sizes small buffers; None if unknown. ``is_short``: whether the trial lacked
+    memory; then other configurations of its work are predicted too, and judged for GPUs of ``gpu_bytes`` as ``plan``
+    would judge them. That takes seconds if many of them are near it. No child process is started.
     """
     workload, config = trial.workload, trial.ds_config
-    if workload.pass_type != "train":
-        return {}
+    if trial.prediction is None or not isinstance(profile, ModelProfile) or workload.pass_type != "train":
+        return trial
     batch_size = int(config.get("train_micro_batch_size_per_gpu", workload.batch_size))
     try:
         planned = what_if.PlannedTrial(
@@ -289,13 +276,15 @@ def predict_changes(trial: Trial, profile: ModelProfile, hidden_size: int | None
             hidden_size=hidden_size,
             torch_adam=bool(config["optimizer"]["params"].get("torch_adam")),
             ranks_per_node=trial.placement.ranks_per_node if trial.placement.num_nodes > 1 else None,
+            replays=replays,
+            starts_children=False,
         )
-        return {
-            "alternatives": [asdict(each) for each in what_if.alternatives(planned)],
-            "savings": [asdict(each) for each in what_if.savings(planned)],
-        }
+        found = {"savings": [asdict(each) for each in what_if.savings(planned)]}
+        if is_short:
+            found["alternatives"] = [asdict(each) for each in what_if.alternatives(planned, gpu_bytes)]
     except (DsBenchError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
-        return {}  # a configuration that the formulas cannot read
+        return trial  # a configuration that the formulas cannot read
+    return replace(trial, prediction={**trial.prediction, **found})
 
 
 def require_host_memory(trials: Sequence[Trial], node_bytes: int | None) -> None:

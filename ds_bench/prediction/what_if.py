@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Any
 
 from ..config import axes, deepspeed_config, strategies
@@ -53,6 +54,8 @@ class PlannedTrial:
     replays: ReplayMode = "near"
     """Which rows are replayed when they are judged."""
     traces_on_demand: bool = False
+    """See ``predict_near``."""
+    starts_children: bool = True
     """See ``predict_near``."""
     varying_lengths: bool = False
     """Whether sequences are of up to the workload's length."""
@@ -107,6 +110,7 @@ class PlannedTrial:
             verdict_only=verdict_only,
             variables=self.configuration.variables,
             traces_on_demand=self.traces_on_demand,
+            starts_children=self.starts_children,
         )
 
 
@@ -130,27 +134,32 @@ class Change:
         return settings_text(self.settings)
 
 
-def alternatives(planned: PlannedTrial) -> list[Alternative]:
+def alternatives(planned: PlannedTrial, gpu_bytes: int | None = None) -> list[Alternative]:
     """Return the changes that could help, with their memory, in the order of their cost; for advice after the run.
 
-    A change is left out if it needs as much memory as the trial itself, or as a cheaper change does. A change of only
-    the strategy is compared just with the trial, because the run may show that cheaper ones fail or do not act on what
-    ran out. Micro-batches are halved and numbers of GPUs doubled.
+    ``gpu_bytes``: of the GPU that they are judged for, as ``PlannedTrial.judge`` does; None if it is not known.
+
+    A change is left out if a part of its memory is not known, or if by the rule it needs as much as the trial itself or
+    as a cheaper change. A change of only the strategy is compared just with the trial, because the run may show that
+    cheaper ones fail or do not act on what ran out. Micro-batches are halved; numbers of GPUs are 1.5 to 8 times as
+    large, in whole nodes above one.
     """
+    node, own = planned.ranks_per_node or _NODE, planned.placement.num_gpus
 
     def halves(trial: PlannedTrial) -> Iterator[int]:
         size = trial.workload.batch_size
         while size := size // 2:
             yield size
 
-    def doublings(trial: PlannedTrial) -> Iterator[int]:
+    def more_gpus(trial: PlannedTrial) -> Iterator[int]:
         if trial.configuration.stage:
-            yield from (factor * trial.placement.num_gpus for factor in (2, 4, 8))
+            counts = (ceil(factor * own) for factor in (1.5, 2, 4, 8))
+            yield from dict.fromkeys(count if count < node else ceil(count / node) * node for count in counts)
 
     unchanged = planned.predict()
     needs = [(unchanged.least_gpu_bytes, unchanged.host_bytes)]
     found = []
-    for rank, settings in enumerate(_combined(planned, halves, doublings)):
+    for rank, settings in enumerate(_combined(planned, halves, more_gpus)):
         changed = with_settings(planned, settings)
         prediction = changed.predict()
         strategy_alone = settings.keys() == {"strategy"}
@@ -159,14 +168,16 @@ def alternatives(planned: PlannedTrial) -> list[Alternative]:
             continue
         if not strategy_alone:
             needs.append((prediction.least_gpu_bytes, prediction.host_bytes))
+        if prediction.unknown is not None or prediction.gpu_need.is_lower_bound:
+            continue
         found.append(
             Alternative(
                 settings=settings,
                 rank=rank,
-                gpu_bytes=prediction.least_gpu_bytes,
-                gpu_reserved_bytes=0 if prediction.need is None else prediction.need.reserved_bytes,
+                gpu_bytes=prediction.gpu_bytes,
                 host_bytes=prediction.host_bytes,
                 layout=changed.configuration.layout,
+                need=changed.judge(gpu_bytes).need,
             )
         )
     return found

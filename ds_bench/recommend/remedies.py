@@ -1,7 +1,7 @@
 """What to do about a row that failed, is too full, or leaves memory unused.
 
-No formula of memory is here: ``prediction.what_if`` predicted every change when the trial was planned, and the
-record holds the predictions (``Prediction.alternatives``). They are predictions, not promises.
+No formula of memory is here: ``prediction.what_if`` predicted every change when the trial had ended, and the record
+holds the predictions (``Prediction.alternatives``). They are predictions, not promises.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..analysis.comparison import Comparison, ComparisonRow
-from ..analysis.trial_caveats import NEAR_CAPACITY
+from ..analysis.trial_caveats import NEAR_CAPACITY, gpu_fraction
 from ..config.spec import Trial, Workload, block_of
 from ..config.strategies import OFFLOAD_NAMES, STRATEGY_NAMES
 from ..prediction.predicted_memory import TIGHT_FRACTION, Alternative, Prediction
 from ..prediction.trial_predictions import stored_prediction
 from ..prediction.what_if import BUCKET_KEY, DEFAULT_BUCKET, SMALL_BUCKET, settings_text
 from ..records import schema
-from ..records.schema import Tier, measured_values
+from ..records.schema import Tier, TrialRecord, measured_values
 from ..units import BYTES_PER_GB, format_bytes, format_duration, format_items, format_series
 from .decision import COMFORTABLE_FRACTION, RAN_OUT
 from .message_templates import Fact
@@ -68,8 +68,8 @@ _KINDS = (
 _PHASES_BEFORE_BUILD = ("hello", "import")
 _PHASES_WITHOUT_ACTIVATIONS = (*_PHASES_BEFORE_BUILD, "build", "init", "step")
 _MAX_CAUSE_LENGTH = 200
-_MAX_ROWS = 20
-"""Rows among which the smallest change is searched: a sweep may have thousands."""
+MAX_ROWS = 20
+"""Rows among which the smallest change is searched, and whose changes are replayed: a sweep may have thousands."""
 _LEAVE_FREE = 0.10
 """Fraction of the GPU that a suggested micro-batch leaves free, for memory that does not grow linearly with it."""
 
@@ -90,6 +90,13 @@ def short_of_memory(row: ComparisonRow) -> bool:
 
 def _lacks_memory(run: Run) -> bool:
     return run.outcome.status in (schema.OOM, schema.OOM_HOST) and run.outcome.kind not in _KINDS
+
+
+def lacks_room(record: TrialRecord) -> bool:
+    """Whether a trial ended for lack of memory, was skipped, or left the GPU too full and was not asked to fill it."""
+    if record.outcome.success:
+        return not record.trial.workload.fills_memory and (gpu_fraction(record) or 0.0) > NEAR_CAPACITY
+    return record.outcome.status in (schema.OOM, schema.OOM_HOST, schema.SKIPPED)
 
 
 def _is_host_memory(run: Run) -> bool:
@@ -245,8 +252,10 @@ class FailedSetup:
     prediction: Prediction
     alternatives: tuple[Alternative, ...]
     """Least intrusive first, without strategies whose layout failed here or left the GPU too full."""
+    gpu_bytes: int | None
+    """The GPU without what others hold on it; None if it is not known."""
     gpu_limit_bytes: int | None
-    """None if neither the GPU nor the shortage is known."""
+    """The same, or less if more was missing. None if neither the GPU nor the shortage is known."""
     host_limit_bytes: int | None
     trained: frozenset[tuple[int, str, str]]
     """Layouts that trained here with room to spare, with the same workload and placement."""
@@ -257,15 +266,22 @@ class FailedSetup:
 
     def fits(self, change: Alternative, *, tightly: bool = False) -> bool:
         """Whether a change is predicted to fit with room to spare; ``tightly``: or without."""
-        gpu_bytes = change.gpu_bytes if tightly else max(change.gpu_bytes, change.gpu_reserved_bytes)
-        host_bytes = change.host_bytes / (1 if tightly else TIGHT_FRACTION)
-        pairs = ((gpu_bytes, self.gpu_limit_bytes), (host_bytes, self.host_limit_bytes))
+        pairs: list[tuple[float, int | None]] = [(change.least_gpu_bytes, self.gpu_bytes)]
+        if self.gpu_limit_bytes != self.gpu_bytes:
+            # What a change frees is a difference of formulas: replays may reserve more although less is allocated.
+            pairs.append((change.gpu_bytes, self.gpu_limit_bytes))
+        if not tightly and change.need is not None:
+            pairs.append((change.need.reserved_bytes, self.gpu_limit_bytes))
+        pairs.append((change.host_bytes / (1 if tightly else TIGHT_FRACTION), self.host_limit_bytes))
         return self.limits_known and all(limit is None or size <= limit for size, limit in pairs)
 
     def smallest_fit(self) -> Alternative | None:
-        """Return the least intrusive change predicted to fit, preferably with room to spare; None without any."""
+        """Return the least intrusive change predicted to fit, preferably with room to spare; None without any.
+
+        One without room to spare is no help to a row that trained.
+        """
         roomy = (each for each in self.alternatives if self.fits(each))
-        tight = (each for each in self.alternatives if self.fits(each, tightly=True))
+        tight = (each for each in self.alternatives if self.fits(each, tightly=not self.run.outcome.success))
         return next(roomy, None) or next(tight, None)
 
 
@@ -275,7 +291,8 @@ def setup_of(row: ComparisonRow, comparison: Comparison) -> FailedSetup | None:
     run, capacity = failed_run(row), comparison.device_capacity_bytes
     if run is None and (excess := excess_bytes(row, comparison)) > 0:
         # Nothing failed: the excess stands for what a change must free.
-        return failed_setup(row.successes[0], comparison, Shortage(requested_bytes=excess, free_bytes=0))
+        fullest = max(row.successes, key=lambda run: run.row.gpu_percent or 0.0)
+        return failed_setup(fullest, comparison, Shortage(requested_bytes=excess, free_bytes=0))
     if run is None:
         return None
     if _lacks_memory(run):
@@ -316,13 +333,16 @@ def failed_setup(run: Run, comparison: Comparison, shortage: Shortage) -> Failed
     failed = {row.configuration.layout for row in rows} - trained
     # On the CPU accelerator host memory is all there is, and predictions have none of a GPU.
     of_device, of_host = (Shortage(), shortage) if _is_host_memory(run) else (shortage, Shortage())
-    # Corrected by what rows that trained hold outside torch's allocator.
+    # Lowered by what rows that trained hold outside torch's allocator. Never raised, as the same change is then planned
+    # for the whole GPU.
     gpu_bytes = comparison.device_capacity_bytes
     successes = [run.row for row in comparison.rows for run in row.successes]
     outside: float | None = max(measured_values(successes, "gpu_outside_allocator_gb"), default=None)
     if gpu_bytes is not None and outside is not None:
         outside_bytes = round(outside * BYTES_PER_GB)
-        gpu_bytes += prediction.gpu.get("overhead", outside_bytes) - outside_bytes
+        gpu_bytes -= max(0, outside_bytes - prediction.gpu.get("overhead", outside_bytes))
+    # A row that trained, but left the GPU too full, has to reserve less.
+    predicted = prediction.gpu_need.reserved_bytes if run.outcome.success else prediction.gpu_bytes
     rank_limit = trial.placement.cpu_memory_limit_bytes
     sizes = [comparison.host_capacity_bytes, rank_limit and rank_limit * trial.placement.ranks_per_node]
     return FailedSetup(
@@ -333,7 +353,8 @@ def failed_setup(run: Run, comparison: Comparison, shortage: Shortage) -> Failed
             for each in prediction.alternatives
             if _acts_on(each, run) and not (each.settings.keys() == {"strategy"} and each.layout in failed)
         ),
-        gpu_limit_bytes=of_device.lower(gpu_bytes, prediction.gpu_bytes),
+        gpu_bytes=gpu_bytes,
+        gpu_limit_bytes=of_device.lower(gpu_bytes, predicted),
         host_limit_bytes=of_host.lower(min(filter(None, sizes), default=None), prediction.host_bytes),
         trained=frozenset(trained),
     )
@@ -357,7 +378,7 @@ def smallest_change(comparison: Comparison) -> Fact | None:
     Without such a change, what else there is to try.
     """
     pairs = ((row, setup) for row in comparison.rows if (setup := setup_of(row, comparison)) is not None)
-    setups = list(islice(pairs, _MAX_ROWS))
+    setups = list(islice(pairs, MAX_ROWS))
     changes = [(fit, row, setup) for row, setup in setups if (fit := setup.smallest_fit()) is not None]
     if changes:
         change, row, setup = min(
@@ -425,12 +446,13 @@ def less_work(workload: Workload) -> list[str]:
 
 
 def _change_fact(change: Alternative, setup: FailedSetup) -> Fact:
-    """``batch size 2 (predicted 60.00 GB per GPU instead of 90.00 GB)``."""
+    """``batch size 2 (predicted 60.00 GB per GPU instead of 90.00 GB)``; ``≈`` marks a figure by the rule."""
+    by_rule = change.need is not None and change.need.method == "rule"
     sizes = [
-        f"{format_bytes(new)} {where} instead of {format_bytes(old)}"
-        for where, new, old in (
-            ("per GPU", change.gpu_bytes, setup.prediction.gpu_bytes),
-            ("of host memory per node", change.host_bytes, setup.prediction.host_bytes),
+        f"{sign}{format_bytes(new)} {where} instead of {format_bytes(old)}"
+        for where, new, old, sign in (
+            ("per GPU", change.least_gpu_bytes, setup.prediction.least_gpu_bytes, "≈ " * by_rule),
+            ("of host memory per node", change.host_bytes, setup.prediction.host_bytes, ""),
         )
         if new != old
     ]

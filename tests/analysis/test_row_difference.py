@@ -42,10 +42,7 @@ def predicted(records: Sequence[TrialRecord]) -> list[TrialRecord]:
     trials = trial_predictions.attach_predictions(
         [record.trial for record in records], profile, MemoryCapacity(gpu_bytes=None, host_bytes=None), skip=False
     )
-    completed = []
-    for trial in trials:
-        changes = trial_predictions.predict_changes(trial, profile, facts.hidden_size)
-        completed.append(replace(trial, prediction={**(trial.prediction or {}), **changes}))
+    completed = [trial_predictions.with_changes(each, profile, facts.hidden_size, is_short=False) for each in trials]
     return [replace(record, trial=trial) for record, trial in zip(records, completed, strict=True)]
 
 

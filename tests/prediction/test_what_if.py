@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -9,10 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_bench.config.spec import Configuration
-from ds_bench.prediction.fit_verdict import DOES_NOT_FIT, FITS
+from ds_bench.prediction.fit_verdict import DOES_NOT_FIT, FITS, TIGHT
 from ds_bench.prediction.model_profile import Activations, Polynomial, find_profile
-from ds_bench.prediction.what_if import PlannedTrial, fits, max_batch, min_gpus, smallest_change
-from tests.support.fakes import preset, zero
+from ds_bench.prediction.what_if import (
+    PlannedTrial,
+    alternatives,
+    fits,
+    max_batch,
+    min_gpus,
+    smallest_change,
+    with_settings,
+)
+from tests.support.fakes import offload, preset, zero
 from tests.support.predictions import EVERY, GB, TOY, ask, llama
 
 
@@ -100,3 +109,38 @@ def test_smaller_batch_that_fits_is_preferred_to_a_tight_one() -> None:
     assert roomy < tight
     assert change is not None
     assert (change.text, change.prediction.verdict(card)) == (f"batch size {roomy}", FITS)
+
+
+@pytest.mark.parametrize(("model", "batch_size"), [("gpt2", 16), ("meta-llama/Llama-2-7b-hf", 2)])
+def test_what_is_proposed_fits_and_the_next_larger_batch_or_smaller_number_of_gpus_does_not(
+    model: str, batch_size: int, subtests: pytest.Subtests
+) -> None:
+    profile, host = replace(find_profile(preset(model), 1024), layers=3), 16 * GB  # fewer are replayed sooner
+    for strategy, card_gb in itertools.product([*map(zero, range(4)), offload("cpu_optimizer", 2)], (9, 16)):
+        with subtests.test(f"{strategy.name}, {card_gb} GB"):
+            card = card_gb * GB
+            asked = replace(ask(strategy, 2, model=profile, seq_length=1024, batch_size=batch_size), changes={})
+            asked = replace(asked, ranks_per_node=6)
+
+            def verdict(trial: PlannedTrial, card: int = card, **settings: int) -> str:
+                return with_settings(trial, settings).verdict(card, host)
+
+            for tight, fitting in ((True, (FITS, TIGHT)), (False, (FITS,))):
+                if (size := max_batch(asked, card, host, tight=tight)) is not None:
+                    assert verdict(asked, batch_size=size) in fitting
+                    assert verdict(asked, batch_size=size + 1) not in fitting
+            if (count := min_gpus(asked, card, host)) is not None:
+                assert verdict(asked, num_gpus=count) != DOES_NOT_FIT
+                assert count == 1 or verdict(asked, num_gpus=count - (1 if count <= 6 else 6)) == DOES_NOT_FIT, count
+            if (change := smallest_change(asked, card, host)) is not None:
+                best = verdict(change.trial)
+                assert best == change.prediction.verdict(card, host) != DOES_NOT_FIT
+                if (size := change.settings.get("batch_size", 1)) > 1:
+                    assert verdict(change.trial, batch_size=size + 1) != FITS, change.text
+                if (count := change.settings.get("num_gpus", 1)) > 1:
+                    fewer = count - (1 if count <= 6 else 6)
+                    assert verdict(change.trial, num_gpus=fewer) == DOES_NOT_FIT, change.text
+            for each in alternatives(asked, card) if change is not None else ():
+                assert each.need is not None
+                changed = with_settings(asked, each.settings)
+                assert each.need.verdict(card) == changed.verdict(card), each.settings

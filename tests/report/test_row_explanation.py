@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,8 +44,7 @@ def runs(
         MemoryCapacity(gpu_bytes=None, host_bytes=None),
         skip=False,
     )
-    changes = trial_predictions.predict_changes(trials[0], profile, facts.hidden_size)
-    trials = [replace(trial, prediction={**(trial.prediction or {}), **changes}) for trial in trials]
+    trials = [trial_predictions.with_changes(each, profile, facts.hidden_size, is_short=False) for each in trials]
     prediction = trial_predictions.stored_prediction(trials[0])
     assert prediction is not None
     kept = {name: size for name, size in prediction.ledger["gpu"].items() if name in ("parameters", "optimizer_states")}
