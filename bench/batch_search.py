@@ -18,7 +18,7 @@ from pathlib import Path
 
 import harness
 
-from ds_bench.largest_batch_search import MAX_BATCH_SIZE, largest_trained, next_size
+from ds_bench.planning.largest_batch_search import MAX_BATCH_SIZE, largest_trained, next_size
 
 
 def plain_doubling(answer: int) -> int:

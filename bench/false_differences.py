@@ -36,10 +36,10 @@ from ds_bench.analysis.row import make_run
 from ds_bench.baselines import BaselineEntry, compare_to_baseline
 from ds_bench.baselines.result import BenchmarkResult, benchmark_result
 from ds_bench.config.spec import Configuration
+from ds_bench.planning.trial_planner import ordered_for_round
 from ds_bench.recommend.recommendation import recommend
 from ds_bench.records.json_files import write_json
 from ds_bench.records.schema import TrialRecord
-from ds_bench.trial_planner import ordered_for_round
 from tests.support import fakes
 
 _RUN_SPREAD = 0.01

@@ -14,8 +14,8 @@ import harness  # noqa: F401 - makes the package importable
 
 from ds_bench import runner
 from ds_bench.config import recipe, recipe_file, sweep
+from ds_bench.planning.trial_planner import make_run_plan
 from ds_bench.system.environment import read_machine
-from ds_bench.trial_planner import make_run_plan
 
 _TEXT = """
 model: {name: [gpt2, gpt2-medium, facebook/opt-1.3b, meta-llama/Llama-2-7b-hf, Qwen/Qwen3-8B]}

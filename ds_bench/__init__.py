@@ -1,12 +1,11 @@
 """Which DeepSpeed configuration should this model be trained with, on these machines?
 
 The packages, in the order of the data flow: ``cli`` parses flags; ``config`` holds the request, with ``models`` for the
-model and ``system`` for the machine; ``trial_planner`` makes the trials; ``doctor`` checks the machine; ``prediction``
+model and ``system`` for the machine; ``planning`` makes the trials; ``doctor`` checks the machine; ``prediction``
 predicts the memory of each trial; ``launch`` runs it in its own processes, whose ranks are ``worker``; ``records``
 stores the measurements; ``analysis`` turns them into numbers, caveats and a comparison; ``recommend`` chooses a row;
-``report`` shows everything. ``runner`` is the main path through these packages, ``largest_batch_search`` finds the
-largest micro-batch or the longest sequence, and ``baselines`` compares new results with stored ones. ``api`` has the
-functions and classes of ``__all__`` (docs/ci_and_python.md).
+``report`` shows everything. ``runner`` is the main path through these packages, and ``baselines`` compares new results
+with stored ones. ``api`` has the functions and classes of ``__all__`` (docs/ci_and_python.md).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import __version__, largest_batch_search
+from . import __version__
 from .analysis import flops, provenance
 from .analysis.comparison import ComparisonRow, rows_of
 from .config import trained_parameters
@@ -38,6 +38,8 @@ from .launch.scratch import remove_abandoned
 from .launch.script_ranks import script_words
 from .launch.trial import launch_command
 from .launch.warm_launcher import choose_launcher
+from .planning import largest_batch_search
+from .planning.trial_planner import Plan, RunPlan, make_run_plan, refuse_unresolved
 from .prediction import trial_predictions
 from .prediction.model_profile import ModelProfile, variant_of
 from .recommend import remedies
@@ -55,7 +57,6 @@ from .report.terminal_report import print_reports
 from .system import files, gpu_state, invocation, processes, terminal
 from .system.environment import Environment, Machine, read_machine, require_installed, require_packages
 from .system.script_interpreter import environment_of, read_interpreter
-from .trial_planner import Plan, RunPlan, make_run_plan, refuse_unresolved
 from .units import format_items, format_names
 
 if TYPE_CHECKING:

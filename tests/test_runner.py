@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from ds_bench import trial_planner
 from ds_bench.analysis import load_results
 from ds_bench.cli import script as cli
 from ds_bench.config.spec import Trial
 from ds_bench.doctor import disk
+from ds_bench.planning import trial_planner
 from ds_bench.prediction import what_if
 from ds_bench.records import schema
 from ds_bench.records.resume import remaining_trials

@@ -185,7 +185,7 @@ class RowRatios:
     rows together; a row that varies far more than the others (F tests at 1 % in all) has its own estimate. An interval
     covers the ratio of the geometric means, both as measured and with the trend removed, with the margin around each.
     Noise that lasts from run to run is not independent, but the shuffled order of the runs
-    (``trial_planner.ordered_for_round``) still keeps false differences rare (``bench/false_differences.py``).
+    (``planning.trial_planner``) still keeps false differences rare (``bench/false_differences.py``).
 
     Sources: blocks and their preliminary test: T. A. Bancroft, "Analysis and inference for incompletely specified
     models involving the use of preliminary test(s) of significance", Biometrics 20 (1964); several rows: S. Holm, "A

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .. import trial_planner, units
+from .. import units
 from ..config import axis_rows, strategies
 from ..config.automatic_values import TrainingFacts
 from ..config.axis_rows import AxisValues
@@ -27,6 +27,7 @@ from ..config.spec import Configuration, Placement, Precision, Workload, block_o
 from ..config.trained_parameters import read_choice
 from ..errors import UsageError
 from ..models.lookup import ResolvedModel, resolve_model
+from ..planning import requested_rows, trial_planner
 from ..prediction import trial_predictions, what_if
 from ..prediction.fit_verdict import DOES_NOT_FIT
 from ..prediction.model_profile import Variant, measured_attention
@@ -183,13 +184,15 @@ def _with_axes(
     """Return each configuration with every combination of its axes; add notes on idle axes to ``lines``."""
     if not options.axes:
         return list(configurations)
-    facts = {each.label: trial_planner.row_facts(each, model, placement, options.grad_accum) for each in configurations}
+    facts = {
+        each.label: requested_rows.row_facts(each, model, placement, options.grad_accum) for each in configurations
+    }
     lines += axis_rows.idle_axes(options.axes, facts)
     rows = []
     for each in configurations:
         for values in axis_rows.combinations(options.axes, facts[each.label]):
             name, label = axis_rows.row_name(each.name, values), axis_rows.row_label(each.label, values)
-            rows.append(trial_planner.with_axes(replace(each, name=name, label=label), values, facts[each.label]))
+            rows.append(requested_rows.with_axes(replace(each, name=name, label=label), values, facts[each.label]))
     axis_rows.require_few(len(rows))
     return rows
 

@@ -250,7 +250,7 @@ def _flags_of_run(group: ResultGroup) -> tuple[str | None, str | None, OpenComma
 
 def _write_charts(reports: Sequence[ComparisonReport], folder: Path) -> None:
     """Write the charts. Raises UsageError if they cannot be written."""
-    from ..report.charts import save_charts
+    from ..report.chart_drawing import save_charts
     from ..report.comparison_charts import charts_of
 
     try:

@@ -111,7 +111,7 @@ def _points(
 
     # Make only the first point and count its rows, to refuse a sweep that is too large before making all its points.
     first, options = options_at(asked.first_point)
-    from ..trial_planner import requested_rows, with_files
+    from ..planning.requested_rows import requested_rows, with_files
 
     # All points have the same files.
     options = with_files(options)

@@ -45,7 +45,7 @@ def main(family: Family, make_config: MakeConfig, arguments: Sequence[str] | Non
             if options.print_recipe:
                 from ..config.recipe import recipe_of
                 from ..config.recipe_file import yaml_text
-                from ..trial_planner import requested_rows
+                from ..planning.requested_rows import requested_rows
 
                 rows = [row.origin for row in requested_rows(options) if isinstance(row.origin, Strategy)]
                 terminal.print_text(yaml_text(recipe_of(options, make_config, rows)).rstrip())

@@ -352,7 +352,7 @@ class Options:
     point: tuple[tuple[str, Any], ...] = ()
     """Key paths of a recipe and their values at this point of its sweep; empty without a sweep."""
     files: tuple[ConfigurationFile, ...] | None = None
-    """The configurations of ``configs`` and ``inline``; None until they are read (``trial_planner.with_files``)."""
+    """The configurations of ``configs`` and ``inline``; None until they are read (``planning.requested_rows``)."""
     file_lines: tuple[str, ...] = ()
     """Notes on them for the user."""
     token_file: TokenFile | None = None

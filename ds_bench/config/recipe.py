@@ -293,7 +293,7 @@ def options_of(recipe: Values, folder: Path, **run_flags: Any) -> Options:
         problem = " and ".join(f"{path} {length}" for path, length in lengths.items())
         raise UsageError(f"{problem} contradict each other", remedy="keep one of them")
     values["seq_length"] = next(iter(lengths.values()), None)
-    # 1 until the ranks are known, if the global batch is given (trial_planner.make_run_plan).
+    # 1 until the ranks are known, if the global batch is given (planning.trial_planner).
     values["grad_accum"] = values["grad_accum"] or 1
     inline = tuple(
         ConfigurationFile(

@@ -16,7 +16,7 @@ from ..prediction.trial_predictions import stored_prediction
 from ..recommend.remedies import predicted_bytes
 from ..records.schema import OOM, OOM_DISK, OOM_HOST, SKIPPED, Tier, measured_values
 from ..units import BYTES_PER_GB, MISSING, to_gb, to_ms
-from .charts import (
+from .chart_drawing import (
     BAR_HEIGHT,
     COLORS,
     FAINT,

@@ -16,7 +16,7 @@ from ..analysis.comparison import ComparisonRow
 from ..recommend.message_templates import Fact
 from ..records.schema import SUCCESS
 from ..system.environment import require_installed
-from . import charts, combined_table, row_explanation
+from . import chart_drawing, combined_table, row_explanation
 from .comparison_charts import charts_of
 from .comparison_columns import detail_tables, measured_columns, row_status
 from .comparison_report import ComparisonReport
@@ -149,7 +149,7 @@ def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
         heading = {"throughput": "Speed", "pareto": "Speed", "ledger": "Memory"}.get(
             chart.name.partition("-")[0], "Steps"
         )
-        sections[heading].append({"chart": chart, "source": charts.image_source(chart)})
+        sections[heading].append({"chart": chart, "source": chart_drawing.image_source(chart)})
     baseline, rows = report.comparison.baseline, []
     for row in report.comparison.rows:
         last = row.runs[-1]

@@ -14,13 +14,13 @@ from ..analysis.provenance import STEP_NAMES
 from ..config.caveats import CaveatKind, as_caveat, has_kind
 from ..config.spec import Trial
 from ..launch import Progress, ProgressCallback
+from ..planning.trial_planner import Plan, RunPlan
 from ..prediction.fit_verdict import DOES_NOT_FIT, TIGHT, UNKNOWN
 from ..prediction.trial_predictions import stored_prediction
 from ..recommend.remedies import predicted_bytes
 from ..records.schema import INTERRUPTED, Tier, TrialRecord
 from ..system import invocation
 from ..system.terminal import StatusLine
-from ..trial_planner import Plan, RunPlan
 from ..units import format_bytes, format_duration, format_items, format_significant
 from .comparison_columns import failure_text
 from .memory_plan import gpu_range

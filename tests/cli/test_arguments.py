@@ -18,7 +18,7 @@ from ds_bench.config.caveats import CaveatKind
 from ds_bench.config.options import Options
 from ds_bench.config.rules import RULES
 from ds_bench.errors import UsageError
-from ds_bench.trial_planner import with_row_names
+from ds_bench.planning.requested_rows import with_row_names
 
 
 def zero(line: str) -> Options:

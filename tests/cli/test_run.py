@@ -19,8 +19,9 @@ from ds_bench.cli.report import build_reports
 from ds_bench.config import placement, recipe, recipe_file
 from ds_bench.config.identity import work_key
 from ds_bench.config.spec import Strategy
+from ds_bench.planning.requested_rows import requested_rows
+from ds_bench.planning.trial_planner import make_run_plan
 from ds_bench.system import gpu_state
-from ds_bench.trial_planner import make_run_plan, requested_rows
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher
 from tests.support.scripted_run import Run, ScriptedRun

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from ds_bench import trial_planner
 from ds_bench.analysis.loss_parity import compare_losses
 from ds_bench.analysis.row import make_run
 from ds_bench.config.axes import AXES, other_arithmetic
 from ds_bench.config.deepspeed_config import paths_of
 from ds_bench.config.spec import Placement, Trial
 from ds_bench.models.lookup import ResolvedModel
+from ds_bench.planning import requested_rows, trial_planner
 from ds_bench.prediction.model_profile import find_profile, variant_of
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
@@ -77,10 +77,10 @@ def make_trial(row: str, axes: list[str], folder: Path) -> tuple[Trial, Resolved
     options = fakes.options(family, *flags, *batch, *(word for text in axes for word in ("--axis", text)))
     model = swapped_model() if row == "nvme" else fakes.resolved_model()
     place = Placement(accelerator="cpu", num_gpus=2, nvme_path=str(folder))
-    builder = trial_planner.ConfigurationBuilder(
+    builder = requested_rows.ConfigurationBuilder(
         options=options, make_config=fakes.make_config, model=model, placement=place
     )
-    rows = [builder.build(each, options.batch_size) for each in trial_planner.requested_rows(options)]
+    rows = [builder.build(each, options.batch_size) for each in requested_rows.requested_rows(options)]
     (trial,) = trial_planner.make_trials(options, model, place, rows)
     return trial, model
 

@@ -18,7 +18,7 @@ from ds_bench.config.caveats import Caveat, CaveatKind
 from ds_bench.config.spec import Placement
 from ds_bench.records import schema
 from ds_bench.report import comparison_charts
-from ds_bench.report.charts import Chart, Drawing, image_source, save_charts
+from ds_bench.report.chart_drawing import Chart, Drawing, image_source, save_charts
 from ds_bench.report.comparison_charts import charts_of
 from tests.support import fakes
 from tests.support import sample_reports as samples

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from ds_bench import trial_planner
 from ds_bench.analysis.row import make_run
 from ds_bench.config.spec import Trial
 from ds_bench.launch import Progress
+from ds_bench.planning import trial_planner
 from ds_bench.prediction.trial_predictions import MemoryCapacity
 from ds_bench.records.schema import Profile, TrialRecord
 from ds_bench.report.progress import ProgressReporter, nsys_command, profile_files_line, run_plan_lines

@@ -10,18 +10,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from .config.caveats import Caveat, CaveatKind
-from .config.spec import NO_INSPECTION, SEARCH_ACCURACY, Configuration, Trial, Workload
-from .launch import Launcher
-from .prediction.fit_verdict import DOES_NOT_FIT
-from .prediction.model_profile import ModelProfile
-from .prediction.replayed_need import UNPREDICTABLE, predict_trial
-from .records import schema
-from .records.run_folder import PROBES_FILE, RunFolder
-from .records.schema import TrialRecord
-from .system import processes
-from .trial_planner import SHORTEST_SEQ_LENGTH, Plan, RequestedRow
-from .units import format_count
+from ..config.caveats import Caveat, CaveatKind
+from ..config.spec import NO_INSPECTION, SEARCH_ACCURACY, Configuration, Trial, Workload
+from ..launch import Launcher
+from ..prediction.fit_verdict import DOES_NOT_FIT
+from ..prediction.model_profile import ModelProfile
+from ..prediction.replayed_need import UNPREDICTABLE, predict_trial
+from ..records import schema
+from ..records.run_folder import PROBES_FILE, RunFolder
+from ..records.schema import TrialRecord
+from ..system import processes
+from ..units import format_count
+from .requested_rows import RequestedRow
+from .trial_planner import SHORTEST_SEQ_LENGTH, Plan
 
 MAX_BATCH_SIZE = 4096
 """The largest micro-batch that is tried."""

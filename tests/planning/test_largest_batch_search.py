@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ds_bench.cli import script as cli
 from ds_bench.config.spec import Trial
-from ds_bench.largest_batch_search import largest_trained, next_size, resolution
+from ds_bench.planning.largest_batch_search import largest_trained, next_size, resolution
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher

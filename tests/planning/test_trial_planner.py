@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_bench import runner, trial_planner
+from ds_bench import runner
 from ds_bench.config.caveats import Caveat, CaveatKind, as_caveat
 from ds_bench.config.deepspeed_config import MakeConfig
 from ds_bench.config.identity import work_key
@@ -27,6 +27,7 @@ from ds_bench.launch import ops
 from ds_bench.launch.ops import OpState
 from ds_bench.models import lookup
 from ds_bench.models.lookup import ResolvedModel
+from ds_bench.planning import requested_rows, trial_planner
 from ds_bench.prediction import trial_predictions
 from ds_bench.system import environment
 from tests.support import fakes
@@ -44,8 +45,8 @@ def trials(
 ) -> list[Trial]:
     on = on or fakes.placement(nvme_path=None if options.nvme_path is None else str(options.nvme_path))
     choice = of or fakes.resolved_model()
-    builder = trial_planner.ConfigurationBuilder(options=options, make_config=make, model=choice, placement=on)
-    rows = [builder.build(row, options.batch_size) for row in trial_planner.requested_rows(options)]
+    builder = requested_rows.ConfigurationBuilder(options=options, make_config=make, model=choice, placement=on)
+    rows = [builder.build(row, options.batch_size) for row in requested_rows.requested_rows(options)]
     facts = trial_planner.RunFacts(op_states=states or {}, largest_parameter=choice.largest_parameter)
     return trial_planner.complete(trial_planner.make_trials(options, choice, on, rows), facts)
 
@@ -126,13 +127,13 @@ def test_rows_are_stages_then_strategies_each_once(subtests: pytest.Subtests) ->
         ("zero", "--stages 3 --strategies zero3", ["zero3"]),
     ):
         with subtests.test(line):
-            assert [row.name for row in trial_planner.requested_rows(fakes.options(family, *line.split()))] == names
+            assert [row.name for row in requested_rows.requested_rows(fakes.options(family, *line.split()))] == names
     for line, said in (
         ("--strategies none nvme", r"--strategies nvme needs a disk\. Add --nvme-path DIR, or leave nvme out"),
         ("--strategies none zero3", "none and zero3 are the same configuration, ZeRO-3"),
     ):
         with subtests.test(line), pytest.raises(UsageError, match=said):
-            trial_planner.requested_rows(fakes.options("offload", *line.split()))
+            requested_rows.requested_rows(fakes.options("offload", *line.split()))
 
 
 def test_a_row_that_cannot_run_has_a_reason_and_the_others_stay(
@@ -404,11 +405,11 @@ def test_an_axis_is_refused_where_it_acts_in_no_row_or_a_flag_sets_the_same() ->
         ("--axis pin_memory=true,false", "pin_memory acts only in rows of stages 1, 2 and 3"),
     ):
         with pytest.raises(UsageError, match=says):
-            trial_planner.axis_notes(fakes.options("zero", *line.split()))
+            requested_rows.axis_notes(fakes.options("zero", *line.split()))
     # A setting that offloads every row lets an offload axis act.
     offload = "zero_optimization.offload_optimizer.device=cpu"
     options = fakes.options("zero", "--stages", "2", "--set", offload, "--axis", "pin_memory=true,false")
-    assert trial_planner.axis_notes(options) == []
+    assert requested_rows.axis_notes(options) == []
     rows = {trial.configuration.name: trial for trial in trials(options)}
     block = rows["zero2+pin_memory=false"].ds_config["zero_optimization"]["offload_optimizer"]
     assert block["pin_memory"] is False
@@ -418,7 +419,7 @@ def test_rows_that_train_alike_are_one_and_a_line_says_so() -> None:
     made = trials(fakes.options("zero", "--stages", "1", "--axis", "buffers=default", "--axis", "overlap_comm=false"))
     twin = replace(made[0], configuration=replace(made[0].configuration, name="twin", label="Twin"))
     label = made[0].configuration.label
-    assert trial_planner._equal_rows([*made, twin]) == {"twin": f"twin trains exactly as {label} does and is left out"}
+    assert requested_rows.equal_rows([*made, twin]) == {"twin": f"twin trains exactly as {label} does and is left out"}
     other = replace(twin, configuration=replace(twin.configuration, variables={"DS_PIN_MEMORY_BACKEND": "native"}))
-    assert trial_planner._equal_rows([*made, other]) == {}
+    assert requested_rows.equal_rows([*made, other]) == {}
     assert work_key(other) != work_key(twin)
