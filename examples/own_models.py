@@ -15,7 +15,7 @@ from transformers import (
 
 
 def build_lora():
-    """LoRA adapters on a Llama: the rest is frozen."""
+    """LoRA adapters on a Llama model; the rest is frozen."""
     from peft import LoraConfig, get_peft_model
 
     model = LlamaForCausalLM(LlamaConfig())
@@ -23,7 +23,7 @@ def build_lora():
 
 
 def build_bert():
-    """A masked language model, in which 15 % of the tokens are to be guessed."""
+    """A masked language model, which guesses 15 % of the tokens."""
     model = BertForMaskedLM(BertConfig())
 
     def make_batch(batch_size, seq_length, generator):

@@ -212,7 +212,7 @@ COMMANDS: Mapping[str, Command] = {
             **_CONFIGS,
             "--hostfile": {**_FILE, "help": "also check these hosts, and whether they reach each other"},
             "--build": {**_ON, "help": "build the ops that are not built yet (minutes)"},
-            "--python": flag_of("python", help="check this interpreter's packages and ops, as a script uses them"),
+            "--python": flag_of("python", help="check the packages and ops of this interpreter, for your script"),
             **_JSON,
         },
     ),

@@ -306,7 +306,7 @@ class Options:
         "tensorboard: also as TensorBoard files; without a value: steps", key="output.monitor", choices=MONITORS,
         arguments={"nargs": "?", "const": "steps"})
     checkpoint: bool = option(bool, False,
-        "save, convert and load a checkpoint of every row, and time it; its files are removed afterwards",
+        "save and load a checkpoint of every row, save its 16-bit weights, and time it; the files are removed",
         key="output.checkpoint")
     checkpoint_path: str | None = option(str, None, "folder on the disk to save to; adds --checkpoint",
         without="the folder of the results", key="output.checkpoint_path", metavar="DIR")

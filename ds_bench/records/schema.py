@@ -125,7 +125,7 @@ class CheckpointAction:
     seconds: float | None = None
     """Until the rank's own part was done; None if it was not done."""
     memory: PhaseMemory = PhaseMemory()
-    """Of the rank during the action; on the first rank with the peak of processes that convert a checkpoint."""
+    """Of the rank during the action."""
     written_bytes: int | None = None
     """Size of the files of the whole job, only on the first rank."""
     not_done: str | None = None
