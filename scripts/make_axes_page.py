@@ -22,7 +22,7 @@ INTRODUCTION = f"""# Axes
 Made by `scripts/make_axes_page.py`. `ds-compare axes` prints this list, and `ds-compare axes overlap_comm` one axis.
 
 An axis is one dimension along which rows differ. `--axis NAME=V1,V2,…` makes a row for each value, wherever the axis
-acts. Several `--axis` make every combination, up to {MAX_ROWS} rows:
+applies. Several `--axis` make every combination, up to {MAX_ROWS} rows:
 
 ```sh
 python zero_stage_comparison.py --model gpt2 --stages 2 3 --axis overlap_comm=true,false  # trains
@@ -33,8 +33,8 @@ A row is named `zero2+overlap_comm=false` in flags such as `--relative-to`, and 
 
 - An axis replaces what the strategy, `create_deepspeed_config` or a file of `--configs` says. `--ds-config`, `--set`
   and the flags of the workload apply to every row, so it is an error if one of them sets the same thing as an axis.
-- A row where an axis does not act (`prefetch` at stage 2) appears once, without it, and a note says so. Rows with equal
-  configurations are run once.
+- A row to which an axis does not apply (`prefetch` at stage 2) appears once, without it, and a note says so. Rows with
+  equal configurations are run once.
 - Nothing runs if two axes set one key to different values.
 - "changes" is what to expect from the axis. The categories of the ledger are in [metrics](metrics.md#memory). "Peak
   memory within a step" is about tensors that live only during a phase, which the ledger does not see. "Losses" means
