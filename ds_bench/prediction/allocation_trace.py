@@ -30,11 +30,11 @@ _SEGMENTS = (("P", 0), ("F", 0), ("F", 1), ("F", 2), ("H", 0), ("B", 2), ("B", 1
 """Kind and layer of each part of a trace."""
 _LEAST_BYTES = 2**16
 """Smaller storages are left out: together they are far below one segment."""
-_FORMAT = 2
-"""Changes with the events of a trace, so that no cached one of another meaning is read."""
 TABLE_NAME = "allocation_traces.json.xz"
 TRACED_RANK = 8191
 """Rank of adapters in a trace. It is prime, and no size of a model is a multiple of it: any rank can take its place."""
+_traced: dict[str, dict[str, Any]] = {}
+"""Answers of this process's children by key, since the user's cache may not be writable."""
 
 Event = tuple[Any, ...]
 """``(ALLOCATE, storage, bytes)``, ``(FREE, storage)``, ``(GRADIENT, parameter, storage)``, ``(ENTER, parameters)``,
@@ -73,7 +73,7 @@ def trace_request(
     chosen = {name: value for name, value in variant._asdict().items() if value}
     if variant.lora is not None:
         chosen["lora"] = ":".join(filter(None, (str(TRACED_RANK), ",".join(parse_lora(variant.lora).modules))))
-    return {**request, "checkpointing": checkpointing, "format": _FORMAT, **chosen}
+    return {**request, "checkpointing": checkpointing, **chosen}
 
 
 def find_trace(
@@ -110,13 +110,29 @@ def _answer(request_json: str, precision: Precision, starts_child: bool) -> dict
     if precision in built_in:
         return dict(built_in)
     key = f"{key}_{precision}_trace"
-    answer = model_profile.cached_answer(key)
+    answer = _traced.get(key) or model_profile.cached_answer(key)
     if answer is None and starts_child and not missing_packages(MODEL_PACKAGES):
-        (answer,) = make_traces([{**request, "precisions": [precision]}])
-        # A model that cannot be traced stays so; a child that was ended may do better next time.
-        if not answer.get("ended"):
-            model_profile.cache_answer(key, answer)
+        requests = _requests_of_rows(request)
+        answers = make_traces([{**each, "precisions": [precision]} for each in requests])
+        for each, made in zip(requests, answers, strict=True):
+            made_key = f"{model_profile.request_key(each)}_{precision}_trace"
+            _traced[made_key] = made
+            # A model that cannot be traced stays so; a child that was ended may do better next time.
+            if not made.get("ended"):
+                model_profile.cache_answer(made_key, made)
+        answer = _traced[key]
     return dict(answer or {})
+
+
+def _requests_of_rows(request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The request and those that other rows of the same model make: of another stage, or with checkpointing."""
+    shared = {name: value for name, value in request.items() if name != "efficient_linear"}
+    is_frozen = any(name in request for name in ("lora", "freeze", "efficient_linear"))
+    return [
+        {**shared, "checkpointing": checkpointing, **linear}
+        for checkpointing in sorted({request["checkpointing"], True})
+        for linear in [{}, {"efficient_linear": True}][: 1 + is_frozen]
+    ]
 
 
 def make_traces(

@@ -408,10 +408,18 @@ def _built_in() -> dict[str, Any]:
 
 def _cache_file(key: str) -> Path:
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    # Other versions may build other layers, or save other tensors for backward.
-    names = ("torch", "transformers", "deepspeed", "peft")
-    versions = "_".join(f"{name}{installed_version(name) or ''}" for name in names)
-    return root / "ds_bench" / "activations" / versions / f"{key}.json"
+    return root / "ds_bench" / "activations" / _code_version() / f"{key}.json"
+
+
+@cache
+def _code_version() -> str:
+    """Name what decides an answer: the versions of the libraries, which may build other layers or save other tensors
+    for backward, and a hash of our own code and traces."""
+    versions = [f"{name}{installed_version(name) or ''}" for name in ("torch", "transformers", "deepspeed", "peft")]
+    folders = (Path(__file__).parents[1] / name for name in ("config", "prediction", "worker"))
+    files = [file for folder in folders for file in sorted(folder.glob("*")) if file.suffix in (".py", ".xz")]
+    own_code = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return "_".join([*versions, own_code[:16]])
 
 
 def cached_answer(key: str) -> dict[str, Any] | None:

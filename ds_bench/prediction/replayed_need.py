@@ -6,16 +6,14 @@ fraction of a second.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache, lru_cache
-from pathlib import Path
+from functools import lru_cache
 from typing import Any, Literal
 
 from ..config.spec import Engine, Placement, Trial, Workload
 from . import allocation_replay, allocation_trace, model_profile
-from .allocation_trace import TraceVariant
+from .allocation_trace import Event, TraceVariant
 from .fit_verdict import GpuNeed
 from .inputs import MemoryInputs
 from .model_profile import ModelProfile, Variant, variant_of
@@ -155,27 +153,18 @@ def _replayed_need(
     """The need by a replay; None without a trace of the model. ``sizes``: micro-batch, sequence length, checkpointing,
     dropout, zero.Init. The others are explained in ``predict_near``."""
     batch_size, seq_length, checkpointing, dropout, zero_init = sizes
-    facts = inputs.profile.facts
-    if facts is None:
-        return None
     asked = (*sizes, variant, workspace_bytes, varying_lengths, expandable_segments, card_bytes, verdict_only)
-    key = model_profile.request_key({"inputs": repr(inputs), "sizes": asked, "code": _code_hash()})
+    key = model_profile.request_key({"inputs": repr(inputs), "sizes": asked})
     kept = model_profile.cached_answer(f"{key}_need")
     if kept is None:
-        trace = allocation_trace.find_trace(
-            facts,
-            seq_length,
-            checkpointing=checkpointing,
-            element_bytes=inputs.element,
-            dropout=dropout,
-            variant=variant,
-            starts_child=starts_children,
-        )
-        if trace is None or not allocation_trace.is_of(trace, inputs.profile):
-            return None
         parts = range(1 if varying_lengths else _LENGTHS, _LENGTHS + 1)
-        lengths = [seq_length * part // _LENGTHS or 1 for part in parts]
-        *shorter, events = (allocation_trace.full_events(trace, inputs.profile, batch_size, each) for each in lengths)
+        lengths = tuple(seq_length * part // _LENGTHS or 1 for part in parts)
+        steps = _events_of_steps(
+            inputs.profile, inputs.element, batch_size, lengths, checkpointing, dropout, variant, starts_children
+        )
+        if steps is None:
+            return None
+        *shorter, events = steps
         kept = {"least": 0, "reserved": 0, "phase": "step"}
         for before in ([], shorter)[: 1 + varying_lengths]:
             how: dict[str, Any] = {
@@ -208,9 +197,29 @@ def _replayed_need(
     )
 
 
-@cache
-def _code_hash() -> str:
-    """Hash of the code and of the traces in the package, which decide the result of a replay."""
-    folder = Path(__file__).parent
-    files = [*sorted(folder.glob("*.py")), *sorted(folder.glob("*.xz"))]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+@lru_cache(maxsize=8)
+def _events_of_steps(
+    profile: ModelProfile,
+    element_bytes: int,
+    batch_size: int,
+    lengths: tuple[int, ...],
+    checkpointing: bool,
+    dropout: float | None,
+    variant: TraceVariant,
+    starts_children: bool,
+) -> list[list[Event]] | None:
+    """The model's events in a step of each of these sequence lengths, the longest last; None without a trace of it."""
+    if profile.facts is None:
+        return None
+    trace = allocation_trace.find_trace(
+        profile.facts,
+        lengths[-1],
+        checkpointing=checkpointing,
+        element_bytes=element_bytes,
+        dropout=dropout,
+        variant=variant,
+        starts_child=starts_children,
+    )
+    if trace is None or not allocation_trace.is_of(trace, profile):
+        return None
+    return [allocation_trace.full_events(trace, profile, batch_size, each) for each in lengths]

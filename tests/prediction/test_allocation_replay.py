@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 
 from ds_bench.config.spec import Configuration
 from ds_bench.config.strategies import make_configuration, named_strategy
+from ds_bench.models.presets import preset_names
 from ds_bench.prediction import allocation_replay, allocation_trace, formula_profile, replayed_need
-from ds_bench.prediction.allocation_trace import ALLOCATE, FREE, full_events
+from ds_bench.prediction.allocation_trace import ALLOCATE, FREE, TraceVariant, full_events
 from ds_bench.prediction.fit_verdict import DOES_NOT_FIT, FITS, TIGHT
 from ds_bench.prediction.model_profile import Variant
 from ds_bench.prediction.predicted_memory import inputs_of
@@ -224,12 +226,57 @@ def test_middle_layer_is_repeated_and_frees_what_its_neighbors_left() -> None:
     assert not allocation_trace.is_of(trace, replace(partly, frozen=(*others[:-1], (10, 8))))
 
 
-def test_traces_of_presets_are_part_of_the_package() -> None:
-    facts = preset("gpt2")
-    for checkpointing in (False, True):
-        trace = allocation_trace.find_trace(facts, 128, checkpointing=checkpointing, element_bytes=2)
-        assert trace is not None
-        assert len(trace["segments"]) == 9
+def test_traces_of_presets_are_part_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no torch is needed; layers of several kinds have none."""
+    monkeypatch.setattr(allocation_trace, "make_traces", lambda _requests: pytest.fail("a preset started a process"))
+    variants = (TraceVariant(),)
+    missing = []
+    for name in preset_names():
+        for variant, checkpointing in itertools.product(variants, (False, True)):
+            how: dict[str, Any] = {"checkpointing": checkpointing, "element_bytes": 2, "variant": variant}
+            if allocation_trace.find_trace(preset(name), 128, **how) is None:
+                missing.append(name)
+    several_kinds = ("gemma2", "gemma3_text", "deepseek_v2", "gpt_oss")
+    assert missing == [name for name in preset_names() for _ in range(2) if preset(name).model_type in several_kinds]
+
+
+def test_traces_in_the_package_are_those_that_are_made_today() -> None:
+    facts = preset("gpt2"), preset("meta-llama/Llama-2-70b-hf")
+    variants = TraceVariant(), TraceVariant()
+    requests = [
+        allocation_trace.trace_request(each, 1, checkpointing=True, variant=variant)
+        for each, variant in zip(facts, variants, strict=True)
+    ]
+    made = allocation_trace.make_traces([{**each, "precisions": ["bf16"]} for each in requests])
+    shipped = allocation_trace._built_in()
+    assert made == [shipped[replayed_need.model_profile.request_key(each)] for each in requests]
+
+
+def test_one_process_traces_what_all_rows_of_a_model_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if nothing can be kept in the user's cache."""
+    processes = []
+
+    def make_traces(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        processes.append([(each["checkpointing"], "efficient_linear" in each) for each in requests])
+        return [{"bf16": {"number": number}} for number, _ in enumerate(requests)]
+
+    monkeypatch.setattr(allocation_trace, "make_traces", make_traces)
+    monkeypatch.setattr(allocation_trace, "missing_packages", lambda _names: [])
+    monkeypatch.setattr(allocation_trace, "can_extend", lambda _trace: True)
+    monkeypatch.setattr(replayed_need.model_profile, "cache_answer", lambda *_: None)
+    rows = list(itertools.product((False, True), (False, True)))
+    found = [
+        allocation_trace.find_trace(
+            preset("gpt2"),
+            128,
+            checkpointing=checkpointing,
+            element_bytes=2,
+            variant=TraceVariant(freeze="only this test", efficient_linear=of_stage_3),
+        )
+        for checkpointing, of_stage_3 in rows
+    ]
+    assert found == [{"number": number} for number in range(4)]
+    assert processes == [rows]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

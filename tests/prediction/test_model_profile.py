@@ -141,6 +141,16 @@ def test_measured_profile_is_cached_and_an_error_is_not(
         find_profile(facts_from_config("mine", "gpt2", {**SMALL["gpt2"], "n_embd": 96}), 64)
 
 
+def test_answers_of_other_code_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model_profile.cache_answer("key", {"answer": 1})
+    assert model_profile.cached_answer("key") == {"answer": 1}
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path.name == "trace_allocations.py"))
+    monkeypatch.setattr(model_profile, "_code_version", model_profile._code_version.__wrapped__)
+    assert model_profile.cached_answer("key") is None
+
+
 @pytest.mark.slow
 def test_any_family_that_transformers_builds_is_counted_from_its_folder(tmp_path: Path) -> None:
     """Against a real forward pass on the CPU, at a depth, batch and length that were not measured."""
