@@ -196,14 +196,15 @@ def _read(kind: type[_Document], data: bytes, where: str) -> _Document:
         raise UsageError(f"{where} {error}", remedy=_REMEDY) from None
     except InvalidValueError as error:
         # A document of another version may have other fields: the version is the reason.
-        _require_version(json_files.parse_json(data), where)
+        _require_version(data, where)
         raise UsageError(f"{where}: {error}", remedy=_REMEDY) from None
     if read.schema_version != SCHEMA_VERSION or b'"schema_version"' not in data:
-        _require_version(json_files.parse_json(data), where)
+        _require_version(data, where)
     return read
 
 
-def _require_version(document: Any, where: str) -> None:
+def _require_version(data: bytes, where: str) -> None:
+    document = json_files.parse_json(data)
     version = document.get("schema_version") if isinstance(document, dict) else None
     if version != SCHEMA_VERSION:
         raise UsageError(

@@ -373,7 +373,14 @@ def _readme(
     trial, outcome = record.trial, record.outcome
     placement, configuration = trial.placement, trial.configuration
     device = ["DS_ACCELERATOR=cpu"] if placement.accelerator == "cpu" else []
-    launcher = [*device, *_launcher(placement)]
+    launcher = ["deepspeed", "--num_gpus", str(placement.num_gpus)]
+    if placement.hostfile is not None:
+        launcher = ["deepspeed", "--hostfile", placement.hostfile]
+        launcher += ["--include", placement.include] if placement.include else []
+        launcher += ["--master_addr", placement.master_addr] if placement.master_addr else []
+    elif placement.hosts:  # of a job of Slurm or torchrun
+        launcher = _torchrun(placement, "torchrun")
+    launcher = [*device, *launcher]
     flags = [word for name, value in trainer_arguments(record).items() for word in (f"--{name}", value)]
     params = block_of(block_of(raw, "optimizer"), "params")
     forms = {"eps": int | float, "betas": list | tuple}
@@ -411,16 +418,6 @@ def _readme(
     )
     # Empty lists leave blank lines.
     return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
-
-
-def _launcher(placement: Placement) -> list[str]:
-    if placement.hostfile is not None:
-        own = ["--include", placement.include] if placement.include else []
-        own += ["--master_addr", placement.master_addr] if placement.master_addr else []
-        return ["deepspeed", "--hostfile", placement.hostfile, *own]
-    if placement.hosts:  # of a job of Slurm or torchrun
-        return _torchrun(placement, "torchrun")
-    return ["deepspeed", "--num_gpus", str(placement.num_gpus)]
 
 
 def _torchrun(placement: Placement, *program: str) -> list[str]:

@@ -44,7 +44,6 @@ class ReferenceEngine:
 
     def __init__(self, model: torch.nn.Module, config: Mapping[str, Any], device: torch.device) -> None:
         self.module = model
-        self.dp_world_size = torch.distributed.get_world_size()
         self._device = device
         self._dtype = training_dtype(config)
         self._micro_batch_size = int(config["train_micro_batch_size_per_gpu"])
