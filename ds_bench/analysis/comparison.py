@@ -431,7 +431,7 @@ def _baseline_caveats(
         why = requested.invalid_reason or requested.runs[0].outcome.status
         return [note(f"ratios are relative to {chosen.label}, because {requested.label} has no usable result: {why}")]
     if not chosen.valid:
-        return [note(f"ratios are relative to {chosen.label}, which has no usable result itself")]
+        return [note(f"ratios are relative to {chosen.label}, whose own result is in doubt")]
     return []
 
 

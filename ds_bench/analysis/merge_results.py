@@ -94,7 +94,7 @@ class _GroupBuilder:
             return comparability_differences(ours, theirs)
         if ours is not None or theirs is not None:
             # Unknown is not the same: pooled, two machines might pass for one.
-            names = [f"of {each.hostname}" if each else "not known" for each in (ours, theirs)]
+            names = [(each.hostname or "of an unnamed host") if each else "unknown" for each in (ours, theirs)]
             return [f"environment {names[0]} against {names[1]}"]
         known = None not in (self.device, other.device)
         return [f"device {self.device} against {other.device}"] if known and self.device != other.device else []

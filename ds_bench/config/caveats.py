@@ -92,7 +92,7 @@ class CaveatKind(StrEnum):
         "has another wrapper): {reason}", f"see why the op does not build: {invocation.command('ops')}")
     OTHER_OPTIMIZER = ("other_optimizer", "{used} stepped, not the {asked} that the DeepSpeed config asks for",
         f"see why the op does not build: {invocation.command('ops')}", True)
-    OTHER_ADAM = ("other_adam", "steps with {used}, but {row} with {other}: part of any difference in speed is that",
+    OTHER_ADAM = ("other_adam", "steps with {used}, {row} with {other}: that explains part of any speed difference",
         "--set optimizer.params.torch_adam=true compares all rows with torch's AdamW")
     OWN_BATCHES = ("own_batches",
         "the factory makes its own batches: a sample counts as {seq_length} tokens, whatever it holds")
@@ -151,7 +151,7 @@ class CaveatKind(StrEnum):
         "lower --batch-size, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and measure again")
     BUCKET_DOMINATES = ("bucket_dominates",
         "DeepSpeed's buffers are most of the counted memory (reduce_bucket_size is {elements:,.0f} elements whatever "
-        "the model)", "save it with --set zero_optimization.reduce_bucket_size=50000000")
+        "the model)", "shrink them with --set zero_optimization.reduce_bucket_size=50000000")
     BUCKET_NOT_RESIDENT = ("bucket_not_resident",
         "DeepSpeed's buffers are most of the counted memory (reduce_bucket_size is {elements:,.0f} elements whatever "
         "the model); on the CPU almost none of it was touched, but a GPU would hold all of it")

@@ -255,7 +255,7 @@ def _signal_outcome(failures: tuple[RankFailure, ...], evidence: Evidence) -> Ou
     number = _find_signal(first)
     status, text = schema.KILLED, f"killed by {_name_signal(number)}"
     if number in _CRASH_SIGNALS:
-        status, text = schema.CRASHED, f"crashed with {_name_signal(number)}"
+        status, text = schema.CRASHED, f"ended by {_name_signal(number)}"
     elif number == signal.SIGKILL and evidence.host_ran_out:
         status, text = schema.OOM_HOST, "the kernel killed it for memory (its oom_kill count rose)"
     elif number == signal.SIGKILL:

@@ -118,7 +118,7 @@ TEMPLATES: Mapping[str, str] = {
     "killed": "check what killed it (scheduler limits, dmesg), then run it again with --resume and --retry Killed",
     "crashed": f"read the end of its log, rebuild the ops ({invocation.command('ops')}), then run only this row",
     "crashed_script": "read the end of its log (--verbose names it)",
-    "unsupported": "choose another configuration: this machine or these versions cannot run it",
+    "unsupported": "choose another configuration",
     "skipped": "try a smaller micro-batch, more GPUs, a shorter --seq-length or a smaller model",
     "resume": "{command}",
     "interrupted": "continue with --resume RUN_DIR: rows are missing",

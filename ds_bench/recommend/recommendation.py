@@ -34,7 +34,6 @@ MOST_ROWS_NAMED = 6
 """Most failed rows, or rows left out, that are named one by one."""
 MOST_LETTERS_NAMED = 24
 """Most letters of labels in a headline, so that it fits on one line: enough for four stages."""
-_ONLY = "is the only row that can be recommended"
 MORE_STEPS = 50
 """Measured steps of a run that should decide between rows."""
 
@@ -124,11 +123,12 @@ def recommend(comparison: Comparison, goal: str = "balanced", resume: OpenComman
         lead = two_digits(max(decision.speeds.chance_lead(choice, row) for row in undecided))
         provisional = Fact("provisional", {"runs": runs_of_each(decision.fewest_runs), "lead": lead})
     if eligible.disturbed:
-        candidates = decision.speeds.candidates
         compared = decision.speeds.with_optimizer_of(choice)
-        among = f" of the rows that step with {choice.optimizer}" if len(compared) < len(candidates) else ""
+        among = f" with {choice.optimizer}" if len(compared) < len(decision.speeds.candidates) else ""
         tied = "looks as fast as any" if choice in decision.tied else "looks best"
-        looks = (("looks fastest" if choice == decision.fastest else tied) + among) if len(candidates) > 1 else _ONLY
+        looks = ("looks fastest" if choice == decision.fastest else tied) + (among and f" of the rows{among}")
+        if len(compared) == 1:
+            looks = f"is the only row{among or ' that can be recommended'}"
         headline = Fact("disturbed", {"choice": choice.label, "looks": looks})
     elif undecided:
         rivals = sorted((choice, *undecided), key=lambda row: row.complexity)

@@ -15,7 +15,7 @@ from ..analysis.step_costs import PARTS, step_parts
 from ..prediction.trial_predictions import stored_prediction
 from ..recommend.remedies import predicted_bytes
 from ..records.schema import OOM, OOM_DISK, OOM_HOST, SKIPPED, Tier, measured_values
-from ..units import BYTES_PER_GB, MISSING, to_gb, to_ms
+from ..units import BYTES_PER_GB, MISSING, format_series, to_gb, to_ms
 from .chart_drawing import (
     BAR_HEIGHT,
     COLORS,
@@ -86,16 +86,15 @@ def charts_of(comparison: Comparison, recommended: str | None = None) -> tuple[l
         sentence = "only the memory that rows asked for is drawn" if charts else "there is nothing to draw"
         return charts, [f"No row succeeded, so {sentence}."]
     names = {chart.name for chart in charts}
-    sentences = {
-        "No row has a throughput.": "throughput" in names,
-        "These results hold no memory by category.": any(
-            _has_ledger(row, tier) for row in rows.measured for tier in _TIERS
-        ),
-        "These results hold no series of steps.": "steps" in names,
-        "These results hold no phases of a step.": "phases" in names,
-        "These results hold no losses per step.": "losses" in names,
+    shown = {
+        "throughput": "throughput" in names,
+        "memory by category": any(_has_ledger(row, tier) for row in rows.measured for tier in _TIERS),
+        "series of steps": "steps" in names,
+        "phases of a step": "phases" in names,
+        "losses per step": "losses" in names,
     }
-    return charts, [sentence for sentence, drawn in sentences.items() if not drawn]
+    missing = [what for what, is_shown in shown.items() if not is_shown]
+    return charts, [f"These results do not contain {format_series(missing)}."] if missing else []
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from ..analysis.row_difference import (
 )
 from ..prediction.trial_predictions import stored_prediction
 from ..recommend.guide import traffic_text
-from ..units import MISSING, format_bytes, format_items, format_rate, format_significant, to_ms
+from ..units import MISSING, format_bytes, format_items, format_rate, format_series, format_significant, to_ms
 from .comparison_columns import failure_sentence, signed
 from .comparison_report import ComparisonReport
 from .memory_plan import category_text, gpu_range
@@ -53,7 +53,7 @@ def explanation_tables(difference: RowDifference) -> list[Table]:
         name = "smaller buffers (--axis buffers=small_buffers)" if saving.name == "small_buffers" else saving.name
         savings.append((f"{name} on {difference.larger.label}", saved))
     sections = {
-        "Memory": (_memory_rows(difference), _failures(difference)),
+        "Memory": (_memory_rows(difference), []),
         "Time": (_time_rows(difference), [f"By formula, {a}: {traffic[0]}. {b}: {traffic[1]}."] if sent else []),
         "Settings": (
             _key_rows(difference),
@@ -61,7 +61,7 @@ def explanation_tables(difference: RowDifference) -> list[Table]:
         ),
         "Predicted savings": (
             savings,
-            [f"The result does not contain {', '.join(difference.unknown)}."] if difference.unknown else [],
+            [f"The result does not contain {format_series(difference.unknown)}."] if difference.unknown else [],
         ),
     }
     tables = []

@@ -207,8 +207,8 @@ FAILED = fakes.failure(gpu(0))
         ((FAILED, ran(1), ran(2)), "zero0", None, [None] * 3, "ZeRO-0 has no numbers"),
         ((FAILED, fakes.failure(gpu(1))), None, None, [None] * 2, None),
         ((ran(0, 0.05, **WRONG), ran(1, 0.1), ran(2, 0.2)), None, 1, [2, 1, 0.5], "ZeRO-1, because ZeRO-0 has"),
-        ((ran(1, 0.1), ran(0, 0.05, **WRONG)), "zero0", 1, [0.5, 1], "ZeRO-0, which has no usable"),
-        ((ran(0, **WRONG), ran(1, **WRONG), fakes.failure(gpu(2))), None, 0, [1, 1, None], "has no usable"),
+        ((ran(1, 0.1), ran(0, 0.05, **WRONG)), "zero0", 1, [0.5, 1], "ZeRO-0, whose own"),
+        ((ran(0, **WRONG), ran(1, **WRONG), fakes.failure(gpu(2))), None, 0, [1, 1, None], "result is in doubt"),
     ],
     ids=["failed first", "failed asked for", "all failed", "disqualified first", "disqualified asked", "none sound"],
 )
