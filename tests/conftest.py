@@ -47,6 +47,26 @@ def pytest_configure() -> None:
     os.environ.pop("COLUMNS", None)  # pytest-xdist sets it in its workers
 
 
+LONGEST = (
+    *("test_older_versions", "test_strategies", "test_two_hosts", "test_simulated_card", "test_own_script"),
+    *("test_engine_allocations", "test_prediction", "test_axes", "test_install", "test_factories", "test_scripts"),
+    *("test_failures_by_enumeration", "test_gpu_check"),
+)
+"""Files that take minutes, longest first. One that began last would keep one worker busy while the others idle."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest files, then those of whole runs: what is short fills the gaps at the end."""
+    order = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (order.get(item.path.stem, len(order)), item.path.parent.name != "integration"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Four at least: a whole run often waits for its processes."""
+    return max(4, min(8, len(os.sched_getaffinity(0))))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
     """In CI a test of a real component must run: a skip there is a failure, unless files outside the checkout lack."""

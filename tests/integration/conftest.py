@@ -16,18 +16,6 @@ from ds_bench.records.schema import TrialRecord
 from ds_bench.system import processes
 from tests.support.real_trials import SHORT, Train
 
-LONGEST = (
-    *("test_older_versions", "test_strategies", "test_two_hosts", "test_simulated_card", "test_own_script"),
-    *("test_engine_allocations", "test_prediction", "test_axes", "test_install", "test_factories", "test_scripts"),
-)
-"""Files that take minutes, longest first. One that began last would keep one worker busy while the others idle."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files."""
-    order = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
-
 
 @pytest.fixture(scope="session")
 def train(server: Callable[[Limits], WarmLauncher], tmp_path_factory: pytest.TempPathFactory) -> Train:

@@ -123,14 +123,14 @@ def test_source_has_what_we_rely_on() -> None:
 _TRAIN = """
 import os, sys
 import deepspeed, torch
-folder, stage, resumed = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "resume"
+folder, resumed = sys.argv[1], sys.argv[2] == "resume"
 rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 deepspeed.init_distributed("gloo", init_method=f"file://{folder}/meet{ranks}", rank=rank, world_size=ranks)
 data = torch.randn(4, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
 def engine(**more):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 16))
-    config = {"train_micro_batch_size_per_gpu": 4 // ranks, "zero_optimization": {"stage": stage}, **more,
+    config = {"train_micro_batch_size_per_gpu": 4 // ranks, "zero_optimization": {"stage": 3}, **more,
               "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
     return deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())[0]
 def losses(engine, steps):
@@ -158,14 +158,13 @@ print("losses", *losses(trained, 3))
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_universal_checkpoint_goes_on_with_another_number_of_ranks(stage: int, tmp_path: Path) -> None:
+def test_a_universal_checkpoint_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     """The commands of docs/questions.md."""
     environ = {**os.environ, "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCH_EXTENSIONS_DIR": str(ops.cache_folder("cpu"))}
 
     def train(ranks: int, action: str) -> list[str]:
-        command = [sys.executable, "-c", _TRAIN, str(tmp_path), str(stage), action]
+        command = [sys.executable, "-c", _TRAIN, str(tmp_path), action]
         started = []
         for rank in map(str, range(ranks)):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}

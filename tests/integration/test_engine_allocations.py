@@ -163,6 +163,7 @@ def trained(built_ops: dict[str, OpState], tmp_path_factory: pytest.TempPathFact
     (folder / "trials.pickle").write_bytes(pickle.dumps(list(TRIALS.values())))
     variables = write_plans(folder / "machine", CardPlan(), CardPlan())
     variables["PYTHONPATH"] += os.pathsep + str(ROOT)
+    variables["DS_BENCH_PRELOAD"] = "transformers.models.llama.modeling_llama,peft"
     command = [sys.executable, "tests/support/engine_events.py", str(folder)]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True, check=False

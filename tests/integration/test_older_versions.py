@@ -43,18 +43,19 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for version in TORCH:  # with their dependencies, such as CUDA's libraries
         wanted = [f"torch=={version}", f"transformers=={TRANSFORMERS}"]
         subprocess.run([made, "-m", "pip", "install", "--quiet", "--upgrade", *wanted], check=True)
-    pip = [made, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    pip = [made, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-compile"]
     environment = {**os.environ, "DS_BUILD_OPS": "0"}
     subprocess.run([*pip, *PACKAGES, f"transformers=={TRANSFORMERS}"], check=True, env=environment)
     subprocess.run([*pip, "--no-build-isolation", f"deepspeed=={DEEPSPEED}"], check=True, env=environment)
     return made
 
 
-def records(python: Path, folder: Path, script: str, flags: str, **variables: str) -> list[dict[str, Any]]:
+def records(python: Path, folder: Path, flags: str, **variables: str) -> list[dict[str, Any]]:
     """Trains rows; all must succeed."""
-    command = [python, ROOT / script, "--model", "tiny", "--seq-length", "64", "--num-steps", "3", *flags.split()]
-    command += ["--output-dir", folder]
-    environment = {**os.environ, "DS_BENCH_OPS_CACHE": str(python.parents[1]), **variables}
+    command = [python, ROOT / "zero_stage_comparison.py", "--model", "tiny", "--seq-length", "64", "--num-steps", "3"]
+    command += [*flags.split(), "--output-dir", folder]
+    path = f"{ROOT / 'tests/support/compiler'}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "DS_BENCH_OPS_CACHE": str(python.parents[1]), "PATH": path, **variables}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=1500, check=False, cwd=folder, env=environment
     )
@@ -65,37 +66,32 @@ def records(python: Path, folder: Path, script: str, flags: str, **variables: st
     return found
 
 
+def kinds_of_caveats(folder: Path) -> dict[str, set[str]]:
+    (flat,) = folder.glob("zero_comparison_*.json")
+    return {row["strategy"]: {each["kind"] for each in row["caveat_list"]} for row in json.loads(flat.read_text())}
+
+
 def test_every_stage_and_offload_train_and_hold_what_was_predicted(python: Path, tmp_path: Path) -> None:
-    for script, flags in (
-        ("zero_stage_comparison.py", "--num-gpus 2 --batch-size 2 --stages 0 1 2 3"),
-        ("offload_comparison.py", "--num-gpus 1 --batch-size 2 --strategies cpu_optimizer"),
-    ):
-        folder = tmp_path / Path(script).stem
-        folder.mkdir()
-        for record in records(python, folder, script, flags):
-            name, ranks = record["trial"]["configuration"]["name"], record["ranks"]
-            predicted = record["trial"]["prediction"]["ledger"]["cpu"]
-            if name != "zero0" or DEEPSPEED >= "0.18.6":  # before, stage 0 in bf16 had other wrappers
-                for category in ("parameters", "gradients", "optimizer_states"):
-                    counted = max(rank["ledger"]["cpu"][category] for rank in ranks)
-                    assert counted == pytest.approx(predicted[category], abs=200), (name, category)
-            assert ranks[0]["deepspeed_version"] == DEEPSPEED
-            assert ranks[0]["weight_change"], name
+    flags = "--num-gpus 2 --batch-size 2 --strategies zero0 zero1 zero2 zero3 zero3_offload"
+    for record in records(python, tmp_path, flags):
+        name, ranks = record["trial"]["configuration"]["name"], record["ranks"]
+        predicted = record["trial"]["prediction"]["ledger"]["cpu"]
+        if name != "zero0" or DEEPSPEED >= "0.18.6":  # before, stage 0 in bf16 had other wrappers
+            for category in ("parameters", "gradients", "optimizer_states"):
+                counted = max(rank["ledger"]["cpu"][category] for rank in ranks)
+                assert counted == pytest.approx(predicted[category], abs=200), (name, category)
+        assert ranks[0]["deepspeed_version"] == DEEPSPEED
+        assert ranks[0]["weight_change"], name
+    doubtful = {name for name, kinds in kinds_of_caveats(tmp_path).items() if "may_train_wrongly" in kinds}
+    assert doubtful == ({"zero2"} if DEEPSPEED == "0.18.9" else set())
 
 
+@pytest.mark.skipif(DEEPSPEED != "0.17.6", reason="this version trains wrongly with accumulation")
 def test_wrong_training_is_a_caveat_of_the_row_and_shows_in_its_loss(python: Path, tmp_path: Path) -> None:
-    flags = "--num-gpus 2 --batch-size 2 --stages 1 2 3 --grad-accum 4 --precision fp32 --verbose"
-    found = records(python, tmp_path, "zero_stage_comparison.py", flags)
-    said = {each["trial"]["configuration"]["name"]: str(each["trial"]["caveats"]) for each in found}
-    expected = {"0.18": {"zero1": "divides gradients", "zero2": "divides gradients"}, "0.17": {"zero2": "7718"}}
-    for name, text in expected.get(DEEPSPEED[:4], {}).items():
-        assert text in said[name]
-    assert "gradients" not in said["zero3"]
-    (flat,) = tmp_path.glob("zero_comparison_*.json")
-    kinds = {row["strategy"]: {each["kind"] for each in row["caveat_list"]} for row in json.loads(flat.read_text())}
+    records(python, tmp_path, "--num-gpus 2 --batch-size 2 --stages 1 2 3 --grad-accum 4 --precision fp32")
     both = {"trained_wrongly", "loss_differs"}
-    if DEEPSPEED == "0.17.6":
-        assert {name: found & both for name, found in kinds.items()} == {"zero1": set(), "zero2": both, "zero3": set()}
+    found = {name: kinds & both for name, kinds in kinds_of_caveats(tmp_path).items()}
+    assert found == {"zero1": set(), "zero2": both, "zero3": set()}
 
 
 def test_check_refuses_what_this_version_refuses(python: Path) -> None:
@@ -115,7 +111,7 @@ def test_grouped_query_attention_trains_on_simulated_cards(python: Path, tmp_pat
     (model / "config.json").write_text(json.dumps(config))
     variables = write_plans(tmp_path / "machine", CardPlan(), CardPlan())
     flags = f"--model {model} --accelerator cuda --num-gpus 2 --batch-size 2 --stages 0 3"
-    for record in records(python, tmp_path, "zero_stage_comparison.py", flags, **variables):
+    for record in records(python, tmp_path, flags, **variables):
         assert "failed" not in str(record["caveats"]), record["caveats"]
         for rank in record["ranks"]:
             assert rank["device_name"] == "NVIDIA H100 80GB HBM3"

@@ -63,7 +63,7 @@ def test_four_stages_in_fp32_agree_and_their_numbers_follow_from_the_samples(tmp
 @pytest.mark.slow
 @pytest.mark.nvme
 def test_offload_strategies_succeed_with_the_cpu_optimizer_and_leave_nothing_on_the_disk(tmp_path: Path) -> None:
-    code, _, err = run("offload_comparison.py", tmp_path, "--num-gpus", "2", "--nvme-path", str(tmp_path))
+    code, _, err = run("offload_comparison.py", tmp_path, "--num-gpus", "1", "--nvme-path", str(tmp_path))
     rows = rows_of(tmp_path)
     assert code == 0, err
     assert "nvme strategy is added" in err
@@ -90,7 +90,7 @@ def test_an_interrupted_run_keeps_its_rows_is_resumed_and_nothing_runs_twice(sta
     assert [row["status"] for row in script.rows()] == ["✅ Success", "⏹️ Interrupted"]
     assert "ZeRO-1" in out
     assert "Interrupted" in out
-    assert gone_within(tree, 5) == set()
+    assert gone_within(tree, 30) == set()
     (folder,) = script.output_dir.glob("runs/*")
     # A run folder starts no code by itself: the factory is given again.
     resumed = start_script("zero_stage_comparison.py", "--resume", str(folder), *HANGS, FAULTS_MENDED="1")

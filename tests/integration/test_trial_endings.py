@@ -29,7 +29,7 @@ from tests.support.real_trials import SHORT, SUPPORT, Launch, make_trial
 pytestmark = [pytest.mark.deepspeed, pytest.mark.usefixtures("built_ops")]
 
 
-STALL = dataclasses.replace(SHORT, stall_timeout_seconds=3)
+STALL = dataclasses.replace(SHORT, stall_timeout_seconds=6)
 ENDINGS: dict[str, tuple[Limits, dict[str, object], str, int | None, str]] = {  # → status, rank, words of the error
     "device_oom_on_rank_0_after_lost_peer": (SHORT, {}, "OOM", 1, "asked 2.00 GB, free 1.50 GB"),
     "host_allocation_beyond_limit": (SHORT, {"cpu_memory_limit_bytes": 4 * 2**30}, "OOM (host)", None, "64.00 GB"),

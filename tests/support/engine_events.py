@@ -4,7 +4,7 @@
 
 FOLDER/trials.pickle has the trials, each of two ranks. For rank R of trial N, N.R.json gets its events, as
 ``CardMemory.events``, and a list with the name of each phase that begins. Ranks are forked from one process, which has
-imported torch and DeepSpeed once.
+imported everything that they need.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ import torch
 from simulated_card.memory import CARD
 
 from ds_bench.config.spec import Trial
-from ds_bench.worker import engine, library_versions, model, training_loop
+from ds_bench.worker import (
+    engine,
+    library_versions,
+    model,
+    preload,  # noqa: F401 - imports once what every rank needs
+    training_loop,
+)
 
 RANKS = 2
 STEPS = 2

@@ -11,6 +11,7 @@ import pytest
 
 from ds_bench import runner
 from ds_bench.cli import script as cli
+from ds_bench.doctor import software
 from ds_bench.launch import ops, rank_environment
 from ds_bench.system import gpu_state
 from tests.support import fakes
@@ -20,7 +21,7 @@ Run = Callable[..., int]  # the text of a recipe and flags → the exit code of 
 
 
 class ScriptedRun:
-    """A machine without processes: scripted trials, ops that are ready, no cards."""
+    """A machine without processes: scripted trials, ops that are ready, no cards, compilers taken as installed."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.output = folder / "out"
@@ -29,6 +30,7 @@ class ScriptedRun:
         monkeypatch.setattr(rank_environment, "build_ops", lambda *_: ready)
         monkeypatch.setattr(runner, "choose_launcher", lambda *_: (self.launcher, None))
         monkeypatch.setattr(gpu_state, "read_gpus", gpu_state.GpuInventory)
+        monkeypatch.setattr(software, "check_programs", lambda *_: [])
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
             monkeypatch.delenv(name, raising=False)
 

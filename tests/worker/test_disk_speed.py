@@ -30,7 +30,7 @@ def start() -> Start:
     # The mark of a built op is where the doctor looks for it.
     assert ops.is_built(ops.ASYNC_IO, Path(variables["TORCH_EXTENSIONS_DIR"]))
 
-    def go(folder: Path, size: int, seconds: float = 5.0) -> subprocess.Popen[bytes]:
+    def go(folder: Path, size: int, seconds: float = 60.0) -> subprocess.Popen[bytes]:
         settings = {"block_size": MIB, "queue_depth": 8, "intra_op_parallelism": 1, "bytes": size, "seconds": seconds}
         settings |= {"single_submit": False, "overlap_events": True}
         command = [sys.executable, "-m", "ds_bench.worker.disk_speed", str(folder), json.dumps(settings)]
