@@ -148,10 +148,10 @@ def test_an_agent_that_hears_nothing_more_ends_the_trial_on_its_host(tmp_path: P
             agent.stdin.close()
         while agent.stdout.readline():
             pass
-        assert agent.wait(5) == 0
+        assert agent.wait(60) == 0
     assert find_trial_processes("123456789") == set()
     assert list((tmp_path / "a").iterdir()) == []
-    assert time.monotonic() - began < 25
+    assert time.monotonic() - began < 60
 
 
 def _fields(assignment: Assignment) -> dict[str, object]:

@@ -263,7 +263,7 @@ def test_processes_with_a_pytorchjobs_variables_are_one_comparison_that_no_stran
         other.communicate(timeout=180)
     finally:
         send_signal(guest, signal.SIGKILL)
-        guest.wait(10)
+        guest.wait(60)
     assert (code, other.returncode) == (0, 0), errors + output
     (row,) = run.rows()
     assert (row["status"], row["num_nodes"], row["num_gpus"]) == ("✅ Success", 2, 2), errors

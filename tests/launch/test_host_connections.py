@@ -82,7 +82,7 @@ def test_hosts_are_locked_in_the_order_of_their_own_names(monkeypatch: pytest.Mo
 def test_a_run_holds_the_devices_of_each_host_until_it_ends_also_after_a_host_was_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_connections, "_REQUEST_SECONDS", 1.0)
+    monkeypatch.setattr(host_connections, "_REQUEST_SECONDS", 5.0)
     placement = Placement(accelerator="cpu", num_gpus=3, hosts=(("b", 2), ("a", 1)), include="b:1,3@a:0")
 
     def agent(host: str) -> list[str]:  # each host has locks of its own
@@ -100,7 +100,7 @@ def test_a_run_holds_the_devices_of_each_host_until_it_ends_also_after_a_host_wa
         assert not first.lock_devices(placement, said.append).waited
         assert held() == [1, 1]
         lose(first)
-        first.reconnect(10.0)
+        first.reconnect(60.0)
         assert held() == [1, 1]
 
         def end_first(text: str) -> None:
@@ -114,7 +114,7 @@ def test_a_run_holds_the_devices_of_each_host_until_it_ends_also_after_a_host_wa
             third.connect()
             third._locked = placement, said.append
             lose(third)
-            with pytest.raises(HostLostError, match=r"^b: took longer than 1 s to answer$"):
+            with pytest.raises(HostLostError, match=r"^b: took longer than 5 s to answer$"):
                 third.reconnect(0.0)
             assert said[1:] == [f"b: {waiting}"], "another run has taken its devices"
     assert held() == [0, 0]

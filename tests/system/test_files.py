@@ -57,7 +57,7 @@ def test_what_a_rank_puts_in_place_of_its_files_ends_in_a_row_in_time(tmp_path: 
     ending, _ = watch(tmp_path, 2, limits, lambda _seconds: False, lambda _progress: None)
     outcome = determine_outcome(Evidence(folder=tmp_path, world_size=2, ending=ending, limits=limits)).outcome
     assert outcome.status in ("Crashed", "Timeout")
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
 
 
 KINDS = ("pipe", "folder", "device", "loop", "large", "missing", "empty", "nul", "latin", "deep")
