@@ -92,10 +92,10 @@ class ComparisonRow:
 
     @property
     def nearest_to_mean(self) -> list[Run]:
-        """Its successful runs, the one with the throughput nearest to the row's first.
+        """Its successful runs by the distance of their throughput from the row's, the nearest first.
 
-        Where one run has to stand for all, it is the first of these that has what is shown, so that every chart and
-        text shows the same run.
+        Where one run stands for the row, it is the first of these that has what is shown, so that every chart and text
+        shows the same run.
         """
         mean = self.tokens_per_second or 0.0
         return sorted(self.successes, key=lambda run: abs((run.row.rate or 0.0) - mean))
@@ -112,7 +112,7 @@ class ComparisonRow:
 
     @property
     def trial(self) -> Trial:
-        """Of its first run; what is asked of the others is the same."""
+        """The trial of its first run; the others ask for the same."""
         return self.runs[0].trial
 
     @property

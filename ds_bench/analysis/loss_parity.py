@@ -60,7 +60,7 @@ _LATE_TOLERANCE = {"fp32": 1e-2, "bf16": 2e-2, "fp16": 2e-2}
 """Relative difference in figures of the whole run that is never reported. After 705 steps honest rows differed by
 2.6e-5 in fp32 and 1.3e-3 in bf16 at most."""
 _SPREADS = 3.0
-"""How many times as far from the reference as the other honest rows (their median) a row may be."""
+"""A row may be this many times as far from the reference as the other honest rows are (their median)."""
 _COMMON_VALUES: dict[str, Any] = {
     each.name: each.default for each in fields(Workload) if each.name in (*SAME_TRAINING_FIELDS, "precision")
 }

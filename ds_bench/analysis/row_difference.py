@@ -247,9 +247,8 @@ class RowDifference:
 
     @property
     def main(self) -> TierDifference | None:
-        """The peak of training memory."""
-        peaks = [each for each in self.memory if each.moment == "peak"]
-        return next((each for each in peaks if each.tier == "gpu"), next(iter(peaks), None))
+        """The peak of training memory, the first in ``memory``; None if neither row has one."""
+        return next((each for each in self.memory if each.moment == "peak"), None)
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values; sizes in bytes, times in seconds."""

@@ -35,7 +35,7 @@ WORKSPACES = 2
 """Workspaces of cuBLAS in torch's allocator: one for the thread of the forward pass and one for the backward pass
 (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
 _WORKSPACE_BYTES, _HOPPER_WORKSPACE_BYTES = 8_519_680, 32 * 2**20
-"""Of one workspace: 8.125 MiB, and on GPUs of compute capability 9 the second."""
+"""Bytes of one workspace: 8.125 MiB, but 32 MiB on GPUs of compute capability 9."""
 NCCL_PAIR_BYTES, NCCL_BYTES = 544 * 2**20, 688 * 2**20
 """Assumed per GPU and NCCL communicator of two ranks, and of more: channels and buffers, measured on A100 with NVLink
 (NVIDIA/nccl#964). It depends on the links and on NCCL's version."""

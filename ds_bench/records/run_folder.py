@@ -64,14 +64,14 @@ class RunFolder:
 
     @property
     def recommendation_path(self) -> Path:
-        """Of ``zero_comparison_STAMP.json`` ``zero_recommendation_STAMP.json``."""
+        """``zero_recommendation_STAMP.json``, next to ``zero_comparison_STAMP.json``."""
         return self.json_path.with_name(self.json_path.name.replace("comparison_", "recommendation_", 1))
 
     @classmethod
     def create(cls, output_dir: Path, family: str, suffix: str = "") -> RunFolder:
         """Create the folder of a new run; wait for the next second if another run already has its name.
 
-        ``family``: ``zero``, ``offload`` or ``recipe``. ``suffix``: the end of its name, of a shard.
+        ``family``: ``zero``, ``offload`` or ``recipe``. ``suffix``: the end of its name, for a shard.
 
         Raises PreflightError if the folder cannot be written.
         """
@@ -216,7 +216,7 @@ def last_trial_folder(run: Path, trial_id: str) -> Path:
 
 
 def flat_json_path(folder: Path) -> Path:
-    """The flat JSON of a run, by its folder: of ``runs/zero_STAMP`` ``zero_comparison_STAMP.json``."""
+    """Return the flat JSON of a run's folder: ``zero_comparison_STAMP.json`` for ``runs/zero_STAMP``."""
     prefix, _, stamp = folder.name.partition("_")
     stem = f"comparison_{stamp}" if prefix == "comparison" else f"{prefix}_comparison_{stamp}"
     return folder.parent.parent / f"{stem}.json"

@@ -36,9 +36,9 @@ class OpenCommand:
 
 
 def python(*, with_package: bool = False) -> str:
-    """``python``, or the path of this Python where that name is another one or none.
+    """``python``, or the path of this Python if that name is missing or another Python.
 
-    ``with_package``: such that it finds this package from the current folder.
+    ``with_package``: with the variable that makes it find this package from the current folder, if it needs one.
     """
     found = shutil.which("python")
     is_this = found is not None and Path(found).parent == Path(sys.executable).parent

@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def watch_rank(folder: Path, rank: int) -> None:
-    """Goes on as the rank in a child process; the parent notes the child's end, ends the same way and never returns."""
+    """Go on as the rank in a child process. The parent records how the child ends, and ends the same way."""
     pid = os.fork()
     if pid == 0:
         # The child of a fork does not inherit the request (prctl(2), PR_SET_PDEATHSIG).

@@ -51,11 +51,11 @@ LIMIT_BATCHES = (1024, 2048)
 _UNLIMITED = 2**62
 SEQUENCES = (16, 32, 48)
 LAYERS = 2
-"""Of a known architecture: the first keeps what all layers share, the second what each further one adds."""
+"""Layers of a known architecture that are built: the first keeps what all share, the second what each one adds."""
 _ZERO = sympy.ImmutableMatrix.zeros(len(TERMS), 1)
 """The polynomial without terms."""
 _MIN_PARAMETER_FRACTION = 0.1
-"""Of a model's parameters: from here on a list of modules is taken for its blocks."""
+"""The least share of a model's parameters by which a list of modules counts as its blocks."""
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _OWN_NUMBERS = ("layer_idx", "layer_id", "layer_number", "idx")
 """Attributes that differ between blocks of one kind: each block's position in the model."""

@@ -34,7 +34,7 @@ class ReferenceEngine:
     """
 
     stage: int
-    """The ZeRO stage that splits the same among the ranks."""
+    """The ZeRO stage that shards the same."""
     updates = True
     """Whether it has an optimizer."""
     skipped_steps = 0
