@@ -159,14 +159,26 @@ def _verdict(plan: MemoryPlan, change: Change) -> str:
 
 
 def _without_offload(plan: MemoryPlan, trial: PlannedTrial) -> str:
-    """Return a clause with the GPUs needed without offload; empty if ``trial`` has none, or there are enough."""
+    """Return a clause with the GPUs, or the change of a row, needed without offload; empty if ``trial`` has none, or
+    there are enough."""
     if not trial.configuration.offloads:
         return ""
     count = what_if.min_gpus_without_offload(trial, plan.gpu_bytes, plan.host_bytes)
+    if count is not None and count <= plan.num_gpus:
+        return ""
+    changes = (
+        row.change.settings
+        for row in plan.rows
+        if row.change is not None
+        and not row.change.trial.configuration.offloads
+        and row.change.settings.keys().isdisjoint(("strategy", "num_gpus"))
+        and _verdict(plan, row.change) == FITS
+    )
+    change = next(map(what_if.settings_text, changes), None)
     if count is None:
-        return "; without offload no number of GPUs is enough"
+        return f"; without offload {f'you need {change}' if change else 'no number of GPUs is enough'}"
     at_least = "at least " if plan.unknown else ""
-    return "" if count <= plan.num_gpus else f"; without offload you need {at_least}{format_items(count, 'GPU')}"
+    return f"; without offload you need {at_least}{format_items(count, 'GPU')}{f' or {change}' if change else ''}"
 
 
 def _needs(trial: PlannedTrial, prediction: Prediction) -> str:
@@ -275,7 +287,9 @@ def plan_table(plan: MemoryPlan) -> Table:
         notes.append(f"not predicted: {why}")
     if plan.shows_min_gpus and plan.asked.ranks_per_node != 1:
         whole = f"GPUs needed are whole nodes of {plan.asked.ranks_per_node}"
-        notes.append(f"beyond one node, {whole}, unless the given number fits")
+        notes.append(f"beyond one node, {whole}, unless the number given fits")
+    if plan.shows_min_gpus or plan.shows_max_batch:
+        notes.append("with the fewest GPUs or the largest batch a row may be tight")
     for reason in dict.fromkeys(filter(None, (row.prediction.unknown for row in plan.rows))):
         if plan.unknown is None:
             labels = [row.label for row in plan.rows if row.prediction.unknown == reason]
