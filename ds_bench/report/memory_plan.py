@@ -287,7 +287,7 @@ def plan_table(plan: MemoryPlan) -> Table:
         notes.append(f"not predicted: {why}")
     if plan.shows_min_gpus and plan.asked.ranks_per_node != 1:
         whole = f"GPUs needed are whole nodes of {plan.asked.ranks_per_node}"
-        notes.append(f"beyond one node, {whole}, unless the number given fits")
+        notes.append(f"beyond one node, {whole}, unless the given number fits")
     if plan.shows_min_gpus or plan.shows_max_batch:
         notes.append("with the fewest GPUs or the largest batch a row may be tight")
     for reason in dict.fromkeys(filter(None, (row.prediction.unknown for row in plan.rows))):
