@@ -120,7 +120,9 @@ def profile_model(
         except UsageError as error:
             return Unpredicted(reason=error.problem)
     if architecture is not None:
-        by_formula = replace(formula_profile(architecture, choice, image_tokens=image_tokens), facts=model.facts)
+        # Only the layers of a language model can be traced.
+        traced = model.facts if len(architecture.stacks) == 1 else None
+        by_formula = replace(formula_profile(architecture, choice, image_tokens=image_tokens), facts=traced)
         return _with_losses(by_formula, model.facts, variants)
     # A preset's profile has one kind of layer: if the model has several, measure it.
     kinds = None if model.facts is None else model.facts.config.get("layer_types")
