@@ -179,15 +179,15 @@ def _drop_duplicates(results: Sequence[Result]) -> tuple[list[list[Run]], list[s
     """
     if len(results) == 1:
         return [list(results[0].runs)], []
-    identities = [[_identity(run.row) for run in result.runs] for result in results]
+    identities = [[identity(run.row) for run in result.runs] for result in results]
     owners: dict[object, int] = {}
     # Results with records first, and in the order given among equals.
     for number in sorted(range(len(results)), key=lambda number: not results[number].has_records):
-        for identity in identities[number]:
-            owners.setdefault(identity, number)
+        for each in identities[number]:
+            owners.setdefault(each, number)
     kept, notes = [], []
     for number, result in enumerate(results):
-        own = [owners[identity] for identity in identities[number]]
+        own = [owners[each] for each in identities[number]]
         kept.append([run for run, owner in zip(result.runs, own, strict=True) if owner == number])
         for owner, count in Counter(own).items():
             if owner != number:
@@ -196,11 +196,11 @@ def _drop_duplicates(results: Sequence[Result]) -> tuple[list[list[Run]], list[s
     return kept, notes
 
 
-def _identity(row: Row) -> tuple[Any, ...]:
+def identity(row: Row) -> tuple[Any, ...]:
     """Return an identity that a record and its flat row share, and two launched trials do not."""
     # JSON of another writer may round the throughput.
     rate = row.throughput_tokens_per_sec and f"{row.throughput_tokens_per_sec:.9g}"
-    trial = row.model, row.strategy, row.stage, row.num_gpus, row.trial_id, row.repeat
+    trial = row.model, row.strategy, row.stage, row.num_gpus, row.trial_id, row.repeat, row.warmup_steps, row.num_steps
     return *trial, row.status, row.started_at, row.wall_seconds, rate
 
 

@@ -658,23 +658,20 @@ class _Stage3(Rank):
     def update(self) -> None:
         self.free(*self.staying.values())
         if not self.offloads:
-            self._update()
+            for part in self.trained_parts:
+                self.pulse(NORM_BYTES * part)
+            for group in self.groups:
+                flat = self.allocate(self.inputs.accumulated * group)
+                gradient = flat
+                if self.inputs.accumulated != self.settings.master_bytes:
+                    gradient = self.allocate(self.settings.master_bytes * group)
+                    self.free(flat)
+                self.make_moments(group)
+                self.pulse(self.inputs.torch_step * group)
+                self.free(gradient)
+            self.has_moments = True
         self.staying = {each: self.allocate(self.element * self.parts[each] * self.ranks) for each in self.persistent}
         self.order = []
-
-    def _update(self) -> None:
-        for part in self.trained_parts:
-            self.pulse(NORM_BYTES * part)
-        for group in self.groups:
-            flat = self.allocate(self.inputs.accumulated * group)
-            gradient = flat
-            if self.inputs.accumulated != self.settings.master_bytes:
-                gradient = self.allocate(self.settings.master_bytes * group)
-                self.free(flat)
-            self.make_moments(group)
-            self.pulse(self.inputs.torch_step * group)
-            self.free(gradient)
-        self.has_moments = True
 
 
 class _Ddp(Rank):

@@ -10,6 +10,7 @@ from .. import units
 from ..analysis.before_after import BeforeAfter, RowChange
 from ..analysis.comparison import ComparisonRow
 from ..analysis.intervals import RatioInterval
+from ..analysis.merge_results import identity
 from ..records.schema import INTERRUPTED, SKIPPED, UNSUPPORTED
 from .junit import TestCase
 from .table_layout import Column, make_table
@@ -17,7 +18,17 @@ from .table_layout import Column, make_table
 
 def lines(comparison: BeforeAfter) -> Iterator[str]:
     """Yield the comparison as text: the rows, then the differences between machines, versions and settings."""
-    yield from _row_lines(comparison)
+    width = max((len(row.label) for row in comparison.rows), default=0)
+    labels_of = _labels_by_remark(comparison)
+    # Each row with its own remarks, then each remark that several rows share.
+    for row in comparison.rows:
+        yield f"{row.label:<{width}}  {_figures(row)}"
+        for text, labels in labels_of.items():
+            if labels == [row.label]:
+                yield f"{'':<{width}}    {text}"
+    for text, labels in labels_of.items():
+        if len(labels) > 1:
+            yield f"{'all rows' if len(labels) == len(comparison.rows) else '; '.join(labels)}: {text}"
     yield ""
     yield from _general_lines(comparison)
 
@@ -69,9 +80,9 @@ def as_data(comparison: BeforeAfter) -> dict[str, Any]:
 def _general_lines(comparison: BeforeAfter) -> Iterator[str]:
     """Yield differences between machines, versions and settings, and how far ratios can be trusted."""
 
-    def runs(rows: Iterable[ComparisonRow | None]) -> set[tuple[str, str | None]]:
-        measured = [run.row for row in rows if row is not None for run in row.runs]
-        return {(row.run_id, row.trial_id) for row in measured if row.run_id is not None}
+    def runs(rows: Iterable[ComparisonRow | None]) -> set[tuple[object, ...]]:
+        launched = [run.row for row in rows if row is not None for run in row.runs if run.row.started_at is not None]
+        return set(map(identity, launched))
 
     before, after = runs(row.before for row in comparison.rows), runs(row.after for row in comparison.rows)
     if shared := before & after:
@@ -93,20 +104,6 @@ def _general_lines(comparison: BeforeAfter) -> Iterator[str]:
         yield "intervals cover differences within a session; to see those between sessions, measure the same code twice"
     if comparison.configs_unknown:
         yield "a result has no DeepSpeed configurations, so what changed in them is unknown"
-
-
-def _row_lines(comparison: BeforeAfter) -> Iterator[str]:
-    """Yield each row with its own remarks, then each remark that several rows share."""
-    width = max((len(row.label) for row in comparison.rows), default=0)
-    labels_of = _labels_by_remark(comparison)
-    for row in comparison.rows:
-        yield f"{row.label:<{width}}  {_figures(row)}"
-        for text, labels in labels_of.items():
-            if labels == [row.label]:
-                yield f"{'':<{width}}    {text}"
-    for text, labels in labels_of.items():
-        if len(labels) > 1:
-            yield f"{'all rows' if len(labels) == len(comparison.rows) else '; '.join(labels)}: {text}"
 
 
 def _labels_by_remark(comparison: BeforeAfter) -> dict[str, list[str]]:

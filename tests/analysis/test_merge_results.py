@@ -123,7 +123,7 @@ def test_another_workload_placement_method_or_environment_is_a_group_whose_title
         (replace(run(1, 0.2), method_version=99), HOST, f"method of measurement 99 against {METHOD_VERSION}"),
         (run(1, 0.2), replace(HOST, packages={**HOST.packages, "torch": "2.11.0"}), "torch 2.11.0 against 2.13.0"),
         (run(1, 0.2), replace(HOST, gpus=fakes.inventory(cards=1).gpus), "GPUs 1 x NVIDIA H100 80GB HBM3"),
-        (run(1, 0.2), None, "environment not known"),
+        (run(1, 0.2), None, "environment unknown"),
     ):
         with subtests.test(named):
             groups = merge([result(run(1, 0.1)), result(other, on=on, name="b.json")])
