@@ -23,8 +23,8 @@ SUPPORT = ROOT / "tests" / "support"
 SHORT = Limits(
     timeout_seconds=120,
     stall_timeout_seconds=60,
-    failure_grace_seconds=3,
-    exit_grace_seconds=2,
+    failure_grace_seconds=5,
+    exit_grace_seconds=8,
     kill_grace_seconds=2,
 )
 
