@@ -17,8 +17,9 @@ from ..units import format_template
 _UNSTABLE = "use more --num-steps, or a quieter machine"
 _LOSSES = (
     "compare the row's ds_config.json with the other row's, then run both with --precision fp32: rounding differences "
-    "vanish there, a wrong configuration does not"
+    "vanish there; those of a wrong configuration remain"
 )
+_NOT_FINITE = "check the learning rate in the row's ds_config.json, then try --precision fp32"
 _FIRST_LOSS = "check how the model initializes its weights: a standard deviation of 0.02 is usual for matrices"
 _PREDICTION = "trust the measurement, and plan for this model with more headroom"
 _CPU = "stop the other programs or wait for them, then measure again"
@@ -111,7 +112,7 @@ class CaveatKind(StrEnum):
     FIRST_LOSS_FAR = ("first_loss_far",
         "the first loss is {loss:.1f}, where ln(vocabulary) is {expected:.1f}: the initial weights are far too large",
         _FIRST_LOSS, True)
-    LOSS_NOT_FINITE = "loss_not_finite", "loss is not finite (NaN or infinity)", _LOSSES, True
+    LOSS_NOT_FINITE = "loss_not_finite", "loss is not finite (NaN or infinity)", _NOT_FINITE, True
     LOSS_DIFFERS = ("loss_differs",
         f"loss differs by {{difference:percent2}} from {{row}}'s: more than rounding explains; {_NOT_TO_USE}", _LOSSES,
         True)

@@ -105,7 +105,9 @@ def advice_lines(
     if configuration.offloads:
         # Only a file may keep just the parameters on disk, or one part there and the other in host memory.
         use_when, avoid_when = _OFFLOADS.get(offloads, _OFFLOAD_TO_DISK)
-        moves = f"optimizer states {_PLACES[optimizer]}; parameters {_PLACES[params]}; at this stage {stage[2]}"
+        apart = f"optimizer states {_PLACES[optimizer]}; parameters {_PLACES[params]}"
+        together = f"optimizer states and parameters {_PLACES[params]}"
+        moves = f"{together if optimizer == params else apart}; at this stage {stage[2]}"
     held = sum(model_states(parameters, num_gpus, configuration, precision).get("gpu", {}).values())
     whole = sum(model_states(parameters, num_gpus, make_configuration(ZERO_STAGES[0]), precision)["gpu"].values())
     where = "on one GPU" if num_gpus == 1 else f"on each of {num_gpus} GPUs"

@@ -111,13 +111,14 @@ def write_planned_rows(rows: Sequence[PlanRow], folder: Path) -> list[str]:
         nodes = -(-placement.num_gpus // (trial.ranks_per_node or placement.num_gpus))
         need = row.prediction.gpu_need
         doubt = f"Planned, not run: it is predicted to {'fit' if row.verdict == FITS else 'be tight'}"
+        doubt += f" with {gpu_range(need)} GB per GPU"
         if need.method == "rule":
-            doubt += ", by a rule and without a replay of its allocations"
+            doubt += ", by formula, without replaying its allocations"
             doubt += f" (because of {need.not_replayed})" if need.not_replayed else ""
         if row.verdict == TIGHT:
             risk = "retry allocations or run out" if "gpu" in row.decisive_tiers else "fill the host's memory"
             doubt += f", and may {risk}"
-        doubt += f": {gpu_range(need)} GB per GPU."
+        doubt += "."
         if trial.configuration.uses_nvme:
             doubt += f" {placement.nvme_path} stands for your NVMe folder."
         if nodes > 1:
@@ -458,7 +459,7 @@ def _optimizer(raw: Config, accelerate: Config) -> str:
     given = "".join(f", {key}={value!r}" for key, value in params.items())
     swapped = offloaded and accelerate.get("zero_force_ds_cpu_optimizer", True)
     return f"{inline_code(f'{maker}(model.parameters(){given})')}" + (
-        ", which Accelerate replaces by DeepSpeed's CPU version." if swapped else "."
+        ", which Accelerate replaces with DeepSpeed's CPU version." if swapped else "."
     )
 
 

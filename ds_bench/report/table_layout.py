@@ -116,7 +116,7 @@ class Table:
                     if len(row) == len(self.columns) and row[i] not in ("", MISSING):
                         labels.setdefault(row[i], []).append(row[0])
                 notes += [
-                    f"* {', '.join(rows)}: {self.columns[i].heading.lower()} {text}" for text, rows in labels.items()
+                    f"* {'; '.join(rows)}: {self.columns[i].heading.lower()} {text}" for text, rows in labels.items()
                 ]
             if hidden := [self.columns[i].heading for i in left_out if not self.columns[i].noted]:
                 notes.append(f"* a wider terminal also shows: {'; '.join(hidden)}")

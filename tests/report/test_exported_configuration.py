@@ -262,7 +262,7 @@ def test_parameters_that_are_not_of_the_trainers_form_stay_as_they_ran_and_are_n
     assert "The Trainer refuses this form of `optimizer.params.eps`" in files["README.md"]
 
 
-REPLACED = ", which Accelerate replaces by DeepSpeed's CPU version."
+REPLACED = ", which Accelerate replaces with DeepSpeed's CPU version."
 
 
 @pytest.mark.parametrize(
