@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from ..config.caveats import Caveat, CaveatKind
 from ..config.spec import NO_INSPECTION, SEARCH_ACCURACY, Configuration, Trial, Workload
@@ -32,15 +32,6 @@ _PROBE_STEPS = 2
 """Measured steps of a probe, after one warm-up step, which allocates the optimizer's states."""
 _DID_NOT_FIT = (schema.OOM, schema.OOM_HOST, schema.OOM_DISK, schema.KILLED)
 """Statuses of a probe whose size is too large; any other failure has another cause, which a row must show."""
-
-
-class Found(NamedTuple):
-    """The result of the search for one row."""
-
-    size: int
-    """The largest micro-batch, or the tokens of the longest sequence, that trains."""
-    timed_out: str | None = None
-    """A larger size, in words, whose probe hit a time limit, which ended the search; None if something else did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +63,8 @@ class SizeSearch:
         lengths = (self.plan.model.max_positions, None if file is None else file.tokens, MAX_SEQ_LENGTH)
         return min(length for length in lengths if length is not None)
 
-    def find_largest(self, row: RequestedRow) -> Found:
-        """Find the largest micro-batch, or the tokens of the longest sequence, that trains.
+    def find_largest(self, row: RequestedRow) -> tuple[int, tuple[Caveat, ...]]:
+        """Find the largest micro-batch, or the tokens of the longest sequence, that trains, and what to know about it.
 
         A time limit says nothing about memory, so it ends the search at the largest size that has trained. If none
         has, or a probe fails for a reason other than memory or time, returns the failing size, so that the comparison
@@ -97,13 +88,13 @@ class SizeSearch:
             if status == schema.TIMEOUT:
                 timed_out = units
             elif not outcome.success and status not in _DID_NOT_FIT:
-                return Found(units * self.unit)
+                return units * self.unit, ()
             else:
                 trained[units] = outcome.success
         largest = largest_trained(trained)
         if timed_out is None or largest is None:
-            return Found((largest or timed_out or 1) * self.unit)
-        return Found(largest * self.unit, self._size_text(timed_out))
+            return (largest or timed_out or 1) * self.unit, ()
+        return largest * self.unit, (Caveat(CaveatKind.SEARCH_TIMED_OUT, {"size": self._size_text(timed_out)}),)
 
     def predict_largest(self, row: RequestedRow) -> int:
         """Return the largest size that is predicted to fit, in units.
@@ -127,23 +118,18 @@ class SizeSearch:
         # 1 is the least, even if it is predicted not to fit. A size above one that does not fit is assumed not to fit.
         return 1 + bisect_left(range(2, self.limit + 1), True, key=too_large)
 
-    def configuration(self, row: RequestedRow, found: Found) -> Configuration:
-        """The row at its largest micro-batch or longest sequence, with a caveat unless memory ended the search."""
-        size = found.size
+    def configuration(self, row: RequestedRow, size: int, caveats: tuple[Caveat, ...] = ()) -> Configuration:
+        """The row at that micro-batch or sequence length, as its largest."""
         if self.dimension == "batch_size":
             configuration = self.plan.builder.build(row, size, "largest")
         else:
             configuration = self.plan.builder.build_at_length(row, size)
-        if found.timed_out is not None:
-            caveat = Caveat(CaveatKind.SEARCH_TIMED_OUT, {"size": found.timed_out})
-        elif self.dimension == "seq_length" and size >= self.limit * self.unit:
-            limit = "positions of the model"
-            if self._most_tokens != self.plan.model.max_positions:
-                limit = "that are tried" if self._most_tokens == MAX_SEQ_LENGTH else "of the file of tokens"
-            caveat = Caveat(CaveatKind.LONGEST_POSSIBLE, {"tokens": size, "limit": limit})
-        else:
-            return configuration
-        return replace(configuration, caveats=(*configuration.caveats, caveat))
+            if size >= self.limit * self.unit:
+                limit = "positions of the model"
+                if self._most_tokens != self.plan.model.max_positions:
+                    limit = "that are tried" if self._most_tokens == MAX_SEQ_LENGTH else "of the file of tokens"
+                caveats = (Caveat(CaveatKind.LONGEST_POSSIBLE, {"tokens": size, "limit": limit}),)
+        return replace(configuration, caveats=(*configuration.caveats, *caveats))
 
     def _size_text(self, units: int) -> str:
         size = format_count(units * self.unit)
@@ -168,17 +154,16 @@ class SizeSearch:
             # A probe that failed for another reason says nothing about sizes, and is run again.
             if record.outcome.success or record.outcome.status in _DID_NOT_FIT
         }
-        retries = schema.TIMEOUT.lower() in map(str.lower, self.plan.options.retry)
-        late = {units for record, units in probes if record.outcome.status == schema.TIMEOUT and not retries}
         records = self._sizes_of(row, self.store.records(), of_probe=False)
         # A row that failed outweighs a probe of its size that trained. After the first, each step back doubles.
         failed = sorted({units for record, units in records if record.outcome.status in _DID_NOT_FIT})
         if failed:
             known[max(1, failed[0] - resolution(failed[0]) * (2 ** (len(failed) - 1) - 1))] = False
+        retries = schema.TIMEOUT.lower() in map(str.lower, self.plan.options.retry)
+        late = [] if retries else [units for record, units in probes if record.outcome.status == schema.TIMEOUT]
         # Above a size that does not fit, memory ends the search.
-        failure = smallest_failure(known)
-        late = {units for units in late - known.keys() if failure is None or units < failure}
-        return known, min(late, default=None)
+        failure = smallest_failure(known) or MAX_SEQ_LENGTH
+        return known, min((units for units in late if units not in known and units < failure), default=None)
 
     def _sizes_of(
         self, row: RequestedRow, records: Sequence[TrialRecord], *, of_probe: bool
@@ -193,7 +178,7 @@ class SizeSearch:
                 own = self._trial(row, units, predicted=False)
                 own = replace(own, workload=_of_probe(own.workload))
             else:
-                own = self.plan.trials_of([self.configuration(row, Found(units * self.unit))], predicted=False)[0]
+                own = self.plan.trials_of([self.configuration(row, units * self.unit)], predicted=False)[0]
             # A row's caveats say how its search ended.
             known = replace(stored.configuration, caveats=own.configuration.caveats)
             if (known, stored.workload) == (own.configuration, own.workload):
@@ -213,9 +198,9 @@ def at_largest_size(plan: Plan, launcher: Launcher, store: RunFolder, say: Calla
     search = SizeSearch(plan=plan, launcher=launcher, store=store, say=say, dimension=dimension)
     rows = plan.rows
     found = {row.name: search.find_largest(row) for row in rows}
-    configurations = [search.configuration(row, found[row.name]) for row in rows]
+    configurations = [search.configuration(row, *found[row.name]) for row in rows]
     if plan.options.common_batch:
-        common = min(each.size for each in found.values())
+        common = min(size for size, _ in found.values())
         configurations += [plan.builder.build(row, common) for row in rows]
     return replace(plan, configurations=configurations, trials=plan.trials_of(configurations))
 

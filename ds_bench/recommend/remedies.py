@@ -436,13 +436,10 @@ def ways_to_less_memory(run: Run, comparison: Comparison) -> str:
 
 def less_work(workload: Workload) -> list[str]:
     """Return the ways to less memory for activations that a row has not used yet."""
-    own_script = workload.script is not None  # whose batch is not known, and which takes no flags
-    checkpointing = "activation checkpointing" if own_script else "--activation-checkpointing"
-    ways = {
-        "a smaller micro-batch": own_script or workload.batch_size > 1,
-        checkpointing: not workload.activation_checkpointing,
-    }
-    return [way for way, is_left in ways.items() if is_left]
+    if workload.script is not None:  # whose batch is not known, and which takes no flags
+        return ["a smaller micro-batch", "activation checkpointing"]
+    smaller = ["a smaller micro-batch"] if workload.batch_size > 1 else []
+    return smaller if workload.activation_checkpointing else [*smaller, "--activation-checkpointing"]
 
 
 def _change_fact(change: Alternative, setup: FailedSetup) -> Fact:

@@ -80,10 +80,8 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
                 known[name, left_out] = {_text_without(each, left_out) for each in present[name]}
             if (text := _text_without(part, left_out)) not in known[name, left_out]:
                 changes = [differences(json.loads(each), json.loads(text)) for each in known[name, left_out]]
-                texts_of = [each.text for each in min(changes, key=len)]
-                raise cannot_resume(
-                    store.folder, f"another {name} than it began with: {format_names(texts_of, 4, '; ')}"
-                )
+                named = format_names([each.text for each in min(changes, key=len)], 4, "; ")
+                raise cannot_resume(store.folder, f"another {name} than it began with: {named}")
 
 
 def _text_without(part: dict[str, Any], left_out: Container[str]) -> str:

@@ -166,19 +166,15 @@ def _without_offload(plan: MemoryPlan, trial: PlannedTrial) -> str:
     count = what_if.min_gpus_without_offload(trial, plan.gpu_bytes, plan.host_bytes)
     if count is not None and count <= plan.num_gpus:
         return ""
-    changes = (
-        row.change.settings
-        for row in plan.rows
-        if row.change is not None
-        and not row.change.trial.configuration.offloads
-        and row.change.settings.keys().isdisjoint(("strategy", "num_gpus"))
-        and _verdict(plan, row.change) == FITS
-    )
-    change = next(map(what_if.settings_text, changes), None)
-    if count is None:
-        return f"; without offload {f'you need {change}' if change else 'no number of GPUs is enough'}"
     at_least = "at least " if plan.unknown else ""
-    return f"; without offload you need {at_least}{format_items(count, 'GPU')}{f' or {change}' if change else ''}"
+    needs = [] if count is None else [f"{at_least}{format_items(count, 'GPU')}"]
+    changes = [row.change for row in plan.rows if row.change and not row.change.trial.configuration.offloads]
+    needs += [
+        what_if.settings_text(each.settings)
+        for each in changes
+        if each.settings.keys().isdisjoint(("strategy", "num_gpus")) and _verdict(plan, each) == FITS
+    ][:1]
+    return f"; without offload {('you need ' + ' or '.join(needs)) if needs else 'no number of GPUs is enough'}"
 
 
 def _needs(trial: PlannedTrial, prediction: Prediction) -> str:
