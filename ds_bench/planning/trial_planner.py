@@ -363,8 +363,8 @@ def _plan_of_point(
         micro = f"{options.say('batch_size')} {'auto' if options.auto_batch else size}"
         lines = [
             *lines,
-            f"the batch keys of {format_names(others, 3)} yield to {micro} and {options.say('grad_accum')} "
-            f"{accumulation}; {options.say('keep_batch')} lets them rule",
+            f"{micro} and {options.say('grad_accum')} {accumulation} replace the batch keys of "
+            f"{format_names(others, 3)}; {options.say('keep_batch')} keeps them",
         ]
     if (file := options.token_file) is not None:
         length = trials[0].workload.seq_length
