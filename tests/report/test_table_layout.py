@@ -69,7 +69,7 @@ def test_dropped_cells_become_notes_where_the_column_says_so() -> None:
     columns = [Column[str]("Strategy"), Column[str]("Fits with", priority=1, noted=True)]
     rows = [("ZeRO-0", "activation checkpointing"), ("ZeRO-1", "activation checkpointing"), ("ZeRO-3", "")]
     text = text_of(Table(columns=columns, rows=rows), 30)
-    assert " ".join(text.split()).endswith("ZeRO-3 * ZeRO-0, ZeRO-1: fits with activation checkpointing")
+    assert " ".join(text.split()).endswith("ZeRO-3 * ZeRO-0; ZeRO-1: fits with activation checkpointing")
 
 
 def test_a_terminal_without_unicode_gets_the_same_words_aligned() -> None:
