@@ -66,13 +66,19 @@ class SizeSearch:
     def find_largest(self, row: RequestedRow) -> tuple[int, tuple[Caveat, ...]]:
         """Find the largest micro-batch, or the tokens of the longest sequence, that trains, and what to know about it.
 
-        A time limit says nothing about memory, so it ends the search at the largest size that has trained. If none
-        has, or a probe fails for a reason other than memory or time, returns the failing size, so that the comparison
-        shows the error. Raises KeyboardInterrupt if the user interrupts it; finished probes are kept for ``--resume``.
+        A time limit says nothing about memory, so it ends the search at the largest size that has trained; if none
+        has, sizes are halved until one does. If none trains, or a probe fails for a reason other than memory or time,
+        returns the failing size, so that the comparison shows the error. Raises KeyboardInterrupt if the user
+        interrupts it; finished probes are kept for ``--resume``.
         """
         trained, timed_out = self._previous_trials(row)
         start = self.predict_largest(row)
-        while timed_out is None and (units := next_size(trained, start, self.limit)) is not None:
+        while True:
+            units = next_size(trained, start, self.limit)
+            if timed_out is not None:
+                units = timed_out // 2 if largest_trained(trained) is None else None
+            if not units:
+                break
             trial = self._trial(row, units, predicted=True)
             kind = "batch" if self.dimension == "batch_size" else "seq"
             trial_id = f"probe_{row.name}_{kind}{units * self.unit}"
@@ -91,6 +97,7 @@ class SizeSearch:
                 return units * self.unit, ()
             else:
                 trained[units] = outcome.success
+                timed_out = timed_out if outcome.success else None
         largest = largest_trained(trained)
         if timed_out is None or largest is None:
             return (largest or timed_out or 1) * self.unit, ()

@@ -187,10 +187,13 @@ def test_time_limit_ends_a_search_and_is_no_lack_of_memory(machine: Machine) -> 
     assert ("zero1", 10, True) in machine.sizes()
 
 
-def test_row_that_never_trains_within_a_time_limit_says_so(machine: Machine) -> None:
+def test_sizes_are_halved_until_one_trains_within_the_time_limit(machine: Machine) -> None:
+    assert machine.search(trains_up_to({"zero1": 5}, "Timeout"), "--stages", "1") == 0
+    assert machine.sizes() == [("zero1", 4, True)]
+    assert [probe["trial"]["workload"]["batch_size"] for probe in machine.probes()] == [4096 >> n for n in range(11)]
+    machine.output = machine.output.with_name("never")
     assert machine.search(trains_up_to({"zero1": 0}, "Timeout"), "--stages", "1") == 1
-    assert [row["status"] for row in machine.rows()] == ["❌ Timeout"]
-    assert len(machine.probes()) == 1
+    assert [(row["batch_size"], row["status"]) for row in machine.rows()] == [(1, "❌ Timeout")]
 
 
 # ------------------------------------------------------------------ the longest sequence
