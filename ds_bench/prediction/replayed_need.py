@@ -160,7 +160,14 @@ def _replayed_need(
         parts = range(1 if varying_lengths else _LENGTHS, _LENGTHS + 1)
         lengths = tuple(seq_length * part // _LENGTHS or 1 for part in parts)
         steps = _events_of_steps(
-            inputs.profile, inputs.element, batch_size, lengths, checkpointing, dropout, variant, starts_children
+            inputs.profile,
+            batch_size,
+            lengths,
+            checkpointing=checkpointing,
+            element_bytes=inputs.element,
+            dropout=dropout,
+            variant=variant,
+            starts_child=starts_children,
         )
         if steps is None:
             return None
@@ -199,27 +206,11 @@ def _replayed_need(
 
 @lru_cache(maxsize=8)
 def _events_of_steps(
-    profile: ModelProfile,
-    element_bytes: int,
-    batch_size: int,
-    lengths: tuple[int, ...],
-    checkpointing: bool,
-    dropout: float | None,
-    variant: TraceVariant,
-    starts_children: bool,
+    profile: ModelProfile, batch_size: int, lengths: tuple[int, ...], **how: Any
 ) -> list[list[Event]] | None:
-    """The model's events in a step of each of these sequence lengths, the longest last; None without a trace of it."""
-    if profile.facts is None:
-        return None
-    trace = allocation_trace.find_trace(
-        profile.facts,
-        lengths[-1],
-        checkpointing=checkpointing,
-        element_bytes=element_bytes,
-        dropout=dropout,
-        variant=variant,
-        starts_child=starts_children,
-    )
-    if trace is None or not allocation_trace.is_of(trace, profile):
+    """The model's events in a step of each of these sequence lengths, the longest last; None without a trace of it.
+    ``how``: further arguments of ``find_trace``."""
+    trace = profile.facts and allocation_trace.find_trace(profile.facts, lengths[-1], **how)
+    if not trace or not allocation_trace.is_of(trace, profile):
         return None
     return [allocation_trace.full_events(trace, profile, batch_size, each) for each in lengths]

@@ -120,8 +120,7 @@ def profile_model(
         except UsageError as error:
             return Unpredicted(reason=error.problem)
     if architecture is not None:
-        # Only the layers of a language model can be traced.
-        traced = model.facts if len(architecture.stacks) == 1 else None
+        traced = model.facts if len(architecture.stacks) == 1 else None  # no image tower and no encoder
         by_formula = replace(formula_profile(architecture, choice, image_tokens=image_tokens), facts=traced)
         return _with_losses(by_formula, model.facts, variants)
     # A preset's profile has one kind of layer: if the model has several, measure it.
