@@ -6,7 +6,8 @@
 A point is a row of the CSV file: model, GPUs, stage, offload, micro-batch, sequence, and a figure with its source. What
 is reserved (B) is compared with reserved memory, and with nvidia-smi's less the context and NCCL; what is allocated is
 compared with allocated and resident figures; a verdict with "ran" and "ran out". A point that cannot be predicted has a
-reason. Errors have a sign: negative is too low. No constant of the package was fitted to these points.
+reason. Errors have a sign: negative is too low. No constant of the package was fitted to the figures; the constants of
+the rule (prediction/fit_verdict.py) were checked against the verdicts.
 """
 
 from __future__ import annotations
@@ -463,8 +464,9 @@ def summarize(points: Sequence[Point]) -> dict[str, Any]:
         "by the rule": lambda point: point.method == "rule",
         "8k tokens and more": lambda point: tokens(point) >= 8192,
         "below 8k tokens": lambda point: tokens(point) < 8192,
-        "DeepSpeed": lambda point: not point.stage.startswith("FSDP"),
+        "DeepSpeed": lambda point: point.stage.isdecimal(),
         "FSDP": lambda point: point.stage.startswith("FSDP"),
+        "torch, one GPU": lambda point: point.stage == "none",
         "with offload": lambda point: point.offload != "none",
         "without offload": lambda point: point.offload == "none",
         "fused loss": lambda point: point.fused_loss,

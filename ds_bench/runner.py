@@ -179,7 +179,7 @@ def connected_hosts(plan: RunPlan, machine: Machine) -> Iterator[tuple[Hosts | N
 
 @contextlib.contextmanager
 def _devices_of_run(plan: RunPlan, machine: Machine, hosts: Hosts | None) -> Iterator[tuple[Machine, list[str]]]:
-    """Hold the locks of the devices that the trials use, so that no other run disturbs them; wait for its end.
+    """Hold the locks of the devices that the trials use, so that no other run uses them; wait for its end.
 
     Yields the machine, read again after a wait, and notes for the reader of the result.
     """

@@ -291,7 +291,7 @@ def test_the_end_recommends_a_row_and_leaves_its_configuration(
     }
     stored = json.loads((folder / "recommendation.json").read_text(encoding="utf-8"))
     assert (stored["choice"], stored["decided"], stored["tied"]) == ("ZeRO-1", False, ["ZeRO-1", "ZeRO-3"])
-    # The command that decides is the one that works: it adds two rounds to this run.
+    # The suggested command is the one that works: it adds two rounds to this run.
     assert stored["try_next"] == f"python zero_stage_comparison.py --resume {folder.parent} --repeats 3"
     assert f"Next: {stored['try_next']}" in shown
     assert json.loads((folder.parent / "run.json").read_text(encoding="utf-8"))["recommendation"] == stored

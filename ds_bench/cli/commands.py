@@ -195,7 +195,7 @@ COMMANDS: Mapping[str, Command] = {
             "--min-gpus": {**_ON, "help": "also show how many GPUs each strategy needs"},
             "--max-batch": {**_ON, "help": "also show the largest micro-batch of each strategy"},
             "--quick": {**_ON, "help": "judge rows near the GPU's limit by a rule, without replaying allocations"},
-            "--exact": {**_ON, "help": "replay the allocations of every row (seconds)"},
+            "--exact": {**_ON, "help": "replay the allocations of every row that can be replayed (seconds)"},
             "--export": {**_FOLDER, "help": "write the configuration of each row that fits or is tight to this folder"},
             "--online": {**_ON, "help": "also ask the Hub for names without an organization"},
             "--trust-remote-code": flag_of("trust_remote_code"),
@@ -344,7 +344,7 @@ COMMANDS: Mapping[str, Command] = {
         purpose="list the built-in models and their sizes", examples=("",), function="advice:list_models"
     ),
     "ops": Command(
-        purpose="build the DeepSpeed ops that comparisons use, ahead of time",
+        purpose="build the DeepSpeed ops of the built-in strategies ahead of time",
         examples=("",),
         function="doctor:build_ops",
     ),

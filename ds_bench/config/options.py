@@ -333,7 +333,8 @@ class Options:
         "run only part I of the N parts of the plan's trials; report combines the results of all parts "
         "(docs/recipes.md)", metavar="I/N")
     """The part of the plan that this run has; None for all of it."""
-    dry_run: bool = option(bool, False, "print each trial's configuration and command; run nothing")
+    dry_run: bool = option(bool, False,
+        "print each trial's configuration and command (run: only with --verbose); run nothing")
     print_recipe: bool = option(bool, False, "print the recipe of this comparison; run nothing")
     format: str = option(str, "table", "format of the summary", choices=("table", "markdown", "json"))
     quiet: bool = option(bool, False, "print only the summary")

@@ -311,7 +311,7 @@ class Hosts:
         return problems
 
     def reconnect(self, wait_seconds: float) -> None:
-        """Connect to lost hosts again, and prove that their trials left no process there.
+        """Connect to lost hosts again, and make sure that their trials left no process there.
 
         Waits at most ``wait_seconds`` for them, and not again after a failure. Raises HostError.
         """

@@ -59,7 +59,7 @@ class Recommendation:
     disturbed: tuple[str, ...] = ()
     """Labels of the rows that ran while the CPU was busy, which makes the answer provisional."""
     provisional: Fact | None = None
-    """Set if too few runs leave the choice open. ``try_next`` then has the command that decides."""
+    """Set if too few runs leave the choice open. ``try_next`` then has the command to run next."""
     alternative: Fact | None = None
     """The fastest row that was not chosen, its lead, and why it was not chosen."""
     facts: tuple[Fact, ...] = ()

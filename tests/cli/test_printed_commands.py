@@ -112,7 +112,7 @@ def test_commands_at_the_end_of_a_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The report, the resumption, and the command that decides a provisional answer, which a later report has too."""
+    """The report, the resumption, and the command that follows a provisional answer, which a later report has too."""
     monkeypatch.chdir(tmp_path)
     scripted.launcher = FakeLauncher("Success", "Interrupted")
     if family == "recipe":
