@@ -6,14 +6,14 @@ Every answer compares predictions (``predicted_memory.predict``) of changed tria
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
 
 from ..config import axes, deepspeed_config, strategies
 from ..config.deepspeed_config import overlay
-from ..config.spec import Configuration, Placement, Workload
+from ..config.spec import Configuration, Placement, Workload, simplicity
 from ..units import format_items
 from .fit_verdict import DOES_NOT_FIT, FITS, TIGHT
 from .model_profile import ModelProfile
@@ -347,6 +347,20 @@ def smallest_change(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | Non
         return None
     changed = with_settings(planned, best)
     return Change(settings=best, prediction=changed.judge(gpu_bytes), trial=changed)
+
+
+def cheapest_change(changes: Iterable[Change], gpu_bytes: int, host_bytes: int | None = None) -> Change:
+    """Return the cheapest of the changes of several rows: the same GPUs, room to spare, no offload, few settings."""
+    return min(
+        changes,
+        key=lambda change: (
+            "num_gpus" in change.settings,
+            change.prediction.verdict(gpu_bytes, host_bytes) == TIGHT,
+            change.trial.configuration.offloads,
+            len(change.settings.keys() - {"strategy"}),
+            simplicity(change.trial.configuration.layout),
+        ),
+    )
 
 
 _Numbers = Callable[[PlannedTrial], Iterator[int]]

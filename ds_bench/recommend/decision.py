@@ -14,7 +14,7 @@ from ..config import deepspeed_config
 from ..config.caveats import CPU_KINDS, CaveatKind, has_kind
 from ..config.deepspeed_config import paths_of
 from ..config.options import GOALS
-from ..config.spec import DEVICES, SAME_TRAINING_FIELDS, SEARCH_ACCURACY, Workload
+from ..config.spec import SAME_TRAINING_FIELDS, SEARCH_ACCURACY, Workload, simplicity
 from ..errors import UsageError
 from ..records import schema
 from .message_templates import Fact
@@ -30,13 +30,6 @@ NEGLIGIBLE = 0.03
 and in memory between any two rows. It is not an estimate of noise."""
 UNTESTED_NOISE = 0.05
 """Assumed relative standard deviation between the runs of a row that has too few runs to measure it."""
-
-
-def simplicity(layout: tuple[int, str, str]) -> tuple[int, int, int]:
-    """Sort key that puts the simplest configuration first: no offload before offload, then lower stages."""
-    stage, *devices = layout
-    optimizer, params = (DEVICES.index(device) for device in devices)
-    return max(optimizer, params), optimizer + params, stage
 
 
 # ------------------------------------------------------------------ the rule

@@ -238,6 +238,8 @@ def _asked_for_bucket(run: Run) -> bool:
 
 def _depends_on_workload(run: Run) -> bool:
     """Whether less work (micro-batch, sequence, checkpointing) may free what the run lacked."""
+    if run.outcome.status == schema.OOM_HOST and run.trial.placement.accelerator == "cuda":
+        return False  # activations are on the GPU
     return run.outcome.phase not in _PHASES_WITHOUT_ACTIVATIONS and not _asked_for_bucket(run)
 
 
@@ -268,8 +270,12 @@ class FailedSetup:
         """Whether a change is predicted to fit with room to spare; ``tightly``: or without."""
         pairs: list[tuple[float, int | None]] = [(change.least_gpu_bytes, self.gpu_bytes)]
         if self.gpu_limit_bytes != self.gpu_bytes:
-            # What a change frees is a difference of formulas: replays may reserve more although less is allocated.
+            # What a change frees is a difference of formulas, since two replays differ by about 1 % by chance; but one
+            # that needs more by the same method frees nothing, unless it shrinks the very request that failed.
             pairs.append((change.gpu_bytes, self.gpu_limit_bytes))
+            same_method = change.need is not None and change.need.method == self.prediction.gpu_need.method
+            if same_method and not _asked_for_bucket(self.run):
+                pairs.append((change.least_gpu_bytes, self.prediction.least_gpu_bytes - 1))
         if not tightly and change.need is not None:
             pairs.append((change.need.reserved_bytes, self.gpu_limit_bytes))
         pairs.append((change.host_bytes / (1 if tightly else TIGHT_FRACTION), self.host_limit_bytes))
@@ -341,8 +347,11 @@ def failed_setup(run: Run, comparison: Comparison, shortage: Shortage) -> Failed
     if gpu_bytes is not None and outside is not None:
         outside_bytes = round(outside * BYTES_PER_GB)
         gpu_bytes -= max(0, outside_bytes - prediction.gpu.get("overhead", outside_bytes))
-    # A row that trained, but left the GPU too full, has to reserve less.
-    predicted = prediction.gpu_need.reserved_bytes if run.outcome.success else prediction.gpu_bytes
+    predicted = prediction.gpu_bytes
+    if run.outcome.success:  # it left the GPU too full, so it has to reserve less
+        predicted = prediction.gpu_need.reserved_bytes
+    elif run.outcome.status == schema.SKIPPED:
+        predicted = prediction.least_gpu_bytes
     rank_limit = trial.placement.cpu_memory_limit_bytes
     sizes = [comparison.host_capacity_bytes, rank_limit and rank_limit * trial.placement.ranks_per_node]
     return FailedSetup(
@@ -425,12 +434,15 @@ def last_resorts(run: Run) -> str:
 def ways_to_less_memory(run: Run, comparison: Comparison) -> str:
     """Return what takes less memory and was not tried in vain, without knowing how much less."""
     stage, *offload = run.trial.configuration.layout
-    failed = [row.configuration.layout for row in comparison.rows if not row.succeeded]
+    failures = {row.configuration.layout: failed_run(row) for row in comparison.rows}
+    failed = [layout for layout, failure in failures.items() if failure and failure.outcome.status in RAN_OUT]
     ways = less_work(run.trial.workload) if _depends_on_workload(run) else []
     if run.trial.placement.num_gpus > 1 and any((each, *offload) not in failed for each in range(stage + 1, 4)):
         ways.append("a higher stage")
     if not _is_host_memory(run) and offload[1] == "none" and all(params == "none" for _, _, params in failed):
         ways.append("offload" if offload[0] == "none" else "offload of the parameters too")
+    if run.trial.placement.accelerator == "cuda" and _is_host_memory(run) and "cpu" in offload:
+        ways.append("offload to NVMe")
     return ", ".join([*ways, last_resorts(run)])
 
 
@@ -444,11 +456,14 @@ def less_work(workload: Workload) -> list[str]:
 
 def _change_fact(change: Alternative, setup: FailedSetup) -> Fact:
     """``batch size 2 (predicted 60.00 GB per GPU instead of 90.00 GB)``; ``≈`` marks a figure by the rule."""
+    gpu = change.least_gpu_bytes, setup.prediction.least_gpu_bytes
     by_rule = change.need is not None and change.need.method == "rule"
+    if _asked_for_bucket(setup.run):  # judged by what the formulas say of it
+        gpu, by_rule = (change.gpu_bytes, setup.prediction.gpu_bytes), True
     sizes = [
         f"{sign}{format_bytes(new)} {where} instead of {format_bytes(old)}"
         for where, new, old, sign in (
-            ("per GPU", change.least_gpu_bytes, setup.prediction.least_gpu_bytes, "≈ " * by_rule),
+            ("per GPU", *gpu, "≈ " * by_rule),
             ("of host memory per node", change.host_bytes, setup.prediction.host_bytes, ""),
         )
         if new != old

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..config.spec import Configuration
+from ..config.spec import Configuration, simplicity
 from ..prediction import what_if
 from ..prediction.fit_verdict import DOES_NOT_FIT, FITS, TIGHT, UNKNOWN, VARYING_PERCENT, GpuNeed
 from ..prediction.predicted_memory import NCCL_RANGE_BYTES, PROCESS_BYTES, Prediction
 from ..prediction.replayed_need import AUTOCAST, TILED_LOSS
 from ..prediction.what_if import Change, PlannedTrial
-from ..recommend.decision import simplicity
 from ..recommend.message_templates import format_list
 from ..units import format_gigabytes, format_items, format_parameters, format_significant, to_gb
 from .table_layout import Column, Table, make_table, wrap
@@ -125,18 +124,9 @@ def answer_text(plan: MemoryPlan) -> str:
         if plan.unknown:
             text += f" even without activations, which are not counted ({plan.unknown})"
         if changes:
-            # Cheaper changes first: the same GPUs, room to spare, no offload, few settings.
-            change = min(
-                changes,
-                key=lambda each: (
-                    "num_gpus" in each.settings,
-                    _verdict(plan, each) == TIGHT,
-                    each.trial.configuration.offloads,
-                    len(each.settings.keys() - {"strategy"}),
-                    simplicity(each.trial.configuration.layout),
-                ),
-            )
-            verb = {FITS: "would fit", TIGHT: "would fit tightly", UNKNOWN: "may fit"}[_verdict(plan, change)]
+            change = what_if.cheapest_change(changes, plan.gpu_bytes, plan.host_bytes)
+            verdict = change.prediction.verdict(plan.gpu_bytes, plan.host_bytes)
+            verb = {FITS: "would fit", TIGHT: "would fit tightly", UNKNOWN: "may fit"}[verdict]
             others = {name: value for name, value in change.settings.items() if name != "strategy"}
             settings = f" with {what_if.settings_text(others)}" if others else ""
             text += f"; {change.trial.configuration.label}{settings} {verb}: {_needs(change.trial, change.prediction)}"
@@ -154,10 +144,6 @@ def answer_text(plan: MemoryPlan) -> str:
     return f"{plan.num_gpus:,} × {_capacity(plan.gpu_bytes)}: {text}."
 
 
-def _verdict(plan: MemoryPlan, change: Change) -> str:
-    return change.prediction.verdict(plan.gpu_bytes, plan.host_bytes)
-
-
 def _without_offload(plan: MemoryPlan, trial: PlannedTrial) -> str:
     """Return a clause with the GPUs, or the change of a row, needed without offload; empty if ``trial`` has none, or
     there are enough."""
@@ -172,7 +158,8 @@ def _without_offload(plan: MemoryPlan, trial: PlannedTrial) -> str:
     needs += [
         what_if.settings_text(each.settings)
         for each in changes
-        if each.settings.keys().isdisjoint(("strategy", "num_gpus")) and _verdict(plan, each) == FITS
+        if each.settings.keys().isdisjoint(("strategy", "num_gpus"))
+        and each.prediction.verdict(plan.gpu_bytes, plan.host_bytes) == FITS
     ][:1]
     return f"; without offload {('you need ' + ' or '.join(needs)) if needs else 'no number of GPUs is enough'}"
 

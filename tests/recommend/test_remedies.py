@@ -241,10 +241,10 @@ def test_change_is_judged_as_a_run_with_it_would_be(row: Configuration) -> None:
 def test_record_has_changes_only_if_memory_was_short_and_no_process_traces_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With LoRA, whose allocations are not in the package, they are judged by the rule, which the finding shows."""
+    """With adapters that the package has no trace of, they are judged by the rule, which the finding shows."""
     monkeypatch.setattr(allocation_trace, "make_traces", pytest.fail)
     monkeypatch.setattr(model_profile, "cached_answer", lambda _key: None)
-    work = fakes.workload(model=LLAMA, batch_size=8, seq_length=2048, lora="16")
+    work = fakes.workload(model=LLAMA, batch_size=8, seq_length=2048, lora="16:q_proj,v_proj")
     model = replace(fakes.resolved_model(LLAMA), architecture=None)
     profile = trial_predictions.profile_model(model, 2048, "cuda", choice=trained_parameters.of_workload(work))
     trial = fakes.trial(ZERO(2), on=CARDS, of=work)
