@@ -130,7 +130,7 @@ def run_comparison(
                     require_ready(plan, machine, nvme_folder, hosts)
                 # Only after the checks: a run that is refused leaves no empty folder.
                 if options.resume is not None:
-                    store = RunFolder.open(options.resume)
+                    store = RunFolder.open(options.resume, options.retry)
                 else:
                     suffix = "" if options.shard is None else options.shard.file_suffix
                     store = RunFolder.create(options.output_dir, options.family, suffix)
@@ -392,10 +392,9 @@ class ComparisonRun:
         self._save_run([] if searches else self.plan.trials_by_row)
         if searches:
             self._search_sizes(launcher, line.say)
-        records = store.records()
-        remaining = remaining_trials(self.plan.trials, records, options.retry)
+        remaining = remaining_trials(self.plan.trials, store.counted_records())
         results = ResultBuilder(self.plan, self.machine.environment, store.folder.name)
-        for record in records:
+        for record in store.records():
             results.add(record)
         progress = ProgressReporter(
             line, remaining, options.repeats, verbose=options.verbose, point_of=results.point_text
@@ -438,7 +437,7 @@ class ComparisonRun:
                         break
                     if largest_batch_search.is_too_large(record):
                         row, status = record.trial.configuration.label, record.outcome.status
-                        line.say(f"{row} ended with {status} at its largest size: trying the next smaller")
+                        line.say(f"{row} ended with {status} at its largest size: trying a smaller one")
                         # Without trials in the file, --resume goes on with the search if the run is killed during it.
                         self._save_run([])
                         try:
@@ -446,10 +445,10 @@ class ComparisonRun:
                         except KeyboardInterrupt:
                             interrupted = True  # the rows that have finished are shown all the same
                             break
-                        waiting = [*remaining, *remaining_trials(self.plan.trials, store.records(), retry=())]
-                        keys = {work_key(trial) for trial in waiting}
-                        remaining = [trial for trial in self.plan.trials if work_key(trial) in keys]
+                        remaining = remaining_trials(self.plan.trials, store.counted_records())
                         results.plan = self.plan
+                        for record in store.records():  # the search may have renewed their caveats
+                            results.add(record)
                         progress.replan(len(remaining))
             except OSError as error:  # such as a full disk: no further trial can be kept
                 failure = error

@@ -72,16 +72,14 @@ def test_a_trial_is_left_without_a_record_that_counts() -> None:
     plan = [fakes.trial(fakes.zero(stage), trial_id=f"0_{stage}") for stage in (0, 1, 2)]
     done = [fakes.failure(plan[0], "OOM"), fakes.failure(plan[1], "Timeout"), fakes.success(plan[2])]
     clipped = replace(plan[2], ds_config={**plan[2].ds_config, "gradient_clipping": 0.5})
-    for records, retry, left in (
-        ([], (), plan),
-        (done[1:2], (), [plan[0], plan[2]]),
-        (done, (), []),
-        (done, ("timeout",), [plan[1]]),
-        (done, ("Timeout", "OOM"), plan[:2]),
-        ([fakes.failure(each, schema.INTERRUPTED) for each in plan], (), plan),
-        ([*done[:2], fakes.success(clipped)], (), [plan[2]]),
+    for records, left in (
+        ([], plan),
+        (done[1:2], [plan[0], plan[2]]),
+        (done, []),
+        ([fakes.failure(each, schema.INTERRUPTED) for each in plan], plan),
+        ([*done[:2], fakes.success(clipped)], [plan[2]]),
     ):
-        assert remaining_trials(plan, records, retry) == left
+        assert remaining_trials(plan, records) == left
 
 
 def test_results_are_in_the_order_of_the_plan_with_the_latest_record_of_each_trial() -> None:

@@ -6,19 +6,20 @@ Probes are stored in the run folder next to the rows, so that a resumed run does
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..config.caveats import Caveat, CaveatKind
+from ..config.caveats import Caveat, CaveatKind, as_caveat
 from ..config.spec import NO_INSPECTION, SEARCH_ACCURACY, Configuration, Trial, Workload
 from ..launch import Launcher
 from ..prediction.fit_verdict import DOES_NOT_FIT
 from ..prediction.model_profile import ModelProfile
 from ..prediction.replayed_need import UNPREDICTABLE, predict_trial
 from ..records import schema
-from ..records.run_folder import PROBES_FILE, RunFolder
-from ..records.schema import TrialRecord
+from ..records.rank_files import PHASES
+from ..records.run_folder import PROBES_FILE, RECORDS_FILE, RunFolder
+from ..records.schema import Outcome, TrialRecord
 from ..system import processes
 from ..units import format_count
 from .requested_rows import RequestedRow
@@ -66,18 +67,18 @@ class SizeSearch:
     def find_largest(self, row: RequestedRow) -> tuple[int, tuple[Caveat, ...]]:
         """Find the largest micro-batch, or the tokens of the longest sequence, that trains, and what to know about it.
 
-        A time limit says nothing about memory, so it ends the search at the largest size that has trained; if none
-        has, sizes are halved until one does. If none trains, or a probe fails for a reason other than memory or time,
-        returns the failing size, so that the comparison shows the error. Raises KeyboardInterrupt if the user
-        interrupts it; finished probes are kept for ``--resume``.
+        A time limit says nothing about memory, so no larger size is tried after one: sizes are halved until one trains,
+        or down to the largest that has. If none trains, or a probe fails for another reason, such as a hang before its
+        first step, returns the failing size, so that the comparison shows the error. Raises KeyboardInterrupt if the
+        user interrupts it; finished probes are kept for ``--resume``.
         """
         trained, timed_out = self._previous_trials(row)
         start = self.predict_largest(row)
         while True:
             units = next_size(trained, start, self.limit)
             if timed_out is not None:
-                units = timed_out // 2 if largest_trained(trained) is None else None
-            if not units:
+                units = half if (half := timed_out // 2) > (largest_trained(trained) or 0) else None
+            if units is None:
                 break
             trial = self._trial(row, units, predicted=True)
             kind = "batch" if self.dimension == "batch_size" else "seq"
@@ -91,7 +92,7 @@ class SizeSearch:
                 self.say(f"the search was interrupted at {row.label}")
                 raise KeyboardInterrupt
             self.say(f"{row.label}: {self._size_text(units)} {'trains' if outcome.success else status}")
-            if status == schema.TIMEOUT:
+            if _was_too_slow(outcome):
                 timed_out = units
             elif not outcome.success and status not in _DID_NOT_FIT:
                 return units * self.unit, ()
@@ -138,6 +139,14 @@ class SizeSearch:
                 caveats = (Caveat(CaveatKind.LONGEST_POSSIBLE, {"tokens": size, "limit": limit}),)
         return replace(configuration, caveats=(*configuration.caveats, *caveats))
 
+    def renew_caveats(self, row: RequestedRow, size: int, caveats: tuple[Caveat, ...]) -> None:
+        """Store the row's records again if their caveat on the search is out of date. ``size``: of the largest row."""
+        for record, units in self._sizes_of(row):
+            kept = [each for each in record.caveats if as_caveat(each).kind is not CaveatKind.SEARCH_TIMED_OUT]
+            renewed = (*kept, *(caveats if units * self.unit == size else ()))
+            if set(renewed) != set(record.caveats):
+                self.store.append(replace(record, caveats=renewed))
+
     def _size_text(self, units: int) -> str:
         size = format_count(units * self.unit)
         return f"micro-batch {size}" if self.dimension == "batch_size" else f"a sequence of {size} tokens"
@@ -151,37 +160,39 @@ class SizeSearch:
     def _previous_trials(self, row: RequestedRow) -> tuple[dict[int, bool], int | None]:
         """Size in units → whether it trained, from earlier probes of this run; then the size that hit a time limit.
 
-        A row of this run that did not fit counts too, so that the search goes on below it. With ``--retry Timeout`` no
-        time limit counts.
+        A row of this run that did not fit or was too slow counts too, so that the search goes on below it.
         """
-        probes = list(self._sizes_of(row, self.store.records(PROBES_FILE), of_probe=True))
+        probes, rows = self._sizes_of(row, PROBES_FILE), self._sizes_of(row)
+        late = [units for record, units in rows if _was_too_slow(record.outcome)]
         known = {
             units: record.outcome.success
             for record, units in probes
             # A probe that failed for another reason says nothing about sizes, and is run again.
             if record.outcome.success or record.outcome.status in _DID_NOT_FIT
         }
-        records = self._sizes_of(row, self.store.records(), of_probe=False)
+        if late:
+            half = min(late) // 2
+            known = {units: trained for units, trained in known.items() if units <= half or not trained}
+            if half:  # it fits, as twice its size did
+                known.setdefault(half, True)
         # A row that failed outweighs a probe of its size that trained. After the first, each step back doubles.
-        failed = sorted({units for record, units in records if record.outcome.status in _DID_NOT_FIT})
+        failed = sorted({units for record, units in rows if record.outcome.status in _DID_NOT_FIT})
         if failed:
             known[max(1, failed[0] - resolution(failed[0]) * (2 ** (len(failed) - 1) - 1))] = False
-        retries = schema.TIMEOUT.lower() in map(str.lower, self.plan.options.retry)
-        late = [] if retries else [units for record, units in probes if record.outcome.status == schema.TIMEOUT]
+        late += [units for record, units in probes if _was_too_slow(record.outcome)]
         # Above a size that does not fit, memory ends the search.
-        failure = smallest_failure(known) or MAX_SEQ_LENGTH
-        return known, min((units for units in late if units not in known and units < failure), default=None)
+        largest, failure = largest_trained(known) or 0, smallest_failure(known) or MAX_SEQ_LENGTH
+        return known, min((units for units in late if largest < units < failure), default=None)
 
-    def _sizes_of(
-        self, row: RequestedRow, records: Sequence[TrialRecord], *, of_probe: bool
-    ) -> Iterator[tuple[TrialRecord, int]]:
-        """The records of this row with their sizes: another point of a sweep has another workload."""
-        for record in records:
+    def _sizes_of(self, row: RequestedRow, file: str = RECORDS_FILE) -> list[tuple[TrialRecord, int]]:
+        """The last record of each trial of this row, and its size: another point of a sweep has another workload."""
+        last = {}
+        for record in self.store.counted_records(file):
             stored = record.trial
             if stored.configuration.name != row.name:
                 continue
             units = max(1, getattr(stored.workload, self.dimension) // self.unit)
-            if of_probe:
+            if file == PROBES_FILE:
                 own = self._trial(row, units, predicted=False)
                 own = replace(own, workload=_of_probe(own.workload))
             else:
@@ -189,7 +200,14 @@ class SizeSearch:
             # A row's caveats say how its search ended.
             known = replace(stored.configuration, caveats=own.configuration.caveats)
             if (known, stored.workload) == (own.configuration, own.workload):
-                yield record, units
+                last[units, stored.repeat] = record, units
+        return list(last.values())
+
+
+def _was_too_slow(outcome: Outcome) -> bool:
+    """Whether a trial hit a time limit in its steps; a hang before them has nothing to do with the size."""
+    in_steps = outcome.phase in PHASES[PHASES.index("warmup") :]
+    return outcome.status == schema.TIMEOUT and in_steps and outcome.kind != "collective_timeout"
 
 
 def _of_probe(workload: Workload) -> Workload:
@@ -205,6 +223,8 @@ def at_largest_size(plan: Plan, launcher: Launcher, store: RunFolder, say: Calla
     search = SizeSearch(plan=plan, launcher=launcher, store=store, say=say, dimension=dimension)
     rows = plan.rows
     found = {row.name: search.find_largest(row) for row in rows}
+    for row in rows:
+        search.renew_caveats(row, *found[row.name])
     configurations = [search.configuration(row, *found[row.name]) for row in rows]
     if plan.options.common_batch:
         common = min(size for size, _ in found.values())
@@ -213,8 +233,9 @@ def at_largest_size(plan: Plan, launcher: Launcher, store: RunFolder, say: Calla
 
 
 def is_too_large(record: TrialRecord) -> bool:
-    """Return whether a row did not fit at its largest size, which had trained in probes."""
-    return record.trial.workload.fills_memory and record.outcome.status in _DID_NOT_FIT
+    """Return whether a row did not fit or was too slow at its largest size, which had trained in probes."""
+    failed = record.outcome.status in _DID_NOT_FIT or _was_too_slow(record.outcome)
+    return record.trial.workload.fills_memory and failed
 
 
 def next_size(trained: Mapping[int, bool], start: int, limit: int) -> int | None:

@@ -89,15 +89,13 @@ def _text_without(part: dict[str, Any], left_out: Container[str]) -> str:
     return json.dumps({key: value for key, value in part.items() if key not in left_out}, sort_keys=True)
 
 
-def remaining_trials(trials: Sequence[Trial], done: Sequence[TrialRecord], retry: Sequence[str]) -> list[Trial]:
-    """Return the trials without a record, by ``work_key``. Interrupted ones, and those with a status in ``retry``,
-    are run again."""
-    repeated = {INTERRUPTED.lower(), *(status.lower() for status in retry)}
-    finished = {work_key(record.trial) for record in done if record.outcome.status.lower() not in repeated}
+def remaining_trials(trials: Sequence[Trial], done: Sequence[TrialRecord]) -> list[Trial]:
+    """Return the trials without a record, by ``work_key``. Interrupted ones are run again."""
+    finished = {work_key(record.trial) for record in done if record.outcome.status != INTERRUPTED}
     return [trial for trial in trials if work_key(trial) not in finished]
 
 
 def is_finished(folder: Path) -> bool:
     """Whether every trial that a run has planned has ended by itself; False before it has planned any."""
     planned = reader.read_trials(folder / RUN_FILE)
-    return bool(planned) and not remaining_trials(planned, RunFolder.open(folder).records(), retry=())
+    return bool(planned) and not remaining_trials(planned, RunFolder.open(folder).records())

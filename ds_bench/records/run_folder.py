@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,8 @@ class RunFolder:
 
     folder: Path
     """``<output-dir>/runs/<id>``."""
+    retried: frozenset[tuple[str, int]] = frozenset()
+    """File and position of the earlier records whose trials ``--retry`` runs again."""
 
     @property
     def json_path(self) -> Path:
@@ -93,8 +95,11 @@ class RunFolder:
             raise files.not_writable(output_dir, "--output-dir", error) from None
 
     @classmethod
-    def open(cls, folder: Path) -> RunFolder:
-        """Open an earlier run for ``--resume``. Raises UsageError if it is missing, or could write elsewhere."""
+    def open(cls, folder: Path, retry: Iterable[str] = ()) -> RunFolder:
+        """Open an earlier run for ``--resume``. Raises UsageError if it is missing, or could write elsewhere.
+
+        ``retry``: the statuses of ``--retry``.
+        """
         if not (folder / RUN_FILE).is_file():
             if folder.is_dir() and folder.resolve().parent.name == "runs":
                 problem = "nothing to resume, the run ended before it had settled what to run"
@@ -108,7 +113,14 @@ class RunFolder:
             if path.is_symlink() or (path.exists() and not (path.is_file() or path.is_dir())):
                 problem = f"{path.name} is a link or not a regular file, and would be written to"
                 raise cannot_resume(store.folder, problem, remedy="remove it, or start a new run")
-        return store
+        statuses = {status.lower() for status in retry}
+        retried = (
+            (name, index)
+            for name in (RECORDS_FILE, PROBES_FILE)
+            for index, record in enumerate(store.records(name) if statuses else ())
+            if record.outcome.status.lower() in statuses
+        )
+        return replace(store, retried=frozenset(retried))
 
     @contextmanager
     def locked(self) -> Iterator[str | None]:
@@ -178,6 +190,10 @@ class RunFolder:
         except FileNotFoundError:
             return []
         return [record for line in lines if (record := _record_of(line, name)) is not None]
+
+    def counted_records(self, name: str = RECORDS_FILE) -> list[TrialRecord]:
+        """Read the records without the ``retried`` ones; what this command adds counts."""
+        return [record for index, record in enumerate(self.records(name)) if (name, index) not in self.retried]
 
     def write_rows(self, rows: Sequence[Mapping[str, Any]], other_csv: Path | None = None) -> None:
         """Replace the flat JSON and CSV; if one cannot be written, none changes. ``other_csv``: a further CSV."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,37 +164,103 @@ def test_interrupted_search_runs_no_row_and_is_resumed_without_repeating_a_probe
     assert machine.sizes() == [("zero1", 5, True), ("zero3", 5, True)]
 
 
-def test_time_limit_ends_a_search_and_is_no_lack_of_memory(machine: Machine) -> None:
-    searched = runs_out_in_the_row(8, {"zero1": 64, "zero3": 7})
+def fails_above(probes: dict[int, str], rows: dict[int, str] | None = None, *, phase: str = "forward") -> Ends:
+    """Trials above a size fail: size → status, the largest first. ``rows``: None for the same as probes."""
 
     def end(trial: Trial) -> TrialRecord:
-        """ZeRO-1 is too slow above micro-batch 8; the row of ZeRO-3 runs out of memory at its largest."""
-        late = trial.configuration.stage == 1 and 8 < trial.workload.batch_size <= 12
-        return fakes.failure(trial, "Timeout") if late else searched(trial)
+        limits = probes if rows is None or trial.trial_id.startswith("probe") else rows
+        failed = (status for most, status in limits.items() if trial.workload.batch_size > most)
+        status = next(failed, None)
+        return fakes.success(trial) if status is None else fakes.failure(trial, status, phase=phase)
 
-    assert machine.search(end, "--stages", "1", "3") == 0
-    assert machine.sizes() == [("zero1", 8, True), ("zero3", 7, True), ("zero3", 8, False)]
-    named = [
-        caveat["values"]["size"]
-        for row in machine.rows()
-        for caveat in row["caveat_list"]
-        if "size" in caveat["values"]
-    ]
-    assert named == ["micro-batch 12"]
-    # Also when the row of ZeRO-3 steps back, which searches again.
-    assert [each["outcome"]["status"] for each in machine.probes()].count("Timeout") == 1
-    fits = in_every_row(trains_up_to({"zero1": 10, "zero3": 7}))
-    assert machine.resume("--retry", "Timeout", script=fits) == 0
-    assert ("zero1", 10, True) in machine.sizes()
+    return end
 
 
-def test_sizes_are_halved_until_one_trains_within_the_time_limit(machine: Machine) -> None:
-    assert machine.search(trains_up_to({"zero1": 5}, "Timeout"), "--stages", "1") == 0
-    assert machine.sizes() == [("zero1", 4, True)]
-    assert [probe["trial"]["workload"]["batch_size"] for probe in machine.probes()] == [4096 >> n for n in range(11)]
-    machine.output = machine.output.with_name("never")
-    assert machine.search(trains_up_to({"zero1": 0}, "Timeout"), "--stages", "1") == 1
-    assert [(row["batch_size"], row["status"]) for row in machine.rows()] == [(1, "❌ Timeout")]
+SLOW_ABOVE_8 = fails_above({12: "OOM", 8: "Timeout"})
+ROW_OF_ZERO3_HANGS = fails_above({8: "OOM"}, {0: "Timeout"}, phase="init")
+ROW_OF_ZERO3_NEEDS_MORE = fails_above({8: "OOM"}, {5: "OOM"})
+
+
+@pytest.mark.parametrize(
+    ("commands", "rows", "slow_probes"),
+    [
+        pytest.param(
+            [{"zero1": fails_above({5: "Timeout"})}],
+            {(4, "✅ Success", 3): ["micro-batch 8"]},
+            [4096 >> halved for halved in range(10)],
+            id="sizes are halved until one trains",
+        ),
+        pytest.param(
+            [{"zero1": fails_above({0: "Timeout"})}],
+            {(1, "❌ Timeout", 3): []},
+            [4096 >> halved for halved in range(13)],
+            id="none trains in time",
+        ),
+        pytest.param(
+            [{"zero1": fails_above({0: "Timeout"}, phase="init")}],
+            {(4096, "❌ Timeout", 3): []},
+            [4096],
+            id="a hang before the first step is no size that is too slow",
+        ),
+        pytest.param(
+            [{"zero1": fails_above({64: "OOM"}, {16: "Timeout"})}],
+            {(64, "❌ Timeout", 1): [], (32, "❌ Timeout", 1): [], (16, "✅ Success", 3): ["micro-batch 32"]},
+            [],
+            id="only the row is too slow",
+        ),
+        pytest.param(
+            [{"zero1": fails_above({64: "OOM"}, {32: "Timeout", 31: "OOM"})}],
+            {(64, "❌ Timeout", 1): [], (32, "❌ OOM", 1): [], (31, "✅ Success", 3): []},
+            [],
+            id="after the time limit memory ends the search",
+        ),
+        pytest.param(
+            [{"zero1": SLOW_ABOVE_8, "zero3": ROW_OF_ZERO3_HANGS},
+             {"zero1": SLOW_ABOVE_8, "zero3": ROW_OF_ZERO3_NEEDS_MORE}],
+            {(8, "✅ Success", 3): ["micro-batch 12"]},
+            [12, 12],
+            id="a step back of another row repeats no probe of this command",
+        ),
+        pytest.param(
+            [{"zero1": SLOW_ABOVE_8}, {"zero1": fails_above({8: "OOM"})}],
+            {(8, "✅ Success", 3): []},
+            [12],
+            id="a later search ends at the same size for another reason",
+        ),
+        pytest.param(
+            [{"zero1": SLOW_ABOVE_8}, {"zero1": fails_above({15: "OOM"})}],
+            {(15, "✅ Success", 3): [], (8, "✅ Success", 3): []},
+            [12],
+            id="a later search finds a larger size",
+        ),
+        pytest.param(
+            [{"zero1": fails_above({5: "Timeout"})}, {"zero1": fails_above({100: "Timeout"})}],
+            {(64, "✅ Success", 3): ["micro-batch 128"], (4, "✅ Success", 3): []},
+            [*(4096 >> halved for halved in range(10)), *(4096 >> halved for halved in range(6))],
+            id="with a longer limit sizes are halved again",
+        ),
+    ],
+)  # fmt: skip
+def test_time_limit_ends_a_search_and_is_no_lack_of_memory(
+    machine: Machine,
+    commands: list[dict[str, Ends]],
+    rows: dict[tuple[int, str, int], list[str]],
+    slow_probes: list[int],
+) -> None:
+    """``rows``: size, status and number of runs of ZeRO-1 → the sizes that its caveats on the search name."""
+    first, *later = (FakeLauncher(by_strategy=ends) for ends in commands)
+    stages = [name.removeprefix("zero") for name in commands[0]]
+    machine.run("--batch-size", "auto", "--repeats", "3", "--stages", *stages, script=first)
+    for launcher in later:
+        machine.resume("--retry", "timeout", script=launcher)
+    runs = [(each["batch_size"], each["status"], each["caveat_list"]) for each in machine.rows() if each["stage"] == 1]
+    count = Counter((size, status) for size, status, _ in runs)
+    assert {
+        (size, status, count[size, status]): [each["values"]["size"] for each in caveats if "size" in each["values"]]
+        for size, status, caveats in runs
+    } == rows
+    slow = [each["trial"] for each in machine.probes() if each["outcome"]["status"] == "Timeout"]
+    assert [trial["workload"]["batch_size"] for trial in slow] == slow_probes
 
 
 # ------------------------------------------------------------------ the longest sequence
