@@ -250,14 +250,14 @@ def test_deepspeed_allocates_what_the_replay_says(
 ) -> None:
     """Every allocation: bytes, phase, whether on the default stream, their order, and what is live then.
 
-    There are three artifacts. In backward the trace's hooks on modules keep the gradients of a module's output until it
+    There are two artifacts. In backward the trace's hooks on modules keep the gradients of a module's output until it
     ends, and free the logits' gradient later. Torch's own operators are in another order than DeepSpeed's linear layers
-    of stage 3, so in backward the model's allocations are compared without their order. And Gloo's threads may keep
-    what was sent, a bucket or a larger gradient, for a moment after a collective, on a busy machine through a phase.
+    of stage 3, so in backward the model's allocations are compared without their order. With offloaded parameters
+    Gloo's threads may keep what gathers read, parts of tensors, for a moment.
     """
     expected, of_model = replayed(TRIALS[name], traces, monkeypatch)
     row = TRIALS[name].configuration
-    held = 2 * max(SIZES["reduce_bucket_size"], FACTS.largest_parameter) if row.stage else BUFFERS
+    known = 2 * FACTS.largest_parameter if row.layout[2] != "none" else 0 if row.stage else BUFFERS
     assert [phase.name for phase in trained[name]] == [phase.name for phase in expected]
     for number, (real, said) in enumerate(zip(trained[name], expected, strict=True)):
         where, kept = f"{number} {real.name}", 0
@@ -265,12 +265,12 @@ def test_deepspeed_allocates_what_the_replay_says(
         compared = [real.allocations, said.allocations]
         if real.name == "backward":
             assert sorted(_sizes(real.allocations)) == sorted(_sizes(said.allocations)), where
-            assert -LOGITS <= real.peak - said.peak <= held, where
+            assert -LOGITS <= real.peak - said.peak <= known, where
             compared = [[each for each in both if each.is_beside or each.size not in of_model] for both in compared]
             kept = LOGITS
         assert _sizes(compared[0]) == _sizes(compared[1]), where
         more = [one.live - other.live for one, other in zip(*compared, strict=True)]
-        assert not more or -kept <= min(more) <= max(more) <= held, (where, more)
+        assert not more or -kept <= min(more) <= max(more) <= known, (where, more)
 
 
 def _sizes(allocations: Sequence[Allocation]) -> list[tuple[int, bool]]:

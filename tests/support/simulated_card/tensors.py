@@ -7,7 +7,7 @@ a card or reads a tensor on it; ``Tensor.device`` and its kin look there.
 from __future__ import annotations
 
 import sys
-import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,7 +18,6 @@ _MAY_MIX_DEVICES = (
     *("_pin_memory", "is_pinned", "record_stream", "_has_compatible", "lift_fresh"),
 )
 """Beginnings of the names of operations that CUDA allows on tensors of several devices."""
-_LONGEST_HOLD_SECONDS = 0.005
 _SIZED_AHEAD_BYTES = 16 * 2**20
 """Of an operation that reads more, and of one that makes a tensor from nothing, the result is sized before it runs."""
 
@@ -95,8 +94,7 @@ def install(torch: Any) -> None:  # noqa: C901 - one function for each method of
                 _size_ahead(torch, function, args, kwargs)
             is_sent = function.namespace == "c10d" and not function._opname.startswith(("send", "recv"))
             kernel = _flash_temporaries(function, inputs) if reads_card else []
-            counts = [_holders(torch, each) for each in inputs] if is_sent else []
-            result = function(*args, **kwargs)
+            result = _run_collective(torch, function, args, kwargs) if is_sent else function(*args, **kwargs)
             in_place = function._opname.startswith("resize_")
             for tensor in tensors_in((result,)):
                 if real_device(tensor).type != "cpu" or (any(tensor is each for each in inputs) and not in_place):
@@ -109,8 +107,6 @@ def install(torch: Any) -> None:  # noqa: C901 - one function for each method of
                 elif only_newborn:
                     newborn.add(storage._cdata)
             CARD.release(*kernel)
-            if is_sent:
-                _finish(torch, function._opname, result, inputs, counts)
             return result
 
         def _check_devices(self, function: Any, inputs: list[Any]) -> tuple[bool, bool]:
@@ -281,26 +277,31 @@ def _python_call() -> tuple[int, int]:
     return id(frame), frame.f_lasti
 
 
-def _holders(torch: Any, tensor: Any) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+def _run_collective(torch: Any, function: Any, args: Any, kwargs: Any) -> Any:
+    """Run a collective to its end, on copies, because gloo's threads keep what they sent for a moment afterwards.
 
+    What a gather reads stays as long as its copy does, which the handle has: NCCL keeps it too until it is waited for.
+    """
+    from torch.utils._pytree import tree_leaves, tree_map_only
 
-def _finish(torch: Any, name: str, result: Any, inputs: list[Any], counts: list[int]) -> None:
-    """Wait for a collective, and until gloo's thread has let go of its tensors, which it does a moment later."""
-    from torch.utils._pytree import tree_leaves
+    copies: dict[int, tuple[Any, Any]] = {}
 
-    made = [each for each in tree_leaves(result) if not any(each is given for given in inputs)]
+    def copy_of(tensor: Any) -> Any:
+        return copies.setdefault(id(tensor), (tensor, tensor.detach().clone()))[1]
+
+    result = function(*tree_map_only(torch.Tensor, copy_of, args), **tree_map_only(torch.Tensor, copy_of, kwargs))
+    made = tree_leaves(result)
     for work in made:
         if isinstance(work, torch.ScriptObject):
             torch._C._distributed_c10d.Work.unbox(work).wait()
-    new = [each.untyped_storage()._cdata for each in made if isinstance(each, torch.Tensor)]
-    # Others return an object that keeps them as long as it is there.
-    seconds = 20 * _LONGEST_HOLD_SECONDS if name.startswith("allreduce") else _LONGEST_HOLD_SECONDS
-    deadline = time.monotonic() + seconds
-    for tensor, count in zip(inputs, counts, strict=True):
-        count += new.count(tensor.untyped_storage()._cdata)
-        while _holders(torch, tensor) > count and time.monotonic() < deadline:
-            time.sleep(1e-5)
+    # What is returned comes last, as it may be a part of what was only read.
+    for given, copy in sorted(copies.values(), key=lambda pair: any(pair[1] is each for each in made)):
+        torch.ops.aten.copy_.default(given.detach(), copy)  # not Tensor.copy_, which the ranks time as a transfer
+        if "allgather" in function._opname and not any(copy is each for each in made):
+            kept, storage = given.untyped_storage(), copy.untyped_storage()
+            weakref.finalize(storage, lambda _: None, kept)
+    originals = {id(copy): given for given, copy in copies.values()}
+    return tree_map_only(torch.Tensor, lambda tensor: originals.get(id(tensor), tensor), result)
 
 
 def _flash_temporaries(function: Any, inputs: list[Any]) -> list[int]:
