@@ -122,7 +122,7 @@ def _look_up(
         switches = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
         switch = next((name for name in switches if variables.get(name, "").upper() in _TRUE), None)
         endpoint = variables.get("HF_ENDPOINT") or "https://huggingface.co"
-        address = f"{endpoint.rstrip('/')}/{quote(name)}/resolve/main/config.json"
+        address = f"{endpoint.rstrip('/')}/{quote(os.fsencode(name))}/resolve/main/config.json"
         offline_reason = f"{switch} is set" if switch else connection_failure(address)
         if offline_reason is not None:
             environment = {**environment, "HF_HUB_OFFLINE": "1"}  # the cache may have the model
@@ -218,7 +218,7 @@ def _unknown_model(name: str, option: str, why: str) -> UsageError:
 
 def send_request(address: str) -> None:
     """Ask the address for its headers; even a refusal is an answer. Raises OSError or ValueError without one, and if
-    the server is overloaded or broken."""
+    the server is overloaded or broken for now."""
     import urllib.error
     import urllib.request
 
@@ -226,7 +226,7 @@ def send_request(address: str) -> None:
         urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=ANSWER_SECONDS).close()
     except urllib.error.HTTPError as error:
         error.close()
-        if error.code == 429 or error.code >= 500:
+        if error.code in (429, 500, 502, 503, 504):
             raise OSError(error.code, f"HTTP {error.code}, which may pass: try again") from None
 
 

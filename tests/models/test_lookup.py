@@ -55,13 +55,15 @@ def test_hub_that_does_not_answer_or_may_not_be_asked_is_named(monkeypatch: pyte
         find("nowhere/none")
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
-    busy, found = (f"HTTP/1.0 {status}\r\n\r\n".encode() for status in ("503 Busy", "200 OK"))
-    monkeypatch.setattr(BrokenHub, "answers", [b"", busy, busy, found])
+    busy, no_head = (f"HTTP/1.0 {status}\r\n\r\n".encode() for status in ("503 Busy", "501 Not Implemented"))
+    monkeypatch.setattr(BrokenHub, "answers", [b"", busy, busy, no_head])
     with socketserver.TCPServer(("127.0.0.1", 0), BrokenHub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_address[1]}"
         with pytest.raises(UsageError, match=r"and 127\.0\.0\.1 does not answer \(HTTP 503") as caught:
-            resolve_model("gpt2-huge", factory=False, trust_remote_code=False, environment={"HF_ENDPOINT": address})
+            resolve_model(
+                "gpt2-huge\udcff", factory=False, trust_remote_code=False, environment={"HF_ENDPOINT": address}
+            )
         assert "gpt2" in caught.value.remedy
         assert len(BrokenHub.answers) == 2  # Transformers itself would try six times, with pauses
         assert connection_failure(address) is None  # at the second try
