@@ -362,20 +362,20 @@ class ConfigurationBuilder:
         return deepspeed_config.json_values(deepspeed_config.apply_changes(config, *options.config_changes))
 
 
-def equal_rows(trials: Sequence[Trial]) -> dict[str, str]:
-    """Return each row of a file or an axis that would train exactly as an earlier one: name → a line for the user."""
-    lines: dict[str, str] = {}
-    different: list[tuple[str, object]] = []
-    """Label and work of each row that differs from all before it."""
+def equal_rows(trials: Sequence[Trial]) -> dict[str, Configuration]:
+    """Return the rows of files or axes that would train exactly as an earlier one: name → the earlier one."""
+    equal: dict[str, Configuration] = {}
+    different: list[tuple[Configuration, object]] = []
+    """Configuration and work of each row that differs from all before it."""
     for trial in trials:
         row = trial.configuration
         # Refused rows share a stand-in configuration.
         if trial.repeat or row.refusal is not None:
             continue
         work = (trial.ds_config, trial.workload, row.engine, row.variables)
-        same = next((label for label, other in different if other == work), None)
+        same = next((earlier for earlier, other in different if other == work), None)
         if same is None:
-            different.append((row.label, work))
+            different.append((row, work))
         elif row.source == "file" or row.axis_values:
-            lines[row.name] = f"{row.name} trains exactly as {same} does and is left out"
-    return lines
+            equal[row.name] = same
+    return equal

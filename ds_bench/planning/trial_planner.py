@@ -348,6 +348,12 @@ def _plan_of_point(
     if equal := equal_rows(trials):
         rows = [row for row in rows if row.name not in equal]
         configurations = [each for each in configurations if each.name not in equal]
+        texts = (f"{name} trains exactly as {earlier.label} does and is left out" for name, earlier in equal.items())
+        lines = [*lines, *texts]
+        standing: dict[str, Any] = {
+            name: equal[row].name for name in ("relative_to", "export") if (row := getattr(options, name)) in equal
+        }
+        options = replace(options, **standing)
         # Made again, because the numbers and order of trials depend on the rows.
         trials = make_trials(options, model, placement, configurations)
     # A file that DeepSpeed refuses is a row like others, and an error only if no row is left to run.
@@ -385,7 +391,7 @@ def _plan_of_point(
         configurations=configurations,
         builder=builder,
         trials=trials,
-        lines=(*lines, *equal.values()),
+        lines=lines,
         facts=RunFacts(
             largest_parameter=model.largest_parameter,
             skip_predicted_oom=options.skip_predicted_oom,
