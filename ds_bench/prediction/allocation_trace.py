@@ -142,11 +142,12 @@ def make_traces(
     reply = run_tool(
         "worker.trace_allocations",
         environment={"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"},
-        requests=requests,
+        requests=[{**each, "number": number} for number, each in enumerate(requests)],
         timeout_seconds=timeout_seconds,
     )
-    left = len(requests) - len(reply.objects)
-    return [*reply.objects, *([{"error": f"the tracing process {reply.ending}", "ended": True}] * left)]
+    answers = {each.pop("number"): each for each in reply.objects}
+    ended = {"error": f"the tracing process {reply.ending}", "ended": True}
+    return [answers.get(number, ended) for number in range(len(requests))]
 
 
 @cache

@@ -1,11 +1,11 @@
 """Traces the tensors that a model's passes allocate and free: ``python -m ds_bench.worker.trace_allocations``.
 
 Reads one JSON request per line, as ``measure_activations`` does, with ``checkpointing`` besides; ``lora``, ``freeze``,
-``efficient_linear`` (DeepSpeed's linear layers of stage 3), ``autocast`` and ``loss`` where asked for. Prints one
-answer per line: the events of a model of three layers in one number format, with sizes as polynomials in micro-batch
-and sequence, and in ``t``, the tokens of all tiles of a tiled loss. ``prediction.allocation_trace`` reads them and
-repeats the middle layer. The model runs on fake tensors; its passes are traced at six sizes, which must make the same
-events.
+``efficient_linear`` (DeepSpeed's linear layers of stage 3), ``autocast`` and ``loss`` where asked for. Prints each
+answer when it is ready, on one line with the ``number`` of its request: the events of a model of three layers in one
+number format, with sizes as polynomials in micro-batch and sequence, and in ``t``, the tokens of all tiles of a tiled
+loss. ``prediction.allocation_trace`` reads them and repeats the middle layer. The model runs on fake tensors; its
+passes are traced at six sizes, which must make the same events.
 
 Events are lists of whole numbers, segment by segment (``SEGMENTS``):
 
@@ -29,7 +29,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
 from unittest import mock
 
@@ -274,7 +274,7 @@ def _answer(line: str) -> str:
         answer: dict[str, Any] = {name: trace(request, name) for name in request["precisions"]}
     except (Exception, SystemExit) as error:
         answer = {"error": describe_error(error)}
-    return json.dumps(answer)
+    return json.dumps({"number": request["number"], **answer})
 
 
 def main() -> None:
@@ -283,8 +283,8 @@ def main() -> None:
     lines = sys.stdin.readlines()
     cores = min(len(lines), len(os.sched_getaffinity(0)))
     with ProcessPoolExecutor(cores, multiprocessing.get_context("fork")) as pool:
-        for answer in pool.map(_answer, lines):
-            print(answer, file=out, flush=True)
+        for answer in as_completed([pool.submit(_answer, line) for line in lines]):
+            print(answer.result(), file=out, flush=True)
     os._exit(0)
 
 
