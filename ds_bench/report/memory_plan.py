@@ -156,7 +156,7 @@ def _without_offload(plan: MemoryPlan, trial: PlannedTrial) -> str:
     needs = [] if count is None else [f"{at_least}{format_items(count, 'GPU')}"]
     changes = [row.change for row in plan.rows if row.change and not row.change.trial.configuration.offloads]
     needs += [
-        what_if.settings_text(each.settings)
+        f"{each.trial.configuration.label} with {what_if.settings_text(each.settings)}"
         for each in changes
         if each.settings.keys().isdisjoint(("strategy", "num_gpus"))
         and each.prediction.verdict(plan.gpu_bytes, plan.host_bytes) == FITS
