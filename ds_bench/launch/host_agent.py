@@ -356,11 +356,11 @@ class HostAgent:
     def _listen(self, address: str, port: int) -> int:
         """Listen at an address and port of this host, 0 for a free one, until asked to stop. Return the port.
 
-        Nothing is accepted: the kernel completes a connection by itself.
+        Nothing is accepted: the kernel completes the connections by itself, one for each other host.
         """
         self._stop_listening()
         family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
-        self._listener = socket.create_server((address, port), family=family, backlog=128)
+        self._listener = socket.create_server((address, port), family=family, backlog=4096)
         taken: int = self._listener.getsockname()[1]
         return taken
 

@@ -438,7 +438,8 @@ def _without_choice(
     elif short and (less := remedies.less_memory(short[0], comparison)):
         try_next = Fact("try", settings=less)
     elif short:
-        run, setup = short[0].last_run, remedies.setup_of(short[0], comparison)
+        run = remedies.failed_run(short[0]) or short[0].last_run
+        setup = remedies.setup_of(short[0], comparison)
         resorts = remedies.last_resorts(run) if setup else remedies.ways_to_less_memory(run, comparison)
         try_next = Fact("resorts" if setup else "try_resorts", {"resorts": resorts})
     elif failed:
