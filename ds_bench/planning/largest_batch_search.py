@@ -5,12 +5,14 @@ Probes are stored in the run folder next to the rows, so that a resumed run does
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..config.caveats import Caveat, CaveatKind, as_caveat
+from ..config.identity import placement_facts
 from ..config.spec import NO_INSPECTION, SEARCH_ACCURACY, Configuration, Trial, Workload
 from ..launch import Launcher
 from ..prediction.fit_verdict import DOES_NOT_FIT
@@ -185,7 +187,7 @@ class SizeSearch:
         return known, min((units for units in late if largest < units < failure), default=None)
 
     def _sizes_of(self, row: RequestedRow, file: str = RECORDS_FILE) -> list[tuple[TrialRecord, int]]:
-        """The last record of each trial of this row, and its size: another point of a sweep has another workload."""
+        """The last record of each trial of this row, and its size; another point of a sweep has other work or ranks."""
         last = {}
         for record in self.store.counted_records(file):
             stored = record.trial
@@ -199,7 +201,9 @@ class SizeSearch:
                 own = self.plan.trials_of([self.configuration(row, units * self.unit)], predicted=False)[0]
             # A row's caveats say how its search ended.
             known = replace(stored.configuration, caveats=own.configuration.caveats)
-            if (known, stored.workload) == (own.configuration, own.workload):
+            # As JSON, since a tuple is read back as a list.
+            places = {json.dumps(placement_facts(each.placement), sort_keys=True) for each in (stored, own)}
+            if (known, stored.workload) == (own.configuration, own.workload) and len(places) == 1:
                 last[units, stored.repeat] = record, units
         return list(last.values())
 

@@ -434,14 +434,15 @@ def last_resorts(run: Run) -> str:
 def ways_to_less_memory(run: Run, comparison: Comparison) -> str:
     """Return what takes less memory and was not tried in vain, without knowing how much less."""
     stage, *offload = run.trial.configuration.layout
-    failures = {row.configuration.layout: failed_run(row) for row in comparison.rows}
-    failed = [layout for layout, failure in failures.items() if failure and failure.outcome.status in RAN_OUT]
+    failures = ((row.configuration.layout, failed_run(row)) for row in comparison.rows)
+    failed = {layout for layout, failure in failures if failure and failure.outcome.status in RAN_OUT}
     ways = less_work(run.trial.workload) if _depends_on_workload(run) else []
     if run.trial.placement.num_gpus > 1 and any((each, *offload) not in failed for each in range(stage + 1, 4)):
         ways.append("a higher stage")
     if not _is_host_memory(run) and offload[1] == "none" and all(params == "none" for _, _, params in failed):
         ways.append("offload" if offload[0] == "none" else "offload of the parameters too")
-    if run.trial.placement.accelerator == "cuda" and _is_host_memory(run) and "cpu" in offload:
+    to_nvme = "cpu" in offload and not any("nvme" in layout for layout in failed)
+    if run.trial.placement.accelerator == "cuda" and _is_host_memory(run) and to_nvme:
         ways.append("offload to NVMe")
     return ", ".join([*ways, last_resorts(run)])
 

@@ -90,9 +90,9 @@ def _text_without(part: dict[str, Any], left_out: Container[str]) -> str:
 
 
 def remaining_trials(trials: Sequence[Trial], done: Sequence[TrialRecord]) -> list[Trial]:
-    """Return the trials without a record, by ``work_key``. Interrupted ones are run again."""
-    finished = {work_key(record.trial) for record in done if record.outcome.status != INTERRUPTED}
-    return [trial for trial in trials if work_key(trial) not in finished]
+    """Return the trials without a record, by ``work_key``, and those whose last record is an interruption."""
+    last = {work_key(record.trial): record.outcome.status for record in done}
+    return [trial for trial in trials if last.get(work_key(trial), INTERRUPTED) == INTERRUPTED]
 
 
 def is_finished(folder: Path) -> bool:

@@ -21,7 +21,7 @@ _MARKUP = re.compile(r"[\\|*`~]|(?<=\])\(|(?<![^\W_])_|_(?![^\W_])|&(?=#?\w+;)|^
 """Characters that open a cell, a span, a link, an entity or a block. An underscore between letters opens nothing."""
 _NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=(?:GB|MB|KB|B|ms|%|GPUs?)(?!\w))")
 _COMMAND = re.compile(
-    r"(env \S+ )?\S+ -m ds_bench \S+|(ds-compare|export|systemctl start) \S+| ?(?<![^\s(])--?\w[\w-]*( (?=\S))?"
+    r"(env \S+ )?(?<!\S)\S+ -m ds_bench \S+|(ds-compare|export|systemctl start) \S+| ?(?<![^\s(])--?\w[\w-]*( (?=\S))?"
 )
 """A command, or a flag with the words around it."""
 _NO_BREAK = "\N{NO-BREAK SPACE}"
@@ -211,9 +211,12 @@ def printable(text: str, unicode: bool = True) -> str:
 def wrap(text: str, width: int, indent: str = "", *, max_lines: int | None = None) -> list[str]:
     """The text in lines that break between words; those after the first are indented. A longer word stays whole.
 
-    A number and its unit stay together, and so do a flag and its value: copied, a broken command would be two.
+    A number and its unit stay together, and so do a flag and its value, unless ``max_lines`` cuts the text: copied, a
+    broken command would be two.
     """
-    text = _COMMAND.sub(lambda found: found[0].replace(" ", _NO_BREAK), _NUMBER_AND_UNIT.sub(_NO_BREAK, text))
+    text = _NUMBER_AND_UNIT.sub(_NO_BREAK, text)
+    if max_lines is None:
+        text = _COMMAND.sub(lambda found: found[0].replace(" ", _NO_BREAK), text)
     lines = textwrap.wrap(
         text,
         max(width, 20),
