@@ -1,6 +1,7 @@
 """Records each statement of chosen files when it first runs: ranks end by os._exit, which skips handlers at exit.
 
-Only these files are changed, as they are compiled: a trace function would nearly double the time of importing torch.
+These files are changed as they are compiled, because a trace function would nearly double the time of importing torch.
+Only what Python runs before or beside its import system is traced: a script's hook, and a file that is a program.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import ast
 import builtins
 import os
+import sys
+import threading
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
@@ -56,5 +59,15 @@ def record(folder: Path) -> None:
         tree = _Marks(name).visit(ast.parse(Path(loader.path).read_bytes()))
         return compile(tree, loader.path, "exec", dont_inherit=True)
 
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        path = frame.f_code.co_filename
+        if event == "line":
+            statement_ran(f"ds_bench/{path.rpartition('/ds_bench/')[2]}:{frame.f_lineno}")
+        return trace if any(part in path for part in PARTS) else None
+
+    is_program = any(part in argument for argument in sys.orig_argv for part in PARTS)
+    if is_program or "ds_bench_script_hook" in sys.modules:
+        sys.settrace(trace)
+        threading.settrace(trace)
     builtins._statement_ran = statement_ran  # type: ignore[attr-defined]
     SourceFileLoader.get_code = get_code  # type: ignore[method-assign, assignment]
