@@ -5,14 +5,13 @@ Probes are stored in the run folder next to the rows, so that a resumed run does
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..config.caveats import Caveat, CaveatKind, as_caveat
-from ..config.identity import placement_facts
+from ..config.identity import work_key
 from ..config.spec import NO_INSPECTION, SEARCH_ACCURACY, Configuration, Trial, Workload
 from ..launch import Launcher
 from ..prediction.fit_verdict import DOES_NOT_FIT
@@ -199,11 +198,8 @@ class SizeSearch:
                 own = replace(own, workload=_of_probe(own.workload))
             else:
                 own = self.plan.trials_of([self.configuration(row, units * self.unit)], predicted=False)[0]
-            # A row's caveats say how its search ended.
-            known = replace(stored.configuration, caveats=own.configuration.caveats)
-            # As JSON, since a tuple is read back as a list.
-            places = {json.dumps(placement_facts(each.placement), sort_keys=True) for each in (stored, own)}
-            if (known, stored.workload) == (own.configuration, own.workload) and len(places) == 1:
+            keys = {work_key(each, leave_out=("repeat", "inspection")) for each in (stored, own)}
+            if len(keys) == 1:
                 last[units, stored.repeat] = record, units
         return list(last.values())
 

@@ -33,8 +33,8 @@ _LEAST_BYTES = 2**16
 TABLE_NAME = "allocation_traces.json.xz"
 TRACED_RANK = 8191
 """Rank of adapters in a trace. It is prime, and no size of a model is a multiple of it: any rank can take its place."""
-_traced: dict[str, dict[str, Any]] = {}
-"""Answers of this process's children by key, since the user's cache may not be writable."""
+_known: dict[str, dict[str, Any]] = {}
+"""Answers by key that this process has read or its children made: the user's cache may not be writable."""
 
 Event = tuple[Any, ...]
 """``(ALLOCATE, storage, bytes)``, ``(FREE, storage)``, ``(GRADIENT, parameter, storage)``, ``(ENTER, parameters)``,
@@ -95,33 +95,33 @@ def find_trace(
     if request.get("whole"):
         return None
     precision: Precision = "bf16" if element_bytes == 2 else "fp32"
-    found = _answer(json.dumps(request, sort_keys=True, default=str), precision, starts_child).get(precision)
+    found = _answer(request, precision, starts_child).get(precision)
     if not found or not can_extend(found):
         return None
     return found if variant.lora is None else at_rank(found, parse_lora(variant.lora).rank)
 
 
-@cache
-def _answer(request_json: str, precision: Precision, starts_child: bool) -> dict[str, Any]:
+def _answer(request: Mapping[str, Any], precision: Precision, starts_child: bool) -> Mapping[str, Any]:
     """The trace of a request by number format: from the package, the user's cache or a child, once in this process."""
-    request = json.loads(request_json)
     key = model_profile.request_key(request)
-    built_in = _built_in().get(key, {})
+    built_in: Mapping[str, Any] = _built_in().get(key, {})
     if precision in built_in:
-        return dict(built_in)
+        return built_in
     key = f"{key}_{precision}_trace"
-    answer = _traced.get(key) or model_profile.cached_answer(key)
+    answer = _known.get(key) or model_profile.cached_answer(key)
     if answer is None and starts_child and not missing_packages(MODEL_PACKAGES):
         requests = _requests_of_rows(request)
         answers = make_traces([{**each, "precisions": [precision]} for each in requests])
         for each, made in zip(requests, answers, strict=True):
             made_key = f"{model_profile.request_key(each)}_{precision}_trace"
-            _traced[made_key] = made
+            _known[made_key] = made
             # A model that cannot be traced stays so; a child that was ended may do better next time.
             if not made.get("ended"):
                 model_profile.cache_answer(made_key, made)
-        answer = _traced[key]
-    return dict(answer or {})
+        answer = _known[key]
+    if answer is not None:
+        _known[key] = answer
+    return answer or {}
 
 
 def _requests_of_rows(request: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -336,6 +336,10 @@ def _hash_code(path: str) -> str | None:
     files = [file for file in sorted(Path(path).glob("*")) if file.suffix in (".json", ".py") and file.is_file()]
     if not files or sum(file.stat().st_size for file in files) > _MOST_CODE_BYTES:
         return None
+    return _hash_files(files)
+
+
+def _hash_files(files: Iterable[Path]) -> str:
     return hashlib.sha256(b"\0".join(file.name.encode() + b"\0" + file.read_bytes() for file in files)).hexdigest()
 
 
@@ -418,8 +422,7 @@ def _code_version() -> str:
     versions = [f"{name}{installed_version(name) or ''}" for name in ("torch", "transformers", "deepspeed", "peft")]
     folders = (Path(__file__).parents[1] / name for name in ("config", "prediction", "worker"))
     files = [file for folder in folders for file in sorted(folder.glob("*")) if file.suffix in (".py", ".xz")]
-    own_code = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    return "_".join([*versions, own_code[:16]])
+    return "_".join([*versions, _hash_files(files)[:16]])
 
 
 def cached_answer(key: str) -> dict[str, Any] | None:

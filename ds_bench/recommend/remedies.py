@@ -99,6 +99,11 @@ def lacks_room(record: TrialRecord) -> bool:
     return record.outcome.status in (schema.OOM, schema.OOM_HOST, schema.SKIPPED)
 
 
+def _lacks_memory_beside_gpus(run: Run) -> bool:
+    """Whether a run on GPUs lacks host memory."""
+    return run.trial.placement.accelerator == "cuda" and run.outcome.status == schema.OOM_HOST
+
+
 def _is_host_memory(run: Run) -> bool:
     """Whether what a run lacks is host memory; on the CPU accelerator all memory is."""
     return run.trial.placement.accelerator == "cpu" or run.outcome.status == schema.OOM_HOST
@@ -238,7 +243,7 @@ def _asked_for_bucket(run: Run) -> bool:
 
 def _depends_on_workload(run: Run) -> bool:
     """Whether less work (micro-batch, sequence, checkpointing) may free what the run lacked."""
-    if run.outcome.status == schema.OOM_HOST and run.trial.placement.accelerator == "cuda":
+    if _lacks_memory_beside_gpus(run):
         return False  # activations are on the GPU
     return run.outcome.phase not in _PHASES_WITHOUT_ACTIVATIONS and not _asked_for_bucket(run)
 
@@ -441,8 +446,7 @@ def ways_to_less_memory(run: Run, comparison: Comparison) -> str:
         ways.append("a higher stage")
     if not _is_host_memory(run) and offload[1] == "none" and all(params == "none" for _, _, params in failed):
         ways.append("offload" if offload[0] == "none" else "offload of the parameters too")
-    to_nvme = "cpu" in offload and not any("nvme" in layout for layout in failed)
-    if run.trial.placement.accelerator == "cuda" and _is_host_memory(run) and to_nvme:
+    if _lacks_memory_beside_gpus(run) and "cpu" in offload and not any("nvme" in layout for layout in failed):
         ways.append("offload to NVMe")
     return ", ".join([*ways, last_resorts(run)])
 

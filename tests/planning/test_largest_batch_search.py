@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_bench.cli import commands
 from ds_bench.cli import script as cli
 from ds_bench.config.spec import Trial
 from ds_bench.planning.largest_batch_search import largest_trained, next_size, resolution
@@ -261,6 +262,18 @@ def test_time_limit_ends_a_search_and_is_no_lack_of_memory(
     } == rows
     slow = [each["trial"] for each in machine.probes() if each["outcome"]["status"] == "Timeout"]
     assert [trial["workload"]["batch_size"] for trial in slow] == slow_probes
+
+
+def test_points_of_a_sweep_over_ranks_search_for_themselves(machine: Machine, tmp_path: Path) -> None:
+    def ends(trial: Trial) -> TrialRecord:
+        fits = trial.workload.batch_size <= 8 * trial.placement.num_gpus
+        return fakes.success(trial) if fits else fakes.failure(trial, "OOM")
+
+    text = "model: {name: tiny}\ntraining: {seq_len: 16, local_batch_size: auto}\nconfigurations: {stages: [1]}\n"
+    (path := tmp_path / "ranks.yaml").write_text(f"{text}launch: {{accelerator: cpu, num_gpus: [1, 2]}}\n")
+    machine.launcher = in_every_row(ends)
+    assert commands.main(["run", str(path), "--output-dir", str(machine.output)]) == 0
+    assert [(row["num_gpus"], row["batch_size"]) for row in machine.rows()] == [(1, 8), (2, 16)]
 
 
 # ------------------------------------------------------------------ the longest sequence
