@@ -315,7 +315,7 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, l
         may_replace_loss=Variant(loss="tiled") in profile.variants,
         ranks_per_node=options.gpus_per_node or 8,
         replays="always" if options.exact else "never" if options.quick else "near",
-        traces_on_demand=options.exact,
+        child_traces="all" if options.exact else "usual",
         varying_lengths=options.varying_lengths,
     )
     return planned, model, notes

@@ -22,6 +22,9 @@ from .predicted_memory import WORKSPACES, Prediction, inputs_of, predict
 
 ReplayMode = Literal["near", "never", "always"]
 """Which rows are replayed: those near the GPU's memory, none, or all."""
+ChildTraces = Literal["none", "usual", "all"]
+"""What a child process may trace if neither the package nor the user's cache has it: nothing, what rows usually train,
+or what only references and remedies train too."""
 _SMALLER_LEAST, _LARGER_RESERVED = 0.8, 1.3
 """Factors of the rule's figures between which a GPU is near a trial. Replays of eight strategies of Llama-3.1-8B and
 GPT-2 (2 and 8 GPUs, 512 and 4,096 tokens, with and without checkpointing) need 0.81 to 1.21 times the rule's least
@@ -68,8 +71,7 @@ def predict_near(
     varying_lengths: bool = False,
     verdict_only: bool = False,
     variables: Mapping[str, str] | None = None,
-    traces_on_demand: bool = False,
-    starts_children: bool = True,
+    child_traces: ChildTraces = "usual",
 ) -> Prediction:
     """Predict as ``predict`` does, and replay the trial if ``mode`` asks for it and there is a trace or can be one.
 
@@ -77,8 +79,6 @@ def predict_near(
     ``mode`` is ``always``. ``varying_lengths``: whether the workload's sequence length is only the largest.
     ``verdict_only``: do not search the least memory of a replayed trial, which is then on the right side of the GPU's
     and no more; two replays instead of eight. ``variables``: environment variables of the row's ranks.
-    ``traces_on_demand``: whether a child process may trace what only references and remedies train.
-    ``starts_children``: if false, only a trace of the package or of the user's cache is replayed.
     """
     how: dict[str, Any] = {"engine": engine, "ranks_per_node": ranks_per_node, "loads_weights": loads_weights}
     found = predict(profile, workload, placement, ds_config, **how)
@@ -96,7 +96,8 @@ def predict_near(
         return found
     inputs = inputs_of(profile, workload, placement, ds_config, engine)
     variant = variant_of(workload, ds_config, engine)
-    obstacle = allocation_replay.unknown_to_replay(inputs) or _untraced(variant, engine, on_demand=traces_on_demand)
+    untraced = _untraced(variant, engine, on_demand=child_traces == "all")
+    obstacle = allocation_replay.unknown_to_replay(inputs) or untraced
     if obstacle is None:
         batch_size = int(ds_config.get("train_micro_batch_size_per_gpu", workload.batch_size))
         need = _replayed_need(
@@ -116,7 +117,7 @@ def predict_near(
             allocator_options(variables).get("expandable_segments", "").lower() == "true",
             gpu_capacity_bytes,
             verdict_only,
-            starts_children,
+            child_traces != "none",
         )
         if need is not None:
             return replace(found, need=need)
@@ -148,7 +149,7 @@ def _replayed_need(
     expandable_segments: bool,
     card_bytes: int | None,
     verdict_only: bool,
-    starts_children: bool,
+    starts_child: bool,
 ) -> GpuNeed | None:
     """The need by a replay; None without a trace of the model. ``sizes``: micro-batch, sequence length, checkpointing,
     dropout, zero.Init. The others are explained in ``predict_near``."""
@@ -167,7 +168,7 @@ def _replayed_need(
             element_bytes=inputs.element,
             dropout=dropout,
             variant=variant,
-            starts_child=starts_children,
+            starts_child=starts_child,
         )
         if steps is None:
             return None

@@ -278,7 +278,7 @@ def with_changes(
             torch_adam=bool(config["optimizer"]["params"].get("torch_adam")),
             ranks_per_node=trial.placement.ranks_per_node if trial.placement.num_nodes > 1 else None,
             replays=replays,
-            starts_children=False,
+            child_traces="none",
         )
         found = {"savings": [asdict(each) for each in what_if.savings(planned)]}
         if is_short:

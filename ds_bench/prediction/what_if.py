@@ -18,7 +18,7 @@ from ..units import format_items
 from .fit_verdict import DOES_NOT_FIT, FITS, TIGHT
 from .model_profile import ModelProfile
 from .predicted_memory import Alternative, Prediction, Saving, predict
-from .replayed_need import ReplayMode, predict_near
+from .replayed_need import ChildTraces, ReplayMode, predict_near
 
 LARGEST_BATCH = 65536
 """Largest micro-batch that is tried: if it fits, the largest that fits may be larger."""
@@ -53,10 +53,7 @@ class PlannedTrial:
     """Whether torch's AdamW is used if the optimizer is not offloaded (``deepspeed_config.complete_config``)."""
     replays: ReplayMode = "near"
     """Which rows are replayed when they are judged."""
-    traces_on_demand: bool = False
-    """See ``predict_near``."""
-    starts_children: bool = True
-    """See ``predict_near``."""
+    child_traces: ChildTraces = "usual"
     varying_lengths: bool = False
     """Whether sequences are of up to the workload's length."""
 
@@ -109,8 +106,7 @@ class PlannedTrial:
             varying_lengths=self.varying_lengths,
             verdict_only=verdict_only,
             variables=self.configuration.variables,
-            traces_on_demand=self.traces_on_demand,
-            starts_children=self.starts_children,
+            child_traces=self.child_traces,
         )
 
 
