@@ -99,7 +99,7 @@ def lacks_room(record: TrialRecord) -> bool:
     return record.outcome.status in (schema.OOM, schema.OOM_HOST, schema.SKIPPED)
 
 
-def _lacks_memory_beside_gpus(run: Run) -> bool:
+def _gpu_run_lacks_host_memory(run: Run) -> bool:
     """Whether a run on GPUs lacks host memory."""
     return run.trial.placement.accelerator == "cuda" and run.outcome.status == schema.OOM_HOST
 
@@ -243,7 +243,7 @@ def _asked_for_bucket(run: Run) -> bool:
 
 def _depends_on_workload(run: Run) -> bool:
     """Whether less work (micro-batch, sequence, checkpointing) may free what the run lacked."""
-    if _lacks_memory_beside_gpus(run):
+    if _gpu_run_lacks_host_memory(run):
         return False  # activations are on the GPU
     return run.outcome.phase not in _PHASES_WITHOUT_ACTIVATIONS and not _asked_for_bucket(run)
 
@@ -446,7 +446,7 @@ def ways_to_less_memory(run: Run, comparison: Comparison) -> str:
         ways.append("a higher stage")
     if not _is_host_memory(run) and offload[1] == "none" and all(params == "none" for _, _, params in failed):
         ways.append("offload" if offload[0] == "none" else "offload of the parameters too")
-    if _lacks_memory_beside_gpus(run) and "cpu" in offload and not any("nvme" in layout for layout in failed):
+    if _gpu_run_lacks_host_memory(run) and "cpu" in offload and not any("nvme" in layout for layout in failed):
         ways.append("offload to NVMe")
     return ", ".join([*ways, last_resorts(run)])
 
