@@ -53,7 +53,7 @@ BUDGET_SECONDS = float(os.environ.get("BUDGET_SECONDS", "540"))
 STARTED = time.monotonic()
 _RESERVE_SECONDS = 15
 """Of the budget, for the last archive and the report."""
-_LEAST_SECONDS, _LEAST_OF_WHOLE_SECONDS = 60, 240
+_MIN_SECONDS, _MIN_WHOLE_SECONDS = 60, 240
 """A step is not begun with less time left, unless that is a third of the budget: one that goes on in the next call, and
 one that begins again."""
 _LOG_BYTES = 100_000
@@ -107,7 +107,7 @@ class Step:
     name: str
     command: list[str]
     limit_seconds: int
-    least_seconds: int = _LEAST_OF_WHOLE_SECONDS
+    min_seconds: int = _MIN_WHOLE_SECONDS
     left_out: str | None = None
     """Why it says nothing here."""
 
@@ -135,7 +135,7 @@ def list_steps(models: list[str], out: Path) -> Iterator[Step]:
         # So that a call that begins with this step finishes a row of it.
         command += ["--output-dir", str(out / name), "--timeout", str(limit - 60)]
         reason = only_on_gpus(name)
-        return Step(name=name, command=command, limit_seconds=limit, least_seconds=_LEAST_SECONDS, left_out=reason)
+        return Step(name=name, command=command, limit_seconds=limit, min_seconds=_MIN_SECONDS, left_out=reason)
 
     def program(name: str, script: str, *words: str) -> Step:
         figures = str(out / name / "figures.json")
@@ -507,7 +507,7 @@ def main() -> int:
                 continue
             if step.left_out:
                 check.say(f"{step.name}: left out, {step.left_out}")
-            elif seconds_left() >= min(step.least_seconds, BUDGET_SECONDS / 3):
+            elif seconds_left() >= min(step.min_seconds, BUDGET_SECONDS / 3):
                 codes.append(check.run(step))
             else:
                 waiting.append(step.name)

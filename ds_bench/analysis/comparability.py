@@ -147,7 +147,7 @@ _LABEL_FACTS = {
     "torch": "torch {}",
     "deepspeed": "DeepSpeed {}",
 }
-_MOST_FACTS = 3
+_MAX_FACTS = 3
 """Labels that are still equal with this many facts are numbered."""
 
 
@@ -184,7 +184,7 @@ def _distinguishing_facts(runs: Sequence[Run]) -> list[str]:
     columns = _differing_columns(known)
     if len({*zip(*(map(format_fact, column) for column in columns.values()), strict=True)}) < len(runs):
         columns |= _differing_columns([flatten(run.trial.ds_config) for run in runs])
-    shown = sorted(columns, key=lambda name: [*_LABEL_FACTS, name].index(name))[:_MOST_FACTS]
+    shown = sorted(columns, key=lambda name: [*_LABEL_FACTS, name].index(name))[:_MAX_FACTS]
     formats = {name: _LABEL_FACTS.get(name, f"{name.rpartition('.')[2]} {{}}") for name in shown}
     return [
         ", ".join(formats[name].format(format_fact(columns[name][index])) for name in shown)

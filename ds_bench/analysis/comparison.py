@@ -256,12 +256,12 @@ def _row(key: str, label: str, runs: Sequence[Run]) -> ComparisonRow:
         """The figures of the runs, multiplied by ``size``."""
         return [value * size for value in measured_values(measured, name)]
 
-    def most_bytes(name: str) -> int | None:
+    def max_bytes(name: str) -> int | None:
         sizes = values(name)
         return round(max(sizes) * BYTES_PER_GB) if sizes else None
 
     rates, step_seconds = values("rate"), values("avg_step_time_ms", 1 / 1000)
-    rate, gpu_peak_bytes = geometric_mean(rates), most_bytes("gpu_peak_gb")
+    rate, gpu_peak_bytes = geometric_mean(rates), max_bytes("gpu_peak_gb")
     predictions = values("predicted_over_measured")
     return ComparisonRow(
         key=key,
@@ -279,7 +279,7 @@ def _row(key: str, label: str, runs: Sequence[Run]) -> ComparisonRow:
         else None,
         gpu_peak_bytes=gpu_peak_bytes,
         gpu_fraction=max(values("gpu_percent", 1 / 100), default=None),
-        host_peak_bytes=most_bytes("cpu_used_gb"),
+        host_peak_bytes=max_bytes("cpu_used_gb"),
         predicted_over_measured=statistics.median(predictions) if predictions else None,
         caveats=_row_caveats(runs, rates),
     )

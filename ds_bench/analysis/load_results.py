@@ -300,9 +300,9 @@ def read_rows(path: Path, data: bytes) -> list[Row]:
     return rows
 
 
-_MOST_GPUS = 1024
+_MAX_GPUS = 1024
 """Maximum number of GPUs per host, so that a damaged row cannot create millions of objects."""
-_MOST_RANKS = 2**20
+_MAX_RANKS = 2**20
 """The same for a job."""
 _WORKLOAD_COLUMNS = (
     "batch_policy", "seq_policy", "pass_type", "synchronized", "vocab_size", "dropout", "lora", "freeze",
@@ -329,7 +329,7 @@ def _check(row: Row) -> None:
 def _trial(row: Row) -> Trial:
     configuration = _configuration(row.strategy, row.stage, row.engine)
     facts, ranks, nodes = _preset(row.model), row.num_gpus, row.num_nodes or 1
-    if not 1 <= nodes <= ranks <= _MOST_RANKS:
+    if not 1 <= nodes <= ranks <= _MAX_RANKS:
         raise ValueError(f"num_nodes is {nodes} and num_gpus {ranks}")
     if row.pass_type not in (None, *get_args(PassType)):
         raise ValueError(f"pass_type is {row.pass_type!r}")
@@ -426,7 +426,7 @@ def _environment(row: Row) -> Environment | None:
     return Environment(
         hostname="",
         packages={name: version for name, version in versions.items() if version},
-        gpus=tuple(replace(gpu, index=index) for index in range(min(row.gpu_count or 0, _MOST_GPUS))),
+        gpus=tuple(replace(gpu, index=index) for index in range(min(row.gpu_count or 0, _MAX_GPUS))),
         cpu_model=row.cpu_model,
         logical_cores=row.cpu_logical_cores,
         physical_cores=row.cpu_physical_cores,

@@ -35,9 +35,9 @@ more than the total."""
 TOTAL = "total"
 """The only category if a row has no ledger."""
 PHASES = ("forward", "backward", "step")
-_LEAST_SAVING = 0.05
+_MIN_SAVING_FRACTION = 0.05
 """Smallest saving to mention, as a fraction of the row's memory."""
-_MOST_SAVINGS = 2
+_MAX_SAVINGS_SHOWN = 2
 
 Moment = Literal["peak", "after_step"]
 Scope = Literal["fullest rank", "fullest node"]
@@ -424,8 +424,8 @@ def _savings(row: ComparisonRow) -> list[Saving]:
     on_gpu = bool(prediction.gpu)
     whole = prediction.gpu_bytes if on_gpu else prediction.host_bytes
     saved = {each.name: each.gpu_bytes if on_gpu else each.host_bytes for each in prediction.savings}
-    enough = [each for each in prediction.savings if saved[each.name] >= _LEAST_SAVING * whole]
-    return sorted(enough, key=lambda each: saved[each.name], reverse=True)[:_MOST_SAVINGS]
+    enough = [each for each in prediction.savings if saved[each.name] >= _MIN_SAVING_FRACTION * whole]
+    return sorted(enough, key=lambda each: saved[each.name], reverse=True)[:_MAX_SAVINGS_SHOWN]
 
 
 # ------------------------------------------------------------------ time

@@ -262,9 +262,9 @@ def _lines_without_secrets(text: str, data: Mapping[str, Any]) -> list[str]:
 
 
 def _standard_input() -> str:
-    data = sys.stdin.buffer.read(configuration_files.MOST_BYTES + 1)  # the extra byte reveals a longer file
-    if len(data) > configuration_files.MOST_BYTES:
-        raise ConfigurationFileError(STANDARD_INPUT, f"larger than {configuration_files.MOST_BYTES} bytes")
+    data = sys.stdin.buffer.read(configuration_files.MAX_BYTES + 1)  # the extra byte reveals a longer file
+    if len(data) > configuration_files.MAX_BYTES:
+        raise ConfigurationFileError(STANDARD_INPUT, f"larger than {configuration_files.MAX_BYTES} bytes")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:

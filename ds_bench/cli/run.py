@@ -17,7 +17,7 @@ from ..config.deepspeed_keys import top_level_keys
 from ..config.options import OPTIONS, Options
 from ..config.recipe import PATHS, Recipe, Values, check_recipe, config_maker, options_of
 from ..config.recipe_file import Data, RecipeText
-from ..config.sweep import MOST_TRIALS, Point, Sweep, find_sweep
+from ..config.sweep import MAX_TRIALS, Point, Sweep, find_sweep
 from ..config.training_script import refuse_other_workload
 from ..errors import UsageError
 from ..records.run_folder import RunFolder
@@ -102,7 +102,7 @@ def _points(
 ) -> tuple[list[Options], Values]:
     """Return the Options of every point and the recipe of the first.
 
-    Raises UsageError for more than ``MOST_TRIALS`` trials, unless ``allow_many``.
+    Raises UsageError for more than ``MAX_TRIALS`` trials, unless ``allow_many``.
     """
 
     def options_at(point: Point) -> tuple[Values, Options]:
@@ -116,9 +116,9 @@ def _points(
     # All points have the same files.
     options = with_files(options)
     run_flags |= {"files": options.files, "file_lines": options.file_lines, "base_file": options.base_file}
-    trials = asked.most_points * len(requested_rows(options)) * options.repeats
-    if trials > MOST_TRIALS and not allow_many:
-        problem = f"this recipe makes {trials:,} trials: {asked.most_points:,} points, each with every row and repeat"
+    trials = asked.max_points * len(requested_rows(options)) * options.repeats
+    if trials > MAX_TRIALS and not allow_many:
+        problem = f"this recipe makes {trials:,} trials: {asked.max_points:,} points, each with every row and repeat"
         raise UsageError(problem, remedy="shorten its lists, or add --yes if that is meant")
     return [options_at(point)[1] for point in asked.points()], first
 

@@ -27,14 +27,14 @@ from .strategies import STRATEGY_NAMES
 
 FileKind = Literal["deepspeed", "accelerate", "trainer"]
 
-MOST_BYTES = 2**18
+MAX_BYTES = 2**18
 """Size of a file; configurations have a few kilobytes."""
-_MOST_VALUES = 10_000
+_MAX_VALUES = 10_000
 """Values in a YAML file; those behind an alias count wherever it is used."""
-_MOST_LEVELS = 32
-MOST_FILES = 500
+_MAX_LEVELS = 32
+MAX_FILES = 500
 """Files of one folder."""
-_LONGEST_NAME = 120
+_MAX_NAME_LENGTH = 120
 _SUFFIXES = (".json", ".yaml", ".yml", ".config", "")
 _DEEPSPEED_MARKS = {
     *("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "fp16", "bf16"),
@@ -158,10 +158,10 @@ def files_in(folder: Path) -> list[Path]:
     """Return the files of a folder that may be configurations by their names. Raises UsageError for too many."""
     paths = [path for path in folder.iterdir() if path.suffix.lower() in _SUFFIXES and not path.name.startswith(".")]
     names = sorted(path for path in paths if path.suffix and not path.is_dir())
-    if len(names) > MOST_FILES:
-        raise UsageError(f"{folder} has {len(names)} files", remedy=f"give {MOST_FILES} files or fewer")
+    if len(names) > MAX_FILES:
+        raise UsageError(f"{folder} has {len(names)} files", remedy=f"give {MAX_FILES} files or fewer")
     bare = [path for path in paths if not path.suffix and not path.is_dir()]
-    return sorted(names + bare) if len(names + bare) <= MOST_FILES else names  # a folder of data
+    return sorted(names + bare) if len(names + bare) <= MAX_FILES else names  # a folder of data
 
 
 def _read_folder(folder: Path, lines: list[str]) -> list[ConfigurationFile]:
@@ -313,7 +313,8 @@ def _with_deepspeed_file(file: ConfigurationFile, name: object, key: str) -> Con
 
 def _machine_name(stem: str) -> str:
     """Return a file's name as a row's: letters and digits of any script, dots, dashes and underscores."""
-    return re.sub(r"[^\w.-]+", "_", unicodedata.normalize("NFC", stem)).strip("._-")[:_LONGEST_NAME] or "configuration"
+    name = re.sub(r"[^\w.-]+", "_", unicodedata.normalize("NFC", stem)).strip("._-")
+    return name[:_MAX_NAME_LENGTH] or "configuration"
 
 
 # Text
@@ -336,7 +337,7 @@ def _read(path: Path) -> tuple[str, Config, int | None]:
 def read_text(path: Path) -> str:
     """Return the text of a file. Raises ConfigurationFileError."""
     try:
-        return files.read_text(path, MOST_BYTES)
+        return files.read_text(path, MAX_BYTES)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigurationFileError(path, reason, remedy="give a readable JSON or YAML file") from None
@@ -384,8 +385,8 @@ def _parse_yaml(path: Path, text: str) -> Config:
             node = waiting.pop()
             count += 1
             # The limit also ends the walk if an alias stands for a block around it.
-            if count > _MOST_VALUES:
-                reason = f"more than {_MOST_VALUES:,} values, aliases counted wherever they are used"
+            if count > _MAX_VALUES:
+                reason = f"more than {_MAX_VALUES:,} values, aliases counted wherever they are used"
                 raise ConfigurationFileError(path, reason)
             if isinstance(node, yaml.MappingNode):
                 names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
@@ -411,12 +412,12 @@ def _require_bounded(path: Path, data: Any) -> Config:
         raise ConfigurationFileError(path, "not a JSON object")
     # Level by level: a recursive walk would fail on a file that is nested too deeply.
     level: list[Any] = [data]
-    for _ in range(_MOST_LEVELS):
+    for _ in range(_MAX_LEVELS):
         inner = [each for value in level for each in (value.values() if isinstance(value, dict) else value)]
         level = [each for each in inner if isinstance(each, (dict, list))]
         if not level:
             return data
-    raise ConfigurationFileError(path, f"more than {_MOST_LEVELS} levels")
+    raise ConfigurationFileError(path, f"more than {_MAX_LEVELS} levels")
 
 
 class LocatedObject(dict[str, Any]):

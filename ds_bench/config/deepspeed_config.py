@@ -74,7 +74,7 @@ parameter twice if its next two uses are close together: "param 24 already assig
 __prefetch_nvme_param_partitions).
 """
 _LARGEST_FILE_BYTES = 2**22
-_MOST_LEVELS = 20
+_MAX_LEVELS = 20
 """Nested blocks in a change; DeepSpeed reads five."""
 
 
@@ -359,8 +359,8 @@ def merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> Config:
 
 def nested(path: str, value: Any) -> Config:
     """Return ``a.b`` and a value as ``{"a": {"b": value}}``. Raises UsageError for too many levels."""
-    if path.count(".") >= _MOST_LEVELS:
-        raise UsageError(f"{path[:60]}… has more than {_MOST_LEVELS} levels", remedy="give a key of DeepSpeed")
+    if path.count(".") >= _MAX_LEVELS:
+        raise UsageError(f"{path[:60]}… has more than {_MAX_LEVELS} levels", remedy="give a key of DeepSpeed")
     for name in reversed(path.split(".")):
         value = {name: value}
     return dict(value)

@@ -130,9 +130,9 @@ def removed_keys() -> frozenset[str]:
     return frozenset(tables()["removed"])
 
 
-def nearest_key(key: str, known: Collection[str], least_similarity: float = 0.6) -> str | None:
+def nearest_key(key: str, known: Collection[str], min_similarity: float = 0.6) -> str | None:
     """Return the key that ``key`` probably misspells; None if nothing is close. Similarity goes from 0 to 1."""
-    near = difflib.get_close_matches(key, known, n=1, cutoff=least_similarity)
+    near = difflib.get_close_matches(key, known, n=1, cutoff=min_similarity)
     return near[0] if near else None
 
 

@@ -20,7 +20,7 @@ _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _IPV6 = re.compile(r"[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*")
 _SLOTS = re.compile(r"[1-9][0-9]{0,3}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_MOST_HOSTFILE_BYTES = 2**20
+_MAX_HOSTFILE_BYTES = 2**20
 
 Slots = Mapping[str, Sequence[int]]
 """Host → numbers of its slots, counted from 0."""
@@ -32,7 +32,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
     A name must not begin with a dash: ssh would take it for an option, which might run a command.
     """
     try:
-        lines = files.read_bytes(path, _MOST_HOSTFILE_BYTES).decode("utf-8", "replace").splitlines()
+        lines = files.read_bytes(path, _MAX_HOSTFILE_BYTES).decode("utf-8", "replace").splitlines()
     except OSError as error:
         raise UsageError(f"hostfile {path}: {error.strerror}", remedy="give a readable file") from None
     hosts: dict[str, int] = {}

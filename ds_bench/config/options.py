@@ -21,8 +21,8 @@ from .spec import (
     INSPECTION_FIELDS,
     MAX_DATA_WORKERS,
     MAX_PREFETCH,
+    MAX_PROFILE_STEPS,
     MONITORS,
-    MOST_PROFILE_STEPS,
     NO_INSPECTION,
     PASS_TYPES,
     PRECISIONS,
@@ -226,7 +226,7 @@ class Options:
         "torch: trace and table of operators; memory: what allocates memory; nsys: a window for Nsight Systems",
         flag="--profile", key="profiling.profiles", choices=PROFILES, many=True)
     profile_steps: int = option(int, NO_INSPECTION.profile_steps, "steps that each profiler observes",
-        key="profiling.steps", limits={"ge": 1, "le": MOST_PROFILE_STEPS})
+        key="profiling.steps", limits={"ge": 1, "le": MAX_PROFILE_STEPS})
     profile_ranks: tuple[int, ...] = option(int, NO_INSPECTION.profile_ranks, "ranks that write a profile", without="0",
         key="profiling.ranks", metavar="RANK", limits={"ge": 0, "le": MAX_RANKS}, many=True)
     nsys_start: int = option(int, -1,

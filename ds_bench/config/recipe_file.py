@@ -22,9 +22,9 @@ from ..errors import UsageError
 from ..system import files, invocation
 
 LARGEST_FILE_BYTES = 2**17
-MOST_LEVELS = 20
+MAX_LEVELS = 20
 """Nested blocks; a recipe with whole DeepSpeed configurations has eight."""
-_MOST_DIGITS = 40
+_MAX_DIGITS = 40
 _INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
 FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 _WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
@@ -98,7 +98,7 @@ def parse_setting(text: str) -> tuple[KeyPath, Any]:
     """Parse ``training.seq_len=2048`` into a key path and a value. Raises UsageError."""
     path, separator, value = text.partition("=")
     names = tuple(path.split("."))
-    if not separator or not all(names) or len(names) > MOST_LEVELS:
+    if not separator or not all(names) or len(names) > MAX_LEVELS:
         raise UsageError(
             f"--set {text[:60]!r} is not key.path=value", remedy="for example, --set training.seq_len=2048"
         )
@@ -141,8 +141,8 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
             _refuse(self._recipe, event, "anchors and aliases (& and *) are not read", "write the value out")
         if event.tag not in (None, "!"):
             _refuse(self._recipe, event, f"the tag {event.tag} is not read", "write the value without it")
-        if self._depth == MOST_LEVELS and not isinstance(event, yaml.ScalarEvent):
-            _refuse(self._recipe, event, f"nested deeper than {MOST_LEVELS} levels", _REMEDY)
+        if self._depth == MAX_LEVELS and not isinstance(event, yaml.ScalarEvent):
+            _refuse(self._recipe, event, f"nested deeper than {MAX_LEVELS} levels", _REMEDY)
         self._depth += 1
         node = super().compose_node(parent, index)
         self._depth -= 1
@@ -186,7 +186,7 @@ def _scalar(name: str, node: Any, path: KeyPath) -> Any:
         return _WORDS[text.lower()]
     if not FLOAT.fullmatch(text) and not _INTEGER.fullmatch(text):
         return text
-    if len(text) > _MOST_DIGITS or not math.isfinite(number := float(text)):
+    if len(text) > _MAX_DIGITS or not math.isfinite(number := float(text)):
         _refuse(name, node, f"{text[:20]}… is not a number that a recipe can use", "give a smaller one")
     if _INTEGER.fullmatch(text):
         return int(text)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..errors import UsageError
 from ..units import format_items
 
-MOST_SHARDS = 10_000
+MAX_SHARDS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +24,8 @@ class Shard:
     """Number of shards of the plan."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.number <= self.count <= MOST_SHARDS:
-            raise ValueError(f"{self}: I must be from 1 to N, and N at most {MOST_SHARDS}")
+        if not 1 <= self.number <= self.count <= MAX_SHARDS:
+            raise ValueError(f"{self}: I must be from 1 to N, and N at most {MAX_SHARDS}")
 
     def __str__(self) -> str:
         return f"{self.number}/{self.count}"

@@ -39,7 +39,7 @@ PASS_TYPES: tuple[PassType, ...] = get_args(PassType)
 LOSSES: tuple[LossName, ...] = get_args(LossName)
 DEVICES: tuple[Device, ...] = get_args(Device)
 ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-MOST_PROFILE_STEPS = 50
+MAX_PROFILE_STEPS = 50
 """Steps that one profiler may observe: traces grow with each."""
 SEARCH_ACCURACY = 1 / 32
 """Fraction of a micro-batch or sequence length at which the search for the largest that trains ends."""

@@ -24,7 +24,7 @@ from .recipe_file import Data, KeyPath, RecipeText
 _LISTS_OF_DEEPSPEED = ("betas",)
 """Values of an optimizer that are lists themselves."""
 
-MOST_TRIALS = 10_000
+MAX_TRIALS = 10_000
 """Maximum number of trials unless the user confirms more."""
 
 Point = dict[str, Any]
@@ -43,7 +43,7 @@ class Sweep:
     exclude: Sequence[Point]
 
     @property
-    def most_points(self) -> int:
+    def max_points(self) -> int:
         """Number of points if none is excluded; counted without expanding them."""
         return math.prod(len(values) for values in self.axes.values()) + (len(self.include) if self.axes else 0)
 

@@ -161,8 +161,8 @@ class HostTrial:
             time.sleep(STACKS_SECONDS)
             self.send_changes()
 
-    def send_changes(self, most_parts: int = 4) -> None:
-        """Send what has changed of the files that the run watches; ``most_parts`` of a growing one."""
+    def send_changes(self, max_parts: int = 4) -> None:
+        """Send what has changed of the files that the run watches; ``max_parts`` of a growing one."""
         for path in sorted(self._folder.iterdir()) if self._folder is not None else ():
             with contextlib.suppress(OSError):  # it is being replaced
                 if _REPLACED.fullmatch(path.name):
@@ -170,7 +170,7 @@ class HostTrial:
                 elif _GROWING.fullmatch(path.name):
                     start = self._sent.get(path, 0)
                     if path.stat().st_size > start:
-                        self._sent[path] = self._send_parts(path, start, most_parts, whole=False)
+                        self._sent[path] = self._send_parts(path, start, max_parts, whole=False)
 
     def _send_whole(self, path: Path) -> None:
         facts = path.stat()
@@ -182,20 +182,20 @@ class HostTrial:
             self._sent[path] = state
             self._send_parts(path, 0, sys.maxsize, whole=True)
 
-    def _send_parts(self, path: Path, start: int, most_parts: int, *, whole: bool) -> int:
+    def _send_parts(self, path: Path, start: int, max_parts: int, *, whole: bool) -> int:
         """Send a file from ``start`` on. Return where it ends. The receiver puts a whole file in place at its last."""
         assert self._folder is not None
         name = path.relative_to(self._folder).as_posix()
         with files.opened(path, sys.maxsize) as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(start)
-            while most_parts > 0:
+            while max_parts > 0:
                 data = file.read(_PART_BYTES)
                 last = start + len(data) >= size or not data
                 text = base64.b64encode(data).decode()
                 self._send({"file": name, "start": start, "data": text, "whole": whole, "last": last})
                 start += len(data)
-                most_parts = 0 if last else most_parts - 1
+                max_parts = 0 if last else max_parts - 1
         return start
 
     def end(self, grace_seconds: float, *, send_files: bool = True) -> HostEnd:

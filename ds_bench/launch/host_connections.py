@@ -46,7 +46,7 @@ _REQUEST_SECONDS = 60.0
 _RETRY_SECONDS = 2.0
 _CLOSE_SECONDS = 20.0
 """For an agent to end what it has started."""
-_MOST_ERROR_BYTES = 2**16
+_MAX_ERROR_BYTES = 2**16
 
 Say = Callable[[str], None]
 
@@ -224,7 +224,7 @@ class HostConnection:
         if self._process is not None and self._errors is not None and self._is_lost:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(1.0)
-            self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - _MOST_ERROR_BYTES))
+            self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - _MAX_ERROR_BYTES))
             lines = self._errors.read().decode(errors="replace").strip().splitlines()
             reason = lines[-1].strip()[:300] if lines else reason
         self.problem = self.problem or reason

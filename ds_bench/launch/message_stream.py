@@ -25,8 +25,8 @@ SILENCE_SECONDS = 15.0
 PING_SECONDS = 1.0
 _POLL_SECONDS = 0.25
 _READ_BYTES = 2**18
-_MOST_QUEUED_BYTES = 2**22
-_MOST_LINE_BYTES = 2**24
+_MAX_QUEUED_BYTES = 2**22
+_MAX_LINE_BYTES = 2**24
 """More than any request or part of a file."""
 
 Message = dict[str, Any]
@@ -82,7 +82,7 @@ class MessageStream:
 
     def wait_for_room(self) -> None:
         """Wait while much is queued, so that large files do not fill memory. Returns at the end of the stream."""
-        while len(self._outgoing) > _MOST_QUEUED_BYTES and not self._closed:
+        while len(self._outgoing) > _MAX_QUEUED_BYTES and not self._closed:
             time.sleep(0.01)
 
     @property
@@ -162,7 +162,7 @@ class MessageStream:
         # Only the new part is searched: what arrived before has no line break.
         if b"\n" in data:
             *lines, self._incoming = self._incoming.split(b"\n")
-        if len(self._incoming) > _MOST_LINE_BYTES:
+        if len(self._incoming) > _MAX_LINE_BYTES:
             raise OSError("a message is too long")
         for line in lines:
             message = None

@@ -26,7 +26,7 @@ from .trial_watcher import Ending, Limits
 
 _MAX_RANK_FILE_BYTES = 2**26
 """Enough for a million steps."""
-_MOST_CAVEAT_LENGTH = 160
+_MAX_CAVEAT_LENGTH = 160
 _INVALID_FILE_ERRORS = (ValueError, TypeError, KeyError, OSError, RecursionError)
 _STATUS_BY_KIND = {
     "device_oom": schema.OOM,
@@ -39,7 +39,7 @@ _ENDING_OF_SCRIPT = {"no_engine": schema.NO_ENGINE, "ended_early": schema.ENDED_
 _COLLECTIVE_TIMEOUT = re.compile(
     r"Watchdog caught collective operation timeout: \w+\(SeqNum=(\d+), (.+?), Timeout\(ms\)=\d+\) ran for (\d+)"
 )
-_MOST_LOG_BYTES = 2**20
+_MAX_LOG_BYTES = 2**20
 """Read from the end of a rank's log, because the stacks of its threads follow the watchdog's message."""
 _CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
@@ -87,7 +87,7 @@ def determine_outcome(evidence: Evidence) -> TrialOutcome:
         if len(measurements) == evidence.world_size:
             cause = ""
             for failure in [each for each in failures if each.kind != "peer_lost"][:1]:
-                message = " ".join(failure.message.split())[:_MOST_CAVEAT_LENGTH]
+                message = " ".join(failure.message.split())[:_MAX_CAVEAT_LENGTH]
                 cause = f" ({failure.error_class} on rank {failure.rank}: {message})"
             what = "what follows the measured window (ledger, phases, profiles, checkpoint)"
             caveats = (f"{what} failed{cause}; the measured steps had finished",)
@@ -209,7 +209,7 @@ def _collective_timeout_outcome(failures: tuple[RankFailure, ...], evidence: Evi
     texts = dict.fromkeys(range(evidence.world_size), "")
     for rank in texts:
         with contextlib.suppress(OSError), log_file(evidence.folder, rank).open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _MOST_LOG_BYTES))
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _MAX_LOG_BYTES))
             texts[rank] = file.read().decode(errors="replace")
     texts |= {failure.rank: texts[failure.rank] + failure.traceback for failure in failures}
     found = {rank: match for rank, text in texts.items() if (match := _COLLECTIVE_TIMEOUT.search(text))}
@@ -325,7 +325,7 @@ def _exception_outcome(
             code = next((each.code for each in read_exits(evidence.folder) if each.rank == failure.rank), None)
             if code:
                 # No exception hook sees ``sys.exit``, which argparse calls too.
-                last_line = failure.traceback[:_MOST_CAVEAT_LENGTH]
+                last_line = failure.traceback[:_MAX_CAVEAT_LENGTH]
                 status, text = "SystemExit", f"{text}, with exit code {code}" + (f": {last_line}" if last_line else "")
             return _fail(evidence, status, failure.rank, text, phase="")
         text = f"{failure.error_class} in {failure.phase}: {failure.message}"

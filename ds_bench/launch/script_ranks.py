@@ -20,7 +20,7 @@ from .leader import wait_for_children
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _HOOK = _PACKAGE / "worker" / "script_hook"
-_LONGEST_TMPDIR = 70
+_MAX_TMPDIR_LENGTH = 70
 
 
 def command(number: int) -> list[str]:
@@ -53,7 +53,7 @@ def script_variables(trial: Trial, folder: Path, environ: Mapping[str, str]) -> 
         "DS_BENCH_SCRIPT": str(folder),
     }
     # A data loader's workers open sockets in this folder, whose paths hold at most 107 bytes (unix(7)).
-    if len(os.fsencode(temporary := variables.get("TMPDIR", ""))) > _LONGEST_TMPDIR:
+    if len(os.fsencode(temporary := variables.get("TMPDIR", ""))) > _MAX_TMPDIR_LENGTH:
         variables["TMPDIR"] = str(Path(temporary).parent)
     return variables | script.accelerate_variables(folder / CONFIG_FILE)
 

@@ -52,15 +52,15 @@ class SizeSearch:
         """Step between the sizes that are tried: one sequence, or 64 tokens (16 of a model of few positions)."""
         if self.dimension == "batch_size":
             return 1
-        return 64 if self._most_tokens >= 4096 else SHORTEST_SEQ_LENGTH
+        return 64 if self._max_tokens >= 4096 else SHORTEST_SEQ_LENGTH
 
     @property
     def limit(self) -> int:
         """The largest size that is tried, in units."""
-        return MAX_BATCH_SIZE if self.dimension == "batch_size" else max(1, self._most_tokens // self.unit)
+        return MAX_BATCH_SIZE if self.dimension == "batch_size" else max(1, self._max_tokens // self.unit)
 
     @property
-    def _most_tokens(self) -> int:
+    def _max_tokens(self) -> int:
         file = self.plan.options.token_file
         lengths = (self.plan.model.max_positions, None if file is None else file.tokens, MAX_SEQ_LENGTH)
         return min(length for length in lengths if length is not None)
@@ -135,8 +135,8 @@ class SizeSearch:
             configuration = self.plan.builder.build_at_length(row, size)
             if size >= self.limit * self.unit:
                 limit = "positions of the model"
-                if self._most_tokens != self.plan.model.max_positions:
-                    limit = "that are tried" if self._most_tokens == MAX_SEQ_LENGTH else "of the file of tokens"
+                if self._max_tokens != self.plan.model.max_positions:
+                    limit = "that are tried" if self._max_tokens == MAX_SEQ_LENGTH else "of the file of tokens"
                 caveats = (Caveat(CaveatKind.LONGEST_POSSIBLE, {"tokens": size, "limit": limit}),)
         return replace(configuration, caveats=(*configuration.caveats, *caveats))
 

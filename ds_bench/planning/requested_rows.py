@@ -110,7 +110,7 @@ def requested_rows(options: Options) -> list[RequestedRow]:
         for row in _rows_without_axes(options)
         for values in axis_rows.combinations(options.axes, _layout(row, options))
     ]
-    # For a recipe, the trials of all points are limited instead (sweep.MOST_TRIALS).
+    # For a recipe, the trials of all points are limited instead (sweep.MAX_TRIALS).
     if options.axes and options.family != "recipe":
         axis_rows.require_few(len(rows))
     return rows

@@ -19,7 +19,7 @@ from ..models.presets import ModelFacts
 from ..system.environment import MODEL_PACKAGES, missing_packages
 from ..system.helper_programs import run_tool
 from . import model_profile
-from .formula_profile import FEWEST_TILES, MOST_TILE_TOKENS
+from .formula_profile import MAX_TILE_TOKENS, MIN_TILES
 from .model_profile import COUNTING_SECONDS, ModelProfile, evaluate_polynomial
 
 ALLOCATE, FREE, GRADIENT, ENTER, LEAVE, BACKWARD = range(6)
@@ -28,7 +28,7 @@ LAYERS = 3
 """Layers of a traced model."""
 _SEGMENTS = (("P", 0), ("F", 0), ("F", 1), ("F", 2), ("H", 0), ("B", 2), ("B", 1), ("B", 0), ("T", 0))
 """Kind and layer of each part of a trace."""
-_LEAST_BYTES = 2**16
+_MIN_BYTES = 2**16
 """Smaller storages are left out: together they are far below one segment."""
 TABLE_NAME = "allocation_traces.json.xz"
 TRACED_RANK = 8191
@@ -195,7 +195,7 @@ def full_events(trace: Trace, profile: ModelProfile, batch_size: int, seq_length
     The middle layer is repeated; the first and the last one stand for themselves. Storages are renumbered.
     """
     # A trace has the fewest tiles of a loss; further ones of the largest size allocate in the same places.
-    tiled = min(batch_size * seq_length, FEWEST_TILES * MOST_TILE_TOKENS)
+    tiled = min(batch_size * seq_length, MIN_TILES * MAX_TILE_TOKENS)
     sizes = [
         round(evaluate_polynomial({**terms, "t": 0}, batch_size, seq_length) + terms.get("t", 0) * tiled)
         for terms in trace["sizes"]
@@ -230,7 +230,7 @@ class _Extension:
             if kind == ALLOCATE:
                 storage, size = self._number(segment, depth, position), self.sizes[values[0]]
                 position += 1
-                if size < _LEAST_BYTES:
+                if size < _MIN_BYTES:
                     self.small.add(storage)
                 else:
                     yield ALLOCATE, storage, size

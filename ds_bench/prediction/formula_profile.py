@@ -37,7 +37,7 @@ _MLP_OUTPUTS = {"down_proj", "fc2", "dense_4h_to_h", "wo", "linear_fc2", "fc_out
 _GATES = {"gate_proj", "gate_up_proj", "wi_0"}
 _ATTENTION_OUTPUTS = {"o_proj", "out_proj", "dense", "proj", "o", "c_proj"}
 """Their input is attention's output, which is saved anyway."""
-FEWEST_TILES, MOST_TILE_TOKENS = 8, 2048
+MIN_TILES, MAX_TILE_TOKENS = 8, 2048
 """Of the tiled loss: fewest parts, and most tokens of one (``worker.replaced_layers``)."""
 _USUAL_TOKENS = 1024
 """Tokens of a sequence at which the layer that saves most is chosen."""
@@ -108,8 +108,8 @@ def with_loss(profile: ModelProfile, facts: ModelFacts, name: LossName) -> Model
             kept = {"1": weight, "bs": -log_probabilities - 8}
             in_parts, limit = 3 * FP32_BYTES * vocabulary, None
             if name == "tiled":
-                peak = {"bs": in_parts / FEWEST_TILES + size * hidden}
-                limit = {"1": in_parts * MOST_TILE_TOKENS, "bs": size * hidden}
+                peak = {"bs": in_parts / MIN_TILES + size * hidden}
+                limit = {"1": in_parts * MAX_TILE_TOKENS, "bs": size * hidden}
             else:
                 peak = {"bs": 3 * size * hidden, "1": (size + FP32_BYTES) * vocabulary * hidden}
 

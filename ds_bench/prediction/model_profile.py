@@ -34,7 +34,7 @@ _STEP = 16
 """Distance between the sequence lengths that the child measures."""
 COUNTING_SECONDS = 240
 """Time after which the child process is ended; its answers so far are used."""
-_MOST_CODE_BYTES = 2**26
+_MAX_CODE_BYTES = 2**26
 """Largest total size of a folder's JSON and Python files; results of a larger folder are not cached."""
 _SOME_DROPOUT = 0.1
 """Measured for every probability above 0, because the size of a mask does not depend on it."""
@@ -334,7 +334,7 @@ def measure_profile(
 def _hash_code(path: str) -> str | None:
     """Return a hash of the files that build a folder's model; None for anything but a folder with such files."""
     files = [file for file in sorted(Path(path).glob("*")) if file.suffix in (".json", ".py") and file.is_file()]
-    if not files or sum(file.stat().st_size for file in files) > _MOST_CODE_BYTES:
+    if not files or sum(file.stat().st_size for file in files) > _MAX_CODE_BYTES:
         return None
     return _hash_files(files)
 

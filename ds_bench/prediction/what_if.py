@@ -24,7 +24,7 @@ LARGEST_BATCH = 65536
 """Largest micro-batch that is tried: if it fits, the largest that fits may be larger."""
 _NODE = 8
 """GPUs of a node if ``ranks_per_node`` is not given."""
-_MOST_GPUS = 8192
+_MAX_GPUS = 8192
 """Largest number of GPUs that is tried."""
 BUCKET_KEY = "zero_optimization.reduce_bucket_size"
 DEFAULT_BUCKET, SMALL_BUCKET = 500_000_000, 50_000_000
@@ -263,7 +263,7 @@ def min_gpus(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None = Non
     fewest, too_few = None, 0
     # 1, 2, 4 … below a node, then 1, 2, 4 … nodes: at least one, even if a node is larger than the most that is tried.
     counts = [count for power in range(node.bit_length()) if (count := 2**power) < node]
-    counts += [node * 2**power for power in range(max(1, (_MOST_GPUS // node).bit_length()))]
+    counts += [node * 2**power for power in range(max(1, (_MAX_GPUS // node).bit_length()))]
     # At stage 0 every GPU holds everything, however many there are.
     for count in counts if planned.configuration.stage else counts[:1]:
         if enough(count):

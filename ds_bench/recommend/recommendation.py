@@ -30,9 +30,9 @@ from .decision import (
 )  # fmt: skip
 from .message_templates import Fact, flags, format_list, runs_of_each, two_digits
 
-MOST_ROWS_NAMED = 6
+MAX_ROWS_NAMED = 6
 """Most failed rows, or rows left out, that are named one by one."""
-MOST_LETTERS_NAMED = 24
+MAX_LETTERS_NAMED = 24
 """Most letters of labels in a headline, so that it fits on one line: enough for four stages."""
 MORE_STEPS = 50
 """Measured steps of a run that should decide between rows."""
@@ -86,7 +86,7 @@ class Recommendation:
     def lines(self) -> list[str]:
         """One line each for the answer, the facts and the next steps; a report's notes have the steps of caveats."""
         # Named here if the headline only counts them, or has another reason.
-        unnamed = self.disturbed or sum(map(len, self.undecided)) > MOST_LETTERS_NAMED
+        unnamed = self.disturbed or sum(map(len, self.undecided)) > MAX_LETTERS_NAMED
         tie = [f"Too close to call: {format_list(self.undecided)}"] if self.undecided and unnamed else []
         steps = (f"Next: {step}" for step in self.next_steps if step.kind not in ("caveat", "run_idle"))
         facts = map(str, filter(None, (self.provisional, *self.facts, self.alternative)))
@@ -133,7 +133,7 @@ def recommend(comparison: Comparison, goal: str = "balanced", resume: OpenComman
     elif undecided:
         rivals = sorted((choice, *undecided), key=lambda row: row.complexity)
         labels = [row.label for row in rivals]
-        rows = format_list(labels) if sum(map(len, labels)) <= MOST_LETTERS_NAMED else f"{len(labels)} rows"
+        rows = format_list(labels) if sum(map(len, labels)) <= MAX_LETTERS_NAMED else f"{len(labels)} rows"
         if all(row.label == f"ZeRO-{row.stage}" for row in rivals):
             rows = f"ZeRO-{format_list([str(row.stage) for row in rivals])}"
         kind = "tie" if choice == decision.simplest_tied else "tie_for_memory"
@@ -198,7 +198,7 @@ def _why(decision: Decision, eligible: EligibleRows, comparison: Comparison, goa
     rival = fastest([row for row in compared if row != choice])
     ratio = choice.tokens_per_second / rival.tokens_per_second
     ahead = f"{two_digits(ratio - 1)} ahead of" if ratio < 2 else f"{ratio:.1f} times as fast as"
-    is_short = len(choice.label) + len(rival.label) <= MOST_LETTERS_NAMED
+    is_short = len(choice.label) + len(rival.label) <= MAX_LETTERS_NAMED
     values |= {"count": len(compared), "ahead": f", {ahead} {rival.label}" if is_short else ""}
     if any(each.gpu_fraction is not None and not each.leaves_room for each in comparison.rows):
         return Fact("fastest_with_room", values)
@@ -258,8 +258,8 @@ def _left_out(eligible: EligibleRows, comparison: Comparison, alternative: Fact 
         for key, reason in eligible.left_out.items()
         if alternative is None or key != alternative.values["key"]
     ]
-    if (more := len(facts) - MOST_ROWS_NAMED) > 0:
-        facts[MOST_ROWS_NAMED:] = [Fact("more_left_out", {"count": more})]
+    if (more := len(facts) - MAX_ROWS_NAMED) > 0:
+        facts[MAX_ROWS_NAMED:] = [Fact("more_left_out", {"count": more})]
     return facts
 
 
@@ -390,9 +390,9 @@ def _steps(
 def _steps_for_failures(comparison: Comparison) -> Iterator[Fact]:
     """Yield one step per remedy, which several rows may share."""
     failed = [row for row in comparison.rows if remedies.failed_run(row) is not None]
-    yield from remedies.remedies_of(failed[:MOST_ROWS_NAMED], comparison)
-    if len(failed) > MOST_ROWS_NAMED:
-        yield Fact("more_failures", {"count": len(failed) - MOST_ROWS_NAMED})
+    yield from remedies.remedies_of(failed[:MAX_ROWS_NAMED], comparison)
+    if len(failed) > MAX_ROWS_NAMED:
+        yield Fact("more_failures", {"count": len(failed) - MAX_ROWS_NAMED})
 
 
 def _caveat_steps(caveats: Sequence[Caveat]) -> Iterator[Fact]:

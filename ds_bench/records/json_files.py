@@ -110,14 +110,14 @@ def build(kind: type[T], value: Any, unknown_keys: UnknownKeys = "forbid") -> T:
     return parse(kind, to_json(value), unknown_keys)
 
 
-def read_lines(kind: type[T], path: Path, most_bytes: int) -> list[T]:
+def read_lines(kind: type[T], path: Path, max_bytes: int) -> list[T]:
     """The lines of a file that are a ``kind``; others, as a crash may leave, are left out.
 
-    Empty if the file cannot be read or has more than ``most_bytes``.
+    Empty if the file cannot be read or has more than ``max_bytes``.
     """
     read = []
     with contextlib.suppress(OSError):
-        for line in files.read_bytes(path, most_bytes).splitlines():
+        for line in files.read_bytes(path, max_bytes).splitlines():
             with contextlib.suppress(ValueError):
                 read.append(parse(kind, line))
     return read

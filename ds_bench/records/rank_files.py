@@ -38,7 +38,7 @@ TRIAL_FILE = "trial.json"
 CONFIG_FILE = "ds_config.json"
 EXITS_FILE = "exits.jsonl"
 LEADER_LOG = "leader.log"
-_MOST_EXITS_BYTES = 2**22
+_MAX_EXITS_BYTES = 2**22
 """Tens of thousands of ranks."""
 
 
@@ -197,7 +197,7 @@ def append_exit(folder: Path, rank: int | None, pid: int, status: int) -> None:
 
 def read_exits(folder: Path) -> list[RankExit]:
     """Read the exits that the leader has written so far, skipping incomplete lines; none if the file is unreadable."""
-    return json_files.read_lines(RankExit, folder / EXITS_FILE, _MOST_EXITS_BYTES)
+    return json_files.read_lines(RankExit, folder / EXITS_FILE, _MAX_EXITS_BYTES)
 
 
 def shift_times(name: str, data: bytes, seconds: float) -> bytes:

@@ -30,7 +30,7 @@ _CAPACITY = 1024
 """Steps that a rank's file holds. The parent reads it five times a second."""
 _FILE_BYTES = _HEADER.size + _CAPACITY * _SAMPLE.size
 _UNKNOWN = -1
-_MOST_BYTES = 2**30
+_MAX_BYTES = 2**30
 
 
 class StepSample(NamedTuple):
@@ -154,4 +154,4 @@ class StepFileReader:
 
 def read_steps(folder: Path) -> list[TrialStep]:
     """Return the steps in ``steps.jsonl`` of a trial's folder, skipping invalid lines; empty without the file."""
-    return json_files.read_lines(TrialStep, folder / STEPS_FILE, _MOST_BYTES)
+    return json_files.read_lines(TrialStep, folder / STEPS_FILE, _MAX_BYTES)

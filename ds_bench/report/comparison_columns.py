@@ -130,7 +130,7 @@ def _first(column: str) -> Value:
     return lambda row: next(iter(measured_values([run.row for run in row.successes], column)), None)
 
 
-def _most(row: ComparisonRow, column: str) -> float | None:
+def _max_of_runs(row: ComparisonRow, column: str) -> float | None:
     """The largest value of the runs that measured it."""
     return max(measured_values([run.row for run in row.successes], column), default=None)
 
@@ -223,7 +223,7 @@ def short_columns(report: ComparisonReport) -> list[Column[ComparisonRow]]:
         Column("±95 %", _relative_margin, priority=4),
         *([] if chosen is None else [Column[ComparisonRow]("vs ★", lambda row: _against(row, chosen))]),
         *memory,
-        Column("NVMe GB", lambda row: format_significant(_most(row, "nvme_stored_gb") or None), priority=1),
+        Column("NVMe GB", lambda row: format_significant(_max_of_runs(row, "nvme_stored_gb") or None), priority=1),
     ]
 
 
@@ -283,7 +283,7 @@ def detail_tables(comparison: Comparison) -> list[Table]:
     rows = [row for row in comparison.rows if row.succeeded]
 
     def host(row: ComparisonRow, phase: str) -> str:
-        peak, end = (_most(row, f"cpu_{phase}_{moment}_gb") for moment in ("peak", "end"))
+        peak, end = (_max_of_runs(row, f"cpu_{phase}_{moment}_gb") for moment in ("peak", "end"))
         return MISSING if peak is end is None else f"{format_significant(peak)} → {format_significant(end)}"
 
     def gpu(row: ComparisonRow, phase: str) -> str:
@@ -313,8 +313,8 @@ def _columns(headings: Mapping[str, str], cell: Callable[[ComparisonRow, str], s
 
 def _checkpoint_table(rows: Sequence[ComparisonRow]) -> Table:
     def cell(row: ComparisonRow, action: str) -> str:
-        seconds, memory = (_most(row, f"checkpoint_{action}_{name}") for name in ("seconds", "cpu_peak_gb"))
-        size = None if action == "load" else _most(row, f"checkpoint_{action}_gb")
+        seconds, memory = (_max_of_runs(row, f"checkpoint_{action}_{name}") for name in ("seconds", "cpu_peak_gb"))
+        size = None if action == "load" else _max_of_runs(row, f"checkpoint_{action}_gb")
         written = "" if size is None else f", {format_significant(size)} GB"
         return (
             MISSING if seconds is None else f"{format_significant(seconds)} s{written} ({format_significant(memory)})"

@@ -29,7 +29,7 @@ from .table_layout import Column, Table, wrap
 HEADING = "What changes between rows"
 _SAME_FRACTION = 0.01
 """Changes of a total below this fraction count as none; categories that change less are not listed."""
-_MOST_PAIRS = 8
+_MAX_PAIRS = 8
 _WIDEST = 200
 """Columns of a table; what a setting acts on may be long."""
 _WIDEST_TEXT = 80
@@ -142,11 +142,9 @@ def report_paragraphs(report: ComparisonReport) -> list[tuple[str, str]]:
         replace(each, time=None) if each.time and each.time.incomparable_reasons else each for each in differences
     ]
     known = [each for each in differences if each.main is not None or each.time is not None]
-    paragraphs = [
-        (f"{each.b.label} compared with {each.a.label}", largest_change(each)) for each in known[:_MOST_PAIRS]
-    ]
-    if len(known) > _MOST_PAIRS:
-        more = format_items(len(known) - _MOST_PAIRS, "more pair")
+    paragraphs = [(f"{each.b.label} compared with {each.a.label}", largest_change(each)) for each in known[:_MAX_PAIRS]]
+    if len(known) > _MAX_PAIRS:
+        more = format_items(len(known) - _MAX_PAIRS, "more pair")
         paragraphs.append((more, "Run `explain A B RESULT` to compare any two rows."))
     return paragraphs
 

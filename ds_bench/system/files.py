@@ -25,8 +25,8 @@ _BUFFER_BYTES = 2**20
 
 
 @contextmanager
-def opened(path: Path, most_bytes: int) -> Iterator[BinaryIO]:
-    """Open a regular file of ``most_bytes`` or less for reading.
+def opened(path: Path, max_bytes: int) -> Iterator[BinaryIO]:
+    """Open a regular file of ``max_bytes`` or less for reading.
 
     Raises OSError: EINVAL for a folder, pipe, socket or device; EILSEQ for a name with a null byte; EFBIG for a larger
     file.
@@ -42,26 +42,26 @@ def opened(path: Path, most_bytes: int) -> Iterator[BinaryIO]:
         facts = os.fstat(handle)
         if not stat.S_ISREG(facts.st_mode):
             raise OSError(errno.EINVAL, "is not a regular file", str(path))
-        if facts.st_size > most_bytes:
-            raise OSError(errno.EFBIG, f"is larger than {most_bytes} bytes", str(path))
+        if facts.st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"is larger than {max_bytes} bytes", str(path))
         with os.fdopen(handle, "rb", buffering=_BUFFER_BYTES, closefd=False) as file:
             yield file
     finally:
         os.close(handle)
 
 
-def read_bytes(path: Path, most_bytes: int) -> bytes:
+def read_bytes(path: Path, max_bytes: int) -> bytes:
     """Return the contents of a regular file. Raises OSError as :func:`opened` does, also if it grows past the limit."""
-    with opened(path, most_bytes) as file:
-        data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
-        raise OSError(errno.EFBIG, f"is larger than {most_bytes} bytes", str(path))
+    with opened(path, max_bytes) as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise OSError(errno.EFBIG, f"is larger than {max_bytes} bytes", str(path))
     return data
 
 
-def read_text(path: Path, most_bytes: int) -> str:
+def read_text(path: Path, max_bytes: int) -> str:
     """Return the contents of a regular file as UTF-8. Raises as :func:`read_bytes` does, and UnicodeDecodeError."""
-    return read_bytes(path, most_bytes).decode("utf-8")
+    return read_bytes(path, max_bytes).decode("utf-8")
 
 
 def write_text(path: Path, text: str, mode: int = 0o666) -> None:

@@ -167,7 +167,7 @@ _QUIET_SECONDS = 5.0
 """After this long a line says what the process is waiting for."""
 _RETRY_SECONDS = 0.5
 _GREETING_SECONDS = 10
-_MOST_GREETING_BYTES = 1024
+_MAX_GREETING_BYTES = 1024
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 _SECRET = "DS_BENCH_SECRET"
 _ACCEPTED = b"accepted"
@@ -412,7 +412,7 @@ def _receive_node(nodes: LaunchedNodes, accepted: socket.socket, found: dict[int
     try:
         deliver_challenge(connection, nodes.key)
         answer_challenge(connection, nodes.key)
-        greeting = json.loads(connection.recv_bytes(_MOST_GREETING_BYTES))
+        greeting = json.loads(connection.recv_bytes(_MAX_GREETING_BYTES))
         name, number, ranks = greeting["host"], int(greeting["node"]), int(greeting["ranks"])
         if not (_HOST.fullmatch(name) and 0 < number < nodes.count and 0 < ranks < nodes.ranks):
             raise ValueError
@@ -454,7 +454,7 @@ def join_first_node(nodes: LaunchedNodes, agent: Sequence[str], environ: Mapping
     with _greet_first_node(nodes) as connection:
         answer = b""
         with contextlib.suppress(OSError, EOFError):
-            answer = connection.recv_bytes(_MOST_GREETING_BYTES)
+            answer = connection.recv_bytes(_MAX_GREETING_BYTES)
         if answer == _ACCEPTED:
             _replace_process(agent, connection, environ)
 

@@ -44,7 +44,7 @@ _SMALL_STATES = (
 )
 """Of DeepSpeed 0.19.8 (runtime/engine.py, load_checkpoint)."""
 _BEAT_SECONDS = 2.0
-_LONGEST_REASON = 200
+_MAX_REASON_LENGTH = 200
 
 
 def measure_checkpoint(
@@ -77,7 +77,7 @@ def measure_checkpoint(
             try:
                 not_done = action()
             except _UNSUPPORTED as error:
-                not_done = f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST_REASON]}"
+                not_done = f"{type(error).__name__}: {' '.join(str(error).split())[:_MAX_REASON_LENGTH]}"
             except (OSError, RuntimeError) as error:
                 if disk_is_full(str(folder)):  # torch's own message does not say so
                     text = f"no space left for {_TITLES[name]}, in --checkpoint-path or the folder of the results"

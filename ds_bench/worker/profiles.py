@@ -30,12 +30,12 @@ from ..config.spec import ProfileName, Trial
 from ..records.schema import Profile
 from . import measured_memory, training_loop
 
-MOST_FILE_BYTES = 2**29
+MAX_FILE_BYTES = 2**29
 """Files of a profile that are larger are removed."""
-_MOST_LINE_LENGTH = 200
-MOST_ROWS = 10
+_MAX_LINE_LENGTH = 200
+MAX_ROWS = 10
 """Rows of a table that the record and the report hold; the file has more."""
-_MOST_EVENTS = 100_000
+_MAX_EVENTS = 100_000
 """Allocations that torch's allocator keeps, the last ones; each takes some KB."""
 _ROWS_IN_FILE = 100
 _STEP = "optimizer step"
@@ -119,7 +119,7 @@ def take_profiles(
                 for path in steps.files:
                     path.unlink(missing_ok=True)
                 steps.files.clear()
-                reason = " ".join(str(error).split())[:_MOST_LINE_LENGTH]
+                reason = " ".join(str(error).split())[:_MAX_LINE_LENGTH]
                 all_notes.append(f"the profile {name} failed on rank {steps.rank}: {type(error).__name__}: {reason}")
         # Steps that no profiler took on this rank: the other ranks wait for it in their collectives.
         while steps.left > 0:
@@ -127,15 +127,15 @@ def take_profiles(
         steps.synchronize()
         files = []
         for path in filter(Path.exists, steps.files):
-            if 0 < (size := path.stat().st_size) <= MOST_FILE_BYTES:
+            if 0 < (size := path.stat().st_size) <= MAX_FILE_BYTES:
                 files.append(path.relative_to(folder.parents[1]).as_posix())
                 continue
             path.unlink()
             if size:
-                limit = f"{MOST_FILE_BYTES / 2**20:.0f} MB; fewer --profile-steps"
+                limit = f"{MAX_FILE_BYTES / 2**20:.0f} MB; fewer --profile-steps"
                 all_notes.append(f"the profile {name} was removed: {path.name} had more than {limit}")
         if files or lines:
-            kept = tuple(line[:_MOST_LINE_LENGTH] for line in lines)
+            kept = tuple(line[:_MAX_LINE_LENGTH] for line in lines)
             profiles.append(asdict(Profile(name=name, files=tuple(files), lines=kept)))
     return {"profiles": profiles, "notes": list(dict.fromkeys(all_notes))}
 
@@ -229,7 +229,7 @@ def lines_by_time(averages: Sequence[Any], device: str, step_count: int) -> tupl
         f"{device} ms/step  share  calls/step  operator",
         *(
             f"{own / step_count:{len(device) + 8},.2f}  {own / (total or 1.0):5.1%}  {calls}  {name}"
-            for own, calls, name in rows[:MOST_ROWS]
+            for own, calls, name in rows[:MAX_ROWS]
         ),
     )
 
@@ -255,7 +255,7 @@ def observe_memory(steps: ProfiledSteps) -> Sequence[str]:
     if resident is not None:
         lines.append(f"peak of the process, with what the profiler itself keeps: {resident / 2**20:,.1f} MB resident")
     lines.append("MB/step  calls/step  operator")
-    for event in sorted(operators, key=lambda event: event.self_cpu_memory_usage, reverse=True)[:MOST_ROWS]:
+    for event in sorted(operators, key=lambda event: event.self_cpu_memory_usage, reverse=True)[:MAX_ROWS]:
         if event.self_cpu_memory_usage > 0:  # allocated and not freed by the operator itself
             megabytes = event.self_cpu_memory_usage / 2**20 / steps.count
             lines.append(f"{megabytes:7,.1f}  {event.count / steps.count:10,.0f}  {event.key}")
@@ -264,7 +264,7 @@ def observe_memory(steps: ProfiledSteps) -> Sequence[str]:
 
 def _observe_gpu(steps: ProfiledSteps) -> Sequence[str]:
     lines = ["step  allocated MB  peak MB  reserved MB"]
-    torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS)
+    torch.cuda.memory._record_memory_history(max_entries=_MAX_EVENTS)
     try:
         for number in range(steps.count):
             torch.cuda.reset_peak_memory_stats()

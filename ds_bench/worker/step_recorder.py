@@ -20,7 +20,7 @@ import torch
 
 from ..records.step_series import StepFileWriter, StepSample
 
-_MOST_PENDING = 64
+_MAX_PENDING = 64
 """Most steps whose losses wait to be read; if the host runs further ahead of its GPU, losses are left out."""
 
 
@@ -81,7 +81,7 @@ class StepRecorder:
         self._cuda = accelerator == "cuda"
         self._pending: deque[_PendingStep] = deque()
         self._losses: torch.Tensor | list[float] = []
-        self._slots = torch.zeros(_MOST_PENDING, grad_accum, pin_memory=True) if self._cuda else torch.zeros(0)
+        self._slots = torch.zeros(_MAX_PENDING, grad_accum, pin_memory=True) if self._cuda else torch.zeros(0)
         self._next_slot = 0
         # Kept open, so that each step takes one system call.
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
@@ -90,14 +90,14 @@ class StepRecorder:
     def take_losses(self, losses: Sequence[torch.Tensor]) -> None:
         """Take the losses of a step's micro-batches, before the mark that ends the step."""
         self._losses = []
-        if any(loss.numel() != 1 for loss in losses) or len(self._pending) >= _MOST_PENDING:
+        if any(loss.numel() != 1 for loss in losses) or len(self._pending) >= _MAX_PENDING:
             return
         if not self._cuda:
             self._losses = [loss.item() for loss in losses]
             return
         self._losses = places = self._slots[self._next_slot]
         # There are as many slots as steps may wait, so a slot is reused only after its step was reported.
-        self._next_slot = (self._next_slot + 1) % _MOST_PENDING
+        self._next_slot = (self._next_slot + 1) % _MAX_PENDING
         for place, loss in zip(places, losses, strict=True):
             place.copy_(loss.reshape(()), non_blocking=True)
 

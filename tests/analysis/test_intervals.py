@@ -109,7 +109,7 @@ def test_runs_that_do_not_vary_at_all_have_an_interval_without_width() -> None:
 # ------------------------------------------------------------------ simulation: rows of one comparison
 
 TABLES = 300
-MOST_ALARMS = 0.05 + 2 * math.sqrt(0.05 * 0.95 / TABLES)
+MAX_ALARMS = 0.05 + 2 * math.sqrt(0.05 * 0.95 / TABLES)
 """5 % and two standard errors of such a share."""
 
 
@@ -134,9 +134,9 @@ def test_false_differences_are_rare_among_all_rows_and_true_ones_found(noise: st
             of_equals, beside_a_faster_row = (
                 np.array([differs(gain, *case) for _ in range(TABLES)]) for gain in (0.0, 0.05)
             )
-            assert of_equals[:, :2].any(axis=1).mean() <= MOST_ALARMS
-            assert of_equals[:, 2].mean() <= MOST_ALARMS
-            assert beside_a_faster_row[:, 0].mean() <= MOST_ALARMS
+            assert of_equals[:, :2].any(axis=1).mean() <= MAX_ALARMS
+            assert of_equals[:, 2].mean() <= MAX_ALARMS
+            assert beside_a_faster_row[:, 0].mean() <= MAX_ALARMS
             if case[::2] == (4, 0):
                 assert beside_a_faster_row[:, 1].mean() >= (0.15 if noise == "periodic" else 0.85)
 

@@ -32,7 +32,7 @@ def test_lists_the_matrix_and_its_entries_make_the_points() -> None:
     # Points are counted without being made.
     axes = {f"training.{name}": list(range(1, 101)) for name in ("seq_len", "steps", "warmup_steps", "grad_accum")}
     read = replace(parse_recipe("{}"), data={"sweep": {"matrix": axes}})
-    assert find_sweep(read).most_points == 10**8
+    assert find_sweep(read).max_points == 10**8
 
 
 def test_a_value_set_by_a_flag_replaces_its_list() -> None:

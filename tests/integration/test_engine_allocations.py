@@ -32,7 +32,7 @@ from tests.support.fakes import offload, placement, workload, zero
 from tests.support.real_trials import ROOT
 from tests.support.simulated_card import CardPlan, write_plans
 
-LEAST_BYTES = 2**16
+MIN_BYTES = 2**16
 LORA, FREEZE = "128", "embed_tokens,mlp"
 BATCH, LENGTH, HIDDEN, VOCABULARY = 2, 128, 512, 4096
 LOGITS = 2 * BATCH * LENGTH * VOCABULARY
@@ -150,7 +150,7 @@ def phases_of(events: Sequence[Sequence[Any]]) -> list[Phase]:
                 found.append(Phase(name))
         elif len(event) == 1:
             live.pop(event[0], None)
-        elif event[1] >= LEAST_BYTES:
+        elif event[1] >= MIN_BYTES:
             live[event[0]] = event[1]
             found[-1].allocations.append(Allocation(event[1], event[2] > 0, sum(live.values())))
     return [phase for phase in found if phase.allocations and phase.name != "between"]

@@ -103,7 +103,7 @@ def test_reports_contain_each_pair_that_matters_once(monkeypatch: pytest.MonkeyP
     assert len(headings) == len(set(headings)) == 3  # the fastest other row is the baseline
     page, block = render_page([whole], "now"), render_markdown(whole)
     assert all(heading in page and heading in block for heading in headings)
-    monkeypatch.setattr(row_explanation, "_MOST_PAIRS", 2)
+    monkeypatch.setattr(row_explanation, "_MAX_PAIRS", 2)
     assert [heading for heading, _ in report_paragraphs(whole)][2:] == ["1 more pair"]
     unmeasured = [fakes.failure(fakes.trial(fakes.zero(stage), on=CARDS)) for stage in (0, 1)]
     assert report_paragraphs(report(*unmeasured)) == []

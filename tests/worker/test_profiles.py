@@ -92,7 +92,7 @@ def test_a_file_that_is_too_large_is_removed_with_a_note(monkeypatch: pytest.Mon
         return ()
 
     use(monkeypatch, observe)
-    monkeypatch.setattr(profiles, "MOST_FILE_BYTES", 10)
+    monkeypatch.setattr(profiles, "MAX_FILE_BYTES", 10)
     measured = take(folder, "memory", Engine())
     assert [profile["files"] for profile in measured["profiles"]] == [("trials/00_zero1/profiles/memory_rank0.small",)]
     assert [note.split(":")[1].split()[0] for note in measured["notes"][1:]] == ["memory_rank0.large"]
