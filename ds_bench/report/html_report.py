@@ -16,7 +16,7 @@ from ..analysis.comparison import ComparisonRow
 from ..recommend.message_templates import Fact
 from ..records.schema import SUCCESS
 from ..system.environment import require_installed
-from . import chart_drawing, combined_table, row_explanation
+from . import chart_drawing, combined_table
 from .comparison_charts import charts_of
 from .comparison_columns import detail_tables, measured_columns, row_status
 from .comparison_report import ComparisonReport
@@ -179,8 +179,6 @@ def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
         "answer": _answer(report),
         "columns": columns,
         "rows": rows,
-        "explanations": row_explanation.report_paragraphs(report),
-        "explanations_heading": row_explanation.HEADING,
         "profiles": report.profiles,
         "details": detail_tables(report.comparison),
         "footnotes": list(report.labels_by_note.items()),

@@ -16,20 +16,16 @@ from ..analysis.row_difference import (
     RowDifference,
     TierDifference,
     TimeDifference,
-    explain,
 )
 from ..prediction.trial_predictions import stored_prediction
 from ..recommend.guide import traffic_text
-from ..units import MISSING, format_bytes, format_items, format_rate, format_series, format_significant, to_ms
+from ..units import MISSING, format_bytes, format_rate, format_series, format_significant, to_ms
 from .comparison_columns import failure_sentence, signed
-from .comparison_report import ComparisonReport
 from .memory_plan import category_text, gpu_range
 from .table_layout import Column, Table, wrap
 
-HEADING = "What changes between rows"
 _SAME_FRACTION = 0.01
 """Changes of a total below this fraction count as none; categories that change less are not listed."""
-_MAX_PAIRS = 8
 _WIDEST = 200
 """Columns of a table; what a setting acts on may be long."""
 _WIDEST_TEXT = 80
@@ -113,40 +109,6 @@ def largest_change(difference: RowDifference) -> str:
                 text += f"; of its phases, {phase} changes most ({signed(changes[phase], _ms)})"
         parts.append(f"{text}.")
     return " ".join(parts)
-
-
-def report_paragraphs(report: ComparisonReport) -> list[tuple[str, str]]:
-    """Return a heading and a sentence for each pair of rows that matters, at most eight.
-
-    The recommended row is compared with the baseline and with the fastest other row; then each row with the baseline.
-    Pairs that were neither measured nor predicted are left out.
-    """
-    rows, chosen = report.comparison.rows, report.recommended_row
-    baseline = report.comparison.baseline or next(iter(rows), None)
-    if baseline is None:
-        return []
-    pairs: list[tuple[ComparisonRow, ComparisonRow]] = []
-    if chosen is not None:
-        others = [row for row in rows if row.valid and row.key != chosen.key]
-        pairs.append((baseline, chosen))
-        pairs += [(max(others, key=lambda row: row.tokens_per_second or 0.0), chosen)] if others else []
-    pairs += [(baseline, row) for row in rows]
-    # A pair may occur twice, in either order: keep the first.
-    unique: dict[frozenset[str], tuple[ComparisonRow, ComparisonRow]] = {}
-    for a, b in pairs:
-        if a.key != b.key:
-            unique.setdefault(frozenset((a.key, b.key)), (a, b))
-    differences = [explain(a, b) for a, b in unique.values()]
-    # The notes of the rows say why their speeds do not compare.
-    differences = [
-        replace(each, time=None) if each.time and each.time.incomparable_reasons else each for each in differences
-    ]
-    known = [each for each in differences if each.main is not None or each.time is not None]
-    paragraphs = [(f"{each.b.label} compared with {each.a.label}", largest_change(each)) for each in known[:_MAX_PAIRS]]
-    if len(known) > _MAX_PAIRS:
-        more = format_items(len(known) - _MAX_PAIRS, "more pair")
-        paragraphs.append((more, "Run `explain A B RESULT` to compare any two rows."))
-    return paragraphs
 
 
 def _failures(difference: RowDifference) -> list[str]:

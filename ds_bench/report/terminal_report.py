@@ -15,7 +15,7 @@ from ..recommend.remedies import failed_run
 from ..records.schema import status_text
 from ..system.terminal import can_encode, escape_controls, make_console, print_text, width_of
 from ..units import MISSING, format_items
-from . import combined_table, row_explanation
+from . import combined_table
 from .comparison_columns import TABLE_COLUMNS, detail_tables, failure_sentence, failure_text, row_status, short_columns
 from .comparison_report import ComparisonReport
 from .table_layout import MAX_TEXT_WIDTH, Column, Line, Table, code_block, escape, make_table, printable, wrap
@@ -136,26 +136,19 @@ def whole_table(report: ComparisonReport) -> Table:
     )
 
 
-def _explanations(report: ComparisonReport) -> Table:
-    texts = row_explanation.report_paragraphs(report)
-    return Table(title=(row_explanation.HEADING,) if texts else (), notes=[f"{label}: {text}" for label, text in texts])
-
-
 def whole_report_lines(report: ComparisonReport, width: int, unicode: bool = True) -> list[Line]:
-    """Return the table with notes, the detail tables, the recommendation, the profiles, and why rows differ."""
+    """Return the table with notes, the detail tables, the recommendation and the profiles."""
     lines = whole_table(report).to_terminal(width, unicode=unicode)
     for table in detail_tables(report.comparison):
         lines += [Line(""), *table.to_terminal(width, unicode=unicode)]
     texts = ["", *report.recommendation.lines]
     for heading, text in report.profiles:
         texts += ["", heading, *(f"  {line}".rstrip() for line in text.splitlines())]
-    explanations = _explanations(report).to_terminal(width, unicode=unicode)
-    lines += [Line(printable(text, unicode)) for text in texts]
-    return [*lines, *([Line("")] if explanations else []), *explanations]
+    return [*lines, *(Line(printable(text, unicode)) for text in texts)]
 
 
 def render_markdown(report: ComparisonReport) -> str:
-    """Return a block to paste into an issue: table, notes, recommendation, differences, machines, commands."""
+    """Return a block to paste into an issue: table, notes, recommendation, profiles, machines, commands."""
     table = whole_table(report)
     lines = report.recommendation.lines
     parts = [
@@ -163,7 +156,6 @@ def render_markdown(report: ComparisonReport) -> str:
         *(each.to_markdown("#### ") for each in detail_tables(report.comparison)),
         "**Recommendation**",
         "\n".join(f"- {escape(line)}" for line in lines),
-        _explanations(report).to_markdown("#### "),
         *(f"**{escape(heading)}**\n\n{code_block(text, 'text')}" for heading, text in report.profiles),
         *(f"**Setup** {escape(provenance.one_line(environment))}" for environment in report.environments),
         *(f"**Command**\n\n{code_block(escape_controls(command), 'sh')}" for command in report.commands),

@@ -1,4 +1,4 @@
-"""Why two rows differ: the tables of ``explain``, and the sentence that reports print for a pair."""
+"""Why two rows differ: the tables of ``explain``, and its sentence."""
 
 from __future__ import annotations
 
@@ -15,11 +15,8 @@ from ds_bench.prediction import trial_predictions
 from ds_bench.prediction.model_profile import find_profile
 from ds_bench.prediction.trial_predictions import MemoryCapacity
 from ds_bench.records.schema import TrialRecord
-from ds_bench.report import row_explanation
 from ds_bench.report.comparison_report import ComparisonReport, build_report
-from ds_bench.report.html_report import render_page
-from ds_bench.report.row_explanation import explanation_lines, explanation_tables, largest_change, report_paragraphs
-from ds_bench.report.terminal_report import render_markdown
+from ds_bench.report.row_explanation import explanation_lines, explanation_tables, largest_change
 from tests.support import fakes
 from tests.support import sample_reports as samples
 from tests.support.fakes import preset
@@ -89,24 +86,6 @@ def test_a_difference_within_the_noise_names_no_phase() -> None:
     sentence = largest_change(explain(*noisy.comparison.rows))
     assert "statistically indistinguishable" in sentence
     assert "phases" not in sentence
-
-
-def test_reports_contain_each_pair_that_matters_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    records = [
-        record for stage, seconds in enumerate((0.30, 0.31, 0.27, 0.4)) for record in runs(fakes.zero(stage), seconds)
-    ]
-    whole = report(*records)
-    chosen = whole.recommended_row
-    assert chosen is not None
-    headings = [heading for heading, _ in report_paragraphs(whole)]
-    assert headings[0] == f"{chosen.label} compared with ZeRO-0"
-    assert len(headings) == len(set(headings)) == 3  # the fastest other row is the baseline
-    page, block = render_page([whole], "now"), render_markdown(whole)
-    assert all(heading in page and heading in block for heading in headings)
-    monkeypatch.setattr(row_explanation, "_MAX_PAIRS", 2)
-    assert [heading for heading, _ in report_paragraphs(whole)][2:] == ["1 more pair"]
-    unmeasured = [fakes.failure(fakes.trial(fakes.zero(stage), on=CARDS)) for stage in (0, 1)]
-    assert report_paragraphs(report(*unmeasured)) == []
 
 
 def timed(difference: RowDifference) -> dict[str, tuple[str, str]]:
