@@ -23,11 +23,14 @@ Memory = Literal["gpu", "host"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchmarkResult:
-    """The pooled runs of one benchmark. Figures are for the whole job unless noted; None if not measured."""
+class Figures:
+    """What a result and a baseline entry have in common.
+
+    Figures are for the whole job unless noted; None if not measured, or not guarded by the entry.
+    """
 
     name: str
-    """Name of its baseline."""
+    """Name of the baseline."""
     throughput_tokens_per_sec: float | None = None
     """Geometric mean of the successful runs' means."""
     samples_per_sec: float | None = None
@@ -44,10 +47,22 @@ class BenchmarkResult:
     """Mean of each successful run: the samples for the test against noise."""
     samples_per_sec_runs: tuple[float, ...] = ()
     peak_memory_mb_runs: tuple[float, ...] = ()
-    step_seconds: tuple[float, ...] = ()
-    """Times of the measured optimizer steps on the slowest rank, run after run."""
     step_variation: float | None = None
     """Largest coefficient of variation of step times within a run: a rough guide to noise."""
+    workload: Mapping[str, Any] = field(default_factory=dict)
+    """Facts that a result and its baseline must share (``workload_facts``); empty if not known."""
+    environment: Environment | None = None
+    """Hardware and versions, which must be equal."""
+    run_id: str | None = None
+    """Name of the run, or of the first of several; later results must have all rows of a run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchmarkResult(Figures):
+    """The pooled runs of one benchmark."""
+
+    step_seconds: tuple[float, ...] = ()
+    """Times of the measured optimizer steps on the slowest rank, run after run."""
     status: str = SUCCESS
     """Status of the last run if none succeeded."""
     error: str | None = None
@@ -57,11 +72,6 @@ class BenchmarkResult:
     """Texts of the caveats that disqualify the figures: a loss that is not finite, a strategy that did not run."""
     disturbances: tuple[str, ...] = ()
     """Texts of the caveats that other programs used the processors, which may have lowered the figures."""
-    workload: Mapping[str, Any] = field(default_factory=dict)
-    """See ``names.workload_facts``; empty if not known."""
-    environment: Environment | None = None
-    run_id: str | None = None
-    """Name of the run, or of the first of several; later results must have all rows of a run."""
 
     @property
     def succeeded(self) -> bool:

@@ -6,13 +6,8 @@ be committed, so it keeps only what decides whether two results are comparable, 
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import json
 import math
-import os
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,8 +18,7 @@ from ..errors import UsageError
 from ..records import json_files
 from ..records.json_files import InvalidJsonError, write_json
 from ..system import files
-from ..system.environment import Environment
-from .result import BenchmarkResult, Memory
+from .result import BenchmarkResult, Figures
 
 DEFAULT_TOLERANCE = 0.05
 _HOST = (
@@ -33,45 +27,18 @@ _HOST = (
 _PACKAGES = ("torch", "deepspeed", "transformers")
 _GPU = ("name", "memory_total_bytes", "mig")
 _FIGURES = ("throughput_tokens_per_sec", "peak_memory_mb", "samples_per_sec", "average_memory_mb")
-_SHARED = (
-    *_FIGURES, "memory", "tokens_per_sec_runs", "samples_per_sec_runs", "peak_memory_mb_runs", "step_variation",
-    "workload", "environment", "run_id",
-)  # fmt: skip
-"""Fields shared with results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BaselineEntry:
-    """One baseline. An entry with only the first six fields is a limit set by hand."""
+class BaselineEntry(Figures):
+    """One baseline. An entry with only the fields of ``_ALWAYS`` is a limit set by hand."""
 
-    name: str
-    throughput_tokens_per_sec: float | None = None
-    """Tokens per second of the whole job; None: not guarded."""
-    peak_memory_mb: float | None = None
-    """Peak memory of the kind ``memory``, in MB (2**20 bytes); None: not guarded."""
     tolerance: float = DEFAULT_TOLERANCE
     """Allowed fall of throughput, or rise of memory, as a fraction."""
     version: str = __version__
     """Version of ds_bench that wrote the entry."""
     timestamp: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     """ISO 8601, UTC."""
-    samples_per_sec: float | None = None
-    average_memory_mb: float | None = None
-    """See ``BenchmarkResult``."""
-    memory: Memory | None = None
-    """``gpu`` or ``host``."""
-    tokens_per_sec_runs: tuple[float, ...] = ()
-    """Mean of each run: the samples for the test against noise."""
-    samples_per_sec_runs: tuple[float, ...] = ()
-    peak_memory_mb_runs: tuple[float, ...] = ()
-    step_variation: float | None = None
-    """Coefficient of variation of step times within a run."""
-    workload: Mapping[str, Any] = field(default_factory=dict)
-    """Facts that a compared result must share (``names.workload_facts``)."""
-    environment: Environment | None = None
-    """Hardware and versions, which must be equal."""
-    run_id: str | None = None
-    """Name of the saved run; a result under check must have all of its rows."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -95,11 +62,11 @@ class BaselineEntry:
         """Return the baseline with the name and figures of ``result``. Raises ValueError if it did not succeed."""
         if not result.succeeded:
             raise ValueError(f"{result.name} ended with {result.status}: not a baseline")
-        return cls(name=result.name, tolerance=tolerance, **{key: getattr(result, key) for key in _SHARED})
+        return cls(tolerance=tolerance, **{each.name: getattr(result, each.name) for each in fields(Figures)})
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values: the six keys that every entry has, then the others that are known."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = {name: getattr(self, name) for name in (*_ALWAYS, *(each.name for each in fields(self)))}
         if self.environment is not None:
             # Not asdict(), which would write the host name and all variables into a file that is committed.
             known = {name: getattr(self.environment, name) for name in _HOST}
@@ -151,25 +118,14 @@ def read(path: Path) -> Entries | None:
         raise json_files.unreadable(path, error, "file of baselines", remedy) from None
     try:
         value = json_files.parse_json(data)
-        # pydantic's parser silently takes the last of two equal keys.
-        json.loads(data, object_pairs_hook=_refuse_repeated_keys)
     except InvalidJsonError as error:
         raise UsageError(f"{path} {error}", remedy=_REMEDY) from None
-    except ValueError as error:
-        raise UsageError(f"{path}: {error}", remedy="correct it by hand") from None
     if not isinstance(value, dict):
         raise UsageError(f"{path} is not a JSON object keyed by name", remedy=_REMEDY)
     for name, entry in value.items():
         if not isinstance(entry, dict):
             raise UsageError(f"{path}: {name!r} is not a JSON object", remedy=_REMEDY)
     return value
-
-
-def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> None:
-    """Refuse a repeated key, which a merge of two branches may leave: nobody knows which one counts."""
-    for name, count in Counter(name for name, _ in pairs).items():
-        if count > 1:
-            raise ValueError(f"{name!r} is given more than once")
 
 
 def edit(path: Path, change: Callable[[Entries], Entries]) -> None:
@@ -181,7 +137,7 @@ def edit(path: Path, change: Callable[[Entries], Entries]) -> None:
     try:
         path = path.resolve()  # a link stays one
         # Lock another file: write_json replaces the file itself, and its lock would stay with the old one.
-        with _locked(path.with_name(f".{path.name}.lock")):
+        with files.locked_file(path.with_name(f".{path.name}.lock"), wait=lambda: None):
             # Sorted by name, so that version control shows only the entries that changed.
             write_json(path, dict(sorted(change(read(path) or {}).items())))
     except (OSError, ValueError) as error:
@@ -189,24 +145,3 @@ def edit(path: Path, change: Callable[[Entries], Entries]) -> None:
         raise UsageError(
             f"{path} cannot be written: {reason}", remedy="give a file in a folder you may write"
         ) from None
-
-
-@contextlib.contextmanager
-def _locked(lock: Path) -> Iterator[None]:
-    """Hold an exclusive lock on the file ``lock``; remove the file afterwards. The lock ends with the process."""
-    while True:
-        handle = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(lock.stat(), os.fstat(handle)):
-                    break
-            os.close(handle)  # the previous holder has removed the file: open it again
-        except BaseException:
-            os.close(handle)
-            raise
-    try:
-        yield
-    finally:
-        lock.unlink(missing_ok=True)
-        os.close(handle)
