@@ -74,7 +74,10 @@ def save_baseline(entry: BaselineEntry, path: Path | str = DEFAULT_PATH) -> None
 def save_results(
     results: Iterable[BenchmarkResult], path: Path | str = DEFAULT_PATH, tolerance: float | None = None
 ) -> list[BaselineEntry]:
-    """Save all results in one write. ``tolerance``: None keeps an existing entry's and gives a new one 0.05."""
+    """Save all results in one write. ``tolerance``: None keeps an existing entry's and gives a new one 0.05.
+
+    Raises UsageError, or ValueError if a result did not succeed or the tolerance is invalid.
+    """
     saved: list[BaselineEntry] = []
 
     def change(entries: store.Entries) -> store.Entries:

@@ -6,8 +6,9 @@ be committed, so it keeps only what decides whether two results are comparable, 
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -132,16 +133,25 @@ def edit(path: Path, change: Callable[[Entries], Entries]) -> None:
     """Replace the entries of the file by ``change(entries)``, atomically.
 
     A lock serializes writers, so that none overwrites another's entries. Raises UsageError if the file is invalid or
-    cannot be written; it is then unchanged.
+    cannot be written, and whatever ``change`` raises; the file is then unchanged.
     """
+    with contextlib.ExitStack() as stack:
+        with _write_errors_reported(path):
+            path = path.resolve()  # so that a symbolic link is not replaced
+            # Lock another file: write_json replaces the file itself, and its lock would stay with the old one.
+            lock = path.with_name(f".{path.name}.lock")
+            stack.enter_context(files.locked_file(lock, wait=lambda: None))
+        # Sorted by name, so that version control shows only the entries that changed.
+        entries = dict(sorted(change(read(path) or {}).items()))
+        with _write_errors_reported(path):
+            write_json(path, entries)
+
+
+@contextlib.contextmanager
+def _write_errors_reported(path: Path) -> Iterator[None]:
     try:
-        path = path.resolve()  # a link stays one
-        # Lock another file: write_json replaces the file itself, and its lock would stay with the old one.
-        with files.locked_file(path.with_name(f".{path.name}.lock"), wait=lambda: None):
-            # Sorted by name, so that version control shows only the entries that changed.
-            write_json(path, dict(sorted(change(read(path) or {}).items())))
+        yield
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UsageError(
-            f"{path} cannot be written: {reason}", remedy="give a file in a folder you may write"
-        ) from None
+        remedy = "give a file in a folder that you may write to"
+        raise UsageError(f"{path} cannot be written: {reason}", remedy=remedy) from None

@@ -234,11 +234,16 @@ def _of_files(
 def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, list[str]]:
     """Return the planned trial, with a stand-in for the configuration, the model, and notes on both."""
     if options.batch_size * (options.seq_length or 1) > _MAX_TOKENS:
-        raise UsageError(f"--batch-size {options.batch_size} is beyond any memory", remedy="give a smaller one")
+        problem = f"--batch-size {options.batch_size}"
+        if options.seq_length is not None:
+            problem += f" with --seq-length {options.seq_length}"
+        raise UsageError(f"{problem} is too large for any GPU", remedy="give fewer tokens per step")
     if options.quick and options.exact:
         raise UsageError("--quick together with --exact", remedy="give one of them")
     if options.num_gpus > _MAX_GPUS:
-        raise UsageError(f"--num-gpus {options.num_gpus} is beyond any job", remedy=f"give {_MAX_GPUS} or fewer")
+        raise UsageError(
+            f"--num-gpus {options.num_gpus} is more than any job uses", remedy=f"give {_MAX_GPUS} or fewer"
+        )
     online = options.online or "/" in options.model  # a mistyped short name starts no request
     model = resolve_model(
         options.model_factory or options.model,

@@ -14,6 +14,7 @@ from typing import Any
 from .. import __version__
 from ..analysis import load_results, merge_results, provenance
 from ..analysis.comparison import ComparisonRow, rows_called
+from ..analysis.load_results import Result
 from ..analysis.merge_results import ResultGroup
 from ..config import strategies
 from ..config.options import GOALS, ROW_FORMATS
@@ -105,7 +106,7 @@ def report(
         for path in exported_configuration.write_exports(row.last_run.record, folder, environment):
             terminal.print_text(f"config {path}", sys.stderr)
     if to is not None:
-        line = write_tensorboard(tracked_runs([load_results.load(path) for path in results or [latest_run()]]))
+        line = write_tensorboard(tracked_runs(_load_finished(results)[0]))
         terminal.print_text(terminal.escape_controls(line), sys.stderr)
     return 0
 
@@ -178,17 +179,7 @@ def build_reports(
     If ``relative_to`` or ``goal`` is None, the run's own is used; with several runs, the first one known.
     ``tell``: called with a note on each result that is left out; every report has these notes too.
     """
-    results, notes = [], []
-    for path in (paths := paths or [latest_run()]):
-        try:
-            results.append(load_results.load(path, whole=len(paths) > 1))
-        except load_results.NoTrialsError as error:
-            # A single result without trials is an error. Among several, as with results/runs/*, show the others.
-            if len(paths) == 1:
-                raise
-            notes.append(f"{error.problem}: left out")
-    if not results:
-        raise UsageError(notes[0].removesuffix(": left out"), remedy="give a result with a finished trial")
+    results, notes = _load_finished(paths, whole=len(paths) > 1)
     for line in notes:
         tell(line)
     groups = merge_results.merge(results)
@@ -215,6 +206,22 @@ def build_reports(
             )
         )
     return reports
+
+
+def _load_finished(paths: Sequence[Path], *, whole: bool = True) -> tuple[list[Result], list[str]]:
+    """Load the results, by default the latest run; those without trials only have a note. Raises UsageError."""
+    results, notes = [], []
+    for path in (paths := paths or [latest_run()]):
+        try:
+            results.append(load_results.load(path, whole=whole))
+        except load_results.NoTrialsError as error:
+            # A single result without trials is an error. Among several, as with results/runs/*, show the others.
+            if len(paths) == 1:
+                raise
+            notes.append(f"{error.problem}: left out")
+    if not results:
+        raise UsageError(notes[0].removesuffix(": left out"), remedy="give a result with a finished trial")
+    return results, notes
 
 
 def _flags_of_run(group: ResultGroup) -> tuple[str | None, str | None, OpenCommand | None]:

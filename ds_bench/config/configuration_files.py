@@ -10,7 +10,9 @@ Sources: DeepSpeed 0.19.8, ``runtime/config.py``; Accelerate 1.15, ``utils/launc
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
@@ -253,12 +255,16 @@ def _trainer(file: ConfigurationFile) -> ConfigurationFile:
 
     def number(name: str) -> float:
         value = data[name]  # YAML reads 1e-4 as text
-        try:
-            if isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError, OverflowError):
+            if isinstance(value, (int, float, str)) and not isinstance(value, bool) and math.isfinite(float(value)):
                 return value if isinstance(value, int) else float(value)
-        except ValueError:
-            pass
         raise ConfigurationFileError(file.path, f"{name} is {value!r}, not a number", remedy="give a number")
+
+    def count(name: str) -> int:
+        if (value := number(name)) < 1 or value % 1:
+            reason = f"{name} is {data[name]!r}"
+            raise ConfigurationFileError(file.path, reason, remedy="give a whole number of 1 or more")
+        return int(value)
 
     arguments = {name: number(name) for name in _ARGUMENTS if data.get(name) is not None}
     if data.get("warmup_ratio") is not None and not arguments.get("warmup_steps"):
@@ -275,7 +281,7 @@ def _trainer(file: ConfigurationFile) -> ConfigurationFile:
     file = replace(
         file,
         arguments=arguments,
-        batch_arguments={name: int(number(name)) for name in _BATCH_ARGUMENTS if data.get(name) is not None},
+        batch_arguments={name: count(name) for name in _BATCH_ARGUMENTS if data.get(name) is not None},
         precision=asked[0] if asked else "fp32" if in_fp32 else None,
         activation_checkpointing=data.get("gradient_checkpointing") is True,
     )

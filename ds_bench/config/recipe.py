@@ -387,8 +387,9 @@ def recipe_of(options: Options, make_config: MakeConfig, rows: list[Strategy]) -
         data["training"]["local_batch_size"] = "auto"
     if options.auto_seq:
         data["training"]["seq_len"] = "auto"
-    if options.family == "offload" and options.nvme_path is not None and "nvme" not in options.strategies:
-        data["configurations"]["strategies"].append("nvme")
+    names = data["configurations"].get("strategies")
+    if options.family == "offload" and names and options.nvme_path is not None and "nvme" not in names:
+        names.append("nvme")
     # The configurations of a script whose function was edited, without unchanged batch keys. torch's engines do not use
     # the function.
     inline = {}

@@ -2,7 +2,7 @@
 
 It reads only the YAML that a recipe needs, so that a short file cannot become a huge value: anchors and aliases, tags,
 several documents, repeated keys, and large or deeply nested files are refused. Plain scalars follow YAML 1.2:
-``1e-4`` is a number; ``no`` and ``on`` are strings.
+``1e-4`` is a number; ``no``, ``on`` and ``1_000`` are strings.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LARGEST_FILE_BYTES = 2**17
 MAX_LEVELS = 20
 """Nested blocks; a recipe with whole DeepSpeed configurations has eight."""
 _MAX_DIGITS = 40
-_INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
+_INTEGER = re.compile(r"[-+]?[0-9]+")
 FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 _WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
 _REMEDY = "see docs/recipes.md for examples"
@@ -184,10 +184,11 @@ def _scalar(name: str, node: Any, path: KeyPath) -> Any:
         return text
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
-    if not FLOAT.fullmatch(text) and not _INTEGER.fullmatch(text):
+    if not FLOAT.fullmatch(text):
         return text
     if len(text) > _MAX_DIGITS or not math.isfinite(number := float(text)):
-        _refuse(name, node, f"{text[:20]}… is not a number that a recipe can use", "give a smaller one")
+        shown = text if len(text) <= 20 else f"{text[:20]}…"
+        _refuse(name, node, f"{shown} is not a number that a recipe can use", "give a smaller one")
     if _INTEGER.fullmatch(text):
         return int(text)
     return text if path[:1] == ("axes",) else number  # names of axis rows keep the text: 1e8

@@ -32,6 +32,15 @@ def test_missing_file_is_empty_and_one_in_no_folder_cannot_be_written(tmp_path: 
         store.edit(tmp_path / "none" / "baselines.json", lambda entries: entries)
 
 
+def test_error_of_a_change_is_not_reported_as_a_failed_write(tmp_path: Path) -> None:
+    def fail(_entries: store.Entries) -> store.Entries:
+        raise ValueError("zero1 ended with OOM")
+
+    with pytest.raises(ValueError, match=r"^zero1 ended with OOM$"):
+        store.edit(tmp_path / "baselines.json", fail)
+    assert not (tmp_path / "baselines.json").exists()
+
+
 def test_entries_are_sorted_and_a_symbolic_link_stays_one_with_the_lock_of_its_file(tmp_path: Path) -> None:
     real, link = tmp_path / "real.json", tmp_path / "link.json"
     link.symlink_to(real)

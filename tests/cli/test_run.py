@@ -217,6 +217,7 @@ FLAGS = [
     ("zero", "--model tiny --activation-checkpointing --dropout 0.0 --num-gpus 2 --cpu-memory-limit 3 --relative-to 2"),
     ("offload", "--model tiny --stage 2 --strategies none cpu_optimizer"),
     ("offload", "--model tiny --nvme-path /nonexistent --trust-remote-code"),
+    ("offload", "--model tiny --nvme-path /nonexistent --configs mine.json"),
     ("zero", "--model tiny --stages 0 --strategies ddp --configs mine.json --keep-batch --relative-to mine"),
     ("zero", "--model tiny --stages 1 --monitor tensorboard --checkpoint --profile torch --profile-steps 3"),
     ("zero", "--model tiny --stages 0 2 --axis overlap_comm=true,false --axis reduce_bucket_size=5e7,1000000"),

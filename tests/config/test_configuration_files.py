@@ -118,6 +118,19 @@ REFUSED = {
     "gone.yaml": ("deepspeed: nowhere.json", "the folders above it or the current folder /"),
     "itself.yaml": ("deepspeed: itself.yaml\nbf16: true", "itself.yaml is not a DeepSpeed configuration"),
     "rate.yaml": ("deepspeed: {fp16: {}}\nlearning_rate: fast", "learning_rate is 'fast'"),
+    "endless.yaml": ("deepspeed: {fp16: {}}\nlearning_rate: inf", "learning_rate is 'inf', not a number"),
+    "zero.yaml": (
+        "deepspeed: {fp16: {}}\nper_device_train_batch_size: 0",
+        "per_device_train_batch_size is 0",
+    ),
+    "half.yaml": (
+        "deepspeed: {fp16: {}}\ngradient_accumulation_steps: 0.5",
+        "gradient_accumulation_steps is 0.5",
+    ),
+    "negative.yaml": (
+        "deepspeed: {fp16: {}}\nper_device_train_batch_size: -2",
+        "per_device_train_batch_size is -2",
+    ),
     "both.yaml": ("deepspeed: {fp16: {}}\nbf16: true\nfp16: true", "bf16 and fp16 are both true"),
     "null.json": ('{"deepspeed": null, "bf16": true}', "deepspeed is null"),
     "fp8.yaml": ("mixed_precision: fp8\ndeepspeed_config: {zero_stage: 2}", "mixed_precision fp8"),

@@ -52,7 +52,8 @@ REFUSED = {
     "a: !!python/object/apply:os.system [x]": "the tag tag:yaml.org,2002:python/object/apply:os.system is not read",
     "[" * 1000: "nested deeper than 20 levels",
     "training:\n\tsteps: 1": "r.yaml, line 2: not YAML",
-    "training: {steps: " + "9" * 5000 + "}": "is not a number that a recipe can use",
+    "training: {steps: " + "9" * 5000 + "}": "line 1: 9{20}… is not a number that a recipe can use",
+    "training: {steps: 1e999}": "line 1: 1e999 is not a number that a recipe can use",
     "training: {global_batch_size: 8, grad_accum: 2}": "Give one of them",
     "training: {global_batch_size: 8, local_batch_size: auto}": "local_batch_size auto",
     "training: {seq_len: []}": "has no values",
@@ -88,8 +89,8 @@ def test_wrong_values_are_refused_in_one_line_with_their_place(tmp_path: Path, s
 
 
 def test_numbers_and_words_are_those_of_yaml_1_2() -> None:
-    data = recipe_file.parse_recipe("{a: [1e-4, 5e8, 1_000, 010, -0.5, no, '1', null, 12:30]}").data
-    assert repr(data["a"]) == "[0.0001, 500000000.0, 1000, 10, -0.5, 'no', '1', None, '12:30']"
+    data = recipe_file.parse_recipe("{a: [1e-4, 5e8, 1_000, 7_, 010, -0.5, no, '1', null, 12:30]}").data
+    assert repr(data["a"]) == "[0.0001, 500000000.0, '1_000', '7_', 10, -0.5, 'no', '1', None, '12:30']"
 
 
 def test_an_empty_recipe_is_the_script_without_flags() -> None:

@@ -34,8 +34,9 @@ def test_tensorboard_shows_every_trial(
 ) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monkeypatch.chdir(tmp_path)
-    for _ in range(2):  # copied again, a trial has its steps once
-        assert commands.main(["report", str(run), "--to", "tensorboard"]) == 0
+    interrupted = fakes.write_run(tmp_path / "other", []).folder  # it has no trials and is left out
+    for others in ([], [str(interrupted)]):  # copied again, a trial has its steps once
+        assert commands.main(["report", str(run), *others, "--to", "tensorboard"]) == 0
         look = "TensorBoard: 3 runs in tensorboard. To view: tensorboard --logdir tensorboard"
         assert look in capsys.readouterr().err
     folders = tmp_path / "tensorboard" / run.name
