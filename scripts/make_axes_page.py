@@ -22,7 +22,7 @@ INTRODUCTION = f"""# Axes
 Made by `scripts/make_axes_page.py`. `ds-compare axes` prints this list, and `ds-compare axes overlap_comm` one axis.
 
 An axis is one dimension along which rows differ. `--axis NAME=V1,V2,…` makes a row for each value, wherever the axis
-applies. Several `--axis` make every combination, up to {MAX_ROWS} rows:
+applies. Several axes give every combination, up to {MAX_ROWS} rows:
 
 ```sh
 python zero_stage_comparison.py --model gpt2 --stages 2 3 --axis overlap_comm=true,false  # trains
@@ -38,7 +38,8 @@ A row is named `zero2+overlap_comm=false` in flags such as `--relative-to`, and 
 - Nothing runs if two axes set one key to different values.
 - "changes" is what to expect from the axis. The categories of the ledger are in [metrics](metrics.md#memory). "Peak
   memory within a step" is about tensors that live only during a phase, which the ledger does not see. "Losses" means
-  that the arithmetic changes; such a row is compared only with rows of the same value.
+  that the arithmetic changes: the losses of such a row are compared only among rows with the same value. Rows of
+  different `precision` are compared with the tolerance of the coarser format.
 - Sources are files of DeepSpeed 0.19.8, unless they name another project. #1234 is an issue or pull request of
   DeepSpeed.
 """

@@ -16,12 +16,13 @@ from ds_bench.cli import arguments, commands  # noqa: E402
 INTRODUCTION = """# Flags
 
 Made by `scripts/make_flags_page.py`; `--help` of each command says the same. Flags cannot be abbreviated. `--gpus` and
-`--num_gpus` are other names of `--num-gpus`.
+`--num_gpus` are aliases of `--num-gpus`.
 
 | exit code | meaning |
 |---|---|
 | 0 | success; for a comparison, at least one row trained |
-| 1 | no row trained, or with `--strict` one failed; `check` found an error or warning; `plan` found nothing that fits |
+| 1 | no row trained, or with `--strict` one failed; `check` found an error or warning; `plan` found nothing that \
+fits; `ops` could build no op |
 | 2 | a wrong command or file, or a machine that is not ready |
 | 3 | `baseline check` failed |
 | 130 | interrupted |

@@ -177,7 +177,7 @@ COMMANDS: Mapping[str, Command] = {
                               "help": "host memory of one node; strategies must fit in it too"},
             "--batch-size": {**_INTEGER, "default": 4, "help": "micro-batch per GPU (default: 4)"},
             "--seq-length": {**_INTEGER, "help": "tokens per sequence (default: 512, or the model's limit if lower)"},
-            "--varying-lengths": {**_ON, "help": "sequences have up to --seq-length tokens; predictions rise"},
+            "--varying-lengths": {**_ON, "help": "sequence lengths vary, up to --seq-length; more memory is predicted"},
             "--axis": flag_of("axes", dest="axes"),
             "--lora": flag_of("lora"),
             "--freeze": flag_of("freeze"),
@@ -260,7 +260,7 @@ COMMANDS: Mapping[str, Command] = {
                     **_RESULTS, **_BASELINES,
                     "--tolerance": {"type": number(float, {"ge": 0, "lt": 1}), "metavar": "F",
                                     "help": "how far throughput may fall or memory rise, stored with these entries "
-                                            "(default: 0.05)"},
+                                            "(default: an existing entry keeps its own, a new one gets 0.05)"},
                 },
             ),
             "check": Command(

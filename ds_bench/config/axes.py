@@ -32,7 +32,7 @@ CHANGES = {
     "losses": "losses",
     "batch": "tokens per step",
     "build": "memory while the model is built and initialized",
-    "nothing": "nothing in this version",
+    "nothing": "nothing in DeepSpeed 0.19.8",
 }
 """Effects of axes, and their meaning."""
 

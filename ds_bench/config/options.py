@@ -162,7 +162,7 @@ class Options:
         "train only LoRA adapters of rank R (peft), on all linear modules or on those named",
         key="training.lora", metavar="R[:MODULE,...]", limits={"pattern": LORA})
     freeze: str | None = option(str, None,
-        "parameters not to train: vision, or parts of their names (embed_tokens,layers.0.)",
+        "parameters to freeze: vision, or those whose names contain one of these texts, e.g. layers.0.,embed_tokens",
         key="training.freeze", metavar="NAME,...", limits={"min_length": 1})
     pass_type: PassType = option(str, "train",
         "what a step is: the model's forward pass, forward and backward, or a training step; above stage 0 only train",
@@ -172,8 +172,9 @@ class Options:
         key="training.synchronized")
 
     # configurations
-    stages: tuple[int, ...] = option(int, (), "ZeRO stages, in this order", without="0 1 2 3, without --strategies",
-        key="configurations.stages", choices=(0, 1, 2, 3), many=True, arguments={"default": None})
+    stages: tuple[int, ...] = option(int, (), "ZeRO stages, in this order",
+        without="0 1 2 3, unless --strategies or --configs is given", key="configurations.stages",
+        choices=(0, 1, 2, 3), many=True, arguments={"default": None})
     strategies: tuple[str, ...] = option(str, (),
         "strategies, after the stages; none: no offload; all: every stage and offload strategy in one table",
         key="configurations.strategies", choices=(ALL, *STRATEGY_NAMES), many=True, arguments={"default": None})
@@ -195,7 +196,8 @@ class Options:
         "set a key in every DeepSpeed configuration, e.g. zero_optimization.overlap_comm=false; may be repeated",
         key="configurations.deepspeed", metavar="KEY.PATH=VALUE", arguments={"action": "append", "default": []})
     """Each as ``{"zero_optimization": {"overlap_comm": False}}``; they come after ``ds_config``."""
-    common_batch: bool = option(bool, False, "with --batch-size auto: also run all rows at the largest they all train",
+    common_batch: bool = option(bool, False,
+        "with --batch-size auto: also run all rows at the largest micro-batch that all of them train",
         key="configurations.common_batch")
     relative_to: str | None = option(str, None, "row that ratios refer to", without="the first usable row",
         key="configurations.relative_to", metavar="STRATEGY")
@@ -242,7 +244,7 @@ class Options:
     python: str | None = option(str, None, "interpreter that runs the script", without="this one", key="launch.python",
         metavar="PROGRAM", limits={"min_length": 1})
     override_config: bool = option(bool, False, "each row's configuration replaces the one that the script gives to "
-        "DeepSpeed, except batch, optimizer and precision", key="launch.override_config")
+        "DeepSpeed, except batch, optimizer, scheduler and precision", key="launch.override_config")
     accelerate_env: bool = option(bool, False, "pass each row's configuration in Accelerate's environment variables",
         key="launch.accelerate_env")
     engine: str | None = option(str, None, "measure the engine of this model class, if the script has several",
@@ -306,7 +308,8 @@ class Options:
         "tensorboard: also as TensorBoard files; without a value: steps", key="output.monitor", choices=MONITORS,
         arguments={"nargs": "?", "const": "steps"})
     checkpoint: bool = option(bool, False,
-        "save and load a checkpoint of every row, save its 16-bit weights, and time it; the files are removed",
+        "save and load a checkpoint of every row, save its 16-bit weights, and time each of these; the files are "
+        "removed",
         key="output.checkpoint")
     checkpoint_path: str | None = option(str, None, "folder on the disk to save to; adds --checkpoint",
         without="the folder of the results", key="output.checkpoint_path", metavar="DIR")
@@ -317,7 +320,7 @@ class Options:
     # flags without a key
     axes: tuple[AxisValues, ...] = option(str, (),
         "one row for each value, where the axis applies, e.g. overlap_comm=true,false; several axes give every "
-        "combination (the command axes lists them)", flag="--axis", metavar="NAME=V1,V2,...",
+        "combination (ds-compare axes lists the axes)", flag="--axis", metavar="NAME=V1,V2,...",
         arguments={"action": "append", "default": []})
     """The values of each axis."""
     ds_config: Mapping[str, Any] = option(Path, None, "JSON file whose values replace those of every configuration",
@@ -334,7 +337,7 @@ class Options:
         "(docs/recipes.md)", metavar="I/N")
     """The part of the plan that this run has; None for all of it."""
     dry_run: bool = option(bool, False,
-        "print each trial's configuration and command (run: only with --verbose); run nothing")
+        "print each trial's configuration and command (ds-compare run: only with --verbose); run nothing")
     print_recipe: bool = option(bool, False, "print the recipe of this comparison; run nothing")
     format: str = option(str, "table", "format of the summary", choices=("table", "markdown", "json"))
     quiet: bool = option(bool, False, "print only the summary")

@@ -90,8 +90,8 @@ def _section(name: str, purpose: str, **more_keys: Any) -> Any:
 _LENGTH = "Tokens per sequence, if training.seq_len is not set."
 _PARAMETERS = "Its parameters under DeepSpeed's names, such as lr and weight_decay."
 _AXES = (
-    "Name of an axis → its values: one row for each, wherever the axis acts; several axes make every combination (the "
-    "command axes lists them)."
+    "Name of an axis → its values: one row for each, where the axis applies; several axes give every combination "
+    "(ds-compare axes lists the axes)."
 )
 _ROWS = "The rows of the comparison. Without stages, strategies, configs and inline: stages 0, 1, 2 and 3."
 # fmt: off
