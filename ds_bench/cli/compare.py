@@ -13,7 +13,7 @@ from ..analysis.before_after import compare_before_after
 from ..analysis.comparison import ComparisonRow, rows_called
 from ..analysis.row_difference import RowDifference, explain
 from ..errors import UsageError
-from ..report.before_after_report import as_data, junit_cases, lines, markdown_table
+from ..report.before_after_report import as_data, changes_table, junit_cases
 from ..report.comparison_report import ComparisonReport
 from ..report.junit import junit_text
 from ..report.row_explanation import explanation_lines
@@ -33,10 +33,10 @@ def show_changes(
     if as_json:
         terminal.print_json(json.dumps(as_data(comparison), indent=1, allow_nan=False, ensure_ascii=False))
     elif markdown:
-        terminal.print_text(markdown_table(comparison))
+        terminal.print_text(changes_table(comparison).to_markdown())
     else:
-        for line in lines(comparison):
-            terminal.print_text(line)
+        for line in changes_table(comparison).to_terminal(terminal.width_of(sys.stdout)):
+            terminal.print_text(line.text)
     if junit is not None:
         write_output("--junit", junit, junit_text("ds_bench compare", junit_cases(comparison)))
     return 0

@@ -1,4 +1,4 @@
-"""Two results row by row: as text, as a Markdown table, for JSON, and as tests for CI."""
+"""Two results row by row: as a table, for JSON, and as tests for CI."""
 
 from __future__ import annotations
 
@@ -13,39 +13,17 @@ from ..analysis.intervals import RatioInterval
 from ..analysis.merge_results import identity
 from ..records.schema import INTERRUPTED, SKIPPED, UNSUPPORTED
 from .junit import TestCase
-from .table_layout import Column, make_table
+from .table_layout import Column, Table, make_table
 
 
-def lines(comparison: BeforeAfter) -> Iterator[str]:
-    """Yield the comparison as text: the rows, then the differences between machines, versions and settings."""
-    width = max((len(row.label) for row in comparison.rows), default=0)
-    labels_of = _labels_by_remark(comparison)
-    # Each row with its own remarks, then each remark that several rows share.
-    for row in comparison.rows:
-        yield f"{row.label:<{width}}  {_figures(row)}"
-        for text, labels in labels_of.items():
-            if labels == [row.label]:
-                yield f"{'':<{width}}    {text}"
-    for text, labels in labels_of.items():
-        if len(labels) > 1:
-            yield f"{'all rows' if len(labels) == len(comparison.rows) else '; '.join(labels)}: {text}"
-    yield ""
-    yield from _general_lines(comparison)
-
-
-def markdown_table(comparison: BeforeAfter) -> str:
-    """Return a table of each row's figures, with all remarks below it."""
-    columns: list[Column[RowChange]] = [
-        Column("Row", lambda row: row.label),
-        Column("Before", lambda row: _throughput(row.before)),
-        Column("After", lambda row: _throughput(row.after)),
-        Column("Ratio", lambda row: units.format_ratio(row.ratio)),
-        Column("95 % interval", lambda row: _interval_text(row.interval) if row.ratio is not None else units.MISSING),
-        Column("Memory", lambda row: "; ".join(_memory_changes(row)) or units.MISSING),
+def changes_table(comparison: BeforeAfter) -> Table:
+    """Return a line for each row, with all remarks below, then the differences of machines, versions and settings."""
+    table = make_table(_COLUMNS, comparison.rows, always=len(_COLUMNS))
+    remarks = [
+        f"{'all rows' if len(labels) == len(comparison.rows) > 1 else '; '.join(labels)}: {text}"
+        for text, labels in _labels_by_remark(comparison).items()
     ]
-    table = make_table(columns, comparison.rows, always=len(columns))
-    remarks = [f"{'; '.join(labels)}: {text}" for text, labels in _labels_by_remark(comparison).items()]
-    return replace(table, notes=[*remarks, *_general_lines(comparison)]).to_markdown()
+    return replace(table, notes=[*remarks, *_general_lines(comparison)])
 
 
 def as_data(comparison: BeforeAfter) -> dict[str, Any]:
@@ -120,30 +98,13 @@ def _labels_by_remark(comparison: BeforeAfter) -> dict[str, list[str]]:
     return labels_of
 
 
-def _figures(row: RowChange) -> str:
-    parts = [f"{_throughput(row.before)} → {_throughput(row.after)}"]
-    if row.before is None or row.after is None:
-        return parts[0]
-    if row.ratio is not None:
-        of = "" if row.interval is None else "95 % interval "
-        parts.append(f"{units.format_ratio(row.ratio)} ({of}{_interval_text(row.interval)})")
-    return "; ".join([*parts, *_memory_changes(row)])
-
-
-def _interval_text(interval: RatioInterval | None) -> str:
-    if interval is None:
+def _interval_text(row: RowChange) -> str:
+    if row.ratio is None:
+        return units.MISSING
+    if row.interval is None:
         return "not tested: fewer than three runs"
-    unsure = ", too wide to decide anything" if interval.too_wide else ", within the noise"
-    return f"{interval.low:.2f} to {interval.high:.2f}{'' if interval.distinguishable else unsure}"
-
-
-def _memory_changes(row: RowChange) -> list[str]:
-    if row.before is None or row.after is None:
-        return []
-    return [
-        *_memory_change("GPU", row.before.gpu_peak_bytes, row.after.gpu_peak_bytes),
-        *_memory_change("CPU", row.before.host_peak_bytes, row.after.host_peak_bytes),
-    ]
+    unsure = ", too wide to decide anything" if row.interval.too_wide else ", within the noise"
+    return f"{row.interval.low:.2f} to {row.interval.high:.2f}{'' if row.interval.distinguishable else unsure}"
 
 
 def _throughput(row: ComparisonRow | None) -> str:
@@ -154,11 +115,29 @@ def _throughput(row: ComparisonRow | None) -> str:
     return f"{units.format_rate(row.tokens_per_second)} {row.rate_unit}"
 
 
-def _memory_change(name: str, before: int | None, after: int | None) -> list[str]:
-    if before is None or after is None:
-        return []
-    sign = "+" if after >= before else "-"
-    return [f"{name} memory {units.format_bytes(after)} ({sign}{units.format_bytes(abs(after - before))})"]
+def _memory_changes(row: RowChange) -> str:
+    changes = []
+    for name, attribute in (("GPU", "gpu_peak_bytes"), ("CPU", "host_peak_bytes")):
+        before, after = getattr(row.before, attribute, None), getattr(row.after, attribute, None)
+        if before is not None and after is not None:
+            sign = "+" if after >= before else "-"
+            changes.append(f"{name} {units.format_bytes(after)} ({sign}{units.format_bytes(abs(after - before))})")
+    return ", ".join(changes) or units.MISSING
+
+
+_COLUMNS: tuple[Column[RowChange], ...] = (
+    Column("Row", lambda row: row.label),
+    Column("Before", lambda row: _throughput(row.before)),
+    Column("After", lambda row: _throughput(row.after)),
+    Column("Ratio", lambda row: units.format_ratio(row.ratio)),
+    Column("95 % interval", _interval_text, left=True),
+    Column("Memory", _memory_changes, left=True, priority=1, noted=True),
+)
+
+
+def _figures(row: RowChange) -> str:
+    cells = ((column.heading, column.cell(row)) for column in _COLUMNS[1:])
+    return "; ".join(f"{heading}: {text}" for heading, text in cells if text != units.MISSING)
 
 
 def junit_cases(comparison: BeforeAfter) -> list[TestCase]:

@@ -15,7 +15,7 @@ from ds_bench.cli.commands import main
 from ds_bench.config.spec import Trial
 from ds_bench.config.training_script import Script
 from ds_bench.records.schema import METHOD_VERSION, TrialRecord
-from ds_bench.report.before_after_report import lines
+from ds_bench.report.before_after_report import changes_table
 from ds_bench.system.environment import Environment
 from tests.support import fakes
 
@@ -42,6 +42,10 @@ def of(folder: Path, before: list[TrialRecord], after: list[TrialRecord], on: En
     a, b = (fakes.write_run(folder / name, rows, on=env).folder for name, rows, env in
             (("a", before, None), ("b", after, on)))  # fmt: skip
     return compare_before_after(load(a), load(b))
+
+
+def notes(found: BeforeAfter) -> list[str]:
+    return list(changes_table(found).notes)
 
 
 def with_bucket(size: int) -> dict[str, Any]:
@@ -91,8 +95,8 @@ def test_a_difference_is_named_and_decides_whether_there_is_a_ratio(case: str, t
     after, on, compares, named = CHANGES[case]
     found = of(tmp_path, runs(2, 0.2), after, on)
     assert (found.rows[0].ratio is not None) == compares
-    assert named in "\n".join(lines(found))
-    assert not any(line.strip().startswith("before:") for line in lines(found))
+    assert named in f"{changes_table(found).rows} {notes(found)}"
+    assert not any(": before: " in note for note in notes(found))
 
 
 def test_losses_of_one_oddity_on_both_sides_are_still_compared(tmp_path: Path) -> None:
@@ -117,26 +121,28 @@ def test_markdown_and_json_have_the_rows_of_the_text(tmp_path: Path, capsys: pyt
     assert (two["after"], two["ratio"], two["incomparable_reasons"]) == (None, None, ["only in BEFORE"])
     assert main(["compare", *folders, "--markdown"]) == 0
     out = capsys.readouterr().out
-    assert "| ZeRO-1 | 5,120 tokens/s | 10,240 tokens/s | 2.00x | 2.00 to 2.00 | GPU memory 8.00 GB" in out
+    assert "| ZeRO-1 | 5,120 tokens/s | 10,240 tokens/s | 2.00x | 2.00 to 2.00 | GPU 8.00 GB" in out
     assert "- ZeRO-2: no ratio: only in BEFORE" in out
     assert main(["compare", *folders, "--markdown", "--json"]) == 2
 
 
-def test_the_text_reads_row_by_row_and_a_shared_remark_is_printed_once(tmp_path: Path) -> None:
+def test_a_row_is_a_line_and_a_shared_remark_is_printed_once(tmp_path: Path) -> None:
     """Ten steps of 512 tokens on two cards in 0.2 s; three steady runs that are 25 % faster have an interval."""
     work = fakes.workload(warmup_steps=3)
     before = [*runs(1, 0.2), *runs(2, 0.2), *runs(0, 0.100, 0.102, 0.101)]
     after = [*runs(1, 0.2, of=work), *runs(3, 0.1, of=work), *runs(0, 0.080, 0.081, 0.079, of=work)]
-    same_memory = "GPU memory 8.00 GB (+0 B); CPU memory 4.00 GB (+0 B)"
-    assert list(lines(of(tmp_path, before, after))) == [
-        f"ZeRO-1  5,120 tokens/s → 5,120 tokens/s; 1.00x (not tested: fewer than three runs); {same_memory}",
-        "ZeRO-2  5,120 tokens/s → absent",
-        "          no ratio: only in BEFORE",
-        f"ZeRO-0  10,139 tokens/s → 12,801 tokens/s; 1.26x (95 % interval 1.23 to 1.30); {same_memory}",
-        "ZeRO-3  absent → 10,240 tokens/s",
-        "          no ratio: only in AFTER",
+    table = changes_table(of(tmp_path, before, after))
+    memory = "GPU 8.00 GB (+0 B), CPU 4.00 GB (+0 B)"
+    assert table.rows == [
+        ("ZeRO-1", "5,120 tokens/s", "5,120 tokens/s", "1.00x", "not tested: fewer than three runs", memory),
+        ("ZeRO-2", "5,120 tokens/s", "absent", "—", "—", "—"),
+        ("ZeRO-0", "10,139 tokens/s", "12,801 tokens/s", "1.26x", "1.23 to 1.30", memory),
+        ("ZeRO-3", "absent", "10,240 tokens/s", "—", "—", "—"),
+    ]
+    assert table.notes == [
         "ZeRO-1; ZeRO-0: changed: warmup_steps 2 against 3",
-        "",
+        "ZeRO-2: no ratio: only in BEFORE",
+        "ZeRO-3: no ratio: only in AFTER",
         "same hardware and versions",
         "intervals cover differences within a session; to see those between sessions, measure the same code twice",
     ]
@@ -156,22 +162,22 @@ def test_results_without_their_machine_have_no_ratio_and_one_line_says_why(tmp_p
     found = compare_before_after(flat(tmp_path / "a", runs(2, 0.2), old=True), flat(tmp_path / "b", runs(2, 0.1)))
     assert found.environment_unknown
     assert found.rows[0].ratio is None
-    (said,) = [line for line in lines(found) if "no ratio" in line]
+    (said,) = [line for line in notes(found) if "no ratio" in line]
     assert "hardware and versions of" in said
-    assert not any("same hardware" in line for line in lines(found))
+    assert not any("same hardware" in line for line in notes(found))
 
 
 def test_flat_results_are_compared_by_their_columns(tmp_path: Path) -> None:
     before = flat(tmp_path / "a", runs(2, 0.2))
     same = compare_before_after(before, flat(tmp_path / "b", runs(2, 0.1)))
     assert (same.rows[0].ratio, same.rows[0].changes) == (pytest.approx(2), ())
-    assert list(lines(same))[-1] == "same hardware, versions and settings"
+    assert notes(same)[-1] == "same hardware, versions and settings"
     moved = compare_before_after(before, flat(tmp_path / "c", runs(2, 0.1), fakes.environment(cpu_model="Intel Xeon")))
     assert (moved.rows[0].ratio, moved.hardware) == (None, ("CPU AMD EPYC 9654 against Intel Xeon",))
     changed = [replace(r, trial=replace(r.trial, ds_config={**r.trial.ds_config, "x": 1})) for r in runs(2, 0.1)]
     other = compare_before_after(before, flat(tmp_path / "d", changed))
     assert other.rows[0].changes == ("the DeepSpeed configuration (only its hash is known)",)
-    assert list(lines(other))[-1] == "same hardware and versions"
+    assert notes(other)[-1] == "same hardware and versions"
 
 
 def test_facts_that_a_flat_row_lacks_are_not_differences(tmp_path: Path) -> None:
@@ -242,6 +248,6 @@ def test_a_script_in_two_environments_has_a_ratio_and_another_script_has_none(tm
 
     upgraded = of(tmp_path / "1", measured(own), measured(replace(own, python="/new/bin/python")), NEWER)
     assert upgraded.rows[0].ratio is not None
-    assert "script.python /old/bin/python against /new/bin/python" in "\n".join(lines(upgraded))
+    assert "script.python /old/bin/python against /new/bin/python" in "\n".join(notes(upgraded))
     edited = of(tmp_path / "2", measured(own), measured(replace(own, digest="def")))
     assert edited.rows[0].ratio is None
