@@ -1,7 +1,7 @@
 """Merges several results into groups of rows that may stand in one table, with their repeats pooled.
 
 Rows of equal workload, placement and method form a group, and their repeats are runs of one row. Results of different
-environments form groups of their own, whose titles name the differences; a run that was given twice counts once.
+environments form groups of their own, whose notes name the differences; a run that was given twice counts once.
 :mod:`comparison` compares the rows of a group, and :mod:`before_after` the rows of two results.
 """
 
@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config.identity import Difference, differences, facts, row_key, work_key
+from ..config.identity import differences, facts, row_key, work_key
 from ..system.environment import Environment, comparability_differences, setting_differences
+from ..units import format_items
 from . import provenance
 from .comparability import may_differ
 from .load_results import Result
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 _VARIED = ("ds_config", "name", "engine", "variables", "repeat", "inspection")
 """Facts and roles (``config.identity``) in which rows of one group may differ."""
-_MAX_DIFFERENCES_IN_TITLE = 3
-"""A note names all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +32,7 @@ class ResultGroup:
     """Rows that may be in one table."""
 
     facts: tuple[str, ...]
-    """Workload and devices; if another group has the same facts, followed by the differences between the two."""
+    """Workload and devices; followed by the sources if another group has the same facts."""
     runs: tuple[Run, ...]
     """In the order of the results; repeats of one configuration have consecutive numbers."""
     environments: tuple[Environment, ...]
@@ -49,11 +48,6 @@ class ResultGroup:
     notes: tuple[str, ...]
     sources: tuple[Path, ...]
     """Paths that the user named, without results that have no row in this group."""
-
-    @property
-    def title(self) -> str:
-        """The facts in one line."""
-        return " · ".join(self.facts)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,26 +81,20 @@ class _GroupBuilder:
         leave_out = (*_VARIED, *may_differ(ours, theirs))
         return work_key(ours, leave_out=leave_out) == work_key(theirs, leave_out=leave_out)
 
-    def environment_differences(self, other: _GroupBuilder) -> list[str]:
-        """Return differences of hardware and versions. An environment that only one side knows is a difference."""
+    def differences(self, other: _GroupBuilder) -> list[str]:
+        """Return differences of hardware, versions and method. An environment known of only one side is one."""
         ours, theirs = self.environment, other.environment
+        found = []
         if ours is not None and theirs is not None:
-            return comparability_differences(ours, theirs)
-        if ours is not None or theirs is not None:
+            found = comparability_differences(ours, theirs)
+        elif ours is not None or theirs is not None:
             # Unknown is not the same: pooled, two machines might pass for one.
             names = [(each.hostname or "of an unnamed host") if each else "unknown" for each in (ours, theirs)]
-            return [f"environment {names[0]} against {names[1]}"]
-        known = None not in (self.device, other.device)
-        return [f"device {self.device} against {other.device}"] if known and self.device != other.device else []
-
-    def differences(self, other: _GroupBuilder) -> Iterator[str]:
-        """Return all differences, first of the environments."""
-        yield from self.environment_differences(other)
-        found = differences(*(facts(each.first.trial, leave_out=_VARIED) for each in (self, other)))
+            found = [f"environment {names[0]} against {names[1]}"]
+        elif self.device and other.device and self.device != other.device:
+            found = [f"device {self.device} against {other.device}"]
         methods = [each.first.row.method_version for each in (self, other)]
-        if methods[0] != methods[1]:
-            found.append(Difference("method of measurement", *methods))
-        yield from (each.text for each in found)
+        return [*found, *([f"method of measurement {methods[0]} against {methods[1]}"] if len({*methods}) > 1 else [])]
 
     def build(self, facts: tuple[str, ...], notes: Iterable[str]) -> ResultGroup:
         """Return the finished group. ``notes`` follow the notes of the results."""
@@ -141,11 +129,18 @@ class _GroupBuilder:
 
 def merge(results: Sequence[Result]) -> tuple[ResultGroup, ...]:
     """Merge results into groups, in order of appearance. A single run is one group, unchanged."""
-    kept, notes = _drop_duplicates(results)
     builders: list[_GroupBuilder] = []
-    for result, runs in zip(results, kept, strict=True):
+    notes: list[str] = []
+    seen: set[tuple[Any, ...]] = set()
+    # Records first: of a run given twice, the record is kept rather than its flat row.
+    for result in sorted(results, key=lambda each: not each.has_records):
+        new = [run for run in result.runs if identity(run.row) not in seen]
+        if len(new) < len(result.runs):
+            repeated = format_items(len(result.runs) - len(new), "row")
+            notes.append(f"{result.source}: {repeated} also in another result, counted once")
+        seen.update(identity(run.row) for run in new)
         known: dict[tuple[object, ...], _GroupBuilder] = {}
-        for run in runs:
+        for run in new:
             trial, method_version = run.trial, run.row.method_version
             parts = id(trial.workload), id(trial.placement)  # rows of one file share these objects
             # Found once for each key: _find_group compares a row with every group.
@@ -153,47 +148,20 @@ def merge(results: Sequence[Result]) -> tuple[ResultGroup, ...]:
             if key not in known:
                 known[key] = _find_group(builders, run, result)
             known[key].add(run, result)
+    titles = [provenance.facts(builder.runs) for builder in builders]
     groups = []
-    plain = [provenance.facts(builder.runs) for builder in builders]
-    for builder, title in zip(builders, plain, strict=True):
-        others = [(other, own) for other, own in zip(builders, plain, strict=True) if other is not builder]
-        # Groups with the same facts are told apart by their differences.
-        same = next((other for other, own in others if own == title), None)
-        found = list(builder.differences(same)) if same else []
-        if len(found) > _MAX_DIFFERENCES_IN_TITLE:
-            found[_MAX_DIFFERENCES_IN_TITLE:] = [f"{len(found) - _MAX_DIFFERENCES_IN_TITLE} more differences"]
-        apart = [
-            f"not pooled with {other.sources}, and no ratio is given between the two, as these differ: "
-            + "; ".join(builder.differences(other))
-            for other, _ in others
-            if other.same_request(builder)
-        ]
-        groups.append(builder.build((*title, "; ".join(found)) if found else title, [*apart, *notes]))
+    for builder, title in zip(builders, titles, strict=True):
+        same_title = titles.count(title) > 1
+        own_notes = []
+        for other, other_title in zip(builders, titles, strict=True):
+            if other is not builder and (title == other_title or other.same_request(builder)):
+                settings = differences(*(facts(each.first.trial, leave_out=_VARIED) for each in (builder, other)))
+                found = "; ".join([*builder.differences(other), *(each.text for each in settings)])
+                own_notes.append(
+                    f"not pooled with {other.sources}, and no ratio is given between the two, as these differ: {found}"
+                )
+        groups.append(builder.build((*title, builder.sources) if same_title else title, [*own_notes, *notes]))
     return tuple(groups)
-
-
-def _drop_duplicates(results: Sequence[Result]) -> tuple[list[list[Run]], list[str]]:
-    """The runs of each result without those that another one holds too, and notes on what was dropped.
-
-    The first result keeps the run, but a record is preferred to its flat row.
-    """
-    if len(results) == 1:
-        return [list(results[0].runs)], []
-    identities = [[identity(run.row) for run in result.runs] for result in results]
-    owners: dict[object, int] = {}
-    # Results with records first, and in the order given among equals.
-    for number in sorted(range(len(results)), key=lambda number: not results[number].has_records):
-        for each in identities[number]:
-            owners.setdefault(each, number)
-    kept, notes = [], []
-    for number, result in enumerate(results):
-        own = [owners[each] for each in identities[number]]
-        kept.append([run for run, owner in zip(result.runs, own, strict=True) if owner == number])
-        for owner, count in Counter(own).items():
-            if owner != number:
-                rows = "1 row is" if count == 1 else f"{count} rows are"
-                notes.append(f"{result.source}: {rows} already in {results[owner].source}: counted once")
-    return kept, notes
 
 
 def identity(row: Row) -> tuple[Any, ...]:
@@ -212,8 +180,7 @@ def _find_group(builders: list[_GroupBuilder], run: Run, result: Result) -> _Gro
         device=next((each.row.device for each in result.runs if each.row.device), None),
     )
     for builder in builders:
-        same_method = builder.first.row.method_version == new.first.row.method_version
-        if same_method and builder.same_request(new) and not builder.environment_differences(new):
+        if builder.same_request(new) and not builder.differences(new):
             return builder
     builders.append(new)
     return new
