@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import importlib
 import json
 import os
 import re
@@ -34,10 +35,11 @@ from .doctor.findings import SystemAccess
 from .errors import PreflightError, ResultsNotWrittenError, UsageError
 from .launch import Launcher, Limits, rank_environment
 from .launch.host_connections import Hosts
+from .launch.ops import is_built
 from .launch.scratch import remove_abandoned
 from .launch.script_ranks import script_words
 from .launch.trial import launch_command
-from .launch.warm_launcher import choose_launcher
+from .launch.warm_launcher import choose_launcher, forks_ranks, start_server
 from .planning import largest_batch_search
 from .planning.trial_planner import Plan, RunPlan, make_run_plan, refuse_unresolved
 from .prediction import trial_predictions
@@ -127,6 +129,7 @@ def run_comparison(
                 # Locks come before the checks, which would find a card in use by the run that is waited for.
                 machine, notes = stack.enter_context(_devices_of_run(plan, machine, hosts))
                 with processes.raising_on_interrupt():
+                    _start_loading(plan)
                     require_ready(plan, machine, nvme_folder, hosts)
                 # Only after the checks: a run that is refused leaves no empty folder.
                 if options.resume is not None:
@@ -200,6 +203,20 @@ def _devices_of_run(plan: RunPlan, machine: Machine, hosts: Hosts | None) -> Ite
                     environment = host_checks.environment_with_hosts(hosts, placement, machine.environment)
                     machine = replace(machine, environment=environment)
         yield machine, [*plan.notes, *locks.notes]
+
+
+def _start_loading(plan: RunPlan) -> None:
+    """Start the preloaded server before the checks if no op has to be built for it; loading takes seconds.
+
+    What this process needs between trials, or after the last one, is loaded on the other core meanwhile.
+    """
+    if not forks_ranks(plan.placement, plan.trials):
+        return
+    names = rank_environment.ops_of(plan.placement, plan.configurations)
+    if all(is_built(name, Path(plan.variables["TORCH_EXTENSIONS_DIR"])) for name in names):
+        start_server({**plan.variables, **rank_environment.preloaded_ops(names)})
+        for module in (f"{__package__}.analysis.row", "scipy.special", "jinja2", "yaml", "rich.text"):
+            importlib.import_module(module)
 
 
 def _require_resumable(plan: RunPlan) -> None:
@@ -470,7 +487,7 @@ class ComparisonRun:
             else:
                 states = host_checks.build_ops(self.hosts, plan.placement, plan.configurations, line.say)
         # Only the ops that are built: loading another one in the preloaded process would build it.
-        ready = {"DS_BENCH_PRELOAD_OPS": ",".join(op for op, state in states.items() if state.ready)}
+        ready = rank_environment.preloaded_ops(op for op, state in states.items() if state.ready)
         plan = replace(plan.map(lambda each: each.with_facts(op_states=states)), variables={**plan.variables, **ready})
         with processes.raising_on_interrupt():
             launcher, why_cold = choose_launcher(

@@ -28,6 +28,12 @@ DERIVED_FROM_USER = {
 """Variables that :func:`rank_environment` makes from the user's, whose value by itself would lack what runs need."""
 
 
+def ops_of(placement: Placement, configurations: Sequence[Configuration]) -> list[str]:
+    """Return the ops that these configurations need here."""
+    runnable = [each for each in configurations if validation.unsupported_reason(each, placement) is None]
+    return ops.loaded_ops(placement.accelerator, runnable)
+
+
 def build_ops(
     placement: Placement,
     configurations: Sequence[Configuration],
@@ -40,9 +46,8 @@ def build_ops(
 
     ``python``: the interpreter of a user's script; None for this one.
     """
-    runnable = [each for each in configurations if validation.unsupported_reason(each, placement) is None]
     folder = Path(base_environment["TORCH_EXTENSIONS_DIR"])
-    names = ops.loaded_ops(placement.accelerator, runnable)
+    names = ops_of(placement, configurations)
     return ops.prepare_ops(names, folder, base_environment, say=say, show_elapsed=show_elapsed, python=python)
 
 
@@ -95,6 +100,11 @@ def preload_variables(architectures: Iterable[str]) -> dict[str, str]:
     """Variables that make the preloaded server load these architectures, named as in Transformers."""
     modules = [f"transformers.models.{name}.modeling_{name}" for name in architectures]
     return {"DS_BENCH_PRELOAD": ",".join(modules)} if modules else {}
+
+
+def preloaded_ops(names: Iterable[str]) -> dict[str, str]:
+    """The variable that makes the preloaded server load these ops, which must be built."""
+    return {"DS_BENCH_PRELOAD_OPS": ",".join(names)}
 
 
 def thread_variables(

@@ -53,8 +53,7 @@ class WarmLauncher:
     """
 
     def __init__(self, environment: Mapping[str, str], limits: Limits, otherwise: Launcher | None = None) -> None:
-        # With this the server notices if its parent died before it could ask to die with it (worker/preload.py).
-        self._environment = {**environment, "DS_BENCH_PARENT": str(os.getpid())}
+        self._environment = _with_parent(environment)
         self._limits = limits
         self._otherwise = otherwise
         self._context = multiprocessing.get_context("forkserver")
@@ -67,7 +66,7 @@ class WarmLauncher:
 
         Return None if ranks can be forked from it, else why not.
         """
-        earlier = processes.descendants()
+        earlier = processes.descendants() - {_server()._forkserver_pid}
         try:
             try:
                 return self._probe_server(timeout_seconds)
@@ -82,15 +81,13 @@ class WarmLauncher:
             raise
 
     def _probe_server(self, timeout_seconds: float) -> str | None:
-        _ensure_tracker()
-        self._context.set_forkserver_preload([__name__, _PRELOAD])
         result_file = Path(temporary_folder()) / "probe.json"
         # The answer of an earlier server must not count.
         result_file.unlink(missing_ok=True)
-        with _set_variables(self._environment):  # the server inherits them
+        start_server(self._environment)
+        with _set_variables(self._environment), _without_main():  # should it be started again here
             probe = self._context.Process(target=_write_probe_result, args=(str(result_file),), daemon=True)
-            with _without_main():
-                probe.start()
+            probe.start()
         probe.join(timeout_seconds)
         if probe.is_alive():
             probe.kill()
@@ -167,6 +164,26 @@ class WarmLauncher:
         return Leader(process.pid or 0, wait)
 
 
+def start_server(environment: Mapping[str, str]) -> None:
+    """Start the server unless it runs. It loads while this process goes on; :meth:`WarmLauncher.prepare` waits for it.
+
+    ``environment``: as of :class:`WarmLauncher`.
+    """
+    _ensure_tracker()
+    _server().set_forkserver_preload([__name__, _PRELOAD])
+    with _set_variables(_with_parent(environment)):
+        _server().ensure_running()
+
+
+def _with_parent(environment: Mapping[str, str]) -> dict[str, str]:
+    """Add what tells the server if its parent died before it could ask to die with it (worker/preload.py)."""
+    return {**environment, "DS_BENCH_PARENT": str(os.getpid())}
+
+
+def _server() -> Any:
+    return importlib.import_module("multiprocessing.forkserver")._forkserver
+
+
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
     """Keep processes started in this context from running the user's program again.
@@ -207,7 +224,7 @@ def _forget_server() -> None:
     It checks its server with waitpid, which raises from then on if the dead server was reaped elsewhere, as happens to
     orphans at the end of a trial (multiprocessing/forkserver.py, ensure_running).
     """
-    server: Any = importlib.import_module("multiprocessing.forkserver")._forkserver
+    server = _server()
     with contextlib.suppress(OSError, TypeError):
         os.close(server._forkserver_alive_fd)
     server._forkserver_pid = server._forkserver_alive_fd = server._forkserver_address = None
@@ -234,6 +251,12 @@ def _write_probe_result(result_file: str) -> None:
     Path(result_file).write_text(json.dumps({"reason": reason, "server": os.getppid()}))
 
 
+def forks_ranks(placement: Placement, trials: Sequence[Trial]) -> bool:
+    """Return whether the ranks of these trials may be forked from a preloaded server."""
+    is_script = any(trial.workload.script is not None for trial in trials)
+    return placement.launcher != "deepspeed" and not is_script and not all(trial.not_launched for trial in trials)
+
+
 def choose_launcher(
     requested: str,
     placement: Placement,
@@ -253,8 +276,7 @@ def choose_launcher(
     devices = gpu_indices if on_gpus else None
     launcher: Launcher = DeepSpeedLauncher(variables, limits, device_indices=devices, hosts=hosts)
     note = None
-    is_script = any(trial.workload.script is not None for trial in trials)
-    if placement.launcher != "deepspeed" and not is_script and not all(trial.not_launched for trial in trials):
+    if forks_ranks(placement, trials):
         warm = WarmLauncher(variables, limits, otherwise=None if requested == "warm" else launcher)
         say("loading torch, DeepSpeed and Transformers once for all trials …")
         reason = warm.prepare()

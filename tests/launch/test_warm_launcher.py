@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from ds_bench.launch import warm_launcher
+from ds_bench.system import processes
 from tests.support import fakes
 from tests.support.real_trials import ROOT, SHORT, SUPPORT
 
@@ -33,6 +35,16 @@ def test_a_server_that_is_killed_costs_the_trial_that_runs_and_no_later_one(tmp_
     # Killed before or after it answered: each is a true reason.
     assert reason.startswith(("it died as often as it was started", "the preloaded server did not start"))
     assert done.stderr == ""
+
+
+def test_a_server_that_is_still_loading_ends_with_the_program_that_started_it() -> None:
+    lines = ("warm_launcher.start_server({'DS_ACCELERATOR': 'cpu'})", "print(warm_launcher._server()._forkserver_pid)")
+    program = "; ".join(("from ds_bench.launch import warm_launcher", *lines))
+    pid = int(subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True, cwd=ROOT).stdout)
+    end = time.monotonic() + 10
+    while processes.is_alive(pid) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not processes.is_alive(pid)
 
 
 def test_variables_of_env_reach_ranks_of_a_server_that_an_earlier_run_started(monkeypatch: pytest.MonkeyPatch) -> None:
