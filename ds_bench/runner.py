@@ -440,14 +440,13 @@ class ComparisonRun:
                         record = TrialRecord(trial=trial, outcome=outcome, caveats=trial.caveats)
                     else:
                         record = launcher.launch(trial, store.trial_folder(trial.trial_id), listen)
-                    record = results.with_changes(record)
-                    store.append(record)
-                    # As it is read from the folder, so that this report and a later one of the same files agree.
-                    if (read := store.as_read(record)) is not None:
-                        results.add(read)
+                    self._keep(results.with_changes(record, is_short=False), results)
                     # After every trial, since a killed run gets no chance to write them at the end.
                     store.write_rows(rows_of(results.runs), options.csv)
                     progress.end(record)
+                    if record.trial.prediction and remedies.lacks_room(record):
+                        # A second record, as judging the changes that may help takes seconds.
+                        self._keep(results.with_changes(record, is_short=True), results)
                     remaining = refuse_unresolved(record, remaining)
                     # A signal that came after the end of the trial is in no record.
                     if record.outcome.status == schema.INTERRUPTED or processes.interrupt_requested():
@@ -473,6 +472,13 @@ class ComparisonRun:
         if interrupted and code != INTERRUPTED_CODE:
             raise KeyboardInterrupt
         return code
+
+    def _keep(self, record: TrialRecord, results: ResultBuilder) -> None:
+        """Append a record to the run's file, and make it a result."""
+        self.store.append(record)
+        # As it is read from the folder, so that this report and a later one of the same files agree.
+        if (read := self.store.as_read(record)) is not None:
+            results.add(read)
 
     def _prepare_launcher(self, line: terminal.StatusLine) -> Launcher:
         """Build DeepSpeed's ops, complete the plan by their state, and choose the launcher."""
@@ -696,10 +702,9 @@ class ResultBuilder:
         """The values of the trial's point; empty without a sweep."""
         return self._plan_of(trial).options.point_text
 
-    def with_changes(self, record: TrialRecord) -> TrialRecord:
+    def with_changes(self, record: TrialRecord, *, is_short: bool) -> TrialRecord:
         """Return a record with what changes to its trial save and, if it lacked memory, whether they fit."""
         trial, plan = record.trial, self._plan_of(record.trial)
-        is_short = remedies.lacks_room(record)
         if is_short:
             self._short_rows.add(row_key(trial))
         changed = trial_predictions.with_changes(

@@ -56,6 +56,27 @@ def test_an_exception_of_the_launcher_leaves_what_had_finished(scripted: Scripte
     assert [each.outcome.status for each in RunFolder.open(scripted.folder).records()] == ["Success"]
 
 
+def test_a_trial_is_saved_before_changes_to_it_are_judged_which_takes_seconds(
+    scripted: ScriptedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(what_if, "alternatives", killed)
+        assert scripted.run("--stages", "0", "1", script=FakeLauncher("OOM")) == 130
+    store = RunFolder.open(scripted.folder)
+    assert [each.outcome.status for each in store.records()] == ["OOM"]
+    assert [row["status"] for row in scripted.rows()] == ["❌ OOM"]
+    assert scripted.resume(script=FakeLauncher("OOM")) == 1
+    assert [trial.configuration.stage for trial in scripted.launcher.launched] == [1]
+    # Then the record is saved again, with the changes, and is still one row.
+    assert [bool(each.trial.prediction["alternatives"]) for each in store.records() if each.trial.prediction] == [
+        False, False, True
+    ]  # fmt: skip
+    assert [run.outcome.status for run in load_results.load(scripted.folder).runs] == ["OOM", "OOM"]
+
+
 def test_an_unsupported_trial_is_never_launched_and_its_reason_is_kept(scripted: ScriptedRun) -> None:
     assert scripted.run("--stage", "2", family="offload") == 0
     assert [trial.configuration.name for trial in scripted.launcher.launched] == ["none", "cpu_optimizer"]

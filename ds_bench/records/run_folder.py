@@ -8,7 +8,7 @@
       comparison_<YYYYmmdd_HHMMSS>.json        the same of a recipe; its run is runs/comparison_<YYYYmmdd_HHMMSS>
       runs/zero_<YYYYmmdd_HHMMSS>/
         run.json                               what was requested, the machine, the versions
-        records.jsonl                          one record per trial, appended and synced
+        records.jsonl                          records of trials, appended and synced; a later one replaces it
         probes.jsonl                           the same of trials that searched the largest micro-batch or sequence
         trials/<trial id>/                     trial.json, ds_config.json, rank files, logs
 """
