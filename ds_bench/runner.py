@@ -57,8 +57,15 @@ from .report.comparison_report import ComparisonReport, build_report
 from .report.progress import ProgressReporter, nsys_command, profile_files_line, run_plan_lines
 from .report.terminal_report import print_reports
 from .system import files, gpu_state, invocation, processes, terminal
-from .system.environment import Environment, Machine, read_machine, require_installed, require_packages
-from .system.script_interpreter import environment_of, read_interpreter
+from .system.environment import (
+    Environment,
+    Machine,
+    environment_of,
+    read_interpreter,
+    read_machine,
+    require_installed,
+    require_packages,
+)
 from .units import format_items, format_names
 
 if TYPE_CHECKING:

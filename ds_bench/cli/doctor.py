@@ -18,8 +18,7 @@ from ..doctor import checks, software
 from ..doctor.findings import Groups, SystemAccess, format_count, format_finding
 from ..launch import ops, rank_environment
 from ..system import gpu_state, terminal
-from ..system.environment import require_packages
-from ..system.script_interpreter import read_interpreter
+from ..system.environment import read_interpreter, require_packages
 
 READY, NOT_READY = 0, 2
 

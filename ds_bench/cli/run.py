@@ -85,7 +85,7 @@ def run_command(
                 remedy=f"if you trust it, give {'them' if same else 'its recipe'} again: {remedy}",
             )
     # Imported here, since printing a recipe needs neither.
-    from .launched import runs_comparison
+    from .script import runs_comparison
 
     if not runs_comparison(points[0]):
         # Another process of the launcher runs the comparison.

@@ -25,7 +25,7 @@ from ..errors import PreflightError
 from ..launch import ops, rank_environment
 from ..records import json_files
 from ..system import environment, invocation, terminal
-from ..system.script_interpreter import environment_of, read_interpreter
+from ..system.environment import environment_of, read_interpreter
 from . import cluster, disk, host, software
 from .findings import Finding, Groups, SystemAccess, format_count, format_finding, ok, problem, run_check, warning
 

@@ -21,7 +21,7 @@ from ..launch.scratch import remove_abandoned
 from ..models.lookup import ResolvedModel
 from ..prediction.model_profile import ModelProfile
 from ..system import files
-from ..system.file_systems import IN_MEMORY, NETWORK, file_system
+from ..system.files import IN_MEMORY, NETWORK, file_system
 from ..system.helper_programs import run_tool
 from ..system.host_resources import read_text
 from ..units import format_bytes, format_items, format_millions, from_gb

@@ -43,10 +43,9 @@ from ..records.rank_files import (
     append_exit,
 )
 from ..system import files, gpu_state, processes
-from ..system.environment import Environment, Interpreter, read_environment
+from ..system.environment import Environment, Interpreter, environment_of, read_environment, read_interpreter
 from ..system.helper_programs import run_tool
 from ..system.host_resources import read_oom_kill_count
-from ..system.script_interpreter import environment_of, read_interpreter
 from . import rank_environment
 from .leader import start_leader
 from .message_stream import Message, MessageStream, code_digest

@@ -1,14 +1,18 @@
-"""The rows that the user asked for, by stage, strategy, file and axis, and the configuration of each."""
+"""The rows that the user asked for, by stage, strategy, file and axis, and the configuration of each.
+
+The rows of a user's script have the user's own DeepSpeed configuration with only the requested changes. Nothing is
+filled in, and ``"auto"`` stays: that is the work of the script's libraries (Trainer, Accelerate, TRL).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config import axis_rows, deepspeed_config, lint, strategies, validation
 from ..config.automatic_values import TrainingFacts
-from ..config.axes import RowFacts, other_arithmetic
+from ..config.axes import AXES, RowFacts, other_arithmetic
 from ..config.axis_rows import AxisValues
 from ..config.configuration_file_rows import FileRowMaker, gives_accumulation
 from ..config.configuration_files import (
@@ -17,12 +21,12 @@ from ..config.configuration_files import (
     read_configuration_file,
     read_configuration_files,
 )
-from ..config.deepspeed_config import MakeConfig
+from ..config.deepspeed_config import MakeConfig, apply_changes, json_values
 from ..config.options import DEFAULT_BATCH_SIZE, Options
 from ..config.placement import choose_precision
-from ..config.script_rows import make_script_row, require_config_axes
 from ..config.spec import (
     DEFAULT_PREFETCH,
+    OFFLOAD_BLOCKS,
     BatchPolicy,
     Configuration,
     Engine,
@@ -379,3 +383,49 @@ def equal_rows(trials: Sequence[Trial]) -> dict[str, Configuration]:
         elif row.source == "file" or row.axis_values:
             equal[row.name] = same
     return equal
+
+
+_FIELDS_IN_FILE = {"batch_size", "grad_accum", "precision"}
+"""Workload fields that a DeepSpeed configuration also sets."""
+
+
+def make_script_row(
+    origin: Strategy | ConfigurationFile, base: ConfigurationFile | None, changes: Sequence[Mapping[str, Any]]
+) -> Configuration:
+    """Make the configuration of a row. ``base``: the file that strategies edit. ``changes``: from ``--set``.
+
+    Raises UsageError if the file's ``zero_optimization`` is not a block, or if ``--set`` contradicts the row's stage.
+    """
+    file = origin if isinstance(origin, ConfigurationFile) else base
+    assert file is not None, "Options refuse strategies without a file"
+    config = apply_changes(file.config, *changes)
+    if not isinstance(zero := config.get("zero_optimization", {}), dict):
+        problem = f"zero_optimization of {file.path} is {zero!r}, not a block"
+        raise UsageError(problem, remedy='write {"stage": N}')
+    if isinstance(origin, Strategy):
+        # The stage and offload devices of the strategy; what else the file sets in the block stays.
+        zero = {**zero, "stage": origin.stage}
+        for name, device in zip(OFFLOAD_BLOCKS, (origin.offload_optimizer, origin.offload_param), strict=True):
+            own = zero.pop(name, None)
+            if device != "none":
+                zero[name] = {**(own if isinstance(own, dict) else {}), "device": device}
+        config["zero_optimization"] = zero
+        config = apply_changes(config, *changes)
+        if (stage := config["zero_optimization"]["stage"]) != origin.stage:
+            problem = f"--set gives zero_optimization.stage {stage!r} to the row {origin.label}"
+            raise UsageError(problem, remedy="choose stages with --stages")
+    return Configuration(
+        name=origin.name,
+        label=origin.name if isinstance(origin, ConfigurationFile) else origin.label,
+        deepspeed_config=json_values(config),
+        source="file",
+        file_text=file.text,
+    )
+
+
+def require_config_axes(names: Sequence[str]) -> None:
+    """Raise UsageError for an axis that changes the built-in training loop, which a script does not use."""
+    for name in names:
+        if not set(AXES[name].fields) <= _FIELDS_IN_FILE:
+            problem = f"--axis {name} changes the built-in training, not a DeepSpeed configuration"
+            raise UsageError(problem, remedy="leave it out, or compare the script's own arguments in two runs")

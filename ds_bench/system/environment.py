@@ -1,5 +1,6 @@
-"""Facts about the host, its GPUs and its packages. Every run stores them, so that results can be compared.
+"""Facts about the host, its GPUs, its packages and the interpreter of a user's script.
 
+Every run stores them, so that results can be compared.
 Reading them imports neither torch nor DeepSpeed. A fact that cannot be read is ``None``. Environment variables that
 affect training are stored as well, without credentials: see :mod:`redaction`.
 """
@@ -14,7 +15,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
@@ -24,6 +25,7 @@ from .. import units
 from ..errors import PreflightError, UsageError
 from . import gpu_state, host_resources
 from .gpu_state import GpuFacts, GpuInventory
+from .helper_programs import run_tool
 from .host_resources import ROOT, read_text
 from .redaction import REDACTED, looks_secret
 
@@ -362,3 +364,36 @@ def cpu_model(root: Path) -> str | None:
     if "CPU part" in facts and "model name" not in facts:
         return f"ARM implementer {facts.get('CPU implementer', '?')} part {facts['CPU part']}"
     return facts.get("model name") or None
+
+
+_OLDEST = (3, 9)
+
+
+def read_interpreter(python: str) -> Interpreter:
+    """Read the versions of an interpreter. Raises PreflightError for one that cannot train with DeepSpeed."""
+    names = (*PACKAGES, "ninja")
+    facts = run_tool("worker.interpreter_facts", *names, environment={}, timeout_seconds=60.0, python=python)
+    answer = facts.last_object("it")
+    if "error" in answer:
+        raise PreflightError(f"--python {python} does not run: {answer['error']}", remedy="give another interpreter")
+    found = Interpreter(python=python, **answer)
+    version = found.python_version.split(".")
+    if tuple(map(int, version[:2])) < _OLDEST:
+        problem = f"--python {python} is Python {found.python_version}"
+        raise PreflightError(problem, remedy="give one of Python 3.9 or newer")
+    if missing := [name for name in ("torch", "deepspeed") if name not in found.packages]:
+        problem = f"the script's interpreter {python} has no {' and no '.join(missing)}"
+        raise PreflightError(problem, remedy="install it there, or give --python VENV/bin/python")
+    return found
+
+
+def environment_of(environment: Environment, interpreter: Interpreter | None) -> Environment:
+    """Return the environment with the versions of a script's interpreter, if any, in place of this program's."""
+    if interpreter is None:
+        return environment
+    return replace(
+        environment,
+        python_version=interpreter.python_version,
+        packages={name: version for name, version in interpreter.packages.items() if name in PACKAGES},
+        torch_cuda_version=interpreter.torch_cuda_version,
+    )

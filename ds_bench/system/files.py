@@ -1,6 +1,7 @@
 """Reads files of other programs: regular files only, up to a size, without waiting for a writer.
 
-Writes files whole or not at all. Checks that a folder can be written and that its disk is not full.
+Writes files whole or not at all. Checks that a folder can be written and that its disk is not full. Tells
+file systems in memory and on the network from others.
 """
 
 from __future__ import annotations
@@ -199,3 +200,21 @@ def require_working_folder() -> None:
         Path.cwd()
     except FileNotFoundError:
         raise PreflightError("the current folder no longer exists", remedy="go to one that does") from None
+
+
+IN_MEMORY = ("tmpfs", "ramfs")
+NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "fuse", "ceph", "9p", "virtiofs")
+"""How the names of network file systems begin."""
+
+
+def file_system(path: Path) -> str | None:
+    """Return the type of the file system that holds ``path``; None if the kernel does not show it."""
+    import psutil
+
+    try:
+        mounts = [(Path(mount.mountpoint), mount.fstype) for mount in psutil.disk_partitions(all=True)]
+    except OSError:
+        return None
+    # The deepest mount above the path holds it; of several at one place the last, which covers the others.
+    holding = [mount for mount in reversed(mounts) if path.resolve().is_relative_to(mount[0])]
+    return max(holding, key=lambda mount: len(mount[0].parts), default=(None, None))[1]

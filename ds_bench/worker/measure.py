@@ -26,12 +26,11 @@ from .checkpoint import measure_checkpoint
 from .cpu_load import CpuReading, load_between
 from .engine import create_engine, engine_facts, select_device
 from .flop_count import FlopCount
-from .phases import measure_communication, measure_phases
 from .profiles import take_profiles
-from .rank_layout import RankLayout, register_sequence_attention
+from .rank_layout import RankLayout, connect_ranks, register_sequence_attention
 from .reference_engines import ReferenceEngine, total_grad_norm
-from .rendezvous import connect_ranks
 from .step_recorder import StepRecorder
+from .training_loop import measure_communication, measure_phases
 from .weight_change import FrozenWeights, WeightChange, early_window, gather_tensor_parallel
 
 SavePartial = Callable[[dict[str, Any]], None]

@@ -1,4 +1,4 @@
-"""The training loop: warm-up and the measured window.
+"""The training loop: warm-up, the measured window, and further steps that time the parts of a step.
 
 A step is one optimizer step: ``grad_accum`` micro-batches forward and backward, then the update.
 Nothing is synchronized inside the window that plain DeepSpeed training would not synchronize.
@@ -6,17 +6,21 @@ Nothing is synchronized inside the window that plain DeepSpeed training would no
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import cycle
 from typing import Any
 
 import torch
+import torch.distributed
 
 from ..records.rank_files import HeartbeatWriter
+from ..records.schema import OffloadTimes
 from .library_versions import loss_scale
+from .operation_timers import CommunicationTimer, OffloadTimer
 from .step_recorder import StepClock, StepRecorder
 
 Batch = dict[str, torch.Tensor]
@@ -264,3 +268,85 @@ def repeated_loss(trainer: Trainer) -> float | None:
     finally:
         trainer.engine.train()
     return loss if math.isfinite(loss) else None
+
+
+# Parts of a step's time, from further steps after the measured window that are synchronized between phases. They are
+# slower than the measured steps, since nothing overlaps, and never part of the headline numbers.
+
+_STEPS = 2
+_PHASES = ("forward", "backward", "step")
+
+
+def measure_phases(trainer: Trainer) -> dict[str, Any]:
+    """Return the fields ``phase_seconds``, ``offload`` and ``step_parts`` of a RankMeasurement, from two steps.
+
+    Only the synchronization between phases makes them slower.
+    """
+    with OffloadTimer(trainer.engine) as offload:
+        seconds, parts = _time_phases(trainer, lambda: offload.disk.wait_seconds)
+    if offload.swaps:
+        parts["transfer"] = offload.disk.wait_seconds / _STEPS
+    times = offload.times(_STEPS)
+    return {
+        "phase_seconds": seconds,
+        "offload": None if times == OffloadTimes() else asdict(times),
+        "step_parts": parts,
+    }
+
+
+def measure_communication(trainer: Trainer) -> dict[str, Any]:
+    """Return the fields ``communication`` and ``step_parts`` of a RankMeasurement, from two steps.
+
+    Each collective operation, and on GPUs each copy between host and device, is made synchronous. Every rank must call
+    it.
+    """
+    if trainer.engine.zero_optimization_stage() == 3:  # a pass without backward has left gathered parameters behind
+        trainer.step()
+    trainer.heartbeat.beat("inspect")
+    torch.distributed.barrier()  # else the first operation waits for a rank that still writes a profile
+    wait = functools.partial(synchronize, trainer.accelerator)
+    offload = OffloadTimer(trainer.engine, wait if trainer.accelerator == "cuda" else None)
+    with offload, CommunicationTimer(wait) as communication:
+        seconds, parts = _time_phases(
+            trainer, lambda: communication.seconds + offload.disk.wait_seconds + offload.copy_seconds
+        )
+    parts["communication"] = communication.seconds / _STEPS
+    if offload.swaps or offload.copy_seconds:
+        # not the sum of all copies, which include copies of micro-batches to the device between steps
+        accounted = sum(parts[name] for name in (*_PHASES, "communication"))
+        parts["transfer"] = max(0.0, sum(seconds.values()) - accounted)
+    operations = communication.operations(_STEPS, trainer.first_device)
+    return {"communication": [asdict(each) for each in operations], "step_parts": parts}
+
+
+def _time_phases(trainer: Trainer, other_seconds: Callable[[], float]) -> tuple[dict[str, float], dict[str, float]]:
+    """Train for ``_STEPS`` steps, synchronized around each phase, and return two sets of mean seconds per step.
+
+    First the phases; then the parts of a step: the phases without ``other_seconds``, and the wait for a data loader if
+    there is one. ``other_seconds``: seconds so far in parts that are timed separately.
+    """
+    seconds, parts = (dict.fromkeys(_PHASES, 0.0) for _ in range(2))
+    waited_before = trainer.data_wait_seconds
+    for _ in range(_STEPS * trainer.grad_accum):
+        trainer.heartbeat.beat("inspect")
+        batch, marks = next(trainer.batches), list[tuple[float, float]]()
+
+        def mark(marks: list[tuple[float, float]] = marks) -> None:
+            synchronize(trainer.accelerator)
+            marks.append((time.perf_counter(), other_seconds()))
+
+        mark()
+        loss = trainer.compute_loss(batch)
+        mark()
+        trainer.engine.backward(loss)
+        mark()
+        trainer.engine.step()
+        mark()
+        del loss  # its graph holds the activations where no backward pass freed them
+        for phase, before, after in zip(_PHASES, marks, marks[1:], strict=False):
+            seconds[phase] += (after[0] - before[0]) / _STEPS
+            parts[phase] += (after[0] - before[0] - (after[1] - before[1])) / _STEPS
+    waited = trainer.data_wait_seconds
+    if waited is not None and waited_before is not None:
+        parts["data_wait"] = (waited - waited_before) / _STEPS
+    return seconds, parts

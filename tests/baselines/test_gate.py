@@ -14,8 +14,7 @@ import pytest
 from ds_bench.analysis.row import Run, make_run
 from ds_bench.baselines import gate
 from ds_bench.baselines.gate import BaselineEntry, compare_to_baseline, load_baseline, save_baseline
-from ds_bench.baselines.names import baseline_name
-from ds_bench.baselines.result import BenchmarkResult, benchmark_result
+from ds_bench.baselines.result import BenchmarkResult, baseline_name, benchmark_result
 from ds_bench.config.training_script import Script
 from ds_bench.errors import UsageError
 from ds_bench.records import schema

@@ -13,7 +13,7 @@ import pytest
 
 from ds_bench import runner
 from ds_bench.analysis import load_results
-from ds_bench.baselines.names import baseline_name
+from ds_bench.baselines.result import baseline_name
 from ds_bench.cli import arguments, commands
 from ds_bench.cli.report import build_reports
 from ds_bench.config import placement, recipe, recipe_file

@@ -21,7 +21,7 @@ from ds_bench.config.spec import Configuration
 from ds_bench.config.training_script import Script, placeholder_values, read_script
 from ds_bench.errors import UsageError
 from ds_bench.system import invocation
-from ds_bench.system.script_interpreter import read_interpreter
+from ds_bench.system.environment import read_interpreter
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher
 from tests.support.scripted_run import ScriptedRun

@@ -18,7 +18,7 @@ from ds_bench.doctor import disk
 from ds_bench.doctor.findings import Finding, SystemAccess, run_check
 from ds_bench.errors import PreflightError
 from ds_bench.prediction.model_profile import find_profile
-from ds_bench.system.file_systems import file_system
+from ds_bench.system.files import file_system
 from tests.support import fakes
 
 MIB, GB = 2**20, 2**30

@@ -16,7 +16,7 @@ import pytest
 
 from ds_bench.config.spec import Placement
 from ds_bench.launch import ops, rank_environment
-from ds_bench.system.file_systems import file_system
+from ds_bench.system.files import file_system
 
 pytestmark = pytest.mark.nvme
 MIB = 2**20

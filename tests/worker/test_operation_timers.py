@@ -14,7 +14,7 @@ import torch
 
 from ds_bench.records.rank_files import HeartbeatWriter
 from ds_bench.records.schema import CommunicationOperation, OffloadTimes
-from ds_bench.worker import operation_timers, phases, training_loop
+from ds_bench.worker import operation_timers, training_loop
 from ds_bench.worker.operation_timers import CommunicationTimer, DiskUse, OffloadTimer, TimedHandle, operation_bytes
 from tests.support.batches import batches
 
@@ -32,7 +32,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (phases, operation_timers):
+    for module in (training_loop, operation_timers):
         monkeypatch.setattr(module.time, "perf_counter", lambda: clock.now)
     return clock
 
@@ -100,13 +100,13 @@ def test_the_parts_of_a_step_add_up_to_it(
     handle = engine.swapper.read_aio_handle
     parts = {"forward": 2 * 3, "backward": 2 * 5, "step": 2 * 3, "transfer": 2 * 5, "data_wait": 2 * 6}
     if communicates:
-        measured = phases.measure_communication(trainer)
+        measured = training_loop.measure_communication(trainer)
         assert measured["step_parts"] == {**parts, "forward": 2 * 1, "communication": 2 * 2}
         (operation,) = measured["communication"]
         assert (operation["name"], operation["count"], operation["seconds"]) == ("all_gather", 2, 4)
     else:
         times = {"disk_wait_seconds": 2 * 5, "disk_busy_seconds": 2 * 5, "disk_read_bytes": 2 * 8}
-        assert phases.measure_phases(trainer) == {
+        assert training_loop.measure_phases(trainer) == {
             "phase_seconds": {"forward": 2 * 3, "backward": 2 * 5, "step": 2 * 8},
             "step_parts": parts,
             # Swapping is seen through every handle.

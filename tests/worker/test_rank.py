@@ -18,7 +18,7 @@ from ds_bench.launch import rank_environment
 from ds_bench.records.rank_files import Assignment
 from ds_bench.system import host_resources
 from ds_bench.worker.rank import choose_cpus
-from ds_bench.worker.rendezvous import serve_store
+from ds_bench.worker.rank_layout import serve_store
 from tests.support import fakes
 from tests.support.real_trials import ROOT, free_port
 
@@ -101,7 +101,7 @@ import os
 os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
 import torch.distributed
 from types import SimpleNamespace
-from ds_bench.worker.rendezvous import connect_ranks
+from ds_bench.worker.rank_layout import connect_ranks
 assignment = SimpleNamespace(rendezvous="file://{tmp_path}/meet", collective_timeout_seconds=7320.0)
 connect_ranks(assignment, "cpu")
 groups = torch.distributed.distributed_c10d

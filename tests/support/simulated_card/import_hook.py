@@ -32,9 +32,6 @@ def _change_accelerator(module: Any) -> None:
 
 def _change_environment(module: Any) -> None:
     module.torch_cuda_version = lambda: "13.0"
-
-
-def _change_interpreter(module: Any) -> None:
     read = module.read_interpreter
     module.read_interpreter = lambda *args: replace(read(*args), torch_cuda_version="13.0")
 
@@ -43,7 +40,6 @@ _CHANGES: dict[str, Callable[[Any], None]] = {
     "torch": _change_torch,
     "deepspeed.accelerator.cuda_accelerator": _change_accelerator,
     "ds_bench.system.environment": _change_environment,
-    "ds_bench.system.script_interpreter": _change_interpreter,
 }
 
 
