@@ -39,7 +39,8 @@ from ds_bench.prediction.model_profile import find_profile
 from ds_bench.records import json_files
 from ds_bench.records.json_files import write_json
 from ds_bench.records.reader import parse_record
-from ds_bench.records.run_folder import RECORDS_FILE, RUN_FILE, flat_json_path
+from ds_bench.records.result_files import flat_json_path
+from ds_bench.records.run_folder import RECORDS_FILE, RUN_FILE
 from ds_bench.records.schema import SCHEMA_VERSION
 
 Json = dict[str, Any]

@@ -27,7 +27,8 @@ from ..errors import UsageError
 from ..models.presets import find_preset
 from ..records import json_files, reader
 from ..records.reader import RunInfo, StoredRecord
-from ..records.run_folder import RECORDS_FILE, RUN_FILE, flat_json_path
+from ..records.result_files import flat_json_path
+from ..records.run_folder import RECORDS_FILE, RUN_FILE
 from ..records.schema import SUCCESS, TrialRecord
 from ..system.environment import Environment
 from ..system.gpu_state import GpuFacts

@@ -20,7 +20,8 @@ from ..config import strategies
 from ..config.options import GOALS, ROW_FORMATS
 from ..errors import UsageError
 from ..records.json_files import json_text
-from ..records.run_folder import RUN_FILE, csv_text, latest_run
+from ..records.result_files import csv_text
+from ..records.run_folder import RUN_FILE, latest_run
 from ..report.comparison_report import ComparisonReport, build_report
 from ..report.data_frames import parquet_bytes
 from ..report.tensorboard_export import tracked_runs, write_tensorboard

@@ -16,10 +16,7 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import fcntl
-import io
-import math
 import os
 import tempfile
 import time
@@ -32,17 +29,16 @@ from typing import Any
 
 from ..errors import UsageError
 from ..system import files
-from ..system.files import remove_temporaries, write_texts
-from . import json_files, reader
-from .json_files import append_line, json_line, json_text, write_json
+from ..system.files import remove_temporaries
+from . import json_files, reader, result_files
+from .json_files import append_line, json_line, write_json
+from .result_files import flat_json_path
 from .schema import SCHEMA_VERSION, TrialRecord
 
 RUN_FILE = "run.json"
 RECORDS_FILE = "records.jsonl"
 PROBES_FILE = "probes.jsonl"
 """Trials of the batch search, which are not rows of the result."""
-# Those of OWASP, "CSV Injection"; a carriage return has become a line feed by then (_cell).
-_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\n")
 _ATTEMPT = "_attempt"
 """Between a trial's name and the number of its second and later attempts, in the names of their folders."""
 
@@ -197,17 +193,7 @@ class RunFolder:
 
     def write_rows(self, rows: Sequence[Mapping[str, Any]], other_csv: Path | None = None) -> None:
         """Replace the flat JSON and CSV; if one cannot be written, none changes. ``other_csv``: a further CSV."""
-        # JSON has neither NaN nor infinities, and json_text refuses them.
-        finite = [
-            {
-                name: None if isinstance(value, float) and not math.isfinite(value) else value
-                for name, value in row.items()
-            }
-            for row in rows
-        ]
-        text = csv_text(finite)
-        others = {} if other_csv is None else {other_csv: text}
-        write_texts({self.json_path: json_text(finite), self.csv_path: text, **others})
+        result_files.write_rows(self.json_path, rows, other_csv)
 
 
 def cannot_resume(folder: Path, problem: str, remedy: str = "start a new run") -> UsageError:
@@ -229,33 +215,6 @@ def last_trial_folder(run: Path, trial_id: str) -> Path:
     numbered = {path.name.rpartition(_ATTEMPT)[2]: path for path in trials.glob(f"{trial_id}{_ATTEMPT}*")}
     attempts = {int(number): path for number, path in numbered.items() if number.isascii() and number.isdecimal()}
     return attempts[max(attempts)] if attempts else trials / trial_id
-
-
-def flat_json_path(folder: Path) -> Path:
-    """Return the flat JSON of a run's folder: ``zero_comparison_STAMP.json`` for ``runs/zero_STAMP``."""
-    prefix, _, stamp = folder.name.partition("_")
-    stem = f"comparison_{stamp}" if prefix == "comparison" else f"{prefix}_comparison_{stamp}"
-    return folder.parent.parent / f"{stem}.json"
-
-
-def csv_text(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Format rows as CSV with a header. None is an empty cell; text that a spreadsheet would run as a formula gets an
-    apostrophe before it."""
-    rows = list(rows)
-    buffer = io.StringIO()
-    if rows:
-        columns = [name for name in rows[0] if name != "caveat_list"]  # a list has no place in a cell
-        writer = csv.DictWriter(buffer, fieldnames=columns, lineterminator="\n", extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
-    return buffer.getvalue()
-
-
-def _cell(value: Any) -> Any:
-    if isinstance(value, str):
-        value = value.replace("\r\n", "\n").replace("\r", "\n")  # a lone \r is not quoted before Python 3.13
-        return "'" + value if value.startswith(_FORMULA_STARTS) else value
-    return "" if value is None else value
 
 
 def latest_run(output_dir: Path = Path("results")) -> Path:

@@ -26,7 +26,8 @@ from ds_bench.analysis.row import make_run
 from ds_bench.errors import PreflightError, UsageError
 from ds_bench.records import json_files, run_folder
 from ds_bench.records.reader import RunInfo
-from ds_bench.records.run_folder import RunFolder, csv_text, latest_run
+from ds_bench.records.result_files import csv_text
+from ds_bench.records.run_folder import RunFolder, latest_run
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
 

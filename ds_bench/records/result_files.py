@@ -1,0 +1,58 @@
+"""Writes the flat JSON and CSV of a run: one row per trial, with the columns of ``Row`` (docs/metrics.md)."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..system.files import write_texts
+from .json_files import json_text
+
+# Those of OWASP, "CSV Injection"; a carriage return has become a line feed by then (_cell).
+_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\n")
+
+
+def flat_json_path(folder: Path) -> Path:
+    """Return the flat JSON of a run's folder: ``zero_comparison_STAMP.json`` for ``runs/zero_STAMP``."""
+    prefix, _, stamp = folder.name.partition("_")
+    stem = f"comparison_{stamp}" if prefix == "comparison" else f"{prefix}_comparison_{stamp}"
+    return folder.parent.parent / f"{stem}.json"
+
+
+def write_rows(json_path: Path, rows: Sequence[Mapping[str, Any]], other_csv: Path | None = None) -> None:
+    """Replace a flat JSON and the CSV next to it; if one cannot be written, none changes.
+
+    ``other_csv``: a further CSV.
+    """
+    # JSON has neither NaN nor infinities, and json_text refuses them.
+    finite = [
+        {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
+        for row in rows
+    ]
+    text = csv_text(finite)
+    others = {} if other_csv is None else {other_csv: text}
+    write_texts({json_path: json_text(finite), json_path.with_suffix(".csv"): text, **others})
+
+
+def csv_text(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Format rows as CSV with a header. None is an empty cell; text that a spreadsheet would run as a formula gets an
+    apostrophe before it."""
+    rows = list(rows)
+    buffer = io.StringIO()
+    if rows:
+        columns = [name for name in rows[0] if name != "caveat_list"]  # a list has no place in a cell
+        writer = csv.DictWriter(buffer, fieldnames=columns, lineterminator="\n", extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+    return buffer.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, str):
+        value = value.replace("\r\n", "\n").replace("\r", "\n")  # a lone \r is not quoted before Python 3.13
+        return "'" + value if value.startswith(_FORMULA_STARTS) else value
+    return "" if value is None else value
