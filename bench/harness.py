@@ -95,7 +95,7 @@ class Run:
 def add_setting_flags(parser: argparse.ArgumentParser, *, num_steps: int) -> None:
     """The flags that make a Setting."""
     add = parser.add_argument
-    add("--model", default="tiny", metavar="PRESET", help="preset of ds_bench (default: tiny)")
+    add("--model", default="tiny", metavar="MODEL", help="built-in model (default: tiny)")
     add("--batch-size", type=int, default=4, metavar="N", help="micro-batch per rank (default: 4)")
     add("--seq-length", type=int, default=128, metavar="N", help="tokens per sequence (default: 128)")
     add("--num-steps", type=int, default=num_steps, metavar="N", help=f"measured steps (default: {num_steps})")

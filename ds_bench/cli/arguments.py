@@ -292,7 +292,8 @@ AUTO = "auto"
 def number(kind: type, limits: Mapping[str, Any] = COUNT, auto: bool = False) -> Callable[[str], Any]:
     """Return a parser for a number within limits, whose names are pydantic's. ``auto``: accept "auto" too."""
     least, above = limits.get("ge", -math.inf), limits.get("gt", -math.inf)
-    range_text = f"from {least} to below {limits['lt']}" if "lt" in limits else f"above {above}"
+    upper = f" and below {limits['lt']}" if "lt" in limits else ""
+    range_text = f"above {above}" if "gt" in limits else f"of at least {least}{upper}"
     what = f"a whole number of {least} or more" if kind is int else f"a number {range_text}"
 
     def convert(text: str) -> Any:

@@ -75,6 +75,8 @@ SEVERAL_NODES = (
 SCRIPT_OPTIONS = ("base_config", "python", "override_config", "accelerate_env", "engine")
 """Options that have no meaning without a script."""
 _AMOUNT: Mapping[str, Any] = {"gt": 0, "le": MAX_NUMBER}
+_MIN_RANK_DATA_GB = 0.5
+"""A rank needs 0.4 GB before it builds a model. With less, some ranks fail to load libraries and others wait for them."""
 _STEP: Mapping[str, Any] = {"ge": -1, "le": MAX_NUMBER}
 """Limits of the number of a step; -1 leaves it open."""
 
@@ -278,7 +280,7 @@ class Options:
     nvme_path: Path | None = option(Path, None, "folder on the NVMe disk", key="launch.nvme_path", metavar="DIR")
     cpu_memory_limit: float | None = option(float, None,
         "limit on each rank's data, enforced by the kernel, in GB (2^30)", key="launch.cpu_memory_limit", metavar="GB",
-        limits=_AMOUNT)
+        limits={"ge": _MIN_RANK_DATA_GB, "le": MAX_NUMBER})
     gpu_memory_limit: float | None = option(float, None, "emulate a GPU with this much memory, in GB (2^30)",
         key="launch.gpu_memory_limit", metavar="GB", limits=_AMOUNT)
     peak_tflops: float | None = option(float, None, "dense peak of one GPU in TFLOP/s, for MFU",
