@@ -261,11 +261,6 @@ def test_the_share_of_an_emulated_card_is_of_its_limit() -> None:
     assert make_run(fakes.success(emulated, gpu_peak_reserved_bytes=19 * GB)).row.gpu_percent == pytest.approx(95)
 
 
-def test_disk_traffic_is_per_step_and_of_the_whole_job() -> None:
-    row = run_of(*[seen(nvme_read_bytes=100 * GB, nvme_written_bytes=0, nvme_stored_bytes=7 * GB)] * 2).row
-    assert (row.nvme_read_gb_per_step, row.nvme_written_gb_per_step, row.nvme_stored_gb) == (20, 0, 14)
-
-
 def test_the_ledger_has_cells_of_the_tiers_that_a_trial_uses() -> None:
     swapping = fakes.trial(fakes.offload("nvme"), on=fakes.placement(nvme_path="/d"))
     renamed = replace(swapping, configuration=replace(swapping.configuration, name="mine", label="mine"))
