@@ -257,20 +257,6 @@ def test_a_run_and_a_report_write_files_of_the_same_names(run_script: Run, tmp_p
     assert written == expected("files.json")
 
 
-@pytest.mark.deepspeed
-def test_a_real_trial_leaves_its_files_and_ends_with_0(tmp_path: Path) -> None:
-    command = [
-        *(sys.executable, str(ROOT / SCRIPTS[0]), *SMALL, "--stages", "0", "--accelerator", "cpu", "--num-gpus", "1"),
-        *("--batch-size", "1", "--num-steps", "1", "--warmup-steps", "1", "--output-dir", str(tmp_path)),
-    ]
-    subprocess.run(command, cwd=tmp_path, timeout=120, check=True, stdout=subprocess.DEVNULL)
-    (trial,) = tmp_path.glob("runs/zero_*/trials/00_zero0")
-    assert names_of_files(trial) == [
-        *("ds_config.json", "exits.jsonl", "leader.log", "rank0.beat", "rank0.json", "rank0.log"),
-        *("rank0.measured.json", "rank0.stacks", "trial.json"),
-    ]
-
-
 def test_flat_columns_keep_their_names_order_and_types(
     run_script: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -58,6 +58,10 @@ def test_four_stages_in_fp32_agree_and_their_numbers_follow_from_the_samples(tmp
         assert row["throughput_tokens_per_sec"] == pytest.approx(2 * 32 * 2 / (window / 6))
         assert window == pytest.approx(sum(record["ranks"][0]["step_seconds"]), rel=0.2)
     assert sorted(path.suffix for path in tmp_path.glob("zero_comparison_*")) == [".csv", ".json"]
+    (trial,) = tmp_path.glob("runs/zero_*/trials/00_zero0")
+    of_ranks = [f"rank{rank}.{end}" for rank in (0, 1) for end in ("beat", "json", "log", "measured.json", "stacks")]
+    written = ["ds_config.json", "exits.jsonl", "leader.log", *of_ranks, "trial.json"]
+    assert sorted(path.name for path in trial.iterdir() if not path.name.startswith(".")) == written
 
 
 @pytest.mark.slow
