@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -128,27 +127,6 @@ def with_value(text: RecipeText, path: KeyPath, value: Any) -> RecipeText:
     return replace(text, data=data, lines={key: line for key, line in text.lines.items() if key[: len(path)] != path})
 
 
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Refuses YAML that a recipe does not need at the parser event, before an alias multiplies anything."""
-
-    def __init__(self, name: str, text: str) -> None:
-        super().__init__(text)
-        self._recipe, self._depth = name, 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()
-        if isinstance(event, yaml.AliasEvent) or event.anchor:
-            _refuse(self._recipe, event, "anchors and aliases (& and *) are not read", "write the value out")
-        if event.tag not in (None, "!"):
-            _refuse(self._recipe, event, f"the tag {event.tag} is not read", "write the value without it")
-        if self._depth == MAX_LEVELS and not isinstance(event, yaml.ScalarEvent):
-            _refuse(self._recipe, event, f"nested deeper than {MAX_LEVELS} levels", _REMEDY)
-        self._depth += 1
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
-
-
 def _refuse(name: str, place: Any, problem: str, remedy: str) -> NoReturn:
     raise UsageError(f"{name}, line {place.start_mark.line + 1}: {problem}", remedy=remedy)
 
@@ -174,7 +152,16 @@ def _read_yaml(text: str, name: str, lines: dict[KeyPath, int], path: KeyPath = 
             values[key.value] = value_of(value, (*path, key.value))
         return values
 
-    node = yaml.compose(text, Loader=partial(_Loader, name))
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):  # before an alias multiplies anything
+        if getattr(event, "anchor", None):
+            _refuse(name, event, "anchors and aliases (& and *) are not read", "write the value out")
+        if (tag := getattr(event, "tag", None)) not in (None, "!"):
+            _refuse(name, event, f"the tag {tag} is not read", "write the value without it")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_LEVELS:
+            _refuse(name, event, f"nested deeper than {MAX_LEVELS} levels", _REMEDY)
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
     return None if node is None else value_of(node, path)
 
 
