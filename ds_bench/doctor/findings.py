@@ -38,7 +38,6 @@ class Finding:
     level: Level
     """Defined in this module's docstring."""
     text: str
-    """State of the subject."""
     remedy: str | None = None
     """What to do about it; None if nothing needs to be done, or nothing is known to help."""
 

@@ -27,7 +27,6 @@ from .requested_rows import RequestedRow
 from .trial_planner import SHORTEST_SEQ_LENGTH, Plan
 
 MAX_BATCH_SIZE = 4096
-"""The largest micro-batch that is tried."""
 MAX_SEQ_LENGTH = 2**20
 """The longest sequence that is tried, in tokens, of a model whose positions are not limited."""
 _PROBE_STEPS = 2

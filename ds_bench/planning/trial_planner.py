@@ -59,7 +59,6 @@ class RunFacts:
     """Facts of the model and the machine that complete trials, and how predictions are used."""
 
     largest_parameter: int | None = None
-    """Elements of the model's largest parameter."""
     skip_predicted_oom: bool = False
     force: bool = False
     nvme_caveat: str | Caveat | None = None
@@ -119,7 +118,6 @@ class Plan:
     model: ResolvedModel
     placement: Placement
     rows: Sequence[RequestedRow]
-    """The requested rows, in order."""
     configurations: Sequence[Configuration]
     """The rows at their micro-batches, in order."""
     builder: ConfigurationBuilder
@@ -151,7 +149,6 @@ class RunPlan:
     variables: Mapping[str, str]
     """Environment variables of all processes of all trials; launchers set the number of threads for each trial."""
     notes: Sequence[str] = ()
-    """Notes for readers of the result."""
 
     @classmethod
     def of(cls, plans: Sequence[Plan], variables: Mapping[str, str]) -> RunPlan:

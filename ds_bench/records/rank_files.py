@@ -81,7 +81,6 @@ class Assignment:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables set in every rank before torch is used."""
     swap_folder: str | None = None
-    """Private folder for NVMe swapping."""
     checkpoint_folder: str | None = None
     """Private folder for the checkpoint that is measured, or for a script's ``{output_dir}``; None without either."""
     collective_timeout_seconds: float | None = None

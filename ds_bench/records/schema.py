@@ -97,7 +97,6 @@ class OffloadTimes:
     disk_wait_seconds: float | None = None
     """Time that training waited for the disk."""
     disk_busy_seconds: float | None = None
-    """Time that the disk was busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +165,6 @@ class ScriptMeasurement:
     saves: tuple[int, ...]
     """Checkpoints saved by the engine."""
     stage: int
-    """ZeRO stage of the engine."""
     offload_optimizer: str
     """Device of the engine's optimizer states: ``none``, ``cpu`` or ``nvme``."""
     offload_param: str
@@ -207,7 +205,6 @@ class RankMeasurement:
     largest_parameter: int
     """Elements in the largest single parameter."""
     resolved_config: Mapping[str, Any]
-    """The DeepSpeed configuration as the engine resolved it."""
     step_seconds: tuple[float, ...]
     """Durations of the measured optimizer steps, in order."""
     warmup_step_seconds: tuple[float, ...]
@@ -468,7 +465,6 @@ class TrialRecord:
     gpu_windows: tuple[GpuWindow, ...] = ()
     """Clock, power and temperature of each GPU of the job in the measured steps; empty without GPUs."""
     caveats: tuple[str | Caveat, ...] = ()
-    """Caveats for readers of this row."""
     schema_version: int = SCHEMA_VERSION
     method_version: int = METHOD_VERSION
 

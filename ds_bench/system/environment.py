@@ -59,11 +59,9 @@ class Environment:
     operating_system: str | None = None
     """Name and version of the distribution."""
     kernel: str | None = None
-    """Release of the kernel."""
     machine: str | None = None
     """Instruction set, e.g. ``x86_64``."""
     python_version: str | None = None
-    """Version of the interpreter."""
     cpu_model: str | None = None
     """The processor's name, from the kernel."""
     logical_cores: int
@@ -73,11 +71,9 @@ class Environment:
     cpu_quota_cores: float | None = None
     """CPU quota of the cgroup, in cores; ``None`` without one."""
     numa_nodes: int | None = None
-    """NUMA nodes of the machine."""
     host_memory_bytes: int | None = None
     """Memory of the machine."""
     swap_total_bytes: int | None = None
-    """Swap space of the machine."""
     swap_used_bytes: int | None = None
     """Swap space in use by all processes; above zero, the machine has been short of memory."""
     cgroup_memory_limit_bytes: int | None = None
@@ -91,7 +87,6 @@ class Environment:
     torch_cuda_version: str | None = None
     """CUDA version that torch was built for; ``None`` for a CPU build."""
     gpu_driver_version: str | None = None
-    """Version of the NVIDIA driver."""
     gpus: tuple[GpuFacts, ...] = ()
     """GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, in its order."""
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -120,7 +115,6 @@ class Interpreter:
     """The interpreter of a user's script and its packages."""
 
     python: str
-    """Path of the interpreter."""
     python_version: str
     prefix: str
     """``sys.prefix``: the virtual environment."""

@@ -45,9 +45,7 @@ class GpuFacts:
     max_sm_clock_mhz: int | None = None
     """The highest clock of the multiprocessors."""
     memory_clock_mhz: int | None = None
-    """Clock of the memory at this moment."""
     temperature_celsius: int | None = None
-    """Temperature of the chip."""
     energy_joules: float | None = None
     """Energy used since the driver was loaded; None before Volta and on some GeForce cards."""
     power_limit_watts: float | None = None

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROGRAM = "ds-compare"
-"""The installed program."""
 _ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {"zero": "zero_stage_comparison.py", "offload": "offload_comparison.py"}
 
