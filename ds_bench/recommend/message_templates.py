@@ -54,12 +54,8 @@ TEMPLATES: Mapping[str, str] = {
     "none_trained": "No row trained: {counts}.",
     # Numbers and certainty.
     "numbers": "{choice}: {speed} {unit} with {memory}",
-    "lead": "its lead over {rival} ({difference:percent}) is more than the noise of {runs}",
-    "lead_in_noise": "its lead over {rival} ({difference:percent}) is within the noise of {runs}",
-    "lead_untested": "its lead over {rival} ({difference:percent}) is not tested: {runs}, and a test needs 3",
     "other_optimizers": "speed does not decide between {choice} and rows with another optimizer: {rows}",
     # The other rows.
-    "leaner": "{row} needs {saved:gigabytes} less and is as fast within the noise.",
     "faster_left_out": "{row} is {lead} faster but is left out: {reason}.",
     "faster_optimizer": "{row} is {lead} faster, with another optimizer ({optimizer}): not compared by speed.",
     "faster_reference": "{row} is {lead} faster, but is torch's own engine, not a DeepSpeed configuration.",
@@ -76,10 +72,8 @@ TEMPLATES: Mapping[str, str] = {
     "too_full": "{fraction:percent} of {capacity}, above 95 %",
     "too_short": "it trained sequences of {tokens:,} tokens at most",
     "slower": "{share:percent} slower than {best}",
-    "slower_saves": "{share:percent} slower than {best}, saves {saved:bytes} of {memory}",
-    "slower_takes": "{share:percent} slower than {best}, takes {saved:bytes} more {memory}",
-    "tied_saves": "saves {saved:bytes} of {memory} compared with {best}, with which it is tied",
-    "tied_takes": "takes {saved:bytes} more {memory} than {best}, with which it is tied",
+    "slower_with_other_memory": "{share:percent} slower than {best}, with {saved}",
+    "tied_with_other_memory": "tied with {best}, with {saved}",
     # What to try.
     "decide": "{command}",
     "decide_again": "the same command with {flags}",

@@ -235,17 +235,6 @@ def _facts(
     tokens = choice.tokens_per_second
     unit = comparison.row(choice.key).rate_unit
     yield Fact("numbers", {"choice": choice.label, "speed": format_rate(tokens), "memory": memory, "unit": unit})
-    rivals = [each for each in speeds.with_optimizer_of(choice) if each != choice]
-    if (
-        rivals and (rival := fastest(rivals)).tokens_per_second <= tokens
-    ):  # for a slower choice, the cost says by how much
-        kind = "lead"
-        if speeds.interval_of(choice, rival) is None:
-            kind = "lead_untested"
-        elif not speeds.differ(choice, rival):
-            kind = "lead_in_noise"
-        values = {"rival": rival.label, "difference": tokens / rival.tokens_per_second - 1}
-        yield Fact(kind, {**values, "runs": runs_of_each(min(choice.runs, rival.runs))})
     if others := [row.label for row in speeds.candidates if row.optimizer != choice.optimizer]:
         yield Fact("other_optimizers", {"choice": choice.label, "rows": others})
     yield from _left_out(eligible, comparison, alternative)
@@ -294,20 +283,7 @@ def _alternative(decision: Decision, eligible: EligibleRows, comparison: Compari
         if candidate.memory_bytes is not None and choice.memory_bytes is not None:
             more = candidate.memory_bytes - choice.memory_bytes
             return Fact("faster_takes_more" if more > 0 else "faster_offloads_more", {**values, "more": more})
-    # The leanest of the rows that are as fast within the noise.
-    leaner = [
-        (choice.memory_bytes - rival.memory_bytes, rival.tokens_per_second, rival)
-        for rival in speeds.with_optimizer_of(choice)
-        if rival.memory_bytes is not None
-        and choice.memory_bytes is not None
-        and rival.memory_bytes * (1 + NEGLIGIBLE) < choice.memory_bytes
-        and speeds.interval_of(choice, rival) is not None
-        and not speeds.differ(choice, rival)
-    ]
-    if not leaner:
-        return None
-    saved, _, rival = max(leaner, key=lambda each: each[:2])
-    return Fact("leaner", {"row": rival.label, "key": rival.key, "saved": saved})
+    return None
 
 
 def _cost(decision: Decision, eligible: EligibleRows) -> Fact | None:
@@ -316,13 +292,14 @@ def _cost(decision: Decision, eligible: EligibleRows) -> Fact | None:
     best = fastest(speeds.with_optimizer_of(choice))
     if best == choice:
         return None
-    share = 1 - choice.tokens_per_second / best.tokens_per_second
-    values = {"share": share, "best": best.label, "memory": eligible.terms.memory}
-    kind = "slower" if speeds.differ(choice, best) else "tied"
-    saved = (best.memory_bytes or 0) - (choice.memory_bytes or 0)
+    saved, memory = (best.memory_bytes or 0) - (choice.memory_bytes or 0), eligible.terms.memory
     if None in (choice.memory_bytes, best.memory_bytes) or abs(saved) <= NEGLIGIBLE * (best.memory_bytes or 0):
-        return Fact(kind, values) if kind == "slower" else None
-    return Fact(f"{kind}_{'saves' if saved > 0 else 'takes'}", {**values, "saved": abs(saved)})
+        saved = 0
+    values = {"best": best.label, "share": 1 - choice.tokens_per_second / best.tokens_per_second}
+    values["saved"] = f"{format_bytes(abs(saved))} {'less' if saved > 0 else 'more'} {memory}" if saved else ""
+    if speeds.differ(choice, best):
+        return Fact("slower_with_other_memory" if saved else "slower", values)
+    return Fact("tied_with_other_memory", values) if saved else None
 
 
 # ------------------------------------------------------------------ what to try
