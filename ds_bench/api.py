@@ -175,11 +175,11 @@ def _section_arguments(name: str, section: object) -> Iterator[str]:
 
 def _setting(path: str, value: object) -> list[str]:
     try:
-        # JSON is YAML, which --set reads, and keeps the type of each value: 1 is a number, "1" a text.
+        # JSON is YAML, which --set reads, and keeps the type of each value: 1 is a number, "1" a string.
         return ["--set", f"{path}={json.dumps(value, default=_json_value, ensure_ascii=False)}"]
     except (TypeError, ValueError):  # not a JSON type, or a list that contains itself
         raise UsageError(
-            f"{path} is {value!r:.60}", remedy="give a number, a text, True, False, None or a list"
+            f"{path} is {value!r:.60}", remedy="give a number, a string, True, False, None or a list"
         ) from None
 
 

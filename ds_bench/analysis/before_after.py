@@ -38,7 +38,7 @@ class RowChange:
     before: ComparisonRow | None
     after: ComparisonRow | None
     ratio: float | None = None
-    """Throughput after divided by before; None if the rows do not compare or one has no numbers."""
+    """Throughput after divided by before; None if the rows are not comparable or one has no numbers."""
     interval: RatioInterval | None = None
     """95 % interval of ``ratio``, from per-run means; None below three runs of either row."""
     incomparable_reasons: tuple[str, ...] = ()
@@ -114,7 +114,7 @@ def _pair(before: ComparisonRow, after: ComparisonRow, hardware: Sequence[str], 
         *(("before", caveat) for caveat in before.caveats if caveat not in shared),
         *(("after", caveat) for caveat in after.caveats if caveat not in shared),
     ]
-    # Losses of rows that do not compare differ for that reason; another torch or DeepSpeed may change them too.
+    # Losses of rows that are not comparable differ for that reason; another torch or DeepSpeed may change them too.
     same_versions = {"torch", "deepspeed"}.isdisjoint(each.field for each in changed)
     if not reasons and same_versions and (loss_caveat := _loss_caveat(before, after)):
         caveats.append(("after against before", loss_caveat))

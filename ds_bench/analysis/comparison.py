@@ -46,8 +46,8 @@ class ComparisonRow:
     """One row: a configuration with its repeats. Figures are of the whole job unless noted; None if not measured."""
 
     key: str
-    """Hash of the trial with repeat 0. If runs of one trial do not compare with each other (another GPU, other
-    versions), the keys of the later rows end in ``-2``, ``-3`` and so on (``comparability.group_repeats``)."""
+    """Hash of the trial with repeat 0. If runs of one trial are not comparable (another GPU, other versions),
+    the keys of the later rows end in ``-2``, ``-3`` and so on (``comparability.group_repeats``)."""
     label: str
     """Short text for tables, unique within the comparison."""
     configuration: Configuration
@@ -62,7 +62,7 @@ class ComparisonRow:
     interval: tuple[float, float] | None = None
     """95 % confidence interval of ``tokens_per_second``; None below three successful runs."""
     ratio: float | None = None
-    """``tokens_per_second`` divided by the baseline's; None if the rows do not compare."""
+    """``tokens_per_second`` divided by the baseline's; None if the rows are not comparable."""
     ratio_interval: RatioInterval | None = None
     """Confidence interval of ``ratio`` (``intervals.RowRatios``); None below three successful runs of either row."""
     tokens_per_second_per_gb: float | None = None
@@ -82,9 +82,9 @@ class ComparisonRow:
     caveats: tuple[Caveat, ...] = ()
     """Caveats of the row and of all its runs, each once."""
     differences: tuple[str, ...] = ()
-    """Why this row does not compare with the baseline; empty if it does."""
+    """Why this row is not comparable with the baseline; empty if it is."""
     ratios: RowRatios | None = field(default=None, compare=False, repr=False)
-    """Ratios between the rows that compare with the baseline, one object for all; None if this row does not compare."""
+    """Ratios between the rows that are comparable with the baseline, one object for all; None if this row is not."""
 
     @cached_property
     def successes(self) -> tuple[Run, ...]:
@@ -181,8 +181,8 @@ class Comparison:
     """The row that ratios refer to: the requested one, else the first valid one, else the first with numbers. None if
     the requested row, or every row, has no numbers."""
     pareto_device: tuple[str, ...] = ()
-    """Keys of rows that no other row beats in both throughput and device memory. Rows that are disqualified or do not
-    compare take no part."""
+    """Keys of rows that no other row beats in both throughput and device memory. Rows that are disqualified or not
+    comparable take no part."""
     pareto_host: tuple[str, ...] = ()
     """The same for throughput and host memory; empty if there are GPUs and no row offloads anything."""
     caveats: tuple[Caveat, ...] = ()
@@ -215,7 +215,7 @@ def compare(
 
     The baseline is ``relative_to`` (a strategy's name, a row's label or ``zeroN``), or without it the first valid row,
     else the first with numbers. If the requested baseline has no numbers there are no ratios, and the first row with
-    numbers decides which rows compare. ``environments``: of the runs, in order. Raises UsageError if no row has
+    numbers decides which rows are comparable. ``environments``: of the runs, in order. Raises UsageError if no row has
     the requested name.
     """
     # Rows of several results meet here for the first time; what their own results found out is not found twice.
@@ -338,7 +338,7 @@ def _relative_to_baseline(
 
     first = reference.representative
     forbidden = {row.key: tuple(each.text for each in incomparable_facts(first, row.representative)) for row in rows}
-    # Rows that do not compare take no part: the noise is estimated from all rows together.
+    # Rows that are not comparable take no part: the noise is estimated from all rows together.
     ratios = RowRatios(
         _means([row for row in rows if not forbidden[row.key]]), None if baseline is None else baseline.key
     )
@@ -389,7 +389,7 @@ def ratio_between(row: ComparisonRow, other: ComparisonRow) -> RatioInterval | N
 
     For rows of one comparison all its runs are used, at a level for all rows together
     (``intervals.RowRatios.between``); for rows of two comparisons their own runs, at 95 %. None below three successful
-    runs of either row, for a row and itself, and if rows of one comparison do not compare.
+    runs of either row, for a row and itself, and if rows of one comparison are not comparable.
     """
     if row.ratios is not None and row.ratios is other.ratios:
         return _mark_if_too_wide(row.ratios.between(row.key, other.key), row)

@@ -263,7 +263,7 @@ def _load_flat_json(path: Path, data: bytes, whole: bool) -> Result:
             # The file may have been edited, or lie next to another run's folder.
             if [each.row for each in run.runs] == rows:
                 return run
-            notes.append(f"{folder} holds other rows than {path.name}: the file is used")
+            notes.append(f"{folder} and {path.name} hold different rows: the file is used")
     runs = []
     for number, row in enumerate(rows, 1):
         try:
@@ -408,8 +408,8 @@ def _emulated_bytes(row: Row) -> int | None:
 def _environment(row: Row) -> Environment | None:
     """Return the facts that make results comparable; None if the row lacks them.
 
-    GPUs of several kinds become one kind with all their names, so that such a row compares only with rows of the same
-    kinds.
+    GPUs of several kinds become one kind with all their names, so that such a row is comparable only with rows of
+    the same kinds.
     """
     if not row.cpu_logical_cores:
         return None

@@ -155,13 +155,13 @@ def _split_by_settings(group: _Group, is_free: Callable[[Run], bool]) -> list[_G
     Other settings in any other row are a mistake that the comparison is to find: it stays with the others.
     """
     bound = [run for run in group.values() if not is_free(run)]
-    common = next(filter(_trained_as_asked, bound), bound[0] if bound else None)
+    common = next(filter(_trained_as_requested, bound), bound[0] if bound else None)
     parts: list[tuple[Run, _Group]] = []
     for index, run in group.items():
-        asked = run if common is None or is_free(run) else common
-        part = next((part for known, part in parts if _asked_difference(known, asked) is None), None)
+        requested = run if common is None or is_free(run) else common
+        part = next((part for known, part in parts if _requested_difference(known, requested) is None), None)
         if part is None:
-            parts.append((asked, part := {}))
+            parts.append((requested, part := {}))
         part[index] = run
     return [part for _, part in parts]
 
@@ -170,7 +170,7 @@ def _is_of_file(run: Run) -> bool:
     return run.trial.configuration.source == "file"
 
 
-def _asked_difference(a: Run, b: Run, *, learning: bool = False) -> str | None:
+def _requested_difference(a: Run, b: Run, *, learning: bool = False) -> str | None:
     """Return the first difference between the training requested for ``a`` and for ``b``; None if they are equal.
 
     The optimizer's settings are those read back where they are known: a file may leave out what is the default.
@@ -241,13 +241,13 @@ def _other_training(runs: Sequence[Run]) -> dict[int, Caveat]:
             known = next(iter(other.values()))
             for index, run in part.items():
                 apart = _greatest_difference(known.losses, run.losses)
-                if difference := _asked_difference(known, run, learning=True):
+                if difference := _requested_difference(known, run, learning=True):
                     caveats[index] = Caveat(CaveatKind.OTHER_TRAINING, {"how": difference})
                 elif apart > _OTHER_FORMAT_TOLERANCE:
                     label = known.trial.configuration.label
                     caveats[index] = Caveat(CaveatKind.LOSS_OF_FORMAT_DIFFERS, {"difference": apart, "row": label})
                 else:
-                    how = _asked_difference(known, run)
+                    how = _requested_difference(known, run)
                     caveats[index] = note(f"its losses are compared only with rows that train alike: {how}")
     return caveats
 
@@ -263,7 +263,7 @@ def _is_stage_3(configuration: Configuration) -> bool:
 
 
 def _other_adam_implementation(first: Run, run: Run) -> Caveat | None:
-    """The caveat of a row on the CPU accelerator that uses another implementation of Adam than the first row.
+    """The caveat of a row on the CPU accelerator that uses a different implementation of Adam from the first row.
 
     On the CPU accelerator offload moves nothing, and only the implementation of Adam can make a row faster.
     """
@@ -289,7 +289,7 @@ def _reference_row(group: _Group) -> Run | None:
     # More runs of a row say nothing new, and comparing all with all would take long.
     rows = {name: own[:3] for name, own in rows.items()}
     candidates = [run for own in rows.values() for run in own]
-    right = [run for run in candidates if run.row.weight_change_norm != 0.0 and _trained_as_asked(run)]
+    right = [run for run in candidates if run.row.weight_change_norm != 0.0 and _trained_as_requested(run)]
     candidates = right or candidates
     if len(candidates) < 2:
         return next(iter(candidates), None)
@@ -308,15 +308,15 @@ def _reference_row(group: _Group) -> Run | None:
     return max(candidates, key=rank)
 
 
-def _trained_as_asked(run: Run) -> bool:
+def _trained_as_requested(run: Run) -> bool:
     """Whether the optimizer's settings that were read back agree with the configuration, as far as both are known."""
     config = run.trial.ds_config
-    asked = (config.get("optimizer") or {}).get("params") or {}
+    requested = (config.get("optimizer") or {}).get("params") or {}
     changing = {"lr"} if config.get("scheduler") else set()
     return all(
-        _same_setting(asked[name], settings[name])
+        _same_setting(requested[name], settings[name])
         for settings in run.ranks[0].optimizer_settings or ()
-        for name in (asked.keys() & settings.keys()) - changing
+        for name in (requested.keys() & settings.keys()) - changing
     )
 
 
@@ -443,7 +443,7 @@ def _relative(value: float, reference: float, scale: float) -> float:
 
 
 def _greatest_difference(a: Sequence[float | None], b: Sequence[float | None]) -> float:
-    """Largest relative difference in the first steps; 0 where nothing compares."""
+    """Largest relative difference in the first steps; 0 if there is nothing to compare."""
     pairs = zip(a[:_EARLY_STEPS], b[:_EARLY_STEPS], strict=False)
     return max((_relative(y, x, x) for x, y in pairs if x is not None and y is not None), default=0.0)
 
@@ -516,7 +516,7 @@ def _same_setting(a: Any, b: Any) -> bool:
 def _compared_changes(a: Run, b: Run) -> tuple[Sequence[float], Sequence[float]] | None:
     """Return the changes of the weights of two rows over the same steps: of the early window, or of a short trial.
 
-    None where they do not compare.
+    None if they cannot be compared.
     """
     before, now = a.early_window, b.early_window
     if before is None and now is None and len(a.losses) <= _SHORT_STEPS and _took_equal_steps(a, b):

@@ -703,7 +703,7 @@ class Row(BaseModel):
 
     @property
     def rate(self) -> float | None:
-        """The throughput by which rows compare, in :attr:`rate_unit`."""
+        """The throughput by which rows are compared, in :attr:`rate_unit`."""
         if self.rate_unit == "steps/s":
             return self.avg_step_time_ms and 1000 / self.avg_step_time_ms
         return self.throughput_tokens_per_sec if self.rate_unit == "tokens/s" else self.throughput_samples_per_sec

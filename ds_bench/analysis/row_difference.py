@@ -184,7 +184,7 @@ class TimeDifference:
     step_seconds: Pair
     tokens_per_second: Pair
     same_tokens: bool
-    """Whether both rows train as many tokens per step; if not, only their throughputs compare."""
+    """Whether both rows train the same number of tokens per step; if not, only their throughputs can be compared."""
     interval: RatioInterval | None
     """Interval of b's throughput divided by a's; None if it was not tested or the rows are not comparable."""
     incomparable_reasons: tuple[str, ...]

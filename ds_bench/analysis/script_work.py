@@ -1,7 +1,7 @@
 """Checks that rows of a user's script did the same work: parameters, tokens, data, losses, in this order.
 
-A script may draw its data after it has built its model, and so train on other data at stage 3 than at stage 2 with
-losses that hardly differ. Times compare only between equal steps, so other parameters or tokens disqualify a row. Data
+A script may draw its data after it has built its model, and so train on different data at stages 2 and 3 with losses
+that hardly differ. Times are comparable only between equal steps, so other parameters or tokens disqualify a row. Data
 and losses may differ on purpose, as generated text does: they are caveats.
 """
 
@@ -50,7 +50,7 @@ def _differences(reference: Run, run: Run) -> Iterator[Caveat]:
             texts = [f"{trained:,} of {count:,}" for trained, count in sizes]
             yield Caveat(CaveatKind.OTHER_PARAMETERS, {"own": texts[0], "theirs": texts[1], "row": row})
             return
-        # A row at another micro-batch or accumulation compares by its tokens per second.
+        # A row at another micro-batch or accumulation is compared by its tokens per second.
         if (own.micro_batch_size, own.grad_accum) != (theirs.micro_batch_size, theirs.grad_accum):
             return
         if caveat := _other_step(theirs, own, row):

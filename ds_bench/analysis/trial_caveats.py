@@ -145,7 +145,7 @@ def trial_caveats(
 
 
 def _script_caveats(record: TrialRecord, usual: Sequence[float], apart: Sequence[float]) -> Iterator[Caveat]:
-    """Yield the caveats of one trial of a script: an engine other than its row's, points where its DeepSpeed departs
+    """Yield the caveats of one trial of a script: an engine that is not its row's, points where its DeepSpeed departs
     from the configuration, evaluations and saves.
 
     ``usual``, ``apart``: of :func:`_usual_steps`.
@@ -176,10 +176,8 @@ def _script_caveats(record: TrialRecord, usual: Sequence[float], apart: Sequence
         found += filter(None, [unread_key(record.trial.ds_config)])
     seen = [name for name in ("tokens", "samples") if any(sum(rank.in_window(name)) for rank in record.ranks)]
     if "tokens" not in seen:
-        what = (
-            "no token ids in the script's batches" if any(script.micro_steps) else "no forward pass of the engine seen"
-        )
-        found.append(f"{what}: rows compare by {(*seen, 'steps')[0]} per second")
+        missing = "token ids in the script's batches" if any(script.micro_steps) else "forward pass of the engine"
+        found.append(f"no {missing} found: rows are compared by {(*seen, 'steps')[0]} per second")
     yield from map(as_caveat, found)
     if apart and usual:
         values = {"count": len(apart), "steps": len(apart) + len(usual)}

@@ -45,7 +45,7 @@ class BaselineEntry(Figures):
         if not self.name:
             raise ValueError("name must not be empty")
         if not _is_number(self.tolerance) or not 0 <= self.tolerance < 1:
-            raise ValueError(f"tolerance is {self.tolerance!r}: must be a number from 0 to below 1")
+            raise ValueError(f"tolerance is {self.tolerance!r}: must be at least 0 and below 1")
         for key in _FIGURES:
             value = getattr(self, key)
             if value is not None and not (_is_number(value) and value > 0):

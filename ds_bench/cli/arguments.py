@@ -253,7 +253,7 @@ class Parser(argparse.ArgumentParser):
                     continue
                 equals = ""
             if (other := names.setdefault(name if is_own else flag, name)) != name:
-                raise UsageError(f"{other} together with {name}", remedy="give one of them")
+                raise UsageError(f"{other} and {name} set the same flag", remedy="give only one of them")
             own += [word] if is_own else [f"{flag}={value}" if equals else flag, *values]
         return own
 
@@ -261,7 +261,7 @@ class Parser(argparse.ArgumentParser):
         # argparse drops the value of --flag=-- and checks neither its type nor how many are left.
         if action.option_strings and "--" in arg_strings:
             self.error(f"{'/'.join(action.option_strings)} -- has no value")
-        # Split before argparse checks each word against the choices. It refuses a text of nothing but commas.
+        # Split before argparse checks each word against the choices. It refuses a string of nothing but commas.
         if action.nargs == "+" and action.choices is not None:
             arg_strings = [part for text in arg_strings for part in text.split(",") if part] or arg_strings
             # A strategy may be given by its stage.
@@ -331,7 +331,9 @@ def deepspeed_version(text: str) -> str:
     """Parse a supported version: ``0.18``, ``0.18.2``."""
     minor = re.fullmatch(r"(\d+\.\d+)(\.\d+)?", text)
     if minor is None or minor[1] not in MINOR_VERSIONS:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is none of {', '.join(MINOR_VERSIONS)}, or a release of them")
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} is not one of {', '.join(MINOR_VERSIONS)}, or a release of them"
+        )
     return text
 
 
@@ -360,7 +362,7 @@ _TYPES: dict[str, Callable[[str], Any]] = {
 
 
 def split_names(text: str) -> tuple[str, ...]:
-    """Return the comma-separated names in a text."""
+    """Return the comma-separated names in a string."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
@@ -371,7 +373,7 @@ def names_from(*choices: str) -> Callable[[str], tuple[str, ...]]:
         names = tuple(dict.fromkeys(split_names(text)))
         for name in names:
             if name not in choices:
-                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(choices)}")
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(choices)}")
         if not names:
             raise argparse.ArgumentTypeError(f"{text!r} names none of {', '.join(choices)}")
         return names

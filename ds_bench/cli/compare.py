@@ -26,7 +26,7 @@ def show_changes(
 ) -> int:
     """Print both results row by row. Return 0; raises UsageError. ``junit``: file that gets a test for each row."""
     if markdown and as_json:
-        raise UsageError("--markdown and --json together", remedy="give one of them")
+        raise UsageError("--markdown and --json cannot be combined", remedy="give one of them")
     if junit is not None:
         check_output("--junit", junit)
     comparison = compare_before_after(load_results.load(before), load_results.load(after))

@@ -156,7 +156,7 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
             remedy = "--precision fp16, or fp16 in its file"
             lines.append(f"{options.gpu} has no bf16 units and will not train {format_names(in_bf16, 4)} ({remedy})")
     predicted = MemoryPlan(
-        asked=question,
+        requested=question,
         gpu_bytes=capacity,
         host_bytes=host,
         rows=rows,
@@ -239,7 +239,7 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, ResolvedModel, l
             problem += f" with --seq-length {options.seq_length}"
         raise UsageError(f"{problem} is too large for any GPU", remedy="give fewer tokens per step")
     if options.quick and options.exact:
-        raise UsageError("--quick together with --exact", remedy="give one of them")
+        raise UsageError("--quick and --exact cannot be combined", remedy="give one of them")
     if options.num_gpus > _MAX_GPUS:
         raise UsageError(
             f"--num-gpus {options.num_gpus} is more than any job uses", remedy=f"give {_MAX_GPUS} or fewer"

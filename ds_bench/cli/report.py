@@ -54,7 +54,7 @@ def report(
     """
     if markdown:
         if output_format not in ("table", "markdown"):
-            raise UsageError(f"--markdown and --format {output_format} together", remedy="give one of them")
+            raise UsageError(f"--markdown and --format {output_format} cannot be combined", remedy="give one of them")
         output_format = "markdown"
     # Refuse paths that cannot be written before reading anything.
     if output is not None and output_format not in ROW_FORMATS:
@@ -244,8 +244,8 @@ def _flags_of_run(group: ResultGroup) -> tuple[str | None, str | None, OpenComma
             # Of another version, or edited by hand.
             with contextlib.suppress(UsageError, ValueError, TypeError, KeyError, AttributeError):
                 text = RecipeText.of_stored(group.recipe)
-                asked = find_sweep(text)
-                options = options_of(check_recipe(text, asked.data_of(asked.first_point)), text.folder)
+                sweep = find_sweep(text)
+                options = options_of(check_recipe(text, sweep.data_of(sweep.first_point)), text.folder)
                 resume = provenance.resume_command(options, folder)
         return goal if goal in GOALS else None, row if isinstance(row, str) else None, resume
     try:

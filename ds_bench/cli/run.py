@@ -55,9 +55,9 @@ def run_command(
     if text.data.get("script"):
         flag_of_path = {path: OPTIONS[name].flag or path for name, path in PATHS.items() if name in flags}
         refuse_other_workload([path for path, value in paths_of(text.data) if value is not None], flag_of_path)
-    asked = find_sweep(text)
+    sweep = find_sweep(text)
     if "print_recipe" in flags:
-        check_recipe(text, asked.data_of(asked.first_point))
+        check_recipe(text, sweep.data_of(sweep.first_point))
         terminal.print_text(recipe_file.yaml_text(text.data).rstrip())
         return 0
     run_flags = {name: flags[name] for name in _RUN_FLAGS if name in flags}
@@ -67,7 +67,7 @@ def run_command(
         # With a recipe, errors name its keys instead of flags that the user has not typed.
         "typed": None if recipe is None else frozenset(flags),
     }
-    points, first = _points(text, asked, run_flags, allow_many=yes)
+    points, first = _points(text, sweep, run_flags, allow_many=yes)
     if "resume" in flags and recipe is None:
         from ..analysis.provenance import flags_to_repeat, resume_command
 
@@ -98,7 +98,7 @@ def run_command(
 
 
 def _points(
-    text: RecipeText, asked: Sweep, run_flags: dict[str, Any], *, allow_many: bool
+    text: RecipeText, sweep: Sweep, run_flags: dict[str, Any], *, allow_many: bool
 ) -> tuple[list[Options], Values]:
     """Return the Options of every point and the recipe of the first.
 
@@ -106,21 +106,21 @@ def _points(
     """
 
     def options_at(point: Point) -> tuple[Values, Options]:
-        recipe = check_recipe(text, asked.data_of(point))
+        recipe = check_recipe(text, sweep.data_of(point))
         return recipe, options_of(recipe, text.folder, point=tuple(point.items()), **run_flags).checked()
 
     # Make only the first point and count its rows, to refuse a sweep that is too large before making all its points.
-    first, options = options_at(asked.first_point)
+    first, options = options_at(sweep.first_point)
     from ..planning.requested_rows import requested_rows, with_files
 
     # All points have the same files.
     options = with_files(options)
     run_flags |= {"files": options.files, "file_lines": options.file_lines, "base_file": options.base_file}
-    trials = asked.max_points * len(requested_rows(options)) * options.repeats
+    trials = sweep.max_points * len(requested_rows(options)) * options.repeats
     if trials > MAX_TRIALS and not allow_many:
-        problem = f"this recipe makes {trials:,} trials: {asked.max_points:,} points, each with every row and repeat"
+        problem = f"this recipe makes {trials:,} trials: {sweep.max_points:,} points, each with every row and repeat"
         raise UsageError(problem, remedy="shorten its lists, or add --yes if that is meant")
-    return [options_at(point)[1] for point in asked.points()], first
+    return [options_at(point)[1] for point in sweep.points()], first
 
 
 def _given_values(settings: Sequence[str], flags: Mapping[str, Any]) -> list[tuple[recipe_file.KeyPath, Any]]:

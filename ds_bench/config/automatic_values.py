@@ -82,10 +82,10 @@ def fill_in(config: Mapping[str, Any], facts: TrainingFacts) -> tuple[Config, di
     UsageError if the Trainer needs the model's hidden size and it has none.
     """
     zero, sizes = block_of(config, "zero_optimization"), trainer_sizes(facts.hidden_size or 0)
-    asked = [key for key in sizes if zero.get(key) == AUTO]
-    if asked and facts.hidden_size is None:
-        problem = f'zero_optimization.{asked[0]} is "auto", which the Trainer computes from the model\'s hidden_size'
-        remedy = f'give whole numbers instead of "auto" for {", ".join(asked)}'
+    found = [key for key in sizes if zero.get(key) == AUTO]
+    if found and facts.hidden_size is None:
+        problem = f'zero_optimization.{found[0]} is "auto", which the Trainer computes from the model\'s hidden_size'
+        remedy = f'give whole numbers instead of "auto" for {", ".join(found)}'
         raise UsageError(f"{problem}, and this model has none", remedy=remedy)
     arguments = {**TRAINING_DEFAULTS, **facts.arguments}
     rate, warmup = arguments["learning_rate"], arguments["warmup_steps"]

@@ -135,7 +135,7 @@ class CaveatKind(StrEnum):
     OTHER_PARAMETERS = ("other_parameters", "trains {own} parameters, but {row} {theirs}: another model", None, True)
     OTHER_TOKENS = ("other_tokens", "step {step} on rank {rank} has {own}, but {theirs} in {row}: different work",
         "make the script's data and accumulation independent of the configuration", True)
-    OTHER_DATA = ("other_data", "trained on other data than {row} from step {step} on (rank {rank})",
+    OTHER_DATA = ("other_data", "trained on different data from {row}'s, starting at step {step} (rank {rank})",
         "seed the data separately from the model: random numbers drawn after the model is built depend on the stage")
     OTHER_FIRST_LOSS = "other_first_loss", "the first loss is {own:.4f}, but {theirs:.4f} in {row}", _SEED
     OTHER_LOSSES = "other_losses", "loss differs by {difference:percent} from {row}'s in the first ten steps", _SEED
@@ -222,9 +222,11 @@ class Caveat:
 
     def __post_init__(self) -> None:
         try:
-            self.text  # noqa: B018 - that it can be made is what is checked
+            self.text  # noqa: B018 - raises if the values do not fit the template
         except (LookupError, TypeError, ValueError) as error:
-            raise ValueError(f"the caveat {self.kind.value} needs other values than {dict(self.values)}") from error
+            raise ValueError(
+                f"the caveat {self.kind.value} cannot be written with the values {dict(self.values)}"
+            ) from error
 
     def __hash__(self) -> int:
         return hash((self.kind, tuple(self.values.items())))
@@ -251,7 +253,7 @@ class Caveat:
 
 
 def note(text: str) -> Caveat:
-    """A text of none of the other kinds."""
+    """Return a note: text that belongs to none of the other kinds."""
     return Caveat(CaveatKind.NOTE, {"text": text})
 
 

@@ -214,14 +214,14 @@ def _accelerate(file: ConfigurationFile) -> ConfigurationFile:
     block = data.get("deepspeed_config") or {}
     if not isinstance(block, Mapping):
         raise ConfigurationFileError(file.path, "deepspeed_config is not a block", remedy="write its keys below it")
-    asked = data.get("mixed_precision")
+    requested = data.get("mixed_precision")
     known: dict[str, Precision] = {"no": "fp32", "False": "fp32", "bf16": "bf16", "fp16": "fp16"}  # YAML's no is false
-    if asked is not None and str(asked) not in known:
-        reason = f"mixed_precision {asked} is not supported"
+    if requested is not None and str(requested) not in known:
+        reason = f"mixed_precision {requested} is not supported"
         raise ConfigurationFileError(file.path, reason, remedy="use bf16, fp16 or no")
     file = replace(
         file,
-        precision=known.get(str(asked)),
+        precision=known.get(str(requested)),
         # A text or a truth value; Accelerate's default is true at stage 3, and it acts only there.
         zero_init=str(block.get("zero3_init_flag")).lower() != "false",
     )
@@ -276,13 +276,13 @@ def _trainer(file: ConfigurationFile) -> ConfigurationFile:
         raise ConfigurationFileError(file.path, reason, remedy="keep one")
     formats: tuple[Precision, ...] = ("bf16", "fp16")
     # Either of the two keys, as in transformers/integrations/deepspeed.py.
-    asked = [name for name in formats if data.get(name) is True or data.get(f"{name}_full_eval") is True]
+    requested = [name for name in formats if data.get(name) is True or data.get(f"{name}_full_eval") is True]
     in_fp32 = data.get("bf16") is False and data.get("fp16") is False
     file = replace(
         file,
         arguments=arguments,
         batch_arguments={name: count(name) for name in _BATCH_ARGUMENTS if data.get(name) is not None},
-        precision=asked[0] if asked else "fp32" if in_fp32 else None,
+        precision=requested[0] if requested else "fp32" if in_fp32 else None,
         activation_checkpointing=data.get("gradient_checkpointing") is True,
     )
     deepspeed = data["deepspeed"]

@@ -100,7 +100,9 @@ def select_slots(slots: Slots, include: str | None, exclude: str | None) -> Slot
     UsageError for other syntax, an unknown host or slot, and if no slot is left.
     """
     if include is not None and exclude is not None:
-        raise UsageError("include and exclude together", remedy="give one of them, as DeepSpeed takes one")
+        raise UsageError(
+            "include and exclude cannot be combined", remedy="give only one of them; DeepSpeed accepts only one"
+        )
     text = exclude if include is None else include
     if text is None:
         return slots

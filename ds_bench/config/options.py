@@ -76,7 +76,7 @@ SCRIPT_OPTIONS = ("base_config", "python", "override_config", "accelerate_env", 
 """Options that have no meaning without a script."""
 _AMOUNT: Mapping[str, Any] = {"gt": 0, "le": MAX_NUMBER}
 _MIN_RANK_DATA_GB = 0.5
-"""A rank needs 0.4 GB before it builds a model. With less, some ranks fail to load libraries and others wait for them."""
+"""A rank needs 0.4 GB before it builds a model. With less, some ranks cannot load libraries and others wait for them."""
 _STEP: Mapping[str, Any] = {"ge": -1, "le": MAX_NUMBER}
 """Limits of the number of a step; -1 leaves it open."""
 
@@ -94,7 +94,7 @@ class Option:
     without: str = ""
     """Text for the default, if it does not speak for itself."""
     limits: Mapping[str, Any] = field(default_factory=dict)
-    """As pydantic names them: ``ge``, ``gt``, ``le``, ``lt`` of a number, ``min_length``, ``pattern`` of a text."""
+    """As pydantic names them: ``ge``, ``gt``, ``le``, ``lt`` of a number, ``min_length``, ``pattern`` of a string."""
     choices: Sequence[Any] = ()
     """All its values; empty if the limits say so."""
     auto: bool = False
@@ -158,7 +158,7 @@ class Options:
     activation_checkpointing: bool = option(bool, False, "recompute activations in the backward pass",
         key="training.activation_checkpointing")
     seed: int = option(int, 42, "seed of weights and data", key="training.seed", limits={"ge": 0, "le": 2**32 - 1})
-    dropout: float | None = option(float, None, "dropout probability throughout the model, from 0 to below 1",
+    dropout: float | None = option(float, None, "dropout probability throughout the model, at least 0 and below 1",
         without="the model's own", key="training.dropout", metavar="P", limits={"ge": 0, "lt": 1})
     lora: str | None = option(str, None,
         "train only LoRA adapters of rank R (peft), on all linear modules or on those named",
@@ -405,7 +405,7 @@ class Options:
             ("retry", self.resume is None, "without --resume", "add --resume RUN_DIR"),
             *((name, not self.script, "without a script", "add -- SCRIPT.py and its arguments")
               for name in SCRIPT_OPTIONS),
-            ("quiet", self.verbose, "and --verbose together", "give one of them"),
+            ("quiet", self.verbose, "and --verbose cannot be combined", "give one of them"),
             ("csv", self.shard is not None, "with --shard: each shard would replace the file",
              "leave it out; report --format csv --output FILE reads all shards"),
             ("data_dtype", self.data is None, f"without {self.say('data')}", f"add {self.say('data')} FILE"),
@@ -437,10 +437,12 @@ class Options:
         if references or self.launcher == "warm":
             what = f"{self.say('strategies')} {references[0]}" if references else f"{self.say('launcher')} warm"
             remedy = "leave it out: the script trains with DeepSpeed, in processes of its own"
-            raise UsageError(f"{what} together with a script", remedy=remedy)
+            raise UsageError(f"{what} and a script cannot be combined", remedy=remedy)
         if self.configs and self.base_config is not None:
             names = f"{self.say('configs')} and {self.say('base_config')}"
-            raise UsageError(f"{names} together", remedy="give one of them: files as rows, or one file to edit")
+            raise UsageError(
+                f"{names} cannot be combined", remedy="give one of them: files as rows, or one file to edit"
+            )
         if self.base_config is None and (self.stages or self.strategies):
             problem = f"{self.say('stages')} and {self.say('strategies')} with a script edit a file of yours"
             raise UsageError(problem, remedy=f"add {self.say('base_config')} FILE")

@@ -283,7 +283,7 @@ def options_of(recipe: Values, folder: Path, **run_flags: Any) -> Options:
     """
     values = {name: recipe[path] for name, path in PATHS.items()}
     if values["global_batch_size"] is not None and values["grad_accum"] is not None:
-        problem = "training.global_batch_size and training.grad_accum together"
+        problem = "training.global_batch_size and training.grad_accum cannot be combined"
         raise UsageError(problem, remedy="give one of them: accumulation follows from the global batch")
     if values["global_batch_size"] is not None and values["batch_size"] == "auto":
         problem = "training.global_batch_size with local_batch_size auto"

@@ -104,7 +104,7 @@ def parse_setting(text: str) -> tuple[KeyPath, Any]:
     try:
         return names, _read_yaml(value, f"--set {path}", {}, names)
     except (yaml.YAMLError, RecursionError):
-        remedy = "give a number, a text, true, false, null, or a list [1024, 2048]"
+        remedy = "give a number, a string, true, false, null, or a list such as [1024, 2048]"
         raise UsageError(f"--set {text[:60]!r} has a value that is not YAML", remedy=remedy) from None
 
 

@@ -328,7 +328,7 @@ _REFUSED_IN_ROWS = (
          reason="bf16 and fp16 are both enabled", remedy="keep one", source=_CONFIG),
     Rule("zenflow-trains-other-weights", None, "zero_optimization.zenflow", row="refusal",
          when=lambda case: case.is_row and _uses_zenflow(case) and (case.stage == 3 or case.accelerator == "cpu"),
-         reason="ZenFlow of DeepSpeed 0.19.8 trains other weights than the model's at stage 3, where it transposes "
+         reason="ZenFlow of DeepSpeed 0.19.8 trains weights different from the model's at stage 3, where it transposes "
                 "every matrix, and on CPU ranks, where the first loss differs and hardly falls",
          remedy="leave it out, or use stage 1 or 2 on GPUs", source="runtime/zenflow/engine_stage3.py"),
     *(Rule(f"{precision}-unsupported", None, f"{precision}.enabled", row="refusal", when=_lacks_precision(precision),

@@ -153,7 +153,9 @@ class Workload:
         _require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "must be 0 or more")
         known = self.attention is None or self.attention in ATTENTIONS
         _require(known, "attention", self.attention, f"must be one of {ATTENTIONS}")
-        _require(self.dropout is None or 0 <= self.dropout < 1, "dropout", self.dropout, "must be from 0 to below 1")
+        _require(
+            self.dropout is None or 0 <= self.dropout < 1, "dropout", self.dropout, "must be at least 0 and below 1"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

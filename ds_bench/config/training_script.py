@@ -118,7 +118,7 @@ def read_script(
             problem = f"{word} in the script's arguments is not a placeholder"
             raise UsageError(problem, remedy=f"write {{{near[0]}}}")
     if override and accelerate_env:
-        problem = "--override-config and --accelerate-env together"
+        problem = "--override-config and --accelerate-env cannot be combined"
         raise UsageError(problem, remedy="give the one by which the script takes its configuration")
     script = Script(
         command=tuple(command),
@@ -164,7 +164,7 @@ def refuse_other_workload(paths: Collection[str], spell: Mapping[str, str]) -> N
     """Raise UsageError for a key of a recipe that describes the built-in training loop. ``spell``: key → its flag."""
     for path in paths:
         if any(path == refused or path.startswith(f"{refused}.") for refused in _REFUSED):
-            problem = f"{spell.get(path, path)} together with a script: the script decides it"
+            problem = f"{spell.get(path, path)} and a script cannot be combined: the script decides it"
             raise UsageError(problem, remedy="leave it out, or give it among the script's own arguments")
 
 

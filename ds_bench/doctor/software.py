@@ -297,7 +297,7 @@ def _check_unbuilt(
     if system.find_program(compiler) is None or system.find_program("ninja") is None:
         return level, "cannot be built: a C++ compiler or ninja is missing", "see the tools above"
     missing = None
-    # A toolkit of another version than torch's CUDA is left to the build: DeepSpeed compares the two only when it is
+    # A toolkit whose version differs from torch's CUDA is left to the build: DeepSpeed compares the two only when it is
     # installed with ops built ahead (op_builder/builder.py, builder), not when it loads one (jit_load).
     if op in (ops.FUSED_ADAM, ops.ASYNC_IO) and accelerator == "cuda" and toolkit_release(system) is None:
         missing = ops.NO_TOOLKIT

@@ -86,7 +86,7 @@ def complete(trials: Sequence[Trial], facts: RunFacts) -> list[Trial]:
             config = deepspeed_config.complete_config(
                 config, trial.workload, trial.placement, torch_adam=True, largest_parameter=facts.largest_parameter
             )
-            # The same with offload (DeepSpeedCPUAdam), for other optimizers than Adam, and for torch's Adam.
+            # The same with offload (DeepSpeedCPUAdam), for optimizers other than Adam, and for torch's Adam.
             if config["optimizer"] != trial.ds_config["optimizer"]:
                 caveats = (*caveats, Caveat(CaveatKind.TORCH_ADAM, {"reason": str(fused.reason)}))
         for op in ops.needed_ops(trial.placement.accelerator, [trial.configuration]):

@@ -86,7 +86,7 @@ def formula_profile(
 
 
 def with_loss(profile: ModelProfile, facts: ModelFacts, name: LossName) -> ModelProfile:
-    """Return a profile with another loss than the model's, whose terms replace the usual ones.
+    """Return a profile with a loss different from the model's, whose terms replace the usual ones.
 
     ``tiled`` and ``liger`` keep the gradients of the output layer and of its input; parts of a fixed number of tokens
     have logits (``worker.replaced_layers``; liger_kernel/ops/fused_linear_cross_entropy.py, whose parts have at most

@@ -279,7 +279,7 @@ def predict(
     cpu_process = CPU_PROCESS_BYTES if placement.cpu_memory_limit_bytes is None else CPU_PROCESS_DATA_BYTES
     process = cpu_process if tier == "cpu" else PROCESS_BYTES
     ranks = min(placement.num_gpus, ranks_per_node or placement.num_gpus)
-    # The host may be fullest at another moment than the GPU.
+    # The host may be fullest at a different moment from the GPU.
     host = {name: {key: ranks * size for key, size in row.get("cpu", {}).items()} for name, row in moments.items()}
     if loads_weights and tier == "gpu":
         is_split = inputs.settings.stage == 3 and engine == "deepspeed" and workload.zero_init

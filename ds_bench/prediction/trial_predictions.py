@@ -324,8 +324,9 @@ def predicted_over_measured(record: TrialRecord) -> float | None:
     """Return the ratio of predicted GPU memory to the allocator's highest peak on any rank in the training steps.
 
     The overhead assumed outside the allocator is left out. None without a readable prediction, its activations or a
-    measured GPU peak. On the CPU accelerator there is no ratio, because resident memory does not compare with predicted
-    tensor bytes (untouched buffers are not resident, forked ranks share libraries); see ``predicted_over_ledger``.
+    measured GPU peak. On the CPU accelerator there is no ratio, because resident memory is not comparable with
+    predicted tensor bytes (untouched buffers are not resident, forked ranks share libraries); see
+    ``predicted_over_ledger``.
     """
     prediction = stored_prediction(record.trial)
     if prediction is None or prediction.unknown is not None:

@@ -88,7 +88,7 @@ def no_interval(_row: Candidate, _other: Candidate) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
-    """The measured speeds of rows that compare with each other."""
+    """The measured speeds of rows that are comparable with each other."""
 
     candidates: Sequence[Candidate]
     interval_of: IntervalOf = no_interval
@@ -129,7 +129,7 @@ class Speeds:
         return interval is None or interval.high > 1 + accepted or interval.low * (1 + accepted) < 1
 
     def with_optimizer_of(self, row: Candidate, rows: Sequence[Candidate] | None = None) -> list[Candidate]:
-        """Return the ``rows`` (None: all) that step with the optimizer of ``row``, and so compare with it by speed."""
+        """Return the ``rows`` (None: all) that step with the optimizer of ``row``, so that speeds are comparable."""
         return [other for other in (self.candidates if rows is None else rows) if other.optimizer == row.optimizer]
 
     def tied(self, best: Candidate, rows: Sequence[Candidate]) -> list[Candidate]:
@@ -238,7 +238,7 @@ def _simplest(candidates: Sequence[Candidate]) -> Candidate:
 
 def _decision(speeds: Speeds, choice: Candidate, best: Candidate, tied: Sequence[Candidate]) -> Decision:
     simplest = _simplest(tied)
-    # If a row that was chosen for its memory is not tied, the others compare with the row that it replaces.
+    # If a row that was chosen for its memory is not tied, the others are compared with the row that it replaces.
     reference = choice if choice in tied else simplest
     undecided = (row for row in tied if row not in (choice, reference) and speeds.undecided(row, reference))
     return Decision(

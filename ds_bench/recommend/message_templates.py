@@ -49,7 +49,7 @@ TEMPLATES: Mapping[str, str] = {
     # Why there is no choice.
     "other_pass": "Only passes without an optimizer step were timed, so no configuration can be recommended.",
     "no_rows": "Nothing was run, so no row can be recommended.",
-    "none_compares": "No row can be recommended: the rows do not compare with each other.",
+    "none_compares": "No row can be recommended: the rows are not comparable with each other.",
     "none_valid": "No row can be recommended: the rows that trained have no valid figures.",
     "none_trained": "No row trained: {counts}.",
     # Numbers and certainty.
@@ -64,7 +64,7 @@ TEMPLATES: Mapping[str, str] = {
     "faster_offloads_more": "{row} is {lead} faster and offloads more.",
     "left_out": "{row} is left out: {reason}",
     "more_left_out": "{count} more left out",
-    "not_comparable": "it does not compare with the others ({differences})",
+    "not_comparable": "it is not comparable with the others ({differences})",
     "reference": "it is torch's own engine, a reference and not a DeepSpeed configuration",
     "invalid": "{text}",
     "other_training": "{text}",

@@ -113,7 +113,7 @@ def recommend(comparison: Comparison, goal: str = "balanced", resume: OpenComman
         return Recommendation(goal=goal, accelerator=comparison.accelerator, headline=Fact("other_pass"))
     eligible = eligible_rows(comparison)
     decision = decide(eligible.candidates, goal, intervals(comparison))
-    # A row that compares with no other row has won nothing.
+    # A row that is comparable with no other row has won nothing.
     if decision is None or (eligible.left_out_as("not_comparable") and len(eligible.candidates) < 2):
         return _without_choice(comparison, eligible, goal, resume)
     choice, undecided = decision.choice, decision.undecided

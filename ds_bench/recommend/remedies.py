@@ -231,21 +231,21 @@ def predicted_bytes(trial: Trial, tier: Tier) -> int | None:
     return sum(sizes.values()) if sizes else None
 
 
-def _asked_for_bucket(run: Run) -> bool:
+def _requested_a_bucket(run: Run) -> bool:
     """Whether the request was for a whole reduce bucket that could be smaller, whatever the workload."""
-    asked = run.outcome.requested_bytes
+    requested = run.outcome.requested_bytes
     elements = block_of(run.trial.ds_config, "zero_optimization").get("reduce_bucket_size", DEFAULT_BUCKET)
-    if asked is None or not isinstance(elements, int | float) or not run.trial.configuration.stage:
+    if requested is None or not isinstance(elements, int | float) or not run.trial.configuration.stage:
         return False
     # Elements take 2 or 4 bytes; messages round what was requested to three digits.
-    return elements > SMALL_BUCKET and any(abs(asked - width * elements) <= 0.01 * asked for width in (2, 4))
+    return elements > SMALL_BUCKET and any(abs(requested - width * elements) <= 0.01 * requested for width in (2, 4))
 
 
 def _depends_on_workload(run: Run) -> bool:
     """Whether less work (micro-batch, sequence, checkpointing) may free what the run lacked."""
     if _gpu_run_lacks_host_memory(run):
         return False  # activations are on the GPU
-    return run.outcome.phase not in _PHASES_WITHOUT_ACTIVATIONS and not _asked_for_bucket(run)
+    return run.outcome.phase not in _PHASES_WITHOUT_ACTIVATIONS and not _requested_a_bucket(run)
 
 
 # ------------------------------------------------------------------ changes that are predicted to fit
@@ -279,7 +279,7 @@ class FailedSetup:
             # that needs more by the same method frees nothing, unless it shrinks the very request that failed.
             pairs.append((change.gpu_bytes, self.gpu_limit_bytes))
             same_method = change.need is not None and change.need.method == self.prediction.gpu_need.method
-            if same_method and not _asked_for_bucket(self.run):
+            if same_method and not _requested_a_bucket(self.run):
                 pairs.append((change.least_gpu_bytes, self.prediction.least_gpu_bytes - 1))
         if not tightly and change.need is not None:
             pairs.append((change.need.reserved_bytes, self.gpu_limit_bytes))
@@ -377,7 +377,7 @@ def failed_setup(run: Run, comparison: Comparison, shortage: Shortage) -> Failed
 def _acts_on(change: Alternative, run: Run) -> bool:
     """Whether a change frees the requested kind of memory in the phase that failed."""
     phase, settings = run.outcome.phase, change.settings
-    if _asked_for_bucket(run):
+    if _requested_a_bucket(run):
         return BUCKET_KEY in settings
     if not _depends_on_workload(run) and {"batch_size", "activation_checkpointing"} & settings.keys():
         return False
@@ -463,7 +463,7 @@ def _change_fact(change: Alternative, setup: FailedSetup) -> Fact:
     """``batch size 2 (predicted 60.00 GB per GPU instead of 90.00 GB)``; ``≈`` marks a figure by the rule."""
     gpu = change.least_gpu_bytes, setup.prediction.least_gpu_bytes
     by_rule = change.need is not None and change.need.method == "rule"
-    if _asked_for_bucket(setup.run):  # judged by what the formulas say of it
+    if _requested_a_bucket(setup.run):  # judged by what the formulas say of it
         gpu, by_rule = (change.gpu_bytes, setup.prediction.gpu_bytes), True
     sizes = [
         f"{sign}{format_bytes(new)} {where} instead of {format_bytes(old)}"
@@ -518,7 +518,7 @@ def less_memory(row: ComparisonRow, comparison: Comparison) -> dict[str, Any] | 
         own = tuple(each for each in setup.alternatives if "strategy" not in each.settings)
         change = replace(setup, alternatives=own).smallest_fit()
         return None if change is None else dict(change.settings)
-    if run is not None and _asked_for_bucket(run):
+    if run is not None and _requested_a_bucket(run):
         return {BUCKET_KEY: SMALL_BUCKET}
     if run is not None and not _depends_on_workload(run):
         return None

@@ -19,7 +19,7 @@ from .schema import INTERRUPTED, TrialRecord
 
 
 def require_same_machine(store: RunFolder, facts: Environment) -> None:
-    """Raise UsageError if the run used other hardware or versions, with which its rows would not compare."""
+    """Raise UsageError if the run used other hardware or versions, so that its rows would not be comparable."""
     earlier = store.load_run().environment
     if earlier is None:
         raise UsageError(f"{store.folder} has no readable environment", remedy="start a new run")
@@ -81,7 +81,7 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
             if (text := _text_without(part, left_out)) not in known[name, left_out]:
                 changes = [differences(json.loads(each), json.loads(text)) for each in known[name, left_out]]
                 named = format_names([each.text for each in min(changes, key=len)], 4, "; ")
-                raise cannot_resume(store.folder, f"another {name} than it began with: {named}")
+                raise cannot_resume(store.folder, f"a different {name} from the one it began with: {named}")
 
 
 def _text_without(part: dict[str, Any], left_out: Container[str]) -> str:

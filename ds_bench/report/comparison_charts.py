@@ -327,7 +327,7 @@ def _memory_bar(row: ComparisonRow, tier: Tier, rows: _Rows, by_category: bool) 
     parts = [*(ledger[category] for category in CATEGORIES), max(0, (peak or 0) - total)]
     run, predicted = row.successes[0], None
     prediction = stored_prediction(run.trial)
-    # On the CPU accelerator untouched pages are not resident (``prediction.trial_predictions``), so nothing compares.
+    # On the CPU accelerator untouched pages are not resident (``prediction.trial_predictions``): nothing is comparable.
     if prediction is not None and prediction.unknown is None and (tier, run.row.accelerator) != ("cpu", "cpu"):
         predicted = predicted_bytes(run.trial, tier)
         if predicted is not None and tier == "gpu":
@@ -348,7 +348,7 @@ def _capacity_line(comparison: Comparison, tier: Tier) -> tuple[float, str] | No
 
 
 def _request(row: ComparisonRow, tier: Tier, comparison: Comparison) -> tuple[float | None, str] | None:
-    """GB that a failed row needed at least, with a text; None if it did not run out of this tier's memory.
+    """GB that a failed row needed at least, with a label; None if it did not run out of this tier's memory.
 
     The bytes in use when an allocation failed plus that allocation, else the prediction; None GB if neither is known.
     """

@@ -52,7 +52,7 @@ class TableColumn(Column[ComparisonRow]):
     """What the column is sorted by; None sorts last."""
     page_only: bool = False
     against_baseline: bool = False
-    """Whether it compares with the baseline, which therefore has none itself."""
+    """Whether it is a comparison with the baseline, which therefore has none itself."""
 
     def for_comparison(self, comparison: Comparison) -> TableColumn:
         """The column with a dash for the baseline if it would compare the baseline with itself."""

@@ -69,7 +69,7 @@ class PlanRow:
 class MemoryPlan:
     """The question, and the prediction for every strategy."""
 
-    asked: PlannedTrial
+    requested: PlannedTrial
     """The workload and the GPUs; the configuration is irrelevant."""
     gpu_bytes: int
     """Memory of one GPU."""
@@ -83,7 +83,7 @@ class MemoryPlan:
 
     @property
     def num_gpus(self) -> int:
-        return self.asked.placement.num_gpus
+        return self.requested.placement.num_gpus
 
     @property
     def unknown(self) -> str | None:
@@ -236,18 +236,19 @@ def plan_table(plan: MemoryPlan) -> Table:
             noted=True,
         ),
     ]
-    work, profile = plan.asked.workload, plan.asked.profile
+    work, profile = plan.requested.workload, plan.requested.profile
+    limit = "up to " if plan.requested.varying_lengths else ""
     own_sizes = any(row.trial.workload.batch_size != work.batch_size for row in plan.rows)
     title = [
         profile.name,
         format_parameters(profile.all_parameters, profile.parameters),
         work.precision,
-        f"micro-batch {work.batch_size:,} × {'up to ' if plan.asked.varying_lengths else ''}{work.seq_length:,} tokens"
+        f"micro-batch {work.batch_size:,} × {limit}{work.seq_length:,} tokens"
         f"{' unless the row says otherwise' if own_sizes else ''}",
         *(["activation checkpointing"] if work.activation_checkpointing else []),
         *([] if plan.host_bytes is None else [f"nodes with {_capacity(plan.host_bytes)} of host memory"]),
     ]
-    constant = "" if plan.asked.varying_lengths else " for sequences of constant length"
+    constant = "" if plan.requested.varying_lengths else " for sequences of constant length"
     notes = [
         f"predicted{constant}; nothing was run. GB is 2^30 bytes",
         "GPU GB, per GPU: the least that the row can train in, and what it reserves if there is room to spare; "
@@ -268,8 +269,8 @@ def plan_table(plan: MemoryPlan) -> Table:
         notes.append("host memory is tight above 90 %")
     for why in dict.fromkeys(why for row in plan.rows for why in row.prediction.gpu_need.unknowns):
         notes.append(f"not predicted: {why}")
-    if plan.shows_min_gpus and plan.asked.ranks_per_node != 1:
-        whole = f"GPUs needed are whole nodes of {plan.asked.ranks_per_node}"
+    if plan.shows_min_gpus and plan.requested.ranks_per_node != 1:
+        whole = f"GPUs needed are whole nodes of {plan.requested.ranks_per_node}"
         notes.append(f"beyond one node, {whole}, unless the given number fits")
     if plan.shows_min_gpus or plan.shows_max_batch:
         notes.append("with the fewest GPUs or the largest batch a row may be tight")
@@ -284,7 +285,7 @@ def _method_notes(plan: MemoryPlan) -> Iterator[str]:
     """Yield what the second figure of the rows is, and why some are not replayed."""
     needs = {row.label: row.prediction.gpu_need for row in plan.rows}
     methods = {need.method for need in needs.values() if not need.is_lower_bound}
-    varies = plan.asked.varying_lengths
+    varies = plan.requested.varying_lengths
     if varies:
         yield (
             "lengths vary: the second figure assumes that they grow, so that no cached block is large enough for the "

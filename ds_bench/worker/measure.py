@@ -151,7 +151,7 @@ def measure(
         "trainable_parameter_count": sum(trained),
         "largest_parameter": max(sizes),
         "dropout": build.greatest_dropout(model),
-        # None for a model of another library than Transformers.
+        # None for a model of a library other than Transformers.
         "attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
         "tf32": _uses_tf32() if accelerator == "cuda" else None,
         "vocabulary_size": None if built.make_batch else build.vocabulary_size(model),

@@ -10,8 +10,8 @@ the Hub or a factory. A whole model's tensors are printed at once (a line with `
 each kind are removed. In both cases the second block of a kind is the measure of every other. Each request ends with
 one line: the answer, or ``error``.
 
-CUDA keeps other tensors than the CPU in two cases, which ``_CudaKernelMode`` imitates. Not for measuring a real run:
-that is ``ledger``.
+CUDA keeps different tensors from the CPU in two cases, which ``_CudaKernelMode`` imitates. A real run is
+measured by ``ledger``.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def _build_from_config(request: Mapping[str, Any], dtype: torch.dtype, layers: i
         if not request.get("whole"):
             config.num_hidden_layers = layers
             if isinstance(layer_types := getattr(config, "layer_types", None), list):
-                # Transformers refuses a list of another length than the depth (configuration_utils.py).
+                # Transformers refuses a list whose length is not the depth (configuration_utils.py).
                 config.layer_types = layer_types[:layers]
     # As in real runs: a cache of keys and values is for generating text.
     config.use_cache = False

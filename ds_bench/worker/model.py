@@ -3,8 +3,8 @@
 No weights are downloaded. At stage 3 a preset, local or Hub model is built inside ``deepspeed.zero.Init`` (Transformers
 enters it while an ``HfDeepSpeedConfig`` is alive), so that no rank ever holds all of it; at other stages it is built on
 the device in the training precision. The two draw random numbers in different orders, so every matrix is drawn again
-from a generator seeded by its name, or losses of different stages would not compare. For FSDP2, matrices are built on
-the meta device and drawn when the engine splits them (``reference_engines``).
+from a generator seeded by its name, or losses of different stages would not be comparable. For FSDP2, matrices are
+built on the meta device and drawn when the engine splits them (``reference_engines``).
 
 Without zero.Init (``Workload.zero_init``) a model for stage 3 is built whole in every rank's host memory, as by a
 program that does not know the configuration yet; ``deepspeed.initialize`` moves it to the device and splits it.

@@ -108,7 +108,7 @@ def test_a_report_reads_rows_and_only_the_records_that_it_needs(tmp_path: Path) 
 
 
 def test_every_record_is_read_if_the_cards_are_of_two_kinds(tmp_path: Path) -> None:
-    """A row has the name of one card, and rows on other cards do not compare."""
+    """A row has the name of one card, and rows on other cards are not comparable."""
     first, second = fakes.environment().gpus
     for cards, read in (((first, second), False), ((first, replace(second, name="NVIDIA A100")), True)):
         stored = fakes.write_run(tmp_path / str(read), [fakes.success()], on=fakes.environment(gpus=cards))
@@ -135,7 +135,7 @@ def test_rows_that_are_not_those_of_the_records_are_not_used(run: RunFolder, fir
     # Asked for by its name, the file is used.
     by_name = load_results.load(run.json_path)
     assert (by_name.has_records, len(by_name.runs)) == (False, 2 if first_row is None else 3)
-    assert any("holds other rows" in note for note in by_name.notes)
+    assert any("hold different rows" in note for note in by_name.notes)
 
 
 def test_a_flat_json_without_its_run_folder_gives_its_rows(run: RunFolder, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The verdict on a result compared with its baseline: the edges of the tolerance, noise, and what does not compare."""
+"""The verdict on a result compared with its baseline: the edges of the tolerance, noise, and what is not comparable."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_a_script_without_token_ids_is_held_to_its_samples(subtests: pytest.Subt
             assert text in verdict.message
 
 
-# ------------------------------------------------------------------ what does not compare
+# ------------------------------------------------------------------ what is not comparable
 
 
 @pytest.mark.parametrize(

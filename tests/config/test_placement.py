@@ -105,7 +105,7 @@ def test_wrong_flags_for_several_hosts_are_refused_in_one_line(tmp_path: Path, s
     path = tmp_path / "hosts"
     path.write_text("a slots=4\nb slots=1\n")
     for flags, message in (
-        (("--include", "a", "--exclude", "b"), "include and exclude together. Give one"),
+        (("--include", "a", "--exclude", "b"), "include and exclude cannot be combined. Give only one"),
         (("--include", "a:4"), "include 'a:4': no slot 4 on a. Its slots are 0 to 3"),
         (("--include", "a:0,"), "'a:0,' is not a host with slots. Write: HOST@HOST:SLOT,SLOT"),
         (("--include", "a\nb"), "no host 'a\\nb' in the hostfile. Choose from a, b"),

@@ -84,16 +84,22 @@ MICRO = ("--configs", "own.json", "--", "train.py", "{config}", "{micro_batch}")
 def test_options_that_conflict_with_a_script_are_refused(subtests: pytest.Subtests) -> None:
     for words, error in (
         *(
-            (("--configs", "own.json", *flag.split(), *TRAIN), f"{flag.split()[0]}.* together with a script")
+            (("--configs", "own.json", *flag.split(), *TRAIN), f"{flag.split()[0]}.* and a script cannot be combined")
             for flag in (
                 *("--model tiny", "--batch-size 2", "--batch-size auto", "--seq-length 8", "--grad-accum 2"),
                 *("--precision bf16", "--data a.u16", "--optimizer Lion", "--checkpoint", "--launcher warm"),
                 *("--profile torch", "--monitor", "--seed 3"),
             )
         ),
-        (("--base-config", "own.json", "--strategies", "ddp", *TRAIN), "--strategies ddp together with a script"),
+        (
+            ("--base-config", "own.json", "--strategies", "ddp", *TRAIN),
+            "--strategies ddp and a script",
+        ),
         (("--configs", "own.json", "--base-config", "own.json", *TRAIN), "--configs and --base-config"),
-        (("--configs", "own.json", "--override-config", "--accelerate-env", *TRAIN), "--accelerate-env together"),
+        (
+            ("--configs", "own.json", "--override-config", "--accelerate-env", *TRAIN),
+            "--accelerate-env cannot be",
+        ),
         (("--stages", "1", *TRAIN), "--base-config FILE"),
         (
             ("--base-config", "own.json", "--stages", "2", "--set", "zero_optimization.stage=1", *TRAIN),

@@ -108,7 +108,9 @@ CASES = {
         tokens=(512, 512),
     ),
     "draws data after the model": Case(
-        command="i_zero_init.py {config}", configs="zero2 zero3", caveat="trained on other data than configs_zero2"
+        command="i_zero_init.py {config}",
+        configs="zero2 zero3",
+        caveat="trained on different data from",
     ),
     "overridden": Case(
         command="i_zero_init.py {configs}/zero2.json",

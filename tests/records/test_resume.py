@@ -35,7 +35,7 @@ def test_only_the_same_workload_and_placement_can_be_resumed_with_more_rows(run:
     larger = replace(TRIAL, workload=replace(TRIAL.workload, batch_size=64))
     require_same_workload(run, [larger], ("batch_size",))  # which a search sets
     for asked, what in ((larger, "workload"), (fakes.trial(on=fakes.placement(num_gpus=7)), "placement")):
-        with pytest.raises(UsageError, match=f"another {what} than it began with"):
+        with pytest.raises(UsageError, match=f"a different {what} from the one it began with"):
             require_same_workload(run, [asked], ())
 
 
