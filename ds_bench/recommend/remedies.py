@@ -323,10 +323,14 @@ def excess_bytes(row: ComparisonRow, comparison: Comparison) -> int:
 
 
 def failed_setup(run: Run, comparison: Comparison, shortage: Shortage) -> FailedSetup | None:
-    """Return the setup of a run that did not fit; None if its record has no complete prediction of a known format."""
+    """Return the setup of a run that did not fit.
+
+    None if its record has no complete prediction of a known format, or was written by a run that was killed before the
+    changes were predicted.
+    """
     prediction, trial = stored_prediction(run.trial), run.trial
     # Without the activations it is not known what would fit.
-    if prediction is None or prediction.unknown is not None:
+    if prediction is None or prediction.unknown is not None or not prediction.alternatives:
         return None
 
     def work(trial: Trial) -> Workload:
@@ -401,9 +405,8 @@ def smallest_change(comparison: Comparison) -> Fact | None:
         values = {"change": _change_fact(change, setup), "row": row.label}
         kind = "smallest_change" if setup.fits(change) else "smallest_tight_change"
         return Fact(kind, values, _settings_of_change(change, row, comparison))
-    known = [setup for _, setup in setups if setup.prediction.alternatives]
-    if known:
-        return suggestion(known[0], known[0].run, comparison)
+    if setups:
+        return suggestion(setups[0][1], setups[0][1].run, comparison)
     short = [run for row in comparison.rows if (run := failed_run(row)) is not None and _lacks_memory(run)]
     return suggestion(None, short[0], comparison) if short else None
 
@@ -413,17 +416,13 @@ def suggestion(setup: FailedSetup | None, run: Run, comparison: Comparison) -> F
 
     ``setup``: of the run; None without a prediction.
     """
-    if setup is None:
-        return Fact("no_prediction", {"resorts": ways_to_less_memory(run, comparison)})
-    if (fit := setup.smallest_fit()) is not None:
+    if setup is not None and (fit := setup.smallest_fit()) is not None:
         return Fact("try_change", {"change": _change_fact(fit, setup)})
-    resorts = last_resorts(setup.run)
-    if setup.alternatives and setup.limits_known:
+    if setup is not None and setup.alternatives and setup.limits_known:
         # gpu_bytes is 0 on the CPU accelerator.
         least = min(setup.alternatives, key=lambda each: each.gpu_bytes or each.host_bytes)
-        return Fact("not_enough", {"change": _change_fact(least, setup), "resorts": resorts})
-    smaller = "a smaller micro-batch, " if _depends_on_workload(setup.run) else ""
-    return Fact("try_resorts", {"resorts": f"{smaller}{resorts}"})
+        return Fact("not_enough", {"change": _change_fact(least, setup), "resorts": last_resorts(run)})
+    return Fact("try_unknown" if setup is None else "try_resorts", {"resorts": ways_to_less_memory(run, comparison)})
 
 
 def last_resorts(run: Run) -> str:

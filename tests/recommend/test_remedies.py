@@ -138,6 +138,12 @@ def unusable() -> TrialRecord:
     return ended(replace(trial, prediction=odd))
 
 
+def unjudged() -> TrialRecord:
+    """Of a run that was killed before changes to the trial were judged."""
+    trial = planned(ZERO(0), 4)
+    return ended(replace(trial, prediction={**(trial.prediction or {}), "alternatives": []}))
+
+
 SITUATIONS: dict[str, Callable[[], list[TrialRecord]]] = {
     # As ``plan --model meta-llama/Llama-2-7b-hf --num-gpus 1 --batch-size 4 --seq-length 2048``.
     "every stage on one card": lambda: [ended(planned(ZERO(stage))) for stage in (0, 1, 2, 3)],
@@ -166,6 +172,7 @@ SITUATIONS: dict[str, Callable[[], list[TrialRecord]]] = {
         fakes.failure(fakes.trial(ZERO(3), on=CARDS, of=fakes.workload(batch_size=1, activation_checkpointing=True)))
     ],
     "with an unusable prediction": lambda: [unusable()],
+    "killed before changes were judged": lambda: [unjudged()],
     # Two ranks of 4 GB each have 8 GB, not the 256 GB of the host.
     "a limit of 4 GB": lambda: [on_ranks_of(4)],
     "a limit of 1 GB": lambda: [on_ranks_of(1)],
