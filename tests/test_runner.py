@@ -317,8 +317,6 @@ def test_the_end_recommends_a_row_and_leaves_its_configuration(
     assert json.loads((folder.parent / "recommendation.json").read_text(encoding="utf-8")) == stored
     (beside,) = scripted.output.glob("zero_recommendation_*.json")
     assert json.loads(beside.read_text(encoding="utf-8")) == stored
-    rows = beside.with_name(beside.name.replace("recommendation", "comparison"))
-    assert load_results.load(beside).source == rows
     scripted.output = scripted.output.with_name("none")
     assert scripted.run(script=FakeLauncher("OOM", "OOM", "OOM", "OOM")) == 1
     assert "✗ No row trained: 4 OOM." in capsys.readouterr().out

@@ -48,7 +48,7 @@ class Result:
     """The content of one result; None or empty if its files do not hold it."""
 
     source: Path
-    """The path that the user named, or the only result inside that folder."""
+    """The path that the user named."""
     runs: tuple[Run, ...]
     """The last run of each trial, in the order of the plan."""
     environment: Environment | None
@@ -68,11 +68,11 @@ class Result:
 
 
 class NoTrialsError(UsageError):
-    """No trial of the run had finished."""
+    """A folder without records: no trial had finished, or it is no run folder."""
 
 
 def load(path: Path, *, whole: bool = True) -> Result:
-    """Read a run folder, its run.json or records.jsonl, a flat JSON, or a folder that holds one such result.
+    """Read a run folder, its run.json or records.jsonl, or a flat JSON.
 
     ``whole``: read every record, as a comparison with another result needs; if false, read a record only when its flat
     row does not suffice. Raises UsageError.
@@ -108,32 +108,14 @@ def make_runs(
 
 def _load(path: Path, whole: bool) -> Result:
     if path.is_dir():
-        if _holds_run(path):
-            return _load_run(path, path, whole)
-        results = [
-            entry
-            for entry in sorted(path.iterdir())
-            if (entry.is_dir() and _holds_run(entry)) or (entry.suffix == ".json" and _FLAT_NAME.match(entry.name))
-        ]
-        if len(results) == 1:
-            return _load(results[0], whole)
-        remedy = "give <output-dir>/runs/<run> or a result's .json"
-        if results:
-            remedy = f"give one result, such as {results[-1]}"
-        kind = NoTrialsError if path.resolve().parent.name == "runs" and not results else UsageError
-        raise kind(f"{path} holds no {RUN_FILE} and no {RECORDS_FILE}", remedy=remedy)
+        if not _holds_run(path):
+            remedy = "give <output-dir>/runs/<run> or a result's .json"
+            raise NoTrialsError(f"{path} holds no {RUN_FILE} and no {RECORDS_FILE}", remedy=remedy)
+        return _load_run(path, path, whole)
     if path.name in (RUN_FILE, RECORDS_FILE):
         with json_files.opened(path):  # raises UsageError unless it exists and is a file
             return _load_run(path.parent, path, whole)
-    rows_path = path.with_name(path.name.replace("recommendation_", "comparison_", 1))
-    if rows_path != path and _FLAT_NAME.match(rows_path.name) and rows_path.is_file():
-        path = rows_path  # *.json also matches the recommendation
-    data = json_files.read_bytes(path)
-    if path.suffix.lower() == ".csv" or data[:20].startswith((b"stage,strategy,", b"\xef\xbb\xbfstage,strategy,")):
-        json_path = path.with_suffix(".json")
-        remedy = f"give {json_path}" if json_path.is_file() else "give the .json next to it"
-        raise UsageError(f"{path} is the CSV of a result", remedy=remedy)
-    return _load_flat_json(path, data, whole)
+    return _load_flat_json(path, json_files.read_bytes(path), whole)
 
 
 def run_folder_of(path: Path) -> Path | None:
