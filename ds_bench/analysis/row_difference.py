@@ -191,7 +191,7 @@ class TimeDifference:
     """Why the rows have no ratio; empty if they have one."""
     phase_seconds: Mapping[str, Pair]
     """``forward``, ``backward`` and ``step``, then ``communication`` and ``transfer`` within them: from synchronized
-    steps after the window, on the slowest rank of the run nearest the row's mean, as in the phase chart. Only phases
+    steps after the window, on the slowest rank of the run nearest the row's mean. Only phases
     that both rows measured."""
     gap_seconds: Pair
     """Time in a user script's step before its forward passes."""

@@ -1,4 +1,4 @@
-"""The charts of a comparison: speed against memory, throughput, memory by category, phases, step times, losses."""
+"""The charts of a comparison: speed against memory, throughput, memory by category, step times, losses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..analysis.comparison import Comparison, ComparisonRow
 from ..analysis.row_difference import ledger_of_row
-from ..analysis.step_costs import PARTS, step_parts
 from ..prediction.trial_predictions import stored_prediction
 from ..recommend.remedies import predicted_bytes
 from ..records.schema import OOM, OOM_DISK, OOM_HOST, SKIPPED, Tier, measured_values
@@ -63,7 +62,6 @@ def charts_of(comparison: Comparison, recommended: str | None = None) -> tuple[l
         _pareto_chart(rows),
         _throughput_chart(rows),
         *(_memory_chart(rows, tier) for tier in _TIERS),
-        _phase_chart(rows),
         _line_chart(
             rows,
             lambda run: list(map(to_ms, run.record.slowest_rank.all_step_seconds)) if run.record and run.ranks else [],
@@ -90,7 +88,6 @@ def charts_of(comparison: Comparison, recommended: str | None = None) -> tuple[l
         "throughput": "throughput" in names,
         "memory by category": any(_has_ledger(row, tier) for row in rows.measured for tier in _TIERS),
         "series of steps": "steps" in names,
-        "phases of a step": "phases" in names,
         "losses per step": "losses" in names,
     }
     missing = [what for what, is_shown in shown.items() if not is_shown]
@@ -192,15 +189,13 @@ class _Bar(NamedTuple):
 def _stacked_chart(
     name: str,
     title: str,
-    axis: str,
     categories: Sequence[str],
     bars: Sequence[_Bar],
     *,
-    text_heading: str,
     note: str,
-    capacity: tuple[float, str] | None = None,
+    capacity: tuple[float, str] | None,
 ) -> Chart:
-    """``text_heading``: heading of ``_Bar.text`` in the table. ``capacity``: a line to draw, and its label."""
+    """Bytes in GB by category. ``capacity``: a line to draw, and its label."""
 
     def part(index: int) -> Callable[[_Bar], str]:
         return lambda bar: format_value(bar.parts[index]) if bar.parts else MISSING
@@ -209,7 +204,7 @@ def _stacked_chart(
         Column("Strategy", lambda bar: bar.label),
         *(Column(category, part(index)) for index, category in enumerate(categories)),
         Column("predicted", lambda bar: format_value(bar.predicted)),
-        Column(text_heading, lambda bar: bar.text),
+        Column("peak", lambda bar: bar.text),
     ]
 
     def draw(axes: Any, width: int) -> Drawing:
@@ -248,12 +243,12 @@ def _stacked_chart(
             line = axes.vlines([capacity[0]] * len(places), *ends, color=WARNING, linestyle="--")
             legend.append((line, capacity[1] + ("" if inside else " (beyond the axis →)")))
         labels = [(bar.label, bar.text, not bar.parts) for bar in bars]
-        return Drawing(label_bars(axes, axis, labels, end, width), legend)
+        return Drawing(label_bars(axes, "GB", labels, end, width), legend)
 
     return Chart(
         name=name,
         title=title,
-        axis=axis,
+        axis="GB",
         values=[(bar.label, bar.text) for bar in bars],
         draw=draw,
         note=note,
@@ -298,10 +293,8 @@ def _memory_chart(rows: _Rows, tier: Tier) -> Chart | None:
     return _stacked_chart(
         f"ledger-{tier}",
         title,
-        "GB",
         categories,
         bars,
-        text_heading="peak",
         note=rows.note(f"{note}.", rows.measured, drawn),
         capacity=_capacity_line(rows.comparison, tier),
     )
@@ -366,32 +359,6 @@ def _request(row: ComparisonRow, tier: Tier, comparison: Comparison) -> tuple[fl
     if predicted is None:
         return None, "OOM"
     return to_gb(predicted), f"OOM, predicted {format_value(to_gb(predicted))}"
-
-
-def _phase_chart(rows: _Rows) -> Chart | None:
-    """The parts of a step as shares of their sum, of the run nearest to the row's mean that has any."""
-    parts_of_row = {
-        row.key: next(filter(None, (step_parts(run.ranks) for run in row.nearest_to_mean)), {}) for row in rows.measured
-    }
-    measured = [row for row in rows.measured if sum(parts_of_row[row.key].values())]
-    if not measured:
-        return None
-    names = [name for name in PARTS if any(name in parts_of_row[row.key] for row in measured)]
-    bars = []
-    for row in rows.to_draw(measured):
-        parts = parts_of_row[row.key]
-        total = sum(parts.values())
-        shares = [100 * parts.get(name, 0.0) / total for name in names]
-        bars.append(_Bar(rows.label(row), f"{format_value(to_ms(total))} ms", shares))
-    note = "From a separate pass with synchronization around each phase, so the sum may exceed a step of the table."
-    if "communication" in names:
-        note += (
-            " Communication is timed with each operation made synchronous; where it is missing, the phases include it."
-        )
-    if any(len(row.successes) > 1 for row in measured):
-        note += " The run nearest to the row's mean is shown."
-    note = rows.note(note, measured, bars)
-    return _stacked_chart("phases", "Phases of a step", "% of the sum", names, bars, text_heading="sum", note=note)
 
 
 # ------------------------------------------------------------------ speed against memory

@@ -330,16 +330,16 @@ def _checkpoint_table(rows: Sequence[ComparisonRow]) -> Table:
 
 
 def _step_table(rows: Sequence[ComparisonRow]) -> Table:
-    """Parts and costs of a step of rows that measured more than the phases, which a chart shows."""
+    """Parts and costs of a step, as shares of the parts' sum."""
 
-    def has_costs(run: Run) -> bool:
+    def has_parts(run: Run) -> bool:
         row = run.row
-        known = (row.phase_communication_ms, row.phase_transfer_ms, row.cpu_adam_gb_per_sec, row.disk_bound)
-        return any(value is not None for value in known)
+        costs = (row.phase_communication_ms, row.phase_transfer_ms, row.cpu_adam_gb_per_sec, row.disk_bound)
+        return bool(step_parts(run.ranks)) or any(value is not None for value in costs)
 
-    runs = {row.key: next(filter(has_costs, row.nearest_to_mean), None) for row in rows}
+    runs = {row.key: next(filter(has_parts, row.nearest_to_mean), None) for row in rows}
     parts = {key: {} if run is None else step_parts(run.ranks) for key, run in runs.items()}
-    totals = {key: sum(own.values()) if len(own) > 3 else 0.0 for key, own in parts.items()}
+    totals = {key: sum(own.values()) for key, own in parts.items()}
 
     def share(row: ComparisonRow, part: str) -> str:
         total, seconds = totals[row.key], parts[row.key].get(part)

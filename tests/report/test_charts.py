@@ -74,14 +74,14 @@ def out_of_memory(status: str = schema.OOM, gpu: float | None = 95, **changes: A
 
 def test_charts_are_those_with_numbers_and_the_others_are_named(subtests: pytest.Subtests) -> None:
     for of, names, missing in (
-        (ZERO, "pareto-device throughput ledger-gpu ledger-cpu phases steps losses", []),
-        (OFFLOAD, "pareto-device throughput ledger-gpu ledger-cpu ledger-nvme phases steps losses", []),
-        (samples.cpu_comparison(), "throughput ledger-cpu phases steps losses", []),
+        (ZERO, "pareto-device throughput ledger-gpu ledger-cpu steps losses", []),
+        (OFFLOAD, "pareto-device throughput ledger-gpu ledger-cpu ledger-nvme steps losses", []),
+        (samples.cpu_comparison(), "throughput ledger-cpu steps losses", []),
         (replace(samples.cpu_comparison(), pareto_host=("ZeRO-0",)),
-         "pareto-host throughput ledger-cpu phases steps losses", []),
+         "pareto-host throughput ledger-cpu steps losses", []),
         (samples.flat_comparison(), "pareto-device throughput ledger-gpu ledger-cpu",
-         ["These results do not contain memory by category, series of steps, phases of a step or losses per step."]),
-        (alone(samples.run(fakes.zero(0), 0.1)), "throughput ledger-gpu ledger-cpu phases steps losses", []),
+         ["These results do not contain memory by category, series of steps or losses per step."]),
+        (alone(samples.run(fakes.zero(0), 0.1)), "throughput ledger-gpu ledger-cpu steps losses", []),
         (alone(out_of_memory(schema.CRASHED)), "", ["No row succeeded, so there is nothing to draw."]),
         # Out of memory, but by how much nobody knows.
         (alone(out_of_memory(gpu=None)), "", ["No row succeeded, so there is nothing to draw."]),
@@ -150,14 +150,6 @@ def test_bars_carry_every_run_and_an_interval_if_there_is_one() -> None:
     assert len(whiskers) == 4
     assert whiskers[0].lines[2][0].get_segments()[0][:, 0] == pytest.approx([*(ZERO.rows[0].interval or ())])
     assert bars(three)[0] == [(0, ZERO.rows[0].tokens_per_second)]
-
-
-def test_phases_are_shares_of_their_sum() -> None:
-    phases = chart(ZERO, "phases")
-    assert all(sum(length for _, length in parts) == pytest.approx(100) for parts in bars(phases))
-    assert phases.table is not None
-    assert phases.table.headings == ["Strategy", "forward", "backward", "step", "sum"]
-    assert phases.table.rows[0] == ("ZeRO-0", "27.3", "50.0", "22.7", "233 ms")
 
 
 def test_step_times_are_the_slowest_ranks_with_warm_up_first() -> None:
@@ -231,7 +223,7 @@ def test_a_huge_request_does_not_shrink_the_others_below_half_of_the_axis() -> N
 
 def test_of_many_rows_the_recommended_one_is_drawn_with_a_star_though_it_is_the_slowest() -> None:
     drawn, _ = charts_of(samples.many_rows(60), recommended="ZeRO-3 micro-batch 59")
-    assert len(drawn) == 7
+    assert len(drawn) == 6
     for one in drawn:
         assert [label for label, _ in one.values if "★" in label] == ["★ ZeRO-3 micro-batch 59"]
         if one.name != "pareto-device":

@@ -12,7 +12,6 @@ from ds_bench.analysis.comparison import ComparisonRow
 from ds_bench.analysis.intervals import RatioInterval
 from ds_bench.config.caveats import Caveat, CaveatKind
 from ds_bench.records.schema import CommunicationOperation, OffloadTimes, Profile
-from ds_bench.report.comparison_charts import charts_of
 from ds_bench.report.comparison_columns import NOT_TESTED, TABLE_COLUMNS, detail_tables, measured_columns, row_status
 from ds_bench.units import MISSING
 from tests.support import fakes
@@ -105,28 +104,23 @@ SWAPPED = OffloadTimes(
 REDUCED = CommunicationOperation(name="all_reduce", count=3, bytes=2**20, seconds=0.005, wait_seconds=0.001)
 
 
-def tables_of_steps(*rows: ComparisonRow) -> tuple[dict[str, str], list[dict[str, str]]]:
-    """The only row of the table of details, and the rows of the chart's table; cells by heading."""
-    comparison = samples.comparison(*rows)
-    (table,) = [each for each in detail_tables(comparison) if each.title == ("Where the time of a step goes",)]
-    (chart,) = [each for each in charts_of(comparison)[0] if each.name == "phases"]
-    assert chart.table is not None
-    ((details,), charted) = (
-        [dict(zip(each.headings, row, strict=True)) for row in each.rows] for each in (table, chart.table)
-    )
-    return details, charted
+def step_rows(*rows: ComparisonRow) -> list[dict[str, str]]:
+    """The rows of the table of steps; cells by heading."""
+    tables = detail_tables(samples.comparison(*rows))
+    (table,) = [each for each in tables if each.title == ("Where the time of a step goes",)]
+    return [dict(zip(table.headings, row, strict=True)) for row in table.rows]
 
 
-def test_parts_and_costs_of_a_step_are_in_a_table_and_in_the_chart_of_phases(snapshot: SnapshotAssertion) -> None:
+def test_parts_and_costs_of_a_step_are_in_a_table(snapshot: SnapshotAssertion) -> None:
     """Parts of 100 ms; 1 MB in 5 ms; 2**27 B in 10 ms are 12.5 GB/s; the disk moves 2**28 B in 40 ms, of 60 ms."""
     parts = {"forward": 0.02, "backward": 0.025, "step": 0.01, "communication": 0.005, "transfer": 0.04}
     costs = {"phase_seconds": PHASES, "step_parts": parts, "offload": SWAPPED, "communication": (REDUCED,)}
     plain = samples.run(fakes.zero(0), 0.1, phase_seconds=PHASES)
     swapping = samples.run(fakes.offload("nvme"), 0.09, **costs)
-    assert tables_of_steps(samples.row("ZeRO-0", plain), samples.row("NVMe", swapping)) == snapshot
+    assert step_rows(samples.row("ZeRO-0", plain), samples.row("NVMe", swapping)) == snapshot
 
 
-def test_text_chart_and_profiles_show_the_same_run_of_several() -> None:
+def test_table_and_profiles_show_the_same_run_of_several() -> None:
     """The second run is nearest to the mean."""
     runs = [
         samples.run(
@@ -141,7 +135,6 @@ def test_text_chart_and_profiles_show_the_same_run_of_several() -> None:
         for repeat, (seconds, communication) in enumerate(((0.3, 0.9), (0.2, 0.1), (0.1, 0.4)))
     ]
     row = samples.row("ZeRO-1", *runs)
-    details, (charted,) = tables_of_steps(row)
+    (details,) = step_rows(row)
     assert (details["communication"], details["step ms"]) == ("50 %", "200.0")
-    assert charted["communication"] == "50.0"
     assert samples.report(samples.comparison(row)).profiles == [("ZeRO-1: comms, rank 0", "run1.csv")]
