@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -251,43 +251,39 @@ class RowDifference:
         return next((each for each in self.memory if each.moment == "peak"), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON values; sizes in bytes, times in seconds."""
+        """Convert to JSON values; sizes in bytes, times in seconds, an infinite end of an interval as None."""
+        from pydantic_core import to_jsonable_python
 
         def row(of: ComparisonRow) -> dict[str, Any]:
-            outcome = asdict(of.representative.outcome)
+            outcome = of.representative.outcome
             return {"name": of.configuration.name, "label": of.label, "runs": len(of.runs), "outcome": outcome}
 
-        def categories(of: Sequence[CategoryDifference]) -> list[dict[str, Any]]:
-            return [{**asdict(each), "difference_bytes": each.difference_bytes} for each in of]
+        def sizes(of: CategoryDifference | TierDifference) -> dict[str, int]:
+            return {name: getattr(of, name) for name in ("a_bytes", "b_bytes", "difference_bytes")}
 
-        def finite(value: Any) -> Any:
-            """Replace an interval's infinite ends by None."""
-            if isinstance(value, dict):
-                return {key: finite(inner) for key, inner in value.items()}
-            return None if isinstance(value, float) and not math.isfinite(value) else value
-
-        memory = [
-            {
-                **asdict(tier),
-                "categories": categories(tier.categories),
-                "uncounted": categories(tier.uncounted),
-                **{name: getattr(tier, name) for name in ("a_bytes", "b_bytes", "difference_bytes")},
-            }
-            for tier in self.memory
-        ]
-        return {
+        values = {
             "a": row(self.a),
             "b": row(self.b),
-            "memory": memory,
-            "resident_bytes": asdict(self.resident_bytes),
-            "phase_peaks": {phase: asdict(pair) for phase, pair in self.phase_peaks.items()},
-            "time": None if self.time is None else finite(asdict(self.time)),
-            "keys": [asdict(each) for each in self.keys],
-            "environment_differences": list(self.environment_differences),
+            "memory": [
+                {
+                    **asdict(tier),
+                    "categories": [{"category": each.category, **sizes(each)} for each in tier.categories],
+                    "uncounted": [{"category": each.category, **sizes(each)} for each in tier.uncounted],
+                    **sizes(tier),
+                }
+                for tier in self.memory
+            ],
+            "resident_bytes": self.resident_bytes,
+            "phase_peaks": self.phase_peaks,
+            "time": self.time,
+            "keys": self.keys,
+            "environment_differences": self.environment_differences,
             "savings_of": self.larger.configuration.name,
-            "savings": [asdict(each) for each in self.savings],
-            "unknown": list(self.unknown),
+            "savings": self.savings,
+            "unknown": self.unknown,
         }
+        found: dict[str, Any] = to_jsonable_python(values, inf_nan_mode="null")
+        return found
 
 
 def explain(a: ComparisonRow, b: ComparisonRow) -> RowDifference:
