@@ -59,7 +59,6 @@ class Result:
     notes: tuple[str, ...]
     """Notes of the run, then notes from reading it."""
     recipe: Mapping[str, Any] = field(default_factory=dict)
-    """See ``reader.RunInfo``."""
 
     @property
     def has_records(self) -> bool:

@@ -24,7 +24,6 @@ DEFAULT_ROWS: dict[Family, dict[str, Any]] = {
     "zero": {"stages": (0, 1, 2, 3)},
     "offload": {"strategies": ("none", "cpu_optimizer", "cpu_full")},
 }
-"""The default rows of each script."""
 _USAGE = "%(prog)s [--model NAME] [--batch-size N] [{rows} ...] [options]"
 _ZERO_TEXT = """Compares ZeRO stages on one model: trains it for a few steps under each stage,
 each in its own process tree, and writes a table, JSON and CSV."""
@@ -64,7 +63,6 @@ _SWITCHES = ("--gradient_checkpointing", "--bf16", "--fp16")
 ALIASES_TEXT = "names from other tools:\n" + "\n".join(
     f"  {alias:<30} = {' '.join(words)}" for alias, words in ALIASES.items()
 )
-"""For ``--help``."""
 
 
 def build_parser(family: Family, prog: str) -> Parser:

@@ -387,5 +387,4 @@ COMMANDS: Mapping[str, Command] = {
         },
     ),
 }
-"""Every command, in the order of the help."""
 # fmt: on

@@ -160,7 +160,6 @@ class Decision:
     """Of the rows that fit."""
     choice: Candidate
     fastest: Candidate
-    """The row with the highest measured speed."""
     simplest_tied: Candidate
     """The simplest of the rows tied with the fastest; the rule considers it in place of the fastest."""
     tied: tuple[Candidate, ...] = ()

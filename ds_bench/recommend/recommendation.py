@@ -49,7 +49,6 @@ class Recommendation:
     choice: str | None = None
     """Label of the row; None if nothing can be recommended."""
     key: str | None = None
-    """Key of the row in the comparison."""
     tied: tuple[str, ...] = ()
     """Labels of the rows tied with the fastest (docs/reading.md); empty without a tie."""
     undecided: tuple[str, ...] = ()

@@ -34,7 +34,6 @@ class Note:
     serious: bool = False
     """The row failed, or its figures must not be used."""
     page_only: bool = False
-    """Shown only on the HTML page."""
 
     @property
     def line(self) -> str:

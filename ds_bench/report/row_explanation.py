@@ -87,7 +87,7 @@ def largest_change(difference: RowDifference) -> str:
 
     Empty if neither row was measured or predicted.
     """
-    parts = _failures(difference)
+    parts = [*filter(None, map(failure_sentence, (difference.a, difference.b)))]
     tier = difference.main
     if tier is not None:
         where = f"{'Predicted ' if tier.predicted else ''}{_tier_text(tier)} per {tier.scope.split()[-1]}"
@@ -109,10 +109,6 @@ def largest_change(difference: RowDifference) -> str:
                 text += f"; of its phases, {phase} changes most ({signed(changes[phase], _ms)})"
         parts.append(f"{text}.")
     return " ".join(parts)
-
-
-def _failures(difference: RowDifference) -> list[str]:
-    return [*filter(None, map(failure_sentence, (difference.a, difference.b)))]
 
 
 # ------------------------------------------------------------------ memory
