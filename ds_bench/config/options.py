@@ -76,7 +76,7 @@ SCRIPT_OPTIONS = ("base_config", "python", "override_config", "accelerate_env", 
 """Options that have no meaning without a script."""
 _AMOUNT: Mapping[str, Any] = {"gt": 0, "le": MAX_NUMBER}
 _MIN_RANK_DATA_GB = 0.5
-"""A rank needs 0.4 GB before it builds a model. With less, some ranks cannot load libraries and others wait for them."""
+"""A rank needs 0.4 GB before it builds a model. With less, some cannot load libraries and others wait for them."""
 _STEP: Mapping[str, Any] = {"ge": -1, "le": MAX_NUMBER}
 """Limits of the number of a step; -1 leaves it open."""
 
