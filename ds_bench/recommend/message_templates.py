@@ -91,7 +91,7 @@ TEMPLATES: Mapping[str, str] = {
     "not_enough": "no change is predicted to be enough; the one that frees most is {change}; try it with {resorts}",
     "try_resorts": "try {resorts}",
     "resorts": "try {resorts}: no other change is predicted to fit",
-    "try_unknown": "try {resorts} (how much each would free was not predicted)",
+    "try_unknown": "try {resorts} (how much each would free is unknown)",
     "over_limit": "{row} is {excess:bytes} over 95 % of the card: {change}",
     "more_failures": "{count} more rows failed: the table has their causes",
     # How rows failed, and what to do.
