@@ -1,8 +1,8 @@
 """Facts about the host, its GPUs, its packages and the interpreter of a user's script.
 
-Every run stores them, so that results can be compared.
-Reading them imports neither torch nor DeepSpeed. A fact that cannot be read is ``None``. Environment variables that
-affect training are stored as well, without credentials: see :mod:`redaction`.
+Every run stores them, so that results can be compared. Reading them imports neither torch nor DeepSpeed. A fact that
+cannot be read is ``None``. Environment variables that affect training are stored as well, without credentials: see
+:mod:`redaction`.
 """
 
 from __future__ import annotations
