@@ -130,7 +130,7 @@ def run(
     ``progress``: print progress to standard error.
 
     A failed trial is a row of the result. Raises UsageError and PreflightError before anything runs. Ctrl-C ends the
-    run, keeps its rows and raises KeyboardInterrupt with a message that says how to go on.
+    run, keeps its rows and raises KeyboardInterrupt with a message that says how to continue.
     """
     if isinstance(recipe, Mapping):
         arguments = [each for name, section in recipe.items() for each in _section_arguments(name, section)]
@@ -149,11 +149,11 @@ def run(
         raise made
     # Neither error nor folder: Ctrl-C came before the run made its folder.
     if answer["code"] == _INTERRUPTED or folder is None:
-        raise KeyboardInterrupt(_how_to_go_on(folder))
+        raise KeyboardInterrupt(_how_to_continue(folder))
     return load(folder)
 
 
-def _how_to_go_on(folder: str | None) -> str:
+def _how_to_continue(folder: str | None) -> str:
     if folder is None:
         return "nothing was measured"
     if is_finished(Path(folder)):  # the signal came after the last trial
@@ -207,7 +207,7 @@ def _keyword_arguments(keyword: str, value: object) -> Iterator[str]:
     if path is None and keyword not in RUN_ONLY:
         near = nearest_path((keyword,))
         same = next((keyword_of(name) for name, other in PATHS.items() if other == near), None)
-        hint = f"did you mean {same}?" if same else "a flag of the command run, or a section of a recipe as a dict"
+        hint = f"did you mean {same}?" if same else "give a flag of the command run, or a section of a recipe as a dict"
         raise UsageError(f"ds_bench.run has no keyword {keyword}", remedy=hint)
     swept = isinstance(value, (list, tuple)) and path is not None and can_be_swept(path)
     if path is not None and (flag not in FLAGS or value is None or value is False or swept):
@@ -264,7 +264,7 @@ def _run_in_process(arguments: Sequence[str], progress: bool) -> dict[str, Any]:
         with contextlib.suppress(ValueError):  # nothing or half a line, from a process that was killed
             answered = json.loads(answer.read())
     if interrupted:
-        raise KeyboardInterrupt(_how_to_go_on(answered.get("folder")))
+        raise KeyboardInterrupt(_how_to_continue(answered.get("folder")))
     # User and system errors are answers too: only a killed or crashed process gives none.
     if not answered:
         raise DsBenchError(
@@ -306,7 +306,7 @@ def _follow(process: subprocess.Popen[bytes], log: IO[bytes], progress: bool) ->
 
 
 def main() -> None:
-    """Serve :func:`run` in its other process: read the request, run it, write the answer.
+    """Serve :func:`run` in the separate process: read the request, run it, write the answer.
 
     The request on standard input has the arguments of the command ``run``, the caller's process id, and whether to
     report progress on standard error. The answer is one line of JSON on standard output.
@@ -380,7 +380,7 @@ class PlannedRow:
     gpu_reserved_bytes: int | None
     """GPU memory it reserves when there is room to spare: with this much it ``fits``. None if a part is not counted."""
     decided_in: str
-    """The phase that needs most GPU memory: ``initialize``, ``forward``, ``backward`` or ``step``."""
+    """The phase that needs the most GPU memory: ``initialize``, ``forward``, ``backward`` or ``step``."""
 
 
 @dataclass(frozen=True, kw_only=True)

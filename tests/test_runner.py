@@ -144,7 +144,7 @@ def test_a_run_is_resumed_only_as_it_began(
     assert scripted.run(*flags, script=FakeLauncher("Success", "Interrupted")) == 130
     mine.write_text(text.replace("8", "12"))
     for family, more, problem in (
-        ("offload", [], "is of the other script"),
+        ("offload", [], "belongs to the other script"),
         ("zero", ["--profile", "memory"], "other --profile, --checkpoint or --monitor flags than it began with"),
         ("zero", ["--profile", "torch"], "the file of mine has changed since the run began"),
     ):

@@ -43,7 +43,7 @@ _SHORT_WINDOW_SECONDS = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonRow:
-    """One row: a configuration with its repeats. Figures are of the whole job unless noted; None if not measured."""
+    """One row: a configuration with its repeats. Figures are for the whole job unless noted; None if not measured."""
 
     key: str
     """Hash of the trial with repeat 0. If runs of one trial are not comparable (another GPU, other versions),
@@ -54,7 +54,7 @@ class ComparisonRow:
     runs: tuple[Run, ...]
     """All runs, failed ones included, in order."""
     tokens_per_second: float | None = None
-    """Geometric mean of the successful runs' means; of a script without token ids in :attr:`rate_unit`."""
+    """Geometric mean of the successful runs' means; for a script without token ids, in :attr:`rate_unit`."""
     mean_step_seconds: float | None = None
     """Geometric mean of the successful runs' means."""
     step_seconds_std: float | None = None
@@ -92,10 +92,10 @@ class ComparisonRow:
 
     @property
     def nearest_to_mean(self) -> list[Run]:
-        """Its successful runs by the distance of their throughput from the row's, the nearest first.
+        """Successful runs, ordered by how close their throughput is to the row's.
 
-        Where one run stands for the row, it is the first of these that has what is shown, so that every chart and text
-        shows the same run.
+        A chart or text that shows a single run takes the first of these that has the data, so that all of them show
+        the same run.
         """
         mean = self.tokens_per_second or 0.0
         return sorted(self.successes, key=lambda run: abs((run.row.rate or 0.0) - mean))
@@ -112,7 +112,7 @@ class ComparisonRow:
 
     @property
     def trial(self) -> Trial:
-        """The trial of its first run; the others ask for the same."""
+        """The trial of its first run; the other runs repeat it."""
         return self.runs[0].trial
 
     @property
@@ -137,7 +137,7 @@ class ComparisonRow:
 
     @property
     def longest_seq_length(self) -> int | None:
-        """Tokens of its longest sequence that trains; None if that was not searched for."""
+        """Length in tokens of the longest sequence that trains; None if it was not searched for."""
         workload = self.trial.workload
         return workload.seq_length if workload.seq_policy == "longest" else None
 
@@ -148,8 +148,9 @@ class ComparisonRow:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Geometric mean of the runs' means if samples have another length than the workload's, or none: of a factory
-        that makes its own batches. None for any other row."""
+        """Geometric mean of the runs' means, for rows whose samples have no length in tokens or a different one from
+        the workload's (a factory that makes its own batches); None for other rows.
+        """
         if self.rate_unit == "samples/s":
             return self.tokens_per_second
         if self.tokens_per_second is None or not has_kind(self.caveats, CaveatKind.OWN_BATCHES):
@@ -204,25 +205,27 @@ class Comparison:
 
 
 def rows_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return the rows of JSON and CSV, with what comparing the losses of the runs shows."""
+    """Return the rows for JSON and CSV, with the caveats found by comparing the runs' losses."""
     return [run.row.values() for run in with_loss_caveats(runs)]
 
 
 def compare(
     runs: Sequence[Run], relative_to: str | None = None, *, environments: Sequence[Environment] = ()
 ) -> Comparison:
-    """Groups the runs into rows and compares every row with the baseline row.
+    """Group the runs into rows and compare every row with the baseline row.
 
     The baseline is ``relative_to`` (a strategy's name, a row's label or ``zeroN``), or without it the first valid row,
     else the first with numbers. If the requested baseline has no numbers there are no ratios, and the first row with
     numbers decides which rows are comparable. ``environments``: of the runs, in order. Raises UsageError if no row has
     the requested name.
     """
-    # Rows of several results meet here for the first time; what their own results found out is not found twice.
+    # Rows of several results are compared here for the first time; caveats already found within one result are not
+    # repeated.
     groups = group_repeats(with_loss_caveats(runs))
     labels = unique_labels([next((run for run in group if run.row.success), group[0]) for group in groups.values()])
     rows = [_row(key, label, group) for (key, group), label in zip(groups.items(), labels, strict=True)]
-    # chosen: what ratios are to refer to. reference: what decides which rows compare, where chosen has no numbers.
+    # chosen: the row that ratios should refer to. reference: the row that decides which rows are comparable; it is
+    # chosen unless that has no numbers.
     requested = next(iter(rows if relative_to is None else rows_called(rows, relative_to)), None)
     if requested is None and rows:
         choices = ", ".join(dict.fromkeys(row.configuration.name for row in rows))
@@ -238,7 +241,7 @@ def compare(
     on_host = uses_host_memory or all(row.gpu_peak_bytes is None for row in measured)
     return Comparison(
         rows=compared,
-        # The row as it is among compared: a copy with ratios, not the one that was chosen.
+        # Take the copy in compared, which has ratios, not chosen itself.
         baseline=next((row for row in compared if baseline is not None and row.key == baseline.key), None),
         pareto_device=_pareto_front([(row, row.gpu_peak_bytes) for row in compared]),
         pareto_host=_pareto_front([(row, row.host_peak_bytes) for row in compared]) if on_host else (),
@@ -252,9 +255,9 @@ def _row(key: str, label: str, runs: Sequence[Run]) -> ComparisonRow:
     """The row by itself, without ratios."""
     measured = [run.row for run in runs if run.row.success]
 
-    def values(name: str, size: float = 1) -> list[Any]:
-        """The figures of the runs, multiplied by ``size``."""
-        return [value * size for value in measured_values(measured, name)]
+    def values(name: str, scale: float = 1) -> list[Any]:
+        """The figures of the runs, multiplied by ``scale``."""
+        return [value * scale for value in measured_values(measured, name)]
 
     def max_bytes(name: str) -> int | None:
         sizes = values(name)
@@ -288,7 +291,8 @@ def _row(key: str, label: str, runs: Sequence[Run]) -> ComparisonRow:
 def _row_caveats(runs: Sequence[Run], rates: Sequence[float]) -> tuple[Caveat, ...]:
     """Caveats of the runs, then of the row, each once.
 
-    A busy CPU and slow steps are reported for the run with most of them, since the text has figures of that run.
+    A busy CPU and slow steps are reported for the run with the most of them, since the text quotes that run's
+    figures.
     """
     found = [(run, caveat) for run in runs for caveat in run.caveats]
     busiest = max(
@@ -308,14 +312,14 @@ def _row_caveats(runs: Sequence[Run], rates: Sequence[float]) -> tuple[Caveat, .
         caveats.append(note(f"{failed} of {len(runs)} runs failed"))
     _, *others = dict.fromkeys(run.trial.configuration.name for run in runs)
     if others:
-        text = f"the same configuration also ran as {', '.join(others)}: one row, not {len(others) + 1}"
+        text = f"the same configuration also ran as {', '.join(others)}; all of them form one row"
         caveats.append(note(text))
     unstable = trial_caveats.unstable_between_runs(rates)
     return tuple(dict.fromkeys([*caveats, *([unstable] if unstable else [])]))
 
 
 def rows_called(rows: Sequence[ComparisonRow], text: str) -> list[ComparisonRow]:
-    """The rows of exactly that label, name or key, else those that a user may mean by the text; empty if none."""
+    """Return the rows with exactly this label, name or key, else those that the user may have meant; empty if none."""
     exact = [row for row in rows if text in (row.label, row.key, row.configuration.name)]
     return exact or [row for row in rows if strategies.matches(row.configuration, text)]
 
@@ -360,10 +364,10 @@ def _relative_to_baseline(
 
 
 def _means(rows: Sequence[ComparisonRow]) -> dict[str, list[RunMean]]:
-    """The successful runs of every row, each with its position among all of them by the time of its start.
+    """The successful runs of every row, each with its position among all of them by start time.
 
-    ``started_at`` has a resolution of one second; runs of one second are ordered by round and by position in the round.
-    Runs of a file without either have the same position.
+    ``started_at`` has a resolution of one second; runs that start in the same second are ordered by round and by
+    position in the round. Runs from a file that has neither share one position.
     """
 
     def round_of(run: Run) -> int:
@@ -426,7 +430,7 @@ def _baseline_caveats(
     if requested is None or chosen is None or not any(row.succeeded for row in rows):
         return []
     if not chosen.succeeded:
-        return [note(f"{chosen.label} has no numbers to be relative to: no ratios; --relative-to takes another row")]
+        return [note(f"no ratios, because {chosen.label} has no numbers; choose another row with --relative-to")]
     if requested.key != chosen.key:
         why = requested.invalid_reason or requested.runs[0].outcome.status
         return [note(f"ratios are relative to {chosen.label}, because {requested.label} has no usable result: {why}")]
@@ -523,7 +527,7 @@ def device_capacity_bytes(runs: Sequence[Run], environments: Sequence[Environmen
     on_gpus = [run for run in runs if run.row.accelerator == "cuda"]
     read = [run.stored for run in on_gpus if isinstance(run.stored, TrialRecord)]
     sizes = [rank.gpu_total_bytes for record in read for rank in record.ranks]
-    # Of a record that was not read, all cards are alike.
+    # For a run whose record was not read, assume that all cards are alike.
     others = [run.row.gpu_total_gb for run in on_gpus if not isinstance(run.stored, TrialRecord)]
     sizes += [round(size * BYTES_PER_GB) for size in others if size]
     if on_gpus and not any(sizes):

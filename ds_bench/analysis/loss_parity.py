@@ -24,32 +24,32 @@ if TYPE_CHECKING:
     from .row import Run
 
 _EARLY_STEPS = 10
-"""Number of first steps whose losses and gradient norms are compared: later on, rounding parts honest rows."""
+"""Number of first steps whose losses and gradient norms are compared: later on, rounding makes
+even correct rows diverge."""
 _LOSS_TOLERANCE = {"fp32": 2e-4, "bf16": 5e-3, "fp16": 5e-3}
 """Relative difference of the losses that rounding explains in the first ten steps, by precision."""
 _GRAD_NORM_TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2, "fp16": 3e-2}
-"""The same for the gradient norms; measured as ``_WEIGHT_TOLERANCE``: at most 3e-6 in fp32, 1.2e-3 in bf16."""
+"""The same for the gradient norms; measured like ``_WEIGHT_TOLERANCE``: at most 3e-6 in fp32, 1.2e-3 in bf16."""
 _OTHER_FORMAT_TOLERANCE = 0.02
-"""The same for a row that was asked for another number format, or for compressed communication."""
+"""The same for a row that requests a different number format, or compressed communication."""
 _STAGE0_WRAPPERS = ("FP16_UnfusedOptimizer", "FP16_Optimizer")
 """Classes of DeepSpeed's optimizer wrapper that have the quirk."""
 _QUIRK_MIN_DIFFERENCE = 2e-5
-"""Relative difference of the losses above which a row with the quirk is reported to differ by it."""
+"""Relative difference of the losses above which the quirk of a row is reported."""
 _QUIRK_LOSS_TOLERANCE = 0.02
-"""Relative difference of the losses above which the one Adam step too many does not explain it."""
+"""Relative difference of the losses above which the one extra Adam step does not explain it."""
 _QUIRK_WEIGHT_TOLERANCE = 0.3
 """The same for the weights (see ``_WEIGHT_TOLERANCE``).
 
-The first update of a row with the quirk is 0.74 of the right one, the next are 0.86 and 0.91 of it: its change of the
-weights is 0.26 away from the right one after one step, 0.10 after twelve.
+The first update of a row with the quirk is 0.74 of the correct one, the next are 0.86 and 0.91 of it: its weight change
+is off by 0.26 after one step and by 0.10 after twelve.
 """
 _SHORT_STEPS = 25
-"""A trial without warm-up has no early window; up to this many steps its whole change of the weights is compared."""
+"""A trial without warm-up has no early window; up to this many steps its total weight change is compared."""
 _WINDOW_STEPS = 5
 """Steps of an early window (worker/weight_change.py) where the warm-up is long enough; tolerances are for this many."""
 _WEIGHT_TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2, "fp16": 5e-2}
-"""Distance of two rows' changes of the weights in the early window, relative to the reference's, that rounding
-explains.
+"""Distance between two rows' weight changes in the early window, relative to the reference's, that rounding explains.
 
 Measured on the CPU (``bench/training_mutants.py``: ``tiny``, stages 0 to 3, offload, DDP, FSDP2): at most 3.4e-5 in
 fp32; in bf16 8e-3 with DeepSpeed's CPU Adam and 3.6e-2 with DDP, which trains under autocast. A doubled learning rate
@@ -57,17 +57,17 @@ gives 1.0, betas of 0.8 and 0.99 instead of 0.9 and 0.999 0.054. Another weight 
 and no clipping (7.6e-3, 1.6e-2) are lost in the rounding of bf16: there the settings that are read back show them.
 """
 _LATE_TOLERANCE = {"fp32": 1e-2, "bf16": 2e-2, "fp16": 2e-2}
-"""Relative difference in figures of the whole run that is never reported. After 705 steps honest rows differed by
+"""Relative difference up to which figures of the whole run are never reported. After 705 steps correct rows differed by
 2.6e-5 in fp32 and 1.3e-3 in bf16 at most."""
 _SPREADS = 3.0
-"""A row may be this many times as far from the reference as the other honest rows are (their median)."""
+"""A row may be this many times as far from the reference as the other correct rows are (their median)."""
 _COMMON_VALUES: dict[str, Any] = {
     each.name: each.default for each in fields(Workload) if each.name in (*SAME_TRAINING_FIELDS, "precision")
 }
 """Fields of a workload that may differ between compared rows: they train on the same batches."""
 
 _Group = dict[int, "Run"]
-"""Runs of equal batches by their indices in the sequence that was given."""
+"""Runs on equal batches, by their index in the given sequence."""
 
 
 def with_loss_caveats(runs: Sequence[Run]) -> list[Run]:
@@ -122,15 +122,15 @@ def compare_losses(runs: Sequence[Run]) -> dict[int, Caveat]:
 def _differences(reference: Run, group: _Group) -> dict[int, Caveat]:
     """Caveats by index of the rows that differ from the reference early in the run, then of those that do so later."""
     early = {index: _early_difference(reference, run) for index, run in group.items()}
-    honest = {index: run for index, run in group.items() if early[index] is None}
+    alike_early = {index: run for index, run in group.items() if early[index] is None}
     found = {index: caveat for index, caveat in early.items() if caveat is not None}
-    return found | _late_differences(reference, honest)
+    return found | _late_differences(reference, alike_early)
 
 
 def _group_equal_batches(runs: Sequence[Run]) -> list[_Group]:
     """Group rows that were to train alike, on the same batches; rows without finite losses are in no group."""
     groups: list[tuple[tuple[object, ...], _Group]] = []
-    # By id: thousands of records share few workloads, and a copy is checked.
+    # By id: thousands of records share few workloads, and making a copy validates it again.
     common: dict[int, Workload] = {}
     for index, run in enumerate(runs):
         # Rows of a script were compared before (script_work).
@@ -359,7 +359,7 @@ def _early_difference(reference: Run, run: Run) -> Caveat | None:
     return None
 
 
-def _late_differences(reference: Run, honest: _Group) -> dict[int, Caveat]:
+def _late_differences(reference: Run, alike_early: _Group) -> dict[int, Caveat]:
     """Caveats by index of rows that trained alike in the first steps and then drifted further apart than such rows do.
 
     Rows are compared with the one that most others agree with over the whole run, the reference among equals. The usual
@@ -368,13 +368,13 @@ def _late_differences(reference: Run, honest: _Group) -> dict[int, Caveat]:
     rows: dict[str, list[int]] = {}
     # Over a long run the one step too many of the quirk, or another precision, leads to other weights.
     precision = reference.trial.workload.precision
-    for index, run in honest.items():
+    for index, run in alike_early.items():
         alike = run.trial.workload.precision == precision and _took_equal_steps(reference, run)
         if alike and not _has_stage0_quirk(run):
             rows.setdefault(run.trial.configuration.name, []).append(index)
     if len(rows) < 2:
         return {}
-    figures = {index: _late_figures(honest[index]) for own in rows.values() for index in own}
+    figures = {index: _late_figures(alike_early[index]) for own in rows.values() for index in own}
     means: dict[str, _Figures] = {}
     for name, own in rows.items():
         first, *others = (figures[index] for index in own)
@@ -391,7 +391,7 @@ def _late_differences(reference: Run, honest: _Group) -> dict[int, Caveat]:
         return sum(max(each.values(), default=0.0) <= tolerance for each in distances), is_reference
 
     usual = max(means, key=agreeing)
-    label = honest[rows[usual][0]].trial.configuration.label
+    label = alike_early[rows[usual][0]].trial.configuration.label
     of_rows = {name: _late_distances(means[usual], own) for name, own in means.items() if name != usual}
     caveats = dict[int, Caveat]()
     for name, own in rows.items():

@@ -377,7 +377,7 @@ def _measured_difference(a: ComparisonRow, b: ComparisonRow, tier: Tier, moment:
     """Return the measured difference; None unless both rows have a total, or both a ledger."""
 
     def total(row: ComparisonRow) -> int | None:
-        """Return the sum of the categories and ``rest``; None if only the ledger counts."""
+        """Return the sum of the categories and ``rest``; None if only the ledger covers this tier."""
         if tier == "gpu":
             allocated = measured_values([run.row for run in row.successes], "gpu_allocated_gb")
             return (
@@ -513,7 +513,8 @@ def _config_differences(a: Run, b: Run) -> Iterator[KeyDifference]:
         if path.endswith(".overlap_comm") and not any(
             value is True and trial.configuration.stage < 3 for value, trial in zip(values, trials, strict=True)
         ):
-            acts_on = tuple(name for name in acts_on if name != "deepspeed_buffers")  # stages 1 and 2: second bucket
+            # only stages 1 and 2 allocate a second bucket for it
+            acts_on = tuple(name for name in acts_on if name != "deepspeed_buffers")
         yield KeyDifference(path=path, a=values[0], b=values[1], acts_on=acts_on, from_layout=from_layout)
 
 

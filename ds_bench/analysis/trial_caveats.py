@@ -43,7 +43,7 @@ s² = 0.0004 × hidden size, which adds 1.6 at the 8,192 of a 70B model (ln V is
 N(0, 1) tied to the head start at a loss of 44 or 85.
 """
 _MIN_EXCESS_OF_FIRST_LOSS = 2.0
-"""The same in absolute terms, for small vocabularies: their ln(V) is within random variation."""
+"""The same in absolute terms: with a small vocabulary, half of ln(V) is within random variation."""
 _MIN_OTHER_CORES = 0.5
 """Cores that other programs must use on average before a row counts as disturbed.
 
@@ -66,7 +66,7 @@ _MAX_CLOCK_DIFFERENCE = 0.05
 """GPUs of one model run within a few percent of each other when none is throttled."""
 _MAX_NAMED_OUTLIERS = 3
 _MAX_NAMED_KEYS = 3
-_OF_LIBRARIES = {"steps_per_print", "zero_allow_untested_optimizer", "checkpoint.use_node_local_storage"}
+_KEYS_SET_BY_LIBRARIES = {"steps_per_print", "zero_allow_untested_optimizer", "checkpoint.use_node_local_storage"}
 """Keys that Accelerate and the Trainer set whatever the file says."""
 _OPTIMIZER_FAMILIES = ("muon", "adagrad", "adam", "lion", "lamb", "sgd")
 """Substrings of the names of optimizers and their classes; the first match counts: ``MuonWithAuxAdam`` is a Muon."""
@@ -160,7 +160,7 @@ def _script_caveats(record: TrialRecord, usual: Sequence[float], apart: Sequence
     unlike = [
         each
         for each in differences(resolved, redacted_config(record.trial.ds_config))
-        if resolved and each.b not in (None, AUTO) and each.fact not in _OF_LIBRARIES and each.field not in own
+        if resolved and each.b not in (None, AUTO) and each.fact not in _KEYS_SET_BY_LIBRARIES and each.field not in own
         if each.a is not None or each.fact not in USED_UP
     ][:_MAX_NAMED_KEYS]
     if ran != named:
@@ -288,7 +288,7 @@ def _training_caveats(record: TrialRecord) -> Iterator[Caveat]:
 def _cpu_caveats(record: TrialRecord) -> Iterator[Caveat]:
     """Report that other programs used cores the trial needed or, failing that, that a CPU quota throttled it.
 
-    At most one caveat, of the busiest processors.
+    Yields at most one caveat, for the busiest processors.
     """
     sharing: dict[object, list[RankMeasurement]] = {}
     for rank in record.ranks:
@@ -300,7 +300,7 @@ def _cpu_caveats(record: TrialRecord) -> Iterator[Caveat]:
             continue
         needed_cores = rank.cpu_own_cores or 0.0
         if record.trial.placement.accelerator == "cpu":
-            # Threads that wait for each other use no core (OMP_WAIT_POLICY=passive) and need one as soon as they go on.
+            # Threads that wait for each other use no core (OMP_WAIT_POLICY=passive), and need one when they resume.
             ranks = sharing[rank.hostname, rank.cpus_allowed]
             needed_cores = max(needed_cores, float(sum(measured_values(ranks, "cpu_threads"))))
         disturbing_cores = max(_MIN_OTHER_CORES, _MIN_OTHER_CORES_FRACTION * rank.cpu_cores)

@@ -35,7 +35,7 @@ class BaselineEntry(Figures):
     """One baseline. An entry with only the fields of ``_ALWAYS`` is a limit set by hand."""
 
     tolerance: float = DEFAULT_TOLERANCE
-    """Allowed fall of throughput, or rise of memory, as a fraction."""
+    """Allowed drop in throughput or rise in memory, as a fraction."""
     version: str = __version__
     """Version of ds_bench that wrote the entry."""
     timestamp: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
@@ -62,7 +62,7 @@ class BaselineEntry(Figures):
     def of(cls, result: BenchmarkResult, tolerance: float = DEFAULT_TOLERANCE) -> BaselineEntry:
         """Return the baseline with the name and figures of ``result``. Raises ValueError if it did not succeed."""
         if not result.succeeded:
-            raise ValueError(f"{result.name} ended with {result.status}: not a baseline")
+            raise ValueError(f"{result.name} ended with {result.status}, so it cannot be a baseline")
         return cls(tolerance=tolerance, **{each.name: getattr(result, each.name) for each in fields(Figures)})
 
     def to_dict(self) -> dict[str, Any]:

@@ -86,12 +86,12 @@ def _model_facts(model: str) -> ModelFacts:
         # An existing folder was read, so the error is about its content.
         if Path(model).is_dir():
             raise
-        problem = f"--model {model} is neither a built-in model, a folder, nor a model that was downloaded before"
+        problem = f"--model {model} is not a built-in model, a folder or a downloaded model"
         raise UsageError(problem, remedy=preset_remedy(model)) from error
     if facts is None:
         raise UsageError(
             f"--model {model}: its parameters cannot be counted without building it",
-            remedy=f"list the architectures that can with {invocation.command('models')}",
+            remedy=f"run {invocation.command('models')} to see architectures whose parameters can be counted",
         )
     return facts
 

@@ -121,7 +121,7 @@ _GROUPS = {
 }
 # fmt: on
 """Groups of ``--help``, with the flags of each in order."""
-_LACKING: dict[Family, tuple[str, ...]] = {
+_OPTIONS_WITHOUT_FLAG: dict[Family, tuple[str, ...]] = {
     "zero": ("stage", *SCRIPT_OPTIONS),
     "offload": ("stages", *SCRIPT_OPTIONS),
     "recipe": ("ds_config", "set"),
@@ -140,7 +140,7 @@ _OWN_ARGUMENTS: dict[tuple[Family, str], dict[str, Any]] = {
 
 def _add_flags(parser: argparse.ArgumentParser, family: Family) -> None:
     for title, names in _GROUPS.items():
-        if own := [name for name in names if name not in _LACKING[family]]:
+        if own := [name for name in names if name not in _OPTIONS_WITHOUT_FLAG[family]]:
             group = parser.add_argument_group(title)
             for name in own:
                 arguments = {**flag_of(name), **_OWN_ARGUMENTS.get((family, name), {})}
@@ -148,7 +148,8 @@ def _add_flags(parser: argparse.ArgumentParser, family: Family) -> None:
 
 
 def flag_of(name: str, **other: Any) -> dict[str, Any]:
-    """Return the arguments of ``add_argument`` for an option's flag. ``other``: a command's own, which win."""
+    """Return the arguments of ``add_argument`` for an option's flag. ``other``: the command's own
+    arguments, which take precedence."""
     option = OPTIONS[name]
     arguments: dict[str, Any] = {"help": option.help, "default": option.default}
     if option.kind is bool:
@@ -179,7 +180,7 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
         given[name] = tuple(given.get(name) or ())
     if not given["stages"] and not given["strategies"] and not given["configs"]:
         given |= DEFAULT_ROWS[family]
-    # Remove duplicates: rows are identified by their names, and --resume types --env again.
+    # Remove duplicates: rows are identified by their names, and --resume repeats --env.
     for name in ("stages", "strategies", "env"):
         given[name] = tuple(dict.fromkeys(given[name]))
     given["ds_config"] = deepspeed_config.read_changes(given["ds_config"])
@@ -230,7 +231,7 @@ class Parser(argparse.ArgumentParser):
             elif not unknown[0].startswith("-") and "--model" in flags:
                 near = f"--model {unknown[0]}"
             self.error(f"Unknown argument {unknown[0]}", near)
-        # Not required for argparse, which would report it before an unknown flag.
+        # The subcommand is not marked as required: argparse would report it before an unknown flag.
         if commands is not None and getattr(values, commands.dest) is None:
             self.error(f"Missing {commands.metavar}")
         return values, unknown
@@ -238,7 +239,7 @@ class Parser(argparse.ArgumentParser):
     def with_own_flags(self, words: Sequence[str]) -> list[str]:
         """Return the words with other programs' flag names replaced by this parser's.
 
-        Raises UsageError for one flag under two names.
+        Raises UsageError if one flag is given under two names.
         """
         own, waiting, names = list[str](), list(words), dict[str, str]()
         while waiting:

@@ -34,7 +34,7 @@ def save_command(results: Sequence[Path], file: Path, tolerance: float | None) -
     for name, count in Counter(result.name for result in benchmark_results).items():
         if count > 1:  # such as a strategy with two DeepSpeed configurations
             problem = f"two rows are called {name}: they differ in steps, machine or DeepSpeed configuration"
-            raise UsageError(problem, remedy="save one result at a time, to a file each (--baselines)")
+            raise UsageError(problem, remedy="save each result to its own file (--baselines)")
     valid = [result for result in benchmark_results if _invalid_reason(result) is None]
     # Without a valid row, the file of baselines is not written at all.
     saved = gate.save_results(valid, file, tolerance) if valid else []
@@ -95,7 +95,7 @@ def check_command(
         )
     verdicts = [gate.compare_to_baseline(result, path=file) for result in benchmark_results]
     for entry in gate.missing_baselines(benchmark_results, file):
-        text = "missing: the result has no such row, which the saved run had"
+        text = "missing: the saved run had this row, but the result does not"
         verdicts.append(
             BaselineComparison(name=entry.name, passed=False, message=text, baseline=entry, regressions=("missing",))
         )
@@ -123,7 +123,7 @@ def check_command(
     noisy = [verdict for verdict in verdicts if verdict.noisy]
     if any(map(_was_judged, verdicts)) or not (incomparable or noisy):
         return OK
-    problem = f"noise hides a regression in every row, {noisy[0].name} among them" if noisy else ""
+    problem = f"noise could hide a regression in every row, for example {noisy[0].name}" if noisy else ""
     remedy = "measure both again with more --repeats, or on a quieter machine"
     if incomparable:
         problem = f"{incomparable[0].name} is {incomparable[0].message}"

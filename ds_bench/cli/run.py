@@ -45,7 +45,7 @@ def run_command(
     ``typed``: the words of the command line. ``begun``: see ``runner.run_comparison``.
     """
     if None not in (recipe, config):
-        raise UsageError(f"{recipe} and --config {config}", remedy="give one recipe")
+        raise UsageError(f"two recipes: {recipe} and --config {config}", remedy="give one recipe")
     recipe = recipe or config
     text, stored_arguments = _recipe_text(recipe, typed, flags)
     for path, value in _given_values(settings, flags):
@@ -80,7 +80,7 @@ def run_command(
             same = all(each == repeated[0] for each in repeated)
             remedy = str(resume_command(points[0], flags["resume"])) if same else _resume_command(flags["resume"])
             raise UsageError(
-                f"--resume {flags['resume']}: a run folder does not start code or other machines by itself: it asks "
+                f"--resume {flags['resume']}: a run folder may not by itself run code or reach other machines: it asks "
                 f"for {', '.join(map(shlex.join, needed.values()))}",
                 remedy=f"if you trust it, give {'them' if same else 'its recipe'} again: {remedy}",
             )
@@ -142,7 +142,9 @@ def _given_values(settings: Sequence[str], flags: Mapping[str, Any]) -> list[tup
 
 
 def _from_current_folder(name: str, value: Any) -> Any:
-    """Return a flag's value as a recipe has it. Paths in a recipe are relative to its folder, those in a flag not."""
+    """Return a flag's value as a recipe has it. Paths in a recipe are relative to its folder;
+    paths in a flag are relative to the current folder.
+    """
     if isinstance(value, tuple):
         return [_from_current_folder(name, item) for item in value]
     if isinstance(value, Path):
@@ -158,7 +160,8 @@ def _stored(text: RecipeText) -> Data:
     values = {section: keys for section, keys in text.data.items() if section != "output"}
     output = text.data.get("output")
     if isinstance(output, dict):
-        values["output"] = {key: value for key, value in output.items() if key != "dir"}  # the run's folder already
+        # the run already has its folder
+        values["output"] = {key: value for key, value in output.items() if key != "dir"}
     return {"name": text.name, "folder": str(text.folder.absolute()), "values": redacted_config(values)}
 
 
@@ -177,7 +180,9 @@ def _recipe_text(recipe: Path | None, typed: Sequence[str], flags: dict[str, Any
         flags.setdefault("shard", earlier.shard)
     stored = earlier.recipe
     if not isinstance(stored.get("values"), dict):
-        raise UsageError(f"--resume {folder} is of a script", remedy="use the script that started it")
+        raise UsageError(
+            f"--resume {folder} was started by a comparison script", remedy="use the script that started it"
+        )
     if recipe is not None:
         return given, earlier.arguments
     # The placeholder would make the run continue with a different value than it began with.

@@ -19,7 +19,7 @@ from ..system.redaction import REDACTED, redacted_arguments
 from .arguments import build_parser, parse, to_options
 
 ENDINGS = (DsBenchError, OSError, KeyboardInterrupt)
-"""What ends a command in one line: an error of the user, of the system, and Ctrl-C."""
+"""Exceptions that a command reports in one line: a user's error, a system error, and Ctrl-C."""
 
 
 def report_error(error: BaseException) -> int:
@@ -74,12 +74,14 @@ def _with_resumed_flags(family: Family, prog: str, typed_flags: list[str]) -> tu
 
     earlier = RunFolder.open(options.resume).load_run()
     if earlier.family != family:
-        raise UsageError(f"--resume {options.resume} is of the other script", remedy="use the script that started it")
+        raise UsageError(
+            f"--resume {options.resume} belongs to the other script", remedy="use the script that started it"
+        )
     flags = list(earlier.arguments)
     parser = build_parser(family, prog)
     # A second time as a namespace, where None means that a flag was not typed.
     typed = parser.parse_args(typed_flags)
-    # The typed flags come last, since of several values the last one decides, under whichever name each was typed.
+    # The typed flags come last: the last of several values wins, whichever name each was typed under.
     origins = (_kept_flags(flags, typed), typed_flags)
     values = parser.parse_args([word for words in origins for word in parser.with_own_flags(words)])
     for name in ("configs", "ds_config", "data", "nvme_path"):  # the run's own are relative to where it began
@@ -95,8 +97,8 @@ def _with_resumed_flags(family: Family, prog: str, typed_flags: list[str]) -> tu
     missing = [words for name, words in needed.items() if getattr(resumed, name) != getattr(options, name)]
     if missing:
         raise UsageError(
-            f"--resume {resumed.resume}: a run folder does not start code or other machines by itself",
-            remedy=f"if you trust it, say again: {' '.join(map(shlex.join, missing))}",
+            f"--resume {resumed.resume}: a run folder may not by itself run code or reach other machines",
+            remedy=f"if you trust it, give these flags again: {' '.join(map(shlex.join, missing))}",
         )
     return resumed, flags
 
@@ -113,9 +115,9 @@ def _kept_flags(flags: list[str], typed: argparse.Namespace) -> list[str]:
         if key not in again:
             raise UsageError(
                 f"--resume {typed.resume}: the value of {key} may be a credential and was not kept",
-                remedy=f"say it again: --set {key}=VALUE",
+                remedy=f"give it again: --set {key}=VALUE",
             )
-        # The flag of two words, whose value is left out: a lone --set would be an error.
+        # Written as two words: drop --set along with its value, since a lone --set would be an error.
         if kept[-1:] == ["--set"]:
             kept.pop()
     return kept

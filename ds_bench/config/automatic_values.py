@@ -46,7 +46,7 @@ class TrainingFacts:
     hidden_size: int | None
     """``hidden_size`` of the model's config; None if it has none."""
     training_steps: int = 1
-    """Optimizer steps in the training, the length of a scheduler."""
+    """Optimizer steps of the whole training, which is the scheduler's length."""
     arguments: Mapping[str, float] = field(default_factory=dict)
     """TrainingArguments in the user's file, which override :data:`TRAINING_DEFAULTS`."""
 
@@ -54,7 +54,8 @@ class TrainingFacts:
 def resolve(config: Mapping[str, Any], facts: TrainingFacts) -> tuple[Config, dict[str, Any]]:
     """Replace every "auto" in a configuration. Raises UsageError for one that nothing replaces.
 
-    Return the configuration, and path → value of each replaced key; None if DeepSpeed uses its default.
+    Return the configuration, and path → value of each replaced key; the value is None where
+    DeepSpeed uses its default.
     """
     resolved, values = fill_in(config, facts)
     for path in list(paths_of_auto(resolved)):
@@ -103,7 +104,7 @@ def fill_in(config: Mapping[str, Any], facts: TrainingFacts) -> tuple[Config, di
         "scheduler.params.warmup_max_lr": rate,
         "fp16.enabled": facts.precision == "fp16",
         "bf16.enabled": facts.precision == "bf16",
-        # The Trainer fills in the sizes of stage 3 only at stage 3, wherever the parameters are.
+        # The Trainer fills in the stage 3 sizes only at stage 3, whether or not the parameters are offloaded.
         **{f"zero_optimization.{key}": size for key, size in sizes_for(sizes, zero.get("stage", 0), None).items()},
         "scheduler.params.total_num_steps": steps,
         # At least 1, as DeepSpeed's warm-up schedulers refuse 0 (runtime/lr_schedules.py).

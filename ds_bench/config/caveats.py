@@ -2,7 +2,7 @@
 
 ``analysis/trial_caveats.py`` and ``analysis/loss_parity.py`` find caveats of one row, and
 ``analysis/comparison.py`` caveats of a whole comparison. The plan, the launcher and the ranks report what only
-they see: a ``Caveat``, or a plain text, which is a note.
+they see: a ``Caveat``, or plain text, which is a note.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class CaveatKind(StrEnum):
     TORCH_ADAM = ("torch_adam",
         "torch's AdamW instead of DeepSpeed's FusedAdam, which does not build here (stage 0 in bf16 or fp16 then also "
         "has another wrapper): {reason}", f"see why the op does not build: {invocation.command('ops')}")
-    OTHER_OPTIMIZER = ("other_optimizer", "{used} stepped, not the {asked} that the DeepSpeed config asks for",
+    OTHER_OPTIMIZER = ("other_optimizer", "trained with {used}, not the {asked} that the DeepSpeed config requests",
         f"see why the op does not build: {invocation.command('ops')}", True)
     OTHER_ADAM = ("other_adam", "steps with {used}, {row} with {other}: that explains part of any speed difference",
         "--set optimizer.params.torch_adam=true compares all rows with torch's AdamW")
@@ -128,7 +128,7 @@ class CaveatKind(StrEnum):
     MAY_TRAIN_WRONGLY = "may_train_wrongly", "{text}"
     """The same, if the model is of a certain kind."""
     OTHER_TRAINING = ("other_training", "trains differently on purpose: {how}",
-        "compare what both rows learn in a whole training before you choose by speed")
+        "compare what both rows learn in a full training run before you choose by speed")
     """Never recommended for its speed (``recommend/decision.py``)."""
     OTHER_ENGINE = ("other_engine", "the script's engine ran {ran}; this row's file says {asked}",
         "pass the configuration to the script another way (docs/own_work.md)", True)
@@ -160,10 +160,10 @@ class CaveatKind(StrEnum):
         _PREDICTION)
     TENSOR_PREDICTION_MISSED = ("tensor_prediction_missed",
         "predicted tensor memory is {ratio:.2f} of what the ledger counted", _PREDICTION)
-    LONGEST_POSSIBLE = "longest_possible", "no longer sequence was tried: {tokens:,} tokens are all {limit}"
+    LONGEST_POSSIBLE = "longest_possible", "no sequence longer than {tokens:,} tokens was tried: these are all {limit}"
     SEARCH_TIMED_OUT = ("search_timed_out",
         "a larger size may fit: the search ended when {size} hit a time limit, which says nothing about memory",
-        "raise --timeout or --stall-timeout and search on with --resume RUN_DIR --retry Timeout")
+        "raise --timeout or --stall-timeout and continue the search with --resume RUN_DIR --retry Timeout")
     NVME_IN_MEMORY = "nvme_in_memory", "--nvme-path is in memory ({file_system}), not on an NVMe disk", None, True
     NOTHING_SWAPPED = ("nothing_swapped",
         "nothing was swapped: DeepSpeed keeps tensors under {block} bytes in memory; this row is not NVMe offload",

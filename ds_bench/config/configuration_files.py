@@ -72,7 +72,7 @@ class ConfigurationFileError(UsageError):
 
 
 class MissingFileError(ConfigurationFileError):
-    """A file names another one for its DeepSpeed configuration that is not there."""
+    """The DeepSpeed configuration file that another file names does not exist."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +157,7 @@ def read_configuration_files(paths: Sequence[Path]) -> tuple[list[ConfigurationF
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Return the files of a folder that may be configurations by their names. Raises UsageError for too many."""
+    """Return the files of a folder that may be configurations, by their names. Raises UsageError for too many."""
     paths = [path for path in folder.iterdir() if path.suffix.lower() in _SUFFIXES and not path.name.startswith(".")]
     names = sorted(path for path in paths if path.suffix and not path.is_dir())
     if len(names) > MAX_FILES:
@@ -199,7 +199,7 @@ def read_configuration_file(path: Path) -> ConfigurationFile:
 
 
 def kind_of(data: Mapping[str, Any]) -> FileKind | None:
-    """Return whose form the file has; None if it is not a configuration."""
+    """Return which program's format the file has; None if it is not a configuration."""
     if isinstance(data.get("deepspeed_config"), Mapping) or data.get("distributed_type") == "DEEPSPEED":
         return "accelerate"
     # Before DeepSpeed's own form, since a Trainer's arguments have keys such as fp16 and bf16 too.
@@ -209,7 +209,7 @@ def kind_of(data: Mapping[str, Any]) -> FileKind | None:
 
 
 def _accelerate(file: ConfigurationFile) -> ConfigurationFile:
-    """Return the configuration that ``accelerate launch`` makes of its YAML."""
+    """Return the configuration that ``accelerate launch`` makes from its YAML."""
     data = file.config
     block = data.get("deepspeed_config") or {}
     if not isinstance(block, Mapping):
@@ -222,7 +222,7 @@ def _accelerate(file: ConfigurationFile) -> ConfigurationFile:
     file = replace(
         file,
         precision=known.get(str(requested)),
-        # A text or a truth value; Accelerate's default is true at stage 3, and it acts only there.
+        # A string or a boolean; Accelerate's default is true at stage 3, and it acts only there.
         zero_init=str(block.get("zero3_init_flag")).lower() != "false",
     )
     if (other := block.get("deepspeed_config_file")) is not None:
@@ -250,7 +250,7 @@ def _accelerate(file: ConfigurationFile) -> ConfigurationFile:
 
 
 def _trainer(file: ConfigurationFile) -> ConfigurationFile:
-    """Return the configuration that the Trainer makes of its arguments."""
+    """Return the configuration that the Trainer makes from its arguments."""
     data = file.config
 
     def number(name: str) -> float:

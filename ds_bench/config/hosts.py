@@ -45,8 +45,8 @@ def read_hostfile(path: Path) -> dict[str, int]:
         if not _HOST.fullmatch(name) or key != "slots" or not _SLOTS.fullmatch(slots) or name in hosts:
             raise UsageError(
                 f"hostfile {path}, line {number}: {line.strip()[:80]!r}",
-                remedy="write: host slots=N, each host once, a name of letters, digits, dots, dashes and underscores, "
-                "N from 1 to 9999",
+                remedy="write one line per host: NAME slots=N, with N from 1 to 9999 and a name of letters, digits, "
+                "dots, dashes and underscores",
             )
         hosts[name] = int(slots)
     if not hosts:
@@ -74,7 +74,7 @@ def used_slots(options: Options, environ: Mapping[str, str], visible: int | None
             raise UsageError(
                 f"{requested} ranks cannot be divided equally among the {len(nodes)} nodes of this "
                 f"{'' if launched else 'Slurm '}job",
-                remedy=f"{options.say('num_gpus')} with a multiple of {len(nodes)}, or use one node"
+                remedy=f"give {options.say('num_gpus')} a multiple of {len(nodes)}, or use one node"
                 + ("" if launched else ": srun --nodes=1 --ntasks=1"),
             )
         nodes = dict.fromkeys(nodes, ranks)
@@ -145,7 +145,7 @@ def host_command(options: Options, hosts: Slots) -> str | None:
             raise UsageError(problem, remedy="write {host} for it, as in 'ssh -p 2222 {host}'")
     if job.ranks_of_hosts():
         if command is not None:
-            problem = f"{name}, but a launcher started a process on every node"
+            problem = f"{name} has no effect: a launcher has already started a process on every node"
             raise UsageError(problem, remedy="leave it out")
         return None
     return (command or (SRUN if options.hostfile is None else SSH)) if hosts else None
@@ -170,7 +170,7 @@ def forwarded_names(options: Options, environ: Mapping[str, str]) -> tuple[str, 
         if not _VARIABLE.fullmatch(name) or not value.isprintable():
             raise UsageError(f"{options.say('env')} {name[:80]!r} is not a variable", remedy="write NAME or NAME=VALUE")
         if value and redaction.looks_secret(name, value):
-            problem = f"{options.say('env')} {name}=… looks like a credential, which results would hold"
+            problem = f"{options.say('env')} {name}=… looks like a credential, which the results would store"
             raise UsageError(problem, remedy=f"export {name} and give only its name")
         if not has_value and name not in environ:
             problem = f"{options.say('env')} {name}: this variable is not set"

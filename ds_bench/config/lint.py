@@ -1,8 +1,8 @@
 """Finds what is wrong, ineffective or left open in a DeepSpeed configuration, without DeepSpeed, torch or a GPU.
 
-Keys, types and defaults are generated from DeepSpeed (``deepspeed_keys``); other facts come from ``rules``. DeepSpeed
-refuses an error, when it reads the configuration or later. It ignores a warning, or does something other than the file
-says. A hint is worth knowing.
+Keys, types and defaults are generated from DeepSpeed (``deepspeed_keys``); other facts come from ``rules``. An error
+is something that DeepSpeed refuses, when it reads the configuration or later. A warning is something that it ignores,
+or carries out differently from what the file says. A hint is worth knowing.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Finding:
     """Stable name: ``unknown-key``."""
     level: Level
     path: str
-    """Key, its blocks before it with dots; empty for the whole configuration."""
+    """Dotted path of the key, blocks first; empty for the whole configuration."""
     reason: str
     remedy: str
     source: str
-    """File of DeepSpeed, below its package, that shows it."""
+    """DeepSpeed source file that shows it, relative to the package."""
     line: int | None = None
     """Line of the file, from 1; None if unknown."""
     stops_when: str = ""
@@ -47,7 +47,7 @@ class Finding:
     """Column of the line at which the key begins, from 1; None if unknown."""
 
     def at(self, position: tuple[int, int] | None) -> Finding:
-        """Return the finding at a line and column; unchanged without."""
+        """Return the finding with this line and column; unchanged if ``position`` is None."""
         return self if position is None else replace(self, line=position[0], column=position[1])
 
     @property
@@ -112,7 +112,7 @@ def refuse(config: Config, is_refused: Callable[[Finding], bool]) -> None:
 # Keys
 
 
-_COMMON_NAMES = ("autotuning", "data_efficiency", "expert_parallel", "checkpoint.writer")
+_BLOCKS_WITH_COMMON_KEYS = ("autotuning", "data_efficiency", "expert_parallel", "checkpoint.writer")
 """Blocks whose keys have such common names that a misplaced key was not meant for them."""
 _MEANT = {
     "comms_config": "did you mean comms_logger?",
@@ -144,7 +144,7 @@ def _unknown_top_level_keys(config: Config) -> Iterator[Finding]:
         elif since := deepspeed_keys.keys_added_later().get(key):
             reason = f"DeepSpeed {deepspeed_keys.version()} ignores it; {since} reads it"
             yield Finding("later-key", "warning", key, reason, f"use DeepSpeed {since} or later", _CONFIG)
-        elif remedy := _place_of(key, value):
+        elif remedy := _remedy_for_unknown_key(key, value):
             yield Finding("ignored-key", "warning", key, "DeepSpeed ignores it at the top level", remedy, _CONFIG)
         else:
             strangers.append(key)
@@ -154,8 +154,8 @@ def _unknown_top_level_keys(config: Config) -> Iterator[Finding]:
         yield Finding("ignored-key", "warning", strangers[0], reason, f"remove {them}", _CONFIG)
 
 
-def _place_of(key: str, value: object) -> str | None:
-    """Where an unknown top-level key belongs, or what was meant; None if nothing is close."""
+def _remedy_for_unknown_key(key: str, value: object) -> str | None:
+    """Return what to do about an unknown top-level key; None if nothing is close."""
     if key in _MEANT:
         return _MEANT[key]
     if places := _blocks_with(key):
@@ -169,7 +169,7 @@ def _place_of(key: str, value: object) -> str | None:
 
 def _blocks_with(key: str) -> list[str]:
     blocks = deepspeed_keys.blocks().items()
-    return [path for path, block in blocks if path and key in block["keys"] and path not in _COMMON_NAMES]
+    return [path for path, block in blocks if path and key in block["keys"] and path not in _BLOCKS_WITH_COMMON_KEYS]
 
 
 def _nested_findings(case: Case) -> Iterator[Finding]:
@@ -230,7 +230,7 @@ def _old_name(
 ) -> Finding:
     use = deprecated["use"]
     if not deprecated["sets"]:
-        remedy = f"use pin_memory of {use}" if "pin_memory" in place else f"use {use}"
+        remedy = f"set pin_memory in {use}" if "pin_memory" in place else f"use {use}"
         return Finding("old-name", "warning", place, "DeepSpeed no longer reads it", remedy, source)
     names = {use, *(name for name, entry in known.items() if entry.get("same_as") == use)}
     use = next((name for name in names if name.startswith("stage3_")), use)  # the usual name
@@ -243,7 +243,7 @@ def _old_name(
 
 
 def _type_problem(place: str, value: object, entry: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return why DeepSpeed refuses the type or size of the value, with the remedy; None if it takes it."""
+    """Return why DeepSpeed refuses the type or size of the value, with the remedy; None if DeepSpeed accepts it."""
     if "accepts" in entry:
         names_of = {bool: "boolean", int: "number", float: "number", str: "string", list: "list", dict: "object"}
         kind = names_of.get(type(value), "object" if isinstance(value, Mapping) else "null")
@@ -305,7 +305,7 @@ def _batch_findings(case: Case) -> Iterator[Finding]:
         yield Finding("batch-size", "error", "train_batch_size", reason, remedy, _CONFIG)
     elif ranks is None and len(parts) == 2:
         needed = int(total // product)
-        reason = f"the three batch keys agree only on {needed} data-parallel {'rank' if needed == 1 else 'ranks'}"
+        reason = f"the three batch keys are consistent only with {format_items(needed, 'data-parallel rank')}"
         remedy = "leave train_batch_size out to use the file with any number of GPUs"
         yield Finding("batch-for-one-number-of-ranks", "hint", "train_batch_size", reason, remedy, _CONFIG)
 
@@ -343,7 +343,9 @@ def _optimizer_findings(case: Case) -> Iterator[Finding]:
 
 
 def _optimizer_class(case: Case, name: str) -> tuple[str | None, tuple[str, ...]]:
-    """Return the class that DeepSpeed makes (None if it takes any parameters), and the parameters it reads itself."""
+    """Return the optimizer class that DeepSpeed instantiates (None if that class accepts any parameters), and the
+    parameters that DeepSpeed itself reads.
+    """
     offloaded = case.offload("optimizer") is not None
     if case.optimizer in ("adam", "adamw"):
         on_cpu = "ZenFlowCPUAdam" if case.has_block(f"{ZERO}zenflow") else "DeepSpeedCPUAdam"
@@ -416,7 +418,7 @@ def _text_arguments(case: Case) -> Iterator[Finding]:
 # Settings that nothing reads, and buffers
 
 
-_TOLD_ELSEWHERE = ("stage", "offload_optimizer", "offload_param", "zenflow", "cpu_offload", "allgather_partitions")
+_REPORTED_ELSEWHERE = ("stage", "offload_optimizer", "offload_param", "zenflow", "cpu_offload", "allgather_partitions")
 """Keys of ``zero_optimization`` whose lack of effect other findings report."""
 
 
@@ -432,7 +434,7 @@ def _keys_without_reader(case: Case) -> Iterator[Finding]:
                 "remove it",
                 _ENGINE,
             )
-    known = deepspeed_keys.keys_of("zero_optimization").keys() - _TOLD_ELSEWHERE
+    known = deepspeed_keys.keys_of("zero_optimization").keys() - _REPORTED_ELSEWHERE
     unread = [
         key for key in zero if stage is not None and key in known and not deepspeed_keys.is_read_at_stage(key, stage)
     ]
@@ -506,7 +508,7 @@ def _automatic_values(config: Config) -> Iterator[Finding]:
         if block is not None and block["keys"].get(key, {}).get("default") == AUTO:
             continue  # DeepSpeed's own value
         read = not deepspeed_keys.refuses_unknown(parent) and (parent or key in deepspeed_keys.top_level_keys())
-        # The code that fills them in knows, so that one list of such keys is enough; any facts will do.
+        # Ask the code that fills them in, so that these keys are listed only once; any facts will do.
         if read and any(paths_of_auto(fill_in(nested(path, AUTO), _ANY_FACTS)[0])):
             reason = 'neither the Trainer nor Accelerate fills in "auto" here, and DeepSpeed takes it as text'
             yield Finding("unfilled-automatic-value", "warning", path, reason, "give a value", _CONFIG)
@@ -517,7 +519,8 @@ def _automatic_values(config: Config) -> Iterator[Finding]:
     case = Case(config=config)
     dropped = [path for path in automatic if deepspeed_keys.refuses_unknown(path.rpartition(".")[0])]
     as_text = [path for path in automatic if path not in dropped]
-    # Up to 0.16 the switches of fp16 and bf16 are not converted: two of them are refused, and one is taken as true.
+    # DeepSpeed 0.16 and earlier do not convert the fp16 and bf16 switches: both together are refused, and one alone
+    # counts as true.
     fails = "fails on" + (", or takes as true," if {"bf16.enabled", "fp16.enabled"} & {*as_text} else "")
     in_fp32 = case.precision == "fp32" and not case.is_on("torch_autocast.enabled")
     effects = [

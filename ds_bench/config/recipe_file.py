@@ -155,9 +155,9 @@ def _read_yaml(text: str, name: str, lines: dict[KeyPath, int], path: KeyPath = 
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):  # before an alias multiplies anything
         if getattr(event, "anchor", None):
-            _refuse(name, event, "anchors and aliases (& and *) are not read", "write the value out")
+            _refuse(name, event, "anchors and aliases (& and *) are not supported", "write the value out")
         if (tag := getattr(event, "tag", None)) not in (None, "!"):
-            _refuse(name, event, f"the tag {tag} is not read", "write the value without it")
+            _refuse(name, event, f"the tag {tag} is not supported", "write the value without it")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_LEVELS:
             _refuse(name, event, f"nested deeper than {MAX_LEVELS} levels", _REMEDY)

@@ -42,7 +42,8 @@ ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_a
 MAX_PROFILE_STEPS = 50
 """Steps that one profiler may observe: traces grow with each."""
 SEARCH_ACCURACY = 1 / 32
-"""Fraction of a micro-batch or sequence length at which the search for the largest that trains ends."""
+"""The search for the largest micro-batch or sequence length that trains ends when it is known to within this
+fraction."""
 SAME_TRAINING_FIELDS = (
     *("activation_checkpointing", "attention", "loss", "tiled_mlp", "compile"),
     *("data_workers", "data_pin_memory", "data_prefetch", "cpu_binding", "zero_init"),
@@ -104,9 +105,9 @@ class Workload:
     dropout: float | None = None
     """None: the model's own."""
     lora: str | None = None
-    """Adapters that are trained alone, as ``trained_parameters.parse_lora`` reads them; None: none."""
+    """LoRA adapters, then all that is trained, in the form that ``trained_parameters.parse_lora`` reads; None: none."""
     freeze: str | None = None
-    """Parts of the names of parameters that are not trained; None: none."""
+    """Substrings of the names of frozen parameters; None: none."""
     attention: str | None = None
     """None: Transformers' own choice."""
     loss: LossName = "model"
@@ -122,11 +123,11 @@ class Workload:
     pass_type: PassType = "train"
     """Extent of a measured step: the ``forward`` pass with everything a backward pass would need, ``forward_backward``,
     or ``train``, which adds the optimizer's step. DeepSpeed runs only ``train``; the others time the model without
-    optimizer (``worker.reference_engines``)."""
+    an optimizer (``worker.reference_engines``)."""
     synchronized: bool = True
     zero_init: bool = True
     vocab_size: int | None = None
-    """Upper bound of random ids, and of a file's ids; None: the model's number of ids."""
+    """Exclusive upper bound of token ids, random or from a file; None: the model's number of ids."""
     data_path: str | None = None
     """File of token ids to train on; None: random ids."""
     data_dtype: TokenType | None = None
@@ -167,7 +168,7 @@ class Strategy:
     label: str
     """Short text for tables: ``ZeRO-2``."""
     stage: int
-    """ZeRO stage, 0 to 3; for a reference engine the stage that partitions alike."""
+    """ZeRO stage, 0 to 3; for a reference engine, the stage with the same partitioning."""
     offload_optimizer: Device = "none"
     """Where optimizer states and the optimizer step live; ``none``: on the accelerator."""
     offload_param: Device = "none"
@@ -220,7 +221,7 @@ def simplicity(layout: tuple[int, str, str]) -> tuple[int, int, int]:
 class Configuration:
     """One thing to compare, a row of the table: a named DeepSpeed configuration, and what it changes in the workload.
 
-    Stage and offload devices are read from ``deepspeed_config`` and never kept beside it.
+    Stage and offload devices are read from ``deepspeed_config`` and never stored separately.
     """
 
     name: str
@@ -332,7 +333,7 @@ class Placement:
     forwarded_variables: tuple[str, ...] = ()
     """Names of further environment variables for the ranks of other hosts."""
     master_addr: str | None = None
-    """Address of the first host, where the ranks meet; None: its address on the way to the second."""
+    """Address of the first host, where the ranks meet; None: its address on the route to the second host."""
     master_port: int | None = None
     """Port of rank 0 at that address; None: a free one."""
 
@@ -353,7 +354,7 @@ class Placement:
         return max((slots for _, slots in self.hosts), default=self.num_gpus)
 
     def slots_of(self, host: str) -> list[int]:
-        """Return the slots of a host that have ranks: those that ``include`` names, otherwise the first."""
+        """Return the slots of a host that have ranks: those that ``include`` names, otherwise the first ones."""
         for part in (self.include or "").split("@"):
             name, _, slots = part.rpartition(":")
             if name == host:

@@ -19,9 +19,9 @@ from typing import BinaryIO
 from ..errors import PreflightError
 
 FULL_DISK_BYTES = 8 * 2**20
-"""With less room a disk counts as full."""
+"""A disk with less free space than this counts as full."""
 FIRST_FILES_BYTES = 2**20
-"""More than a run writes before its first trial."""
+"""Upper bound on what a run writes before its first trial."""
 _BUFFER_BYTES = 2**20
 
 
@@ -33,10 +33,10 @@ def opened(path: Path, max_bytes: int) -> Iterator[BinaryIO]:
     file.
     """
     if "\0" in str(path):
-        raise OSError(errno.EILSEQ, "a name holds no null byte", str(path))
+        raise OSError(errno.EILSEQ, "the name contains a null byte", str(path))
     if not stat.S_ISREG(path.stat().st_mode):  # opening a device can already have an effect
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
-    # Without waiting: should it be a pipe by now, opening it would wait for a writer.
+    # O_NONBLOCK: if the path has become a pipe, opening it would wait for a writer.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         # Again, since the path may have been replaced in between.
@@ -69,7 +69,7 @@ def write_text(path: Path, text: str, mode: int = 0o666) -> None:
     """Replace a file at once: temporary name, fsync, rename. The target of a link is replaced, not the link; a device
     or pipe is written to.
 
-    ``mode``: permissions, less what the umask takes. Raises OSError naming the file.
+    ``mode``: permissions before the umask is applied. Raises OSError naming the file.
     """
     write_texts({path: text}, mode)
 
@@ -88,7 +88,7 @@ def write_texts(texts: Mapping[Path, str], mode: int = 0o666) -> None:
                 target.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
                 continue
             # Beside the target: rename(2) works within one file system only. The pid keeps two writers apart,
-            # and remove_temporaries knows the file by it.
+            # and remove_temporaries recognizes the file by it.
             temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
             # Noted before it is made, so that it is removed whatever fails from here on.
             renames.append((temporary, target))
@@ -140,7 +140,7 @@ def locked_file(path: Path, wait: Callable[[], None]) -> Iterator[int]:
 
 
 def remove_temporaries(folder: Path, name: str) -> None:
-    """Remove temporary files that killed writers of ``name`` (a pattern) left. No such file may be in use."""
+    """Remove temporary files that killed writers of ``name`` (a pattern) left behind. No such file may be in use."""
     for temporary in folder.glob(f".{name}.*.tmp"):
         # The part before "tmp" is the writer's pid; other files are left alone.
         if temporary.name.split(".")[-2].isdecimal() and temporary.is_file():
@@ -166,7 +166,8 @@ def nearest_existing(path: Path) -> Path:
 
 
 def require_writable(folder: Path, flag: str, file_bytes: int = 0) -> None:
-    """Raise PreflightError if no file of ``file_bytes`` can be created in ``folder`` or the nearest one above it.
+    """Raise PreflightError if no file of ``file_bytes`` can be created in ``folder`` or, if that is missing, its
+    nearest existing parent.
 
     ``flag``: the flag that named it.
     """

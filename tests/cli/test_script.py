@@ -132,5 +132,5 @@ def test_variables_of_env_hold_for_the_ranks_and_are_given_again_on_resume(
     (trial,) = scripted.launcher.launched
     assert trial.placement.forwarded_variables == ("MINE", "ONLY_NAMED")
     assert scripted.resume() == 2
-    assert "say again: --env MINE=a=b --env ONLY_NAMED" in capsys.readouterr().err
+    assert "these flags again: --env MINE=a=b --env ONLY_NAMED" in capsys.readouterr().err
     assert scripted.resume(*given) == 0

@@ -14,7 +14,7 @@ import pytest
 from ds_bench import runner
 from ds_bench.analysis.load_results import load
 from ds_bench.analysis.merge_results import merge
-from ds_bench.api import _how_to_go_on
+from ds_bench.api import _how_to_continue
 from ds_bench.cli import commands
 from ds_bench.cli.report import _flags_of_run
 from ds_bench.config.spec import Configuration
@@ -179,7 +179,7 @@ def test_every_resume_command_repeats_the_script(
     line = invocation.command("run", "--resume", str(scripted.folder), *TRAIN)
     assert str(refused.value.remedy).endswith(f": {line}")
     assert str(_flags_of_run(*merge([load(scripted.folder)]))[2]) == line
-    assert _how_to_go_on(str(scripted.folder)).endswith(", script=['train.py', '{config}'])")
+    assert _how_to_continue(str(scripted.folder)).endswith(", script=['train.py', '{config}'])")
     scripted.launcher = FakeLauncher()
     assert commands.main(shlex.split(line)[shlex.split(line).index("run") :]) == 0
     assert [trial.configuration.name for trial in scripted.launcher.launched] == ["offloading"]

@@ -54,7 +54,7 @@ def test_resuming_a_folder_starts_no_code_and_reaches_no_host_that_the_user_does
         assert scripted.resume() == 2, flag
         said = capsys.readouterr().err
         assert said.count("\n") == 1
-        assert f"say again: {' '.join(stored)}" in said
+        assert f"these flags again: {' '.join(stored)}" in said
     assert not (tmp_path / "hit").exists()
 
 

@@ -305,7 +305,7 @@ def test_search_ends_at_the_positions_of_the_model_or_the_end_of_the_tokens(
     assert machine.run("--seq-length", "auto", "--stages", "1", *data, script=script) == 0
     (row,) = machine.rows()
     assert row["seq_length"] == length
-    assert f"{length} tokens are all {limit}" in row["caveats"]
+    assert f"{length} tokens was tried: these are all {limit}" in row["caveats"]
 
 
 def test_row_that_runs_out_at_its_largest_size_steps_back_in_the_same_run(
