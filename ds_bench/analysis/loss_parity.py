@@ -150,9 +150,11 @@ def _group_equal_batches(runs: Sequence[Run]) -> list[_Group]:
 
 
 def _split_by_settings(group: _Group, is_free: Callable[[Run], bool]) -> list[_Group]:
-    """Split rows by what they were asked to train; only rows that are free to may ask for something else.
+    """Split rows by the training that they request; only rows for which ``is_free`` holds may request something
+    different.
 
-    Other settings in any other row are a mistake that the comparison is to find: it stays with the others.
+    In any other row, different settings are a mistake that the comparison should find, so the row stays with the
+    others.
     """
     bound = [run for run in group.values() if not is_free(run)]
     common = next(filter(_trained_as_requested, bound), bound[0] if bound else None)
@@ -220,10 +222,10 @@ _ZERO_ARITHMETIC = ("zenflow", "zero_quantized_weights", "zero_quantized_gradien
 
 
 def _other_training(runs: Sequence[Run]) -> dict[int, Caveat]:
-    """Caveats by index of rows that were asked to train otherwise than usual: files, and optimizers of axes.
+    """Return caveats by index for rows that request different training from the usual: files, and optimizers of axes.
 
-    Rows of no file train as usual; without any, the largest group of files that ask for the same does. Where two
-    groups are equally large, no row does.
+    Rows that are not from a file define the usual training; without any, the largest group of files with the same
+    request does. If two groups tie, none does.
     """
     points: dict[str, _Group] = {}
     if any(map(_may_train_otherwise, runs)):  # rare, and the rest takes time with thousands of records
@@ -279,11 +281,11 @@ def _other_adam_implementation(first: Run, run: Run) -> Caveat | None:
 def _reference_row(group: _Group) -> Run | None:
     """Return the reference row, see ``compare_losses``; None if every row has the quirk.
 
-    A row that did not train, or not with the settings that it was asked for, is the reference only if all are so.
+    A row that did not train, or not with the requested settings, is the reference only if that is true of every row.
     """
     rows: dict[str, list[Run]] = {}
     for run in group.values():
-        # Compared with it, every right row would look wrong.
+        # Compared with it, every correct row would look wrong.
         if not _has_stage0_quirk(run):
             rows.setdefault(run.trial.configuration.name, []).append(run)
     # More runs of a row say nothing new, and comparing all with all would take long.
@@ -329,7 +331,7 @@ def _early_difference(reference: Run, run: Run) -> Caveat | None:
     # The coarser of the two precisions.
     precision = max(theirs, own, key=_LOSS_TOLERANCE.__getitem__)
     label = reference.trial.configuration.label
-    # First, as a setting that differs says why all else does.
+    # Checked first, because a differing setting explains every other difference.
     setting = _differing_setting(reference, run) or _differing_clipping(reference, run)
     if setting is not None:
         return Caveat(CaveatKind.TRAINED_DIFFERENTLY, {"row": label, "how": setting})
@@ -341,8 +343,8 @@ def _early_difference(reference: Run, run: Run) -> Caveat | None:
         how = f"the norm of its gradients differs by {norm:.2%}, more than rounding explains"
         return Caveat(CaveatKind.TRAINED_DIFFERENTLY, {"row": label, "how": how})
     # The norm of the difference of the two changes of the weights, relative to the norm of the reference's change: 1 if
-    # the row's weights did not move, infinite if only the reference's did not. Another precision loses other small
-    # gradients, and Adam makes updates of usual size from them.
+    # the row's weights did not move, infinite if only the reference's did not. A different precision loses
+    # different small gradients, and Adam turns even small gradients into updates of normal size.
     known, change = _compared_changes(reference, run) or ((), ())
     distance, moved = math.dist(known, change) if theirs == own else 0.0, math.hypot(*known)
     distance = distance / moved if moved else math.inf if distance else 0.0
@@ -363,10 +365,11 @@ def _late_differences(reference: Run, alike_early: _Group) -> dict[int, Caveat]:
     """Caveats by index of rows that trained alike in the first steps and then drifted further apart than such rows do.
 
     Rows are compared with the one that most others agree with over the whole run, the reference among equals. The usual
-    drift is the median over the other rows, each by the mean of its runs: its repeats are as wrong as a row is.
+    drift is the median over the other rows, each represented by the mean of its runs. A row's own repeats do not count,
+    since they share its error.
     """
     rows: dict[str, list[int]] = {}
-    # Over a long run the one step too many of the quirk, or another precision, leads to other weights.
+    # Over a long run the quirk's extra step, or a different precision, leads to different weights.
     precision = reference.trial.workload.precision
     for index, run in alike_early.items():
         alike = run.trial.workload.precision == precision and _took_equal_steps(reference, run)
@@ -469,7 +472,7 @@ def _unexplained_norm(reference: Run, run: Run, tolerance: float, *, quirk: bool
 
 
 def _took_equal_steps(a: Run, b: Run) -> bool:
-    """Whether two rows trained for as many steps, those that were only observed after the measured ones included."""
+    """Whether two rows trained for the same number of steps, including profiled ones after the measured window."""
     return len(a.losses) == len(b.losses) and a.trial.inspection == b.trial.inspection
 
 
@@ -482,7 +485,7 @@ def _differing_setting(reference: Run, run: Run) -> str | None:
     groups_before, groups = theirs.optimizer_settings or (), own.optimizer_settings or ()
     if len(groups_before) != len(groups):
         return None
-    # After another number of steps a scheduler may have set another learning rate.
+    # After a different number of steps, a scheduler may have set a different learning rate.
     changing = {"lr"} if len(reference.losses) != len(run.losses) else set()
     for before, now in zip(groups_before, groups, strict=True):
         for name in (before.keys() & now.keys()) - changing:
@@ -492,7 +495,7 @@ def _differing_setting(reference: Run, run: Run) -> str | None:
 
 
 def _differing_clipping(reference: Run, run: Run) -> str | None:
-    """Another clipping of gradients than the reference's, if one of both acted; None if they are alike or not known."""
+    """How gradient clipping differs from the reference's, if either took effect; None if they are equal or unknown."""
     theirs, own = (each.ranks[0].resolved_config.get("gradient_clipping") for each in (reference, run))
     limits = [limit for limit in (theirs, own) if limit]
     norms = _known_norms(reference) + _known_norms(run)

@@ -189,7 +189,7 @@ def _find_group(builders: list[_GroupBuilder], run: Run, result: Result) -> _Gro
 def _renumber(runs: Sequence[Run], rounds: Sequence[tuple[int, int]]) -> Iterator[Run]:
     """Number the repeats of each configuration consecutively, so that no two trials have one key, and the rounds.
 
-    Rounds of two results are two rounds, as their trials did not run side by side.
+    Rounds of different results stay separate, since their trials did not run side by side.
     """
     round_numbers = {each: number for number, each in enumerate(sorted(set(rounds)))}
     repeats: Counter[str] = Counter()

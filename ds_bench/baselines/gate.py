@@ -215,7 +215,7 @@ def _remarks(result: BenchmarkResult, baseline: BaselineEntry, metrics: Sequence
     if any(metric.interval is None for metric in metrics):
         variation = max(result.step_variation or 0.0, baseline.step_variation or 0.0)
         guide = f" (steps vary by {units.format_percent(variation)}, a rough guide only)" if variation else ""
-        yield f"not tested against noise: fewer than three runs on a side{guide}"
+        yield f"not tested against noise: fewer than three runs on at least one side{guide}"
     configs = result.workload.get("ds_config"), baseline.workload.get("ds_config")
     if None not in configs and configs[0] != configs[1]:
         yield "the DeepSpeed configuration is not the baseline's"

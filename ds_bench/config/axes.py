@@ -18,7 +18,7 @@ from .deepspeed_config import ADAMW_PARAMETERS, DEFAULT_SIZES, nested, sizes_for
 from .spec import ATTENTIONS, CPU_BINDINGS, ENGINES, LOSSES, MAX_DATA_WORKERS, MAX_PREFETCH, Requirements
 
 Value = bool | int | float | str
-"""A value of an axis: a truth value, a number, or a name."""
+"""A value of an axis: a boolean, a number or a name."""
 CHANGES = {
     "parameters": "ledger: parameters",
     "gradients": "ledger: gradients",
@@ -191,7 +191,7 @@ def _size_or_auto(key: str) -> Compute:
 
 
 _SUB_GROUPS_PER_RANK = 8
-"""Least number of sub-groups that a rank's parameters are split into, so that a ratio moves about that fraction."""
+"""Minimum number of sub-groups per rank, so that a ratio moves about that fraction of them."""
 
 
 def _offload_ratio(value: Value, row: RowFacts) -> Setting:
@@ -540,7 +540,7 @@ _TABLE = (
 AXES = {axis.name: axis for axis in _TABLE}
 """Every axis by name. They are listed and applied in this order."""
 PARALLEL_AXES = ("autotp", "sequence_parallel")
-"""Axes whose ranks share data, so that fewer see different data; rows are compared by tokens per second."""
+"""Axes that make ranks share data, so that fewer ranks see distinct data; rows are compared by tokens per second."""
 
 
 def other_arithmetic(axis_values: Mapping[str, str]) -> dict[str, str]:

@@ -83,7 +83,7 @@ def test_three_runs_are_tested_against_noise(subtests: pytest.Subtests) -> None:
         (970, (969.0, 970.0, 971.0), QUIET, (), "within the tolerance of 5.0 % (95 % interval"),
         # Below three runs only the tolerance decides.
         (900, (700.0, 1100.0), WIDE, ("throughput",),
-         "not tested against noise: fewer than three runs on a side (steps vary by 21"),
+         "not tested against noise: fewer than three runs on at least one side (steps vary by 21"),
     ):  # fmt: skip
         with subtests.test(text):
             noisy = result(tokens, peak=None, tokens_per_sec_runs=runs, step_variation=0.21)
