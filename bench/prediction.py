@@ -13,7 +13,6 @@ is in use outside it. A strategy that fails is reported and left out.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,9 +22,10 @@ from typing import Any
 import harness
 from harness import BenchError
 
+from ds_bench.errors import UsageError
 from ds_bench.prediction import predicted_memory, trial_predictions
-from ds_bench.records import json_files
 from ds_bench.records.json_files import write_json
+from ds_bench.records.reader import read_records
 from ds_bench.records.schema import SUCCESS, TrialRecord, measured_values
 from ds_bench.units import format_bytes, format_ratio
 
@@ -83,12 +83,16 @@ def commands(args: argparse.Namespace, setting: harness.Setting, scratch: Path) 
 
 
 def records(folder: Path) -> list[TrialRecord]:
-    """The records of the runs below a folder, without lines that were cut short."""
-    found = []
+    """The last record of each trial of the runs below a folder; reports lines and files that cannot be read."""
+    found: list[TrialRecord] = []
+    notes: list[str] = []
     for path in sorted(folder.rglob("records.jsonl")):
-        for line in path.read_bytes().splitlines():
-            with contextlib.suppress(ValueError):  # json_files.InvalidValueError too
-                found.append(json_files.parse(TrialRecord, line))
+        try:
+            found += read_records(path, (), notes)
+        except UsageError as error:
+            notes.append(error.problem)
+    for note in notes:
+        print(note, file=sys.stderr)
     return found
 
 
