@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from ds_bench.cli.axes import described  # noqa: E402
+from ds_bench.cli.axes import axis_description  # noqa: E402
 from ds_bench.config.axes import AXES, Axis  # noqa: E402
 from ds_bench.config.axis_rows import MAX_ROWS  # noqa: E402
 
@@ -57,7 +57,7 @@ def axes_page() -> str:
 def _section(axis: Axis) -> Iterator[str]:
     yield f"### `{axis.name}`\n"
     yield f"{axis.meaning[0].upper()}{axis.meaning[1:]}.\n"
-    for title, text in described(axis).items():
+    for title, text in axis_description(axis).items():
         yield f"- {title}: {text.replace('*', chr(92) + '*').replace('__', chr(92) + '_' + chr(92) + '_')}"
 
 

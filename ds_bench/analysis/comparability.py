@@ -137,7 +137,7 @@ _LABEL_FACTS = {
     "model": "{}",
     "batch_size": "micro-batch {}",
     "seq_length": "{} tokens",
-    "grad_accum": "{} accumulated",
+    "grad_accum": "accumulation {}",
     "precision": "{}",
     "dropout": "dropout {}",
     "num_gpus": "{} ranks",
@@ -173,7 +173,7 @@ def unique_labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _distinguishing_facts(runs: Sequence[Run]) -> list[str]:
-    """Return a text that distinguishes each run, with DeepSpeed settings only if the other facts do not suffice."""
+    """Return a label that distinguishes each run, with DeepSpeed settings only if the other facts do not suffice."""
     measured = all(run.row.device for run in runs)  # a failed row lacks the facts of a run
     known = []
     for run in runs:

@@ -33,7 +33,7 @@ _GRAD_NORM_TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2, "fp16": 3e-2}
 _OTHER_FORMAT_TOLERANCE = 0.02
 """The same for a row that requests a different number format, or compressed communication."""
 _STAGE0_WRAPPERS = ("FP16_UnfusedOptimizer", "FP16_Optimizer")
-"""Classes of DeepSpeed's optimizer wrapper that have the quirk."""
+"""Classes of DeepSpeed's optimizer wrapper that have the quirk (``CaveatKind.LOSS_QUIRK``)."""
 _QUIRK_MIN_DIFFERENCE = 2e-5
 """Relative difference of the losses above which the quirk of a row is reported."""
 _QUIRK_LOSS_TOLERANCE = 0.02
@@ -190,7 +190,7 @@ def _requested_difference(a: Run, b: Run, *, learning: bool = False) -> str | No
         names.remove("gradient_clipping")  # it counts only where it acted
 
     def short(value: Any) -> str:
-        text = str(value[0] if isinstance(value, tuple) else value)  # of an optimizer its kind
+        text = str(value[0] if isinstance(value, tuple) else value)  # for an optimizer, only its kind
         return text if len(text) <= 60 else f"{text[:57]}…"
 
     other = [f"its {name} is {short(own[name])}, not {short(theirs[name])}" for name in names]
@@ -296,7 +296,7 @@ def _reference_row(group: _Group) -> Run | None:
     if len(candidates) < 2:
         return next(iter(candidates), None)
 
-    def rank(run: Run) -> tuple[float, int, bool]:
+    def support(run: Run) -> tuple[float, int, bool]:
         votes, both_known = 0.0, 0
         for own in rows.values():  # each row has one vote, however often it was run
             others = [other for other in own if other is not run]
@@ -307,7 +307,7 @@ def _reference_row(group: _Group) -> Run | None:
             both_known += norms_known and len(others) == len(own)
         return votes + both_known, both_known, not _is_stage_3(run.trial.configuration)
 
-    return max(candidates, key=rank)
+    return max(candidates, key=support)
 
 
 def _trained_as_requested(run: Run) -> bool:

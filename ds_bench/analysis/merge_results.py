@@ -1,4 +1,4 @@
-"""Merges several results into groups of rows that may stand in one table, with their repeats pooled.
+"""Merges several results into groups of rows that can share a table, with their repeats pooled.
 
 Rows of equal workload, placement and method form a group, and their repeats are runs of one row. Results of different
 environments form groups of their own, whose notes name the differences; a run that was given twice counts once.
@@ -29,7 +29,7 @@ _VARIED = ("ds_config", "name", "engine", "variables", "repeat", "inspection")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultGroup:
-    """Rows that may be in one table."""
+    """Rows that can share a table."""
 
     facts: tuple[str, ...]
     """Workload and devices; followed by the sources if another group has the same facts."""
@@ -55,7 +55,7 @@ class _GroupBuilder:
     """A group while rows are added to it."""
 
     first: Run
-    """Its first; the others ask for the same."""
+    """The first run; the others request the same work."""
     environment: Environment | None
     device: str | None
     """Name of the first result's device; None if no row measured anything."""
@@ -76,7 +76,7 @@ class _GroupBuilder:
         return ", ".join(dict.fromkeys(str(result.source) for result in self.results))
 
     def same_request(self, other: _GroupBuilder) -> bool:
-        """Whether workload and placement are equal, apart from what each row is there to show."""
+        """Whether workload and placement are equal, apart from what rows of one comparison may vary."""
         ours, theirs = self.first.trial, other.first.trial
         leave_out = (*_VARIED, *may_differ(ours, theirs))
         return work_key(ours, leave_out=leave_out) == work_key(theirs, leave_out=leave_out)
@@ -107,12 +107,12 @@ class _GroupBuilder:
                 environments.append(result.environment)
         own_notes = [f"{each.source}: {text}" if len(results) > 1 else text for each in results for text in each.notes]
         if len(results) > 1 and self.environment is None:
-            text = "do not name their environments: assumed to be of one machine and its versions"
+            text = "do not name their environments: assumed to come from one machine with the same versions"
             own_notes.append(f"{self.sources} {text}")
         elif len(results) > 1 and self.environment is not None:
             for each in results[1:]:
                 if each.environment and (found := setting_differences(self.environment, each.environment)):
-                    spread = f"though these differ and may widen the spread: {'; '.join(found)}"
+                    spread = f"although these settings differ, which may widen the spread: {'; '.join(found)}"
                     own_notes.append(f"{each.source} is pooled with {results[0].source}, {spread}")
         return ResultGroup(
             facts=facts,

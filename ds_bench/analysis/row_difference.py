@@ -435,9 +435,9 @@ def _time_difference(a: ComparisonRow, b: ComparisonRow) -> TimeDifference:
         reasons += environment.hardware_differences(first, second)
     reasons += [f"{row.label}: {row.invalid_reason}" for row in (a, b) if row.invalid_reason is not None]
 
-    def most(name: str, size: float = 1) -> Pair:
+    def most(name: str, scale: float = 1) -> Pair:
         figures = [measured_values([run.row for run in row.successes], name) for row in (a, b)]
-        return Pair(*(max(values) * size if values else None for values in figures))
+        return Pair(*(max(values) * scale if values else None for values in figures))
 
     def tokens_per_step(run: Run) -> int:
         row = run.row

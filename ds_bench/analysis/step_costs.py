@@ -29,7 +29,8 @@ class StepCosts:
     cpu_adam_bytes_per_second: float | None = None
     """Sum over the ranks of a node, on the slowest node."""
     disk_needed_bytes_per_second: float | None = None
-    """Disk speed that would hide the disk, on the node whose disk falls shortest of it."""
+    """Disk speed at which swapping would be hidden behind other work, on the node whose disk falls furthest short of
+    it."""
     disk_measured_bytes_per_second: float | None = None
     """Measured disk speed of the same node."""
     disk_bound: bool | None = None

@@ -144,11 +144,11 @@ def trial_caveats(
     yield from map(as_caveat, dict.fromkeys(each for rank in ranks for each in rank.notes))
 
 
-def _script_caveats(record: TrialRecord, usual: Sequence[float], apart: Sequence[float]) -> Iterator[Caveat]:
+def _script_caveats(record: TrialRecord, usual: Sequence[float], evaluated: Sequence[float]) -> Iterator[Caveat]:
     """Yield the caveats of one trial of a script: an engine that is not its row's, points where its DeepSpeed departs
     from the configuration, evaluations and saves.
 
-    ``usual``, ``apart``: of :func:`_usual_steps`.
+    ``usual``, ``evaluated``: of :func:`_usual_steps`.
     """
     asked, rank = record.trial.configuration, record.slowest_rank
     script = rank.script
@@ -179,9 +179,9 @@ def _script_caveats(record: TrialRecord, usual: Sequence[float], apart: Sequence
         missing = "token ids in the script's batches" if any(script.micro_steps) else "forward pass of the engine"
         found.append(f"no {missing} found: rows are compared by {(*seen, 'steps')[0]} per second")
     yield from map(as_caveat, found)
-    if apart and usual:
-        values = {"count": len(apart), "steps": len(apart) + len(usual)}
-        means = {"apart": statistics.fmean(apart), "usual": statistics.fmean(usual)}
+    if evaluated and usual:
+        values = {"count": len(evaluated), "steps": len(evaluated) + len(usual)}
+        means = {"apart": statistics.fmean(evaluated), "usual": statistics.fmean(usual)}
         yield Caveat(CaveatKind.EVALUATED, {**values, **means})
 
 
@@ -201,9 +201,9 @@ def _usual_steps(rank: RankMeasurement) -> tuple[list[float], list[float]]:
         return list(rank.step_seconds), []
     extra = zip(rank.in_window("evaluation_forwards"), rank.in_window("saves"), strict=True)
     marked = [*zip(rank.step_seconds, (bool(evaluated or saved) for evaluated, saved in extra), strict=True)]
-    usual = [seconds for seconds, apart in marked if not apart]
+    usual = [seconds for seconds, is_extra in marked if not is_extra]
     # If every step has one, as with a reference model, none is unusual.
-    return (usual, [seconds for seconds, apart in marked if apart]) if usual else (list(rank.step_seconds), [])
+    return (usual, [seconds for seconds, is_extra in marked if is_extra]) if usual else (list(rank.step_seconds), [])
 
 
 def _step_time_caveats(seconds: Sequence[float]) -> Iterator[Caveat]:

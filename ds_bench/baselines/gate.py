@@ -161,7 +161,7 @@ def compare_to_baseline(
         text = f"not comparable with the baseline: {'; '.join(reasons)}"
         return BaselineComparison(name=result.name, passed=None, message=text, baseline=baseline)
     if unusable:
-        text = f"regression: {unusable}; the baseline ran"
+        text = f"regression: {unusable}; the baseline succeeded"
         return BaselineComparison(
             name=result.name, passed=False, message=text, baseline=baseline, regressions=("status",)
         )
@@ -207,7 +207,7 @@ def _incomparable_reasons(result: BenchmarkResult, baseline: BaselineEntry) -> I
         if key != "ds_config" and None not in (ours, theirs) and ours != theirs:
             yield f"{key} {ours} against {theirs}"
     if result.succeeded and not _compare_metrics(result, baseline):
-        yield "no figure is known on both sides"
+        yield "the two sides have no figure in common"
 
 
 def _remarks(result: BenchmarkResult, baseline: BaselineEntry, metrics: Sequence[_MetricComparison]) -> Iterator[str]:
@@ -287,8 +287,8 @@ class _MetricComparison:
         if change is None:
             return ""
         if change > (_MAX_SHOWN_RISE if self.more_is_worse else _MAX_SHOWN_FALL):
-            return ", cannot see any change"
-        return f", cannot see changes below {units.format_percent(change)}"
+            return ", too noisy to detect any change"
+        return f", too noisy to detect changes below {units.format_percent(change)}"
 
     def text(self, tolerance: float) -> str:
         """``tokens/s 940 against 1,000 (-6.0 %), beyond the tolerance of 5.0 %``, then the interval if there is one."""
@@ -304,7 +304,7 @@ class _MetricComparison:
         # An interval of zero width comes from equal runs, which have no noise.
         if self.interval.distinguishable or self.interval.low == self.interval.high:
             return f"{text} {ends}"
-        return f"{text}{' but' if exceeds else ' and'} inside the noise {ends}"
+        return f"{text}{' but' if exceeds else ' and'} within the noise {ends}"
 
 
 def _format_change(ratio: float) -> str:

@@ -57,7 +57,7 @@ class Figures:
     environment: Environment | None = None
     """Hardware and versions, which must be equal."""
     run_id: str | None = None
-    """Name of the run, or of the first of several; later results must have all rows of a run."""
+    """Name of the run, or of the first of several; a later result is expected to have every row of that run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class BenchmarkResult(Figures):
 def benchmark_result(
     runs: Sequence[Run], environment: Environment | None = None, name: str | None = None
 ) -> BenchmarkResult:
-    """Reduce the runs of one row. ``name``: None takes ``baseline_name``. Raises ValueError without runs."""
+    """Reduce the runs of one row. ``name``: defaults to ``baseline_name``. Raises ValueError without runs."""
     if not runs:
         raise ValueError("runs must hold at least one run")
     good = [run for run in runs if run.outcome.success]
@@ -157,8 +157,8 @@ def baseline_name(run: Run) -> str:
     """Return ``<model>/<strategy>``, then the values that are not the scripts' defaults: ``/batch8-seq1024-4ranks``.
 
     It does not depend on other rows. Hardware, versions and the DeepSpeed configuration are left out, so that a row
-    keeps its name, and its baseline, when these change. So are batch and precision of a script, which decides them
-    itself: a row that failed does not know them.
+    keeps its name, and its baseline, when these change. For a script, batch size and precision are left out too: the
+    script decides them, so a row that failed does not know them.
     """
     facts, workload = workload_facts(run), run.trial.workload
     # The file of token ids, and values of a sweep's point that no other part shows.

@@ -10,7 +10,7 @@ from pathlib import Path
 from ..config import strategies, validation
 from ..config.automatic_values import TrainingFacts
 from ..config.configuration_file_rows import FileRowMaker
-from ..config.configuration_files import ConfigurationFile, explain_files, read_configuration_files
+from ..config.configuration_files import ConfigurationFile, check_remedy, read_configuration_files
 from ..config.spec import Configuration, Placement, Precision
 from ..errors import UsageError
 from ..models import lookup
@@ -42,7 +42,7 @@ def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int
         usable, refusals = usable_configurations(files, FileRowMaker(facts=training), placement)
         lines += refusals
         if not usable:
-            raise UsageError(f"--configs {'; '.join(lines)}", remedy=explain_files(configs))
+            raise UsageError(f"--configs {'; '.join(lines)}", remedy=check_remedy(configs))
         lines += [f"{each.name}: {caveat}" for each in usable for caveat in each.caveats]
         for line in lines:
             terminal.print_text(f"note: {terminal.escape_controls(line)}", sys.stderr)

@@ -24,25 +24,25 @@ def list_axes(names: Sequence[str], as_json: bool) -> int:
         terminal.print_text(f"{group}\n")
         for axis in members:
             _print_wrapped(f"{axis.name}: {axis.meaning}", "  ", "    ")
-            for title, text in described(axis).items():
+            for title, text in axis_description(axis).items():
                 _print_wrapped(text, f"    {title:<11}", " " * 15)
             terminal.print_text("")
     return 0
 
 
 def _print_wrapped(text: str, first: str, others: str) -> None:
-    """Print a text in lines of at most 80 columns; the first begins with ``first``, the rest with ``others``."""
+    """Print text in lines of at most 80 columns; the first begins with ``first``, the rest with ``others``."""
     terminal.print_text(textwrap.fill(text, 80, initial_indent=first, subsequent_indent=others))
 
 
-def described(axis: Axis) -> dict[str, str]:
+def axis_description(axis: Axis) -> dict[str, str]:
     """Return the facts about an axis by short title, without empty ones."""
     sets = [*axis.keys, *(f"the workload's {name}" for name in axis.fields)]
     facts = {
         "values": f"{describe_values(axis)} (default: {axis.default})",
         "sets": ", ".join([*sets, *(f"the variable {name}" for name in axis.variables)]),
         "applies to": describe_rows(axis),
-        "requires": "; ".join(what_it_requires(axis)),
+        "requires": "; ".join(requirements(axis)),
         "changes": "; ".join(CHANGES[change] for change in axis.changes),
         "note": axis.note,
         "source": axis.source,
@@ -50,8 +50,8 @@ def described(axis: Axis) -> dict[str, str]:
     return {title: text for title, text in facts.items() if text}
 
 
-def what_it_requires(axis: Axis) -> list[str]:
-    """Return what values other than the default need."""
+def requirements(axis: Axis) -> list[str]:
+    """Return the requirements of values other than the default."""
     needs = [f"a GPU: {axis.cuda_only}"] if axis.cuda_only else []
     for value, required in axis.requires.items():
         needs += [f"for {value}, a GPU: {required.reason}"] if required.accelerator == "cuda" else []
@@ -68,7 +68,7 @@ def to_dict(axis: Axis) -> dict[str, Any]:
         "default": axis.default,
         "sets": {"keys": axis.keys, "workload": axis.fields, "variables": axis.variables},
         **{name: getattr(axis, name) for name in ("stages", "offload", "engines")},
-        "requires": what_it_requires(axis),
+        "requires": requirements(axis),
         "changes": axis.changes,
         "unsupported_on_cpu": axis.cuda_only or None,
         "note": axis.note,

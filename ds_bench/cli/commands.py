@@ -33,7 +33,7 @@ try:
         path,
         split_names,
     )
-    from .script import ENDINGS, report_error
+    from .script import REPORTED_ERRORS, report_error
 except KeyboardInterrupt:  # Ctrl-C while these modules are loaded
     print("interrupted", file=sys.stderr)
     sys.exit(130)
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command, values = parse(arguments)
         with terminal.ignoring_broken_pipe():
             return function_of(command)(**values)
-    except ENDINGS as error:
+    except REPORTED_ERRORS as error:
         return report_error(error)
 
 
@@ -139,7 +139,7 @@ _ON: dict[str, Any] = {"action": "store_true"}
 _INTEGER: dict[str, Any] = {"type": number(int), "metavar": "N"}
 _FILE: dict[str, Any] = {"type": path, "metavar": "FILE"}
 _FOLDER: dict[str, Any] = {"type": path, "metavar": "DIR"}
-_SECONDS = number(float, {"gt": 0})
+_POSITIVE = number(float, {"gt": 0})
 _RESULTS: Flags = {"results": {"nargs": "+", "type": path, "metavar": "RUN_OR_JSON", "help": _RESULT}}
 _RESULTS_OR_LATEST: Flags = {"results": {**_RESULTS["results"], "nargs": "*", "default": (),
                                          "help": f"{_RESULT} (default: the latest run in results/)"}}
@@ -173,7 +173,7 @@ COMMANDS: Mapping[str, Command] = {
             "--gpus-per-node": {**_INTEGER, "help": "GPUs of one node (default: all, 8 at most)"},
             "--gpu": {"default": "80GB", "metavar": "CARD",
                       "help": "memory that the job may use on each GPU, or a card's name (default: 80GB)"},
-            "--host-memory": {"type": _SECONDS, "metavar": "GB",
+            "--host-memory": {"type": _POSITIVE, "metavar": "GB",
                               "help": "host memory of one node; strategies must fit in it too"},
             "--batch-size": {**_INTEGER, "default": 4, "help": "micro-batch per GPU (default: 4)"},
             "--seq-length": {**_INTEGER, "help": "tokens per sequence (default: 512, or the model's limit if lower)"},
@@ -197,7 +197,7 @@ COMMANDS: Mapping[str, Command] = {
             "--quick": {**_ON, "help": "judge rows near the GPU's limit by a rule, without replaying allocations"},
             "--exact": {**_ON, "help": "replay the allocations of every row that can be replayed (seconds)"},
             "--export": {**_FOLDER, "help": "write the configuration of each row that fits or is tight to this folder"},
-            "--online": {**_ON, "help": "also ask the Hub for names without an organization"},
+            "--online": {**_ON, "help": "also look up names without an organization on the Hub"},
             "--trust-remote-code": flag_of("trust_remote_code"),
             "--verbose": {**_ON, "help": "also print memory by category, and assumptions"},
             "--json": {**_ON, "help": "print JSON with sizes in bytes"},
@@ -206,7 +206,7 @@ COMMANDS: Mapping[str, Command] = {
     "doctor": Command(
         purpose="check whether this machine is ready, with a remedy for each problem",
         examples=("", "--nvme-path /mnt/nvme --build"),
-        function="doctor:show_findings",
+        function="doctor:run_doctor",
         flags={
             "--nvme-path": {**_FOLDER, "help": "also check the disk of this folder"},
             **_CONFIGS,
@@ -301,7 +301,7 @@ COMMANDS: Mapping[str, Command] = {
             "--set": {"action": "append", "default": [], "metavar": "KEY.PATH=VALUE", "dest": "settings",
                       "help": "set a key of the recipe, e.g. training.seq_len=2048, or of DeepSpeed, e.g. "
                               "zero_optimization.overlap_comm=false; a list [1024,2048] makes a sweep"},
-            "--budget": {"type": _SECONDS, "metavar": "MINUTES",
+            "--budget": {"type": _POSITIVE, "metavar": "MINUTES",
                          "help": "start no trial after this many minutes, and list what --resume would run"},
             "--yes": {**_ON, "help": "allow a sweep of more than 10,000 trials"},
         },
@@ -315,7 +315,7 @@ COMMANDS: Mapping[str, Command] = {
         flags={
             "--model-size": {"nargs": 1, "choices": SIZES, "help": "one size (default: small)"},
             "--model-sizes": {"nargs": "+", "choices": SIZES, "metavar": "SIZE",
-                              "help": "sizes of a model like GPT-2 with a vocabulary of 10,000, each a row: "
+                              "help": "sizes of a GPT-2-like model with a vocabulary of 10,000, one row each: "
                                       f"{', '.join(SIZES)}"},
             "--pass-type": {"nargs": "+", "choices": PASS_TYPES, "default": ["train"], "metavar": "PASS",
                             "help": f"what is timed, one or more of {', '.join(PASS_TYPES)} (default: train)"},
@@ -324,7 +324,7 @@ COMMANDS: Mapping[str, Command] = {
             "--batch-size": {**_INTEGER, "default": 4, "help": "sequences per pass (default: 4)"},
             "--measure-steps": {**_INTEGER, "default": 10, "help": "measured steps (default: 10)"},
             "--warmup-steps": {**_INTEGER, "type": number(int, {**COUNT, "ge": 0}), "default": 5,
-                               "help": "steps run first and left out of all statistics; 0 shows what they are for "
+                               "help": "steps run first and left out of all statistics; 0 shows their effect "
                                        "(default: 5)"},
             "--device": {"choices": ("auto", "cuda", "cpu"), "default": "auto",
                          "help": "one GPU, or the CPU (default: auto)"},
@@ -334,7 +334,7 @@ COMMANDS: Mapping[str, Command] = {
             "--output": {"type": path, "metavar": "FILE.csv",
                          "help": "also write the rows to this file, replacing it"},
             "--output-dir": {**_FOLDER, "help": "folder of the results (default: results)"},
-            "--timeout": {"type": _SECONDS, "metavar": "SECONDS",
+            "--timeout": {"type": _POSITIVE, "metavar": "SECONDS",
                           "help": "stop a size that takes longer than this (default: 3600)"},
             "--force": flag_of("force"),
             "--dry-run": {**_ON, "help": "print the plan; run nothing"},

@@ -61,7 +61,7 @@ def show_explanation(a: str, b: str, results: Sequence[Path], as_json: bool) -> 
 def _find_pairs(a: str, b: str, reports: Sequence[ComparisonReport]) -> list[tuple[str, RowDifference]]:
     """Return the two rows of each comparison that has both; if none has, the first row of each name.
 
-    Raises UsageError if a text matches no row, or both texts match only the same one.
+    Raises UsageError if a name matches no row, or both names match only the same one.
     """
 
     def rows(report: ComparisonReport, text: str) -> list[ComparisonRow]:
@@ -74,7 +74,7 @@ def _find_pairs(a: str, b: str, reports: Sequence[ComparisonReport]) -> list[tup
             raise UsageError(f"Unknown row {text!r}", remedy=f"choose from {', '.join(names)}")
     found = []
     for report in reports:
-        # Both texts may match several rows, such as a stage with and without offload: take two different ones.
+        # Both names may match several rows, such as a stage with and without offload: take two different ones.
         for first in rows(report, a)[:1]:
             found += [(report.title, first, row) for row in rows(report, b) if row.key != first.key][:1]
     if not found:

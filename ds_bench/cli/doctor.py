@@ -23,7 +23,7 @@ from ..system.environment import read_interpreter, require_packages
 READY, NOT_READY = 0, 2
 
 
-def show_findings(
+def run_doctor(
     nvme_path: Path | None, build: bool, as_json: bool, configs: Sequence[Path] = (), hostfile: Path | None = None,
     python: str | None = None,
 ) -> int:  # fmt: skip

@@ -20,7 +20,7 @@ from ..config import axis_rows, strategies
 from ..config.automatic_values import TrainingFacts
 from ..config.axis_rows import AxisValues
 from ..config.configuration_file_rows import FileRowMaker
-from ..config.configuration_files import ConfigurationFile, explain_files, read_configuration_files
+from ..config.configuration_files import ConfigurationFile, check_remedy, read_configuration_files
 from ..config.deepspeed_config import tensor_parallel_size
 from ..config.options import OPTIONS
 from ..config.spec import Configuration, Placement, Precision, Workload, block_of, gpu_precisions
@@ -109,7 +109,7 @@ def plan_command(**flags: Any) -> int:
         terminal.print_text(f"note: {terminal.escape_controls(line)}", sys.stderr)
     if options.json:
         terminal.print_json(json.dumps([_json_entry(row) for row in predicted.rows], indent=1, allow_nan=False))
-    elif predicted.rows:  # empty if the only file is of AutoTP, which is not predicted
+    elif predicted.rows:  # empty if the only file uses AutoTP, which is not predicted
         width = shutil.get_terminal_size(fallback=(WIDTH_OF_FILES, 0)).columns
         for line in plan_lines(predicted, width, verbose=options.verbose):
             terminal.print_text(line)
@@ -127,7 +127,7 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
     question, model, notes = _planned_trial(options)
     host = None if options.host_memory is None else units.from_gb(options.host_memory)
     configurations = [strategies.make_configuration(strategies.named_strategy(name)) for name in options.strategies]
-    configurations += _of_files(options, question, files, model.hidden_size, lines)
+    configurations += _configurations_of_files(options, question, files, model.hidden_size, lines)
     rows = []
     configurations = _with_axes(configurations, options, model, question.placement, lines)
     with terminal.StatusLine(sys.stderr, quiet=not sys.stderr.isatty()) as line:
@@ -153,7 +153,7 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
     if "bf16" not in gpu_precisions(question.placement.compute_capability):
         in_bf16 = [row.label for row in rows if block_of(row.trial.config(), "bf16").get("enabled")]
         if in_bf16:
-            remedy = "--precision fp16, or fp16 in its file"
+            remedy = "use --precision fp16, or fp16 in the file"
             lines.append(f"{options.gpu} has no bf16 units and will not train {format_names(in_bf16, 4)} ({remedy})")
     predicted = MemoryPlan(
         requested=question,
@@ -197,7 +197,7 @@ def _with_axes(
     return rows
 
 
-def _of_files(
+def _configurations_of_files(
     options: PlanOptions,
     question: PlannedTrial,
     files: Sequence[ConfigurationFile],
@@ -218,7 +218,7 @@ def _of_files(
     maker = FileRowMaker(facts=facts, keep_batch=options.keep_batch)
     usable, refusals = usable_configurations(files, maker, question.placement)
     if refusals and not usable and not options.strategies:
-        raise UsageError(f"--configs {'; '.join(refusals)}", remedy=explain_files(options.configs))
+        raise UsageError(f"--configs {'; '.join(refusals)}", remedy=check_remedy(options.configs))
     predicted = []
     for configuration in usable:
         if tensor_parallel_size(configuration.deepspeed_config) > 1:

@@ -58,9 +58,9 @@ def report(
         output_format = "markdown"
     # Refuse paths that cannot be written before reading anything.
     if output is not None and output_format not in ROW_FORMATS:
-        raise UsageError("--output needs a format of rows", remedy=f"add --format, one of {', '.join(ROW_FORMATS)}")
+        raise UsageError("--output needs a row format", remedy=f"add --format, one of {', '.join(ROW_FORMATS)}")
     if output_format == "parquet" and output is None and sys.stdout.isatty():
-        raise UsageError("--format parquet writes no text", remedy="give --output FILE")
+        raise UsageError("--format parquet is binary and cannot be printed to a terminal", remedy="give --output FILE")
     if to is not None:
         require_installed(to, f"--to {to}")
     for flag, path in (("--output", output), ("--html", html)):
@@ -172,17 +172,17 @@ def build_reports(
     paths: Sequence[Path],
     relative_to: str | None = None,
     goal: str | None = None,
-    tell: Callable[[str], None] = lambda _line: None,
+    on_note: Callable[[str], None] = lambda _line: None,
 ) -> list[ComparisonReport]:
     """Return one report per workload and machine, with repeats from several files pooled. Raises UsageError.
 
     ``paths``: if empty, the latest run below ``results``.
     If ``relative_to`` or ``goal`` is None, the run's own is used; with several runs, the first one known.
-    ``tell``: called with a note on each result that is left out; every report has these notes too.
+    ``on_note``: called with a note on each result that is left out; every report has these notes too.
     """
     results, notes = _load_finished(paths, whole=len(paths) > 1)
     for line in notes:
-        tell(line)
+        on_note(line)
     groups = merge_results.merge(results)
 
     def has_row(group: ResultGroup, name: str | None) -> bool:

@@ -119,7 +119,7 @@ def _points(
     trials = sweep.max_points * len(requested_rows(options)) * options.repeats
     if trials > MAX_TRIALS and not allow_many:
         problem = f"this recipe makes {trials:,} trials: {sweep.max_points:,} points, each with every row and repeat"
-        raise UsageError(problem, remedy="shorten its lists, or add --yes if that is meant")
+        raise UsageError(problem, remedy="shorten its lists, or add --yes if that is intended")
     return [options_at(point)[1] for point in sweep.points()], first
 
 

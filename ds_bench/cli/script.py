@@ -18,12 +18,12 @@ from ..system import files, invocation, terminal
 from ..system.redaction import REDACTED, redacted_arguments
 from .arguments import build_parser, parse, to_options
 
-ENDINGS = (DsBenchError, OSError, KeyboardInterrupt)
+REPORTED_ERRORS = (DsBenchError, OSError, KeyboardInterrupt)
 """Exceptions that a command reports in one line: a user's error, a system error, and Ctrl-C."""
 
 
 def report_error(error: BaseException) -> int:
-    """Print one of ``ENDINGS`` in one line, and return the exit code."""
+    """Print one of ``REPORTED_ERRORS`` in one line, and return the exit code."""
     if isinstance(error, OSError):  # such as a full disk; what was written before stays
         error = ResultsNotWrittenError(str(error), remedy=files.remedy_of(error))
     if isinstance(error, DsBenchError):
@@ -57,7 +57,7 @@ def main(family: Family, make_config: MakeConfig, arguments: Sequence[str] | Non
             from ..runner import run_comparison
 
             return run_comparison([options], make_config, redacted_arguments(kept))
-        except ENDINGS as error:
+        except REPORTED_ERRORS as error:
             return report_error(error)
 
 

@@ -34,7 +34,7 @@ CHANGES = {
     "build": "memory while the model is built and initialized",
     "nothing": "nothing in DeepSpeed 0.19.8",
 }
-"""Effects of axes, and their meaning."""
+"""Effect of an axis → its description."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +110,11 @@ class Axis:
     names: tuple[str, ...] = ()
     """Named values, besides the keys of ``settings``."""
     settings: Mapping[str, Setting] = field(default_factory=dict)
-    """Named value → what it sets. Every other value is set itself in all keys, fields and variables."""
+    """Named value → what it sets. Any other value is written unchanged to all keys, fields and variables."""
     compute: Compute | None = None
     """Returns the settings of a value, if they depend on the row."""
     default: str = ""
-    """The value of a row without it."""
+    """The value in rows that do not set the axis."""
     stages: tuple[int, ...] = (0, 1, 2, 3)
     """ZeRO stages where it acts."""
     offload: Literal["optimizer", "optimizer or parameters", "nvme"] | None = None
@@ -181,7 +181,7 @@ def _buffers(value: Value, row: RowFacts) -> Setting:
 
 
 def _size_or_auto(key: str) -> Compute:
-    """A size; ``auto`` is the Trainer's."""
+    """Return a function that sets ``key`` to a size; ``auto`` is the Trainer's size."""
 
     def compute(value: Value, row: RowFacts) -> Setting:
         size = trainer_sizes(_known(row.hidden_size, "hidden size"))[key] if value == "auto" else value
@@ -220,7 +220,7 @@ def _hpz(value: Value, row: RowFacts) -> Setting:
 
 def _optimizer_block(kind: str, **params: Any) -> dict[str, Any]:
     """The block of an optimizer; parameters of others are removed."""
-    # None removes what the row had: DeepSpeed stops for an argument that the other class does not take.
+    # None removes what the row had: DeepSpeed stops at an argument that the new class does not accept.
     all_params = {"betas": None, "eps": None, "torch_adam": None, "fused": None, "adam_w_mode": None} | params
     return {"optimizer": {"type": kind, "params": all_params}}
 
@@ -350,7 +350,7 @@ _TABLE = (
     Axis("cpu_binding", "Host", label="bound to", fields=("cpu_binding",), names=CPU_BINDINGS, default="none",
          engines=ENGINES, changes=("time",),
          meaning="processors that a rank may use; cores: an equal share of the node's; numa: all of one NUMA node",
-         note="like the launcher's --bind_cores_to_rank, without numactl; the record holds the processors. numa needs "
+         note="like the launcher's --bind_cores_to_rank, without numactl; the record lists the processors. numa needs "
               "a machine with several NUMA nodes",
          source="utils/numa.py; DeepSpeed reports 2,497 instead of 2,887 ms per step for ZeRO-Offload"),
     Axis("zero_init", "Host", label="zero.Init", fields=("zero_init",), switch=True, default="true", stages=(3,),
@@ -506,7 +506,7 @@ _TABLE = (
          note="DeepSpeed takes the accumulation from the update interval (0 if that is auto), so both intervals are "
               "set to the row's accumulation. Refused at stage 3, where DeepSpeed 0.19.8 transposes every matrix of "
               "the model, embeddings too, and trains wrongly or stops",
-         cuda_only="on the CPU accelerator its first loss differs and hardly falls",
+         cuda_only="on the CPU accelerator its loss starts at a different value and hardly falls",
          source="runtime/zenflow/engine.py, configure_zenflow; #7759, since 0.17.5"),
     Axis("superoffload", "Offload", keys=(OPTIMIZER + "super_offload",), switch=True, default="false", stages=(3,),
          offload="optimizer", changes=("time",),

@@ -1,4 +1,5 @@
-"""Caveats: what a reader must know about a row or a comparison. A kind and its numbers; the words are made here.
+"""Caveats: what a reader must know about a row or a comparison. A caveat stores its kind and numbers; this
+module turns them into text.
 
 ``analysis/trial_caveats.py`` and ``analysis/loss_parity.py`` find caveats of one row, and
 ``analysis/comparison.py`` caveats of a whole comparison. The plan, the launcher and the ranks report what only
@@ -51,7 +52,7 @@ class CaveatKind(StrEnum):
 
     # fmt: off
     NOTE = "note", "{text}"
-    """A text that the plan, the launcher or a rank wrote."""
+    """Text that the plan, the launcher or a rank wrote."""
 
     # The times of a row.
     UNSTABLE_RUNS = ("unstable_runs", "unstable: the means of {runs} runs vary by {variation:percent}",
@@ -73,7 +74,7 @@ class CaveatKind(StrEnum):
     CPU_BUSY = ("cpu_busy", "the CPU was busy: other programs used {other:.1f} of {cores:g} cores while this row ran",
         _CPU, True)
     CPU_QUOTA = ("cpu_quota",
-        "the CPU was busy: the container's CPU quota stopped this row in {fraction:percent0} of its periods",
+        "CPU quota: the container was throttled in {fraction:percent0} of the quota's periods while this row ran",
         "raise the container's CPU limit or run less in it, then measure again", True)
     CLOCKS_THROTTLED = "clocks_throttled", "GPU {gpu} was throttled while this ran: {reasons}", _THROTTLED
     SLOW_GPU = ("slow_gpu",
@@ -258,7 +259,7 @@ def note(text: str) -> Caveat:
 
 
 def as_caveat(stored: Caveat | str) -> Caveat:
-    """A caveat as a record holds it; a plain text becomes a note."""
+    """A caveat as a record holds it; plain text becomes a note."""
     return note(stored) if isinstance(stored, str) else stored
 
 

@@ -94,7 +94,8 @@ class FileRowMaker:
     ) -> tuple[Config, dict[str, Any], list[str]]:
         """Return the configuration with its "auto" resolved, the resolved values, and caveats. Raises UsageError."""
         written = json_values(self.change(copy.deepcopy(dict(file.config))))
-        if written.get("optimizer") != file.config.get("optimizer"):  # the flags' optimizer may be any
+        # The flags may set any optimizer, tested with ZeRO or not.
+        if written.get("optimizer") != file.config.get("optimizer"):
             written.setdefault("zero_allow_untested_optimizer", True)
         # Rewrite what DeepSpeed still reads and this program does not, before "auto" is resolved: the Trainer fills in
         # bf16.

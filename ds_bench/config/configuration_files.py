@@ -42,7 +42,8 @@ _DEEPSPEED_MARKS = {
     *("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "fp16", "bf16"),
     *("steps_per_print", "wall_clock_breakdown", "zero_allow_untested_optimizer"),
 }
-"""Top-level keys of DeepSpeed: every configuration has at least one of them, and no other file does."""
+"""Top-level keys of DeepSpeed: every configuration has at least one of them. A Trainer's arguments may too, so
+``kind_of`` checks for those first."""
 _ARGUMENTS = (*TRAINING_DEFAULTS, "max_steps")
 """TrainingArguments that replace "auto", except those of the workload."""
 _BATCH_ARGUMENTS = ("per_device_train_batch_size", "gradient_accumulation_steps")
@@ -120,9 +121,9 @@ def conflict_text(keys: Sequence[str]) -> str:
     return f"Accelerate refuses {', '.join(keys)} together with deepspeed_config_file; the values of that file are used"
 
 
-def explain_files(paths: Sequence[Path]) -> str:
+def check_remedy(paths: Sequence[Path]) -> str:
     """Return the remedy for refused files; empty for configurations inside a recipe."""
-    return f"explain it with {invocation.command('check', *map(str, paths))}" if paths else ""
+    return f"for details, run {invocation.command('check', *map(str, paths))}" if paths else ""
 
 
 def read_configuration_files(paths: Sequence[Path]) -> tuple[list[ConfigurationFile], list[str]]:
@@ -157,7 +158,10 @@ def read_configuration_files(paths: Sequence[Path]) -> tuple[list[ConfigurationF
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Return the files of a folder that may be configurations, by their names. Raises UsageError for too many."""
+    """Return the files of a folder that may be configurations, judging by their names.
+
+    Raises UsageError for too many.
+    """
     paths = [path for path in folder.iterdir() if path.suffix.lower() in _SUFFIXES and not path.name.startswith(".")]
     names = sorted(path for path in paths if path.suffix and not path.is_dir())
     if len(names) > MAX_FILES:
@@ -232,7 +236,7 @@ def _accelerate(file: ConfigurationFile) -> ConfigurationFile:
             file = replace(file, precision=None, conflicts=tuple(conflicts))
         file = _with_deepspeed_file(file, other, "deepspeed_config_file")
         return replace(file, config={"gradient_accumulation_steps": 1, **file.config})  # as DeepSpeedPlugin does
-    # What DeepSpeedPlugin makes of Accelerate's own keys; its default stage is 2, unlike DeepSpeed's 0.
+    # What DeepSpeedPlugin makes from Accelerate's own keys; its default stage is 2, unlike DeepSpeed's 0.
     zero: Config = {"stage": block.get("zero_stage", 2)}
     for kind in ("optimizer", "param"):
         device = str(block.get(f"offload_{kind}_device") or "none").lower()
@@ -413,7 +417,7 @@ def _parse_yaml(path: Path, text: str) -> Config:
 
 
 def _require_bounded(path: Path, data: Any) -> Config:
-    """Return the data if they are an object of few enough levels."""
+    """Return the data if it is an object that is not nested too deeply."""
     if not isinstance(data, dict):
         raise ConfigurationFileError(path, "not a JSON object")
     # Level by level: a recursive walk would fail on a file that is nested too deeply.
@@ -433,12 +437,12 @@ class LocatedObject(dict[str, Any]):
 
 
 def parse_hjson(text: str) -> Any:
-    """Return the value of a text; its objects are LocatedObjects. Raises ConfigSyntaxError."""
+    """Return the value of a string; its objects are LocatedObjects. Raises ConfigSyntaxError."""
     import hjson
     from hjson import decoder
 
     def parse_object(state: Any, encoding: Any, strict: Any, scan: Callable[..., Any], *rest: Any) -> Any:
-        """hjson's own, which passes the hook below the pairs of an object; each value is scanned in their order."""
+        """hjson's own parser. It passes the pairs of an object to ``located``; values are scanned in the same order."""
         starts: list[int] = []
 
         def scan_noting_start(string: str, start: int) -> Any:
@@ -449,7 +453,7 @@ def parse_hjson(text: str) -> Any:
             found = LocatedObject()
             found.offsets = {}
             for (name, value), start in zip(pairs, starts, strict=True):
-                # hjson notes only the start of the value; a key with escapes is not in the text as it reads.
+                # hjson notes only the start of the value; a key with escapes does not appear literally in the text.
                 offset = text.rfind(name, 0, start)
                 offset = start if offset < 0 else offset - (text[offset - 1 : offset] in ("'", '"'))
                 if name in found:
@@ -480,7 +484,7 @@ def _position(text: str, offset: int) -> tuple[int, int]:
 def position_of(text: str, data: Any, path: str) -> tuple[int, int] | None:
     """Return line and column of a key, or of the innermost block around it; None without either.
 
-    ``data``: what :func:`parse` made of the text.
+    ``data``: what :func:`parse` made from the text.
     """
     position = None
     if isinstance(data, LocatedObject):

@@ -74,15 +74,15 @@ def used_slots(options: Options, environ: Mapping[str, str], visible: int | None
             raise UsageError(
                 f"{requested} ranks cannot be divided equally among the {len(nodes)} nodes of this "
                 f"{'' if launched else 'Slurm '}job",
-                remedy=f"give {options.say('num_gpus')} a multiple of {len(nodes)}, or use one node"
+                remedy=f"give {options.spelling_of('num_gpus')} a multiple of {len(nodes)}, or use one node"
                 + ("" if launched else ": srun --nodes=1 --ntasks=1"),
             )
         nodes = dict.fromkeys(nodes, ranks)
     for name in SEVERAL_NODES:
         of_jobs = name == "env" or (nodes and name in ("host_command", "master_addr", "master_port"))
         if getattr(options, name) is not None and not of_jobs:
-            hostfile = options.say("hostfile")
-            problem = f"{options.say(name)} without {hostfile}"
+            hostfile = options.spelling_of("hostfile")
+            problem = f"{options.spelling_of(name)} without {hostfile}"
             raise UsageError(problem, remedy=f"add {hostfile} FILE, or leave it out")
     return {node: range(count) for node, count in nodes.items()}
 
@@ -134,7 +134,7 @@ def select_slots(slots: Slots, include: str | None, exclude: str | None) -> Slot
 
 def host_command(options: Options, hosts: Slots) -> str | None:
     """Return the command that reaches a host. Raises UsageError for one that does not name the host."""
-    name = options.say("host_command")
+    name = options.spelling_of("host_command")
     if (command := options.host_command) is not None:
         try:
             names_host = any("{host}" in word for word in shlex.split(command)[1:])
@@ -156,7 +156,8 @@ def master_address(options: Options) -> str | None:
     address = options.master_addr
     if address is not None and not (_HOST.fullmatch(address) or _IPV6.fullmatch(address)):
         raise UsageError(
-            f"{options.say('master_addr')} {address!r} is not a host or address", remedy="give a name or an IP address"
+            f"{options.spelling_of('master_addr')} {address!r} is not a host or address",
+            remedy="give a name or an IP address",
         )
     return address
 
@@ -164,16 +165,16 @@ def master_address(options: Options) -> str | None:
 def forwarded_names(options: Options, environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the names of ``--env``. Raises UsageError for one that has no value, and for a likely credential, because
     its value would be stored."""
-    names = []
+    names, flag = [], options.spelling_of("env")
     for text in options.env:
         name, has_value, value = text.partition("=")
         if not _VARIABLE.fullmatch(name) or not value.isprintable():
-            raise UsageError(f"{options.say('env')} {name[:80]!r} is not a variable", remedy="write NAME or NAME=VALUE")
+            raise UsageError(f"{flag} {name[:80]!r} is not a variable", remedy="write NAME or NAME=VALUE")
         if value and redaction.looks_secret(name, value):
-            problem = f"{options.say('env')} {name}=… looks like a credential, which the results would store"
+            problem = f"{flag} {name}=… looks like a credential, which the results would store"
             raise UsageError(problem, remedy=f"export {name} and give only its name")
         if not has_value and name not in environ:
-            problem = f"{options.say('env')} {name}: this variable is not set"
+            problem = f"{flag} {name}: this variable is not set"
             raise UsageError(problem, remedy=f"export {name}, or give {name}=VALUE")
         names.append(name)
     return tuple(dict.fromkeys(names))

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from .configuration_files import ConfigurationFile
 
 Family = Literal["zero", "offload", "recipe"]
-"""What asked for a comparison: one of the scripts, or a recipe."""
+"""Where the request comes from: one of the scripts, or a recipe."""
 MAX_NUMBER = 10**9
 """Upper bound of batches, steps, seconds and GB; clocks and kernel limits overflow above it."""
 MAX_RANKS = 2**16
@@ -57,7 +57,7 @@ LORA = r"^[1-9][0-9]{0,4}(:\s*[^:,\s]+(\s*,\s*[^:,\s]+)*\s*)?$"
 """The form of ``--lora``."""
 ALL = "all"
 """Stands for every strategy."""
-EMPTY_PATH = "an empty text is not a path; . is the current folder"
+EMPTY_PATH = "a path must not be empty; . is the current folder"
 GOALS = ("speed", "balanced", "memory")
 """Aims of a recommendation (docs/reading.md)."""
 ROW_FORMATS = ("json", "csv", "parquet")
@@ -67,7 +67,7 @@ FAIL_ON = ("regression", "missing", "unmatched", "noisy")
 without a baseline; a row whose noise could hide a regression."""
 FAIL_ON_DEFAULT = ("regression", "missing", "unmatched")
 TRACKERS = ("tensorboard",)
-"""Programs that show runs, and their packages."""
+"""Programs that show runs, by the name of their package."""
 SEVERAL_NODES = (
     "hostfile", "include", "exclude", "host_command", "env", "master_addr", "master_port",
 )  # fmt: skip
@@ -78,7 +78,7 @@ _AMOUNT: Mapping[str, Any] = {"gt": 0, "le": MAX_NUMBER}
 _MIN_RANK_DATA_GB = 0.5
 """A rank needs 0.4 GB before it builds a model. With less, some cannot load libraries and others wait for them."""
 _STEP: Mapping[str, Any] = {"ge": -1, "le": MAX_NUMBER}
-"""Limits of the number of a step; -1 leaves it open."""
+"""Limits of a step number; -1 leaves it unset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +90,13 @@ class Option:
     text: str
     """Description, for ``--help`` and the JSON Schema."""
     default: Any = None
-    """None: the option may be left open."""
-    without: str = ""
-    """Text for the default, if it does not speak for itself."""
+    """None: the option may be unset."""
+    default_text: str = ""
+    """Text for the default, if the value alone does not show it."""
     limits: Mapping[str, Any] = field(default_factory=dict)
     """As pydantic names them: ``ge``, ``gt``, ``le``, ``lt`` of a number, ``min_length``, ``pattern`` of a string."""
     choices: Sequence[Any] = ()
-    """All its values; empty if the limits say so."""
+    """All allowed values; empty if the limits define them."""
     auto: bool = False
     """Whether ``auto`` is allowed too."""
     many: bool = False
@@ -107,12 +107,12 @@ class Option:
     """``--num-steps``; None if only a recipe sets it."""
     metavar: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of ``add_argument`` that do not follow from the others."""
+    """Arguments of ``add_argument`` that do not follow from the other fields."""
 
     @property
     def help(self) -> str:
-        left_open = self.without or (str(self.default) if self.default or type(self.default) is int else "")
-        return f"{self.text} (default: {left_open})" if left_open and self.default is not True else self.text
+        shown = self.default_text or (str(self.default) if self.default or type(self.default) is int else "")
+        return f"{self.text} (default: {shown})" if shown and self.default is not True else self.text
 
 
 def option(kind: type, default: Any, text: str, *, flag: str | bool = True, **facts: Any) -> Any:
@@ -138,7 +138,7 @@ class Options:
     # training
     seq_length: int | None = option(int, None,
         "tokens per sequence; auto: for each row, the longest that trains",
-        without="512, or the model's limit if lower", key="training.seq_len", limits=COUNT, auto=True)
+        default_text="512, or the model's limit if lower", key="training.seq_len", limits=COUNT, auto=True)
     """None (also during a search): 512, or the model's limit if lower."""
     batch_size: int = option(int, DEFAULT_BATCH_SIZE,
         "micro-batch per GPU, in sequences; auto: for each row, the largest that trains",
@@ -147,19 +147,19 @@ class Options:
     global_batch_size: int | None = option(int, None,
         "sequences per optimizer step on all GPUs; accumulation follows from it: global_batch_size / "
         "(local_batch_size × data-parallel ranks)", flag=False, key="training.global_batch_size", limits=COUNT)
-    grad_accum: int = option(int, None, "micro-batches per optimizer step", without="1", key="training.grad_accum",
+    grad_accum: int = option(int, None, "micro-batches per optimizer step", default_text="1", key="training.grad_accum",
         limits=COUNT, arguments={"default": 1})
     """1 until the number of ranks is known, if it follows from the global batch."""
     num_steps: int = option(int, 20, "measured optimizer steps", key="training.steps", limits=COUNT)
     warmup_steps: int = option(int, 5, "steps run first and left out of all statistics", key="training.warmup_steps",
         limits={"ge": 0, "le": MAX_NUMBER})
     precision: Precision | Literal["auto"] = option(str, "auto", "number format",
-        without="auto, bf16 if the device supports it", key="training.precision", choices=("auto", *PRECISIONS))
+        default_text="auto, bf16 if the device supports it", key="training.precision", choices=("auto", *PRECISIONS))
     activation_checkpointing: bool = option(bool, False, "recompute activations in the backward pass",
         key="training.activation_checkpointing")
     seed: int = option(int, 42, "seed of weights and data", key="training.seed", limits={"ge": 0, "le": 2**32 - 1})
     dropout: float | None = option(float, None, "dropout probability throughout the model, at least 0 and below 1",
-        without="the model's own", key="training.dropout", metavar="P", limits={"ge": 0, "lt": 1})
+        default_text="the model's own", key="training.dropout", metavar="P", limits={"ge": 0, "lt": 1})
     lora: str | None = option(str, None,
         "train only LoRA adapters of rank R (peft), on all linear modules or on those named",
         key="training.lora", metavar="R[:MODULE,...]", limits={"pattern": LORA})
@@ -175,7 +175,7 @@ class Options:
 
     # configurations
     stages: tuple[int, ...] = option(int, (), "ZeRO stages, in this order",
-        without="0 1 2 3, unless --strategies or --configs is given", key="configurations.stages",
+        default_text="0 1 2 3, unless --strategies or --configs is given", key="configurations.stages",
         choices=(0, 1, 2, 3), many=True, arguments={"default": None})
     strategies: tuple[str, ...] = option(str, (),
         "strategies, after the stages; none: no offload; all: every stage and offload strategy in one table",
@@ -191,8 +191,8 @@ class Options:
         "with a script: your DeepSpeed configuration, which --stages, --strategies and --axis edit", flag=True,
         key="configurations.base_config", metavar="FILE")
     inline: tuple[ConfigurationFile, ...] = option(dict, (),
-        'DeepSpeed configurations by name, each one row, "auto" resolved as the Trainer does; under the name of a '
-        "strategy it stands for that strategy's", flag=False, key="configurations.inline")
+        'DeepSpeed configurations by name, one row each, "auto" resolved as the Trainer does; one with the name of a '
+        "strategy replaces that strategy's", flag=False, key="configurations.inline")
     """As if each were read from a file."""
     set: tuple[Mapping[str, Any], ...] = option(dict, (),
         "set a key in every DeepSpeed configuration, e.g. zero_optimization.overlap_comm=false; may be repeated",
@@ -201,20 +201,20 @@ class Options:
     common_batch: bool = option(bool, False,
         "with --batch-size auto: also run all rows at the largest micro-batch that all of them train",
         key="configurations.common_batch")
-    relative_to: str | None = option(str, None, "row that ratios refer to", without="the first usable row",
+    relative_to: str | None = option(str, None, "row that ratios refer to", default_text="the first usable row",
         key="configurations.relative_to", metavar="STRATEGY")
 
     # dataset
     data: Path | None = option(Path, None, "train on the token ids of this file, through a data loader",
-        without="random ids", key="dataset.path", metavar="FILE")
+        default_text="random ids", key="dataset.path", metavar="FILE")
     data_dtype: TokenType | None = option(str, None, "type of the file's ids",
-        without="from its suffix, .uint16 or .uint32", key="dataset.dtype", choices=TOKEN_TYPES)
+        default_text="from its suffix, .uint16 or .uint32", key="dataset.dtype", choices=TOKEN_TYPES)
     vocab_size: int | None = option(int, None, "draw random token ids below N; reject a file with larger ids",
-        without="the model's vocabulary", key="dataset.vocab_size", limits=COUNT)
+        default_text="the model's vocabulary", key="dataset.vocab_size", limits=COUNT)
 
     # dataloader
     data_workers: int | None = option(int, None, "worker processes of the data loader; 0: the rank itself loads",
-        without="0 with --data, else no data loader", key="dataloader.workers",
+        default_text="0 with --data, else no data loader", key="dataloader.workers",
         limits={"ge": 0, "le": MAX_DATA_WORKERS})
     data_pin_memory: bool = option(bool, False, "copy micro-batches to page-locked memory in the data loader",
         key="dataloader.pin_memory")
@@ -222,7 +222,7 @@ class Options:
         key="dataloader.prefetch", limits={"ge": 1, "le": MAX_PREFETCH})
 
     # optimizer
-    optimizer: str | None = option(str, None, "optimizer of every row", without="AdamW", key="optimizer.type",
+    optimizer: str | None = option(str, None, "optimizer of every row", default_text="AdamW", key="optimizer.type",
         choices=OPTIMIZERS)
 
     # profiling
@@ -231,30 +231,30 @@ class Options:
         flag="--profile", key="profiling.profiles", choices=PROFILES, many=True)
     profile_steps: int = option(int, NO_INSPECTION.profile_steps, "steps that each profiler observes",
         key="profiling.steps", limits={"ge": 1, "le": MAX_PROFILE_STEPS})
-    profile_ranks: tuple[int, ...] = option(int, NO_INSPECTION.profile_ranks, "ranks that write a profile", without="0",
-        key="profiling.ranks", metavar="RANK", limits={"ge": 0, "le": MAX_RANKS}, many=True)
+    profile_ranks: tuple[int, ...] = option(int, NO_INSPECTION.profile_ranks, "ranks that write a profile",
+        default_text="0", key="profiling.ranks", metavar="RANK", limits={"ge": 0, "le": MAX_RANKS}, many=True)
     nsys_start: int = option(int, -1,
         "first step that nsys records; step 0 is the first warm-up step; adds --profile nsys",
-        without="-1, the first after the measured ones", key="profiling.nsys_start", metavar="STEP", limits=_STEP)
-    nsys_end: int = option(int, -1, "last step that nsys records", without="-1, the last of --profile-steps",
+        default_text="-1, the first after the measured ones", key="profiling.nsys_start", metavar="STEP", limits=_STEP)
+    nsys_end: int = option(int, -1, "last step that nsys records", default_text="-1, the last of --profile-steps",
         key="profiling.nsys_end", metavar="STEP", limits=_STEP)
 
     # a script of the user's own
     script: tuple[str, ...] = option(str, (),
         "your own training script and its arguments, instead of a model (docs/own_work.md)", flag=False,
         key="script", many=True)
-    python: str | None = option(str, None, "interpreter that runs the script", without="this one", key="launch.python",
-        metavar="PROGRAM", limits={"min_length": 1})
+    python: str | None = option(str, None, "interpreter that runs the script", default_text="this one",
+        key="launch.python", metavar="PROGRAM", limits={"min_length": 1})
     override_config: bool = option(bool, False, "each row's configuration replaces the one that the script gives to "
         "DeepSpeed, except batch, optimizer, scheduler and precision", key="launch.override_config")
     accelerate_env: bool = option(bool, False, "pass each row's configuration in Accelerate's environment variables",
         key="launch.accelerate_env")
     engine: str | None = option(str, None, "measure the engine of this model class, if the script has several",
-        without="the one that steps first", key="launch.engine", metavar="NAME", limits={"min_length": 1})
+        default_text="the one that steps first", key="launch.engine", metavar="NAME", limits={"min_length": 1})
 
     # launch
-    num_gpus: int | None = option(int, None, "GPUs, or CPU ranks", without="all GPUs, or 1 rank", key="launch.num_gpus",
-        limits={"ge": 1, "le": MAX_RANKS})
+    num_gpus: int | None = option(int, None, "GPUs, or CPU ranks", default_text="all GPUs, or 1 rank",
+        key="launch.num_gpus", limits={"ge": 1, "le": MAX_RANKS})
     accelerator: str = option(str, "auto", "device type", key="launch.accelerator", choices=("auto", "cuda", "cpu"))
     launcher: str = option(str, "auto",
         "warm: ranks forked from one preloaded process; deepspeed: DeepSpeed's launcher for every trial",
@@ -268,14 +268,14 @@ class Options:
         key="launch.exclude", metavar="HOST[:SLOTS]@...")
     host_command: str | None = option(str, None,
         "command that runs a program on {host}, e.g. 'kubectl exec -i {host} --'",
-        without="ssh {host}; in a Slurm job srun", key="launch.host_command", metavar="COMMAND")
+        default_text="ssh {host}; in a Slurm job srun", key="launch.host_command", metavar="COMMAND")
     env: tuple[str, ...] = option(str, (),
         "variable for the ranks of every host, besides NCCL_*, HF_* … (docs/many_machines.md); may be repeated",
         key="launch.env", metavar="NAME[=VALUE]", many=True,
         arguments={"action": "append", "nargs": None, "default": []})
     master_addr: str | None = option(str, None, "address at which the other hosts reach the first one",
-        without="the one that leads to the second", key="launch.master_addr", metavar="ADDR")
-    master_port: int | None = option(int, None, "port on the first host", without="a free one",
+        default_text="the one that leads to the second", key="launch.master_addr", metavar="ADDR")
+    master_port: int | None = option(int, None, "port on the first host", default_text="a free one",
         key="launch.master_port", metavar="PORT", limits={"ge": 1, "le": MAX_PORT})
     nvme_path: Path | None = option(Path, None, "folder on the NVMe disk", key="launch.nvme_path", metavar="DIR")
     cpu_memory_limit: float | None = option(float, None,
@@ -284,12 +284,12 @@ class Options:
     gpu_memory_limit: float | None = option(float, None, "emulate a GPU with this much memory, in GB (2^30)",
         key="launch.gpu_memory_limit", metavar="GB", limits=_AMOUNT)
     peak_tflops: float | None = option(float, None, "dense peak of one GPU in TFLOP/s, for MFU",
-        without="from a table of known GPUs", key="launch.peak_tflops", metavar="T", limits=_AMOUNT)
-    timeout: float = option(float, 3600.0, "end a trial that takes longer than this", without="3600",
+        default_text="from a table of known GPUs", key="launch.peak_tflops", metavar="T", limits=_AMOUNT)
+    timeout: float = option(float, 3600.0, "end a trial that takes longer than this", default_text="3600",
         key="launch.timeout", metavar="SECONDS", limits=_AMOUNT)
     stall_timeout: float = option(float, 600.0,
         "end a trial after this long without a sign of life (heartbeat, memory growth, disk I/O)",
-        without="600", key="launch.stall_timeout", metavar="SECONDS", limits=_AMOUNT)
+        default_text="600", key="launch.stall_timeout", metavar="SECONDS", limits=_AMOUNT)
     skip_predicted_oom: bool = option(bool, False,
         "skip rows that are predicted not to fit; rows that may fit still run", key="launch.skip_predicted_oom")
     force: bool = option(bool, False, "also run rows predicted to need more than 1.5 times the host memory",
@@ -299,12 +299,12 @@ class Options:
     output_dir: Path = option(Path, Path("results"), "folder of the results, created if missing", key="output.dir",
         metavar="DIR")
     repeats: int = option(int, 1,
-        "runs of every row, in rounds of shuffled order; 3 or more give intervals",
+        "runs of every row, in rounds of shuffled order; 3 or more give confidence intervals",
         key="output.repeats", metavar="R", limits={"ge": 1, "le": MAX_REPEATS})
     goal: str = option(str, "balanced", "what the recommendation is for: the fastest row, the least memory, or both",
         key="output.goal", choices=GOALS)
     export: str | None = option(str, None, "write this row's configuration for DeepSpeed, Trainer and Accelerate",
-        without="the recommended row", key="output.export", metavar="STRATEGY")
+        default_text="the recommended row", key="output.export", metavar="STRATEGY")
     monitor: Monitor | None = option(str, None,
         "write loss, memory and throughput of each step to steps.jsonl in the trial's folder while it runs; "
         "tensorboard: also as TensorBoard files; without a value: steps", key="output.monitor", choices=MONITORS,
@@ -314,7 +314,7 @@ class Options:
         "removed",
         key="output.checkpoint")
     checkpoint_path: str | None = option(str, None, "folder on the disk to save to; adds --checkpoint",
-        without="the folder of the results", key="output.checkpoint_path", metavar="DIR")
+        default_text="the folder of the results", key="output.checkpoint_path", metavar="DIR")
     csv: Path | None = option(Path, None,
         "also write the flat rows as CSV to this file, replacing it; relative to the current folder", flag=False,
         key="output.csv")
@@ -335,9 +335,9 @@ class Options:
         "with --resume: also rerun rows with one of these outcomes, e.g. Timeout,OOM",
         metavar="CLASS,...", arguments={"default": ""})
     shard: Shard | None = option(Shard, None,
-        "run only part I of the N parts of the plan's trials; report combines the results of all parts "
+        "run only part I of N of the plan's trials; report combines the results of all parts "
         "(docs/recipes.md)", metavar="I/N")
-    """The part of the plan that this run has; None for all of it."""
+    """The part of the plan that this run executes; None for all of it."""
     dry_run: bool = option(bool, False,
         "print each trial's configuration and command (ds-compare run: only with --verbose); run nothing")
     print_recipe: bool = option(bool, False, "print the recipe of this comparison; run nothing")
@@ -368,7 +368,7 @@ class Options:
     own_script: Script | None = None
     """The script of ``script``; None until the plan is made, and without one."""
     typed: frozenset[str] | None = None
-    """Options whose flags were typed over a recipe; None without the file of a recipe."""
+    """Options whose flags were typed over a recipe; None without a recipe file."""
 
     @classmethod
     def of(cls, **values: Any) -> Options:
@@ -386,8 +386,8 @@ class Options:
         """The variables that ``env`` gives with a value."""
         return dict(text.split("=", 1) for text in self.env if text.find("=") > 0)
 
-    def say(self, name: str) -> str:
-        """How the user gives an option: by its flag, or by its key of the recipe."""
+    def spelling_of(self, name: str) -> str:
+        """Return how the user spells an option: its flag, or its key in the recipe."""
         option = OPTIONS[name]
         key = "axes" if name == "axes" else option.key
         by_flag = key is None or self.family != "recipe" or self.typed is None or name in self.typed
@@ -397,33 +397,34 @@ class Options:
         """Return the options with what follows from them. Raises UsageError where two contradict each other."""
         # An axis may give rows a data loader, which the options do not know.
         has_loader = self.data is not None or self.data_workers is not None or "data_workers" in self.axis_names
-        auto = f"{self.say('batch_size')} auto"
+        auto = f"{self.spelling_of('batch_size')} auto"
+        configs, data = self.spelling_of("configs"), self.spelling_of("data")
         for name, other, other_text, remedy in (
             ("common_batch", not self.auto_batch, f"without {auto}", f"add {auto}"),
             ("keep_batch", self.auto_batch, f"with {auto}", "leave one of them out"),
-            ("keep_batch", not self.configs, f"without {self.say('configs')}", f"add {self.say('configs')} FILE"),
+            ("keep_batch", not self.configs, f"without {configs}", f"add {configs} FILE"),
             ("retry", self.resume is None, "without --resume", "add --resume RUN_DIR"),
             *((name, not self.script, "without a script", "add -- SCRIPT.py and its arguments")
               for name in SCRIPT_OPTIONS),
             ("quiet", self.verbose, "and --verbose cannot be combined", "give one of them"),
             ("csv", self.shard is not None, "with --shard: each shard would replace the file",
              "leave it out; report --format csv --output FILE reads all shards"),
-            ("data_dtype", self.data is None, f"without {self.say('data')}", f"add {self.say('data')} FILE"),
+            ("data_dtype", self.data is None, f"without {data}", f"add {data} FILE"),
             ("data_pin_memory", not has_loader, "without a data loader",
-             f"add {self.say('data_workers')} N"),
+             f"add {self.spelling_of('data_workers')} N"),
         ):  # fmt: skip
             if other and getattr(self, name):
-                raise UsageError(f"{self.say(name)} {other_text}", remedy=remedy)
+                raise UsageError(f"{self.spelling_of(name)} {other_text}", remedy=remedy)
         if self.auto_batch and self.auto_seq:
-            raise UsageError(f"{auto} with {self.say('seq_length')} auto", remedy="give one of them a number")
+            raise UsageError(f"{auto} with {self.spelling_of('seq_length')} auto", remedy="give one of them a number")
         if self.data_prefetch != DEFAULT_PREFETCH and not self.data_workers and "data_workers" not in self.axis_names:
-            problem = f"{self.say('data_prefetch')} {self.data_prefetch} without worker processes"
-            raise UsageError(problem, remedy=f"add {self.say('data_workers')} 1 or more")
+            problem = f"{self.spelling_of('data_prefetch')} {self.data_prefetch} without worker processes"
+            raise UsageError(problem, remedy=f"add {self.spelling_of('data_workers')} 1 or more")
         if self.script:
             self._check_script()
         if self.launcher == "warm" and self.hostfile is not None:
-            names = self.say("launcher"), self.say("hostfile")
-            raise UsageError(f"{names[0]} warm works on one node", remedy=f"leave {names[0]} out, or drop {names[1]}")
+            name, hosts = self.spelling_of("launcher"), self.spelling_of("hostfile")
+            raise UsageError(f"{name} warm works only on one node", remedy=f"leave {name} out, or drop {hosts}")
         return replace(
             self,
             profiles=self._checked_profiles(),
@@ -435,42 +436,47 @@ class Options:
         """Raise UsageError for options that cannot be combined with a script."""
         references = [name for name in self.strategies if name in REFERENCES]
         if references or self.launcher == "warm":
-            what = f"{self.say('strategies')} {references[0]}" if references else f"{self.say('launcher')} warm"
+            name, value = ("strategies", references[0]) if references else ("launcher", "warm")
             remedy = "leave it out: the script trains with DeepSpeed, in processes of its own"
-            raise UsageError(f"{what} and a script cannot be combined", remedy=remedy)
+            raise UsageError(f"{self.spelling_of(name)} {value} and a script cannot be combined", remedy=remedy)
         if self.configs and self.base_config is not None:
-            names = f"{self.say('configs')} and {self.say('base_config')}"
+            names = f"{self.spelling_of('configs')} and {self.spelling_of('base_config')}"
             raise UsageError(
                 f"{names} cannot be combined", remedy="give one of them: files as rows, or one file to edit"
             )
         if self.base_config is None and (self.stages or self.strategies):
-            problem = f"{self.say('stages')} and {self.say('strategies')} with a script edit a file of yours"
-            raise UsageError(problem, remedy=f"add {self.say('base_config')} FILE")
+            names = f"{self.spelling_of('stages')} and {self.spelling_of('strategies')}"
+            problem = f"{names} with a script edit a file of yours"
+            raise UsageError(problem, remedy=f"add {self.spelling_of('base_config')} FILE")
         if self.base_config is None and not self.configs and not self.inline:
-            names = f"{self.say('configs')} FILE …, or {self.say('base_config')} FILE"
+            names = f"{self.spelling_of('configs')} FILE …, or {self.spelling_of('base_config')} FILE"
             raise UsageError("the script has no configurations to run with", remedy=f"give {names}")
 
     def _checked_profiles(self) -> tuple[ProfileName, ...]:
-        """The profilers, each once, with nsys where it has a window. Raises UsageError for a window of other steps."""
+        """The profilers, each once, with nsys where it has a window.
+
+        Raises UsageError for a window outside the profiled steps.
+        """
         has_window = self.nsys_start >= 0 or self.nsys_end >= 0
         names = dict.fromkeys((*self.profiles, *(("nsys",) if has_window else ())))
         usual = (NO_INSPECTION.profile_steps, NO_INSPECTION.profile_ranks)
         if not names and (self.profile_steps, self.profile_ranks) != usual:
-            problem = f"{self.say('profile_steps')} or {self.say('profile_ranks')} without {self.say('profiles')}"
-            raise UsageError(problem, remedy=f"add {self.say('profiles')} torch")
-        # Profilers observe steps after the measured ones, so that they disturb none of these.
+            steps_or_ranks = f"{self.spelling_of('profile_steps')} or {self.spelling_of('profile_ranks')}"
+            profile = self.spelling_of("profiles")
+            raise UsageError(f"{steps_or_ranks} without {profile}", remedy=f"add {profile} torch")
+        # Profilers observe steps after the measured ones, so that they do not disturb them.
         steps_before = self.warmup_steps + self.num_steps
         observed = self.inspection.profiled_steps(steps_before)
         window = self.inspection.nsys_window(steps_before)
         if not window or window.start < observed.start or window.stop > observed.stop:
-            start = self.say("nsys_start")
+            start, end = self.spelling_of("nsys_start"), self.spelling_of("nsys_end")
             asked_for = f"nsys is to record steps {window.start} to {window.stop - 1}, but"
             if self.nsys_end < 0 and window.start >= observed.stop:  # the window has no end of its own
                 asked_for = f"{start} {window.start} is beyond the last step, {observed.stop - 1}:"
             raise UsageError(
                 f"{asked_for} steps 0 to {observed.start - 1} are warm-up and measured, and profilers observe "
                 f"{observed.start} to {observed.stop - 1}",
-                remedy=f"give {start} and {self.say('nsys_end')} among these, or more {self.say('profile_steps')}",
+                remedy=f"give {start} and {end} among these, or more {self.spelling_of('profile_steps')}",
             )
         return tuple(names)
 
@@ -486,7 +492,7 @@ class Options:
 
     @property
     def config_changes(self) -> tuple[Mapping[str, Any], ...]:
-        """What replaces values of every DeepSpeed configuration, one after the other."""
+        """Changes to every DeepSpeed configuration, in the order in which they apply."""
         return self.ds_config, *self.set
 
     @property

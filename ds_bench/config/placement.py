@@ -19,15 +19,15 @@ def resolve_placement(options: Options, environ: Mapping[str, str], inventory: g
     if options.accelerator != "cpu" and (rocm := environment.torch_rocm_version()) is not None:
         raise UsageError(
             f"the installed torch is for ROCm {rocm}, which is not supported",
-            remedy=f"install torch for CUDA and run on NVIDIA GPUs, or {options.say('accelerator')} cpu",
+            remedy=f"install torch for CUDA and run on NVIDIA GPUs, or {options.spelling_of('accelerator')} cpu",
         )
     visible = gpu_state.select_visible(environ, inventory.gpus)
-    accelerator = _accelerator(options.accelerator, len(visible), options.say("accelerator"))
+    accelerator = _accelerator(options.accelerator, len(visible), options.spelling_of("accelerator"))
     if accelerator == "cuda" and environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
         raise UsageError("CUDA_VISIBLE_DEVICES names a MIG instance", remedy="give whole GPUs; MIG is not supported")
     if accelerator == "cpu" and options.gpu_memory_limit is not None:
-        problem = f"{options.say('gpu_memory_limit')}, but no GPU is used"
-        raise UsageError(problem, remedy=f"use {options.say('cpu_memory_limit')} on a CPU")
+        problem = f"{options.spelling_of('gpu_memory_limit')}, but no GPU is used"
+        raise UsageError(problem, remedy=f"use {options.spelling_of('cpu_memory_limit')} on a CPU")
     address = master_address(options)
     hosts = used_slots(options, environ, len(visible) if accelerator == "cuda" else None)
     selected = options.include is not None or options.exclude is not None
@@ -97,13 +97,13 @@ def _cpu_has_fp16() -> bool:
 
 
 def _ranks(options: Options, environ: Mapping[str, str], accelerator: Accelerator, visible: int, hosts: Slots) -> int:
-    flag = options.say("num_gpus")
+    flag = options.spelling_of("num_gpus")
     if hosts:
         slots = sum(map(len, hosts.values()))
         if options.num_gpus not in (None, slots):
             selected = "the hostfile has" if not (options.include or options.exclude) else "the selected hosts have"
             problem = f"{flag} {options.num_gpus}, but {selected} {slots} slots"
-            raise UsageError(problem, remedy=f"leave {flag} out; {options.say('include')} selects slots")
+            raise UsageError(problem, remedy=f"leave {flag} out; {options.spelling_of('include')} selects slots")
         return slots
     requested = options.num_gpus or world_size(environ)
     if accelerator == "cpu" or requested is None:

@@ -32,8 +32,8 @@ Values: TypeAlias = Mapping[str, Any]
 """Key path of a recipe → its checked value; ``axes`` as a whole."""
 
 
-def _listed(value: Any) -> Any:
-    """Return a list as a tuple, which pydantic and Options want; a single value becomes a tuple of one."""
+def _as_tuple(value: Any) -> Any:
+    """Return a list as a tuple, which pydantic and Options expect; a single value becomes a tuple of one."""
     return tuple(value) if isinstance(value, list) else (value,)
 
 
@@ -66,7 +66,7 @@ def _type_of(value: Option, path: str) -> Any:
     if not value.many:
         return one | None if value.default is None else one
     if value.kind is str:
-        return Annotated[tuple[one, ...], BeforeValidator(_listed, json_schema_input_type=list[one] | one)]
+        return Annotated[tuple[one, ...], BeforeValidator(_as_tuple, json_schema_input_type=list[one] | one)]
     return Annotated[tuple[one, ...], Field(min_length=1)] if value.default else tuple[one, ...]
 
 
@@ -104,7 +104,7 @@ Recipe: type[BaseModel] = create_model(
     configurations=_section("configurations", _ROWS),
     dataset=_section("dataset", "The data: random ids, or a file.",
                      seq_len=(Annotated[int, Field(**COUNT)] | None, Field(default=None, description=_LENGTH))),
-    dataloader=_section("dataloader", "How micro-batches come to the device."),
+    dataloader=_section("dataloader", "How micro-batches reach the device."),
     optimizer=_section("optimizer", "The optimizer of every row.",
                        params=(dict[str, Any], Field(default={}, description=_PARAMETERS))),
     axes=(dict[str, AxisValue | list[AxisValue]], Field(default={}, description=_AXES)),
@@ -138,7 +138,7 @@ _SWEPT_BLOCKS = ("optimizer.params", "configurations.deepspeed")
 """Blocks of DeepSpeed's own keys, whose values may be swept; those of the second only in the section ``sweep``, since
 lists in it are DeepSpeed's own."""
 _WHOLE_SECTIONS = ("model", "training")
-"""Sections that a printed recipe has in full."""
+"""Sections that a printed recipe contains in full."""
 
 
 @cache
@@ -278,8 +278,8 @@ def nearest_path(path: KeyPath) -> str | None:
 def options_of(recipe: Values, folder: Path, **run_flags: Any) -> Options:
     """Return the Options of one point.
 
-    ``folder``: the recipe's folder, to which its file names are relative. ``run_flags``: fields of Options that no
-    recipe holds. Raises UsageError for values that contradict each other.
+    ``folder``: the recipe's folder, to which its file names are relative. ``run_flags``: fields of Options that a
+    recipe cannot set. Raises UsageError for values that contradict each other.
     """
     values = {name: recipe[path] for name, path in PATHS.items()}
     if values["global_batch_size"] is not None and values["grad_accum"] is not None:
@@ -318,7 +318,7 @@ def options_of(recipe: Values, folder: Path, **run_flags: Any) -> Options:
         f"optimizer.params.{key}": value for key, value in recipe["optimizer.params"].items()
     }
     axes = {
-        name: [str(value).lower() if isinstance(value, bool) else str(value) for value in _listed(given)]
+        name: [str(value).lower() if isinstance(value, bool) else str(value) for value in _as_tuple(given)]
         for name, given in recipe["axes"].items()
     }
     return Options.of(
@@ -362,7 +362,7 @@ def config_maker(recipe: Values) -> MakeConfig:
 
 
 def recipe_of(options: Options, make_config: MakeConfig, rows: list[Strategy]) -> Data:
-    """Return the recipe that runs the same comparison as these Options and this function of a script.
+    """Return the recipe that runs the same comparison as these Options with ``make_config``, a script's function.
 
     ``rows``: the strategies of the Options. The sections model and training are complete; the others have only values
     that differ from the defaults.

@@ -25,7 +25,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         if not 1 <= self.number <= self.count <= MAX_SHARDS:
-            raise ValueError(f"{self}: I must be from 1 to N, and N at most {MAX_SHARDS}")
+            raise ValueError(f"{self}: in I/N, I must be between 1 and N, and N at most {MAX_SHARDS}")
 
     def __str__(self) -> str:
         return f"{self.number}/{self.count}"
@@ -53,7 +53,7 @@ class Shard:
         """
         points, total = len(rows_per_point), sum(rows_per_point)
         if self.count > total:
-            problem = f"{self.count} shards of a plan with {format_items(total, 'row')} in all"
+            problem = f"a plan with {format_items(total, 'row')} cannot be split into {self.count} shards"
             raise UsageError(problem, remedy=f"give {total} or fewer" if total > 1 else "run it as a whole")
         selected, before = [], 0
         if self.count <= points:

@@ -62,7 +62,7 @@ class RequestedRow:
         return self.origin.engine if isinstance(self.origin, Strategy) else "deepspeed"
 
     def matches(self, text: str) -> bool:
-        """Return whether a text means this row: its name or label or, without axes, another name of its strategy."""
+        """Return whether ``text`` means this row: its name or label or, without axes, another name of its strategy."""
         if text in (self.name, self.label):
             return True
         return isinstance(self.origin, Strategy) and not self.axis_values and strategies.matches(self.origin, text)
@@ -77,7 +77,7 @@ def with_files(options: Options) -> Options:
         try:
             options = replace(options, base_file=read_configuration_file(options.base_config))
         except ConfigurationFileError as error:
-            problem = f"{options.say('base_config')} {error.path}: {error.reason}"
+            problem = f"{options.spelling_of('base_config')} {error.path}: {error.reason}"
             raise UsageError(problem, remedy=error.remedy) from None
         if not options.stages and not options.strategies and options.base_file is not None:
             files = [options.base_file]
@@ -123,8 +123,8 @@ def requested_rows(options: Options) -> list[RequestedRow]:
 def _rows_without_axes(options: Options) -> list[RequestedRow]:
     names = list(options.strategies)
     if "nvme" in names and options.nvme_path is None:
-        problem = f"{options.say('strategies')} nvme needs a disk"
-        raise UsageError(problem, remedy=f"add {options.say('nvme_path')} DIR, or leave nvme out")
+        problem = f"{options.spelling_of('strategies')} nvme needs a disk"
+        raise UsageError(problem, remedy=f"add {options.spelling_of('nvme_path')} DIR, or leave nvme out")
     # In the offload script, --nvme-path is enough to ask for the row nvme.
     if options.family == "offload" and names and options.nvme_path is not None and "nvme" not in names:
         names.append("nvme")
@@ -167,7 +167,7 @@ def with_row_names(options: Options) -> Options:
         text = getattr(options, name)
         if text is None:
             continue
-        said = f"{options.say(name)} {text}"
+        said = f"{options.spelling_of(name)} {text}"
         if (row := next((row for row in rows if row.matches(text)), None)) is None:
             raise UsageError(f"{said}: no such row", remedy=f"choose from {', '.join(row.name for row in rows)}")
         if name == "export" and row.engine != "deepspeed":
@@ -186,9 +186,9 @@ def axis_notes(options: Options) -> list[str]:
 
     Raises UsageError for an axis that acts in no row, or that sets what a flag sets.
     """
-    axis_rows.require_no_override(options.axes, options.say("ds_config"), options.ds_config)
+    axis_rows.require_no_override(options.axes, options.spelling_of("ds_config"), options.ds_config)
     for changes in options.set:
-        axis_rows.require_no_override(options.axes, options.say("set"), changes)
+        axis_rows.require_no_override(options.axes, options.spelling_of("set"), changes)
     # A flag given with its default value looks like one that was not given.
     given = {
         "batch_size": options.auto_batch or options.batch_size != DEFAULT_BATCH_SIZE,
@@ -203,7 +203,8 @@ def axis_notes(options: Options) -> list[str]:
     for axis in options.axis_names:
         name = _FLAG_OF_AXIS.get(axis, axis)
         if given.get(name) and not (axis == "bf16_states" and options.precision == "bf16"):
-            raise UsageError(f"axis {axis} and {options.say(name)} set the same", remedy="leave one of them out")
+            problem = f"axis {axis} and {options.spelling_of(name)} set the same"
+            raise UsageError(problem, remedy="leave one of them out")
     rows = _rows_without_axes(options)
     return axis_rows.idle_axes(options.axes, {row.label: _layout(row, options) for row in rows})
 
@@ -351,7 +352,7 @@ class ConfigurationBuilder:
         if zero["stage"] != strategy.stage:  # which would make the row's name wrong
             raise UsageError(
                 f"the DeepSpeed config of {strategy.label} sets zero_optimization.stage to {zero['stage']!r}",
-                remedy=f"choose stages with {options.say('stages')} or {options.say('stage')}",
+                remedy=f"choose stages with {options.spelling_of('stages')} or {options.spelling_of('stage')}",
             )
         changes: dict[str, Any] = {} if batch_size == options.batch_size else {"batch_size": batch_size}
         if policy != "given":

@@ -15,7 +15,7 @@ from ..config.caveats import Caveat, CaveatKind
 from ..config.configuration_file_rows import has_other_batch
 from ..config.configuration_files import (
     ConfigurationFile,
-    explain_files,
+    check_remedy,
 )
 from ..config.deepspeed_config import MakeConfig
 from ..config.options import Options
@@ -180,7 +180,7 @@ class RunPlan:
                 continue
             if len(own) < len(plan.rows):
                 if plan.options.common_batch:
-                    name, parts = plan.options.say("common_batch"), f"{shard.count} of {len(self.plans)}"
+                    name, parts = plan.options.spelling_of("common_batch"), f"{shard.count} of {len(self.plans)}"
                     most = f"give {len(self.plans)} shards or fewer" if len(self.plans) > 1 else "leave --shard out"
                     raise UsageError(
                         f"{name} with more shards than points ({parts})",
@@ -249,7 +249,8 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
     """
     first = points[0]
     if first.output_dir.exists() and not first.output_dir.is_dir():
-        raise UsageError(f"{first.say('output_dir')} {first.output_dir} is not a folder", remedy="give a folder")
+        problem = f"{first.spelling_of('output_dir')} {first.output_dir} is not a folder"
+        raise UsageError(problem, remedy="give a folder")
     first = with_script(with_files(first))
     read = {name: getattr(first, name) for name in ("files", "file_lines", "base_file", "own_script")}
     points = [with_row_names(replace(each, **read)) for each in points]
@@ -271,10 +272,10 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
         # The profiled ranks must exist at the point with the fewest ranks.
         ranks, greatest = min(each.num_gpus for each in placements), max(first.profile_ranks)
         if greatest >= ranks:
-            problem = f"{first.say('profile_ranks')} {greatest}: the job has {format_items(ranks, 'rank')}"
+            problem = f"{first.spelling_of('profile_ranks')} {greatest}: the job has {format_items(ranks, 'rank')}"
             raise UsageError(problem, remedy=f"give ranks from 0 to {ranks - 1}" if ranks > 1 else "leave it out")
         if "nsys" in first.profiles and placement.accelerator == "cpu":
-            name = first.say("profiles")
+            name = first.spelling_of("profiles")
             lines.append(f"{name} nsys records GPUs: on the CPU accelerator its steps run without a window")
     variables = rank_environment.rank_environment(
         placement, machine.variables, inventory=machine.gpus, interpreter=machine.interpreter
@@ -292,7 +293,7 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
             factory=factory,
             trust_remote_code=trust_remote_code,
             environment=variables,
-            option=first.say("model"),
+            option=first.spelling_of("model"),
         )
 
     models = [find_model(each.model, each.model_factory is not None, each.trust_remote_code) for each in points]
@@ -354,20 +355,19 @@ def _plan_of_point(
         # Made again, because the numbers and order of trials depend on the rows.
         trials = make_trials(options, model, placement, configurations)
     # A file that DeepSpeed refuses is a row like others, and an error only if no row is left to run.
-    refusals = [
-        f"{options.say('configs')} {each.name}: {each.refusal}" for each in configurations if each.refusal is not None
-    ]
+    flag = options.spelling_of("configs")
+    refusals = [f"{flag} {each.name}: {each.refusal}" for each in configurations if each.refusal is not None]
     if refusals and len(refusals) == len(configurations):
-        raise UsageError("; ".join(refusals[:3]), remedy=explain_files(options.configs))
+        raise UsageError("; ".join(refusals[:3]), remedy=check_remedy(options.configs))
     size, accumulation = options.batch_size, options.grad_accum
     files = {row.origin.name: row.origin for row in rows if isinstance(row.origin, ConfigurationFile)}
     others = [name for name, file in files.items() if has_other_batch(file, placement.num_gpus, size, accumulation)]
     if others and not options.keep_batch and options.own_script is None:
-        micro = f"{options.say('batch_size')} {'auto' if options.auto_batch else size}"
+        micro = f"{options.spelling_of('batch_size')} {'auto' if options.auto_batch else size}"
         lines = [
             *lines,
-            f"{micro} and {options.say('grad_accum')} {accumulation} replace the batch keys of "
-            f"{format_names(others, 3)}; {options.say('keep_batch')} keeps them",
+            f"{micro} and {options.spelling_of('grad_accum')} {accumulation} replace the batch keys of "
+            f"{format_names(others, 3)}; {options.spelling_of('keep_batch')} keeps them",
         ]
     if (file := options.token_file) is not None:
         length = trials[0].workload.seq_length
@@ -401,12 +401,12 @@ def require_known_ids(options: Options, model: ResolvedModel) -> None:
     """Raise UsageError for ids that the model does not know, or a file shorter than one sequence."""
     limit, own = options.vocab_size, model.vocabulary_size
     if limit is not None and own is not None and limit > own:
-        problem = f"{options.say('vocab_size')} {limit} is beyond the {own} ids of {model.name}"
+        problem = f"{options.spelling_of('vocab_size')} {limit} is beyond the {own} ids of {model.name}"
         raise UsageError(problem, remedy=f"give {own} or less")
     if options.token_file is not None:
-        owner = f"the model {model.name}" if limit is None else options.say("vocab_size")
+        owner = f"the model {model.name}" if limit is None else options.spelling_of("vocab_size")
         requested = SHORTEST_SEQ_LENGTH if options.auto_seq else options.seq_length
-        length = resolve_seq_length(requested, model, options.say("seq_length"))
+        length = resolve_seq_length(requested, model, options.spelling_of("seq_length"))
         options.token_file.require_usable(limit or own, owner, length)
 
 
@@ -438,14 +438,15 @@ def make_trials(
 
     Their numbers and ``round_position`` give the running order. A single round runs as written.
     """
-    trained_parameters.read_choice(options.lora, options.freeze, options.say("lora"))  # refused before anything starts
+    # Refused before anything starts.
+    trained_parameters.read_choice(options.lora, options.freeze, options.spelling_of("lora"))
     file = options.token_file
     common = Workload(
         model=model.name,
         model_source=model.source,
         model_type=model.model_type,
         model_config=model.config,
-        seq_length=resolve_seq_length(options.seq_length, model, options.say("seq_length")),
+        seq_length=resolve_seq_length(options.seq_length, model, options.spelling_of("seq_length")),
         precision=choose_precision(options.precision, placement),
         data_workers=0 if options.data is not None and options.data_workers is None else options.data_workers,
         data_path=None if file is None else str(file.path.absolute()),

@@ -116,7 +116,7 @@ class ComparisonReport:
 
     @property
     def profiles(self) -> list[tuple[str, str]]:
-        """A heading and a text of several lines for each profile, of the run of a row that stands for it."""
+        """A heading and several lines of text for each profile, of the run of a row that stands for it."""
         texts = []
         for row in self.comparison.rows:
             profiled = (

@@ -296,8 +296,8 @@ def _require_secret(nodes: LaunchedNodes) -> None:
             return
     raise PreflightError(
         f"anyone who can reach {nodes.where} could join this job, because its processes share no secret",
-        remedy=f"set {_SECRET} to the same random text on every node (openssl rand -hex 16 makes one)"
-        + (", or give torchrun such a text as --rdzv-id" if nodes.launcher == "torchrun" else ""),
+        remedy=f"set {_SECRET} to the same random string on every node (openssl rand -hex 16 makes one)"
+        + (", or give torchrun such a string as --rdzv-id" if nodes.launcher == "torchrun" else ""),
     )
 
 

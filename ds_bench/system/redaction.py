@@ -1,6 +1,6 @@
 """Removes credentials from stored environment variables, DeepSpeed configurations and typed flags.
 
-A text is a credential if its name says so (``HF_TOKEN``, ``comet.api_key``), if it carries an issuer's prefix
+A string is a credential if its name says so (``HF_TOKEN``, ``comet.api_key``), if it carries an issuer's prefix
 (``hf_…``), or if it is an address with a user or a query. A password under an unsuspicious name is not recognized.
 """
 
@@ -26,7 +26,7 @@ _ADDRESS_CREDENTIALS = r"(://)[^/@\s]+@"
 
 
 def looks_secret(name: str, value: str) -> bool:
-    """Return whether a text under this name may be a credential."""
+    """Return whether a value under this name may be a credential."""
     return bool(value and (re.search(_SECRET_NAME, name) or re.search(_SECRET_VALUE, value)))
 
 

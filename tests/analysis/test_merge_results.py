@@ -138,7 +138,7 @@ def test_another_workload_placement_method_or_environment_is_a_group_that_says_w
 def test_results_without_environments_are_pooled_with_a_warning_and_not_across_cards() -> None:
     first = result(run(1, 0.1), on=None)
     (group,) = merge([first, result(run(1, 0.2), on=None, name="b.json")])
-    assert any("assumed to be of one machine" in note for note in group.notes)
+    assert any("assumed to come from one machine" in note for note in group.notes)
     elsewhere = fakes.success(run(1, 0.2).trial, step_seconds=[0.2] * 10, device_name="NVIDIA L4")
     assert len(merge([first, result(elsewhere, on=None, name="b.json")])) == 2
 

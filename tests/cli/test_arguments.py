@@ -73,7 +73,7 @@ def test_a_bad_value_is_one_line_with_flag_value_and_remedy(subtests: pytest.Sub
         ("--timeout inf", "--timeout", "'inf'"),
         ("--profile-steps 51", "--profile-steps", "'51'"),
         ("--model-factory :build", "--model-factory", "':build'"),
-        ("--configs a.json ''", "--configs", "an empty text is not a path"),
+        ("--configs a.json ''", "--configs", "a path must not be empty"),
         ("--bach-size 2", "--bach-size", "Did you mean --batch-size?"),
         ("--stage 2", "--stage", "Did you mean --stages?"),
         ("gpt2", "gpt2", "Did you mean --model gpt2?"),
@@ -95,7 +95,7 @@ def test_two_flags_that_contradict_each_other_are_refused_with_the_way_out(subte
     for line, said, remedy in (
         ("--quiet --verbose", "--quiet and --verbose cannot be combined", "give one of them"),
         ("--retry OOM", "--retry without --resume", "add --resume RUN_DIR"),
-        ("--launcher warm --hostfile h", "--launcher warm works on one node", "drop --hostfile"),
+        ("--launcher warm --hostfile h", "--launcher warm works only on one node", "drop --hostfile"),
         ("--profile-steps 3", "--profile-steps or --profile-ranks without --profile", "add --profile torch"),
         ("--nsys-start 24", "steps 0 to 24 are warm-up and measured", "more --profile-steps"),
         ("--nsys-start 99", "--nsys-start 99 is beyond the last step, 26", "more --profile-steps"),

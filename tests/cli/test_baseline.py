@@ -88,7 +88,7 @@ def test_check_compares_each_row_with_its_baseline(
     if code is None:
         with pytest.raises(UsageError, match="noise could hide a regression in every row"):
             check_command([result], path, False)
-        assert "cannot see changes below 99.7 %" in capsys.readouterr().out  # by hand in test_gate.py
+        assert "too noisy to detect changes below 99.7 %" in capsys.readouterr().out  # by hand in test_gate.py
         assert check_command([result], path, False, ["noisy"]) == 3
     else:
         assert check_command([result], path, False) == code

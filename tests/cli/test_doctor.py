@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from ds_bench.cli.doctor import exit_code, lines, show_findings
+from ds_bench.cli.doctor import exit_code, lines, run_doctor
 from ds_bench.doctor.findings import ok, problem, warning
 
 SAMPLE = {
@@ -31,11 +31,11 @@ def test_only_problems_fail_and_every_finding_is_a_line_and_a_json_object(
     ]
     assert [exit_code(groups) for groups in ({}, {"A": [warning("a", "b")]}, SAMPLE)] == [0, 0, 2]
     monkeypatch.setattr("ds_bench.doctor.checks.run_all_checks", lambda _machine, **_: SAMPLE)
-    assert show_findings(None, False, as_json=True) == 2
+    assert run_doctor(None, False, as_json=True) == 2
     first, listed, _ = json.loads(capsys.readouterr().out)
     finding = {"group": "First", "name": "longer name", "level": "problem", "text": "broken", "remedy": "mend it"}
     assert (listed, first["remedy"]) == (finding, None)
     raw = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii", write_through=True))
-    assert show_findings(None, False, as_json=False) == 2
+    assert run_doctor(None, False, as_json=False) == 2
     assert b"broken -> mend it" in raw.getvalue()

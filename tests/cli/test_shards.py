@@ -99,7 +99,7 @@ def test_a_shard_that_the_plan_does_not_have_is_refused(
     run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for text, flags, message in (
-        (RECIPE, ["--shard", "4/3"], "4/3: I must be from 1 to N"),
+        (RECIPE, ["--shard", "4/3"], "4/3: in I/N, I must be between 1 and N"),
         (RECIPE + "output: {csv: all.csv}", ["--shard", "1/3"], "output.csv with --shard: each shard would replace"),
         (ONE_POINT, ["--shard", "1/2", "--batch-size", "auto", "--common-batch"], "more shards than points (2 of 1)"),
     ):

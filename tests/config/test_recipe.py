@@ -46,7 +46,7 @@ REFUSED = {
     "model: {factory: module}": "package.module:function",
     "configurations: {inline: {../up: {}}}": "a name of letters, digits, dots",
     "launch: {accelerator: gpu}": "It must be 'auto', 'cuda' or 'cpu'",
-    'configurations: {configs: [" "]}': "An empty text is not a path",
+    'configurations: {configs: [" "]}': "A path must not be empty",
     "model: {name: a}\nmodel: {name: b}": "line 2: 'model' is given twice, first in line 1",
     "a: &a [1, 1]\nb: &b [*a, *a]": r"line 1: anchors and aliases",
     "a: !!python/object/apply:os.system [x]": "python/object/apply:os.system is not supported",

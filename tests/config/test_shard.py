@@ -31,7 +31,7 @@ def test_every_row_is_in_one_shard_and_the_shards_are_alike(rows_per_point: list
 
 def test_points_are_assigned_backwards_in_every_other_turn() -> None:
     assert [[point for point, _ in shard] for shard in split([1] * 8, 4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
-    with pytest.raises(UsageError, match=r"7 shards of a plan with 6 rows in all\. Give 6 or fewer"):
+    with pytest.raises(UsageError, match=r"a plan with 6 rows cannot be split into 7 shards\. Give 6 or fewer"):
         split([3, 3], 7)
 
 
