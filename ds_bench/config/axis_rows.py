@@ -57,7 +57,7 @@ AxisValues = tuple[AxisValue, ...]
 
 
 def read_axes(texts: Sequence[str]) -> tuple[AxisValues, ...]:
-    """Read the texts of ``--axis``, ``NAME=V1,V2…``: the values of each axis, in order. Raises UsageError."""
+    """Read the values of ``--axis``, each ``NAME=V1,V2…``, in order. Raises UsageError."""
     axes: dict[str, AxisValues] = {}
     for text in texts:
         name, separator, values = (part.strip() for part in text.partition("="))

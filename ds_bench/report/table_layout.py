@@ -52,7 +52,7 @@ class Column(Generic[R]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows of texts under headings. Any text may hold any character; every form escapes it."""
+    """Rows of strings under headings. They may hold any character; every form escapes them."""
 
     title: tuple[str, ...] = ()
     """Facts, each a few words."""

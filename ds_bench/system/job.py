@@ -258,7 +258,7 @@ def find_nodes(environ: Mapping[str, str]) -> LaunchedNodes | None:
 
 
 def _launcher_and_facts(environ: Mapping[str, str]) -> tuple[str, list[str]]:
-    """Return the launcher and, as texts: number of this node, nodes, ranks here, local rank, ranks."""
+    """Return the launcher and, as strings: number of this node, nodes, ranks here, local rank, ranks."""
 
     def values(*names: str) -> list[str]:
         return [environ.get(name, "") for name in names]

@@ -103,7 +103,7 @@ def _to_json_value(value: Any, depth: int = 8) -> Any:
     Addresses in memory, which differ from run to run, are left out. ``depth``: limit for objects within objects.
     """
     if value is None or isinstance(value, (bool, int, str)):
-        # Members of an enum may be texts or whole numbers as well.
+        # Members of an enum may be strings or whole numbers too.
         return value.value if isinstance(value, enum.Enum) else value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)

@@ -63,7 +63,7 @@ _CAUSES = tuple(
         ),
     )
 )
-"""Kind of failure and the texts that show it; the first that matches counts."""
+"""Kind of failure and the pattern that shows it; the first that matches counts."""
 _NO_THREAD = re.compile(r"Resource temporarily unavailable|can't start new thread")
 _PINNING_FAILED = re.compile(r"CUDA (?:driver )?error: (?:out of memory|invalid argument)")
 _CUBLAS_WITHOUT_MEMORY_BYTES = 2**30

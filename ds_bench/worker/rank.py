@@ -109,7 +109,8 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
             limited=limited,
             device_free_bytes=device_free_bytes(),
         )
-        # A configuration that cannot be read now was not read before, so the texts hold none of its secrets.
+        # A configuration that cannot be read now was not read before, so message and traceback hold none of its
+        # secrets.
         with contextlib.suppress(OSError, ValueError):
             secrets = redaction.secrets_of(_read_config(folder))
             failure = replace(

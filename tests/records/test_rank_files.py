@@ -51,7 +51,7 @@ def test_what_cannot_be_written_leaves_the_old_file_and_no_litter(
 
 
 def test_a_dataclass_is_written_as_an_object_in_files_as_in_lines(tmp_path: Path) -> None:
-    """Notes of a rank are texts and caveats."""
+    """Notes of a rank are strings and caveats."""
     caveat = Caveat(CaveatKind.OWN_BATCHES, {"seq_length": 8})
     write_json(tmp_path / "a.json", [caveat])
     append_line(tmp_path / "a.jsonl", [caveat])

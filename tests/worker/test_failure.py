@@ -37,7 +37,7 @@ class RayOutOfMemoryError(Exception):
 RayOutOfMemoryError.__name__, RayOutOfMemoryError.__module__ = "OutOfMemoryError", "ray.exceptions"
 PEER_ACCESS = nccl("Cuda failure 217 'peer access is not supported between these devices'")
 NO_SPACE = "No space left on device"
-# Kind, where the text was seen (an issue, or the source that has it), and the error; a text stands for a RuntimeError.
+# Kind, where the text was seen (an issue, or the source that has it), and the error; a string is a RuntimeError.
 SEEN: list[tuple[str, str, BaseException | str]] = [
     ("device_oom", "nccl src/include/alloc.h", nccl("Failed to CUDA calloc async 608 bytes")),
     ("device_oom", "nccl#1235", nccl("Cuda failure 2 'out of memory'")),
