@@ -33,7 +33,7 @@ def save_command(results: Sequence[Path], file: Path, tolerance: float | None) -
     benchmark_results = _read_results(results)
     for name, count in Counter(result.name for result in benchmark_results).items():
         if count > 1:  # such as a strategy with two DeepSpeed configurations
-            problem = f"two rows are called {name}: they differ in steps, machine or DeepSpeed configuration"
+            problem = f"{count} rows are called {name}: they differ in steps, machine or DeepSpeed configuration"
             raise UsageError(problem, remedy="save each result to its own file (--baselines)")
     valid = [result for result in benchmark_results if _invalid_reason(result) is None]
     # Without a valid row, the file of baselines is not written at all.
@@ -119,12 +119,15 @@ def check_command(
     # A regression takes precedence over the error below.
     if failed:
         return REGRESSION
+    if any(map(_was_judged, verdicts)):
+        return OK
     incomparable = [verdict for verdict in verdicts if not verdict.comparable]
     noisy = [verdict for verdict in verdicts if verdict.noisy]
-    if any(map(_was_judged, verdicts)) or not (incomparable or noisy):
-        return OK
-    problem = f"noise could hide a regression in every row, for example {noisy[0].name}" if noisy else ""
-    remedy = "measure both again with more --repeats, or on a quieter machine"
+    problem = f"no row has a baseline in {file}"
+    remedy = f"save the result with {invocation.command('baseline', 'save', 'RUN')}, or give another file"
+    if noisy:
+        problem = f"noise could hide a regression in every row, for example {noisy[0].name}"
+        remedy = "measure both again with more --repeats, or on a quieter machine"
     if incomparable:
         problem = f"{incomparable[0].name} is {incomparable[0].message}"
         remedy = "measure both on one machine with the same versions, or save new baselines"
@@ -133,7 +136,8 @@ def check_command(
 
 def _was_judged(verdict: BaselineComparison) -> bool:
     """Return whether a row was compared with its baseline and noise did not hide the answer."""
-    return verdict.comparable and verdict.baseline is not None and not verdict.noisy
+    has_figures = verdict.baseline is not None and "missing" not in verdict.regressions
+    return verdict.comparable and has_figures and not verdict.noisy
 
 
 def _reasons(verdict: BaselineComparison) -> set[str]:

@@ -115,7 +115,7 @@ def test_json_holds_every_entry_and_reasons_left_out_of_fail_on_do_not_fail(
 
 
 def test_a_check_that_compares_nothing_does_not_pass(
-    write: Write, path: Path, capsys: pytest.CaptureFixture[str]
+    write: Write, path: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
     save_command([write(ran())], path, None)
     capsys.readouterr()
@@ -123,6 +123,15 @@ def test_a_check_that_compares_nothing_does_not_pass(
         check_command([write(ran(0.5), on=fakes.environment(cpu_model="another"))], path, True)
     data = json.loads(capsys.readouterr().out)  # printed all the same
     assert (data["failed"], data["not_comparable"], data["entries"][0]["passed"]) == ([], [NAME], None)
+    save_command([write(ran(), ran(stage=2))], path, None)
+    junit = path.with_name("junit.xml")
+    for case, after in (
+        ("no row has a baseline", write(ran(stage=3), failed(0))),
+        ("one row is missing, the other not comparable", write(ran(optimizer_class="SGD"))),
+    ):
+        with subtests.test(case), pytest.raises(UsageError, match="nothing was checked"):
+            check_command([after], path, False, ["regression"], junit)
+        assert set(outcomes(junit).values()) == {"skipped"}
 
 
 def test_rows_of_another_run_are_not_expected(write: Write, path: Path) -> None:
@@ -170,7 +179,7 @@ def test_rows_that_cannot_be_baselines_leave_no_file(write: Write, path: Path, t
             save_command([result], path, None)
     trial = ran()[0].trial
     other = fakes.trial(fakes.zero(1), on=CARD, ds_config={**trial.ds_config, "gradient_clipping": 0.5})
-    with pytest.raises(UsageError, match=f"two rows are called {NAME}"):
+    with pytest.raises(UsageError, match=f"2 rows are called {NAME}"):
         save_command([write(ran(), [fakes.success(other)])], path, None)
     assert not path.exists()
 
