@@ -192,7 +192,7 @@ def trained_precision(config: Mapping[str, Any], requested: Precision) -> Precis
 
 def with_optimizer(config: Config, name: str) -> Config:
     """Return the configuration with the optimizer ``name`` and the parameters that it takes."""
-    given = config.get("optimizer", {}).get("params", {})
+    given = block_of(block_of(config, "optimizer"), "params")
     params: Config = {key: given.get(key, ADAMW_PARAMETERS[key]) for key in ("lr", "weight_decay")}
     if name.lower() in ("adam", "adamw"):
         params |= {key: ADAMW_PARAMETERS[key] for key in ("betas", "eps")}

@@ -303,6 +303,7 @@ def options_of(recipe: Values, folder: Path, **run_flags: Any) -> Options:
         if name not in STRATEGY_NAMES
     )
     values["strategies"] = _strategies(values["strategies"], values["stage"], values["nvme_path"] is not None)
+    values["strategies"] += tuple(name for name in recipe["configurations.inline"] if name in STRATEGY_NAMES)
     has_rows = values["stages"] or values["strategies"] or values["configs"] or inline
     if not has_rows and not values["script"]:
         values["stages"] = (0, 1, 2, 3)

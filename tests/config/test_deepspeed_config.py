@@ -110,7 +110,8 @@ def test_another_optimizer_has_its_own_parameters_and_the_users_learning_rate() 
     assert blocks == {"SGD": few_params, "Lion": few_params, "Adam": adam}
     untested = {name: complete(with_optimizer(base, name)).get("zero_allow_untested_optimizer") for name in blocks}
     assert untested == {"SGD": True, "Lion": None, "Adam": None}
-    assert with_optimizer({}, "Adagrad")["optimizer"]["type"] == "Adagrad"
+    for config in ({}, {"optimizer": None}, {"optimizer": "AdamW"}, {"optimizer": {"params": None}}):
+        assert with_optimizer(config, "Adagrad")["optimizer"]["type"] == "Adagrad"
 
 
 def test_nvme_offload_moves_every_parameter_to_a_private_folder() -> None:

@@ -122,6 +122,12 @@ def test_all_is_each_configuration_once_and_values_of_deepspeed_are_set_in_every
     assert points(text)[0][1].set == ({"gradient_clipping": 0.5}, {"optimizer": {"params": {"lr": 0.001}}})
 
 
+def test_an_inline_configuration_is_a_row_under_any_name() -> None:
+    own = points("configurations: {inline: {cpu_optimizer: {}, zero2: {}, mine: {}}}")[0][1]
+    assert (own.stages, own.strategies) == ((), ("cpu_optimizer", "zero2"))
+    assert [file.name for file in own.inline] == ["mine"]
+
+
 def test_written_values_are_read_back(subtests: pytest.Subtests) -> None:
     for value in ("1e-4", "no", "010", "1_0", "~", "", "a: b", "# c", 1e-05, [1, None, True], {"a": {}}):
         with subtests.test(value=value):
