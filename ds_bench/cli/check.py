@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import configuration_files, deepspeed_keys, lint
-from ..config.configuration_files import ConfigurationFileError, LocatedObject, MissingFileError
+from ..config.configuration_files import ConfigurationFileError, LocatedObject, MissingFileError, OtherFileError
 from ..config.lint import Finding
 from ..config.placement import default_placement
 from ..config.rule_explanations import explain, file_finding, rule_table
@@ -34,7 +34,7 @@ _REMEDY = "give a DeepSpeed JSON, an Accelerate YAML, or a Trainer's arguments"
 _GITHUB_LEVELS = {"error": "error", "warning": "warning", "hint": "notice"}
 STANDARD_INPUT = Path("-")
 _UNREAD = ("syntax", "missing-file")
-"""Rules whose findings mean that a file was not checked."""
+"""Rules that end the check of a file; ``--select`` does not leave them out."""
 _EXPLAINED = ("rule", "level", "what", "why", "versions", "given", "example", "remedy", "source")
 _EXCERPT_WIDTH = 120
 """In characters."""
@@ -59,7 +59,7 @@ def show_findings(
     output_format: str,
     as_json: bool,
 ) -> int:
-    """Print the findings. Return 0 without errors and warnings, 1 with any, 2 if a file could not be checked.
+    """Print the findings. Return 0 without errors and warnings, 1 with any, 2 if a file is not a configuration.
 
     ``deepspeed_version``: such as ``0.18`` or ``0.18.2``; None for the installed one. ``select`` and ``ignore``: names
     of rules or levels. ``rule``: a rule to explain, or ``all``; nothing is checked then.
@@ -88,7 +88,7 @@ def show_findings(
 
     def is_shown(finding: Finding) -> bool:
         named = {finding.rule, finding.level}
-        # A file that cannot be read must not pass just because other rules are selected.
+        # A file with a syntax error must not pass just because other rules are selected.
         selected = not select or named & {*select, *_UNREAD}
         return bool(selected) and not named & {*ignore}
 
@@ -197,6 +197,8 @@ class FileReport:
     findings: Sequence[Finding] = ()
     problem: str | None = None
     """Why the file could not be checked; None if it was."""
+    is_configuration: bool | None = True
+    """None if its text could not be read."""
     lines: Sequence[str] = ()
     """The file's lines; any that may hold a credential are empty."""
 
@@ -206,7 +208,10 @@ PositionOf = Callable[[str], tuple[int, int] | None]
 
 
 def check_files(paths: Sequence[Path], check: Check) -> list[FileReport]:
-    """Check files, the configurations directly inside folders, and standard input for ``-``. Raises UsageError."""
+    """Check files, the configurations directly inside folders, and standard input for ``-``. Raises UsageError.
+
+    Other files in a folder are left out; a line on standard error names those that could not be read.
+    """
     reports: list[FileReport] = []
     for path in paths:
         if not path.is_dir():
@@ -214,10 +219,15 @@ def check_files(paths: Sequence[Path], check: Check) -> list[FileReport]:
             continue
         checked = []
         for file in configuration_files.files_in(path):
-            read = [report for report in _check_file(file, check) if report.problem is None]
+            read = _check_file(file, check)
             # Nobody expects LICENSE or Makefile to be read.
-            if file.suffix or not any(found.rule == "syntax" for report in read for found in report.findings):
-                checked += read
+            syntax_errors = [found for report in read for found in report.findings if found.rule == "syntax"]
+            if not file.suffix and (syntax_errors or any(report.problem for report in read)):
+                continue
+            checked += [report for report in read if report.is_configuration]
+            for report in read:
+                if report.is_configuration is None:
+                    terminal.print_text(f"left out of {path}: {report.path.name}: {report.problem}", sys.stderr)
         if not checked:
             raise UsageError(f"{path} has no DeepSpeed configuration", remedy="give a file, or a folder that has one")
         reports += checked
@@ -233,11 +243,12 @@ def _check_file(path: Path, check: Check) -> list[FileReport]:
         position_of = partial(configuration_files.position_of, text, data)
         lines = _lines_without_secrets(text, data)
         if not isinstance(data, LocatedObject) or configuration_files.kind_of(data) in ("accelerate", "trainer"):
-            own, *others = _check_read_by_others(path, position_of, check)
+            own, *others = _check_read_by_others(path, text, position_of, check)
             return [replace(own, lines=lines), *others]
     except ConfigurationFileError as error:
         if error.syntax_error is None:
-            return [FileReport(path=path, problem=error.reason)]
+            is_other = isinstance(error, OtherFileError) or not configuration_files.looks_like_configuration(text)
+            return [FileReport(path=path, problem=error.reason, is_configuration=not is_other if text else None)]
         syntax = error.syntax_error
         found = [file_finding("syntax", f"DeepSpeed cannot read it: {syntax.problem}", "", syntax.line, syntax.column)]
         return [FileReport(path=path, findings=found, lines=_lines_without_secrets(text, {}))]
@@ -245,7 +256,7 @@ def _check_file(path: Path, check: Check) -> list[FileReport]:
     # Fuzzy matching is slow, and other JSON may have thousands of keys.
     if not known & data.keys() and not any(deepspeed_keys.nearest_key(key, known, 0.85) for key in list(data)[:50]):
         problem = f"not a DeepSpeed configuration: it has {', '.join(list(data)[:4]) or 'no key'}"
-        return [FileReport(path=path, problem=problem)]
+        return [FileReport(path=path, problem=problem, is_configuration=False)]
     found = check(data)
     if lax_line:
         reason = "not strict JSON: DeepSpeed reads it, but Trainer and Accelerate refuse it"
@@ -271,7 +282,7 @@ def _standard_input() -> str:
         raise ConfigurationFileError(STANDARD_INPUT, "not UTF-8 text") from None
 
 
-def _check_read_by_others(path: Path, position_of: PositionOf, check: Check) -> list[FileReport]:
+def _check_read_by_others(path: Path, text: str, position_of: PositionOf, check: Check) -> list[FileReport]:
     """Return a report on an Accelerate or Trainer file, and one on the JSON file that it names."""
 
     def at_name(rule: str, reason: str) -> Finding:
@@ -280,7 +291,7 @@ def _check_read_by_others(path: Path, position_of: PositionOf, check: Check) -> 
         return file_finding(rule, reason, key).at(position_of(key))
 
     try:
-        file = configuration_files.read_configuration_file(path)
+        file = configuration_files.read_configuration_file(path, text)
     except MissingFileError as error:
         return [FileReport(path=path, findings=[at_name("missing-file", error.reason)])]
     if file.deepspeed_file is not None:

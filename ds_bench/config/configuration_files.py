@@ -44,6 +44,8 @@ _DEEPSPEED_MARKS = {
 }
 """Top-level keys of DeepSpeed: every configuration has at least one of them. A Trainer's arguments may too, so
 ``kind_of`` checks for those first."""
+_YAML_KEY = re.compile(r"^(distributed_type|deepspeed_config|deepspeed):", re.MULTILINE)
+"""A key of an Accelerate or Trainer file in YAML."""
 _ARGUMENTS = (*TRAINING_DEFAULTS, "max_steps")
 """TrainingArguments that replace "auto", except those of the workload."""
 _BATCH_ARGUMENTS = ("per_device_train_batch_size", "gradient_accumulation_steps")
@@ -70,6 +72,10 @@ class ConfigurationFileError(UsageError):
     def __init__(self, path: Path, reason: str, *, remedy: str = "correct the file") -> None:
         super().__init__(f"--configs {path}: {reason}", remedy=remedy)
         self.path, self.reason = path, reason
+
+
+class OtherFileError(ConfigurationFileError):
+    """The file was read and is not a configuration."""
 
 
 class MissingFileError(ConfigurationFileError):
@@ -185,21 +191,29 @@ def _read_folder(folder: Path, lines: list[str]) -> list[ConfigurationFile]:
     return read
 
 
-def read_configuration_file(path: Path) -> ConfigurationFile:
-    """Read one file. Raises ConfigurationFileError if it cannot be read or is not a configuration."""
-    text, data, line = _read(path)
+def read_configuration_file(path: Path, text: str | None = None) -> ConfigurationFile:
+    """Read one file. Raises ConfigurationFileError if it cannot be read or is not a configuration.
+
+    ``text``: of the file, if it was already read.
+    """
+    text, data, line = _read(path, text)
     kind = kind_of(data)
     if "deepspeed" in data and data["deepspeed"] is None:
         remedy = "give the DeepSpeed configuration itself, or the arguments of a run with it"
-        raise ConfigurationFileError(path, "a Trainer's arguments without DeepSpeed: deepspeed is null", remedy=remedy)
+        raise OtherFileError(path, "a Trainer's arguments without DeepSpeed: deepspeed is null", remedy=remedy)
     if kind is None:
         reason = f"not a DeepSpeed configuration: it has {', '.join(map(str, list(data)[:4])) or 'no key'}"
         remedy = "give a DeepSpeed JSON, an Accelerate YAML, or a Trainer's arguments with a deepspeed key"
-        raise ConfigurationFileError(path, reason, remedy=remedy)
+        raise OtherFileError(path, reason, remedy=remedy)
     file = ConfigurationFile(path=path, kind=kind, name=_machine_name(path.stem), text=text, config=data, lax_line=line)
     if kind == "deepspeed":
         return file
     return _accelerate(file) if kind == "accelerate" else _trainer(file)
+
+
+def looks_like_configuration(text: str) -> bool:
+    """Return whether a text that cannot be parsed has a key of a configuration."""
+    return any(re.search(rf"\b{key}[\"']?\s*:", text) for key in (*_DEEPSPEED_MARKS, "deepspeed_config", "deepspeed"))
 
 
 def kind_of(data: Mapping[str, Any]) -> FileKind | None:
@@ -330,9 +344,9 @@ def _machine_name(stem: str) -> str:
 # Text
 
 
-def _read(path: Path) -> tuple[str, Config, int | None]:
+def _read(path: Path, text: str | None = None) -> tuple[str, Config, int | None]:
     """Return the text of a file without credentials, its values, and the line where it is not strict JSON."""
-    text = read_text(path)
+    text = read_text(path) if text is None else text
     data, line = parse(path, text)
     try:
         values = json_values(data)
@@ -368,8 +382,9 @@ def parse(path: Path, text: str) -> tuple[Config, int | None]:
     try:
         json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
-        # Accelerate reads JSON under any name.
-        if path.suffix.lower() in (".yaml", ".yml") and not isinstance(error, RecursionError):
+        # Accelerate reads JSON under any name. Standard input has no suffix, and hjson would read most YAML wrongly.
+        is_yaml = path.suffix.lower() in (".yaml", ".yml") or (not path.suffix and _YAML_KEY.search(text))
+        if is_yaml and not isinstance(error, RecursionError):
             return _parse_yaml(path, text), None
         if not isinstance(error, json.JSONDecodeError):  # Python reads no integer of more than 4,300 digits
             reason = "a number has too many digits" if isinstance(error, ValueError) else "nested too deeply"
@@ -419,7 +434,7 @@ def _parse_yaml(path: Path, text: str) -> Config:
 def _require_bounded(path: Path, data: Any) -> Config:
     """Return the data if it is an object that is not nested too deeply."""
     if not isinstance(data, dict):
-        raise ConfigurationFileError(path, "not a JSON object")
+        raise ConfigurationFileError(path, "not an object with keys")
     # Level by level: a recursive walk would fail on a file that is nested too deeply.
     level: list[Any] = [data]
     for _ in range(_MAX_LEVELS):

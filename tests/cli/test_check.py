@@ -100,13 +100,36 @@ def test_the_exit_code_says_whether_the_check_failed_or_found_something(
         assert commands.main(["check", *arguments]) == 2
 
 
+def test_a_folder_fails_for_a_configuration_that_cannot_be_used_and_names_what_cannot_be_read(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(GOOD, "configs/good.json")
+    write("apiVersion: {{ x }}\n- a", "configs/chart.yaml")
+    write("deepspeed:\n\tmake", "configs/Makefile")
+    Path("configs/utf16.json").write_bytes(b"\xff\xfe{}")
+    assert commands.main(["check", "configs"]) == 0
+    assert capsys.readouterr().err == "left out of configs: utf16.json: not UTF-8 text\n"
+    write('{"bf16": {"enabled": true}, "gradient_clipping": NaN}', "configs/nan.json")
+    write(ACCELERATE.replace("bf16", "fp8").format("offload_param_device: none"), "configs/fp8.yaml")
+    assert commands.main(["check", "configs", "--json"]) == 2
+    reports = json.loads(capsys.readouterr().out)
+    assert {each["file"]: each["problem"] for each in reports} == {
+        "configs/fp8.yaml": "mixed_precision fp8 is not supported",
+        "configs/good.json": None,
+        "configs/nan.json": "NaN is not a JSON number",
+    }
+
+
 def test_standard_input_is_a_file(
     write: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for text, code in ((BAD, 1), (" " * 300_000, 2)):
+    trainer, accelerate = json.dumps({"deepspeed": {**GOOD, "typo": 1}}), ACCELERATE.format("offload_param_device: cpu")
+    for text, code in ((BAD, 1), (trainer, 1), (accelerate, 1), (" " * 300_000, 2)):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
         assert commands.main(["check", "-"]) == code
-    assert "-:5:5: error: zero_optimization.mics_shard_size" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "-:5:5: error: zero_optimization.mics_shard_size" in out
+    assert "-:5:3: warning: zero_optimization.offload_param" in out
 
 
 def test_json_has_every_file_and_finding(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
