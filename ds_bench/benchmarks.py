@@ -129,7 +129,9 @@ class _Benchmark:
     @property
     def rounds(self) -> int:
         """Measured optimizer steps of all runs together."""
-        return self.config.num_steps * self.config.repeats
+        # Further flags may replace the fields.
+        options = flags.parse(self.config.family, "benchmark", self.config.flags())
+        return options.num_steps * options.repeats
 
     def run(self) -> BenchmarkResult:
         """Train and measure, as a comparison script does. The temporary folder is kept only if a run fails.
@@ -159,7 +161,8 @@ class _Benchmark:
             os.environ.update(own_variables)
         result = benchmark_result(loaded.runs, loaded.environment, config.name)
         if result.failed_runs:
-            failed = f"{result.failed_runs} of {config.repeats} runs failed" if config.repeats > 1 else "failed"
+            runs = len(loaded.runs)
+            failed = f"{result.failed_runs} of {runs} runs failed" if runs > 1 else "failed"
             problem = f"benchmark {config.name} {failed}"
             if not result.succeeded:
                 problem += f": {', '.join(filter(None, [result.status, result.error]))}"

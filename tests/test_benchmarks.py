@@ -53,6 +53,11 @@ def test_a_config_becomes_the_flags_of_the_script_that_has_its_strategy() -> Non
         assert (options.accelerator, options.launcher) == ("cpu", "deepspeed")
 
 
+def test_rounds_follow_the_further_flags() -> None:
+    for arguments, rounds in (((), 9), (("--num-steps", "20"), 60), (("--repeats", "2"), 6)):
+        assert ThroughputBenchmark(name="x", repeats=3, arguments=arguments, **TINY).rounds == rounds
+
+
 def test_variables_of_env_are_there_during_the_run(scripted: ScriptedRun) -> None:
     seen: list[str | None] = []
 

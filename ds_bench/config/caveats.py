@@ -230,7 +230,7 @@ class Caveat:
             ) from error
 
     def __hash__(self) -> int:
-        return hash((self.kind, tuple(self.values.items())))
+        return hash((self.kind, frozenset(self.values.items())))
 
     @property
     def text(self) -> str:

@@ -164,7 +164,7 @@ def _remedy_for_unknown_key(key: str, value: object) -> str | None:
     if near is not None:
         return f"did you mean {near}?"
     inner = [name for name in value if name in deepspeed_keys.top_level_keys()] if isinstance(value, Mapping) else []
-    return f"its {format_names(inner)} belongs at the top level" if inner else None
+    return f"its {format_names(inner)} belong{'s' if len(inner) == 1 else ''} at the top level" if inner else None
 
 
 def _blocks_with(key: str) -> list[str]:
@@ -203,11 +203,14 @@ def _nested_findings(case: Case) -> Iterator[Finding]:
 
 def _unknown_nested_key(path: str, key: str, value: object, block: Mapping[str, Any]) -> Finding:
     # A switch under the name of its block: {"fp16": {"fp16": true}}.
-    near = "enabled" if key == path else deepspeed_keys.nearest_key(key, block["keys"], 0.7)
+    switch = "enabled" if key == path and "enabled" in block["keys"] else None
+    near = switch or deepspeed_keys.nearest_key(key, block["keys"], 0.7)
     if since := deepspeed_keys.keys_added_later().get(f"{path}.{key}"):
         remedy = f"use DeepSpeed {since} or later, or remove it"
     elif near is not None:
         remedy = f"did you mean {near}?"
+    elif key == path:
+        remedy = f"put its keys into {path} itself"
     elif key in deepspeed_keys.top_level_keys():
         remedy = "it belongs at the top level"
     elif f"{path}.{key}" in _MEANT:
@@ -425,7 +428,7 @@ _REPORTED_ELSEWHERE = ("stage", "offload_optimizer", "offload_param", "zenflow",
 def _keys_without_reader(case: Case) -> Iterator[Finding]:
     zero, stage = case.block("zero_optimization"), case.stage
     for path in ("disable_allgather", f"{ZERO}allgather_partitions"):
-        if path in case.config or path.rpartition(".")[2] in zero:
+        if path.removeprefix(ZERO) in (zero if path.startswith(ZERO) else case.config):
             yield Finding(
                 "dead-key",
                 "hint",

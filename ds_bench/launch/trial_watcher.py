@@ -266,7 +266,8 @@ class StepMonitor:
             reader.path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self._file.close()
-            if self._event_file is not None:
+        if self._event_file is not None:
+            with contextlib.suppress(OSError):
                 self._event_file.close()
 
 

@@ -29,6 +29,8 @@ def test_a_caveat_is_stored_as_kind_and_values_and_read_back() -> None:
     stored = json_files.json_text([asdict(each) for each in written])
     assert [json_files.build(Caveat, each) for each in json.loads(stored)] == written
     assert len({*written, *written}) == len(written)
+    swap = {"host": "h", "swapped": 1}
+    assert len({Caveat(CaveatKind.SWAP_USED, swap), Caveat(CaveatKind.SWAP_USED, dict(reversed(swap.items())))}) == 1
     assert as_caveat("hung at exit") == written[0]
     assert sorted(each.kind.value for each in written if each.disqualifying) == sorted(DISQUALIFYING)
     disk = Caveat(CaveatKind.DISK_BOUND, {"wait": 0.0123, "other": 1.5}).text

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -297,12 +298,16 @@ def test_full_disk_ends_the_monitor_and_not_the_trial(tmp_path: Path, monkeypatc
         def write(self, _data: bytes) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        def close(self) -> None: ...
+        def close(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
 
+    events = Mock()
+    monkeypatch.setattr(steps.monitor, "_event_file", events)
     steps.monitor._file.close()
     monkeypatch.setattr(steps.monitor, "_file", FullDisk())
     steps.monitor.update()
     steps.monitor.close()
+    events.close.assert_called_once()
     assert steps.monitor.problem == "--monitor could not write all steps: No space left on device"
 
 
