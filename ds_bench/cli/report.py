@@ -13,10 +13,9 @@ from typing import Any
 
 from .. import __version__
 from ..analysis import load_results, merge_results, provenance
-from ..analysis.comparison import ComparisonRow, rows_called
+from ..analysis.comparison import ComparisonRow, compare, rows_called
 from ..analysis.load_results import Result
 from ..analysis.merge_results import ResultGroup
-from ..config import strategies
 from ..config.options import GOALS, ROW_FORMATS
 from ..errors import UsageError
 from ..records.json_files import json_text
@@ -186,19 +185,24 @@ def build_reports(
     groups = merge_results.merge(results)
 
     def has_row(group: ResultGroup, name: str | None) -> bool:
-        return name is not None and any(strategies.matches(run.trial.configuration, name) for run in group.runs)
+        return name is not None and bool(rows_called(compare(group.runs).rows, name))
 
     nowhere = relative_to is not None and not any(has_row(group, relative_to) for group in groups)
     reports = []
     for group in groups:
         own_goal, own_row, resume = _flags_of_run(group)
         row = own_row if relative_to is None else relative_to
+        is_there = has_row(group, row)
+        notes_of_group = [*notes, *group.notes]
+        # The run left the row out as equal to another one, or ended before it.
+        if relative_to is None and row is not None and not is_there:
+            notes_of_group.append(f"the result has no row {row}; ratios are relative to the first usable row")
         reports.append(
             build_report(
                 group.runs,
                 goal=goal or own_goal or "balanced",
-                relative_to=row if nowhere or has_row(group, row) else None,  # a row found nowhere raises
-                notes=[*notes, *group.notes],
+                relative_to=row if nowhere or is_there else None,  # a row found nowhere raises
+                notes=notes_of_group,
                 commands=group.commands,
                 environments=group.environments,
                 sources=[str(source) for source in group.sources],

@@ -11,6 +11,7 @@ import pytest
 
 from ds_bench.cli import commands
 from ds_bench.cli.commands import main
+from ds_bench.cli.report import build_reports
 from ds_bench.config.strategies import REFERENCES, make_configuration
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
@@ -124,6 +125,22 @@ def test_report_uses_its_own_flags_then_those_of_the_run(
     assert f"Recommendation {goal}" in out
     assert ratio in out
     assert "usage:" not in out
+    assert ("the result has no row zero3; ratios" in out) == ("zero3" in of_run and 3 not in stages)
+
+
+def test_ratios_may_refer_to_any_label_that_is_shown(tmp_path: Path) -> None:
+    one, _ = two_models(tmp_path)
+    gpt2 = fakes.workload(model="gpt2")
+    (record,) = run_of((2,), of=gpt2)
+    changed = run_of((2,), of=gpt2, ds_config={**record.trial.ds_config, "prescale_gradients": True})
+    other = fakes.write_run(tmp_path / "c", [record, *changed]).folder
+    (comparison_report,) = build_reports([other])
+    labels = [row.label for row in comparison_report.comparison.rows]
+    assert len({*labels, "ZeRO-2"}) == 3, labels
+    for label in labels:
+        first, second = build_reports([Path(one), other], label)
+        baselines = [each.comparison.baseline for each in (first, second)]
+        assert [row.label for row in baselines if row is not None] == ["ZeRO-0", label]
 
 
 # ------------------------------------------------------------------ charts and configurations
