@@ -48,7 +48,13 @@ from .recommend import remedies
 from .records import schema
 from .records.json_files import json_text, write_json
 from .records.rank_files import CONFIG_FILE
-from .records.resume import is_finished, remaining_trials, require_same_machine, require_same_workload
+from .records.resume import (
+    is_finished,
+    remaining_trials,
+    require_same_machine,
+    require_same_workload,
+    with_retries,
+)
 from .records.run_folder import RUN_FILE, RunFolder
 from .records.schema import Outcome, TrialRecord
 from .report import exported_configuration
@@ -140,7 +146,7 @@ def run_comparison(
                     require_ready(plan, machine, nvme_folder, hosts)
                 # Only after the checks: a run that is refused leaves no empty folder.
                 if options.resume is not None:
-                    store = RunFolder.open(options.resume, options.retry)
+                    store = with_retries(RunFolder.open(options.resume), options.retry)
                 else:
                     suffix = "" if options.shard is None else options.shard.file_suffix
                     store = RunFolder.create(options.output_dir, options.family, suffix)
@@ -221,7 +227,8 @@ def _start_loading(plan: RunPlan) -> None:
         return
     names = rank_environment.ops_of(plan.placement, plan.configurations)
     if all(is_built(name, Path(plan.variables["TORCH_EXTENSIONS_DIR"])) for name in names):
-        start_server({**plan.variables, **rank_environment.preloaded_ops(names)})
+        with contextlib.suppress(OSError):  # the launcher tries again, and says why or launches without it
+            start_server({**plan.variables, **rank_environment.preloaded_ops(names)}, plan.placement)
         for module in (f"{__package__}.analysis.row", "scipy.special", "jinja2", "yaml", "rich.text"):
             importlib.import_module(module)
 

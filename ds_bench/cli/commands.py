@@ -346,7 +346,7 @@ COMMANDS: Mapping[str, Command] = {
     "ops": Command(
         purpose="build the DeepSpeed ops of the built-in strategies ahead of time",
         examples=("",),
-        function="doctor:build_ops",
+        function="ops:build_ops",
     ),
     "explain": Command(
         purpose="explain why one row needs more memory or time than another",

@@ -1,24 +1,20 @@
-"""The commands ``doctor``, which checks whether this machine is ready, and ``ops``, which builds DeepSpeed's ops."""
+"""The command ``doctor``: checks whether this machine is ready."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-from ..config import placement
 from ..config.configuration_files import read_configuration_files
 from ..config.deepspeed_keys import answer_for
 from ..config.training_script import find_python
-from ..doctor import checks, software
+from ..doctor import checks
 from ..doctor.findings import Groups, SystemAccess, format_count, format_finding
-from ..launch import ops, rank_environment
-from ..system import gpu_state, terminal
-from ..system.environment import read_interpreter, require_packages
+from ..system import terminal
+from ..system.environment import read_interpreter
 
 READY, NOT_READY = 0, 2
 
@@ -76,21 +72,3 @@ def lines(groups: Groups) -> Iterator[str]:
         yield ""
     ready = "not ready" if exit_code(groups) else "ready"
     yield f"{ready}: {format_count(every, 'problem')}, {format_count(every, 'warning')}"
-
-
-def build_ops() -> int:
-    """Build the missing ops and print the state of each.
-
-    Return 0 if at least one op is usable, else 1. Raises PreflightError without torch and DeepSpeed.
-    """
-    require_packages("building DeepSpeed's ops", ("torch", "deepspeed"))
-    here = placement.default_placement(os.environ, gpu_state.read_gpus())
-    variables = rank_environment.rank_environment(here, os.environ)
-    names = software.strategies_by_op(here.accelerator)
-    with terminal.StatusLine(sys.stdout) as line:
-        folder = Path(variables["TORCH_EXTENSIONS_DIR"])
-        states = ops.prepare_ops(names, folder, variables, say=line.say, show_elapsed=line.show)
-    for name, state in states.items():
-        text = "ready" if state.ready else f"{state.reason}; {ops.remedy_of(state.reason)}"
-        terminal.print_text(f"{name.removesuffix('Builder'):<14} {text}")
-    return 0 if any(state.ready for state in states.values()) else 1

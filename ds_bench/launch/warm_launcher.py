@@ -11,6 +11,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,6 +79,7 @@ class WarmLauncher:
         except BaseException:
             # An interrupted start must not leave a server that is still loading.
             processes.end_tree(None, earlier=earlier, grace_seconds=1.0)
+            _forget_server()
             raise
 
     def _probe_server(self, timeout_seconds: float) -> str | None:
@@ -101,9 +103,7 @@ class WarmLauncher:
     def launch(self, trial: Trial, folder: Path, listen: ProgressCallback) -> TrialRecord:
         """See ``Launcher``."""
         reason = "it died as often as it was started"
-        own = {
-            name: self._environment[name] for name in trial.placement.forwarded_variables if name in self._environment
-        }
+        own = _forwarded(self._environment, trial.placement)
         for _ in range(_MAX_STARTS):
             # Before the trial begins, because ending a trial spares what ran before it.
             _ensure_tracker()
@@ -164,15 +164,27 @@ class WarmLauncher:
         return Leader(process.pid or 0, wait)
 
 
-def start_server(environment: Mapping[str, str]) -> None:
+def start_server(environment: Mapping[str, str], placement: Placement | None = None) -> None:
     """Start the server unless it runs. It loads while this process goes on; :meth:`WarmLauncher.prepare` waits for it.
 
-    ``environment``: as of :class:`WarmLauncher`.
+    ``environment``: as of :class:`WarmLauncher`. ``placement``: of the trials. Raises OSError if it cannot be started.
     """
+    server = _server()
+    earlier = server._forkserver_pid
     _ensure_tracker()
-    _server().set_forkserver_preload([__name__, _PRELOAD])
-    with _set_variables(_with_parent(environment)):
-        _server().ensure_running()
+    server.set_forkserver_preload([__name__, _PRELOAD])
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_set_variables(_with_parent(environment)))
+        with contextlib.suppress(ValueError):  # not in the main thread
+            # The server inherits it. Ctrl-C reaches all processes of a terminal, and this one ends the server.
+            stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN))
+        server.ensure_running()
+    if placement is not None and server._forkserver_pid != earlier:
+        _forwarded_to[server._forkserver_pid] = _forwarded(environment, placement)
+
+
+def _forwarded(environment: Mapping[str, str], placement: Placement) -> dict[str, str]:
+    return {name: environment[name] for name in placement.forwarded_variables if name in environment}
 
 
 def _with_parent(environment: Mapping[str, str]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from ..errors import UsageError
 from ..system.environment import Environment, comparability_differences
 from ..units import format_names
 from . import reader
-from .run_folder import RUN_FILE, RunFolder, cannot_resume
+from .run_folder import PROBES_FILE, RECORDS_FILE, RUN_FILE, RunFolder, cannot_resume
 from .schema import INTERRUPTED, TrialRecord
 
 
@@ -93,6 +93,18 @@ def remaining_trials(trials: Sequence[Trial], done: Sequence[TrialRecord]) -> li
     """Return the trials without a record, by ``work_key``, and those whose last record is an interruption."""
     last = {work_key(record.trial): record.outcome.status for record in done}
     return [trial for trial in trials if last.get(work_key(trial), INTERRUPTED) == INTERRUPTED]
+
+
+def with_retries(store: RunFolder, statuses: Iterable[str]) -> RunFolder:
+    """Return the run with the records of the trials to repeat set aside: those that ended with one of ``statuses``."""
+    wanted = {status.lower() for status in statuses}
+    retried = (
+        (name, index)
+        for name in (RECORDS_FILE, PROBES_FILE)
+        for index, record in enumerate(store.records(name) if wanted else ())
+        if record.outcome.status.lower() in wanted
+    )
+    return replace(store, retried=frozenset(retried))
 
 
 def is_finished(folder: Path) -> bool:

@@ -20,9 +20,9 @@ import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -91,11 +91,8 @@ class RunFolder:
             raise files.not_writable(output_dir, "--output-dir", error) from None
 
     @classmethod
-    def open(cls, folder: Path, retry: Iterable[str] = ()) -> RunFolder:
-        """Open an earlier run for ``--resume``. Raises UsageError if it is missing, or could write elsewhere.
-
-        ``retry``: the statuses of ``--retry``.
-        """
+    def open(cls, folder: Path) -> RunFolder:
+        """Open an earlier run for ``--resume``. Raises UsageError if it is missing, or could write elsewhere."""
         if not (folder / RUN_FILE).is_file():
             if folder.is_dir() and folder.resolve().parent.name == "runs":
                 problem = "nothing to resume, the run ended before it had settled what to run"
@@ -109,14 +106,7 @@ class RunFolder:
             if path.is_symlink() or (path.exists() and not (path.is_file() or path.is_dir())):
                 problem = f"{path.name} is a link or not a regular file, and would be written to"
                 raise cannot_resume(store.folder, problem, remedy="remove it, or start a new run")
-        statuses = {status.lower() for status in retry}
-        retried = (
-            (name, index)
-            for name in (RECORDS_FILE, PROBES_FILE)
-            for index, record in enumerate(store.records(name) if statuses else ())
-            if record.outcome.status.lower() in statuses
-        )
-        return replace(store, retried=frozenset(retried))
+        return store
 
     @contextmanager
     def locked(self) -> Iterator[str | None]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -80,3 +82,18 @@ def test_a_server_started_with_other_variables_of_env_is_not_used_again(monkeypa
         launcher.launch(fakes.trial(on=on), Path(), lambda _: None)
         server = launcher._server_pid
         assert len(started) == servers, value
+
+
+def test_a_server_started_before_the_checks_of_a_run_that_is_refused_is_not_used_with_other_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next run in this process could not tell which variables its libraries have read."""
+    server = types.SimpleNamespace(_forkserver_pid=None, set_forkserver_preload=lambda _: None)
+    server.ensure_running = lambda: setattr(server, "_forkserver_pid", 7)
+    monkeypatch.setattr(warm_launcher, "_server", lambda: server)
+    monkeypatch.setattr(warm_launcher, "_ensure_tracker", lambda: None)
+    monkeypatch.setattr(warm_launcher, "_forwarded_to", {})
+    warm_launcher.start_server({"MINE": "a", "OTHER": "c"}, fakes.placement(forwarded_variables=("MINE",)))
+    warm_launcher.start_server({"MINE": "b"}, fakes.placement(forwarded_variables=("MINE",)))  # it runs already
+    assert warm_launcher._forwarded_to == {7: {"MINE": "a"}}
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -28,7 +28,7 @@ class ScriptedRun:
         self.launcher = FakeLauncher()
         ready = {op: ops.OpState(op=op, ready=True) for op in (ops.CPU_ADAM, ops.SHARED_MEMORY)}
         monkeypatch.setattr(rank_environment, "build_ops", lambda *_: ready)
-        monkeypatch.setattr(runner, "start_server", lambda _: None)
+        monkeypatch.setattr(runner, "start_server", lambda *_: None)
         monkeypatch.setattr(runner, "choose_launcher", lambda *_: (self.launcher, None))
         monkeypatch.setattr(gpu_state, "read_gpus", gpu_state.GpuInventory)
         monkeypatch.setattr(software, "check_programs", lambda *_: [])
