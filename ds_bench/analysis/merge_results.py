@@ -132,13 +132,16 @@ def merge(results: Sequence[Result]) -> tuple[ResultGroup, ...]:
     builders: list[_GroupBuilder] = []
     notes: list[str] = []
     seen: set[tuple[Any, ...]] = set()
+    kept: dict[int, list[Run]] = {}
     # Records first: of a run given twice, the record is kept rather than its flat row.
-    for result in sorted(results, key=lambda each: not each.has_records):
-        new = [run for run in result.runs if identity(run.row) not in seen]
+    for number in sorted(range(len(results)), key=lambda number: not results[number].has_records):
+        kept[number] = [run for run in results[number].runs if identity(run.row) not in seen]
+        seen.update(identity(run.row) for run in kept[number])
+    for number, result in enumerate(results):
+        new = kept[number]
         if len(new) < len(result.runs):
             repeated = format_items(len(result.runs) - len(new), "row")
             notes.append(f"{result.source}: {repeated} also in another result, counted once")
-        seen.update(identity(run.row) for run in new)
         known: dict[tuple[object, ...], _GroupBuilder] = {}
         for run in new:
             trial, method_version = run.trial, run.row.method_version

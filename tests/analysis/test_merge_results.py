@@ -173,6 +173,16 @@ def test_a_flat_json_and_its_own_run_folder_count_once_and_the_records_are_kept(
     assert any("3 rows also in another result" in note for note in group.notes)
 
 
+def test_groups_are_in_the_order_of_the_results_whether_flat_or_with_records() -> None:
+    first, second = run(1, 0.1, seq_length=64), run(1, 0.2)
+    flat = result(second, first, name="flat.json")
+    flat = replace(flat, runs=tuple(load_results.flat_run(each.row) for each in flat.runs))
+    groups = merge([flat, result(first, name="folder")])
+    assert sources(groups) == [("flat.json",), ("folder",)]
+    assert sources(merge([result(first, name="folder"), flat])) == [("folder",), ("flat.json",)]
+    assert [run.has_record for group in groups for run in group.runs] == [False, True]
+
+
 RUNS = st.lists(st.tuples(st.sampled_from((0, 1, 2)), st.integers(1, 40)), min_size=1, max_size=4)
 
 
