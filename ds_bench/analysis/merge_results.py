@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config.identity import differences, facts, row_key, work_key
+from ..config.identity import differences, facts, format_fact, row_key, work_key
 from ..system.environment import Environment, comparability_differences, setting_differences
 from ..units import format_items
 from . import provenance
@@ -32,7 +32,8 @@ class ResultGroup:
     """Rows that can share a table."""
 
     facts: tuple[str, ...]
-    """Workload and devices; followed by the sources if another group has the same facts."""
+    """Workload and devices. If another group has the same facts, followed by the sources, or by the settings that
+    differ if the sources are the same."""
     runs: tuple[Run, ...]
     """In the order of the results; repeats of one configuration have consecutive numbers."""
     environments: tuple[Environment, ...]
@@ -154,16 +155,23 @@ def merge(results: Sequence[Result]) -> tuple[ResultGroup, ...]:
     titles = [provenance.facts(builder.runs) for builder in builders]
     groups = []
     for builder, title in zip(builders, titles, strict=True):
-        same_title = titles.count(title) > 1
+        own_facts: list[str] = []
         own_notes = []
         for other, other_title in zip(builders, titles, strict=True):
-            if other is not builder and (title == other_title or other.same_request(builder)):
-                settings = differences(*(facts(each.first.trial, leave_out=_VARIED) for each in (builder, other)))
-                found = "; ".join([*builder.differences(other), *(each.text for each in settings)])
-                own_notes.append(
-                    f"not pooled with {other.sources}, and no ratio is given between the two, as these differ: {found}"
-                )
-        groups.append(builder.build((*title, builder.sources) if same_title else title, [*own_notes, *notes]))
+            if other is builder or not (title == other_title or other.same_request(builder)):
+                continue
+            settings = differences(*(facts(each.first.trial, leave_out=_VARIED) for each in (builder, other)))
+            found = builder.differences(other)
+            if other.sources == builder.sources:  # points of one sweep
+                own_facts += [*found, *(f"{each.fact} {format_fact(each.a)}" for each in settings)]
+                continue
+            if title == other_title:
+                own_facts.append(builder.sources)
+            text = "; ".join([*found, *(each.text for each in settings)])
+            own_notes.append(
+                f"not pooled with {other.sources}, and no ratio is given between the two, as these differ: {text}"
+            )
+        groups.append(builder.build((*title, *dict.fromkeys(own_facts)), [*own_notes, *notes]))
     return tuple(groups)
 
 

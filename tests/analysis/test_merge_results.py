@@ -135,6 +135,21 @@ def test_another_workload_placement_method_or_environment_is_a_group_that_says_w
                     assert group.notes[0].startswith(f"not pooled with {name}, and no ratio is given between the two")
 
 
+def test_points_of_one_sweep_with_files_of_one_name_have_titles_of_their_own() -> None:
+    names = ("/a/ids.bin", "/b/ids.bin", "/c/ids.bin")
+    points = [run(1, seconds, data_path=name) for name, seconds in zip(names, (0.1, 0.2, 0.3), strict=True)]
+    groups = merge([result(*points)])
+    assert [group.facts[-2:] for group in groups] == [("data ids.bin", f"data_path {name}") for name in names]
+    assert [group.notes for group in groups] == [()] * 3
+    # Apart from another machine's, which has a note.
+    elsewhere = replace(HOST, packages={**HOST.packages, "torch": "2.11.0"})
+    groups = merge([result(*points[:2]), result(run(1, 0.4, data_path=names[0]), on=elsewhere, name="b.json")])
+    assert len({group.facts for group in groups}) == 3
+    assert [[note.split(",")[0] for note in group.notes] for group in groups] == [
+        ["not pooled with b.json"], ["not pooled with b.json"], ["not pooled with a.json"] * 2
+    ]  # fmt: skip
+
+
 def test_results_without_environments_are_pooled_with_a_warning_and_not_across_cards() -> None:
     first = result(run(1, 0.1), on=None)
     (group,) = merge([first, result(run(1, 0.2), on=None, name="b.json")])
