@@ -67,7 +67,7 @@ class Result:
 
 
 class NoTrialsError(UsageError):
-    """A folder without records: no trial had finished, or it is no run folder."""
+    """A run folder without records: no trial had finished."""
 
 
 def load(path: Path, *, whole: bool = True) -> Result:
@@ -108,8 +108,10 @@ def make_runs(
 def _load(path: Path, whole: bool) -> Result:
     if path.is_dir():
         if not _holds_run(path):
+            # A run that was killed at once leaves an empty folder; any other folder was named by mistake.
+            kind = NoTrialsError if path.resolve().parent.name == "runs" else UsageError
             remedy = "give <output-dir>/runs/<run> or a result's .json"
-            raise NoTrialsError(f"{path} holds no {RUN_FILE} and no {RECORDS_FILE}", remedy=remedy)
+            raise kind(f"{path} holds no {RUN_FILE} and no {RECORDS_FILE}", remedy=remedy)
         return _load_run(path, path, whole)
     if path.name in (RUN_FILE, RECORDS_FILE):
         with json_files.opened(path):  # raises UsageError unless it exists and is a file

@@ -200,7 +200,13 @@ def test_a_model_that_is_no_preset_keeps_the_flops_that_its_run_wrote(tmp_path: 
 
 
 def test_a_folder_without_a_run_and_a_csv_get_one_line(run: RunFolder) -> None:
-    assert "holds no run.json" in refusal(run.folder.parent)
+    """Only an empty folder below ``runs`` is a run without trials, which a report of several results leaves out."""
+    empty = run.folder.with_name("zero_20261122_093000")
+    empty.mkdir()
+    for folder, kind in ((run.folder.parent, UsageError), (empty, load_results.NoTrialsError)):
+        with pytest.raises(UsageError, match=r"holds no run\.json") as raised:
+            load_results.load(folder)
+        assert raised.type is kind
     assert "Give a run folder, or a result's .json" in refusal(run.csv_path)
 
 
