@@ -128,8 +128,8 @@ class Prediction:
     """Tier → category → bytes of one rank, comparable with ``RankMeasurement.ledger``."""
     unknown: str | None = None
     """Why activations, logits and loss are not in the figures; None if they are."""
-    alternatives: tuple[Alternative, ...] = ()
-    """For advice after the run; ``what_if`` finds them."""
+    alternatives: tuple[Alternative, ...] | None = None
+    """For advice after the run; ``what_if`` finds them. None if they were not looked for."""
     savings: tuple[Saving, ...] = ()
     """For explanations after the run; ``what_if`` finds them."""
     host_phases: Mapping[str, int] = field(default_factory=dict)

@@ -330,7 +330,7 @@ def failed_setup(run: Run, comparison: Comparison, shortage: Shortage) -> Failed
     """
     prediction, trial = stored_prediction(run.trial), run.trial
     # Without the activations it is not known what would fit.
-    if prediction is None or prediction.unknown is not None or not prediction.alternatives:
+    if prediction is None or prediction.unknown is not None or prediction.alternatives is None:
         return None
 
     def work(trial: Trial) -> Workload:

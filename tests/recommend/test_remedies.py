@@ -138,10 +138,10 @@ def unusable() -> TrialRecord:
     return ended(replace(trial, prediction=odd))
 
 
-def unjudged() -> TrialRecord:
-    """Of a run that was killed before changes to the trial were judged."""
+def with_alternatives(alternatives: list[Any] | None) -> TrialRecord:
+    """None: of a run that was killed before changes to the trial were judged. Empty: no change would save memory."""
     trial = planned(ZERO(0), 4)
-    return ended(replace(trial, prediction={**(trial.prediction or {}), "alternatives": []}))
+    return ended(replace(trial, prediction={**(trial.prediction or {}), "alternatives": alternatives}))
 
 
 SITUATIONS: dict[str, Callable[[], list[TrialRecord]]] = {
@@ -172,7 +172,8 @@ SITUATIONS: dict[str, Callable[[], list[TrialRecord]]] = {
         fakes.failure(fakes.trial(ZERO(3), on=CARDS, of=fakes.workload(batch_size=1, activation_checkpointing=True)))
     ],
     "with an unusable prediction": lambda: [unusable()],
-    "killed before changes were judged": lambda: [unjudged()],
+    "killed before changes were judged": lambda: [with_alternatives(None)],
+    "no change would save memory": lambda: [with_alternatives([])],
     # Two ranks of 4 GB each have 8 GB, not the 256 GB of the host.
     "a limit of 4 GB": lambda: [on_ranks_of(4)],
     "a limit of 1 GB": lambda: [on_ranks_of(1)],
@@ -261,7 +262,7 @@ def test_record_has_changes_only_if_memory_was_short_and_no_process_traces_for_t
         stored(trial_predictions.with_changes(trial, profile, gpu_bytes=24 * GB, is_short=short))
         for short in (True, False)
     )
-    assert fine.alternatives == ()
+    assert fine.alternatives is None
     assert fine.savings == found.savings != ()
     reasons = {each.need.not_replayed for each in found.alternatives if each.need is not None}
     assert reasons == {None, "a model without a trace"}
