@@ -84,7 +84,7 @@ def compare_before_after(before: Result, after: Result) -> BeforeAfter:
     unpaired = list(compare(after.runs).rows)
     for row in compare(before.runs).rows:
         same_name = [other for other in unpaired if name(other) == name(row)]
-        # Of several rows of one name, as with other batches, the one that differs least.
+        # If several rows share the name, for example with different batch sizes, take the one that differs least.
         partner = min(same_name, key=lambda other: len(_differences(row, other)), default=None)
         if partner is None:
             rows.append(RowChange(label=row.label, before=row, after=None, incomparable_reasons=("only in BEFORE",)))
@@ -121,8 +121,8 @@ def _pair(before: ComparisonRow, after: ComparisonRow, hardware: Sequence[str], 
     reasons += [f"{side}: {caveat.text}" for side, caveat in caveats if caveat.disqualifying]
     config_changes = list(_config_changes(before.representative, after.representative))
     # Versions are reported once for both results (BeforeAfter.software).
-    told = ("torch", "deepspeed") if versions_known else ()
-    changes = [each.text for each in changed if each.field not in told]
+    reported_once = ("torch", "deepspeed") if versions_known else ()
+    changes = [each.text for each in changed if each.field not in reported_once]
     ratio, interval = None, None
     if not reasons and before.tokens_per_second and after.tokens_per_second:
         ratio = after.tokens_per_second / before.tokens_per_second
@@ -158,7 +158,8 @@ def _loss_caveat(before: ComparisonRow, after: ComparisonRow) -> Caveat | None:
         ranks = run.ranks
         if len(wrappers) == 1:  # the known effect of a wrapper on the loss is then the same in both rows
             ranks = tuple(replace(rank, engine_optimizer_class="") for rank in ranks)
-        # compare_losses groups rows by workload: with one for both, another number of steps does not part them.
+        # compare_losses groups rows by workload: both get the same, so that a different number of steps does not
+        # separate them.
         trial = replace(run.trial, workload=runs[0].trial.workload)
         runs[index] = replace(run, stored=replace(run.stored, trial=trial, ranks=ranks))
     return next(iter(compare_losses(runs).values()), None)

@@ -200,7 +200,7 @@ class Comparison:
         return found.pop() if len(found) == 1 else None
 
     def row(self, key: str) -> ComparisonRow:
-        """The row of that key. Raises KeyError."""
+        """The row with that key. Raises KeyError."""
         return {row.key: row for row in self.rows}[key]
 
 
@@ -235,7 +235,7 @@ def compare(
     baseline = chosen if chosen is not None and chosen.succeeded else None
     compared = tuple(_relative_to_baseline(rows, baseline, reference))
     measured = [row for row in compared if row.succeeded]
-    # Host memory has a front only where rows differ in it by choice, or where it is all the memory there is.
+    # Host memory has a Pareto front only if a row offloads to it, or if there is no other memory.
     uses_host_memory = any(row.configuration.layout[1:] != ("none", "none") for row in measured)
     # Where no row has GPU memory, all ran on the CPU accelerator.
     on_host = uses_host_memory or all(row.gpu_peak_bytes is None for row in measured)
@@ -498,7 +498,7 @@ def _run_caveats(rows: Sequence[Sequence[Run]]) -> Iterator[Caveat]:
 
 
 def _apart_caveats(rows: Sequence[Sequence[Run]]) -> Iterator[Caveat]:
-    """Where no run has every row, ratios also contain what changed from one run, or one host, to another."""
+    """Yield a caveat if no single run has every row: ratios then include differences between runs or hosts."""
     trained = [successes for row in rows if (successes := [run for run in row if run.row.success])]
     labels: dict[str | None, dict[int, str]] = {}
     hosts: dict[str | None, str] = {}

@@ -28,7 +28,7 @@ others."""
 _MIN_FREEDOM_WITH_BLOCKS = 4
 """Degrees of freedom that must remain for the noise if rounds are blocks."""
 _MAX_BLOCKS = 200
-"""Number of rounds above which they are no blocks and only the trend is fitted."""
+"""Largest number of rounds that are used as blocks; with more, only the trend is fitted."""
 _MAX_RATIO_ON_SHARED_PROCESSOR = 2.0
 """Upper end divided by lower end above which an interval on a shared processor is too wide to decide anything."""
 
@@ -43,7 +43,8 @@ class RatioInterval:
     high: float
     degrees_of_freedom: float
     confidence: float = 1 - ERROR_RATE
-    """Of this interval by itself. It is higher with several rows, since chance makes some of many rows differ."""
+    """Confidence of this interval taken alone. With several rows it is above 95 %, to correct for multiple comparisons.
+    """
     too_wide: bool = False
     """True if it is too wide to decide anything (on the CPU accelerator: more than a factor of two)."""
 
@@ -183,7 +184,7 @@ class RowRatios:
     Model: the logarithm of a run's mean is the level of its row, plus a linear trend over the order of the starts, plus
     noise. If rounds differ by more than that (F test at 1 %), they are blocks. The noise variance is estimated from all
     rows together; a row that varies far more than the others (F tests at 1 % in all) has its own estimate. An interval
-    covers the ratio of the geometric means, both as measured and with the trend removed, with the margin around each.
+    spans the ratio of the geometric means as measured and with the trend removed, plus the margin on both sides.
     Noise that lasts from run to run is not independent, but the shuffled order of the runs
     (``planning.trial_planner``) still keeps false differences rare (``bench/false_differences.py``).
 
@@ -294,7 +295,10 @@ class RunFit:
     def __init__(
         self, rows: Sequence[int], rounds: Sequence[int], positions: Sequence[float], logs: Sequence[float]
     ) -> None:
-        """All of each run. ``rows``: indices from 0 without gaps. ``logs``: logarithms of the means."""
+        """The sequences have one element per run. ``rows``: indices from 0 without gaps.
+
+        ``logs``: logarithms of the means.
+        """
         import numpy as np
 
         self._rows, values = np.asarray(rows), np.asarray(logs, dtype=float)
@@ -309,7 +313,10 @@ class RunFit:
         self._means = self._row_means(values)
         self._within_rows = values - self._means[self._rows]
         self._noisy = np.zeros(len(self._counts), dtype=bool)
-        """Rows with a noise variance of their own; they do not count in trend, rounds and the common variance."""
+        """Rows with a noise variance of their own.
+
+        They are excluded from the estimates of trend, rounds and common variance.
+        """
         # The residuals of a first fit, with one variance for all rows, show the noisy rows.
         self._noisy = self._find_noisy_rows(self._fit())
         if self._noisy.any():
@@ -353,7 +360,7 @@ class RunFit:
         return squares
 
     def _find_noisy_rows(self, squares: Any) -> Any:
-        """Return whether each row varies far more than the others; at least two rows do not.
+        """Return a mask of the rows that vary far more than the others; it always leaves out at least two rows.
 
         ``squares``: sums of squared residuals of a fit without noisy rows.
         """
@@ -364,7 +371,7 @@ class RunFit:
         freedoms = self._freedoms * self._counts / self._counts.sum()
         noisy = np.zeros(len(squares), dtype=bool)
         for _ in range(len(squares) - 2):
-            # -1 is below any variance: rows that were found are not found again.
+            # -1 is below any variance, so a row already marked is not chosen again.
             noisiest = np.where(noisy, -1.0, squares / freedoms).argmax()
             own, own_freedom = squares[noisiest], freedoms[noisiest]
             rest, rest_freedom = squares[~noisy].sum() - own, freedoms[~noisy].sum() - own_freedom
@@ -398,7 +405,7 @@ class _Covariates:
     def __init__(self, row_means: Any, within_rows: Any, noisy: Any, counted: Any) -> None:
         """``within_rows``: deviations of the columns from ``row_means``: the levels of the rows drop out.
 
-        ``counted``: whether each run counts in the estimate, which those of ``noisy`` rows do not.
+        ``counted``: mask of the runs that enter the estimate; runs of ``noisy`` rows do not.
         """
         import numpy as np
 

@@ -1,4 +1,4 @@
-"""Costs of a step besides computing: communication, transfers, CPU Adam, the disk (docs/metrics.md).
+"""Costs of a step besides computation: communication, transfers, CPU Adam, the disk (docs/metrics.md).
 
 They come from synchronized steps after the measured window.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ..records.schema import OffloadTimes, RankMeasurement, TrialRecord, ranks_of_nodes
 
 PARTS = ("forward", "backward", "step", "communication", "transfer", "data_wait")
-"""Parts of a step, none within another."""
+"""Parts of a step, without overlap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +29,7 @@ class StepCosts:
     cpu_adam_bytes_per_second: float | None = None
     """Sum over the ranks of a node, on the slowest node."""
     disk_needed_bytes_per_second: float | None = None
-    """Disk speed at which swapping would be hidden behind other work, on the node whose disk falls furthest short of
-    it."""
+    """Disk speed at which other work would hide all transfers, on the node whose disk falls furthest short of it."""
     disk_measured_bytes_per_second: float | None = None
     """Measured disk speed of the same node."""
     disk_bound: bool | None = None
@@ -90,8 +89,11 @@ def step_parts(ranks: Sequence[RankMeasurement]) -> dict[str, float]:
 
 
 def disk_wait(record: TrialRecord) -> tuple[float, float] | None:
-    """Return the seconds that a step waits for the disk and for everything else, on the rank that waits longest for the
-    disk; None if nothing was swapped. A trial is disk-bound if the first is the larger."""
+    """Return the seconds that a step waits for the disk, and those it spends on everything else.
+
+    On the rank that waits longest for the disk; None if nothing was swapped. A trial is disk-bound if the first is the
+    larger.
+    """
     waits = [
         (rank.offload.disk_wait_seconds, _seconds_without_disk(rank, rank.offload))
         for rank in record.ranks

@@ -94,7 +94,7 @@ class FileRowMaker:
     ) -> tuple[Config, dict[str, Any], list[str]]:
         """Return the configuration with its "auto" resolved, the resolved values, and caveats. Raises UsageError."""
         written = json_values(self.change(copy.deepcopy(dict(file.config))))
-        # The flags may set any optimizer, tested with ZeRO or not.
+        # --optimizer may name one that DeepSpeed has not tested with ZeRO.
         if written.get("optimizer") != file.config.get("optimizer"):
             written.setdefault("zero_allow_untested_optimizer", True)
         # Rewrite what DeepSpeed still reads and this program does not, before "auto" is resolved: the Trainer fills in
@@ -237,7 +237,7 @@ def _remove_side_effects(config: Config) -> list[str]:
 def _complete_precision(config: Config, file: ConfigurationFile, wanted: str, usual: str) -> list[str]:
     """Set the precision explicitly if the file has no block for it. Return caveats.
 
-    ``wanted``: the file's precision, else ``usual``, that of the other rows.
+    ``usual``: the precision of the other rows. ``wanted``: the file's precision, or ``usual`` if it has none.
     """
     if any(name in config for name in deepspeed_config.PRECISION_BLOCKS):
         in_fp32 = deepspeed_config.trained_precision(config, "bf16") == "fp32"

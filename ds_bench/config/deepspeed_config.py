@@ -75,7 +75,7 @@ __prefetch_nvme_param_partitions).
 """
 _LARGEST_FILE_BYTES = 2**22
 _MAX_LEVELS = 20
-"""Nested blocks in a change; DeepSpeed reads five."""
+"""Deepest nesting of a change; DeepSpeed reads five levels."""
 
 
 def base_config(strategy: Strategy | Configuration, batch_size: int, grad_accum: int = 1) -> Config:
@@ -295,7 +295,7 @@ def minimal_config(strategy: Strategy | Configuration) -> dict[str, Any]:
 def hash_config(ds_config: Mapping[str, Any], engine: Engine = "deepspeed") -> str:
     """Return 12 hexadecimal digits of the SHA-256 of a DeepSpeed configuration without ``nvme_path``.
 
-    The hash covers the name of a reference engine.
+    For a reference engine, the hash also covers its name.
     """
     named = ds_config if engine == "deepspeed" else {**ds_config, "engine": engine}
     text = json.dumps(_without_folders(named), sort_keys=True, default=str)

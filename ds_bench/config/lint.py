@@ -1,4 +1,4 @@
-"""Finds what is wrong, ineffective or left open in a DeepSpeed configuration, without DeepSpeed, torch or a GPU.
+"""Finds what is wrong, ineffective or unset in a DeepSpeed configuration, without DeepSpeed, torch or a GPU.
 
 Keys, types and defaults are generated from DeepSpeed (``deepspeed_keys``); other facts come from ``rules``. An error
 is something that DeepSpeed refuses, when it reads the configuration or later. A warning is something that it ignores,
@@ -113,7 +113,7 @@ def refuse(config: Config, is_refused: Callable[[Finding], bool]) -> None:
 
 
 _BLOCKS_WITH_COMMON_KEYS = ("autotuning", "data_efficiency", "expert_parallel", "checkpoint.writer")
-"""Blocks whose keys have such common names that a misplaced key was not meant for them."""
+"""Blocks with key names so common that a match does not tell where a misplaced key belongs."""
 _MEANT = {
     "comms_config": "did you mean comms_logger?",
     "cuda_visible_devices": "set the environment variable CUDA_VISIBLE_DEVICES, or start with --include",
@@ -121,7 +121,7 @@ _MEANT = {
     "compile.backend": "give it to engine.compile()",
     "compile.disable": "remove it; nothing is compiled before engine.compile() is called",
 }
-"""Intended settings of keys seen in public configurations that resemble no key of DeepSpeed."""
+"""Remedies for keys found in public configurations that resemble no DeepSpeed key."""
 _REMOVED_REMEDIES = {
     "amp": "use bf16, fp16 or torch_autocast",
     "curriculum_learning": "use data_efficiency.data_sampling.curriculum_learning",
@@ -132,7 +132,7 @@ _REMOVED_REMEDIES = {
 
 
 def _unknown_top_level_keys(config: Config) -> Iterator[Finding]:
-    strangers = []
+    unknown = []
     for key, value in config.items():
         if key in deepspeed_keys.top_level_keys() or key in deepspeed_keys.removed_keys():
             continue
@@ -147,11 +147,11 @@ def _unknown_top_level_keys(config: Config) -> Iterator[Finding]:
         elif remedy := _remedy_for_unknown_key(key, value):
             yield Finding("ignored-key", "warning", key, "DeepSpeed ignores it at the top level", remedy, _CONFIG)
         else:
-            strangers.append(key)
-    if strangers:
-        count, them = format_items(len(strangers), "top-level key"), "it" if len(strangers) == 1 else "them"
-        reason = f"DeepSpeed ignores {count} that it does not know: {format_names(strangers)}"
-        yield Finding("ignored-key", "warning", strangers[0], reason, f"remove {them}", _CONFIG)
+            unknown.append(key)
+    if unknown:
+        count, them = format_items(len(unknown), "top-level key"), "it" if len(unknown) == 1 else "them"
+        reason = f"DeepSpeed ignores {count} that it does not know: {format_names(unknown)}"
+        yield Finding("ignored-key", "warning", unknown[0], reason, f"remove {them}", _CONFIG)
 
 
 def _remedy_for_unknown_key(key: str, value: object) -> str | None:

@@ -1,7 +1,7 @@
 """What ``check --explain`` says about a rule: what it finds, why it matters, an example, the remedy and the source.
 
-``rule_examples.json`` has an example for every rule, and a sentence where ``rules`` has none. Level, reason, remedy and
-source come from the finding that ``check`` makes of the example.
+``rule_examples.json`` holds an example of every rule, and a description of each rule that ``rules`` does not describe.
+Level, reason, remedy and source come from the finding that ``check`` reports for the example.
 """
 
 from __future__ import annotations
@@ -20,36 +20,37 @@ from .lint import Finding
 from .rules import RULES, WRONG_TRAINING, ModelSize
 
 BASE: Mapping[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0}
-"""The configuration without a finding that every example changes."""
+"""The clean configuration that every example modifies."""
 _WHY = {
     "error": "DeepSpeed stops when {}.",
-    "warning": "DeepSpeed accepts the file, but ignores the setting, acts otherwise, or fails later.",
+    "warning": "DeepSpeed accepts the file, but ignores the setting, behaves differently, or fails later.",
     "hint": "DeepSpeed accepts the file; you might not expect what it does with it.",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """One rule in words."""
+    """The explanation of one rule."""
 
     finding: Finding
-    """What ``check`` reports about the example, with its place there."""
+    """The finding that ``check`` reports for the example, with its position."""
     what: str
     why: str
     example: str
     """Text of a file that breaks the rule and no other."""
     given: str
-    """Flags, or a GPU, that ``check`` needs to find it; empty for none."""
+    """Flags or GPU without which ``check`` does not apply the rule; empty if none."""
     versions: str
     """DeepSpeed versions that the rule applies to; empty: all."""
 
 
 @cache
 def rule_table() -> Mapping[str, Mapping[str, Any]]:
-    """Return the name of every rule → its entry in ``rule_examples.json``: ``what``, ``why``, ``given`` and an example.
+    """Return a mapping from each rule's name to its entry in ``rule_examples.json``.
 
-    The example is a ``config`` laid over :data:`BASE`, where null removes a key, or for a rule about a whole file its
-    ``text``; such an entry has ``level``, ``remedy`` and ``source`` too.
+    An entry has ``what``, ``why``, ``given`` and an example. The example is a ``config`` laid over :data:`BASE`, where
+    null removes a key, or for a rule about a whole file its ``text``; such an entry has ``level``, ``remedy`` and
+    ``source`` too.
     """
     table: dict[str, Any] = json.loads(Path(__file__).with_name("rule_examples.json").read_text(encoding="utf-8"))
     return table

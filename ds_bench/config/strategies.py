@@ -23,7 +23,7 @@ _OFFLOADS: dict[str, tuple[str, Device, Device]] = {
 }
 
 OFFLOAD_NAMES: tuple[str, ...] = tuple(_OFFLOADS)
-"""Strategies that exist at every stage (``--stage``)."""
+"""Offload strategies; ``--stage`` sets their ZeRO stage."""
 
 
 def offload_strategy(name: str, stage: int = 3) -> Strategy:
@@ -51,7 +51,7 @@ REFERENCES: dict[str, Strategy] = {
 }
 """torch's own engines: DistributedDataParallel and ``fully_shard``.
 
-A reference row has the DeepSpeed configuration of the ZeRO stage that partitions alike. The engine reads batch,
+A reference row has the DeepSpeed configuration of the ZeRO stage that shards the same states. The engine reads batch,
 optimizer, clipping and number format from it, so these are the same as in every row.
 """
 DDP_BUCKET_MB = 25
@@ -95,7 +95,7 @@ def make_configuration(
 def matches(row: Strategy | Configuration, text: str) -> bool:
     """Return whether a user's text (``zero2``, ``ZeRO-2``, ``stage 2``, ``2``, ``cpu_optimizer``) names this row.
 
-    Case, spaces, hyphens and underscores do not count. A stage names only a row of the catalogue without optimizer
+    Case, spaces, hyphens and underscores are ignored. A stage number matches only catalogue rows without optimizer
     offload.
     """
     names = [row.name, row.label]

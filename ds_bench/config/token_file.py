@@ -76,7 +76,7 @@ def item_bytes(dtype: TokenType) -> int:
 
 
 def read_token_file(path: Path, requested: TokenType | None) -> TokenFile:
-    """Read a file: all of it up to 1 GB, otherwise evenly spaced parts. Raises UsageError.
+    """Read a file: all of it up to 1 GiB, otherwise evenly spaced parts. Raises UsageError.
 
     ``requested``: type of the ids; None to take it from the suffix.
     """

@@ -1,9 +1,9 @@
-"""The agent on each host of a run on several: starts that host's ranks, watches and ends them, and sends their files.
+"""The agent on each host of a multi-host run: starts, watches and ends that host's ranks, and sends their files.
 
-:mod:`.host_connections` starts it as ``python -m ds_bench.launch.host_agent``. It answers requests on standard input,
-one JSON object a line: ``{"id": 1, "request": "environment", …}`` by ``{"id": 1, "result": …}`` or
-``{"id": 1, "error": "…"}``. When its input ends, or nothing has come for 15 s, it ends every process that belongs to
-the run on this host, removes what it has created, and ends itself.
+:mod:`.host_connections` starts it as ``python -m ds_bench.launch.host_agent``. It reads requests from standard input,
+one JSON object per line, such as ``{"id": 1, "request": "environment", …}``, and answers each with
+``{"id": 1, "result": …}`` or ``{"id": 1, "error": "…"}``. When its input ends, or nothing has come for 15 s, it ends
+every process that belongs to the run on this host, removes what it has created, and ends itself.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _SEND_SECONDS = 0.5
 _CHECK_SECONDS = 100.0
 """Limit on the checks of this host, which take less than a second on a healthy machine."""
 _CLEAN_UP_SECONDS = 30.0
-"""For the main thread to end processes and remove files."""
+"""Time for the main thread to end processes and remove files."""
 _REPLACED = re.compile(r"rank\d+(\.measured)?\.json|rank\d+\.beat|rank\d+\.steps")
 """Files that are sent whole when they have changed."""
 _GROWING = re.compile(rf"rank\d+\.(log|stacks)|{re.escape(EXITS_FILE)}|{re.escape(LEADER_LOG)}")
@@ -82,13 +82,13 @@ class HostEnd:
     left: tuple[int, ...]
     """Processes that could not be ended."""
     oom_killed: bool
-    """Whether the kernel killed a process for memory meanwhile."""
+    """Whether the kernel's OOM killer ended a process during the trial."""
     disk_full: bool
     """Whether the disk of the swap folder was full."""
 
 
 class HostTrial:
-    """A trial on this host, from :meth:`begin` to :meth:`end`; to end one of an earlier agent, its id is enough."""
+    """A trial on this host, from :meth:`begin` to :meth:`end`. A trial of an earlier agent can be ended by its id."""
 
     def __init__(self, scratch_id: str, send: Callable[[Message], None] = lambda _message: None) -> None:
         self.scratch_id, self._send = scratch_id, send
@@ -97,7 +97,7 @@ class HostTrial:
         """Holds the trial's files; None before :meth:`begin`."""
         self._assignment: Assignment | None = None
         self._sent: dict[Path, Any] = {}
-        """What was sent of each file: the length of a growing one, the state of another."""
+        """What has been sent: the length for a growing file, the state for any other."""
         self._leader: subprocess.Popen[bytes] | None = None
         self._leader_noted = False
         self._oom_kills_before = read_oom_kill_count()
@@ -105,8 +105,8 @@ class HostTrial:
     def begin(self, name: str, assignment: Assignment, config: Mapping[str, Any], variables: Mapping[str, str]) -> None:
         """Create the private folder with the files of the trial. Raises OSError.
 
-        ``name``: last two parts of the folder's path on the run's host. ``assignment``: the run's, without folders of
-        this host. ``variables``: of this host's ranks.
+        ``name``: last two parts of the folder's path on the run's host. ``assignment``: the run's assignment, without
+        this host's folders. ``variables``: environment variables of this host's ranks.
         """
         trial = assignment.trial
         self._private.mkdir(mode=0o700)
@@ -132,14 +132,17 @@ class HostTrial:
         self._assignment.save(self._folder, config)
 
     def start_ranks(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
-        """Run a command that starts this host's ranks, as the child of a leader. The folder is added as last word."""
+        """Run a command that starts this host's ranks, as the child of a leader.
+
+        The folder is appended as the last argument.
+        """
         assert self._folder is not None
         environment = processes.child_environment({**variables, TRIAL_VARIABLE: self.scratch_id})
         self._leader = start_leader(self._folder, [*command, str(self._folder)], environment, Path("/"))
 
     @property
     def ranks_ended(self) -> bool:
-        """Whether the leader of the ranks has ended. Notes the exit of one that was killed."""
+        """Whether the leader of the ranks has ended. Records the exit of a leader that was killed."""
         if self._leader is None or (code := self._leader.poll()) is None:
             return False
         if code < 0 and self._folder is not None and not self._leader_noted:
@@ -161,7 +164,7 @@ class HostTrial:
             self.send_changes()
 
     def send_changes(self, max_parts: int = 4) -> None:
-        """Send what has changed of the files that the run watches; ``max_parts`` of a growing one."""
+        """Send what has changed of the files that the run watches; at most ``max_parts`` parts of a growing file."""
         for path in sorted(self._folder.iterdir()) if self._folder is not None else ():
             with contextlib.suppress(OSError):  # it is being replaced
                 if _REPLACED.fullmatch(path.name):
@@ -174,7 +177,7 @@ class HostTrial:
     def _send_whole(self, path: Path) -> None:
         facts = path.stat()
         state: Any = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
-        if path.suffix == ".steps":  # a mapped file: stores do not change its time
+        if path.suffix == ".steps":  # memory-mapped: writes do not update its modification time
             with files.opened(path, sys.maxsize) as file:
                 state = zlib.crc32(file.read())
         if state != self._sent.get(path):
@@ -182,7 +185,10 @@ class HostTrial:
             self._send_parts(path, 0, sys.maxsize, whole=True)
 
     def _send_parts(self, path: Path, start: int, max_parts: int, *, whole: bool) -> int:
-        """Send a file from ``start`` on. Return where it ends. The receiver puts a whole file in place at its last."""
+        """Send a file from ``start`` on. Return the offset reached.
+
+        The receiver puts a whole file in place when its last part arrives.
+        """
         assert self._folder is not None
         name = path.relative_to(self._folder).as_posix()
         with files.opened(path, sys.maxsize) as file:
@@ -206,7 +212,7 @@ class HostTrial:
         if self._leader is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._leader.wait(1.0)
-        # Before anything is removed, which makes room on the disk again.
+        # Read before anything is removed, because removal frees disk space.
         end = HostEnd(
             left=tuple(sorted(left)),
             oom_killed=read_oom_kill_count() > self._oom_kills_before,
@@ -267,7 +273,7 @@ class HostAgent:
         self._trial: HostTrial | None = None
         self._locks = contextlib.ExitStack()
         self._variables: dict[str, str] = {}
-        """Of the trial's ranks."""
+        """Environment variables of the trial's ranks."""
         self._listener: socket.socket | None = None
 
     def run(self) -> None:
@@ -382,9 +388,9 @@ class HostAgent:
         variables: Mapping[str, str],
     ) -> None:
         """Prepare a trial. ``trial``: its id. ``variables``: those that the user has set."""
-        asked = Assignment.from_dict(assignment)
-        placement, environ = asked.trial.placement, {**os.environ, **variables}
-        script, (address, port) = asked.trial.workload.script, master
+        requested = Assignment.from_dict(assignment)
+        placement, environ = requested.trial.placement, {**os.environ, **variables}
+        script, (address, port) = requested.trial.workload.script, master
         self._variables = {
             **variables,
             **chosen_devices(placement, environ),
@@ -395,7 +401,7 @@ class HostAgent:
         }
         self._trial = HostTrial(trial, self._send)
         own = {name: value for name, value in self._variables.items() if name != "PYTHONPATH"}
-        self._trial.begin(folder, asked, config, own)
+        self._trial.begin(folder, requested, config, own)
 
     def _end(self, trial: str, grace_seconds: float) -> HostEnd:
         """End the trial of this id, which an earlier agent of this host may have begun."""
@@ -415,7 +421,7 @@ def end_main_thread(_reason: str) -> None:
 
 
 def address_towards(towards: str) -> str:
-    """The address of this host on the way to another. Nothing is sent: the kernel chooses the route."""
+    """The address from which this host reaches another. Nothing is sent: the kernel chooses the route."""
     # Any port will do: connecting a datagram socket only looks up the route.
     family, kind, _, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -434,7 +440,8 @@ def free_port() -> int:
 def _interface_variables(master: str, environ: Mapping[str, str]) -> dict[str, str]:
     """The network interface for gloo and TensorPipe: the one that leads to the master, unless the user has set one.
 
-    By default gloo listens at the address of this host's name, which on many systems only this host can reach.
+    By default gloo listens on the address that this host's name resolves to, which on many systems only this host can
+    reach.
     """
     import psutil
 
@@ -486,7 +493,8 @@ def _run_checks(**values: Any) -> list[dict[str, Any]]:
 def main() -> None:
     """Run the agent on standard input and output."""
     os.chdir("/")  # the folder that ssh begins in may be unmounted while the run goes on
-    # Under other numbers: what the agent starts inherits 0 and 1, and would read requests or write among messages.
+    # Duplicated, because processes that the agent starts inherit 0 and 1 and would read requests or write between
+    # messages.
     reader, writer = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

@@ -41,11 +41,11 @@ SSH_OPTIONS = (
 """Never prompts, notices a lost host, leaves no process behind. Host keys are checked as the user configured ssh."""
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]*")
 _CONNECT_SECONDS = 60.0
-"""For ssh to log in and Python to start there, even from a slow disk."""
+"""Time for ssh to log in and Python to start there, even from a slow disk."""
 _REQUEST_SECONDS = 60.0
 _RETRY_SECONDS = 2.0
 _CLOSE_SECONDS = 20.0
-"""For an agent to end what it has started."""
+"""Time for an agent to end what it has started."""
 _MAX_ERROR_BYTES = 2**16
 
 Say = Callable[[str], None]
@@ -182,8 +182,8 @@ class HostConnection:
     def result_while_active(self, future: Future[Any], quiet_seconds: float, began: float) -> Any:
         """Wait for the answer to a request while the agent sends more than pings. Raises HostError.
 
-        After ``quiet_seconds`` of nothing but pings the host is lost: they go on even if a file system makes the agent
-        hang. ``began``: time of the request by the monotonic clock.
+        After ``quiet_seconds`` of nothing but pings the host is lost: pings continue even if a file system hangs the
+        agent. ``began``: time of the request by the monotonic clock.
         """
         while True:
             # Computed again each time, because the connection's thread updates it.
@@ -331,7 +331,7 @@ class Hosts:
                     self._lock(connection, max(_REQUEST_SECONDS, deadline - time.monotonic()))
                 except HostError as error:
                     connection.problem = connection.problem or error.reason
-                    # After the first attempt, whatever time was left.
+                    # There is always one attempt, even if no time was left.
                     if time.monotonic() > deadline:
                         self._gave_up = True
                         raise

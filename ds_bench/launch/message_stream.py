@@ -27,7 +27,7 @@ _POLL_SECONDS = 0.25
 _READ_BYTES = 2**18
 _MAX_QUEUED_BYTES = 2**22
 _MAX_LINE_BYTES = 2**24
-"""More than any request or part of a file."""
+"""Longest accepted line; larger than any request or file part."""
 
 Message = dict[str, Any]
 
@@ -53,7 +53,7 @@ class MessageStream:
         ended: Callable[[str], None],
     ) -> None:
         """``receive`` and ``ended`` are called in the stream's thread: with each message, and at the end with the
-        reason. The descriptors stay the caller's."""
+        reason. The caller closes the descriptors."""
         self._reader, self._writer = reader, writer
         self._receive, self._ended = receive, ended
         self.silence_seconds = SILENCE_SECONDS
@@ -87,7 +87,7 @@ class MessageStream:
 
     @property
     def closed(self) -> bool:
-        """Whether sending has ended."""
+        """Whether the stream has ended."""
         return self._closed
 
     def close(self) -> None:
@@ -112,10 +112,11 @@ class MessageStream:
             reason = f"no answer for {self.silence_seconds:.0f} s"
         except OSError as error:
             reason = str(error)
-        except Exception:  # such as a message without a field of its kind
+        except Exception:  # such as a message that lacks a required field
             reason = "it sent a message that cannot be read"
         self._closed = True
-        with self._lock:  # nobody may write to a closed pipe, whose number another file may have by then
+        # No thread may write to the closed pipe: its descriptor may already belong to another file.
+        with self._lock:
             wakers, self._wake_writer = (self._wake_reader, self._wake_writer), -1
         for descriptor in wakers:
             os.close(descriptor)

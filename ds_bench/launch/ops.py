@@ -57,7 +57,7 @@ class OpState:
     """DeepSpeed's builder class."""
     ready: bool
     reason: str = ""
-    """Why not."""
+    """Why the op cannot be used; empty if it can."""
     seconds: float = 0.0
     """Time to build and load the op; 0 if it was already built."""
 
@@ -111,7 +111,7 @@ def cache_folder(
             raise PreflightError(f"{package} is not installed", remedy=f"install with {install_command()}")
         parts.append(f"{package}{version}")
     # Ops are compiled for this processor (-march=native), and hosts may share the folder. Builds contain absolute
-    # paths, and another version of ninja repeats them.
+    # paths, and a different version of ninja would build again.
     cpu = (read_text(Path("/proc/cpuinfo")) or "").splitlines()
     flags = next((line for line in cpu if line.startswith(("flags", "Features"))), "")
     prefix = Path(sys.prefix if interpreter is None else interpreter.prefix)
@@ -132,7 +132,7 @@ def cache_folder(
 def cache_root(path: Path = Path("ds_bench")) -> Path:
     """Return this user's cache folder: the first of the configured ones and ~/.cache where ``path`` is writable.
 
-    Otherwise it is a folder among the temporary files. Raises PreflightError if another user can write there, because
+    Otherwise return a folder in the temporary directory. Raises PreflightError if another user can write there, because
     compiled code is loaded from it.
     """
     configured = [os.environ.get("DS_BENCH_OPS_CACHE"), os.environ.get("XDG_CACHE_HOME")]
@@ -170,7 +170,7 @@ def prepare_ops(
             say(f"removed a stale build lock: {stale}")
         if all(is_built(name, folder) for name in states):
             return states
-        waiting = "waiting for another run that builds DeepSpeed's ops …"
+        waiting = "waiting for another run that is building DeepSpeed's ops …"
         with files.locked_file(folder / "builds", lambda: say(waiting)) as lock:
             remove_stale_locks(folder)  # left by the run that was waited for
             for name in states:
@@ -179,10 +179,10 @@ def prepare_ops(
                 op = name.removesuffix("Builder")
                 say(f"building DeepSpeed's {op} op (once, minutes on few cores) …")
 
-                def listen(seconds: float, op: str = op) -> None:
+                def on_progress(seconds: float, op: str = op) -> None:
                     show_elapsed(f"building {op} … {format_duration(seconds)}")
 
-                states[name] = _build(name, folder, environment, timeout_seconds, listen, lock, python)
+                states[name] = _build(name, folder, environment, timeout_seconds, on_progress, lock, python)
                 if states[name].ready:
                     say(f"built {op} in {format_duration(states[name].seconds)}")
                 else:
@@ -207,7 +207,7 @@ def _build(
     folder: Path,
     environment: Mapping[str, str],
     timeout_seconds: float,
-    listen: Callable[[float], None],
+    on_progress: Callable[[float], None],
     lock: int,
     python: str | None,
 ) -> OpState:
@@ -219,7 +219,7 @@ def _build(
             environment={**environment, "TORCH_EXTENSIONS_DIR": str(folder)},
             timeout_seconds=timeout_seconds,
             errors=errors,
-            listen=listen,
+            listen=on_progress,
             python=python,
             # Held until the last compiler has ended, so that no other run builds here in the meantime.
             kept_open=[lock],

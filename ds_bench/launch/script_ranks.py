@@ -1,4 +1,4 @@
-"""Starts the ranks of a user's script on one host: ``python -m ds_bench.launch.script_ranks NUMBER_OF_HOST FOLDER``.
+"""Starts the ranks of a user's script on one host: ``python -m ds_bench.launch.script_ranks HOST_NUMBER FOLDER``.
 
 Each rank is the script's command in the script's own interpreter, with torchrun's variables and the hook on its path
 (``worker/script_hook``). How each ends is appended to ``exits.jsonl``.
@@ -52,7 +52,7 @@ def script_variables(trial: Trial, folder: Path, environ: Mapping[str, str]) -> 
         "PATH": os.pathsep.join([theirs, *(programs[1:] if programs[0] == ours else programs)]),
         "DS_BENCH_SCRIPT": str(folder),
     }
-    # A data loader's workers open sockets in this folder, whose paths hold at most 107 bytes (unix(7)).
+    # A data loader's workers open sockets in this folder, and a socket's path is limited to 107 bytes (unix(7)).
     if len(os.fsencode(temporary := variables.get("TMPDIR", ""))) > _MAX_TMPDIR_LENGTH:
         variables["TMPDIR"] = str(Path(temporary).parent)
     return variables | script.accelerate_variables(folder / CONFIG_FILE)
@@ -65,7 +65,7 @@ def main() -> int:
     trial, placement = assignment.trial, assignment.trial.placement
     counts = [ranks for _, ranks in placement.hosts] or [placement.num_gpus]
     address, port = "127.0.0.1", assignment.scratch_id
-    if placement.hosts:  # the agent has set the meeting point
+    if placement.hosts:  # the agent has set the rendezvous address
         address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     words = script_words(trial, folder / CONFIG_FILE, assignment.checkpoint_folder)
     variables = script_variables(trial, folder, {**os.environ, **assignment.environment})

@@ -30,7 +30,7 @@ _GROWTH_BYTES = 16 * 2**20
 _CHECKS_PER_STALL = 4
 """Checks for growth within the stall timeout."""
 _MAX_CHECK_INTERVAL_SECONDS = 5.0
-"""Until every rank has stepped. From then on a check would take time from a step."""
+"""Longest interval between checks until every rank has taken a step; later checks are rarer, since they slow steps."""
 _EXIT_SECONDS_PER_GB = 0.3
 """Added to the grace at exit per 10**9 bytes of resident memory: page-locked memory is released slowly."""
 STACKS_SECONDS = 1.0
@@ -82,7 +82,7 @@ def watch(
     world_size: int,
     limits: Limits,
     wait_leader: Callable[[float], bool],
-    listen: ProgressCallback,
+    on_progress: ProgressCallback,
     hosts: OtherHosts | None = None,
 ) -> tuple[Ending, float | None]:
     """Wait for a trial to end. Return how it ended, and the seconds from its start to its first warm-up step.
@@ -94,9 +94,9 @@ def watch(
     while True:
         if wait_leader(_POLL_SECONDS):
             # Once more, for what the ranks wrote since the last check.
-            watcher.check(listen)
+            watcher.check(on_progress)
             return "ended", watcher.start_seconds
-        ending = watcher.check(listen)
+        ending = watcher.check(on_progress)
         if ending is not None:
             # For any other ending the cause is already known.
             if ending in ("timeout", "stalled"):
@@ -118,7 +118,7 @@ class _Watcher:
         self._failed_at: float | None = None
         self.start_seconds: float | None = None
 
-    def check(self, listen: ProgressCallback) -> Ending | None:
+    def check(self, on_progress: ProgressCallback) -> Ending | None:
         """Read the trial's files once. Return how the trial ended; None while it runs."""
         now = time.monotonic()
         for rank in self._ranks:
@@ -132,7 +132,7 @@ class _Watcher:
             self.start_seconds = now - self._start
         if self._beats:
             slowest = min(self._beats.values(), key=lambda beat: beat.step)
-            listen(
+            on_progress(
                 Progress(
                     phase=slowest.phase,
                     step=slowest.step,

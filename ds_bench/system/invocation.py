@@ -20,7 +20,7 @@ SCRIPTS = {"zero": "zero_stage_comparison.py", "offload": "offload_comparison.py
 
 @dataclass(frozen=True, slots=True)
 class OpenCommand:
-    """A command that may get more flags. ``str`` gives it without."""
+    """A command that may get more flags. ``str()`` returns it without them."""
 
     start: str
     """The program and its flags, quoted for a shell."""
@@ -67,7 +67,7 @@ def comparison(family: str | None, words: Sequence[str]) -> str:
     if family not in SCRIPTS:
         return command("run", *words)
     script = _ROOT / SCRIPTS[family]
-    # A script that runs may be the user's own copy.
+    # The running script may be the user's own copy.
     if hasattr(sys.modules["__main__"], "create_deepspeed_config"):
         script = Path(sys.argv[0])
     elif _ROOT.samefile("."):

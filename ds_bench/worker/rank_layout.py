@@ -1,10 +1,10 @@
 """How the ranks of a trial find each other, and which of them train on the same data.
 
-They meet through a file on one host, and at the master's address on several. Ranks that share data are a
-tensor-parallel group (AutoTP) or a sequence-parallel one (Ulysses).
+On one host they rendezvous through a file; on several hosts, at the master's address. Ranks that share data are a
+tensor-parallel group (AutoTP) or a sequence-parallel group (Ulysses).
 
-Groups are of consecutive ranks. Ranks of a tensor-parallel group get equal batches, ranks of a sequence-parallel
-group the parts of the same sequences; no run has both.
+A group consists of consecutive ranks. Ranks of a tensor-parallel group get the same batch; ranks of a
+sequence-parallel group get different parts of the same sequences. No run has both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..records.rank_files import Assignment
 from .training_loop import Batch
 
 _NO_TARGET = -100
-"""Label of a token that no other follows."""
+"""Label of a token that has no next token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class RankLayout:
 
     @property
     def data_parallel_size(self) -> int:
-        """Groups of ranks that see different data."""
+        """Number of groups that see different data."""
         return self.world_size // (self.tensor_size * self.sequence_size)
 
     @property
@@ -64,11 +64,11 @@ class RankLayout:
 
     @property
     def dropout_rank(self) -> int:
-        """Equal in ranks that must drop the same elements: those that compute the same between split layers."""
+        """Equal on ranks that must drop the same elements: they compute the same activations between split layers."""
         return self.rank // self.tensor_size
 
     def loss_share(self, seq_length: int) -> float:
-        """The part of a group's tokens with a next token that this rank has: the last rank's last token has none."""
+        """This rank's share of the group's tokens that have a next token; the last token of the last rank has none."""
         if self.sequence_size == 1:
             return 1.0
         own = seq_length // self.sequence_size - (self.rank % self.sequence_size == self.sequence_size - 1)
@@ -77,8 +77,8 @@ class RankLayout:
     def part_of(self, batch: Batch) -> Batch:
         """This rank's part of whole sequences, with each token's position and the token that follows it.
 
-        What Ulysses needs, as UlyssesSPDataLoaderAdapter makes it (runtime/sequence_parallel/ulysses_sp.py), but for
-        the gathering of other ranks' batches: every rank of a group draws the same.
+        This is the input that UlyssesSPDataLoaderAdapter prepares (runtime/sequence_parallel/ulysses_sp.py), without
+        gathering other ranks' batches: every rank of a group already draws the same batch.
         """
         if self.sequence_size == 1:
             return batch
@@ -88,7 +88,7 @@ class RankLayout:
         length = ids.shape[1] // self.sequence_size
         own = slice(length * (self.rank % self.sequence_size), length * (self.rank % self.sequence_size + 1))
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        # Transformers computes a loss where there are labels, of the shifted ones where there are such.
+        # Transformers computes a loss if there are labels, and from shift_labels if those are given.
         return {
             "input_ids": ids[:, own].contiguous(),
             "position_ids": positions[:, own].contiguous(),
@@ -98,9 +98,9 @@ class RankLayout:
 
 
 def register_sequence_attention(model: Any, layout: RankLayout, micro_batch_size: int, seq_length: int) -> Any:
-    """Make the model's attention gather whole sequences of a part of the heads. Return DeepSpeed's ``mpu``.
+    """Make the model's attention gather whole sequences for a subset of the heads. Return DeepSpeed's ``mpu``.
 
-    None without sequence parallelism. Raises ValueError where the heads cannot be split (UlyssesSPAttentionHF).
+    None without sequence parallelism. Raises ValueError if the heads cannot be split (UlyssesSPAttentionHF).
     """
     if layout.sequence_size == 1:
         return None
@@ -119,11 +119,11 @@ def register_sequence_attention(model: Any, layout: RankLayout, micro_batch_size
     )
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    # DeepSpeed has put its function in the place of the model's own (ulysses_sp.py).
+    # DeepSpeed has replaced the model's attention function with its own (ulysses_sp.py).
     gathering = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
 
     def keep_heads(module: Any, query: torch.Tensor, *arguments: Any, **named: Any) -> tuple[torch.Tensor, Any]:
-        """Give the output the form that Transformers' own functions give it, which GPT-2 relies on."""
+        """Reshape the output as Transformers' own functions do; GPT-2 relies on it."""
         output, weights = gathering(module, query, *arguments, **named)
         return output.unflatten(-1, (query.shape[1], -1)), weights
 
@@ -132,7 +132,7 @@ def register_sequence_attention(model: Any, layout: RankLayout, micro_batch_size
 
 
 _served: list[TCPStore] = []
-"""The store that this rank serves, which ends with its last reference."""
+"""Keeps this rank's store alive: it shuts down with its last reference."""
 
 
 def connect_ranks(assignment: Assignment, accelerator: str) -> None:
@@ -157,8 +157,8 @@ def connect_ranks(assignment: Assignment, accelerator: str) -> None:
 def serve_store(environ: Mapping[str, str]) -> TCPStore | None:
     """Serve the store through which the ranks of several hosts meet, only at MASTER_ADDR and MASTER_PORT.
 
-    torch by itself listens on every interface, and anybody who connects may write into the store. None where
-    MASTER_ADDR is a name, which may stand for another address here than elsewhere, or no address of this host.
+    By default torch listens on every interface, and anyone who connects can write to the store. Return None if
+    MASTER_ADDR is a host name, which may resolve differently here than elsewhere, or is not an address of this host.
     Raises OSError if the port is taken.
     """
     try:
@@ -167,7 +167,7 @@ def serve_store(environ: Mapping[str, str]) -> TCPStore | None:
         return None
     port = int(environ["MASTER_PORT"])
     with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET) as listening:
-        # Else a port is refused while connections of a program that has ended wait to be forgotten (TIME_WAIT).
+        # Otherwise bind fails while connections of an earlier program are in TIME_WAIT.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind((str(address), port))

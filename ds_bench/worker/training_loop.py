@@ -25,15 +25,15 @@ from .step_recorder import StepClock, StepRecorder
 
 Batch = dict[str, torch.Tensor]
 _MAX_EXTRA_WARMUP = 64
-"""Limit of the further warm-up steps for fp16's loss scale to settle."""
+"""Most extra warm-up steps to let fp16's loss scale settle."""
 _MAX_COMPILING_STEPS = 16
-"""Limit of the further warm-up steps for a compiled model to settle."""
+"""Most extra warm-up steps to let a compiled model settle."""
 DEEPCOMPILE_WARMUP = 8
 """Warm-up steps that DeepCompile needs at least: it compiles again at step 5 (compile/init_z3.py, WARMUP)."""
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The loss in what a model returned: ``.loss``, the first of a tuple, or the tensor itself."""
+    """The loss in a model's output: ``.loss``, the first of a tuple, or the tensor itself."""
     loss = getattr(output, "loss", None)
     if loss is None:
         loss = output[0] if isinstance(output, (tuple, list)) else output
@@ -88,7 +88,7 @@ class Trainer:
         self.batches: Iterator[Batch] = loaded or cycle(batches)
         self.heartbeat = heartbeat
         self.recorder: StepRecorder | None = None
-        """Reports each step while the trial runs, if that is asked for."""
+        """Reports each step while the trial runs; None if not requested."""
         self.synchronized = synchronized
         self._loss_share, self._loss_parts = loss_share, loss_parts
         self._losses: list[list[torch.Tensor]] = []
@@ -96,9 +96,10 @@ class Trainer:
         self._steps_done = 0
 
     def compute_loss(self, batch: Batch) -> torch.Tensor:
-        """Forward pass. Where each rank has a part of every sequence, the mean over ranks is the loss of the sequences.
+        """Run the forward pass and return the loss.
 
-        The gradients are those of the rank's share in that loss: DeepSpeed adds up the gradients of a sequence's ranks.
+        If each rank has a part of every sequence, the mean over ranks is the loss of the whole sequences. The gradients
+        are those of the rank's share in that loss: DeepSpeed adds up the gradients of a sequence's ranks.
         """
         loss = loss_of(self.engine(**batch))
         if self._loss_parts == 1:
@@ -188,10 +189,10 @@ def reported_grad_norm(engine: Any) -> Any:
 
 
 def warm_up(trainer: Trainer, steps: int, after: Iterable[tuple[int, Callable[[], None]]] = ()) -> list[float]:
-    """Take ``steps`` steps, and under fp16's dynamic loss scale more, until the optimizer has not skipped one.
+    """Take ``steps`` steps. With fp16's dynamic loss scale, continue until the optimizer has not skipped a step.
 
-    ``after``: numbers of steps, and what to call between two steps once that many are done; more than ``steps`` never
-    are. Return the seconds of each step.
+    ``after``: pairs of a number of steps and a function to call once that many are done; pairs beyond ``steps`` are
+    ignored. Return the seconds of each step.
     """
     seconds = list[float]()
     for done, call in sorted([*after, (steps, lambda: None)], key=lambda pair: pair[0]):
@@ -206,7 +207,7 @@ def warm_up(trainer: Trainer, steps: int, after: Iterable[tuple[int, Callable[[]
 
 
 def warm_up_compiled(trainer: Trainer, steps_done: int, min_steps: int) -> list[float]:
-    """Take further warm-up steps of a compiled model, ``min_steps`` in all at least, until one compiles nothing.
+    """Take further warm-up steps of a compiled model, at least ``min_steps`` in total, until one compiles nothing.
 
     All ranks take the same number, as they must. Return the seconds of each; none for a model that runs uncompiled.
     """

@@ -196,7 +196,7 @@ def test_one_run_builds_and_another_waits_only_if_an_op_is_missing(builder: Buil
         deadline = time.monotonic() + 60
         while not builder.said and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert builder.said == ["waiting for another run that builds DeepSpeed's ops …"]
+        assert builder.said == ["waiting for another run that is building DeepSpeed's ops …"]
         assert builder.built == ["AOpBuilder"]
         fcntl.flock(file, fcntl.LOCK_UN)
         waiting.join(10)
