@@ -172,13 +172,13 @@ class _Benchmark:
 
 
 class ThroughputBenchmark(_Benchmark):
-    """A benchmark mainly of tokens/s; its result also has the memory."""
+    """A throughput benchmark; its result also includes memory."""
 
     group = "throughput"
 
 
 class MemoryBenchmark(_Benchmark):
-    """A benchmark mainly of peak memory; its result also has the throughput."""
+    """A peak-memory benchmark; its result also includes throughput."""
 
     group = "memory"
 
@@ -206,7 +206,7 @@ step_clock = _StepClock()
 
 
 def run_under(benchmark: Any, bench: _Benchmark) -> BenchmarkResult:
-    """Run ``bench`` once under pytest-benchmark's fixture; every measured optimizer step is a round of its table.
+    """Run ``bench`` once under pytest-benchmark's fixture; every measured optimizer step becomes a round in its table.
 
     Figures other than times go to ``extra_info``. With ``--benchmark-disable`` the benchmark runs and nothing is
     recorded. Raises what ``bench.run`` raises, and UsageError for a test without

@@ -41,8 +41,8 @@ _QUIRK_LOSS_TOLERANCE = 0.02
 _QUIRK_WEIGHT_TOLERANCE = 0.3
 """The same for the weights (see ``_WEIGHT_TOLERANCE``).
 
-The first update of a row with the quirk is 0.74 of the correct one, the next are 0.86 and 0.91 of it: its weight change
-is off by 0.26 after one step and by 0.10 after twelve.
+The first update of a row with the quirk is 0.74 of the correct one, the next two are 0.86 and 0.91 of it: its weight
+change is off by 0.26 after one step and by 0.10 after twelve.
 """
 _SHORT_STEPS = 25
 """A trial without warm-up has no early window; up to this many steps its total weight change is compared."""
@@ -64,7 +64,7 @@ _SPREADS = 3.0
 _COMMON_VALUES: dict[str, Any] = {
     each.name: each.default for each in fields(Workload) if each.name in (*SAME_TRAINING_FIELDS, "precision")
 }
-"""Fields of a workload that may differ between compared rows: they train on the same batches."""
+"""Defaults of the workload fields that may differ between compared rows, since they do not change the batches."""
 
 _Group = dict[int, "Run"]
 """Runs on equal batches, by their index in the given sequence."""
@@ -120,7 +120,7 @@ def compare_losses(runs: Sequence[Run]) -> dict[int, Caveat]:
 
 
 def _differences(reference: Run, group: _Group) -> dict[int, Caveat]:
-    """Caveats by index of the rows that differ from the reference early in the run, then of those that do so later."""
+    """Caveats by index of rows that differ from the reference early in the run, then of rows that differ only later."""
     early = {index: _early_difference(reference, run) for index, run in group.items()}
     alike_early = {index: run for index, run in group.items() if early[index] is None}
     found = {index: caveat for index, caveat in early.items() if caveat is not None}
@@ -128,7 +128,7 @@ def _differences(reference: Run, group: _Group) -> dict[int, Caveat]:
 
 
 def _group_equal_batches(runs: Sequence[Run]) -> list[_Group]:
-    """Group rows that were to train alike, on the same batches; rows without finite losses are in no group."""
+    """Group rows that should train alike, on the same batches; rows without finite losses are in no group."""
     groups: list[tuple[tuple[object, ...], _Group]] = []
     # By id: thousands of records share few workloads, and making a copy validates it again.
     common: dict[int, Workload] = {}
@@ -175,7 +175,7 @@ def _is_of_file(run: Run) -> bool:
 def _requested_difference(a: Run, b: Run, *, learning: bool = False) -> str | None:
     """Return the first difference between the training requested for ``a`` and for ``b``; None if they are equal.
 
-    The optimizer's settings are those read back where they are known: a file may leave out what is the default.
+    Optimizer settings read back from the run take precedence, because a file may omit defaults.
     ``learning``: ignore number formats and compressed communication.
     """
     if a is b:
@@ -235,7 +235,7 @@ def _other_training(runs: Sequence[Run]) -> dict[int, Caveat]:
     caveats = dict[int, Caveat]()
     for group in points.values():
         parts = _split_by_settings(group, _may_train_otherwise)
-        # All rows of no file are in one part, which comes first whatever its size.
+        # All rows that are not from a file are in one part, which wins whatever its size.
         sizes = [(not all(map(_may_train_otherwise, part.values())), len(part)) for part in parts]
         usual = parts[sizes.index(max(sizes))] if sizes.count(max(sizes)) == 1 else None
         for part in (each for each in parts if each is not usual):
@@ -481,7 +481,7 @@ def _differing_setting(reference: Run, run: Run) -> str | None:
     theirs, own = (each.ranks[0] for each in (reference, run))
     families = [optimizer_family(rank.optimizer_class) for rank in (theirs, own)]
     if None not in families and families[0] != families[1]:
-        return f"{own.optimizer_class} stepped, not {theirs.optimizer_class}"
+        return f"it used {own.optimizer_class}, not {theirs.optimizer_class}"
     groups_before, groups = theirs.optimizer_settings or (), own.optimizer_settings or ()
     if len(groups_before) != len(groups):
         return None

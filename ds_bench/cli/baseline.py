@@ -25,7 +25,7 @@ OK, REGRESSION = 0, 3
 
 
 def save_command(results: Sequence[Path], file: Path, tolerance: float | None) -> int:
-    """Save every valid row as the baseline of its name. Return 0. Raises UsageError if no row is valid.
+    """Save every valid row as a baseline under its name. Return 0. Raises UsageError if no row is valid.
 
     ``tolerance``: None keeps an existing entry's and gives a new one 0.05. An invalid row, for example one whose
     loss is not finite, is not saved, and a line says why.
@@ -78,8 +78,8 @@ def check_command(
 ) -> int:
     """Compare every row with its baseline. Return 3 if a reason in ``fail_on`` applies to any row, else 0.
 
-    ``junit``: file that gets a test per row, which fails if the row causes exit code 3 and is skipped if the row was
-    not judged.
+    ``junit``: file to write, with one test per row. A test fails if its row causes exit code 3, and is skipped if the
+    row was not judged.
 
     Raises UsageError (exit code 2) if the file of baselines is missing or invalid or, after printing the lines, if no
     row could be judged, because such a check must not pass.

@@ -243,7 +243,7 @@ def _check_file(path: Path, check: Check) -> list[FileReport]:
         position_of = partial(configuration_files.position_of, text, data)
         lines = _lines_without_secrets(text, data)
         if not isinstance(data, LocatedObject) or configuration_files.kind_of(data) in ("accelerate", "trainer"):
-            own, *others = _check_read_by_others(path, text, position_of, check)
+            own, *others = _check_accelerate_or_trainer_file(path, text, position_of, check)
             return [replace(own, lines=lines), *others]
     except ConfigurationFileError as error:
         if error.syntax_error is None:
@@ -282,7 +282,7 @@ def _standard_input() -> str:
         raise ConfigurationFileError(STANDARD_INPUT, "not UTF-8 text") from None
 
 
-def _check_read_by_others(path: Path, text: str, position_of: PositionOf, check: Check) -> list[FileReport]:
+def _check_accelerate_or_trainer_file(path: Path, text: str, position_of: PositionOf, check: Check) -> list[FileReport]:
     """Return a report on an Accelerate or Trainer file, and one on the JSON file that it names."""
 
     def at_name(rule: str, reason: str) -> Finding:

@@ -70,5 +70,5 @@ def lines(groups: Groups) -> Iterator[str]:
         for finding in findings:
             yield format_finding(finding, width)
         yield ""
-    ready = "not ready" if exit_code(groups) else "ready"
-    yield f"{ready}: {format_count(every, 'problem')}, {format_count(every, 'warning')}"
+    verdict = "not ready" if exit_code(groups) else "ready"
+    yield f"{verdict}: {format_count(every, 'problem')}, {format_count(every, 'warning')}"

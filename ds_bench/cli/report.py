@@ -214,7 +214,7 @@ def build_reports(
 
 
 def _load_finished(paths: Sequence[Path], *, whole: bool = True) -> tuple[list[Result], list[str]]:
-    """Load the results, by default the latest run; those without trials only have a note. Raises UsageError."""
+    """Load the results, by default the latest run; a result without trials only adds a note. Raises UsageError."""
     results, notes = [], []
     for path in (paths := paths or [latest_run()]):
         try:

@@ -35,7 +35,7 @@ def report_error(error: BaseException) -> int:
 
 def main(family: Family, make_config: MakeConfig, arguments: Sequence[str] | None = None) -> int:
     """Run a comparison script and return its exit code. ``make_config``: the script's ``create_deepspeed_config``."""
-    # A file's name may hold control characters, and errors name the program's help.
+    # Escaped, because error messages contain "PROG --help" and a file name may hold control characters.
     prog = terminal.escape_controls(Path(sys.argv[0]).name)
     typed_flags = list(sys.argv[1:] if arguments is None else arguments)
     # Before anything is opened: with a closed stream (>&-) the next file would get that stream's number.

@@ -1,5 +1,5 @@
-"""Caveats: what a reader must know about a row or a comparison. A caveat stores its kind and numbers; this
-module turns them into text.
+"""Caveats: what a reader must know about a row or a comparison. A caveat stores its kind and numbers; the
+text is made here.
 
 ``analysis/trial_caveats.py`` and ``analysis/loss_parity.py`` find caveats of one row, and
 ``analysis/comparison.py`` caveats of a whole comparison. The plan, the launcher and the ranks report what only
@@ -18,7 +18,7 @@ from ..units import format_template
 _UNSTABLE = "use more --num-steps, or a quieter machine"
 _LOSSES = (
     "compare the row's ds_config.json with the other row's, then run both with --precision fp32: rounding differences "
-    "vanish there; those of a wrong configuration remain"
+    "vanish there; differences from a wrong configuration remain"
 )
 _NOT_FINITE = "check the learning rate in the row's ds_config.json, then try --precision fp32"
 _FIRST_LOSS = "check how the model initializes its weights: a standard deviation of 0.02 is usual for matrices"
@@ -94,7 +94,7 @@ class CaveatKind(StrEnum):
         "has another wrapper): {reason}", f"see why the op does not build: {invocation.command('ops')}")
     OTHER_OPTIMIZER = ("other_optimizer", "trained with {used}, not the {asked} that the DeepSpeed config requests",
         f"see why the op does not build: {invocation.command('ops')}", True)
-    OTHER_ADAM = ("other_adam", "steps with {used}, {row} with {other}: that explains part of any speed difference",
+    OTHER_ADAM = ("other_adam", "uses {used}, while {row} uses {other}: that explains part of any speed difference",
         "--set optimizer.params.torch_adam=true compares all rows with torch's AdamW")
     OWN_BATCHES = ("own_batches",
         "the factory makes its own batches: a sample counts as {seq_length} tokens, whatever it holds")
@@ -161,7 +161,7 @@ class CaveatKind(StrEnum):
         _PREDICTION)
     TENSOR_PREDICTION_MISSED = ("tensor_prediction_missed",
         "predicted tensor memory is {ratio:.2f} of what the ledger counted", _PREDICTION)
-    LONGEST_POSSIBLE = "longest_possible", "no sequence longer than {tokens:,} tokens was tried: these are all {limit}"
+    LONGEST_POSSIBLE = "longest_possible", "no sequence longer than {tokens:,} tokens was tried: {limit}"
     SEARCH_TIMED_OUT = ("search_timed_out",
         "a larger size may fit: the search ended when {size} hit a time limit, which says nothing about memory",
         "raise --timeout or --stall-timeout and continue the search with --resume RUN_DIR --retry Timeout")
@@ -190,7 +190,7 @@ class CaveatKind(StrEnum):
     MEASURED_APART = ("measured_apart", "rows were measured {where}: {runs}",
         "where a difference is small, measure these rows in one run")
     OTHER_PROCESS = ("other_process", "other processes ({processes}) also use {gpu}, which slows the rows down",
-        "stop the other process, or choose a free card with CUDA_VISIBLE_DEVICES")
+        "stop the other processes, or choose a free card with CUDA_VISIBLE_DEVICES")
     THROTTLED_BEFORE = "throttled_before", "{gpu} was throttled before the first trial: {reasons}", _THROTTLED
     WSL = ("wsl", "measured under WSL, whose driver would move GPU memory to the host: each rank was limited to what "
         "was free on its GPU at its start", "measure on native Linux for figures that hold there")
@@ -259,7 +259,7 @@ def note(text: str) -> Caveat:
 
 
 def as_caveat(stored: Caveat | str) -> Caveat:
-    """A caveat as a record holds it; plain text becomes a note."""
+    """Return a stored caveat as a Caveat; plain text becomes a note."""
     return note(stored) if isinstance(stored, str) else stored
 
 

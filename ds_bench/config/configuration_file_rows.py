@@ -154,7 +154,7 @@ def batch_of_file(file: ConfigurationFile, num_gpus: int, batch_size: int, grad_
     total = _batch_value(file.config, BATCH_KEYS[0])
     if total not in (None, micro * accumulation * ranks):
         problem = f"train_batch_size {total} is not {micro} × {accumulation} × {ranks} data-parallel ranks"
-        remedy = "use another --num-gpus, or leave --keep-batch out"
+        remedy = "change --num-gpus, or leave --keep-batch out"
         raise UsageError(f"{problem}, so DeepSpeed refuses it", remedy=remedy)
     return micro, accumulation
 

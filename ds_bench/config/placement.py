@@ -19,7 +19,7 @@ def resolve_placement(options: Options, environ: Mapping[str, str], inventory: g
     if options.accelerator != "cpu" and (rocm := environment.torch_rocm_version()) is not None:
         raise UsageError(
             f"the installed torch is for ROCm {rocm}, which is not supported",
-            remedy=f"install torch for CUDA and run on NVIDIA GPUs, or {options.spelling_of('accelerator')} cpu",
+            remedy=f"install torch for CUDA and run on NVIDIA GPUs, or use {options.spelling_of('accelerator')} cpu",
         )
     visible = gpu_state.select_visible(environ, inventory.gpus)
     accelerator = _accelerator(options.accelerator, len(visible), options.spelling_of("accelerator"))
@@ -72,7 +72,7 @@ def _accelerator(requested: str, visible: int, name: str = "--accelerator") -> A
     if torch_cuda is None:
         raise UsageError(f"{name} cuda, but the installed torch is a CPU build", remedy="install torch for CUDA")
     if visible == 0:
-        remedy = f"check nvidia-smi and CUDA_VISIBLE_DEVICES, or {name} cpu"
+        remedy = f"check nvidia-smi and CUDA_VISIBLE_DEVICES, or use {name} cpu"
         raise UsageError(f"{name} cuda, but no GPU is visible", remedy=remedy)
     return "cuda"
 
@@ -116,5 +116,5 @@ def _ranks(options: Options, environ: Mapping[str, str], accelerator: Accelerato
         )
     if requested > visible:
         problem = f"{flag} {requested}, but the machine has {format_items(visible, 'visible GPU')}"
-        raise UsageError(problem, remedy=f"give {visible} or less")
+        raise UsageError(problem, remedy=f"give {visible} or fewer")
     return requested

@@ -49,8 +49,8 @@ class TokenFile:
             return None
         whole, read = (format_bytes(count * item_bytes(self.dtype)) for count in (self.tokens, self.read_tokens))
         return (
-            f"{self.path} has {whole}; {read} in evenly spaced parts were read to check its ids, and every rank checks "
-            "those that it trains on"
+            f"only {read} of {self.path} ({whole}), in evenly spaced parts, were read to check its ids; every rank "
+            "checks those that it trains on"
         )
 
     def require_usable(self, vocabulary: int | None, owner: str, seq_length: int) -> None:

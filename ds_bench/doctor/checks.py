@@ -149,8 +149,8 @@ def run_plan_checks(
 ) -> list[Finding]:
     """Return what could stop these configurations on this machine. Takes 0.2 s: nothing is built or timed.
 
-    ``configurations``: one for each row to be tried. A lack that stops only some rows is a warning: those rows become
-    Unsupported, and the others run. ``need_host_bytes``: predicted for this node. ``lacks_space``:
+    ``configurations``: one for each row to be tried. A problem that stops only some rows is a warning: those rows
+    become Unsupported, and the others run. ``need_host_bytes``: predicted for this node. ``lacks_space``:
     :func:`.disk.lack_of_space` of the plan. ``slots``: the visible GPUs that are used; None for all. ``interpreter``:
     a user script's.
     """

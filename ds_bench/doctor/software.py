@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 PROJECT = "ds-compare"
 _PYPROJECT = Path(__file__).resolve().parent.parent.parent / "pyproject.toml"
-_TRAINED_WITHOUT = {
+_REPORT_PACKAGES = {
     "adjustText": "the charts of an HTML page",
     "jinja2": "an HTML page",
     "matplotlib": "the charts of an HTML page",
     "pandas": "data frames and Parquet",
 }
-"""Packages that no training needs, and what needs them."""
+"""Packages that training does not need → what needs them."""
 MIN_DRIVER_BRANCH = {11: 450, 12: 525, 13: 580}
-"""CUDA's major version → driver (NVIDIA, CUDA Compatibility, "Minor Version Compatibility", table 1)."""
+"""CUDA major version → minimum driver branch (NVIDIA, CUDA Compatibility, "Minor Version Compatibility", table 1)."""
 COMPATIBLE_MINORS = {10: range(3), 11: range(9), 12: (0, 1, 2, 3, 4, 5, 6, 8, 9)}
 """CUDA releases that DeepSpeed accepts in any combination (op_builder/builder.py, cuda_minor_mismatch_ok)."""
 _NO_OPS = "no DeepSpeed op can be built or loaded"
@@ -114,14 +114,14 @@ def check_packages(
 
 
 def _wrong_training(deepspeed: str | None) -> Iterator[Finding]:
-    """Yield a warning for each known wrong training of this version; None if it is not installed."""
+    """Yield a warning for each known way in which this version trains incorrectly. ``deepspeed``: None without it."""
     for rule in WRONG_TRAINING:
         if deepspeed is not None and rule.level != "hint" and rule.holds_in(deepspeed):
             yield warning("deepspeed", rule.reason, rule.remedy)
 
 
 def check_packages_of(interpreter: Interpreter | None) -> Iterator[Finding]:
-    """Yield the packages of a user's script, of whatever versions the user wants; None: this program's."""
+    """Check the packages of a user's script, whose versions are the user's choice; None checks this program's."""
     if interpreter is None:
         yield from check_packages()
         return
@@ -136,7 +136,7 @@ def _check_requirement(wanted: Requirement, version: str | None) -> Finding | No
 
     if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
         return None
-    use = _TRAINED_WITHOUT.get(wanted.name)
+    use = _REPORT_PACKAGES.get(wanted.name)
     text = f"{PROJECT} needs {wanted.name}{wanted.specifier}" + (f" for {use}" if use else "")
     if version is None:
         text = f"not installed; {text}"
@@ -177,11 +177,11 @@ def check_driver(driver: str | None, torch_cuda: str | None) -> Iterator[Finding
 
 def check_programs(system: SystemAccess, accelerator: Accelerator, torch_cuda: str | None) -> Iterator[Finding]:
     """Yield one finding per program that builds ops. ``torch_cuda``: the CUDA version torch was built for."""
-    no_libaio = "DeepSpeed cannot look for libaio, nor Triton compile"
+    without_c_compiler = "DeepSpeed cannot look for libaio, and Triton cannot compile"
     yield from run_checks(
         {
             "C++ compiler": lambda: _check_program(system, "C++ compiler", "problem", _NO_OPS, "CXX"),
-            "C compiler": lambda: _check_program(system, "C compiler", "warning", no_libaio, "CC"),
+            "C compiler": lambda: _check_program(system, "C compiler", "warning", without_c_compiler, "CC"),
             "ninja": lambda: _check_program(system, "ninja", "problem", _NO_OPS),
             "CUDA toolkit": lambda: _check_toolkit(system, accelerator, torch_cuda),
         }
@@ -191,17 +191,17 @@ def check_programs(system: SystemAccess, accelerator: Accelerator, torch_cuda: s
 def _check_program(
     system: SystemAccess, name: str, level: Level, consequence: str, variable: str | None = None
 ) -> Finding:
-    """``variable``: of a compiler, names it."""
+    """``variable``: the environment variable that names a compiler."""
     command = name if variable is None else _compiler_command(system, variable)
     if (path := system.find_program(shlex.split(command)[0])) is not None:
         version = (system.run_program([path, "--version"], "") or "").strip().splitlines()
         return ok(name, f"{path}: {version[0]}" if version else path)
     remedy = "pip install ninja"
     if variable is not None:
-        remedy = f"apt-get install g++, or dnf install gcc-c++; or name another with {variable}"
+        remedy = f"apt-get install g++, or dnf install gcc-c++; or set {variable} to another compiler"
         if system.environ.get(variable):
             command += f" (from ${variable})"
-            remedy = f"unset {variable}, or name an installed compiler with it"
+            remedy = f"unset {variable}, or set it to an installed compiler"
     return Finding(name=name, level=level, text=f"{command} not found: {consequence}", remedy=remedy)
 
 
@@ -308,8 +308,8 @@ def _check_unbuilt(
     log = folder / f"{op}.log"
     # The log of a build stays. The op is missing, so that build failed.
     if log.exists():
-        return level, f"the last build failed: {log}", f"read it, then {build}"
-    return "ok", "not built yet, but can be", f"{build} builds it now; else the first comparison does"
+        return level, f"the last build failed: {log}", f"read it, then run {build}"
+    return "ok", "not built yet, but can be", f"{build} builds it now; otherwise the first comparison does"
 
 
 def has_libaio(system: SystemAccess) -> bool:

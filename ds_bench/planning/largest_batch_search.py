@@ -133,9 +133,11 @@ class SizeSearch:
         else:
             configuration = self.plan.builder.build_at_length(row, size)
             if size >= self.limit * self.unit:
-                limit = "positions of the model"
-                if self._max_tokens != self.plan.model.max_positions:
-                    limit = "that are tried" if self._max_tokens == MAX_SEQ_LENGTH else "of the file of tokens"
+                limit = "the token file has no more"
+                if self._max_tokens == self.plan.model.max_positions:
+                    limit = "the model has no more positions"
+                elif self._max_tokens == MAX_SEQ_LENGTH:
+                    limit = "the search stops there"
                 caveats = (Caveat(CaveatKind.LONGEST_POSSIBLE, {"tokens": size, "limit": limit}),)
         return replace(configuration, caveats=(*configuration.caveats, *caveats))
 

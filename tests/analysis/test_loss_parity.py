@@ -254,7 +254,7 @@ def test_a_file_that_asks_for_other_training_is_compared_with_files_that_ask_for
     # DeepSpeed makes AdamW of ``Adam``, and a default may be left out.
     assert named([usual_row(1, 7.0, 6.9), of_file("adam", 1e-4, 7.0, 6.9, optimizer="Adam")]) == []
     sgd = with_loss_caveats([usual_row(1, 7.0, 6.9), of_file("sgd", 1e-4, 7.0, 7.0, optimizer="SGD")])
-    assert "SGD stepped, not AdamW" in str(sgd[1].caveats)
+    assert "it used SGD, not AdamW" in str(sgd[1].caveats)
     flat = [flat_run(run.row) for run in sgd]
     assert named(sgd) == named(flat) == [1]
     assert [each.kind for each in flat[1].caveats].count(OTHER_TRAINING) == 1

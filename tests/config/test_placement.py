@@ -50,8 +50,8 @@ def test_accelerator_and_ranks_follow_flags_environment_and_visible_gpus() -> No
 
 def test_gpus_that_are_not_there_are_refused(subtests: pytest.Subtests) -> None:
     for flags, cards, environ, message in (
-        ("--accelerator cuda", 0, {}, r"no GPU is visible\. .*CUDA_VISIBLE_DEVICES, or --accelerator cpu"),
-        ("--num-gpus 2", 4, {"CUDA_VISIBLE_DEVICES": "3"}, r"the machine has 1 visible GPU\. Give 1 or less"),
+        ("--accelerator cuda", 0, {}, r"no GPU is visible\. .*CUDA_VISIBLE_DEVICES, or use --accelerator cpu"),
+        ("--num-gpus 2", 4, {"CUDA_VISIBLE_DEVICES": "3"}, r"the machine has 1 visible GPU\. Give 1 or fewer"),
         ("", 4, {"WORLD_SIZE": "16"}, "16 processes were started, but the first sees 4 GPUs"),
         ("--gpu-memory-limit 1", 0, {}, "Use --cpu-memory-limit on a CPU"),
     ):
