@@ -91,11 +91,11 @@ class _GroupBuilder:
         elif ours is not None or theirs is not None:
             # Unknown is not the same: pooled, two machines might pass for one.
             names = [(each.hostname or "of an unnamed host") if each else "unknown" for each in (ours, theirs)]
-            found = [f"environment {names[0]} against {names[1]}"]
+            found = [f"environment {names[0]} vs {names[1]}"]
         elif self.device and other.device and self.device != other.device:
-            found = [f"device {self.device} against {other.device}"]
+            found = [f"device {self.device} vs {other.device}"]
         methods = [each.first.row.method_version for each in (self, other)]
-        return [*found, *([f"method of measurement {methods[0]} against {methods[1]}"] if len({*methods}) > 1 else [])]
+        return [*found, *([f"measurement method {methods[0]} vs {methods[1]}"] if len({*methods}) > 1 else [])]
 
     def build(self, facts: tuple[str, ...], notes: Iterable[str]) -> ResultGroup:
         """Return the finished group. ``notes`` follow the notes of the results."""

@@ -205,7 +205,7 @@ def _incomparable_reasons(result: BenchmarkResult, baseline: BaselineEntry) -> I
         theirs = baseline.memory if key == "memory" else baseline.workload.get(key)
         # A different DeepSpeed configuration may be the change under test, so it is only a remark.
         if key != "ds_config" and None not in (ours, theirs) and ours != theirs:
-            yield f"{key} {ours} against {theirs}"
+            yield f"{key} {ours} vs {theirs}"
     if result.succeeded and not _compare_metrics(result, baseline):
         yield "the two sides have no figure in common"
 

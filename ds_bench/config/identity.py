@@ -65,7 +65,7 @@ class Difference:
 
     @property
     def text(self) -> str:
-        return f"{self.fact} {format_fact(self.a)} against {format_fact(self.b)}"
+        return f"{self.fact} {format_fact(self.a)} vs {format_fact(self.b)}"
 
 
 def format_fact(value: object) -> str:

@@ -193,7 +193,7 @@ def read_environment(
 
 
 def comparability_differences(a: Environment, b: Environment) -> list[str]:
-    """Return differences that make two results incomparable, such as ``torch 2.13.0 against 2.11.0``.
+    """Return differences that make two results incomparable, such as ``torch 2.13.0 vs 2.11.0``.
 
     A fact known on one side only counts as a difference.
     """
@@ -214,7 +214,7 @@ def hardware_differences(a: Environment, b: Environment) -> list[str]:
             for each in (a, b)
         ]
         texts = ["; ".join(f"{count} x ({kind})" for kind, count in sorted(each.items())) for each in kinds]
-        return [] if kinds[0] == kinds[1] else [f"hosts {texts[0]} against {texts[1]}"]
+        return [] if kinds[0] == kinds[1] else [f"hosts {texts[0]} vs {texts[1]}"]
     return _differences(_HARDWARE, a, b)
 
 
@@ -246,7 +246,7 @@ Facts = tuple[tuple[str, Callable[[Environment], object]], ...]
 
 def _differences(facts: Facts, a: Environment, b: Environment) -> list[str]:
     pairs = [(label, read(a), read(b)) for label, read in facts]
-    return [f"{label} {left or 'none'} against {right or 'none'}" for label, left, right in pairs if left != right]
+    return [f"{label} {left or 'none'} vs {right or 'none'}" for label, left, right in pairs if left != right]
 
 
 def _package(name: str) -> Callable[[Environment], object]:

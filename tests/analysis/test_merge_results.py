@@ -106,7 +106,7 @@ def test_notes_and_commands_of_pooled_results_are_kept_with_what_may_explain_a_s
     *own, pooled = group.notes
     assert own == ["a.json: cold launch", "b.json: cold launch"]
     assert pooled.startswith("b.json is pooled with a.json")
-    assert "host node-0 against node-1" in pooled
+    assert "host node-0 vs node-1" in pooled
 
 
 # ------------------------------------------------------------------ kept apart
@@ -118,10 +118,10 @@ def test_another_workload_placement_method_or_environment_is_a_group_that_says_w
     for other, on, named in (
         (run(1, 0.2, model="gpt2"), HOST, "gpt2"),
         (run(1, 0.2, seq_length=64), HOST, "64 tokens"),
-        (run(1, 0.2, seed=7), HOST, "seed 7 against"),
+        (run(1, 0.2, seed=7), HOST, "seed 7 vs"),
         (fakes.success(fakes.trial(fakes.zero(1), on=replace(CUDA, num_gpus=1))), HOST, "1 × H100"),
-        (replace(run(1, 0.2), method_version=99), HOST, f"method of measurement 99 against {METHOD_VERSION}"),
-        (run(1, 0.2), replace(HOST, packages={**HOST.packages, "torch": "2.11.0"}), "torch 2.11.0 against 2.13.0"),
+        (replace(run(1, 0.2), method_version=99), HOST, f"measurement method 99 vs {METHOD_VERSION}"),
+        (run(1, 0.2), replace(HOST, packages={**HOST.packages, "torch": "2.11.0"}), "torch 2.11.0 vs 2.13.0"),
         (run(1, 0.2), replace(HOST, gpus=fakes.inventory(cards=1).gpus), "GPUs 1 x NVIDIA H100 80GB HBM3"),
         (run(1, 0.2), None, "environment unknown"),
     ):

@@ -214,13 +214,13 @@ def test_without_a_baseline_a_result_passes_with_a_notice(
 
 OURS = measured(throughput_tokens_per_sec=1.0)
 OTHERS = [
-    ("CPU AMD EPYC 9654 against another", measured(environment=fakes.environment(cpu_model="another"))),
+    ("CPU AMD EPYC 9654 vs another", measured(environment=fakes.environment(cpu_model="another"))),
     ("GPUs 2 x NVIDIA H100", measured(environment=fakes.environment(gpus=fakes.inventory(cards=1).gpus))),
-    ("GPU driver none against 999", measured(environment=fakes.environment(gpu_driver_version="999"))),
-    ("deepspeed 0.19.8 against 0.19.9", measured(environment=fakes.environment(packages={"deepspeed": "0.19.9"}))),
+    ("GPU driver none vs 999", measured(environment=fakes.environment(gpu_driver_version="999"))),
+    ("deepspeed 0.19.8 vs 0.19.9", measured(environment=fakes.environment(packages={"deepspeed": "0.19.9"}))),
     ("does not name its hardware", measured(environment=None)),
     *(
-        (f"{fact} {OURS.workload[fact]} against other", measured(workload={**OURS.workload, fact: "other"}))
+        (f"{fact} {OURS.workload[fact]} vs other", measured(workload={**OURS.workload, fact: "other"}))
         for fact in (
             "model", "batch_size", "seq_length", "grad_accum", "precision", "strategy", "stage", "num_gpus",
             "data_parallel_size", "optimizer", "activation_checkpointing", "accelerator", "device", "launch",

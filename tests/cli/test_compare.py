@@ -56,17 +56,17 @@ def with_bucket(size: int) -> dict[str, Any]:
 LONGER = [fakes.success(trial(of=fakes.workload(num_steps=20)), step_seconds=(0.1,) * 20)]
 CHANGES: dict[str, tuple[list[TrialRecord], Environment | None, bool, str]] = {
     # the second result, its machine, whether there is a ratio, a difference that is named
-    "an upgrade": (runs(2, 0.1), NEWER, True, "torch 2.13.0 against 2.14.0"),
-    "other hardware": (runs(2, 0.1), fakes.environment(logical_cores=8), False, "logical cores 16 against 8"),
-    "sequence": (runs(2, 0.1, of=fakes.workload(seq_length=64)), None, False, "seq_length 128 against 64"),
+    "an upgrade": (runs(2, 0.1), NEWER, True, "torch 2.13.0 vs 2.14.0"),
+    "other hardware": (runs(2, 0.1), fakes.environment(logical_cores=8), False, "logical cores 16 vs 8"),
+    "sequence": (runs(2, 0.1, of=fakes.workload(seq_length=64)), None, False, "seq_length 128 vs 64"),
     "method": (
         [replace(entry, method_version=99) for entry in runs(2, 0.1)],
         None,
         False,
-        f"method_version {METHOD_VERSION} against 99",
+        f"method_version {METHOD_VERSION} vs 99",
     ),
     "a key": (runs(2, 0.1, ds_config=with_bucket(7_000_000)), None, True, "zero_optimization.reduce_bucket_size "),
-    "more steps": (LONGER, None, True, "num_steps 10 against 20"),
+    "more steps": (LONGER, None, True, "num_steps 10 vs 20"),
     "a failure": ([fakes.failure(trial())], None, False, "OOM"),
     # 7.0 against 6.0 at the first step is 14.29 %; bf16 explains 0.5 %.
     "losses": (
@@ -140,7 +140,7 @@ def test_a_row_is_a_line_and_a_shared_remark_is_printed_once(tmp_path: Path) -> 
         ("ZeRO-3", "absent", "10,240 tokens/s", "—", "—", "—"),
     ]
     assert table.notes == [
-        "ZeRO-1; ZeRO-0: changed: warmup_steps 2 against 3",
+        "ZeRO-1; ZeRO-0: changed: warmup_steps 2 vs 3",
         "ZeRO-2: no ratio: only in BEFORE",
         "ZeRO-3: no ratio: only in AFTER",
         "same hardware and versions",
@@ -173,7 +173,7 @@ def test_flat_results_are_compared_by_their_columns(tmp_path: Path) -> None:
     assert (same.rows[0].ratio, same.rows[0].changes) == (pytest.approx(2), ())
     assert notes(same)[-1] == "same hardware, versions and settings"
     moved = compare_before_after(before, flat(tmp_path / "c", runs(2, 0.1), fakes.environment(cpu_model="Intel Xeon")))
-    assert (moved.rows[0].ratio, moved.hardware) == (None, ("CPU AMD EPYC 9654 against Intel Xeon",))
+    assert (moved.rows[0].ratio, moved.hardware) == (None, ("CPU AMD EPYC 9654 vs Intel Xeon",))
     changed = [replace(r, trial=replace(r.trial, ds_config={**r.trial.ds_config, "x": 1})) for r in runs(2, 0.1)]
     other = compare_before_after(before, flat(tmp_path / "d", changed))
     assert other.rows[0].changes == ("the DeepSpeed configuration (only its hash is known)",)
@@ -194,7 +194,7 @@ def test_versions_of_the_environments_are_not_repeated_in_each_row(tmp_path: Pat
     assert of(tmp_path, runs(2, 0.2), later, NEWER).rows[0].changes == ()
     before, after = (load(next((tmp_path / name / "runs").iterdir())) for name in ("a", "b"))
     (pair,) = compare_before_after(replace(before, environment=None), after).rows
-    assert (pair.changes, pair.ratio) == (("torch 2.13.0 against 2.14.0",), None)
+    assert (pair.changes, pair.ratio) == (("torch 2.13.0 vs 2.14.0",), None)
 
 
 def test_rows_of_one_strategy_are_paired_by_their_work(tmp_path: Path) -> None:
@@ -248,6 +248,6 @@ def test_a_script_in_two_environments_has_a_ratio_and_another_script_has_none(tm
 
     upgraded = of(tmp_path / "1", measured(own), measured(replace(own, python="/new/bin/python")), NEWER)
     assert upgraded.rows[0].ratio is not None
-    assert "script.python /old/bin/python against /new/bin/python" in "\n".join(notes(upgraded))
+    assert "script.python /old/bin/python vs /new/bin/python" in "\n".join(notes(upgraded))
     edited = of(tmp_path / "2", measured(own), measured(replace(own, digest="def")))
     assert edited.rows[0].ratio is None

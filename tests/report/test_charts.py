@@ -245,7 +245,7 @@ def test_a_row_has_the_same_color_in_every_overlay() -> None:
 
 def test_rows_that_take_no_part_are_crossed_out_and_named() -> None:
     first, second, third = ZERO.rows[:3]
-    odd = replace(second, differences=("torch 2.13.0 against 2.11.0",))
+    odd = replace(second, differences=("torch 2.13.0 vs 2.11.0",))
     wrong = replace(third, caveats=(Caveat(CaveatKind.LOSS_NOT_FINITE),))
     of = replace(ZERO, rows=(first, odd, wrong), pareto_device=(first.key,))
     plot = chart(of, "pareto-device")

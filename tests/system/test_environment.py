@@ -127,17 +127,17 @@ def test_processor_has_the_kernels_name(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ comparing
 
 DIFFERENCES: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"packages": {**HOST.packages, "torch": "2.11.0"}}, "torch 2.13.0 against 2.11.0"),
-    ({"packages": {"torch": "2.13.0", "deepspeed": "0.19.8"}}, "transformers 5.23.0 against none"),
-    ({"torch_cuda_version": None}, "CUDA 13.0 against none"),
-    ({"gpu_driver_version": "550.1"}, "GPU driver 580.65.06 against 550.1"),
-    ({"cpu_model": "Intel Xeon"}, "CPU AMD EPYC 9654 against Intel Xeon"),
-    ({"logical_cores": 8}, "logical cores 16 against 8"),
-    ({"physical_cores": 4}, "physical cores 8 against 4"),
-    ({"cpu_quota_cores": 2.5}, "CPU quota none against 2.5"),
-    ({"gpus": ()}, "GPUs 2 x NVIDIA H200 (140 GB) against none"),
+    ({"packages": {**HOST.packages, "torch": "2.11.0"}}, "torch 2.13.0 vs 2.11.0"),
+    ({"packages": {"torch": "2.13.0", "deepspeed": "0.19.8"}}, "transformers 5.23.0 vs none"),
+    ({"torch_cuda_version": None}, "CUDA 13.0 vs none"),
+    ({"gpu_driver_version": "550.1"}, "GPU driver 580.65.06 vs 550.1"),
+    ({"cpu_model": "Intel Xeon"}, "CPU AMD EPYC 9654 vs Intel Xeon"),
+    ({"logical_cores": 8}, "logical cores 16 vs 8"),
+    ({"physical_cores": 4}, "physical cores 8 vs 4"),
+    ({"cpu_quota_cores": 2.5}, "CPU quota none vs 2.5"),
+    ({"gpus": ()}, "GPUs 2 x NVIDIA H200 (140 GB) vs none"),
     ({"gpus": (replace(H200, mig=True), H200)},
-     "GPUs 2 x NVIDIA H200 (140 GB) against 1 x NVIDIA H200 (140 GB), 1 x NVIDIA H200 (140 GB, MIG)"),
+     "GPUs 2 x NVIDIA H200 (140 GB) vs 1 x NVIDIA H200 (140 GB), 1 x NVIDIA H200 (140 GB, MIG)"),
 )  # fmt: skip
 
 
@@ -158,9 +158,9 @@ def test_facts_without_influence_on_speed_do_not_forbid_comparing() -> None:
     assert comparability_differences(HOST, other) == []
     assert software_differences(HOST, replace(other, logical_cores=8)) == []
     assert setting_differences(HOST, other) == [
-        "host node-7 against node-8",
-        "numpy 2.4.6 against 2.3.0",
-        "OMP_NUM_THREADS 8 against 4",
+        "host node-7 vs node-8",
+        "numpy 2.4.6 vs 2.3.0",
+        "OMP_NUM_THREADS 8 vs 4",
     ]
 
 
@@ -170,4 +170,4 @@ def test_jobs_on_several_hosts_compare_by_the_kinds_of_their_hosts_and_not_by_th
 
     assert hardware_differences(job("X", "Y"), job("Y", "X")) == []
     x, y = ("(CPU X, logical cores 8)", "(CPU Y, logical cores 8)")
-    assert hardware_differences(job("X", "Y"), job("X", "X")) == [f"hosts 1 x {x}; 1 x {y} against 2 x {x}"]
+    assert hardware_differences(job("X", "Y"), job("X", "X")) == [f"hosts 1 x {x}; 1 x {y} vs 2 x {x}"]
