@@ -295,6 +295,10 @@ def options_of(recipe: Values, folder: Path, **run_flags: Any) -> Options:
     values["seq_length"] = next(iter(lengths.values()), None)
     # 1 until the ranks are known, if the global batch is given (planning.trial_planner).
     values["grad_accum"] = values["grad_accum"] or 1
+    for name in recipe["configurations.inline"]:
+        if name in strategies.REFERENCES:
+            problem = f"configurations.inline.{name}: {name} rows train without DeepSpeed, and read no configuration"
+            raise UsageError(problem, remedy="give it another name")
     inline = tuple(
         ConfigurationFile(
             path=Path(name), kind="deepspeed", name=name, text=json.dumps(config, indent=2), config=config

@@ -67,6 +67,7 @@ REFUSED = {
     "sweep: {matrix: {optimizer.params.lr: [[1, 2]]}}": "holds a list in a list",
     "optimizer: {params: {lr: [1e-4, 1e-4]}}": "optimizer.params.lr has 0.0001 twice",
     "training: {seq_len: 8}\ndataset: {seq_len: 16}": "training.seq_len 8 and dataset.seq_len 16 contradict each other",
+    "configurations: {inline: {ddp: {}}}": "ddp rows train without DeepSpeed",
     "training: {seq_len: [8]}\nsweep: {exclude: [{training.seq_len: 16}]}": "has no value 16",
     "training: {seq_len: [8]}\nsweep: {exclude: [{training.steps: 16}]}": "which is not an axis",
     "training: {seq_len: [8]}\nsweep: {exclude: [{training.seq_len: 8}]}": "leaves no point",
