@@ -76,7 +76,7 @@ def test_a_difference_of_the_workload_or_placement_is_named_once_with_both_value
     ours = gpu().workload
     for name in (each.name for each in fields(Workload) if each.name not in ("model_config", "script")):
         theirs = fakes.with_another(ours, name)
-        expected = f"{name} {format_fact(getattr(ours, name))} against {format_fact(getattr(theirs, name))}"
+        expected = f"{name} {format_fact(getattr(ours, name))} vs {format_fact(getattr(theirs, name))}"
         assert between(gpu(), gpu(of=theirs)) == [expected]
     for name in (each.name for each in fields(Placement) if each.name not in COSMETIC):
         found = incomparable_facts(fakes.success(gpu()), fakes.failure(gpu(on=fakes.with_another(CUDA, name))))
@@ -99,11 +99,11 @@ def test_what_a_row_is_there_to_show_may_differ_and_nothing_else() -> None:
         (replace(plain, source="file"), {}, shared, {"sequence_parallel_size": 2}),
     ]
     for configuration, workload, measured, config in cases:
-        for length, expected in ((128, []), (256, ["seq_length 128 against 256"])):
+        for length, expected in ((128, []), (256, ["seq_length 128 vs 256"])):
             trial = replace(gpu(of=fakes.workload(seq_length=length, **workload)), configuration=configuration)
             trial = replace(trial, ds_config={**trial.ds_config, **config})
             assert between(gpu(), trial, **measured) == expected, configuration
-    assert between(gpu(), gpu(), **shared) == ["data_parallel_size 2 against 1"]
+    assert between(gpu(), gpu(), **shared) == ["data_parallel_size 2 vs 1"]
 
 
 def test_of_several_nodes_their_number_and_ranks_count_and_not_their_names() -> None:
@@ -114,16 +114,16 @@ def test_of_several_nodes_their_number_and_ranks_count_and_not_their_names() -> 
     for on, expected in ((elsewhere, []), (replace(CUDA, hosts=(("a", 3), ("b", 1))), ["ranks_of_nodes"])):
         theirs = fakes.failure(gpu(on=on))
         assert [text.partition(" ")[0] for text in incomparable_facts(ours, theirs)] == expected
-    assert incomparable_facts(fakes.success(gpu()), ours) == ["num_nodes 1 against 2"]
+    assert incomparable_facts(fakes.success(gpu()), ours) == ["num_nodes 1 vs 2"]
 
 
 def test_of_two_models_only_the_facts_that_differ_are_named() -> None:
     ours = fakes.workload(model_config={"n_layer": 2, "n_embd": 64, "rope": {"theta": 1}})
     theirs = fakes.workload(model_config={"n_layer": 4, "n_embd": 64, "rope": {"theta": 2}, "bias": False})
     assert between(gpu(of=ours), gpu(of=theirs)) == [
-        "model_config.n_layer 2 against 4",
-        "model_config.rope.theta 1 against 2",
-        "model_config.bias none against false",
+        "model_config.n_layer 2 vs 4",
+        "model_config.rope.theta 1 vs 2",
+        "model_config.bias none vs false",
     ]
 
 
@@ -143,12 +143,12 @@ def test_a_size_that_both_rows_searched_for_may_differ(subtests: pytest.Subtests
 
 def test_what_the_engine_ran_counts_and_not_what_the_flags_said(subtests: pytest.Subtests) -> None:
     for changes, said in (
-        ({"micro_batch_size": 8}, "micro_batch_size 4 against 8"),
-        ({"grad_accum": 2}, "grad_accum 1 against 2"),
-        ({"torch_version": "2.11.0"}, "torch 2.13.0 against 2.11.0"),
-        ({"deepspeed_version": "0.18.0"}, "deepspeed 0.19.8 against 0.18.0"),
-        ({"device_name": "NVIDIA A100"}, "device 2 x NVIDIA H100 80GB HBM3 against 2 x NVIDIA A100"),
-        ({"dropout": 0.5}, "dropout none against 0.5"),
+        ({"micro_batch_size": 8}, "micro_batch_size 4 vs 8"),
+        ({"grad_accum": 2}, "grad_accum 1 vs 2"),
+        ({"torch_version": "2.11.0"}, "torch 2.13.0 vs 2.11.0"),
+        ({"deepspeed_version": "0.18.0"}, "deepspeed 0.19.8 vs 0.18.0"),
+        ({"device_name": "NVIDIA A100"}, "device 2 x NVIDIA H100 80GB HBM3 vs 2 x NVIDIA A100"),
+        ({"dropout": 0.5}, "dropout none vs 0.5"),
     ):
         with subtests.test(said):
             assert between(gpu(), gpu(3), **changes) == [said]
@@ -161,15 +161,15 @@ def test_one_card_of_another_kind_among_many_is_seen_and_the_order_of_ranks_is_n
     turned = replace(entry, ranks=(replace(first, device_name="NVIDIA A100"), second))
     assert incomparable_facts(mixed, turned) == []
     (said,) = incomparable_facts(entry, mixed)
-    assert said.endswith("against 1 x NVIDIA A100, 1 x NVIDIA H100 80GB HBM3")
+    assert said.endswith("vs 1 x NVIDIA A100, 1 x NVIDIA H100 80GB HBM3")
 
 
 def test_another_method_or_launch_forbids_a_ratio_even_where_nothing_else_differs() -> None:
     entry = fakes.success(gpu())
     newer = replace(entry, method_version=99)
-    versions = [f"method_version {entry.method_version} against 99"]
+    versions = [f"method_version {entry.method_version} vs 99"]
     assert incomparable_facts(entry, newer) == incomparable_facts(fakes.failure(gpu()), newer) == versions
-    assert incomparable_facts(entry, replace(entry, launch="deepspeed")) == ["launch warm against deepspeed"]
+    assert incomparable_facts(entry, replace(entry, launch="deepspeed")) == ["launch warm vs deepspeed"]
 
 
 def test_a_dropout_that_was_asked_for_and_the_same_as_the_models_own_are_alike() -> None:
@@ -177,12 +177,12 @@ def test_a_dropout_that_was_asked_for_and_the_same_as_the_models_own_are_alike()
     own = fakes.success(gpu(), dropout=0.1)
     asked, without = (replace(gpu(), workload=fakes.workload(dropout=dropout)) for dropout in (0.1, 0.0))
     assert incomparable_facts(own, fakes.success(asked, dropout=0.1)) == []
-    assert incomparable_facts(own, fakes.success(without, dropout=0.0)) == ["dropout 0.1 against 0.0"]
-    assert incomparable_facts(own, fakes.failure(without)) == ["dropout none against 0.0"]
+    assert incomparable_facts(own, fakes.success(without, dropout=0.0)) == ["dropout 0.1 vs 0.0"]
+    assert incomparable_facts(own, fakes.failure(without)) == ["dropout none vs 0.0"]
 
 
 def test_fp32_under_tf32_does_not_compare_with_fp32_and_other_formats_do_not_care() -> None:
-    for precision, told in (("fp32", ["tf32 true against false"]), ("bf16", [])):
+    for precision, told in (("fp32", ["tf32 true vs false"]), ("bf16", [])):
         trial = gpu(of=fakes.workload(precision=precision))
         assert incomparable_facts(fakes.success(trial, tf32=True), fakes.success(trial, tf32=None)) == told
 

@@ -231,7 +231,7 @@ def test_ratios_refer_to_the_requested_or_the_first_sound_row_and_that_is_said(
 
 def test_where_the_baseline_failed_the_first_sound_row_decides_which_rows_compare() -> None:
     odd = ran(1, torch_version="2.11.0", **WRONG)
-    assert [row.differences for row in rows(FAILED, odd, ran(2))][1:] == [("torch 2.13.0 against 2.11.0",), ()]
+    assert [row.differences for row in rows(FAILED, odd, ran(2))][1:] == [("torch 2.13.0 vs 2.11.0",), ()]
     _, row = rows(ran(0), odd)
     assert row.tokens_per_second is not None
     assert (row.ratio, row.ratio_interval, row.gpu_difference_bytes, row.host_difference_bytes) == (None,) * 4
@@ -350,7 +350,7 @@ def test_environments_that_do_not_compare_are_named() -> None:
     here = fakes.environment()
     there = replace(here, packages={**here.packages, "torch": "2.11.0"})
     found = kinds(compared(fakes.success(), on=(here, here, there)))
-    assert "torch 2.13.0 against 2.11.0" in found[CaveatKind.ENVIRONMENT_DIFFERS].text
+    assert "torch 2.13.0 vs 2.11.0" in found[CaveatKind.ENVIRONMENT_DIFFERS].text
 
 
 # ------------------------------------------------------------------ capacities

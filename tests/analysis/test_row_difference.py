@@ -184,7 +184,7 @@ def test_rows_of_other_hardware_have_no_ratio_and_say_what_differs() -> None:
     )
     difference = explain(a, b)
     assert difference.time is not None
-    assert difference.environment_differences == difference.time.incomparable_reasons == ("logical cores 16 against 8",)
+    assert difference.environment_differences == difference.time.incomparable_reasons == ("logical cores 16 vs 8",)
 
 
 # ------------------------------------------------------------------ configuration
